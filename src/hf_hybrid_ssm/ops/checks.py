@@ -1,0 +1,48 @@
+"""Checks at the entry of every op: one sentence that names the argument, what came and what was wanted."""
+
+import torch
+
+
+def check_tensor(
+    name: str,
+    value: torch.Tensor | None,
+    shape: tuple[int | None, ...],
+    letters: str,
+    *,
+    like: torch.Tensor | None = None,
+    optional: bool = False,
+) -> None:
+    """Check rank, sizes (None accepts any), and optionally that dtype and device equal those of `like`.
+
+    Raises:
+        TypeError: not a tensor, or another dtype than `like`.
+        ValueError: wrong shape or another device than `like`.
+    """
+    if value is None and optional:
+        return
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor of shape ({letters}), got {type(value).__name__}.")
+    fits = value.dim() == len(shape) and all(want is None or have == want for have, want in zip(value.shape, shape))
+    if not fits:
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} must have shape ({letters}) = ({wanted}), got {tuple(value.shape)}.")
+    if like is not None and value.dtype != like.dtype:
+        raise TypeError(f"{name} must have dtype {like.dtype} like the other inputs, got {value.dtype}.")
+    if like is not None and value.device != like.device:
+        raise ValueError(f"{name} must be on {like.device} like the other inputs, got {value.device}.")
+
+
+def check_seq_idx(seq_idx: torch.Tensor | None, batch: int, length: int) -> None:
+    """`seq_idx` (B, L) integer: the document each token of a packed row belongs to, never decreasing along a row.
+
+    The order is checked only outside of `torch.compile`, since it needs the values.
+    """
+    if seq_idx is None:
+        return
+    check_tensor("seq_idx", seq_idx, (batch, length), "B, L")
+    if seq_idx.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"seq_idx must be int32 or int64, got {seq_idx.dtype}.")
+    if torch.compiler.is_compiling() or seq_idx.is_meta or torch.jit.is_tracing():
+        return
+    if length > 1 and bool((seq_idx[:, 1:] < seq_idx[:, :-1]).any()):
+        raise ValueError("seq_idx must not decrease along a row: each document of a packed row is one contiguous run.")
