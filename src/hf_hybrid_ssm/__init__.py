@@ -1,0 +1,13 @@
+"""State-space/attention hybrids for Hugging Face Transformers.
+
+Importing the package registers its families with transformers' Auto classes; everything else is imported on first use.
+"""
+
+from hf_hybrid_ssm.auto import FAMILIES, register
+from hf_hybrid_ssm.lazy import attach
+
+__version__ = "0.1.0"
+
+__getattr__, __dir__, __all__ = attach(__name__, {name: family.package for family in FAMILIES for name in family.names})
+
+register()

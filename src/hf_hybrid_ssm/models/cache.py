@@ -1,0 +1,226 @@
+"""The cache layer that transformers lacks: named states of any shape, a token count, and exact rollback.
+
+`DynamicCache(config=config)` and `StaticCache(config=config, ...)` build it for every layer whose `config.layer_types`
+entry is `STATE_LAYER_TYPE`, so `generate()`, beam search, prompt reuse and continuation work as for any other model.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import Cache, DynamicCache, PreTrainedConfig
+from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin
+
+STATE_LAYER_TYPE = "hybrid_ssm_state"
+
+States = dict[str, torch.Tensor]
+Replay = Callable[[int], States]
+
+
+@dataclass
+class _Forward:
+    """What it takes to undo one forward, wholly or in part."""
+
+    num_tokens: int
+    previous: States
+    replay: Replay
+
+
+class StateLayer(CacheLayerMixin):
+    """The states of one layer between two forwards: `states[name]`, each with the batch in front.
+
+    Unlike keys and values, a state of fixed size forgets how it came about. To go back (`crop`, as assisted generation
+    and prompt lookup do) the layer keeps, once `activate_past_recording()` was called, the states before each forward
+    and a function that replays the first tokens of that forward.
+    """
+
+    _layer_type = STATE_LAYER_TYPE
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, **kwargs):
+        super().__init__()
+        self.states: States = {}
+        self.seen_tokens: int | torch.Tensor = 0
+        self.record_past = False
+        self.history: list[_Forward] = []
+        self.device: torch.device | None = None
+
+    def store(self, num_tokens: int, states: States, replay: Replay) -> None:
+        """Replace the states by those after `num_tokens` more tokens.
+
+        Args:
+            num_tokens: tokens of this forward, padding included.
+            states: name → tensor (B, ...). Every name of the layer is given at every call.
+            replay: `replay(n)` returns the states after the first n < num_tokens tokens of this forward. It is called
+                only by `crop`, and kept only while the past is recorded.
+        """
+        if self.record_past:
+            self.history.append(_Forward(num_tokens, self.states, replay))
+        self.states = {name: _own_memory(state) for name, state in states.items()}
+        self.seen_tokens += num_tokens
+        self.is_initialized = True
+        self.device = next(iter(states.values())).device
+
+    @property
+    def batch_size(self) -> int:
+        if not self.states:
+            raise AttributeError("the layer holds no states yet")
+        return next(iter(self.states.values())).shape[0]
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        return True
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens, then drop the recorded past (it must lie within it)."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove={tokens_to_remove} must be negative: the number of tokens to remove.")
+        if not self.record_past:
+            raise RuntimeError(
+                "crop needs the recorded past: call `activate_past_recording()` on the cache before the forwards that "
+                "may have to be undone."
+            )
+        remaining = -tokens_to_remove
+        while remaining > 0:
+            if not self.history:
+                raise ValueError(
+                    f"tokens_to_remove={tokens_to_remove} goes {remaining} tokens beyond the recorded past, which starts "
+                    "at the last `crop`."
+                )
+            forward = self.history.pop()
+            kept = max(forward.num_tokens - remaining, 0)
+            self.states = forward.replay(kept) if kept else forward.previous
+            self.seen_tokens -= forward.num_tokens - kept
+            remaining -= forward.num_tokens - kept
+        self.history.clear()
+
+    def reset(self) -> None:
+        self.states = {}
+        self.seen_tokens = 0
+        self.history.clear()
+        self.is_initialized = False
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._map(lambda state: state.index_select(0, indices.to(state.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map(lambda state: state.repeat_interleave(repeats, dim=0))
+
+    def offload(self) -> None:
+        self._map(lambda state: state.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        self._map(lambda state: state.to(self.device, non_blocking=True))
+
+    def get_seq_length(self) -> int:
+        return self.seen_tokens  # type: ignore[return-value]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen_tokens + query_length, 0  # type: ignore[return-value]
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        raise TypeError("a StateLayer holds no keys and values; its mixer calls `store`.")
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        raise TypeError("a StateLayer holds no keys and values; its mixer calls `store`.")
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.states = {name: function(state) for name, state in self.states.items()}
+        self.history.clear()
+
+
+class StaticStateLayer(StateLayer):
+    """`StateLayer` for compiled decoding: the states keep their addresses and the token count is a tensor."""
+
+    _layer_type = None
+    is_compileable = True
+
+    def __init__(self, max_cache_len: int, **kwargs):
+        super().__init__()
+        self.max_cache_len = max_cache_len
+
+    def store(self, num_tokens: int, states: States, replay: Replay) -> None:
+        if not self.is_initialized:
+            self._allocate(states)
+        for name, state in states.items():
+            self.states[name].copy_(state)
+        self.seen_tokens.add_(num_tokens)  # type: ignore[union-attr]
+
+    def _allocate(self, states: States) -> None:
+        self.device = next(iter(states.values())).device
+        self.states = {name: torch.zeros_like(state, requires_grad=False) for name, state in states.items()}
+        self.seen_tokens = torch.zeros((), dtype=torch.int64, device=self.device)
+        if not torch.compiler.is_compiling():
+            for tensor in (*self.states.values(), self.seen_tokens):
+                torch._dynamo.mark_static_address(tensor)
+        self.is_initialized = True
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        return False
+
+    def get_max_length(self) -> int:
+        return self.max_cache_len
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        for name, state in self.states.items():
+            mapped = function(state)
+            if mapped.shape == state.shape and mapped.device == state.device:
+                state.copy_(mapped)
+            else:
+                self.states[name] = mapped
+
+
+STATIC_LAYER_TYPE_MAPPING[STATE_LAYER_TYPE] = StaticStateLayer
+
+
+def _own_memory(state: torch.Tensor) -> torch.Tensor:
+    """A small view must not keep the activations of a whole prompt alive."""
+    if not torch.compiler.is_compiling() and state.untyped_storage().nbytes() > state.numel() * state.element_size():
+        return state.clone()
+    return state
+
+
+def prepare_cache(past_key_values: Cache | None, config: PreTrainedConfig, batch_size: int) -> Cache:
+    """The cache to use in this forward: a new one, or the given one if it fits the model and the batch.
+
+    A `DynamicCache()` that was made without a config gets the layers of `config` while it is still empty.
+
+    Raises:
+        TypeError: `past_key_values` is no `Cache`.
+        ValueError: it was made for another model, or holds another batch size.
+    """
+    if past_key_values is None:
+        return DynamicCache(config=config)
+    if not isinstance(past_key_values, Cache):
+        raise TypeError(
+            f"past_key_values must be a transformers Cache, got {type(past_key_values).__name__}; make one with "
+            "`DynamicCache(config=model.config)`."
+        )
+    if not past_key_values.layers and isinstance(past_key_values, DynamicCache):
+        past_key_values.layers = DynamicCache(config=config).layers
+        past_key_values.layer_class_to_replicate = None
+    layers = past_key_values.layers
+    wanted = [layer_type == STATE_LAYER_TYPE for layer_type in config.layer_types]
+    if [isinstance(layer, StateLayer) for layer in layers] != wanted:
+        raise ValueError(
+            f"past_key_values has layers {[type(layer).__name__ for layer in layers]}, which are not those of this model "
+            f"({len(wanted)} layers, layer_types={config.layer_types}); make it with `DynamicCache(config=model.config)`."
+        )
+    for index, layer in enumerate(layers):
+        if isinstance(layer, StateLayer) and layer.states and layer.batch_size != batch_size:
+            raise ValueError(
+                f"past_key_values holds a batch of {layer.batch_size} (layer {index}), but the input has a batch of "
+                f"{batch_size}."
+            )
+    return past_key_values
