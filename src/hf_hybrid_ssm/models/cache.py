@@ -172,6 +172,11 @@ class StaticStateLayer(StateLayer):
     def get_max_length(self) -> int:
         return self.max_cache_len
 
+    def reset(self) -> None:
+        if self.is_initialized:  # zeros are the state before the first token in every family
+            for tensor in (*self.states.values(), self.seen_tokens):
+                tensor.zero_()
+
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         for name, state in self.states.items():
             mapped = function(state)

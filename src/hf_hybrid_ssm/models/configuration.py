@@ -1,0 +1,56 @@
+"""What the configurations of all families share: presets, checks, and the names of layer types."""
+
+from typing import ClassVar
+
+from transformers import PreTrainedConfig
+
+
+class HybridConfigMixin:
+    """Presets by name and checks with readable errors; placed before `PreTrainedConfig`."""
+
+    presets: ClassVar[dict[str, dict]] = {}
+
+    def __post_init__(self, **kwargs):
+        # The strict dataclass runs these again, but wraps what they raise; here a plain ValueError comes out.
+        self.validate_layer_type()
+        self.validate_architecture()
+        super().__post_init__(**kwargs)
+
+    def validate_layer_type(self) -> None:
+        """Overridden by configurations with `block_types`."""
+
+    def validate_architecture(self) -> None:
+        """Overridden by every configuration: fields that must fit each other."""
+
+    @classmethod
+    def preset(cls, name: str, **overrides) -> PreTrainedConfig:
+        """The configuration of a published size, e.g. `LonghornConfig.preset("125m", use_cache=False)`.
+
+        Raises:
+            ValueError: there is no preset of that name.
+        """
+        if name not in cls.presets:
+            raise ValueError(f"{cls.__name__} has no preset {name!r}; it has {', '.join(map(repr, cls.presets))}.")
+        return cls(**{**cls.presets[name], **overrides})  # type: ignore[return-value]
+
+    def check_positive(self, *names: str) -> None:
+        """Each named field must be > 0 (None is let pass)."""
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name}={value} must be positive.")
+
+    def check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        """The named field must be one of `choices`."""
+        value = getattr(self, name)
+        if value not in choices:
+            raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}.")
+
+    def check_block_types(self, choices: tuple[str, ...]) -> None:
+        """`block_types` must name one of `choices` for each layer."""
+        block_types = self.block_types  # type: ignore[attr-defined]
+        layers = self.num_hidden_layers  # type: ignore[attr-defined]
+        if len(block_types) != layers:
+            raise ValueError(f"layer_types names {len(block_types)} layers, but num_hidden_layers={layers}.")
+        if unknown := sorted(set(block_types) - set(choices)):
+            raise ValueError(f"layer_types contains {unknown}; a layer is one of {', '.join(map(repr, choices))}.")

@@ -1,0 +1,173 @@
+"""What the heads of all families share."""
+
+import torch
+from torch import nn
+from transformers import GenerationMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutputWithPast
+from transformers.modeling_utils import slice_logits_to_keep
+from transformers.utils import can_return_tuple
+
+from hf_hybrid_ssm.models.inputs import check_token_ids
+from hf_hybrid_ssm.ops.linear_cross_entropy import linear_cross_entropy
+
+
+class CausalLMHead(GenerationMixin):
+    """Next-token prediction over a base model `self.model` with `self.lm_head`; placed before the pretrained class."""
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values=None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        seq_idx: torch.IntTensor | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        r"""
+        labels (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
+            Token ids to predict, equal to `input_ids` (they are shifted inside); -100 is ignored.
+        seq_idx (`torch.IntTensor` of shape `(batch_size, sequence_length)`, *optional*):
+            The document each token of a packed row belongs to; states and attention do not cross documents.
+        """
+        if labels is not None:
+            check_token_ids("labels", labels, self.config.vocab_size, ignore_index=-100)
+        outputs = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            seq_idx=seq_idx,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        logits, loss = None, None
+        if labels is not None and self._computes_loss_without_logits():
+            loss = chunked_causal_lm_loss(hidden_states, self.lm_head, labels, **kwargs)
+        else:
+            logits = self.lm_head(slice_logits_to_keep(hidden_states, logits_to_keep))
+            if labels is not None:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def _computes_loss_without_logits(self) -> bool:
+        # A wrapped head (LoRA, quantization) has more than a weight: then it is called, as any module.
+        plain_head = type(self.lm_head) is nn.Linear
+        return self.training and self.config.use_linear_cross_entropy and plain_head
+
+
+def chunked_causal_lm_loss(
+    hidden_states: torch.Tensor,
+    lm_head: nn.Linear,
+    labels: torch.Tensor,
+    *,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+    **kwargs,
+) -> torch.Tensor:
+    """transformers' `ForCausalLMLoss` without ever holding all logits.
+
+    Args:
+        hidden_states: (B, L, D), the input of `lm_head`.
+        labels: (B, L), shifted here unless `shift_labels` is given.
+        num_items_in_batch: number of targets over all accumulation steps; the sum is divided by it.
+    """
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    return linear_cross_entropy(
+        hidden_states,
+        lm_head.weight,
+        shift_labels.to(hidden_states.device),
+        bias=lm_head.bias,
+        ignore_index=ignore_index,
+        reduction="mean" if num_items_in_batch is None else "sum",
+        num_items=num_items_in_batch,
+    )
+
+
+class SequenceClassificationHead:
+    """A linear classifier over the last real token of a causal base model `self.model`, with `self.score`.
+
+    The last real token is the last one the attention mask marks as real; without a mask, the last that is not
+    `config.pad_token_id`. Either side may be padded.
+    """
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values=None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs,
+    ) -> SequenceClassifierOutputWithPast:
+        r"""
+        labels (`torch.Tensor` of shape `(batch_size,)`, *optional*):
+            Class indices (or values, for regression with `num_labels == 1`).
+        """
+        outputs = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        last = last_real_token(input_ids, attention_mask, self.config.pad_token_id, hidden_states.shape[:2])
+        rows = torch.arange(hidden_states.shape[0], device=hidden_states.device)
+        pooled_logits = self.score(hidden_states[rows, last.to(hidden_states.device)])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=pooled_logits, labels=labels, pooled_logits=pooled_logits, config=self.config
+            )
+        return SequenceClassifierOutputWithPast(
+            loss=loss,
+            logits=pooled_logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+def last_real_token(
+    input_ids: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    pad_token_id: int | None,
+    shape: tuple[int, int],
+) -> torch.Tensor:
+    """Column of each row's last real token, (B,) int64.
+
+    Raises:
+        ValueError: a batch of several rows, and nothing that tells padding from text.
+    """
+    batch, length = shape
+    if attention_mask is not None and attention_mask.dim() == 2:
+        real = attention_mask[:, -length:] != 0
+    elif input_ids is not None and pad_token_id is not None:
+        real = input_ids != pad_token_id
+    elif batch == 1 or input_ids is None:
+        return torch.full((batch,), length - 1)
+    else:
+        raise ValueError(
+            f"A batch of {batch} rows needs an attention_mask or config.pad_token_id to find each row's last token."
+        )
+    return (torch.arange(length, device=real.device) * real).argmax(1)

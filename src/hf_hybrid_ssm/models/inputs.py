@@ -1,0 +1,77 @@
+"""What every model does with its inputs before the first layer: checks, and where packed documents begin."""
+
+import torch
+from transformers import Cache
+from transformers.masking_utils import find_packed_sequence_indices
+
+from hf_hybrid_ssm.ops.checks import check_seq_idx
+
+
+def _readable(tensor: torch.Tensor) -> bool:
+    """Whether looking at values is cheap and possible: on CPU, outside of tracing."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def check_token_ids(name: str, ids: torch.Tensor, vocab_size: int, *, ignore_index: int | None = None) -> None:
+    """Token ids must be integers within the vocabulary (checked on CPU only, where looking costs nothing).
+
+    Raises:
+        TypeError: `ids` is not an integer tensor.
+        ValueError: an id is outside of 0 … vocab_size - 1 (and not `ignore_index`).
+    """
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64 token ids, got {ids.dtype}.")
+    if not _readable(ids) or ids.numel() == 0:
+        return
+    low, high = (int(bound) for bound in torch.aminmax(ids))
+    if ignore_index is not None and low == ignore_index:
+        low = int(ids.masked_fill(ids == ignore_index, 0).min())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"{name} has ids from {low} to {high}, but the model's vocab_size is {vocab_size}: the tokenizer and the "
+            "model do not belong together."
+        )
+
+
+def check_inputs(
+    input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None, vocab_size: int, hidden_size: int
+) -> None:
+    """Exactly one of `input_ids` (B, L) and `inputs_embeds` (B, L, hidden_size), with at least one token.
+
+    Raises:
+        TypeError: `input_ids` are not integers.
+        ValueError: none or both given, wrong shape, no token, or ids outside the vocabulary.
+    """
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("You must specify exactly one of input_ids or inputs_embeds.")
+    if input_ids is not None:
+        if input_ids.dim() != 2 or input_ids.shape[1] == 0:
+            raise ValueError(f"input_ids must have shape (batch, length ≥ 1), got {tuple(input_ids.shape)}.")
+        check_token_ids("input_ids", input_ids, vocab_size)
+    elif inputs_embeds.dim() != 3 or inputs_embeds.shape[1] == 0 or inputs_embeds.shape[2] != hidden_size:
+        raise ValueError(
+            f"inputs_embeds must have shape (batch, length ≥ 1, {hidden_size}), got {tuple(inputs_embeds.shape)}."
+        )
+
+
+def packed_documents(
+    seq_idx: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    past_key_values: Cache | None,
+    batch: int,
+    length: int,
+) -> torch.Tensor | None:
+    """The document of each token of packed rows, (B, L) int, or None where every row is one document.
+
+    `seq_idx` says it outright. Otherwise positions that start again say it, as in all of transformers: only in a first
+    forward and without an attention mask, since positions also jump over padding.
+    """
+    if seq_idx is not None:
+        check_seq_idx(seq_idx, batch, length)
+        return seq_idx
+    if position_ids is None or attention_mask is not None:
+        return None
+    if past_key_values is not None and (torch.compiler.is_compiling() or past_key_values.get_seq_length() > 0):
+        return None
+    return find_packed_sequence_indices(position_ids.expand(batch, -1))

@@ -1,0 +1,152 @@
+"""Longhorn model configuration."""
+
+import math
+from typing import ClassVar
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import RopeParameters
+
+from hf_hybrid_ssm.models.configuration import HybridConfigMixin
+
+# The cache layer of a Longhorn block; the attention blocks keep transformers' own names and cache layers.
+CACHE_LAYER_TYPES = {"linear_attention": "hybrid_ssm_state"}
+BLOCK_TYPES = ("linear_attention", "sliding_attention", "full_attention")
+
+
+@strict
+class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
+    r"""
+    Configuration of a Longhorn model (arXiv 2407.14207). The defaults are those of the 125M model of the paper.
+
+    Args:
+        vocab_size (`int`, *optional*, defaults to 50304): Size of the vocabulary.
+        hidden_size (`int`, *optional*, defaults to 768): Width M of the residual stream.
+        num_hidden_layers (`int`, *optional*, defaults to 24): Number of layers, twice a transformer's of equal depth.
+        state_size (`int`, *optional*, defaults to 16): Size N of keys, queries and of each channel's predictor.
+        expand (`int`, *optional*, defaults to 2): Channels inside the block, as a multiple of `hidden_size`.
+        conv_kernel (`int`, *optional*, defaults to 4): Width K of the short causal convolution.
+        time_step_rank (`int` or `str`, *optional*, defaults to `"auto"`): Rank of the projection to the step size
+            (the logit of beta); `"auto"` is `ceil(hidden_size / 16)`.
+        use_bias (`bool`, *optional*, defaults to `False`): Bias in the input and output projections.
+        use_conv_bias (`bool`, *optional*, defaults to `True`): Bias in the short convolution.
+        use_scan_norm (`bool`, *optional*, defaults to `False`): RMSNorm between the scan and the output gate, which
+            the official kernel offers and the published models leave off.
+        layer_norm_epsilon (`float`, *optional*, defaults to 1e-5): Epsilon of the RMSNorms.
+        residual_in_fp32 (`bool`, *optional*, defaults to `True`): Keep the residual stream in float32.
+        rescale_prenorm_residual (`bool`, *optional*, defaults to `True`): Scale the initial output projections by
+            `1 / sqrt(num_hidden_layers)`.
+        initializer_range (`float`, *optional*, defaults to 0.02): Standard deviation of the initial embeddings.
+        tie_word_embeddings (`bool`, *optional*, defaults to `True`): Share embedding and language-model head.
+        use_cache (`bool`, *optional*, defaults to `True`): Return the state for continuation.
+        use_linear_cross_entropy (`bool`, *optional*, defaults to `False`): When training with labels, compute the loss
+            in chunks that never hold all logits; `logits` is then `None`.
+        block_types (`list[str]`, *optional*): One entry for each layer: `"linear_attention"` (Longhorn),
+            `"sliding_attention"` or `"full_attention"`. All Longhorn by default. Also accepted under the name
+            `layer_types`.
+        sliding_window (`int`, *optional*, defaults to 2048): Tokens a sliding-attention layer sees, itself included.
+        num_attention_heads (`int`, *optional*, defaults to 12): Heads of the attention layers.
+        num_key_value_heads (`int`, *optional*): Key/value heads of the attention layers; as many as heads by default.
+        head_dim (`int`, *optional*): Size of an attention head; `hidden_size // num_attention_heads` by default.
+        rope_parameters (`RopeParameters`, *optional*): Rotary embedding of the attention layers.
+        attention_dropout (`float`, *optional*, defaults to 0.0): Dropout of the attention weights.
+        mlp_intermediate_size (`int`, *optional*): Width of a SwiGLU after each mixer; none by default, as in the paper.
+        max_position_embeddings (`int`, *optional*, defaults to 2048): Training length. Not a limit of Longhorn layers;
+            read by evaluation tools as the default context.
+        pad_token_id, bos_token_id, eos_token_id (`int`, *optional*): Special tokens; GPT-2's end of text by default.
+
+    ```python
+    >>> from hf_hybrid_ssm import LonghornConfig, LonghornForCausalLM
+
+    >>> model = LonghornForCausalLM(LonghornConfig.preset("125m"))
+    ```"""
+
+    model_type = "longhorn"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    presets: ClassVar[dict[str, dict]] = {
+        "125m": {"hidden_size": 768, "num_hidden_layers": 24},
+        "350m": {"hidden_size": 1024, "num_hidden_layers": 48, "num_attention_heads": 16},
+        "1.3b": {
+            "hidden_size": 2048,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 16,
+            "vocab_size": 32000,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    }
+
+    vocab_size: int = 50304
+    hidden_size: int = 768
+    num_hidden_layers: int = 24
+    state_size: int = 16
+    expand: int = 2
+    conv_kernel: int = 4
+    time_step_rank: int | str = "auto"
+    use_bias: bool = False
+    use_conv_bias: bool = True
+    use_scan_norm: bool = False
+    layer_norm_epsilon: float = 1e-5
+    residual_in_fp32: bool = True
+    rescale_prenorm_residual: bool = True
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = True
+    use_cache: bool = True
+    use_linear_cross_entropy: bool = False
+    block_types: list[str] | None = None
+    sliding_window: int | None = 2048
+    num_attention_heads: int = 12
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    rope_parameters: RopeParameters | dict | None = None
+    attention_dropout: float | int = 0.0
+    mlp_intermediate_size: int | None = None
+    max_position_embeddings: int = 2048
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 50256
+    eos_token_id: int | list[int] | None = 50256
+
+    def __post_init__(self, **kwargs):
+        layer_types = kwargs.pop("layer_types", None)
+        if self.block_types is None:
+            self.block_types = layer_types or ["linear_attention"] * max(self.num_hidden_layers, 0)
+        if self.time_step_rank == "auto":
+            self.time_step_rank = math.ceil(self.hidden_size / 16)
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None and self.num_attention_heads > 0:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        super().__post_init__(**kwargs)
+
+    @property
+    def intermediate_size(self) -> int:
+        """Channels D inside a Longhorn block."""
+        return self.expand * self.hidden_size
+
+    @property
+    def layer_types(self) -> list[str]:
+        """The kind of cache layer each block needs (`block_types` in the words of the cache)."""
+        return [CACHE_LAYER_TYPES.get(block_type, block_type) for block_type in self.block_types]
+
+    def validate_layer_type(self):
+        self.check_block_types(BLOCK_TYPES)
+
+    def validate_architecture(self):
+        """Sizes that fit together."""
+        self.check_positive(
+            "vocab_size", "hidden_size", "num_hidden_layers", "state_size", "expand", "conv_kernel", "sliding_window",
+            "num_attention_heads", "num_key_value_heads", "head_dim", "mlp_intermediate_size", "layer_norm_epsilon",
+            "max_position_embeddings",
+        )  # fmt: skip
+        if not isinstance(self.time_step_rank, int) or self.time_step_rank <= 0:
+            raise ValueError(f'time_step_rank={self.time_step_rank!r} must be "auto" or a positive integer.')
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads} must be a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}."
+            )
+        if "sliding_attention" in self.block_types and self.sliding_window is None:
+            raise ValueError('sliding_window=None, but layer_types has "sliding_attention" layers: give their window.')
+
+
+__all__ = ["LonghornConfig"]

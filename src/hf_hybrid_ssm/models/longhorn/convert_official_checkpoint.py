@@ -1,0 +1,158 @@
+"""Official Longhorn training checkpoints → a folder that `from_pretrained` loads.
+
+    python -m hf_hybrid_ssm.models.longhorn.convert_official_checkpoint IN OUT
+
+IN is a file of tensors: what the official `train.py` saves (a dict with the state dict under "model"), a bare state
+dict, or the same as safetensors. Every tensor must be known and none may be missing; sizes are read off the shapes.
+Only tensors are unpickled (`weights_only=True`).
+"""
+
+import argparse
+import re
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
+from hf_hybrid_ssm.models.longhorn.modeling_longhorn import LonghornForCausalLM
+
+PREFIXES = ("_orig_mod.", "module.", "transformer.")
+GLOBAL_KEYS = {
+    "backbone.embedding.weight": "model.embed_tokens.weight",
+    "backbone.norm_f.weight": "model.norm.weight",
+    "lm_head.weight": "lm_head.weight",
+}
+LAYER_KEYS = {
+    "norm.weight": "norm.weight",
+    "mixer.in_proj.weight": "mixer.in_proj.weight",
+    "mixer.conv1d.weight": "mixer.conv1d.weight",
+    "mixer.conv1d.bias": "mixer.conv1d.bias",
+    "mixer.x_proj.weight": "mixer.x_proj.weight",
+    "mixer.dt_head.weight": "mixer.dt_proj.weight",
+    "mixer.dt_head.bias": "mixer.dt_bias",
+    "mixer.D": "mixer.D",
+    "mixer.out_proj.weight": "mixer.out_proj.weight",
+}
+LAYER = re.compile(r"backbone\.layers\.(\d+)\.(.+)")
+
+
+def read_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
+    """The tensors of an official checkpoint, without the prefixes that training wrappers add.
+
+    Raises:
+        ValueError: the file is truncated, holds anything but tensors where tensors belong, or is no state dict.
+    """
+    try:
+        content = (
+            load_file(path)
+            if str(path).endswith(".safetensors")
+            else torch.load(path, map_location="cpu", weights_only=True)
+        )
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{path} cannot be read as a checkpoint of tensors ({type(error).__name__}: {error}).") from error
+    if isinstance(content, dict) and isinstance(content.get("model"), dict):
+        content = content["model"]
+    if not isinstance(content, dict) or not content or not all(isinstance(v, torch.Tensor) for v in content.values()):
+        raise ValueError(f"{path} holds no state dict: a dict of tensors, or one under the key 'model', was expected.")
+    return {_without_prefixes(key): tensor for key, tensor in content.items()}
+
+
+def _without_prefixes(key: str) -> str:
+    while matching := next((prefix for prefix in PREFIXES if key.startswith(prefix)), None):
+        key = key.removeprefix(matching)
+    return key
+
+
+def convert_state_dict(official: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Rename every tensor; no tensor changes its shape.
+
+    Raises:
+        ValueError: a key is not one of the official Longhorn's.
+    """
+    if any(key.endswith("A_log") for key in official):
+        raise ValueError("The checkpoint has A_log tensors: it is a Mamba checkpoint, whose weights mean other things.")
+    converted, unknown = {}, []
+    for key, tensor in official.items():
+        layer = LAYER.fullmatch(key)
+        if key in GLOBAL_KEYS:
+            converted[GLOBAL_KEYS[key]] = tensor
+        elif layer and layer[2] in LAYER_KEYS:
+            converted[f"model.layers.{layer[1]}.{LAYER_KEYS[layer[2]]}"] = tensor
+        else:
+            unknown.append(key)
+    if unknown:
+        raise ValueError(f"Unknown tensors in the checkpoint: {', '.join(sorted(unknown))}.")
+    return converted
+
+
+def infer_config(converted: dict[str, torch.Tensor], **overrides) -> LonghornConfig:
+    """The configuration that the shapes of the (converted) tensors say.
+
+    Raises:
+        ValueError: a tensor that the sizes are read from is missing.
+    """
+    first = "model.layers.0.mixer."
+    needed = ("model.embed_tokens.weight", *(f"{first}{n}.weight" for n in ("in_proj", "conv1d", "x_proj", "dt_proj")))
+    if missing := [key for key in needed if key not in converted]:
+        raise ValueError(f"The checkpoint lacks {', '.join(missing)}.")
+    vocab_size, hidden_size = converted["model.embed_tokens.weight"].shape
+    rank = converted[f"{first}dt_proj.weight"].shape[1]
+    head = converted.get("lm_head.weight")
+    return LonghornConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_hidden_layers=1 + max(int(key.split(".")[2]) for key in converted if key.startswith("model.layers.")),
+        state_size=(converted[f"{first}x_proj.weight"].shape[0] - rank) // 2,
+        expand=converted[f"{first}in_proj.weight"].shape[0] // (2 * hidden_size),
+        conv_kernel=converted[f"{first}conv1d.weight"].shape[-1],
+        time_step_rank=rank,
+        use_conv_bias=f"{first}conv1d.bias" in converted,
+        tie_word_embeddings=head is None or torch.equal(head, converted["model.embed_tokens.weight"]),
+        **overrides,
+    )
+
+
+def convert(source: str | Path, **overrides) -> LonghornForCausalLM:
+    """The model in an official checkpoint file.
+
+    Args:
+        source: the checkpoint file.
+        overrides: fields of `LonghornConfig` that shapes cannot tell, such as `eos_token_id`.
+
+    Raises:
+        ValueError: tensors that are unknown, missing, or of a shape that does not fit the others.
+    """
+    converted = convert_state_dict(read_state_dict(source))
+    config = infer_config(converted, **overrides)
+    if config.tie_word_embeddings:
+        converted["lm_head.weight"] = converted["model.embed_tokens.weight"]
+    model = LonghornForCausalLM(config)
+    expected = {key: tensor.shape for key, tensor in model.state_dict().items()}
+    if missing := sorted(expected.keys() - converted.keys()):
+        raise ValueError(f"The checkpoint lacks {', '.join(missing)}.")
+    for key, tensor in converted.items():
+        if key not in expected or tensor.shape != expected[key]:
+            raise ValueError(f"{key} has shape {tuple(tensor.shape)}, but the model has {expected.get(key)}.")
+    model.load_state_dict(converted)
+    return model
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Convert an official Longhorn checkpoint.")
+    parser.add_argument("source", metavar="IN", type=Path, help="checkpoint file (.pt, .bin or .safetensors)")
+    parser.add_argument("target", metavar="OUT", type=Path, help="folder to write; must not exist or be empty")
+    options = parser.parse_args(arguments)
+    if options.target.exists() and any(options.target.iterdir()):
+        parser.error(f"{options.target} is not empty")
+    if not options.source.is_file():
+        parser.error(f"{options.source} is no file")
+    model = convert(options.source)
+    model.save_pretrained(options.target)
+    print(f"Wrote {sum(p.numel() for p in model.parameters()):,} parameters to {options.target}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,366 @@
+"""PyTorch Longhorn model (arXiv 2407.14207)."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import Cache, PreTrainedModel
+from transformers import initialization as init
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+    packed_sequence_mask_function,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+from transformers.utils import auto_docstring
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from hf_hybrid_ssm.layers.feed_forward import SwiGLU
+from hf_hybrid_ssm.layers.rms_norm import RMSNorm
+from hf_hybrid_ssm.layers.short_convolution import ShortConvolution
+from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, prepare_cache
+from hf_hybrid_ssm.models.heads import CausalLMHead, SequenceClassificationHead
+from hf_hybrid_ssm.models.inputs import check_inputs, packed_documents
+from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
+from hf_hybrid_ssm.models.padding import CompactRows, compact_rows
+from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
+
+SCAN_NORM_EPSILON = 1e-6
+
+
+class LonghornMixer(nn.Module):
+    """The Longhorn block: projections, short convolution, and the online-recall scan (section 3, algorithm 1).
+
+    x, z = in_proj(u); x = silu(conv(x)); d, k, q = x_proj(x); out_proj(scan(x, dt_proj(d), k, q) · silu(z)).
+    """
+
+    def __init__(self, config: LonghornConfig, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        channels, rank = config.intermediate_size, int(config.time_step_rank)
+        self.projection_sizes = [rank, config.state_size, config.state_size]
+        self.in_proj = nn.Linear(config.hidden_size, 2 * channels, bias=config.use_bias)
+        self.conv1d = ShortConvolution(channels, config.conv_kernel, bias=config.use_conv_bias)
+        self.x_proj = nn.Linear(channels, sum(self.projection_sizes), bias=False)
+        self.dt_proj = nn.Linear(rank, channels, bias=False)
+        # The scan adds this bias in float32, hence it is no part of `dt_proj`.
+        self.dt_bias = nn.Parameter(torch.zeros(channels))
+        self.D = nn.Parameter(torch.ones(channels))
+        self.scan_norm = RMSNorm(channels, eps=SCAN_NORM_EPSILON) if config.use_scan_norm else None
+        self.out_proj = nn.Linear(channels, config.hidden_size, bias=config.use_bias)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        past_key_values: Cache | None = None,
+        rows: CompactRows | None = None,
+        seq_idx: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """(B, L, M) → (B, L, M); the state goes to and comes from `past_key_values.layers[layer_idx]`."""
+        lengths = None
+        if rows is not None:
+            hidden_states, lengths = rows.compact(hidden_states), rows.lengths
+            # padding now follows the last document: let it belong there
+            seq_idx = None if seq_idx is None else rows.compact(seq_idx).cummax(1).values
+        raw, gate = self.in_proj(hidden_states).chunk(2, dim=-1)  # (B, L, D) each
+
+        cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        states = {} if cache is None else cache.states
+        convolve = {"initial_state": states.get("conv"), "seq_idx": seq_idx, "lengths": lengths}
+        x, conv_state = self.conv1d(raw, return_final_state=cache is not None, **convolve)
+        dt, k, q = self.x_proj(x).split(self.projection_sizes, dim=-1)
+        scan = {"dt_bias": self.dt_bias, "D": self.D, "initial_state": states.get("scan"), "seq_idx": seq_idx}
+        inputs = (x, self.dt_proj(dt), k, q)
+        fused_gate = gate if self.scan_norm is None else None
+        y, scan_state = longhorn_scan(
+            *inputs, z=fused_gate, lengths=lengths, return_final_state=cache is not None, **scan
+        )
+        if self.scan_norm is not None:
+            y = self.scan_norm(y) * F.silu(gate)
+        if cache is not None:
+
+            def replay(num_tokens: int) -> dict[str, torch.Tensor]:
+                first = slice(None, num_tokens)
+                kept = None if lengths is None else _lengths_of_first(rows, num_tokens)
+                before = {"seq_idx": None if seq_idx is None else seq_idx[:, first], "lengths": kept}
+                _, conv = self.conv1d(raw[:, first], return_final_state=True, **(convolve | before))
+                _, state = longhorn_scan(*(t[:, first] for t in inputs), return_final_state=True, **(scan | before))
+                return {"conv": conv, "scan": state}
+
+            cache.store(hidden_states.shape[1], {"conv": conv_state, "scan": scan_state}, replay)
+        y = self.out_proj(y)
+        return y if rows is None else rows.restore(y)
+
+
+def _lengths_of_first(rows: CompactRows, num_tokens: int) -> torch.Tensor:
+    """Real tokens of each row among the first `num_tokens` columns as given."""
+    is_real = rows.inverse[:, :num_tokens] < rows.lengths[:, None]
+    return is_real.sum(1)
+
+
+class LonghornAttention(nn.Module):
+    """Grouped-query attention with rotary positions, for hybrid stacks (full or sliding by `block_types`)."""
+
+    def __init__(self, config: LonghornConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = True
+        sliding = config.block_types[layer_idx] == "sliding_attention"
+        self.sliding_window = config.sliding_window if sliding else None
+        queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        queries = self.q_proj(hidden_states).view(shape).transpose(1, 2)
+        keys = self.k_proj(hidden_states).view(shape).transpose(1, 2)
+        values = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        queries, keys = apply_rotary_pos_emb(queries, keys, *position_embeddings)
+        if past_key_values is not None:
+            keys, values = past_key_values.update(keys, values, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        output, weights = attend(
+            self,
+            queries,
+            keys,
+            values,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
+        return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights
+
+
+class LonghornBlock(GradientCheckpointingLayer):
+    """Pre-norm residual layer around a Longhorn mixer or attention, optionally followed by a SwiGLU."""
+
+    def __init__(self, config: LonghornConfig, layer_idx: int):
+        super().__init__()
+        self.residual_in_fp32 = config.residual_in_fp32
+        self.norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.is_recurrent = config.block_types[layer_idx] == "linear_attention"
+        if self.is_recurrent:
+            self.mixer = LonghornMixer(config, layer_idx)
+        else:
+            self.self_attn = LonghornAttention(config, layer_idx)
+        if config.mlp_intermediate_size is None:
+            self.mlp = None
+        else:
+            self.mlp_norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+            self.mlp = SwiGLU(config.hidden_size, config.mlp_intermediate_size)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        rows: CompactRows | None = None,
+        seq_idx: torch.Tensor | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        if self.residual_in_fp32:
+            hidden_states = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
+        normed = self.norm(hidden_states)
+        if self.is_recurrent:
+            mixed = self.mixer(normed, past_key_values=past_key_values, rows=rows, seq_idx=seq_idx)
+        else:
+            mixed, _ = self.self_attn(normed, position_embeddings, attention_mask, past_key_values, **kwargs)
+        hidden_states = hidden_states + mixed
+        if self.mlp is not None:
+            hidden_states = hidden_states + self.mlp(self.mlp_norm(hidden_states))
+        return hidden_states
+
+
+@auto_docstring
+class LonghornPreTrainedModel(PreTrainedModel):
+    config: LonghornConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["LonghornBlock"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _can_compile_fullgraph = True
+    _keep_in_fp32_modules_strict = ["D", "dt_bias"]  # noqa: RUF012
+    _can_record_outputs = {"hidden_states": LonghornBlock, "attentions": LonghornAttention}  # noqa: RUF012
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """The official initialisation: torch's own for projections and convolution, scaled output projections."""
+        super()._init_weights(module)
+        if isinstance(module, LonghornMixer):
+            init.zeros_(module.dt_bias)
+            init.ones_(module.D)
+            for projection in (module.in_proj, module.x_proj, module.dt_proj):
+                _uniform_fan_in(projection)
+            bound = 1 / math.sqrt(module.conv1d.kernel_size[0])
+            init.uniform_(module.conv1d.weight, -bound, bound)
+            if module.conv1d.bias is not None:
+                init.uniform_(module.conv1d.bias, -bound, bound)
+            _uniform_fan_in(module.out_proj, self._residual_scale())
+        elif isinstance(module, LonghornAttention):
+            for projection in (module.q_proj, module.k_proj, module.v_proj):
+                _uniform_fan_in(projection)
+            _uniform_fan_in(module.o_proj, self._residual_scale())
+        elif isinstance(module, SwiGLU):
+            _uniform_fan_in(module.gate_proj)
+            _uniform_fan_in(module.up_proj)
+            _uniform_fan_in(module.down_proj, self._residual_scale())
+
+    def _residual_scale(self) -> float:
+        return 1 / math.sqrt(self.config.num_hidden_layers) if self.config.rescale_prenorm_residual else 1.0
+
+
+def _uniform_fan_in(linear: nn.Linear, scale: float = 1.0) -> None:
+    bound = scale / math.sqrt(linear.in_features)
+    init.uniform_(linear.weight, -bound, bound)
+
+
+@auto_docstring
+class LonghornModel(LonghornPreTrainedModel):
+    def __init__(self, config: LonghornConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList(LonghornBlock(config, index) for index in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.has_attention = any(block_type != "linear_attention" for block_type in config.block_types)
+        self.rotary_emb = LlamaRotaryEmbedding(config) if self.has_attention else None
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    @auto_docstring
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        seq_idx: torch.IntTensor | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        r"""
+        seq_idx (`torch.IntTensor` of shape `(batch_size, sequence_length)`, *optional*):
+            The document each token of a packed row belongs to; states and attention do not cross documents.
+        """
+        check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        batch, length = inputs_embeds.shape[:2]
+        if use_cache or past_key_values is not None:
+            past_key_values = prepare_cache(past_key_values, self.config, batch)
+        past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
+
+        masks = attention_mask if isinstance(attention_mask, dict) else None
+        padding = masks[STATE_LAYER_TYPE] if masks is not None else attention_mask
+        seq_idx = packed_documents(seq_idx, position_ids, padding, past_key_values, batch, length)
+        rows = compact_rows(padding, batch, length)
+        position_embeddings = None
+        if self.has_attention:
+            if position_ids is None:
+                position_ids = (torch.arange(length, device=inputs_embeds.device) + past_length).unsqueeze(0)
+            position_embeddings = self.rotary_emb(inputs_embeds, position_ids)
+            if masks is None:
+                masks = self._attention_masks(inputs_embeds, attention_mask, past_key_values, position_ids, seq_idx)
+
+        hidden_states = inputs_embeds
+        for layer, layer_type in zip(self.layers, self.config.layer_types):
+            hidden_states = layer(
+                hidden_states,
+                attention_mask=None if masks is None else masks.get(layer_type),
+                rows=rows,
+                seq_idx=seq_idx,
+                position_embeddings=position_embeddings,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+        return BaseModelOutputWithPast(
+            last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values if use_cache else None
+        )
+
+    def _attention_masks(self, inputs_embeds, attention_mask, past_key_values, position_ids, seq_idx) -> dict:
+        same_document = None if seq_idx is None else packed_sequence_mask_function(seq_idx)
+        return _attention_masks(
+            self.config, inputs_embeds, attention_mask, past_key_values, position_ids, and_mask_function=same_document
+        )
+
+
+def _attention_masks(config, inputs_embeds, attention_mask, past_key_values, position_ids, **kwargs) -> dict:
+    """The masks of the attention layers, by layer type."""
+    functions = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+    return {
+        layer_type: functions[layer_type](
+            config=config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+            **kwargs,
+        )
+        for layer_type in set(config.layer_types) & set(functions)
+    }
+
+
+@auto_docstring
+class LonghornForCausalLM(CausalLMHead, LonghornPreTrainedModel):
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
+
+    def __init__(self, config: LonghornConfig):
+        super().__init__(config)
+        self.model = LonghornModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @staticmethod
+    def create_masks_for_generate(
+        config, inputs_embeds, attention_mask, past_key_values, position_ids=None, **kwargs
+    ) -> dict:
+        """Masks made ahead of compiled decoding; a generated token is never padding."""
+        masks = _attention_masks(config, inputs_embeds, attention_mask, past_key_values, position_ids)
+        is_step = inputs_embeds.shape[1] == 1
+        return {**masks, STATE_LAYER_TYPE: None if is_step else attention_mask}
+
+
+@auto_docstring
+class LonghornForSequenceClassification(SequenceClassificationHead, LonghornPreTrainedModel):
+    def __init__(self, config: LonghornConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = LonghornModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+
+__all__ = ["LonghornForCausalLM", "LonghornForSequenceClassification", "LonghornModel", "LonghornPreTrainedModel"]

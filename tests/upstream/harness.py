@@ -1,0 +1,123 @@
+"""transformers' own test mixins, loaded from its unpacked source distribution.
+
+The distribution lacks three modules that its mixins import; they are supplied here: the exporter mixin (empty: its
+checks are not part of the distribution), a set of common configuration values, and the generation mixin, recreated in
+`generation_checks.py`. Nothing of the distribution is copied into this repository.
+
+The folder that holds the distribution's `tests` is named by the environment variable HF_HYBRID_SSM_UPSTREAM_TESTS
+(`make upstream` downloads it and sets the variable).
+"""
+
+import importlib
+import os
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from tests.upstream.generation_checks import GenerationTesterMixin
+
+PACKAGE = "transformers_upstream_tests"
+VARIABLE = "HF_HYBRID_SSM_UPSTREAM_TESTS"
+
+
+def _module(name: str, **attributes) -> None:
+    module = types.ModuleType(name)
+    module.__dict__.update(attributes)
+    module.__path__ = []  # type: ignore[attr-defined]
+    sys.modules[name] = module
+
+
+def _load():
+    root = os.environ.get(VARIABLE)
+    if not root:
+        pytest.skip(f"{VARIABLE} is not set; `make upstream` sets it", allow_module_level=True)
+    folder = Path(root, "tests")
+    if not (folder / "test_modeling_common.py").exists():
+        raise FileNotFoundError(f"{VARIABLE}={root} holds no tests/test_modeling_common.py")
+    if PACKAGE not in sys.modules:
+        _module(PACKAGE)
+        sys.modules[PACKAGE].__path__ = [str(folder)]
+        _module(f"{PACKAGE}.exporters")
+        _module(f"{PACKAGE}.exporters.test_export", ExportTesterMixin=type("ExportTesterMixin", (), {}))
+        _module(f"{PACKAGE}.generation")
+        _module(f"{PACKAGE}.generation.test_utils", GenerationTesterMixin=GenerationTesterMixin)
+        _module(f"{PACKAGE}.utils")
+        common = {
+            "return_dict": False,
+            "output_hidden_states": True,
+            "output_attentions": True,
+            "dtype": "float16",
+            "chunk_size_feed_forward": 5,
+            "architectures": ["BertModel"],
+            "id2label": {0: "label"},
+            "label2id": {"label": "0"},
+            "problem_type": "regression",
+        }
+        _module(f"{PACKAGE}.utils.test_configuration_utils", config_common_kwargs=common)
+    common_tests = importlib.import_module(f"{PACKAGE}.test_modeling_common")
+    config_tests = importlib.import_module(f"{PACKAGE}.test_configuration_common")
+    training_tests = importlib.import_module(f"{PACKAGE}.test_training_mixin")
+    return common_tests.ModelTesterMixin, config_tests.ConfigTester, training_tests.TrainingTesterMixin
+
+
+ModelTesterMixin, ConfigTester, TrainingTesterMixin = _load()
+
+
+class CausalTester:
+    """What the mixins ask of a decoder-only family: a tiny configuration and inputs that fit it.
+
+    Args:
+        parent: the test case.
+        config_class: the family's configuration.
+        config: keyword arguments of the tiny configuration.
+    """
+
+    batch_size = 3
+    seq_length = 7
+    is_training = True
+    num_labels = 3
+
+    def __init__(self, parent, config_class, **config):
+        self.parent = parent
+        self.config_class = config_class
+        self.config = {"vocab_size": 99, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **config}
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
+            setattr(self, name, self.config[name])
+        self.num_attention_heads = self.config.get("num_attention_heads")
+
+    def get_config(self):
+        return self.config_class(**self.config)
+
+    def prepare_config_and_inputs_for_common(self):
+        import torch
+
+        input_ids = torch.randint(3, self.vocab_size, (self.batch_size, self.seq_length))
+        attention_mask = torch.ones_like(input_ids)
+        attention_mask[0, :2] = 0  # one left-padded row
+        return self.get_config(), {"input_ids": input_ids, "attention_mask": attention_mask}
+
+    def prepare_config_and_inputs_for_model_class(self, model_class):
+        return self.prepare_config_and_inputs_for_common()
+
+
+class CausalFamilyTests(ModelTesterMixin, GenerationTesterMixin):
+    """The tests every decoder-only family runs; a family sets `tester_config` and its classes."""
+
+    config_class = None
+    tester_config: dict = {}
+    has_attentions = False
+    test_resize_embeddings = True
+
+    def setUp(self):
+        self.model_tester = CausalTester(self, self.config_class, **self.tester_config)
+        self.config_tester = ConfigTester(
+            self,
+            config_class=self.config_class,
+            common_properties=["hidden_size", "num_hidden_layers"],
+            hidden_size=self.tester_config["hidden_size"],
+        )
+
+    def test_config(self):
+        self.config_tester.run_common_tests()
