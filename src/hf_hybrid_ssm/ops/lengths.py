@@ -1,0 +1,31 @@
+"""Rows of unequal length: real tokens at the front, anything behind them."""
+
+import torch
+
+from hf_hybrid_ssm.ops.checks import check_tensor
+
+
+def check_lengths(lengths: torch.Tensor | None, batch: int, length: int) -> None:
+    """`lengths` (B,) integer in 0..L. The range is checked only outside of `torch.compile`, since it needs the values.
+
+    Raises:
+        TypeError: not an integer tensor.
+        ValueError: wrong shape or a value out of range.
+    """
+    if lengths is None:
+        return
+    check_tensor("lengths", lengths, (batch,), "B")
+    if lengths.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"lengths must be int32 or int64, got {lengths.dtype}.")
+    if torch.compiler.is_compiling() or lengths.is_meta or torch.jit.is_tracing() or batch == 0:
+        return
+    if bool((lengths < 0).any()) or bool((lengths > length).any()):
+        raise ValueError(f"lengths must lie in 0..{length}, the length of the row, got {lengths.tolist()}.")
+
+
+def zero_beyond(x: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:
+    """x (B, L, ...) with everything behind each row's length replaced by zero (replaced: a NaN there must not spread)."""
+    if lengths is None:
+        return x
+    real = torch.arange(x.shape[1], device=x.device) < lengths.unsqueeze(1)
+    return torch.where(real.view(*real.shape, *[1] * (x.dim() - 2)), x, 0.0)

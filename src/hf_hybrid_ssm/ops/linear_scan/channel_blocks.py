@@ -1,0 +1,131 @@
+"""`channel_scan` in block form (see `channel`): products over blocks, one short loop over block borders."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hf_hybrid_ssm.ops.long_conv.vectorised import block_conv, causal_toeplitz
+
+
+def run(
+    u: torch.Tensor,
+    system: Any,
+    initial_state: torch.Tensor,
+    seq_idx: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    return_final_state: bool,
+    every: int | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """y (B, L, F, D) and the final state (B, F, D, N); arguments as in `channel.channel_scan`, all in one dtype."""
+    batch, length, channels = u.shape
+    filters, block = system.kernel.shape[0], system.block
+    if length == 0 or batch == 0:
+        kept = length if every is None else length // every
+        return u.new_zeros(batch, kept, filters, channels), initial_state if return_final_state else None
+    blocks = -(-length // block)
+    if lengths is not None:
+        u = torch.where((torch.arange(length, device=u.device) < lengths.unsqueeze(1)).unsqueeze(-1), u, 0.0)
+    tokens = F.pad(u, (0, 0, 0, blocks * block - length)).view(batch, blocks, block, channels)
+    tokens = tokens.permute(3, 0, 1, 2)  # (D, B, n, w)
+    documents = None
+    if seq_idx is not None:
+        padded = torch.cat([seq_idx, seq_idx[:, -1:].expand(batch, blocks * block - length)], dim=1)
+        documents = padded.view(batch, blocks, block)
+    starts = _block_starts(tokens, system, initial_state, documents)  # (F, D, B, n + 1, N)
+    y = _outputs(tokens, system, starts, documents, length, every)
+    final = _final_state(u, system, starts, seq_idx, lengths) if return_final_state else None
+    return y, final
+
+
+def _before(documents: torch.Tensor) -> torch.Tensor:
+    """(B, n): the document of the token before each block; the initial state belongs to the row's first document."""
+    return torch.cat([documents[:, :1, 0], documents[:, :-1, -1]], dim=1)
+
+
+def _block_starts(
+    tokens: torch.Tensor, system: Any, initial_state: torch.Tensor, documents: torch.Tensor | None
+) -> torch.Tensor:
+    """The states at every block's start and behind the last block, (F, D, B, n + 1, N)."""
+    channels, batch, blocks, block = tokens.shape
+    filters, _, size = system.output.shape
+    kept: torch.Tensor | None = None
+    if documents is not None:
+        last = documents[..., -1]
+        tokens = torch.where(documents == last.unsqueeze(-1), tokens, 0.0)
+        kept = (_before(documents) == last).unsqueeze(-1)  # (B, n, 1): the state survives the whole block
+    inject = system.krylov.flip(-2).permute(1, 2, 0, 3).reshape(channels, block, filters * size)
+    inputs = torch.bmm(tokens.reshape(channels, batch * blocks, block), inject)
+    inputs = inputs.view(channels, batch, blocks, filters, size).permute(2, 3, 0, 1, 4)  # (n, F, D, B, N)
+    state = initial_state.permute(1, 2, 0, 3)
+    states, carry = [state], system.powers[-1]
+    for i in range(blocks):
+        state = carry.apply(state)
+        if kept is not None:
+            state = torch.where(kept[:, i], state, 0.0)
+        state = state + inputs[i]
+        states.append(state)
+    return torch.stack(states, dim=3)
+
+
+def _outputs(
+    tokens: torch.Tensor,
+    system: Any,
+    starts: torch.Tensor,
+    documents: torch.Tensor | None,
+    length: int,
+    every: int | None,
+) -> torch.Tensor:
+    """y (B, L, F, D), or its rows at every `every`-th token."""
+    channels, batch, blocks, block = tokens.shape
+    filters, _, size = system.output.shape
+    if every is not None and every % block == 0:
+        borders = starts[..., every // block :: every // block, :][..., : length // every, :]
+        return torch.matmul(borders, system.output[:, :, None, :, None]).squeeze(-1).permute(2, 3, 0, 1)
+    flat = tokens.reshape(channels, batch * blocks, block)
+    if documents is None:
+        matrix = causal_toeplitz(system.kernel).permute(1, 2, 0, 3).reshape(channels, block, filters * block)
+        inside = torch.bmm(flat, matrix).view(channels, batch * blocks, filters, block).permute(2, 0, 1, 3)
+    else:
+        rows = flat.transpose(0, 1)  # (B n, D, w)
+        inside = block_conv(rows, system.kernel, None, documents.reshape(-1, block)).permute(1, 2, 0, 3)
+    carried = torch.matmul(starts[..., :-1, :].reshape(filters, channels, -1, size), system.readout.mT)
+    if documents is not None:
+        carried = torch.where((documents == _before(documents).unsqueeze(-1)).view(-1, block), carried, 0.0)
+    y = (inside + carried).reshape(filters, channels, batch, blocks * block)[..., :length]
+    return (y if every is None else y[..., every - 1 :: every]).permute(2, 3, 0, 1)
+
+
+def _final_state(
+    u: torch.Tensor,
+    system: Any,
+    starts: torch.Tensor,
+    seq_idx: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+) -> torch.Tensor:
+    """The state (B, F, D, N) after each row's last real token: from its block's start through the tokens behind it."""
+    batch, length, channels = u.shape
+    filters, _, size = system.output.shape
+    block = system.block
+    if lengths is None and length % block == 0:
+        return starts[..., -1, :].permute(2, 0, 1, 3)
+    count = torch.full((batch,), length, device=u.device) if lengths is None else lengths.to(torch.int64)
+    whole, rest = count // block, count % block
+    state = starts.gather(3, whole.view(1, 1, batch, 1, 1).expand(filters, channels, batch, 1, size)).squeeze(3)
+    # the last `rest` tokens, right-aligned in a window of w, so that each meets its own power of A
+    window = count.unsqueeze(1) - block + torch.arange(block, device=u.device)
+    alive = window >= (whole * block).unsqueeze(1)
+    window = window.clamp(min=0)
+    kept = torch.ones(batch, 1, dtype=torch.bool, device=u.device)
+    if seq_idx is not None:
+        last = seq_idx.gather(1, (count - 1).clamp(min=0).unsqueeze(1))
+        alive = alive & (seq_idx.gather(1, window) == last)
+        kept = (seq_idx.gather(1, (whole * block - 1).clamp(min=0).unsqueeze(1)) == last) | (rest == 0).unsqueeze(1)
+    tail = torch.where(alive.unsqueeze(-1), u.gather(1, window.unsqueeze(-1).expand(-1, -1, channels)), 0.0)
+    for bit, power in enumerate(system.powers[:-1]):
+        moved = ((rest >> bit) & 1).bool().unsqueeze(-1)
+        state = torch.where(moved, power.apply(state), state)
+    state = torch.where(kept, state, 0.0)
+    inject = system.krylov.flip(-2).permute(1, 2, 0, 3).reshape(channels, block, filters * size)
+    added = torch.bmm(tail.permute(2, 0, 1), inject).view(channels, batch, filters, size)
+    return state.permute(2, 0, 1, 3) + added.permute(1, 2, 0, 3)

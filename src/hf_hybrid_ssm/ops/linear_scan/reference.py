@@ -1,0 +1,49 @@
+"""The recurrences, token by token."""
+
+from typing import Any
+
+import torch
+
+
+def diagonal_scan(
+    decay: torch.Tensor,
+    x: torch.Tensor,
+    initial_state: torch.Tensor,
+    seq_idx: torch.Tensor | None,
+) -> torch.Tensor:
+    """h_t = a h_{t-1} + x_t, with h = 0 before the first token of a document. decay (M,), x (B, L, M) -> (B, L, M)."""
+    state, states = initial_state, []
+    for t in range(x.shape[1]):
+        if seq_idx is not None and t > 0:
+            state = torch.where((seq_idx[:, t] == seq_idx[:, t - 1]).unsqueeze(-1), state, torch.zeros_like(state))
+        state = decay * state + x[:, t]
+        states.append(state)
+    return torch.stack(states, dim=1) if states else x
+
+
+def channel_scan(
+    u: torch.Tensor,
+    system: Any,
+    initial_state: torch.Tensor,
+    seq_idx: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    return_final_state: bool,
+    every: int | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """s_t = A s_{t-1} + B u_t, y_t = C s_t; shapes as in `channel.channel_scan`."""
+    transition, b, c = system.powers[0], system.krylov[:, :, 0], system.output
+    batch, length, channels = u.shape
+    state, outputs = initial_state, []
+    for t in range(length):
+        real = torch.ones(batch, dtype=torch.bool, device=u.device) if lengths is None else t < lengths
+        real = real.view(-1, 1, 1, 1)
+        before = state
+        if seq_idx is not None and t > 0:
+            same = (seq_idx[:, t] == seq_idx[:, t - 1]).view(-1, 1, 1, 1)
+            before = torch.where(same, state, 0.0)
+        token = torch.where(real.squeeze(-1), u[:, t].unsqueeze(1), 0.0)
+        following = transition.apply(before.unsqueeze(-2)).squeeze(-2) + b * token.unsqueeze(-1)
+        state = torch.where(real, following, state)
+        outputs.append((c * following).sum(-1))
+    y = torch.stack(outputs, dim=1) if outputs else u.new_zeros(batch, 0, c.shape[0], channels)
+    return (y if every is None else y[:, every - 1 :: every]), (state if return_final_state else None)

@@ -1,0 +1,122 @@
+"""Long convolution of every channel with its own filter: y = K * u + D u, causal or two-sided."""
+
+import torch
+
+from hf_hybrid_ssm.ops.checks import check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops.dispatch import Op
+from hf_hybrid_ssm.ops.lengths import check_lengths, zero_beyond
+from hf_hybrid_ssm.ops.long_conv import reference, vectorised
+
+METHODS = ("auto", "direct", "fft", "block")
+_OP = Op("long_conv", run={"torch": vectorised.run, "reference": reference.run})
+
+
+def long_conv(
+    u: torch.Tensor,
+    kernel: torch.Tensor,
+    *,
+    future_kernel: torch.Tensor | None = None,
+    skip: torch.Tensor | None = None,
+    initial_state: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    return_final_state: bool = False,
+    method: str = "auto",
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    r"""Convolve each channel with a filter as long as the sequence, or longer.
+
+        y_t = \sum_{k \ge 0} K_k u_{t-k} + \sum_{k \ge 1} F_{k-1} u_{t+k} + D u_t
+
+    Args:
+        u: (B, L, D), any floating dtype. Computed in float32, float64 if u or the kernel is float64.
+        kernel: (G, K) or (F, G, K) taps of lags 0..K-1. G divides D: channel c uses filter c // (D / G). With F given,
+            every channel has F filters and y is (B, L, F, D).
+        future_kernel: like `kernel` with any number of taps, of lags -1, -2, ...: the two-sided form. None is causal.
+        skip: (D,) or (F, D), the weight of the token itself; None leaves the term out.
+        initial_state: (B, K-1, D) the K - 1 inputs before this piece, oldest first (zeros: the start of a sequence).
+            They belong to the row's first document.
+        seq_idx: (B, L) int, documents of a packed row; no output depends on another document.
+        lengths: (B,) int, number of real tokens at the front of each row; the rest is not read.
+        return_final_state: also return the last K - 1 inputs of the row's last document (causal only).
+        method: "fft", "block" (halves; the one that packs), "direct" (tap by tap) or "auto".
+
+    Returns:
+        y in u's dtype, and the final state (B, K-1, D) in the computing dtype or None.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, shape or range, named with what it must be.
+    """
+    batch, length, channels = _check(u, kernel, future_kernel, method)
+    check_seq_idx(seq_idx, batch, length)
+    check_lengths(lengths, batch, length)
+    dtype = torch.promote_types(torch.promote_types(u.dtype, kernel.dtype), torch.float32)
+    filters = _expand(kernel, channels).to(dtype)
+    future = None if future_kernel is None else _expand(future_kernel, channels).to(dtype)
+    if skip is not None:
+        check_tensor("skip", skip, (channels,) if kernel.dim() == 2 else (filters.shape[0], channels), "[F,] D")
+        skip = skip.to(dtype).view(-1, channels)
+    past = kernel.shape[-1] - 1
+    check_tensor("initial_state", initial_state, (batch, past, channels), "B, K-1, D", optional=True)
+    if future is not None and (initial_state is not None or return_final_state):
+        raise ValueError("initial_state and return_final_state need a causal convolution, got a future_kernel.")
+    run = _OP.select(u.device.type, u.dtype, backend)
+    with torch.autocast(u.device.type, enabled=False):
+        x = zero_beyond(u.to(dtype), lengths)
+        history = x.new_zeros(batch, 0, channels) if initial_state is None else initial_state.to(dtype)
+        y = run(x, filters, future, skip, history, seq_idx, method)
+        final = _last_inputs(x, history, past, seq_idx, lengths) if return_final_state else None
+    return (y.squeeze(2) if kernel.dim() == 2 else y).to(u.dtype), final
+
+
+def _check(
+    u: torch.Tensor, kernel: torch.Tensor, future_kernel: torch.Tensor | None, method: str
+) -> tuple[int, int, int]:
+    check_tensor("u", u, (None, None, None), "B, L, D")
+    if not u.is_floating_point():
+        raise TypeError(f"u must be floating point, got {u.dtype}.")
+    for name, value in (("kernel", kernel), ("future_kernel", future_kernel)):
+        if value is None:
+            continue
+        if not isinstance(value, torch.Tensor) or value.dim() not in (2, 3):
+            raise ValueError(f"{name} must be a tensor (G, K) or (F, G, K), got {getattr(value, 'shape', value)!r}.")
+        if value.shape[-2] < 1 or u.shape[2] % value.shape[-2]:
+            raise ValueError(
+                f"{name} has {value.shape[-2]} filters, which must divide the {u.shape[2]} channels of u."
+            )
+    if kernel.shape[-1] < 1:
+        raise ValueError("kernel must have at least one tap (lag 0), got 0.")
+    if future_kernel is not None and future_kernel.shape[:-2] != kernel.shape[:-2]:
+        raise ValueError(f"future_kernel must have as many filters as kernel, got {tuple(future_kernel.shape)}.")
+    if method not in METHODS:
+        raise ValueError(f"method={method!r} must be one of {', '.join(METHODS)}.")
+    return u.shape[0], u.shape[1], u.shape[2]
+
+
+def _expand(kernel: torch.Tensor, channels: int) -> torch.Tensor:
+    """(G, K) or (F, G, K) -> (F, D, K): each of the G filters serves D / G neighbouring channels."""
+    kernel = kernel.unsqueeze(0) if kernel.dim() == 2 else kernel
+    return kernel.repeat_interleave(channels // kernel.shape[1], dim=1) if kernel.shape[1] != channels else kernel
+
+
+def _last_inputs(
+    u: torch.Tensor,
+    history: torch.Tensor,
+    past: int,
+    seq_idx: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+) -> torch.Tensor:
+    """The `past` inputs up to each row's end, zero where they belong to an earlier document than the last token."""
+    batch, length, channels = u.shape
+    if history.shape[1] < past:
+        history = torch.cat([u.new_zeros(batch, past - history.shape[1], channels), history], dim=1)
+    inputs = torch.cat([history, u], dim=1)
+    if lengths is None:
+        lengths = torch.full((batch,), length, device=u.device)
+    index = lengths.unsqueeze(1) + torch.arange(past, device=u.device)  # the window [n, n + past) of `inputs`
+    state = inputs.gather(1, index.unsqueeze(-1).expand(batch, past, channels))
+    if seq_idx is None or length == 0:
+        return state
+    documents = torch.cat([seq_idx[:, :1].expand(batch, past), seq_idx], dim=1)
+    last = seq_idx.gather(1, (lengths.unsqueeze(1) - 1).clamp(min=0).to(torch.int64))
+    return torch.where((documents.gather(1, index) == last).unsqueeze(-1), state, 0.0)

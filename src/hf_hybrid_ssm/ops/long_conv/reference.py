@@ -1,0 +1,42 @@
+"""The long convolution, term by term: the equation itself, quadratic in the length."""
+
+import torch
+
+
+def run(
+    u: torch.Tensor,
+    kernel: torch.Tensor,
+    future_kernel: torch.Tensor | None,
+    skip: torch.Tensor | None,
+    history: torch.Tensor,
+    seq_idx: torch.Tensor | None,
+    method: str,
+) -> torch.Tensor:
+    """y_t = sum_{k>=0} K_k u_{t-k} + sum_{k>=1} F_{k-1} u_{t+k} + D u_t, over the tokens of t's document.
+
+    Shapes as in `vectorised.run`. One row and one pair of positions at a time; `method` has no meaning here.
+    """
+    batch, length, _ = u.shape
+    past = history.shape[1]
+    rows = []
+    for b in range(batch):
+        tokens = torch.cat([history[b], u[b]])
+        documents = [0] * (past + length)
+        if seq_idx is not None:
+            documents = [int(seq_idx[b, 0])] * past + seq_idx[b].tolist() if length else documents
+        outputs = []
+        for t in range(past, past + length):
+            y = u.new_zeros(kernel.shape[0], u.shape[2])
+            for j in range(past + length):
+                lag = t - j
+                if documents[j] != documents[t]:
+                    continue
+                if 0 <= lag < kernel.shape[-1]:
+                    y = y + kernel[..., lag] * tokens[j]
+                elif lag < 0 and future_kernel is not None and -lag - 1 < future_kernel.shape[-1]:
+                    y = y + future_kernel[..., -lag - 1] * tokens[j]
+            if skip is not None:
+                y = y + skip * tokens[t]
+            outputs.append(y)
+        rows.append(torch.stack(outputs) if outputs else u.new_zeros(0, kernel.shape[0], u.shape[2]))
+    return torch.stack(rows) if rows else u.new_zeros(0, length, kernel.shape[0], u.shape[2])
