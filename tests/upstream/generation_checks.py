@@ -48,7 +48,11 @@ class GenerationTesterMixin:
     def test_greedy_dict_outputs(self):
         for model, inputs in self._generators():
             output = model.generate(
-                **inputs, return_dict_in_generate=True, output_scores=True, output_logits=True, output_hidden_states=True
+                **inputs,
+                return_dict_in_generate=True,
+                output_scores=True,
+                output_logits=True,
+                output_hidden_states=True,
             )
             assert len(output.scores) == len(output.logits) == NEW_TOKENS
             assert all(torch.isfinite(logits).all() for logits in output.logits)
@@ -142,9 +146,7 @@ class GenerationTesterMixin:
                 continue
             embeds = model.get_input_embeddings()(inputs["input_ids"])
             expected = model.generate(**inputs, do_sample=False)[:, -NEW_TOKENS:]
-            output = model.generate(
-                inputs_embeds=embeds, attention_mask=inputs["attention_mask"], do_sample=False
-            )
+            output = model.generate(inputs_embeds=embeds, attention_mask=inputs["attention_mask"], do_sample=False)
             torch.testing.assert_close(output, expected, rtol=0, atol=0)
 
     def test_static_cache(self):

@@ -13,8 +13,10 @@ import os
 import sys
 import types
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import transformers
 
 from tests.upstream.generation_checks import GenerationTesterMixin
 
@@ -57,7 +59,9 @@ def _load():
         }
         _module(f"{PACKAGE}.utils.test_configuration_utils", config_common_kwargs=common)
     common_tests = importlib.import_module(f"{PACKAGE}.test_modeling_common")
-    config_tests = importlib.import_module(f"{PACKAGE}.test_configuration_common")
+    # It would import `transformers` from the folder beside it, as in the library's own repository.
+    with patch("transformers.utils.direct_transformers_import", lambda path: transformers):
+        config_tests = importlib.import_module(f"{PACKAGE}.test_configuration_common")
     training_tests = importlib.import_module(f"{PACKAGE}.test_training_mixin")
     return common_tests.ModelTesterMixin, config_tests.ConfigTester, training_tests.TrainingTesterMixin
 

@@ -2,7 +2,6 @@
 
 import torch
 from torch import nn
-from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutputWithPast
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple
@@ -11,7 +10,7 @@ from hf_hybrid_ssm.models.inputs import check_token_ids
 from hf_hybrid_ssm.ops.linear_cross_entropy import linear_cross_entropy
 
 
-class CausalLMHead(GenerationMixin):
+class CausalLMHead:
     """Next-token prediction over a base model `self.model` with `self.lm_head`; placed before the pretrained class."""
 
     @can_return_tuple

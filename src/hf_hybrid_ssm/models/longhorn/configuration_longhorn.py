@@ -45,7 +45,8 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
             `"sliding_attention"` or `"full_attention"`. All Longhorn by default. Also accepted under the name
             `layer_types`.
         sliding_window (`int`, *optional*, defaults to 2048): Tokens a sliding-attention layer sees, itself included.
-        num_attention_heads (`int`, *optional*, defaults to 12): Heads of the attention layers.
+        num_attention_heads (`int`, *optional*): Heads of the attention layers; of size 64 by default where that divides
+            `hidden_size`, else one.
         num_key_value_heads (`int`, *optional*): Key/value heads of the attention layers; as many as heads by default.
         head_dim (`int`, *optional*): Size of an attention head; `hidden_size // num_attention_heads` by default.
         rope_parameters (`RopeParameters`, *optional*): Rotary embedding of the attention layers.
@@ -65,11 +66,10 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     presets: ClassVar[dict[str, dict]] = {
         "125m": {"hidden_size": 768, "num_hidden_layers": 24},
-        "350m": {"hidden_size": 1024, "num_hidden_layers": 48, "num_attention_heads": 16},
+        "350m": {"hidden_size": 1024, "num_hidden_layers": 48},
         "1.3b": {
             "hidden_size": 2048,
             "num_hidden_layers": 48,
-            "num_attention_heads": 16,
             "vocab_size": 32000,
             "bos_token_id": 1,
             "eos_token_id": 2,
@@ -95,7 +95,7 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
     use_linear_cross_entropy: bool = False
     block_types: list[str] | None = None
     sliding_window: int | None = 2048
-    num_attention_heads: int = 12
+    num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     rope_parameters: RopeParameters | dict | None = None
@@ -112,6 +112,8 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
             self.block_types = layer_types or ["linear_attention"] * max(self.num_hidden_layers, 0)
         if self.time_step_rank == "auto":
             self.time_step_rank = math.ceil(self.hidden_size / 16)
+        if self.num_attention_heads is None:
+            self.num_attention_heads = self.hidden_size // 64 if self.hidden_size % 64 == 0 else 1
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None and self.num_attention_heads > 0:
@@ -134,12 +136,16 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
     def validate_architecture(self):
         """Sizes that fit together."""
         self.check_positive(
-            "vocab_size", "hidden_size", "num_hidden_layers", "state_size", "expand", "conv_kernel", "sliding_window",
-            "num_attention_heads", "num_key_value_heads", "head_dim", "mlp_intermediate_size", "layer_norm_epsilon",
-            "max_position_embeddings",
+            "vocab_size", "hidden_size", "num_hidden_layers", "state_size", "expand", "conv_kernel",
+            "mlp_intermediate_size", "layer_norm_epsilon", "max_position_embeddings",
         )  # fmt: skip
         if not isinstance(self.time_step_rank, int) or self.time_step_rank <= 0:
             raise ValueError(f'time_step_rank={self.time_step_rank!r} must be "auto" or a positive integer.')
+        if set(self.block_types) != {"linear_attention"}:
+            self._check_attention()
+
+    def _check_attention(self) -> None:
+        self.check_positive("sliding_window", "num_attention_heads", "num_key_value_heads", "head_dim")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads} must be a multiple of "

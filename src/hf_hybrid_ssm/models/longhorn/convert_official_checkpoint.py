@@ -52,7 +52,9 @@ def read_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
     except FileNotFoundError:
         raise
     except Exception as error:
-        raise ValueError(f"{path} cannot be read as a checkpoint of tensors ({type(error).__name__}: {error}).") from error
+        raise ValueError(
+            f"{path} cannot be read as a checkpoint of tensors ({type(error).__name__}: {error})."
+        ) from error
     if isinstance(content, dict) and isinstance(content.get("model"), dict):
         content = content["model"]
     if not isinstance(content, dict) or not content or not all(isinstance(v, torch.Tensor) for v in content.values()):
@@ -73,7 +75,9 @@ def convert_state_dict(official: dict[str, torch.Tensor]) -> dict[str, torch.Ten
         ValueError: a key is not one of the official Longhorn's.
     """
     if any(key.endswith("A_log") for key in official):
-        raise ValueError("The checkpoint has A_log tensors: it is a Mamba checkpoint, whose weights mean other things.")
+        raise ValueError(
+            "The checkpoint has A_log tensors: it is a Mamba checkpoint, whose weights mean other things."
+        )
     converted, unknown = {}, []
     for key, tensor in official.items():
         layer = LAYER.fullmatch(key)

@@ -5,7 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.masking_utils import (
     create_causal_mask,
@@ -203,14 +203,14 @@ class LonghornPreTrainedModel(PreTrainedModel):
     config: LonghornConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["LonghornBlock"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _no_split_modules = ["LonghornBlock"]
+    _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
     _can_compile_fullgraph = True
-    _keep_in_fp32_modules_strict = ["D", "dt_bias"]  # noqa: RUF012
-    _can_record_outputs = {"hidden_states": LonghornBlock, "attentions": LonghornAttention}  # noqa: RUF012
+    _keep_in_fp32_modules_strict = ["D", "dt_bias"]
+    _can_record_outputs = {"hidden_states": LonghornBlock, "attentions": LonghornAttention}
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -292,7 +292,7 @@ class LonghornModel(LonghornPreTrainedModel):
                 position_ids = (torch.arange(length, device=inputs_embeds.device) + past_length).unsqueeze(0)
             position_embeddings = self.rotary_emb(inputs_embeds, position_ids)
             if masks is None:
-                masks = self._attention_masks(inputs_embeds, attention_mask, past_key_values, position_ids, seq_idx)
+                masks = _attention_masks(self.config, inputs_embeds, attention_mask, past_key_values, seq_idx)
 
         hidden_states = inputs_embeds
         for layer, layer_type in zip(self.layers, self.config.layer_types):
@@ -309,15 +309,13 @@ class LonghornModel(LonghornPreTrainedModel):
             last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values if use_cache else None
         )
 
-    def _attention_masks(self, inputs_embeds, attention_mask, past_key_values, position_ids, seq_idx) -> dict:
-        same_document = None if seq_idx is None else packed_sequence_mask_function(seq_idx)
-        return _attention_masks(
-            self.config, inputs_embeds, attention_mask, past_key_values, position_ids, and_mask_function=same_document
-        )
 
+def _attention_masks(config, inputs_embeds, attention_mask, past_key_values, seq_idx=None) -> dict:
+    """The masks of the attention layers, by layer type.
 
-def _attention_masks(config, inputs_embeds, attention_mask, past_key_values, position_ids, **kwargs) -> dict:
-    """The masks of the attention layers, by layer type."""
+    Documents are told apart by `seq_idx` alone: given positions, the library would look for them a second time.
+    """
+    same_document = None if seq_idx is None else packed_sequence_mask_function(seq_idx)
     functions = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
     return {
         layer_type: functions[layer_type](
@@ -325,17 +323,16 @@ def _attention_masks(config, inputs_embeds, attention_mask, past_key_values, pos
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
             past_key_values=past_key_values,
-            position_ids=position_ids,
-            **kwargs,
+            and_mask_function=same_document,
         )
         for layer_type in set(config.layer_types) & set(functions)
     }
 
 
 @auto_docstring
-class LonghornForCausalLM(CausalLMHead, LonghornPreTrainedModel):
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
-    _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
+class LonghornForCausalLM(CausalLMHead, LonghornPreTrainedModel, GenerationMixin):
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: LonghornConfig):
         super().__init__(config)
@@ -348,7 +345,7 @@ class LonghornForCausalLM(CausalLMHead, LonghornPreTrainedModel):
         config, inputs_embeds, attention_mask, past_key_values, position_ids=None, **kwargs
     ) -> dict:
         """Masks made ahead of compiled decoding; a generated token is never padding."""
-        masks = _attention_masks(config, inputs_embeds, attention_mask, past_key_values, position_ids)
+        masks = _attention_masks(config, inputs_embeds, attention_mask, past_key_values)
         is_step = inputs_embeds.shape[1] == 1
         return {**masks, STATE_LAYER_TYPE: None if is_step else attention_mask}
 
