@@ -3,8 +3,8 @@ r"""One small linear system per channel, read out without ever storing its state
     s_t = A s_{t-1} + B u_t,    y_t = C s_t + D u_t        for each filter f and channel c on its own
 
 The states of every token would be L times N numbers per channel. A row is cut into blocks of w tokens instead: the
-kernel K_j = C A^j B acts inside a block as a Toeplitz matrix, A^{w-1-p} B takes the block's tokens into the state at its
-end, C A^{p+1} reads the state at its start. Only the state at block borders exists, and it is what makes pieces,
+kernel K_j = C A^j B acts inside a block as a Toeplitz matrix, A^{w-1-p} B takes its tokens into the state at its end,
+C A^{p+1} reads the state at its start. Only the state at block borders exists, and it is what makes pieces,
 documents, ragged rows and one-token steps one and the same computation.
 """
 
@@ -55,7 +55,7 @@ def grow(powers: tuple[Transition, ...], first: torch.Tensor, *, transposed: boo
 
 
 def prepare_system(powers: tuple[Transition, ...], krylov: torch.Tensor, output: torch.Tensor) -> ChannelSystem:
-    """The block matrices from `prepare_powers`, the Krylov vectors `grow(powers, B)` and the output row C (F, D, N)."""
+    """The block matrices from `prepare_powers`, the vectors `grow(powers, B)` and the output row C (F, D, N)."""
     kernel = torch.matmul(krylov, output.unsqueeze(-1)).squeeze(-1)
     shifted = powers[0].apply(output.unsqueeze(-2), transposed=True).squeeze(-2)
     return ChannelSystem(powers, krylov, output, kernel, grow(powers, shifted, transposed=True))
@@ -111,3 +111,31 @@ def channel_scan(
             taken = x if every is None else x[:, every - 1 :: every]
             y = y + skip.to(dtype) * taken.unsqueeze(2)
     return y.to(u.dtype), state
+
+
+def channel_state(
+    u: torch.Tensor,
+    system: ChannelSystem,
+    *,
+    initial_state: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The final state (B, F, D, N) alone, for callers that have y from a convolution; arguments as `channel_scan`."""
+    _, state = channel_scan(
+        u, system, initial_state=initial_state, lengths=lengths, return_final_state=True, every=max(u.shape[1], 1) + 1
+    )
+    assert state is not None
+    return state
+
+
+def long_kernel(system: ChannelSystem, length: int, strides: tuple[Transition, ...] | None = None) -> torch.Tensor:
+    """K_0 .. K_{length-1}, (F, D, length): one product of the readouts C A^{iw} with the block's vectors A^j B.
+
+    `strides`: A^w, A^{2w}, A^{4w}, ... if they are known already.
+    """
+    if length <= system.block:
+        return system.kernel[..., :length]
+    if strides is None:
+        strides = prepare_powers(system.powers[-1], 1 << (-(-length // system.block) - 1).bit_length())
+    giant = grow(strides, system.output, transposed=True)  # (F, D, steps, N)
+    return torch.matmul(giant, system.krylov.mT).flatten(-2)[..., :length]

@@ -79,6 +79,8 @@ def _outputs(
     """y (B, L, F, D), or its rows at every `every`-th token."""
     channels, batch, blocks, block = tokens.shape
     filters, _, size = system.output.shape
+    if every is not None and every > length:
+        return tokens.new_zeros(batch, 0, filters, channels)
     if every is not None and every % block == 0:
         borders = starts[..., every // block :: every // block, :][..., : length // every, :]
         return torch.matmul(borders, system.output[:, :, None, :, None]).squeeze(-1).permute(2, 3, 0, 1)

@@ -9,8 +9,8 @@ class Transition(NamedTuple):
     """A linear map on real states (..., N), batched over leading dimensions.
 
     Args:
-        value: "real": (..., N), the diagonal. "complex": (..., N / 2, 2), the diagonal as real and imaginary parts; the
-            state holds N / 2 complex numbers, real and imaginary part next to each other. "dense": (..., N, N), A
+        value: "real": (..., N), the diagonal. "complex": (..., N / 2, 2), the diagonal as real and imaginary parts;
+            the state holds N / 2 complex numbers, real and imaginary part next to each other. "dense": (..., N, N), A
             transposed, so that a row of states times it is the next row.
         form: "real", "complex" or "dense".
     """

@@ -6,6 +6,7 @@ from hf_hybrid_ssm.ops.checks import check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops.dispatch import Op
 from hf_hybrid_ssm.ops.lengths import check_lengths, zero_beyond
 from hf_hybrid_ssm.ops.long_conv import reference, vectorised
+from hf_hybrid_ssm.ops.long_conv.vectorised import sampled
 
 METHODS = ("auto", "direct", "fft", "block")
 _OP = Op("long_conv", run={"torch": vectorised.run, "reference": reference.run})
@@ -21,6 +22,7 @@ def long_conv(
     seq_idx: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
     return_final_state: bool = False,
+    every: int | None = None,
     method: str = "auto",
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -39,10 +41,12 @@ def long_conv(
         seq_idx: (B, L) int, documents of a packed row; no output depends on another document.
         lengths: (B,) int, number of real tokens at the front of each row; the rest is not read.
         return_final_state: also return the last K - 1 inputs of the row's last document (causal only).
+        every: give y only at the tokens every - 1, 2 every - 1, ...; causal ones are then contracted one by one.
         method: "fft", "block" (halves; the one that packs), "direct" (tap by tap) or "auto".
 
     Returns:
-        y in u's dtype, and the final state (B, K-1, D) in the computing dtype or None.
+        y (B, L, [F,] D), or (B, L // every, [F,] D), in u's dtype, and the final state (B, K-1, D) in the computing
+        dtype or None.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, shape or range, named with what it must be.
@@ -50,6 +54,8 @@ def long_conv(
     batch, length, channels = _check(u, kernel, future_kernel, method)
     check_seq_idx(seq_idx, batch, length)
     check_lengths(lengths, batch, length)
+    if every is not None and every < 1:
+        raise ValueError(f"every must be at least 1, got {every}.")
     dtype = torch.promote_types(torch.promote_types(u.dtype, kernel.dtype), torch.float32)
     filters = _expand(kernel, channels).to(dtype)
     future = None if future_kernel is None else _expand(future_kernel, channels).to(dtype)
@@ -64,7 +70,11 @@ def long_conv(
     with torch.autocast(u.device.type, enabled=False):
         x = zero_beyond(u.to(dtype), lengths)
         history = x.new_zeros(batch, 0, channels) if initial_state is None else initial_state.to(dtype)
-        y = run(x, filters, future, skip, history, seq_idx, method)
+        if every is None or future is not None:
+            y = run(x, filters, future, skip, history, seq_idx, method)
+            y = y if every is None else y[:, every - 1 :: every]
+        else:
+            y = sampled(x, filters, skip, history, seq_idx, every)
         final = _last_inputs(x, history, past, seq_idx, lengths) if return_final_state else None
     return (y.squeeze(2) if kernel.dim() == 2 else y).to(u.dtype), final
 

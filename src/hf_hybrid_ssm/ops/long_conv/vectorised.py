@@ -44,8 +44,34 @@ def run(
     return y if skip is None else y + skip * u.unsqueeze(2)
 
 
+def sampled(
+    u: torch.Tensor,
+    kernel: torch.Tensor,
+    skip: torch.Tensor | None,
+    history: torch.Tensor,
+    seq_idx: torch.Tensor | None,
+    every: int,
+) -> torch.Tensor:
+    """y (B, L // every, F, D) at every `every`-th token: a few outputs cost less than the whole convolution."""
+    batch, length, channels = u.shape
+    taps = kernel.shape[-1]
+    if length < every or batch == 0:
+        return u.new_zeros(batch, length // every, kernel.shape[0], channels)
+    missing = taps - 1 - history.shape[1]
+    x = F.pad(torch.cat([history, u], dim=1), (0, 0, max(missing, 0), 0))[:, max(-missing, 0) :]
+    windows = x[:, every - 1 :].unfold(1, taps, every)  # (B, n, D, K), the last tap is the token itself
+    if seq_idx is not None:
+        documents = torch.cat([seq_idx[:, :1].expand(batch, taps - 1), seq_idx], dim=1)
+        spans = documents[:, every - 1 :].unfold(1, taps, every)
+        windows = torch.where((spans == spans[..., -1:]).unsqueeze(2), windows, 0.0)
+    flat = windows.permute(2, 0, 1, 3).reshape(channels, -1, taps)
+    y = torch.bmm(flat, kernel.flip(-1).permute(1, 2, 0)).view(channels, batch, -1, kernel.shape[0])
+    y = y.permute(1, 2, 3, 0)
+    return y if skip is None else y + skip * u[:, every - 1 :: every].unsqueeze(2)
+
+
 def toeplitz(taps: torch.Tensor) -> torch.Tensor:
-    """T (..., h, h) with T[i, j] = taps[h - 1 + j - i], from taps (..., 2h - 1): row i is the input, column j the output."""
+    """T (..., h, h), T[i, j] = taps[h - 1 + j - i] from input i to output j, of taps (..., 2h - 1)."""
     size = (taps.shape[-1] + 1) // 2
     return taps.unfold(-1, size, 1).flip(-2)
 
@@ -115,7 +141,7 @@ def block_conv(
     documents: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Outputs (M, F, D, T) of x (M, D, T) by halves; documents (M, T), no token sees another document."""
-    rows, channels, time = x.shape
+    rows, _, time = x.shape
     size = max(BASE, 1 << (time - 1).bit_length())
     x = F.pad(x, (0, size - time)).transpose(0, 1)  # (D, M, size)
     if documents is not None:

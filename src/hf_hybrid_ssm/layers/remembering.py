@@ -1,0 +1,74 @@
+"""Results that depend on parameters alone, computed once while the parameters are constants."""
+
+import contextlib
+from typing import Any
+
+import torch
+
+from hf_hybrid_ssm.layers.mixer import Mixer
+
+
+class RememberingMixer(Mixer):
+    """A mixer that remembers its kernel while the parameters behind it are constants: frozen, or without autograd.
+
+    What is remembered is computed in float64, is no part of the state dict, and is forgotten when a parameter is
+    written, loaded, replaced, moved or cast. Inside `torch.compile` writes cannot be seen; there only frozen
+    parameters count as constants, and the ways that weights change outside of it (loading, moving, casting,
+    `reset_parameters`) still make it forget.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self._remembered: dict[Any, Any] = {}
+        self._seen: tuple[Any, ...] = ()
+        super().__init__(*args, **kwargs)
+
+    def _trains(self, names: tuple[str, ...]) -> bool:
+        params = (self._parameters.get(name) for name in names)
+        return any(param is not None and param.requires_grad for param in params)
+
+    def _once(self, key: Any, names: tuple[str, ...], compute: Any) -> Any:
+        """`compute()`, remembered under `key` while the parameters `names` are constants."""
+        if torch.compiler.is_compiling():
+            if self._trains(names):
+                return compute(False)
+        elif torch.is_grad_enabled() and self._trains(names):
+            return compute(False)
+        else:
+            self._forget_if_changed()
+        if key not in self._remembered:
+            leave = torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+            with leave, torch.no_grad(), torch.autocast(self._device.type, enabled=False):
+                self._remembered[key] = compute(True)
+        return self._remembered[key]
+
+    def _forget_if_changed(self) -> None:
+        """Writes into a parameter leave no other trace than its version; a replaced parameter is another object."""
+        seen = tuple(
+            (param, param.data_ptr(), -1 if param.is_inference() else param._version)
+            for param in self._parameters.values()
+            if param is not None
+        )
+        same = len(seen) == len(self._seen) and all(
+            new[0] is old[0] and new[1:] == old[1:] for new, old in zip(seen, self._seen)
+        )
+        if not same:
+            self._remembered = {}
+            self._seen = seen
+
+    def forget(self) -> None:
+        self._remembered = {}
+        self._seen = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_remembered": {}, "_seen": ()}
+
+    @property
+    def _device(self) -> torch.device:
+        return next(param for param in self._parameters.values() if param is not None).device
+
+    def _computing_dtype(self, u: torch.Tensor) -> torch.dtype:
+        dtype = torch.promote_types(u.dtype, torch.float32)
+        for param in self._parameters.values():
+            if param is not None:
+                dtype = torch.promote_types(dtype, param.dtype)
+        return dtype
