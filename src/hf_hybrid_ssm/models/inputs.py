@@ -75,3 +75,12 @@ def packed_documents(
     if past_key_values is not None and (torch.compiler.is_compiling() or past_key_values.get_seq_length() > 0):
         return None
     return find_packed_sequence_indices(position_ids.expand(batch, -1))
+
+
+def default_positions(
+    attention_mask: torch.Tensor | None, past_length: int, length: int, device: torch.device
+) -> torch.Tensor:
+    """Positions of the tokens of this forward, (B or 1, L) int64: each row counts its real tokens from 0."""
+    if attention_mask is not None:
+        return ((attention_mask != 0).cumsum(1) - 1).clamp(min=0)[:, -length:]
+    return (torch.arange(length, device=device) + past_length).unsqueeze(0)

@@ -29,7 +29,7 @@ from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.layers.short_convolution import ShortConvolution
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, prepare_cache
 from hf_hybrid_ssm.models.heads import CausalLMHead, SequenceClassificationHead
-from hf_hybrid_ssm.models.inputs import check_inputs, packed_documents
+from hf_hybrid_ssm.models.inputs import check_inputs, default_positions, packed_documents
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.padding import CompactRows, compact_rows
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
@@ -289,7 +289,7 @@ class LonghornModel(LonghornPreTrainedModel):
         position_embeddings = None
         if self.has_attention:
             if position_ids is None:
-                position_ids = (torch.arange(length, device=inputs_embeds.device) + past_length).unsqueeze(0)
+                position_ids = default_positions(padding, past_length, length, inputs_embeds.device)
             position_embeddings = self.rotary_emb(inputs_embeds, position_ids)
             if masks is None:
                 masks = _attention_masks(self.config, inputs_embeds, attention_mask, past_key_values, seq_idx)
@@ -332,7 +332,6 @@ def _attention_masks(config, inputs_embeds, attention_mask, past_key_values, seq
 @auto_docstring
 class LonghornForCausalLM(CausalLMHead, LonghornPreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: LonghornConfig):
         super().__init__(config)
