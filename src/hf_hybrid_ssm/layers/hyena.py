@@ -17,8 +17,8 @@ class UnstructuredFilter(RememberingMixer):
     r"""y = h * u + D u with h_k = exp(-alpha_c t_k) FFN(pe(k)), t_k = k / (Lf - 1), for k < Lf and zero beyond.
 
     pe(k) holds t_k and cosines and sines of 2 pi k / Lf at (emb - 1) / 2 frequencies; the FFN has sine activations
-    with one learned frequency per hidden unit; the decay rates alpha are fixed, evenly spaced over the channels. The time
-    axis is that of `filter_length`, whatever the length of the row.
+    with one learned frequency per hidden unit; the decay rates alpha are fixed, evenly spaced over the channels. The
+    time axis is that of `filter_length`, whatever the length of the row.
 
     The state is exact: the last Lf - 1 inputs, (B, Lf - 1, D).
 

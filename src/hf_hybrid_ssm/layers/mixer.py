@@ -1,6 +1,6 @@
 """The one interface of all long-range mixers, and how their parameters survive what happens to modules."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import nn
@@ -8,8 +8,7 @@ from torch import nn
 from hf_hybrid_ssm.ops.checks import check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops.lengths import check_lengths
 
-State = torch.Tensor | tuple[torch.Tensor, ...]
-TRAINABLE = ("all", "output", "none")
+State: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 class Mixer(nn.Module):
@@ -78,6 +77,8 @@ class Mixer(nn.Module):
         """Draw all parameters anew, in place."""
         for name, value in self.initial_values().items():
             self.get_parameter(name).copy_(value)
+        for child in self.children():
+            child.reset_parameters()  # type: ignore[operator]
         self.forget()
 
     def forget(self) -> None:
@@ -110,7 +111,7 @@ class Mixer(nn.Module):
         self.forget()
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Mixer":
-        protected = set()
+        protected: set[int] = set()
         for name in self.float32_parameters:
             param = self._parameters.get(name)
             if param is not None:

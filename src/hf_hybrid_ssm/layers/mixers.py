@@ -2,16 +2,22 @@
 
 from typing import Any
 
+from hf_hybrid_ssm.layers.ema import EMA
 from hf_hybrid_ssm.layers.hyena import Hyena, UnstructuredFilter
+from hf_hybrid_ssm.layers.lstm import LSTM
 from hf_hybrid_ssm.layers.mixer import Mixer
 from hf_hybrid_ssm.layers.s4 import S4
 from hf_hybrid_ssm.layers.s4d import S4D
+from hf_hybrid_ssm.layers.s5 import S5
 
 MIXERS: dict[str, type[Mixer]] = {
     "s4": S4,
     "s4d": S4D,
+    "s5": S5,
     "hyena": Hyena,
     "unstructured": UnstructuredFilter,
+    "ema": EMA,
+    "lstm": LSTM,
 }
 
 

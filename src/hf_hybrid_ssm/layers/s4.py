@@ -68,14 +68,14 @@ class S4(DiagonalParameters):
         norm = (p.conj() * p * resolvent).real.sum(-1, keepdim=True)
         return _Step(resolvent, rate + eigenvalues, p, b, 1 / (1 + 2 * norm))
 
-    def transition(self, dtype: torch.dtype) -> Transition:
+    def transition(self, dtype: torch.dtype, direction: int = 0) -> Transition:
         basis = torch.eye(self.state_size, dtype=dtype, device=self._device)[:, None, None]  # (N, 1, 1, N)
         filters = self.filters or 1
         basis = basis.expand(-1, filters, self.hidden_size, -1).contiguous()
         columns = self._discretised(dtype).advance(basis, 0.0)  # row k: A e_k
         return Transition(columns.permute(1, 2, 0, 3).contiguous(), "dense")
 
-    def input_vector(self, dtype: torch.dtype) -> torch.Tensor:
+    def input_vector(self, dtype: torch.dtype, direction: int = 0) -> torch.Tensor:
         zero = torch.zeros(self.filters or 1, self.hidden_size, self.state_size, dtype=dtype, device=self._device)
         return self._discretised(dtype).advance(zero, 1.0)
 

@@ -118,12 +118,12 @@ class S4D(DiagonalParameters):
         eigenvalues, b, _ = legs_dplr(self.state_size)
         return self._draw_common(eigenvalues, torch.complex(b.real, b.imag.clamp(-2.0, 2.0)))
 
-    def transition(self, dtype: torch.dtype) -> Transition:
+    def transition(self, dtype: torch.dtype, direction: int = 0) -> Transition:
         z = self._dt(dtype) * self._eigenvalues(dtype)
         bar = torch.exp(z) if self.discretization == "zoh" else (1 + z / 2) / (1 - z / 2)
         return Transition(torch.view_as_real(bar), "complex")
 
-    def input_vector(self, dtype: torch.dtype) -> torch.Tensor:
+    def input_vector(self, dtype: torch.dtype, direction: int = 0) -> torch.Tensor:
         dt, eigenvalues = self._dt(dtype), self._eigenvalues(dtype)
         b = self._tiled(complex_pairs(self.B, dtype))  # type: ignore[arg-type]
         z = dt * eigenvalues

@@ -1,6 +1,6 @@
 """What S4, S4D and EMA share: a linear system per channel, its filter, its block form, its step."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -34,6 +34,8 @@ class StateSpaceMixer(RememberingMixer):
     """
 
     state_size: int
+    # whether the kernel that looks ahead starts at the token itself, or at the next one
+    ahead_includes_token: ClassVar[bool] = False
 
     def __init__(
         self, hidden_size: int, *, filters: int | None = None, block_size: int = 64, skip: bool = True, **options: Any
@@ -49,11 +51,11 @@ class StateSpaceMixer(RememberingMixer):
 
     # -- what a subclass defines --------------------------------------------------------------------------------
 
-    def transition(self, dtype: torch.dtype) -> Transition:
-        """A, for (F, D) systems."""
+    def transition(self, dtype: torch.dtype, direction: int = 0) -> Transition:
+        """A of the (F, D) systems that look back (0) or ahead (1)."""
         raise NotImplementedError
 
-    def input_vector(self, dtype: torch.dtype) -> torch.Tensor:
+    def input_vector(self, dtype: torch.dtype, direction: int = 0) -> torch.Tensor:
         """B (F, D, N)."""
         raise NotImplementedError
 
@@ -65,33 +67,33 @@ class StateSpaceMixer(RememberingMixer):
         """D (F, D), or None."""
         return self.D.to(dtype) if self.use_skip else None  # type: ignore[operator]
 
-    @property
-    def _ahead(self) -> int:
-        """First lag of the kernel that looks ahead: 1, the token itself is the business of the one that looks back."""
-        return 1
-
     # -- the system in block form -------------------------------------------------------------------------------
 
-    def _dynamics(self, dtype: torch.dtype) -> tuple[tuple[Transition, ...], torch.Tensor]:
+    def _dynamics(self, dtype: torch.dtype, direction: int) -> tuple[tuple[Transition, ...], torch.Tensor]:
         """Powers of A and the vectors A^j B of one block."""
 
         def compute(exact: bool) -> tuple[tuple[Transition, ...], torch.Tensor]:
             inner = torch.float64 if exact else dtype
-            powers = prepare_powers(self.transition(inner), self.block_size)
-            krylov = grow(powers, self.input_vector(inner))
+            powers = prepare_powers(self.transition(inner, direction), self.block_size)
+            krylov = grow(powers, self.input_vector(inner, direction))
             if exact:
                 powers = tuple(Transition(power.value.to(dtype), power.form) for power in powers)
             return powers, krylov.to(dtype)
 
-        return self._once(("dynamics", dtype), self.dynamics_parameters, compute)
+        return self._once(("dynamics", dtype, direction), self.dynamics_parameters, compute)
 
-    def _strides(self, dtype: torch.dtype, length: int) -> tuple[Transition, ...]:
+    def _exact_system(self, direction: int) -> ChannelSystem:
+        powers = prepare_powers(self.transition(torch.float64, direction), self.block_size)
+        krylov = grow(powers, self.input_vector(torch.float64, direction))
+        return prepare_system(powers, krylov, self.output_rows(torch.float64)[direction])
+
+    def _strides(self, dtype: torch.dtype, length: int, direction: int) -> tuple[Transition, ...]:
         """A^w, A^{2w}, A^{4w}, ... as far as a kernel of this length needs them."""
         steps = 1 << (-(-length // self.block_size) - 1).bit_length()
         return self._once(
-            ("strides", dtype, steps),
+            ("strides", dtype, steps, direction),
             self.dynamics_parameters,
-            lambda exact: prepare_powers(self._dynamics(dtype)[0][-1], steps),
+            lambda exact: prepare_powers(self._dynamics(dtype, direction)[0][-1], steps),
         )
 
     def system(self, dtype: torch.dtype, direction: int = 0) -> ChannelSystem:
@@ -99,11 +101,9 @@ class StateSpaceMixer(RememberingMixer):
 
         def compute(exact: bool) -> ChannelSystem:
             if not exact:
-                return prepare_system(*self._dynamics(dtype), self.output_rows(dtype)[direction])
-            powers = prepare_powers(self.transition(torch.float64), self.block_size)
-            krylov = grow(powers, self.input_vector(torch.float64))
-            system = prepare_system(powers, krylov, self.output_rows(torch.float64)[direction])
-            powers = tuple(Transition(power.value.to(dtype), power.form) for power in powers)
+                return prepare_system(*self._dynamics(dtype, direction), self.output_rows(dtype)[direction])
+            system = self._exact_system(direction)
+            powers = tuple(Transition(power.value.to(dtype), power.form) for power in system.powers)
             return ChannelSystem(powers, *(part.to(dtype) for part in system[1:]))
 
         return self._once(("system", dtype, direction), (*self.dynamics_parameters, *self.output_parameters), compute)
@@ -120,11 +120,8 @@ class StateSpaceMixer(RememberingMixer):
 
         def compute(exact: bool) -> torch.Tensor:
             if not exact:
-                return long_kernel(self.system(dtype, direction), length, self._strides(dtype, length))
-            powers = prepare_powers(self.transition(torch.float64), self.block_size)
-            krylov = grow(powers, self.input_vector(torch.float64))
-            system = prepare_system(powers, krylov, self.output_rows(torch.float64)[direction])
-            return long_kernel(system, length).to(dtype)
+                return long_kernel(self.system(dtype, direction), length, self._strides(dtype, length, direction))
+            return long_kernel(self._exact_system(direction), length).to(dtype)
 
         return self._once(key, names, compute)[..., :length]
 
@@ -172,7 +169,7 @@ class StateSpaceMixer(RememberingMixer):
         self, u: torch.Tensor, seq_idx: torch.Tensor | None, lengths: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor:
         back, ahead = (self.kernel(max(u.shape[1], 1), dtype, direction) for direction in (0, 1))
-        if self._ahead == 0:  # the token itself counts in both directions
+        if self.ahead_includes_token:
             back = torch.cat([back[..., :1] + ahead[..., :1], back[..., 1:]], dim=-1)
             ahead = ahead[..., 1:]
         y, _ = long_conv(u, back, future_kernel=ahead, skip=self.skip_weight(dtype), seq_idx=seq_idx, lengths=lengths)
