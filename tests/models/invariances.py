@@ -1,6 +1,9 @@
-"""The one promise of every causal family: the answer does not depend on how tokens were batched, padded, packed, split,
-cached or re-ordered. Each function checks one way for a given model, raises AssertionError where it fails, and returns the
-largest deviation of a logit."""
+"""The one promise of every causal family: the answer does not depend on how tokens were batched, padded, packed,
+split, cached or re-ordered.
+
+Each function checks one way for a given model, raises AssertionError where it fails, and returns the largest deviation
+of a logit.
+"""
 
 from itertools import pairwise
 

@@ -88,8 +88,8 @@ class StateLayer(CacheLayerMixin):
         while remaining > 0:
             if not self.history:
                 raise ValueError(
-                    f"tokens_to_remove={tokens_to_remove} goes {remaining} tokens beyond the recorded past, which starts "
-                    "at the last `crop`."
+                    f"tokens_to_remove={tokens_to_remove} goes {remaining} tokens beyond the recorded past, which "
+                    "starts at the last `crop`."
                 )
             forward = self.history.pop()
             kept = max(forward.num_tokens - remaining, 0)
@@ -219,8 +219,9 @@ def prepare_cache(past_key_values: Cache | None, config: PreTrainedConfig, batch
     wanted = [layer_type == STATE_LAYER_TYPE for layer_type in config.layer_types]
     if [isinstance(layer, StateLayer) for layer in layers] != wanted:
         raise ValueError(
-            f"past_key_values has layers {[type(layer).__name__ for layer in layers]}, which are not those of this model "
-            f"({len(wanted)} layers, layer_types={config.layer_types}); make it with `DynamicCache(config=model.config)`."
+            f"past_key_values has layers {[type(layer).__name__ for layer in layers]}, which are not those of this "
+            f"model ({len(wanted)} layers, layer_types={config.layer_types}); make it with "
+            "`DynamicCache(config=model.config)`."
         )
     for index, layer in enumerate(layers):
         if isinstance(layer, StateLayer) and layer.states and layer.batch_size != batch_size:

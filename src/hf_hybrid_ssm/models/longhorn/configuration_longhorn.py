@@ -45,13 +45,14 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
             `"sliding_attention"` or `"full_attention"`. All Longhorn by default. Also accepted under the name
             `layer_types`.
         sliding_window (`int`, *optional*, defaults to 2048): Tokens a sliding-attention layer sees, itself included.
-        num_attention_heads (`int`, *optional*): Heads of the attention layers; of size 64 by default where that divides
-            `hidden_size`, else one.
+        num_attention_heads (`int`, *optional*): Heads of the attention layers; of size 64 by default where that
+            divides `hidden_size`, else one.
         num_key_value_heads (`int`, *optional*): Key/value heads of the attention layers; as many as heads by default.
         head_dim (`int`, *optional*): Size of an attention head; `hidden_size // num_attention_heads` by default.
         rope_parameters (`RopeParameters`, *optional*): Rotary embedding of the attention layers.
         attention_dropout (`float`, *optional*, defaults to 0.0): Dropout of the attention weights.
-        mlp_intermediate_size (`int`, *optional*): Width of a SwiGLU after each mixer; none by default, as in the paper.
+        mlp_intermediate_size (`int`, *optional*): Width of a SwiGLU after each mixer; none by default, as in
+            the paper.
         max_position_embeddings (`int`, *optional*, defaults to 2048): Training length. Not a limit of Longhorn layers;
             read by evaluation tools as the default context.
         pad_token_id, bos_token_id, eos_token_id (`int`, *optional*): Special tokens; GPT-2's end of text by default.
