@@ -1,0 +1,99 @@
+"""Draw many cases of every invariance for every variant, and write what came out.
+
+    python -m tests.invariants.run --cases 10000
+
+Writes benchmarks/results/invariants.json and the table docs/invariants.md. Exits with 1 if a case failed.
+"""
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from pathlib import Path
+from random import Random
+
+import torch
+import transformers
+
+from tests.invariants.cases import CASES
+from tests.invariants.variants import VARIANTS, build
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "invariants.json"
+TABLE = ROOT / "docs" / "invariants.md"
+INTRODUCTION = """# Batching invariance, measured
+
+Every case draws a random model input and one way of batching, padding, packing, splitting, caching, re-ordering or
+re-scoring it, and compares with one plain forward of each row alone (or, for the text rows, with greedy decoding
+without a cache). Written by `make invariants`; the raw counts are in `benchmarks/results/invariants.json`.
+"""
+
+
+def run(cases: int, seed: int) -> dict:
+    random = Random(seed)
+    table: dict = defaultdict(lambda: {"cases": 0, "failures": 0, "max_deviation": 0.0})
+    first_failures: list[str] = []
+    combinations = [(case, variant) for variant in VARIANTS for case in CASES]
+    for index in range(cases):
+        case, variant = combinations[index % len(combinations)]
+        case_seed = random.randrange(2**63)
+        entry = table[f"{variant} | {case}"]
+        entry["cases"] += 1
+        try:
+            entry["max_deviation"] = max(entry["max_deviation"], CASES[case](build(variant), Random(case_seed)))
+        except AssertionError as error:
+            entry["failures"] += 1
+            first_failures.append(f"{variant}, {case}, seed {case_seed}: {str(error).strip().splitlines()[0]}")
+    return {
+        "cases": cases,
+        "seed": seed,
+        "failures": sum(entry["failures"] for entry in table.values()),
+        "max_deviation": max(entry["max_deviation"] for entry in table.values()),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "table": dict(sorted(table.items())),
+        "first_failures": first_failures[:20],
+    }
+
+
+def markdown(result: dict) -> str:
+    lines = [
+        INTRODUCTION,
+        f"{result['cases']} cases, {result['failures']} failures, largest deviation of a float32 logit "
+        f"{result['max_deviation']:.1e} (torch {result['torch']}, transformers {result['transformers']}).",
+        "",
+        "| invariance | " + " | ".join(VARIANTS) + " |",
+        "| --- |" + " --- |" * len(VARIANTS),
+    ]
+    for case in CASES:
+        cells = []
+        for variant in VARIANTS:
+            entry = result["table"].get(f"{variant} | {case}")
+            cells.append("-" if entry is None else _cell(entry))
+        lines.append(f"| {case.replace('_', ' ')} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(entry: dict) -> str:
+    verdict = f"{entry['failures']} of {entry['cases']} failed" if entry["failures"] else f"{entry['cases']} ok"
+    return f"{verdict}, {entry['max_deviation']:.0e}" if entry["max_deviation"] else verdict
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    start = time.perf_counter()
+    result = run(options.cases, options.seed)
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    TABLE.write_text(markdown(result))
+    print(f"{result['cases'] - result['failures']} passed, {result['failures']} failed")
+    print(f"largest deviation {result['max_deviation']:.1e}, {time.perf_counter() - start:.0f} s")
+    print("\n".join(result["first_failures"]))
+    return 1 if result["failures"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,42 @@
+"""Tiny models of every family and variant, as the invariance suite sees them."""
+
+from functools import cache
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import hf_hybrid_ssm  # noqa: F401  (registers the families)
+
+TOKENS = {"vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+LONGHORN = {"hidden_size": 24, "num_hidden_layers": 3, "state_size": 5, "num_attention_heads": 4}
+
+VARIANTS: dict[str, tuple[str, dict]] = {
+    "longhorn": ("longhorn", LONGHORN),
+    "longhorn scan norm": ("longhorn", {**LONGHORN, "use_scan_norm": True, "conv_kernel": 2}),
+    "longhorn + window attention": (
+        "longhorn",
+        {
+            **LONGHORN,
+            "block_types": ["linear_attention", "sliding_attention", "linear_attention"],
+            "sliding_window": 6,
+            "num_key_value_heads": 2,
+            "mlp_intermediate_size": 40,
+        },
+    ),
+    "longhorn + full attention": (
+        "longhorn",
+        {**LONGHORN, "block_types": ["full_attention", "linear_attention", "linear_attention"]},
+    ),
+}
+
+
+@cache
+def build(name: str) -> torch.nn.Module:
+    """The causal language model of a variant, in evaluation mode, away from the smooth initial point."""
+    model_type, fields = VARIANTS[name]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **TOKENS, **fields)).eval()
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.dim() >= 2 and parameter.requires_grad and "mixer.ssm" not in parameter_name:
+            parameter.data.mul_(1.5)
+    return model
