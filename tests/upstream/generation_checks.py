@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 from transformers import (
+    CompileConfig,
     DynamicCache,
     GenerationConfig,
     StaticCache,
@@ -161,6 +162,21 @@ class GenerationTesterMixin:
                 cache.reset()
                 output = model.generate(**inputs, do_sample=False, past_key_values=cache)
                 torch.testing.assert_close(output, expected, rtol=0, atol=0)
+
+    def test_compiled_decoding(self):
+        """The step traces into one graph (`fullgraph`) and writes the same text."""
+        for model, inputs in self._generators():
+            if model.config.is_encoder_decoder or not model._can_compile_fullgraph:
+                continue
+            expected = model.generate(**inputs, do_sample=False)
+            compile_config = CompileConfig(fullgraph=True, dynamic=False, backend="eager")
+            compile_config._compile_all_devices = True
+            torch._dynamo.reset()
+            output = model.generate(
+                **inputs, do_sample=False, cache_implementation="static", compile_config=compile_config
+            )
+            assert hasattr(model, "_compiled_call")
+            torch.testing.assert_close(output, expected, rtol=0, atol=0)
 
     def test_logits_to_keep(self):
         for model, inputs in self._generators():
