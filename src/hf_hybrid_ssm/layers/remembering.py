@@ -28,6 +28,7 @@ class RememberingMixer(Mixer):
 
     def _once(self, key: Any, names: tuple[str, ...], compute: Any) -> Any:
         """`compute()`, remembered under `key` while the parameters `names` are constants."""
+        leave: Any = contextlib.nullcontext()
         if torch.compiler.is_compiling():
             if self._trains(names):
                 return compute(False)
@@ -35,8 +36,9 @@ class RememberingMixer(Mixer):
             return compute(False)
         else:
             self._forget_if_changed()
+            if torch.is_inference_mode_enabled():  # autograd could not use tensors made there
+                leave = torch.inference_mode(False)
         if key not in self._remembered:
-            leave = torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
             with leave, torch.no_grad(), torch.autocast(self._device.type, enabled=False):
                 self._remembered[key] = compute(True)
         return self._remembered[key]

@@ -116,6 +116,8 @@ class S5(Mixer):
         start = None
         if initial_state is not None:
             start = torch.view_as_complex(self._checked(initial_state, x).unflatten(-1, (-1, 2)))
+        if every is not None and every < 1:
+            raise ValueError(f"every must be at least 1, got {every}.")
         taken = slice(None) if every is None else slice(every - 1, None, every)
         with torch.autocast(u.device.type, enabled=False):
             decay, scale = self._discretised(x.dtype)

@@ -141,8 +141,8 @@ class StateSpaceMixer(RememberingMixer):
         self._check_input(u, initial_state, seq_idx, lengths, return_final_state)
         dtype = self._computing_dtype(u)
         if self.bidirectional:
-            y = self._two_sided(u, seq_idx, lengths, dtype)
-            return (y if self.filters else y.squeeze(2)) if every is None else y[:, every - 1 :: every], None
+            y = self._two_sided(u, seq_idx, lengths, every, dtype)
+            return (y if self.filters else y.squeeze(2)), None
         state = self._widen(initial_state, u.shape[0]) if initial_state is not None else None
         skip = self.skip_weight(dtype)
         if state is None and seq_idx is None and every is None and u.shape[1] > self.block_size:
@@ -166,13 +166,19 @@ class StateSpaceMixer(RememberingMixer):
         return y, final
 
     def _two_sided(
-        self, u: torch.Tensor, seq_idx: torch.Tensor | None, lengths: torch.Tensor | None, dtype: torch.dtype
+        self,
+        u: torch.Tensor,
+        seq_idx: torch.Tensor | None,
+        lengths: torch.Tensor | None,
+        every: int | None,
+        dtype: torch.dtype,
     ) -> torch.Tensor:
         back, ahead = (self.kernel(max(u.shape[1], 1), dtype, direction) for direction in (0, 1))
         if self.ahead_includes_token:
             back = torch.cat([back[..., :1] + ahead[..., :1], back[..., 1:]], dim=-1)
             ahead = ahead[..., 1:]
-        y, _ = long_conv(u, back, future_kernel=ahead, skip=self.skip_weight(dtype), seq_idx=seq_idx, lengths=lengths)
+        skip = self.skip_weight(dtype)
+        y, _ = long_conv(u, back, future_kernel=ahead, skip=skip, seq_idx=seq_idx, lengths=lengths, every=every)
         return y
 
     def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ import torch
 
 from hf_hybrid_ssm.ops.checks import check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops.dispatch import Op
-from hf_hybrid_ssm.ops.lengths import check_lengths
+from hf_hybrid_ssm.ops.lengths import check_lengths, zero_beyond
 from hf_hybrid_ssm.ops.linear_scan import channel_blocks, reference
 from hf_hybrid_ssm.ops.linear_scan.transition import Transition
 
@@ -103,7 +103,7 @@ def channel_scan(
     dtype = system.output.dtype
     run = _OP.select(u.device.type, u.dtype, backend)
     with torch.autocast(u.device.type, enabled=False):
-        x = u.to(dtype)
+        x = zero_beyond(u.to(dtype), lengths)
         if initial_state is None:
             initial_state = x.new_zeros(batch, filters, channels, size)
         y, state = run(x, system, initial_state.to(dtype), seq_idx, lengths, return_final_state, every)

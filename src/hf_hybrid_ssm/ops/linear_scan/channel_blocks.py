@@ -17,15 +17,16 @@ def run(
     return_final_state: bool,
     every: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """y (B, L, F, D) and the final state (B, F, D, N); arguments as in `channel.channel_scan`, all in one dtype."""
+    """y (B, L, F, D) and the final state (B, F, D, N); arguments as in `channel.channel_scan`, all in one dtype.
+
+    Behind `lengths`, u is zero already.
+    """
     batch, length, channels = u.shape
     filters, block = system.kernel.shape[0], system.block
     if length == 0 or batch == 0:
         kept = length if every is None else length // every
         return u.new_zeros(batch, kept, filters, channels), initial_state if return_final_state else None
     blocks = -(-length // block)
-    if lengths is not None:
-        u = torch.where((torch.arange(length, device=u.device) < lengths.unsqueeze(1)).unsqueeze(-1), u, 0.0)
     tokens = F.pad(u, (0, 0, 0, blocks * block - length)).view(batch, blocks, block, channels)
     tokens = tokens.permute(3, 0, 1, 2)  # (D, B, n, w)
     documents = None

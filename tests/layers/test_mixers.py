@@ -1,0 +1,603 @@
+"""Every long-range mixer computes its equation: at once, in pieces, token by token, packed, padded, in any dtype."""
+
+import copy
+import io
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from hf_hybrid_ssm.layers.mixer import Mixer
+from hf_hybrid_ssm.layers.mixers import MIXERS, build_mixer
+from tests.layers.mixer_equations import equation
+
+D = 6
+CASES: dict[str, tuple[str, dict]] = {
+    "s4": ("s4", {"state_size": 8, "block_size": 8}),
+    "s4-frozen": ("s4", {"state_size": 8, "block_size": 8, "frozen": True}),
+    "s4-output": ("s4", {"state_size": 8, "block_size": 8, "trainable": "output"}),
+    "s4-tied-filters": ("s4", {"state_size": 4, "block_size": 4, "num_dynamics": 3, "filters": 2}),
+    "s4d-legs-zoh": ("s4d", {"state_size": 8, "block_size": 8}),
+    "s4d-lin-bilinear": ("s4d", {"state_size": 8, "block_size": 16, "init": "lin", "discretization": "bilinear"}),
+    "s4d-filters": ("s4d", {"state_size": 4, "block_size": 4, "filters": 3, "num_dynamics": 1}),
+    "s4d-frozen": ("s4d", {"state_size": 8, "block_size": 8, "frozen": True}),
+    "s5": ("s5", {"state_size": 12, "blocks": 3}),
+    "s5-filters": ("s5", {"state_size": 8, "blocks": 1, "filters": 2}),
+    "hyena": ("hyena", {"filter_length": 11, "filter_emb": 5, "filter_width": 8}),
+    "hyena-frozen": ("hyena", {"filter_length": 50, "filter_emb": 5, "filter_width": 8, "frozen": True}),
+    "unstructured": ("unstructured", {"filter_length": 23, "filter_emb": 5, "filter_width": 8}),
+    "unstructured-filters": ("unstructured", {"filter_length": 64, "filter_emb": 5, "filter_width": 8, "filters": 2}),
+    "ema": ("ema", {"state_size": 4, "block_size": 8}),
+    "ema-frozen": ("ema", {"state_size": 4, "block_size": 8, "frozen": True}),
+    "lstm": ("lstm", {}),
+    "lstm-frozen": ("lstm", {"frozen": True}),
+}
+FROZEN = [case for case in CASES if case.endswith("-frozen")]
+L = 29
+DOCUMENTS = torch.tensor([[0] * 1 + [1] * 10 + [2] * 18, [0] * 29, [5] * 8 + [6] * 20 + [9] * 1])
+every_case = pytest.mark.parametrize("case", CASES)
+two_sided = pytest.mark.parametrize("bidirectional", [False, True], ids=["causal", "two-sided"])
+
+
+def build(case: str, bidirectional: bool = False, dtype: torch.dtype | None = torch.float64, **more) -> Mixer:
+    torch.manual_seed(3)
+    name, options = CASES[case]
+    return build_mixer(name, D, bidirectional=bidirectional, dtype=dtype, **options, **more)
+
+
+def tokens(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def parts(state) -> tuple[torch.Tensor, ...]:
+    return state if isinstance(state, tuple) else (state,)
+
+
+def of_rows(state, rows):
+    taken = tuple(part[rows] for part in parts(state))
+    return taken if isinstance(state, tuple) else taken[0]
+
+
+def assert_states(actual, wanted, **tolerances):
+    tolerances = tolerances or {"atol": 1e-11, "rtol": 1e-9}
+    assert len(parts(actual)) == len(parts(wanted))
+    for a, b in zip(parts(actual), parts(wanted)):
+        torch.testing.assert_close(a, b, **tolerances)
+
+
+def assert_near(actual, wanted):
+    torch.testing.assert_close(actual, wanted, atol=1e-11, rtol=1e-9)
+
+
+def nonzero_state(mixer: Mixer, batch: int):
+    """A state that means something: what some tokens leave behind."""
+    return mixer(tokens(batch, 13, D, seed=7), return_final_state=True)[1]
+
+
+# -- the equation ---------------------------------------------------------------------------------------------------
+
+
+@two_sided
+@every_case
+@pytest.mark.parametrize("length", [1, 8, L])
+def test_forward_is_the_equation(case, bidirectional, length):
+    mixer = build(case, bidirectional)
+    u = tokens(2, length, D)
+    y, state = mixer(u)
+    assert state is None
+    for row in range(2):
+        assert_near(y[row], equation(mixer)(u[row]))
+
+
+@every_case
+def test_steps_are_forward(case):
+    mixer = build(case)
+    u = tokens(2, L, D)
+    for state in (mixer.init_state(2, dtype=torch.float64), nonzero_state(mixer, 2)):
+        y, final = mixer(u, initial_state=state, return_final_state=True)
+        for t in range(L):
+            y_t, state = mixer.step(u[:, t], state)
+            assert_near(y_t, y[:, t])
+        assert_states(state, final)
+
+
+@every_case
+@settings(max_examples=6, deadline=None)
+@given(cuts=st.lists(st.integers(0, L), max_size=3))
+def test_pieces_are_forward(case, cuts):
+    mixer = build(case)
+    u = tokens(2, L, D)
+    state = nonzero_state(mixer, 2)
+    y, final = mixer(u, initial_state=state, return_final_state=True)
+    borders = [0, *sorted(cuts), L]
+    outputs = []
+    for begin, end in pairwise(borders):
+        piece, state = mixer(u[:, begin:end], initial_state=state, return_final_state=True)
+        outputs.append(piece)
+    assert_near(torch.cat(outputs, dim=1), y)
+    assert_states(state, final)
+
+
+@every_case
+def test_fresh_state_is_the_default(case):
+    mixer = build(case)
+    u = tokens(2, L, D)
+    y, final = mixer(u, return_final_state=True)
+    again, state = mixer(u, initial_state=mixer.init_state(2, dtype=torch.float64), return_final_state=True)
+    assert_near(again, y)
+    assert_states(state, final)
+    assert_near(mixer(u)[0], y)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith(("hyena", "lstm"))])
+@pytest.mark.parametrize("every", [1, 5, 8, 16, 40])
+def test_every_takes_outputs_of_forward(case, every):
+    both = build(case, bidirectional=True)
+    assert_near(both(tokens(2, L, D), every=every)[0], both(tokens(2, L, D))[0][:, every - 1 :: every])
+    mixer = build(case)
+    u, state = tokens(2, L, D), nonzero_state(mixer, 2)
+    for rows in ({}, {"initial_state": state}, {"initial_state": state[1:].expand(3, *state.shape[1:])}):
+        documents = DOCUMENTS if rows and rows["initial_state"].shape[0] == 3 else None
+        x = u if documents is None else tokens(3, L, D)
+        y, final = mixer(x, seq_idx=documents, return_final_state=True, **rows)
+        taken, state_after = mixer(x, seq_idx=documents, return_final_state=True, every=every, **rows)
+        assert_near(taken, y[:, every - 1 :: every])
+        assert_states(state_after, final)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith(("hyena", "lstm"))])
+def test_advance_is_the_state_of_step(case):
+    mixer = build(case)
+    state = nonzero_state(mixer, 2)
+    assert_states(mixer.advance(tokens(2, D), state), mixer.step(tokens(2, D), state)[1])
+
+
+# -- what may influence what ----------------------------------------------------------------------------------------
+
+
+@two_sided
+@every_case
+def test_reach_by_gradient(case, bidirectional):
+    mixer = build(case, bidirectional)
+    u = tokens(1, L, D).requires_grad_()
+    t = 17
+    y, _ = mixer(u)
+    (gradient,) = torch.autograd.grad(y[0, t].sum(), u)
+    reach = gradient[0].abs().sum(-1)
+    assert (reach[t - 5 : t + 1] > 1e-6).all()
+    if bidirectional:
+        assert (reach[t + 1 : t + 6] > 1e-6).all()
+    else:
+        assert reach[t + 1 :].max() < 1e-13
+
+
+@two_sided
+@every_case
+def test_packed_documents_are_rows(case, bidirectional):
+    mixer = build(case, bidirectional)
+    u = tokens(3, L, D)
+    y, final = mixer(u, seq_idx=DOCUMENTS, return_final_state=not bidirectional)
+    for row in range(3):
+        for document in DOCUMENTS[row].unique():
+            place = DOCUMENTS[row] == document
+            alone, state = mixer(u[row : row + 1, place], return_final_state=not bidirectional)
+            assert_near(y[row, place], alone[0])
+        if not bidirectional:
+            assert_states(of_rows(final, slice(row, row + 1)), state)
+
+
+@every_case
+def test_the_state_belongs_to_the_first_document(case):
+    mixer = build(case)
+    u, state = tokens(3, L, D), nonzero_state(mixer, 3)
+    y, final = mixer(u, initial_state=state, seq_idx=DOCUMENTS, return_final_state=True)
+    for row in range(3):
+        own = of_rows(state, slice(row, row + 1))
+        for document in DOCUMENTS[row].unique():
+            place = DOCUMENTS[row] == document
+            alone, last = mixer(u[row : row + 1, place], initial_state=own, return_final_state=True)
+            assert_near(y[row, place], alone[0])
+            own = None
+        assert_states(of_rows(final, slice(row, row + 1)), last)
+
+
+@two_sided
+@every_case
+def test_documents_do_not_leak(case, bidirectional):
+    """Not even what arithmetic cannot undo."""
+    mixer = build(case, bidirectional)
+    u = tokens(3, L, D)
+    clean, _ = mixer(u, seq_idx=DOCUMENTS)
+    u[0, 3] = float("nan")
+    u[2, 20] = 1e300
+    y, _ = mixer(u, seq_idx=DOCUMENTS)
+    assert torch.equal(y[0, DOCUMENTS[0] != 1], clean[0, DOCUMENTS[0] != 1])
+    assert torch.equal(y[1], clean[1])
+    assert torch.equal(y[2, DOCUMENTS[2] != 6], clean[2, DOCUMENTS[2] != 6])
+
+
+@two_sided
+@every_case
+@pytest.mark.parametrize("packed", [False, True])
+def test_padded_rows_are_rows_alone(case, bidirectional, packed):
+    mixer = build(case, bidirectional)
+    lengths = torch.tensor([L, 0, 16, 21, 5])
+    u = tokens(5, L, D)
+    documents = torch.tensor([0] * 6 + [1] * 11 + [2] * 12).expand(5, L) if packed else None
+    state = None if bidirectional else nonzero_state(mixer, 5)
+    wanted = []
+    for row, length in enumerate(lengths):
+        kept = slice(row, row + 1)
+        alone, final = mixer(
+            u[kept, :length],
+            initial_state=None if state is None else of_rows(state, kept),
+            seq_idx=None if documents is None else documents[kept, :length],
+            return_final_state=not bidirectional,
+        )
+        wanted.append((alone, final))
+        u[row, length:] = float("nan")
+    y, final = mixer(u, initial_state=state, seq_idx=documents, lengths=lengths, return_final_state=not bidirectional)
+    assert y.isfinite().all()
+    for row, (alone, last) in enumerate(wanted):
+        assert_near(y[row, : lengths[row]], alone[0])
+        if not bidirectional:
+            assert_states(of_rows(final, slice(row, row + 1)), last)
+    if state is not None:
+        assert_states(of_rows(final, 1), of_rows(state, 1), atol=0, rtol=0)
+
+
+# -- precision, devices, files --------------------------------------------------------------------------------------
+
+
+@every_case
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float32, 2e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=str
+)
+def test_low_precision_inputs(case, dtype, tolerance):
+    mixer = build(case, dtype=torch.float32)
+    exact = copy.deepcopy(mixer).double()
+    u = tokens(2, 200, D, dtype=dtype)
+    module = mixer.to(dtype) if case.startswith(("hyena", "lstm")) else mixer
+    if module is mixer and case.startswith(("hyena", "lstm")):
+        exact = copy.deepcopy(mixer).double()  # of the rounded projections
+    with torch.no_grad():
+        y, state = module(u, return_final_state=True)
+        wanted, _ = exact(u.double())
+        y_t, state = module.step(u[:, 0], state)
+    assert y.dtype == y_t.dtype == dtype
+    assert all(part.dtype == torch.float32 for part in parts(state))
+    scale = 8 if case.startswith(("hyena", "lstm")) else 1  # their own weights are in this dtype too
+    error = (y.double() - wanted).abs().max() / wanted.abs().max()
+    assert error < scale * tolerance
+
+
+@every_case
+def test_casting_keeps_the_recurrence(case):
+    mixer = build(case, dtype=torch.float32)
+    before = {name: value.clone() for name, value in mixer.state_dict().items()}
+    mixer.to(torch.bfloat16).half()
+    for module_name, module in mixer.named_modules():
+        if isinstance(module, Mixer):
+            for name in module.float32_parameters:
+                if name in dict(module.named_parameters(recurse=False)):
+                    full = f"{module_name}.{name}".lstrip(".")
+                    assert torch.equal(mixer.state_dict()[full], before[full])
+                    assert mixer.state_dict()[full].dtype == torch.float32
+    mixer.double()
+    assert all(value.dtype == torch.float64 for value in mixer.parameters())
+
+
+@every_case
+def test_parameters_are_defined_without_the_device(case):
+    """Built on the meta device and filled afterwards = built at once; bfloat16 as default dtype does not round."""
+    name, options = CASES[case]
+    torch.manual_seed(3)
+    wanted = build_mixer(name, D, **options)
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            mixer = build_mixer(name, D, **options)
+    finally:
+        torch.set_default_dtype(previous)
+    assert all(value.is_meta for value in mixer.parameters())
+    for module in mixer.modules():
+        if isinstance(module, Mixer):
+            own = dict(module.named_parameters(recurse=False))
+            assert set(module.initial_values()) == set(own)
+            for key in module.float32_parameters:
+                assert key not in own or own[key].dtype == torch.float32
+    mixer = mixer.to_empty(device="cpu").float()
+    torch.manual_seed(5)
+    mixer.reset_parameters()
+    assert all(value.isfinite().all() for value in mixer.parameters())
+    mixer.load_state_dict(wanted.state_dict())
+    u = tokens(2, L, D, dtype=torch.float32)
+    assert torch.equal(mixer(u)[0], wanted(u)[0])
+
+
+@two_sided
+@every_case
+def test_files_are_bit_equal(case, bidirectional):
+    mixer = build(case, bidirectional, dtype=torch.float32)
+    u = tokens(2, L, D, dtype=torch.float32)
+    y, _ = mixer(u)
+    file = io.BytesIO()
+    torch.save(mixer.state_dict(), file)
+    file.seek(0)
+    other = build(case, bidirectional, dtype=torch.float32)
+    other.reset_parameters()
+    assert not torch.equal(other(u)[0], y)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(other(u)[0], y)
+    assert torch.equal(copy.deepcopy(mixer)(u)[0], y)
+    assert list(mixer.state_dict()) == [name for name, _ in mixer.named_parameters()]
+
+
+def test_analytic_values_do_not_depend_on_the_seed():
+    torch.manual_seed(0)
+    first = build_mixer("s4", D, state_size=16)
+    torch.manual_seed(1)
+    second = build_mixer("s4", D, state_size=16)
+    for name in ("A_log_real", "A_imag", "B", "P"):
+        assert torch.equal(first.get_parameter(name), second.get_parameter(name))
+    for name in ("C", "log_dt", "D"):
+        assert not torch.equal(first.get_parameter(name), second.get_parameter(name))
+
+
+# -- training -------------------------------------------------------------------------------------------------------
+
+
+@two_sided
+@every_case
+def test_gradcheck(case, bidirectional):
+    mixer = build(case, bidirectional)
+    names = [name for name, value in mixer.named_parameters() if value.requires_grad]
+    u = tokens(2, 11, D, seed=2).requires_grad_()
+    documents = torch.tensor([[0] * 4 + [1] * 7, [0] * 11])
+
+    def run(u, *values):
+        y, state = torch.func.functional_call(
+            mixer, dict(zip(names, values)), (u,), {"seq_idx": documents, "return_final_state": not bidirectional}
+        )
+        return (y, *(() if state is None else parts(state)))
+
+    values = [mixer.get_parameter(name).detach().clone().requires_grad_() for name in names]
+    assert torch.autograd.gradcheck(run, (u, *values), fast_mode=True, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", ["s4", "s4d-legs-zoh", "s4-output", "unstructured", "ema", "s5", "hyena"])
+def test_gradients_of_fresh_rows_and_of_states(case):
+    """The convolution of a fresh row and the block form of a continued one have the same gradients."""
+    mixer = build(case)
+    state = mixer.init_state(2, dtype=torch.float64)
+    weights = tokens(2, L, D, seed=9)
+    gradients = []
+    for initial in (None, state):
+        u = tokens(2, L, D).requires_grad_()
+        mixer.zero_grad()
+        y, _ = mixer(u, initial_state=initial)
+        (y * weights).sum().backward()
+        gradients.append([u.grad, *(p.grad for p in mixer.parameters() if p.grad is not None)])
+    assert len(gradients[0]) > 1
+    for a, b in zip(*gradients):
+        assert_near(a, b)
+
+
+@two_sided
+@pytest.mark.parametrize("case", FROZEN)
+def test_frozen_means_constant(case, bidirectional):
+    mixer = build(case, bidirectional)
+    before = copy.deepcopy(mixer.state_dict())
+    u = tokens(2, L, D).requires_grad_()
+    y, _ = mixer(u)
+    y.square().sum().backward()
+    assert u.grad.abs().max() > 0
+    assert all(value.grad is None and not value.requires_grad for value in mixer.parameters())
+    name, options = CASES[case]
+    trained = build_mixer(name, D, bidirectional=bidirectional, dtype=torch.float64, **{**options, "frozen": False})
+    trained.load_state_dict(before)
+    assert list(trained.state_dict()) == list(before)
+    assert_near(trained(u)[0], y)
+
+
+@pytest.mark.parametrize("case", ["s4-frozen", "s4d-frozen", "ema-frozen", "hyena-frozen", "s4-output", "s4"])
+@pytest.mark.parametrize("change", ["load", "write", "assign", "cast", "reset", "optimizer", "replace"])
+def test_remembered_kernels_are_never_stale(case, change):
+    mixer = build(case, dtype=torch.float32)
+    u = tokens(2, L, D, dtype=torch.float32)
+    with torch.no_grad():
+        first, _ = mixer(u)
+        mixer.step(u[:, 0], mixer.init_state(2))
+        other = build(case, dtype=torch.float32)
+        other.reset_parameters()
+        if change == "load":
+            mixer.load_state_dict(other.state_dict())
+        elif change == "assign":
+            mixer.load_state_dict(other.state_dict(), assign=True)
+        elif change == "write":
+            for a, b in zip(mixer.parameters(), other.parameters()):
+                a.copy_(b)
+        elif change == "replace":
+            for module, source in zip(mixer.modules(), other.modules()):
+                for name, value in source.named_parameters(recurse=False):
+                    setattr(module, name, nn.Parameter(value.clone()))
+        elif change == "cast":
+            mixer.double()
+            other.load_state_dict(mixer.state_dict())
+            other.double()
+            u = u.double()
+        elif change == "reset":
+            mixer.reset_parameters()
+            other.load_state_dict(mixer.state_dict())
+    if change == "optimizer":
+        mixer.requires_grad_(True)
+        optimizer = torch.optim.AdamW(mixer.parameters(), lr=0.1)
+        mixer(u)[0].square().sum().backward()
+        optimizer.step()
+        mixer.requires_grad_(False)
+        other.load_state_dict(mixer.state_dict())
+    with torch.no_grad():
+        state = tuple(part.to(u.dtype) for part in parts(mixer.init_state(2)))
+        state = state if isinstance(mixer.init_state(2), tuple) else state[0]
+        now, _ = mixer(u)
+        assert not torch.equal(now.float(), first)
+        torch.testing.assert_close(now, other(u)[0], atol=1e-6, rtol=1e-5)
+        y, after = mixer.step(u[:, 0], state)
+        wanted, wanted_after = other.step(u[:, 0], state)
+        torch.testing.assert_close(y, wanted, atol=1e-6, rtol=1e-5)
+        assert_states(after, wanted_after, atol=1e-6, rtol=1e-5)
+
+
+def test_a_frozen_kernel_is_computed_once_and_grows():
+    mixer = build("s4-frozen")
+    first = mixer.kernel(40, torch.float64)
+    assert mixer.kernel(40, torch.float64).data_ptr() == first.data_ptr()
+    assert mixer.kernel(20, torch.float64).data_ptr() == first.data_ptr()
+    longer = mixer.kernel(100, torch.float64)
+    assert_near(longer[..., :40], first)
+    with torch.inference_mode():
+        mixer.kernel(300, torch.float64)
+    u = tokens(1, 250, D).requires_grad_()
+    mixer(u)[0].sum().backward()  # a kernel made in inference mode serves autograd too
+    assert not any("remembered" in name for name in mixer.state_dict())
+
+
+def test_frozen_survives_loading_but_can_be_lifted():
+    mixer = build("hyena-frozen")
+    for module in mixer.modules():
+        for name, value in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(value.detach().clone()))
+    assert not any(value.requires_grad for value in mixer.parameters())
+    mixer.requires_grad_(True)
+    y, _ = mixer(tokens(1, L, D))
+    y.sum().backward()
+    assert all(value.grad is not None for value in mixer.parameters())
+
+
+def test_output_mode_trains_what_reads_out():
+    for name in ("s4", "s4d", "s5", "ema"):
+        mixer = build_mixer(name, D, trainable="output")
+        assert {n for n, p in mixer.named_parameters() if p.requires_grad} == set(type(mixer).output_parameters)
+
+
+def test_recurrence_parameters_carry_their_optimizer_settings():
+    mixer = build("s4", dtype=torch.float32)
+    for survivor in (mixer, copy.deepcopy(mixer), mixer.double(), mixer.to_empty(device="cpu")):
+        for name, value in survivor.named_parameters():
+            wanted = None if name in ("C", "D") else {"lr": 1e-3, "weight_decay": 0.0}
+            assert getattr(value, "_optim", None) == wanted
+    assert build("s4d-frozen", learning_rate=None).A_imag._optim == {"weight_decay": 0.0}
+
+
+# -- torch.compile --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["s4-frozen", "s4", "s4d-legs-zoh", "unstructured", "ema", "s5", "hyena-frozen"])
+def test_compiles_without_a_break_and_is_not_stale(case):
+    torch._dynamo.reset()
+    mixer = build(case, dtype=torch.float32)
+    run = torch.compile(mixer, backend="aot_eager", fullgraph=True, dynamic=False)
+    step = torch.compile(mixer.step, backend="aot_eager", fullgraph=True, dynamic=False)
+    u = tokens(2, L, D, dtype=torch.float32)
+    state = nonzero_state(build(case), 2)
+    state = tuple(part.float() for part in parts(state))
+    state = state if case.startswith("hyena") else state[0]
+    other = build(case, dtype=torch.float32)
+    other.reset_parameters()
+    for _ in range(2):
+        for options in ({}, {"initial_state": state, "return_final_state": True}):
+            compiled = [run(u, **options) for _ in range(2)]
+            wanted, final = mixer(u, **options)
+            for y, after in compiled:
+                torch.testing.assert_close(y, wanted, atol=1e-5, rtol=1e-5)
+                if final is not None:
+                    assert_states(after, final, atol=1e-5, rtol=1e-5)
+        y, after = step(u[:, 0], state)
+        wanted, final = mixer.step(u[:, 0], state)
+        torch.testing.assert_close(y, wanted, atol=1e-5, rtol=1e-5)
+        assert_states(after, final, atol=1e-5, rtol=1e-5)
+        mixer.load_state_dict(other.state_dict())
+
+
+# -- bad input ------------------------------------------------------------------------------------------------------
+
+
+def test_unknown_mixer_names_the_known_ones():
+    with pytest.raises(ValueError, match="no mixer 's6'") as error:
+        build_mixer("s6", D)
+    assert all(name in str(error.value) for name in MIXERS)
+
+
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        ("s4", {"hidden_size": 0}, "hidden_size"),
+        ("s4", {"state_size": 7}, "state_size must be even"),
+        ("s4", {"block_size": 12}, "power of two"),
+        ("s4", {"num_dynamics": 4}, "num_dynamics must divide"),
+        ("s4", {"dt_min": 0.1, "dt_max": 0.01}, "dt_min"),
+        ("s4", {"trainable": "some"}, "all, output, none"),
+        ("s4", {"frozen": True, "trainable": "output"}, "contradicts"),
+        ("s4", {"colour": 1}, "does not take"),
+        ("s4d", {"init": "random"}, "legs, lin"),
+        ("s4d", {"discretization": "euler"}, "zoh, bilinear"),
+        ("s4d", {"filters": 0}, "filters"),
+        ("s5", {"state_size": 12, "blocks": 4}, "multiple of 2 blocks"),
+        ("s5", {"filters": 0}, "filters"),
+        ("hyena", {"filters": 2}, "filters must be None"),
+        ("hyena", {"trainable": "output"}, "all, none"),
+        ("unstructured", {"filter_emb": 4}, "odd"),
+        ("unstructured", {"filter_length": 0}, "filter_length"),
+        ("unstructured", {"fast_decay": 2.0}, "decay"),
+        ("ema", {"activation": "relu"}, "silu"),
+        ("ema", {"state_size": 0}, "state_size"),
+        ("ema", {"filters": 2}, "filters must be None"),
+        ("lstm", {"hidden_size": 5, "bidirectional": True}, "even"),
+    ],
+)
+def test_bad_options(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        build_mixer(name, options.pop("hidden_size", D), **options)
+
+
+@every_case
+def test_bad_arguments(case):
+    mixer = build(case)
+    u = tokens(2, 5, D)
+    with pytest.raises(ValueError, match=r"u must have shape"):
+        mixer(tokens(2, 5, D + 1))
+    with pytest.raises(ValueError, match=r"seq_idx must not decrease"):
+        mixer(u, seq_idx=torch.tensor([[0, 1, 1, 0, 2]] * 2))
+    with pytest.raises(TypeError, match=r"seq_idx must be int"):
+        mixer(u, seq_idx=torch.zeros(2, 5))
+    with pytest.raises(ValueError, match=r"lengths must lie in 0..5"):
+        mixer(u, lengths=torch.tensor([6, 1]))
+    with pytest.raises(ValueError, match=r"u_t must have shape"):
+        mixer.step(u, mixer.init_state(2))
+    wrong = mixer.init_state(3)
+    with pytest.raises(ValueError, match=r"state"):
+        mixer(u, initial_state=wrong)
+    with pytest.raises(ValueError, match=r"state"):
+        mixer.step(u[:, 0], wrong)
+    both = build(case, bidirectional=True)
+    with pytest.raises(ValueError, match=r"no state"):
+        both(u, return_final_state=True)
+    with pytest.raises(ValueError, match=r"no step"):
+        both.step(u[:, 0], mixer.init_state(2))
+    if not case.startswith(("hyena", "lstm")):
+        with pytest.raises(ValueError, match=r"every must be at least 1"):
+            mixer(u, every=0)
+
+
+@every_case
+def test_empty_rows_and_batches(case):
+    mixer = build(case)
+    state = nonzero_state(mixer, 2)
+    y, final = mixer(tokens(2, 0, D), initial_state=state, return_final_state=True)
+    assert y.shape[:2] == (2, 0)
+    assert_states(final, state, atol=0, rtol=0)
+    assert mixer(tokens(0, L, D))[0].shape[:2] == (0, L)

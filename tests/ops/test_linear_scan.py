@@ -1,0 +1,241 @@
+"""Linear recurrences in block form compute the recurrence: any length, block, document, ragged row, piece."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_hybrid_ssm.ops.linear_scan import (
+    ChannelSystem,
+    Transition,
+    channel_scan,
+    channel_state,
+    diagonal_scan,
+    grow,
+    long_kernel,
+    prepare_powers,
+    prepare_system,
+)
+
+F, D, N = 2, 3, 4
+FORMS = ("real", "complex", "dense")
+LENGTHS = st.sampled_from([0, 1, 3, 4, 5, 8, 16, 17, 33, 45, 70])
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def documents(batch: int, length: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.rand(batch, length, generator=generator) < 0.15).cumsum(1)
+
+
+def transition(form: str, seed: int = 0) -> Transition:
+    if form == "real":
+        return Transition(torch.sigmoid(draw(F, D, N, seed=seed)), form)
+    if form == "complex":
+        radius, angle = torch.sigmoid(draw(F, D, N // 2, seed=seed)), 3 * draw(F, D, N // 2, seed=seed + 1)
+        return Transition(torch.view_as_real(torch.polar(radius, angle)), form)
+    return Transition(0.2 * draw(F, D, N, N, seed=seed), form)
+
+
+def system(form: str, block: int, seed: int = 0) -> ChannelSystem:
+    powers = prepare_powers(transition(form, seed), block)
+    return prepare_system(powers, grow(powers, draw(F, D, N, seed=seed + 2)), draw(F, D, N, seed=seed + 3))
+
+
+def assert_near(actual, wanted):
+    torch.testing.assert_close(actual, wanted, atol=1e-11, rtol=1e-9)
+
+
+def matrix(step: Transition) -> torch.Tensor:
+    """A (F, D, N, N), written out."""
+    if step.form == "dense":
+        return step.value.mT
+    if step.form == "real":
+        return torch.diag_embed(step.value)
+    a = torch.zeros(F, D, N, N, dtype=torch.float64)
+    for n in range(N // 2):
+        re, im = step.value[..., n, 0], step.value[..., n, 1]
+        a[..., 2 * n, 2 * n], a[..., 2 * n, 2 * n + 1] = re, -im
+        a[..., 2 * n + 1, 2 * n], a[..., 2 * n + 1, 2 * n + 1] = im, re
+    return a
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_transitions_are_matrices(form):
+    step = transition(form)
+    a, rows = matrix(step), draw(F, D, 5, N, seed=9)
+    assert_near(step.apply(rows), torch.einsum("fdij,fdmj->fdmi", a, rows))
+    assert_near(step.apply(rows, transposed=True), torch.einsum("fdji,fdmj->fdmi", a, rows))
+    assert_near(matrix(step.squared()), a @ a)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("block", [1, 2, 8])
+def test_block_matrices(form, block):
+    s = system(form, block)
+    a = matrix(transition(form))
+    for j in range(block):
+        power = torch.linalg.matrix_power(a, j)
+        vector = (power @ s.krylov[:, :, 0].unsqueeze(-1)).squeeze(-1)
+        assert_near(s.krylov[:, :, j], vector)
+        assert_near(s.kernel[..., j], (s.output * vector).sum(-1))
+        assert_near(s.readout[:, :, j], (s.output.unsqueeze(-2) @ power @ a).squeeze(-2))
+    for length in (1, block, 3 * block + 1, 40):
+        kernel = long_kernel(s, length)
+        assert kernel.shape == (F, D, length)
+        vector = torch.linalg.matrix_power(a, length - 1) @ s.krylov[:, :, 0].unsqueeze(-1)
+        assert_near(kernel[..., -1], (s.output * vector.squeeze(-1)).sum(-1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    form=st.sampled_from(FORMS),
+    block=st.sampled_from([1, 4, 16]),
+    length=LENGTHS,
+    packed=st.booleans(),
+    ragged=st.booleans(),
+    every=st.sampled_from([None, 3, 4, 32]),
+    seed=st.integers(0, 99),
+)
+def test_channel_scan_is_the_recurrence(form, block, length, packed, ragged, every, seed):
+    batch = 3
+    u = draw(batch, length, D, seed=seed)
+    options = {
+        "skip": draw(F, D, seed=seed + 1),
+        "initial_state": draw(batch, F, D, N, seed=seed + 2),
+        "seq_idx": documents(batch, length, seed) if packed else None,
+        "lengths": torch.tensor([0, length, (length * seed) // 99]) if ragged else None,
+        "return_final_state": True,
+        "every": every,
+    }
+    s = system(form, block, seed)
+    y, state = channel_scan(u, s, **options)
+    wanted, wanted_state = channel_scan(u, s, backend="reference", **options)
+    assert_near(state, wanted_state)
+    if not ragged:
+        assert_near(y, wanted)
+        return
+    for row, real in enumerate(options["lengths"].tolist()):
+        real = real if every is None else real // every
+        assert_near(y[row, :real], wanted[row, :real])
+
+
+def test_channel_state_alone():
+    u, s = draw(2, 37, D), system("dense", 8)
+    options = {"initial_state": draw(2, F, D, N, seed=5), "lengths": torch.tensor([30, 37])}
+    assert_near(channel_state(u, s, **options), channel_scan(u, s, return_final_state=True, **options)[1])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_channel_scan_gradcheck(form):
+    u, start = draw(2, 11, D).requires_grad_(), draw(2, F, D, N, seed=1).requires_grad_()
+    value = transition(form).value.requires_grad_()
+    b, c, skip = (draw(*shape, seed=7).requires_grad_() for shape in ((F, D, N), (F, D, N), (F, D)))
+
+    def run(u, start, value, b, c, skip):
+        powers = prepare_powers(Transition(value, form), 4)
+        s = prepare_system(powers, grow(powers, b), c)
+        return channel_scan(u, s, skip=skip, initial_state=start, seq_idx=documents(2, 11, 3), return_final_state=True)
+
+    assert torch.autograd.gradcheck(run, (u, start, value, b, c, skip), fast_mode=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from([torch.float64, torch.complex128]),
+    length=st.sampled_from([0, 1, 5, 31, 32, 33, 64, 100]),
+    packed=st.booleans(),
+    ragged=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_diagonal_scan_is_the_recurrence(dtype, length, packed, ragged, seed):
+    batch, size = 3, 5
+    decay = torch.sigmoid(draw(size, seed=seed)).to(dtype)
+    if dtype.is_complex:
+        decay = decay * torch.exp(1j * draw(size, seed=seed + 1))
+    options = {
+        "initial_state": draw(batch, size, seed=seed + 2, dtype=dtype),
+        "seq_idx": documents(batch, length, seed) if packed else None,
+        "lengths": torch.tensor([0, length, length // 2]) if ragged else None,
+        "return_final_state": True,
+    }
+    x = draw(batch, length, size, seed=seed + 3, dtype=dtype)
+    h, state = diagonal_scan(decay, x, **options)
+    wanted, wanted_state = diagonal_scan(decay, x, backend="reference", **options)
+    assert_near(h, wanted)
+    assert_near(state, wanted_state)
+    if ragged:
+        assert torch.equal(state[0], options["initial_state"][0])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_diagonal_scan_gradcheck(dtype, packed):
+    decay = (0.9 * torch.exp(1j * draw(3)) if dtype.is_complex else torch.sigmoid(draw(3))).requires_grad_()
+    x, start = draw(2, 40, 3, dtype=dtype).requires_grad_(), draw(2, 3, seed=1, dtype=dtype).requires_grad_()
+    seq_idx = documents(2, 40, 2) if packed else None
+
+    def run(decay, x, start):
+        return diagonal_scan(decay, x, initial_state=start, seq_idx=seq_idx, return_final_state=True)
+
+    assert torch.autograd.gradcheck(run, (decay, x, start), fast_mode=True)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_float32_over_a_long_row(form):
+    s = system(form, 64)
+    single = ChannelSystem(
+        tuple(Transition(p.value.float(), p.form) for p in s.powers), *(part.float() for part in s[1:])
+    )
+    u = draw(1, 5000, D).float()
+    y, state = channel_scan(u, single, return_final_state=True)
+    wanted, wanted_state = channel_scan(u.double(), s, return_final_state=True)
+    assert y.dtype == state.dtype == torch.float32
+    assert (y - wanted).abs().max() < 1e-5 * wanted.abs().max()
+    assert (state - wanted_state).abs().max() < 1e-5 * wanted_state.abs().max()
+    half, _ = channel_scan(u.bfloat16(), single)
+    assert half.dtype == torch.bfloat16
+    assert (half - wanted).abs().max() < 2e-2 * wanted.abs().max()
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"u": torch.zeros(2, 5, D + 1)}, ValueError, "u must have shape"),
+        ({"initial_state": torch.zeros(2, F, D, N + 1)}, ValueError, "initial_state"),
+        ({"skip": torch.zeros(D)}, ValueError, "skip"),
+        ({"seq_idx": torch.tensor([[1, 0, 0, 0, 0]] * 2)}, ValueError, "seq_idx must not decrease"),
+        ({"lengths": torch.tensor([-1, 2])}, ValueError, "lengths must lie in 0..5"),
+        ({"every": 0}, ValueError, "every must be at least 1"),
+        ({"backend": "native"}, ValueError, "cannot run channel_scan"),
+    ],
+)
+def test_bad_channel_scan(change, error, message):
+    arguments = {"u": torch.zeros(2, 5, D), **change}
+    with pytest.raises(error, match=message):
+        channel_scan(arguments.pop("u"), system("real", 4), **arguments)
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"x": torch.zeros(2, 5)}, ValueError, "x must have shape"),
+        ({"x": torch.zeros(2, 5, 3, dtype=torch.bfloat16)}, TypeError, "float32, float64"),
+        ({"decay": torch.zeros(4)}, ValueError, "decay"),
+        ({"decay": torch.zeros(3, dtype=torch.complex64)}, TypeError, "decay"),
+        ({"initial_state": torch.zeros(3)}, ValueError, "initial_state"),
+        ({"seq_idx": torch.zeros(2, 5)}, TypeError, "seq_idx must be int"),
+    ],
+)
+def test_bad_diagonal_scan(change, error, message):
+    arguments = {"decay": torch.zeros(3), "x": torch.zeros(2, 5, 3), **change}
+    with pytest.raises(error, match=message):
+        diagonal_scan(arguments.pop("decay"), arguments.pop("x"), **arguments)
+
+
+def test_blocks_are_powers_of_two():
+    with pytest.raises(ValueError, match="power of two"):
+        prepare_powers(transition("real"), 12)

@@ -1,0 +1,183 @@
+"""Long convolution: every method computes the sum it stands for, and nothing passes between documents."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_hybrid_ssm.ops.long_conv import long_conv
+from hf_hybrid_ssm.ops.long_conv.vectorised import fast_length
+
+METHODS = ("auto", "direct", "fft", "block")
+
+
+def documents(batch: int, length: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.rand(batch, length, generator=generator) < 0.15).cumsum(1)
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def assert_near(actual, wanted):
+    torch.testing.assert_close(actual, wanted, atol=1e-11, rtol=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    length=st.sampled_from([0, 1, 2, 7, 8, 9, 16, 31, 45]),
+    taps=st.sampled_from([1, 2, 3, 9, 17, 60]),
+    future=st.sampled_from([None, 1, 5, 40]),
+    method=st.sampled_from(METHODS),
+    packed=st.booleans(),
+    ragged=st.booleans(),
+    filters=st.sampled_from([None, 1, 3]),
+    seed=st.integers(0, 99),
+)
+def test_methods_are_the_equation(length, taps, future, method, packed, ragged, filters, seed):
+    batch, groups, channels = 2, 2, 4
+    u = draw(batch, length, channels, seed=seed)
+    heads = () if filters is None else (filters,)
+    options = {"skip": draw(*heads, channels, seed=seed + 1)}
+    kernel = draw(*heads, groups, taps, seed=seed + 2)
+    if packed:
+        options["seq_idx"] = documents(batch, length, seed)
+    if ragged:
+        options["lengths"] = torch.tensor([length // 2, length])
+    if future is not None:
+        options["future_kernel"] = draw(*heads, groups, future, seed=seed + 3)
+    else:
+        options["initial_state"] = draw(batch, taps - 1, channels, seed=seed + 4)
+        options["return_final_state"] = True
+    y, state = long_conv(u, kernel, method=method, **options)
+    wanted, wanted_state = long_conv(u, kernel, backend="reference", **options)
+    assert y.shape == (batch, length, *heads, channels)
+    assert_near(y, wanted)
+    if future is None:
+        assert_near(state, wanted_state)
+    else:
+        assert state is None
+    if length:
+        every = 1 + seed % 9
+        taken, _ = long_conv(u, kernel, every=every, **options)
+        assert_near(taken, wanted[:, every - 1 :: every])
+
+
+def test_halves_beyond_the_largest_matrix():
+    """Lengths where the block form switches from matrices to FFTs, with kernels longer and shorter than a half."""
+    u, seq_idx = draw(2, 700, 2), documents(2, 700, 3) // 4
+    for taps in (20, 100, 700):
+        kernel, future = draw(2, taps, seed=1), draw(2, taps, seed=2)
+        y, _ = long_conv(u, kernel, future_kernel=future, seq_idx=seq_idx)
+        for row in range(2):
+            for document in seq_idx[row].unique():
+                place = seq_idx[row] == document
+                alone, _ = long_conv(u[row : row + 1, place], kernel, future_kernel=future, method="direct")
+                assert_near(y[row, place], alone[0])
+
+
+@settings(max_examples=10, deadline=None)
+@given(cuts=st.lists(st.integers(0, 40), max_size=4), packed=st.booleans())
+def test_pieces(cuts, packed):
+    u, kernel = draw(2, 40, 3), draw(3, 11, seed=1)
+    seq_idx = documents(2, 40, 5) if packed else None
+    wanted, final = long_conv(u, kernel, seq_idx=seq_idx, return_final_state=True)
+    state, outputs, borders = None, [], [0, *sorted(cuts), 40]
+    for begin, end in pairwise(borders):
+        piece = None if seq_idx is None else seq_idx[:, begin:end]
+        if packed and begin and begin < end:  # the history belongs to the first document of the piece
+            goes_on = (seq_idx[:, begin] == seq_idx[:, begin - 1]).view(-1, 1, 1)
+            state = torch.where(goes_on, state, 0.0)
+        y, state = long_conv(u[:, begin:end], kernel, initial_state=state, seq_idx=piece, return_final_state=True)
+        outputs.append(y)
+    assert_near(torch.cat(outputs, dim=1), wanted)
+    assert_near(state, final)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradcheck(method, packed):
+    seq_idx = documents(2, 19, 1) if packed else None
+    inputs = [draw(2, 19, 2), draw(2, 2, 30, seed=1), draw(2, 2, 12, seed=2), draw(2, 2, seed=3)]
+
+    def two_sided(u, kernel, future, skip):
+        return long_conv(u, kernel, future_kernel=future, skip=skip, seq_idx=seq_idx, method=method)[0]
+
+    def causal(u, kernel, history, skip):
+        return long_conv(
+            u, kernel, initial_state=history, skip=skip, seq_idx=seq_idx, method=method, return_final_state=True
+        )
+
+    assert torch.autograd.gradcheck(two_sided, [x.requires_grad_() for x in inputs], fast_mode=True)
+    inputs[2] = draw(2, 29, 2, seed=2).requires_grad_()
+    assert torch.autograd.gradcheck(causal, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_causal_by_gradient(method):
+    u = draw(1, 30, 1).requires_grad_()
+    y, _ = long_conv(u, draw(1, 30, seed=1), method=method)
+    for t in (0, 7, 8, 20):
+        (gradient,) = torch.autograd.grad(y[0, t, 0], u, retain_graph=True)
+        assert gradient[0, t + 1 :].abs().max() < 1e-12
+        assert (gradient[0, : t + 1].abs() > 1e-3).all()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 6e-3), (torch.float16, 1e-3)], ids=str
+)
+def test_low_precision(dtype, tolerance, packed):
+    u, kernel = draw(2, 1000, 3).to(dtype), draw(3, 1000, seed=1).to(dtype)
+    seq_idx = documents(2, 1000, 1) // 40 if packed else None
+    y, _ = long_conv(u, kernel, seq_idx=seq_idx)
+    wanted, _ = long_conv(u.double(), kernel.double(), seq_idx=seq_idx)
+    assert y.dtype == dtype
+    assert (y.double() - wanted).abs().max() < tolerance * wanted.abs().max()
+
+
+def test_autocast_does_not_reach_inside():
+    u, kernel = draw(1, 64, 3).float(), draw(3, 64, seed=1).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        y, _ = long_conv(u, kernel, method="block")
+    torch.testing.assert_close(y, long_conv(u, kernel, method="block")[0], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("minimum", [1, 2, 7, 11, 97, 1000, 8191, 16385])
+def test_fast_lengths(minimum):
+    def smooth(n: int) -> bool:
+        for prime in (2, 3, 5):
+            while n % prime == 0:
+                n //= prime
+        return n == 1
+
+    assert fast_length(minimum) == next(n for n in range(minimum, 2 * minimum + 1) if smooth(n))
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"u": torch.zeros(2, 5)}, ValueError, r"u must have shape \(B, L, D\)"),
+        ({"u": torch.zeros(2, 5, 4, dtype=torch.int64)}, TypeError, "floating point"),
+        ({"kernel": torch.zeros(3, 7)}, ValueError, "must divide the 4 channels"),
+        ({"kernel": torch.zeros(4)}, ValueError, "kernel must be a tensor"),
+        ({"kernel": torch.zeros(4, 0)}, ValueError, "at least one tap"),
+        ({"future_kernel": torch.zeros(2, 4, 3)}, ValueError, "as many filters"),
+        ({"skip": torch.zeros(3)}, ValueError, "skip"),
+        ({"initial_state": torch.zeros(2, 7, 4)}, ValueError, "initial_state"),
+        ({"future_kernel": torch.zeros(4, 3), "return_final_state": True}, ValueError, "causal"),
+        ({"seq_idx": torch.zeros(2, 4, dtype=torch.int64)}, ValueError, "seq_idx"),
+        ({"lengths": torch.tensor([5, 9])}, ValueError, "lengths must lie in 0..5"),
+        ({"lengths": torch.tensor([5.0, 1.0])}, TypeError, "lengths must be int"),
+        ({"method": "winograd"}, ValueError, "auto, direct, fft, block"),
+        ({"every": 0}, ValueError, "every must be at least 1"),
+        ({"backend": "triton"}, ValueError, "cannot run long_conv"),
+    ],
+)
+def test_bad_input(change, error, message):
+    arguments = {"u": torch.zeros(2, 5, 4), "kernel": torch.zeros(4, 7), **change}
+    with pytest.raises(error, match=message):
+        long_conv(arguments.pop("u"), arguments.pop("kernel"), **arguments)
