@@ -1,0 +1,91 @@
+"""The Longhorn scan: online associative recall, one closed-form step a token."""
+
+import torch
+
+from hf_hybrid_ssm.ops.checks import check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops.dispatch import Op
+from hf_hybrid_ssm.ops.lengths import check_lengths
+from hf_hybrid_ssm.ops.longhorn_scan import reference, vectorised
+
+_OP = Op(
+    "longhorn_scan",
+    run={"torch": vectorised.run, "reference": reference.run},
+    optional={
+        "native": "hf_hybrid_ssm.ops.longhorn_scan.native",
+        "triton": "hf_hybrid_ssm.ops.longhorn_scan.triton",
+    },
+)
+
+
+def longhorn_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    k: torch.Tensor,
+    q: torch.Tensor,
+    *,
+    dt_bias: torch.Tensor | None = None,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    initial_state: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    return_final_state: bool = False,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    r"""Each channel keeps a linear predictor h of its value from the key and refits it at every token:
+
+        Δ_t = β_t / (1 + β_t |k_t|²),   β_t = sigmoid(dt_t + dt_bias)
+        h_t = (1 - Δ_t k_t²) h_{t-1} + Δ_t x_t k_t
+        y_t = (h_t · q_t + D x_t) · silu(z_t)
+
+    (arXiv 2407.14207, equations 8 and 9; all products with k elementwise, |k|² summed in float32.) A token with k = 0
+    leaves the state exactly as it is.
+
+    Args:
+        x: values (B, L, D).
+        dt: logit of β without its bias, (B, L, D).
+        k, q: keys and queries (B, L, N), shared by all channels.
+        dt_bias: (D,), added in float32.
+        D: skip weight (D,).
+        z: output gate (B, L, D).
+        initial_state: (B, D, N), the state before the first token; zero by default.
+        seq_idx: (B, L) int, the document of each token; the state is zero where a document begins, `initial_state`
+            belongs to the document of the row's first token.
+        lengths: (B,) int, real tokens at the front of each row; what follows is padding: its outputs mean nothing and
+            it does not touch the state.
+        return_final_state: also return the state after the last real token.
+        backend: force one implementation (see `hf_hybrid_ssm.ops.dispatch`).
+
+    Returns:
+        y (B, L, D) in the dtype of x, and the final state (B, D, N) in float32 (float64 for float64 inputs), or None.
+
+    Raises:
+        TypeError, ValueError: an argument of wrong type, dtype, shape or device; an unknown or unusable backend.
+    """
+    _check(x, dt, k, q, dt_bias, D, z, initial_state)
+    batch, length, channels = x.shape
+    check_seq_idx(seq_idx, batch, length)
+    check_lengths(lengths, batch, length)
+    if length == 0:
+        state = x.new_zeros(batch, channels, k.shape[2], dtype=torch.promote_types(x.dtype, torch.float32))
+        state = state if initial_state is None else initial_state.to(state.dtype)
+        return torch.zeros_like(x), state if return_final_state else None
+    run = _OP.select(x.device.type, x.dtype, backend)
+    y, final_state = run(
+        x, dt, k, q, dt_bias=dt_bias, D=D, z=z, initial_state=initial_state, seq_idx=seq_idx, lengths=lengths
+    )
+    return y, final_state if return_final_state else None
+
+
+def _check(x, dt, k, q, dt_bias, D, z, initial_state) -> None:
+    check_tensor("x", x, (None, None, None), "B, L, D")
+    if not x.is_floating_point():
+        raise TypeError(f"x must have a floating point dtype, got {x.dtype}.")
+    batch, length, channels = x.shape
+    check_tensor("k", k, (batch, length, None), "B, L, N", like=x)
+    check_tensor("q", q, (batch, length, k.shape[2]), "B, L, N", like=x)
+    check_tensor("dt", dt, (batch, length, channels), "B, L, D", like=x)
+    check_tensor("z", z, (batch, length, channels), "B, L, D", like=x, optional=True)
+    check_tensor("dt_bias", dt_bias, (channels,), "D", optional=True)
+    check_tensor("D", D, (channels,), "D", optional=True)
+    check_tensor("initial_state", initial_state, (batch, channels, k.shape[2]), "B, D, N", optional=True)
