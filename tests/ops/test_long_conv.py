@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_hybrid_ssm.ops.long_conv import long_conv
-from hf_hybrid_ssm.ops.long_conv.vectorised import fast_length
+from hf_hybrid_ssm.ops.long_conv.fft import fast_length
 
 METHODS = ("auto", "direct", "fft", "block")
 

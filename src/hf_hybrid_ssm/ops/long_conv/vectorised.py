@@ -8,6 +8,8 @@ on the right output make packed rows exact, with fixed shapes and in O(L log^2 L
 import torch
 import torch.nn.functional as F
 
+from hf_hybrid_ssm.ops.long_conv.fft import fast_length, fft_conv
+
 BASE = 8  # below this size a few shifted products are cheaper than a matrix product
 LARGEST_MATRIX = 64  # above this size a half is convolved by FFT instead of by its Toeplitz matrix
 DIRECT = 16  # kernels up to this length are summed tap by tap
@@ -27,21 +29,22 @@ def run(
     past = history.shape[1]
     if length == 0 or batch == 0:
         return u.new_zeros(batch, length, kernel.shape[0], channels)
-    x = torch.cat([history, u], dim=1).transpose(1, 2)  # (B, D, H + L)
     documents = None
     if seq_idx is not None:
         documents = torch.cat([seq_idx[:, :1].expand(batch, past), seq_idx], dim=1)
     taps = kernel.shape[-1] + (0 if future_kernel is None else future_kernel.shape[-1])
     if method == "auto":
         method = "direct" if taps <= DIRECT else "fft" if documents is None else "block"
+    if method == "fft" and documents is None:
+        y = fft_conv(torch.cat([history, u], dim=1) if past else u, kernel, future_kernel)[:, past:]
+        return y if skip is None else torch.addcmul(y, skip, u.unsqueeze(2))
+    x = torch.cat([history, u], dim=1).transpose(1, 2)  # (B, D, H + L)
     if method == "direct":
         y = _direct(x, kernel, future_kernel, documents)
-    elif method == "fft" and documents is None:
-        y = _fft(x, kernel, future_kernel)
     else:
         y = block_conv(x, kernel, future_kernel, documents)
     y = y[..., past:].permute(0, 3, 1, 2)
-    return y if skip is None else y + skip * u.unsqueeze(2)
+    return y if skip is None else torch.addcmul(y, skip, u.unsqueeze(2))
 
 
 def sampled(
@@ -79,37 +82,6 @@ def toeplitz(taps: torch.Tensor) -> torch.Tensor:
 def causal_toeplitz(kernel: torch.Tensor) -> torch.Tensor:
     """T (..., w, w) with T[i, j] = K_{j-i} for i <= j and 0 above, from a kernel (..., w)."""
     return toeplitz(F.pad(kernel, (kernel.shape[-1] - 1, 0)))
-
-
-def fast_length(minimum: int) -> int:
-    """The smallest 2^a 3^b 5^c that is not below `minimum`: sizes every FFT library is fast at."""
-    best = 1 << max(minimum - 1, 0).bit_length()
-    five = 1
-    while five < best:
-        three = five
-        while three < best:
-            quotient = -(-minimum // three)
-            best = min(best, three << max(quotient - 1, 0).bit_length())
-            three *= 3
-        five *= 5
-    return best
-
-
-def _fft(x: torch.Tensor, kernel: torch.Tensor, future_kernel: torch.Tensor | None) -> torch.Tensor:
-    """Outputs (B, F, D, T) of x (B, D, T). What wraps around lands behind T, so T + taps - 1 points are enough."""
-    time = x.shape[-1]
-    kernel = kernel[..., :time]
-    points = time + kernel.shape[-1] - 1
-    if future_kernel is not None:
-        future_kernel = future_kernel[..., : time - 1]
-        points = time + max(kernel.shape[-1] - 1, future_kernel.shape[-1])
-    size = fast_length(points)
-    if future_kernel is not None and future_kernel.shape[-1] > 0:
-        # the future taps belong to the lags -1, -2, ...: the end of the circle
-        gap = kernel.new_zeros(*kernel.shape[:-1], size - kernel.shape[-1] - future_kernel.shape[-1])
-        kernel = torch.cat([kernel, gap, future_kernel.flip(-1)], dim=-1)
-    product = torch.fft.rfft(x, n=size).unsqueeze(1) * torch.fft.rfft(kernel, n=size)
-    return torch.fft.irfft(product, n=size)[..., :time]
 
 
 def _direct(

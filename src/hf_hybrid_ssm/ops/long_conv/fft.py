@@ -1,0 +1,94 @@
+"""The long convolution by one real FFT over time, with its own backward.
+
+Autograd would take the backward of a real FFT through a complex one of the full size, twice as long. And the spectra of
+all channels together are many times a processor's cache, so that the time would go into fetching memory: on CPU a few
+channels at a time go all the way through.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+CACHED = 1 << 19  # numbers of one group of channels, of the order of a second-level cache
+
+
+def fft_conv(u: torch.Tensor, kernel: torch.Tensor, future_kernel: torch.Tensor | None) -> torch.Tensor:
+    """y (B, T, F, D) of u (B, T, D) with kernels (F, D, K) of the lags 0, 1, ... and (F, D, K') of -1, -2, ..."""
+    time = u.shape[1]
+    kernel = kernel[..., :time]
+    if future_kernel is None or time == 1:
+        future_kernel = kernel.new_zeros(*kernel.shape[:-1], 0)
+    return _FFTConv.apply(u, kernel, future_kernel[..., : time - 1])
+
+
+def fast_length(minimum: int) -> int:
+    """The smallest 2^a 3^b 5^c that is not below `minimum`: sizes every FFT library is fast at."""
+    best = 1 << max(minimum - 1, 0).bit_length()
+    five = 1
+    while five < best:
+        three = five
+        while three < best:
+            quotient = -(-minimum // three)
+            best = min(best, three << max(quotient - 1, 0).bit_length())
+            three *= 3
+        five *= 5
+    return best
+
+
+def _size(time: int, taps: int, ahead: int) -> int:
+    """Points of the circle: what wraps around must land outside of the T outputs."""
+    return fast_length(time + max(taps - 1, ahead))
+
+
+def _groups(u: torch.Tensor, size: int, filters: int) -> Iterator[slice]:
+    channels = u.shape[2]
+    step = channels
+    if u.device.type == "cpu" and not torch.compiler.is_compiling():
+        step = max(8, CACHED // max(1, u.shape[0] * filters * size))
+    return (slice(begin, min(begin + step, channels)) for begin in range(0, channels, step))
+
+
+def _spectrum(kernel: torch.Tensor, future: torch.Tensor, size: int) -> torch.Tensor:
+    """Of the circular filter: the past's taps at its beginning, the future's at its end, nearest last."""
+    if future.shape[-1]:
+        gap = kernel.new_zeros(*kernel.shape[:-1], size - kernel.shape[-1] - future.shape[-1])
+        kernel = torch.cat([kernel, gap, future.flip(-1)], dim=-1)
+    return torch.fft.rfft(kernel, n=size)
+
+
+class _FFTConv(torch.autograd.Function):
+    @staticmethod
+    def forward(u: torch.Tensor, kernel: torch.Tensor, future: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        batch, time, channels = u.shape
+        size = _size(time, kernel.shape[-1], future.shape[-1])
+        y = u.new_empty(batch, time, kernel.shape[0], channels)
+        for group in _groups(u, size, kernel.shape[0]):
+            spectrum = torch.fft.rfft(u[:, :, group].transpose(1, 2), n=size).unsqueeze(1)
+            product = spectrum * _spectrum(kernel[:, group], future[:, group], size)  # (B, F, d, size)
+            y[..., group] = torch.fft.irfft(product, n=size)[..., :time].permute(0, 3, 1, 2)
+        return y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        u, kernel, future = ctx.saved_tensors
+        time, taps, ahead = u.shape[1], kernel.shape[-1], future.shape[-1]
+        size = _size(time, taps, ahead)
+        kernels_train = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        of_u = torch.empty_like(u) if ctx.needs_input_grad[0] else None
+        of_kernel, of_future = (torch.empty_like(k) if kernels_train else None for k in (kernel, future))
+        for group in _groups(u, size, kernel.shape[0]):
+            spectrum = torch.fft.rfft(grad[..., group].permute(0, 2, 3, 1), n=size)  # (B, F, d, size)
+            if of_u is not None:
+                product = spectrum * _spectrum(kernel[:, group], future[:, group], size).conj()
+                of_u[..., group] = torch.fft.irfft(product.sum(1), n=size)[..., :time].transpose(1, 2)
+            if of_kernel is not None and of_future is not None:
+                product = spectrum * torch.fft.rfft(u[:, :, group].transpose(1, 2), n=size).unsqueeze(1).conj()
+                taken = torch.fft.irfft(product.sum(0), n=size)  # (F, d, size)
+                of_kernel[:, group] = taken[..., :taps]
+                of_future[:, group] = taken[..., size - ahead :].flip(-1)
+        return of_u, of_kernel, of_future
