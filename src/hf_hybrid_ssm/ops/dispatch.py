@@ -76,11 +76,7 @@ class Op:
 
     def select(self, device_type: str, dtype: torch.dtype, requested: str | None = None) -> Callable:
         """The implementation to run on tensors of this device type and dtype."""
-        name = _checked_name(requested, "backend") or _forced
-        if name is None:
-            name = next(name for name in PREFERENCE if self.unavailable(name, device_type, dtype) is None)
-        elif reason := self.unavailable(name, device_type, dtype):
-            raise ValueError(f"backend={name!r} was forced but cannot run {self.name}: {reason}.")
+        name = _choose(self.name, device_type, dtype, requested or _forced)
         return self.run[name] if name in self.run else self._loaded[name]  # type: ignore[return-value]
 
     def explain(self, device_type: str, dtype: torch.dtype) -> dict[str, str]:
@@ -100,3 +96,14 @@ class Op:
 
 
 REGISTRY: dict[str, Op] = {}
+
+
+@torch.compiler.assume_constant_result
+def _choose(op: str, device_type: str, dtype: torch.dtype, requested: str | None) -> str:
+    """The name of the backend to run; `torch.compile` calls this once while it traces."""
+    name = _checked_name(requested, "backend")
+    if name is None:
+        return next(name for name in PREFERENCE if REGISTRY[op].unavailable(name, device_type, dtype) is None)
+    if reason := REGISTRY[op].unavailable(name, device_type, dtype):
+        raise ValueError(f"backend={name!r} was forced but cannot run {op}: {reason}.")
+    return name

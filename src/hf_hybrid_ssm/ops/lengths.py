@@ -29,3 +29,10 @@ def zero_beyond(x: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:
         return x
     real = torch.arange(x.shape[1], device=x.device) < lengths.unsqueeze(1)
     return torch.where(real.view(*real.shape, *[1] * (x.dim() - 2)), x, 0.0)
+
+
+def extend_last_document(seq_idx: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """seq_idx (B, L) with the padding of each row counted to its last real document, so that no state resets there."""
+    last = seq_idx.gather(1, (lengths.long() - 1).clamp(min=0).unsqueeze(1))
+    real = torch.arange(seq_idx.shape[1], device=seq_idx.device) < lengths.unsqueeze(1)
+    return torch.where(real, seq_idx, last)

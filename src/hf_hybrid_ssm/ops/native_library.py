@@ -60,7 +60,9 @@ def _cache_folder() -> Path:
 
 def _fingerprint(source: Path) -> str:
     processor = Path("/proc/cpuinfo")
-    flags = [line for line in processor.read_text().splitlines() if line.startswith(("flags", "Features", "model name"))]
+    flags = [
+        line for line in processor.read_text().splitlines() if line.startswith(("flags", "Features", "model name"))
+    ]
     parts = (source.read_bytes(), str(_compiler()), *FLAGS, *sorted(set(flags)), torch.__version__)
     return hashlib.sha256(b"\0".join(p if isinstance(p, bytes) else p.encode() for p in parts)).hexdigest()[:16]
 

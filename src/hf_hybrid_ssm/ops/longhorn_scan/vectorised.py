@@ -73,7 +73,10 @@ def _flat(blocks: torch.Tensor, length: int) -> torch.Tensor:
 
 
 class _Slice:
-    """Some channels of one call, cut into blocks: value, step (C, B, G, D), key, query (C, B, G, N), carry (C, B, G, 1)."""
+    """Some channels of one call, cut into blocks.
+
+    value, step (C, B, G, D); key, query (C, B, G, N); carry (C, B, G, 1, 1) or None.
+    """
 
     def __init__(self, x, step, k, q, carries):
         size = _block_length(x.shape[1])

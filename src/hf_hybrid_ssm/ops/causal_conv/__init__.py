@@ -1,0 +1,66 @@
+"""The short depthwise causal convolution that precedes a recurrence, with its own small state."""
+
+import torch
+
+from hf_hybrid_ssm.ops.causal_conv import reference, vectorised
+from hf_hybrid_ssm.ops.checks import check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops.dispatch import Op
+from hf_hybrid_ssm.ops.lengths import check_lengths
+
+ACTIVATIONS = (None, "silu")
+_OP = Op("causal_conv", run={"torch": vectorised.run, "reference": reference.run})
+
+
+def causal_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
+    initial_state: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    return_final_state: bool = False,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    r"""y_ti = act(bias_i + Σ_j w_ij x_{t-K+1+j, i}): each channel has K taps, the last one on the token itself.
+
+    Args:
+        x: (B, L, D).
+        weight: (D, K).
+        bias: (D,).
+        activation: None or "silu".
+        initial_state: (B, K - 1, D), the inputs before the first token, oldest first; zero by default.
+        seq_idx: (B, L) int, the document of each token; no tap reaches into another document, and `initial_state`
+            belongs to the document of the row's first token.
+        lengths: (B,) int, real tokens at the front of each row; the final state is taken after them.
+        return_final_state: also return the inputs that the next token needs.
+        backend: force one implementation (see `hf_hybrid_ssm.ops.dispatch`).
+
+    Returns:
+        y (B, L, D), and the final state (B, K - 1, D) or None; both in the dtype of x.
+
+    Raises:
+        TypeError, ValueError: an argument of wrong type, dtype, shape or device; an unknown activation or backend.
+    """
+    check_tensor("x", x, (None, None, None), "B, L, D")
+    batch, length, channels = x.shape
+    check_tensor("weight", weight, (channels, None), "D, K")
+    check_tensor("bias", bias, (channels,), "D", optional=True)
+    check_tensor("initial_state", initial_state, (batch, weight.shape[1] - 1, channels), "B, K - 1, D", optional=True)
+    check_seq_idx(seq_idx, batch, length)
+    check_lengths(lengths, batch, length)
+    if weight.shape[1] == 0:
+        raise ValueError("weight must have at least one tap (K ≥ 1), got K = 0.")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r} must be one of {', '.join(map(repr, ACTIVATIONS))}.")
+    if length == 0:
+        empty = (
+            x.new_zeros(batch, weight.shape[1] - 1, channels) if initial_state is None else initial_state.to(x.dtype)
+        )
+        return torch.zeros_like(x), empty if return_final_state else None
+    run = _OP.select(x.device.type, x.dtype, backend)
+    y, final_state = run(
+        x, weight, bias, activation=activation, initial_state=initial_state, seq_idx=seq_idx, lengths=lengths
+    )
+    return y, final_state if return_final_state else None

@@ -1,0 +1,29 @@
+"""The short causal convolution, tap by tap."""
+
+import torch
+
+
+def run(x, weight, bias=None, *, activation=None, initial_state=None, seq_idx=None, lengths=None):
+    """See `hf_hybrid_ssm.ops.causal_conv.causal_conv`; computes in float32, or in float64 for float64 inputs."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    (batch, length, channels), width = x.shape, weight.shape[1]
+    before = x.new_zeros(batch, width - 1, channels) if initial_state is None else initial_state
+    seen = torch.cat([before, x], 1).to(dtype)  # token t of this call is seen[:, width - 1 + t]
+    if seq_idx is None:
+        seq_idx = x.new_zeros(batch, length, dtype=torch.int64)
+    document = torch.cat([seq_idx[:, :1].expand(-1, width - 1), seq_idx], 1)
+    rows = []
+    for t in range(length):
+        total = torch.zeros_like(seen[:, 0]) if bias is None else bias.to(dtype).expand(batch, -1)
+        for j in range(width):
+            same = document[:, t + j] == document[:, width - 1 + t]
+            total = total + weight[:, j].to(dtype) * seen[:, t + j] * same[:, None]
+        rows.append(total)
+    y = torch.stack(rows, 1) if rows else torch.zeros_like(x)
+    y = torch.nn.functional.silu(y) if activation == "silu" else y
+    ends = [length] * batch if lengths is None else lengths.tolist()
+    states = []
+    for row, end in enumerate(ends):
+        last = document[row, end : end + width - 1] == document[row, max(width - 2 + end, 0)]
+        states.append(seen[row, end : end + width - 1] * last[:, None])
+    return y.to(x.dtype), torch.stack(states).to(x.dtype)

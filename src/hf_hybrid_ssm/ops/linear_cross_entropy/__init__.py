@@ -1,0 +1,58 @@
+"""Cross-entropy of a linear layer's outputs that never holds more than a chunk of them."""
+
+import torch
+
+from hf_hybrid_ssm.ops.checks import check_tensor
+from hf_hybrid_ssm.ops.linear_cross_entropy.chunked import ChunkedLinearCrossEntropy
+
+REDUCTIONS = ("mean", "sum")
+CHUNK_NUMBERS = 2**22  # logits held at a time
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    num_items: torch.Tensor | int | None = None,
+    chunk_size: int | None = None,
+) -> torch.Tensor:
+    """`cross_entropy(hidden @ weight.T + bias, labels)` with memory for `chunk_size` rows of logits.
+
+    The gradients of a chunk are computed beside its loss, so that backward only scales them.
+
+    Args:
+        hidden: (..., D).
+        weight: (V, D), as in `nn.Linear`.
+        labels: (...) int64, the class of each row or `ignore_index`.
+        bias: (V,).
+        reduction: "mean" over the labels that count, or "sum".
+        num_items: with "sum", divide by this number (as `Trainer` asks under gradient accumulation).
+        chunk_size: rows at a time; about four million logits by default.
+
+    Returns:
+        The loss, a float32 scalar (float64 for float64 inputs); NaN for "mean" where no label counts, as in torch.
+
+    Raises:
+        TypeError, ValueError: wrong types or shapes, an unknown reduction, `num_items` with "mean".
+    """
+    check_tensor("weight", weight, (None, hidden.shape[-1]), "V, D", like=hidden)
+    check_tensor("labels", labels, tuple(hidden.shape[:-1]), "shape of hidden without D")
+    check_tensor("bias", bias, (weight.shape[0],), "V", like=hidden, optional=True)
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction={reduction!r} must be one of {', '.join(map(repr, REDUCTIONS))}.")
+    if num_items is not None and reduction == "mean":
+        raise ValueError('num_items is only meaningful with reduction="sum".')
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size={chunk_size} must be positive.")
+    chunk_size = chunk_size or max(1, CHUNK_NUMBERS // weight.shape[0])
+    rows, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    total = ChunkedLinearCrossEntropy.apply(rows, weight, bias, labels, ignore_index, chunk_size)
+    if reduction == "mean":
+        return total / (labels != ignore_index).sum()
+    if num_items is None:
+        return total
+    return total / (num_items.to(total.device) if isinstance(num_items, torch.Tensor) else num_items)
