@@ -149,6 +149,32 @@ def test_every_takes_outputs_of_forward(case, every):
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith(("hyena", "lstm"))])
+def test_at_takes_outputs_of_forward(case):
+    """Any tokens of each row, also twice and in any order; across documents, states and padding."""
+    at = torch.tensor([[0, L - 1, 9, 9, 3], [L - 1, 0, 8, 17, 16], [7, 8, 9, 10, 11]])
+    rows = torch.arange(3).unsqueeze(1)
+    u = tokens(3, L, D)
+    both = build(case, bidirectional=True)
+    assert_near(both(u, at=at)[0], both(u)[0][rows, at])
+    mixer = build(case)
+    state = nonzero_state(mixer, 3)
+    for options in ({}, {"initial_state": state}, {"initial_state": state, "seq_idx": DOCUMENTS}):
+        y, final = mixer(u, return_final_state=True, **options)
+        taken, state_after = mixer(u, return_final_state=True, at=at, **options)
+        assert_near(taken, y[rows, at])
+        assert_states(state_after, final)
+    lengths = torch.tensor([10, L, 12])
+    real = torch.tensor([[9, 0, 3], [L - 1, 4, 5], [11, 7, 8]])
+    assert_near(mixer(u, lengths=lengths, at=real)[0], mixer(u, lengths=lengths)[0][rows, real])
+    with pytest.raises(ValueError, match="at must lie in"):
+        mixer(u, at=at + L)
+    with pytest.raises(ValueError, match="give one"):
+        mixer(u, at=at, every=2)
+    with pytest.raises(TypeError, match="int64"):
+        mixer(u, at=at.float())
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith(("hyena", "lstm"))])
 def test_advance_is_the_state_of_step(case):
     mixer = build(case)
     state = nonzero_state(mixer, 2)

@@ -123,6 +123,17 @@ def test_channel_scan_is_the_recurrence(form, block, length, packed, ragged, eve
         assert_near(y[row, :real], wanted[row, :real])
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("block", [1, 4, 16])
+def test_outputs_at_some_tokens(form, block):
+    at = torch.randint(0, 37, (3, 6), generator=torch.Generator().manual_seed(block))
+    u, s = draw(3, 37, D), system(form, block)
+    options = {"initial_state": draw(3, F, D, N, seed=2), "skip": draw(F, D, seed=1), "seq_idx": documents(3, 37, 5)}
+    for backend in ("torch", "reference"):
+        taken, _ = channel_scan(u, s, at=at, backend=backend, **options)
+        assert_near(taken, channel_scan(u, s, backend="reference", **options)[0][torch.arange(3).unsqueeze(1), at])
+
+
 def test_channel_state_alone():
     u, s = draw(2, 37, D), system("dense", 8)
     options = {"initial_state": draw(2, F, D, N, seed=5), "lengths": torch.tensor([30, 37])}

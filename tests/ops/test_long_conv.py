@@ -64,6 +64,9 @@ def test_methods_are_the_equation(length, taps, future, method, packed, ragged, 
         every = 1 + seed % 9
         taken, _ = long_conv(u, kernel, every=every, **options)
         assert_near(taken, wanted[:, every - 1 :: every])
+        at = torch.randint(0, length, (batch, 3), generator=torch.Generator().manual_seed(seed))
+        taken, _ = long_conv(u, kernel, at=at, **options)
+        assert_near(taken, wanted[torch.arange(batch).unsqueeze(1), at])
 
 
 def test_halves_beyond_the_largest_matrix():

@@ -136,8 +136,13 @@ class UnstructuredFilter(RememberingMixer):
         lengths: torch.Tensor | None = None,
         return_final_state: bool = False,
         every: int | None = None,
+        at: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `Mixer.forward`. `every=W` gives y only at the tokens W-1, 2W-1, ...: (B, L // W, [F,] D)."""
+        """As `Mixer.forward`; y only where it is asked for.
+
+        `every=W`: at the tokens W-1, 2W-1, ..., (B, L // W, [F,] D). `at` (B, J) int64: at these tokens of each row,
+        (B, J, [F,] D).
+        """
         self._check_input(u, initial_state, seq_idx, lengths, return_final_state)
         dtype = self._computing_dtype(u)
         stateful = initial_state is not None or return_final_state
@@ -157,6 +162,7 @@ class UnstructuredFilter(RememberingMixer):
             lengths=lengths,
             return_final_state=return_final_state,
             every=every,
+            at=at,
         )
         return (y if self.filters else y.squeeze(2)), state
 

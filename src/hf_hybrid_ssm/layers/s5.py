@@ -11,6 +11,7 @@ from hf_hybrid_ssm.layers.state_space import log_uniform_step
 from hf_hybrid_ssm.ops.checks import check_tensor
 from hf_hybrid_ssm.ops.lengths import zero_beyond
 from hf_hybrid_ssm.ops.linear_scan import diagonal_scan
+from hf_hybrid_ssm.ops.taken import check_taken, take_tokens
 
 LARGEST_REAL = -1e-4  # eigenvalues are kept left of it, so that the recurrence stays stable whatever training does
 
@@ -109,16 +110,19 @@ class S5(Mixer):
         lengths: torch.Tensor | None = None,
         return_final_state: bool = False,
         every: int | None = None,
+        at: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `Mixer.forward`. `every=W` gives y only at the tokens W-1, 2W-1, ...: (B, L // W, [F,] D)."""
+        """As `Mixer.forward`; y only where it is asked for.
+
+        `every=W`: at the tokens W-1, 2W-1, ..., (B, L // W, [F,] D). `at` (B, J) int64: at these tokens of each row,
+        (B, J, [F,] D).
+        """
         self._check_input(u, initial_state, seq_idx, lengths, return_final_state)
         x = zero_beyond(u.to(self._computing_dtype(u)), lengths)
         start = None
         if initial_state is not None:
             start = torch.view_as_complex(self._checked(initial_state, x).unflatten(-1, (-1, 2)))
-        if every is not None and every < 1:
-            raise ValueError(f"every must be at least 1, got {every}.")
-        taken = slice(None) if every is None else slice(every - 1, None, every)
+        check_taken(every, at, *u.shape[:2])
         with torch.autocast(u.device.type, enabled=False):
             decay, scale = self._discretised(x.dtype)
             entering = self._enter(x, scale)
@@ -130,11 +134,11 @@ class S5(Mixer):
                 lengths=lengths,
                 return_final_state=return_final_state,
             )
-            y = self._leave(h[:, taken], x[:, taken])
+            y = self._leave(take_tokens(h, every, at), take_tokens(x, every, at))
             if self.bidirectional:
                 reverse = None if seq_idx is None else -seq_idx.flip(1)
                 h, _ = diagonal_scan(decay, entering.flip(1), seq_idx=reverse)
-                y = y + self._leave(h.flip(1)[:, taken], None, 1)
+                y = y + self._leave(take_tokens(h.flip(1), every, at), None, 1)
         state = None if final is None else torch.view_as_real(final).flatten(-2)
         return (y if self.filters else y.squeeze(-2)).to(u.dtype), state
 

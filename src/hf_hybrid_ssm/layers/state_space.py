@@ -136,16 +136,22 @@ class StateSpaceMixer(RememberingMixer):
         lengths: torch.Tensor | None = None,
         return_final_state: bool = False,
         every: int | None = None,
+        at: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `Mixer.forward`. `every=W` gives y only at the tokens W-1, 2W-1, ...: (B, L // W, [F,] D)."""
+        """As `Mixer.forward`; y only where it is asked for.
+
+        `every=W`: at the tokens W-1, 2W-1, ..., (B, L // W, [F,] D). `at` (B, J) int64: at these tokens of each row,
+        (B, J, [F,] D).
+        """
         self._check_input(u, initial_state, seq_idx, lengths, return_final_state)
         dtype = self._computing_dtype(u)
         if self.bidirectional:
-            y = self._two_sided(u, seq_idx, lengths, every, dtype)
+            y = self._two_sided(u, seq_idx, lengths, every, at, dtype)
             return (y if self.filters else y.squeeze(2)), None
         state = self._widen(initial_state, u.shape[0]) if initial_state is not None else None
         skip = self.skip_weight(dtype)
-        if state is None and seq_idx is None and every is None and u.shape[1] > self.block_size:
+        everywhere = every is None and at is None
+        if state is None and seq_idx is None and everywhere and u.shape[1] > self.block_size:
             y, _ = long_conv(u, self.kernel(u.shape[1], dtype), skip=skip, lengths=lengths)
             final = None
             if return_final_state:
@@ -160,6 +166,7 @@ class StateSpaceMixer(RememberingMixer):
                 lengths=lengths,
                 return_final_state=return_final_state,
                 every=every,
+                at=at,
             )
         if self.filters is None:
             y, final = y.squeeze(2), None if final is None else final.squeeze(1)
@@ -171,6 +178,7 @@ class StateSpaceMixer(RememberingMixer):
         seq_idx: torch.Tensor | None,
         lengths: torch.Tensor | None,
         every: int | None,
+        at: torch.Tensor | None,
         dtype: torch.dtype,
     ) -> torch.Tensor:
         back, ahead = (self.kernel(max(u.shape[1], 1), dtype, direction) for direction in (0, 1))
@@ -178,7 +186,7 @@ class StateSpaceMixer(RememberingMixer):
             back = torch.cat([back[..., :1] + ahead[..., :1], back[..., 1:]], dim=-1)
             ahead = ahead[..., 1:]
         skip = self.skip_weight(dtype)
-        y, _ = long_conv(u, back, future_kernel=ahead, skip=skip, seq_idx=seq_idx, lengths=lengths, every=every)
+        y, _ = long_conv(u, back, future_kernel=ahead, skip=skip, seq_idx=seq_idx, lengths=lengths, every=every, at=at)
         return y
 
     def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,6 +17,7 @@ from hf_hybrid_ssm.ops.dispatch import Op
 from hf_hybrid_ssm.ops.lengths import check_lengths, zero_beyond
 from hf_hybrid_ssm.ops.linear_scan import channel_blocks, reference
 from hf_hybrid_ssm.ops.linear_scan.transition import Transition
+from hf_hybrid_ssm.ops.taken import check_taken, take_tokens
 
 _OP = Op("channel_scan", run={"torch": channel_blocks.run, "reference": reference.channel_scan})
 
@@ -71,6 +72,7 @@ def channel_scan(
     lengths: torch.Tensor | None = None,
     return_final_state: bool = False,
     every: int | None = None,
+    at: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     r"""Run the systems over a batch of sequences.
@@ -84,9 +86,10 @@ def channel_scan(
         lengths: (B,) int, number of real tokens at the front of each row.
         return_final_state: also return the state after each row's last real token.
         every: give y only at the tokens every - 1, 2 every - 1, ... (cheap when it is a multiple of the block).
+        at: (B, J) int64, give y only at these tokens of each row (0..L-1).
 
     Returns:
-        y (B, L, F, D), or (B, L // every, F, D), in u's dtype; the final state (B, F, D, N) or None.
+        y (B, L, F, D), or (B, L // every, F, D), or (B, J, F, D), in u's dtype; the final state (B, F, D, N) or None.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, shape or range, named with what it must be.
@@ -98,17 +101,16 @@ def channel_scan(
     check_tensor("skip", skip, (filters, channels), "F, D", optional=True)
     check_seq_idx(seq_idx, batch, length)
     check_lengths(lengths, batch, length)
-    if every is not None and every < 1:
-        raise ValueError(f"every must be at least 1, got {every}.")
+    check_taken(every, at, batch, length)
     dtype = system.output.dtype
     run = _OP.select(u.device.type, u.dtype, backend)
     with torch.autocast(u.device.type, enabled=False):
         x = zero_beyond(u.to(dtype), lengths)
         if initial_state is None:
             initial_state = x.new_zeros(batch, filters, channels, size)
-        y, state = run(x, system, initial_state.to(dtype), seq_idx, lengths, return_final_state, every)
+        y, state = run(x, system, initial_state.to(dtype), seq_idx, lengths, return_final_state, every, at)
         if skip is not None:
-            taken = x if every is None else x[:, every - 1 :: every]
+            taken = take_tokens(x, every, at)
             y = y + skip.to(dtype) * taken.unsqueeze(2)
     return y.to(u.dtype), state
 

@@ -16,6 +16,7 @@ def run(
     lengths: torch.Tensor | None,
     return_final_state: bool,
     every: int | None,
+    at: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """y (B, L, F, D) and the final state (B, F, D, N); arguments as in `channel.channel_scan`, all in one dtype.
 
@@ -25,6 +26,7 @@ def run(
     filters, block = system.kernel.shape[0], system.block
     if length == 0 or batch == 0:
         kept = length if every is None else length // every
+        kept = kept if at is None else at.shape[1]
         return u.new_zeros(batch, kept, filters, channels), initial_state if return_final_state else None
     blocks = -(-length // block)
     tokens = F.pad(u, (0, 0, 0, blocks * block - length)).view(batch, blocks, block, channels)
@@ -34,7 +36,11 @@ def run(
         padded = torch.cat([seq_idx, seq_idx[:, -1:].expand(batch, blocks * block - length)], dim=1)
         documents = padded.view(batch, blocks, block)
     starts = _block_starts(tokens, system, initial_state, documents)  # (F, D, B, n + 1, N)
-    y = _outputs(tokens, system, starts, documents, length, every)
+    if at is None:
+        y = _outputs(tokens, system, starts, documents, length, every)
+    else:
+        states = _states_after(u, system, starts, seq_idx, at + 1)  # (F, D, B, J, N)
+        y = torch.matmul(states, system.output[:, :, None, :, None]).squeeze(-1).permute(2, 3, 0, 1)
     final = _final_state(u, system, starts, seq_idx, lengths) if return_final_state else None
     return y, final
 
@@ -107,28 +113,44 @@ def _final_state(
     lengths: torch.Tensor | None,
 ) -> torch.Tensor:
     """The state (B, F, D, N) after each row's last real token: from its block's start through the tokens behind it."""
-    batch, length, channels = u.shape
-    filters, _, size = system.output.shape
+    batch, length, _ = u.shape
     block = system.block
     if lengths is None and length % block == 0:
         return starts[..., -1, :].permute(2, 0, 1, 3)
     count = torch.full((batch,), length, device=u.device) if lengths is None else lengths.to(torch.int64)
+    return _states_after(u, system, starts, seq_idx, count.unsqueeze(1)).squeeze(3).permute(2, 0, 1, 3)
+
+
+def _states_after(
+    u: torch.Tensor, system: Any, starts: torch.Tensor, seq_idx: torch.Tensor | None, count: torch.Tensor
+) -> torch.Tensor:
+    """The states (F, D, B, J, N) after the first count (B, J) tokens of each row."""
+    batch, _, channels = u.shape
+    filters, _, size = system.output.shape
+    block, number = system.block, count.shape[1]
     whole, rest = count // block, count % block
-    state = starts.gather(3, whole.view(1, 1, batch, 1, 1).expand(filters, channels, batch, 1, size)).squeeze(3)
+    index = whole.view(1, 1, batch, number, 1).expand(filters, channels, batch, number, size)
+    state = starts.gather(3, index)
     # the last `rest` tokens, right-aligned in a window of w, so that each meets its own power of A
-    window = count.unsqueeze(1) - block + torch.arange(block, device=u.device)
-    alive = window >= (whole * block).unsqueeze(1)
-    window = window.clamp(min=0)
-    kept = torch.ones(batch, 1, dtype=torch.bool, device=u.device)
+    window = count.unsqueeze(-1) - block + torch.arange(block, device=u.device)
+    alive = window >= (whole * block).unsqueeze(-1)
+    window = window.clamp(min=0).flatten(1)
+    kept = torch.ones_like(count, dtype=torch.bool).unsqueeze(-1)
     if seq_idx is not None:
-        last = seq_idx.gather(1, (count - 1).clamp(min=0).unsqueeze(1))
-        alive = alive & (seq_idx.gather(1, window) == last)
-        kept = (seq_idx.gather(1, (whole * block - 1).clamp(min=0).unsqueeze(1)) == last) | (rest == 0).unsqueeze(1)
-    tail = torch.where(alive.unsqueeze(-1), u.gather(1, window.unsqueeze(-1).expand(-1, -1, channels)), 0.0)
+        last = seq_idx.gather(1, (count - 1).clamp(min=0))
+        alive = alive & (seq_idx.gather(1, window).view_as(alive) == last.unsqueeze(-1))
+        kept = ((seq_idx.gather(1, (whole * block - 1).clamp(min=0)) == last) | (rest == 0)).unsqueeze(-1)
+    tail = u.gather(1, window.unsqueeze(-1).expand(-1, -1, channels)).view(*alive.shape, channels)
+    tail = torch.where(alive.unsqueeze(-1), tail, 0.0)
     for bit, power in enumerate(system.powers[:-1]):
         moved = ((rest >> bit) & 1).bool().unsqueeze(-1)
-        state = torch.where(moved, power.apply(state), state)
+        state = torch.where(moved, _apply(power, state), state)
     state = torch.where(kept, state, 0.0)
     inject = system.krylov.flip(-2).permute(1, 2, 0, 3).reshape(channels, block, filters * size)
-    added = torch.bmm(tail.permute(2, 0, 1), inject).view(channels, batch, filters, size)
-    return state.permute(2, 0, 1, 3) + added.permute(1, 2, 0, 3)
+    added = torch.bmm(tail.permute(3, 0, 1, 2).reshape(channels, batch * number, block), inject)
+    return state + added.view(channels, batch, number, filters, size).permute(3, 0, 1, 2, 4)
+
+
+def _apply(power: Any, state: torch.Tensor) -> torch.Tensor:
+    """A s for states (F, D, B, J, N) of the (F, D) systems."""
+    return power.apply(state.flatten(2, 3)).view(state.shape)

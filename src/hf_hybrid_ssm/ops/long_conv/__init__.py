@@ -7,6 +7,7 @@ from hf_hybrid_ssm.ops.dispatch import Op
 from hf_hybrid_ssm.ops.lengths import check_lengths, zero_beyond
 from hf_hybrid_ssm.ops.long_conv import reference, vectorised
 from hf_hybrid_ssm.ops.long_conv.vectorised import sampled
+from hf_hybrid_ssm.ops.taken import check_taken, take_tokens
 
 METHODS = ("auto", "direct", "fft", "block")
 _OP = Op("long_conv", run={"torch": vectorised.run, "reference": reference.run})
@@ -23,6 +24,7 @@ def long_conv(
     lengths: torch.Tensor | None = None,
     return_final_state: bool = False,
     every: int | None = None,
+    at: torch.Tensor | None = None,
     method: str = "auto",
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -42,11 +44,12 @@ def long_conv(
         lengths: (B,) int, number of real tokens at the front of each row; the rest is not read.
         return_final_state: also return the last K - 1 inputs of the row's last document (causal only).
         every: give y only at the tokens every - 1, 2 every - 1, ...; causal ones are then contracted one by one.
+        at: (B, J) int64, give y only at these tokens of each row (0..L-1), likewise.
         method: "fft", "block" (halves; the one that packs), "direct" (tap by tap) or "auto".
 
     Returns:
-        y (B, L, [F,] D), or (B, L // every, [F,] D), in u's dtype, and the final state (B, K-1, D) in the computing
-        dtype or None.
+        y (B, L, [F,] D), or (B, L // every, [F,] D), or (B, J, [F,] D), in u's dtype, and the final state (B, K-1, D)
+        in the computing dtype or None.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, shape or range, named with what it must be.
@@ -54,8 +57,7 @@ def long_conv(
     batch, length, channels = _check(u, kernel, future_kernel, method)
     check_seq_idx(seq_idx, batch, length)
     check_lengths(lengths, batch, length)
-    if every is not None and every < 1:
-        raise ValueError(f"every must be at least 1, got {every}.")
+    check_taken(every, at, batch, length)
     dtype = torch.promote_types(torch.promote_types(u.dtype, kernel.dtype), torch.float32)
     filters = _expand(kernel, channels).to(dtype)
     future = None if future_kernel is None else _expand(future_kernel, channels).to(dtype)
@@ -70,11 +72,11 @@ def long_conv(
     with torch.autocast(u.device.type, enabled=False):
         x = zero_beyond(u.to(dtype), lengths)
         history = x.new_zeros(batch, 0, channels) if initial_state is None else initial_state.to(dtype)
-        if every is None or future is not None:
+        if (every is None and at is None) or future is not None:
             y = run(x, filters, future, skip, history, seq_idx, method)
-            y = y if every is None else y[:, every - 1 :: every]
+            y = y if at is None and every is None else take_tokens(y.flatten(2), every, at).unflatten(-1, y.shape[2:])
         else:
-            y = sampled(x, filters, skip, history, seq_idx, every)
+            y = sampled(x, filters, skip, history, seq_idx, every, at)
         final = _last_inputs(x, history, past, seq_idx, lengths) if return_final_state else None
     return (y.squeeze(2) if kernel.dim() == 2 else y).to(u.dtype), final
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_hybrid_ssm.ops.long_conv.fft import fast_length, fft_conv
+from hf_hybrid_ssm.ops.taken import take_tokens
 
 BASE = 8  # below this size a few shifted products are cheaper than a matrix product
 LARGEST_MATRIX = 64  # above this size a half is convolved by FFT instead of by its Toeplitz matrix
@@ -53,24 +54,27 @@ def sampled(
     skip: torch.Tensor | None,
     history: torch.Tensor,
     seq_idx: torch.Tensor | None,
-    every: int,
+    every: int | None,
+    at: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """y (B, L // every, F, D) at every `every`-th token: a few outputs cost less than the whole convolution."""
+    """y (B, J, F, D) at every `every`-th token or at the tokens `at`: a few outputs cost less than all of them."""
     batch, length, channels = u.shape
     taps = kernel.shape[-1]
-    if length < every or batch == 0:
-        return u.new_zeros(batch, length // every, kernel.shape[0], channels)
+    wanted = torch.arange(length, device=u.device)[every - 1 :: every].expand(batch, -1) if at is None else at
+    if wanted.numel() == 0:
+        return u.new_zeros(*wanted.shape, kernel.shape[0], channels)
     missing = taps - 1 - history.shape[1]
     x = F.pad(torch.cat([history, u], dim=1), (0, 0, max(missing, 0), 0))[:, max(-missing, 0) :]
-    windows = x[:, every - 1 :].unfold(1, taps, every)  # (B, n, D, K), the last tap is the token itself
+    rows = torch.arange(batch, device=u.device).unsqueeze(1)
+    windows = x.unfold(1, taps, 1)[rows, wanted]  # (B, J, D, K), the last tap is the token itself
     if seq_idx is not None:
         documents = torch.cat([seq_idx[:, :1].expand(batch, taps - 1), seq_idx], dim=1)
-        spans = documents[:, every - 1 :].unfold(1, taps, every)
+        spans = documents.unfold(1, taps, 1)[rows, wanted]
         windows = torch.where((spans == spans[..., -1:]).unsqueeze(2), windows, 0.0)
     flat = windows.permute(2, 0, 1, 3).reshape(channels, -1, taps)
     y = torch.bmm(flat, kernel.flip(-1).permute(1, 2, 0)).view(channels, batch, -1, kernel.shape[0])
     y = y.permute(1, 2, 3, 0)
-    return y if skip is None else y + skip * u[:, every - 1 :: every].unsqueeze(2)
+    return y if skip is None else y + skip * take_tokens(u, every, at).unsqueeze(2)
 
 
 def toeplitz(taps: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,34 @@
+"""Only some outputs of a mixer: every so many tokens, or the tokens of a list."""
+
+import torch
+
+from hf_hybrid_ssm.ops.checks import check_tensor
+
+
+def check_taken(every: int | None, at: torch.Tensor | None, batch: int, length: int) -> None:
+    """The two ways to ask for some outputs only: every `every`-th token, or the tokens `at` (B, J) of each row.
+
+    Raises:
+        TypeError: `at` is no int64 tensor.
+        ValueError: both are given, `every` < 1, or `at` has the wrong shape or positions outside of 0..L-1.
+    """
+    if every is not None and every < 1:
+        raise ValueError(f"every must be at least 1, got {every}.")
+    if at is None:
+        return
+    if every is not None:
+        raise ValueError(f"every={every} and at are two ways to say which outputs are wanted: give one.")
+    check_tensor("at", at, (batch, None), "B, J")
+    if at.dtype != torch.int64:
+        raise TypeError(f"at must be int64, got {at.dtype}.")
+    if torch.compiler.is_compiling() or at.is_meta or torch.jit.is_tracing() or at.numel() == 0:
+        return
+    if bool((at < 0).any()) or bool((at >= length).any()):
+        raise ValueError(f"at must lie in 0..{length - 1}, got {int(at.min())}..{int(at.max())}.")
+
+
+def take_tokens(x: torch.Tensor, every: int | None, at: torch.Tensor | None) -> torch.Tensor:
+    """The wanted tokens of x (B, L, D): all, every `every`-th, or those `at` (B, J)."""
+    if at is not None:
+        return x.gather(1, at.unsqueeze(-1).expand(-1, -1, x.shape[2]))
+    return x if every is None else x[:, every - 1 :: every]
