@@ -1,0 +1,114 @@
+"""The short causal convolution against its reference, torch's own convolution, and its refusals."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_hybrid_ssm.ops.causal_conv import causal_conv
+
+F64 = torch.float64
+
+
+def draw(batch, length, channels, width, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"x": (batch, length, channels), "weight": (channels, width), "bias": (channels,)}
+    shapes["initial_state"] = (batch, width - 1, channels)
+    return {name: torch.randn(*shape, generator=generator, dtype=F64) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_equals_a_padded_convolution(backend):
+    inputs = draw(2, 11, 5, 4)
+    inputs.pop("initial_state")
+    y, state = causal_conv(**inputs, activation="silu", return_final_state=True, backend=backend)
+    padded = F.pad(inputs["x"].transpose(1, 2), (3, 0))
+    expected = F.silu(F.conv1d(padded, inputs["weight"].unsqueeze(1), inputs["bias"], groups=5)).transpose(1, 2)
+    torch.testing.assert_close(y, expected)
+    assert torch.equal(state, inputs["x"][:, -3:])
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_torch_equals_reference(data):
+    batch, length = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 12))
+    inputs = draw(batch, length, data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5)))
+    for optional in ("bias", "initial_state"):
+        if data.draw(st.booleans()):
+            inputs.pop(optional)
+    options = {"activation": data.draw(st.sampled_from([None, "silu"]))}
+    rows = torch.ones(batch, length, 1, dtype=F64)
+    if data.draw(st.booleans()):
+        steps = st.lists(st.integers(0, 1), min_size=length, max_size=length)
+        options["seq_idx"] = torch.tensor([data.draw(steps) for _ in range(batch)], dtype=torch.int64).view(
+            batch, length
+        )
+        options["seq_idx"] = options["seq_idx"].cumsum(1)
+    if data.draw(st.booleans()):
+        options["lengths"] = torch.tensor([data.draw(st.integers(0, length)) for _ in range(batch)])
+        rows = (torch.arange(length) < options["lengths"][:, None])[..., None].to(F64)
+
+    def results(backend):
+        leaves = {name: value.clone().requires_grad_() for name, value in inputs.items()}
+        y, state = causal_conv(**leaves, **options, return_final_state=True, backend=backend)
+        weights = torch.linspace(-1, 2, y.numel(), dtype=F64).view(y.shape) * rows
+        ((y * weights).sum() + (state * 0.7).sum() + 0 * sum(leaf.sum() for leaf in leaves.values())).backward()
+        return [y * rows, state, *(leaf.grad for leaf in leaves.values())]
+
+    for ours, expected in zip(results("torch"), results("reference")):
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=25, deadline=None)
+@given(cuts=st.sets(st.integers(0, 12)), width=st.integers(1, 6))
+def test_pieces_equal_the_whole(cuts, width):
+    inputs = draw(2, 12, 3, width)
+    x, state = inputs.pop("x"), inputs.pop("initial_state")
+    whole, final = causal_conv(x, **inputs, initial_state=state, return_final_state=True)
+    rows, edges = [], sorted({0, 12, *cuts})
+    for start, end in zip(edges, edges[1:]):  # noqa: RUF007
+        y, state = causal_conv(x[:, start:end], **inputs, initial_state=state, return_final_state=True)
+        rows.append(y)
+    torch.testing.assert_close(torch.cat(rows, 1), whole)
+    torch.testing.assert_close(state, final)
+
+
+def test_gradcheck():
+    inputs = [value.requires_grad_() for value in draw(2, 6, 3, 4).values()]
+    seq_idx = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 1, 1, 1, 1, 1]])
+
+    def conv(x, weight, bias, state):
+        return causal_conv(
+            x, weight, bias, activation="silu", initial_state=state, seq_idx=seq_idx, return_final_state=True
+        )
+
+    assert torch.autograd.gradcheck(conv, inputs)
+
+
+def test_half_precision_rounds_once():
+    inputs = {name: value.to(torch.bfloat16) for name, value in draw(2, 30, 8, 4).items()}
+    y, state = causal_conv(**inputs, activation="silu", return_final_state=True)
+    expected = causal_conv(**{name: v.to(F64) for name, v in inputs.items()}, activation="silu", backend="reference")[
+        0
+    ]
+    assert y.dtype == state.dtype == torch.bfloat16
+    torch.testing.assert_close(y.to(F64), expected, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": torch.zeros(2, 3)}, ValueError, r"x must have shape \(B, L, D\)"),
+        ({"weight": torch.zeros(4, 4, dtype=F64)}, ValueError, "weight must have shape"),
+        ({"weight": torch.zeros(3, 0, dtype=F64), "initial_state": None}, ValueError, "at least one tap|K - 1"),
+        ({"bias": torch.zeros(2, dtype=F64)}, ValueError, "bias"),
+        ({"initial_state": torch.zeros(2, 4, 3, dtype=F64)}, ValueError, "initial_state"),
+        ({"activation": "relu"}, ValueError, "activation='relu'"),
+        ({"seq_idx": torch.zeros(2, 5, dtype=torch.int64)}, ValueError, "seq_idx"),
+        ({"lengths": torch.tensor([1, 9])}, ValueError, "lengths"),
+    ],
+)
+def test_refusals(change, error, message):
+    with pytest.raises(error, match=message):
+        causal_conv(**{**draw(2, 6, 3, 4), **change})
