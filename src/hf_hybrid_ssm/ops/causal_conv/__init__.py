@@ -8,7 +8,11 @@ from hf_hybrid_ssm.ops.dispatch import Op
 from hf_hybrid_ssm.ops.lengths import check_lengths
 
 ACTIVATIONS = (None, "silu")
-_OP = Op("causal_conv", run={"torch": vectorised.run, "reference": reference.run})
+_OP = Op(
+    "causal_conv",
+    run={"torch": vectorised.run, "reference": reference.run},
+    optional={"triton": "hf_hybrid_ssm.ops.causal_conv.triton"},
+)
 
 
 def causal_conv(

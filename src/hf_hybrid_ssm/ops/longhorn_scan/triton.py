@@ -58,7 +58,7 @@ def tile_sizes(num_states: int, *, backward: bool) -> dict[str, int]:
     holds one channel, as it keeps the states of S tokens at once.
     """
     states = max(2, triton.next_power_of_2(num_states))
-    sizes = {"BN": states, "BD": 64 if states <= 16 and not backward else 32, "num_warps": 1}
+    sizes = {"BN": states, "BD": 64 if states <= 16 and not backward else 32, "num_warps": 1, "enable_fp_fusion": True}
     return sizes | {"S": max(1, min(4, 64 // states))} if backward else sizes
 
 
@@ -76,7 +76,7 @@ def longhorn_scan_triton(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """→ output (B, L, D), final state (B, D, N), and with `save` the checkpoints (B, L / BLOCK, N, D), else empty."""
-    batch, length, channels, num_states = *x.shape, k.shape[-1]
+    (batch, length, channels), num_states = x.shape, k.shape[-1]
     x, dt, k, q, z = _readable(x, dt, k, q, z)
     dt_bias, D, seq_idx = _contiguous(dt_bias, D, seq_idx)
     blocks = triton.cdiv(length, BLOCK)
@@ -110,7 +110,7 @@ def longhorn_scan_triton(
 
 @longhorn_scan_triton.register_fake
 def _(x, dt, k, q, dt_bias, D, z, initial_state, seq_idx, save):
-    batch, length, channels, num_states = *x.shape, k.shape[-1]
+    (batch, length, channels), num_states = x.shape, k.shape[-1]
     state = {"dtype": torch.float32, "device": x.device}
     checkpoints = (batch, (length + BLOCK - 1) // BLOCK, num_states, channels) if save else (0,)
     return (
@@ -135,7 +135,7 @@ def longhorn_scan_triton_backward(
     checkpoints: Tensor,
 ) -> list[Tensor]:
     """→ gradients of x, dt, k, q, dt_bias, D, z and the initial state; empty ones for absent arguments."""
-    batch, length, channels, num_states = *x.shape, k.shape[-1]
+    (batch, length, channels), num_states = x.shape, k.shape[-1]
     x, dt, k, q, z, grad_o = _readable(x, dt, k, q, z, grad_o)
     dt_bias, D, seq_idx = _contiguous(dt_bias, D, seq_idx)
     blocks = triton.cdiv(length, BLOCK)
@@ -158,7 +158,7 @@ def longhorn_scan_triton_backward(
         grid = (tiles, splits, batch)
         with device_guard(x):
             if splits > 1:
-                summary_sizes = {key: sizes[key] for key in ("BN", "BD", "num_warps")}
+                summary_sizes = {key: size for key, size in sizes.items() if key != "S"}
                 products, ends = (torch.empty(batch, splits, num_states, channels, **state) for _ in range(2))
                 kernels.backward_summary_kernel[grid](
                     dt, z, k, q, grad_o, dt_bias, seq_idx, products, ends,

@@ -1,0 +1,203 @@
+"""The Triton kernels against the float64 reference; run by `test_triton.py` with TRITON_INTERPRET=1.
+
+Uninitialised memory is filled with NaN, so that a kernel that leaves a number unwritten is found out.
+"""
+
+import warnings
+
+import pytest
+import torch
+
+from hf_hybrid_ssm.ops.causal_conv import causal_conv
+from hf_hybrid_ssm.ops.causal_conv import triton as conv_launcher
+from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
+from hf_hybrid_ssm.ops.longhorn_scan import triton as launcher
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}  # relative to the largest entry
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def random(*shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def gradients(op, inputs, dtype, **options):
+    """Output, state, and the gradients of a random projection of both with respect to all floating inputs."""
+    inputs = {name: t.detach().to(dtype or t.dtype).requires_grad_() for name, t in inputs.items()}
+    y, state = op(**inputs, **options, return_final_state=True)
+    loss = (y * random(*y.shape, seed=90).to(y.dtype)).sum() + (state * random(*state.shape, seed=91)).sum()
+    found = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True)
+    return {"y": y, "state": state} | {f"d{name}": grad for name, grad in zip(inputs, found)}
+
+
+def assert_agree(got, want, bound):
+    assert got.keys() == want.keys()
+    for name in got:
+        if want[name] is None or want[name].numel() == 0:
+            continue
+        scale = want[name].abs().max().clamp(min=1e-3)
+        error = (got[name].double() - want[name]).abs().max() / scale
+        assert error <= bound, f"{name}: {error:.1e} > {bound:.1e}"
+
+
+def scan_inputs(batch, length, channels, states, dtype, optional=True):
+    inputs = {"x": random(batch, length, channels, seed=1), "dt": random(batch, length, channels, seed=2)}
+    inputs |= {"k": random(batch, length, states, seed=3), "q": random(batch, length, states, seed=4)}
+    if optional:
+        inputs["z"] = random(batch, length, channels, seed=5)
+    inputs = {name: t.to(dtype) for name, t in inputs.items()}
+    if optional:
+        inputs |= {"dt_bias": random(channels, seed=6), "D": random(channels, seed=7)}
+        inputs["initial_state"] = random(batch, channels, states, seed=8)
+    return inputs
+
+
+def documents(batch, length):
+    starts = torch.rand(batch, length, generator=torch.Generator().manual_seed(9)) < 0.2
+    return starts.int().cumsum(1).to(DEVICE)
+
+
+SCANS = {
+    "one-token": {"shape": (2, 1, 3, 4)},
+    "ragged": {"shape": (2, 13, 5, 3)},
+    "bare": {"shape": (1, 9, 3, 4), "optional": False},
+    "many-channels": {"shape": (1, 5, 70, 5)},
+    "many-states": {"shape": (1, 5, 3, 17)},
+    "one-state": {"shape": (1, 9, 2, 1)},
+    "packed": {"shape": (2, 19, 3, 3), "packed": True},
+    "padded": {"shape": (3, 11, 3, 4), "lengths": [11, 4, 0]},
+    "packed-padded": {"shape": (2, 11, 3, 4), "packed": True, "lengths": [11, 6]},
+    "split": {"shape": (2, 37, 3, 3), "splits": 3},
+    "split-packed": {"shape": (1, 37, 3, 3), "splits": 2, "packed": True},
+    "split-bare": {"shape": (1, 33, 3, 3), "splits": 4, "optional": False},
+    "bfloat16": {"shape": (1, 13, 5, 3), "dtype": torch.bfloat16},
+    "float16": {"shape": (1, 13, 5, 3), "dtype": torch.float16, "splits": 2},
+}
+
+
+@pytest.mark.parametrize("case", SCANS.values(), ids=SCANS.keys())
+def test_scan_agrees_with_reference(case, monkeypatch):
+    case = {"dtype": torch.float32, "packed": False, "lengths": None, "splits": 1, "optional": True} | case
+    monkeypatch.setattr(launcher, "BLOCK", 8)
+    monkeypatch.setattr(launcher, "time_splits", lambda *_: case["splits"])
+    batch, length = case["shape"][:2]
+    inputs = scan_inputs(*case["shape"], case["dtype"], case["optional"])
+    options = {"seq_idx": documents(batch, length) if case["packed"] else None, "lengths": None}
+    if case["lengths"] is not None:
+        options["lengths"] = torch.tensor(case["lengths"], device=DEVICE)
+        padding = torch.arange(length, device=DEVICE) >= options["lengths"][:, None]
+        if case["packed"]:
+            options["seq_idx"] = options["seq_idx"].masked_fill(padding, 0).cummax(1).values
+        inputs["z"] = inputs["z"].masked_fill(padding[..., None], 0.0)  # what is put out there has no meaning
+    got = gradients(longhorn_scan, inputs, None, backend="triton", **options)
+    want = gradients(longhorn_scan, inputs, torch.float64, backend="reference", **options)
+    if case["lengths"] is not None:  # the reference reads the gate behind the row's end, the kernel does not
+        want["dz"], got["dz"] = (t["dz"].masked_fill(padding[..., None], 0.0) for t in (want, got))
+    assert all(t is None or t.isfinite().all() for t in got.values())
+    assert_agree(got, want, BOUNDS[case["dtype"]])
+
+
+def test_padding_may_hold_anything(monkeypatch):
+    inputs = scan_inputs(2, 9, 3, 4, torch.float32)
+    lengths = torch.tensor([9, 5], device=DEVICE)
+    want = longhorn_scan(**inputs, lengths=lengths, return_final_state=True, backend="triton")
+    for name in ("x", "dt", "k", "q", "z"):
+        inputs[name][1, 5:] = torch.nan
+    got = longhorn_scan(**inputs, lengths=lengths, return_final_state=True, backend="triton")
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_scan_follows_strides():
+    wide = random(2, 6, 20, seed=1)
+    x, dt = wide[..., :5], wide[..., 5:10]
+    k, q = wide[..., 10:20:3], wide[:, :, 11:20:3].expand(2, 6, 3)
+    q = torch.cat([q, q[..., :1]], -1)
+    got, _ = longhorn_scan(x, dt, k, q, backend="triton")
+    want, _ = longhorn_scan(*(t.double() for t in (x, dt, k, q)), backend="reference")
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)
+
+
+def test_extreme_steps_and_keys():
+    inputs = scan_inputs(1, 8, 3, 4, torch.float32)
+    inputs["dt"] = torch.tensor([-1e4, -100.0, 0.0, 1e4, 80.0, -80.0, 30.0, 1.0], device=DEVICE)[None, :, None].repeat(
+        1, 1, 3
+    )
+    inputs["k"][0, 3] = torch.tensor([1e3, 0.0, 0.0, 0.0])
+    inputs["k"][0, 4] = 0.0
+    inputs["k"][0, 5] = 1e-6
+    got = gradients(longhorn_scan, inputs, None, backend="triton")
+    want = gradients(longhorn_scan, inputs, torch.float64, backend="reference")
+    assert_agree(got, want, 2e-6)
+
+
+def test_gradients_repeat_bit_for_bit(monkeypatch):
+    monkeypatch.setattr(launcher, "BLOCK", 8)
+    monkeypatch.setattr(launcher, "time_splits", lambda *_: 2)
+    inputs = scan_inputs(2, 17, 5, 3, torch.float32)
+    first, second = (gradients(longhorn_scan, inputs, None, backend="triton") for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+CONVOLUTIONS = {
+    "plain": {"shape": (2, 7, 5, 4), "optional": False, "activation": None},
+    "silu": {"shape": (2, 7, 5, 4)},
+    "one-tap": {"shape": (1, 6, 3, 1)},
+    "shorter-than-taps": {"shape": (2, 2, 3, 4)},
+    "many-tiles": {"shape": (1, 70, 66, 3)},
+    "packed": {"shape": (2, 40, 3, 4), "packed": True},
+    "padded": {"shape": (3, 6, 3, 4), "lengths": [6, 2, 0]},
+    "packed-padded": {"shape": (2, 9, 3, 4), "packed": True, "lengths": [9, 5]},
+    "bfloat16": {"shape": (2, 7, 5, 4), "dtype": torch.bfloat16},
+    "float16": {"shape": (2, 7, 5, 4), "dtype": torch.float16},
+}
+
+
+@pytest.mark.parametrize("case", CONVOLUTIONS.values(), ids=CONVOLUTIONS.keys())
+def test_convolution_agrees_with_reference(case):
+    case = {"dtype": torch.float32, "packed": False, "lengths": None, "optional": True, "activation": "silu"} | case
+    batch, length, channels, width = case["shape"]
+    inputs = {"x": random(batch, length, channels, seed=1), "weight": random(channels, width, seed=2)}
+    if case["optional"]:
+        inputs |= {"bias": random(channels, seed=3), "initial_state": random(batch, width - 1, channels, seed=4)}
+    inputs = {name: t.to(case["dtype"]) for name, t in inputs.items()}
+    options = {"activation": case["activation"], "seq_idx": documents(batch, length) if case["packed"] else None}
+    if case["lengths"] is not None:
+        options["lengths"] = torch.tensor(case["lengths"], device=DEVICE)
+    got = gradients(causal_conv, inputs, None, backend="triton", **options)
+    want = gradients(causal_conv, inputs, torch.float64, backend="reference", **options)
+    assert all(t is None or t.isfinite().all() for t in got.values())
+    assert_agree(got, want, BOUNDS[case["dtype"]])
+
+
+def test_ops_are_well_registered(monkeypatch):
+    """Schema, fake implementation, autograd registration and AOT tracing of both ops."""
+    inputs = {name: t.requires_grad_() for name, t in scan_inputs(1, 3, 2, 2, torch.float32).items()}
+    order = ("x", "dt", "k", "q", "dt_bias", "D", "z", "initial_state")
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(launcher.longhorn_scan_triton, (*(inputs[n] for n in order), None, True), test_utils=checks)
+    x, weight = (random(*shape, seed=1).requires_grad_() for shape in ((1, 3, 2), (2, 4)))
+    torch.library.opcheck(conv_launcher.convolve, (x, weight, None, None, None, True), test_utils=checks)
+
+
+def test_compiles_into_one_graph():
+    def step(x, dt, k, q, weight):
+        x, _ = causal_conv(x, weight, activation="silu", backend="triton")
+        y, _ = longhorn_scan(x, dt, k, q, backend="triton")
+        return y
+
+    inputs = scan_inputs(1, 3, 2, 2, torch.float32, optional=False)
+    arguments = [t.requires_grad_() for t in (*inputs.values(), random(2, 4, seed=7))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+        got = torch.autograd.grad(compiled(*arguments).square().sum(), arguments)
+        want = torch.autograd.grad(step(*arguments).square().sum(), arguments)
+    torch.testing.assert_close(got, want)
