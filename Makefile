@@ -1,0 +1,65 @@
+# Every target makes its own virtual environment in .venv when there is none.
+#
+#   make demo        train, evaluate, save, reload and score a small Longhorn on text that Python carries
+#   make test        the test suite
+#   make lint        style, formatting, types
+#   make upstream    transformers' own model tests, run on the families of this package
+#   make invariants  thousands of random cases of every batching invariance, with a report
+#   make bench       the benchmarks; results in benchmarks/results
+#   make docs        run what README.md and docs/ show, and check their links
+
+VENV ?= .venv
+JOBS ?= 2
+PYTEST_ARGS ?=
+STAMP := $(VENV)/.installed
+BIN := $(VENV)/bin
+UPSTREAM = HF_HYBRID_SSM_UPSTREAM_TESTS="$$($(BIN)/python tests/upstream/fetch.py)"
+RUN_TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+.PHONY: demo test lint upstream invariants bench docs install clean
+.DEFAULT_GOAL := test
+
+demo: $(STAMP)
+	$(BIN)/python recipes/demo.py
+
+test: $(STAMP)
+	$(UPSTREAM); export HF_HYBRID_SSM_UPSTREAM_TESTS; $(RUN_TESTS) -n $(JOBS) --dist worksteal
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+upstream: $(STAMP)
+	$(UPSTREAM) && export HF_HYBRID_SSM_UPSTREAM_TESTS && $(RUN_TESTS) -n $(JOBS) --dist worksteal tests/upstream
+
+invariants: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.invariants.run --cases 10000
+
+bench: $(STAMP)
+	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+docs: $(STAMP)
+	$(RUN_TESTS) tests/test_documentation.py
+
+install: $(STAMP)
+
+# torch comes first: with the pin, a local CPU build of that version is preferred where an index offers one.
+$(STAMP): pyproject.toml constraints.txt
+	@python=""; \
+	for name in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
+	  if $$name -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
+	    python=$$name; break; \
+	  fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	  echo "No Python >= 3.11 with the venv module was found (tried python3, python3.13, python3.12, python3.11)." >&2; \
+	  echo "Install one, or name it: make PYTHON=/path/to/python ..." >&2; exit 1; \
+	fi; \
+	[ -x $(BIN)/python ] || $$python -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[train,eval,dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist src/*.egg-info

@@ -1,0 +1,48 @@
+"""Parameter groups for AdamW: what is decayed, and which parameters have a learning rate of their own."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def parameter_groups(model: nn.Module, weight_decay: float, *, lr: float | None = None) -> list[dict[str, Any]]:
+    """Groups for a torch optimizer: `torch.optim.AdamW(parameter_groups(model, 0.1, lr=1e-3))`.
+
+    Tensors of two and more dimensions decay; norms, biases and other vectors do not. A parameter may say otherwise by
+    an attribute `_optim`, as the recurrence parameters of the state-space mixers do: a dict of optimizer options such
+    as `{"lr": 1e-3, "weight_decay": 0.0}`, which win over the defaults. Frozen parameters are left out; tied ones
+    appear once. The order depends on the model alone, so that a saved optimizer state fits again.
+
+    Args:
+        model: the model to train.
+        weight_decay: of the decayed parameters, ≥ 0.
+        lr: learning rate of the parameters that name none; `None` leaves it to the optimizer.
+
+    Returns:
+        One dict for each distinct set of options, with `params` and those options.
+
+    Raises:
+        ValueError: `weight_decay` or `lr` is negative, or nothing in the model can be trained.
+    """
+    if weight_decay < 0:
+        raise ValueError(f"weight_decay={weight_decay} must be at least 0.")
+    if lr is not None and lr < 0:
+        raise ValueError(f"lr={lr} must be at least 0.")
+    groups: dict[tuple, dict[str, Any]] = {}
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        options = _options(parameter, weight_decay, lr)
+        group = groups.setdefault(tuple(sorted(options.items())), {"params": [], **options})
+        group["params"].append(parameter)
+    if not groups:
+        raise ValueError(f"{type(model).__name__} has no parameter with requires_grad=True.")
+    return list(groups.values())
+
+
+def _options(parameter: torch.Tensor, weight_decay: float, lr: float | None) -> dict[str, Any]:
+    options: dict[str, Any] = {"weight_decay": weight_decay if parameter.dim() >= 2 else 0.0}
+    if lr is not None:
+        options["lr"] = lr
+    return options | getattr(parameter, "_optim", {})

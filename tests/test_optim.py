@@ -1,0 +1,71 @@
+import pytest
+import torch
+from torch import nn
+
+from hf_hybrid_ssm import LonghornConfig, LonghornForCausalLM
+from hf_hybrid_ssm.layers.mixers import MIXERS
+from hf_hybrid_ssm.optim import parameter_groups
+
+
+def tiny_longhorn(**options):
+    return LonghornForCausalLM(LonghornConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, **options))
+
+
+def test_longhorn_decays_exactly_the_tensors_of_two_and_more_dimensions():
+    model = tiny_longhorn()
+    decayed, kept = parameter_groups(model, 0.1, lr=1e-3)
+    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
+    assert decayed["lr"] == kept["lr"] == 1e-3
+    assert {id(p) for p in decayed["params"]} == {id(p) for p in model.parameters() if p.dim() >= 2}
+    assert {id(p) for p in kept["params"]} == {id(p) for p in model.parameters() if p.dim() < 2}
+
+
+def test_tied_weights_appear_once_and_frozen_ones_not_at_all():
+    model = tiny_longhorn(tie_word_embeddings=True)
+    model.model.layers[0].requires_grad_(False)
+    listed = [id(p) for group in parameter_groups(model, 0.1) for p in group["params"]]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == {id(p) for p in model.parameters() if p.requires_grad}
+    assert id(model.lm_head.weight) in listed
+
+
+def test_options_of_a_parameter_win():
+    model = nn.Linear(3, 3)
+    model.weight._optim = {"lr": 1e-4, "weight_decay": 0.0}
+    own, rest = parameter_groups(model, 0.1, lr=1e-2)
+    assert own == {"params": [model.weight], "weight_decay": 0.0, "lr": 1e-4}
+    assert rest == {"params": [model.bias], "weight_decay": 0.0, "lr": 1e-2}
+
+
+@pytest.mark.parametrize("name", sorted(MIXERS))
+def test_recurrence_parameters_of_every_mixer_keep_their_own_rate_and_never_decay(name):
+    mixer = MIXERS[name](8)
+    by_id = {id(p): group for group in parameter_groups(mixer, 0.1, lr=3e-4) for p in group["params"]}
+    for parameter in mixer.parameters():
+        marked = getattr(parameter, "_optim", None)
+        if marked is not None:
+            assert by_id[id(parameter)]["weight_decay"] == 0.0
+            assert by_id[id(parameter)]["lr"] == marked.get("lr", 3e-4)
+
+
+def test_groups_step_and_restore():
+    torch.manual_seed(0)
+    model = tiny_longhorn()
+    optimizer = torch.optim.AdamW(parameter_groups(model, 0.1, lr=1e-2))
+    before = model.lm_head.weight.detach().clone()
+    ids = torch.randint(32, (2, 8))
+    model(ids, labels=ids).loss.backward()
+    optimizer.step()
+    assert not torch.equal(before, model.lm_head.weight)
+    again = torch.optim.AdamW(parameter_groups(model, 0.1, lr=1e-2))
+    again.load_state_dict(optimizer.state_dict())
+    assert len(again.state) == sum(1 for _ in model.parameters())
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="weight_decay=-1"):
+        parameter_groups(nn.Linear(2, 2), -1)
+    with pytest.raises(ValueError, match="lr=-1"):
+        parameter_groups(nn.Linear(2, 2), 0.1, lr=-1)
+    with pytest.raises(ValueError, match="Linear has no parameter"):
+        parameter_groups(nn.Linear(2, 2).requires_grad_(False), 0.1)
