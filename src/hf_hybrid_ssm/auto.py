@@ -62,8 +62,8 @@ def _free_families(configuration_auto: ModuleType) -> Iterator[Family]:
             yield family
         else:
             logger.warning(
-                "transformers has a model type %r of its own (%s); it is kept, and the classes of %s are only reachable "
-                "by importing them.",
+                "transformers has a model type %r of its own (%s); it is kept, and the classes of %s are only "
+                "reachable by importing them.",
                 family.model_type,
                 owner,
                 family.package,

@@ -9,7 +9,6 @@ from hf_hybrid_ssm.ops.linear_scan import (
     ChannelSystem,
     Transition,
     channel_scan,
-    channel_state,
     diagonal_scan,
     grow,
     long_kernel,
@@ -132,12 +131,6 @@ def test_outputs_at_some_tokens(form, block):
     for backend in ("torch", "reference"):
         taken, _ = channel_scan(u, s, at=at, backend=backend, **options)
         assert_near(taken, channel_scan(u, s, backend="reference", **options)[0][torch.arange(3).unsqueeze(1), at])
-
-
-def test_channel_state_alone():
-    u, s = draw(2, 37, D), system("dense", 8)
-    options = {"initial_state": draw(2, F, D, N, seed=5), "lengths": torch.tensor([30, 37])}
-    assert_near(channel_state(u, s, **options), channel_scan(u, s, return_final_state=True, **options)[1])
 
 
 @pytest.mark.parametrize("form", FORMS)

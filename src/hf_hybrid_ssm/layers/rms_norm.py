@@ -6,7 +6,8 @@ from torch import nn
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension, in float32 or wider; the output has the weight's dtype."""
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension, in float32 or wider; the output has the weight's
+    dtype."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-6):
         super().__init__(hidden_size, eps=eps)

@@ -12,7 +12,6 @@ from hf_hybrid_ssm.ops.linear_scan import (
     ChannelSystem,
     Transition,
     channel_scan,
-    channel_state,
     grow,
     long_kernel,
     prepare_powers,
@@ -24,9 +23,9 @@ from hf_hybrid_ssm.ops.long_conv import long_conv
 class StateSpaceMixer(RememberingMixer):
     r"""F real linear systems of N dimensions on each of the D channels, y_t = C s_t + D u_t, s_t = A s_{t-1} + B u_t.
 
-    A subclass gives its discretised matrices (`transition`, `input_vector`, `output_rows`, `skip`). A fresh row is
-    convolved with the kernel by FFT; a row that continues a state or holds several documents goes block by block; both
-    compute the same numbers. Constant kernels and block matrices are computed once, in float64 (`RememberingMixer`).
+    A subclass gives its discretised matrices (`transition`, `input_vector`, `output_rows`, `skip`). Rows without
+    a state before or after them are convolved with the kernel by FFT, all others go block by block; both compute the
+    same numbers. Constant kernels and block matrices are computed once, in float64 (`RememberingMixer`).
 
     Args:
         filters: F filters per channel and y (B, L, F, D), state (B, F, D, N). None: one, y (B, L, D), state (B, D, N).
@@ -111,7 +110,8 @@ class StateSpaceMixer(RememberingMixer):
     def kernel(self, length: int, dtype: torch.dtype = torch.float32, direction: int = 0) -> torch.Tensor:
         """K_0 .. K_{length-1} (F, D, length), K_k = C A^k B, of the filter that looks back (0) or ahead (1).
 
-        A constant kernel is remembered at the greatest length asked for so far: shorter ones are its beginning.
+        A constant kernel is remembered at the greatest length so far, rounded up to a power of two: shorter ones are
+        its beginning.
         """
         key, names = ("kernel", dtype, direction), (*self.dynamics_parameters, *self.output_parameters)
         known = self._remembered.get(key)
@@ -121,7 +121,8 @@ class StateSpaceMixer(RememberingMixer):
         def compute(exact: bool) -> torch.Tensor:
             if not exact:
                 return long_kernel(self.system(dtype, direction), length, self._strides(dtype, length, direction))
-            return long_kernel(self._exact_system(direction), length).to(dtype)
+            rounded = 1 << (length - 1).bit_length()
+            return long_kernel(self._exact_system(direction), rounded).to(dtype)
 
         return self._once(key, names, compute)[..., :length]
 
@@ -150,12 +151,10 @@ class StateSpaceMixer(RememberingMixer):
             return (y if self.filters else y.squeeze(2)), None
         state = self._widen(initial_state, u.shape[0]) if initial_state is not None else None
         skip = self.skip_weight(dtype)
-        everywhere = every is None and at is None
-        if state is None and seq_idx is None and everywhere and u.shape[1] > self.block_size:
-            y, _ = long_conv(u, self.kernel(u.shape[1], dtype), skip=skip, lengths=lengths)
-            final = None
-            if return_final_state:
-                final = channel_state(u, self.system(dtype), lengths=lengths)
+        stateless = initial_state is None and not return_final_state
+        everywhere = seq_idx is None and every is None and at is None
+        if stateless and everywhere and u.shape[1] > self.block_size:
+            y, final = long_conv(u, self.kernel(u.shape[1], dtype), skip=skip, lengths=lengths)
         else:
             y, final = channel_scan(
                 u,

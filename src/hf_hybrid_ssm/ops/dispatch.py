@@ -15,10 +15,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hf_hybrid_ssm.ops.self_check import BOUNDS, Example, largest_error
+
 logger = logging.getLogger(__name__)
 
 PREFERENCE = ("triton", "native", "torch")
 BACKENDS = (*PREFERENCE, "reference")
+KERNEL_OF = {"cuda": "triton", "cpu": "native"}
 ENVIRONMENT_VARIABLE = "HF_HYBRID_SSM_BACKEND"
 
 
@@ -52,13 +55,17 @@ class Op:
         optional: modules that need an optional package, by backend name. Each has a function `run` of the same
             signature and a function `supports(device_type, dtype) -> str | None`: None if it can run, else the reason
             it cannot. They are imported on first use, so that a missing or broken package costs time, not the import.
+        example: arguments on which an optional backend is checked against the reference before its first use.
     """
 
     name: str
     run: dict[str, Callable]
     optional: dict[str, str] = field(default_factory=dict)
+    example: Example | None = None
     _loaded: dict[str, Callable | str] = field(default_factory=dict, repr=False)
     _supports: dict[str, Callable] = field(default_factory=dict, repr=False)
+    _errors: dict[tuple, float | str] = field(default_factory=dict, repr=False)
+    _warned: set = field(default_factory=set, repr=False)
 
     def __post_init__(self) -> None:
         REGISTRY[self.name] = self
@@ -72,7 +79,43 @@ class Op:
         if name not in self._loaded:
             self._load(name)
         loaded = self._loaded[name]
-        return loaded if isinstance(loaded, str) else self._supports[name](device_type, dtype)
+        if isinstance(loaded, str):
+            return loaded
+        return self._supports[name](device_type, dtype) or self._failed_check(name, device_type, dtype)
+
+    def self_check(self, name: str, device_type: str, dtype: torch.dtype) -> float | str:
+        """The largest relative error of an optional backend that can run here, or what it raised; computed once."""
+        key = (name, device_type, dtype)
+        if key not in self._errors:
+            run, reference, example = self._loaded[name], self.run["reference"], self.example
+            self._errors[key] = 0.0  # the check itself must not ask for a check
+            try:
+                self._errors[key] = largest_error(run, reference, example, device_type, dtype)  # type: ignore[arg-type]
+            except Exception as error:  # whatever a kernel does, the torch path goes on
+                self._errors[key] = f"{type(error).__name__}: {error}"
+            if reason := self._failed_check(name, device_type, dtype):
+                logger.warning("%s: the %s backend will not be used: %s.", self.name, name, reason)
+        return self._errors[key]
+
+    def _failed_check(self, name: str, device_type: str, dtype: torch.dtype) -> str | None:
+        if self.example is None:
+            return None
+        error, where = self.self_check(name, device_type, dtype), f"its self-check on {device_type} in {dtype}"
+        if isinstance(error, str):
+            return f"{where} raised {error}"
+        return (
+            None if error <= BOUNDS[dtype] else f"{where} is off by {error:.1e} (at most {BOUNDS[dtype]:.0e} allowed)"
+        )
+
+    def _warn_once(self, device_type: str, dtype: torch.dtype) -> None:
+        """A missing kernel is no error, but nobody should have to find out with a stopwatch."""
+        kernel = KERNEL_OF.get(device_type)
+        if kernel not in self.optional or dtype not in BOUNDS or kernel in self._warned:
+            return
+        self._warned.add(kernel)
+        if reason := self.unavailable(kernel, device_type, dtype):
+            message = "%s runs its torch implementation on %s, slower than the %s kernel: %s."
+            logger.warning(message, self.name, device_type, kernel, reason)
 
     def select(self, device_type: str, dtype: torch.dtype, requested: str | None = None) -> Callable:
         """The implementation to run on tensors of this device type and dtype."""
@@ -103,7 +146,10 @@ def _choose(op: str, device_type: str, dtype: torch.dtype, requested: str | None
     """The name of the backend to run; `torch.compile` calls this once while it traces."""
     name = _checked_name(requested, "backend")
     if name is None:
-        return next(name for name in PREFERENCE if REGISTRY[op].unavailable(name, device_type, dtype) is None)
+        name = next(name for name in PREFERENCE if REGISTRY[op].unavailable(name, device_type, dtype) is None)
+        if name == "torch":
+            REGISTRY[op]._warn_once(device_type, dtype)
+        return name
     if reason := REGISTRY[op].unavailable(name, device_type, dtype):
         raise ValueError(f"backend={name!r} was forced but cannot run {op}: {reason}.")
     return name

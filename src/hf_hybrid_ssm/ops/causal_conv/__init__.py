@@ -3,6 +3,7 @@
 import torch
 
 from hf_hybrid_ssm.ops.causal_conv import reference, vectorised
+from hf_hybrid_ssm.ops.causal_conv.example import example
 from hf_hybrid_ssm.ops.checks import check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops.dispatch import Op
 from hf_hybrid_ssm.ops.lengths import check_lengths
@@ -12,6 +13,7 @@ _OP = Op(
     "causal_conv",
     run={"torch": vectorised.run, "reference": reference.run},
     optional={"triton": "hf_hybrid_ssm.ops.causal_conv.triton"},
+    example=example,
 )
 
 

@@ -28,11 +28,11 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
             gradient = logits.sub_(normalizer).exp_()
             gradient.scatter_add_(1, index, torch.full_like(normalizer, -1.0))
             gradient.mul_(counts.unsqueeze(1))
-            if wants_rows:
+            if drows is not None:
                 drows[start : start + chunk_size] = gradient.to(weight.dtype) @ weight
-            if wants_weight:
+            if dweight is not None:
                 dweight += (gradient.to(chunk.dtype).T @ chunk).to(dtype)
-            if wants_bias:
+            if dbias is not None:
                 dbias += gradient.sum(0)
         ctx.save_for_backward(drows, dweight, dbias)
         ctx.dtypes = rows.dtype, weight.dtype, None if bias is None else bias.dtype

@@ -3,7 +3,6 @@
 from hf_hybrid_ssm.ops.linear_scan.channel import (
     ChannelSystem,
     channel_scan,
-    channel_state,
     grow,
     long_kernel,
     prepare_powers,
@@ -16,7 +15,6 @@ __all__ = [
     "ChannelSystem",
     "Transition",
     "channel_scan",
-    "channel_state",
     "diagonal_scan",
     "grow",
     "long_kernel",

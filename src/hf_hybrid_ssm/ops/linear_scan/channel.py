@@ -17,6 +17,7 @@ from hf_hybrid_ssm.ops.dispatch import Op
 from hf_hybrid_ssm.ops.lengths import check_lengths, zero_beyond
 from hf_hybrid_ssm.ops.linear_scan import channel_blocks, reference
 from hf_hybrid_ssm.ops.linear_scan.transition import Transition
+from hf_hybrid_ssm.ops.long_conv.vectorised import causal_toeplitz
 from hf_hybrid_ssm.ops.taken import check_taken, take_tokens
 
 _OP = Op("channel_scan", run={"torch": channel_blocks.run, "reference": reference.channel_scan})
@@ -30,6 +31,8 @@ class ChannelSystem(NamedTuple):
     output: torch.Tensor  # (F, D, N): C
     kernel: torch.Tensor  # (F, D, w): C A^j B
     readout: torch.Tensor  # (F, D, w, N): C A^{j+1}
+    inject: torch.Tensor  # (D, w, F N): A^{w-1-p} B, token p of a block into the state at its end
+    inside: torch.Tensor  # (D, w, F w): the kernel as a Toeplitz matrix, token p of a block to its outputs
 
     @property
     def block(self) -> int:
@@ -59,7 +62,10 @@ def prepare_system(powers: tuple[Transition, ...], krylov: torch.Tensor, output:
     """The block matrices from `prepare_powers`, the vectors `grow(powers, B)` and the output row C (F, D, N)."""
     kernel = torch.matmul(krylov, output.unsqueeze(-1)).squeeze(-1)
     shifted = powers[0].apply(output.unsqueeze(-2), transposed=True).squeeze(-2)
-    return ChannelSystem(powers, krylov, output, kernel, grow(powers, shifted, transposed=True))
+    readout = grow(powers, shifted, transposed=True)
+    inject = krylov.flip(-2).permute(1, 2, 0, 3).flatten(2)
+    inside = causal_toeplitz(kernel).permute(1, 2, 0, 3).flatten(2)
+    return ChannelSystem(powers, krylov, output, kernel, readout, inject.contiguous(), inside.contiguous())
 
 
 def channel_scan(
@@ -113,21 +119,6 @@ def channel_scan(
             taken = take_tokens(x, every, at)
             y = y + skip.to(dtype) * taken.unsqueeze(2)
     return y.to(u.dtype), state
-
-
-def channel_state(
-    u: torch.Tensor,
-    system: ChannelSystem,
-    *,
-    initial_state: torch.Tensor | None = None,
-    lengths: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The final state (B, F, D, N) alone, for callers that have y from a convolution; arguments as `channel_scan`."""
-    _, state = channel_scan(
-        u, system, initial_state=initial_state, lengths=lengths, return_final_state=True, every=max(u.shape[1], 1) + 1
-    )
-    assert state is not None
-    return state
 
 
 def long_kernel(system: ChannelSystem, length: int, strides: tuple[Transition, ...] | None = None) -> torch.Tensor:

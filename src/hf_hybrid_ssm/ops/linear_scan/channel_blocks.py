@@ -5,7 +5,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid_ssm.ops.long_conv.vectorised import block_conv, causal_toeplitz
+from hf_hybrid_ssm.ops.long_conv.fft import channels_first, channels_last
+from hf_hybrid_ssm.ops.long_conv.vectorised import block_conv
 
 
 def run(
@@ -29,11 +30,11 @@ def run(
         kept = kept if at is None else at.shape[1]
         return u.new_zeros(batch, kept, filters, channels), initial_state if return_final_state else None
     blocks = -(-length // block)
-    tokens = F.pad(u, (0, 0, 0, blocks * block - length)).view(batch, blocks, block, channels)
-    tokens = tokens.permute(3, 0, 1, 2)  # (D, B, n, w)
+    gap = blocks * block - length
+    tokens = channels_first(F.pad(u, (0, 0, 0, gap)) if gap else u).view(channels, batch, blocks, block)
     documents = None
     if seq_idx is not None:
-        padded = torch.cat([seq_idx, seq_idx[:, -1:].expand(batch, blocks * block - length)], dim=1)
+        padded = torch.cat([seq_idx, seq_idx[:, -1:].expand(batch, gap)], dim=1)
         documents = padded.view(batch, blocks, block)
     starts = _block_starts(tokens, system, initial_state, documents)  # (F, D, B, n + 1, N)
     if at is None:
@@ -61,16 +62,15 @@ def _block_starts(
         last = documents[..., -1]
         tokens = torch.where(documents == last.unsqueeze(-1), tokens, 0.0)
         kept = (_before(documents) == last).unsqueeze(-1)  # (B, n, 1): the state survives the whole block
-    inject = system.krylov.flip(-2).permute(1, 2, 0, 3).reshape(channels, block, filters * size)
-    inputs = torch.bmm(tokens.reshape(channels, batch * blocks, block), inject)
+    inputs = torch.bmm(tokens.reshape(channels, batch * blocks, block), system.inject)
     inputs = inputs.view(channels, batch, blocks, filters, size).permute(2, 3, 0, 1, 4)  # (n, F, D, B, N)
     state = initial_state.permute(1, 2, 0, 3)
     states, carry = [state], system.powers[-1]
-    for i in range(blocks):
+    for i, entering in enumerate(inputs.unbind()):  # not inputs[i], whose backward is as long as the row each time
         state = carry.apply(state)
         if kept is not None:
             state = torch.where(kept[:, i], state, 0.0)
-        state = state + inputs[i]
+        state = state + entering
         states.append(state)
     return torch.stack(states, dim=3)
 
@@ -93,8 +93,7 @@ def _outputs(
         return torch.matmul(borders, system.output[:, :, None, :, None]).squeeze(-1).permute(2, 3, 0, 1)
     flat = tokens.reshape(channels, batch * blocks, block)
     if documents is None:
-        matrix = causal_toeplitz(system.kernel).permute(1, 2, 0, 3).reshape(channels, block, filters * block)
-        inside = torch.bmm(flat, matrix).view(channels, batch * blocks, filters, block).permute(2, 0, 1, 3)
+        inside = torch.bmm(flat, system.inside).view(channels, batch * blocks, filters, block).permute(2, 0, 1, 3)
     else:
         rows = flat.transpose(0, 1)  # (B n, D, w)
         inside = block_conv(rows, system.kernel, None, documents.reshape(-1, block)).permute(1, 2, 0, 3)
@@ -102,7 +101,7 @@ def _outputs(
     if documents is not None:
         carried = torch.where((documents == _before(documents).unsqueeze(-1)).view(-1, block), carried, 0.0)
     y = (inside + carried).reshape(filters, channels, batch, blocks * block)[..., :length]
-    return (y if every is None else y[..., every - 1 :: every]).permute(2, 3, 0, 1)
+    return channels_last(y if every is None else y[..., every - 1 :: every])
 
 
 def _final_state(
@@ -146,8 +145,7 @@ def _states_after(
         moved = ((rest >> bit) & 1).bool().unsqueeze(-1)
         state = torch.where(moved, _apply(power, state), state)
     state = torch.where(kept, state, 0.0)
-    inject = system.krylov.flip(-2).permute(1, 2, 0, 3).reshape(channels, block, filters * size)
-    added = torch.bmm(tail.permute(3, 0, 1, 2).reshape(channels, batch * number, block), inject)
+    added = torch.bmm(tail.permute(3, 0, 1, 2).reshape(channels, batch * number, block), system.inject)
     return state + added.view(channels, batch, number, filters, size).permute(3, 0, 1, 2, 4)
 
 

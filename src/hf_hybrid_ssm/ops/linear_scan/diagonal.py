@@ -122,10 +122,10 @@ def _carry(
     """The state at every block's start (B, n, M), from the blocks' own contributions `ends` (B, n, M)."""
     state, starts = initial_state, []
     kept = None if documents is None else (_before(documents) == documents[..., -1]).unsqueeze(-1)
-    for i in range(ends.shape[1]):
+    for i, end in enumerate(ends.unbind(1)):
         starts.append(state)
         moved = decay * state
-        state = ends[:, i] + (moved if kept is None else torch.where(kept[:, i], moved, 0.0))
+        state = end + (moved if kept is None else torch.where(kept[:, i], moved, 0.0))
     return torch.stack(starts, dim=1)
 
 

@@ -1,8 +1,8 @@
 """The long convolution by one real FFT over time, with its own backward.
 
-Autograd would take the backward of a real FFT through a complex one of the full size, twice as long. And the spectra of
-all channels together are many times a processor's cache, so that the time would go into fetching memory: on CPU a few
-channels at a time go all the way through.
+Autograd would take the backward of a real FFT through a complex one of the full size, twice as long. And the spectra
+of all channels together are many times a processor's cache, so that the time would go into fetching memory: on CPU a
+few channels at a time go all the way through.
 """
 
 from collections.abc import Iterator
@@ -41,33 +41,44 @@ def _size(time: int, taps: int, ahead: int) -> int:
     return fast_length(time + max(taps - 1, ahead))
 
 
-def _groups(u: torch.Tensor, size: int, filters: int) -> Iterator[slice]:
-    channels = u.shape[2]
-    step = channels
-    if u.device.type == "cpu" and not torch.compiler.is_compiling():
-        step = max(8, CACHED // max(1, u.shape[0] * filters * size))
+def channels_first(u: torch.Tensor) -> torch.Tensor:
+    """(B, T, ...) -> (..., B, T), copied as one flat matrix: several times faster than the copy of a permuted view."""
+    batch, time, *rest = u.shape
+    return u.reshape(batch * time, -1).t().contiguous().view(*rest, batch, time)
+
+
+def channels_last(x: torch.Tensor) -> torch.Tensor:
+    """(..., B, T) -> (B, T, ...), the inverse of `channels_first`."""
+    *rest, batch, time = x.shape
+    return x.reshape(-1, batch * time).t().contiguous().view(batch, time, *rest)
+
+
+def _groups(x: torch.Tensor, size: int, filters: int) -> Iterator[slice]:
+    channels = step = x.shape[0]
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        step = max(8, CACHED // max(1, x.shape[1] * filters * size))
     return (slice(begin, min(begin + step, channels)) for begin in range(0, channels, step))
 
 
 def _spectrum(kernel: torch.Tensor, future: torch.Tensor, size: int) -> torch.Tensor:
-    """Of the circular filter: the past's taps at its beginning, the future's at its end, nearest last."""
+    """Of the circular filter (F, d, 1, size): the past's taps at its start, the future's at its end, nearest last."""
     if future.shape[-1]:
         gap = kernel.new_zeros(*kernel.shape[:-1], size - kernel.shape[-1] - future.shape[-1])
         kernel = torch.cat([kernel, gap, future.flip(-1)], dim=-1)
-    return torch.fft.rfft(kernel, n=size)
+    return torch.fft.rfft(kernel, n=size).unsqueeze(-2)
 
 
 class _FFTConv(torch.autograd.Function):
     @staticmethod
     def forward(u: torch.Tensor, kernel: torch.Tensor, future: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        batch, time, channels = u.shape
+        x = channels_first(u)  # (D, B, T)
+        channels, batch, time = x.shape
         size = _size(time, kernel.shape[-1], future.shape[-1])
-        y = u.new_empty(batch, time, kernel.shape[0], channels)
-        for group in _groups(u, size, kernel.shape[0]):
-            spectrum = torch.fft.rfft(u[:, :, group].transpose(1, 2), n=size).unsqueeze(1)
-            product = spectrum * _spectrum(kernel[:, group], future[:, group], size)  # (B, F, d, size)
-            y[..., group] = torch.fft.irfft(product, n=size)[..., :time].permute(0, 3, 1, 2)
-        return y
+        y = x.new_empty(kernel.shape[0], channels, batch, time)
+        for group in _groups(x, size, kernel.shape[0]):
+            product = torch.fft.rfft(x[group], n=size) * _spectrum(kernel[:, group], future[:, group], size)
+            y[:, group] = torch.fft.irfft(product, n=size)[..., :time]
+        return channels_last(y)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
@@ -79,16 +90,18 @@ class _FFTConv(torch.autograd.Function):
         time, taps, ahead = u.shape[1], kernel.shape[-1], future.shape[-1]
         size = _size(time, taps, ahead)
         kernels_train = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        of_u = torch.empty_like(u) if ctx.needs_input_grad[0] else None
+        of_y = channels_first(grad)  # (F, D, B, T)
+        x = channels_first(u) if kernels_train else None
+        of_x = torch.empty_like(of_y[0]) if ctx.needs_input_grad[0] else None
         of_kernel, of_future = (torch.empty_like(k) if kernels_train else None for k in (kernel, future))
-        for group in _groups(u, size, kernel.shape[0]):
-            spectrum = torch.fft.rfft(grad[..., group].permute(0, 2, 3, 1), n=size)  # (B, F, d, size)
-            if of_u is not None:
+        for group in _groups(of_y[0], size, kernel.shape[0]):
+            spectrum = torch.fft.rfft(of_y[:, group], n=size)  # (F, d, B, size)
+            if of_x is not None:
                 product = spectrum * _spectrum(kernel[:, group], future[:, group], size).conj()
-                of_u[..., group] = torch.fft.irfft(product.sum(1), n=size)[..., :time].transpose(1, 2)
-            if of_kernel is not None and of_future is not None:
-                product = spectrum * torch.fft.rfft(u[:, :, group].transpose(1, 2), n=size).unsqueeze(1).conj()
-                taken = torch.fft.irfft(product.sum(0), n=size)  # (F, d, size)
+                of_x[group] = torch.fft.irfft(product.sum(0), n=size)[..., :time]
+            if x is not None and of_kernel is not None and of_future is not None:
+                product = spectrum * torch.fft.rfft(x[group], n=size).conj()
+                taken = torch.fft.irfft(product.sum(2), n=size)  # (F, d, size)
                 of_kernel[:, group] = taken[..., :taps]
                 of_future[:, group] = taken[..., size - ahead :].flip(-1)
-        return of_u, of_kernel, of_future
+        return None if of_x is None else channels_last(of_x), of_kernel, of_future

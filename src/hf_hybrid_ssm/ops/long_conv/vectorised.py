@@ -60,7 +60,8 @@ def sampled(
     """y (B, J, F, D) at every `every`-th token or at the tokens `at`: a few outputs cost less than all of them."""
     batch, length, channels = u.shape
     taps = kernel.shape[-1]
-    wanted = torch.arange(length, device=u.device)[every - 1 :: every].expand(batch, -1) if at is None else at
+    every_nth = torch.arange(length, device=u.device)[(every or 1) - 1 :: every]
+    wanted = every_nth.expand(batch, -1) if at is None else at
     if wanted.numel() == 0:
         return u.new_zeros(*wanted.shape, kernel.shape[0], channels)
     missing = taps - 1 - history.shape[1]

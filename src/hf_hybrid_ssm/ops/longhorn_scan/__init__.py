@@ -6,6 +6,7 @@ from hf_hybrid_ssm.ops.checks import check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops.dispatch import Op
 from hf_hybrid_ssm.ops.lengths import check_lengths
 from hf_hybrid_ssm.ops.longhorn_scan import reference, vectorised
+from hf_hybrid_ssm.ops.longhorn_scan.example import example
 
 _OP = Op(
     "longhorn_scan",
@@ -14,6 +15,7 @@ _OP = Op(
         "native": "hf_hybrid_ssm.ops.longhorn_scan.native",
         "triton": "hf_hybrid_ssm.ops.longhorn_scan.triton",
     },
+    example=example,
 )
 
 

@@ -225,7 +225,7 @@ def backward_kernel(
                     tau = tl.load(dt + row * dt_row + t * dt_step + d, mask=real_d, other=0.0)
                     delta, _ = step_size(tau.to(tl.float32) + bias, tl.sum(k_t * k_t))
                     h = h * keeps_state(seq_idx, row, t, L, HAS_DOCUMENTS)
-                    before = before + (h,)  # noqa: RUF005 - the compiler knows no unpacking
+                    before = before + (h,)  # type: ignore[assignment]  # noqa: RUF005 - the compiler knows no unpacking
                     step = (delta * x_t.to(tl.float32))[None, :] * k_t[:, None]
                     h = (1.0 - delta[None, :] * (k_t * k_t)[:, None]) * h + step
                 for s in tl.static_range(S - 1, -1, -1):

@@ -1,0 +1,170 @@
+"""Where the tokens of a piece lie in the blocks of W tokens that every document is cut into.
+
+Blocks count from the first token of a document, wherever a piece of it begins and whatever stands beside it in a
+packed row. A fresh batch is the plain case: blocks are then a reshape.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True)
+class BlockGrid:
+    """The blocks 0..J-1 that a piece (B, L) touches, and block J behind them.
+
+    Args:
+        window: W.
+        length: L.
+        starts: (B, J + 1) int64, column of each block's first token; negative where the block began in an earlier
+            piece. Blocks that a row does not have start at L.
+        first: (B, J + 1) bool, the block is the first of its document.
+        block: (B, L) int64, the block of each token.
+        aligned: all rows begin at a block's first token and hold one document: the grid is a reshape.
+        count: (B,) int64, tokens of the row's last document read so far, this piece included.
+        following: (B,) int64, the block of the token that follows the piece.
+        real: (B,) int64, real tokens of the piece.
+    """
+
+    window: int
+    length: int
+    starts: torch.Tensor
+    first: torch.Tensor
+    block: torch.Tensor
+    aligned: bool
+    count: torch.Tensor
+    following: torch.Tensor
+    real: torch.Tensor
+
+    @property
+    def number(self) -> int:
+        """J."""
+        return self.starts.shape[1] - 1
+
+    @property
+    def ends(self) -> torch.Tensor:
+        """(B, J) column of the token before each of the blocks 1..J (where that is in this piece)."""
+        return (self.starts[:, 1:] - 1).clamp(0, self.length - 1)
+
+    @property
+    def phase(self) -> torch.Tensor:
+        """(B,) tokens of block 0 that earlier pieces hold."""
+        return (-self.starts[:, 0]).clamp(min=0)
+
+    @property
+    def occupied(self) -> torch.Tensor:
+        """(B, J, W) the slot holds a real token of this piece."""
+        columns = self.starts[:, :-1, None] + torch.arange(self.window, device=self.starts.device)
+        ends = torch.minimum(self.starts[:, 1:], self.real.unsqueeze(1))
+        return (columns >= 0) & (columns < ends.unsqueeze(-1))
+
+    def to_blocks(self, x: torch.Tensor, past: torch.Tensor | None = None) -> torch.Tensor:
+        """x (B, L, ...) → (B, J, W, ...), slot by slot.
+
+        `past` (B, W, ...) fills the slots of block 0 that earlier pieces hold. Slots behind a document's end hold
+        something finite.
+        """
+        if self.aligned:
+            padded = F.pad(x, (0, 0) * (x.dim() - 2) + (0, self.number * self.window - self.length))
+            return padded.unflatten(1, (self.number, self.window))
+        slots = torch.arange(self.window, device=x.device)
+        columns = (self.starts[:, :-1, None] + slots).clamp(0, self.length - 1)
+        blocks = _take(x, columns.flatten(1)).unflatten(1, columns.shape[1:])
+        if past is None:
+            return blocks
+        held = _like((slots < self.phase.unsqueeze(1)), past)
+        return torch.cat([torch.where(held, past, blocks[:, 0]).unsqueeze(1), blocks[:, 1:]], dim=1)
+
+    def from_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
+        """(B, J, W, ...) → (B, L, ...)."""
+        flat = blocks.flatten(1, 2)
+        if self.aligned:
+            return flat[:, : self.length]
+        slot = torch.arange(self.length, device=blocks.device) - self.starts.gather(1, self.block)
+        return _take(flat, self.block * self.window + slot)
+
+    def unfinished(self, blocks: torch.Tensor) -> torch.Tensor:
+        """From (B, J, W, ...) the block that goes on behind the piece, (B, W, ...), zero where it is not yet
+        filled."""
+        last = self.following.clamp(max=self.number - 1)
+        rows = torch.arange(blocks.shape[0], device=blocks.device)
+        filled = torch.arange(self.window, device=blocks.device) < (self.count % self.window).unsqueeze(1)
+        kept = blocks[rows, last]
+        return torch.where(_like(filled, kept), kept, 0.0)
+
+
+def block_grid(
+    batch: int,
+    length: int,
+    window: int,
+    *,
+    count: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    device: torch.device | None = None,
+) -> BlockGrid:
+    """The grid of a piece.
+
+    Args:
+        count: (B,) int64, tokens of each row's first document that earlier pieces hold; None: none do.
+        seq_idx: (B, L) int, documents of packed rows; padding belongs to the last one.
+        lengths: (B,) int, real tokens at the front of each row.
+    """
+    columns = torch.arange(length, device=device)
+    real = torch.full((batch,), length, device=device) if lengths is None else lengths.to(torch.int64)
+    before = torch.zeros(batch, dtype=torch.int64, device=device) if count is None else count
+    if seq_idx is not None:
+        return _packed_grid(length, window, columns, before, real, seq_idx)
+    phase = before % window
+    number = -(-length // window) if count is None else (length + window - 2) // window + 1
+    indices = torch.arange(number + 1, device=device)
+    return BlockGrid(
+        window=window,
+        length=length,
+        starts=indices * window - phase.unsqueeze(1),
+        first=(before // window).unsqueeze(1) + indices == 0,
+        block=(columns + phase.unsqueeze(1)) // window,
+        aligned=count is None,
+        count=before + real,
+        following=(phase + real) // window,
+        real=real,
+    )
+
+
+def _packed_grid(
+    length: int,
+    window: int,
+    columns: torch.Tensor,
+    before: torch.Tensor,
+    real: torch.Tensor,
+    seq_idx: torch.Tensor,
+) -> BlockGrid:
+    """Every document restarts the blocks, so their number depends on where documents begin."""
+    begins = F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0), value=False)
+    origin = torch.where(begins, columns, -before.unsqueeze(1)).cummax(1).values
+    position = columns - origin
+    slot = position % window
+    opens = slot == 0
+    opens[:, 0] = True
+    block = opens.cumsum(1) - 1
+    number = int(block.max()) + 1
+    starts = torch.full((seq_idx.shape[0], number + 1), length, device=columns.device)
+    starts = starts.scatter(1, block, columns - slot)
+    first = torch.zeros_like(starts, dtype=torch.bool).scatter(1, block, position < window)
+    last = (real - 1).clamp(min=0).unsqueeze(1)
+    count = torch.where(real > 0, position.gather(1, last).squeeze(1) + 1, before)
+    following = block.gather(1, last).squeeze(1) + (count % window == 0)
+    following = torch.where(real > 0, following, 0)
+    return BlockGrid(window, length, starts, first, block, False, count, following, real)
+
+
+def _take(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """x (B, L, ...) at columns (B, M) → (B, M, ...)."""
+    index = columns.view(*columns.shape, *[1] * (x.dim() - 2)).expand(-1, -1, *x.shape[2:])
+    return x.gather(1, index)
+
+
+def _like(mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """mask (B, W) with the trailing dimensions of x (B, W, ...)."""
+    return mask.view(*mask.shape, *[1] * (x.dim() - 2))

@@ -1,0 +1,255 @@
+"""Context states: what a block of the Block-State Transformer knows of everything before it.
+
+A state-space model runs over the whole row; its outputs, cut into blocks, become keys and values that the tokens of
+the block attend to (section 3 of the paper):
+
+    "sh"  one filter; block i owns its outputs y_s of the same block, seen causally, by all heads
+    "mh"  a filter for each head; head h sees the outputs of its own filter only
+    "mf"  S filters; block i owns their outputs at the last token of block i - 1, and block 0 learned states
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hf_hybrid_ssm.layers.block_grid import BlockGrid
+from hf_hybrid_ssm.layers.mixer import State
+from hf_hybrid_ssm.layers.mixers import build_mixer
+from hf_hybrid_ssm.layers.rms_norm import RMSNorm
+
+VARIANTS = ("sh", "mh", "mf")
+
+
+def l2_normalise(x: torch.Tensor) -> torch.Tensor:
+    """x / sqrt(|x|² + 1e-6) over the last dimension, in float32 or wider."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+class HeadwiseLinear(nn.Module):
+    """One matrix for each head: (..., H, D) → (..., H, head_dim), without bias."""
+
+    def __init__(self, num_heads: int, in_features: int, head_dim: int):
+        super().__init__()
+        self.in_features = in_features
+        self.weight = nn.Parameter(torch.empty(num_heads, in_features, head_dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("...hd,hde->...he", x, self.weight)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={size}" for name, size in zip(("heads", "in", "out"), self.weight.shape))
+
+
+class ContextStates(nn.Module):
+    """The state-space model of a layer, and the keys and values that its outputs become.
+
+    Args:
+        hidden_size, num_heads, head_dim: d, H, e.
+        window: W, tokens of a block.
+        variant: "sh", "mh" or "mf".
+        num_states: S of "mf".
+        ssm_type, ssm_options: name and options of the mixer (`build_mixer`).
+        input_norm: normalise the mixer's input.
+        key_norm: L2-normalise the keys.
+        eps: of the norms.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        window: int,
+        variant: str = "sh",
+        num_states: int = 32,
+        ssm_type: str = "s4d",
+        ssm_options: dict[str, Any] | None = None,
+        input_norm: bool = True,
+        key_norm: bool = True,
+        eps: float = 1e-6,
+    ):
+        super().__init__()
+        if variant not in VARIANTS:
+            raise ValueError(f"variant={variant!r} must be one of {', '.join(VARIANTS)}.")
+        self.num_heads, self.head_dim, self.window = num_heads, head_dim, window
+        self.variant, self.num_states, self.key_norm = variant, num_states, key_norm
+        filters = {"sh": None, "mh": num_heads, "mf": num_states}[variant]
+        self.input_norm = RMSNorm(hidden_size, eps=eps) if input_norm else None
+        self.ssm = build_mixer(ssm_type, hidden_size, **{"filters": filters, **(ssm_options or {})})
+        self.norm = RMSNorm(hidden_size, eps=eps)
+        if variant == "mh":
+            self.k_proj: nn.Module = HeadwiseLinear(num_heads, hidden_size, head_dim)
+            self.v_proj: nn.Module = HeadwiseLinear(num_heads, hidden_size, head_dim)
+        else:
+            self.k_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
+            self.v_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
+        if variant == "mf":
+            self.initial_context = nn.Parameter(torch.empty(num_states, hidden_size))
+            self.context_ids = nn.Parameter(torch.empty(num_states, hidden_size))
+
+    @property
+    def slots(self) -> int:
+        """Context states of a block: W, or S for "mf"."""
+        return self.num_states if self.variant == "mf" else self.window
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        grid: BlockGrid,
+        *,
+        state: dict[str, torch.Tensor] | None = None,
+        seq_idx: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
+        return_state: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """Keys and values of the blocks that a piece touches.
+
+        Args:
+            x: (B, L, d), the layer's input.
+            grid: the blocks of the piece.
+            state: "ssm", "context_key", "context_value" after the tokens before the piece.
+            seq_idx, lengths: as for every mixer.
+            return_state: also return the state after the piece; else it is empty.
+
+        Returns:
+            keys and values (B, J, W or S, H, e), and the state.
+        """
+        u = x if self.input_norm is None else self.input_norm(x)
+        past = (None, None) if not state else (state["context_key"], state["context_value"])
+        options: dict[str, Any] = {
+            "initial_state": None if not state else state["ssm"],
+            "seq_idx": seq_idx,
+            "lengths": lengths,
+            "return_final_state": return_state,
+        }
+        if self.variant == "mf":
+            return self._shifted(u, grid, past, options)
+        y, ssm = self.ssm(u, **options)
+        keys, values = (
+            grid.to_blocks(part, None if held is None else held.transpose(1, 2))
+            for part, held in zip(self._project(y), past)
+        )
+        after = {}
+        if return_state:
+            unfinished = (grid.unfinished(part).transpose(1, 2) for part in (keys, values))
+            after = self._state(ssm, *unfinished)
+        return keys, values, after
+
+    def _shifted(
+        self,
+        u: torch.Tensor,
+        grid: BlockGrid,
+        past: tuple[torch.Tensor | None, torch.Tensor | None],
+        options: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """C_0 learned, C_i = y at the last token of block i - 1: read out there only, all filters at once."""
+        taken: dict[str, Any] = {"every": self.window} if grid.aligned else {"at": grid.ends}
+        y, ssm = self.ssm(u, **options, **taken)  # (B, J or L // W, S, d)
+        keys: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        first = grid.first[..., None, None, None]
+        for parts, new, initial, held in zip((keys, values), self._project(y), self._initial(), past):
+            initial = initial.expand(u.shape[0], 1, *initial.shape)
+            behind = torch.where(first[:, 1 : 1 + new.shape[1]], initial, new)
+            # before the first block is over, a cache may hold anything
+            start = initial if held is None else torch.where(first[:, :1], initial, held.transpose(1, 2).unsqueeze(1))
+            parts.append(torch.cat([start, behind], dim=1))
+        after = {}
+        if options["return_final_state"]:
+            rows = torch.arange(u.shape[0], device=u.device)
+            after = self._state(ssm, *(part[0][rows, grid.following].transpose(1, 2) for part in (keys, values)))
+        return keys[0][:, : grid.number], values[0][:, : grid.number], after
+
+    def step(
+        self, x: torch.Tensor, state: dict[str, torch.Tensor], count: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """One token x (B, d) of rows that hold count (B,) tokens; the state as in `forward`.
+
+        Returns:
+            keys and values (B, H, W or S, e) that the token attends to ("sh", "mh": its slots 0..count % W), and the
+            state after it.
+        """
+        u = x if self.input_norm is None else self.input_norm(x)
+        phase = count % self.window
+        y, ssm = self.ssm.step(u, state["ssm"])
+        held = state["context_key"], state["context_value"]
+        parts = [part.unsqueeze(2) if self.variant != "mf" else part.transpose(1, 2) for part in self._project(y)]
+        if self.variant == "mf":
+            fresh = (count < self.window).view(-1, 1, 1, 1)
+            now = [
+                torch.where(fresh, first.transpose(0, 1), old.to(first.dtype))
+                for first, old in zip(self._initial(), held)
+            ]
+            over = (phase == self.window - 1).view(-1, 1, 1, 1)
+            after = [torch.where(over, new, old) for new, old in zip(parts, now)]
+        else:
+            slots = torch.arange(self.window, device=x.device)
+            filled = (slots < phase.unsqueeze(1))[:, None, :, None]
+            here = (slots == phase.unsqueeze(1))[:, None, :, None]
+            now = [torch.where(here, new, torch.where(filled, old, 0.0)) for new, old in zip(parts, held)]
+            over = (phase == self.window - 1).view(-1, 1, 1, 1)
+            after = [torch.where(over, 0.0, part) for part in now]
+        return now[0], now[1], self._state(ssm, *after)
+
+    def _initial(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values (S, H, e) of the learned context of a document's first block."""
+        return self._project(self.initial_context)
+
+    def _project(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """SSM outputs (..., [H or S,] d) → keys and values (..., [S,] H, e)."""
+        z = self.norm(y)
+        if self.variant == "mf":
+            z = z + self.context_ids
+        keys, values = self.k_proj(z), self.v_proj(z)
+        if self.variant != "mh":
+            keys, values = (part.unflatten(-1, (self.num_heads, self.head_dim)) for part in (keys, values))
+        return (l2_normalise(keys) if self.key_norm else keys), values
+
+    def _state(self, ssm: State | None, keys: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        assert isinstance(ssm, torch.Tensor)
+        return {"ssm": ssm, "context_key": keys, "context_value": values}
+
+    def init_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """The state before the first token."""
+        ssm = self.ssm.init_state(batch, device=device)
+        empty = torch.zeros(batch, self.num_heads, self.slots, self.head_dim, device=device, dtype=dtype)
+        return self._state(ssm, empty, empty)
+
+
+def attend_context(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    mask: str | torch.Tensor | None,
+) -> torch.Tensor:
+    """Cross-attention of a block's tokens to its context states; scores are already scaled.
+
+    Args:
+        queries: (B, J, W, H, e).
+        keys, values: (B, J, W or S, H, e).
+        mask: "causal" (slot s sees slots up to s), "strict" (slots before s; slot 0 sees nothing and gets 0), None, or
+            a boolean (B, J, W), the slots that all may see.
+
+    Returns:
+        (B, J, W, H, e).
+    """
+    batch, blocks = queries.shape[:2]
+    q, k, v = (part.flatten(0, 1).transpose(1, 2) for part in (queries, keys, values))
+    options: dict[str, Any] = {"scale": 1.0}
+    if isinstance(mask, torch.Tensor):
+        options["attn_mask"] = (mask | ~mask.any(-1, keepdim=True)).flatten(0, 1)[:, None, None]
+    elif mask == "strict":
+        strict = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(-1)
+        strict[0, 0] = True
+        options["attn_mask"] = strict
+    elif mask == "causal":
+        options["is_causal"] = True
+    out = F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2).unflatten(0, (batch, blocks))
+    if isinstance(mask, str) and mask == "strict":
+        out = torch.cat([torch.zeros_like(out[:, :, :1]), out[:, :, 1:]], dim=2)
+    return out

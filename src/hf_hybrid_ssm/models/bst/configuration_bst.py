@@ -1,0 +1,291 @@
+"""Block-State Transformer configuration."""
+
+import math
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+from hf_hybrid_ssm.models.configuration import HybridConfigMixin
+
+BLOCK_TYPES = ("slide", "bst", "brect")
+SSM_TYPES = ("s4d", "s4", "unstructured", "s5")
+STATE_LAYER_TYPE = "hybrid_ssm_state"
+
+
+@strict
+class BstConfig(HybridConfigMixin, PreTrainedConfig):
+    r"""
+    Configuration of a Block-State Transformer (arXiv 2306.09539). The defaults are BST:SH:S4 of about 200M parameters.
+
+    A stack of window-attention layers ("slide") in which some ("bst") also attend to context states that a state-space
+    model computes from the whole past. With `block_types` the same code gives the paper's baselines: all "slide", or
+    one "brect" layer (Block-Recurrent Transformer).
+
+    Args:
+        vocab_size (`int`, *optional*, defaults to 32128): Size of the vocabulary.
+        hidden_size (`int`, *optional*, defaults to 1024): Width d of the residual stream.
+        num_hidden_layers (`int`, *optional*, defaults to 12): Number of layers.
+        num_attention_heads (`int`, *optional*, defaults to 8): Attention heads H.
+        head_dim (`int`, *optional*, defaults to 128): Size e of a head; H e need not be d.
+        intermediate_size (`int`, *optional*, defaults to 4096): Width of the feed-forward layers.
+        hidden_act (`str`, *optional*, defaults to `"relu"`): Their activation.
+        window_size (`int`, *optional*, defaults to 512): W: tokens a token attends to, and tokens of a block.
+        block_types (`list[str]`, *optional*): `"slide"`, `"bst"` or `"brect"` for each layer; by default from
+            `bst_layer_indices`.
+        bst_layer_indices (`list[int]`, *optional*): Layers of type `"bst"`, from 0; `[0, 6, 8]` by default.
+        context_variant (`str`, *optional*, defaults to `"sh"`): `"sh"` (one filter), `"mh"` (one a head) or `"mf"`
+            (one a context state).
+        num_context_states (`int`, *optional*, defaults to 32): S, context states of a block for `"mf"`.
+        ssm_type (`str`, *optional*, defaults to `"s4d"`): `"s4d"`, `"s4"`, `"unstructured"` or `"s5"`.
+        ssm_state_size (`int`, *optional*): N, real state dimensions of a channel (s5: of all channels together); 16
+            by default, 256 for s5.
+        ssm_num_dynamics (`int`, *optional*): Independent copies of A and B; one for each filter and channel by
+        default.
+        ssm_init (`str`, *optional*, defaults to `"legs"`): `"legs"` or `"lin"`, of s4d.
+        ssm_discretization (`str`, *optional*): `"zoh"` (default) or `"bilinear"` for s4d; s4 is bilinear.
+        ssm_dt_min, ssm_dt_max (`float`, *optional*, defaults to 1e-3 and 1e-1): Range of the initial step sizes.
+        ssm_input_norm (`bool`, *optional*, defaults to `True`): Normalise the input of the state-space model.
+        ssm_skip (`bool`, *optional*, defaults to `True`): Its D term.
+        ssm_learning_rate (`float`, *optional*, defaults to 1e-3): Of A, B and the step sizes, read by
+            `hf_hybrid_ssm.optim`; `None` leaves it to the optimizer.
+        filter_length (`int`, *optional*, defaults to 4096): Taps of an unstructured filter; zero beyond.
+        filter_emb_dim, filter_order, filter_inner_layers, filter_sin_freq (*optional*, defaults to 33, 64, 2, 14.0):
+            Features, width, hidden layers and initial frequency of its network.
+        filter_fast_decay_pct, filter_slow_decay_pct, filter_decay_target (`float`, *optional*, defaults to 0.3, 1.5
+            and 0.01): Its decay rates.
+        cross_attention_inclusive (`bool`, *optional*, defaults to `True`): A token sees the context state of its own
+            position (`"sh"`, `"mh"`).
+        qk_norm (`bool`, *optional*, defaults to `True`): L2-normalised queries and keys with a learned scale a head;
+            otherwise the scale is `1 / sqrt(head_dim)`.
+        attend_self (`bool`, *optional*, defaults to `False`): A token attends to itself too, besides the W before it.
+        zero_kv_sink (`bool`, *optional*, defaults to `True`): Places before the first token hold zero keys and values.
+        rel_pos_buckets, rel_pos_max_distance (`int`, *optional*, defaults to 32 and 128): T5 relative bias.
+        dropout, attention_dropout, final_dropout (`float`, *optional*, defaults to 0.05): Before attention and after
+            the feed-forward layer, on attention weights, before the head.
+        rms_norm_eps (`float`, *optional*, defaults to 1e-6): Epsilon of the norms.
+        embedding_init_std, context_init_std, context_id_std (`float`, *optional*, defaults to 1.0, 0.1, 1.0): Initial
+            deviations of embeddings, initial contexts (and recurrent states) and context IDs.
+        logit_scale (`float`, *optional*): Factor on the logits; `hidden_size ** -0.5` by default.
+        tie_word_embeddings (`bool`, *optional*, defaults to `True`): Share embedding and language-model head.
+        recurrent_num_states, recurrent_gate (*optional*, defaults to 512 and `"fixed"`): State vectors and gate
+            (`"fixed"` or `"lstm"`) of `"brect"` layers.
+        recurrent_skip_ffn (`bool`, *optional*, defaults to `True`): No feed-forward layer on their states.
+        retrieval_k (`int`, *optional*, defaults to 0): Context states of finished blocks that each head of a token
+            retrieves besides those of its own block; 0 for none.
+        retrieval_memory (`int`, *optional*, defaults to 0): Context states that are kept for retrieval, newest first.
+        retrieval_stride (`int`, *optional*, defaults to 16): `"sh"`, `"mh"`: every so many of them are kept.
+        carry_segment_cache (`bool`, *optional*, defaults to `False`): In training, go on from the (detached) cache of
+            the segment before: rows of a batch are lanes of long documents. Needs data in that order.
+        bidirectional (`bool`, *optional*, defaults to `False`): Attend W tokens to both sides and filter both ways,
+            for classification.
+        classifier_pooling (`str`, *optional*, defaults to `"mean"`): `"mean"` over real tokens or `"last"`.
+        use_cache (`bool`, *optional*, defaults to `True`): Return the state for continuation.
+        use_linear_cross_entropy (`bool`, *optional*, defaults to `False`): When training with labels, compute the loss
+            in chunks that never hold all logits; `logits` is then `None`.
+        max_position_embeddings (`int`, *optional*, defaults to 4096): Training length; not a limit.
+        initializer_range (`float`, *optional*, defaults to 0.02): Deviation of the classification head.
+        pad_token_id, bos_token_id, eos_token_id (`int`, *optional*): Special tokens; T5's by default.
+
+    ```python
+    >>> from hf_hybrid_ssm import BstConfig, BstForCausalLM
+
+    >>> model = BstForCausalLM(BstConfig.preset("200m", context_variant="mf"))
+    ```"""
+
+    model_type = "bst"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    attribute_map: ClassVar[dict[str, str]] = {"sliding_window": "window_size"}
+    presets: ClassVar[dict[str, dict]] = {
+        "80m": {"hidden_size": 512},
+        "200m": {},
+        "400m": {"num_attention_heads": 16, "intermediate_size": 8192, "bst_layer_indices": [0, 4, 6, 8]},
+        "1.3b": {"hidden_size": 2048, "num_attention_heads": 32, "intermediate_size": 16384},
+    }
+
+    vocab_size: int = 32128
+    hidden_size: int = 1024
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 8
+    head_dim: int = 128
+    intermediate_size: int = 4096
+    hidden_act: str = "relu"
+    window_size: int = 512
+    block_types: list[str] | None = None
+    bst_layer_indices: list[int] | None = None
+    context_variant: str = "sh"
+    num_context_states: int = 32
+    ssm_type: str = "s4d"
+    ssm_state_size: int | None = None
+    ssm_num_dynamics: int | None = None
+    ssm_init: str = "legs"
+    ssm_discretization: str | None = None
+    ssm_dt_min: float = 1e-3
+    ssm_dt_max: float = 1e-1
+    ssm_input_norm: bool = True
+    ssm_skip: bool = True
+    ssm_learning_rate: float | None = 1e-3
+    filter_length: int = 4096
+    filter_emb_dim: int = 33
+    filter_order: int = 64
+    filter_inner_layers: int = 2
+    filter_sin_freq: float | int = 14.0
+    filter_fast_decay_pct: float = 0.3
+    filter_slow_decay_pct: float = 1.5
+    filter_decay_target: float = 0.01
+    cross_attention_inclusive: bool = True
+    qk_norm: bool = True
+    attend_self: bool = False
+    zero_kv_sink: bool = True
+    rel_pos_buckets: int = 32
+    rel_pos_max_distance: int = 128
+    dropout: float | int = 0.05
+    attention_dropout: float | int = 0.05
+    final_dropout: float | int = 0.05
+    rms_norm_eps: float = 1e-6
+    embedding_init_std: float | int = 1.0
+    context_init_std: float | int = 0.1
+    context_id_std: float | int = 1.0
+    logit_scale: float | int | None = None
+    tie_word_embeddings: bool = True
+    recurrent_num_states: int = 512
+    recurrent_gate: str = "fixed"
+    recurrent_skip_ffn: bool = True
+    retrieval_k: int = 0
+    retrieval_memory: int = 0
+    retrieval_stride: int = 16
+    carry_segment_cache: bool = False
+    bidirectional: bool = False
+    classifier_pooling: str = "mean"
+    use_cache: bool = True
+    use_linear_cross_entropy: bool = False
+    max_position_embeddings: int = 4096
+    initializer_range: float = 0.02
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = 1
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        layers = max(self.num_hidden_layers, 0)
+        if self.block_types is None:
+            indices = (
+                [i for i in (0, 6, 8) if i < layers] if self.bst_layer_indices is None else self.bst_layer_indices
+            )
+            outside = [index for index in indices if not 0 <= index < layers]
+            if outside or len(set(indices)) != len(indices):
+                raise ValueError(
+                    f"bst_layer_indices={indices} must name different layers from 0 to {layers - 1} "
+                    f"(num_hidden_layers={self.num_hidden_layers})."
+                )
+            self.block_types = ["bst" if i in indices else "slide" for i in range(layers)]
+        actual = [i for i, block_type in enumerate(self.block_types) if block_type == "bst"]
+        if self.bst_layer_indices is not None and sorted(self.bst_layer_indices) != actual:
+            raise ValueError(
+                f"bst_layer_indices={self.bst_layer_indices} contradicts block_types, whose bst layers are {actual}."
+            )
+        self.bst_layer_indices = actual
+        if self.ssm_state_size is None:
+            self.ssm_state_size = 256 if self.ssm_type == "s5" else 16
+        if self.logit_scale is None and self.hidden_size > 0:
+            self.logit_scale = 1 / math.sqrt(self.hidden_size)
+        super().__post_init__(**kwargs)
+
+    @property
+    def layer_types(self) -> list[str]:
+        """The kind of cache layer each block needs: always our own."""
+        return [STATE_LAYER_TYPE] * len(self.block_types or [])
+
+    @property
+    def ssm_options(self) -> dict[str, Any]:
+        """What `build_mixer` takes for this `ssm_type`."""
+        options: dict[str, Any] = {
+            "skip": self.ssm_skip,
+            "learning_rate": self.ssm_learning_rate,
+            "bidirectional": self.bidirectional,
+        }
+        if self.ssm_type == "unstructured":
+            return options | {
+                "filter_length": self.filter_length,
+                "filter_emb": self.filter_emb_dim,
+                "filter_width": self.filter_order,
+                "filter_layers": self.filter_inner_layers,
+                "filter_freq": float(self.filter_sin_freq),
+                "fast_decay": self.filter_fast_decay_pct,
+                "slow_decay": self.filter_slow_decay_pct,
+                "decay_target": self.filter_decay_target,
+            }
+        options |= {"state_size": self.ssm_state_size, "dt_min": self.ssm_dt_min, "dt_max": self.ssm_dt_max}
+        if self.ssm_type == "s5":
+            size = self.ssm_state_size or 2
+            return options | {"blocks": max(b for b in (1, 2, 4, 8) if size % (2 * b) == 0)}
+        options |= {"num_dynamics": self.ssm_num_dynamics}
+        if self.ssm_type == "s4d":
+            options |= {"init": self.ssm_init, "discretization": self.ssm_discretization or "zoh"}
+        return options
+
+    def validate_layer_type(self) -> None:
+        self.check_block_types(BLOCK_TYPES)
+
+    def validate_architecture(self) -> None:
+        """Sizes that fit together."""
+        self.check_positive(
+            "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "intermediate_size",
+            "window_size", "num_context_states", "ssm_state_size", "ssm_dt_min", "ssm_dt_max", "filter_length",
+            "filter_order", "rel_pos_max_distance", "rms_norm_eps", "recurrent_num_states", "retrieval_stride",
+            "max_position_embeddings", "logit_scale",
+        )  # fmt: skip
+        self.check_choice("context_variant", ("sh", "mh", "mf"))
+        self.check_choice("ssm_type", SSM_TYPES)
+        self.check_choice("ssm_init", ("legs", "lin"))
+        self.check_choice("recurrent_gate", ("fixed", "lstm"))
+        self.check_choice("classifier_pooling", ("mean", "last"))
+        if self.ssm_state_size % 2:  # type: ignore[operator]
+            raise ValueError(f"ssm_state_size={self.ssm_state_size} must be even: states come in conjugate pairs.")
+        if self.ssm_discretization not in (None, *(("zoh", "bilinear") if self.ssm_type == "s4d" else ("bilinear",))):
+            raise ValueError(f"ssm_discretization={self.ssm_discretization!r} does not exist for {self.ssm_type}.")
+        if self.rel_pos_buckets < 2 or self.rel_pos_buckets % 2:
+            raise ValueError(f"rel_pos_buckets={self.rel_pos_buckets} must be even and at least 2.")
+        if self.rel_pos_max_distance <= self.rel_pos_buckets // 2:
+            raise ValueError(
+                f"rel_pos_max_distance={self.rel_pos_max_distance} must exceed half of rel_pos_buckets="
+                f"{self.rel_pos_buckets}, whose first half are single distances."
+            )
+        for name in ("dropout", "attention_dropout", "final_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1).")
+        self._check_retrieval()
+        if self.bidirectional:
+            self._check_bidirectional()
+
+    def _check_retrieval(self) -> None:
+        if self.retrieval_k < 0 or self.retrieval_memory < 0:
+            raise ValueError(
+                f"retrieval_k={self.retrieval_k} and retrieval_memory={self.retrieval_memory} must not be negative."
+            )
+        if bool(self.retrieval_k) != bool(self.retrieval_memory):
+            raise ValueError(
+                f"retrieval_k={self.retrieval_k} with retrieval_memory={self.retrieval_memory}: retrieval needs both, "
+                "how many context states a token retrieves and how many are kept."
+            )
+        if not self.retrieval_k:
+            return
+        if "bst" not in self.block_types:  # type: ignore[operator]
+            raise ValueError('retrieval_k > 0 needs a "bst" layer: only context states can be retrieved.')
+        if self.retrieval_k > self.retrieval_memory:
+            raise ValueError(f"retrieval_k={self.retrieval_k} exceeds retrieval_memory={self.retrieval_memory}.")
+        if self.context_variant != "mf" and self.window_size % self.retrieval_stride:
+            raise ValueError(
+                f"retrieval_stride={self.retrieval_stride} must divide window_size={self.window_size}, so that every "
+                "block keeps as many states."
+            )
+
+    def _check_bidirectional(self) -> None:
+        if self.carry_segment_cache or self.retrieval_k or "brect" in self.block_types:  # type: ignore[operator]
+            raise ValueError(
+                "bidirectional=True excludes carry_segment_cache, retrieval_k and brect layers: they need a past."
+            )
+        if not self.cross_attention_inclusive:
+            raise ValueError("bidirectional=True needs cross_attention_inclusive=True: blocks are seen whole.")
+
+
+__all__ = ["BstConfig"]

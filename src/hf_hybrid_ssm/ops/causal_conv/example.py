@@ -1,0 +1,9 @@
+"""A small convolution on which kernels are checked: longer than a tile, channels that fill none."""
+
+import torch
+
+
+def example() -> dict:
+    random = torch.Generator().manual_seed(0)
+    shapes = {"x": (2, 37, 18), "weight": (18, 4), "bias": (18,), "initial_state": (2, 3, 18)}
+    return {name: torch.randn(shape, generator=random) for name, shape in shapes.items()} | {"activation": "silu"}

@@ -1,0 +1,49 @@
+"""Local attention, token by token: a softmax over the list of keys that a token may see."""
+
+import torch
+
+from hf_hybrid_ssm.ops.local_attention.reach import push
+
+
+def run(q, k, v, *, nearest, farthest, chunk_size, bias, scale, zero_keys, dropout, state, seq_idx, lengths, capacity):
+    """See `hf_hybrid_ssm.ops.local_attention.local_attention`; computes in float32, or float64 for float64 inputs."""
+    if dropout:
+        raise ValueError("the reference has no dropout.")
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    batch, heads, length, _ = q.shape
+    y = torch.zeros_like(v, dtype=dtype)
+    for b in range(batch):
+        seen = 0 if state is None else int(state.seen[b])
+        held = 0 if state is None else min(seen, state.keys.shape[2])
+        document = [0] * length if seq_idx is None else seq_idx[b].tolist()
+        known = [(document[0] if length else 0, seen - held + s) for s in range(held)]  # (document, rank in it)
+        keys = [] if state is None else list(state.keys[b].unbind(1)[state.keys.shape[2] - held :])
+        values = [] if state is None else list(state.values[b].unbind(1)[state.keys.shape[2] - held :])
+        for i in range(length if lengths is None else int(lengths[b])):
+            first = document[i] == document[0]
+            known.append((document[i], seen + i if first else i - document.index(document[i])))
+            keys.append(k[b, :, i])
+            values.append(v[b, :, i])
+        for i in range(held, len(known)):
+            logits, seen_values = [], []
+            for j in range(len(known)):
+                near = (nearest is None or i - j >= nearest) and (farthest is None or i - j <= farthest)
+                same_chunk = chunk_size is None or known[i][1] // chunk_size == known[j][1] // chunk_size
+                if near and same_chunk and known[i][0] == known[j][0]:
+                    product = (q[b, :, i - held].to(dtype) * keys[j].to(dtype)).sum(-1)
+                    logits.append(product * scale + _bias(bias, i - j, nearest, heads, dtype))
+                    seen_values.append(values[j].to(dtype))
+            if zero_keys:
+                for distance in range(max(nearest, known[i][1] + 1), farthest + 1):
+                    logits.append(_bias(bias, distance, nearest, heads, dtype))
+                    seen_values.append(torch.zeros_like(values[i], dtype=dtype))
+            if logits:
+                y[b, :, i - held] = (torch.stack(logits).softmax(0).unsqueeze(-1) * torch.stack(seen_values)).sum(0)
+    return y.to(q.dtype), push(state, k, v, capacity, seq_idx, lengths)
+
+
+def _bias(bias, distance, nearest, heads, dtype):
+    if bias is None:
+        return torch.zeros(heads, dtype=dtype)
+    column = distance if nearest is not None and nearest >= 0 else distance + bias.shape[1] // 2
+    return bias[:, min(max(column, 0), bias.shape[1] - 1)].to(dtype)

@@ -1,0 +1,16 @@
+"""A small Longhorn scan on which kernels are checked: longer than a block, channels that fill no tile."""
+
+import torch
+
+
+def example() -> dict:
+    random = torch.Generator().manual_seed(0)
+    shapes: dict[str, tuple] = {
+        "x": (1, 67, 18),
+        "dt": (1, 67, 18),
+        "k": (1, 67, 16),
+        "q": (1, 67, 16),
+        "z": (1, 67, 18),
+    }
+    shapes |= {"dt_bias": (18,), "D": (18,), "initial_state": (1, 18, 16)}
+    return {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}

@@ -1,0 +1,124 @@
+"""A kernel that is wrong on this device is not used, and says so once."""
+
+import importlib
+import logging
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hf_hybrid_ssm.ops.dispatch import REGISTRY, Op
+
+
+class Doubling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, wrong_value, wrong_gradient):
+        ctx.factor = 2.1 if wrong_gradient else 2.0
+        return x * (2.1 if wrong_value else 2.0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.factor, None, None
+
+
+def wrong_value(x):
+    return (Doubling.apply(x, True, False),)
+
+
+def wrong_gradient(x):
+    return (Doubling.apply(x, False, True),)
+
+
+def not_finite(x):
+    return (Doubling.apply(x, False, False) * torch.nan,)
+
+
+def raises(x):
+    raise RuntimeError("illegal instruction")
+
+
+def right(x):
+    return (Doubling.apply(x, False, False),)
+
+
+@pytest.fixture
+def make_op(monkeypatch):
+    def make(kernel, supports=lambda device_type, dtype: None):
+        module = ModuleType("doubling_kernel")
+        module.run, module.supports = kernel, supports
+        monkeypatch.setitem(sys.modules, "doubling_kernel", module)
+        plain = {"torch": lambda x: (x * 2,), "reference": lambda x: (x + x,)}
+        return Op("doubling", plain, {"native": "doubling_kernel"}, example=lambda: {"x": torch.arange(1.0, 9.0)})
+
+    yield make
+    REGISTRY.pop("doubling", None)
+
+
+def test_a_right_kernel_is_used(make_op, caplog):
+    op = make_op(right)
+    assert op.select("cpu", torch.float32) is right
+    assert op.self_check("native", "cpu", torch.float32) < 1e-6
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "kernel, said",
+    [(wrong_value, "off by"), (wrong_gradient, "off by"), (not_finite, "off by inf"), (raises, "illegal instruction")],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_wrong_kernel_is_not_used_and_says_so_once(make_op, caplog, kernel, said, dtype):
+    op = make_op(kernel)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert op.select("cpu", dtype) is op.run["torch"]
+    about_the_check = [r for r in caplog.records if "self-check" in r.getMessage() and "will not be used" in r.message]
+    assert len(about_the_check) == 1 and said in about_the_check[0].getMessage()
+    with pytest.raises(ValueError, match="self-check"):
+        op.select("cpu", dtype, "native")
+
+
+def test_a_missing_kernel_warns_once(make_op, caplog):
+    op = make_op(right, supports=lambda device_type, dtype: "no compiler was found")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert op.select("cpu", torch.float32) is op.run["torch"]
+        op.select("cpu", torch.float64)
+    assert [r.getMessage() for r in caplog.records] == [
+        "doubling runs its torch implementation on cpu, slower than the native kernel: no compiler was found."
+    ]
+
+
+SURROUNDINGS = {
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "meta-device": lambda: torch.device("meta"),
+    "fake-tensors": FakeTensorMode,
+}
+
+
+@pytest.mark.parametrize("surrounding", SURROUNDINGS.values(), ids=SURROUNDINGS.keys())
+def test_the_first_use_may_lie_anywhere(make_op, surrounding):
+    op = make_op(right)
+    with surrounding():
+        assert op.select("cpu", torch.float32) is right
+    assert op.self_check("native", "cpu", torch.float32) < 1e-6
+
+
+def test_the_first_use_may_lie_in_a_compiled_function(make_op):
+    op = make_op(right)
+    double = torch.compile(lambda x: op.select(x.device.type, x.dtype)(x)[0], fullgraph=True, backend="eager")
+    torch.testing.assert_close(double(torch.ones(3)), torch.full((3,), 2.0))
+    assert op.self_check("native", "cpu", torch.float32) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["longhorn_scan", "causal_conv"])
+def test_every_op_with_kernels_has_an_example(name):
+    importlib.import_module(f"hf_hybrid_ssm.ops.{name}")
+    op = REGISTRY[name]
+    outputs = op.run["torch"](**op.example())
+    for got, want in zip(outputs, op.run["reference"](**op.example())):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert all(op.example is not None for op in REGISTRY.values() if op.optional)
