@@ -2,9 +2,10 @@
 
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 
-def attach(package: str, names: dict[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
+def attach(package: str, names: dict[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Module-level `__getattr__`, `__dir__` and `__all__` for `package`.
 
     Args:
@@ -12,7 +13,7 @@ def attach(package: str, names: dict[str, str]) -> tuple[Callable[[str], object]
         names: public name → absolute name of the module that defines it.
     """
 
-    def __getattr__(name: str) -> object:
+    def __getattr__(name: str) -> Any:
         if name not in names:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(importlib.import_module(names[name]), name)

@@ -13,11 +13,11 @@ LONGHORN = {"hidden_size": 24, "num_hidden_layers": 3, "state_size": 5, "num_att
 VARIANTS: dict[str, tuple[str, dict]] = {
     "longhorn": ("longhorn", LONGHORN),
     "longhorn scan norm": ("longhorn", {**LONGHORN, "use_scan_norm": True, "conv_kernel": 2}),
-    "longhorn + window attention": (
+    "longhorn + window and full attention": (
         "longhorn",
         {
             **LONGHORN,
-            "block_types": ["linear_attention", "sliding_attention", "linear_attention"],
+            "block_types": ["linear_attention", "sliding_attention", "full_attention"],
             "sliding_window": 6,
             "num_key_value_heads": 2,
             "mlp_intermediate_size": 40,

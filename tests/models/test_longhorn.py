@@ -18,7 +18,7 @@ TINY = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 HYBRID = {
-    **TINY, "block_types": ["linear_attention", "sliding_attention", "linear_attention"], "sliding_window": 6,
+    **TINY, "block_types": ["linear_attention", "sliding_attention", "full_attention"], "sliding_window": 6,
     "num_key_value_heads": 2, "mlp_intermediate_size": 40,
 }  # fmt: skip
 

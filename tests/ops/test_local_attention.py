@@ -194,6 +194,23 @@ def test_gradcheck(options, length):
     torch.autograd.gradcheck(lambda q, k, v, bias: local_attention(q, k, v, bias=bias, **options)[0], (*inputs, bias))
 
 
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("length", [5, 40])
+def test_heads_that_share_keys(length, backend):
+    generator = torch.Generator().manual_seed(2)
+    q = torch.randn(2, 6, length, SIZE, generator=generator, dtype=torch.float64)
+    k, v = torch.randn(2, 2, 2, length, SIZE, generator=generator, dtype=torch.float64).unbind()
+    options = {"nearest": 0, "farthest": 3, "bias": torch.randn(6, 4, generator=generator, dtype=torch.float64)}
+    expected, _ = local_attention(q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1), **options)
+    y, state = local_attention(q, k, v, **options, return_final_state=True, backend=backend)
+    torch.testing.assert_close(y, expected, rtol=1e-11, atol=1e-12)
+    again, _ = local_attention(q, k, v, **options, initial_state=state, backend=backend)
+    every = [torch.cat([x, x], 2) for x in (q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1))]
+    torch.testing.assert_close(again, local_attention(*every, **options)[0][:, :, length:], rtol=1e-11, atol=1e-12)
+    with pytest.raises(ValueError, match="multiple of k's 2 heads"):
+        local_attention(q[:, :5], k, v, nearest=0, farthest=3)
+
+
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
 def test_lower_precision(dtype, tolerance):
     inputs = random_inputs(2, 100, 8, dtype)

@@ -1,4 +1,4 @@
-"""transformers' own tests on Longhorn, as a pure recurrence and as a hybrid with window attention."""
+"""transformers' own tests on Longhorn, as a pure recurrence and as a hybrid with window and full attention."""
 
 import unittest
 
@@ -36,12 +36,12 @@ class LonghornHybridTest(CausalFamilyTests, unittest.TestCase):
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "mlp_intermediate_size": 48,
-        "block_types": ["linear_attention", "sliding_attention"],
+        "block_types": ["linear_attention", "full_attention"],
         "sliding_window": 5,
     }
 
     def test_attention_outputs(self):
-        """As upstream, but only the attention layers return attention weights."""
+        """As upstream, but only full attention has a matrix of weights to return."""
         config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
         for model_class in self.all_model_classes:
             model = model_class._from_config(config, attn_implementation="eager").eval()
@@ -50,3 +50,9 @@ class LonghornHybridTest(CausalFamilyTests, unittest.TestCase):
             batch, length = inputs["input_ids"].shape
             assert [tuple(weights.shape) for weights in attentions] == [(batch, 4, length, length)]
             torch.testing.assert_close(attentions[0].sum(-1), torch.ones(batch, 4, length))
+
+
+class LonghornWindowTest(CausalFamilyTests, unittest.TestCase):
+    config_class = LonghornConfig
+    all_model_classes = CLASSES
+    tester_config = LonghornHybridTest.tester_config | {"block_types": ["linear_attention", "sliding_attention"]}

@@ -35,7 +35,7 @@ class StateLayer(CacheLayerMixin):
     """
 
     _layer_type = STATE_LAYER_TYPE
-    is_sliding = False
+    is_sliding = True  # it does not grow: masks are to be sized by a layer that does
     supports_early_init = False
 
     def __init__(self, **kwargs):

@@ -32,6 +32,10 @@ class CompactRows:
         """(B, L, ...) with real tokens first → columns as given."""
         return _take(x, self.inverse)
 
+    def lengths_of_first(self, num_columns: int) -> torch.Tensor:
+        """(B,) real tokens of each row among its first `num_columns` columns as given."""
+        return (self.inverse[:, :num_columns] < self.lengths[:, None]).sum(1)
+
 
 def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return x.gather(1, index.view(*index.shape, *(1,) * (x.dim() - 2)).expand(-1, -1, *x.shape[2:]))

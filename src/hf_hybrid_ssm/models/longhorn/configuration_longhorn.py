@@ -10,7 +10,7 @@ from transformers.modeling_rope_utils import RopeParameters
 from hf_hybrid_ssm.models.configuration import HybridConfigMixin
 
 # The cache layer of a Longhorn block; the attention blocks keep transformers' own names and cache layers.
-CACHE_LAYER_TYPES = {"linear_attention": "hybrid_ssm_state"}
+CACHE_LAYER_TYPES = {"linear_attention": "hybrid_ssm_state", "sliding_attention": "hybrid_ssm_state"}
 BLOCK_TYPES = ("linear_attention", "sliding_attention", "full_attention")
 
 

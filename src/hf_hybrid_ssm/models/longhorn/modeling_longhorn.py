@@ -7,11 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
-from transformers.masking_utils import (
-    create_causal_mask,
-    create_sliding_window_causal_mask,
-    packed_sequence_mask_function,
-)
+from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -32,6 +28,7 @@ from hf_hybrid_ssm.models.heads import CausalLMHead, SequenceClassificationHead
 from hf_hybrid_ssm.models.inputs import check_inputs, default_positions, packed_documents
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.padding import CompactRows, compact_rows
+from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention, push
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
 
 SCAN_NORM_EPSILON = 1e-6
@@ -90,7 +87,7 @@ class LonghornMixer(nn.Module):
 
             def replay(num_tokens: int) -> dict[str, torch.Tensor]:
                 first = slice(None, num_tokens)
-                kept = None if lengths is None else _lengths_of_first(rows, num_tokens)
+                kept = None if lengths is None else rows.lengths_of_first(num_tokens)
                 before = {"seq_idx": None if seq_idx is None else seq_idx[:, first], "lengths": kept}
                 _, conv = self.conv1d(raw[:, first], return_final_state=True, **(convolve | before))
                 _, state = longhorn_scan(*(t[:, first] for t in inputs), return_final_state=True, **(scan | before))
@@ -101,14 +98,8 @@ class LonghornMixer(nn.Module):
         return y if rows is None else rows.restore(y)
 
 
-def _lengths_of_first(rows: CompactRows, num_tokens: int) -> torch.Tensor:
-    """Real tokens of each row among the first `num_tokens` columns as given."""
-    is_real = rows.inverse[:, :num_tokens] < rows.lengths[:, None]
-    return is_real.sum(1)
-
-
 class LonghornAttention(nn.Module):
-    """Grouped-query attention with rotary positions, for hybrid stacks (full or sliding by `block_types`)."""
+    """Grouped-query attention with rotary positions, for hybrid stacks."""
 
     def __init__(self, config: LonghornConfig, layer_idx: int):
         super().__init__()
@@ -119,8 +110,6 @@ class LonghornAttention(nn.Module):
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
-        sliding = config.block_types[layer_idx] == "sliding_attention"
-        self.sliding_window = config.sliding_window if sliding else None
         queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
@@ -135,11 +124,7 @@ class LonghornAttention(nn.Module):
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        queries = self.q_proj(hidden_states).view(shape).transpose(1, 2)
-        keys = self.k_proj(hidden_states).view(shape).transpose(1, 2)
-        values = self.v_proj(hidden_states).view(shape).transpose(1, 2)
-        queries, keys = apply_rotary_pos_emb(queries, keys, *position_embeddings)
+        queries, keys, values = self._heads(hidden_states, position_embeddings)
         if past_key_values is not None:
             keys, values = past_key_values.update(keys, values, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
@@ -151,10 +136,64 @@ class LonghornAttention(nn.Module):
             attention_mask,
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
-            sliding_window=self.sliding_window,
             **kwargs,
         )
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights
+
+    def _heads(
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values, each (B, heads, L, head_dim)."""
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        queries = self.q_proj(hidden_states).view(shape).transpose(1, 2)
+        keys = self.k_proj(hidden_states).view(shape).transpose(1, 2)
+        values = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        return (*apply_rotary_pos_emb(queries, keys, *position_embeddings), values)
+
+
+class LonghornSlidingAttention(LonghornAttention):
+    """Attention to the last `sliding_window` tokens, the token itself among them; padding takes no place in it."""
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        rows: CompactRows | None = None,
+        seq_idx: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> tuple[torch.Tensor, None]:
+        heads, lengths = self._heads(hidden_states, position_embeddings), None
+        if rows is not None:
+            heads = tuple(rows.compact(x.transpose(1, 2)).transpose(1, 2) for x in heads)
+            lengths, seq_idx = rows.lengths, None if seq_idx is None else rows.compact(seq_idx).cummax(1).values
+        queries, keys, values = heads
+        cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        reach = self.config.sliding_window - 1
+        past = AttentionState(**cache.states) if cache is not None and cache.states else None
+        output, state = local_attention(
+            queries,
+            keys,
+            values,
+            nearest=0,
+            farthest=reach,
+            scale=self.scaling,
+            dropout=self.attention_dropout if self.training else 0.0,
+            initial_state=past,
+            seq_idx=seq_idx,
+            lengths=lengths,
+            return_final_state=cache is not None,
+        )
+        if cache is not None:
+
+            def replay(num_tokens: int) -> dict[str, torch.Tensor]:
+                kept = None if lengths is None else rows.lengths_of_first(num_tokens)
+                documents = None if seq_idx is None else seq_idx[:, :num_tokens]
+                first = (keys[:, :, :num_tokens], values[:, :, :num_tokens])
+                return push(past, *first, reach, documents, kept)._asdict()
+
+            cache.store(hidden_states.shape[1], state._asdict(), replay)
+        output = output.transpose(1, 2).flatten(2)
+        return self.o_proj(output if rows is None else rows.restore(output)), None
 
 
 class LonghornBlock(GradientCheckpointingLayer):
@@ -168,7 +207,9 @@ class LonghornBlock(GradientCheckpointingLayer):
         if self.is_recurrent:
             self.mixer = LonghornMixer(config, layer_idx)
         else:
-            self.self_attn = LonghornAttention(config, layer_idx)
+            self.is_sliding = config.block_types[layer_idx] == "sliding_attention"
+            attention = LonghornSlidingAttention if self.is_sliding else LonghornAttention
+            self.self_attn = attention(config, layer_idx)
         if config.mlp_intermediate_size is None:
             self.mlp = None
         else:
@@ -190,6 +231,8 @@ class LonghornBlock(GradientCheckpointingLayer):
         normed = self.norm(hidden_states)
         if self.is_recurrent:
             mixed = self.mixer(normed, past_key_values=past_key_values, rows=rows, seq_idx=seq_idx)
+        elif self.is_sliding:
+            mixed, _ = self.self_attn(normed, position_embeddings, rows, seq_idx, past_key_values)
         else:
             mixed, _ = self.self_attn(normed, position_embeddings, attention_mask, past_key_values, **kwargs)
         hidden_states = hidden_states + mixed
@@ -315,18 +358,17 @@ def _attention_masks(config, inputs_embeds, attention_mask, past_key_values, seq
 
     Documents are told apart by `seq_idx` alone: given positions, the library would look for them a second time.
     """
+    if "full_attention" not in config.layer_types:
+        return {}
     same_document = None if seq_idx is None else packed_sequence_mask_function(seq_idx)
-    functions = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-    return {
-        layer_type: functions[layer_type](
-            config=config,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            and_mask_function=same_document,
-        )
-        for layer_type in set(config.layer_types) & set(functions)
-    }
+    mask = create_causal_mask(
+        config=config,
+        inputs_embeds=inputs_embeds,
+        attention_mask=attention_mask,
+        past_key_values=past_key_values,
+        and_mask_function=same_document,
+    )
+    return {"full_attention": mask}
 
 
 @auto_docstring

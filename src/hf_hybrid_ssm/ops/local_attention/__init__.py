@@ -6,7 +6,7 @@ from hf_hybrid_ssm.ops.checks import check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops.dispatch import Op
 from hf_hybrid_ssm.ops.lengths import check_lengths
 from hf_hybrid_ssm.ops.local_attention import reference, vectorised
-from hf_hybrid_ssm.ops.local_attention.reach import AttentionState
+from hf_hybrid_ssm.ops.local_attention.reach import AttentionState, push
 
 _OP = Op("local_attention", run={"torch": vectorised.run, "reference": reference.run})
 
@@ -37,7 +37,7 @@ def local_attention(
     key gets 0. In transformers' terms a causal `sliding_window=W` is `nearest=0, farthest=W-1`.
 
     Args:
-        q, k, v: (B, H, L, E), (B, H, L, E), (B, H, L, V), one dtype.
+        q, k, v: (B, H, L, E), (B, G, L, E), (B, G, L, V), one dtype; H / G heads in a row share keys and values.
         nearest: 0 causal with the token itself, 1 causal without it, -r two-sided, None all later tokens.
         farthest: how far back a token sees; None for all earlier tokens (then time and memory are quadratic).
         chunk_size: C.
@@ -66,8 +66,10 @@ def local_attention(
     """
     check_tensor("q", q, (None, None, None, None), "B, H, L, E")
     batch, heads, length, size = q.shape
-    check_tensor("k", k, (batch, heads, length, size), "B, H, L, E", like=q)
-    check_tensor("v", v, (batch, heads, length, None), "B, H, L, V", like=q)
+    check_tensor("k", k, (batch, None, length, size), "B, G, L, E", like=q)
+    check_tensor("v", v, (batch, k.shape[1], length, None), "B, G, L, V", like=q)
+    if k.shape[1] == 0 or heads % k.shape[1]:
+        raise ValueError(f"q must have a multiple of k's {k.shape[1]} heads, got {heads}.")
     check_seq_idx(seq_idx, batch, length)
     check_lengths(lengths, batch, length)
     _check_reach(nearest, farthest, chunk_size, zero_keys_before_start)
@@ -84,7 +86,7 @@ def local_attention(
         raise ValueError(f"capacity={capacity} is too small: the window needs the last {needed} keys.")
     capacity = capacity if capacity is not None else needed
     if initial_state is not None:
-        initial_state = _check_state(initial_state, q, v, needed)
+        initial_state = _check_state(initial_state, k, v, needed)
     if two_sided or not return_final_state:
         capacity = 0  # nothing is kept, so nothing is copied
     run = _OP.select(q.device.type, q.dtype, backend)
@@ -142,12 +144,12 @@ def _within_chunk(nearest: int | None, farthest: int | None, chunk_size: int) ->
     return nearest, max(nearest, limit if farthest is None else min(farthest, limit))
 
 
-def _check_state(state: AttentionState, q: torch.Tensor, v: torch.Tensor, needed: int | None) -> AttentionState:
+def _check_state(state: AttentionState, k: torch.Tensor, v: torch.Tensor, needed: int | None) -> AttentionState:
     """The state with exactly the keys that the window needs."""
-    batch, heads, _, size = q.shape
-    check_tensor("initial_state.keys", state.keys, (batch, heads, None, size), "B, H, P, E")
+    batch, heads, _, size = k.shape
+    check_tensor("initial_state.keys", state.keys, (batch, heads, None, size), "B, G, P, E")
     held = state.keys.shape[2]
-    check_tensor("initial_state.values", state.values, (batch, heads, held, v.shape[3]), "B, H, P, V")
+    check_tensor("initial_state.values", state.values, (batch, heads, held, v.shape[3]), "B, G, P, V")
     check_tensor("initial_state.seen", state.seen, (batch,), "B")
     if needed is None or held == needed:
         return state
@@ -156,4 +158,4 @@ def _check_state(state: AttentionState, q: torch.Tensor, v: torch.Tensor, needed
     return AttentionState(state.keys[:, :, held - needed :], state.values[:, :, held - needed :], state.seen)
 
 
-__all__ = ["AttentionState", "empty_state", "local_attention"]
+__all__ = ["AttentionState", "empty_state", "local_attention", "push"]

@@ -10,8 +10,8 @@ class AttentionState(NamedTuple):
     """What later tokens need of the earlier ones.
 
     Args:
-        keys: (B, H, P, E), the last P keys, newest last.
-        values: (B, H, P, V).
+        keys: (B, G, P, E), the last P keys, newest last.
+        values: (B, G, P, V).
         seen: (B,) int64, tokens so far of the row's last document; min(seen, P) of the keys are its own, the rest of
             the slots hold anything.
     """
@@ -97,7 +97,10 @@ def push(
     seq_idx: torch.Tensor | None,
     lengths: torch.Tensor | None,
 ) -> AttentionState:
-    """The state after these keys: the last `capacity` of [state ; keys], or all if None."""
+    """The state after these keys and values (B, G, L, ...): the last `capacity` of [state ; keys], or all if None.
+
+    What `local_attention` returns as its final state, without the attention.
+    """
     batch, _, length, _ = keys.shape
     held = 0 if state is None else state.keys.shape[2]
     capacity = held + length if capacity is None else capacity

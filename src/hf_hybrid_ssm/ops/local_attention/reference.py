@@ -11,7 +11,8 @@ def run(q, k, v, *, nearest, farthest, chunk_size, bias, scale, zero_keys, dropo
         raise ValueError("the reference has no dropout.")
     dtype = torch.promote_types(q.dtype, torch.float32)
     batch, heads, length, _ = q.shape
-    y = torch.zeros_like(v, dtype=dtype)
+    shared = heads // k.shape[1]
+    y = torch.zeros(batch, heads, length, v.shape[3], dtype=dtype)
     for b in range(batch):
         seen = 0 if state is None else int(state.seen[b])
         held = 0 if state is None else min(seen, state.keys.shape[2])
@@ -30,13 +31,13 @@ def run(q, k, v, *, nearest, farthest, chunk_size, bias, scale, zero_keys, dropo
                 near = (nearest is None or i - j >= nearest) and (farthest is None or i - j <= farthest)
                 same_chunk = chunk_size is None or known[i][1] // chunk_size == known[j][1] // chunk_size
                 if near and same_chunk and known[i][0] == known[j][0]:
-                    product = (q[b, :, i - held].to(dtype) * keys[j].to(dtype)).sum(-1)
+                    product = (q[b, :, i - held].to(dtype) * keys[j].repeat_interleave(shared, 0).to(dtype)).sum(-1)
                     logits.append(product * scale + _bias(bias, i - j, nearest, heads, dtype))
-                    seen_values.append(values[j].to(dtype))
+                    seen_values.append(values[j].repeat_interleave(shared, 0).to(dtype))
             if zero_keys:
                 for distance in range(max(nearest, known[i][1] + 1), farthest + 1):
                     logits.append(_bias(bias, distance, nearest, heads, dtype))
-                    seen_values.append(torch.zeros_like(values[i], dtype=dtype))
+                    seen_values.append(torch.zeros_like(y[b, :, 0]))
             if logits:
                 y[b, :, i - held] = (torch.stack(logits).softmax(0).unsqueeze(-1) * torch.stack(seen_values)).sum(0)
     return y.to(q.dtype), push(state, k, v, capacity, seq_idx, lengths)

@@ -71,8 +71,8 @@ def _blocks(q, k, v, state, reach: Reach, nearest, farthest, size, *, bias, two_
             new = F.pad(new, (0, 0, farthest, behind - nearest))
         else:
             new = F.pad(torch.cat([old.to(new.dtype), new], 2), (0, 0, 0, behind - nearest))
-        blocks = new.unfold(2, width, size)  # (B, H, count, E, width)
-        return blocks.permute(0, 2, 1, 4, 3).reshape(batch * count, heads, width, -1)
+        blocks = new.unfold(2, width, size)  # (B, G, count, E, width)
+        return blocks.permute(0, 2, 1, 4, 3).reshape(batch * count, blocks.shape[1], width, -1)
 
     def query_blocks(x: torch.Tensor) -> torch.Tensor:
         x = F.pad(x, (0, 0, 0, behind)).unflatten(2, (count, size))
@@ -121,7 +121,8 @@ def _attend(q, k, v, allowed, logits, sink, scale, dropout):
         shape = (*torch.broadcast_shapes(mask.shape[:3], sink.shape[:3]), 1)
         mask = torch.cat([mask.expand(*shape[:3], -1), sink.expand(shape)], -1)
         k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
+    grouped = q.shape[1] != k.shape[1]
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=grouped)
     return y if empty is None else torch.where(empty, 0.0, y)
 
 

@@ -1,0 +1,141 @@
+"""Pre-train a causal language model: one of this package, or any of transformers for comparison.
+
+    python recipes/pretrain_clm.py recipes/configs/longhorn/books_cpu.yaml [key=value ...]
+    accelerate launch recipes/pretrain_clm.py CONFIG.yaml
+
+Writes to `output_dir`: the model and tokenizer, checkpoints, results.json, history.json and loss.png.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, IterableDataset
+from documents import DataArguments, get_tokenizer, load_documents, packed_rows
+from settings import read_settings
+from training import Trainer, checkpoint_to_resume, perplexity, plot_loss, write_json
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
+
+import hf_hybrid_ssm  # noqa: F401 - registers the families
+
+
+@dataclass
+class ModelArguments:
+    """Which model to train, and from where."""
+
+    model_type: str | None = field(default=None, metadata={"help": "longhorn, llama, mamba, ...: from scratch"})
+    preset: str | None = field(default=None, metadata={"help": "a size of this package's families, such as 125m"})
+    config: dict[str, Any] = field(default_factory=dict, metadata={"help": "fields of the configuration"})
+    model_name_or_path: str | None = field(default=None, metadata={"help": "go on from these weights instead"})
+    resume: str | None = field(default=None, metadata={"help": "a checkpoint folder, or auto for the newest"})
+
+    def __post_init__(self):
+        if (self.model_type is None) == (self.model_name_or_path is None):
+            raise ValueError(
+                f"give either model_type or model_name_or_path, got model_type={self.model_type!r} and "
+                f"model_name_or_path={self.model_name_or_path!r}."
+            )
+
+
+def build_model(arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """A new model for the tokenizer, or the one to go on with.
+
+    Raises:
+        ValueError: the vocabulary of the configuration is smaller than the tokenizer's.
+    """
+    if arguments.model_name_or_path is not None:
+        model = AutoModelForCausalLM.from_pretrained(arguments.model_name_or_path)
+    else:
+        special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+        values = {"vocab_size": len(tokenizer)} | special | arguments.config
+        if arguments.preset is None:
+            config = AutoConfig.for_model(arguments.model_type, **values)
+        else:
+            config = CONFIG_MAPPING[arguments.model_type].preset(arguments.preset, **values)
+        model = AutoModelForCausalLM.from_config(config)
+    if model.config.vocab_size < len(tokenizer):
+        raise ValueError(
+            f"vocab_size={model.config.vocab_size} is smaller than the tokenizer's {len(tokenizer)} tokens."
+        )
+    return model
+
+
+def split_rows(
+    train: Dataset | IterableDataset, validation: Dataset | IterableDataset | None, fraction: float
+) -> tuple[Dataset | IterableDataset, Dataset | IterableDataset]:
+    """Hold out the last rows where there is no validation text."""
+    if validation is not None:
+        return train, validation
+    if isinstance(train, IterableDataset):
+        raise ValueError("streaming=True needs validation_files or a validation_split.")
+    held_out = max(1, round(len(train) * fraction))
+    if held_out >= len(train):
+        raise ValueError(f"{len(train)} rows are too few to hold some out: lower sequence_length or give more text.")
+    return train.select(range(len(train) - held_out)), train.select(range(len(train) - held_out, len(train)))
+
+
+def pretrain(
+    model_arguments: ModelArguments,
+    data: DataArguments,
+    training: TrainingArguments,
+    documents: tuple[Dataset, Dataset | None] | None = None,
+) -> dict[str, Any]:
+    """Train, evaluate and save; returns what is written to results.json.
+
+    Args:
+        documents: training and validation documents, instead of those that `data` names.
+    """
+    set_seed(training.seed)
+    with training.main_process_first(desc="data"):
+        texts, validation_texts = documents or load_documents(data)
+        tokenizer = get_tokenizer(data, texts)
+        train = packed_rows(texts, tokenizer, data)
+        validation = None if validation_texts is None else packed_rows(validation_texts, tokenizer, data)
+    train, validation = split_rows(train, validation, data.validation_fraction)
+    model = build_model(model_arguments, tokenizer)
+    model.config.use_cache = False  # no state is kept while training
+    trainer = Trainer(
+        model=model,
+        args=training,
+        train_dataset=train,
+        eval_dataset=validation,
+        processing_class=tokenizer,
+        data_collator=default_data_collator,
+    )
+    run = trainer.train(resume_from_checkpoint=checkpoint_to_resume(model_arguments.resume, training.output_dir))
+    validation_loss = trainer.evaluate()["eval_loss"]
+    model.config.use_cache = True
+    trainer.save_model()
+    tokens_per_step = data.sequence_length * training.train_batch_size * training.gradient_accumulation_steps
+    tokens_per_step *= training.world_size
+    results = {
+        "model_type": model.config.model_type,
+        "parameters": model.num_parameters(),
+        "steps": trainer.state.global_step,
+        "tokens": trainer.state.global_step * tokens_per_step,
+        "train_loss": run.metrics["train_loss"],
+        "validation_loss": validation_loss,
+        "validation_perplexity": perplexity(validation_loss),
+        "seconds": run.metrics["train_runtime"],
+        "torch": torch.__version__,
+    }
+    if trainer.is_world_process_zero():
+        folder = Path(training.output_dir)
+        write_json(folder / "history.json", trainer.state.log_history)
+        write_json(folder / "results.json", results)
+        plot_loss(trainer.state.log_history, folder / "loss.png")
+    return results
+
+
+if __name__ == "__main__":
+    print(pretrain(*read_settings("pretrain_clm.py", (ModelArguments, DataArguments, TrainingArguments))))

@@ -1,0 +1,56 @@
+"""What recipes add to transformers' Trainer: AdamW groups, and a run's figures as JSON and a picture."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.trainer_utils import get_last_checkpoint
+
+from hf_hybrid_ssm.optim import parameter_groups
+
+
+class Trainer(transformers.Trainer):
+    """`transformers.Trainer` that decays matrices only and heeds the options parameters name for themselves."""
+
+    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+        if self.optimizer is None:  # type: ignore[has-type]
+            model = self.model if model is None else model
+            optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
+            groups = parameter_groups(model, self.args.weight_decay, lr=self.args.learning_rate)
+            self.optimizer = optimizer_class(groups, **options)
+        return self.optimizer
+
+
+def checkpoint_to_resume(resume: str | None, output_dir: str) -> str | None:
+    """The folder to go on from: `resume` itself, or with "auto" the newest one in `output_dir`, if any."""
+    if resume != "auto":
+        return resume
+    return get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
+
+
+def write_json(path: str | Path, content: Any) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else float("inf")
+
+
+def plot_loss(history: list[dict[str, float]], path: str | Path, levels: dict[str, float] | None = None) -> None:
+    """Training and validation loss by step; `levels` are drawn as horizontal lines."""
+    from matplotlib.figure import Figure
+
+    axes = (figure := Figure(figsize=(7, 4), layout="constrained")).subplots()
+    for key, label in (("loss", "training"), ("eval_loss", "validation")):
+        points = [(entry["step"], entry[key]) for entry in history if key in entry]
+        if points:
+            axes.plot(*zip(*points), label=label, marker="o" if key == "eval_loss" else None, markersize=3)
+    for number, (label, level) in enumerate((levels or {}).items()):
+        axes.axhline(level, label=label, linestyle="--", linewidth=1, color=f"C{number + 2}")
+    axes.set(xlabel="step", ylabel="cross-entropy, nats a token")
+    axes.legend()
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,76 @@
+"""lm-eval from Python, on task files that may lie anywhere."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import hf_hybrid_ssm  # noqa: F401 - registers the families, which lm-eval's `hf` model then knows
+
+
+def evaluate(
+    model: str | Any,
+    tasks: Sequence[str],
+    *,
+    include_path: str | Path | None = None,
+    data_folder: str | Path | None = None,
+    batch_size: int = 8,
+    **options: Any,
+) -> dict[str, Any]:
+    """Score a model by lm-eval's own `hf` model and tasks.
+
+    Args:
+        model: folder or Hub name of a checkpoint, or a loaded model (its tokenizer is then found by
+            `options["model_args"]`, as lm-eval's documentation of `HFLM` says), or an lm-eval `LM`.
+        tasks: names of lm-eval's tasks, or of those in `include_path`.
+        include_path: folder of further task files (YAML).
+        data_folder: what relative `data_files` of these task files are relative to; lm-eval itself takes them from
+            the current directory.
+        batch_size: requests scored at a time.
+        options: further arguments of `lm_eval.simple_evaluate` (`limit`, `num_fewshot`, `device`, ...).
+
+    Returns:
+        lm-eval's results: metrics of each task under `["results"][task]`.
+
+    Raises:
+        ImportError: lm-eval is not installed.
+        ValueError: a task is not known.
+    """
+    try:
+        import lm_eval
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise ImportError("lm-eval is needed: pip install 'hf-hybrid-ssm[eval]'.") from error
+
+    manager = TaskManager(include_path=None if include_path is None else str(include_path))
+    if unknown := [task for task in tasks if task not in manager.all_tasks]:
+        raise ValueError(f"tasks={unknown} are not known to lm-eval; is include_path={include_path!r} their folder?")
+    if isinstance(model, str):
+        options["model_args"] = {"pretrained": model} | dict(options.get("model_args") or {})
+        model = "hf"
+    wanted: list[Any] = list(tasks)
+    if data_folder is not None and include_path is not None:
+        wanted = [_with_data(task, Path(include_path), Path(data_folder)) for task in tasks]
+    return lm_eval.simple_evaluate(model, tasks=wanted, task_manager=manager, batch_size=batch_size, **options)
+
+
+class _AnyTag(yaml.SafeLoader):
+    """Reads task files without running what their `!function` tags name."""
+
+
+_AnyTag.add_multi_constructor("!", lambda loader, suffix, node: None)
+
+
+def _with_data(task: str, folder: Path, data_folder: Path) -> str | dict[str, Any]:
+    """The task with absolute data files: within a group, given keys are merged into the registered task."""
+    for path in folder.rglob("*.yaml"):
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_AnyTag)  # a SafeLoader
+        if isinstance(content, dict) and content.get("task") == task:
+            files = (content.get("dataset_kwargs") or {}).get("data_files")
+            if not files:
+                return task
+            absolute = {split: str(data_folder / name) for split, name in files.items()}
+            merged = {"task": task, "dataset_kwargs": {"data_files": absolute}}
+            return {"group": f"{task}_here", "task": [merged]}
+    return task

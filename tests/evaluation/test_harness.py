@@ -1,0 +1,65 @@
+"""lm-eval scores our checkpoints; relative data files are found from anywhere."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+from documents import train_tokenizer
+
+from hf_hybrid_ssm import LonghornConfig, LonghornForCausalLM
+from hf_hybrid_ssm.evaluation import evaluate
+
+ROWS = [{"question": "one two", "choices": [" three", " apple"], "label": 0}] * 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("harness")
+    tokenizer = train_tokenizer(["one two three apple"], 300)
+    config = LonghornConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, state_size=4)
+    LonghornForCausalLM(config).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "data").mkdir()
+    (folder / "data/rows.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS), encoding="utf-8")
+    task = {"task": "counting_here", "dataset_path": "json", "output_type": "multiple_choice", "test_split": "test"}
+    task |= {"dataset_kwargs": {"data_files": {"test": "data/rows.jsonl"}}, "doc_to_text": "{{question}}"}
+    task |= {"doc_to_target": "{{label}}", "doc_to_choice": "{{choices}}", "target_delimiter": ""}
+    (folder / "tasks").mkdir()
+    (folder / "tasks/counting.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+
+
+def test_from_python_with_data_elsewhere(folder):
+    options = {"include_path": folder / "tasks", "data_folder": folder, "device": "cpu", "bootstrap_iters": 0}
+    results = [
+        evaluate(str(folder / "model"), ["counting_here"], batch_size=size, **options)["results"]["counting_here"]
+        for size in (1, 4)
+    ]
+    assert results[0]["sample_len"] == 3
+    assert results[0]["acc,none"] == results[1]["acc,none"] in (0.0, 1.0)
+
+
+def test_unknown_task(folder):
+    with pytest.raises(ValueError, match="no_such_task"):
+        evaluate(str(folder / "model"), ["no_such_task"], include_path=folder / "tasks")
+
+
+def test_command_line_registers_the_families(folder):
+    arguments = ["run", "--model", "hf", "--model_args", f"pretrained={folder / 'model'}", "--tasks", "counting_here"]
+    arguments += ["--include_path", str(folder / "tasks"), "--device", "cpu", "--output_path", str(folder / "scores")]
+    command = [sys.executable, "-m", "hf_hybrid_ssm.evaluation.command_line", *arguments]
+    path = os.pathsep.join(p for p in sys.path if p)
+    run = subprocess.run(
+        command, cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "counting_here" in run.stdout

@@ -1,0 +1,109 @@
+"""The recipe: trains, resumes to the same weights, and what it writes can be evaluated."""
+
+import json
+
+import pytest
+import torch
+from documents import DataArguments
+from evaluate_lm import EvaluationArguments, evaluate, sliding_loss, token_losses
+from ngrams import bigram_loss, unigram_loss
+from pretrain_clm import ModelArguments, build_model, pretrain
+from standard_text import standard_documents
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+
+TINY = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    train, held_out = standard_documents()
+    for name, documents in (("train", train.select(range(20))), ("held_out", held_out.select(range(4)))):
+        rows = (json.dumps({"text": text[:3000]}) for text in documents["text"])
+        (folder / f"{name}.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    return folder
+
+
+def settings(texts, output, *, model_type="longhorn", config=TINY, resume=None, **training):
+    options = {"learning_rate": 3e-3, "per_device_train_batch_size": 2, "report_to": "none", "use_cpu": True}
+    options |= {"logging_steps": 2, "dataloader_pin_memory": False, "disable_tqdm": True}
+    return (
+        ModelArguments(model_type=model_type, config=config, resume=resume),
+        DataArguments(
+            [f"{texts}/train.jsonl"], [f"{texts}/held_out.jsonl"], sequence_length=64, tokenizer_vocab_size=400
+        ),
+        TrainingArguments(str(output), **(options | training)),
+    )
+
+
+def test_trains_resumes_and_evaluates(texts, tmp_path):
+    whole = pretrain(*settings(texts, tmp_path / "whole", max_steps=12, save_steps=6))
+    assert whole["steps"] == 12 and whole["tokens"] == 12 * 2 * 64
+    history = json.loads((tmp_path / "whole/history.json").read_text())
+    losses = [entry["loss"] for entry in history if "loss" in entry]
+    assert len(losses) == 6 and losses[-1] < losses[0]
+    assert (tmp_path / "whole/loss.png").stat().st_size > 1000
+    assert json.loads((tmp_path / "whole/results.json").read_text()) == whole
+
+    (tmp_path / "resumed").mkdir()
+    (tmp_path / "whole/checkpoint-6").rename(tmp_path / "resumed/checkpoint-6")
+    resumed = pretrain(*settings(texts, tmp_path / "resumed", max_steps=12, save_steps=6, resume="auto"))
+    assert resumed["validation_loss"] == pytest.approx(whole["validation_loss"], rel=1e-6)
+
+    arguments = EvaluationArguments(
+        str(tmp_path / "whole"), [f"{texts}/held_out.jsonl"], length=32, factors=[1, 4], max_tokens=600, new_tokens=5
+    )
+    figures = evaluate(arguments)
+    assert figures["sliding"]["perplexity"] < 400
+    assert [point["length"] for point in figures["extrapolation"]] == [32, 128]
+    assert figures["samples"][0]["continuation"]
+    assert json.loads((tmp_path / "whole/evaluation.json").read_text()) == figures
+    assert (tmp_path / "whole/extrapolation.png").exists()
+
+
+@pytest.mark.parametrize("model_type, config", [("llama", {"hidden_size": 16, "intermediate_size": 32})])
+def test_trains_models_of_transformers(texts, tmp_path, model_type, config):
+    config = config | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    results = pretrain(
+        *settings(texts, tmp_path, model_type=model_type, config=config, max_steps=2, save_strategy="no")
+    )
+    assert results["model_type"] == model_type
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.use_cache
+
+
+def test_sliding_window_scores_each_token_once(texts, tmp_path):
+    pretrain(*settings(texts, tmp_path, max_steps=1, save_strategy="no"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    tokens = torch.randint(0, 300, (50,))
+    assert sliding_loss(model, tokens, 50, 25) == pytest.approx(token_losses(model, tokens).mean().item(), rel=1e-5)
+    short = [token_losses(model, tokens[:12]), token_losses(model, tokens[8:20])[-8:]]
+    assert sliding_loss(model, tokens[:20], 12, 8) == pytest.approx(torch.cat(short).mean().item(), rel=1e-5)
+
+
+def test_bad_input(texts, tmp_path):
+    with pytest.raises(ValueError, match="model_type"):
+        ModelArguments()
+    with pytest.raises(ValueError, match="stride"):
+        EvaluationArguments("m", ["f"], length=8, stride=8)
+    pretrain(*settings(texts, tmp_path, max_steps=1, save_strategy="no"))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="vocab_size=10"):
+        build_model(ModelArguments("longhorn", config=TINY | {"vocab_size": 10}), tokenizer)
+
+
+def test_ngrams_against_counting():
+    import numpy as np
+
+    train, held_out = np.array([0, 1, 0, 1, 2]), np.array([0, 1, 2])
+    p = np.array([3, 3, 2]) / 8
+    assert unigram_loss(train, held_out, 3) == pytest.approx(-np.log(p[held_out]).mean())
+    weight = [2 / 3, 2 / 3]  # both contexts were seen twice; a strength of 1 is best here
+    by_pair = [1.0, 0.5]
+    expected = -np.mean([np.log(w * b + (1 - w) * a) for w, b, a in zip(weight, by_pair, p[held_out[1:]])])
+    assert bigram_loss(train, held_out, 3) == pytest.approx(expected, rel=1e-6)
+
+
+def test_standard_text_is_split_by_name():
+    train, held_out = standard_documents()
+    assert len(train) > 5 * len(held_out) > 50
+    assert set(train["text"]).isdisjoint(held_out["text"])

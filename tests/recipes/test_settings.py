@@ -1,0 +1,61 @@
+"""Settings: YAML, then pairs that win over it; what is wrong is named."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from settings import read_settings
+
+
+@dataclass
+class First:
+    size: int = 1
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Second:
+    folder: str = ""
+    files: list[str] = field(default_factory=list)
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read(text, *pairs):
+        path = tmp_path / "settings.yaml"
+        path.write_text(text, encoding="utf-8")
+        return read_settings("some.py", (First, Second), [str(path), *pairs])
+
+    return read
+
+
+def test_pairs_win_over_the_file(read):
+    first, second = read("size: 3\nconfig: {a: 1, b: 2}\nfolder: x", "size=4", "config.b=5", "files=[p, q]")
+    assert first == First(4, {"a": 1, "b": 5})
+    assert second == Second("x", ["p", "q"])
+
+
+def test_no_is_a_name_on_the_command_line(read):
+    assert read("", "folder=no")[1].folder == "no"
+
+
+def test_environment_variables(read, monkeypatch):
+    monkeypatch.setenv("SOME_FOLDER", "/data")
+    monkeypatch.delenv("NOT_SET", raising=False)
+    assert read("files: [$SOME_FOLDER/x.txt]")[1].files == ["/data/x.txt"]
+    with pytest.raises(ValueError, match="NOT_SET"):
+        read("folder: $NOT_SET/x")
+
+
+@pytest.mark.parametrize(
+    "text, pairs, message",
+    [("sise: 3", [], "sise"), ("size: 3", ["size"], "key=value"), ("- 3", [], "key: value")],
+)
+def test_bad_settings(read, text, pairs, message):
+    with pytest.raises(ValueError, match=message):
+        read(text, *pairs)
+
+
+def test_without_a_file_it_shows_its_keys():
+    with pytest.raises(SystemExit, match=r"usage.*CONFIG\.yaml"):
+        read_settings("some.py", (First,), [])
