@@ -1,0 +1,75 @@
+"""What the documentation shows runs, what it links exists, what it counts was measured."""
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from benchmarks.tables import rendered
+
+ROOT = Path(__file__).parents[1]
+PAGES = [path for path in sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCKS = [
+    pytest.param(block, id=f"{path.relative_to(ROOT)}-{number}")
+    for path in PAGES
+    for number, (language, block) in enumerate(BLOCK.findall(path.read_text(encoding="utf-8")))
+    if language == "python"
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_python_runs(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, "documentation", "exec"), {"__name__": "documentation"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page):
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+        if not target.startswith(("http://", "https://")):
+            assert (page.parent / target).exists(), f"{page.name} links {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_tables_show_the_results(page):
+    text = page.read_text(encoding="utf-8")
+    assert rendered(text) == text, "run python benchmarks/tables.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_named_files_and_targets_exist(page):
+    text = page.read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"`?\bmake ([a-z]+)\b`", text):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.name} names make {target}"
+    for command in re.findall(r"`python ((?:recipes|benchmarks)/[^`]+)`", text):
+        for word in shlex.split(command):
+            if word.startswith(("recipes/", "benchmarks/")):
+                assert (ROOT / word).exists(), f"{page.name} names {word}"
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "recipes").glob("*.py")), ids=lambda path: path.name)
+def test_recipes_say_what_they_do(script):
+    assert ast.get_docstring(ast.parse(script.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("config", sorted((ROOT / "recipes/configs").rglob("*.yaml")), ids=lambda path: path.stem)
+def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
+    from documents import DataArguments
+    from pretrain_clm import ModelArguments
+    from settings import read_settings
+    from transformers import CONFIG_MAPPING, TrainingArguments
+
+    monkeypatch.setenv("HF_HYBRID_SSM_DATA", str(tmp_path))
+    classes = (ModelArguments, DataArguments, TrainingArguments)
+    model, _, training = read_settings("pretrain_clm.py", classes, [str(config), "bf16=false", "use_cpu=true"])
+    assert training.max_steps > 0
+    config_class = CONFIG_MAPPING[model.model_type]
+    if model.preset is None:
+        config_class(**model.config)
+    else:
+        config_class.preset(model.preset, **model.config)

@@ -1,0 +1,96 @@
+"""The rules of the house: which floor may import what, and what an import costs."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src"
+PACKAGE = SOURCE / "hf_hybrid_ssm"
+FILES = sorted(PACKAGE.rglob("*.py"))
+OPTIONAL = {"triton", "datasets", "lm_eval", "peft", "matplotlib", "evaluate"}
+
+
+def imported_modules(path, top_level_only=False):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in tree.body if top_level_only else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            yield node.module
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_imports_go_down_only(path):
+    where = path.relative_to(PACKAGE).parts
+    floor, family = where[0], where[1] if len(where) > 2 else None
+    below = {"ops": {"ops"}, "layers": {"ops", "layers"}, "models": {"ops", "layers", "models", "lazy"}}
+    for module in imported_modules(path):
+        top, *rest = module.split(".")
+        if floor in ("ops", "layers"):
+            assert top != "transformers", f"{path} imports {module}"
+        if top == "hf_hybrid_ssm" and floor in below:
+            assert rest and rest[0] in below[floor], f"{path} imports {module} from a floor above"
+            if rest[0] == "models" and len(rest) > 2 and family is not None:
+                assert rest[1] == family, f"{path} imports {module} of another family"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_optional_packages_are_guarded(path):
+    if path.name.startswith("triton"):  # imported on first use alone
+        return
+    tops = {module.split(".")[0] for module in imported_modules(path, top_level_only=True)}
+    assert not tops & OPTIONAL
+
+
+def test_file_names_say_their_job():
+    names = {path.stem for path in FILES}
+    assert not names & {"utils", "common", "misc", "helpers"}
+
+
+def fresh(code):
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env={"PYTHONPATH": str(SOURCE)})
+    return json.loads(run.stdout)
+
+
+def test_import_is_cheap():
+    code = """
+import json, sys, time
+import transformers
+before = set(sys.modules)
+begin = time.perf_counter()
+import hf_hybrid_ssm
+print(json.dumps({"seconds": time.perf_counter() - begin, "new": sorted(set(sys.modules) - before)}))
+"""
+    runs = [fresh(code) for _ in range(3)]
+    assert min(run["seconds"] for run in runs) < 0.3
+    new = {name.split(".")[0] for name in runs[0]["new"]}
+    assert not new & (OPTIONAL | {"torch"})
+
+
+@pytest.mark.parametrize("first", ["hf_hybrid_ssm", "transformers", "transformers.models.auto.modeling_auto"])
+def test_registration_in_any_order(first):
+    code = f"""
+import json, importlib
+importlib.import_module({first!r})
+import hf_hybrid_ssm, transformers
+importlib.reload(hf_hybrid_ssm)
+from transformers import AutoConfig, AutoModelForCausalLM
+small = dict(vocab_size=8, hidden_size=8, num_hidden_layers=1, state_size=2)
+model = AutoModelForCausalLM.from_config(AutoConfig.for_model("longhorn", **small))
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
+print(json.dumps([type(model).__name__, names["longhorn"]]))
+"""
+    assert fresh(code) == ["LonghornForCausalLM", "LonghornForCausalLM"]
+
+
+def test_public_names_exist():
+    import hf_hybrid_ssm
+
+    for name in hf_hybrid_ssm.__all__:
+        assert getattr(hf_hybrid_ssm, name) is not None
