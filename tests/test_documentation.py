@@ -10,7 +10,7 @@ import pytest
 from benchmarks.tables import rendered
 
 ROOT = Path(__file__).parents[1]
-PAGES = [path for path in sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").rglob("*.md"))
 BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BLOCKS = [
     pytest.param(block, id=f"{path.relative_to(ROOT)}-{number}")
