@@ -131,8 +131,6 @@ class Op:
             module = importlib.import_module(self.optional[name])
         except Exception as error:  # a broken optional kernel must not take the torch path down with it
             self._loaded[name] = f"{type(error).__name__} while importing it: {error}"
-            if not isinstance(error, ModuleNotFoundError):
-                logger.warning("%s: the %s backend is broken and will not be used (%s).", self.name, name, error)
         else:
             self._supports[name] = module.supports
             self._loaded[name] = module.run
