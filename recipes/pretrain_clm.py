@@ -1,7 +1,7 @@
 """Pre-train a causal language model: one of this package, or any of transformers for comparison.
 
     python recipes/pretrain_clm.py recipes/configs/longhorn/books_cpu.yaml [key=value ...]
-    accelerate launch recipes/pretrain_clm.py CONFIG.yaml
+    accelerate launch recipes/pretrain_clm.py CONFIG.yaml    # many processes
 
 Writes to `output_dir`: the model and tokenizer, checkpoints, results.json, history.json and loss.png.
 """
@@ -134,8 +134,9 @@ def pretrain(
         write_json(folder / "history.json", trainer.state.log_history)
         write_json(folder / "results.json", results)
         plot_loss(trainer.state.log_history, folder / "loss.png")
+        print(results)
     return results
 
 
 if __name__ == "__main__":
-    print(pretrain(*read_settings("pretrain_clm.py", (ModelArguments, DataArguments, TrainingArguments))))
+    pretrain(*read_settings("pretrain_clm.py", (ModelArguments, DataArguments, TrainingArguments)))
