@@ -59,17 +59,22 @@ def test_recipes_say_what_they_do(script):
 
 @pytest.mark.parametrize("config", sorted((ROOT / "recipes/configs").rglob("*.yaml")), ids=lambda path: path.stem)
 def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
+    """Each names its recipe in its folder; settings are known to it, and model fields to their configuration."""
     from documents import DataArguments
+    from finetune_glue import GlueArguments
     from pretrain_clm import ModelArguments
     from settings import read_settings
     from transformers import CONFIG_MAPPING, TrainingArguments
 
+    recipes = {"glue": (GlueArguments,)}
+    classes = (*recipes.get(config.parent.name, (ModelArguments, DataArguments)), TrainingArguments)
     monkeypatch.setenv("HF_HYBRID_SSM_DATA", str(tmp_path))
-    classes = (ModelArguments, DataArguments, TrainingArguments)
-    model, _, training = read_settings("pretrain_clm.py", classes, [str(config), "bf16=false", "use_cpu=true"])
-    assert training.max_steps > 0
-    config_class = CONFIG_MAPPING[model.model_type]
-    if model.preset is None:
-        config_class(**model.config)
+    pairs = ["bf16=false", "use_cpu=true"]
+    if config.parent.name in recipes:
+        pairs.append("model_type=longhorn")
+    first, *_ = read_settings("recipe.py", classes, [str(config), *pairs])
+    config_class = CONFIG_MAPPING[first.model_type]
+    if getattr(first, "preset", None) is None:
+        config_class(**first.config)
     else:
-        config_class.preset(model.preset, **model.config)
+        config_class.preset(first.preset, **first.config)

@@ -291,7 +291,8 @@ def _uniform_fan_in(linear: nn.Linear, scale: float = 1.0) -> None:
 class LonghornModel(LonghornPreTrainedModel):
     def __init__(self, config: LonghornConfig):
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        # no padding_idx: text often ends with the token that also pads, and its embedding must be learnt
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(LonghornBlock(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.has_attention = any(block_type != "linear_attention" for block_type in config.block_types)

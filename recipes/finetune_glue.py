@@ -1,0 +1,224 @@
+"""Fine-tune a sequence classifier on the tasks of GLUE; one table at the end.
+
+    python recipes/finetune_glue.py recipes/configs/glue/local.yaml model_name_or_path=FOLDER [key=value ...]
+
+Any model with a sequence-classification head will do, from a checkpoint or from scratch. Writes results.json (all runs
+of the grid, the best of each task, the majority baseline) and results.md to `output_dir`.
+"""
+
+import itertools
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, DatasetDict, load_dataset
+from documents import train_tokenizer
+from scipy.stats import pearsonr, spearmanr
+from settings import read_settings
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+from training import Trainer, write_json
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DataCollatorWithPadding,
+    EvalPrediction,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+    set_seed,
+)
+
+import hf_hybrid_ssm  # noqa: F401 - registers the families
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task of GLUE: its text columns, its validation files, and its measures, of which the first selects a run."""
+
+    columns: tuple[str, ...]
+    measures: tuple[str, ...] = ("accuracy",)
+    num_labels: int = 2
+    validation: tuple[str, ...] = ("validation",)
+
+
+TASKS = {
+    "cola": Task(("sentence",), ("matthews",)),
+    "sst2": Task(("sentence",)),
+    "mrpc": Task(("sentence1", "sentence2"), ("f1", "accuracy")),
+    "stsb": Task(("sentence1", "sentence2"), ("pearson", "spearman"), num_labels=1),
+    "qqp": Task(("question1", "question2"), ("f1", "accuracy")),
+    "mnli": Task(("premise", "hypothesis"), num_labels=3, validation=("validation_matched", "validation_mismatched")),
+    "qnli": Task(("question", "sentence")),
+    "rte": Task(("sentence1", "sentence2")),
+}
+
+
+@dataclass
+class GlueArguments:
+    """What is fine-tuned on what."""
+
+    tasks: list[str] = field(default_factory=lambda: list(TASKS))
+    data_folder: str | None = field(default=None, metadata={"help": "TASK/{train,validation}.jsonl; else the Hub"})
+    model_name_or_path: str | None = None
+    model_type: str | None = field(
+        default=None, metadata={"help": "from scratch instead, with a tokenizer of its own"}
+    )
+    config: dict[str, Any] = field(default_factory=dict)
+    max_length: int = 256
+    max_train_rows: int | None = None
+    grid: dict[str, list] = field(
+        default_factory=dict, metadata={"help": "training arguments to try, such as learning_rate: [1e-5, 1e-4]"}
+    )
+
+    def __post_init__(self):
+        if unknown := sorted(set(self.tasks) - set(TASKS)):
+            raise ValueError(f"tasks={unknown} are not among {sorted(TASKS)}.")
+        if (self.model_type is None) == (self.model_name_or_path is None):
+            raise ValueError(
+                f"give either model_type or model_name_or_path, got model_type={self.model_type!r} and "
+                f"model_name_or_path={self.model_name_or_path!r}."
+            )
+
+
+def load_task(name: str, data_folder: str | None) -> DatasetDict:
+    """The splits `train` and those of `TASKS[name].validation` (of these, what is there)."""
+    if data_folder is None:
+        return load_dataset("nyu-mll/glue", name)
+    folder = Path(data_folder) / name
+    splits = ("train", *TASKS[name].validation)
+    files = {split: str(folder / f"{split}.jsonl") for split in splits if (folder / f"{split}.jsonl").exists()}
+    if len(files) < 2 or "train" not in files:
+        raise FileNotFoundError(f"{folder} must hold train.jsonl and {TASKS[name].validation[0]}.jsonl.")
+    return load_dataset("json", data_files=files)
+
+
+def tokenized(rows: Dataset, task: Task, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
+    """`input_ids` and `labels`; the parts of a pair end with the end-of-text token unless the tokenizer has its own
+    way."""
+    missing = set(task.columns) - set(rows.column_names)
+    if missing or "label" not in rows.column_names:
+        raise ValueError(f"the data has columns {rows.column_names}; {[*task.columns, 'label']} are needed.")
+    labels = np.array(rows["label"])
+    if task.num_labels > 1 and (labels.min() < 0 or labels.max() >= task.num_labels):
+        raise ValueError(
+            f"labels run from {labels.min()} to {labels.max()}, but the task has {task.num_labels} classes."
+        )
+
+    def encode(batch: dict[str, list]) -> dict[str, list]:
+        labels = [float(label) if task.num_labels == 1 else label for label in batch["label"]]
+        texts = [batch[column] for column in task.columns]
+        if tokenizer.sep_token_id is not None:
+            return {**tokenizer(*texts, truncation=True, max_length=max_length), "labels": labels}
+        end, share = [tokenizer.eos_token_id], max_length // len(texts)
+        parts = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
+        return {
+            "input_ids": [[token for ids in row for token in ids[: share - 1] + end] for row in zip(*parts)],
+            "labels": labels,
+        }
+
+    return rows.map(encode, batched=True, remove_columns=rows.column_names)
+
+
+def measure(task: Task, prediction: EvalPrediction) -> dict[str, float]:
+    """The task's measures, in percent."""
+    outputs = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
+    values = outputs[:, 0] if task.num_labels == 1 else outputs.argmax(-1)
+    return measures_of(task, np.asarray(prediction.label_ids), values)
+
+
+def measures_of(task: Task, labels: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
+    functions: dict[str, Any] = {
+        "accuracy": accuracy_score,
+        "f1": f1_score,
+        "matthews": matthews_corrcoef,
+        "pearson": lambda a, b: pearsonr(a, b).statistic,
+        "spearman": lambda a, b: spearmanr(a, b).statistic,
+    }
+    if task.num_labels == 1 and np.ptp(predicted) == 0:
+        return dict.fromkeys(task.measures, 0.0)  # a constant correlates with nothing
+    return {name: 100 * float(functions[name](labels, predicted)) for name in task.measures}
+
+
+def build(arguments: GlueArguments, task: Task, texts: Dataset) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The classifier and its tokenizer."""
+    regression = {"problem_type": "regression"} if task.num_labels == 1 else {}
+    options = {"num_labels": task.num_labels, **regression}
+    if arguments.model_name_or_path is not None:
+        tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path)
+        model = AutoModelForSequenceClassification.from_pretrained(arguments.model_name_or_path, **options)
+    else:
+        tokenizer = train_tokenizer((text for column in task.columns for text in texts[column]), 4096)
+        special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+        values = {"vocab_size": len(tokenizer)} | special | options | arguments.config
+        model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(arguments.model_type, **values))
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.pad_token_id
+    return model, tokenizer
+
+
+def finetune(name: str, arguments: GlueArguments, training: TrainingArguments) -> dict[str, Any]:
+    """One run on one task: measures on each validation split."""
+    set_seed(training.seed)
+    task, splits = TASKS[name], load_task(name, arguments.data_folder)
+    train = splits["train"].shuffle(seed=training.seed)
+    if arguments.max_train_rows is not None:
+        train = train.select(range(min(arguments.max_train_rows, len(train))))
+    model, tokenizer = build(arguments, task, train)
+    trainer = Trainer(
+        model=model,
+        args=training,
+        train_dataset=tokenized(train, task, tokenizer, arguments.max_length),
+        data_collator=DataCollatorWithPadding(tokenizer),
+        processing_class=tokenizer,
+        compute_metrics=lambda prediction: measure(task, prediction),
+    )
+    run = trainer.train()
+    measures, baseline = {}, {}
+    for split in (split for split in task.validation if split in splits):
+        rows = tokenized(splits[split], task, tokenizer, arguments.max_length)
+        found = trainer.evaluate(rows)
+        measures[split] = {measure: round(found[f"eval_{measure}"], 2) for measure in task.measures}
+        labels = np.array(rows["labels"])
+        values, counts = np.unique(np.array(train["label"]), return_counts=True)
+        guess = np.full(len(labels), values[counts.argmax()])
+        baseline[split] = {measure: round(value, 2) for measure, value in measures_of(task, labels, guess).items()}
+    return {"measures": measures, "majority": baseline, "seconds": round(run.metrics["train_runtime"], 1)}
+
+
+def glue(arguments: GlueArguments, training: TrainingArguments) -> dict[str, Any]:
+    """All tasks, all points of the grid."""
+    results: dict[str, Any] = {}
+    points = [dict(zip(arguments.grid, values)) for values in itertools.product(*arguments.grid.values())]
+    for name in arguments.tasks:
+        runs = []
+        for point in points:
+            options = training.to_dict() | point | {"output_dir": str(Path(training.output_dir) / name)}
+            runs.append({"settings": point, **finetune(name, arguments, TrainingArguments(**options))})
+        split, first = TASKS[name].validation[0], TASKS[name].measures[0]
+        best = max(runs, key=lambda run: run["measures"][split][first])
+        results[name] = {"best": best, "runs": runs}
+        write_json(Path(training.output_dir) / "results.json", results)
+    table = table_of(results)
+    (Path(training.output_dir) / "results.md").write_text(table, encoding="utf-8")
+    print(table)
+    return results
+
+
+def table_of(results: dict[str, Any]) -> str:
+    """A row for each task and split: the best run next to the majority baseline."""
+    lines = ["| task | measure | fine-tuned | majority |", "| --- | --- | ---: | ---: |"]
+    for name, result in results.items():
+        for split, measures in result["best"]["measures"].items():
+            label = name if split == "validation" else f"{name} {split.removeprefix('validation_')}"
+            values = " / ".join(f"{value:.1f}" for value in measures.values())
+            majority = " / ".join(f"{value:.1f}" for value in result["best"]["majority"][split].values())
+            lines.append(f"| {label} | {' / '.join(measures)} | {values} | {majority} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    glue(*read_settings("finetune_glue.py", (GlueArguments, TrainingArguments)))

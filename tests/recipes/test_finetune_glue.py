@@ -1,0 +1,94 @@
+"""GLUE: every task's columns and measures, learning where there is something to learn, and clear refusals."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+from finetune_glue import TASKS, GlueArguments, finetune, glue, load_task, measures_of
+from transformers import TrainingArguments
+
+TINY = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+WORDS = ["red", "green", "blue", "black", "white", "tall", "short", "wide", "thin", "old", "new"]
+
+
+def write_task(folder, name, rows=320):
+    """Rows whose label says whether a word is there (or how often)."""
+    task, choose = TASKS[name], random.Random(0)
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    for split in ("train", *task.validation):
+        lines = []
+        for _ in range(rows):
+            words = choose.choices(WORDS, k=6)
+            label = words.count("red") if task.num_labels == 1 else min(words.count("red"), task.num_labels - 1)
+            texts = [" ".join(words), "and so on"]
+            lines.append(json.dumps(dict(zip(task.columns, texts)) | {"label": label, "idx": 0}))
+        (folder / name / f"{split}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("glue")
+    for name in TASKS:
+        write_task(folder, name)
+    return folder
+
+
+def training(folder, **options):
+    settings = {"num_train_epochs": 1, "per_device_train_batch_size": 16, "learning_rate": 1e-2, "report_to": "none"}
+    settings |= {"save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False}
+    return TrainingArguments(str(folder), **(settings | options))
+
+
+def test_every_task_runs_to_the_table(data, tmp_path):
+    arguments = GlueArguments(data_folder=str(data), model_type="longhorn", config=TINY, max_train_rows=32)
+    results = glue(arguments, training(tmp_path))
+    assert set(results) == set(TASKS)
+    assert json.loads((tmp_path / "results.json").read_text()) == results
+    table = (tmp_path / "results.md").read_text()
+    assert "| mnli matched | accuracy |" in table and "| stsb | pearson / spearman |" in table
+    assert results["rte"]["best"]["majority"]["validation"]["accuracy"] >= 50
+
+
+def test_learns_and_the_grid_keeps_the_best(data, tmp_path):
+    grid = {"learning_rate": [1e-6, 2e-2]}
+    arguments = GlueArguments(["sst2"], str(data), model_type="longhorn", config=TINY, grid=grid)
+    result = glue(arguments, training(tmp_path, num_train_epochs=6))["sst2"]
+    assert [run["settings"]["learning_rate"] for run in result["runs"]] == [1e-6, 2e-2]
+    assert result["best"]["settings"]["learning_rate"] == 2e-2
+    accuracy = result["best"]["measures"]["validation"]["accuracy"]
+    assert accuracy > result["best"]["majority"]["validation"]["accuracy"] + 10
+
+
+def test_measures():
+    labels, predicted = np.array([0, 1, 1, 1]), np.array([0, 1, 1, 0])
+    assert measures_of(TASKS["mrpc"], labels, predicted) == {"f1": pytest.approx(80.0), "accuracy": 75.0}
+    assert measures_of(TASKS["cola"], labels, predicted)["matthews"] == pytest.approx(57.735, abs=1e-3)
+    values = measures_of(TASKS["stsb"], np.array([1.0, 2.0, 4.0]), np.array([1.0, 3.0, 9.0]))
+    assert values["spearman"] == pytest.approx(100) and values["pearson"] < 100
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"tasks": ["wnli"], "model_type": "x"}, "wnli"),
+        ({}, "model_type"),
+        ({"model_type": "a", "model_name_or_path": "b"}, "model_type"),
+    ],
+)
+def test_bad_settings(settings, message):
+    with pytest.raises(ValueError, match=message):
+        GlueArguments(**settings)
+
+
+def test_bad_data(data, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"train\.jsonl"):
+        load_task("rte", str(tmp_path))
+    arguments = GlueArguments(["rte"], str(tmp_path), model_type="longhorn", config=TINY)
+    without, beyond = {"sentence1": "a", "label": 0}, {"sentence1": "a", "sentence2": "b", "label": 7}
+    for row, message in ((without, "sentence2"), (beyond, "run from 7 to 7")):
+        (tmp_path / "rte").mkdir(exist_ok=True)
+        for split in ("train", "validation"):
+            (tmp_path / f"rte/{split}.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+        with pytest.raises(ValueError, match=message):
+            finetune("rte", arguments, training(tmp_path / "out"))
