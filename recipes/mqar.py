@@ -1,0 +1,171 @@
+"""Multi-query associative recall (arXiv 2312.04927): can a model look up what it has read?
+
+    python recipes/mqar.py recipes/configs/mqar/cpu.yaml [key=value ...]
+
+Trains every model at every length, width and learning rate of the settings, keeps the best learning rate, and writes
+results.json and accuracy.png to `output_dir`.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from settings import read_settings
+from training import Trainer, write_json
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    EvalPrediction,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
+
+import hf_hybrid_ssm  # noqa: F401 - registers the families
+
+
+@dataclass
+class RecallArguments:
+    """The sweep; the defaults are the benchmark's."""
+
+    models: dict[str, dict[str, Any]] = field(
+        metadata={"help": "name: fields of its configuration, `model_type` among them"}
+    )
+    settings: list[list[int]] = field(
+        default_factory=lambda: [[64, 4], [128, 8], [256, 16], [512, 64]], metadata={"help": "[length, pairs]"}
+    )
+    widths: list[int] = field(default_factory=lambda: [64, 128, 256, 512])
+    learning_rates: list[float] = field(default_factory=lambda: [1e-4, 4.64e-4, 2.15e-3, 1e-2])
+    vocab_size: int = 8192
+    train_rows: int = 100_000
+    test_rows: int = 3_000
+    enough: float = field(default=0.99, metadata={"help": "test accuracy at which a run stops"})
+
+    def __post_init__(self):
+        for length, pairs in self.settings:
+            check_sizes(length, pairs, self.vocab_size)
+
+
+def check_sizes(length: int, pairs: int, vocab_size: int) -> None:
+    if pairs < 1 or 4 * pairs > length:
+        raise ValueError(f"pairs={pairs} must be at least 1 and at most length / 4 = {length // 4}.")
+    if vocab_size // 2 <= pairs:
+        raise ValueError(f"vocab_size={vocab_size} must be above twice pairs={pairs}.")
+
+
+def recall_rows(length: int, pairs: int, rows: int, vocab_size: int, seed: int) -> dict[str, np.ndarray]:
+    """Token rows and labels, (rows, length + 1) int64 each, as transformers' causal models take them.
+
+    A row starts with key, value, key, value, ...; later every key comes once more, and the label behind it is its
+    value. Keys are the lower half of the vocabulary without 0, values the upper half, and 0 fills all else. The place
+    of a query is drawn without replacement, near ones more often: p(j) ~ j^(0.01 - 1) over every second position.
+    """
+    check_sizes(length, pairs, vocab_size)
+    random, half = np.random.default_rng(seed), vocab_size // 2
+    places = (length - 2 * pairs) // 2
+    weight = 0.01 * np.arange(1, places + 1) ** (0.01 - 1)
+    weight /= weight.sum()
+    tokens = np.zeros((rows, length + 1), dtype=np.int64)
+    labels = np.full((rows, length + 1), -100, dtype=np.int64)
+    for row in range(rows):
+        keys = random.choice(np.arange(1, half), pairs, replace=False)
+        values = random.choice(np.arange(half, vocab_size), pairs, replace=False)
+        queries = 2 * pairs + 2 * random.choice(places, pairs, replace=False, p=weight)
+        tokens[row, : 2 * pairs : 2], tokens[row, 1 : 2 * pairs : 2] = keys, values
+        tokens[row, queries] = keys
+        labels[row, queries + 1] = values
+    return {"input_ids": tokens, "labels": labels}
+
+
+class StopWhenSolved(TrainerCallback):
+    """More epochs cannot tell models apart that have solved the task."""
+
+    def __init__(self, enough: float):
+        self.enough = enough
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        control.should_training_stop = metrics["eval_accuracy"] >= self.enough
+
+
+def accuracy(prediction: EvalPrediction) -> dict[str, float]:
+    asked = prediction.label_ids[:, 1:] != -100
+    right = prediction.predictions[:, :-1] == prediction.label_ids[:, 1:]
+    return {"accuracy": float(right[asked].mean())}
+
+
+def run(fields: dict[str, Any], width: int, data: tuple[Dataset, Dataset], training: TrainingArguments, enough: float):
+    """Train one model; its best test accuracy, and what it took."""
+    set_seed(training.seed)
+    fields = dict(fields) | {"hidden_size": width}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+    model.config.use_cache = False
+    trainer = Trainer(
+        model=model,
+        args=training,
+        train_dataset=data[0],
+        eval_dataset=data[1],
+        data_collator=default_data_collator,
+        compute_metrics=accuracy,
+        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+        callbacks=[StopWhenSolved(enough)],
+    )
+    seconds = trainer.train().metrics["train_runtime"]
+    curve = [entry["eval_accuracy"] for entry in trainer.state.log_history if "eval_accuracy" in entry]
+    return {
+        "accuracy": max(curve),
+        "epochs": len(curve),
+        "seconds": round(seconds, 1),
+        "parameters": model.num_parameters(),
+    }
+
+
+def sweep(arguments: RecallArguments, training: TrainingArguments) -> list[dict[str, Any]]:
+    """The best learning rate of every model, length and width."""
+    results = []
+    for length, pairs in arguments.settings:
+        sizes = {"length": length, "pairs": pairs, "vocab_size": arguments.vocab_size}
+        data = tuple(
+            Dataset.from_dict(recall_rows(**sizes, rows=rows, seed=seed)).with_format("torch")
+            for seed, rows in enumerate((arguments.train_rows, arguments.test_rows))
+        )
+        for width in arguments.widths:
+            for name, fields in arguments.models.items():
+                fields = {"vocab_size": arguments.vocab_size} | fields
+                runs = []
+                for rate in arguments.learning_rates:
+                    options = training.to_dict() | {"learning_rate": rate}
+                    runs.append({"learning_rate": rate})
+                    runs[-1] |= run(fields, width, data, TrainingArguments(**options), arguments.enough)
+                    if runs[-1]["accuracy"] >= arguments.enough:
+                        break
+                best = max(runs, key=lambda found: found["accuracy"])
+                results.append({"model": name, "length": length, "pairs": pairs, "width": width, **best, "runs": runs})
+                print(results[-1])
+                write_json(Path(training.output_dir) / "results.json", {"torch": torch.__version__, "best": results})
+    plot(results, Path(training.output_dir) / "accuracy.png")
+    return results
+
+
+def plot(results: list[dict[str, Any]], path: Path) -> None:
+    """Accuracy by width, one panel a length."""
+    from matplotlib.figure import Figure
+
+    lengths = sorted({result["length"] for result in results})
+    figure = Figure(figsize=(3.2 * len(lengths), 3), layout="constrained")
+    panels = figure.subplots(1, len(lengths), sharey=True, squeeze=False)[0]
+    for panel, length in zip(panels, lengths):
+        for model in dict.fromkeys(result["model"] for result in results):
+            points = [(r["width"], r["accuracy"]) for r in results if (r["model"], r["length"]) == (model, length)]
+            panel.plot(*zip(*points), marker="o", label=model)
+        panel.set(title=f"length {length}", xlabel="width", xscale="log", ylim=(-0.02, 1.02))
+    panels[0].set_ylabel("accuracy")
+    panels[-1].legend()
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    sweep(*read_settings("mqar.py", (RecallArguments, TrainingArguments)))

@@ -1,0 +1,73 @@
+"""Run transformers' own tests on every family and on peers of transformers, and write the table of what came out.
+
+    make upstream
+
+Writes tests/upstream/README.md. Exits with 1 if a test of this package's families failed.
+"""
+
+import re
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+import transformers
+
+FOLDER = Path(__file__).parent
+INTRODUCTION = f"""# transformers' own tests
+
+`ModelTesterMixin`, `ConfigTester` and the training mixin come from the source distribution of transformers
+{transformers.__version__} (downloaded, not copied); its generation mixin is not in it, `generation_checks.py` checks
+the same things. Written by `make upstream`. Mamba, Jamba and Llama of transformers run under the same harness, in their
+plain torch path.
+
+A skip is a test that transformers skips by itself for a model without the feature, or one of ours with the reason given
+in the test file.
+"""
+
+
+class Collector:
+    """Counts outcomes and the reasons of skips, by test class."""
+
+    def __init__(self):
+        self.outcomes: dict[str, Counter] = defaultdict(Counter)
+        self.reasons: dict[str, Counter] = defaultdict(Counter)
+        self.failed: dict[str, list[str]] = defaultdict(list)
+
+    def pytest_runtest_logreport(self, report):
+        name = report.nodeid.split("::")[1]
+        is_part = type(report).__name__ == "SubtestReport"  # counted where it fails: its test is counted by itself
+        if report.outcome != "failed" and (is_part or (report.when != "call" and report.outcome == "passed")):
+            return
+        self.outcomes[name][report.outcome] += 1
+        if report.outcome == "failed":
+            self.failed[name].append(report.nodeid.split("::")[-1])
+        if report.outcome == "skipped":
+            reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
+            self.reasons[re.sub(r"<class '[\w.]+\.(\w+)'>", r"\1", reason.removeprefix("Skipped: "))][name] += 1
+
+
+def markdown(collector: Collector) -> str:
+    lines = ["| test class | passed | failed | skipped |", "| --- | ---: | ---: | ---: |"]
+    for name, counts in sorted(collector.outcomes.items()):
+        lines.append(f"| {name} | {counts['passed']} | {counts['failed']} | {counts['skipped']} |")
+    lines += ["", "## Failures", ""]
+    lines += [f"- {name}: {', '.join(sorted(set(tests)))}" for name, tests in sorted(collector.failed.items())]
+    lines += [] if collector.failed else ["None."]
+    lines += ["", "## Reasons of skips", ""]
+    for reason, classes in sorted(collector.reasons.items()):
+        where = ", ".join(f"{name} {count}" if count > 1 else name for name, count in sorted(classes.items()))
+        lines.append(f"- {reason}: {where}")
+    return INTRODUCTION + "\n" + "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    collector = Collector()
+    files = [str(path) for path in sorted(FOLDER.glob("test_*.py"))]
+    pytest.main(["-q", "-n", "2", "--dist", "worksteal", *files, str(FOLDER / "peers.py")], plugins=[collector])
+    (FOLDER / "README.md").write_text(markdown(collector), encoding="utf-8")
+    return int(any(tests for name, tests in collector.failed.items() if not name.endswith("Peer")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
