@@ -18,11 +18,11 @@ INTRODUCTION = f"""# transformers' own tests
 
 `ModelTesterMixin`, `ConfigTester` and the training mixin come from the source distribution of transformers
 {transformers.__version__} (downloaded, not copied); its generation mixin is not in it, `generation_checks.py` checks
-the same things. Written by `make upstream`. Mamba, Jamba and Llama of transformers run under the same harness, in their
-plain torch path.
+the same things. Written by `make upstream`. Mamba, Jamba and Llama of transformers run under the same harness, in
+their plain torch path.
 
-A skip is a test that transformers skips by itself for a model without the feature, or one of ours with the reason given
-in the test file.
+A skip is a test that transformers skips by itself for a model without the feature, or one of ours with the reason
+given in the test file.
 """
 
 
