@@ -23,18 +23,20 @@ class Family:
     """One model family.
 
     Args:
-        model_type: the name in `config.json`; also the folder below `hf_hybrid_ssm.models`.
+        model_type: the name in `config.json`.
         config: name of the configuration class.
         heads: name of transformers' table (without the suffix `_MAPPING`) → name of our class.
+        folder: below `hf_hybrid_ssm.models`, where it is not the model type.
     """
 
     model_type: str
     config: str
     heads: dict[str, str]
+    folder: str | None = None
 
     @property
     def package(self) -> str:
-        return f"hf_hybrid_ssm.models.{self.model_type}"
+        return f"hf_hybrid_ssm.models.{self.folder or self.model_type}"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -50,6 +52,26 @@ FAMILIES = (
             "MODEL_FOR_CAUSAL_LM": "LonghornForCausalLM",
             "MODEL_FOR_SEQUENCE_CLASSIFICATION": "LonghornForSequenceClassification",
         },
+    ),
+    Family(
+        "spade",
+        "SpadeConfig",
+        {
+            "MODEL": "SpadeModel",
+            "MODEL_FOR_CAUSAL_LM": "SpadeForCausalLM",
+            "MODEL_FOR_SEQUENCE_CLASSIFICATION": "SpadeForSequenceClassification",
+        },
+    ),
+    Family(
+        "spade_seq2seq",
+        "SpadeSeq2SeqConfig",
+        {
+            "MODEL": "SpadeSeq2SeqModel",
+            "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM": "SpadeForConditionalGeneration",
+            "MODEL_FOR_SEQUENCE_CLASSIFICATION": "SpadeForSequenceClassification",
+            "MODEL_FOR_TEXT_ENCODING": "SpadeEncoderModel",
+        },
+        folder="spade",
     ),
 )
 

@@ -1,0 +1,66 @@
+"""Adaptive input and softmax for very large vocabularies sorted by frequency (Baevski and Auli, 2018).
+
+`torch.nn.AdaptiveLogSoftmaxWithLoss` cannot share its weights with an input of bands, which here saves half of them.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class AdaptiveEmbedding(nn.Module):
+    """Frequent tokens have wide embeddings, rare ones narrow ones; each band is projected to the model's width.
+
+    Args:
+        bands: ids that end each band, the last is the vocabulary's size.
+        hidden_size: d; band b has embeddings of width d / factor^b.
+        factor: see above.
+    """
+
+    def __init__(self, bands: list[int], hidden_size: int, factor: int = 4):
+        super().__init__()
+        self.bands = list(bands)
+        self.hidden_size = hidden_size
+        starts, widths = [0, *bands[:-1]], [hidden_size // factor**band for band in range(len(bands))]
+        self.tables = nn.ParameterList(
+            torch.empty(end - start, width) for start, end, width in zip(starts, bands, widths)
+        )
+        self.projections = nn.ParameterList(torch.empty(hidden_size, width) for width in widths)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """(B, L) ids → (B, L, d)."""
+        out = self.projections[0].new_zeros(*input_ids.shape, self.hidden_size)
+        start = 0
+        for end, table, projection in zip(self.bands, self.tables, self.projections):
+            inside = (input_ids >= start) & (input_ids < end)
+            rows = F.embedding(torch.where(inside, input_ids - start, 0), table)
+            out = torch.where(inside.unsqueeze(-1), rows @ projection.T, out)
+            start = end
+        return out
+
+
+class AdaptiveSoftmax(nn.Module):
+    """Log-probabilities of the whole vocabulary: log p(token) = log p(its band) + log p(token in the band).
+
+    The first band's tokens and one entry for each other band share a softmax. All weights but those of these entries
+    are the embedding's: a band's scores are E_b P_b^T h, those of the first band E_0 h.
+    """
+
+    def __init__(self, embedding: AdaptiveEmbedding, dropout: float = 0.0):
+        super().__init__()
+        self.embedding = [embedding]  # a list: its parameters are saved where they belong
+        self.clusters = nn.Parameter(torch.zeros(len(embedding.bands) - 1, embedding.hidden_size))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """(..., d) → (..., V) log-probabilities."""
+        (embedding,) = self.embedding
+        h = self.dropout(hidden_states)
+        head = F.linear(h, torch.cat([embedding.tables[0], self.clusters])).log_softmax(-1)
+        first = embedding.bands[0]
+        parts = [head[..., :first]]
+        for band in range(1, len(embedding.bands)):
+            inner = self.dropout(h @ embedding.projections[band])
+            scores = F.linear(inner, embedding.tables[band]).log_softmax(-1)
+            parts.append(scores + head[..., first + band - 1].unsqueeze(-1))
+        return torch.cat(parts, -1)

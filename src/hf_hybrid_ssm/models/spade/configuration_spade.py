@@ -1,0 +1,346 @@
+"""SPADE configurations: a stack (language model or encoder), and the encoder-decoder."""
+
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+from hf_hybrid_ssm.models.configuration import HybridConfigMixin
+
+ATTENTION_TYPES = ("window", "chunk", "full")
+SSM_TYPES = ("s4", "s4d", "s5", "hyena", "ema", "lstm")
+STATE_SIZES = {"s4": 64, "s4d": 64, "s5": 256, "ema": 16}
+STATE_LAYER_TYPE = "hybrid_ssm_state"
+
+_LRA = {"num_attention_heads": 4, "hidden_act": "silu", "attention_dropout": 0.0, "ssm_trainable": "all"}
+_LRA |= {"embedding_norm": False, "pooling": "mean", "classifier_activation": "gelu", "layer_norm_eps": 1e-5}
+_LRA |= {"relative_bias_scope": "per_layer"}
+_IMAGE = {"norm_type": "batchnorm", "norm_position": "pre", "pixel_input": True, "vocab_size": 256, "dropout": 0.0}
+_BYTES = {"norm_type": "scalenorm", "norm_position": "post", "vocab_size": 256}
+# tables 9 and 10 of the paper; sizes are those of MEGA, which it follows
+_LRA_TASKS: dict[str, dict[str, Any]] = {
+    "listops": {"vocab_size": 18, "num_labels": 10, "num_hidden_layers": 6, "hidden_size": 80, "dropout": 0.2}
+    | {"norm_position": "post"},
+    "text": _BYTES | {"num_labels": 2, "num_hidden_layers": 4, "hidden_size": 128, "dropout": 0.2},
+    "retrieval": _BYTES | {"num_labels": 2, "num_hidden_layers": 6, "hidden_size": 128, "dropout": 0.1},
+    "image": _IMAGE
+    | {"num_labels": 10, "num_hidden_layers": 8, "hidden_size": 160, "pixel_mean": 0.48, "pixel_std": 0.24},
+    "pathfinder": _IMAGE | {"num_labels": 2, "num_hidden_layers": 6, "hidden_size": 128},
+    "pathx": _IMAGE
+    | {"num_labels": 2, "num_hidden_layers": 4, "hidden_size": 64, "chunk_size": 1024, "ssm_dt_min": 1e-4},
+}
+
+
+def _lra_presets() -> dict[str, dict[str, Any]]:
+    presets = {}
+    for task, fields in _LRA_TASKS.items():
+        size = fields.get("chunk_size", 128)
+        sizes = {"intermediate_size": 2 * fields["hidden_size"], "classifier_hidden_size": 2 * fields["hidden_size"]}
+        for kind in ("window", "chunk"):
+            local = {"attention_type": kind, "local_radius": size, "chunk_size": size}
+            presets[f"spade-lra-{task}-{kind}"] = _LRA | sizes | fields | local
+    return presets
+
+
+@strict
+class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
+    r"""
+    Configuration of one SPADE stack (arXiv 2212.08136): a causal language model, or a bidirectional encoder with a
+    classifier. The defaults are the paper's language model, with one embedding table for all tokens.
+
+    Args:
+        vocab_size (`int`, *optional*, defaults to 32128): Size of the vocabulary.
+        hidden_size (`int`, *optional*, defaults to 1024): Width d of the residual stream.
+        intermediate_size (`int`, *optional*, defaults to 4096): Width of the feed-forward layers.
+        num_hidden_layers (`int`, *optional*, defaults to 16): Number of layers.
+        num_attention_heads (`int`, *optional*, defaults to 8): Attention heads, of size `hidden_size / heads`.
+        attention_type (`str`, *optional*, defaults to `"window"`): `"window"`, `"chunk"` or `"full"`.
+        local_radius (`int`, *optional*, defaults to 511): Earlier tokens that a token sees besides itself; an
+            encoder's token sees as many on both sides.
+        chunk_size (`int`, *optional*, defaults to 512): Tokens of a chunk, with `attention_type="chunk"`.
+        global_layers (`list[int]`, *optional*, defaults to `[0]`): Layers with a state-space model, from 0 (bottom).
+        ssm_type (`str`, *optional*, defaults to `"s4"`): `"s4"`, `"s4d"`, `"s5"`, `"hyena"`, `"ema"` or `"lstm"`.
+        ssm_state_size (`int`, *optional*): N; by default 64 (s4, s4d), 256 (s5, of all channels together), 16 (ema).
+        ssm_num_dynamics (`int`, *optional*): Independent copies of A and B in s4 and s4d; one for each channel by
+            default.
+        ssm_dt_min, ssm_dt_max (`float`, *optional*, defaults to 1e-3 and 1e-1): Range of the initial step sizes.
+        ssm_trainable (`str`, *optional*): `"none"` (frozen; default of s4 and s4d), `"output"` (their C and D train)
+            or `"all"` (default of the others).
+        ssm_stop_gradient (`bool`, *optional*, defaults to `False`): No gradient to the input of the state-space model,
+            as the released encoder trains.
+        ssm_skip (`bool`, *optional*, defaults to `True`): The D term of s4, s4d, s5 and hyena.
+        ssm_combine (`str`, *optional*, defaults to `"concat"`): `"concat"` (of both normalised branches, then a linear
+            map), `"add"` (weighted sum) or `"stack"` (attention on top of the state-space model).
+        ssm_combine_weight (`float`, *optional*, defaults to 0.5): Share of the state-space model with `"add"`.
+        s5_blocks (`int`, *optional*, defaults to 8): HiPPO blocks of s5.
+        hyena_filter_length, hyena_filter_dim, hyena_emb_dim (`int`, *optional*, defaults to 4096, 64 and 33): Taps,
+            and width and features of the network of the filter.
+        hyena_freq (`float`, *optional*, defaults to 14.0): Its sine frequency.
+        ema_activation (`str`, *optional*, defaults to `"silu"`): Behind the moving average.
+        relative_attention_num_buckets, relative_attention_max_distance (`int`, *optional*, defaults to 32 and 128):
+            T5's relative position bias.
+        relative_bias_scope (`str`, *optional*, defaults to `"shared"`): One table for all layers, `"per_layer"`, or
+            `"none"`.
+        norm_position (`str`, *optional*, defaults to `"pre"`): `"pre"` or `"post"`.
+        norm_type (`str`, *optional*, defaults to `"layernorm"`): `"layernorm"`, `"scalenorm"` or `"batchnorm"`.
+        final_norm (`bool`, *optional*): A norm behind the last layer; by default with `norm_position="pre"`.
+        embedding_norm (`bool`, *optional*): A LayerNorm on the embeddings; by default with `norm_position="post"`.
+        layer_norm_eps (`float`, *optional*, defaults to 1e-5): Epsilon of the norms.
+        hidden_act (`str`, *optional*, defaults to `"relu"`): Activation of the feed-forward layers.
+        dropout, attention_dropout, activation_dropout, embedding_dropout (`float`, *optional*, defaults to 0.1, 0.1,
+            0.0 and 0.1): Dropout of branches, attention weights, inside the feed-forward layers, and of embeddings.
+        scale_embedding (`bool`, *optional*, defaults to `False`): Multiply embeddings by `sqrt(hidden_size)`.
+        adaptive_cutoffs (`list[int]`, *optional*): Adaptive input and softmax: ids that end each frequency band but
+            the last; tokens are then sorted by frequency. The language model returns log-probabilities as logits.
+        adaptive_factor (`int`, *optional*, defaults to 4): Each band's embeddings are narrower by this factor.
+        adaptive_dropout (`float`, *optional*, defaults to 0.2): Dropout in the adaptive softmax.
+        pooling (`str`, *optional*, defaults to `"first"`): What the classifier reads, the first real token or the
+            `"mean"` of all.
+        classifier_hidden_size (`int`, *optional*): Width of its hidden layer; `hidden_size` by default.
+        classifier_activation (`str`, *optional*, defaults to `"tanh"`): Activation of its hidden layer.
+        classifier_dropout (`float`, *optional*): Its dropout; `dropout` by default.
+        pixel_input (`bool`, *optional*, defaults to `False`): `input_ids` are grey values 0 … 255, mapped linearly.
+        pixel_mean, pixel_std (`float`, *optional*, defaults to 0.5): Their normalisation after division by 255.
+        initializer_range (`float`, *optional*, defaults to 0.02): Standard deviation of initial weights.
+        tie_word_embeddings (`bool`, *optional*, defaults to `True`): Share embedding and language-model head.
+        use_cache (`bool`, *optional*, defaults to `True`): Return the state for continuation.
+        use_linear_cross_entropy (`bool`, *optional*, defaults to `False`): When training with labels, compute the loss
+            in chunks that never hold all logits; `logits` is then `None`.
+        pad_token_id, bos_token_id, eos_token_id (`int`, *optional*): Special tokens.
+
+    ```python
+    >>> from hf_hybrid_ssm import SpadeConfig, SpadeForCausalLM
+
+    >>> config = SpadeConfig(vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    >>> model = SpadeForCausalLM(config)
+    ```
+    """
+
+    model_type = "spade"
+    keys_to_ignore_at_inference = ["past_key_values"]
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "spade-lm-wt103": {
+            "vocab_size": 267744,
+            "adaptive_cutoffs": [20000, 60000],
+            "scale_embedding": True,
+            "final_norm": False,
+            "dropout": 0.3,
+            "embedding_dropout": 0.3,
+            "activation_dropout": 0.1,
+        },
+        **_lra_presets(),
+    }
+
+    vocab_size: int = 32128
+    hidden_size: int = 1024
+    intermediate_size: int = 4096
+    num_hidden_layers: int = 16
+    num_attention_heads: int = 8
+    attention_type: str = "window"
+    local_radius: int = 511
+    chunk_size: int = 512
+    global_layers: list[int] | tuple[int, ...] = (0,)
+    ssm_type: str = "s4"
+    ssm_state_size: int | None = None
+    ssm_num_dynamics: int | None = None
+    ssm_dt_min: float = 1e-3
+    ssm_dt_max: float = 1e-1
+    ssm_trainable: str | None = None
+    ssm_stop_gradient: bool = False
+    ssm_skip: bool = True
+    ssm_combine: str = "concat"
+    ssm_combine_weight: float = 0.5
+    s5_blocks: int = 8
+    hyena_filter_length: int = 4096
+    hyena_filter_dim: int = 64
+    hyena_emb_dim: int = 33
+    hyena_freq: float = 14.0
+    ema_activation: str | None = "silu"
+    relative_attention_num_buckets: int = 32
+    relative_attention_max_distance: int = 128
+    relative_bias_scope: str = "shared"
+    norm_position: str = "pre"
+    norm_type: str = "layernorm"
+    final_norm: bool | None = None
+    embedding_norm: bool | None = None
+    layer_norm_eps: float = 1e-5
+    hidden_act: str = "relu"
+    dropout: float | int = 0.1
+    attention_dropout: float | int = 0.1
+    activation_dropout: float | int = 0.0
+    embedding_dropout: float | int = 0.1
+    scale_embedding: bool = False
+    adaptive_cutoffs: list[int] | None = None
+    adaptive_factor: int = 4
+    adaptive_dropout: float | int = 0.2
+    pooling: str = "first"
+    classifier_hidden_size: int | None = None
+    classifier_activation: str = "tanh"
+    classifier_dropout: float | int | None = None
+    pixel_input: bool = False
+    pixel_mean: float = 0.5
+    pixel_std: float = 0.5
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = True
+    use_cache: bool = True
+    use_linear_cross_entropy: bool = False
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = 1
+
+    def __post_init__(self, **kwargs):
+        self.global_layers = list(self.global_layers)
+        if self.ssm_state_size is None:
+            self.ssm_state_size = STATE_SIZES.get(self.ssm_type)
+        if self.ssm_trainable is None:
+            self.ssm_trainable = "none" if self.ssm_type in ("s4", "s4d") else "all"
+        if self.final_norm is None:
+            self.final_norm = self.norm_position == "pre"
+        if self.embedding_norm is None:
+            self.embedding_norm = self.norm_position == "post"
+        if self.classifier_hidden_size is None:
+            self.classifier_hidden_size = self.hidden_size
+        if self.classifier_dropout is None:
+            self.classifier_dropout = self.dropout
+        super().__post_init__(**kwargs)
+
+    @property
+    def layer_types(self) -> list[str]:
+        """The kind of cache layer each layer needs."""
+        return [STATE_LAYER_TYPE] * self.num_hidden_layers
+
+    @property
+    def head_dim(self) -> int:
+        """Size of an attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+    def validate_architecture(self):
+        """Sizes that fit together, names that exist."""
+        self.check_positive(
+            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "local_radius", "chunk_size", "ssm_state_size", "relative_attention_max_distance", "layer_norm_eps",
+            "hyena_filter_length", "adaptive_factor",
+        )  # fmt: skip
+        self.check_choice("attention_type", ATTENTION_TYPES)
+        self.check_choice("ssm_type", SSM_TYPES)
+        self.check_choice("ssm_trainable", ("none", "output", "all"))
+        self.check_choice("ssm_combine", ("concat", "add", "stack"))
+        self.check_choice("relative_bias_scope", ("shared", "per_layer", "none"))
+        self.check_choice("norm_position", ("pre", "post"))
+        self.check_choice("norm_type", ("layernorm", "scalenorm", "batchnorm"))
+        self.check_choice("pooling", ("first", "mean"))
+        if self.ssm_trainable == "output" and self.ssm_type not in ("s4", "s4d", "s5"):
+            raise ValueError(f'ssm_trainable="output" is for s4, s4d and s5; ssm_type is {self.ssm_type!r}.')
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads={self.num_attention_heads}."
+            )
+        if self.relative_attention_num_buckets < 4 or self.relative_attention_num_buckets % 4:
+            raise ValueError(
+                f"relative_attention_num_buckets={self.relative_attention_num_buckets} must be a multiple of 4: half "
+                "for each side, and half of these for single distances."
+            )
+        self._check_layers("global_layers", self.num_hidden_layers)
+        self._check_cutoffs()
+
+    def _check_layers(self, name: str, count: int) -> None:
+        layers = list(getattr(self, name))
+        if len(set(layers)) != len(layers) or any(layer < 0 or layer >= count for layer in layers):
+            raise ValueError(f"{name}={layers} must be distinct layers from 0 to {count - 1}.")
+
+    def _check_cutoffs(self) -> None:
+        cutoffs = self.adaptive_cutoffs
+        if cutoffs is None:
+            return
+        if sorted(set(cutoffs)) != list(cutoffs) or not cutoffs or cutoffs[0] < 1 or cutoffs[-1] >= self.vocab_size:
+            raise ValueError(f"adaptive_cutoffs={cutoffs} must rise from at least 1 to below vocab_size.")
+        if not self.tie_word_embeddings:
+            raise ValueError("adaptive_cutoffs needs tie_word_embeddings=True: the softmax reads the embeddings.")
+        if self.hidden_size % self.adaptive_factor ** len(cutoffs):
+            raise ValueError(
+                f"hidden_size={self.hidden_size} must be divisible by adaptive_factor ** bands = "
+                f"{self.adaptive_factor ** len(cutoffs)}."
+            )
+
+
+_BASE = {"tie_word_embeddings": True}
+
+
+@strict
+class SpadeSeq2SeqConfig(SpadeConfig):
+    r"""
+    Configuration of a T5-like SPADE encoder-decoder. The defaults are SPADE base as its released code builds it: post
+    layer norm, a frozen bidirectional S4 in the encoder's bottom layer, window attention in the encoder, full causal
+    attention with learned positions in the decoder. `decoder_attention_type="window"`, `decoder_global_layers=[0]` and
+    `decoder_position_embedding_type="relative"` give the paper's literal reading.
+
+    Args:
+        num_decoder_layers (`int`, *optional*, defaults to 12): Number of decoder layers.
+        decoder_attention_type (`str`, *optional*, defaults to `"full"`): As `attention_type`, for the decoder.
+        decoder_global_layers (`list[int]`, *optional*, defaults to `[]`): As `global_layers`.
+        decoder_position_embedding_type (`str`, *optional*, defaults to `"learned"`): `"learned"` absolute positions,
+            or the `"relative"` bias.
+        decoder_attention_bias (`bool`, *optional*, defaults to `False`): Biases in the decoder's attention maps.
+        max_target_positions (`int`, *optional*, defaults to 1024): Learned positions.
+        decoder_start_token_id (`int`, *optional*, defaults to 0): The token every target starts with.
+
+    All other arguments are those of [`SpadeConfig`], of which the encoder makes the same use.
+    """
+
+    model_type = "spade_seq2seq"
+    presets: ClassVar[dict[str, dict[str, Any]]] = {"spade-base": _BASE, "spade-base++": _BASE}
+
+    hidden_size: int = 768
+    intermediate_size: int = 3072
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    local_radius: int = 128
+    relative_bias_scope: str = "per_layer"
+    norm_position: str = "post"
+    layer_norm_eps: float = 1e-6
+    num_decoder_layers: int = 12
+    decoder_attention_type: str = "full"
+    decoder_global_layers: list[int] | tuple[int, ...] = ()
+    decoder_position_embedding_type: str = "learned"
+    decoder_attention_bias: bool = False
+    max_target_positions: int = 1024
+    decoder_start_token_id: int | None = 0
+    is_encoder_decoder: bool = True
+
+    def __post_init__(self, **kwargs):
+        self.decoder_global_layers = list(self.decoder_global_layers)
+        super().__post_init__(**kwargs)
+
+    @property
+    def layer_types(self) -> list[str]:
+        """The kind of cache layer each decoder layer needs."""
+        return [STATE_LAYER_TYPE] * self.num_decoder_layers
+
+    def validate_architecture(self):
+        """Sizes that fit together, names that exist."""
+        super().validate_architecture()
+        self.check_positive("num_decoder_layers", "max_target_positions")
+        self.check_choice("decoder_attention_type", ATTENTION_TYPES)
+        self.check_choice("decoder_position_embedding_type", ("learned", "relative"))
+        self._check_layers("decoder_global_layers", self.num_decoder_layers)
+        if self.adaptive_cutoffs is not None or self.pixel_input:
+            raise ValueError("adaptive_cutoffs and pixel_input belong to SpadeConfig, not to an encoder-decoder.")
+
+    def decoder_config(self) -> SpadeConfig:
+        """The decoder's stack as a configuration of its own."""
+        fields = {name: getattr(self, name) for name in SpadeConfig.__dataclass_fields__ if hasattr(self, name)}
+        relative = self.decoder_position_embedding_type == "relative"
+        return SpadeConfig(
+            **fields
+            | {
+                "num_hidden_layers": self.num_decoder_layers,
+                "attention_type": self.decoder_attention_type,
+                "global_layers": self.decoder_global_layers,
+                "relative_bias_scope": self.relative_bias_scope if relative else "none",
+                "local_radius": max(self.local_radius - 1, 1),
+                "is_encoder_decoder": False,
+            }
+        )
+
+
+__all__ = ["SpadeConfig", "SpadeSeq2SeqConfig"]

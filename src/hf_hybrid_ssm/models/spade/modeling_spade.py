@@ -1,0 +1,285 @@
+"""PyTorch SPADE models of one stack (arXiv 2212.08136): language model, encoder, classifier."""
+
+import math
+
+import torch
+from torch import nn
+from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPast, SequenceClassifierOutput
+from transformers.utils import auto_docstring, can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from hf_hybrid_ssm.layers.adaptive_vocabulary import AdaptiveEmbedding, AdaptiveSoftmax
+from hf_hybrid_ssm.layers.mixer import Mixer
+from hf_hybrid_ssm.layers.mixers import MIXERS
+from hf_hybrid_ssm.layers.norms import ScaleNorm, build_norm
+from hf_hybrid_ssm.layers.relative_bias import RelativeBias
+from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, prepare_cache
+from hf_hybrid_ssm.models.heads import CausalLMHead
+from hf_hybrid_ssm.models.inputs import check_inputs, packed_documents
+from hf_hybrid_ssm.models.padding import compact_rows
+from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
+from hf_hybrid_ssm.models.spade.layers_spade import SpadeBlock, relative_bias
+
+
+@auto_docstring
+class SpadePreTrainedModel(PreTrainedModel):
+    config: SpadeConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["SpadeBlock", "SpadeDecoderBlock"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_sdpa = True
+    _can_compile_fullgraph = True
+    _keep_in_fp32_modules_strict = sorted({name for mixer in MIXERS.values() for name in mixer.float32_parameters})
+    _can_record_outputs = {"hidden_states": SpadeBlock}
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Normal maps and embeddings, no bias by distance at first; state-space models start as their papers say."""
+        if isinstance(module, Mixer):
+            for name, value in module.initial_values().items():
+                init.copy_(module.get_parameter(name), value)
+            module.forget()
+        elif isinstance(module, nn.LSTM):
+            for parameter in module.parameters():
+                bound = 1 / math.sqrt(module.hidden_size)
+                init.uniform_(parameter, -bound, bound)
+        elif isinstance(module, RelativeBias):
+            init.zeros_(module.weight)
+        elif isinstance(module, ScaleNorm):
+            init.ones_(module.scale)
+        elif isinstance(module, AdaptiveEmbedding):
+            for table in module.tables:
+                init.normal_(table, std=table.shape[1] ** -0.5)
+            for projection in module.projections:
+                init.xavier_uniform_(projection)
+        elif isinstance(module, AdaptiveSoftmax):
+            init.normal_(module.clusters, std=self.config.initializer_range)
+        else:
+            super()._init_weights(module)
+
+
+class SpadeStack(nn.Module):
+    """The layers between embeddings and heads, causal or bidirectional."""
+
+    def __init__(self, config: SpadeConfig, is_causal: bool):
+        super().__init__()
+        self.scale = math.sqrt(config.hidden_size) if config.scale_embedding else 1.0
+        self.embedding_norm = None
+        if config.embedding_norm:
+            self.embedding_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.embedding_dropout)
+        self.relative_bias = relative_bias(config, is_causal) if config.relative_bias_scope == "shared" else None
+        self.layers = nn.ModuleList(SpadeBlock(config, index, is_causal) for index in range(config.num_hidden_layers))
+        self.norm = None
+        if config.final_norm:
+            self.norm = build_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
+
+    def forward(
+        self,
+        embeddings: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        seq_idx: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> torch.Tensor:
+        """(B, L, d) embeddings → (B, L, d)."""
+        rows = compact_rows(attention_mask, *embeddings.shape[:2])
+        hidden_states = embeddings * self.scale
+        if self.embedding_norm is not None:
+            hidden_states = self.embedding_norm(hidden_states)
+        hidden_states = self.dropout(hidden_states)
+        bias = None if self.relative_bias is None else self.relative_bias(None)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, bias, rows, seq_idx, past_key_values)
+        return hidden_states if self.norm is None else self.norm(hidden_states)
+
+
+class PixelEmbedding(nn.Linear):
+    """Grey values 0 … 255 as tokens, normalised and mapped linearly to the width."""
+
+    def __init__(self, hidden_size: int, mean: float, std: float):
+        super().__init__(1, hidden_size)
+        self.mean, self.std = mean, std
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(((input_ids / 255 - self.mean) / self.std).unsqueeze(-1).to(self.weight.dtype))
+
+
+def spade_embedding(config: SpadeConfig) -> nn.Module:
+    """The embedding that the configuration asks for."""
+    if config.pixel_input:
+        return PixelEmbedding(config.hidden_size, config.pixel_mean, config.pixel_std)
+    if config.adaptive_cutoffs is not None:
+        bands = [*config.adaptive_cutoffs, config.vocab_size]
+        return AdaptiveEmbedding(bands, config.hidden_size, config.adaptive_factor)
+    # no padding_idx: text often ends with the token that also pads, and its embedding must be learnt
+    return nn.Embedding(config.vocab_size, config.hidden_size)
+
+
+@auto_docstring
+class SpadeModel(SpadePreTrainedModel):
+    def __init__(self, config: SpadeConfig):
+        super().__init__(config)
+        self.embed_tokens = spade_embedding(config)
+        self.decoder = SpadeStack(config, is_causal=True)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    @auto_docstring
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        seq_idx: torch.IntTensor | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        r"""
+        seq_idx (`torch.IntTensor` of shape `(batch_size, sequence_length)`, *optional*):
+            The document each token of a packed row belongs to; states and attention do not cross documents.
+        """
+        check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        batch, length = inputs_embeds.shape[:2]
+        if use_cache or past_key_values is not None:
+            past_key_values = prepare_cache(past_key_values, self.config, batch)
+        padding = attention_mask[STATE_LAYER_TYPE] if isinstance(attention_mask, dict) else attention_mask
+        seq_idx = packed_documents(seq_idx, position_ids, padding, past_key_values, batch, length)
+        hidden_states = self.decoder(inputs_embeds, padding, seq_idx, past_key_values)
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden_states, past_key_values=past_key_values if use_cache else None
+        )
+
+
+@auto_docstring
+class SpadeForCausalLM(CausalLMHead, SpadePreTrainedModel, GenerationMixin):
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: SpadeConfig):
+        super().__init__(config)
+        self.model = SpadeModel(config)
+        self.lm_head: nn.Module
+        if config.adaptive_cutoffs is None:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        else:
+            self._tied_weights_keys = {}  # it reads the embeddings themselves
+            self.lm_head = AdaptiveSoftmax(self.model.embed_tokens, config.adaptive_dropout)
+        self.post_init()
+
+    @staticmethod
+    def create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values, **kwargs) -> dict:
+        """Masks made ahead of compiled decoding; a generated token is never padding."""
+        return {STATE_LAYER_TYPE: None if inputs_embeds.shape[1] == 1 else attention_mask}
+
+
+@auto_docstring
+class SpadeEncoderModel(SpadePreTrainedModel):
+    _keys_to_ignore_on_load_unexpected = [r"decoder\.", r"lm_head\."]
+
+    def __init__(self, config: SpadeConfig):
+        super().__init__(config)
+        self.shared = spade_embedding(config)
+        self.encoder = SpadeStack(config, is_causal=False)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.shared
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.shared = value
+
+    @merge_with_config_defaults
+    @capture_outputs
+    @auto_docstring
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        seq_idx: torch.IntTensor | None = None,
+        **kwargs,
+    ) -> BaseModelOutput:
+        r"""
+        seq_idx (`torch.IntTensor` of shape `(batch_size, sequence_length)`, *optional*):
+            The document each token of a packed row belongs to; states and attention do not cross documents.
+        """
+        check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
+        if inputs_embeds is None:
+            inputs_embeds = self.shared(input_ids)
+        batch, length = inputs_embeds.shape[:2]
+        seq_idx = packed_documents(seq_idx, None, attention_mask, None, batch, length)
+        return BaseModelOutput(last_hidden_state=self.encoder(inputs_embeds, attention_mask, seq_idx))
+
+
+@auto_docstring
+class SpadeForSequenceClassification(SpadePreTrainedModel):
+    """A classifier over the bidirectional encoder; it also loads the encoder of an encoder-decoder."""
+
+    _keys_to_ignore_on_load_unexpected = [r"decoder\.", r"lm_head\."]
+
+    def __init__(self, config: SpadeConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = SpadeEncoderModel(config)
+        self.dense = nn.Linear(config.hidden_size, config.classifier_hidden_size)
+        self.activation = ACT2FN[config.classifier_activation]
+        self.dropout = nn.Dropout(config.classifier_dropout)
+        self.classifier = nn.Linear(config.classifier_hidden_size, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    @auto_docstring
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs,
+    ) -> SequenceClassifierOutput:
+        r"""
+        labels (`torch.Tensor` of shape `(batch_size,)`, *optional*):
+            Class indices (or values, for regression with `num_labels == 1`).
+        """
+        outputs = self.model(input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs)
+        pooled = self._pool(outputs.last_hidden_state, None if attention_mask is None else attention_mask != 0)
+        logits = self.classifier(self.dropout(self.activation(self.dense(self.dropout(pooled)))))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+        return SequenceClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+    def _pool(self, hidden_states: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+        """(B, L, d) → (B, d): the first real token, or the mean of all."""
+        if self.config.pooling == "mean":
+            if real is None:
+                return hidden_states.mean(1)
+            weights = real.to(hidden_states.dtype).unsqueeze(-1)
+            total = torch.where(real.unsqueeze(-1), hidden_states, 0.0).sum(1)
+            return total / weights.sum(1).clamp(min=1)
+        if real is None:
+            return hidden_states[:, 0]
+        first = real.to(torch.uint8).argmax(1)
+        return hidden_states[torch.arange(hidden_states.shape[0], device=hidden_states.device), first]
+
+
+__all__ = [
+    "SpadeEncoderModel",
+    "SpadeForCausalLM",
+    "SpadeForSequenceClassification",
+    "SpadeModel",
+    "SpadePreTrainedModel",
+]

@@ -1,0 +1,341 @@
+"""PyTorch SPADE encoder-decoder (arXiv 2212.08136): T5-like, for summarization and other text to text."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationMixin
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
+from transformers.utils import auto_docstring, can_return_tuple
+
+from hf_hybrid_ssm.layers.norms import build_norm
+from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, StateLayer, prepare_cache
+from hf_hybrid_ssm.models.heads import chunked_causal_lm_loss
+from hf_hybrid_ssm.models.inputs import check_inputs, check_token_ids, default_positions
+from hf_hybrid_ssm.models.padding import CompactRows, compact_rows
+from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig, SpadeSeq2SeqConfig
+from hf_hybrid_ssm.models.spade.layers_spade import SpadeFeedForward, SpadeMixing, relative_bias
+from hf_hybrid_ssm.models.spade.modeling_spade import SpadePreTrainedModel, SpadeStack, spade_embedding
+
+
+class SpadeCrossAttention(nn.Module):
+    """Scaled attention to all real tokens of the encoder, without bias by distance."""
+
+    def __init__(self, config: SpadeConfig, layer_idx: int, bias: bool):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.num_heads = config.num_attention_heads
+        self.dropout = config.attention_dropout
+        width = config.hidden_size
+        self.q_proj = nn.Linear(width, width, bias=bias)
+        self.k_proj = nn.Linear(width, width, bias=bias)
+        self.v_proj = nn.Linear(width, width, bias=bias)
+        self.o_proj = nn.Linear(width, width, bias=bias)
+
+    def forward(
+        self, x: torch.Tensor, encoder_states: torch.Tensor, mask: torch.Tensor | None, cache: Cache | None
+    ) -> torch.Tensor:
+        """(B, T, d), (B, S, d), mask (B, 1, 1, S) → (B, T, d); keys and values are computed once per cache."""
+        q = self._heads(self.q_proj(x))
+        layer = None if cache is None else cache.layers[self.layer_idx]
+        if layer is not None and layer.states:
+            k, v = layer.states["keys"], layer.states["values"]
+        else:
+            k, v = self._heads(self.k_proj(encoder_states)), self._heads(self.v_proj(encoder_states))
+            if layer is not None:
+                layer.store(0, {"keys": k, "values": v}, _never_replayed)
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+
+
+def _never_replayed(num_tokens: int) -> dict[str, torch.Tensor]:
+    raise AssertionError("the encoder's keys and values cover no decoder tokens that could be undone")
+
+
+class SpadeDecoderBlock(GradientCheckpointingLayer):
+    """Self-attention (with a state-space model where global), cross-attention, feed-forward, each with its own
+    norm."""
+
+    def __init__(self, config: SpadeConfig, layer_idx: int, bias: bool):
+        super().__init__()
+        self.is_pre = config.norm_position == "pre"
+        self.mixing = SpadeMixing(config, layer_idx, is_causal=True, attention_bias=bias)
+        self.cross_attn = SpadeCrossAttention(config, layer_idx, bias)
+        self.feed_forward = SpadeFeedForward(config)
+        sizes = (config.norm_type, config.hidden_size, config.layer_norm_eps)
+        self.mixing_norm, self.cross_attn_norm, self.feed_forward_norm = (build_norm(*sizes) for _ in range(3))
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_states: torch.Tensor,
+        encoder_mask: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        rows: CompactRows | None = None,
+        self_cache: Cache | None = None,
+        cross_cache: Cache | None = None,
+    ) -> torch.Tensor:
+        mixing = (bias, rows, None, self_cache)
+        hidden_states = self._residual(hidden_states, self.mixing, self.mixing_norm, *mixing)
+        cross = (encoder_states, encoder_mask, cross_cache)
+        hidden_states = self._residual(hidden_states, self.cross_attn, self.cross_attn_norm, *cross)
+        return self._residual(hidden_states, self.feed_forward, self.feed_forward_norm)
+
+    def _residual(self, x: torch.Tensor, branch: nn.Module, norm: nn.Module, *options) -> torch.Tensor:
+        if self.is_pre:
+            return x + self.dropout(branch(norm(x), *options))
+        return norm(x + self.dropout(branch(x, *options)))
+
+
+class SpadeDecoder(nn.Module):
+    """The decoder's layers with their positions, between embeddings and head."""
+
+    def __init__(self, config: SpadeSeq2SeqConfig):
+        super().__init__()
+        stack = config.decoder_config()
+        self.positions = None
+        if config.decoder_position_embedding_type == "learned":
+            self.positions = nn.Embedding(config.max_target_positions, config.hidden_size)
+        self.embedding_norm = None
+        if stack.embedding_norm:
+            self.embedding_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.embedding_dropout)
+        self.relative_bias = relative_bias(stack, True) if stack.relative_bias_scope == "shared" else None
+        self.layers = nn.ModuleList(
+            SpadeDecoderBlock(stack, index, config.decoder_attention_bias)
+            for index in range(config.num_decoder_layers)
+        )
+        self.norm = build_norm(stack.norm_type, stack.hidden_size, stack.layer_norm_eps) if stack.final_norm else None
+
+    def forward(
+        self,
+        embeddings: torch.Tensor,
+        encoder_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        encoder_mask: torch.Tensor | None,
+        past_key_values: EncoderDecoderCache | None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """(B, T, d), (B, S, d) → (B, T, d), and the states before and behind each layer."""
+        batch, length = embeddings.shape[:2]
+        rows = compact_rows(attention_mask, batch, length)
+        hidden_states = embeddings
+        if self.positions is not None:
+            past = 0 if past_key_values is None else past_key_values.get_seq_length()
+            hidden_states = embeddings + self.positions(self._position_ids(attention_mask, past, embeddings))
+        if self.embedding_norm is not None:
+            hidden_states = self.embedding_norm(hidden_states)
+        hidden_states = self.dropout(hidden_states)
+        mask = None if encoder_mask is None else (encoder_mask != 0)[:, None, None]
+        bias = None if self.relative_bias is None else self.relative_bias(None)
+        self_cache = None if past_key_values is None else past_key_values.self_attention_cache
+        cross_cache = None if past_key_values is None else past_key_values.cross_attention_cache
+        every = [hidden_states]
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, encoder_states, mask, bias, rows, self_cache, cross_cache)
+            every.append(hidden_states)
+        hidden_states = hidden_states if self.norm is None else self.norm(hidden_states)
+        return hidden_states, (*every[:-1], hidden_states)
+
+    def _position_ids(self, attention_mask: torch.Tensor | None, past: int, embeddings: torch.Tensor) -> torch.Tensor:
+        positions = default_positions(attention_mask, past, embeddings.shape[1], embeddings.device)
+        limit = self.positions.num_embeddings
+        if not torch.compiler.is_compiling() and positions.device.type == "cpu" and positions.max() >= limit:
+            raise ValueError(
+                f"the target has {int(positions.max()) + 1} tokens, but max_target_positions={limit}; "
+                'decoder_position_embedding_type="relative" has no limit.'
+            )
+        return positions
+
+
+def prepare_seq2seq_cache(
+    past_key_values: Cache | None, config: SpadeSeq2SeqConfig, batch_size: int
+) -> EncoderDecoderCache:
+    """The cache to use in this forward: a new one, or the given one if it fits the model and the batch."""
+    if past_key_values is None:
+        return EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
+    if not isinstance(past_key_values, EncoderDecoderCache):
+        raise TypeError(f"past_key_values must be an EncoderDecoderCache, got {type(past_key_values).__name__}.")
+    prepare_cache(past_key_values.self_attention_cache, config, batch_size)
+    cross = past_key_values.cross_attention_cache
+    if any(not isinstance(layer, StateLayer) for layer in cross.layers) or not cross.layers:
+        cross.layers = DynamicCache(config=config).layers
+    return past_key_values
+
+
+@auto_docstring
+class SpadeSeq2SeqModel(SpadePreTrainedModel):
+    config: SpadeSeq2SeqConfig
+
+    def __init__(self, config: SpadeSeq2SeqConfig):
+        super().__init__(config)
+        self.shared = spade_embedding(config)
+        self.encoder = SpadeStack(config, is_causal=False)
+        self.decoder = SpadeDecoder(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.shared
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.shared = value
+
+    def get_encoder(self) -> "SpadeSeq2SeqEncoder":
+        return SpadeSeq2SeqEncoder(self)
+
+    @can_return_tuple
+    @auto_docstring
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.LongTensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: tuple | BaseModelOutput | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        decoder_inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs,
+    ) -> Seq2SeqModelOutput:
+        use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
+        wants_hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        if encoder_outputs is None:
+            encoder_outputs = self.get_encoder()(input_ids, attention_mask, inputs_embeds, wants_hidden)
+        encoder_states = encoder_outputs[0]
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.shape != encoder_states.shape[:2]:
+            raise ValueError(
+                f"attention_mask must have the encoder's shape {tuple(encoder_states.shape[:2])}, got "
+                f"{tuple(attention_mask.shape)}."
+            )
+        check_inputs(decoder_input_ids, decoder_inputs_embeds, self.config.vocab_size, self.config.hidden_size)
+        if decoder_inputs_embeds is None:
+            decoder_inputs_embeds = self.shared(decoder_input_ids)
+        if use_cache or past_key_values is not None:
+            past_key_values = prepare_seq2seq_cache(past_key_values, self.config, decoder_inputs_embeds.shape[0])
+        if isinstance(decoder_attention_mask, dict):
+            decoder_attention_mask = decoder_attention_mask[STATE_LAYER_TYPE]
+        inputs = (decoder_inputs_embeds, encoder_states, decoder_attention_mask, attention_mask)
+        hidden_states, every = self.decoder(*inputs, past_key_values)
+        return Seq2SeqModelOutput(
+            last_hidden_state=hidden_states,
+            past_key_values=past_key_values if use_cache else None,
+            decoder_hidden_states=every if wants_hidden else None,
+            encoder_last_hidden_state=encoder_states,
+            encoder_hidden_states=getattr(encoder_outputs, "hidden_states", None),
+        )
+
+
+class SpadeSeq2SeqEncoder:
+    """The encoder with the embeddings it shares with the decoder; what `generate` calls before the first token."""
+
+    main_input_name = "input_ids"
+
+    def __init__(self, model: SpadeSeq2SeqModel):
+        self.model = model
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs,
+    ) -> BaseModelOutput:
+        config = self.model.config
+        check_inputs(input_ids, inputs_embeds, config.vocab_size, config.hidden_size)
+        embeddings = self.model.shared(input_ids) if inputs_embeds is None else inputs_embeds
+        return BaseModelOutput(last_hidden_state=self.model.encoder(embeddings, attention_mask))
+
+    forward = __call__
+
+
+@auto_docstring
+class SpadeForConditionalGeneration(SpadePreTrainedModel, GenerationMixin):
+    config: SpadeSeq2SeqConfig
+    _tied_weights_keys = {"lm_head.weight": "model.shared.weight"}
+
+    def __init__(self, config: SpadeSeq2SeqConfig):
+        super().__init__(config)
+        self.model = SpadeSeq2SeqModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_encoder(self) -> SpadeSeq2SeqEncoder:
+        return self.model.get_encoder()
+
+    def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
+        """Labels (B, T) moved one to the right, behind the start token; -100 becomes padding."""
+        start = self.config.decoder_start_token_id
+        shifted = torch.cat([labels.new_full((labels.shape[0], 1), start), labels[:, :-1]], dim=1)
+        return shifted.masked_fill(shifted == -100, self.config.pad_token_id)
+
+    @can_return_tuple
+    @auto_docstring
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.LongTensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: tuple | BaseModelOutput | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        decoder_inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs,
+    ) -> Seq2SeqLMOutput:
+        r"""
+        labels (`torch.LongTensor` of shape `(batch_size, target_length)`, *optional*):
+            The target; the decoder reads it one token later. -100 is ignored.
+        """
+        if labels is not None:
+            check_token_ids("labels", labels, self.config.vocab_size, ignore_index=-100)
+            if decoder_input_ids is None and decoder_inputs_embeds is None:
+                decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+        outputs = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            decoder_input_ids=decoder_input_ids,
+            decoder_attention_mask=decoder_attention_mask,
+            encoder_outputs=encoder_outputs,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            decoder_inputs_embeds=decoder_inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+        )
+        hidden_states = outputs.last_hidden_state
+        logits, loss = None, None
+        chunked = self.training and self.config.use_linear_cross_entropy and type(self.lm_head) is nn.Linear
+        num_items = kwargs.get("num_items_in_batch")
+        if labels is not None and chunked:
+            options = {"num_items_in_batch": num_items, "shift_labels": labels}
+            loss = chunked_causal_lm_loss(hidden_states, self.lm_head, labels, **options)
+        else:
+            logits = self.lm_head(hidden_states)
+            if labels is not None:
+                total = F.cross_entropy(
+                    logits.flatten(0, 1).float(), labels.flatten().to(logits.device), ignore_index=-100,
+                    reduction="mean" if num_items is None else "sum",
+                )  # fmt: skip
+                loss = total if num_items is None else total / num_items
+        return Seq2SeqLMOutput(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            decoder_hidden_states=outputs.decoder_hidden_states,
+            encoder_last_hidden_state=outputs.encoder_last_hidden_state,
+            encoder_hidden_states=outputs.encoder_hidden_states,
+        )
+
+
+__all__ = ["SpadeForConditionalGeneration", "SpadeSeq2SeqModel"]
