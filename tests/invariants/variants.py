@@ -9,6 +9,15 @@ import hf_hybrid_ssm  # noqa: F401  (registers the families)
 
 TOKENS = {"vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LONGHORN = {"hidden_size": 24, "num_hidden_layers": 3, "state_size": 5, "num_attention_heads": 4}
+SPADE = {
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "local_radius": 6,
+    "chunk_size": 5,
+    "ssm_state_size": 8,
+}
 
 VARIANTS: dict[str, tuple[str, dict]] = {
     "longhorn": ("longhorn", LONGHORN),
@@ -23,6 +32,12 @@ VARIANTS: dict[str, tuple[str, dict]] = {
             "mlp_intermediate_size": 40,
         },
     ),
+    "spade s4 window": ("spade", SPADE),
+    "spade s5 chunk post-norm": (
+        "spade",
+        {**SPADE, "ssm_type": "s5", "s5_blocks": 2, "attention_type": "chunk", "norm_position": "post"},
+    ),
+    "spade hyena full": ("spade", {**SPADE, "ssm_type": "hyena", "attention_type": "full", "hyena_filter_length": 16}),
     "longhorn + full attention": (
         "longhorn",
         {**LONGHORN, "block_types": ["full_attention", "linear_attention", "linear_attention"]},
@@ -37,6 +52,6 @@ def build(name: str) -> torch.nn.Module:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **TOKENS, **fields)).eval()
     for parameter_name, parameter in model.named_parameters():
-        if parameter.dim() >= 2 and parameter.requires_grad and "mixer.ssm" not in parameter_name:
+        if parameter.dim() >= 2 and parameter.requires_grad and ".ssm." not in parameter_name:
             parameter.data.mul_(1.5)
     return model

@@ -22,10 +22,19 @@ class AdaptiveEmbedding(nn.Module):
         self.bands = list(bands)
         self.hidden_size = hidden_size
         starts, widths = [0, *bands[:-1]], [hidden_size // factor**band for band in range(len(bands))]
-        self.tables = nn.ParameterList(
-            torch.empty(end - start, width) for start, end, width in zip(starts, bands, widths)
-        )
-        self.projections = nn.ParameterList(torch.empty(hidden_size, width) for width in widths)
+        for band, (start, end, width) in enumerate(zip(starts, bands, widths)):
+            self.register_parameter(f"table_{band}", nn.Parameter(torch.zeros(end - start, width)))
+            self.register_parameter(f"projection_{band}", nn.Parameter(torch.zeros(hidden_size, width)))
+
+    @property
+    def tables(self) -> list[nn.Parameter]:
+        """E_b, (tokens of band b, d / factor^b)."""
+        return [self.get_parameter(f"table_{band}") for band in range(len(self.bands))]
+
+    @property
+    def projections(self) -> list[nn.Parameter]:
+        """P_b, (d, d / factor^b)."""
+        return [self.get_parameter(f"projection_{band}") for band in range(len(self.bands))]
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """(B, L) ids → (B, L, d)."""

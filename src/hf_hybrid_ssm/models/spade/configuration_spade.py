@@ -318,13 +318,13 @@ class SpadeSeq2SeqConfig(SpadeConfig):
 
     def validate_architecture(self):
         """Sizes that fit together, names that exist."""
+        if self.adaptive_cutoffs is not None or self.pixel_input:
+            raise ValueError("adaptive_cutoffs and pixel_input belong to SpadeConfig, not to an encoder-decoder.")
         super().validate_architecture()
         self.check_positive("num_decoder_layers", "max_target_positions")
         self.check_choice("decoder_attention_type", ATTENTION_TYPES)
         self.check_choice("decoder_position_embedding_type", ("learned", "relative"))
         self._check_layers("decoder_global_layers", self.num_decoder_layers)
-        if self.adaptive_cutoffs is not None or self.pixel_input:
-            raise ValueError("adaptive_cutoffs and pixel_input belong to SpadeConfig, not to an encoder-decoder.")
 
     def decoder_config(self) -> SpadeConfig:
         """The decoder's stack as a configuration of its own."""

@@ -161,7 +161,7 @@ class SpadeMixing(nn.Module):
 
     def _global(self, x: torch.Tensor, past: States, options: dict[str, Any]) -> tuple[torch.Tensor, States]:
         """The state-space model, whose state (one tensor or several) is kept under `ssm_0`, `ssm_1`, ..."""
-        held = tuple(state for name, state in sorted(past.items()) if name.startswith("ssm_"))
+        held = tuple(past[name] for name in sorted(past) if name.startswith("ssm_"))
         state: State | None = None
         if held:
             state = held[0] if len(held) == 1 else held

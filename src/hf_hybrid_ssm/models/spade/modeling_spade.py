@@ -14,7 +14,6 @@ from transformers.utils.output_capturing import capture_outputs
 
 from hf_hybrid_ssm.layers.adaptive_vocabulary import AdaptiveEmbedding, AdaptiveSoftmax
 from hf_hybrid_ssm.layers.mixer import Mixer
-from hf_hybrid_ssm.layers.mixers import MIXERS
 from hf_hybrid_ssm.layers.norms import ScaleNorm, build_norm
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, prepare_cache
@@ -34,8 +33,14 @@ class SpadePreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
     _can_compile_fullgraph = True
-    _keep_in_fp32_modules_strict = sorted({name for mixer in MIXERS.values() for name in mixer.float32_parameters})
     _can_record_outputs = {"hidden_states": SpadeBlock}
+
+    def post_init(self):
+        mixers = [module for module in self.modules() if isinstance(module, Mixer)]
+        self._keep_in_fp32_modules_strict = {
+            name for mixer in mixers for name in mixer.float32_parameters if name in mixer._parameters
+        }
+        super().post_init()
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -85,8 +90,9 @@ class SpadeStack(nn.Module):
         attention_mask: torch.Tensor | None = None,
         seq_idx: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
+        every: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """(B, L, d) embeddings → (B, L, d)."""
+        """(B, L, d) embeddings → (B, L, d); `every` takes the states before and behind each layer."""
         rows = compact_rows(attention_mask, *embeddings.shape[:2])
         hidden_states = embeddings * self.scale
         if self.embedding_norm is not None:
@@ -94,8 +100,13 @@ class SpadeStack(nn.Module):
         hidden_states = self.dropout(hidden_states)
         bias = None if self.relative_bias is None else self.relative_bias(None)
         for layer in self.layers:
+            if every is not None:
+                every.append(hidden_states)
             hidden_states = layer(hidden_states, bias, rows, seq_idx, past_key_values)
-        return hidden_states if self.norm is None else self.norm(hidden_states)
+        hidden_states = hidden_states if self.norm is None else self.norm(hidden_states)
+        if every is not None:
+            every.append(hidden_states)
+        return hidden_states
 
 
 class PixelEmbedding(nn.Linear):
@@ -188,16 +199,10 @@ class SpadeEncoderModel(SpadePreTrainedModel):
 
     def __init__(self, config: SpadeConfig):
         super().__init__(config)
-        self.shared = spade_embedding(config)
+        self.embed_tokens = spade_embedding(config)
         self.encoder = SpadeStack(config, is_causal=False)
         self.gradient_checkpointing = False
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.shared
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.shared = value
 
     @merge_with_config_defaults
     @capture_outputs
@@ -216,7 +221,7 @@ class SpadeEncoderModel(SpadePreTrainedModel):
         """
         check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
         if inputs_embeds is None:
-            inputs_embeds = self.shared(input_ids)
+            inputs_embeds = self.embed_tokens(input_ids)
         batch, length = inputs_embeds.shape[:2]
         seq_idx = packed_documents(seq_idx, None, attention_mask, None, batch, length)
         return BaseModelOutput(last_hidden_state=self.encoder(inputs_embeds, attention_mask, seq_idx))
@@ -239,7 +244,6 @@ class SpadeForSequenceClassification(SpadePreTrainedModel):
         self.post_init()
 
     @can_return_tuple
-    @auto_docstring
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,

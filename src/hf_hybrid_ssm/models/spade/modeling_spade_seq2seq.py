@@ -173,17 +173,11 @@ class SpadeSeq2SeqModel(SpadePreTrainedModel):
 
     def __init__(self, config: SpadeSeq2SeqConfig):
         super().__init__(config)
-        self.shared = spade_embedding(config)
+        self.embed_tokens = spade_embedding(config)
         self.encoder = SpadeStack(config, is_causal=False)
         self.decoder = SpadeDecoder(config)
         self.gradient_checkpointing = False
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.shared
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.shared = value
 
     def get_encoder(self) -> "SpadeSeq2SeqEncoder":
         return SpadeSeq2SeqEncoder(self)
@@ -216,7 +210,7 @@ class SpadeSeq2SeqModel(SpadePreTrainedModel):
             )
         check_inputs(decoder_input_ids, decoder_inputs_embeds, self.config.vocab_size, self.config.hidden_size)
         if decoder_inputs_embeds is None:
-            decoder_inputs_embeds = self.shared(decoder_input_ids)
+            decoder_inputs_embeds = self.embed_tokens(decoder_input_ids)
         if use_cache or past_key_values is not None:
             past_key_values = prepare_seq2seq_cache(past_key_values, self.config, decoder_inputs_embeds.shape[0])
         if isinstance(decoder_attention_mask, dict):
@@ -250,8 +244,10 @@ class SpadeSeq2SeqEncoder:
     ) -> BaseModelOutput:
         config = self.model.config
         check_inputs(input_ids, inputs_embeds, config.vocab_size, config.hidden_size)
-        embeddings = self.model.shared(input_ids) if inputs_embeds is None else inputs_embeds
-        return BaseModelOutput(last_hidden_state=self.model.encoder(embeddings, attention_mask))
+        embeddings = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        every: list[torch.Tensor] | None = [] if output_hidden_states else None
+        hidden_states = self.model.encoder(embeddings, attention_mask, every=every)
+        return BaseModelOutput(last_hidden_state=hidden_states, hidden_states=None if every is None else tuple(every))
 
     forward = __call__
 
@@ -259,7 +255,7 @@ class SpadeSeq2SeqEncoder:
 @auto_docstring
 class SpadeForConditionalGeneration(SpadePreTrainedModel, GenerationMixin):
     config: SpadeSeq2SeqConfig
-    _tied_weights_keys = {"lm_head.weight": "model.shared.weight"}
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: SpadeSeq2SeqConfig):
         super().__init__(config)

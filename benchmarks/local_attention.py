@@ -1,0 +1,126 @@
+"""Window attention, forward and backward on CPU: is it linear, and how does it compare with a masked full attention
+and with the local attention of transformers' LongT5?
+
+Window 128 (causal: the token and the 127 before it), 12 heads of 64, float32, one row.
+"""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from timing import exponent, paired_seconds, peak_megabytes_of, write_results
+from torch import nn
+from transformers import LongT5Config
+from transformers.models.longt5.modeling_longt5 import LongT5LocalAttention
+
+from hf_hybrid_ssm.ops.local_attention import local_attention
+
+HEADS, SIZE, WINDOW = 12, 64, 128
+WIDTH = HEADS * SIZE
+
+
+def inputs(length: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, HEADS, length, SIZE, generator=generator).requires_grad_() for _ in range(3)]
+
+
+def window(length: int) -> Callable[[], None]:
+    """This package's op."""
+    q, k, v = inputs(length)
+
+    def run() -> None:
+        local_attention(q, k, v, nearest=0, farthest=WINDOW - 1)[0].sum().backward()
+
+    return run
+
+
+def masked(length: int) -> Callable[[], None]:
+    """`scaled_dot_product_attention` over all keys, with the window as a mask."""
+    q, k, v = inputs(length)
+    position = torch.arange(length)
+    distance = position[:, None] - position
+    mask = (distance >= 0) & (distance < WINDOW)
+
+    def run() -> None:
+        F.scaled_dot_product_attention(q, k, v, attn_mask=mask).sum().backward()
+
+    return run
+
+
+class WindowSublayer(nn.Module):
+    """The op between projections, with a bias by distance: what LongT5's layer computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.bias = nn.Parameter(torch.zeros(HEADS, 2 * WINDOW - 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (layer(x).unflatten(2, (HEADS, SIZE)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        y, _ = local_attention(q, k, v, nearest=1 - WINDOW, farthest=WINDOW - 1, bias=self.bias)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+def sublayer(module: nn.Module, length: int) -> Callable[[], None]:
+    x = torch.randn(1, length, WIDTH, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    is_longt5 = isinstance(module, LongT5LocalAttention)
+
+    def run() -> None:
+        y = module(x)[0] if is_longt5 else module(x)
+        y.sum().backward()
+
+    return run
+
+
+def longt5_sublayer() -> nn.Module:
+    config = LongT5Config(d_model=WIDTH, num_heads=HEADS, d_kv=SIZE, local_radius=WINDOW - 1, dropout_rate=0.0)
+    return LongT5LocalAttention(config, has_relative_attention_bias=True)
+
+
+def memory_in_own_process(name: str, length: int) -> float:
+    command = [sys.executable, __file__, "--memory", name, "--length", str(length)]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="short lengths, few rounds")
+    parser.add_argument("--memory", choices=["window", "masked"], help=argparse.SUPPRESS)
+    parser.add_argument("--length", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(2)
+    if arguments.memory:
+        {"window": window, "masked": masked}[arguments.memory](256)()
+        print(peak_megabytes_of({"window": window, "masked": masked}[arguments.memory](arguments.length)))
+        return
+    lengths = [512, 1024] if arguments.quick else [1024, 2048, 4096, 8192, 16384]
+    compared = lengths[-1:] if arguments.quick else [4096, 16384]
+    rounds = 3 if arguments.quick else 7
+    seconds = paired_seconds({str(length): window(length) for length in lengths}, rounds=rounds)
+    against_mask, against_longt5 = {}, {}
+    for length in compared:
+        pair = paired_seconds({"window": window(length), "masked": masked(length)}, rounds=3, warm_up=1)
+        against_mask[str(length)] = round(pair["masked"] / pair["window"], 1)
+    for length in compared[:1]:
+        steps = {"window": sublayer(WindowSublayer(), length), "longt5": sublayer(longt5_sublayer(), length)}
+        pair = paired_seconds(steps, rounds=rounds, warm_up=1)
+        against_longt5[str(length)] = round(pair["longt5"] / pair["window"], 2)
+    figures = {
+        "shape": {"heads": HEADS, "head_dim": SIZE, "window": WINDOW, "batch": 1, "dtype": "float32"},
+        "seconds": {length: round(value, 4) for length, value in seconds.items()},
+        "exponent": round(exponent(lengths, list(seconds.values())), 3),
+        "times_as_fast_as_masked_full_attention": against_mask,
+        "times_as_fast_as_longt5_local_attention_two_sided_with_projections": against_longt5,
+        "peak_megabytes": {
+            str(length): {name: round(memory_in_own_process(name, length), 1) for name in ("window", "masked")}
+            for length in compared
+        },
+    }
+    write_results("local_attention", figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,393 @@
+"""The SPADE family: layers against a plain evaluation, invariances, sizes, heads, and refusals."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+
+from hf_hybrid_ssm import (
+    SpadeConfig,
+    SpadeEncoderModel,
+    SpadeForCausalLM,
+    SpadeForConditionalGeneration,
+    SpadeForSequenceClassification,
+    SpadeSeq2SeqConfig,
+)
+from hf_hybrid_ssm.layers.relative_bias import RelativeBias, distance_buckets
+from tests.models import invariances as inv
+from tests.models.strategies import SETTINGS, cuts, lengths, orders, row_lengths, seeds, sides
+
+TINY = {
+    "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "local_radius": 6, "chunk_size": 5, "ssm_state_size": 8, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1,
+}  # fmt: skip
+VARIANTS = {
+    "s4-window": {},
+    "s4d-chunk-add-post": {
+        "ssm_type": "s4d",
+        "attention_type": "chunk",
+        "ssm_combine": "add",
+        "norm_position": "post",
+    },
+    "s5-window-stack": {"ssm_type": "s5", "s5_blocks": 2, "ssm_combine": "stack", "global_layers": [1]},
+    "hyena-full": {"ssm_type": "hyena", "hyena_filter_length": 16, "attention_type": "full"},
+    "ema-window-all": {"ssm_type": "ema", "global_layers": [0, 1], "relative_bias_scope": "per_layer"},
+    "lstm-chunk": {"ssm_type": "lstm", "attention_type": "chunk", "relative_bias_scope": "none"},
+    "adaptive": {"adaptive_cutoffs": [20, 40], "adaptive_factor": 2, "scale_embedding": True},
+}
+
+
+def build(model_class, config, seed=0):
+    torch.manual_seed(seed)
+    model = model_class(config).eval()
+    for name, parameter in model.named_parameters():  # away from the smooth initial point, so that a mistake shows
+        if parameter.requires_grad and ".ssm." not in name:
+            parameter.data.mul_(1.5)
+        if "relative_bias" in name:
+            parameter.data.normal_()
+    return model
+
+
+@pytest.fixture(scope="module", params=VARIANTS.values(), ids=VARIANTS.keys())
+def model(request):
+    return build(SpadeForCausalLM, SpadeConfig(**TINY | request.param))
+
+
+def test_buckets_are_the_papers():
+    one_sided = distance_buckets(32, 128, 600)
+    assert one_sided[:16] == tuple(range(16))
+    starts = [one_sided.index(bucket) for bucket in range(16, 32)]
+    assert starts == [16, 19, 21, 24, 27, 31, 35, 40, 46, 52, 59, 67, 77, 87, 99, 113]
+    two_sided = distance_buckets(16, 128, 600)
+    assert [two_sided.index(bucket) for bucket in range(8, 16)] == [8, 12, 16, 23, 32, 46, 64, 91]
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_relative_bias_by_distance(bidirectional):
+    layer = RelativeBias(2, 8, 20, bidirectional=bidirectional)
+    table = layer(None)
+    if not bidirectional:
+        assert torch.equal(table[:, 0], layer.weight[0]) and torch.equal(table[:, -1], layer.weight[7])
+        assert layer(3).shape == (2, 4)
+    else:
+        middle = table.shape[1] // 2
+        assert torch.equal(table[:, middle], layer.weight[0])
+        assert torch.equal(table[:, middle + 1], layer.weight[1])  # one back
+        assert torch.equal(table[:, middle - 1], layer.weight[5])  # one ahead
+
+
+def plain_block(block, config, x, bias, is_causal):
+    """Sections 3.1 to 3.3, with an L x L attention, for one row of float64."""
+    mixing, length = block.mixing, x.shape[0]
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    seen = distance.abs() <= config.local_radius if config.attention_type == "window" else distance.abs() < length
+    if config.attention_type == "chunk":
+        chunk = torch.arange(length) // config.chunk_size
+        seen = chunk[:, None] == chunk
+    seen = seen & (distance >= 0) if is_causal else seen
+
+    def attention(n):
+        attn, heads = mixing.self_attn, config.num_attention_heads
+        q, k, v = (f(n).view(length, heads, -1).transpose(0, 1) for f in (attn.q_proj, attn.k_proj, attn.v_proj))
+        scores = q @ k.transpose(1, 2) / (config.hidden_size // heads) ** 0.5
+        if bias is not None:
+            middle = 0 if is_causal else bias.shape[1] // 2
+            scores = scores + bias[:, (distance + middle).clamp(0, bias.shape[1] - 1)]
+        return attn.o_proj((torch.where(seen, scores, -torch.inf).softmax(-1) @ v).transpose(0, 1).flatten(1))
+
+    def mix(n):
+        if mixing.ssm is None:
+            return attention(n)
+        g = mixing.ssm(n[None])[0][0]
+        if config.ssm_combine == "stack":
+            return attention(g)
+        g, a = mixing.norm_global(g), mixing.norm_local(attention(n))
+        if config.ssm_combine == "add":
+            return 0.5 * g + 0.5 * a
+        return torch.cat([g, a], 1) @ mixing.aggregate.weight.T + mixing.aggregate.bias
+
+    def feed(n):
+        return (
+            torch.relu(n @ block.feed_forward.fc1.weight.T + block.feed_forward.fc1.bias)
+            @ (block.feed_forward.fc2.weight.T)
+            + block.feed_forward.fc2.bias
+        )
+
+    if config.norm_position == "pre":
+        x = x + mix(block.mixing_norm(x))
+        return x + feed(block.feed_forward_norm(x))
+    x = block.mixing_norm(x + mix(x))
+    return block.feed_forward_norm(x + feed(x))
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("variant", ["s4-window", "s4d-chunk-add-post", "s5-window-stack", "hyena-full"])
+def test_stack_equals_the_equations(variant, is_causal):
+    config = SpadeConfig(**TINY | VARIANTS[variant] | {"dropout": 0.0})
+    base = build(SpadeForCausalLM if is_causal else SpadeEncoderModel, config).double()
+    stack = base.model.decoder if is_causal else base.encoder
+    x = torch.randn(17, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    got = stack(x[None])[0]
+    bias = None if stack.relative_bias is None else stack.relative_bias(None)
+    want = x if stack.embedding_norm is None else stack.embedding_norm(x)
+    for block in stack.layers:
+        want = plain_block(block, config, want, bias, is_causal)
+    want = want if stack.norm is None else stack.norm(want)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides", "count"),
+    [
+        ("spade-lm-wt103", {}, 249_234_688),
+        ("spade-base", {}, 225_264_384),
+        ("spade-base", {"tie_word_embeddings": False}, 249_938_688),
+        ("spade-base++", {"vocab_size": 50265}, 239_193_600),
+    ],
+)
+def test_parameter_counts(preset, overrides, count):
+    language_model = preset in SpadeConfig.presets
+    config_class, model_class = (
+        (SpadeConfig, SpadeForCausalLM) if language_model else (SpadeSeq2SeqConfig, SpadeForConditionalGeneration)
+    )
+    with torch.device("meta"):
+        model = model_class(config_class.preset(preset, **overrides))
+    assert sum(p.numel() for p in model.parameters()) == count
+
+
+@pytest.mark.parametrize("preset", [name for name in SpadeConfig.presets if "lra" in name])
+def test_arena_presets_have_less_than_two_million_parameters(preset):
+    with torch.device("meta"):
+        model = SpadeForSequenceClassification(SpadeConfig.preset(preset))
+    assert sum(p.numel() for p in model.parameters()) < 2_000_000
+
+
+@SETTINGS
+@given(length=lengths, cuts=cuts, seed=seeds)
+def test_any_split(model, length, cuts, seed):
+    inv.check_split(model, inv.random_ids(model, 2, length, seed), cuts)
+
+
+@SETTINGS
+@given(row_lengths=row_lengths, side=sides, seed=seeds)
+def test_padding(model, row_lengths, side, seed):
+    inv.check_padded(model, [inv.random_ids(model, 1, n, seed + n) for n in row_lengths], side, extra=seed % 3)
+
+
+@SETTINGS
+@given(first=row_lengths, second=row_lengths, side=sides, seed=seeds)
+def test_padded_continuation(model, first, second, side, seed):
+    count = min(len(first), len(second))
+    turns = [[inv.random_ids(model, 1, n, seed + n) for n in lengths[:count]] for lengths in (first, second)]
+    inv.check_padded_continuation(model, *turns, side)
+
+
+@SETTINGS
+@given(row_lengths=row_lengths, by=st.sampled_from(["seq_idx", "position_ids"]), seed=seeds)
+def test_packing(model, row_lengths, by, seed):
+    inv.check_packed(model, [inv.random_ids(model, 1, n, seed + n) for n in row_lengths], by)
+
+
+@SETTINGS
+@given(order=orders, cut=cuts, seed=seeds)
+def test_reordering(model, order, cut, seed):
+    inv.check_reorder(model, inv.random_ids(model, 3, 12, seed), order, min([*cut, 8]))
+    inv.check_batch_order(model, inv.random_ids(model, 3, 12, seed), order)
+
+
+@SETTINGS
+@given(cuts=cuts, removed=lengths, seed=seeds)
+def test_rollback(model, cuts, removed, seed):
+    inv.check_rollback(model, inv.random_ids(model, 2, 16, seed), cuts, min(removed, 15))
+
+
+def seq2seq(**fields):
+    return build(SpadeForConditionalGeneration, SpadeSeq2SeqConfig(**TINY | {"num_decoder_layers": 2} | fields))
+
+
+PAPER = {"decoder_attention_type": "window", "decoder_global_layers": [0]}
+PAPER |= {"decoder_position_embedding_type": "relative"}
+
+
+@pytest.mark.parametrize("fields", [{}, PAPER, {"norm_position": "pre", "decoder_attention_bias": True}])
+def test_encoder_decoder_invariances(fields):
+    """Cached = uncached, padded source and target = alone, whatever the profile."""
+    model = seq2seq(**fields)
+    source, target = inv.random_ids(model, 2, 15, 0), inv.random_ids(model, 2, 11, 1)
+    whole = model(source, decoder_input_ids=target).logits
+    past, pieces = None, []
+    for piece in target.split([4, 1, 1, 5], 1):
+        out = model(source, decoder_input_ids=piece, past_key_values=past, use_cache=True)
+        past, pieces = out.past_key_values, [*pieces, out.logits]
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-5, atol=1e-5)
+    mask, target_mask = torch.ones_like(source), torch.ones_like(target)
+    mask[1, :6], target_mask[1, :3] = 0, 0
+    padded = model(source, mask, decoder_input_ids=target, decoder_attention_mask=target_mask).logits
+    alone = model(source[1:, 6:], decoder_input_ids=target[1:, 3:]).logits
+    torch.testing.assert_close(padded[1, 3:], alone[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(padded[0], whole[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("fields", [{}, PAPER])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}], ids=["greedy", "beam", "sample"])
+def test_encoder_decoder_generates_the_same_with_and_without_cache(fields, options):
+    model = seq2seq(**fields)
+    source = inv.random_ids(model, 2, 12, 0)
+    mask = torch.ones_like(source)
+    mask[0, 9:] = 0
+    texts = []
+    for use_cache in (True, False):
+        torch.manual_seed(0)
+        settings = {"max_new_tokens": 8, "use_cache": use_cache, "do_sample": False} | options
+        texts.append(model.generate(source, attention_mask=mask, **settings))
+    assert torch.equal(*texts)
+
+
+def test_loss_shifts_the_labels_right():
+    model = seq2seq(dropout=0.0)
+    source, labels = inv.random_ids(model, 2, 9, 0), inv.random_ids(model, 2, 6, 1)
+    labels[1, 4:] = -100
+    decoder_input = torch.cat([torch.zeros(2, 1, dtype=torch.long), labels[:, :-1].clamp(min=0)], 1)
+    logits = model(source, decoder_input_ids=decoder_input).logits
+    loss = model(source, labels=labels).loss
+    want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    torch.testing.assert_close(loss, want)
+    model.train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "dropout") and isinstance(module.dropout, float):
+            module.dropout = 0.0
+    model.config.use_linear_cross_entropy = True
+    output = model(source, labels=labels)
+    assert output.logits is None
+    torch.testing.assert_close(output.loss, want)
+
+
+@pytest.mark.parametrize("pooling", ["first", "mean"])
+def test_classifier_ignores_padding_and_looks_both_ways(pooling):
+    model = build(SpadeForSequenceClassification, SpadeConfig(**TINY, num_labels=3, pooling=pooling))
+    ids = inv.random_ids(model, 2, 14, 0)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    padded = model(ids, attention_mask=mask).logits
+    torch.testing.assert_close(padded[1], model(ids[1:, 5:]).logits[0], rtol=1e-5, atol=1e-5)
+    changed = ids.clone()
+    changed[0, -1] = (changed[0, -1] - 2) % 58 + 3
+    assert not torch.allclose(model(changed).logits[0], model(ids).logits[0])
+    assert model(ids, labels=torch.tensor([0, 2])).loss > 0
+
+
+def test_classifier_loads_the_encoder_of_an_encoder_decoder(tmp_path):
+    model = seq2seq()
+    model.save_pretrained(tmp_path)
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=2)
+    for (name, ours), theirs in zip(model.model.encoder.named_parameters(), classifier.model.encoder.parameters()):
+        assert torch.equal(ours, theirs), name
+    assert torch.equal(classifier.model.embed_tokens.weight, model.model.embed_tokens.weight)
+
+
+def test_pixels():
+    config = SpadeConfig(**TINY | {"vocab_size": 256, "pixel_input": True, "norm_type": "batchnorm", "num_labels": 4})
+    model = SpadeForSequenceClassification(config)
+    loss = model(torch.randint(0, 256, (3, 16)), labels=torch.tensor([0, 1, 3])).loss
+    loss.backward()
+    assert model.model.embed_tokens.weight.grad.abs().sum() > 0
+
+
+def test_adaptive_softmax_is_a_distribution_of_tied_weights():
+    model = build(SpadeForCausalLM, SpadeConfig(**TINY | VARIANTS["adaptive"])).double()
+    ids = inv.random_ids(model, 2, 9, 0)
+    logits = model(ids).logits
+    torch.testing.assert_close(logits.exp().sum(-1), torch.ones(2, 9, dtype=torch.float64))
+    h = model.model(ids).last_hidden_state
+    embedding, head = model.model.embed_tokens, model.lm_head
+    first = torch.cat([embedding.tables[0], head.clusters]) @ h[0, 0]
+    inner = embedding.tables[2] @ embedding.projections[2].T @ h[0, 0]
+    want = first.log_softmax(0)[21] + inner.log_softmax(0)[5]
+    torch.testing.assert_close(logits[0, 0, 45], want)
+
+
+def test_frozen_by_default_and_trained_on_request():
+    frozen = SpadeForCausalLM(SpadeConfig(**TINY))
+    assert not any(p.requires_grad for n, p in frozen.named_parameters() if ".ssm." in n)
+    trained = SpadeForCausalLM(SpadeConfig(**TINY, ssm_trainable="all"))
+    assert all(p.requires_grad for n, p in trained.named_parameters() if ".ssm." in n)
+    assert frozen.state_dict().keys() == trained.state_dict().keys()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_round_trip_is_bit_equal(variant, tmp_path):
+    model = build(SpadeForCausalLM, SpadeConfig(**TINY | VARIANTS[variant]))
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.state_dict().keys() == loaded.state_dict().keys()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, loaded.state_dict()[name]), name
+    ids = inv.random_ids(model, 2, 12, 0)
+    assert torch.equal(model(ids).logits, loaded.eval()(ids).logits)
+
+
+def test_recurrence_stays_float32_in_bfloat16(tmp_path):
+    SpadeForCausalLM(SpadeConfig(**TINY)).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    ssm = model.model.decoder.layers[0].mixing.ssm
+    assert all(p.dtype == torch.float32 for p in ssm.parameters())
+    assert model.lm_head.weight.dtype == torch.bfloat16
+    assert model(torch.tensor([[3, 4, 5]])).logits.isfinite().all()
+
+
+def test_runs_beyond_any_training_length():
+    model = build(SpadeForCausalLM, SpadeConfig(**TINY))
+    out = model(inv.random_ids(model, 1, 2000, 0), use_cache=True)
+    states = out.past_key_values.layers[0].states
+    assert states["keys"].shape[2] == TINY["local_radius"]
+    assert out.logits.isfinite().all()
+
+
+def test_auto_classes(tmp_path):
+    for model_class, config, auto in (
+        (SpadeForCausalLM, SpadeConfig(**TINY), AutoModelForCausalLM),
+        (SpadeForConditionalGeneration, SpadeSeq2SeqConfig(**TINY, num_decoder_layers=1), AutoModelForSeq2SeqLM),
+    ):
+        model_class(config).save_pretrained(tmp_path / model_class.__name__)
+        assert type(auto.from_pretrained(tmp_path / model_class.__name__)) is model_class
+        assert type(AutoConfig.from_pretrained(tmp_path / model_class.__name__)) is type(config)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "fields", "message"),
+    [
+        (SpadeConfig, {"local_radius": 0}, "local_radius=0"),
+        (SpadeConfig, {"chunk_size": -1}, "chunk_size=-1"),
+        (SpadeConfig, {"ssm_type": "mamba"}, "'s4', 's4d', 's5', 'hyena', 'ema', 'lstm'"),
+        (SpadeConfig, {"attention_type": "strided"}, "window"),
+        (SpadeConfig, {"global_layers": [2]}, r"global_layers=\[2\]"),
+        (SpadeConfig, {"global_layers": [0, 0]}, "distinct"),
+        (SpadeConfig, {"num_attention_heads": 5}, "multiple of num_attention_heads=5"),
+        (SpadeConfig, {"relative_attention_num_buckets": 6}, "multiple of 4"),
+        (SpadeConfig, {"ssm_type": "ema", "ssm_trainable": "output"}, "output"),
+        (SpadeConfig, {"adaptive_cutoffs": [40, 20]}, "adaptive_cutoffs"),
+        (SpadeConfig, {"adaptive_cutoffs": [20], "tie_word_embeddings": False}, "tie_word_embeddings"),
+        (SpadeSeq2SeqConfig, {"decoder_global_layers": [9], "num_decoder_layers": 2}, "decoder_global_layers"),
+        (SpadeSeq2SeqConfig, {"decoder_attention_type": "none"}, "decoder_attention_type"),
+        (SpadeSeq2SeqConfig, {"adaptive_cutoffs": [20, 40]}, "belong to SpadeConfig"),
+    ],
+)
+def test_bad_configurations(config_class, fields, message):
+    with pytest.raises(ValueError, match=message):
+        config_class(**TINY | fields)
+
+
+def test_bad_inputs():
+    model = seq2seq(max_target_positions=8)
+    ids = inv.random_ids(model, 2, 9, 0)
+    with pytest.raises(ValueError, match="attention_mask must have"):
+        model(ids, attention_mask=torch.ones(2, 5), decoder_input_ids=ids[:, :3])
+    with pytest.raises(ValueError, match="labels has ids from"):
+        model(ids, labels=torch.full((2, 3), 61))
+    with pytest.raises(ValueError, match="max_target_positions=8"):
+        model(ids, decoder_input_ids=ids)
+    with pytest.raises(TypeError, match="EncoderDecoderCache"):
+        model(ids, decoder_input_ids=ids[:, :3], past_key_values=object())
