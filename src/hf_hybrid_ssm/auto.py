@@ -54,6 +54,15 @@ FAMILIES = (
         },
     ),
     Family(
+        "lmu_isa",
+        "LmuIsaConfig",
+        {
+            "MODEL": "LmuIsaModel",
+            "MODEL_FOR_CAUSAL_LM": "LmuIsaForCausalLM",
+            "MODEL_FOR_SEQUENCE_CLASSIFICATION": "LmuIsaForSequenceClassification",
+        },
+    ),
+    Family(
         "spade",
         "SpadeConfig",
         {

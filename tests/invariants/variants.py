@@ -9,6 +9,15 @@ import hf_hybrid_ssm  # noqa: F401  (registers the families)
 
 TOKENS = {"vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LONGHORN = {"hidden_size": 24, "num_hidden_layers": 3, "state_size": 5, "num_attention_heads": 4}
+LMU = {
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "lmu_order": 10,
+    "lmu_reduced_order": 3,
+    "lmu_theta": 12.0,
+    "post_intermediate_size": 40,
+    "num_attention_heads": 4,
+}
 SPADE = {
     "hidden_size": 24,
     "intermediate_size": 40,
@@ -32,6 +41,9 @@ VARIANTS: dict[str, tuple[str, dict]] = {
             "mlp_intermediate_size": 40,
         },
     ),
+    "lmu-isa": ("lmu_isa", LMU),
+    "lmu-isa + global attention": ("lmu_isa", {**LMU, "pre_block": "global_attention"}),
+    "lmu-isa + window attention": ("lmu_isa", {**LMU, "pre_block": "window_attention", "sliding_window": 5}),
     "spade s4 window": ("spade", SPADE),
     "spade s5 chunk post-norm": (
         "spade",

@@ -1,0 +1,131 @@
+"""The Legendre Memory Unit as a layer, and implicit self-attention over it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_hybrid_ssm.layers.mixer import Mixer
+from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
+from hf_hybrid_ssm.ops.legendre_memory import legendre_memory
+
+
+class LMU(Mixer):
+    """The memory of the last `theta` tokens of every channel: (B, L, D) in, (B, L, q, D) out, nothing to train.
+
+    Row i of the memory is the coefficient of the i-th shifted Legendre polynomial; `decode` reads the past back. The
+    state is the memory itself, (B, q, D). The constants are a function of (order, theta): see
+    `hf_hybrid_ssm.ops.legendre_memory.constants`.
+
+    Args:
+        hidden_size: D.
+        order: q, number of polynomials.
+        theta: window, in tokens.
+    """
+
+    trainable_choices = ("none",)
+
+    def __init__(self, hidden_size: int, *, order: int = 64, theta: float = 350.0, **options: Any):
+        super().__init__(hidden_size, trainable=options.pop("trainable", "none"), **options)
+        if self.bidirectional:
+            raise ValueError("The Legendre memory looks back only: bidirectional must be False.")
+        self.order, self.theta = order, theta
+
+    def forward(
+        self,
+        u: torch.Tensor,
+        *,
+        initial_state: torch.Tensor | None = None,  # type: ignore[override]
+        seq_idx: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
+        return_final_state: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self._check_input(u, initial_state, seq_idx, lengths, return_final_state)
+        return legendre_memory(
+            u,
+            order=self.order,
+            theta=self.theta,
+            initial_state=initial_state,
+            seq_idx=seq_idx,
+            lengths=lengths,
+            return_final_state=return_final_state,
+        )
+
+    def step(self, u_t: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        self._check_step(u_t)
+        y, state = self(u_t.unsqueeze(1), initial_state=state, return_final_state=True)
+        return y[:, 0], state
+
+    def init_state(
+        self, batch: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        return torch.zeros(batch, self.order, self.hidden_size, device=device, dtype=dtype or torch.float32)
+
+    def decode(self, state: torch.Tensor, delays: torch.Tensor) -> torch.Tensor:
+        """What the memory holds of the tokens `delays` steps ago: x_{t-k} ≈ Σ_i P_i(2 (k + 1/2) / theta - 1) m_i.
+
+        Args:
+            state: (..., q, D), a state or an output of this layer.
+            delays: (K,) how many tokens back, from 0 to theta.
+
+        Returns:
+            (..., K, D). Frequencies above q / (pi theta) cycles a token are not in the memory.
+        """
+        z = 2 * (delays.to(state.dtype) + 0.5) / self.theta - 1
+        polynomials = [torch.ones_like(z), z]
+        for i in range(1, self.order - 1):  # the recurrence; sums of binomials cancel beyond i = 20
+            polynomials.append(((2 * i + 1) * z * polynomials[i] - i * polynomials[i - 1]) / (i + 1))
+        return torch.stack(polynomials[: self.order], 1) @ state
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, order={self.order}, theta={self.theta}"
+
+
+class ImplicitAttention(nn.Module):
+    """Attention among a token's own polynomial coefficients, reduced to q' of them (equations 8 to 11).
+
+    Args:
+        order: q.
+        reduced_order: q'.
+        theta: window of the memory, in tokens.
+        activation: of queries, keys and values.
+        scale: of the logits.
+        form: "chunked", "fft" or "recurrent".
+        bias: a bias for each row of the reductions, and one of the output.
+    """
+
+    def __init__(
+        self,
+        order: int,
+        reduced_order: int,
+        theta: float,
+        *,
+        activation: Callable[[torch.Tensor], torch.Tensor],
+        scale: float = 1.0,
+        form: str = "chunked",
+        bias: bool = True,
+    ):
+        super().__init__()
+        self.theta, self.activation, self.scale, self.form = theta, activation, scale, form
+        self.reduce_weight = nn.Parameter(torch.randn(3, reduced_order, order) * order**-0.5)
+        self.reduce_bias = nn.Parameter(torch.zeros(3, reduced_order)) if bias else None
+        self.collapse_weight = nn.Parameter(torch.randn(reduced_order) * reduced_order**-0.5)
+        self.collapse_bias = nn.Parameter(torch.zeros(1)) if bias else None
+
+    def forward(self, x: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(B, L, D) → (B, L, D) and the memory (B, q, D) or None; options as of `ops.implicit_attention`."""
+        parameters = (self.reduce_weight, self.reduce_bias, self.collapse_weight, self.collapse_bias)
+        weight, bias, collapse, collapse_bias = (None if p is None else p.to(x.dtype) for p in parameters)
+        return implicit_attention(
+            x,
+            weight,
+            bias,
+            collapse,
+            collapse_bias,
+            theta=self.theta,
+            activation=self.activation,
+            scale=self.scale,
+            form=self.form,
+            **options,
+        )

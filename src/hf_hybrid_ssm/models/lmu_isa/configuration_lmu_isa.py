@@ -1,0 +1,174 @@
+"""LMU-ISA model configuration."""
+
+import math
+import warnings
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+from hf_hybrid_ssm.models.configuration import HybridConfigMixin
+from hf_hybrid_ssm.ops.implicit_attention import FORMS
+
+STATE_LAYER_TYPE = "hybrid_ssm_state"
+PRE_BLOCKS = ("ffn", "global_attention", "window_attention")
+# float32 keeps the memory to 1e-5 over 16,384 steps up to these sizes; beyond, nothing was measured
+LARGEST_ORDER, LARGEST_THETA = 1024, 4096.0
+
+# name: layers, d, q, q', h1, h2, heads, h2 with global attention (table 3 of the paper; the last four are our own)
+_SIZES = {
+    "55k": (3, 48, 50, 5, 72, 105, 4, 80),
+    "100k": (3, 65, 65, 7, 98, 142, 5, 109),
+    "200k": (3, 91, 90, 9, 137, 210, 7, 164),
+    "300k": (3, 112, 110, 13, 168, 253, 8, 196),
+    "500k": (3, 144, 150, 15, 216, 333, 8, 260),
+    "1m": (3, 204, 220, 22, 306, 469, 12, 366),
+    "10m-rule": (3, 645, 250, 25, 968, 1595, 15, 1273),
+    "10m-deep": (8, 384, 250, 25, 576, 1021, 6, 828),
+    "100m-rule": (3, 2048, 250, 25, 3072, 5055, 16, 4031),
+    "100m-deep": (12, 1024, 256, 24, 1536, 2518, 16, 2005),
+}
+
+
+def _presets() -> dict[str, dict[str, Any]]:
+    presets = {}
+    for name, (layers, width, order, reduced, pre, post, heads, post_global) in _SIZES.items():
+        fields: dict[str, Any] = {
+            "num_hidden_layers": layers,
+            "hidden_size": width,
+            "lmu_order": order,
+            "lmu_reduced_order": reduced,
+        }
+        fields |= {"pre_intermediate_size": pre, "num_attention_heads": heads}
+        if width >= 512:
+            fields["attention_scale"] = width**-0.5  # unscaled logits saturate at such widths
+        presets[name] = {**fields, "post_intermediate_size": post}
+        presets[f"{name}-global"] = {
+            **fields, "post_intermediate_size": post_global, "pre_block": "global_attention",
+        }  # fmt: skip
+    return presets
+
+
+@strict
+class LmuIsaConfig(HybridConfigMixin, PreTrainedConfig):
+    r"""
+    Configuration of an LMU-ISA model (arXiv 2110.02402). The defaults are the paper's model of a million parameters.
+
+    Args:
+        vocab_size (`int`, *optional*, defaults to 50257): Size of the vocabulary.
+        hidden_size (`int`, *optional*, defaults to 204): Width d of the residual stream.
+        num_hidden_layers (`int`, *optional*, defaults to 3): Number of blocks.
+        lmu_order (`int`, *optional*, defaults to 220): q, polynomials that hold each channel's past.
+        lmu_reduced_order (`int`, *optional*): q', rows of queries, keys and values; `lmu_order / 10` by default.
+        lmu_theta (`float`, *optional*, defaults to 350.0): Window of the memory, in tokens.
+        pre_block (`str`, *optional*, defaults to `"ffn"`): What comes before the memory: `"ffn"`,
+            `"global_attention"`, or `"window_attention"`.
+        pre_intermediate_size (`int`, *optional*): Width of the first feed-forward layer; `1.5 * hidden_size` by
+            default.
+        post_intermediate_size (`int`, *optional*, defaults to 469): Width of the one behind the memory.
+        num_attention_heads (`int`, *optional*, defaults to 12): Heads of the attention before the memory.
+        sliding_window (`int`, *optional*, defaults to 256): Tokens that `"window_attention"` sees, itself included.
+        hidden_act (`str`, *optional*, defaults to `"gelu"`): Activation of feed-forward layers and of queries, keys
+            and values.
+        use_bias (`bool`, *optional*, defaults to `True`): Biases everywhere.
+        attention_scale (`float`, *optional*, defaults to 1.0): Scale of the logits of the implicit attention, of which
+            the paper has none; `hidden_size ** -0.5` serves wide models.
+        conv_mode (`str`, *optional*, defaults to `"chunked"`): `"chunked"`, `"fft"` or `"recurrent"`; all compute the
+            same.
+        layer_norm_eps (`float`, *optional*, defaults to 1e-5): Epsilon of the LayerNorms.
+        initializer_range (`float`, *optional*, defaults to 0.02): Standard deviation of initial weights, but for the
+            reductions (`lmu_order ** -0.5`) and the collapse (`lmu_reduced_order ** -0.5`).
+        hidden_dropout (`float`, *optional*, defaults to 0.0): Dropout of each branch.
+        attention_dropout (`float`, *optional*, defaults to 0.0): Dropout of the attention weights before the memory.
+        tie_word_embeddings (`bool`, *optional*, defaults to `True`): Share embedding and language-model head.
+        use_cache (`bool`, *optional*, defaults to `True`): Return the state for continuation.
+        use_linear_cross_entropy (`bool`, *optional*, defaults to `False`): When training with labels, compute the loss
+            in chunks that never hold all logits; `logits` is then `None`.
+        pad_token_id, bos_token_id, eos_token_id (`int`, *optional*): Special tokens; GPT-2's end of text by default.
+
+    ```python
+    >>> from hf_hybrid_ssm import LmuIsaConfig, LmuIsaForCausalLM
+
+    >>> config = LmuIsaConfig.preset("55k", vocab_size=100)
+    >>> model = LmuIsaForCausalLM(config)
+    ```
+    """
+
+    model_type = "lmu_isa"
+    keys_to_ignore_at_inference = ["past_key_values"]
+    presets: ClassVar[dict[str, dict[str, Any]]] = _presets()
+
+    vocab_size: int = 50257
+    hidden_size: int = 204
+    num_hidden_layers: int = 3
+    lmu_order: int = 220
+    lmu_reduced_order: int | None = None
+    lmu_theta: float | int = 350.0
+    pre_block: str = "ffn"
+    pre_intermediate_size: int | None = None
+    post_intermediate_size: int = 469
+    num_attention_heads: int = 12
+    sliding_window: int | None = 256
+    hidden_act: str = "gelu"
+    use_bias: bool = True
+    attention_scale: float | int = 1.0
+    conv_mode: str = "chunked"
+    layer_norm_eps: float = 1e-5
+    initializer_range: float = 0.02
+    hidden_dropout: float | int = 0.0
+    attention_dropout: float | int = 0.0
+    tie_word_embeddings: bool = True
+    use_cache: bool = True
+    use_linear_cross_entropy: bool = False
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 50256
+    eos_token_id: int | list[int] | None = 50256
+
+    def __post_init__(self, **kwargs):
+        if self.lmu_reduced_order is None:
+            self.lmu_reduced_order = max(1, round(self.lmu_order / 10))
+        if self.pre_intermediate_size is None:
+            self.pre_intermediate_size = math.floor(1.5 * self.hidden_size + 0.5)
+        super().__post_init__(**kwargs)
+
+    @property
+    def layer_types(self) -> list[str]:
+        """The kind of cache layer each block needs."""
+        return [STATE_LAYER_TYPE] * self.num_hidden_layers
+
+    def validate_architecture(self):
+        """Sizes that fit together; a warning where the precision of the memory was not measured."""
+        self.check_positive(
+            "vocab_size", "hidden_size", "num_hidden_layers", "lmu_order", "lmu_reduced_order", "lmu_theta",
+            "pre_intermediate_size", "post_intermediate_size", "layer_norm_eps",
+        )  # fmt: skip
+        self.check_choice("pre_block", PRE_BLOCKS)
+        self.check_choice("conv_mode", FORMS)
+        if self.lmu_reduced_order > self.lmu_order:
+            raise ValueError(
+                f"lmu_reduced_order={self.lmu_reduced_order} must be at most lmu_order={self.lmu_order}: it reduces."
+            )
+        if self.pre_block != "ffn":
+            self.check_positive("num_attention_heads", "sliding_window")
+            if self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"hidden_size={self.hidden_size} must be a multiple of "
+                    f"num_attention_heads={self.num_attention_heads}."
+                )
+        if self.pre_block == "window_attention" and self.sliding_window is None:
+            raise ValueError('sliding_window=None, but pre_block is "window_attention": give its window.')
+        if self.lmu_order > LARGEST_ORDER or self.lmu_theta > LARGEST_THETA:
+            warnings.warn(
+                f"lmu_order={self.lmu_order}, lmu_theta={self.lmu_theta}: float32 memories were measured up to "
+                f"order {LARGEST_ORDER} and theta {LARGEST_THETA:.0f} (relative error 8e-6 after 16,384 tokens).",
+                stacklevel=2,
+            )
+        if self.lmu_order > self.lmu_theta:
+            warnings.warn(
+                f"lmu_order={self.lmu_order} exceeds lmu_theta={self.lmu_theta}: the memory has more coefficients "
+                "than tokens in its window, and the last ones hold nothing.",
+                stacklevel=2,
+            )
+
+
+__all__ = ["LmuIsaConfig"]

@@ -1,0 +1,86 @@
+"""Implicit self-attention: attention among the polynomial coefficients of one token's memory."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from hf_hybrid_ssm.ops.checks import check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops.dispatch import Op
+from hf_hybrid_ssm.ops.documents import documents_of
+from hf_hybrid_ssm.ops.implicit_attention import reference, vectorised
+from hf_hybrid_ssm.ops.legendre_memory import check_memory
+from hf_hybrid_ssm.ops.lengths import check_lengths, zero_beyond
+
+_OP = Op("implicit_attention", run={"torch": vectorised.run, "reference": reference.run})
+FORMS = ("chunked", "fft", "recurrent")
+
+
+def implicit_attention(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    collapse: torch.Tensor,
+    collapse_bias: torch.Tensor | None = None,
+    *,
+    theta: float,
+    activation: Callable[[torch.Tensor], torch.Tensor] = F.gelu,
+    scale: float = 1.0,
+    form: str = "chunked",
+    initial_state: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    return_final_state: bool = False,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    r"""Q, K, V = act(L_i M_t + b_i), y_t = p softmax(scale · Q K^T) V + b, with the Legendre memory M_t (q, D) of x.
+
+    Equations 8 to 11 of arXiv 2110.02402. Everything behind the memory is local to a token.
+
+    Args:
+        x: (B, L, D).
+        weight: (3, q', q), the reductions L_1, L_2, L_3 of the memory's order q.
+        bias: (3, q') or None.
+        collapse: p, (q',).
+        collapse_bias: (1,) or None.
+        theta: the memory's window, in tokens.
+        activation: of queries, keys and values.
+        scale: of the logits; the paper has none.
+        form: "chunked" (blocks of matrix products), "fft" (the paper's; a given state is taken in by blocks instead)
+            or "recurrent". All compute the same.
+        initial_state, seq_idx, lengths, return_final_state, backend: as for `ops.legendre_memory.legendre_memory`.
+
+    Returns:
+        y (B, L, D) in x's dtype, and the memory (B, q, D), float32 or wider, or None.
+
+    Raises:
+        TypeError, ValueError: an argument of wrong type, dtype, shape or device, or an unknown form.
+    """
+    check_tensor("x", x, (None, None, None), "B, L, D")
+    check_tensor("weight", weight, (3, None, None), "3, q', q")
+    rows, order = weight.shape[1:]
+    check_tensor("bias", bias, (3, rows), "3, q'", optional=True)
+    check_tensor("collapse", collapse, (rows,), "q'")
+    check_tensor("collapse_bias", collapse_bias, (1,), "1", optional=True)
+    check_memory(order, theta, initial_state, x)
+    check_seq_idx(seq_idx, x.shape[0], x.shape[1])
+    check_lengths(lengths, x.shape[0], x.shape[1])
+    if form not in FORMS:
+        raise ValueError(f"form={form!r} must be one of {', '.join(map(repr, FORMS))}.")
+    run = _OP.select(x.device.type, x.dtype, backend)
+    options = {"activation": activation, "scale": scale, "theta": float(theta), "form": form}
+    parameters = (weight, bias, collapse, collapse_bias)
+    if seq_idx is None or x.shape[1] == 0:
+        y, final = run(zero_beyond(x, lengths), *parameters, state=initial_state, lengths=lengths, **options)
+        return y, final if return_final_state else None
+    documents = documents_of(seq_idx, lengths)
+    state = None
+    if initial_state is not None:
+        state = initial_state.new_zeros(len(documents.row), *initial_state.shape[1:])
+        state = state.index_copy(0, documents.first, initial_state)
+    rows_of_documents = zero_beyond(documents.split(x), documents.lengths)
+    y, final = run(rows_of_documents, *parameters, state=state, lengths=documents.lengths, **options)
+    return documents.join(y), final[documents.last] if return_final_state else None
+
+
+__all__ = ["implicit_attention"]

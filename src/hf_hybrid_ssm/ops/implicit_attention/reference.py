@@ -1,0 +1,22 @@
+"""Implicit self-attention, token by token, in the order of the paper (equations 8 to 11)."""
+
+import torch
+
+from hf_hybrid_ssm.ops.legendre_memory import reference as memory
+
+
+def run(x, weight, bias, collapse, collapse_bias, *, activation, scale, theta, state, lengths, form):
+    """See `hf_hybrid_ssm.ops.implicit_attention.implicit_attention`; float32, or float64 for float64 inputs."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    rows, order = weight.shape[1:]
+    options = {"order": order, "theta": theta, "state": state, "lengths": lengths}
+    m, final = memory.run(x.to(dtype), None, **options)
+    y = []
+    for t in range(x.shape[1]):
+        q, k, v = (
+            activation(weight[i].to(dtype) @ m[:, t] + (0 if bias is None else bias[i].to(dtype).view(rows, 1)))
+            for i in range(3)
+        )  # (B, q', D) each
+        mixed = (scale * q @ k.transpose(1, 2)).softmax(-1) @ v
+        y.append(collapse.to(dtype) @ mixed + (0 if collapse_bias is None else collapse_bias.to(dtype)))
+    return (torch.stack(y, 1) if y else x).to(x.dtype), final

@@ -1,0 +1,78 @@
+"""The Legendre Memory Unit: every channel's recent past as coefficients of Legendre polynomials."""
+
+import torch
+
+from hf_hybrid_ssm.ops.checks import check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops.dispatch import Op
+from hf_hybrid_ssm.ops.documents import documents_of
+from hf_hybrid_ssm.ops.legendre_memory import reference, vectorised
+from hf_hybrid_ssm.ops.legendre_memory.constants import impulse_response, transition
+from hf_hybrid_ssm.ops.lengths import check_lengths, zero_beyond
+
+_OP = Op("legendre_memory", run={"torch": vectorised.run, "reference": reference.run})
+
+
+def legendre_memory(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    order: int,
+    theta: float,
+    initial_state: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    return_final_state: bool = False,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    r"""m_t = A m_{t-1} + B x_t for each channel (Voelker et al., 2019; zero-order hold), and y_t = W m_t.
+
+    Row i of m_t is the coefficient of the i-th shifted Legendre polynomial over the last `theta` tokens.
+
+    Args:
+        x: (B, L, D).
+        weight: W (r, q), what to read of the memory; None for all of it.
+        order: q, number of polynomials.
+        theta: window, in tokens.
+        initial_state: (B, q, D) memory before the first token; of the row's first document.
+        seq_idx: (B, L) int, documents of a packed row; the memory is empty before each.
+        lengths: (B,) int, real tokens at the front of each row; outputs behind them mean nothing but are finite, and
+            the final state is the one after them.
+        return_final_state: also return the memory.
+        backend: force one implementation (see `hf_hybrid_ssm.ops.dispatch`).
+
+    Returns:
+        y (B, L, r, D) (r = q without `weight`) in x's dtype, and the memory (B, q, D), float32 or wider, or None.
+
+    Raises:
+        TypeError, ValueError: an argument of wrong type, dtype, shape or device, or a sequence without end.
+    """
+    check_tensor("x", x, (None, None, None), "B, L, D")
+    check_tensor("weight", weight, (None, order), "r, q", optional=True)
+    check_memory(order, theta, initial_state, x)
+    check_seq_idx(seq_idx, x.shape[0], x.shape[1])
+    check_lengths(lengths, x.shape[0], x.shape[1])
+    run = _OP.select(x.device.type, x.dtype, backend)
+    options = {"order": order, "theta": float(theta)}
+    if seq_idx is None or x.shape[1] == 0:
+        y, final = run(zero_beyond(x, lengths), weight, state=initial_state, lengths=lengths, **options)
+        return y, final if return_final_state else None
+    documents = documents_of(seq_idx, lengths)
+    state = None
+    if initial_state is not None:
+        state = initial_state.new_zeros(len(documents.row), *initial_state.shape[1:])
+        state = state.index_copy(0, documents.first, initial_state)
+    rows = zero_beyond(documents.split(x), documents.lengths)
+    y, final = run(rows, weight, state=state, lengths=documents.lengths, **options)
+    return documents.join(y), final[documents.last] if return_final_state else None
+
+
+def check_memory(order: int, theta: float, state: torch.Tensor | None, x: torch.Tensor) -> None:
+    """`order` ≥ 1, `theta` > 0, and a state that fits x (B, L, D)."""
+    if not isinstance(order, int) or order < 1:
+        raise ValueError(f"order must be a positive integer, got {order!r}.")
+    if not theta > 0:
+        raise ValueError(f"theta must be positive, got {theta!r}.")
+    check_tensor("initial_state", state, (x.shape[0], order, x.shape[2]), "B, q, D", optional=True)
+
+
+__all__ = ["check_memory", "impulse_response", "legendre_memory", "transition"]

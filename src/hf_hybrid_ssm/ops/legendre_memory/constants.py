@@ -1,0 +1,77 @@
+"""The matrices of the Legendre Memory Unit, computed in float64 and remembered by device and dtype.
+
+They are functions of (order, theta) alone, so they are no part of any module: nothing that happens to a module, a
+change of dtype, a start on the meta device, loading a checkpoint, can harm them.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+class BlockOperators(NamedTuple):
+    """What blocks of C tokens need.
+
+    Args:
+        advance: (q, q) A^C.
+        push: (q, C) [A^{C-1} B, ..., A B, B], what a block's inputs leave in the state behind it.
+        powers: (q, C, q), `powers[:, j]` is A^{j+1}.
+        impulse: (q, C), column k is A^k B.
+    """
+
+    advance: torch.Tensor
+    push: torch.Tensor
+    powers: torch.Tensor
+    impulse: torch.Tensor
+
+
+@lru_cache
+def transition(order: int, theta: float) -> torch.Tensor:
+    """(q, q) exp(A) in float64 on CPU, A_ij = (2i+1)/theta · (-1 if i < j else (-1)^(i-j+1)): one token's step."""
+    with _disable_current_modes(), torch.inference_mode(False), torch.device("cpu"), torch.no_grad():
+        i = torch.arange(order, dtype=torch.float64)
+        sign = torch.where((i[:, None] - i) % 2 == 0, -1.0, 1.0)
+        matrix = (2 * i[:, None] + 1) / theta * torch.where(i[:, None] < i, -1.0, sign)
+        return torch.linalg.matrix_exp(matrix)
+
+
+@lru_cache
+def _block_operators(order: int, theta: float, block: int, dtype: torch.dtype, device: str) -> BlockOperators:
+    step = transition(order, theta)
+    with _disable_current_modes(), torch.inference_mode(False), torch.device("cpu"), torch.no_grad():
+        powers = [step]
+        for _ in range(block - 1):
+            powers.append(powers[-1] @ step)
+        stacked = torch.stack(powers, 1)  # (q, C, q)
+        # B = (1 - A) e_0, so that a constant input c is remembered as c e_0 exactly
+        first = torch.cat([torch.eye(order, dtype=torch.float64)[:, :1], stacked[:, :, 0]], 1)  # A^k e_0, k = 0 … C
+        impulse = first[:, :-1] - first[:, 1:]
+        parts = (powers[-1], impulse.flip(1), stacked, impulse)
+        return BlockOperators(*(part.to(device, dtype).contiguous() for part in parts))
+
+
+@torch.compiler.assume_constant_result
+def block_operators(
+    order: int, theta: float, block: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """`BlockOperators` for blocks of `block` tokens, in `dtype` on `device`."""
+    return tuple(_block_operators(order, float(theta), block, dtype, str(device)))
+
+
+@torch.compiler.assume_constant_result
+def step_matrix(order: int, theta: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """(q, q) one token's transition, in `dtype` on `device`."""
+    return _block_operators(order, float(theta), 1, dtype, str(device)).advance
+
+
+def impulse_response(order: int, theta: float, length: int) -> torch.Tensor:
+    """(q, length) float64 on CPU, column k is A^k B, by doubling."""
+    step = transition(order, float(theta))
+    columns = torch.eye(order, dtype=torch.float64)[:, :1]
+    power = step
+    while columns.shape[1] < length + 1:
+        columns = torch.cat([columns, power @ columns], 1)
+        power = power @ power
+    return columns[:, :length] - columns[:, 1 : length + 1]

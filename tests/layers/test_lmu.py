@@ -1,0 +1,246 @@
+"""The Legendre memory and implicit attention: golden numbers of 400-bit arithmetic, all forms alike, decoding."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_hybrid_ssm.layers.lmu import LMU
+from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
+from hf_hybrid_ssm.ops.legendre_memory import impulse_response, legendre_memory, transition
+
+PRESETS = [(50, 350.0), (65, 350.0), (90, 350.0), (110, 350.0), (150, 350.0), (220, 350.0)]
+GOLDEN = {
+    (6, 20.0): {
+        (0, 0): 5.1736659814e-02, (1, 4): -2.2601594465e-02, (2, 5): 1.7218023324e-01, (5, 3): 1.9402465384e-01,
+        (10, 2): -1.5274189238e-01, (19, 1): 6.5785446263e-02, (20, 4): 1.5463972052e-03, (25, 0): -1.6926191716e-03,
+        (40, 5): 8.4880801681e-05, (63, 3): -5.7574167942e-07,
+    },
+    (50, 350.0): {
+        (0, 0): 2.8509139502e-03, (1, 49): -5.8772403793e-02, (10, 25): 8.1977340056e-03, (100, 2): -2.7922302602e-03,
+        (349, 1): 4.4456147322e-03, (400, 49): -5.8144104916e-06, (699, 25): -1.5905701931e-08,
+    },
+    (220, 350.0): {
+        (0, 219): 1.2145192074e-02, (1, 110): 1.7278075929e-02, (10, 219): -5.3162326053e-02, (100, 0):
+        2.8941203008e-03, (349, 219): -5.2225991663e-07, (400, 110): -3.7506341004e-05,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("order", "theta"), GOLDEN)
+def test_impulse_response(order, theta):
+    response = impulse_response(order, theta, 700)
+    for (k, i), value in GOLDEN[order, theta].items():
+        assert response[i, k].item() == pytest.approx(value, rel=1e-10, abs=1e-13)
+
+
+def test_matrices_by_hand_and_by_many_digits():
+    step = transition(2, 4.0)
+    expected = [[7.1750906481e-01, -1.4849333625e-01], [4.4548000876e-01, 4.2052239231e-01]]
+    torch.testing.assert_close(step, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-11)
+    impulse = torch.tensor([[2.8249093519e-01], [-4.4548000876e-01]], dtype=torch.float64)
+    torch.testing.assert_close(impulse_response(2, 4.0, 1), impulse, rtol=0, atol=1e-11)
+    assert transition(50, 350.0)[49, 0].item() == pytest.approx(-3.6477389472e-02, rel=1e-10)
+    assert transition(220, 350.0)[219, 219].item() == pytest.approx(1.2693565234e-01, rel=1e-10)
+
+
+@pytest.mark.parametrize(("order", "theta"), [(6, 20.0), (50, 350.0), (220, 350.0), (250, 350.0)])
+def test_unit_gain_and_contraction(order, theta):
+    total = impulse_response(order, theta, int(4 * theta)).sum(1)
+    unit = F.one_hot(torch.tensor(0), order).double()
+    torch.testing.assert_close(total, unit, rtol=0, atol=1e-6 if order == 6 else 1e-10)
+    scale = (2 * torch.arange(order, dtype=torch.float64) + 1).rsqrt()
+    balanced = scale[:, None] * transition(order, theta) / scale
+    assert torch.linalg.matrix_norm(balanced, 2) <= 1 + 1e-9
+
+
+@pytest.mark.parametrize(("order", "theta"), PRESETS)
+def test_tail(order, theta):
+    response = impulse_response(order, theta, 1200).abs()
+    assert (response[:, int(2 * theta) :].sum(1) < 1e-6 * response.sum(1)).all()
+
+
+@pytest.mark.parametrize(("order", "theta"), [(6, 20.0), *PRESETS])
+def test_delayed_signal_is_read_back(order, theta):
+    layer = LMU(1, order=order, theta=theta)
+    length, frequency = int(3 * theta), 0.1 * order / (2 * theta)
+    signal = torch.cos(2 * math.pi * frequency * torch.arange(length, dtype=torch.float64))
+    memory, _ = layer(signal.view(1, -1, 1))
+    delays = torch.arange(int(theta))
+    error = (layer.decode(memory[0, -1], delays)[:, 0] - signal[length - 1 - delays]).abs()
+    inner = (delays >= 0.1 * theta) & (delays <= 0.9 * theta)
+    assert error[inner].max() < 4e-3 and error.max() < 2e-2
+
+
+def test_constants_are_exact_and_ramps_nearly():
+    layer = LMU(1, order=6, theta=20.0)
+    constant, _ = layer(torch.full((1, 200, 1), 3.0, dtype=torch.float64))
+    torch.testing.assert_close(constant[0, -1, :, 0], 3 * F.one_hot(torch.tensor(0), 6).double(), rtol=0, atol=1e-6)
+    ramp, _ = layer(torch.arange(400.0, dtype=torch.float64).view(1, -1, 1))
+    assert ramp[0, -1, 0].item() == pytest.approx(399 - 9.5, abs=1e-2)
+    assert ramp[0, -1, 1].item() == pytest.approx(-10, abs=2e-2)
+
+
+def test_float32_does_not_drift():
+    x = torch.randn(1, 16384, 2, generator=torch.Generator().manual_seed(0))
+    _, state = legendre_memory(x, order=50, theta=350.0, return_final_state=True)
+    _, exact = legendre_memory(x.double(), order=50, theta=350.0, return_final_state=True)
+    assert (state - exact).norm() / exact.norm() < 1e-5
+
+
+def golden_layer(activation=F.gelu):
+    t, c = torch.arange(40, dtype=torch.float64), torch.arange(3, dtype=torch.float64)
+    x = torch.sin(0.7 * t[:, None] + 1.3 * c + 0.2)[None]
+    a, row, i = (torch.arange(n, dtype=torch.float64) for n in (3, 2, 6))
+    weight = torch.cos(0.5 * (a[:, None, None] + 1) + 1.1 * row[:, None] + 0.6 * i)
+    collapse = torch.tensor([0.5, 0.75], dtype=torch.float64)
+    return x, weight, collapse, {"theta": 20.0, "activation": activation}
+
+
+@pytest.mark.parametrize("form", ["chunked", "fft", "recurrent", "reference"])
+def test_golden_layer(form):
+    x, weight, collapse, options = golden_layer()
+    options |= {"backend": "reference"} if form == "reference" else {"form": form}
+    y, _ = implicit_attention(x, weight, None, collapse, **options)
+    expected = {
+        0: [-8.4210302798e-03, -4.0390358327e-02, -1.4090757343e-02],
+        5: [8.4537468449e-02, -9.7317224038e-02, -1.1416240014e-01],
+        11: [4.3834240546e-01, 6.1123441671e-01, -4.9440411153e-02],
+        39: [5.3335947242e-01, 4.6983452057e-01, -1.0692174095e-01],
+    }
+    for t, values in expected.items():
+        torch.testing.assert_close(y[0, t], torch.tensor(values, dtype=torch.float64), rtol=1e-9, atol=1e-11)
+    x, weight, collapse, options = golden_layer(lambda z: F.gelu(z, approximate="tanh"))
+    y, _ = implicit_attention(x, weight, None, collapse, **options)
+    values = [4.3830548547e-01, 6.1117686397e-01, -4.9442522421e-02]
+    torch.testing.assert_close(y[0, 11], torch.tensor(values, dtype=torch.float64), rtol=1e-9, atol=1e-11)
+
+
+@st.composite
+def problems(draw):
+    batch, length, channels = draw(st.integers(1, 3)), draw(st.integers(1, 100)), draw(st.integers(1, 4))
+    order, rows, seed = draw(st.integers(2, 9)), draw(st.integers(1, 3)), draw(st.integers(0, 999))
+    random = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=random, dtype=torch.float64)
+
+    arguments = {"x": normal(batch, length, channels), "weight": normal(3, rows, order), "collapse": normal(rows)}
+    biased = draw(st.booleans())
+    arguments |= {"bias": normal(3, rows) if biased else None, "collapse_bias": normal(1) if biased else None}
+    options = {"theta": draw(st.sampled_from([3.0, 20.0, 77.5])), "scale": draw(st.sampled_from([1.0, 0.3]))}
+    if draw(st.booleans()):
+        options["initial_state"] = normal(batch, order, channels)
+    if draw(st.booleans()):
+        options["lengths"] = torch.randint(0, length + 1, (batch,), generator=random)
+    if draw(st.booleans()):
+        options["seq_idx"] = (torch.rand(batch, length, generator=random) < 0.1).cumsum(1)
+    return arguments, options
+
+
+def real(y, lengths):
+    if lengths is None:
+        return y
+    return torch.where((torch.arange(y.shape[1]) < lengths[:, None]).unsqueeze(2), y, 0)
+
+
+@pytest.mark.parametrize("form", ["chunked", "fft", "recurrent"])
+@settings(max_examples=40, deadline=None)
+@given(problem=problems())
+def test_forms_equal_the_reference_with_gradients(form, problem):
+    arguments, options = problem
+    leaves = {name: None if t is None else t.requires_grad_() for name, t in arguments.items()}
+    if "initial_state" in options:
+        leaves["initial_state"] = options["initial_state"].requires_grad_()
+        options = {name: value for name, value in options.items() if name != "initial_state"}
+    results = []
+    for extra in ({"form": form}, {"backend": "reference"}):
+        y, state = implicit_attention(**leaves, **options, **extra, return_final_state=True)
+        y = real(y, options.get("lengths"))
+        weights = torch.Generator().manual_seed(1)
+        loss = (y * torch.randn(y.shape, generator=weights, dtype=y.dtype)).sum() + state.sin().sum()
+        wanted = [leaf for leaf in leaves.values() if leaf is not None]
+        gradients = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
+        results.append((y, state, *gradients))
+    for got, want in zip(*results):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
+
+
+@settings(max_examples=30, deadline=None)
+@given(problem=problems(), cut=st.integers(0, 100))
+def test_pieces_equal_the_whole(problem, cut):
+    arguments, options = problem
+    options = {name: value for name, value in options.items() if name not in ("seq_idx", "lengths")}
+    x = arguments.pop("x")
+    whole, end = implicit_attention(x, **arguments, **options, return_final_state=True)
+    cut = min(cut, x.shape[1])
+    first, state = implicit_attention(x[:, :cut], **arguments, **options, return_final_state=True)
+    second, last = implicit_attention(
+        x[:, cut:], **arguments, **options | {"initial_state": state}, return_final_state=True
+    )
+    torch.testing.assert_close(torch.cat([first, second], 1), whole, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(last, end, rtol=1e-9, atol=1e-10)
+
+
+@settings(max_examples=30, deadline=None)
+@given(problem=problems())
+def test_memory_equals_the_reference_and_steps(problem):
+    arguments, options = problem
+    x, order = arguments["x"], arguments["weight"].shape[2]
+    options = {"order": order, **{name: value for name, value in options.items() if name != "scale"}}
+    got = legendre_memory(x, **options, return_final_state=True)
+    want = legendre_memory(x, **options, return_final_state=True, backend="reference")
+    lengths = options.get("lengths")
+    torch.testing.assert_close(
+        real(got[0].flatten(2), lengths), real(want[0].flatten(2), lengths), rtol=1e-9, atol=1e-11
+    )
+    torch.testing.assert_close(got[1], want[1], rtol=1e-9, atol=1e-11)
+    layer, state = LMU(x.shape[2], order=order, theta=options["theta"]), None
+    state = layer.init_state(x.shape[0], dtype=torch.float64)
+    whole, _ = layer(x)
+    for t in range(min(x.shape[1], 5)):
+        y, state = layer.step(x[:, t], state)
+        torch.testing.assert_close(y, whole[:, t], rtol=1e-9, atol=1e-11)
+
+
+def test_gradcheck():
+    random = torch.Generator().manual_seed(0)
+    shapes = [(1, 6, 2), (3, 2, 4), (3, 2), (2,), (1,)]
+    leaves = [torch.randn(*s, generator=random, dtype=torch.float64).requires_grad_() for s in shapes]
+    torch.autograd.gradcheck(lambda *a: implicit_attention(*a, theta=5.0)[0], leaves)
+
+
+def test_the_future_is_multiplied_by_exact_zeros():
+    x, weight, collapse, options = golden_layer()
+    changed = x.clone()
+    changed[:, 20:] *= 1e6
+    y, again = (implicit_attention(v, weight, None, collapse, **options)[0] for v in (x, changed))
+    assert torch.equal(y[:, :20], again[:, :20])
+    assert not torch.allclose(y[:, 20], again[:, 20])
+
+
+def test_lower_precision_keeps_a_float32_state():
+    x, weight, collapse, options = golden_layer()
+    exact, _ = implicit_attention(x, weight, None, collapse, **options)
+    low = [t.to(torch.bfloat16) for t in (x, weight, collapse)]
+    y, state = implicit_attention(low[0], low[1], None, low[2], **options, return_final_state=True)
+    assert y.dtype == torch.bfloat16 and state.dtype == torch.float32
+    torch.testing.assert_close(y.double(), exact, rtol=5e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"theta": 0.0}, "theta"),
+        ({"theta": 5.0, "form": "rk4"}, "'chunked', 'fft', 'recurrent'"),
+        ({"theta": 5.0, "initial_state": torch.zeros(1, 5, 3, dtype=torch.float64)}, "initial_state"),
+        ({"theta": 5.0, "lengths": torch.tensor([50])}, "lengths"),
+    ],
+)
+def test_bad_input(options, message):
+    x, weight, collapse, _ = golden_layer()
+    with pytest.raises(ValueError, match=message):
+        implicit_attention(x, weight, None, collapse, **options)

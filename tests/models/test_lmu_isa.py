@@ -1,0 +1,222 @@
+"""The LMU-ISA family: sizes of the paper, the block against its equations, invariances, constants, refusals."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from hf_hybrid_ssm import LmuIsaConfig, LmuIsaForCausalLM, LmuIsaForSequenceClassification
+from hf_hybrid_ssm.ops.legendre_memory import transition
+from tests.models import invariances as inv
+from tests.models.strategies import SETTINGS, cuts, lengths, orders, row_lengths, seeds, sides
+
+TINY = {
+    "vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 2, "lmu_order": 10, "lmu_reduced_order": 3,
+    "lmu_theta": 12.0, "post_intermediate_size": 40, "num_attention_heads": 4, "sliding_window": 5,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+VARIANTS = ["ffn", "global_attention", "window_attention"]
+
+
+def build(model_class=LmuIsaForCausalLM, **fields):
+    torch.manual_seed(0)
+    model = model_class(LmuIsaConfig(**TINY | fields)).eval()
+    for parameter in model.parameters():  # away from the smooth initial point, so that a mistake shows
+        parameter.data.mul_(1.5)
+    return model
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def model(request):
+    return build(pre_block=request.param)
+
+
+@pytest.mark.parametrize(
+    ("preset", "non_embedding", "total"),
+    [
+        ("55k", 55_068, 2_467_404),
+        ("100k", 100_192, 3_366_897),
+        ("200k", 200_270, 4_773_657),
+        ("300k", 300_116, 5_928_900),
+        ("500k", 500_160, 7_737_168),
+        ("1m", 1_000_056, 11_252_484),
+        ("55k-global", 54_921, None),
+        ("100k-global", 99_994, None),
+        ("200k-global", 199_994, None),
+        ("300k-global", 299_777, None),
+        ("500k-global", 499_725, None),
+        ("1m-global", 999_441, None),
+        ("10m-rule", 9_999_822, 42_415_587),
+        ("10m-deep", 10_000_896, 29_299_584),
+        ("100m-rule", 99_998_758, 202_925_094),
+        ("100m-deep", 100_002_452, 151_465_620),
+        ("10m-rule-global", 10_001_757, None),
+        ("10m-deep-global", 9_997_816, None),
+        ("100m-rule-global", 100_004_902, None),
+        ("100m-deep-global", 99_990_152, None),
+    ],
+)
+def test_parameter_counts(preset, non_embedding, total):
+    with torch.device("meta"):
+        model = LmuIsaForCausalLM(LmuIsaConfig.preset(preset))
+    count = sum(p.numel() for p in model.parameters())
+    assert count - model.lm_head.weight.numel() == non_embedding
+    assert total is None or count == total
+    assert not any("transition" in name for name in model.state_dict())
+
+
+def test_initial_loss_is_that_of_guessing():
+    torch.manual_seed(0)
+    config = LmuIsaConfig.preset("55k")
+    model = LmuIsaForCausalLM(config)
+    ids = torch.randint(0, config.vocab_size, (1, 32))
+    assert model(ids, labels=ids).loss.item() == pytest.approx(math.log(config.vocab_size), abs=0.15)
+
+
+def test_block_equals_its_equations():
+    model = build().double()
+    block, theta = model.model.layers[0], 12.0
+    x = torch.randn(1, 15, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    step, h = transition(10, theta), x[0]
+    e0 = F.one_hot(torch.tensor(0), 10).double()
+    h = h + block.pre_feed_forward(block.pre_norm(h))
+    u, m, out = block.memory_norm(h), torch.zeros(10, 24, dtype=torch.float64), []
+    for t in range(15):
+        m = step @ m + (e0 - step @ e0)[:, None] * u[t]
+        q, k, v = (F.gelu(w @ m + b[:, None]) for w, b in zip(block.memory.reduce_weight, block.memory.reduce_bias))
+        mixed = (q @ k.T).softmax(-1) @ v
+        out.append(block.memory.collapse_weight @ mixed + block.memory.collapse_bias)
+    h = h + torch.stack(out)
+    h = h + block.post_feed_forward(block.post_norm(h))
+    torch.testing.assert_close(block(x)[0], h, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("mode", ["fft", "recurrent"])
+def test_modes_agree(mode):
+    model, other = build(), build(conv_mode=mode)
+    ids = inv.random_ids(model, 2, 40, 0)
+    torch.testing.assert_close(other(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+@SETTINGS
+@given(length=lengths, cuts=cuts, seed=seeds)
+def test_any_split(model, length, cuts, seed):
+    inv.check_split(model, inv.random_ids(model, 2, length, seed), cuts)
+
+
+@SETTINGS
+@given(row_lengths=row_lengths, side=sides, seed=seeds)
+def test_padding(model, row_lengths, side, seed):
+    inv.check_padded(model, [inv.random_ids(model, 1, n, seed + n) for n in row_lengths], side, extra=seed % 3)
+
+
+@SETTINGS
+@given(first=row_lengths, second=row_lengths, side=sides, seed=seeds)
+def test_padded_continuation(model, first, second, side, seed):
+    count = min(len(first), len(second))
+    turns = [[inv.random_ids(model, 1, n, seed + n) for n in lengths[:count]] for lengths in (first, second)]
+    inv.check_padded_continuation(model, *turns, side)
+
+
+@SETTINGS
+@given(row_lengths=row_lengths, by=st.sampled_from(["seq_idx", "position_ids"]), seed=seeds)
+def test_packing(model, row_lengths, by, seed):
+    inv.check_packed(model, [inv.random_ids(model, 1, n, seed + n) for n in row_lengths], by)
+
+
+@SETTINGS
+@given(order=orders, cut=cuts, seed=seeds)
+def test_reordering(model, order, cut, seed):
+    inv.check_reorder(model, inv.random_ids(model, 3, 12, seed), order, min([*cut, 8]))
+    inv.check_batch_order(model, inv.random_ids(model, 3, 12, seed), order)
+
+
+@SETTINGS
+@given(cuts=cuts, removed=lengths, seed=seeds)
+def test_rollback(model, cuts, removed, seed):
+    inv.check_rollback(model, inv.random_ids(model, 2, 16, seed), cuts, min(removed, 15))
+
+
+@pytest.mark.parametrize("pre_block", VARIANTS)
+def test_round_trip_is_bit_equal(pre_block, tmp_path):
+    model = build(pre_block=pre_block)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, loaded.state_dict()[name]), name
+    ids = inv.random_ids(model, 2, 40, 0)
+    assert torch.equal(model(ids).logits, loaded(ids).logits)
+
+
+def test_nothing_rounds_the_memory(tmp_path):
+    """Neither `.to`, nor loading in bfloat16, nor a start on the meta device touches the constants."""
+    model = build()
+    ids = inv.random_ids(model, 1, 40, 0)
+    exact = model(ids, use_cache=True)
+    model.save_pretrained(tmp_path)
+    low = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    for candidate in (low, build().to(torch.bfloat16)):
+        out = candidate(ids, use_cache=True)
+        assert out.logits.dtype == torch.bfloat16
+        memory = out.past_key_values.layers[0].states["memory"]
+        assert memory.dtype == torch.float32
+        wanted = exact.past_key_values.layers[0].states["memory"]
+        assert (memory - wanted).norm() / wanted.norm() < 2e-2
+    again = build().half().float()
+    memory = again(ids, use_cache=True).past_key_values.layers[0].states["memory"]
+    assert (memory - exact.past_key_values.layers[0].states["memory"]).norm() < 0.05
+
+
+def test_state_is_constant_in_length():
+    model = build()
+    sizes = []
+    for length in (40, 400):
+        layers = model(inv.random_ids(model, 1, length, 0), use_cache=True).past_key_values.layers
+        sizes.append(sum(t.numel() for layer in layers for t in layer.states.values()))
+    assert sizes[0] == sizes[1] == 2 * 10 * 24
+
+
+def test_gradients_reach_everything():
+    model = build(pre_block="global_attention").train()
+    ids = inv.random_ids(model, 2, 70, 0)
+    model(ids, labels=ids).loss.backward()
+    assert all(
+        p.grad is not None and p.grad.abs().sum() > 0 for n, p in model.named_parameters() if "k_proj.b" not in n
+    )
+
+
+def test_classifier_pools_the_last_real_token():
+    model = build(LmuIsaForSequenceClassification, num_labels=3)
+    ids = inv.random_ids(model, 1, 9, 0)
+    padded = torch.cat([ids, torch.zeros(1, 4, dtype=torch.long)], 1)
+    mask = (torch.arange(13) < 9).long()[None]
+    torch.testing.assert_close(model(padded, attention_mask=mask).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"lmu_theta": 0}, "lmu_theta=0"),
+        ({"lmu_reduced_order": 11}, "lmu_reduced_order=11 must be at most lmu_order=10"),
+        ({"pre_block": "conv"}, "pre_block='conv'"),
+        ({"conv_mode": "rk4"}, "conv_mode"),
+        ({"pre_block": "global_attention", "num_attention_heads": 5}, "num_attention_heads=5"),
+        ({"pre_block": "window_attention", "sliding_window": None}, "sliding_window=None"),
+        ({"pre_block": "window_attention", "sliding_window": 0}, "sliding_window=0"),
+    ],
+)
+def test_bad_configurations(fields, message):
+    with pytest.raises(ValueError, match=message):
+        LmuIsaConfig(**TINY | fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"), [({"lmu_order": 20}, "exceeds lmu_theta"), ({"lmu_theta": 5000}, "8e-6")]
+)
+def test_doubtful_configurations_warn(fields, message):
+    with pytest.warns(UserWarning, match=message):
+        LmuIsaConfig(**TINY | fields)
