@@ -54,6 +54,15 @@ FAMILIES = (
         },
     ),
     Family(
+        "bst",
+        "BstConfig",
+        {
+            "MODEL": "BstModel",
+            "MODEL_FOR_CAUSAL_LM": "BstForCausalLM",
+            "MODEL_FOR_SEQUENCE_CLASSIFICATION": "BstForSequenceClassification",
+        },
+    ),
+    Family(
         "lmu_isa",
         "LmuIsaConfig",
         {

@@ -45,7 +45,7 @@ class CausalLMHead:
             seq_idx=seq_idx,
             **kwargs,
         )
-        hidden_states = outputs.last_hidden_state
+        hidden_states = self._before_head(outputs.last_hidden_state)
         logits, loss = None, None
         if labels is not None and self._computes_loss_without_logits():
             loss = chunked_causal_lm_loss(hidden_states, self.lm_head, labels, **kwargs)
@@ -60,6 +60,10 @@ class CausalLMHead:
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def _before_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What a family does to (B, L, D) between the last norm and the head; nothing here."""
+        return hidden_states
 
     def _computes_loss_without_logits(self) -> bool:
         # A wrapped head (LoRA, quantization) has more than a weight: then it is called, as any module.

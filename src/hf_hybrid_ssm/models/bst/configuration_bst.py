@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 
 from hf_hybrid_ssm.models.configuration import HybridConfigMixin
 
-BLOCK_TYPES = ("slide", "bst", "brect")
+BLOCK_TYPES = ("slide", "bst")
 SSM_TYPES = ("s4d", "s4", "unstructured", "s5")
 STATE_LAYER_TYPE = "hybrid_ssm_state"
 
@@ -19,8 +19,7 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
     Configuration of a Block-State Transformer (arXiv 2306.09539). The defaults are BST:SH:S4 of about 200M parameters.
 
     A stack of window-attention layers ("slide") in which some ("bst") also attend to context states that a state-space
-    model computes from the whole past. With `block_types` the same code gives the paper's baselines: all "slide", or
-    one "brect" layer (Block-Recurrent Transformer).
+    model computes from the whole past. With all `block_types` "slide" the same code is the paper's Slide baseline.
 
     Args:
         vocab_size (`int`, *optional*, defaults to 32128): Size of the vocabulary.
@@ -31,7 +30,7 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
         intermediate_size (`int`, *optional*, defaults to 4096): Width of the feed-forward layers.
         hidden_act (`str`, *optional*, defaults to `"relu"`): Their activation.
         window_size (`int`, *optional*, defaults to 512): W: tokens a token attends to, and tokens of a block.
-        block_types (`list[str]`, *optional*): `"slide"`, `"bst"` or `"brect"` for each layer; by default from
+        block_types (`list[str]`, *optional*): `"slide"` or `"bst"` for each layer; by default from
             `bst_layer_indices`.
         bst_layer_indices (`list[int]`, *optional*): Layers of type `"bst"`, from 0; `[0, 6, 8]` by default.
         context_variant (`str`, *optional*, defaults to `"sh"`): `"sh"` (one filter), `"mh"` (one a head) or `"mf"`
@@ -65,21 +64,9 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
             the feed-forward layer, on attention weights, before the head.
         rms_norm_eps (`float`, *optional*, defaults to 1e-6): Epsilon of the norms.
         embedding_init_std, context_init_std, context_id_std (`float`, *optional*, defaults to 1.0, 0.1, 1.0): Initial
-            deviations of embeddings, initial contexts (and recurrent states) and context IDs.
+            deviations of embeddings, initial contexts and context IDs.
         logit_scale (`float`, *optional*): Factor on the logits; `hidden_size ** -0.5` by default.
         tie_word_embeddings (`bool`, *optional*, defaults to `True`): Share embedding and language-model head.
-        recurrent_num_states, recurrent_gate (*optional*, defaults to 512 and `"fixed"`): State vectors and gate
-            (`"fixed"` or `"lstm"`) of `"brect"` layers.
-        recurrent_skip_ffn (`bool`, *optional*, defaults to `True`): No feed-forward layer on their states.
-        retrieval_k (`int`, *optional*, defaults to 0): Context states of finished blocks that each head of a token
-            retrieves besides those of its own block; 0 for none.
-        retrieval_memory (`int`, *optional*, defaults to 0): Context states that are kept for retrieval, newest first.
-        retrieval_stride (`int`, *optional*, defaults to 16): `"sh"`, `"mh"`: every so many of them are kept.
-        carry_segment_cache (`bool`, *optional*, defaults to `False`): In training, go on from the (detached) cache of
-            the segment before: rows of a batch are lanes of long documents. Needs data in that order.
-        bidirectional (`bool`, *optional*, defaults to `False`): Attend W tokens to both sides and filter both ways,
-            for classification.
-        classifier_pooling (`str`, *optional*, defaults to `"mean"`): `"mean"` over real tokens or `"last"`.
         use_cache (`bool`, *optional*, defaults to `True`): Return the state for continuation.
         use_linear_cross_entropy (`bool`, *optional*, defaults to `False`): When training with labels, compute the loss
             in chunks that never hold all logits; `logits` is then `None`.
@@ -148,15 +135,6 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
     context_id_std: float | int = 1.0
     logit_scale: float | int | None = None
     tie_word_embeddings: bool = True
-    recurrent_num_states: int = 512
-    recurrent_gate: str = "fixed"
-    recurrent_skip_ffn: bool = True
-    retrieval_k: int = 0
-    retrieval_memory: int = 0
-    retrieval_stride: int = 16
-    carry_segment_cache: bool = False
-    bidirectional: bool = False
-    classifier_pooling: str = "mean"
     use_cache: bool = True
     use_linear_cross_entropy: bool = False
     max_position_embeddings: int = 4096
@@ -201,7 +179,6 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
         options: dict[str, Any] = {
             "skip": self.ssm_skip,
             "learning_rate": self.ssm_learning_rate,
-            "bidirectional": self.bidirectional,
         }
         if self.ssm_type == "unstructured":
             return options | {
@@ -231,14 +208,12 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
         self.check_positive(
             "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "intermediate_size",
             "window_size", "num_context_states", "ssm_state_size", "ssm_dt_min", "ssm_dt_max", "filter_length",
-            "filter_order", "rel_pos_max_distance", "rms_norm_eps", "recurrent_num_states", "retrieval_stride",
+            "filter_order", "rel_pos_max_distance", "rms_norm_eps",
             "max_position_embeddings", "logit_scale",
         )  # fmt: skip
         self.check_choice("context_variant", ("sh", "mh", "mf"))
         self.check_choice("ssm_type", SSM_TYPES)
         self.check_choice("ssm_init", ("legs", "lin"))
-        self.check_choice("recurrent_gate", ("fixed", "lstm"))
-        self.check_choice("classifier_pooling", ("mean", "last"))
         if self.ssm_state_size % 2:  # type: ignore[operator]
             raise ValueError(f"ssm_state_size={self.ssm_state_size} must be even: states come in conjugate pairs.")
         if self.ssm_discretization not in (None, *(("zoh", "bilinear") if self.ssm_type == "s4d" else ("bilinear",))):
@@ -253,39 +228,6 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
         for name in ("dropout", "attention_dropout", "final_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1).")
-        self._check_retrieval()
-        if self.bidirectional:
-            self._check_bidirectional()
-
-    def _check_retrieval(self) -> None:
-        if self.retrieval_k < 0 or self.retrieval_memory < 0:
-            raise ValueError(
-                f"retrieval_k={self.retrieval_k} and retrieval_memory={self.retrieval_memory} must not be negative."
-            )
-        if bool(self.retrieval_k) != bool(self.retrieval_memory):
-            raise ValueError(
-                f"retrieval_k={self.retrieval_k} with retrieval_memory={self.retrieval_memory}: retrieval needs both, "
-                "how many context states a token retrieves and how many are kept."
-            )
-        if not self.retrieval_k:
-            return
-        if "bst" not in self.block_types:  # type: ignore[operator]
-            raise ValueError('retrieval_k > 0 needs a "bst" layer: only context states can be retrieved.')
-        if self.retrieval_k > self.retrieval_memory:
-            raise ValueError(f"retrieval_k={self.retrieval_k} exceeds retrieval_memory={self.retrieval_memory}.")
-        if self.context_variant != "mf" and self.window_size % self.retrieval_stride:
-            raise ValueError(
-                f"retrieval_stride={self.retrieval_stride} must divide window_size={self.window_size}, so that every "
-                "block keeps as many states."
-            )
-
-    def _check_bidirectional(self) -> None:
-        if self.carry_segment_cache or self.retrieval_k or "brect" in self.block_types:  # type: ignore[operator]
-            raise ValueError(
-                "bidirectional=True excludes carry_segment_cache, retrieval_k and brect layers: they need a past."
-            )
-        if not self.cross_attention_inclusive:
-            raise ValueError("bidirectional=True needs cross_attention_inclusive=True: blocks are seen whole.")
 
 
 __all__ = ["BstConfig"]

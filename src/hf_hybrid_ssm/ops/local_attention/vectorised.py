@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from hf_hybrid_ssm.ops.local_attention import biased
 from hf_hybrid_ssm.ops.local_attention.reach import (
     AttentionState,
     Reach,
@@ -37,10 +38,17 @@ def run(q, k, v, *, nearest, farthest, chunk_size, bias, scale, zero_keys, dropo
     inputs = (q.to(dtype), k.to(dtype), v.to(dtype))
     options = {"bias": bias, "two_sided": two_sided, "sink": sink, "scale": scale, "dropout": dropout}
     span = None if nearest is None or farthest is None else max(farthest - nearest, 16)
+    is_plain = state is None and seq_idx is None and lengths is None and not zero_keys
     if span is None or length <= span:
         y = _dense(*inputs, state, reach, **options)
+    elif chunk_size is not None and state is None and seq_idx is None:  # the chunks themselves are the blocks
+        inner = (0, length // chunk_size) if is_plain else None
+        y = _blocks(*inputs, None, reach, 0, 0, chunk_size, inner=inner, limits=(nearest, farthest), **options)
     else:
-        y = _blocks(*inputs, state, reach, nearest, farthest, span, **options)
+        size = max(span // 2, 16) if two_sided else span
+        inner = (-(-farthest // size), (length + min(nearest, 0)) // size) if is_plain and chunk_size is None else None
+        limits = (nearest, farthest)
+        y = _blocks(*inputs, state, reach, nearest, farthest, size, inner=inner, limits=limits, **options)
     return y.to(q.dtype), push(state, k, v, capacity, seq_idx, lengths)
 
 
@@ -59,8 +67,14 @@ def _dense(q, k, v, state, reach: Reach, *, bias, two_sided, sink, scale, dropou
     return _attend(q, k, v, allowed.unsqueeze(1), logits, sink, scale, dropout)
 
 
-def _blocks(q, k, v, state, reach: Reach, nearest, farthest, size, *, bias, two_sided, sink, scale, dropout):
-    """Blocks of `size` queries, each against the size + farthest - nearest keys that its tokens can reach."""
+def _blocks(
+    q, k, v, state, reach: Reach, nearest, farthest, size, *, inner, limits, bias, two_sided, sink, scale, dropout
+):
+    """Blocks of `size` queries, each against the size + farthest - nearest keys that its tokens can reach.
+
+    `inner`, a range of blocks or None: where every token reaches exactly the distances `limits`, so that all blocks
+    share one mask.
+    """
     batch, heads, length, _ = q.shape
     count = -(-length // size)
     behind = count * size - length
@@ -71,36 +85,43 @@ def _blocks(q, k, v, state, reach: Reach, nearest, farthest, size, *, bias, two_
             new = F.pad(new, (0, 0, farthest, behind - nearest))
         else:
             new = F.pad(torch.cat([old.to(new.dtype), new], 2), (0, 0, 0, behind - nearest))
-        blocks = new.unfold(2, width, size)  # (B, G, count, E, width)
-        return blocks.permute(0, 2, 1, 4, 3).reshape(batch * count, blocks.shape[1], width, -1)
+        return new.unfold(2, width, size).permute(0, 2, 1, 4, 3)  # (B, count, G, width, E)
 
     def query_blocks(x: torch.Tensor) -> torch.Tensor:
-        x = F.pad(x, (0, 0, 0, behind)).unflatten(2, (count, size))
-        return x.transpose(1, 2).reshape(x.shape[0] * count, x.shape[1], size, x.shape[-1])
+        return F.pad(x, (0, 0, 0, behind)).unflatten(2, (count, size)).transpose(1, 2)
 
     query, key = torch.arange(size, device=q.device), torch.arange(width, device=q.device)
     distance = query.unsqueeze(1) - key + farthest
     first, last = torch.broadcast_tensors(reach.first, reach.last)
-    first, last = (F.pad(limit, (0, behind)).reshape(-1, 1, size, 1) for limit in (first, last))
-    allowed = (distance >= first) & (distance <= last)  # (B or 1 times count, 1, size, width)
+    first, last = (F.pad(limit, (0, behind)).reshape(-1, count, size, 1) for limit in (first, last))
     logits = None if bias is None else bias_by_distance(bias, distance, two_sided).unsqueeze(0)
-    if sink is not None:
-        sink = query_blocks(sink.expand(allowed.shape[0] // count, -1, -1).unsqueeze(-1))
-        sink, allowed = _same_rows(sink, allowed)
-    if allowed.shape[0] != batch * count:
-        allowed = allowed.repeat(batch, 1, 1, 1)
-        sink = None if sink is None else sink.repeat(batch, 1, 1, 1)
+    sink = None if sink is None else query_blocks(sink.expand(first.shape[0], -1, -1).unsqueeze(-1))
     old_keys, old_values = (None, None) if state is None else (state.keys, state.values)
-    y = _attend(
-        query_blocks(q), key_blocks(old_keys, k), key_blocks(old_values, v), allowed, logits, sink, scale, dropout
+    begin, end = (0, 0) if inner is None or inner[1] - inner[0] < 2 else inner
+    # split, not slices: the gradient of a slice is a whole tensor of zeros around it
+    pieces = [begin, end - begin, count - end]
+    parts = zip(
+        query_blocks(q).split(pieces, 1),
+        key_blocks(old_keys, k).split(pieces, 1),
+        key_blocks(old_values, v).split(pieces, 1),
+        first.split(pieces, 1),
+        last.split(pieces, 1),
+        [None] * 3 if sink is None else sink.split(pieces, 1),
     )
-    y = y.view(batch, count, heads, size, -1).transpose(1, 2).reshape(batch, heads, count * size, -1)
-    return y[:, :, :length]
-
-
-def _same_rows(sink: torch.Tensor, allowed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = max(sink.shape[0], allowed.shape[0])
-    return sink.expand(rows, -1, -1, -1), allowed.expand(rows, -1, -1, -1)
+    shared = ((distance >= limits[0]) & (distance <= limits[1]))[None, None]
+    outputs = []
+    for index, (queries, keys, values, low, high, sinks) in enumerate(parts):
+        if pieces[index] == 0:
+            continue
+        allowed = shared
+        if index != 1:
+            allowed = ((distance >= low) & (distance <= high)).expand(batch, -1, -1, -1).reshape(-1, 1, size, width)
+            sinks = None if sinks is None else sinks.expand(batch, *(-1,) * 4).flatten(0, 1)
+        queries, keys, values = queries.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1)
+        y = _attend(queries, keys, values, allowed, logits, sinks, scale, dropout)
+        outputs.append(y.unflatten(0, (batch, pieces[index])))
+    y = torch.cat(outputs, 1)
+    return y.transpose(1, 2).reshape(batch, heads, count * size, -1)[:, :, :length]
 
 
 def _attend(q, k, v, allowed, logits, sink, scale, dropout):
@@ -113,6 +134,8 @@ def _attend(q, k, v, allowed, logits, sink, scale, dropout):
     if sink is None:
         empty = ~allowed.any(-1, keepdim=True)
         mask = allowed | empty  # a softmax over nothing is not finite; such rows are overwritten below
+        if biased.serves(q, k, v, logits, dropout):
+            return torch.where(empty, 0.0, biased.biased_attention(q, k, v, mask, logits.to(q.dtype), scale))
     if logits is not None or sink is not None:
         zero = torch.zeros((), dtype=q.dtype, device=q.device) if logits is None else logits.to(q.dtype)
         mask = torch.where(mask, zero, float("-inf"))

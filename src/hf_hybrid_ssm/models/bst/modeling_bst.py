@@ -1,0 +1,318 @@
+"""PyTorch Block-State Transformer (arXiv 2306.09539)."""
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils import auto_docstring
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from hf_hybrid_ssm.layers.block_grid import block_grid
+from hf_hybrid_ssm.layers.context_states import ContextStates, HeadwiseLinear, attend_context, l2_normalise
+from hf_hybrid_ssm.layers.mixer import Mixer
+from hf_hybrid_ssm.layers.relative_bias import RelativeBias
+from hf_hybrid_ssm.layers.rms_norm import RMSNorm
+from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
+from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, prepare_cache
+from hf_hybrid_ssm.models.heads import CausalLMHead, SequenceClassificationHead
+from hf_hybrid_ssm.models.inputs import check_inputs, packed_documents
+from hf_hybrid_ssm.models.padding import CompactRows, compact_rows
+from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention
+
+States = dict[str, torch.Tensor]
+ATTENTION_STATES = ("keys", "values", "seen")
+
+
+class BstAttention(nn.Module):
+    """Attention to the W tokens before, and in a "bst" layer to the context states of the block, side by side.
+
+    Queries and keys are L2-normalised; each head has a learned scale, and T5's bias lies inside it (section 5 of the
+    dossier of Block-Recurrent Transformers, whose token branch this is).
+    """
+
+    def __init__(self, config: BstConfig, layer_idx: int):
+        super().__init__()
+        width, inner = config.hidden_size, config.num_attention_heads * config.head_dim
+        self.num_heads, self.head_dim, self.window = config.num_attention_heads, config.head_dim, config.window_size
+        self.qk_norm, self.dropout = config.qk_norm, config.attention_dropout
+        self.nearest = 0 if config.attend_self else 1
+        self.zero_kv_sink = config.zero_kv_sink
+        self.q_proj = nn.Linear(width, inner, bias=False)
+        self.k_proj = nn.Linear(width, inner, bias=False)
+        self.v_proj = nn.Linear(width, inner, bias=False)
+        self.relative_bias = RelativeBias(self.num_heads, config.rel_pos_buckets, config.rel_pos_max_distance)
+        self.scale = nn.Parameter(torch.ones(self.num_heads)) if config.qk_norm else None
+        self.context: ContextStates | None = None
+        if config.block_types[layer_idx] == "bst":
+            self.context = ContextStates(
+                width,
+                self.num_heads,
+                self.head_dim,
+                window=config.window_size,
+                variant=config.context_variant,
+                num_states=config.num_context_states,
+                ssm_type=config.ssm_type,
+                ssm_options=config.ssm_options,
+                input_norm=config.ssm_input_norm,
+                key_norm=config.qk_norm,
+                eps=config.rms_norm_eps,
+            )
+            self.context_q_proj = nn.Linear(width, inner, bias=False)
+            self.context_scale = nn.Parameter(torch.ones(self.num_heads)) if config.qk_norm else None
+            inclusive = "causal" if config.cross_attention_inclusive else "strict"
+            self.context_mask = None if config.context_variant == "mf" else inclusive
+        self.o_proj = nn.Linear(inner if self.context is None else 2 * inner, width, bias=False)
+
+    def forward(self, z: torch.Tensor, x: torch.Tensor, past: States, **options: Any) -> tuple[torch.Tensor, States]:
+        """(B, L, d) normalised and raw inputs, the states before them → (B, L, d), the states after them."""
+        q, k, v = (projection(z).unflatten(2, (self.num_heads, -1)) for projection in self._projections())
+        bias = self.relative_bias(self.window)
+        if self.scale is not None:
+            scale = self.scale.abs().to(q.dtype)
+            q, k, bias = l2_normalise(q) * scale.unsqueeze(1), l2_normalise(k), bias * scale.unsqueeze(1)
+        y, state = local_attention(
+            *(part.transpose(1, 2) for part in (q, k, v)),
+            nearest=self.nearest,
+            farthest=self.window,
+            bias=bias,
+            scale=1.0 if self.qk_norm else None,
+            zero_keys_before_start=self.zero_kv_sink,
+            dropout=self.dropout if self.training else 0.0,
+            initial_state=AttentionState(*(past[name] for name in ATTENTION_STATES)) if past else None,
+            **options,
+        )
+        y = y.transpose(1, 2)
+        states: States = {} if state is None else state._asdict()
+        if self.context is not None:
+            crossed, context_states = self._attend_context(z, x, past, **options)
+            y, states = torch.cat([y.flatten(2), crossed.flatten(2)], dim=2), states | context_states
+        else:
+            y = y.flatten(2)
+        return self.o_proj(y), states
+
+    def _projections(self) -> tuple[nn.Module, nn.Module, nn.Module]:
+        return self.q_proj, self.k_proj, self.v_proj
+
+    def _attend_context(
+        self,
+        z: torch.Tensor,
+        x: torch.Tensor,
+        past: States,
+        *,
+        seq_idx: torch.Tensor | None,
+        lengths: torch.Tensor | None,
+        return_final_state: bool,
+    ) -> tuple[torch.Tensor, States]:
+        """(B, L, H, e) what the tokens find in the context states of their blocks (equations 3.3 and 3.4)."""
+        queries = self.context_q_proj(z).unflatten(2, (self.num_heads, -1))
+        if self.context_scale is not None:
+            queries = l2_normalise(queries) * self.context_scale.abs().to(queries.dtype).unsqueeze(1)
+        else:
+            queries = queries * self.head_dim**-0.5
+        batch, length = x.shape[:2]
+        held = {name: past[name] for name in ("ssm", "context_key", "context_value")} if past else None
+        grid = block_grid(
+            batch,
+            length,
+            self.window,
+            count=past["seen"] if past else None,
+            seq_idx=seq_idx,
+            lengths=lengths,
+            device=x.device,
+        )
+        keys, values, states = self.context(
+            x, grid, state=held, seq_idx=seq_idx, lengths=lengths, return_state=return_final_state
+        )
+        blocks = attend_context(grid.to_blocks(queries), keys, values, mask=self.context_mask)
+        return grid.from_blocks(blocks), states
+
+
+class BstFeedForward(nn.Module):
+    """W_2 act(W_1 x), without biases."""
+
+    def __init__(self, config: BstConfig):
+        super().__init__()
+        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.activation = ACT2FN[config.hidden_act]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(self.activation(self.fc1(x)))
+
+
+class BstBlock(GradientCheckpointingLayer):
+    """x + attention(dropout(norm(x))), x + dropout(feed-forward(norm(x)))."""
+
+    def __init__(self, config: BstConfig, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.attention_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.attention = BstAttention(config, layer_idx)
+        self.feed_forward_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.feed_forward = BstFeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        rows: CompactRows | None = None,
+        seq_idx: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> torch.Tensor:
+        x, lengths = hidden_states, None
+        if rows is not None:
+            x, lengths = rows.compact(x), rows.lengths
+            seq_idx = None if seq_idx is None else rows.compact(seq_idx).cummax(1).values
+        cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        past: States = {} if cache is None else cache.states
+        options: dict[str, Any] = {"seq_idx": seq_idx, "lengths": lengths, "return_final_state": cache is not None}
+        z = self.dropout(self.attention_norm(x))
+        y, states = self.attention(z, x, past, **options)
+        if cache is not None:
+
+            def replay(num_tokens: int) -> States:
+                kept = {
+                    "seq_idx": None if seq_idx is None else seq_idx[:, :num_tokens],
+                    "lengths": None if rows is None else rows.lengths_of_first(num_tokens),
+                }
+                return self.attention(z[:, :num_tokens], x[:, :num_tokens], past, **options | kept)[1]
+
+            cache.store(x.shape[1], states, replay)
+        hidden_states = hidden_states + (y if rows is None else rows.restore(y))
+        return hidden_states + self.dropout(self.feed_forward(self.feed_forward_norm(hidden_states)))
+
+
+@auto_docstring
+class BstPreTrainedModel(PreTrainedModel):
+    config: BstConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["BstBlock"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_sdpa = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {"hidden_states": BstBlock}
+
+    def post_init(self):
+        mixers = [module for module in self.modules() if isinstance(module, Mixer)]
+        self._keep_in_fp32_modules_strict = {
+            name for mixer in mixers for name in mixer.float32_parameters if name in mixer._parameters
+        }
+        super().post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Truncated normal maps of variance 1 / fan-in, as Block-Recurrent Transformers; filters as their papers."""
+        if isinstance(module, Mixer):
+            for name, value in module.initial_values().items():
+                init.copy_(module.get_parameter(name), value)
+            module.forget()
+        elif isinstance(module, RelativeBias):
+            init.normal_(module.weight, std=module.num_embeddings**-0.5)
+        elif isinstance(module, HeadwiseLinear):
+            _truncated_normal(module.weight, module.in_features)
+        elif isinstance(module, ContextStates) and module.variant == "mf":
+            init.normal_(module.initial_context, std=self.config.context_init_std)
+            init.normal_(module.context_ids, std=self.config.context_id_std)
+        elif isinstance(module, BstAttention):
+            for scale in (module.scale, getattr(module, "context_scale", None)):
+                if scale is not None:
+                    init.ones_(scale)
+        elif isinstance(module, nn.Linear):
+            _truncated_normal(module.weight, module.in_features)
+        elif isinstance(module, nn.Embedding):
+            init.normal_(module.weight, std=self.config.embedding_init_std)
+        else:
+            super()._init_weights(module)
+
+
+def _truncated_normal(weight: torch.Tensor, fan_in: int) -> None:
+    std = 1 / math.sqrt(fan_in)
+    init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
+
+
+@auto_docstring
+class BstModel(BstPreTrainedModel):
+    def __init__(self, config: BstConfig):
+        super().__init__(config)
+        # no padding_idx: text often ends with the token that also pads, and its embedding must be learnt
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(BstBlock(config, index) for index in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    @auto_docstring
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        seq_idx: torch.IntTensor | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        r"""
+        seq_idx (`torch.IntTensor` of shape `(batch_size, sequence_length)`, *optional*):
+            The document each token of a packed row belongs to; states and attention do not cross documents, and each
+            document has blocks of its own.
+        """
+        check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        batch, length = inputs_embeds.shape[:2]
+        if use_cache or past_key_values is not None:
+            past_key_values = prepare_cache(past_key_values, self.config, batch)
+        padding = attention_mask[STATE_LAYER_TYPE] if isinstance(attention_mask, dict) else attention_mask
+        seq_idx = packed_documents(seq_idx, position_ids, padding, past_key_values, batch, length)
+        rows = compact_rows(padding, batch, length)
+        hidden_states = inputs_embeds
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, rows, seq_idx, past_key_values)
+        return BaseModelOutputWithPast(
+            last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values if use_cache else None
+        )
+
+
+@auto_docstring
+class BstForCausalLM(CausalLMHead, BstPreTrainedModel, GenerationMixin):
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: BstConfig):
+        super().__init__(config)
+        self.model = BstModel(config)
+        self.dropout = nn.Dropout(config.final_dropout)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def _before_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.dropout(hidden_states) * self.config.logit_scale
+
+    @staticmethod
+    def create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values, **kwargs) -> dict:
+        """Masks made ahead of compiled decoding; a generated token is never padding."""
+        return {STATE_LAYER_TYPE: None if inputs_embeds.shape[1] == 1 else attention_mask}
+
+
+@auto_docstring
+class BstForSequenceClassification(SequenceClassificationHead, BstPreTrainedModel):
+    def __init__(self, config: BstConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = BstModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+
+__all__ = ["BstForCausalLM", "BstForSequenceClassification", "BstModel", "BstPreTrainedModel"]

@@ -1,0 +1,68 @@
+"""Attention with a learned bias through torch's fused CPU kernel, which has no gradient for a mask.
+
+Left to itself, torch falls back to the equation and holds all probabilities of all blocks, several times over. Here
+the bias's gradient is recomputed block by block from the log-sum-exp that the kernel returns.
+"""
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+# logits of one slice of the gradient's recomputation; a few of them fit the second-level cache
+_SLICE = 2**19
+
+
+def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, dropout: float) -> bool:
+    """Whether `biased_attention` can and should take over from `scaled_dot_product_attention`."""
+    if bias is None or dropout or torch.compiler.is_compiling() or q.device.type != "cpu":
+        return False
+    same_heads, same_size = q.shape[1] == k.shape[1], q.shape[3] == v.shape[3]
+    return bias.requires_grad and torch.is_grad_enabled() and same_heads and same_size and q.numel() > 0
+
+
+def biased_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.Tensor, bias: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """softmax(scale q kᵀ + bias) v over the allowed keys; every query must have one.
+
+    Args:
+        q: (R, H, Q, E).
+        k, v: (R, H, K, E).
+        allowed: (R or 1, 1, Q, K) bool.
+        bias: (1, H, Q, K) in q's dtype, with a gradient.
+
+    Returns:
+        (R, H, Q, E).
+    """
+    return _BiasedAttention.apply(q, k, v, allowed, bias, scale)
+
+
+class _BiasedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q, k, v, allowed, bias, scale):
+        mask = torch.where(allowed, bias, float("-inf"))
+        y, logsumexp = _FORWARD(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
+        ctx.save_for_backward(q, k, v, allowed, bias, y, logsumexp)
+        ctx.scale = scale
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad):
+        q, k, v, allowed, bias, y, logsumexp = ctx.saved_tensors
+        mask = torch.where(allowed, bias, float("-inf"))
+        grads = _BACKWARD(grad, q, k, v, y, logsumexp, 0.0, False, attn_mask=mask, scale=ctx.scale)
+        shift = (grad * y).sum(-1, keepdim=True)
+        total = torch.zeros_like(bias)
+        rows = max(1, _SLICE // bias.numel())
+        for begin in range(0, q.shape[0], rows):
+            part = slice(begin, begin + rows)
+            of_part = mask if mask.shape[0] == 1 else mask[part]
+            logits = (q[part] * ctx.scale) @ k[part].transpose(2, 3)
+            weights = logits.add_(of_part).sub_(logsumexp[part].unsqueeze(-1)).exp_()
+            change = (grad[part] @ v[part].transpose(2, 3)).sub_(shift[part])
+            total += change.mul_(weights).sum(0, keepdim=True)
+        return *grads, None, total, None
