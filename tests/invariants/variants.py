@@ -9,6 +9,20 @@ import hf_hybrid_ssm  # noqa: F401  (registers the families)
 
 TOKENS = {"vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LONGHORN = {"hidden_size": 24, "num_hidden_layers": 3, "state_size": 5, "num_attention_heads": 4}
+BST = {
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 40,
+    "window_size": 6,
+    "bst_layer_indices": [0, 2],
+    "num_context_states": 3,
+    "ssm_state_size": 4,
+    "rel_pos_buckets": 8,
+    "rel_pos_max_distance": 6,
+    "embedding_init_std": 0.5,
+}
 LMU = {
     "hidden_size": 24,
     "num_hidden_layers": 2,
@@ -41,6 +55,9 @@ VARIANTS: dict[str, tuple[str, dict]] = {
             "mlp_intermediate_size": 40,
         },
     ),
+    "bst sh s4d": ("bst", BST),
+    "bst mh s4": ("bst", {**BST, "context_variant": "mh", "ssm_type": "s4"}),
+    "bst mf unstructured": ("bst", {**BST, "context_variant": "mf", "ssm_type": "unstructured", "filter_length": 16}),
     "lmu-isa": ("lmu_isa", LMU),
     "lmu-isa + global attention": ("lmu_isa", {**LMU, "pre_block": "global_attention"}),
     "lmu-isa + window attention": ("lmu_isa", {**LMU, "pre_block": "window_attention", "sliding_window": 5}),

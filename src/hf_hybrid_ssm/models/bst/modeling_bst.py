@@ -118,6 +118,8 @@ class BstAttention(nn.Module):
             queries = queries * self.head_dim**-0.5
         batch, length = x.shape[:2]
         held = {name: past[name] for name in ("ssm", "context_key", "context_value")} if past else None
+        if held is not None and length == 1 and lengths is None and seq_idx is None:
+            return self._attend_context_of_one(queries, x, held, past["seen"])
         grid = block_grid(
             batch,
             length,
@@ -132,6 +134,19 @@ class BstAttention(nn.Module):
         )
         blocks = attend_context(grid.to_blocks(queries), keys, values, mask=self.context_mask)
         return grid.from_blocks(blocks), states
+
+    def _attend_context_of_one(
+        self, queries: torch.Tensor, x: torch.Tensor, held: States, seen: torch.Tensor
+    ) -> tuple[torch.Tensor, States]:
+        """The same for a single token, without a grid of blocks."""
+        keys, values, states = self.context.step(x[:, 0], held, seen)
+        keys, values = (part.transpose(1, 2).unsqueeze(1) for part in (keys, values))  # (B, 1, W or S, H, e)
+        if self.context_mask is None:
+            return attend_context(queries.unsqueeze(1), keys, values, mask=None)[:, 0], states
+        slots, phase = torch.arange(self.window, device=x.device), (seen % self.window).unsqueeze(1)
+        allowed = slots <= phase if self.context_mask == "causal" else slots < phase
+        y = attend_context(queries.unsqueeze(1), keys, values, mask=allowed.unsqueeze(1))[:, 0]
+        return torch.where(allowed.any(1)[:, None, None, None], y, 0.0), states
 
 
 class BstFeedForward(nn.Module):

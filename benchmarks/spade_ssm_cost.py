@@ -1,0 +1,96 @@
+"""What does SPADE's state-space model cost on CPU? The frozen S4's share of a training step, and prefill in pieces.
+
+Width 768, 12 heads, window 129, S4 of state 64 in the bottom of 12 layers, float32, one row: a stack of the size of
+SPADE base. The stack without it is the same but for the missing branch.
+"""
+
+import argparse
+from collections.abc import Callable
+
+import torch
+from timing import paired_seconds, write_results
+
+from hf_hybrid_ssm import SpadeConfig, SpadeForCausalLM
+
+SHAPE = {
+    "vocab_size": 512,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 12,
+    "local_radius": 128,
+    "dropout": 0.0,
+    "embedding_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+
+
+def build(**fields) -> SpadeForCausalLM:
+    torch.manual_seed(0)
+    return SpadeForCausalLM(SpadeConfig(**SHAPE | fields))
+
+
+def tokens(length: int) -> torch.Tensor:
+    return torch.randint(0, 512, (1, length), generator=torch.Generator().manual_seed(0))
+
+
+def training_step(model: SpadeForCausalLM, length: int) -> Callable[[], None]:
+    """Forward, loss, backward."""
+    ids = tokens(length)
+    model.train()
+
+    def step() -> None:
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        model.zero_grad()
+
+    return step
+
+
+def prefill(model: SpadeForCausalLM, length: int, piece: int) -> Callable[[], None]:
+    """The prompt in pieces of `piece` tokens into one cache, with the logits of the last token of each."""
+    model.eval()
+    pieces = tokens(length).split(piece, dim=1)
+
+    @torch.no_grad()
+    def run() -> None:
+        past = None
+        for ids in pieces:
+            past = model(ids, past_key_values=past, use_cache=True, logits_to_keep=1).past_key_values
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="two layers, short, few rounds")
+    arguments = parser.parse_args()
+    torch.set_num_threads(2)
+    length, piece, rounds = (1024, 256, 3) if arguments.quick else (4096, 512, 5)
+    depth = {"num_hidden_layers": 2} if arguments.quick else {}
+    with_s4, without = build(**depth), build(**depth, global_layers=[])
+    lengths = [length // 2, length]
+    share = {}
+    for size in lengths:
+        steps = {"with": training_step(with_s4, size), "without": training_step(without, size)}
+        seconds = paired_seconds(steps, rounds=rounds, warm_up=1)
+        share[str(size)] = {
+            "seconds": {name: round(value, 3) for name, value in seconds.items()},
+            "added_percent": round(100 * (seconds["with"] / seconds["without"] - 1), 1),
+        }
+    runs = {"whole": prefill(with_s4, length, length), "pieces": prefill(with_s4, length, piece)}
+    seconds = paired_seconds(runs, rounds=rounds, warm_up=1)
+    figures = {
+        "shape": SHAPE | depth | {"ssm_state_size": 64, "batch": 1, "dtype": "float32"},
+        "training_step": share,
+        "prefill": {
+            "tokens": length,
+            "piece": piece,
+            "seconds": {name: round(value, 3) for name, value in seconds.items()},
+            "pieces_to_whole": round(seconds["pieces"] / seconds["whole"], 2),
+        },
+    }
+    write_results("spade_ssm_cost", figures)
+
+
+if __name__ == "__main__":
+    main()

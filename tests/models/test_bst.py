@@ -1,0 +1,268 @@
+"""The BST family: a plain evaluation of the published layer, causality, sizes, invariances, refusals."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from hf_hybrid_ssm import BstConfig, BstForCausalLM, BstForSequenceClassification
+from tests.models import invariances as inv
+from tests.models.strategies import SETTINGS, cuts, lengths, orders, row_lengths, seeds, sides
+
+TINY = {
+    "vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 8,
+    "intermediate_size": 24, "window_size": 6, "bst_layer_indices": [0, 2], "num_context_states": 3,
+    "ssm_state_size": 4, "filter_length": 16, "rel_pos_buckets": 8, "rel_pos_max_distance": 6,
+    "embedding_init_std": 0.5, "pad_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+KINDS = [(variant, ssm) for variant in ("sh", "mh", "mf") for ssm in ("s4d", "s4", "unstructured", "s5")]
+CHECKED = [("sh", "s4d"), ("mh", "s4"), ("mf", "unstructured"), ("mf", "s5")]
+OPTIONS = {
+    "strict-context": {"cross_attention_inclusive": False},
+    "self-and-no-sink": {"attend_self": True, "zero_kv_sink": False, "qk_norm": False},
+}
+
+
+def build(model_class=BstForCausalLM, **fields):
+    torch.manual_seed(0)
+    model = model_class(BstConfig(**TINY | fields)).eval()
+    for name, parameter in model.named_parameters():  # away from the smooth initial point, so that a mistake shows
+        if name.endswith("scale"):
+            parameter.data.uniform_(-2.0, -1.0)  # its absolute value counts
+    return model
+
+
+@pytest.fixture(scope="module", params=CHECKED, ids="-".join)
+def model(request):
+    variant, ssm = request.param
+    return build(context_variant=variant, ssm_type=ssm)
+
+
+def l2(x):
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def context_of_token(context, y, t, config):
+    """Keys and values (slots, H, e) that token t attends to, section 3.2; y is (L, [F,] d)."""
+    heads, window, start = config.num_attention_heads, config.window_size, t - t % config.window_size
+    if config.context_variant == "mf":
+        c = context.initial_context if start == 0 else y[start - 1]
+        c = context.norm(c) + context.context_ids
+    else:
+        last = t + 1 if config.cross_attention_inclusive else t
+        c = context.norm(y[start:last])
+    if config.context_variant == "mh":
+        keys = torch.einsum("shd,hde->she", c, context.k_proj.weight)
+        values = torch.einsum("shd,hde->she", c, context.v_proj.weight)
+    else:
+        keys, values = (part(c).view(c.shape[0], heads, config.head_dim) for part in (context.k_proj, context.v_proj))
+    assert keys.shape[0] <= window
+    return (l2(keys) if config.qk_norm else keys), values
+
+
+def plain_layer(layer, config, x):
+    """Sections 3 and 5 for one row x (L, d) of float64, token by token."""
+    attention, heads, window = layer.attention, config.num_attention_heads, config.window_size
+    z, length, out = layer.attention_norm(x), x.shape[0], []
+    q, k, v = (part(z).view(length, heads, -1) for part in (attention.q_proj, attention.k_proj, attention.v_proj))
+    bias = attention.relative_bias(window)
+    scale = attention.scale.abs() if config.qk_norm else torch.full((heads,), config.head_dim**-0.5, dtype=x.dtype)
+    q, k = (l2(q), l2(k)) if config.qk_norm else (q, k)
+    context, y = attention.context, None
+    if context is not None:
+        y = context.ssm((x if context.input_norm is None else context.input_norm(x))[None])[0][0]
+        queries = attention.context_q_proj(z).view(length, heads, -1)
+        queries = l2(queries) if config.qk_norm else queries
+        context_scale = attention.context_scale.abs() if config.qk_norm else scale
+    for t in range(length):
+        logits, values = [], []
+        for distance in range(0 if config.attend_self else 1, window + 1):
+            b = bias[:, min(distance, bias.shape[1] - 1)]
+            if t - distance >= 0:
+                product = (q[t] * k[t - distance]).sum(-1)
+                logits.append(scale * (product + b) if config.qk_norm else scale * product + b)
+                values.append(v[t - distance])
+            elif config.zero_kv_sink:
+                logits.append(scale * b if config.qk_norm else b)
+                values.append(torch.zeros_like(v[0]))
+        parts = [torch.zeros_like(v[0])]
+        if logits:
+            parts = [(torch.stack(logits).softmax(0).unsqueeze(-1) * torch.stack(values)).sum(0)]
+        if context is not None:
+            keys, context_values = context_of_token(context, y, t, config)
+            scores = context_scale * (queries[t] * keys).sum(-1)
+            parts.append((scores.softmax(0).unsqueeze(-1) * context_values).sum(0))
+        out.append(torch.cat([part.flatten() for part in parts]))
+    x = x + attention.o_proj(torch.stack(out))
+    return x + layer.feed_forward.fc2(torch.relu(layer.feed_forward.fc1(layer.feed_forward_norm(x))))
+
+
+@pytest.mark.parametrize(("variant", "ssm"), KINDS)
+def test_layers_equal_the_published_equations(variant, ssm):
+    model = build(context_variant=variant, ssm_type=ssm).double()
+    x = torch.randn(20, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for layer in model.model.layers:
+        torch.testing.assert_close(layer(x[None])[0], plain_layer(layer, model.config, x), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("variant", ["sh", "mf"])
+def test_options_equal_the_equations_and_decode(options, variant):
+    model = build(context_variant=variant, **options).double()
+    x = torch.randn(20, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    layer = model.model.layers[0]
+    torch.testing.assert_close(layer(x[None])[0], plain_layer(layer, model.config, x), rtol=1e-9, atol=1e-10)
+    inv.check_split(model, inv.random_ids(model, 2, 20, 0), list(range(1, 20)))
+
+
+@pytest.mark.parametrize(("variant", "ssm"), [("sh", "s4d"), ("mh", "s4"), ("mf", "s4d"), ("mf", "unstructured")])
+def test_what_a_token_depends_on(variant, ssm):
+    """Section 3.4, by gradient: nothing later, and for "mf" nothing of its own block but the window."""
+    model = build(context_variant=variant, ssm_type=ssm, zero_kv_sink=True).double()
+    layer, window = model.model.layers[0], 6
+    for t in (0, 5, 6, 11, 19):
+        x = torch.randn(1, 20, 16, dtype=torch.float64, requires_grad=True)
+        (gradient,) = torch.autograd.grad(layer(x)[0, t].sum(), x)
+        depends = gradient[0].abs().sum(-1) > 0
+        position = torch.arange(20)
+        near = (position <= t) & (position >= t - window)
+        if variant != "mf":
+            expected = position <= t
+        else:
+            boundary = t - t % window
+            reach = 16 if ssm == "unstructured" else 20
+            expected = near | ((position < boundary) & (position >= boundary - reach))
+        assert torch.equal(depends, expected), (t, depends, expected)
+
+
+@pytest.mark.parametrize(
+    ("preset", "fields", "count"),
+    [
+        ("80m", {}, 98_334_328),
+        ("80m", {"context_variant": "mh"}, 98_871_928),
+        ("80m", {"context_variant": "mf"}, 100_813_432),
+        ("80m", {"bst_layer_indices": []}, 91_962_976),
+        ("80m", {"context_variant": "mf", "ssm_type": "unstructured"}, 101_582_392),
+        ("200m", {}, 196_665_464),
+        ("200m", {"context_variant": "mf"}, 201_623_672),
+        ("200m", {"ssm_type": "s4"}, 196_714_616),
+        ("200m", {"ssm_num_dynamics": 1}, 196_567_256),
+        ("400m", {}, 368_688_384),
+        ("400m", {"context_variant": "mf", "ssm_type": "s4"}, 377_396_480),
+        ("1.3b", {}, 1_374_804_448),
+        ("1.3b", {"context_variant": "mh"}, 1_384_327_648),
+    ],
+)
+def test_parameter_counts(preset, fields, count):
+    with torch.device("meta"):
+        model = BstForCausalLM(BstConfig.preset(preset, **fields))
+    assert sum(p.numel() for p in model.parameters()) == count
+
+
+@SETTINGS
+@given(length=lengths, cuts=cuts, seed=seeds)
+def test_any_split(model, length, cuts, seed):
+    inv.check_split(model, inv.random_ids(model, 2, length, seed), cuts)
+
+
+@SETTINGS
+@given(row_lengths=row_lengths, side=sides, seed=seeds)
+def test_padding(model, row_lengths, side, seed):
+    inv.check_padded(model, [inv.random_ids(model, 1, n, seed + n) for n in row_lengths], side, extra=seed % 3)
+
+
+@SETTINGS
+@given(first=row_lengths, second=row_lengths, side=sides, seed=seeds)
+def test_padded_continuation(model, first, second, side, seed):
+    count = min(len(first), len(second))
+    turns = [[inv.random_ids(model, 1, n, seed + n) for n in lengths[:count]] for lengths in (first, second)]
+    inv.check_padded_continuation(model, *turns, side)
+
+
+@SETTINGS
+@given(row_lengths=row_lengths, by=st.sampled_from(["seq_idx", "position_ids"]), seed=seeds)
+def test_packing(model, row_lengths, by, seed):
+    inv.check_packed(model, [inv.random_ids(model, 1, n, seed + n) for n in row_lengths], by)
+
+
+@SETTINGS
+@given(order=orders, cut=cuts, seed=seeds)
+def test_reordering(model, order, cut, seed):
+    inv.check_reorder(model, inv.random_ids(model, 3, 12, seed), order, min([*cut, 8]))
+    inv.check_batch_order(model, inv.random_ids(model, 3, 12, seed), order)
+
+
+@SETTINGS
+@given(cuts=cuts, removed=lengths, seed=seeds)
+def test_rollback(model, cuts, removed, seed):
+    inv.check_rollback(model, inv.random_ids(model, 2, 16, seed), cuts, min(removed, 15))
+
+
+@pytest.mark.parametrize(("variant", "ssm"), KINDS)
+def test_round_trip_is_bit_equal(variant, ssm, tmp_path):
+    model = build(context_variant=variant, ssm_type=ssm)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, loaded.state_dict()[name]), name
+    ids = inv.random_ids(model, 2, 15, 0)
+    assert torch.equal(model(ids).logits, loaded(ids).logits)
+
+
+def test_filters_stay_float32_in_bfloat16(tmp_path):
+    build().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    ssm = model.model.layers[0].attention.context.ssm
+    assert all(p.dtype == torch.float32 for p in ssm.parameters())
+    assert model(torch.tensor([[3, 4, 5]])).logits.isfinite().all()
+
+
+def test_cache_does_not_grow():
+    model = build()
+    sizes = []
+    for length in (7, 300):
+        layers = model(inv.random_ids(model, 1, length, 0), use_cache=True).past_key_values.layers
+        sizes.append([tuple(t.shape) for layer in layers for t in layer.states.values()])
+    assert sizes[0] == sizes[1]
+
+
+def test_loss_without_logits_equals_loss_with():
+    model = build(dropout=0.0, attention_dropout=0.0, final_dropout=0.0).train()
+    ids = inv.random_ids(model, 2, 20, 0)
+    want = model(ids, labels=ids)
+    model.config.use_linear_cross_entropy = True
+    got = model(ids, labels=ids)
+    assert got.logits is None
+    torch.testing.assert_close(got.loss, want.loss)
+
+
+def test_classifier_pools_the_last_real_token():
+    model = build(BstForSequenceClassification, num_labels=3)
+    ids = inv.random_ids(model, 1, 9, 0)
+    padded = torch.cat([ids, torch.zeros(1, 4, dtype=torch.long)], 1)
+    mask = (torch.arange(13) < 9).long()[None]
+    torch.testing.assert_close(model(padded, attention_mask=mask).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"window_size": 0}, "window_size=0"),
+        ({"num_context_states": -3}, "num_context_states=-3"),
+        ({"bst_layer_indices": [3]}, r"bst_layer_indices=\[3\] must name different layers from 0 to 2"),
+        ({"bst_layer_indices": [1, 1]}, "different layers"),
+        ({"bst_layer_indices": None, "block_types": ["slide"]}, "num_hidden_layers=3"),
+        ({"bst_layer_indices": None, "block_types": ["slide", "bst", "lstm"]}, "lstm"),
+        ({"block_types": ["slide"] * 3}, "contradicts block_types"),
+        ({"context_variant": "xh"}, "context_variant='xh'"),
+        ({"ssm_type": "mamba"}, "ssm_type='mamba'"),
+        ({"ssm_type": "s4", "ssm_discretization": "zoh"}, "does not exist for s4"),
+        ({"ssm_state_size": 5}, "must be even"),
+        ({"rel_pos_max_distance": 3}, "rel_pos_max_distance=3"),
+        ({"dropout": 1.0}, "dropout=1.0"),
+    ],
+)
+def test_bad_configurations(fields, message):
+    with pytest.raises(ValueError, match=message):
+        BstConfig(**TINY | fields)

@@ -1,0 +1,40 @@
+"""transformers' own tests on the Block-State Transformer: one filter, a filter for each context state, and Slide."""
+
+import unittest
+
+from hf_hybrid_ssm import BstConfig, BstForCausalLM, BstForSequenceClassification, BstModel
+from tests.upstream.harness import CausalFamilyTests
+
+
+class BstTest(CausalFamilyTests, unittest.TestCase):
+    config_class = BstConfig
+    all_model_classes = (BstModel, BstForCausalLM, BstForSequenceClassification)
+    tester_config = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+        "intermediate_size": 40,
+        "window_size": 5,
+        "bst_layer_indices": [0],
+        "num_context_states": 3,
+        "ssm_state_size": 4,
+        "filter_length": 16,
+    }
+
+    @unittest.skip("positions are relative biases and blocks; there is no rotary embedding to scale")
+    def test_model_rope_scaling_from_config_0_linear(self): ...
+
+    @unittest.skip("positions are relative biases and blocks; there is no rotary embedding to scale")
+    def test_model_rope_scaling_from_config_1_dynamic(self): ...
+
+    @unittest.skip("positions are relative biases and blocks; there is no rotary embedding to scale")
+    def test_model_rope_scaling_from_config_2_yarn(self): ...
+
+
+class BstMultiFilterTest(BstTest):
+    tester_config = BstTest.tester_config | {"context_variant": "mf", "ssm_type": "unstructured"}
+
+
+class SlideTest(BstTest):
+    tester_config = BstTest.tester_config | {"bst_layer_indices": []}
