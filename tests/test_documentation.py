@@ -59,22 +59,35 @@ def test_recipes_say_what_they_do(script):
 
 @pytest.mark.parametrize("config", sorted((ROOT / "recipes/configs").rglob("*.yaml")), ids=lambda path: path.stem)
 def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
-    """Each names its recipe in its folder; settings are known to it, and model fields to their configuration."""
+    """Settings are known to the recipe of their folder, and model fields to their configuration."""
+    from compare import CompareArguments, merged
     from documents import DataArguments
     from finetune_glue import GlueArguments
+    from mqar import RecallArguments
     from pretrain_clm import ModelArguments
     from settings import read_settings
-    from transformers import CONFIG_MAPPING, TrainingArguments
+    from transformers import CONFIG_MAPPING, HfArgumentParser, TrainingArguments
 
-    recipes = {"glue": (GlueArguments,)}
-    classes = (*recipes.get(config.parent.name, (ModelArguments, DataArguments)), TrainingArguments)
     monkeypatch.setenv("HF_HYBRID_SSM_DATA", str(tmp_path))
-    pairs = ["bf16=false", "use_cpu=true"]
-    if config.parent.name in recipes:
-        pairs.append("model_type=longhorn")
-    first, *_ = read_settings("recipe.py", classes, [str(config), *pairs])
-    config_class = CONFIG_MAPPING[first.model_type]
-    if getattr(first, "preset", None) is None:
-        config_class(**first.config)
+    training, pretraining = ["bf16=false", "use_cpu=true"], (ModelArguments, DataArguments, TrainingArguments)
+    models = []
+    if config.parent.name == "compare":
+        (arguments,) = read_settings("compare.py", (CompareArguments,), [str(config)])
+        for over in arguments.variants.values():
+            settings = merged(arguments.base, over) | {"use_cpu": True, "output_dir": str(tmp_path)}
+            models.append(HfArgumentParser(pretraining).parse_dict(settings)[0])
+    elif config.parent.name == "mqar":
+        arguments, _ = read_settings("mqar.py", (RecallArguments, TrainingArguments), [str(config), *training])
+        for fields in map(dict, arguments.models.values()):
+            models.append(ModelArguments(fields.pop("model_type"), config=fields))
+    elif config.parent.name == "glue":
+        classes = (GlueArguments, TrainingArguments)
+        read_settings("finetune_glue.py", classes, [str(config), *training, "model_type=longhorn"])
     else:
-        config_class.preset(first.preset, **first.config)
+        models.append(read_settings("pretrain_clm.py", pretraining, [str(config), *training])[0])
+    for model in models:
+        config_class = CONFIG_MAPPING[model.model_type]
+        if model.preset is None:
+            config_class(**model.config)
+        else:
+            config_class.preset(model.preset, **model.config)

@@ -1,0 +1,63 @@
+"""Associative recall: rows are as the benchmark defines them, and a model's accuracy is counted at queries only."""
+
+import json
+
+import numpy as np
+import pytest
+from mqar import RecallArguments, accuracy, recall_rows, sweep
+from transformers import EvalPrediction, TrainingArguments
+
+
+def test_rows_ask_for_what_they_told():
+    rows = recall_rows(64, 8, rows=50, vocab_size=100, seed=0)
+    for tokens, labels in zip(rows["input_ids"], rows["labels"]):
+        assert tokens.shape == labels.shape == (65,)
+        told = dict(zip(tokens[:16:2], tokens[1:16:2]))
+        assert len(told) == 8 and min(told) >= 1 and max(told) < 50 <= min(told.values())
+        asked = np.flatnonzero(labels != -100) - 1
+        assert len(asked) == 8 and asked.min() >= 16 and (asked % 2 == 0).all()
+        assert {tokens[place]: labels[place + 1] for place in asked} == told
+        assert (np.delete(tokens[16:], asked - 16) == 0).all()
+
+
+def test_near_queries_are_more_frequent_and_seeds_differ():
+    places = []
+    for row in recall_rows(256, 4, rows=200, vocab_size=64, seed=1)["labels"]:
+        places.extend(np.flatnonzero(row != -100))
+    assert np.median(places) < 80
+    assert not np.array_equal(
+        recall_rows(32, 2, 5, 64, seed=0)["input_ids"], recall_rows(32, 2, 5, 64, seed=1)["input_ids"]
+    )
+
+
+def test_accuracy_counts_queries():
+    labels = np.array([[-100, -100, 7, -100, 9]])
+    predictions = np.array([[1, 7, 3, 8, 0]])
+    assert accuracy(EvalPrediction(predictions, labels)) == {"accuracy": 0.5}
+
+
+def test_sweep_writes_the_best(tmp_path):
+    tiny = {"num_hidden_layers": 1, "state_size": 4}
+    arguments = RecallArguments(
+        {"longhorn": {"model_type": "longhorn", **tiny}},
+        settings=[[16, 2]],
+        widths=[8],
+        learning_rates=[1e-5, 1e-2],
+        vocab_size=16,
+        train_rows=64,
+        test_rows=16,
+    )
+    training = TrainingArguments(
+        str(tmp_path), num_train_epochs=2, eval_strategy="epoch", save_strategy="no", report_to="none", use_cpu=True,
+        disable_tqdm=True, dataloader_pin_memory=False,
+    )  # fmt: skip
+    (best,) = sweep(arguments, training)
+    assert best["accuracy"] == max(run["accuracy"] for run in best["runs"]) and len(best["runs"]) == 2
+    assert json.loads((tmp_path / "results.json").read_text())["best"] == [best]
+    assert (tmp_path / "accuracy.png").exists()
+
+
+@pytest.mark.parametrize(("settings", "vocab_size"), [([[64, 17]], 8192), ([[64, 0]], 8192), ([[64, 4]], 8)])
+def test_sizes_that_do_not_fit(settings, vocab_size):
+    with pytest.raises(ValueError, match=r"pairs|vocab_size"):
+        RecallArguments({"a": {}}, settings=settings, vocab_size=vocab_size)
