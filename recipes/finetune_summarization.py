@@ -1,0 +1,182 @@
+"""Fine-tune an encoder-decoder to summarize; ROUGE of what it generates.
+
+    python recipes/finetune_summarization.py recipes/configs/summarization/scitldr_cpu.yaml [key=value ...]
+
+From a checkpoint or from scratch. Writes results.json (ROUGE on validation and test text, next to the first sentences
+of the source) and predictions.jsonl to `output_dir`.
+"""
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from documents import documents_of_files, train_tokenizer
+from rouge_score.rouge_scorer import RougeScorer
+from settings import read_settings
+from training import Trainer, write_json
+from transformers import (
+    AutoConfig,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    set_seed,
+)
+
+import hf_hybrid_ssm  # noqa: F401 - registers the families
+
+ROUGE = ("rouge1", "rouge2", "rougeL")
+
+
+class SummarizationTrainer(Trainer, Seq2SeqTrainer):
+    """`Seq2SeqTrainer` with this package's groups of parameters."""
+
+
+@dataclass
+class SummarizationArguments:
+    """What is summarized by what."""
+
+    train_files: list[str]
+    validation_files: list[str]
+    test_files: list[str] = field(default_factory=list)
+    source_column: str = "document"
+    target_column: str = "summary"
+    references_column: str | None = field(
+        default=None, metadata={"help": "several summaries of a text; the best one counts"}
+    )
+    model_name_or_path: str | None = None
+    model_type: str | None = field(
+        default=None, metadata={"help": "from scratch instead, with a tokenizer of its own"}
+    )
+    config: dict[str, Any] = field(default_factory=dict)
+    tokenizer_vocab_size: int = 4096
+    max_source_length: int = 1024
+    max_target_length: int = 128
+    max_train_rows: int | None = None
+    max_eval_rows: int | None = None
+
+    def __post_init__(self):
+        if (self.model_type is None) == (self.model_name_or_path is None):
+            raise ValueError(
+                f"give either model_type or model_name_or_path, got model_type={self.model_type!r} and "
+                f"model_name_or_path={self.model_name_or_path!r}."
+            )
+
+
+def load_rows(arguments: SummarizationArguments, files: list[str], limit: int | None) -> Dataset:
+    """The first `limit` rows of the files, with the columns that the settings name."""
+    rows = documents_of_files(files)
+    wanted = [arguments.source_column, arguments.target_column, arguments.references_column]
+    missing = {column for column in wanted if column is not None} - set(rows.column_names)
+    if missing:
+        raise ValueError(f"columns {sorted(missing)} are not among the data's {rows.column_names}.")
+    return rows if limit is None else rows.select(range(min(limit, len(rows))))
+
+
+def tokenized(rows: Dataset, arguments: SummarizationArguments, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """`input_ids` and `labels`, both cut to length and closed by the end-of-text token."""
+
+    def encode(texts: list[str], length: int) -> list[list[int]]:
+        ids = tokenizer(texts, add_special_tokens=False, truncation=True, max_length=length - 1)["input_ids"]
+        return [[*row, tokenizer.eos_token_id] for row in ids]
+
+    def both(batch: dict[str, list]) -> dict[str, list]:
+        return {
+            "input_ids": encode(batch[arguments.source_column], arguments.max_source_length),
+            "labels": encode(batch[arguments.target_column], arguments.max_target_length),
+        }
+
+    return rows.map(both, batched=True, remove_columns=rows.column_names)
+
+
+def rouge(predictions: list[str], references: list[list[str]]) -> dict[str, float]:
+    """Mean F1 in percent; of several references the best counts, for each measure."""
+    scorer = RougeScorer(list(ROUGE), use_stemmer=True)
+    scores = [scorer.score_multi(wanted, said) for wanted, said in zip(references, predictions, strict=True)]
+    return {name: round(100 * float(np.mean([score[name].fmeasure for score in scores])), 2) for name in ROUGE}
+
+
+def references_of(rows: Dataset, arguments: SummarizationArguments) -> list[list[str]]:
+    if arguments.references_column is not None:
+        return [list(several) for several in rows[arguments.references_column]]
+    return [[one] for one in rows[arguments.target_column]]
+
+
+def lead(text: str, sentences: int = 1) -> str:
+    """The text's first sentences: what a summary must beat."""
+    return " ".join(re.split(r"(?<=[.!?])\s+", text.strip())[:sentences])
+
+
+def build(arguments: SummarizationArguments, rows: Dataset) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The encoder-decoder and its tokenizer; both know padding, end of text and the decoder's first token."""
+    if arguments.model_name_or_path is not None:
+        tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path)
+        return AutoModelForSeq2SeqLM.from_pretrained(arguments.model_name_or_path), tokenizer
+    columns = (arguments.source_column, arguments.target_column)
+    tokenizer = train_tokenizer((text for column in columns for text in rows[column]), arguments.tokenizer_vocab_size)
+    if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):  # generation must tell the end from padding
+        tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
+    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    values = {"vocab_size": len(tokenizer), "decoder_start_token_id": tokenizer.pad_token_id} | special
+    config = AutoConfig.for_model(arguments.model_type, **values | arguments.config)
+    return AutoModelForSeq2SeqLM.from_config(config), tokenizer
+
+
+def summaries(trainer: SummarizationTrainer, rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What the model generates for tokenized rows."""
+    ids = trainer.predict(rows).predictions
+    ids = np.where(ids < 0, tokenizer.pad_token_id, ids)
+    return [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
+
+
+def summarize(arguments: SummarizationArguments, training: Seq2SeqTrainingArguments) -> dict[str, Any]:
+    """Train, generate, measure."""
+    set_seed(training.seed)
+    train = load_rows(arguments, arguments.train_files, arguments.max_train_rows)
+    model, tokenizer = build(arguments, train)
+    training.predict_with_generate = True
+    training.generation_max_length = training.generation_max_length or arguments.max_target_length
+    trainer = SummarizationTrainer(
+        model=model,
+        args=training,
+        train_dataset=tokenized(train, arguments, tokenizer),
+        data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
+        processing_class=tokenizer,
+    )
+    run = trainer.train()
+    results: dict[str, Any] = {
+        "train_loss": round(run.training_loss, 4),
+        "seconds": round(run.metrics["train_runtime"]),
+    }
+    output, said = Path(training.output_dir), []
+    for split, files in (("validation", arguments.validation_files), ("test", arguments.test_files)):
+        if not files:
+            continue
+        rows = load_rows(arguments, files, arguments.max_eval_rows)
+        predictions, wanted = (
+            summaries(trainer, tokenized(rows, arguments, tokenizer), tokenizer),
+            references_of(rows, arguments),
+        )
+        first = [lead(text) for text in rows[arguments.source_column]]
+        results[split] = {
+            "rows": len(rows),
+            "model": rouge(predictions, wanted),
+            "first_sentence": rouge(first, wanted),
+        }
+        said += [{"split": split, "summary": p, "references": w} for p, w in zip(predictions, wanted)]
+    trainer.save_model()
+    write_json(output / "results.json", results)
+    (output / "predictions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in said), encoding="utf-8")
+    print(json.dumps(results, indent=2))
+    return results
+
+
+if __name__ == "__main__":
+    summarize(*read_settings("finetune_summarization.py", (SummarizationArguments, Seq2SeqTrainingArguments)))

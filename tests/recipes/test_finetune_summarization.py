@@ -1,0 +1,60 @@
+"""Summarization: the recipe memorises what it sees, scores against the best reference, and refuses bad settings."""
+
+import json
+
+import pytest
+from finetune_summarization import SummarizationArguments, lead, rouge, summarize
+from transformers import Seq2SeqTrainingArguments
+
+TEXTS = {
+    "The river rose all night. By noon it had covered the fields.": "A flood came.",
+    "Prices fell for the third month. Traders blamed the weather.": "Weather made trade cheaper.",
+    "A new bridge opens today. It joins both halves of the town.": "The town gets a bridge.",
+    "The team lost again. Its coach resigned this morning.": "The coach left.",
+}
+TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_decoder_layers": 1}
+TINY |= {"num_attention_heads": 2, "local_radius": 4, "ssm_state_size": 8, "dropout": 0.0, "attention_dropout": 0.0}
+
+
+@pytest.fixture
+def settings(tmp_path):
+    rows = [{"document": text, "summary": short, "references": ["?", short]} for text, short in TEXTS.items()]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    return {"train_files": [str(path)], "validation_files": [str(path)], "max_target_length": 24}
+
+
+def test_memorises_what_it_is_shown(settings, tmp_path):
+    arguments = SummarizationArguments(
+        **settings,
+        references_column="references",
+        model_type="spade_seq2seq",
+        config=TINY | {"embedding_dropout": 0.0, "max_target_positions": 24},
+        tokenizer_vocab_size=300,
+    )
+    training = Seq2SeqTrainingArguments(
+        str(tmp_path / "run"), max_steps=60, per_device_train_batch_size=4, learning_rate=1e-2, save_strategy="no",
+        report_to="none", use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False,
+    )  # fmt: skip
+    results = summarize(arguments, training)
+    assert results["validation"]["model"]["rougeL"] > 90 > results["validation"]["first_sentence"]["rougeL"]
+    lines = (tmp_path / "run/predictions.jsonl").read_text().splitlines()
+    assert [json.loads(line)["references"][1] for line in lines] == list(TEXTS.values())
+    # the saved folder goes on where this run ended, with nothing else said
+    again = SummarizationArguments(**settings, model_name_or_path=str(tmp_path / "run"))
+    training.max_steps, training.learning_rate = 1, 0.0
+    assert summarize(again, training)["validation"]["model"]["rougeL"] > 90
+
+
+def test_the_best_of_several_references_counts():
+    assert rouge(["a cat sat"], [["dogs run", "a cat sat"]]) == {"rouge1": 100.0, "rouge2": 100.0, "rougeL": 100.0}
+    assert rouge(["a cat"], [["a dog"]])["rouge1"] == 50.0
+    assert lead("One. Two! Three?", 2) == "One. Two!"
+
+
+def test_bad_settings(settings):
+    with pytest.raises(ValueError, match="either model_type or model_name_or_path"):
+        SummarizationArguments(**settings)
+    arguments = SummarizationArguments(**settings, model_type="spade_seq2seq", source_column="text")
+    with pytest.raises(ValueError, match=r"columns \['text'\]"):
+        summarize(arguments, Seq2SeqTrainingArguments("unused", report_to="none", use_cpu=True))
