@@ -309,6 +309,55 @@ def test_adaptive_softmax_is_a_distribution_of_tied_weights():
     torch.testing.assert_close(logits[0, 0, 45], want)
 
 
+def test_adaptive_loss_by_band_equals_the_whole_distribution():
+    fields = TINY | VARIANTS["adaptive"] | {"use_linear_cross_entropy": True, "adaptive_dropout": 0.0}
+    fields |= {"dropout": 0.0, "attention_dropout": 0.0, "embedding_dropout": 0.0}
+    model = build(SpadeForCausalLM, SpadeConfig(**fields)).double()
+    ids = inv.random_ids(model, 2, 30, 0)
+    labels = ids.masked_fill(ids == ids[0, 3], -100)
+    whole = model(ids, labels=labels)
+    whole.loss.backward()
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    by_band = model.train()(ids, labels=labels)
+    assert by_band.logits is None and whole.logits is not None
+    torch.testing.assert_close(by_band.loss.to(whole.loss.dtype), whole.loss, rtol=1e-6, atol=1e-6)
+    by_band.loss.backward()
+    for name, gradient in wanted.items():  # transformers' loss computes in float32
+        torch.testing.assert_close(model.get_parameter(name).grad, gradient, rtol=1e-4, atol=1e-6)
+    total = model(ids, labels=labels, num_items_in_batch=7).loss
+    torch.testing.assert_close(total * 7, by_band.loss * (labels[:, 1:] != -100).sum())
+
+
+def test_pairs_are_encoded_each_for_itself():
+    model = build(SpadeForSequenceClassification, SpadeConfig(**TINY, num_labels=2, paired_input=True, pooling="mean"))
+    ids = inv.random_ids(model, 4, 11, 0).view(2, 2, 11)
+    mask = torch.ones_like(ids)
+    mask[0, 1, 7:] = 0
+    logits = model(ids, attention_mask=mask, labels=torch.tensor([0, 1])).logits
+    first = model.model(ids[:1, 0]).last_hidden_state.mean(1)
+    second = model.model(ids[:1, 1, :7]).last_hidden_state.mean(1)
+    want = model.classifier(model.activation(model.dense(torch.cat([second, first], 1))))
+    torch.testing.assert_close(logits[:1], want, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"\(batch, 2, length\)"):
+        model(ids[:, 0])
+
+
+@pytest.mark.parametrize("fields", [{}, {"decoder_global_layers": [1]}])
+def test_gradient_checkpointing_changes_nothing(fields):
+    off = {"dropout": 0.0, "attention_dropout": 0.0, "embedding_dropout": 0.0}
+    model = seq2seq(**off, **fields).train()
+    source, labels = inv.random_ids(model, 2, 9, 0), inv.random_ids(model, 2, 6, 1)
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model.zero_grad()
+        model(source, labels=labels, use_cache=True).loss.backward()
+        gradients.append(model.model.encoder.layers[0].feed_forward.fc1.weight.grad.clone())
+    torch.testing.assert_close(*gradients)
+
+
 def test_frozen_by_default_and_trained_on_request():
     frozen = SpadeForCausalLM(SpadeConfig(**TINY))
     assert not any(p.requires_grad for n, p in frozen.named_parameters() if ".ssm." in n)

@@ -65,11 +65,34 @@ class AdaptiveSoftmax(nn.Module):
         """(..., d) → (..., V) log-probabilities."""
         (embedding,) = self.embedding
         h = self.dropout(hidden_states)
-        head = F.linear(h, torch.cat([embedding.tables[0], self.clusters])).log_softmax(-1)
+        head = self._head(h)
         first = embedding.bands[0]
         parts = [head[..., :first]]
         for band in range(1, len(embedding.bands)):
-            inner = self.dropout(h @ embedding.projections[band])
-            scores = F.linear(inner, embedding.tables[band]).log_softmax(-1)
-            parts.append(scores + head[..., first + band - 1].unsqueeze(-1))
+            parts.append(self._tail(h, band) + head[..., first + band - 1].unsqueeze(-1))
         return torch.cat(parts, -1)
+
+    def loss(self, hidden_states: torch.Tensor, targets: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
+        """(T, d) and (T,) ids → (), the summed cross-entropy; a rare band is computed for its own tokens only."""
+        (embedding,) = self.embedding
+        first = embedding.bands[0]
+        kept = targets != ignore_index
+        h, targets = self.dropout(hidden_states[kept]), targets[kept]
+        entry = targets  # in the first softmax: the token itself, or its band
+        total = h.new_zeros((), dtype=torch.promote_types(h.dtype, torch.float32))
+        for band in range(1, len(embedding.bands)):
+            start, end = embedding.bands[band - 1 : band + 1]
+            inside = (targets >= start) & (targets < end)
+            entry = torch.where(inside, first + band - 1, entry)
+            scores = self._tail(h[inside], band).to(total.dtype)
+            total = total + F.nll_loss(scores, targets[inside] - start, reduction="sum")
+        return total + F.nll_loss(self._head(h).to(total.dtype), entry, reduction="sum")
+
+    def _head(self, h: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities of the first band's tokens, then of the other bands."""
+        return F.linear(h, torch.cat([self.embedding[0].tables[0], self.clusters])).log_softmax(-1)
+
+    def _tail(self, h: torch.Tensor, band: int) -> torch.Tensor:
+        """Log-probabilities of a band's tokens, given the band."""
+        inner = self.dropout(h @ self.embedding[0].projections[band])
+        return F.linear(inner, self.embedding[0].tables[band]).log_softmax(-1)

@@ -48,7 +48,7 @@ class CausalLMHead:
         hidden_states = self._before_head(outputs.last_hidden_state)
         logits, loss = None, None
         if labels is not None and self._computes_loss_without_logits():
-            loss = chunked_causal_lm_loss(hidden_states, self.lm_head, labels, **kwargs)
+            loss = self._loss_without_logits(hidden_states, labels, **kwargs)
         else:
             logits = self.lm_head(slice_logits_to_keep(hidden_states, logits_to_keep))
             if labels is not None:
@@ -69,6 +69,9 @@ class CausalLMHead:
         # A wrapped head (LoRA, quantization) has more than a weight: then it is called, as any module.
         plain_head = type(self.lm_head) is nn.Linear
         return self.training and self.config.use_linear_cross_entropy and plain_head
+
+    def _loss_without_logits(self, hidden_states: torch.Tensor, labels: torch.Tensor, **kwargs) -> torch.Tensor:
+        return chunked_causal_lm_loss(hidden_states, self.lm_head, labels, **kwargs)
 
 
 def chunked_causal_lm_loss(

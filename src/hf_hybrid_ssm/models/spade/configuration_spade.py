@@ -22,7 +22,9 @@ _LRA_TASKS: dict[str, dict[str, Any]] = {
     "listops": {"vocab_size": 18, "num_labels": 10, "num_hidden_layers": 6, "hidden_size": 80, "dropout": 0.2}
     | {"norm_position": "post"},
     "text": _BYTES | {"num_labels": 2, "num_hidden_layers": 4, "hidden_size": 128, "dropout": 0.2},
-    "retrieval": _BYTES | {"num_labels": 2, "num_hidden_layers": 6, "hidden_size": 128, "dropout": 0.1},
+    "retrieval": _BYTES
+    | {"num_labels": 2, "num_hidden_layers": 6, "hidden_size": 128, "dropout": 0.1}
+    | {"paired_input": True},
     "image": _IMAGE
     | {"num_labels": 10, "num_hidden_layers": 8, "hidden_size": 160, "pixel_mean": 0.48, "pixel_std": 0.24},
     "pathfinder": _IMAGE | {"num_labels": 2, "num_hidden_layers": 6, "hidden_size": 128},
@@ -99,6 +101,8 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
         classifier_hidden_size (`int`, *optional*): Width of its hidden layer; `hidden_size` by default.
         classifier_activation (`str`, *optional*, defaults to `"tanh"`): Activation of its hidden layer.
         classifier_dropout (`float`, *optional*): Its dropout; `dropout` by default.
+        paired_input (`bool`, *optional*, defaults to `False`): The classifier compares two texts, encoded each for
+            itself: `input_ids` and `attention_mask` are (batch, 2, length).
         pixel_input (`bool`, *optional*, defaults to `False`): `input_ids` are grey values 0 … 255, mapped linearly.
         pixel_mean, pixel_std (`float`, *optional*, defaults to 0.5): Their normalisation after division by 255.
         initializer_range (`float`, *optional*, defaults to 0.02): Standard deviation of initial weights.
@@ -127,6 +131,7 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
             "dropout": 0.3,
             "embedding_dropout": 0.3,
             "activation_dropout": 0.1,
+            "use_linear_cross_entropy": True,
         },
         **_lra_presets(),
     }
@@ -177,6 +182,7 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
     classifier_hidden_size: int | None = None
     classifier_activation: str = "tanh"
     classifier_dropout: float | int | None = None
+    paired_input: bool = False
     pixel_input: bool = False
     pixel_mean: float = 0.5
     pixel_std: float = 0.5
@@ -318,8 +324,10 @@ class SpadeSeq2SeqConfig(SpadeConfig):
 
     def validate_architecture(self):
         """Sizes that fit together, names that exist."""
-        if self.adaptive_cutoffs is not None or self.pixel_input:
-            raise ValueError("adaptive_cutoffs and pixel_input belong to SpadeConfig, not to an encoder-decoder.")
+        if self.adaptive_cutoffs is not None or self.pixel_input or self.paired_input:
+            raise ValueError(
+                "adaptive_cutoffs, pixel_input and paired_input belong to SpadeConfig, not to an encoder-decoder."
+            )
         super().validate_architecture()
         self.check_positive("num_decoder_layers", "max_target_positions")
         self.check_choice("decoder_attention_type", ATTENTION_TYPES)

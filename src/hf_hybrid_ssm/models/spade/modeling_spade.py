@@ -102,7 +102,8 @@ class SpadeStack(nn.Module):
         for layer in self.layers:
             if every is not None:
                 every.append(hidden_states)
-            hidden_states = layer(hidden_states, bias, rows, seq_idx, past_key_values)
+            # by name: gradient checkpointing takes the cache out, or a replay would store the states twice
+            hidden_states = layer(hidden_states, bias, rows, seq_idx, past_key_values=past_key_values)
         hidden_states = hidden_states if self.norm is None else self.norm(hidden_states)
         if every is not None:
             every.append(hidden_states)
@@ -187,6 +188,29 @@ class SpadeForCausalLM(CausalLMHead, SpadePreTrainedModel, GenerationMixin):
             self.lm_head = AdaptiveSoftmax(self.model.embed_tokens, config.adaptive_dropout)
         self.post_init()
 
+    def _computes_loss_without_logits(self) -> bool:
+        if isinstance(self.lm_head, AdaptiveSoftmax):
+            return self.training and self.config.use_linear_cross_entropy
+        return super()._computes_loss_without_logits()
+
+    def _loss_without_logits(
+        self,
+        hidden_states: torch.Tensor,
+        labels: torch.Tensor,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        options = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
+        if not isinstance(self.lm_head, AdaptiveSoftmax):
+            return super()._loss_without_logits(hidden_states, labels, shift_labels=shift_labels, **options)
+        if shift_labels is None:
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        targets = shift_labels.flatten().to(hidden_states.device)
+        count = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+        return self.lm_head.loss(hidden_states.flatten(0, 1), targets, ignore_index) / count
+
     @staticmethod
     def create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values, **kwargs) -> dict:
         """Masks made ahead of compiled decoding; a generated token is never padding."""
@@ -237,7 +261,8 @@ class SpadeForSequenceClassification(SpadePreTrainedModel):
         super().__init__(config)
         self.num_labels = config.num_labels
         self.model = SpadeEncoderModel(config)
-        self.dense = nn.Linear(config.hidden_size, config.classifier_hidden_size)
+        width = config.hidden_size * (2 if config.paired_input else 1)
+        self.dense = nn.Linear(width, config.classifier_hidden_size)
         self.activation = ACT2FN[config.classifier_activation]
         self.dropout = nn.Dropout(config.classifier_dropout)
         self.classifier = nn.Linear(config.classifier_hidden_size, config.num_labels)
@@ -256,8 +281,17 @@ class SpadeForSequenceClassification(SpadePreTrainedModel):
         labels (`torch.Tensor` of shape `(batch_size,)`, *optional*):
             Class indices (or values, for regression with `num_labels == 1`).
         """
+        if self.config.paired_input:
+            input_ids, attention_mask, inputs_embeds = (
+                _halves_as_rows(name, tensor)
+                for name, tensor in (
+                    ("input_ids", input_ids), ("attention_mask", attention_mask), ("inputs_embeds", inputs_embeds)
+                )
+            )  # fmt: skip
         outputs = self.model(input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs)
         pooled = self._pool(outputs.last_hidden_state, None if attention_mask is None else attention_mask != 0)
+        if self.config.paired_input:
+            pooled = pooled.unflatten(0, (-1, 2)).flip(1).flatten(1)  # the second text first, as MEGA has it
         logits = self.classifier(self.dropout(self.activation(self.dense(self.dropout(pooled)))))
         loss = None
         if labels is not None:
@@ -278,6 +312,15 @@ class SpadeForSequenceClassification(SpadePreTrainedModel):
             return hidden_states[:, 0]
         first = real.to(torch.uint8).argmax(1)
         return hidden_states[torch.arange(hidden_states.shape[0], device=hidden_states.device), first]
+
+
+def _halves_as_rows(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """(B, 2, L, ...) → (2 B, L, ...)."""
+    if tensor is not None and (tensor.dim() < 3 or tensor.shape[1] != 2):
+        raise ValueError(
+            f"{name} must have shape (batch, 2, length) with paired_input=True, got {tuple(tensor.shape)}."
+        )
+    return None if tensor is None else tensor.flatten(0, 1)
 
 
 __all__ = [

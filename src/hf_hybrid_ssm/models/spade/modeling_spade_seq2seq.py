@@ -199,6 +199,8 @@ class SpadeSeq2SeqModel(SpadePreTrainedModel):
         **kwargs,
     ) -> Seq2SeqModelOutput:
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
+        if self.training and self.gradient_checkpointing:  # a replayed layer would store its states twice
+            use_cache, past_key_values = False, None
         wants_hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         if encoder_outputs is None:
             encoder_outputs = self.get_encoder()(input_ids, attention_mask, inputs_embeds, wants_hidden)
