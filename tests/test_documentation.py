@@ -63,10 +63,11 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
     from compare import CompareArguments, merged
     from documents import DataArguments
     from finetune_glue import GlueArguments
+    from finetune_summarization import SummarizationArguments
     from mqar import RecallArguments
     from pretrain_clm import ModelArguments
     from settings import read_settings
-    from transformers import CONFIG_MAPPING, HfArgumentParser, TrainingArguments
+    from transformers import CONFIG_MAPPING, HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
 
     monkeypatch.setenv("HF_HYBRID_SSM_DATA", str(tmp_path))
     training, pretraining = ["bf16=false", "use_cpu=true"], (ModelArguments, DataArguments, TrainingArguments)
@@ -83,6 +84,10 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
     elif config.parent.name == "glue":
         classes = (GlueArguments, TrainingArguments)
         read_settings("finetune_glue.py", classes, [str(config), *training, "model_type=longhorn"])
+    elif config.parent.name == "summarization":
+        classes = (SummarizationArguments, Seq2SeqTrainingArguments)
+        arguments, _ = read_settings("finetune_summarization.py", classes, [str(config), *training])
+        models.append(ModelArguments(arguments.model_type, config=arguments.config))
     else:
         models.append(read_settings("pretrain_clm.py", pretraining, [str(config), *training])[0])
     for model in models:
