@@ -14,6 +14,7 @@ from hf_hybrid_ssm import (
     SpadeSeq2SeqConfig,
     SpadeSeq2SeqModel,
 )
+from tests.upstream.generation_checks import GenerationTesterMixin
 from tests.upstream.harness import CausalFamilyTests, CausalTester, ConfigTester, ModelTesterMixin
 
 TINY = {
@@ -77,10 +78,9 @@ class Seq2SeqTester(CausalTester):
         return config, inputs
 
 
-class SpadeSeq2SeqTest(ModelTesterMixin, unittest.TestCase):
+class SpadeSeq2SeqTest(ModelTesterMixin, GenerationTesterMixin, unittest.TestCase):
     all_model_classes = (SpadeSeq2SeqModel, SpadeForConditionalGeneration)
-    # the recreated generation checks are for decoders alone; tests/models/test_spade.py generates with this one
-    all_generative_model_classes = ()
+    all_generative_model_classes = (SpadeForConditionalGeneration,)
     is_encoder_decoder = True
     has_attentions = False
     test_resize_embeddings = True
