@@ -8,6 +8,7 @@ import sys
 import pytest
 import yaml
 from documents import train_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_hybrid_ssm import LonghornConfig, LonghornForCausalLM
 from hf_hybrid_ssm.evaluation import evaluate
@@ -46,6 +47,40 @@ def test_from_python_with_data_elsewhere(folder):
     ]
     assert results[0]["sample_len"] == 3
     assert results[0]["acc,none"] == results[1]["acc,none"] in (0.0, 1.0)
+
+
+@pytest.mark.parametrize("family", ["longhorn", "spade", "bst", "lmu_isa"])
+def test_log_likelihoods_do_not_depend_on_the_batch(family, tmp_path):
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    tokenizer = train_tokenizer(["one two three apple"], 300)
+    model = AutoModelForCausalLM.from_config(tiny_config(family, tokenizer)).eval()
+    texts = [
+        ("one", " two"),
+        ("one two three", " apple"),
+        ("a", " longer continuation, that goes on"),
+        ("two", " one"),
+    ]
+    requests = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(texts * 3)]
+    scores = []
+    for size in (1, 4, 8):
+        harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=size, max_length=64, device="cpu")
+        scores.append([value for value, _ in harness.loglikelihood(requests, disable_tqdm=True)])
+    assert scores[1] == pytest.approx(scores[0], abs=1e-4) and scores[2] == pytest.approx(scores[0], abs=1e-4)
+    assert len({round(score, 3) for score in scores[0]}) == len(texts)
+
+
+def tiny_config(family, tokenizer):
+    sizes = {
+        "longhorn": {"state_size": 4},
+        "spade": {"num_attention_heads": 2, "intermediate_size": 16, "local_radius": 4, "ssm_state_size": 4},
+        "bst": {"num_attention_heads": 2, "head_dim": 8, "intermediate_size": 16, "window_size": 4},
+        "lmu_isa": {"lmu_order": 6, "lmu_theta": 8.0, "post_intermediate_size": 16, "num_attention_heads": 2},
+    }
+    special = {f"{name}_token_id": tokenizer.eos_token_id for name in ("bos", "eos", "pad")}
+    fields = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": len(tokenizer)} | special | sizes[family]
+    return AutoConfig.for_model(family, **fields)
 
 
 def test_unknown_task(folder):

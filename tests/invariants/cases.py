@@ -3,10 +3,12 @@
 import copy
 from collections.abc import Callable
 from random import Random
+from tempfile import TemporaryDirectory
 
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, DynamicCache, StaticCache
 
+from hf_hybrid_ssm.ops.dispatch import backend
 from tests.models import invariances as inv
 
 Case = Callable[[torch.nn.Module, Random], float]
@@ -109,6 +111,40 @@ def logits_to_keep(model, random: Random) -> float:
     return inv.deviation(model(ids, use_cache=False, logits_to_keep=keep).logits, inv.whole(model, ids)[:, -keep:])
 
 
+@torch.no_grad()
+def backends(model, random: Random) -> float:
+    """Fused kernels, plain torch and the step-by-step references give the same logits."""
+    ids = _ids(model, random, 2, random.randint(1, 32))
+    expected = inv.whole(model, ids)
+    deviations = []
+    for name in ("torch", "reference"):
+        with backend(name):
+            deviations.append(inv.deviation(inv.whole(model, ids), expected))
+    return max(deviations)
+
+
+def saved_and_loaded(model, random: Random) -> float:
+    """A checkpoint, whole or in shards, gives the very same logits."""
+    ids = _ids(model, random, 2, random.randint(1, 32))
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder, max_shard_size=random.choice(["1GB", "20KB"]))
+        loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
+    difference = (inv.whole(loaded, ids) - inv.whole(model, ids)).abs().max().item()
+    assert difference == 0, f"a loaded model differs by {difference}"
+    return difference
+
+
+@torch.no_grad()
+def classifier(model, random: Random) -> float:
+    """The classification head scores a padded row as it scores the row alone."""
+    torch.manual_seed(0)
+    head = AutoModelForSequenceClassification.from_config(model.config).eval()
+    rows = _rows(model, random)
+    ids, mask = inv.pad_rows(rows, 0, random.choice(["left", "right", "both"]), random.randint(0, 5))
+    logits = head(ids, attention_mask=mask).logits
+    return inv.deviation(logits, torch.cat([head(row).logits for row in rows]))
+
+
 def _greedy(model, ids: torch.Tensor, **options) -> torch.Tensor:
     return model.generate(ids, do_sample=False, max_new_tokens=8, min_new_tokens=8, pad_token_id=0, **options)
 
@@ -156,6 +192,7 @@ CASES: dict[str, Case] = {
     case.__name__: case
     for case in (
         split, padding, padded_turns, packing, batch, beam_reorder, rollback, static_cache, copied_cache,
-        repeated_prompt, embeddings, logits_to_keep, greedy_text, padded_text, assisted_text, prompt_lookup_text,
+        repeated_prompt, embeddings, logits_to_keep, backends, saved_and_loaded, classifier,
+        greedy_text, padded_text, assisted_text, prompt_lookup_text,
     )
 }  # fmt: skip

@@ -1,0 +1,116 @@
+"""Reading text without end: plain forwards with a cache, in constant memory, for as long as one likes.
+
+    python benchmarks/streaming.py --tokens 1000000 --model runs/longhorn-books --text books.jsonl
+
+Without --model, tiny models of all families with random weights read random tokens, which shows memory and stability
+but says nothing of the loss. Writes benchmarks/results/streaming.json and streaming.png.
+"""
+
+import argparse
+import gc
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from timing import RESULTS, write_results
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+
+import hf_hybrid_ssm  # noqa: F401 - registers the families
+
+SIZES = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "bos_token_id": 0, "eos_token_id": 0}
+FAMILIES = {
+    "longhorn": {},
+    "spade": {"num_attention_heads": 4, "intermediate_size": 128, "local_radius": 63},
+    "bst": {"num_attention_heads": 4, "head_dim": 16, "intermediate_size": 128, "window_size": 64}
+    | {"bst_layer_indices": [1], "embedding_init_std": 0.1},
+    "lmu_isa": {"lmu_order": 32, "lmu_theta": 64.0, "post_intermediate_size": 128, "num_attention_heads": 4},
+}
+
+
+def resident_megabytes() -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
+
+
+def stream(model: PreTrainedModel, tokens: torch.Tensor, piece: int) -> Iterator[tuple[float, float]]:
+    """Mean loss of each piece and resident memory behind it; nothing is kept but the cache."""
+    cache = DynamicCache(config=model.config)
+    last = None
+    with torch.inference_mode():
+        for ids in tokens.split(piece):
+            logits = model(ids.unsqueeze(0), past_key_values=cache, use_cache=True).logits[0]
+            before = logits if last is None else torch.cat([last, logits])
+            targets = ids[1:] if last is None else ids
+            loss = F.cross_entropy(before[:-1].float(), targets).item()
+            last = logits[-1:].clone()
+            yield loss, resident_megabytes()
+
+
+def read(model: PreTrainedModel, tokens: torch.Tensor, piece: int, report_every: int) -> dict:
+    """The curves, averaged over stretches of `report_every` tokens."""
+    gc.collect()
+    losses, memory = zip(*stream(model.eval(), tokens, piece))
+    size = max(1, report_every // piece)
+    stretches = [slice(start, start + size) for start in range(0, len(losses), size)]
+    mean_losses = [sum(losses[s]) / len(losses[s]) for s in stretches]
+    peaks = [max(memory[s]) for s in stretches]
+    settled = peaks[1:] if len(peaks) > 2 else peaks  # the allocator fills its pools during the first stretch
+    slope = (settled[-1] - settled[0]) / max(1, len(settled) - 1) * 100_000 / report_every
+    return {
+        "tokens": len(tokens),
+        "finite": all(loss == loss and abs(loss) != float("inf") for loss in losses),
+        "megabytes_per_100k_tokens": round(slope, 3),
+        "loss_by_stretch": [round(loss, 4) for loss in mean_losses],
+        "resident_megabytes_by_stretch": [round(value, 1) for value in peaks],
+    }
+
+
+def text_tokens(folder: str, path: str, count: int) -> torch.Tensor:
+    """`count` tokens of the documents of a JSONL file, from its start again if it is too short."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = [json.loads(line)["text"] for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    ids = tokenizer(tokenizer.eos_token.join(texts), add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor((ids * (count // len(ids) + 1))[:count])
+
+
+def plot(figures: dict[str, dict], every: int, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    left, right = (figure := Figure(figsize=(9, 3.5), layout="constrained")).subplots(1, 2)
+    for name, curves in figures.items():
+        places = [(index + 1) * every / 1000 for index in range(len(curves["loss_by_stretch"]))]
+        left.plot(places, curves["resident_megabytes_by_stretch"], label=name)
+        right.plot(places, curves["loss_by_stretch"], label=name)
+    left.set(xlabel="thousand tokens", ylabel="resident MB")
+    right.set(xlabel="thousand tokens", ylabel="loss, nats a token")
+    left.legend()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=1_000_000)
+    parser.add_argument("--piece", type=int, default=1000, help="tokens of one forward")
+    parser.add_argument("--model", help="a trained checkpoint, with --text")
+    parser.add_argument("--text", help="a JSONL file with the column text")
+    parser.add_argument("--quick", action="store_true", help="50,000 tokens")
+    arguments = parser.parse_args()
+    count = 50_000 if arguments.quick else arguments.tokens
+    every = max(count // 20, arguments.piece)
+    figures = {}
+    if arguments.model:
+        model = AutoModelForCausalLM.from_pretrained(arguments.model)
+        tokens = text_tokens(arguments.model, arguments.text, count)
+        figures[f"{model.config.model_type}, trained, on text"] = read(model, tokens, arguments.piece, every)
+    for name, fields in FAMILIES.items():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **SIZES, **fields))
+        figures[f"{name}, random"] = read(model, torch.randint(0, 256, (count,)), arguments.piece, every)
+    plot(figures, every, RESULTS / "streaming.png")
+    write_results("streaming", {"stretch": every, "models": figures})
+
+
+if __name__ == "__main__":
+    main()
