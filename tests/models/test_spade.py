@@ -4,7 +4,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    DynamicCache,
+    EncoderDecoderCache,
+    StaticCache,
+)
 
 from hf_hybrid_ssm import (
     SpadeConfig,
@@ -242,6 +250,32 @@ def test_encoder_decoder_generates_the_same_with_and_without_cache(fields, optio
         settings = {"max_new_tokens": 8, "use_cache": use_cache, "do_sample": False} | options
         texts.append(model.generate(source, attention_mask=mask, **settings))
     assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+@pytest.mark.parametrize("fields", [{}, PAPER])
+def test_a_cache_that_was_reset_forgets_the_source(fields, kind):
+    model = seq2seq(**fields)
+    options = {"max_cache_len": 20} if kind is StaticCache else {}
+    cache = EncoderDecoderCache(kind(config=model.config, **options), kind(config=model.config, **options))
+    settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    for seed in range(3):
+        source = inv.random_ids(model, 2, 13, seed)
+        expected = model.generate(source, **settings, use_cache=False)
+        assert torch.equal(model.generate(source, **settings, past_key_values=cache), expected)
+        cache.reset()
+
+
+def test_encoder_decoder_assisted_equals_greedy():
+    """Drafts that are rejected roll the decoder's states back."""
+    model, source = seq2seq(), inv.random_ids(seq2seq(), 1, 13, 0)
+    settings = {"max_new_tokens": 9, "do_sample": False}
+    expected = model.generate(source, **settings)
+    assistant = seq2seq()
+    for parameter in assistant.parameters():  # a draft that is often, not always, right
+        parameter.data.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(model.generate(source, **settings, assistant_model=assistant), expected)
+    assert torch.equal(model.generate(source, **settings, prompt_lookup_num_tokens=2), expected)
 
 
 def test_loss_shifts_the_labels_right():

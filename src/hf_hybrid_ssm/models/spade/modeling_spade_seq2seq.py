@@ -33,17 +33,23 @@ class SpadeCrossAttention(nn.Module):
         self.o_proj = nn.Linear(width, width, bias=bias)
 
     def forward(
-        self, x: torch.Tensor, encoder_states: torch.Tensor, mask: torch.Tensor | None, cache: Cache | None
+        self,
+        x: torch.Tensor,
+        encoder_states: torch.Tensor,
+        mask: torch.Tensor | None,
+        past_key_values: EncoderDecoderCache | None,
     ) -> torch.Tensor:
         """(B, T, d), (B, S, d), mask (B, 1, 1, S) → (B, T, d); keys and values are computed once per cache."""
         q = self._heads(self.q_proj(x))
-        layer = None if cache is None else cache.layers[self.layer_idx]
-        if layer is not None and layer.states:
-            k, v = layer.states["keys"], layer.states["values"]
+        if past_key_values is not None and past_key_values.is_updated.get(self.layer_idx):
+            held = past_key_values.cross_attention_cache.layers[self.layer_idx].states
+            k, v = held["keys"], held["values"]
         else:
             k, v = self._heads(self.k_proj(encoder_states)), self._heads(self.v_proj(encoder_states))
-            if layer is not None:
-                layer.store(0, {"keys": k, "values": v}, _never_replayed)
+            if past_key_values is not None:
+                layer = past_key_values.cross_attention_cache.layers[self.layer_idx]
+                layer.store(k.shape[2], {"keys": k, "values": v}, _never_replayed)
+                past_key_values.is_updated[self.layer_idx] = True
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
         return self.o_proj(y.transpose(1, 2).flatten(2))
@@ -77,12 +83,11 @@ class SpadeDecoderBlock(GradientCheckpointingLayer):
         encoder_mask: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         rows: CompactRows | None = None,
-        self_cache: Cache | None = None,
-        cross_cache: Cache | None = None,
+        past_key_values: EncoderDecoderCache | None = None,
     ) -> torch.Tensor:
-        mixing = (bias, rows, None, self_cache)
+        mixing = (bias, rows, None, None if past_key_values is None else past_key_values.self_attention_cache)
         hidden_states = self._residual(hidden_states, self.mixing, self.mixing_norm, *mixing)
-        cross = (encoder_states, encoder_mask, cross_cache)
+        cross = (encoder_states, encoder_mask, past_key_values)
         hidden_states = self._residual(hidden_states, self.cross_attn, self.cross_attn_norm, *cross)
         return self._residual(hidden_states, self.feed_forward, self.feed_forward_norm)
 
@@ -132,11 +137,10 @@ class SpadeDecoder(nn.Module):
         hidden_states = self.dropout(hidden_states)
         mask = None if encoder_mask is None else (encoder_mask != 0)[:, None, None]
         bias = None if self.relative_bias is None else self.relative_bias(None)
-        self_cache = None if past_key_values is None else past_key_values.self_attention_cache
-        cross_cache = None if past_key_values is None else past_key_values.cross_attention_cache
         every = [hidden_states]
         for layer in self.layers:
-            hidden_states = layer(hidden_states, encoder_states, mask, bias, rows, self_cache, cross_cache)
+            options = (encoder_states, mask, bias, rows)
+            hidden_states = layer(hidden_states, *options, past_key_values=past_key_values)
             every.append(hidden_states)
         hidden_states = hidden_states if self.norm is None else self.norm(hidden_states)
         return hidden_states, (*every[:-1], hidden_states)
