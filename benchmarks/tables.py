@@ -36,7 +36,45 @@ def longhorn_training(figures: dict) -> str:
     return f"{table}\nTime grows as L^{exponent:.2f} up to L = {longest}. Peak memory of a step: {memory_text}.\n"
 
 
-TABLES = {"longhorn_training": longhorn_training}
+def local_attention(figures: dict) -> str:
+    masked = figures["times_as_fast_as_masked_full_attention"]
+    longt5 = figures["times_as_fast_as_longt5_local_attention_two_sided"]
+    rows = [[f"all keys under a mask, L = {length}", f"{ratio:.1f}x"] for length, ratio in masked.items()]
+    rows += [[f"local attention of LongT5, L = {length}", f"{ratio:.1f}x"] for length, ratio in longt5.items()]
+    table = markdown_table(["forward and backward against", "window attention is faster by"], rows)
+    return f"{table}\nTime grows as L^{figures['exponent']:.2f} up to L = {list(figures['seconds'])[-1]}.\n"
+
+
+def decoding(figures: dict) -> str:
+    shape = figures["shape"]
+    rows = [[name, f"{value:.1f}"] for name, value in figures["milliseconds_per_token"].items()]
+    head = f"{shape['num_hidden_layers']} layers of width {shape['hidden_size']}, one row"
+    share = figures["share_of_the_matrix_product_limit"]
+    return (
+        f"{markdown_table([head, 'ms / token'], rows)}\nLonghorn decodes at {share:.0%} of the bare products' speed.\n"
+    )
+
+
+def lmu_isa(figures: dict) -> str:
+    step, rows = figures["training_step_at_1024"], figures["training_step_of_one_row"]
+    lines = [
+        [f"{name} form, {step['batch']} rows of 1024", f"{speed:,}", f"{step['peak_megabytes'][name]:,.0f}"]
+        for name, speed in step["tokens_per_second"].items()
+    ]
+    table = markdown_table(["training step, the 1M row of table 3", "tokens / s", "peak MB"], lines)
+    ratios = ", ".join(f"{ratio}x at {length}" for length, ratio in rows["lmu_isa_times_as_fast_as_gpt2"].items())
+    return (
+        f"{table}\nTime grows as L^{rows['exponent']:.2f}. Speed relative to a GPT-2 of transformers of the same width: "
+        f"{ratios}.\n"
+    )
+
+
+TABLES = {
+    "longhorn_training": longhorn_training,
+    "local_attention": local_attention,
+    "decoding": decoding,
+    "lmu_isa": lmu_isa,
+}
 
 
 def rendered(text: str) -> str:
