@@ -64,8 +64,8 @@ def lmu_isa(figures: dict) -> str:
     table = markdown_table(["training step, the 1M row of table 3", "tokens / s", "peak MB"], lines)
     ratios = ", ".join(f"{ratio}x at {length}" for length, ratio in rows["lmu_isa_times_as_fast_as_gpt2"].items())
     return (
-        f"{table}\nTime grows as L^{rows['exponent']:.2f}. Speed relative to a GPT-2 of transformers of the same width: "
-        f"{ratios}.\n"
+        f"{table}\nTime grows as L^{rows['exponent']:.2f}. Speed relative to a GPT-2 of transformers of the same "
+        f"width: {ratios}.\n"
     )
 
 
