@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 
+@torch.compiler.assume_constant_result
 @lru_cache
 def distance_buckets(num_buckets: int, max_distance: int, count: int) -> tuple[int, ...]:
     """The bucket of the distances 0 … count - 1 on one side.

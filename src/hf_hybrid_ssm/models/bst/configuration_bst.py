@@ -71,7 +71,6 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
         use_linear_cross_entropy (`bool`, *optional*, defaults to `False`): When training with labels, compute the loss
             in chunks that never hold all logits; `logits` is then `None`.
         max_position_embeddings (`int`, *optional*, defaults to 4096): Training length; not a limit.
-        initializer_range (`float`, *optional*, defaults to 0.02): Deviation of the classification head.
         pad_token_id, bos_token_id, eos_token_id (`int`, *optional*): Special tokens; T5's by default.
 
     ```python
@@ -138,7 +137,6 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
     use_cache: bool = True
     use_linear_cross_entropy: bool = False
     max_position_embeddings: int = 4096
-    initializer_range: float = 0.02
     pad_token_id: int | None = 0
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = 1

@@ -1,0 +1,124 @@
+"""What users of transformers do with any model, for every family and variant: LoRA, compiling, checkpointing."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import pipeline
+
+from tests.invariants.variants import VARIANTS, build
+from tests.models import invariances as inv
+
+EVERY = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def gradients_of(model, ids):
+    model.zero_grad()
+    model(ids, labels=ids).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@EVERY
+def test_lora_trains_and_merges(variant):
+    base = copy.deepcopy(build(variant))
+    ids = inv.random_ids(base, 2, 14, 0)
+    before = base(ids).logits
+    model = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    # a frozen filter is computed once in float64, a trained one in float32
+    torch.testing.assert_close(model(ids).logits, before, rtol=1e-4, atol=1e-4)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    for _ in range(2):
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+    model.eval()
+    trained = model(ids).logits
+    assert not torch.allclose(trained, before, atol=1e-3)
+    torch.testing.assert_close(model.merge_and_unload()(ids).logits, trained, rtol=1e-4, atol=1e-4)
+
+
+@EVERY
+def test_gradient_checkpointing_changes_no_gradient(variant):
+    model = copy.deepcopy(build(variant)).train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0
+    ids = inv.random_ids(model, 2, 14, 0)
+    plain = gradients_of(model, ids)
+    model.gradient_checkpointing_enable()
+    again = gradients_of(model, ids)
+    assert plain.keys() == again.keys()
+    for name, gradient in plain.items():
+        torch.testing.assert_close(again[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@EVERY
+def test_forward_compiles_into_one_graph(variant):
+    torch._dynamo.reset()  # the graphs of the variant before count against a limit
+    model = build(variant)
+    ids = inv.random_ids(model, 2, 14, 0)
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        got = compiled(ids, use_cache=False).logits
+        torch.testing.assert_close(got, inv.whole(model, ids), rtol=1e-4, atol=1e-4)
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_precisions_generate_and_stay_near(variant, dtype):
+    exact = build(variant)
+    model = copy.deepcopy(exact).to(dtype)
+    ids = inv.random_ids(model, 2, 14, 0)
+    with torch.no_grad():
+        logits, expected = model(ids).logits, inv.whole(exact, ids)
+    assert logits.dtype == dtype
+    error = (logits.double() - expected.double()).norm() / expected.double().norm()
+    assert error < (0.1 if dtype == torch.bfloat16 else 1e-5)
+    assert model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0).shape == (2, 17)
+
+
+@EVERY
+@pytest.mark.parametrize(
+    "options",
+    [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}, {"prefill_chunk_size": 4}],
+    ids=["beams", "samples", "chunks"],
+)
+def test_generates_in_many_ways(variant, options):
+    model = build(variant)
+    ids = inv.random_ids(model, 2, 9, 0)
+    texts = []
+    for use_cache in (True, False):
+        torch.manual_seed(0)
+        settings = {"max_new_tokens": 5, "min_new_tokens": 5, "pad_token_id": 0, "do_sample": False} | options
+        if not use_cache:
+            settings.pop("prefill_chunk_size", None)
+        texts.append(model.generate(ids, use_cache=use_cache, **settings))
+    assert texts[0].tolist() == texts[1].tolist()
+
+
+@EVERY
+def test_trains_on_one_batch(variant):
+    model = copy.deepcopy(build(variant)).train()
+    ids = inv.random_ids(model, 2, 14, 0)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(25):
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_pipeline(tmp_path):
+    from documents import train_tokenizer
+
+    tokenizer = train_tokenizer(["one two three"], 280)
+    model = copy.deepcopy(build("longhorn"))
+    model.resize_token_embeddings(len(tokenizer))
+    generate = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    out = generate("one two", max_new_tokens=3, do_sample=False)
+    assert out[0]["generated_text"].startswith("one two")
