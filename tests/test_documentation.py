@@ -12,18 +12,22 @@ from benchmarks.tables import rendered
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").rglob("*.md"))
 BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
-BLOCKS = [
-    pytest.param(block, id=f"{path.relative_to(ROOT)}-{number}")
-    for path in PAGES
-    for number, (language, block) in enumerate(BLOCK.findall(path.read_text(encoding="utf-8")))
-    if language == "python"
-]
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_python_runs(block, tmp_path, monkeypatch):
+def python_of(page):
+    return [code for language, code in BLOCK.findall(page.read_text(encoding="utf-8")) if language == "python"]
+
+
+WITH_PYTHON = [page for page in PAGES if python_of(page)]
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_python_runs(page, tmp_path, monkeypatch):
+    """The blocks of a page, one after the other."""
     monkeypatch.chdir(tmp_path)
-    exec(compile(block, "documentation", "exec"), {"__name__": "documentation"})
+    names = {"__name__": "documentation"}
+    for block in python_of(page):
+        exec(compile(block, str(page), "exec"), names)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
