@@ -1,0 +1,90 @@
+"""What is installed, which backend each op takes on this machine and why, and whether its kernels compute rightly.
+
+hf-hybrid-ssm-doctor [--json]
+"""
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import platform
+import shutil
+from typing import Any
+
+OPS = (
+    "causal_conv", "implicit_attention", "legendre_memory", "linear_cross_entropy", "linear_scan", "local_attention",
+    "long_conv", "longhorn_scan",
+)  # fmt: skip
+PACKAGES = ("torch", "transformers", "accelerate", "triton", "datasets", "lm_eval", "peft")
+
+
+def examine() -> dict[str, Any]:
+    """Everything the report shows, as plain values.
+
+    Returns:
+        `packages` (name → version or None), `compiler` (path or None), `devices`, and `ops`: for each op, device and
+        dtype, the backend taken, what each of the others says, and the largest relative error of its kernels on a
+        small example against the float64 reference.
+    """
+    import torch
+
+    from hf_hybrid_ssm.ops.dispatch import PREFERENCE, REGISTRY
+
+    for name in OPS:
+        importlib.import_module(f"hf_hybrid_ssm.ops.{name}")
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    ops: dict[str, Any] = {}
+    for name, op in sorted(REGISTRY.items()):
+        ops[name] = {}
+        for device in devices:
+            for dtype in (torch.float32, torch.bfloat16):
+                said = {b: s for b, s in op.explain(device, dtype).items() if b in op.run or b in op.optional}
+                taken = next(backend for backend in PREFERENCE if said.get(backend) == "runs")
+                errors = {}
+                if op.example is not None:
+                    errors = {b: op.self_check(b, device, dtype) for b in op.optional if said[b] == "runs"}
+                where = f"{device} {str(dtype).removeprefix('torch.')}"
+                ops[name][where] = {"takes": taken, "backends": said, "kernel_errors": errors}
+    return {
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "compiler": shutil.which("cc") or shutil.which("gcc"),
+        "devices": devices,
+        "ops": ops,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def report(found: dict[str, Any]) -> str:
+    """The findings for people."""
+    lines = [f"python {found['python']}"]
+    lines += [f"{name} {version or 'is not installed'}" for name, version in found["packages"].items()]
+    lines.append(f"C compiler: {found['compiler'] or 'none, so that the fused CPU kernels cannot be built'}")
+    for name, places in found["ops"].items():
+        lines.append(f"\n{name}")
+        for where, state in places.items():
+            lines.append(f"  {where}: {state['takes']}")
+            for backend, said in state["backends"].items():
+                if backend != "reference" and said != "runs":
+                    lines.append(f"    not {backend}: {said}")
+            for backend, error in state["kernel_errors"].items():
+                lines.append(f"    {backend} kernel: {error:.1e} off the float64 reference")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="for programs")
+    arguments = parser.parse_args()
+    found = examine()
+    print(json.dumps(found, indent=2) if arguments.json else report(found))
+
+
+if __name__ == "__main__":
+    main()
