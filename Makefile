@@ -5,6 +5,7 @@
 #   make lint        style, formatting, types
 #   make upstream    transformers' own model tests, run on the families of this package
 #   make invariants  thousands of random cases of every batching invariance, with a report
+#   make streaming   a million tokens in constant memory, with the curve
 #   make bench       the benchmarks; results in benchmarks/results
 #   make docs        run what README.md and docs/ show, and check their links
 
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 UPSTREAM = HF_HYBRID_SSM_UPSTREAM_TESTS="$$($(BIN)/python tests/upstream/fetch.py)"
 RUN_TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-.PHONY: demo test lint upstream invariants bench docs install clean
+.PHONY: demo test lint upstream invariants streaming bench docs install clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
@@ -35,6 +36,9 @@ upstream: $(STAMP)
 
 invariants: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.invariants.run --cases 10000
+
+streaming: $(STAMP)
+	$(BIN)/python benchmarks/streaming.py --tokens 1000000
 
 bench: $(STAMP)
 	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done

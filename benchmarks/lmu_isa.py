@@ -104,7 +104,7 @@ def main() -> None:
         training_step(model, 1, 64)()
         print(peak_megabytes_of(training_step(model, arguments.batch, 1024)))
         return
-    batch, rounds = (2, 2) if arguments.quick else (8, 5)
+    batch, rounds = (2, 2) if arguments.quick else (8, 3)
     lengths = [512, 1024] if arguments.quick else [1024, 2048, 4096, 8192, 16384]
     figures = {
         "training_step_at_1024": against_fft(batch, rounds),

@@ -68,9 +68,9 @@ class Blocks:
         pushed = self.operators.push @ self.x  # (B, J, q, D)
         s = x.new_zeros(batch, order, channels) if state is None else state.to(x.dtype)
         states = []
-        for j in range(self.count):
+        for push in pushed.unbind(1):  # not by index: the gradient of each index would be a whole tensor of zeros
             states.append(s)
-            s = torch.baddbmm(pushed[:, j], self.operators.advance.expand(batch, -1, -1), s)
+            s = torch.baddbmm(push, self.operators.advance.expand(batch, -1, -1), s)
         self.states = torch.stack(states, 1)  # (B, J, q, D)
         self.after = s
 
