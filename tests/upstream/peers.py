@@ -14,9 +14,14 @@ from transformers import (
     MambaConfig,
     MambaForCausalLM,
     MambaModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    T5Model,
 )
 
-from tests.upstream.harness import CausalFamilyTests
+from tests.upstream.generation_checks import GenerationTesterMixin
+from tests.upstream.harness import CausalFamilyTests, ConfigTester, ModelTesterMixin
+from tests.upstream.test_spade import Seq2SeqTester
 
 ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
 
@@ -49,3 +54,22 @@ class LlamaPeer(CausalFamilyTests, unittest.TestCase):
     all_model_classes = (LlamaModel, LlamaForCausalLM, LlamaForSequenceClassification)
     has_attentions = True
     tester_config = {**ATTENTION, "hidden_size": 32, "num_hidden_layers": 2}
+
+
+class T5Peer(ModelTesterMixin, GenerationTesterMixin, unittest.TestCase):
+    all_model_classes = (T5Model, T5ForConditionalGeneration)
+    all_generative_model_classes = (T5ForConditionalGeneration,)
+    is_encoder_decoder = True
+    has_attentions = True
+    test_resize_embeddings = True
+
+    def setUp(self):
+        sizes = {"d_model": 32, "d_ff": 40, "d_kv": 8, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
+        names = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "decoder_start_token_id": 0}
+        self.model_tester = Seq2SeqTester(self, T5Config, **sizes, **names)
+        self.model_tester.encoder_seq_length = self.model_tester.seq_length
+        self.model_tester.decoder_seq_length = self.model_tester.seq_length
+        self.config_tester = ConfigTester(self, config_class=T5Config, d_model=32)
+
+    def test_config(self):
+        self.config_tester.run_common_tests()

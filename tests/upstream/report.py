@@ -18,11 +18,13 @@ INTRODUCTION = f"""# transformers' own tests
 
 `ModelTesterMixin`, `ConfigTester` and the training mixin come from the source distribution of transformers
 {transformers.__version__} (downloaded, not copied); its generation mixin is not in it, `generation_checks.py` checks
-the same things. Written by `make upstream`. Mamba, Jamba and Llama of transformers run under the same harness, in
+the same things. Written by `make upstream`. Mamba, Jamba, Llama and T5 of transformers run under the same harness, in
 their plain torch path.
 
 A skip is a test that transformers skips by itself for a model without the feature, or one of ours with the reason
-given in the test file.
+given in the test file. Families without full attention skip what Mamba skips: window attention in blocks forms no
+matrix of weights that `output_attentions` could return. One more than Mamba: rotary scaling, where there is no rotary
+embedding.
 """
 
 
