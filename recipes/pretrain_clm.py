@@ -121,6 +121,7 @@ def pretrain(
     results = {
         "model_type": model.config.model_type,
         "parameters": model.num_parameters(),
+        "parameters_beside_embeddings": model.num_parameters(exclude_embeddings=True),
         "steps": trainer.state.global_step,
         "tokens": trainer.state.global_step * tokens_per_step,
         "train_loss": run.metrics["train_loss"],

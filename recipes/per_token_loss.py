@@ -1,0 +1,143 @@
+"""Loss by position in a row: does a model go on learning from what it has read, or is its memory soon full?
+
+    python recipes/per_token_loss.py recipes/configs/lmu_isa/per_token_cpu.yaml [key=value ...]
+
+Reads trained causal language models and held-out text, averages the loss at each position over rows of one document
+each, smooths in logarithmic bins, and says from where on it falls by less than 0.01 nat as the position doubles.
+Writes per_token_loss.json and .png to `output_dir`, and both to `results` (a path without ending) too.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from documents import documents_of_files
+from settings import read_settings
+from training import write_json
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+import hf_hybrid_ssm  # noqa: F401 - registers the families
+
+FLAT = 0.01  # nats a doubling
+
+
+@dataclass
+class PerTokenArguments:
+    """Which models to score on which text."""
+
+    models: dict[str, list[str]] = field(metadata={"help": "name: checkpoints (such as seeds) to average over"})
+    files: list[str] = field(metadata={"help": "held-out text: txt, jsonl or parquet"})
+    sequence_length: int = 1024
+    rows: int = field(default=1000, metadata={"help": "at most so many rows"})
+    batch_size: int = 8
+    text_column: str = "text"
+    output_dir: str = "runs/per-token-loss"
+    results: str | None = field(default=None, metadata={"help": "a further path, without ending, for the figures"})
+
+    def __post_init__(self):
+        if self.sequence_length < 16:
+            raise ValueError(f"sequence_length={self.sequence_length} must be at least 16.")
+        for name, checkpoints in self.models.items():
+            for checkpoint in checkpoints:
+                if not (Path(checkpoint) / "config.json").is_file():
+                    raise FileNotFoundError(f"models: {name!r} names {checkpoint!r}, which holds no config.json.")
+
+
+def rows_of(arguments: PerTokenArguments, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """Rows from inside one document each, (N, L): a position is the number of tokens the model has seen."""
+    rows: list[list[int]] = []
+    for document in documents_of_files(arguments.files):
+        ids = tokenizer(document[arguments.text_column], add_special_tokens=False, verbose=False)["input_ids"]
+        whole = len(ids) // arguments.sequence_length
+        rows += [ids[i * arguments.sequence_length :][: arguments.sequence_length] for i in range(whole)]
+    if not rows:
+        raise ValueError(f"sequence_length={arguments.sequence_length}: no document of {arguments.files} is so long.")
+    return torch.tensor(rows[: arguments.rows])
+
+
+@torch.inference_mode()
+def losses_by_position(model: PreTrainedModel, rows: torch.Tensor, batch_size: int) -> np.ndarray:
+    """Mean loss of the token at positions 1 … L - 1, (L - 1,)."""
+    total = torch.zeros(rows.shape[1] - 1, dtype=torch.float64)
+    for part in rows.split(batch_size):
+        logits = model(part, use_cache=False).logits[:, :-1].float()
+        loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), part[:, 1:], reduction="none")
+        total += loss.double().sum(0)
+    return (total / len(rows)).numpy()
+
+
+def binned(losses: np.ndarray, bins_a_doubling: int = 2) -> dict[str, list[float]]:
+    """Means over bins of equal width in log position; `positions` are the bins' geometric centres."""
+    positions = np.arange(1, len(losses) + 1)
+    edges = np.floor(np.log2(positions) * bins_a_doubling).astype(int)
+    centres, means = [], []
+    for edge in np.unique(edges):
+        inside = edges == edge
+        centres.append(float(np.exp(np.log(positions[inside]).mean())))
+        means.append(float(losses[inside].mean()))
+    return {"positions": centres, "loss": means}
+
+
+def flat_from(curve: dict[str, list[float]], doublings: int = 2, bins_a_doubling: int = 2) -> float | None:
+    """The first position behind which the loss falls by less than FLAT a doubling, to the end; None if nowhere.
+
+    Slopes are taken over `doublings` doublings, since single bins are noisy.
+    """
+    step = doublings * bins_a_doubling
+    positions, loss = curve["positions"], curve["loss"]
+    if len(loss) <= step:
+        return None
+    flat = None
+    for i in range(len(loss) - step - 1, -1, -1):
+        slope = (loss[i + step] - loss[i]) / np.log2(positions[i + step] / positions[i])
+        if slope < -FLAT:
+            break
+        flat = positions[i]
+    return flat
+
+
+def per_token_loss(arguments: PerTokenArguments) -> dict[str, Any]:
+    figures: dict[str, Any] = {"sequence_length": arguments.sequence_length, "models": {}}
+    for name, checkpoints in arguments.models.items():
+        curves = []
+        for checkpoint in checkpoints:
+            rows = rows_of(arguments, AutoTokenizer.from_pretrained(checkpoint))
+            model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+            curves.append(losses_by_position(model, rows, arguments.batch_size))
+        mean = np.mean(curves, 0)
+        curve = binned(mean)
+        last = mean[len(mean) // 2 :]
+        figures["models"][name] = {
+            **curve,
+            "rows": len(rows),
+            "checkpoints": len(checkpoints),
+            "mean_loss": float(mean.mean()),
+            "mean_loss_of_the_last_half": float(last.mean()),
+            "flat_from_position": flat_from(curve),
+        }
+    targets = [Path(arguments.output_dir) / "per_token_loss"]
+    targets += [Path(arguments.results)] if arguments.results else []
+    for target in targets:
+        write_json(target.with_suffix(".json"), figures)
+        plot(figures["models"], target.with_suffix(".png"))
+    for name, found in figures["models"].items():
+        print(f"{name}: loss {found['mean_loss']:.3f}, flat from position {found['flat_from_position']}")
+    return figures
+
+
+def plot(models: dict[str, Any], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    axes = (figure := Figure(figsize=(7, 4), layout="constrained")).subplots()
+    for name, found in models.items():
+        axes.plot(found["positions"], found["loss"], label=name)
+    axes.set(xscale="log", xlabel="position in the row", ylabel="loss, nats a token")
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    per_token_loss(*read_settings("per_token_loss.py", (PerTokenArguments,)))

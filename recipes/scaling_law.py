@@ -1,0 +1,141 @@
+"""Loss against size: train a ladder of models of several families and fit loss = (N / N_c)^-alpha to each.
+
+    python recipes/scaling_law.py recipes/configs/lmu_isa/scaling_cpu.yaml [key=value ...]
+
+`base` holds settings of pretrain_clm.py, `families` the members of each ladder by what differs. N counts parameters
+beside embeddings. Writes scaling.json and scaling.png to `output_dir`, and both to `results` (a path without ending)
+too; every trained model stays in its folder, for per_token_loss.py.
+"""
+
+import math
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from compare import merged
+from documents import DataArguments
+from pretrain_clm import ModelArguments, pretrain
+from settings import read_settings
+from training import write_json
+from transformers import HfArgumentParser, TrainingArguments
+
+# (N / N_c)^-alpha of arXiv 2110.02402 on OpenWebText2, nats a token
+PAPER = {"LMU-ISA, the paper": (1.95e14, 0.072), "LMU-ISA with attention, the paper": (3.80e14, 0.069)}
+
+
+@dataclass
+class ScalingArguments:
+    """Which ladders to train."""
+
+    base: dict[str, Any] = field(metadata={"help": "settings of pretrain_clm.py"})
+    families: dict[str, dict[str, dict[str, Any]]] = field(metadata={"help": "family: member: settings that differ"})
+    output_dir: str = "runs/scaling-law"
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    results: str | None = field(default=None, metadata={"help": "a further path, without ending, for the figures"})
+
+    def __post_init__(self):
+        for family, members in self.families.items():
+            if len(members) < 3:
+                raise ValueError(f"families: {family!r} has {len(members)} members; a fit needs at least 3.")
+        if not self.families or not self.seeds:
+            raise ValueError(f"families={list(self.families)} and seeds={self.seeds} must each name at least one.")
+
+
+def fit(sizes: list[float], losses: list[float]) -> dict[str, float]:
+    """Least squares of ln loss = alpha (ln N_c - ln N); the error is that of the slope for these points."""
+    x, y = np.log(sizes), np.log(losses)
+    slope, intercept = np.polyfit(x, y, 1)
+    residual = y - (slope * x + intercept)
+    error = math.sqrt(residual @ residual / (len(x) - 2) / ((x - x.mean()) @ (x - x.mean())))
+    return {"alpha": -slope, "standard_error": error, "log_critical_size": -intercept / slope}
+
+
+def ladder(points: list[dict[str, Any]]) -> dict[str, Any]:
+    """One family's figures: a fit through the mean losses, and the spread of the slope over the seeds."""
+    names = list(dict.fromkeys(point["member"] for point in points))
+    members = {}
+    for name in names:
+        runs = [point for point in points if point["member"] == name]
+        losses = [run["validation_loss"] for run in runs]
+        members[name] = {
+            "parameters_beside_embeddings": runs[0]["parameters_beside_embeddings"],
+            "validation_loss": statistics.mean(losses),
+            "standard_deviation": statistics.stdev(losses) if len(losses) > 1 else None,
+            "losses_by_seed": {str(run["seed"]): run["validation_loss"] for run in runs},
+        }
+    sizes = [member["parameters_beside_embeddings"] for member in members.values()]
+    slopes = []
+    for seed in sorted({point["seed"] for point in points}):
+        losses = [member["losses_by_seed"].get(str(seed)) for member in members.values()]
+        if None not in losses and len(losses) > 2:
+            slopes.append(fit(sizes, losses)["alpha"])
+    found = {"members": members, "alphas_by_seed": slopes}
+    if len(names) > 2:
+        found |= fit(sizes, [member["validation_loss"] for member in members.values()])
+    if len(slopes) > 1:
+        found["standard_deviation_of_alpha"] = statistics.stdev(slopes)
+    return found
+
+
+def scaling_law(arguments: ScalingArguments) -> dict[str, Any]:
+    """All runs, seed by seed, so that an interrupted ladder is a whole one with fewer seeds."""
+    parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
+    points: dict[str, list[dict[str, Any]]] = {family: [] for family in arguments.families}
+    figures: dict[str, Any] = {}
+    for seed in arguments.seeds:
+        for family, members in arguments.families.items():
+            for member, over in members.items():
+                folder = Path(arguments.output_dir) / family / f"{member}-{seed}"
+                settings = merged(arguments.base, over) | {"seed": seed, "output_dir": str(folder)}
+                points[family].append({"member": member, "seed": seed, **pretrain(*parser.parse_dict(settings))})
+        figures = {"settings": {"base": arguments.base, "families": arguments.families}, "seeds": arguments.seeds}
+        figures["families"] = {family: ladder(found) for family, found in points.items()}
+        targets = [Path(arguments.output_dir) / "scaling"]
+        targets += [Path(arguments.results)] if arguments.results else []
+        for target in targets:
+            write_json(target.with_suffix(".json"), figures)
+            plot(figures["families"], target.with_suffix(".png"))
+    print(table(figures["families"]))
+    return figures
+
+
+def plot(families: dict[str, Any], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    axes = (figure := Figure(figsize=(7, 4.5), layout="constrained")).subplots()
+    sizes: list[float] = []
+    for number, (family, found) in enumerate(families.items()):
+        members = found["members"].values()
+        n = [member["parameters_beside_embeddings"] for member in members]
+        sizes += n
+        spread = [member["standard_deviation"] or 0.0 for member in members]
+        losses = [member["validation_loss"] for member in members]
+        label = f"{family}: alpha = {found['alpha']:.3f} ± {found['standard_error']:.3f}"
+        axes.errorbar(n, losses, spread, label=label, marker="o", linestyle="none", color=f"C{number}", capsize=3)
+        axes.plot(n, np.exp(-found["alpha"] * (np.log(n) - found["log_critical_size"])), color=f"C{number}")
+    ends = np.array([min(sizes), max(sizes)])
+    for number, (label, (critical, alpha)) in enumerate(PAPER.items()):
+        line = (ends / critical) ** -alpha
+        axes.plot(ends, line, linestyle="--", linewidth=1, color="0.5", label=label, alpha=1 - 0.4 * number)
+    axes.set(xscale="log", yscale="log", xlabel="parameters beside embeddings", ylabel="validation loss, nats a token")
+    axes.legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def table(families: dict[str, Any]) -> str:
+    lines = ["| family | member | parameters | loss | alpha |", "| --- | --- | ---: | ---: | ---: |"]
+    for family, found in families.items():
+        alpha = f"{found['alpha']:.4f} ± {found['standard_error']:.4f}"
+        for name, member in found["members"].items():
+            spread = "" if member["standard_deviation"] is None else f" ± {member['standard_deviation']:.3f}"
+            loss = f"{member['validation_loss']:.3f}{spread}"
+            lines.append(f"| {family} | {name} | {member['parameters_beside_embeddings']:,} | {loss} | {alpha} |")
+            family, alpha = "", ""
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    scaling_law(*read_settings("scaling_law.py", (ScalingArguments,)))
