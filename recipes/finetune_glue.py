@@ -17,7 +17,7 @@ from documents import train_tokenizer
 from scipy.stats import pearsonr, spearmanr
 from settings import read_settings
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
-from training import Trainer, write_json
+from training import Trainer, write_figures
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -71,6 +71,7 @@ class GlueArguments:
     grid: dict[str, list] = field(
         default_factory=dict, metadata={"help": "training arguments to try, such as learning_rate: [1e-5, 1e-4]"}
     )
+    results: str | None = field(default=None, metadata={"help": "a further file for the figures"})
 
     def __post_init__(self):
         if unknown := sorted(set(self.tasks) - set(TASKS)):
@@ -201,7 +202,7 @@ def glue(arguments: GlueArguments, training: TrainingArguments) -> dict[str, Any
         split, first = TASKS[name].validation[0], TASKS[name].measures[0]
         best = max(runs, key=lambda run: run["measures"][split][first])
         results[name] = {"best": best, "runs": runs}
-        write_json(Path(training.output_dir) / "results.json", results)
+        write_figures(results, training.output_dir, arguments.results)
     table = table_of(results)
     (Path(training.output_dir) / "results.md").write_text(table, encoding="utf-8")
     print(table)

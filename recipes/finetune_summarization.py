@@ -17,7 +17,7 @@ from datasets import Dataset
 from documents import documents_of_files, train_tokenizer
 from rouge_score.rouge_scorer import RougeScorer
 from settings import read_settings
-from training import Trainer, write_json
+from training import Trainer, write_figures
 from transformers import (
     AutoConfig,
     AutoModelForSeq2SeqLM,
@@ -61,6 +61,7 @@ class SummarizationArguments:
     max_target_length: int = 128
     max_train_rows: int | None = None
     max_eval_rows: int | None = None
+    results: str | None = field(default=None, metadata={"help": "a further file for the figures"})
 
     def __post_init__(self):
         if (self.model_type is None) == (self.model_name_or_path is None):
@@ -172,7 +173,7 @@ def summarize(arguments: SummarizationArguments, training: Seq2SeqTrainingArgume
         }
         said += [{"split": split, "summary": p, "references": w} for p, w in zip(predictions, wanted)]
     trainer.save_model()
-    write_json(output / "results.json", results)
+    write_figures(results, output, arguments.results)
     (output / "predictions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in said), encoding="utf-8")
     print(json.dumps(results, indent=2))
     return results

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 from settings import read_settings
-from training import Trainer, write_json
+from training import Trainer, write_figures
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -44,6 +44,7 @@ class RecallArguments:
     train_rows: int = 100_000
     test_rows: int = 3_000
     enough: float = field(default=0.99, metadata={"help": "test accuracy at which a run stops"})
+    results: str | None = field(default=None, metadata={"help": "a further path, without ending, for the figures"})
 
     def __post_init__(self):
         for length, pairs in self.settings:
@@ -145,12 +146,15 @@ def sweep(arguments: RecallArguments, training: TrainingArguments) -> list[dict[
                 best = max(runs, key=lambda found: found["accuracy"])
                 results.append({"model": name, "length": length, "pairs": pairs, "width": width, **best, "runs": runs})
                 print(results[-1])
-                write_json(Path(training.output_dir) / "results.json", {"torch": torch.__version__, "best": results})
-    plot(results, Path(training.output_dir) / "accuracy.png")
+                figures = {"torch": torch.__version__, "best": results}
+                write_figures(figures, training.output_dir, arguments.results and f"{arguments.results}.json")
+    for path in (Path(training.output_dir) / "accuracy.png", arguments.results and f"{arguments.results}.png"):
+        if path is not None:
+            plot(results, path)
     return results
 
 
-def plot(results: list[dict[str, Any]], path: Path) -> None:
+def plot(results: list[dict[str, Any]], path: str | Path) -> None:
     """Accuracy by width, one panel a length."""
     from matplotlib.figure import Figure
 

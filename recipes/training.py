@@ -36,6 +36,13 @@ def write_json(path: str | Path, content: Any) -> None:
     Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
+def write_figures(figures: Any, output_dir: str | Path, results: str | Path | None) -> None:
+    """results.json in `output_dir`, and the same in the file `results` where one is named."""
+    for path in (Path(output_dir) / "results.json", results):
+        if path is not None:
+            write_json(path, figures)
+
+
 def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else float("inf")
 
