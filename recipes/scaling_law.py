@@ -71,7 +71,7 @@ def ladder(points: list[dict[str, Any]]) -> dict[str, Any]:
         losses = [member["losses_by_seed"].get(str(seed)) for member in members.values()]
         if None not in losses and len(losses) > 2:
             slopes.append(fit(sizes, losses)["alpha"])
-    found = {"members": members, "alphas_by_seed": slopes}
+    found: dict[str, Any] = {"members": members, "alphas_by_seed": slopes}
     if len(names) > 2:
         found |= fit(sizes, [member["validation_loss"] for member in members.values()])
     if len(slopes) > 1:

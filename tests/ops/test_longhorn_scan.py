@@ -164,7 +164,8 @@ def test_any_combination_of_options(backend, data):
         options["lengths"] = torch.tensor([data.draw(st.integers(0, length)) for _ in range(batch)])
         rows = (torch.arange(length) < options["lengths"][:, None])[..., None]
     expected = outputs_and_gradients(inputs, "reference", rows=rows, **options)
-    dtype, tolerance = (F64, 1e-12) if backend == "torch" else (torch.float32, 5e-6)
+    # float32: with one channel and one state, dk is a sum that may cancel
+    dtype, tolerance = (F64, 1e-12) if backend == "torch" else (torch.float32, 5e-5)
     assert_near(outputs_and_gradients(inputs, backend, dtype, rows=rows, **options), expected, tolerance)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fopenmp")
 
 
@@ -34,6 +35,20 @@ def missing_compiler() -> str | None:
     if platform.system() != "Linux":
         return f"native code is compiled on Linux only, this is {platform.system()}"
     return None if _compiler() else "no C compiler was found (set CC, or install gcc or clang)"
+
+
+def supports(device_type: str, dtype: torch.dtype) -> str | None:
+    """None if a C kernel of this package can run on such tensors, else the reason it cannot."""
+    if device_type != "cpu":
+        return f"it runs on the CPU, not on {device_type}"
+    if dtype not in DTYPES:
+        return f"it computes in float32, which is too coarse for {dtype}"
+    return missing_compiler()
+
+
+def pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
+    """Where the data of a contiguous tensor lies, for C; null for None."""
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
 def compile_and_load(source: Path) -> ctypes.CDLL:

@@ -12,7 +12,10 @@ ACTIVATIONS = (None, "silu")
 _OP = Op(
     "causal_conv",
     run={"torch": vectorised.run, "reference": reference.run},
-    optional={"triton": "hf_hybrid_ssm.ops.causal_conv.triton"},
+    optional={
+        "native": "hf_hybrid_ssm.ops.causal_conv.native",
+        "triton": "hf_hybrid_ssm.ops.causal_conv.triton",
+    },
     example=example,
 )
 

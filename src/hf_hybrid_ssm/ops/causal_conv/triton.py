@@ -5,6 +5,7 @@ import triton
 from torch import Tensor
 
 from hf_hybrid_ssm.ops.causal_conv import triton_kernels as kernels
+from hf_hybrid_ssm.ops.causal_conv.last_inputs import last_inputs
 from hf_hybrid_ssm.ops.triton_device import device_guard, supports
 
 __all__ = ["run", "supports"]
@@ -24,29 +25,7 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     """As `hf_hybrid_ssm.ops.causal_conv.causal_conv`; always returns the final state."""
     y = convolve(x, weight, bias, initial_state, seq_idx, activation == "silu")
-    return y, _last_inputs(x, weight.shape[1], initial_state, seq_idx, lengths)
-
-
-def _last_inputs(
-    x: Tensor, width: int, initial_state: Tensor | None, seq_idx: Tensor | None, lengths: Tensor | None
-) -> Tensor:
-    """The last K - 1 inputs of each row's last document, zero where that document is shorter; (B, K - 1, D)."""
-    batch, length, channels = x.shape
-    if lengths is None and seq_idx is None and length >= width - 1:
-        return x[:, length - width + 1 :].clone()
-    ends = torch.full((batch,), length, device=x.device) if lengths is None else lengths.long()
-    columns = ends.unsqueeze(1) + torch.arange(1 - width, 0, device=x.device)  # negative ones lie in the state
-    inside, at = columns >= 0, columns.clamp(min=0)
-    state = x.gather(1, at.unsqueeze(-1).expand(-1, -1, channels))
-    before = 0.0
-    if initial_state is not None:
-        early = (columns + width - 1).clamp(max=width - 2).unsqueeze(-1)
-        before = initial_state.to(x.dtype).gather(1, early.expand(-1, -1, channels))
-    state = torch.where(inside.unsqueeze(-1), state, before)
-    if seq_idx is None:
-        return state
-    last = seq_idx.gather(1, (ends - 1).clamp(min=0).unsqueeze(1))
-    return torch.where((seq_idx.gather(1, at) == last).unsqueeze(-1), state, 0.0)
+    return y, last_inputs(x, weight.shape[1], initial_state, seq_idx, lengths)
 
 
 @torch.library.custom_op("hf_hybrid_ssm::causal_conv_triton", mutates_args=())
@@ -122,8 +101,8 @@ def _save_for_backward(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad_y):
-    _, _, bias, initial_state, _ = ctx.saved_tensors
-    dx, dweight, dbias, dstate = convolve_backward(grad_y, *ctx.saved_tensors, ctx.silu)
+    x, weight, bias, initial_state, seq_idx = ctx.saved_tensors  # once: checkpointing unpacks them once
+    dx, dweight, dbias, dstate = convolve_backward(grad_y, x, weight, bias, initial_state, seq_idx, ctx.silu)
     return dx, dweight, None if bias is None else dbias, None if initial_state is None else dstate, None, None
 
 

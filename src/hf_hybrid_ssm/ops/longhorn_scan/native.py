@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from hf_hybrid_ssm.ops.lengths import zero_beyond
-from hf_hybrid_ssm.ops.native_library import compile_and_load, missing_compiler
+from hf_hybrid_ssm.ops.native_library import compile_and_load, pointer, supports
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+__all__ = ["run", "supports"]
 
 
 @cache
@@ -18,19 +18,6 @@ def _library() -> ctypes.CDLL:
     library.longhorn_checkpoint_size.restype = ctypes.c_int64
     library.longhorn_groups.restype = ctypes.c_int64
     return library
-
-
-def supports(device_type: str, dtype: torch.dtype) -> str | None:
-    """None if this backend can run on such tensors, else the reason it cannot."""
-    if device_type != "cpu":
-        return f"it runs on the CPU, not on {device_type}"
-    if dtype not in DTYPES:
-        return f"it computes in float32, which is too coarse for {dtype}"
-    return missing_compiler()
-
-
-def _pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
 def _sizes(x: torch.Tensor, k: torch.Tensor) -> list[ctypes.c_int64]:
@@ -59,7 +46,7 @@ def _forward(
     y, final = torch.empty_like(x), x.new_empty(batch, channels, k.shape[-1])
     checkpoints = x.new_empty(_checkpoint_floats(x, k) if keep_checkpoints else batch * length)
     failed = _library().longhorn_forward(
-        *map(_pointer, (x, dt, k, q, z, dt_bias, skip, initial_state, seq_idx, y, final, checkpoints)),
+        *map(pointer, (x, dt, k, q, z, dt_bias, skip, initial_state, seq_idx, y, final, checkpoints)),
         ctypes.c_int(keep_checkpoints),
         *_sizes(x, k),
         ctypes.c_int(torch.get_num_threads()),
@@ -103,8 +90,8 @@ def _backward(
     dbias, dskip = x.new_empty(batch, channels), x.new_empty(batch, channels)
     dinitial = x.new_empty(batch, channels, states)
     failed = _library().longhorn_backward(
-        *map(_pointer, (x, dt, k, q, z, dt_bias, skip, seq_idx, checkpoints, dy, dfinal)),
-        *map(_pointer, (dx, ddt, dk, dq, dz, dbias, dskip, dinitial)),
+        *map(pointer, (x, dt, k, q, z, dt_bias, skip, seq_idx, checkpoints, dy, dfinal)),
+        *map(pointer, (dx, ddt, dk, dq, dz, dbias, dskip, dinitial)),
         *_sizes(x, k),
         ctypes.c_int(torch.get_num_threads()),
     )

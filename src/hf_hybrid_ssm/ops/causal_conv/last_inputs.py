@@ -1,0 +1,26 @@
+"""The inputs that the next token of each row needs."""
+
+import torch
+from torch import Tensor
+
+
+def last_inputs(
+    x: Tensor, width: int, initial_state: Tensor | None, seq_idx: Tensor | None, lengths: Tensor | None
+) -> Tensor:
+    """The last K - 1 inputs of each row's last document, zero where that document is shorter; (B, K - 1, D)."""
+    batch, length, channels = x.shape
+    if lengths is None and seq_idx is None and length >= width - 1:
+        return x[:, length - width + 1 :].clone()
+    ends = torch.full((batch,), length, device=x.device) if lengths is None else lengths.long()
+    columns = ends.unsqueeze(1) + torch.arange(1 - width, 0, device=x.device)  # negative ones lie in the state
+    inside, at = columns >= 0, columns.clamp(min=0)
+    state = x.gather(1, at.unsqueeze(-1).expand(-1, -1, channels))
+    before: Tensor | float = 0.0
+    if initial_state is not None:
+        early = (columns + width - 1).clamp(max=width - 2).unsqueeze(-1)
+        before = initial_state.to(x.dtype).gather(1, early.expand(-1, -1, channels))
+    state = torch.where(inside.unsqueeze(-1), state, before)
+    if seq_idx is None:
+        return state
+    last = seq_idx.gather(1, (ends - 1).clamp(min=0).unsqueeze(1))
+    return torch.where((seq_idx.gather(1, at) == last).unsqueeze(-1), state, 0.0)

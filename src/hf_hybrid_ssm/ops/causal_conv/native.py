@@ -1,0 +1,101 @@
+"""The fused CPU backend: `native.c`, compiled on first use, behind two custom ops."""
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hf_hybrid_ssm.ops.causal_conv.last_inputs import last_inputs
+from hf_hybrid_ssm.ops.native_library import compile_and_load, pointer, supports
+
+__all__ = ["run", "supports"]
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    return compile_and_load(Path(__file__).with_name("native.c"))
+
+
+def _call(function: str, tensors: list[Tensor | None], silu: bool, x: Tensor, weight: Tensor) -> None:
+    sizes = [ctypes.c_int64(size) for size in (*x.shape, weight.shape[0])]
+    threads = ctypes.c_int(torch.get_num_threads())
+    if getattr(_library(), function)(*map(pointer, tensors), ctypes.c_int(silu), *sizes, threads):
+        raise MemoryError("causal_conv ran out of memory for its sums.")
+
+
+@torch.library.custom_op("hf_hybrid_ssm::causal_conv_native", mutates_args=(), device_types="cpu")
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, seq_idx: Tensor | None, silu: bool
+) -> Tensor:
+    """y (B, L, D); weight is (K, D); all inputs contiguous float32, seq_idx int64."""
+    y = torch.empty_like(x)
+    _call("causal_conv_forward", [x, weight, bias, initial_state, seq_idx, y], silu, x, weight)
+    return y
+
+
+@_forward.register_fake
+def _(x, weight, bias, initial_state, seq_idx, silu):
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("hf_hybrid_ssm::causal_conv_native_backward", mutates_args=(), device_types="cpu")
+def _backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    seq_idx: Tensor | None,
+    silu: bool,
+) -> list[Tensor]:
+    """dx, dweight, dbias, dinitial (empty without a state)."""
+    batch, _, channels = x.shape
+    dx, dweight = torch.empty_like(x), x.new_empty(batch, *weight.shape)
+    dbias = x.new_empty(batch, channels)
+    dinitial = x.new_empty(0) if initial_state is None else torch.empty_like(initial_state)
+    tensors = [x, weight, bias, initial_state, seq_idx, dy, dx, dweight, dbias]
+    _call("causal_conv_backward", [*tensors, None if initial_state is None else dinitial], silu, x, weight)
+    return [dx, dweight.sum(0), dbias.sum(0), dinitial]
+
+
+@_backward.register_fake
+def _(dy, x, weight, bias, initial_state, seq_idx, silu):
+    dinitial = x.new_empty(0) if initial_state is None else torch.empty_like(initial_state)
+    return [torch.empty_like(x), torch.empty_like(weight), x.new_empty(x.shape[2]), dinitial]
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    *tensors, ctx.silu = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _gradient(ctx, dy):
+    x, weight, bias, initial_state, seq_idx = ctx.saved_tensors  # once: checkpointing unpacks them once
+    dx, dweight, dbias, dinitial = _backward(dy.contiguous(), x, weight, bias, initial_state, seq_idx, ctx.silu)
+    return dx, dweight, None if bias is None else dbias, None if initial_state is None else dinitial, None, None
+
+
+_forward.register_autograd(_gradient, setup_context=_setup_context)
+
+
+def _prepared(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.float().contiguous()
+
+
+def run(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `hf_hybrid_ssm.ops.causal_conv.causal_conv`; always returns the final state."""
+    inputs = (_prepared(x), _prepared(weight.t()), _prepared(bias), _prepared(initial_state))
+    documents = None if seq_idx is None else seq_idx.long().contiguous()
+    y = _forward(*inputs, documents, activation == "silu")
+    return y.to(x.dtype), last_inputs(x, weight.shape[1], initial_state, seq_idx, lengths)
