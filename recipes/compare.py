@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from checks import check_output
 from documents import DataArguments
 from pretrain_clm import ModelArguments, pretrain
 from settings import read_settings
@@ -28,6 +29,7 @@ class CompareArguments:
     output_dir: str = "runs/compare"
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
     results: str | None = field(default=None, metadata={"help": "a further file for the figures"})
+    overwrite: bool = False
 
     def __post_init__(self):
         if len(self.variants) < 2:
@@ -47,12 +49,13 @@ def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 def compare(arguments: CompareArguments) -> dict[str, Any]:
     """All runs, in turns of seeds so that an interrupted comparison is still a fair one."""
+    check_output(arguments.output_dir, arguments.overwrite)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.variants}
     figures: dict[str, Any] = {}
     for seed in arguments.seeds:
         for name, over in arguments.variants.items():
             folder = Path(arguments.output_dir) / f"{name}-{seed}"
-            settings = merged(arguments.base, over) | {"seed": seed, "output_dir": str(folder)}
+            settings = merged(arguments.base, over) | {"seed": seed, "output_dir": str(folder)} | {"overwrite": True}
             parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
             runs[name].append({"seed": seed, **pretrain(*parser.parse_dict(settings))})
             figures = {"settings": {"base": arguments.base, "variants": arguments.variants}}

@@ -43,7 +43,7 @@ PROMPT = "Return a new list that"
 
 def train(documents: tuple[Dataset, Dataset], folder: Path, steps: int) -> dict:
     """The recipe itself, with settings for a few minutes."""
-    model = ModelArguments(model_type="longhorn", config={"hidden_size": 160, "num_hidden_layers": 4})
+    model = ModelArguments(model_type="longhorn", config={"hidden_size": 160, "num_hidden_layers": 4}, overwrite=True)
     data = DataArguments(train_files=["(given)"], sequence_length=256, tokenizer_vocab_size=2048)
     training = TrainingArguments(
         output_dir=str(folder),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checks import check_checkpoint, check_output, check_vocabulary
 from datasets import Dataset, IterableDataset
 from documents import DataArguments, get_tokenizer, load_documents, packed_rows
 from settings import read_settings
@@ -38,6 +39,7 @@ class ModelArguments:
     config: dict[str, Any] = field(default_factory=dict, metadata={"help": "fields of the configuration"})
     model_name_or_path: str | None = field(default=None, metadata={"help": "go on from these weights instead"})
     resume: str | None = field(default=None, metadata={"help": "a checkpoint folder, or auto for the newest"})
+    overwrite: bool = field(default=False, metadata={"help": "start anew in an output_dir that is not empty"})
 
     def __post_init__(self):
         if (self.model_type is None) == (self.model_name_or_path is None):
@@ -63,10 +65,7 @@ def build_model(arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase) -
         else:
             config = CONFIG_MAPPING[arguments.model_type].preset(arguments.preset, **values)
         model = AutoModelForCausalLM.from_config(config)
-    if model.config.vocab_size < len(tokenizer):
-        raise ValueError(
-            f"vocab_size={model.config.vocab_size} is smaller than the tokenizer's {len(tokenizer)} tokens."
-        )
+    check_vocabulary(model, tokenizer)
     return model
 
 
@@ -95,6 +94,9 @@ def pretrain(
     Args:
         documents: training and validation documents, instead of those that `data` names.
     """
+    check_output(training.output_dir, model_arguments.overwrite, model_arguments.resume)
+    if model_arguments.model_name_or_path is not None:
+        check_checkpoint(model_arguments.model_name_or_path, "model_name_or_path", AutoModelForCausalLM)
     set_seed(training.seed)
     with training.main_process_first(desc="data"):
         texts, validation_texts = documents or load_documents(data)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from checks import check_output
 from compare import merged
 from documents import DataArguments
 from pretrain_clm import ModelArguments, pretrain
@@ -34,6 +35,7 @@ class ScalingArguments:
     output_dir: str = "runs/scaling-law"
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
     results: str | None = field(default=None, metadata={"help": "a further path, without ending, for the figures"})
+    overwrite: bool = False
 
     def __post_init__(self):
         for family, members in self.families.items():
@@ -81,6 +83,7 @@ def ladder(points: list[dict[str, Any]]) -> dict[str, Any]:
 
 def scaling_law(arguments: ScalingArguments) -> dict[str, Any]:
     """All runs, seed by seed, so that an interrupted ladder is a whole one with fewer seeds."""
+    check_output(arguments.output_dir, arguments.overwrite)
     parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
     points: dict[str, list[dict[str, Any]]] = {family: [] for family in arguments.families}
     figures: dict[str, Any] = {}
@@ -89,6 +92,7 @@ def scaling_law(arguments: ScalingArguments) -> dict[str, Any]:
             for member, over in members.items():
                 folder = Path(arguments.output_dir) / family / f"{member}-{seed}"
                 settings = merged(arguments.base, over) | {"seed": seed, "output_dir": str(folder)}
+                settings["overwrite"] = True
                 points[family].append({"member": member, "seed": seed, **pretrain(*parser.parse_dict(settings))})
         figures = {"settings": {"base": arguments.base, "families": arguments.families}, "seeds": arguments.seeds}
         figures["families"] = {family: ladder(found) for family, found in points.items()}

@@ -68,6 +68,7 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
     from documents import DataArguments
     from finetune_glue import GlueArguments
     from finetune_summarization import SummarizationArguments
+    from length_extrapolation import ExtrapolationArguments
     from mqar import RecallArguments
     from pretrain_clm import ModelArguments
     from settings import read_settings
@@ -85,6 +86,11 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
         arguments, _ = read_settings("mqar.py", (RecallArguments, TrainingArguments), [str(config), *training])
         for fields in map(dict, arguments.models.values()):
             models.append(ModelArguments(fields.pop("model_type"), config=fields))
+    elif config.parent.name == "length":
+        (arguments,) = read_settings("length_extrapolation.py", (ExtrapolationArguments,), [str(config)])
+        for over in arguments.variants.values():
+            settings = merged(arguments.base, over) | {"use_cpu": True, "output_dir": str(tmp_path)}
+            models.append(HfArgumentParser(pretraining).parse_dict(settings)[0])
     elif config.parent.name == "glue":
         classes = (GlueArguments, TrainingArguments)
         read_settings("finetune_glue.py", classes, [str(config), *training, "model_type=longhorn"])

@@ -1,0 +1,194 @@
+"""Perplexity far beyond the training length: the same held-out tokens, read in windows of more and more tokens.
+
+    python recipes/length_extrapolation.py recipes/configs/length/books_cpu.yaml [key=value ...]
+
+`models` names trained checkpoints; `variants` are trained first, by pretrain_clm.py with the settings of `base` and
+what differs. Every length is scored on exactly the same tokens, so that only the context changes. Writes
+length_extrapolation.json and .png to `output_dir`, and both to `results` (a path without ending) too.
+"""
+
+import math
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from checks import check_checkpoint, check_output, check_vocabulary
+from compare import merged
+from documents import DataArguments, documents_of_files
+from pretrain_clm import ModelArguments, pretrain
+from settings import read_settings
+from tqdm import tqdm
+from training import perplexity, write_json
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    HfArgumentParser,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+)
+
+import hf_hybrid_ssm  # noqa: F401 - registers the families
+
+
+@dataclass
+class ExtrapolationArguments:
+    """Which models to score on which text, at which lengths."""
+
+    files: list[str] = field(metadata={"help": "held-out text: txt, jsonl or parquet"})
+    lengths: list[int] = field(default_factory=lambda: [256, 512, 1024, 2048, 4096, 8192])
+    train_length: int = field(default=256, metadata={"help": "marked in the picture; `variants` train at it"})
+    scored_tokens: int = field(default=65_536, metadata={"help": "about so many, from all documents alike"})
+    models: dict[str, list[str]] = field(
+        default_factory=dict, metadata={"help": "name: checkpoints (such as seeds) to average over"}
+    )
+    base: dict[str, Any] = field(default_factory=dict, metadata={"help": "settings of pretrain_clm.py"})
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict, metadata={"help": "name: settings that differ"})
+    seeds: list[int] = field(default_factory=lambda: [0], metadata={"help": "of the variants"})
+    text_column: str = "text"
+    output_dir: str = "runs/length-extrapolation"
+    results: str | None = field(default=None, metadata={"help": "a further path, without ending, for the figures"})
+    overwrite: bool = False
+
+    def __post_init__(self):
+        self.lengths = sorted(set(self.lengths))
+        if not self.lengths or self.lengths[0] < 2 or any(self.lengths[-1] % length for length in self.lengths):
+            raise ValueError(f"lengths={self.lengths} must be at least 2 and divide the longest of them.")
+        if self.scored_tokens < self.lengths[-1]:
+            raise ValueError(f"scored_tokens={self.scored_tokens} must be at least the longest of lengths.")
+        if not self.models and not self.variants:
+            raise ValueError("give models (trained checkpoints) or variants (to train first).")
+        if self.variants and not self.seeds:
+            raise ValueError("seeds=[] must name at least one.")
+        for name, checkpoints in self.models.items():
+            for checkpoint in checkpoints:
+                check_checkpoint(checkpoint, f"models: {name!r}", AutoModelForCausalLM)
+
+
+def train(arguments: ExtrapolationArguments) -> dict[str, list[str]]:
+    """The variants' checkpoints, one a seed."""
+    parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
+    runs: dict[str, list[str]] = {name: [] for name in arguments.variants}
+    settings = []
+    for name, over in arguments.variants.items():
+        for seed in arguments.seeds:
+            runs[name].append(str(Path(arguments.output_dir) / f"{name}-{seed}"))
+            fixed = {"seed": seed, "output_dir": runs[name][-1], "sequence_length": arguments.train_length}
+            settings.append(parser.parse_dict(merged(arguments.base, over) | fixed | {"overwrite": True}))
+    for each in settings:  # all have been read: a wrong setting of the last one cannot cost the first one's hours
+        pretrain(*each)
+    return runs
+
+
+def rows_of(arguments: ExtrapolationArguments, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """Rows (N, longest length) from inside one document each, taken from the documents in turn."""
+    longest = arguments.lengths[-1]
+    wanted = arguments.scored_tokens // longest
+    documents = []
+    for document in documents_of_files(arguments.files):
+        ids = tokenizer(document[arguments.text_column], add_special_tokens=False, verbose=False)["input_ids"]
+        documents.append(torch.tensor(ids[: len(ids) // longest * longest], dtype=torch.long).view(-1, longest))
+    turns = max((len(rows) for rows in documents), default=0)
+    rows = [rows[turn] for turn in range(turns) for rows in documents if turn < len(rows)][:wanted]
+    if len(rows) < wanted:
+        raise ValueError(
+            f"scored_tokens={arguments.scored_tokens} takes {wanted} pieces of {longest} tokens; the documents of "
+            f"{arguments.files} hold {len(rows)}."
+        )
+    return torch.stack(rows)
+
+
+@torch.inference_mode()
+def loss_at(model: PreTrainedModel, rows: torch.Tensor, length: int, shortest: int) -> float:
+    """Mean loss of the tokens of `rows` that are first in no window of `shortest`, in windows of `length`."""
+    windows = rows.reshape(-1, length)
+    scored = torch.arange(1, length) % shortest != 0
+    total = 0.0
+    for window in windows.split(max(1, rows.shape[1] // length)):  # as many tokens at a time at every length
+        window = window.to(model.device)
+        logits = model(window, use_cache=False).logits[:, :-1].float()
+        losses = F.cross_entropy(logits.transpose(1, 2), window[:, 1:], reduction="none")
+        total += losses[:, scored.to(losses.device)].double().sum().item()
+    return total / (int(scored.sum()) * len(windows))
+
+
+def curve_of(checkpoint: str, arguments: ExtrapolationArguments) -> tuple[list[float], int]:
+    """The loss at each length, and how many tokens were scored."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    check_vocabulary(model, tokenizer)
+    rows = rows_of(arguments, tokenizer)
+    shortest = arguments.lengths[0]
+    lengths = tqdm(arguments.lengths, desc=Path(checkpoint).name)
+    return [loss_at(model, rows, length, shortest) for length in lengths], rows.numel() * (shortest - 1) // shortest
+
+
+def summary(curves: list[list[float]], scored: int, arguments: ExtrapolationArguments) -> dict[str, Any]:
+    means = [statistics.mean(losses) for losses in zip(*curves)]
+    spread = [statistics.stdev(losses) if len(curves) > 1 else None for losses in zip(*curves)]
+    points = [
+        {"length": length, "loss": loss, "perplexity": perplexity(loss), "standard_deviation_of_loss": deviation}
+        for length, loss, deviation in zip(arguments.lengths, means, spread)
+    ]
+    at_training = min(arguments.lengths, key=lambda length: abs(math.log(length / arguments.train_length)))
+    factor = math.exp(means[-1] - means[arguments.lengths.index(at_training)])
+    return {
+        "checkpoints": len(curves),
+        "scored_tokens": scored,
+        "points": points,
+        "perplexity_at_the_longest_over_training_length": factor,
+    }
+
+
+def length_extrapolation(arguments: ExtrapolationArguments) -> dict[str, Any]:
+    check_output(arguments.output_dir, arguments.overwrite)
+    held_out = documents_of_files(arguments.files)
+    if arguments.text_column not in held_out.column_names:
+        raise ValueError(f"text_column={arguments.text_column!r} is not among the columns {held_out.column_names}.")
+    models = arguments.models | train(arguments)
+    figures: dict[str, Any] = {"train_length": arguments.train_length, "models": {}}
+    if arguments.variants:
+        figures["settings"] = {"base": arguments.base, "variants": arguments.variants, "seeds": arguments.seeds}
+    for name, checkpoints in models.items():
+        found = [curve_of(checkpoint, arguments) for checkpoint in checkpoints]
+        figures["models"][name] = summary([curve for curve, _ in found], found[0][1], arguments)
+    targets = [Path(arguments.output_dir) / "length_extrapolation"]
+    targets += [Path(arguments.results)] if arguments.results else []
+    for target in targets:
+        write_json(target.with_suffix(".json"), figures)
+        plot(figures, target.with_suffix(".png"))
+    print(table(figures))
+    return figures
+
+
+def table(figures: dict[str, Any]) -> str:
+    first = next(iter(figures["models"].values()))
+    lines = [f"| perplexity at | {' | '.join(str(point['length']) for point in first['points'])} |"]
+    lines.append("| --- |" + " ---: |" * len(first["points"]))
+    for name, found in figures["models"].items():
+        values = [f"{point['perplexity']:.2f}" for point in found["points"]]
+        lines.append(f"| {name} | {' | '.join(values)} |")
+    return "\n".join(lines)
+
+
+def plot(figures: dict[str, Any], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    axes = (figure := Figure(figsize=(6.5, 4), layout="constrained")).subplots()
+    for name, found in figures["models"].items():
+        lengths = [point["length"] for point in found["points"]]
+        axes.plot(lengths, [point["perplexity"] for point in found["points"]], label=name, marker="o")
+    axes.axvline(figures["train_length"], color="0.5", linestyle="--", linewidth=1, label="length of training")
+    axes.set(xscale="log", yscale="log", xlabel="tokens at a time", ylabel="perplexity")
+    axes.set_xticks(lengths, [str(length) for length in lengths])
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    length_extrapolation(*read_settings("length_extrapolation.py", (ExtrapolationArguments,)))

@@ -1,0 +1,96 @@
+"""Perplexity by length: every length scores the same tokens, and one call trains, scores and draws."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from length_extrapolation import ExtrapolationArguments, length_extrapolation, loss_at, rows_of
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import hf_hybrid_ssm  # noqa: F401 - registers the families
+
+TINY = {"hidden_size": 8, "num_hidden_layers": 1, "state_size": 2}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    lines = [" ".join(f"word {number} of text {text}" for number in range(60)) for text in range(6)]
+    rows = [json.dumps({"text": line}) for line in lines]
+    (folder / "texts.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    return [f"{folder}/texts.jsonl"]
+
+
+def arguments(files, folder, **options):
+    base = {
+        "train_files": files, "tokenizer_vocab_size": 280, "max_steps": 2, "save_strategy": "no",
+        "report_to": "none", "use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False,
+    }  # fmt: skip
+    llama = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    variants = {
+        "Longhorn": {"model_type": "longhorn", "config": TINY},
+        "Llama": {"model_type": "llama", "config": llama},
+    }
+    options = {"base": base, "variants": variants, "seeds": [0, 1], "lengths": [16, 32, 64]} | options
+    options |= {"train_length": 16, "scored_tokens": 256, "output_dir": str(folder / "runs")}
+    return ExtrapolationArguments(files, **options)
+
+
+def test_trains_and_scores(files, tmp_path):
+    first = arguments(files, tmp_path, results=str(tmp_path / "figures"))
+    figures = length_extrapolation(first)
+    assert json.loads((tmp_path / "figures.json").read_text()) == figures
+    assert (tmp_path / "figures.png").stat().st_size > 1000
+    for found in figures["models"].values():
+        assert [point["length"] for point in found["points"]] == [16, 32, 64]
+        assert found["checkpoints"] == 2 and found["scored_tokens"] == 240
+        assert all(100 < point["perplexity"] < 400 for point in found["points"])
+    with pytest.raises(FileExistsError, match="overwrite"):
+        length_extrapolation(first)
+
+    checkpoint = str(tmp_path / "runs/Llama-1")
+    trained = arguments(files, tmp_path / "again", models={"Llama": [checkpoint]}, variants={})
+    rows = rows_of(trained, AutoTokenizer.from_pretrained(checkpoint))
+    model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    assert rows.shape == (4, 64)
+    runs = figures["models"]["Llama"]["points"]
+    other = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/Llama-0").eval()
+    for point in runs:
+        mean = (loss_at(model, rows, point["length"], 16) + loss_at(other, rows, point["length"], 16)) / 2
+        assert point["loss"] == pytest.approx(mean, rel=1e-6)
+
+
+def test_every_length_scores_the_same_tokens():
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("longhorn", vocab_size=50, **TINY)).eval()
+    rows = torch.randint(0, 50, (2, 24))
+    with torch.inference_mode():
+        losses = F.cross_entropy(model(rows).logits[:, :-1].transpose(1, 2), rows[:, 1:], reduction="none")
+    scored = [position for position in range(1, 24) if position % 6]
+    expected = losses[:, [position - 1 for position in scored]].mean().item()
+    assert loss_at(model, rows, 24, 6) == pytest.approx(expected, rel=1e-5)
+    with torch.inference_mode():
+        windows = rows.view(-1, 6)
+        short = F.cross_entropy(model(windows).logits[:, :-1].transpose(1, 2), windows[:, 1:])
+    assert loss_at(model, rows, 6, 6) == pytest.approx(short.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"lengths": [16, 40]}, ValueError, "divide the longest"),
+        ({"lengths": [16, 1024]}, ValueError, "scored_tokens=256"),
+        ({"variants": {}}, ValueError, "models"),
+        ({"models": {"a": ["/nowhere"]}}, FileNotFoundError, r"config\.json"),
+    ],
+)
+def test_bad_settings(files, tmp_path, options, error, message):
+    with pytest.raises(error, match=message):
+        arguments(files, tmp_path, **options)
+
+
+def test_bad_data(files, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"missing\.jsonl"):
+        length_extrapolation(arguments([str(tmp_path / "missing.jsonl")], tmp_path))
+    with pytest.raises(ValueError, match="text_column='story'"):
+        length_extrapolation(arguments(files, tmp_path, text_column="story"))
