@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from checks import check_checkpoint, check_labels, check_output, check_vocabulary
 from datasets import Dataset, DatasetDict, load_dataset
 from documents import train_tokenizer
 from scipy.stats import pearsonr, spearmanr
@@ -72,6 +73,7 @@ class GlueArguments:
         default_factory=dict, metadata={"help": "training arguments to try, such as learning_rate: [1e-5, 1e-4]"}
     )
     results: str | None = field(default=None, metadata={"help": "a further file for the figures"})
+    overwrite: bool = False
 
     def __post_init__(self):
         if unknown := sorted(set(self.tasks) - set(TASKS)):
@@ -95,17 +97,22 @@ def load_task(name: str, data_folder: str | None) -> DatasetDict:
     return load_dataset("json", data_files=files)
 
 
+def check_task(name: str, splits: DatasetDict) -> None:
+    """Every split has the task's columns, and labels in its range."""
+    task = TASKS[name]
+    for split in ("train", *(split for split in task.validation if split in splits)):
+        rows = splits[split]
+        if set(task.columns) - set(rows.column_names) or "label" not in rows.column_names:
+            raise ValueError(
+                f"{name} {split}: the data has columns {rows.column_names}; {[*task.columns, 'label']} are needed."
+            )
+        if task.num_labels > 1:
+            check_labels(rows["label"], task.num_labels, f"{name} {split}")
+
+
 def tokenized(rows: Dataset, task: Task, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
     """`input_ids` and `labels`; the parts of a pair end with the end-of-text token unless the tokenizer has its own
     way."""
-    missing = set(task.columns) - set(rows.column_names)
-    if missing or "label" not in rows.column_names:
-        raise ValueError(f"the data has columns {rows.column_names}; {[*task.columns, 'label']} are needed.")
-    labels = np.array(rows["label"])
-    if task.num_labels > 1 and (labels.min() < 0 or labels.max() >= task.num_labels):
-        raise ValueError(
-            f"labels run from {labels.min()} to {labels.max()}, but the task has {task.num_labels} classes."
-        )
 
     def encode(batch: dict[str, list]) -> dict[str, list]:
         labels = [float(label) if task.num_labels == 1 else label for label in batch["label"]]
@@ -154,6 +161,7 @@ def build(arguments: GlueArguments, task: Task, texts: Dataset) -> tuple[PreTrai
         special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
         values = {"vocab_size": len(tokenizer)} | special | options | arguments.config
         model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(arguments.model_type, **values))
+    check_vocabulary(model, tokenizer)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if model.config.pad_token_id is None:
@@ -165,6 +173,7 @@ def finetune(name: str, arguments: GlueArguments, training: TrainingArguments) -
     """One run on one task: measures on each validation split."""
     set_seed(training.seed)
     task, splits = TASKS[name], load_task(name, arguments.data_folder)
+    check_task(name, splits)
     train = splits["train"].shuffle(seed=training.seed)
     if arguments.max_train_rows is not None:
         train = train.select(range(min(arguments.max_train_rows, len(train))))
@@ -192,6 +201,11 @@ def finetune(name: str, arguments: GlueArguments, training: TrainingArguments) -
 
 def glue(arguments: GlueArguments, training: TrainingArguments) -> dict[str, Any]:
     """All tasks, all points of the grid."""
+    check_output(training.output_dir, arguments.overwrite)
+    if arguments.model_name_or_path is not None:
+        check_checkpoint(arguments.model_name_or_path, "model_name_or_path", AutoModelForSequenceClassification)
+    for name in arguments.tasks:  # the last task's data too, before the first one trains
+        check_task(name, load_task(name, arguments.data_folder))
     results: dict[str, Any] = {}
     points = [dict(zip(arguments.grid, values)) for values in itertools.product(*arguments.grid.values())]
     for name in arguments.tasks:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from checks import check_checkpoint, check_output, check_vocabulary
 from datasets import Dataset
 from documents import documents_of_files, train_tokenizer
 from rouge_score.rouge_scorer import RougeScorer
@@ -62,6 +63,7 @@ class SummarizationArguments:
     max_train_rows: int | None = None
     max_eval_rows: int | None = None
     results: str | None = field(default=None, metadata={"help": "a further file for the figures"})
+    overwrite: bool = False
 
     def __post_init__(self):
         if (self.model_type is None) == (self.model_name_or_path is None):
@@ -118,8 +120,11 @@ def lead(text: str, sentences: int = 1) -> str:
 def build(arguments: SummarizationArguments, rows: Dataset) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The encoder-decoder and its tokenizer; both know padding, end of text and the decoder's first token."""
     if arguments.model_name_or_path is not None:
+        check_checkpoint(arguments.model_name_or_path, "model_name_or_path", AutoModelForSeq2SeqLM)
         tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path)
-        return AutoModelForSeq2SeqLM.from_pretrained(arguments.model_name_or_path), tokenizer
+        model = AutoModelForSeq2SeqLM.from_pretrained(arguments.model_name_or_path)
+        check_vocabulary(model, tokenizer)
+        return model, tokenizer
     columns = (arguments.source_column, arguments.target_column)
     tokenizer = train_tokenizer((text for column in columns for text in rows[column]), arguments.tokenizer_vocab_size)
     if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):  # generation must tell the end from padding
@@ -139,8 +144,14 @@ def summaries(trainer: SummarizationTrainer, rows: Dataset, tokenizer: PreTraine
 
 def summarize(arguments: SummarizationArguments, training: Seq2SeqTrainingArguments) -> dict[str, Any]:
     """Train, generate, measure."""
+    check_output(training.output_dir, arguments.overwrite)
     set_seed(training.seed)
     train = load_rows(arguments, arguments.train_files, arguments.max_train_rows)
+    held_out = {
+        split: load_rows(arguments, files, arguments.max_eval_rows)
+        for split, files in (("validation", arguments.validation_files), ("test", arguments.test_files))
+        if files
+    }
     model, tokenizer = build(arguments, train)
     training.predict_with_generate = True
     training.generation_max_length = training.generation_max_length or arguments.max_target_length
@@ -157,10 +168,7 @@ def summarize(arguments: SummarizationArguments, training: Seq2SeqTrainingArgume
         "seconds": round(run.metrics["train_runtime"]),
     }
     output, said = Path(training.output_dir), []
-    for split, files in (("validation", arguments.validation_files), ("test", arguments.test_files)):
-        if not files:
-            continue
-        rows = load_rows(arguments, files, arguments.max_eval_rows)
+    for split, rows in held_out.items():
         predictions, wanted = (
             summaries(trainer, tokenized(rows, arguments, tokenizer), tokenizer),
             references_of(rows, arguments),

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from checks import check_output
 from datasets import Dataset
 from settings import read_settings
 from training import Trainer, write_figures
@@ -45,6 +46,7 @@ class RecallArguments:
     test_rows: int = 3_000
     enough: float = field(default=0.99, metadata={"help": "test accuracy at which a run stops"})
     results: str | None = field(default=None, metadata={"help": "a further path, without ending, for the figures"})
+    overwrite: bool = False
 
     def __post_init__(self):
         for length, pairs in self.settings:
@@ -126,6 +128,7 @@ def run(fields: dict[str, Any], width: int, data: tuple[Dataset, Dataset], train
 
 def sweep(arguments: RecallArguments, training: TrainingArguments) -> list[dict[str, Any]]:
     """The best learning rate of every model, length and width."""
+    check_output(training.output_dir, arguments.overwrite)
     results = []
     for length, pairs in arguments.settings:
         sizes = {"length": length, "pairs": pairs, "vocab_size": arguments.vocab_size}

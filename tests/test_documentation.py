@@ -70,7 +70,10 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
     from finetune_summarization import SummarizationArguments
     from length_extrapolation import ExtrapolationArguments
     from mqar import RecallArguments
+    from per_token_loss import PerTokenArguments
     from pretrain_clm import ModelArguments
+    from pretrain_seq2seq import SpanArguments
+    from scaling_law import ScalingArguments
     from settings import read_settings
     from transformers import CONFIG_MAPPING, HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
 
@@ -91,9 +94,22 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
         for over in arguments.variants.values():
             settings = merged(arguments.base, over) | {"use_cpu": True, "output_dir": str(tmp_path)}
             models.append(HfArgumentParser(pretraining).parse_dict(settings)[0])
+    elif config.parent.name == "seq2seq":
+        classes = (SpanArguments, DataArguments, TrainingArguments)
+        models.append(read_settings("pretrain_seq2seq.py", classes, [str(config), *training])[0])
+    elif config.stem == "scaling_cpu":
+        (arguments,) = read_settings("scaling_law.py", (ScalingArguments,), [str(config)])
+        for over in (over for members in arguments.families.values() for over in members.values()):
+            settings = merged(arguments.base, over) | {"use_cpu": True, "output_dir": str(tmp_path)}
+            models.append(HfArgumentParser(pretraining).parse_dict(settings)[0])
+    elif config.stem == "per_token_cpu":
+        with pytest.raises(FileNotFoundError, match=r"config\.json"):  # read to the checkpoints, which are not here
+            read_settings("per_token_loss.py", (PerTokenArguments,), [str(config)])
     elif config.parent.name == "glue":
         classes = (GlueArguments, TrainingArguments)
-        read_settings("finetune_glue.py", classes, [str(config), *training, "model_type=longhorn"])
+        read_settings(
+            "finetune_glue.py", classes, [str(config), *training, "model_name_or_path=null", "model_type=longhorn"]
+        )
     elif config.parent.name == "summarization":
         classes = (SummarizationArguments, Seq2SeqTrainingArguments)
         arguments, _ = read_settings("finetune_summarization.py", classes, [str(config), *training])

@@ -41,7 +41,7 @@ def test_memorises_what_it_is_shown(settings, tmp_path):
     lines = (tmp_path / "run/predictions.jsonl").read_text().splitlines()
     assert [json.loads(line)["references"][1] for line in lines] == list(TEXTS.values())
     # the saved folder goes on where this run ended, with nothing else said
-    again = SummarizationArguments(**settings, model_name_or_path=str(tmp_path / "run"))
+    again = SummarizationArguments(**settings, model_name_or_path=str(tmp_path / "run"), overwrite=True)
     training.max_steps, training.learning_rate = 1, 0.0
     assert summarize(again, training)["validation"]["model"]["rougeL"] > 90
 

@@ -1,0 +1,162 @@
+"""Pre-train an encoder-decoder by T5's span corruption: SPADE's, or any of transformers for comparison.
+
+    python recipes/pretrain_seq2seq.py recipes/configs/seq2seq/books_cpu.yaml [key=value ...]
+
+Writes to `output_dir`: the model and tokenizer, checkpoints, results.json, history.json and loss.png. The folder can
+be summarized with (finetune_summarization.py) and its encoder classified with (finetune_glue.py), both by
+`model_name_or_path=FOLDER`.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from checks import check_checkpoint, check_output, check_vocabulary
+from datasets import Dataset, IterableDataset
+from documents import DataArguments, get_tokenizer, load_documents
+from pretrain_clm import split_rows
+from settings import read_settings
+from span_corruption import NewMasksEachEpoch, SpanCorruption, sentinels_of, text_length
+from training import Trainer, checkpoint_to_resume, perplexity, plot_loss, write_figures, write_json
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForSeq2SeqLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+    set_seed,
+)
+
+import hf_hybrid_ssm  # noqa: F401 - registers the families
+
+SHORTEST_ROW = 8  # tokens; what is left of the documents at the end of a group may be shorter, and is dropped
+
+
+@dataclass
+class SpanArguments:
+    """Which model to train, and how much of the text it must restore. `sequence_length` is that of the input."""
+
+    model_type: str | None = field(default=None, metadata={"help": "spade_seq2seq, t5, ...: from scratch"})
+    preset: str | None = field(default=None, metadata={"help": "spade-base"})
+    config: dict[str, Any] = field(default_factory=dict, metadata={"help": "fields of the configuration"})
+    model_name_or_path: str | None = field(default=None, metadata={"help": "go on from these weights instead"})
+    noise_density: float = 0.15
+    mean_span_length: float = 3.0
+    resume: str | None = field(default=None, metadata={"help": "a checkpoint folder, or auto for the newest"})
+    overwrite: bool = field(default=False, metadata={"help": "start anew in an output_dir that is not empty"})
+    results: str | None = field(default=None, metadata={"help": "a further file for the figures"})
+
+    def __post_init__(self):
+        if (self.model_type is None) == (self.model_name_or_path is None):
+            raise ValueError(
+                f"give either model_type or model_name_or_path, got model_type={self.model_type!r} and "
+                f"model_name_or_path={self.model_name_or_path!r}."
+            )
+        if not 0 < self.noise_density < 1:
+            raise ValueError(f"noise_density={self.noise_density} must lie between 0 and 1.")
+        if self.mean_span_length < 1:
+            raise ValueError(f"mean_span_length={self.mean_span_length} must be at least 1.")
+
+
+def with_sentinels(tokenizer: PreTrainedTokenizerBase, trained_here: bool) -> PreTrainedTokenizerBase:
+    """A tokenizer trained here gets a padding token and 100 sentinels; one that was given keeps its own."""
+    if trained_here:
+        names = [f"<extra_id_{number}>" for number in range(100)]
+        tokenizer.add_special_tokens({"pad_token": "<|pad|>", "additional_special_tokens": names})
+    if tokenizer.pad_token_id is None or not sentinels_of(tokenizer):
+        raise ValueError("the tokenizer needs a padding token and the sentinels <extra_id_0>, <extra_id_1>, ...")
+    return tokenizer
+
+
+def token_rows(
+    documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, data: DataArguments, length: int
+) -> Dataset | IterableDataset:
+    """`input_ids` of at most `length` tokens of documents laid end to end, and `row`, the row's number."""
+    columns = documents.column_names or list(next(iter(documents)))
+
+    def cut(batch: dict[str, list]) -> dict[str, list]:
+        ids = tokenizer(batch[data.text_column], add_special_tokens=False, verbose=False)["input_ids"]
+        tokens = [token for document in ids for token in [*document, tokenizer.eos_token_id]]
+        rows = [tokens[start : start + length] for start in range(0, len(tokens), length)]
+        return {"input_ids": [row for row in rows if len(row) >= SHORTEST_ROW]}
+
+    rows = documents.map(cut, batched=True, batch_size=100, remove_columns=columns)
+    return rows.map(lambda row, number: row | {"row": number}, with_indices=True)
+
+
+def build_model(arguments: SpanArguments, tokenizer: PreTrainedTokenizerBase, target_length: int) -> PreTrainedModel:
+    """A new model for the tokenizer, or the one to go on with.
+
+    Raises:
+        ValueError: its vocabulary or its target positions are too few.
+    """
+    if arguments.model_name_or_path is not None:
+        check_checkpoint(arguments.model_name_or_path, "model_name_or_path", AutoModelForSeq2SeqLM)
+        model = AutoModelForSeq2SeqLM.from_pretrained(arguments.model_name_or_path)
+    else:
+        pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
+        special = {"pad_token_id": pad, "eos_token_id": end, "decoder_start_token_id": pad}
+        values = {"vocab_size": len(tokenizer)} | special | arguments.config
+        if arguments.preset is None:
+            config = AutoConfig.for_model(arguments.model_type, **values)
+        else:
+            config = CONFIG_MAPPING[arguments.model_type].preset(arguments.preset, **values)
+        model = AutoModelForSeq2SeqLM.from_config(config)
+    check_vocabulary(model, tokenizer)
+    if (positions := getattr(model.config, "max_target_positions", target_length)) < target_length:
+        raise ValueError(f"max_target_positions={positions} is below the target's {target_length} tokens.")
+    return model
+
+
+def pretrain(arguments: SpanArguments, data: DataArguments, training: TrainingArguments) -> dict[str, Any]:
+    """Train, evaluate and save; returns what is written to results.json."""
+    check_output(training.output_dir, arguments.overwrite, arguments.resume)
+    set_seed(training.seed)
+    noise = (arguments.noise_density, arguments.mean_span_length)
+    length, target_length = text_length(data.sequence_length, *noise)
+    with training.main_process_first(desc="data"):
+        texts, validation_texts = load_documents(data)
+        tokenizer = with_sentinels(get_tokenizer(data, texts), data.tokenizer is None)
+        train = token_rows(texts, tokenizer, data, length)
+        held_out = None if validation_texts is None else token_rows(validation_texts, tokenizer, data, length)
+    model = build_model(arguments, tokenizer, target_length)
+    train, held_out = split_rows(train, held_out, data.validation_fraction)
+    collator = SpanCorruption(tokenizer, length, *noise, seed=training.seed)
+    training.remove_unused_columns = False  # the collator reads the row's number
+    trainer = Trainer(
+        model=model,
+        args=training,
+        train_dataset=train,
+        eval_dataset=held_out.map(SpanCorruption(tokenizer, length, *noise).corrupted),  # the same in every evaluation
+        processing_class=tokenizer,
+        data_collator=collator,
+        callbacks=[NewMasksEachEpoch(collator)],
+    )
+    run = trainer.train(resume_from_checkpoint=checkpoint_to_resume(arguments.resume, training.output_dir))
+    validation_loss = trainer.evaluate()["eval_loss"]
+    trainer.save_model()
+    rows_per_step = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
+    results = {
+        "model_type": model.config.model_type,
+        "parameters": model.num_parameters(),
+        "steps": trainer.state.global_step,
+        "text_tokens": trainer.state.global_step * rows_per_step * length,
+        "lengths": {"text": length, "input": data.sequence_length, "target": target_length},
+        "train_loss": run.metrics["train_loss"],
+        "validation_loss": validation_loss,
+        "validation_perplexity": perplexity(validation_loss),
+        "seconds": run.metrics["train_runtime"],
+        "torch": torch.__version__,
+    }
+    if trainer.is_world_process_zero():
+        write_json(Path(training.output_dir) / "history.json", trainer.state.log_history)
+        write_figures(results, training.output_dir, arguments.results)
+        plot_loss(trainer.state.log_history, Path(training.output_dir) / "loss.png")
+        print(results)
+    return results
+
+
+if __name__ == "__main__":
+    pretrain(*read_settings("pretrain_seq2seq.py", (SpanArguments, DataArguments, TrainingArguments)))

@@ -1,0 +1,72 @@
+"""What recipes look at before a run starts: each wrong thing is named."""
+
+import pytest
+from checks import check_checkpoint, check_labels, check_output, check_vocabulary
+from documents import train_tokenizer
+from finetune_glue import GlueArguments, glue
+from finetune_summarization import SummarizationArguments, summarize
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    Seq2SeqTrainingArguments,
+    TrainingArguments,
+)
+
+import hf_hybrid_ssm  # noqa: F401 - registers the families
+
+
+def test_output_folder(tmp_path):
+    for fine in (tmp_path / "new", tmp_path):
+        check_output(fine, overwrite=False)
+    (tmp_path / "checkpoint-20").mkdir()
+    (tmp_path / "results.json").write_text("{}")
+    check_output(tmp_path, overwrite=False, resume="auto")
+    with pytest.raises(FileExistsError, match="overwrite=true"):
+        check_output(tmp_path, overwrite=False)
+    assert (tmp_path / "checkpoint-20").exists()
+    check_output(tmp_path, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_checkpoint(tmp_path):
+    for missing in (str(tmp_path), "./nowhere"):
+        with pytest.raises(FileNotFoundError, match=r"model_name_or_path.*config\.json"):
+            check_checkpoint(missing, "model_name_or_path")
+    AutoConfig.for_model("longhorn").save_pretrained(tmp_path)
+    for auto_class in (AutoModelForCausalLM, AutoModelForSequenceClassification):
+        assert check_checkpoint(str(tmp_path), "model", auto_class).model_type == "longhorn"
+    with pytest.raises(ValueError, match="family 'longhorn', which AutoModelForSeq2SeqLM"):
+        check_checkpoint(str(tmp_path), "model", AutoModelForSeq2SeqLM)
+
+
+def test_vocabulary_and_labels():
+    tokenizer = train_tokenizer(["some text"], 260)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "state_size": 2}
+    for size in (len(tokenizer), len(tokenizer) - 1):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("longhorn", vocab_size=size, **sizes))
+        if size == len(tokenizer):
+            check_vocabulary(model, tokenizer)
+        else:
+            with pytest.raises(ValueError, match=f"vocab_size={size}"):
+                check_vocabulary(model, tokenizer)
+    check_labels([0, 2, 1], 3, "train")
+    for labels in ([0, 3], [-1, 0]):
+        with pytest.raises(ValueError, match="validation: labels run from"):
+            check_labels(labels, 3, "validation")
+
+
+def test_recipes_refuse_what_they_cannot_load(tmp_path):
+    (tmp_path / "spade").mkdir()
+    AutoConfig.for_model("spade").save_pretrained(tmp_path / "spade")
+    (tmp_path / "texts.jsonl").write_text('{"document": "a", "summary": "b"}\n')
+    files = [str(tmp_path / "texts.jsonl")]
+    arguments = SummarizationArguments(files, files, model_name_or_path=str(tmp_path / "spade"))
+    with pytest.raises(ValueError, match="family 'spade'"):
+        summarize(arguments, Seq2SeqTrainingArguments(str(tmp_path / "out"), use_cpu=True, report_to="none"))
+    AutoConfig.for_model("mamba").save_pretrained(tmp_path / "mamba")
+    with pytest.raises(ValueError, match="family 'mamba'"):
+        glue(GlueArguments(model_name_or_path=str(tmp_path / "mamba")), TrainingArguments(str(tmp_path / "out")))
+    with pytest.raises(FileExistsError):
+        glue(GlueArguments(model_type="longhorn"), TrainingArguments(str(tmp_path)))
