@@ -58,6 +58,10 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "bst sh s4d": ("bst", BST),
     "bst mh s4": ("bst", {**BST, "context_variant": "mh", "ssm_type": "s4"}),
     "bst mf unstructured": ("bst", {**BST, "context_variant": "mf", "ssm_type": "unstructured", "filter_length": 16}),
+    "bst block-recurrent": (
+        "bst",
+        {**BST, "bst_layer_indices": None, "block_types": ["brect", "slide", "bst"], "recurrent_num_states": 3},
+    ),
     "lmu-isa": ("lmu_isa", LMU),
     "lmu-isa + global attention": ("lmu_isa", {**LMU, "pre_block": "global_attention"}),
     "lmu-isa + window attention": ("lmu_isa", {**LMU, "pre_block": "window_attention", "sliding_window": 5}),

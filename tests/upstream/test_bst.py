@@ -1,4 +1,5 @@
-"""transformers' own tests on the Block-State Transformer: one filter, a filter for each context state, and Slide."""
+"""transformers' own tests on the Block-State Transformer: one filter, a filter for each context state, Slide, and
+Block-Recurrent layers."""
 
 import unittest
 
@@ -38,3 +39,11 @@ class BstMultiFilterTest(BstTest):
 
 class SlideTest(BstTest):
     tester_config = BstTest.tester_config | {"bst_layer_indices": []}
+
+
+class BlockRecurrentTest(BstTest):
+    tester_config = BstTest.tester_config | {
+        "bst_layer_indices": None,
+        "block_types": ["brect", "slide"],
+        "recurrent_num_states": 3,
+    }

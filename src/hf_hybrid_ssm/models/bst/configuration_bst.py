@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 
 from hf_hybrid_ssm.models.configuration import HybridConfigMixin
 
-BLOCK_TYPES = ("slide", "bst")
+BLOCK_TYPES = ("slide", "bst", "brect")
 SSM_TYPES = ("s4d", "s4", "unstructured", "s5")
 STATE_LAYER_TYPE = "hybrid_ssm_state"
 
@@ -19,7 +19,8 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
     Configuration of a Block-State Transformer (arXiv 2306.09539). The defaults are BST:SH:S4 of about 200M parameters.
 
     A stack of window-attention layers ("slide") in which some ("bst") also attend to context states that a state-space
-    model computes from the whole past. With all `block_types` "slide" the same code is the paper's Slide baseline.
+    model computes from the whole past. The paper's baselines are the same code: all `block_types` "slide" is Slide,
+    and a "brect" layer is a Block-Recurrent Transformer's with a fixed gate and no feed-forward layer on its states.
 
     Args:
         vocab_size (`int`, *optional*, defaults to 32128): Size of the vocabulary.
@@ -30,12 +31,13 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
         intermediate_size (`int`, *optional*, defaults to 4096): Width of the feed-forward layers.
         hidden_act (`str`, *optional*, defaults to `"relu"`): Their activation.
         window_size (`int`, *optional*, defaults to 512): W: tokens a token attends to, and tokens of a block.
-        block_types (`list[str]`, *optional*): `"slide"` or `"bst"` for each layer; by default from
+        block_types (`list[str]`, *optional*): `"slide"`, `"bst"` or `"brect"` for each layer; by default from
             `bst_layer_indices`.
         bst_layer_indices (`list[int]`, *optional*): Layers of type `"bst"`, from 0; `[0, 6, 8]` by default.
         context_variant (`str`, *optional*, defaults to `"sh"`): `"sh"` (one filter), `"mh"` (one a head) or `"mf"`
             (one a context state).
         num_context_states (`int`, *optional*, defaults to 32): S, context states of a block for `"mf"`.
+        recurrent_num_states (`int`, *optional*, defaults to 512): State vectors of a `"brect"` layer.
         ssm_type (`str`, *optional*, defaults to `"s4d"`): `"s4d"`, `"s4"`, `"unstructured"` or `"s5"`.
         ssm_state_size (`int`, *optional*): N, real state dimensions of a channel (s5: of all channels together); 16
             by default, 256 for s5.
@@ -85,6 +87,8 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
     presets: ClassVar[dict[str, dict]] = {
         "80m": {"hidden_size": 512},
         "200m": {},
+        "200m-slide": {"bst_layer_indices": []},
+        "200m-brect": {"block_types": ["brect" if index == 9 else "slide" for index in range(12)]},
         "400m": {"num_attention_heads": 16, "intermediate_size": 8192, "bst_layer_indices": [0, 4, 6, 8]},
         "1.3b": {"hidden_size": 2048, "num_attention_heads": 32, "intermediate_size": 16384},
     }
@@ -101,6 +105,7 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
     bst_layer_indices: list[int] | None = None
     context_variant: str = "sh"
     num_context_states: int = 32
+    recurrent_num_states: int = 512
     ssm_type: str = "s4d"
     ssm_state_size: int | None = None
     ssm_num_dynamics: int | None = None
@@ -207,7 +212,7 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
             "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "intermediate_size",
             "window_size", "num_context_states", "ssm_state_size", "ssm_dt_min", "ssm_dt_max", "filter_length",
             "filter_order", "rel_pos_max_distance", "rms_norm_eps",
-            "max_position_embeddings", "logit_scale",
+            "max_position_embeddings", "logit_scale", "recurrent_num_states",
         )  # fmt: skip
         self.check_choice("context_variant", ("sh", "mh", "mf"))
         self.check_choice("ssm_type", SSM_TYPES)

@@ -17,6 +17,8 @@ from transformers.utils.output_capturing import capture_outputs
 from hf_hybrid_ssm.layers.block_grid import block_grid
 from hf_hybrid_ssm.layers.context_states import ContextStates, HeadwiseLinear, attend_context, l2_normalise
 from hf_hybrid_ssm.layers.mixer import Mixer
+from hf_hybrid_ssm.layers.recurrent_states import NAMES as RECURRENT_STATES
+from hf_hybrid_ssm.layers.recurrent_states import RecurrentStates
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
@@ -31,7 +33,8 @@ ATTENTION_STATES = ("keys", "values", "seen")
 
 
 class BstAttention(nn.Module):
-    """Attention to the W tokens before, and in a "bst" layer to the context states of the block, side by side.
+    """Attention to the W tokens before; beside it, in a "bst" layer to the context states of the block, in a "brect"
+    layer to its recurrent states.
 
     Queries and keys are L2-normalised; each head has a learned scale, and T5's bias lies inside it (section 5 of the
     dossier of Block-Recurrent Transformers, whose token branch this is).
@@ -50,7 +53,9 @@ class BstAttention(nn.Module):
         self.relative_bias = RelativeBias(self.num_heads, config.rel_pos_buckets, config.rel_pos_max_distance)
         self.scale = nn.Parameter(torch.ones(self.num_heads)) if config.qk_norm else None
         self.context: ContextStates | None = None
-        if config.block_types[layer_idx] == "bst":
+        self.recurrent: RecurrentStates | None = None
+        block_type = config.block_types[layer_idx]
+        if block_type == "bst":
             self.context = ContextStates(
                 width,
                 self.num_heads,
@@ -64,11 +69,22 @@ class BstAttention(nn.Module):
                 key_norm=config.qk_norm,
                 eps=config.rms_norm_eps,
             )
-            self.context_q_proj = nn.Linear(width, inner, bias=False)
-            self.context_scale = nn.Parameter(torch.ones(self.num_heads)) if config.qk_norm else None
             inclusive = "causal" if config.cross_attention_inclusive else "strict"
             self.context_mask = None if config.context_variant == "mf" else inclusive
-        self.o_proj = nn.Linear(inner if self.context is None else 2 * inner, width, bias=False)
+        elif block_type == "brect":
+            self.recurrent = RecurrentStates(
+                width,
+                self.num_heads,
+                self.head_dim,
+                window=config.window_size,
+                num_states=config.recurrent_num_states,
+                qk_norm=config.qk_norm,
+                eps=config.rms_norm_eps,
+            )
+        if block_type != "slide":
+            self.context_q_proj = nn.Linear(width, inner, bias=False)
+            self.context_scale = nn.Parameter(torch.ones(self.num_heads)) if config.qk_norm else None
+        self.o_proj = nn.Linear(inner if block_type == "slide" else 2 * inner, width, bias=False)
 
     def forward(self, z: torch.Tensor, x: torch.Tensor, past: States, **options: Any) -> tuple[torch.Tensor, States]:
         """(B, L, d) normalised and raw inputs, the states before them → (B, L, d), the states after them."""
@@ -91,11 +107,12 @@ class BstAttention(nn.Module):
         y = y.transpose(1, 2)
         states: States = {} if state is None else state._asdict()
         if self.context is not None:
-            crossed, context_states = self._attend_context(z, x, past, **options)
-            y, states = torch.cat([y.flatten(2), crossed.flatten(2)], dim=2), states | context_states
+            crossed, more = self._attend_context(z, x, past, **options)
+        elif self.recurrent is not None:
+            crossed, more = self._attend_recurrent(z, k, v, past, **options)
         else:
-            y = y.flatten(2)
-        return self.o_proj(y), states
+            return self.o_proj(y.flatten(2)), states
+        return self.o_proj(torch.cat([y.flatten(2), crossed.flatten(2)], dim=2)), states | more
 
     def _projections(self) -> tuple[nn.Module, nn.Module, nn.Module]:
         return self.q_proj, self.k_proj, self.v_proj
@@ -111,11 +128,7 @@ class BstAttention(nn.Module):
         return_final_state: bool,
     ) -> tuple[torch.Tensor, States]:
         """(B, L, H, e) what the tokens find in the context states of their blocks (equations 3.3 and 3.4)."""
-        queries = self.context_q_proj(z).unflatten(2, (self.num_heads, -1))
-        if self.context_scale is not None:
-            queries = l2_normalise(queries) * self.context_scale.abs().to(queries.dtype).unsqueeze(1)
-        else:
-            queries = queries * self.head_dim**-0.5
+        queries = self._context_queries(z)
         batch, length = x.shape[:2]
         held = {name: past[name] for name in ("ssm", "context_key", "context_value")} if past else None
         if held is not None and length == 1 and lengths is None and seq_idx is None:
@@ -134,6 +147,33 @@ class BstAttention(nn.Module):
         )
         blocks = attend_context(grid.to_blocks(queries), keys, values, mask=self.context_mask)
         return grid.from_blocks(blocks), states
+
+    def _context_queries(self, z: torch.Tensor) -> torch.Tensor:
+        """(B, L, H, e), scaled."""
+        queries = self.context_q_proj(z).unflatten(2, (self.num_heads, -1))
+        if self.context_scale is None:
+            return queries * self.head_dim**-0.5
+        return l2_normalise(queries) * self.context_scale.abs().to(queries.dtype).unsqueeze(1)
+
+    def _attend_recurrent(
+        self,
+        z: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        past: States,
+        *,
+        seq_idx: torch.Tensor | None,
+        lengths: torch.Tensor | None,
+        return_final_state: bool,
+    ) -> tuple[torch.Tensor, States]:
+        """(B, L, H, e) what the tokens find in the state their block began with."""
+        batch, length = z.shape[:2]
+        places = {"count": past["seen"] if past else None, "seq_idx": seq_idx, "lengths": lengths, "device": z.device}
+        grid = block_grid(batch, length, self.window, **places)
+        held = {name: past[name] for name in RECURRENT_STATES} if past else None
+        state_keys, state_values, after = self.recurrent(keys, values, grid, held)
+        blocks = attend_context(grid.to_blocks(self._context_queries(z)), state_keys, state_values, mask=None)
+        return grid.from_blocks(blocks), after if return_final_state else {}
 
     def _attend_context_of_one(
         self, queries: torch.Tensor, x: torch.Tensor, held: States, seen: torch.Tensor
@@ -236,6 +276,13 @@ class BstPreTrainedModel(PreTrainedModel):
         elif isinstance(module, ContextStates) and module.variant == "mf":
             init.normal_(module.initial_context, std=self.config.context_init_std)
             init.normal_(module.context_ids, std=self.config.context_id_std)
+        elif isinstance(module, RecurrentStates):
+            init.normal_(module.initial_state, std=self.config.context_init_std)
+            init.normal_(module.state_ids, std=self.config.context_id_std)
+            init.normal_(module.gate, std=0.1)
+            for scale in (module.scale, module.token_scale):
+                if scale is not None:
+                    init.ones_(scale)
         elif isinstance(module, BstAttention):
             for scale in (module.scale, getattr(module, "context_scale", None)):
                 if scale is not None:
