@@ -1,6 +1,7 @@
 """Settings of a recipe: one YAML file, then `key=value` pairs from the command line that win over it."""
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -9,6 +10,9 @@ from typing import Any
 
 import yaml
 from transformers import HfArgumentParser
+
+
+NUMBER = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # YAML 1.1 reads 1e-3, which has no dot, as text
 
 
 def read_settings(recipe: str, classes: Sequence[type], arguments: Sequence[str] | None = None) -> tuple[Any, ...]:
@@ -56,6 +60,8 @@ def _expand(value: Any) -> Any:
         return [_expand(entry) for entry in value]
     if not isinstance(value, str):
         return value
+    if NUMBER.fullmatch(value):
+        return float(value)
     expanded = os.path.expandvars(value)
     if "$" in expanded:
         raise ValueError(f"{value!r} names an environment variable that is not set.")
