@@ -127,7 +127,8 @@ def packed_rows(
     """Rows of exactly `sequence_length` tokens, filled with one document after the other.
 
     `position_ids` start again with each document, so that models keep documents apart; `labels` leave out each first
-    token, which nothing before it belongs to.
+    token, which nothing before it belongs to; `continues` says that the row goes on with the document of the row
+    before.
     """
     columns = documents.column_names or list(next(iter(documents)))
     workers = {} if isinstance(documents, IterableDataset) else {"num_proc": data.preprocessing_workers}
@@ -140,7 +141,7 @@ def packed_rows(
     return documents.map(tokenize_and_pack, batched=True, batch_size=size, remove_columns=columns, **workers)
 
 
-def pack(documents: list[list[int]], length: int) -> dict[str, list[list[int]]]:
+def pack(documents: list[list[int]], length: int) -> dict[str, list]:
     """Token lists → rows of `length`; the last row is filled up with tokens that count for nothing."""
     tokens: list[int] = []
     labels: list[int] = []
@@ -154,12 +155,13 @@ def pack(documents: list[list[int]], length: int) -> dict[str, list[list[int]]]:
         tokens += [tokens[-1]] * missing
         labels += [-100] * missing
         positions += range(missing)
-    rows: dict[str, list[list[int]]] = {"input_ids": [], "labels": [], "position_ids": []}
+    rows: dict[str, list] = {"input_ids": [], "labels": [], "position_ids": [], "continues": []}
     for start in range(0, len(tokens), length):
         end = start + length
         rows["input_ids"].append(tokens[start:end])
         rows["labels"].append(labels[start:end])
         rows["position_ids"].append(_from_row_start(positions[start:end]))
+        rows["continues"].append(positions[start] > 0)
     return rows
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import yaml
 from transformers import HfArgumentParser
 
-
 NUMBER = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # YAML 1.1 reads 1e-3, which has no dot, as text
 
 

@@ -26,11 +26,12 @@ def test_rows_hold_every_token_once(documents, length):
     positions = [position for row in rows["position_ids"] for position in row]
     flat = [token for document in documents for token in document]
     assert tokens[: len(flat)] == flat and len(tokens) - len(flat) < length
-    assert all(len(row) == length for column in rows.values() for row in column)
+    assert all(len(row) == length for name in ("input_ids", "labels", "position_ids") for row in rows[name])
     starts, offset = set(), 0
     for document in documents:
         starts.add(offset)
         offset += len(document)
+    assert rows["continues"] == [start < len(flat) and start not in starts for start in range(0, len(tokens), length)]
     for index, label in enumerate(labels):
         counts = index < len(flat) and index not in starts
         assert label == (tokens[index] if counts else -100)
@@ -64,7 +65,7 @@ def test_from_a_file_to_rows(tmp_path, streaming):
     assert validation is None
     tokenizer = get_tokenizer(data, train)
     rows = list(packed_rows(train, tokenizer, data))
-    assert set(rows[0]) == {"input_ids", "labels", "position_ids"}
+    assert set(rows[0]) == {"input_ids", "labels", "position_ids", "continues"}
     tokens = [token for row in rows for token in row["input_ids"]]
     text = tokenizer.decode(tokens)
     assert text.startswith(tokenizer.eos_token.join(TEXTS) + tokenizer.eos_token)

@@ -104,6 +104,15 @@ class StateLayer(CacheLayerMixin):
         self.history.clear()
         self.is_initialized = False
 
+    def begin_again(self, rows: torch.Tensor) -> None:
+        """Detach all states; rows (B,) bool get the state before the first token, which is zero in every family."""
+
+        def cleared(state: torch.Tensor) -> torch.Tensor:
+            again = rows.to(state.device).view(-1, *[1] * (state.dim() - 1))
+            return torch.where(again, torch.zeros_like(state), state.detach())
+
+        self._map(cleared)
+
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.batch_select_indices(beam_idx)
 
@@ -187,6 +196,33 @@ class StaticStateLayer(StateLayer):
 
 
 STATIC_LAYER_TYPE_MAPPING[STATE_LAYER_TYPE] = StaticStateLayer
+
+
+def carry_segment(past_key_values: Cache, begins: torch.Tensor) -> None:
+    """Make a cache, in place, the one that the next segment of every row starts from.
+
+    No gradient goes back through it, and rows whose next segment begins a document start afresh.
+
+    Args:
+        past_key_values: what a forward with `use_cache=True` returned.
+        begins: (B,) bool.
+
+    Raises:
+        ValueError: a layer keeps keys and values of all tokens (full attention), which cannot forget one row alone; or
+            `begins` has another shape or dtype.
+    """
+    for index, layer in enumerate(past_key_values.layers):
+        if not isinstance(layer, StateLayer):
+            raise ValueError(
+                f"layer {index} of past_key_values is a {type(layer).__name__}; only layers with a state of fixed "
+                "size can carry it from segment to segment."
+            )
+        if begins.dtype != torch.bool or begins.shape != (layer.batch_size,):
+            raise ValueError(
+                f"begins must be bool of shape (batch,) = ({layer.batch_size},), got {begins.dtype} of shape "
+                f"{tuple(begins.shape)}."
+            )
+        layer.begin_again(begins)
 
 
 def _own_memory(state: torch.Tensor) -> torch.Tensor:
