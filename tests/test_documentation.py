@@ -78,6 +78,7 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
     from settings import read_settings
     from transformers import CONFIG_MAPPING, HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
 
+    monkeypatch.chdir(tmp_path)  # away from the checkpoints of earlier runs
     monkeypatch.setenv("HF_HYBRID_SSM_DATA", str(tmp_path))
     training, pretraining = ["bf16=false", "use_cpu=true"], (ModelArguments, DataArguments, TrainingArguments)
     models = []
