@@ -69,6 +69,7 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
     from finetune_glue import GlueArguments
     from finetune_summarization import SummarizationArguments
     from length_extrapolation import ExtrapolationArguments
+    from lm_eval_table import TableArguments
     from lra import ArenaArguments
     from mqar import RecallArguments
     from per_token_loss import PerTokenArguments
@@ -96,6 +97,9 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
         for over in arguments.variants.values():
             settings = merged(arguments.base, over) | {"use_cpu": True, "output_dir": str(tmp_path)}
             models.append(HfArgumentParser(pretraining).parse_dict(settings)[0])
+    elif config.parent.name == "lm_eval":
+        (tmp_path / "lm_eval_tasks").mkdir()
+        read_settings("lm_eval_table.py", (TableArguments,), [str(config)])
     elif config.parent.name == "lra":
         monkeypatch.setenv("HF_HYBRID_SSM_LRA", str(tmp_path))
         models.append(read_settings("lra.py", (ArenaArguments, TrainingArguments), [str(config), *training])[0])
