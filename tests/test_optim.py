@@ -37,6 +37,16 @@ def test_options_of_a_parameter_win():
     assert rest == {"params": [model.bias], "weight_decay": 0.0, "lr": 1e-2}
 
 
+def test_options_of_a_module_win_where_a_parameter_was_replaced():
+    """As FSDP does: a shard is a parameter of its own, without the attributes of the whole."""
+    mixer = MIXERS["s4"](4, trainable="all", learning_rate=1e-4)
+    expected = [{**group, "params": len(group["params"])} for group in parameter_groups(mixer, 0.1, lr=1e-2)]
+    for name, parameter in list(mixer.named_parameters()):
+        mixer._parameters[name] = nn.Parameter(parameter.detach().clone())
+    found = [{**group, "params": len(group["params"])} for group in parameter_groups(mixer, 0.1, lr=1e-2)]
+    assert found == expected and {group["lr"] for group in found} == {1e-4, 1e-2}
+
+
 @pytest.mark.parametrize("name", sorted(MIXERS))
 def test_recurrence_parameters_of_every_mixer_keep_their_own_rate_and_never_decay(name):
     mixer = MIXERS[name](8)

@@ -1,4 +1,7 @@
-"""The recipe under the launcher that `accelerate launch` uses: two processes share the batch and agree."""
+"""Two processes equal one: the recipe under the launcher that `accelerate launch` uses, and FSDP2 for every family.
+
+accelerate makes no FSDP run of one on CPUs, it takes DDP; so FSDP2 is driven directly here, without the Trainer.
+"""
 
 import json
 import os
@@ -6,7 +9,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from safetensors.torch import load_file
+
+from tests.recipes.sharded_training import FAMILIES, train
+
 RECIPE = Path(__file__).parents[2] / "recipes/pretrain_clm.py"
+
+
+PRESETS = RECIPE.parent / "configs/accelerate"
+LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+
+
+def launched(command):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return run.stdout
 
 
 def test_two_processes(tmp_path):
@@ -18,20 +41,54 @@ config: {{hidden_size: 16, num_hidden_layers: 1, state_size: 4}}
 train_files: [{tmp_path}/texts.jsonl]
 sequence_length: 32
 tokenizer_vocab_size: 300
-output_dir: {tmp_path}/run
 max_steps: 4
-per_device_train_batch_size: 2
+learning_rate: 1.0e-2
+logging_steps: 1
 save_strategy: "no"
 report_to: none
 use_cpu: true
-ddp_backend: gloo
 """
     (tmp_path / "settings.yaml").write_text(settings, encoding="utf-8")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    command = [*launcher, str(RECIPE), str(tmp_path / "settings.yaml")]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
-    results = json.loads((tmp_path / "run/results.json").read_text(encoding="utf-8"))
-    assert results["tokens"] == 4 * 32 * 2 * 2
-    assert run.stdout.count("'model_type': 'longhorn'") == 1
+    recipe = [RECIPE, tmp_path / "settings.yaml"]
+    two = [*LAUNCHER, *recipe, f"output_dir={tmp_path}/two", "per_device_train_batch_size=2", "ddp_backend=gloo"]
+    assert launched(two).count("'model_type': 'longhorn'") == 1
+    launched([sys.executable, *recipe, f"output_dir={tmp_path}/one", "per_device_train_batch_size=4"])
+    found = [json.loads((tmp_path / name / "results.json").read_text(encoding="utf-8")) for name in ("one", "two")]
+    assert found[0]["tokens"] == found[1]["tokens"] == 4 * 32 * 4
+    assert found[0]["train_loss"] == pytest.approx(found[1]["train_loss"], rel=1e-5)
+    assert found[0]["validation_loss"] == pytest.approx(found[1]["validation_loss"], rel=1e-5)
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    for key, weights in one.items():
+        torch.testing.assert_close(two[key], weights, rtol=1e-4, atol=1e-5)
+
+
+def test_fsdp2_in_two_processes(tmp_path):
+    worker = Path(__file__).with_name("sharded_training.py")
+    launched([*LAUNCHER, worker, tmp_path / "two.pt"])
+    found = torch.load(tmp_path / "two.pt")
+    assert set(found) == set(FAMILIES)
+    for family, (losses, weights) in found.items():
+        alone, expected = train(family)
+        assert losses == pytest.approx(alone, rel=1e-5) and losses[0] != losses[-1]
+        assert weights.keys() == expected.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(weights[key], value, rtol=1e-4, atol=2e-5, msg=f"{family} {key}")
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_presets_are_what_accelerate_reads(preset):
+    """Every key is known to `accelerate launch`, and becomes the setting it names."""
+    config = load_config_from_file(str(preset))
+    arguments = launch_command_parser().parse_args(["--config_file", str(preset), "recipe.py"])
+    arguments, defaults, _ = _validate_launch_command(arguments)
+    assert defaults.distributed_type == config.distributed_type and arguments.num_processes == 8
+    kinds = {
+        "ddp": "multi_gpu",
+        "fsdp2": "use_fsdp",
+        "deepspeed_zero2": "use_deepspeed",
+        "deepspeed_zero3": "use_deepspeed",
+    }
+    assert getattr(arguments, kinds[preset.stem])
+    content = yaml.safe_load(preset.read_text(encoding="utf-8"))
+    for key, value in {**content.get("fsdp_config", {}), **content.get("deepspeed_config", {})}.items():
+        assert str(getattr(arguments, key)).lower() == str(value).lower(), key

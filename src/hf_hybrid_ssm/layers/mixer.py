@@ -94,12 +94,15 @@ class Mixer(nn.Module):
     def _is_frozen(self, name: str) -> bool:
         return self.trainable == "none" or (self.trainable == "output" and name not in self.output_parameters)
 
+    def parameter_options(self, name: str) -> dict[str, float]:
+        """What the optimizer helper shall do with a parameter; empty where it is like any other."""
+        if name not in self.dynamics_parameters:
+            return {}
+        return {"weight_decay": 0.0} | ({} if self.learning_rate is None else {"lr": self.learning_rate})
+
     def _mark(self, name: str, param: nn.Parameter) -> None:
-        if name in self.dynamics_parameters:
-            settings: dict[str, float] = {"weight_decay": 0.0}
-            if self.learning_rate is not None:
-                settings["lr"] = self.learning_rate
-            param._optim = settings  # type: ignore[attr-defined]
+        if options := self.parameter_options(name):
+            param._optim = options  # type: ignore[attr-defined]
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Also reached by `setattr`, which is how checkpoints are loaded: the marks must follow the new tensor."""
