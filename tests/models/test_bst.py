@@ -310,6 +310,34 @@ def test_classifier_pools_the_last_real_token():
     torch.testing.assert_close(model(padded, attention_mask=mask).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
 
 
+TWO_SIDED = {"bidirectional": True, "num_labels": 3, "rel_pos_buckets": 8}
+
+
+@pytest.mark.parametrize(("variant", "ssm"), [("sh", "s4d"), ("mh", "s4"), ("sh", "unstructured"), ("sh", "s5")])
+def test_bidirectional_classifier(variant, ssm):
+    """Every token sees all others; padding on either side and other rows change nothing."""
+    model = build(BstForSequenceClassification, context_variant=variant, ssm_type=ssm, **TWO_SIDED).double()
+    x = torch.randn(1, 20, 16, dtype=torch.float64, requires_grad=True)
+    layer = model.model.layers[0]
+    for t in (0, 5, 6, 19):
+        (gradient,) = torch.autograd.grad(layer(x)[0, t].sum(), x)
+        reach = (torch.arange(20) - t).abs() <= 16 + 5 if ssm == "unstructured" else torch.ones(20, dtype=torch.bool)
+        assert ((gradient[0].abs().sum(-1) > 0) <= reach).all() and (gradient[0, [0, 19]].abs().sum() > 0)
+    rows = [inv.random_ids(model, 1, n, n) for n in (20, 13)]
+    for side in ("left", "right"):
+        ids, mask = inv.pad_rows(rows, 0, side)
+        logits = model(ids, attention_mask=mask).logits
+        for row, expected in zip(logits, rows):
+            torch.testing.assert_close(row, model(expected).logits[0], rtol=1e-9, atol=1e-9)
+    hidden = model.model(rows[0], use_cache=True)
+    assert hidden.past_key_values is None
+
+
+def test_bidirectional_is_no_language_model():
+    with pytest.raises(ValueError, match="must not see the future"):
+        build(**TWO_SIDED)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -327,6 +355,8 @@ def test_classifier_pools_the_last_real_token():
         ({"ssm_state_size": 5}, "must be even"),
         ({"rel_pos_max_distance": 3}, "rel_pos_max_distance=3"),
         ({"dropout": 1.0}, "dropout=1.0"),
+        ({"bidirectional": True, "context_variant": "mf"}, "bidirectional=True has no meaning"),
+        ({"bidirectional": True, "rel_pos_buckets": 6}, "multiple of 4"),
     ],
 )
 def test_bad_configurations(fields, message):

@@ -22,8 +22,8 @@ def check_tensor(
         return
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor of shape ({letters}), got {type(value).__name__}.")
-    fits = value.dim() == len(shape) and all(want is None or have == want for have, want in zip(value.shape, shape))
-    if not fits:
+    have = tuple(value.shape)
+    if have != shape and not (len(have) == len(shape) and all(w is None or h == w for h, w in zip(have, shape))):
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name} must have shape ({letters}) = ({wanted}), got {tuple(value.shape)}.")
     if like is not None and value.dtype != like.dtype:

@@ -57,6 +57,8 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
             and 0.01): Its decay rates.
         cross_attention_inclusive (`bool`, *optional*, defaults to `True`): A token sees the context state of its own
             position (`"sh"`, `"mh"`).
+        bidirectional (`bool`, *optional*, defaults to `False`): For classification: the W tokens on each side and the
+            token itself, a two-sided state-space model, and all context states of the block (`"sh"`, `"mh"`).
         qk_norm (`bool`, *optional*, defaults to `True`): L2-normalised queries and keys with a learned scale a head;
             otherwise the scale is `1 / sqrt(head_dim)`.
         attend_self (`bool`, *optional*, defaults to `False`): A token attends to itself too, besides the W before it.
@@ -125,6 +127,7 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
     filter_slow_decay_pct: float = 1.5
     filter_decay_target: float = 0.01
     cross_attention_inclusive: bool = True
+    bidirectional: bool = False
     qk_norm: bool = True
     attend_self: bool = False
     zero_kv_sink: bool = True
@@ -182,6 +185,7 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
         options: dict[str, Any] = {
             "skip": self.ssm_skip,
             "learning_rate": self.ssm_learning_rate,
+            "bidirectional": self.bidirectional,
         }
         if self.ssm_type == "unstructured":
             return options | {
@@ -221,6 +225,16 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
             raise ValueError(f"ssm_state_size={self.ssm_state_size} must be even: states come in conjugate pairs.")
         if self.ssm_discretization not in (None, *(("zoh", "bilinear") if self.ssm_type == "s4d" else ("bilinear",))):
             raise ValueError(f"ssm_discretization={self.ssm_discretization!r} does not exist for {self.ssm_type}.")
+        if self.bidirectional and (self.context_variant == "mf" or "brect" in (self.block_types or [])):
+            raise ValueError(
+                f"bidirectional=True has no meaning for context_variant='mf' or 'brect' layers, whose states come "
+                f"from earlier blocks alone; got context_variant={self.context_variant!r} and "
+                f"block_types={self.block_types}."
+            )
+        if self.bidirectional and self.rel_pos_buckets % 4:
+            raise ValueError(
+                f"rel_pos_buckets={self.rel_pos_buckets} must be a multiple of 4 for bidirectional=True: half a side."
+            )
         if self.rel_pos_buckets < 2 or self.rel_pos_buckets % 2:
             raise ValueError(f"rel_pos_buckets={self.rel_pos_buckets} must be even and at least 2.")
         if self.rel_pos_max_distance <= self.rel_pos_buckets // 2:

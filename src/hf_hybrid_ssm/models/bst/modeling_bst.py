@@ -45,12 +45,15 @@ class BstAttention(nn.Module):
         width, inner = config.hidden_size, config.num_attention_heads * config.head_dim
         self.num_heads, self.head_dim, self.window = config.num_attention_heads, config.head_dim, config.window_size
         self.qk_norm, self.dropout = config.qk_norm, config.attention_dropout
-        self.nearest = 0 if config.attend_self else 1
-        self.zero_kv_sink = config.zero_kv_sink
+        self.is_bidirectional = config.bidirectional
+        self.nearest = -config.window_size if config.bidirectional else 0 if config.attend_self else 1
+        self.zero_kv_sink = config.zero_kv_sink and not config.bidirectional
         self.q_proj = nn.Linear(width, inner, bias=False)
         self.k_proj = nn.Linear(width, inner, bias=False)
         self.v_proj = nn.Linear(width, inner, bias=False)
-        self.relative_bias = RelativeBias(self.num_heads, config.rel_pos_buckets, config.rel_pos_max_distance)
+        self.relative_bias = RelativeBias(
+            self.num_heads, config.rel_pos_buckets, config.rel_pos_max_distance, bidirectional=config.bidirectional
+        )
         self.scale = nn.Parameter(torch.ones(self.num_heads)) if config.qk_norm else None
         self.context: ContextStates | None = None
         self.recurrent: RecurrentStates | None = None
@@ -145,7 +148,8 @@ class BstAttention(nn.Module):
         keys, values, states = self.context(
             x, grid, state=held, seq_idx=seq_idx, lengths=lengths, return_state=return_final_state
         )
-        blocks = attend_context(grid.to_blocks(queries), keys, values, mask=self.context_mask)
+        mask = grid.occupied if self.is_bidirectional else self.context_mask
+        blocks = attend_context(grid.to_blocks(queries), keys, values, mask=mask)
         return grid.from_blocks(blocks), states
 
     def _context_queries(self, z: torch.Tensor) -> torch.Tensor:
@@ -334,6 +338,10 @@ class BstModel(BstPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         batch, length = inputs_embeds.shape[:2]
+        if self.config.bidirectional:
+            if past_key_values is not None:
+                raise ValueError("past_key_values cannot be used with bidirectional=True: its tokens see the future.")
+            use_cache = False
         if use_cache or past_key_values is not None:
             past_key_values = prepare_cache(past_key_values, self.config, batch)
         padding = attention_mask[STATE_LAYER_TYPE] if isinstance(attention_mask, dict) else attention_mask
@@ -352,6 +360,8 @@ class BstForCausalLM(CausalLMHead, BstPreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: BstConfig):
+        if config.bidirectional:
+            raise ValueError("bidirectional=True is for classification: a language model must not see the future.")
         super().__init__(config)
         self.model = BstModel(config)
         self.dropout = nn.Dropout(config.final_dropout)

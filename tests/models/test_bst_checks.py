@@ -1,0 +1,193 @@
+"""What an implementation of Block-State Transformers must assert, beyond the equations that test_bst.py evaluates:
+truncation, steps in float64, final caches, the shift of "mf", the zero sink, alignment, initial scales, no limits.
+"""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import DynamicCache
+
+from hf_hybrid_ssm import BstConfig, BstForCausalLM
+from hf_hybrid_ssm.layers.mixers import build_mixer
+from hf_hybrid_ssm.layers.relative_bias import RelativeBias
+from tests.models.invariances import random_ids
+from tests.models.test_bst import KINDS, RECURRENT, TINY, build
+
+WINDOW = TINY["window_size"]
+LENGTH = 3 * WINDOW + 5  # crosses three boundaries, ends inside a block
+every_kind = pytest.mark.parametrize(("variant", "ssm"), [*KINDS, ("brect", None)])
+
+
+def model_of(variant, ssm):
+    fields = RECURRENT if variant == "brect" else {"context_variant": variant, "ssm_type": ssm}
+    return build(**fields).double()
+
+
+@every_kind
+def test_truncation_changes_nothing(variant, ssm):
+    model = model_of(variant, ssm)
+    ids = random_ids(model, 1, LENGTH, 0)
+    whole = model(ids).logits
+    for length in (1, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 3):
+        torch.testing.assert_close(model(ids[:, :length]).logits, whole[:, :length], rtol=1e-10, atol=1e-10)
+
+
+@every_kind
+def test_steps_and_pieces_equal_the_whole_with_its_final_cache(variant, ssm):
+    model = model_of(variant, ssm)
+    ids = random_ids(model, 2, LENGTH, 0)
+    full = DynamicCache(config=model.config)
+    whole = model(ids, past_key_values=full, use_cache=True).logits
+    for sizes in ([1] * LENGTH, [1, WINDOW - 1, WINDOW, WINDOW + 1, LENGTH - 3 * WINDOW - 1]):
+        cache, found = DynamicCache(config=model.config), []
+        for piece in ids.split(sizes, 1):
+            found.append(model(piece, past_key_values=cache, use_cache=True).logits)
+        torch.testing.assert_close(torch.cat(found, 1), whole, rtol=1e-10, atol=1e-10)
+        for layer, expected in zip(cache.layers, full.layers):
+            for name, state in layer.states.items():
+                torch.testing.assert_close(state, expected.states[name], rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("ssm", ["s4d", "s4", "s5", "unstructured"])
+def test_filters_have_unit_gain(ssm):
+    """With nothing but the skip term the input comes back, scaled by it: no hidden factor of the FFT."""
+    options = {"filter_length": 64} if ssm == "unstructured" else {"state_size": 4}
+    options |= {"blocks": 1} if ssm == "s5" else {}
+    mixer = build_mixer(ssm, 6, skip=True, **options).double()
+    for name, parameter in mixer.named_parameters():
+        if name != "D":
+            parameter.data.zero_() if name in ("C",) or ssm == "unstructured" else None
+    x = torch.randn(2, 50, 6, dtype=torch.float64)
+    skip = mixer.D.double().view(-1)[:6]
+    torch.testing.assert_close(mixer(x)[0], skip * x, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("ssm", ["s4d", "s4"])
+def test_perturbed_filters_stay_stable(ssm):
+    torch.manual_seed(0)
+    mixer = build_mixer(ssm, 4, state_size=16)
+    for parameter in mixer.parameters():
+        parameter.data += 0.5 * torch.randn_like(parameter)
+    matrices = mixer.transition(torch.float64)[0]
+    if ssm == "s4":
+        assert torch.linalg.eigvals(matrices).abs().max() < 1
+    else:
+        assert torch.view_as_complex(matrices).abs().max() < 1
+    impulse = F.pad(torch.ones(1, 1, 4), (0, 0, 0, 2**16 - 1))
+    y = mixer(impulse)[0]
+    assert y.isfinite().all() and y[0, -100:].abs().max() <= y.abs().max()
+
+
+def test_context_of_mf_is_shifted():
+    """Block 0 sees the learned context alone; tokens of block i reach the contexts of later blocks and of no other."""
+    model = build(context_variant="mf").double()
+    attention, grid_of = model.model.layers[0].attention, LENGTH
+    seen = {}
+
+    def keep(module, arguments, output):
+        seen["keys"] = output[0]
+
+    attention.context.register_forward_hook(keep)
+    x = torch.randn(1, grid_of, 16, dtype=torch.float64)
+    layer = model.model.layers[0]
+    layer(x)
+    first = seen["keys"]
+    for token in (0, WINDOW - 1, WINDOW, 2 * WINDOW + 1):
+        changed = x.clone()
+        changed[0, token] += 1
+        layer(changed)
+        differs = (seen["keys"] != first).flatten(2).any(2)[0].tolist()
+        assert differs == [block > token // WINDOW for block in range(len(differs))]
+    layer(x)
+    gradients = torch.autograd.grad(
+        seen["keys"].sum(), [attention.context.initial_context, attention.context.context_ids]
+    )
+    assert all(gradient.abs().sum() > 0 for gradient in gradients)
+
+
+def test_zero_sink_is_attention_over_zero_keys():
+    model = build(bst_layer_indices=[]).double()
+    attention, x = model.model.layers[0].attention, torch.randn(1, 4, 16, dtype=torch.float64)
+    options = {"seq_idx": None, "lengths": None, "return_final_state": False}
+    found, _ = attention(x, x, {}, **options)
+    bias = attention.relative_bias(WINDOW) * attention.scale.abs().unsqueeze(1)
+    weights = bias[:, torch.arange(1, WINDOW + 1).clamp(max=bias.shape[1] - 1)].softmax(-1)
+    assert weights.shape == (2, WINDOW)
+    torch.testing.assert_close(found[0, 0], torch.zeros(16, dtype=torch.float64))  # zero values alone
+    assert found[0, 1].abs().sum() > 0
+
+
+def test_wide_window_is_full_attention_with_a_sink():
+    """W >= T: strict causal attention over all keys and W - t explicit zeros."""
+    length, window = 5, 8
+    model = build(bst_layer_indices=[], window_size=window, rel_pos_max_distance=8).double()
+    attention = model.model.layers[0].attention
+    z = torch.randn(1, length, 16, dtype=torch.float64)
+    found, _ = attention(z, z, {}, seq_idx=None, lengths=None, return_final_state=False)
+
+    def normal(part):
+        return part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+    q, k, v = (part(z)[0].unflatten(1, (2, 8)) for part in (attention.q_proj, attention.k_proj, attention.v_proj))
+    q, k = normal(q), normal(k)
+    zeros = torch.zeros(window, 2, 8, dtype=torch.float64)
+    k, v = torch.cat([zeros, k]), torch.cat([zeros, v])
+    distance = torch.arange(length)[:, None] + window - torch.arange(window + length)
+    bias = attention.relative_bias(window)
+    scores = torch.einsum("qhe,khe->hqk", q, k) + bias[:, distance.clamp(0, bias.shape[1] - 1)]
+    scores = scores * attention.scale.abs()[:, None, None]
+    scores = scores.masked_fill((distance < 1) | (distance > window), -math.inf)
+    expected = attention.o_proj(torch.einsum("hqk,khe->qhe", scores.softmax(-1), v).flatten(1))
+    torch.testing.assert_close(found[0], expected, rtol=1e-10, atol=1e-10)
+
+
+def test_slide_does_not_know_where_blocks_begin():
+    model = build(bst_layer_indices=[]).double()
+    ids, shift = random_ids(model, 1, 40, 0), random_ids(model, 1, WINDOW + 1, 1)
+    reach = model.config.num_hidden_layers * WINDOW
+    plain = model(ids).logits[:, reach:]
+    moved = model(torch.cat([shift, ids], 1)).logits[:, WINDOW + 1 + reach :]
+    torch.testing.assert_close(moved, plain, rtol=1e-10, atol=1e-10)
+    assert not any("ssm" in name for name in model.state_dict())
+
+
+def test_bias_buckets():
+    """32 buckets up to a distance of 128: sixteen single ones, then logarithmic."""
+    table = RelativeBias(1, 32, 128, bidirectional=False)
+    table.weight.data = torch.arange(32.0).view(32, 1)
+    buckets = table(512)[0].long().tolist()
+    buckets += [buckets[-1]] * (513 - len(buckets))
+    firsts = {16: 16, 17: 19, 18: 21, 19: 24, 20: 27, 21: 31, 22: 35, 23: 40, 24: 46, 25: 52, 26: 59, 27: 67, 28: 77}
+    firsts |= {29: 87, 30: 99, 31: 113}
+    assert buckets[:16] == list(range(16))
+    assert [buckets.index(bucket) for bucket in firsts] == list(firsts.values()) and buckets[512] == 31
+
+
+def test_initial_scales():
+    torch.manual_seed(0)
+    config = BstConfig(**TINY | {"hidden_size": 256, "vocab_size": 4000, "embedding_init_std": 1.0})
+    model = BstForCausalLM(BstConfig(**config.to_dict() | {"context_variant": "mf"})).eval()
+    ids = random_ids(model, 2, 60, 0)
+    logits = model(ids).logits
+    input_removed = logits.scatter(2, ids.unsqueeze(-1), 0.0)  # its own embedding is the input's, tied to the head
+    assert 0.7 < input_removed.std().item() < 1.4
+    context = model.model.layers[0].attention.context
+    assert 0.09 < context.initial_context.std() < 0.11 and 0.9 < context.context_ids.std() < 1.1
+    assert all(torch.equal(a, torch.ones_like(a)) for n, a in model.named_parameters() if n.endswith("scale"))
+
+
+@pytest.mark.parametrize("variant", ["sh", "mf"])
+def test_no_hidden_limits(variant):
+    """Rows longer than an unstructured filter, of one token, and of exactly one block."""
+    model = build(context_variant=variant, ssm_type="unstructured", filter_length=7).double()
+    ids = random_ids(model, 1, 4 * WINDOW, 0)
+    assert model(ids).logits.isfinite().all() and model(ids[:, :1]).logits.isfinite().all()
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :WINDOW], past_key_values=cache, use_cache=True)
+    after = model(ids[:, WINDOW:], past_key_values=cache, use_cache=True).logits
+    torch.testing.assert_close(after, model(ids).logits[:, WINDOW:], rtol=1e-10, atol=1e-10)
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    longer = build(context_variant=variant, ssm_type="unstructured", filter_length=7, max_position_embeddings=99)
+    assert shapes == {name: value.shape for name, value in longer.state_dict().items()}
