@@ -126,7 +126,8 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
     elif config.parent.name == "summarization":
         classes = (SummarizationArguments, Seq2SeqTrainingArguments)
         arguments, _ = read_settings("finetune_summarization.py", classes, [str(config), *training])
-        models.append(ModelArguments(arguments.model_type, config=arguments.config))
+        if arguments.model_type is not None:
+            models.append(ModelArguments(arguments.model_type, config=arguments.config))
     else:
         models.append(read_settings("pretrain_clm.py", pretraining, [str(config), *training])[0])
     for model in models:

@@ -11,6 +11,7 @@ from listops import draw, trees, write
 from lra import ArenaArguments, arena, build
 from lra_data import END, LISTOPS, TASKS, UNKNOWN, collate, listops_ids, load_task
 from PIL import Image
+from safetensors.torch import load_file
 from transformers import TrainingArguments
 
 SPADE = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -136,7 +137,8 @@ def test_collating_pairs():
 
 def training(folder, **options):
     options = {"max_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-3} | options
-    options |= {"save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True}
+    options |= {"report_to": "none", "use_cpu": True, "disable_tqdm": True}
+    options = {"save_strategy": "steps" if "save_steps" in options else "no"} | options
     return TrainingArguments(str(folder), dataloader_pin_memory=False, **options)
 
 
@@ -159,6 +161,19 @@ def test_learns_what_can_be_learnt(archive, tmp_path):
     arguments = ArenaArguments("text", str(archive), "spade", "spade-lra-text-window", SPADE | {"dropout": 0.0})
     results = arena(arguments, training(tmp_path, max_steps=40, learning_rate=1e-2))
     assert results["test"]["accuracy"] == 100 and results["test"]["commonest_class"] == 50
+
+
+def test_resumes_bit_for_bit(archive, tmp_path):
+    config = SPADE | {"dropout": 0.2}
+    for folder, resume in (("whole", None), ("resumed", "auto")):
+        if resume:
+            (tmp_path / folder).mkdir()
+            (tmp_path / "whole/checkpoint-2").rename(tmp_path / folder / "checkpoint-2")
+        options = training(tmp_path / folder, max_steps=5, save_steps=2)
+        arguments = ArenaArguments("listops", str(archive), "spade", "spade-lra-listops-chunk", config, resume=resume)
+        arena(arguments, options)
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "resumed"))
+    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
 
 def test_presets_have_the_size_of_the_paper(archive):
