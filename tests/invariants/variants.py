@@ -58,6 +58,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "bst sh s4d": ("bst", BST),
     "bst mh s4": ("bst", {**BST, "context_variant": "mh", "ssm_type": "s4"}),
     "bst mf unstructured": ("bst", {**BST, "context_variant": "mf", "ssm_type": "unstructured", "filter_length": 16}),
+    "bst with memory": ("bst", {**BST, "retrieval_k": 2, "retrieval_memory": 7, "retrieval_stride": 2}),
     "bst block-recurrent": (
         "bst",
         {**BST, "bst_layer_indices": None, "block_types": ["brect", "slide", "bst"], "recurrent_num_states": 3},

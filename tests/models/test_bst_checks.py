@@ -17,12 +17,17 @@ from tests.models.test_bst import KINDS, RECURRENT, TINY, build
 
 WINDOW = TINY["window_size"]
 LENGTH = 3 * WINDOW + 5  # crosses three boundaries, ends inside a block
-every_kind = pytest.mark.parametrize(("variant", "ssm"), [*KINDS, ("brect", None)])
+REMEMBERING = {"retrieval_k": 2, "retrieval_memory": 7, "retrieval_stride": 2}
+FIELDS = {
+    "brect": RECURRENT,
+    "sh with memory": REMEMBERING,
+    "mf with memory": REMEMBERING | {"context_variant": "mf", "retrieval_memory": 4},
+}
+every_kind = pytest.mark.parametrize(("variant", "ssm"), [*KINDS, *((name, None) for name in FIELDS)])
 
 
 def model_of(variant, ssm):
-    fields = RECURRENT if variant == "brect" else {"context_variant": variant, "ssm_type": ssm}
-    return build(**fields).double()
+    return build(**FIELDS.get(variant, {"context_variant": variant, "ssm_type": ssm})).double()
 
 
 @every_kind
@@ -191,3 +196,52 @@ def test_no_hidden_limits(variant):
     shapes = {name: value.shape for name, value in model.state_dict().items()}
     longer = build(context_variant=variant, ssm_type="unstructured", filter_length=7, max_position_embeddings=99)
     assert shapes == {name: value.shape for name, value in longer.state_dict().items()}
+
+
+def test_retrieval_equals_a_softmax_over_the_best_old_states():
+    """One row, token by token: its block's states up to itself, and the best k of the last M of finished blocks."""
+    model = build(**REMEMBERING).double()
+    attention, x = model.model.layers[0].attention, torch.randn(1, LENGTH, 16, dtype=torch.float64)
+    seen = {}
+    attention.context.register_forward_hook(
+        lambda module, arguments, output: seen.update(keys=output[0], values=output[1])
+    )
+    found, _ = attention._attend_context(x, x, {}, seq_idx=None, lengths=None, return_final_state=False)
+    queries = attention._context_queries(x)[0]
+    keys, values = (seen[name][0].flatten(0, 1) for name in ("keys", "values"))  # token by token
+    for t in range(LENGTH):
+        start = t - t % WINDOW
+        old = [position for position in range(start) if position % 2 == 1][-7:]
+        own = list(range(start, t + 1))
+        for head in range(2):
+            score = keys[:, head] @ queries[t, head]
+            old_best = sorted(old, key=lambda position: -score[position])[:2]
+            places = torch.tensor(own + old_best)
+            expected = score[places].softmax(0) @ values[places, head]
+            torch.testing.assert_close(found[0, t, head], expected, rtol=1e-10, atol=1e-10)
+
+
+def test_no_gradient_through_the_memory():
+    model = build(**REMEMBERING | {"retrieval_stride": 1}).double()
+    attention = model.model.layers[0].attention
+    x = torch.randn(1, 2 * WINDOW, 16, dtype=torch.float64, requires_grad=True)
+    values = {}
+    attention.context.register_forward_hook(lambda module, arguments, output: values.update(v=output[1]))
+    found, _ = attention._attend_context(x, x, {}, seq_idx=None, lengths=None, return_final_state=False)
+    (gradient,) = torch.autograd.grad(found[0, WINDOW:].sum(), values["v"])
+    assert gradient[0, 0].abs().sum() == 0 and gradient[0, 1].abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"retrieval_k": 0}, "retrieval_k=0"),
+        ({"retrieval_k": 9, "retrieval_memory": 4}, "cannot exceed the retrieval_memory=4"),
+        ({"retrieval_memory": 4}, "do nothing without retrieval_k"),
+        ({"retrieval_k": 2, "retrieval_stride": 7}, "retrieval_stride=7 would keep none"),
+        ({"retrieval_k": 2, "bst_layer_indices": []}, "needs 'bst' layers"),
+    ],
+)
+def test_bad_retrieval(fields, message):
+    with pytest.raises(ValueError, match=message):
+        BstConfig(**TINY | fields)

@@ -1,5 +1,5 @@
-"""transformers' own tests on the Block-State Transformer: one filter, a filter for each context state, Slide, and
-Block-Recurrent layers."""
+"""transformers' own tests on the Block-State Transformer: one filter, a filter for each context state, Slide,
+Block-Recurrent layers, and retrieval."""
 
 import unittest
 
@@ -47,3 +47,7 @@ class BlockRecurrentTest(BstTest):
         "block_types": ["brect", "slide"],
         "recurrent_num_states": 3,
     }
+
+
+class MemoryTest(BstTest):
+    tester_config = BstTest.tester_config | {"retrieval_k": 2, "retrieval_memory": 8}

@@ -59,6 +59,10 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
             position (`"sh"`, `"mh"`).
         bidirectional (`bool`, *optional*, defaults to `False`): For classification: the W tokens on each side and the
             token itself, a two-sided state-space model, and all context states of the block (`"sh"`, `"mh"`).
+        retrieval_k (`int`, *optional*): Context states of finished blocks that each token retrieves, for each head,
+            into the softmax over its block's own; none by default.
+        retrieval_memory (`int`, *optional*, defaults to 1024): States of finished blocks that a layer remembers.
+        retrieval_stride (`int`, *optional*, defaults to 1): It keeps every so many of a block's states.
         qk_norm (`bool`, *optional*, defaults to `True`): L2-normalised queries and keys with a learned scale a head;
             otherwise the scale is `1 / sqrt(head_dim)`.
         attend_self (`bool`, *optional*, defaults to `False`): A token attends to itself too, besides the W before it.
@@ -128,6 +132,9 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
     filter_decay_target: float = 0.01
     cross_attention_inclusive: bool = True
     bidirectional: bool = False
+    retrieval_k: int | None = None
+    retrieval_memory: int = 1024
+    retrieval_stride: int = 1
     qk_norm: bool = True
     attend_self: bool = False
     zero_kv_sink: bool = True
@@ -231,6 +238,7 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
                 f"from earlier blocks alone; got context_variant={self.context_variant!r} and "
                 f"block_types={self.block_types}."
             )
+        self._check_retrieval()
         if self.bidirectional and self.rel_pos_buckets % 4:
             raise ValueError(
                 f"rel_pos_buckets={self.rel_pos_buckets} must be a multiple of 4 for bidirectional=True: half a side."
@@ -245,6 +253,30 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
         for name in ("dropout", "attention_dropout", "final_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1).")
+
+    def _check_retrieval(self) -> None:
+        if self.retrieval_k is None:
+            if (self.retrieval_memory, self.retrieval_stride) != (1024, 1):
+                raise ValueError(
+                    f"retrieval_memory={self.retrieval_memory} and retrieval_stride={self.retrieval_stride} do "
+                    "nothing without retrieval_k; set it, or leave them out."
+                )
+            return
+        self.check_positive("retrieval_k", "retrieval_memory", "retrieval_stride")
+        if self.retrieval_k > self.retrieval_memory:
+            raise ValueError(
+                f"retrieval_k={self.retrieval_k} cannot exceed the retrieval_memory={self.retrieval_memory} states."
+            )
+        slots = self.num_context_states if self.context_variant == "mf" else self.window_size
+        if self.retrieval_stride > slots:
+            raise ValueError(
+                f"retrieval_stride={self.retrieval_stride} would keep none of a block's {slots} context states."
+            )
+        if self.bidirectional or "bst" not in (self.block_types or []):
+            raise ValueError(
+                f"retrieval_k={self.retrieval_k} needs 'bst' layers that look back; got bidirectional="
+                f"{self.bidirectional}, block_types={self.block_types}."
+            )
 
 
 __all__ = ["BstConfig"]

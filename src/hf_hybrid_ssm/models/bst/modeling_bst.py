@@ -20,6 +20,8 @@ from hf_hybrid_ssm.layers.mixer import Mixer
 from hf_hybrid_ssm.layers.recurrent_states import NAMES as RECURRENT_STATES
 from hf_hybrid_ssm.layers.recurrent_states import RecurrentStates
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
+from hf_hybrid_ssm.layers.retrieval import NAMES as MEMORY_STATES
+from hf_hybrid_ssm.layers.retrieval import attend_with_memory
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, prepare_cache
@@ -72,6 +74,10 @@ class BstAttention(nn.Module):
                 key_norm=config.qk_norm,
                 eps=config.rms_norm_eps,
             )
+            self.retrieval: dict[str, int] | None = None
+            if config.retrieval_k is not None:
+                self.retrieval = {"best": config.retrieval_k, "size": config.retrieval_memory}
+                self.retrieval["stride"] = config.retrieval_stride
             inclusive = "causal" if config.cross_attention_inclusive else "strict"
             self.context_mask = None if config.context_variant == "mf" else inclusive
         elif block_type == "brect":
@@ -134,7 +140,8 @@ class BstAttention(nn.Module):
         queries = self._context_queries(z)
         batch, length = x.shape[:2]
         held = {name: past[name] for name in ("ssm", "context_key", "context_value")} if past else None
-        if held is not None and length == 1 and lengths is None and seq_idx is None:
+        is_step = held is not None and length == 1 and lengths is None and seq_idx is None
+        if is_step and self.retrieval is None:
             return self._attend_context_of_one(queries, x, held, past["seen"])
         grid = block_grid(
             batch,
@@ -148,6 +155,13 @@ class BstAttention(nn.Module):
         keys, values, states = self.context(
             x, grid, state=held, seq_idx=seq_idx, lengths=lengths, return_state=return_final_state
         )
+        if self.retrieval is not None:
+            remembered = {name: past[name] for name in MEMORY_STATES} if past else None
+            blocks = grid.to_blocks(queries)
+            found, memory = attend_with_memory(
+                blocks, keys, values, grid, remembered, causal=self.context_mask, **self.retrieval
+            )
+            return grid.from_blocks(found), states | memory if return_final_state else {}
         mask = grid.occupied if self.is_bidirectional else self.context_mask
         blocks = attend_context(grid.to_blocks(queries), keys, values, mask=mask)
         return grid.from_blocks(blocks), states
