@@ -1,6 +1,7 @@
 """What is looked at before a run starts, so that a wrong setting costs seconds and not hours."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,16 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
         raise ValueError(
             f"vocab_size={model.config.vocab_size} is smaller than the tokenizer's {len(tokenizer)} tokens."
         )
+
+
+def check_columns(rows: Any, columns: Sequence[str], where: str) -> None:
+    """A data set has these columns.
+
+    Raises:
+        ValueError: some are not there.
+    """
+    if missing := sorted(set(columns) - set(rows.column_names)):
+        raise ValueError(f"{where}: columns {missing} are not among the data's {rows.column_names}.")
 
 
 def check_labels(labels: Any, num_labels: int, where: str) -> None:

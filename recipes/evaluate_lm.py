@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from checks import check_checkpoint, check_columns, check_vocabulary
 from documents import documents_of_files
 from tqdm import tqdm
 from training import perplexity, write_json
@@ -114,10 +115,14 @@ def plot_extrapolation(curve: list[dict], path: Path) -> None:
 def evaluate(arguments: EvaluationArguments) -> dict[str, Any]:
     """All figures, as they are written to evaluation.json."""
     set_seed(arguments.seed)
+    documents = documents_of_files(arguments.files)
+    check_columns(documents, [arguments.text_column], "text_column")
+    check_checkpoint(arguments.model, "model", AutoModelForCausalLM)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     model = AutoModelForCausalLM.from_pretrained(arguments.model).eval()
+    check_vocabulary(model, tokenizer)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    texts = [document[arguments.text_column] for document in documents_of_files(arguments.files)]
+    texts = list(documents[arguments.text_column])
     text = tokenizer.eos_token.join(texts)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     tokens = torch.tensor(encoded["input_ids"][: arguments.max_tokens])

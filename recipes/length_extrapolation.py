@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from checks import check_checkpoint, check_output, check_vocabulary
+from checks import check_checkpoint, check_columns, check_output, check_vocabulary
 from compare import merged
 from documents import DataArguments, documents_of_files
 from pretrain_clm import ModelArguments, pretrain
@@ -147,8 +147,7 @@ def summary(curves: list[list[float]], scored: int, arguments: ExtrapolationArgu
 def length_extrapolation(arguments: ExtrapolationArguments) -> dict[str, Any]:
     check_output(arguments.output_dir, arguments.overwrite)
     held_out = documents_of_files(arguments.files)
-    if arguments.text_column not in held_out.column_names:
-        raise ValueError(f"text_column={arguments.text_column!r} is not among the columns {held_out.column_names}.")
+    check_columns(held_out, [arguments.text_column], "text_column")
     models = arguments.models | train(arguments)
     figures: dict[str, Any] = {"train_length": arguments.train_length, "models": {}}
     if arguments.variants:

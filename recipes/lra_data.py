@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checks import check_labels
+from checks import check_columns, check_labels
 from datasets import Dataset, DatasetDict, load_dataset
 from listops import OPERATORS
 
@@ -75,7 +75,7 @@ def read_text(folder: Path, length: int) -> DatasetDict:
     )
     rows = load_dataset("json", data_files={"train": str(train), "test": str(test)})
     for split in rows:
-        require_columns(rows[split], ("text", "label"), f"{folder} {split}")
+        check_columns(rows[split], ("text", "label"), f"{folder} {split}")
     rows = rows.map(
         lambda batch: {"input_ids": [byte_ids(text, length) for text in batch["text"]]},
         batched=True,
@@ -114,7 +114,7 @@ def read_image(folder: Path, length: int) -> DatasetDict:
     files = {split: str(in_folder(folder, *each)) for split, each in zip(("train", "test"), names)}
     rows = load_dataset("parquet", data_files=files)
     for split in rows:
-        require_columns(rows[split], ("pixels", "label"), f"{folder} {split}")
+        check_columns(rows[split], ("pixels", "label"), f"{folder} {split}")
         if (size := len(rows[split][0]["pixels"])) != length:
             raise ValueError(f"{folder} {split}: an image has {size} pixels, {length} are needed.")
     rows = rows.rename_column("pixels", "input_ids")
@@ -160,11 +160,6 @@ def pixels(path: str, length: int) -> list[int]:
     if len(values) != length:
         raise ValueError(f"{path} has {len(values)} pixels, {length} are needed.")
     return values.tolist()
-
-
-def require_columns(rows: Dataset, columns: tuple[str, ...], where: str) -> None:
-    if missing := set(columns) - set(rows.column_names):
-        raise ValueError(f"{where}: columns {sorted(missing)} are not among the data's {rows.column_names}.")
 
 
 TASKS = {

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from checks import check_checkpoint, check_columns, check_output, check_vocabulary
 from documents import documents_of_files
 from settings import read_settings
 from training import write_json
@@ -35,20 +36,22 @@ class PerTokenArguments:
     text_column: str = "text"
     output_dir: str = "runs/per-token-loss"
     results: str | None = field(default=None, metadata={"help": "a further path, without ending, for the figures"})
+    overwrite: bool = False
 
     def __post_init__(self):
         if self.sequence_length < 16:
             raise ValueError(f"sequence_length={self.sequence_length} must be at least 16.")
         for name, checkpoints in self.models.items():
             for checkpoint in checkpoints:
-                if not (Path(checkpoint) / "config.json").is_file():
-                    raise FileNotFoundError(f"models: {name!r} names {checkpoint!r}, which holds no config.json.")
+                check_checkpoint(checkpoint, f"models: {name!r}", AutoModelForCausalLM)
 
 
 def rows_of(arguments: PerTokenArguments, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     """Rows from inside one document each, (N, L): a position is the number of tokens the model has seen."""
     rows: list[list[int]] = []
-    for document in documents_of_files(arguments.files):
+    documents = documents_of_files(arguments.files)
+    check_columns(documents, [arguments.text_column], "text_column")
+    for document in documents:
         ids = tokenizer(document[arguments.text_column], add_special_tokens=False, verbose=False)["input_ids"]
         whole = len(ids) // arguments.sequence_length
         rows += [ids[i * arguments.sequence_length :][: arguments.sequence_length] for i in range(whole)]
@@ -99,12 +102,15 @@ def flat_from(curve: dict[str, list[float]], doublings: int = 2, bins_a_doubling
 
 
 def per_token_loss(arguments: PerTokenArguments) -> dict[str, Any]:
+    check_output(arguments.output_dir, arguments.overwrite)
     figures: dict[str, Any] = {"sequence_length": arguments.sequence_length, "models": {}}
     for name, checkpoints in arguments.models.items():
         curves = []
         for checkpoint in checkpoints:
-            rows = rows_of(arguments, AutoTokenizer.from_pretrained(checkpoint))
+            tokenizer = AutoTokenizer.from_pretrained(checkpoint)
             model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+            check_vocabulary(model, tokenizer)
+            rows = rows_of(arguments, tokenizer)
             curves.append(losses_by_position(model, rows, arguments.batch_size))
         mean = np.mean(curves, 0)
         curve = binned(mean)

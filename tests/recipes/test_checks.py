@@ -3,8 +3,10 @@
 import pytest
 from checks import check_checkpoint, check_labels, check_output, check_vocabulary
 from documents import train_tokenizer
+from evaluate_lm import EvaluationArguments, evaluate
 from finetune_glue import GlueArguments, glue
 from finetune_summarization import SummarizationArguments, summarize
+from per_token_loss import PerTokenArguments, per_token_loss, rows_of
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -68,5 +70,17 @@ def test_recipes_refuse_what_they_cannot_load(tmp_path):
     AutoConfig.for_model("mamba").save_pretrained(tmp_path / "mamba")
     with pytest.raises(ValueError, match="family 'mamba'"):
         glue(GlueArguments(model_name_or_path=str(tmp_path / "mamba")), TrainingArguments(str(tmp_path / "out")))
+    files = {"files": [str(tmp_path / "texts.jsonl")]}
+    AutoConfig.for_model("spade_seq2seq").save_pretrained(tmp_path / "seq2seq")
+    with pytest.raises(ValueError, match=r"columns \['text'\]"):
+        evaluate(EvaluationArguments("anything", **files))
+    with pytest.raises(ValueError, match="family 'spade_seq2seq'"):
+        evaluate(EvaluationArguments(str(tmp_path / "seq2seq"), text_column="summary", **files))
+    with pytest.raises(ValueError, match="family 'spade_seq2seq'"):
+        PerTokenArguments({"a": [str(tmp_path / "seq2seq")]}, **files)
+    with pytest.raises(ValueError, match=r"columns \['text'\]"):
+        rows_of(PerTokenArguments({}, **files), train_tokenizer(["a"], 260))
+    with pytest.raises(FileExistsError):
+        per_token_loss(PerTokenArguments({}, output_dir=str(tmp_path), **files))
     with pytest.raises(FileExistsError):
         glue(GlueArguments(model_type="longhorn"), TrainingArguments(str(tmp_path)))

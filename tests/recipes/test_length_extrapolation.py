@@ -92,5 +92,5 @@ def test_bad_settings(files, tmp_path, options, error, message):
 def test_bad_data(files, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"missing\.jsonl"):
         length_extrapolation(arguments([str(tmp_path / "missing.jsonl")], tmp_path))
-    with pytest.raises(ValueError, match="text_column='story'"):
+    with pytest.raises(ValueError, match=r"text_column: columns \['story'\]"):
         length_extrapolation(arguments(files, tmp_path, text_column="story"))

@@ -151,9 +151,10 @@ def test_spade_on_every_task(archive, tmp_path, task, kind):
     assert 0 <= results["test"]["accuracy"] <= 100 and results["steps"] == 2
 
 
-@pytest.mark.parametrize("task", ["listops", "retrieval", "image"])
-def test_bst(archive, tmp_path, task):
-    results = arena(ArenaArguments(task, str(archive), "bst", config=BST), training(tmp_path))
+@pytest.mark.parametrize("task, bidirectional", [("listops", True), ("retrieval", False), ("image", True)])
+def test_bst(archive, tmp_path, task, bidirectional):
+    config = BST | {"bidirectional": bidirectional}
+    results = arena(ArenaArguments(task, str(archive), "bst", config=config), training(tmp_path))
     assert results["rows"]["train"] == len(load_task(task, archive)["train"])
 
 
