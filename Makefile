@@ -41,7 +41,7 @@ streaming: $(STAMP)
 	$(BIN)/python benchmarks/streaming.py --tokens 1000000
 
 bench: $(STAMP)
-	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+	$(BIN)/python benchmarks/run.py
 
 docs: $(STAMP)
 	$(RUN_TESTS) tests/test_documentation.py

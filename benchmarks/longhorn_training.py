@@ -78,6 +78,19 @@ def speed(length: int, rounds: int) -> dict:
     }
 
 
+def forward_speed(length: int, rows: int, rounds: int) -> dict:
+    """Tokens a second without gradients, prompts of several rows."""
+    model = build("longhorn").eval()
+    tokens = torch.randint(0, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(0))
+
+    def run() -> None:
+        with torch.inference_mode():
+            model(tokens)
+
+    seconds = paired_seconds({"longhorn": run}, rounds=rounds)["longhorn"]
+    return {"rows": rows, "length": length, "tokens_per_second": round(rows * length / seconds)}
+
+
 def scaling(lengths: list[int], rounds: int) -> dict:
     """Seconds of a step by length, and the exponent of their growth."""
     figures: dict[str, dict] = {}
@@ -117,6 +130,7 @@ def main() -> None:
     figures = {
         "shape": SHAPE | {"state_size": STATE, "batch": 1, "dtype": "float32"},
         "training_step": speed(512, 3 if arguments.quick else 15),
+        "forward": forward_speed(512, 4, 5 if arguments.quick else 25),
         "by_length": scaling(lengths, 3 if arguments.quick else 7),
         "peak_megabytes_of_a_step": memory,
     }

@@ -58,6 +58,7 @@ def machine() -> dict[str, Any]:
     return {
         "processor": names[0] if names else platform.processor(),
         "threads": torch.get_num_threads(),
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

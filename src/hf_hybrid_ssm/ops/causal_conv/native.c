@@ -11,6 +11,7 @@
 #define LANES 16
 #define BLOCK 64
 #define GROUP 8
+#define AHEAD 16 /* tokens between the prefetch of a row and its use: rows lie pages apart, no hardware follows them */
 #define USUAL 4 /* taps, for which the tile functions are specialised */
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -86,6 +87,9 @@ static inline __attribute__((always_inline)) void forward_tile(
     for (int64_t j = 0; j < K; j++) w[j] = load(p->weight + j * p->D + d, lanes);
     const vec bias = p->bias ? load(p->bias + d, lanes) : broadcast(0);
     for (int64_t t = begin; t < end; t++) {
+        const int64_t next = (b * p->L + t + AHEAD) * p->D + d;
+        __builtin_prefetch(p->x + next);
+        __builtin_prefetch(y + next, 1);
         vec out = linear(p, b, d, t, w, bias, lanes, K);
         if (p->silu) out *= sigmoid(out);
         store(y + (b * p->L + t) * p->D + d, out, lanes);
@@ -125,7 +129,10 @@ static inline __attribute__((always_inline)) void backward_tile(
     vec *dw, vec *dbias, vec *later, int lanes, const int64_t K) {
     const vec bias = p->bias ? load(p->bias + d, lanes) : broadcast(0);
     for (int64_t t = end - 1; t >= begin; t--) {
-        const int64_t at = (b * p->L + t) * p->D + d;
+        const int64_t at = (b * p->L + t) * p->D + d, next = at - AHEAD * p->D;
+        __builtin_prefetch(p->x + next);
+        __builtin_prefetch(dy + next);
+        __builtin_prefetch(dx + next, 1);
         vec g = load(dy + at, lanes);
         if (p->silu) {
             const vec u = linear(p, b, d, t, w, bias, lanes, K), s = sigmoid(u);

@@ -12,8 +12,9 @@
 #include <string.h>
 
 #define LANES 16
-#define BLOCK 64
+#define BLOCK 32
 #define GROUP 8
+#define AHEAD 16 /* tokens between the prefetch of an input and its use */
 #define IN_REGISTERS 16 /* the usual N, for which the tile functions are specialised */
 /* unrolled, so that the states of a tile stay in registers where N is known */
 #define EACH_STATE _Pragma("GCC unroll 16") for (int64_t n = 0; n < N; n++)
@@ -82,6 +83,14 @@ typedef struct {
     int64_t B, L, D, N;
 } problem;
 
+/* The rows of a tile lie whole pages apart, which no hardware prefetcher follows. */
+static inline void ahead(const problem *p, int64_t at) {
+    const int64_t later = at + AHEAD * p->D;
+    __builtin_prefetch(p->x + later);
+    __builtin_prefetch(p->dt + later);
+    if (p->z) __builtin_prefetch(p->z + later);
+}
+
 static void square_sums(const float *k, float *kk, int64_t rows, int64_t N) {
     for (int64_t row = 0; row < rows; row++) {
         float total = 0;
@@ -100,6 +109,8 @@ static inline __attribute__((always_inline)) void forward_tile(
     for (int64_t t = begin; t < end; t++) {
         const int64_t at = (row + t) * p->D + d;
         const float *k = p->k + (row + t) * N, *q = p->q + (row + t) * N;
+        ahead(p, at);
+        __builtin_prefetch(y + at + AHEAD * p->D, 1);
         if (starts_document(p->seq_idx, row, t)) EACH_STATE state[n] = broadcast(0);
         vec e, x = load(p->x + at, lanes);
         vec delta = step_size(p->dt + at, p->dt_bias ? p->dt_bias + d : 0, p->kk[row + t], lanes, &e);
@@ -197,6 +208,11 @@ static inline __attribute__((always_inline)) void backward_tile(
     for (int64_t t = begin; t < end; t++) { /* once more forwards; before[t] is the state that the token found */
         const int64_t c = t - begin, at = (row + t) * p->D + d;
         const float *k = p->k + (row + t) * N;
+        ahead(p, at);
+        __builtin_prefetch(g->dy + at); /* for the way back */
+        __builtin_prefetch(g->dx + at, 1);
+        __builtin_prefetch(g->ddt + at, 1);
+        if (p->z) __builtin_prefetch(g->dz + at, 1);
         if (starts_document(p->seq_idx, row, t)) EACH_STATE state[n] = broadcast(0);
         vec x = load(p->x + at, lanes);
         deltas[c] = step_size(p->dt + at, p->dt_bias ? p->dt_bias + d : 0, p->kk[row + t], lanes, es + c);

@@ -59,7 +59,7 @@ def _forward(
 @_forward.register_fake
 def _(x, dt, k, q, z, dt_bias, skip, initial_state, seq_idx, keep_checkpoints):
     batch, length, channels = x.shape
-    blocks, tiles = (length + 63) // 64, (channels + 15) // 16
+    blocks, tiles = (length + 31) // 32, (channels + 15) // 16
     saved = batch * blocks * tiles * k.shape[-1] * 16 if keep_checkpoints else 0
     return (
         torch.empty_like(x),
