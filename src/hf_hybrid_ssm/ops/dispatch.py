@@ -65,6 +65,7 @@ class Op:
     _loaded: dict[str, Callable | str] = field(default_factory=dict, repr=False)
     _supports: dict[str, Callable] = field(default_factory=dict, repr=False)
     _errors: dict[tuple, float | str] = field(default_factory=dict, repr=False)
+    _preferred: dict[tuple, str] = field(default_factory=dict, repr=False)
     _warned: set = field(default_factory=set, repr=False)
 
     def __post_init__(self) -> None:
@@ -119,7 +120,14 @@ class Op:
 
     def select(self, device_type: str, dtype: torch.dtype, requested: str | None = None) -> Callable:
         """The implementation to run on tensors of this device type and dtype."""
-        name = _choose(self.name, device_type, dtype, requested or _forced)
+        requested = requested or _forced
+        if requested is None and not torch.compiler.is_compiling():
+            key = (device_type, dtype)  # asked once: decoding a token asks for every op of every layer
+            if key not in self._preferred:
+                self._preferred[key] = _choose(self.name, device_type, dtype, None)
+            name = self._preferred[key]
+        else:
+            name = _choose(self.name, device_type, dtype, requested)
         return self.run[name] if name in self.run else self._loaded[name]  # type: ignore[return-value]
 
     def explain(self, device_type: str, dtype: torch.dtype) -> dict[str, str]:

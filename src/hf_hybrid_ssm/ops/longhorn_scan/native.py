@@ -1,6 +1,7 @@
 """The fused CPU backend: `native.c`, compiled on first use, behind two custom ops."""
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -28,8 +29,7 @@ def _checkpoint_floats(x: torch.Tensor, k: torch.Tensor) -> int:
     return _library().longhorn_checkpoint_size(*_sizes(x, k))
 
 
-@torch.library.custom_op("hf_hybrid_ssm::longhorn_scan_native", mutates_args=(), device_types="cpu")
-def _forward(
+def _compute(
     x: torch.Tensor,
     dt: torch.Tensor,
     k: torch.Tensor,
@@ -54,6 +54,11 @@ def _forward(
     if failed:
         raise MemoryError("longhorn_scan ran out of memory for its channel states.")
     return y, final, checkpoints
+
+
+_forward = torch.library.custom_op(
+    "hf_hybrid_ssm::longhorn_scan_native", _compute, mutates_args=(), device_types="cpu"
+)
 
 
 @_forward.register_fake
@@ -158,5 +163,8 @@ def run(
     tensors = (zero_beyond(x, lengths), dt, zero_beyond(k, lengths), q, z, dt_bias, D, initial_state)
     inputs = [_prepared(tensor) for tensor in tensors]
     keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-    y, final_state, _ = _forward(*inputs, None if seq_idx is None else seq_idx.long().contiguous(), keeps)
+    # while decoding, torch.library's way to the same function takes longer than the function
+    is_plain = not keeps and type(x) is torch.Tensor and not torch.compiler.is_compiling()
+    forward: Callable = _compute if is_plain else _forward
+    y, final_state, _ = forward(*inputs, None if seq_idx is None else seq_idx.long().contiguous(), keeps)
     return y.to(x.dtype), final_state
