@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+WITH_HEAD = "training_step_of_one_row_of_1024_with_the_head"
+SPEED = "thousand_tokens_per_second"
 RESULTS = Path(__file__).parent / "results"
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -65,11 +67,199 @@ def lmu_isa(figures: dict) -> str:
     ratios = ", ".join(f"{ratio}x at {length}" for length, ratio in rows["lmu_isa_times_as_fast_as_gpt2"].items())
     return (
         f"{table}\nTime grows as L^{rows['exponent']:.2f}. Speed relative to a GPT-2 of transformers of the same "
-        f"width: {ratios}.\n"
+        f"width: {ratios}; with heads of {figures[WITH_HEAD]['vocabulary']:,} words "
+        f"{figures[WITH_HEAD]['lmu_isa_times_as_fast_as_gpt2']}x at 1024.\n"
     )
 
 
+def longhorn_scan(figures: dict) -> str:
+    forward, both, shape = figures["forward"], figures["forward_and_backward"], figures["shape"]
+    rows = [[name, f"{value:.1f}"] for name, value in forward["milliseconds"].items()]
+    rows.append(["Mamba of transformers, a layer's forward", f"{figures['mamba_layer_forward_milliseconds']:.0f}"])
+    head = f"scan forward, width {shape['width']}, state {shape['state']}, L = {shape['length']}"
+    return (
+        f"{markdown_table([head, 'ms'], rows)}\nThe C kernel takes {forward['C_times_the_copy']:.1f}x the time of "
+        f"copying the bytes it must move, {forward['C_times_as_fast_as_torch']:.0f}x less than torch; with its "
+        f"backward {both['C_times_as_fast_as_torch']:.0f}x less. Forward and backward of the scan are "
+        f"{figures['share_of_the_block']['share']:.0%} of a layer's.\n"
+    )
+
+
+def bst_layer(figures: dict) -> str:
+    kinds = figures["layer"]
+    lengths = list(kinds["forward"]["thousand_tokens_per_second"])
+    names = list(kinds["forward"]["exponent"])
+    head = ["thousand tokens / s", *(f"{kind}, L = {n}" for kind in kinds for n in kinds[kind][SPEED])]
+    rows = [[name, *(kinds[kind][SPEED][n][name] for kind in kinds for n in kinds[kind][SPEED])] for name in names]
+    first = kinds["forward"]
+    return (
+        f"{markdown_table(head, rows)}\nAt L = {lengths[0]}, forward, SH is "
+        f"{first[f'SH_times_as_fast_as_block_recurrent_at_{lengths[0]}']}x as fast as a Block-Recurrent layer and "
+        f"takes {first[f'SH_times_the_time_of_slide_at_{lengths[0]}']}x the time of Slide, MF "
+        f"{first[f'MF_times_the_time_of_SH_at_{lengths[0]}']}x that of SH. bst-80m reads "
+        f"{figures['bst_80m']['prefill_tokens_per_second']} tokens a second and writes "
+        f"{figures['bst_80m']['decoding_tokens_per_second']}.\n"
+    )
+
+
+def comparison(figures: dict) -> str:
+    rows = [
+        [name, f"{found['parameters']:,}", f"{found['validation_loss']:.3f} ± {found['standard_deviation']:.3f}"]
+        for name, found in figures["models"].items()
+    ]
+    return markdown_table(["model", "parameters", "held-out loss, nats a token"], rows)
+
+
+def spade_ssm_cost(figures: dict) -> str:
+    rows = [
+        [
+            f"training step, L = {length}",
+            entry["seconds"]["without"],
+            entry["seconds"]["with"],
+            f"+{entry['added_percent']} %",
+        ]
+        for length, entry in figures["training_step"].items()
+    ]
+    prefill = figures["prefill"]
+    table = markdown_table(
+        ["four layers of width 768", "window attention alone, s", "with a frozen S4, s", "S4 adds"], rows
+    )
+    return (
+        f"{table}\nA prompt of {prefill['tokens']} tokens in pieces of {prefill['piece']} takes "
+        f"{prefill['pieces_to_whole']}x the time of one piece.\n"
+    )
+
+
+def lengths(figures: dict) -> str:
+    found = figures["models"]
+    head = ["perplexity on held-out books, read so many tokens at a time", *next(iter(found.values()))["points"]]
+    head[1:] = [f"{point['length']:,}" for point in head[1:]]
+    rows = []
+    for name, model in found.items():
+        cells = []
+        for point in model["points"]:
+            deviation = point["standard_deviation_of_loss"]
+            spread = "" if deviation is None else f" ± {point['perplexity'] * deviation:.2f}"
+            cells.append(f"{point['perplexity']:.2f}{spread}")
+        rows.append([name, *cells])
+    return markdown_table(head, rows)
+
+
+def scaling_law(figures: dict) -> str:
+    rows = []
+    for family, found in figures["families"].items():
+        for name, member in found["members"].items():
+            loss = f"{member['validation_loss']:.3f} ± {member['standard_deviation']:.3f}"
+            rows.append([f"{family}, {name}", f"{member['parameters_beside_embeddings']:,}", loss])
+    slopes = "; ".join(
+        f"{family} {found['alpha']:.4f} ± {found['standard_error']:.4f} (seeds spread by "
+        f"{found['standard_deviation_of_alpha']:.4f})"
+        for family, found in figures["families"].items()
+    )
+    head = ["model", "parameters beside embeddings", "held-out loss, nats a token"]
+    return f"{markdown_table(head, rows)}\nSlopes alpha of loss = (N / N_c)^-alpha: {slopes}.\n"
+
+
+def glue_spade_scratch(figures: dict) -> str:
+    rows = []
+    for task, found in figures.items():
+        for split, measures in found["best"]["measures"].items():
+            majority = found["best"]["majority"][split]
+            label = task if split == "validation" else f"{task} {split.removeprefix('validation_')}"
+            values = " / ".join(f"{value:.1f}" for value in measures.values())
+            rows.append(
+                [label, " / ".join(measures), values, " / ".join(f"{value:.1f}" for value in majority.values())]
+            )
+    return markdown_table(["task, local slice", "measure", "SPADE from scratch", "majority"], rows)
+
+
+def scitldr(figures: dict) -> str:
+    rows = [
+        [f"{split}, {label}", *(f"{figures[split][key][rouge]:.1f}" for rouge in ("rouge1", "rouge2", "rougeL"))]
+        for split in ("validation", "test")
+        for key, label in (("model", "SPADE from scratch"), ("first_sentence", "first sentence of the abstract"))
+    ]
+    return markdown_table(["SciTLDR", "ROUGE-1", "ROUGE-2", "ROUGE-L"], rows)
+
+
+def targets() -> str:
+    """What the project set out to reach on CPU, and what it reached."""
+
+    def load(name: str) -> dict:
+        return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+    training, scan, decode = load("longhorn_training"), load("longhorn_scan"), load("decoding")
+    step = training["training_step"]["longhorn_native_times_as_fast"]
+    memory = max(peak["longhorn"] / peak["llama"] for peak in training["peak_megabytes_of_a_step"].values())
+    attention, ssm, lmu = load("local_attention"), load("spade_ssm_cost"), load("lmu_isa")
+    masked = attention["times_as_fast_as_masked_full_attention"]
+    longt5 = attention["times_as_fast_as_longt5_local_attention_two_sided"]
+    added = max(entry["added_percent"] for entry in ssm["training_step"].values())
+    gpt2 = lmu["training_step_of_one_row"]["lmu_isa_times_as_fast_as_gpt2"]
+    bst = load("bst_layer")["layer"]["forward"]
+    lines: list[tuple[str, float, str, float]] = [
+        ("Longhorn step, times compiled Mamba", 2, ">=", step["mamba compiled, associative scan"]),
+        ("Longhorn step, times eager Mamba", 20, ">=", step["mamba eager"]),
+        ("Longhorn forward, thousand tokens a second", 100, ">=", training["forward"]["tokens_per_second"] / 1000),
+        ("memory of a step, share of Llama's", 2, "<=", memory),
+        ("scan, share of a layer's time", 0.15, "<=", scan["share_of_the_block"]["share"]),
+        ("scan forward, times the copy", 3, "<=", scan["forward"]["C_times_the_copy"]),
+        ("scan forward, times torch", 20, ">=", scan["forward"]["C_times_as_fast_as_torch"]),
+        ("scan with backward, times torch", 8, ">=", scan["forward_and_backward"]["C_times_as_fast_as_torch"]),
+        ("decoding, times Mamba", 2, ">=", decode["longhorn_times_as_fast_as_mamba"]),
+        ("decoding, share of the matrix products' speed", 0.7, ">=", decode["share_of_the_matrix_product_limit"]),
+        ("window attention, exponent", 1.1, "<=", attention["exponent"]),
+        ("window attention, times masked at 4096", 5, ">=", masked["4096"]),
+        ("window attention, times masked at 16384", 15, ">=", masked["16384"]),
+        ("window attention, times LongT5's at 4096", 2, ">=", longt5["4096"]),
+        ("S4 in SPADE's bottom layer, added percent of a step", 15, "<=", added),
+        ("SPADE's prefill in pieces, times in one", 1.3, "<=", ssm["prefill"]["pieces_to_whole"]),
+        (
+            "BST SH at 4096, times a Block-Recurrent layer",
+            10,
+            ">=",
+            bst["SH_times_as_fast_as_block_recurrent_at_4096"],
+        ),
+        ("BST SH at 4096, times the time of Slide", 2, "<=", bst["SH_times_the_time_of_slide_at_4096"]),
+        ("BST MF at 4096, times the time of SH", 1.3, "<=", bst["MF_times_the_time_of_SH_at_4096"]),
+        ("LMU-ISA step, times its FFT form", 1.5, ">=", lmu["training_step_at_1024"]["times_as_fast_as_fft"]),
+        (
+            "LMU-ISA memory, share of the FFT form's",
+            0.25,
+            "<=",
+            lmu["training_step_at_1024"]["share_of_the_memory_of_fft"],
+        ),
+        ("LMU-ISA exponent", 1.1, "<=", lmu["training_step_of_one_row"]["exponent"]),
+        *(
+            (f"LMU-ISA, times GPT-2 at {length}", 0.5 if length == "1024" else 1, ">=", gpt2[length])
+            for length in ("1024", "8192")
+            if length in gpt2
+        ),
+    ]
+    rows = []
+    for name, wanted, relation, found in lines:
+        met = found <= wanted if relation == "<=" else found >= wanted
+        rows.append(
+            [
+                name,
+                f"{'at most' if relation == '<=' else 'at least'} {wanted:g}",
+                f"{found:.3g}",
+                "yes" if met else "no",
+            ]
+        )
+    return markdown_table(["target", "wanted", "measured", "met"], rows)
+
+
 TABLES = {
+    "bst_layer": bst_layer,
+    "spade_ssm_cost": spade_ssm_cost,
+    "spade_books": comparison,
+    "bst_books": lengths,
+    "length_extrapolation": lengths,
+    "scaling_law": scaling_law,
+    "glue_spade_scratch": glue_spade_scratch,
+    "scitldr": scitldr,
+    "longhorn_scan": longhorn_scan,
     "longhorn_training": longhorn_training,
     "local_attention": local_attention,
     "decoding": decoding,
@@ -81,7 +271,11 @@ def rendered(text: str) -> str:
     """The document with every table made anew."""
 
     def table(match: re.Match) -> str:
+        if match[2] == "targets":
+            return f"{match[1]}{targets()}\n{match[3]}"
         figures = json.loads((RESULTS / f"{match[2]}.json").read_text(encoding="utf-8"))
+        if "machine" not in figures:  # a recipe's: the page names the command
+            return f"{match[1]}{TABLES[match[2]](figures)}{match[3]}"
         source = (
             f"*`{figures['command']}`: {figures['machine']['processor']}, {figures['machine']['threads']} threads.*"
         )
