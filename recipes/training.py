@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import transformers
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_hybrid_ssm.optim import parameter_groups
+
+DATA_FOLDERS = ("HF_HYBRID_SSM_DATA", "HF_HYBRID_SSM_LRA")
 
 
 class Trainer(transformers.Trainer):
@@ -32,8 +35,13 @@ def checkpoint_to_resume(resume: str | None, output_dir: str) -> str | None:
 
 
 def write_json(path: str | Path, content: Any) -> None:
+    """Where the data folders lie is this machine's affair: in figures they keep their variables' names."""
+    text = json.dumps(content, indent=2) + "\n"
+    for name in DATA_FOLDERS:
+        if folder := os.environ.get(name):
+            text = text.replace(json.dumps(folder)[1:-1], f"${name}")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    Path(path).write_text(text, encoding="utf-8")
 
 
 def write_figures(figures: Any, output_dir: str | Path, results: str | Path | None) -> None:

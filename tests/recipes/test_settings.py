@@ -1,10 +1,12 @@
 """Settings: YAML, then pairs that win over it; what is wrong is named."""
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from settings import read_settings
+from training import write_json
 
 
 @dataclass
@@ -63,3 +65,10 @@ def test_without_a_file_it_shows_its_keys():
 
 def test_numbers_without_a_dot_are_numbers(read):
     assert read("config: {a: 1e-3}", "config.b=2E+4", "config.c=1e5x")[0].config == {"a": 1e-3, "b": 2e4, "c": "1e5x"}
+
+
+def test_figures_name_no_folder_of_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HYBRID_SSM_DATA", "/somewhere/on this disk")
+    write_json(tmp_path / "a.json", {"files": ["/somewhere/on this disk/lm/x.jsonl"], "loss": 1.5})
+    figures = json.loads((tmp_path / "a.json").read_text())
+    assert figures == {"files": ["$HF_HYBRID_SSM_DATA/lm/x.jsonl"], "loss": 1.5}
