@@ -7,6 +7,7 @@
 #   make invariants  thousands of random cases of every batching invariance, with a report
 #   make streaming   a million tokens in constant memory, with the curve
 #   make bench       the benchmarks; results in benchmarks/results
+#   make reliability security, round-trips, misuse, ...: every report in docs/reliability, or one by its name
 #   make docs        run what README.md and docs/ show, and check their links
 
 VENV ?= .venv
@@ -17,7 +18,9 @@ BIN := $(VENV)/bin
 UPSTREAM = HF_HYBRID_SSM_UPSTREAM_TESTS="$$($(BIN)/python tests/upstream/fetch.py)"
 RUN_TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-.PHONY: demo test lint upstream invariants streaming bench docs install clean
+RELIABILITY := security
+
+.PHONY: demo test lint upstream invariants streaming bench docs install clean reliability $(RELIABILITY)
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
@@ -39,6 +42,11 @@ invariants: $(STAMP)
 
 streaming: $(STAMP)
 	$(BIN)/python benchmarks/streaming.py --tokens 1000000
+
+reliability: $(RELIABILITY)
+
+$(RELIABILITY): $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.reliability.$(subst -,_,$@)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py
