@@ -7,7 +7,7 @@
 #   make invariants  thousands of random cases of every batching invariance, with a report
 #   make streaming   a million tokens in constant memory, with the curve
 #   make bench       the benchmarks; results in benchmarks/results
-#   make reliability security, round-trips, misuse, ...: every report in docs/reliability, or one by its name
+#   make reliability security, roundtrips, misuse, ...: every report in docs/reliability, or one by its name
 #   make docs        run what README.md and docs/ show, and check their links
 
 VENV ?= .venv
@@ -16,11 +16,11 @@ PYTEST_ARGS ?=
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 UPSTREAM = HF_HYBRID_SSM_UPSTREAM_TESTS="$$($(BIN)/python tests/upstream/fetch.py)"
+REPORT = OMP_NUM_THREADS=1 $(BIN)/python -m tests.reliability.$@
 RUN_TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-RELIABILITY := security
-
-.PHONY: demo test lint upstream invariants streaming bench docs install clean reliability $(RELIABILITY)
+.PHONY: demo test lint upstream invariants streaming bench docs install clean \
+    reliability security
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
@@ -43,10 +43,10 @@ invariants: $(STAMP)
 streaming: $(STAMP)
 	$(BIN)/python benchmarks/streaming.py --tokens 1000000
 
-reliability: $(RELIABILITY)
+reliability: security
 
-$(RELIABILITY): $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.reliability.$(subst -,_,$@)
+security: $(STAMP)
+	$(REPORT)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py

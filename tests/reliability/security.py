@@ -39,7 +39,7 @@ RULES = (
 
 
 def aliases(tree: ast.Module) -> dict[str, str]:
-    """What each imported name stands for: o → os by `import os as o`, system → os.system by `from os import system`."""
+    """What each imported name stands for: `from os import system` makes system → os.system."""
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
