@@ -78,6 +78,7 @@ FAMILIES = (
             "MODEL": "SpadeModel",
             "MODEL_FOR_CAUSAL_LM": "SpadeForCausalLM",
             "MODEL_FOR_SEQUENCE_CLASSIFICATION": "SpadeForSequenceClassification",
+            "MODEL_FOR_TEXT_ENCODING": "SpadeEncoderModel",
         },
     ),
     Family(
@@ -86,19 +87,26 @@ FAMILIES = (
         {
             "MODEL": "SpadeSeq2SeqModel",
             "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM": "SpadeForConditionalGeneration",
-            "MODEL_FOR_SEQUENCE_CLASSIFICATION": "SpadeForSequenceClassification",
-            "MODEL_FOR_TEXT_ENCODING": "SpadeEncoderModel",
+            "MODEL_FOR_SEQUENCE_CLASSIFICATION": "SpadeSeq2SeqForSequenceClassification",
+            "MODEL_FOR_TEXT_ENCODING": "SpadeSeq2SeqEncoderModel",
         },
         folder="spade",
     ),
 )
 
 
-def _free_families(configuration_auto: ModuleType) -> Iterator[Family]:
+def owner_of(family: Family) -> str | None:
+    """The configuration class of transformers' own that has the family's model type; None where the name is ours."""
+    configuration_auto = importlib.import_module("transformers.models.auto.configuration_auto")
+    registered = configuration_auto.CONFIG_MAPPING._modules.get(family.model_type)
+    is_ours = getattr(registered, "__name__", None) == family.package
+    return None if is_ours else configuration_auto.CONFIG_MAPPING_NAMES.get(family.model_type)
+
+
+def _free_families() -> Iterator[Family]:
     for family in FAMILIES:
-        owner = configuration_auto.CONFIG_MAPPING_NAMES.get(family.model_type)
-        registered = configuration_auto.CONFIG_MAPPING._modules.get(family.model_type)
-        if owner is None or getattr(registered, "__name__", None) == family.package:
+        owner = owner_of(family)
+        if owner is None:
             yield family
         else:
             logger.warning(
@@ -111,14 +119,13 @@ def _free_families(configuration_auto: ModuleType) -> Iterator[Family]:
 
 
 def _register_configs(configuration_auto: ModuleType) -> None:
-    for family in _free_families(configuration_auto):
+    for family in _free_families():
         configuration_auto.CONFIG_MAPPING._modules[family.model_type] = importlib.import_module(family.package)
         configuration_auto.CONFIG_MAPPING_NAMES[family.model_type] = family.config
 
 
 def _register_models(modeling_auto: ModuleType) -> None:
-    configuration_auto = importlib.import_module("transformers.models.auto.configuration_auto")
-    for family in _free_families(configuration_auto):
+    for family in _free_families():
         for table, class_name in family.heads.items():
             mapping = getattr(modeling_auto, f"{table}_MAPPING")
             mapping._modules[family.model_type] = importlib.import_module(family.package)
@@ -126,7 +133,12 @@ def _register_models(modeling_auto: ModuleType) -> None:
             getattr(modeling_auto, f"{table}_MAPPING_NAMES")[family.model_type] = class_name
 
 
+def _register_peft_targets(constants: ModuleType) -> None:
+    importlib.import_module("hf_hybrid_ssm.peft_targets").register(constants)
+
+
 _REGISTRATIONS: dict[str, Callable[[ModuleType], None]] = {
+    "peft.utils.constants": _register_peft_targets,
     "transformers.models.auto.configuration_auto": _register_configs,
     "transformers.models.auto.modeling_auto": _register_models,
 }
@@ -147,7 +159,7 @@ class _RegisteringLoader(Loader):
 
 
 class _RegisteringFinder(MetaPathFinder):
-    """Waits for the tables of Auto classes to be imported; does nothing else and finds nothing itself."""
+    """Waits for the tables of Auto classes, and of PEFT, to be imported; does nothing else and finds nothing itself."""
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
         if fullname not in _REGISTRATIONS:

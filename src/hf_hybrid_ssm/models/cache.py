@@ -6,6 +6,7 @@ entry is `STATE_LAYER_TYPE`, so `generate()`, beam search, prompt reuse and cont
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedConfig
@@ -45,6 +46,7 @@ class StateLayer(CacheLayerMixin):
         self.record_past = False
         self.history: list[_Forward] = []
         self.device: torch.device | None = None
+        self.model_type: str | None = None
 
     def store(self, num_tokens: int, states: States, replay: Replay) -> None:
         """Replace the states by those after `num_tokens` more tokens.
@@ -198,6 +200,13 @@ class StaticStateLayer(StateLayer):
 STATIC_LAYER_TYPE_MAPPING[STATE_LAYER_TYPE] = StaticStateLayer
 
 
+def is_state_layer(layer: object) -> TypeGuard[StateLayer]:
+    """By the name of its kind: transformers makes the class registered last, and a process may hold several copies of
+    this module (a folder's own code beside the package's, or two folders').
+    """
+    return getattr(layer, "_layer_type", None) == STATE_LAYER_TYPE
+
+
 def carry_segment(past_key_values: Cache, begins: torch.Tensor) -> None:
     """Make a cache, in place, the one that the next segment of every row starts from.
 
@@ -212,7 +221,7 @@ def carry_segment(past_key_values: Cache, begins: torch.Tensor) -> None:
             `begins` has another shape or dtype.
     """
     for index, layer in enumerate(past_key_values.layers):
-        if not isinstance(layer, StateLayer):
+        if not is_state_layer(layer):
             raise ValueError(
                 f"layer {index} of past_key_values is a {type(layer).__name__}; only layers with a state of fixed "
                 "size can carry it from segment to segment."
@@ -242,7 +251,7 @@ def prepare_cache(past_key_values: Cache | None, config: PreTrainedConfig, batch
         ValueError: it was made for another model, or holds another batch size.
     """
     if past_key_values is None:
-        return DynamicCache(config=config)
+        past_key_values = DynamicCache(config=config)
     if not isinstance(past_key_values, Cache):
         raise TypeError(
             f"past_key_values must be a transformers Cache, got {type(past_key_values).__name__}; make one with "
@@ -253,16 +262,37 @@ def prepare_cache(past_key_values: Cache | None, config: PreTrainedConfig, batch
         past_key_values.layer_class_to_replicate = None
     layers = past_key_values.layers
     wanted = [layer_type == STATE_LAYER_TYPE for layer_type in config.layer_types]
-    if [isinstance(layer, StateLayer) for layer in layers] != wanted:
+    if [is_state_layer(layer) for layer in layers] != wanted:
         raise ValueError(
             f"past_key_values has layers {[type(layer).__name__ for layer in layers]}, which are not those of this "
             f"model ({len(wanted)} layers, layer_types={config.layer_types}); make it with "
             "`DynamicCache(config=model.config)`."
         )
     for index, layer in enumerate(layers):
-        if isinstance(layer, StateLayer) and layer.states and layer.batch_size != batch_size:
+        if is_state_layer(layer) and layer.states and layer.batch_size != batch_size:
             raise ValueError(
                 f"past_key_values holds a batch of {layer.batch_size} (layer {index}), but the input has a batch of "
                 f"{batch_size}."
             )
+        _check_owner(layer, index, config, batch_size)
     return past_key_values
+
+
+def _check_owner(layer: CacheLayerMixin, index: int, config: PreTrainedConfig, batch_size: int) -> None:
+    """A filled layer must be this family's, and hold this batch; an empty one becomes this family's."""
+    if torch.compiler.is_compiling():
+        return
+    if not is_state_layer(layer):
+        keys = getattr(layer, "keys", None)
+        if isinstance(keys, torch.Tensor) and keys.dim() == 4 and keys.shape[0] != batch_size:
+            raise ValueError(
+                f"past_key_values holds a batch of {keys.shape[0]} (layer {index}), but the input has a batch of "
+                f"{batch_size}."
+            )
+        return
+    if layer.states and layer.model_type not in (None, config.model_type):
+        raise ValueError(
+            f"past_key_values was filled by a model of the family {layer.model_type!r} (layer {index}), this model "
+            f"is of the family {config.model_type!r}; make a new one with `DynamicCache(config=model.config)`."
+        )
+    layer.model_type = config.model_type

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers import Cache, GenerationMixin
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -28,6 +28,7 @@ from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, prepare_cache
 from hf_hybrid_ssm.models.heads import CausalLMHead, SequenceClassificationHead
 from hf_hybrid_ssm.models.inputs import check_inputs, packed_documents
 from hf_hybrid_ssm.models.padding import CompactRows, compact_rows
+from hf_hybrid_ssm.models.saving import SavesCode
 from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention
 
 States = dict[str, torch.Tensor]
@@ -263,7 +264,7 @@ class BstBlock(GradientCheckpointingLayer):
 
 
 @auto_docstring
-class BstPreTrainedModel(PreTrainedModel):
+class BstPreTrainedModel(SavesCode):
     config: BstConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers import Cache, GenerationMixin
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -19,6 +19,7 @@ from hf_hybrid_ssm.models.heads import CausalLMHead, SequenceClassificationHead
 from hf_hybrid_ssm.models.inputs import check_inputs, packed_documents
 from hf_hybrid_ssm.models.lmu_isa.configuration_lmu_isa import LmuIsaConfig
 from hf_hybrid_ssm.models.padding import CompactRows, compact_rows
+from hf_hybrid_ssm.models.saving import SavesCode
 from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention
 
 States = dict[str, torch.Tensor]
@@ -142,7 +143,7 @@ class LmuIsaBlock(GradientCheckpointingLayer):
 
 
 @auto_docstring
-class LmuIsaPreTrainedModel(PreTrainedModel):
+class LmuIsaPreTrainedModel(SavesCode):
     config: LmuIsaConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True

@@ -5,7 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers import Cache, GenerationMixin
 from transformers import initialization as init
 from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -28,6 +28,7 @@ from hf_hybrid_ssm.models.heads import CausalLMHead, SequenceClassificationHead
 from hf_hybrid_ssm.models.inputs import check_inputs, default_positions, packed_documents
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.padding import CompactRows, compact_rows
+from hf_hybrid_ssm.models.saving import SavesCode
 from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention, push
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
 
@@ -242,7 +243,7 @@ class LonghornBlock(GradientCheckpointingLayer):
 
 
 @auto_docstring
-class LonghornPreTrainedModel(PreTrainedModel):
+class LonghornPreTrainedModel(SavesCode):
     config: LonghornConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True

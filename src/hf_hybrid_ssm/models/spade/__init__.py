@@ -17,6 +17,8 @@ __getattr__, __dir__, __all__ = attach(
         "SpadeEncoderModel": _MODELING,
         "SpadeForSequenceClassification": _MODELING,
         "SpadeSeq2SeqModel": _SEQ2SEQ,
+        "SpadeSeq2SeqEncoderModel": _SEQ2SEQ,
+        "SpadeSeq2SeqForSequenceClassification": _SEQ2SEQ,
         "SpadeForConditionalGeneration": _SEQ2SEQ,
     },
 )

@@ -4,7 +4,7 @@ import math
 
 import torch
 from torch import nn
-from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers import Cache, GenerationMixin
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPast, SequenceClassifierOutput
@@ -18,14 +18,15 @@ from hf_hybrid_ssm.layers.norms import ScaleNorm, build_norm
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, prepare_cache
 from hf_hybrid_ssm.models.heads import CausalLMHead
-from hf_hybrid_ssm.models.inputs import check_inputs, packed_documents
+from hf_hybrid_ssm.models.inputs import check_class_labels, check_inputs, packed_documents
 from hf_hybrid_ssm.models.padding import compact_rows
+from hf_hybrid_ssm.models.saving import SavesCode
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
 from hf_hybrid_ssm.models.spade.layers_spade import SpadeBlock, relative_bias
 
 
 @auto_docstring
-class SpadePreTrainedModel(PreTrainedModel):
+class SpadePreTrainedModel(SavesCode):
     config: SpadeConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -178,6 +179,11 @@ class SpadeForCausalLM(CausalLMHead, SpadePreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: SpadeConfig):
+        if config.pixel_input or config.paired_input:
+            raise ValueError(
+                f"pixel_input={config.pixel_input} and paired_input={config.paired_input} are for classification: a "
+                "language model reads one text of tokens."
+            )
         super().__init__(config)
         self.model = SpadeModel(config)
         self.lm_head: nn.Module
@@ -253,7 +259,7 @@ class SpadeEncoderModel(SpadePreTrainedModel):
 
 @auto_docstring
 class SpadeForSequenceClassification(SpadePreTrainedModel):
-    """A classifier over the bidirectional encoder; it also loads the encoder of an encoder-decoder."""
+    """A classifier over the bidirectional encoder."""
 
     _keys_to_ignore_on_load_unexpected = [r"decoder\.", r"lm_head\."]
 
@@ -295,6 +301,7 @@ class SpadeForSequenceClassification(SpadePreTrainedModel):
         logits = self.classifier(self.dropout(self.activation(self.dense(self.dropout(pooled)))))
         loss = None
         if labels is not None:
+            check_class_labels(labels, logits, self.config.problem_type)
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
         return SequenceClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions

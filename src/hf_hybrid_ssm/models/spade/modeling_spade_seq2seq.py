@@ -9,13 +9,20 @@ from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2
 from transformers.utils import auto_docstring, can_return_tuple
 
 from hf_hybrid_ssm.layers.norms import build_norm
-from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, StateLayer, prepare_cache
+from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, is_state_layer, prepare_cache
 from hf_hybrid_ssm.models.heads import chunked_causal_lm_loss
-from hf_hybrid_ssm.models.inputs import check_inputs, check_token_ids, default_positions
+from hf_hybrid_ssm.models.inputs import check_inputs, check_labels, default_positions
 from hf_hybrid_ssm.models.padding import CompactRows, compact_rows
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig, SpadeSeq2SeqConfig
 from hf_hybrid_ssm.models.spade.layers_spade import SpadeFeedForward, SpadeMixing, relative_bias
-from hf_hybrid_ssm.models.spade.modeling_spade import SpadePreTrainedModel, SpadeStack, spade_embedding
+from hf_hybrid_ssm.models.spade.modeling_spade import (
+    SpadeEncoderModel,
+    SpadeForSequenceClassification,
+    SpadePreTrainedModel,
+    SpadeStack,
+    spade_embedding,
+)
+from hf_hybrid_ssm.ops.checks import check_tensor
 
 
 class SpadeCrossAttention(nn.Module):
@@ -166,7 +173,7 @@ def prepare_seq2seq_cache(
         raise TypeError(f"past_key_values must be an EncoderDecoderCache, got {type(past_key_values).__name__}.")
     prepare_cache(past_key_values.self_attention_cache, config, batch_size)
     cross = past_key_values.cross_attention_cache
-    if any(not isinstance(layer, StateLayer) for layer in cross.layers) or not cross.layers:
+    if any(not is_state_layer(layer) for layer in cross.layers) or not cross.layers:
         cross.layers = DynamicCache(config=config).layers
     return past_key_values
 
@@ -209,6 +216,7 @@ class SpadeSeq2SeqModel(SpadePreTrainedModel):
         if encoder_outputs is None:
             encoder_outputs = self.get_encoder()(input_ids, attention_mask, inputs_embeds, wants_hidden)
         encoder_states = encoder_outputs[0]
+        check_tensor("encoder_outputs[0]", encoder_states, (None, None, self.config.hidden_size), "B, S, hidden_size")
         if isinstance(attention_mask, torch.Tensor) and attention_mask.shape != encoder_states.shape[:2]:
             raise ValueError(
                 f"attention_mask must have the encoder's shape {tuple(encoder_states.shape[:2])}, got "
@@ -217,6 +225,11 @@ class SpadeSeq2SeqModel(SpadePreTrainedModel):
         check_inputs(decoder_input_ids, decoder_inputs_embeds, self.config.vocab_size, self.config.hidden_size)
         if decoder_inputs_embeds is None:
             decoder_inputs_embeds = self.embed_tokens(decoder_input_ids)
+        if decoder_inputs_embeds.shape[0] != encoder_states.shape[0]:
+            raise ValueError(
+                f"decoder_input_ids has a batch of {decoder_inputs_embeds.shape[0]}, but the encoder's input has one "
+                f"of {encoder_states.shape[0]}."
+            )
         if use_cache or past_key_values is not None:
             past_key_values = prepare_seq2seq_cache(past_key_values, self.config, decoder_inputs_embeds.shape[0])
         if isinstance(decoder_attention_mask, dict):
@@ -274,9 +287,14 @@ class SpadeForConditionalGeneration(SpadePreTrainedModel, GenerationMixin):
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
         """Labels (B, T) moved one to the right, behind the start token; -100 becomes padding."""
-        start = self.config.decoder_start_token_id
+        start, padding = self.config.decoder_start_token_id, self.config.pad_token_id
+        if start is None or padding is None:
+            raise ValueError(
+                f"decoder_start_token_id={start} and pad_token_id={padding} of the configuration must both be set to "
+                "make decoder_input_ids from labels; or give decoder_input_ids."
+            )
         shifted = torch.cat([labels.new_full((labels.shape[0], 1), start), labels[:, :-1]], dim=1)
-        return shifted.masked_fill(shifted == -100, self.config.pad_token_id)
+        return shifted.masked_fill(shifted == -100, padding)
 
     @can_return_tuple
     @auto_docstring
@@ -300,8 +318,9 @@ class SpadeForConditionalGeneration(SpadePreTrainedModel, GenerationMixin):
             The target; the decoder reads it one token later. -100 is ignored.
         """
         if labels is not None:
-            check_token_ids("labels", labels, self.config.vocab_size, ignore_index=-100)
-            if decoder_input_ids is None and decoder_inputs_embeds is None:
+            given = decoder_input_ids if decoder_inputs_embeds is None else decoder_inputs_embeds
+            check_labels(labels, self.config.vocab_size, None if given is None else given.shape[:2])
+            if given is None:
                 decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
         outputs = self.model(
             input_ids,
@@ -340,4 +359,21 @@ class SpadeForConditionalGeneration(SpadePreTrainedModel, GenerationMixin):
         )
 
 
-__all__ = ["SpadeForConditionalGeneration", "SpadeSeq2SeqModel"]
+class SpadeSeq2SeqEncoderModel(SpadeEncoderModel):
+    """The encoder of an encoder-decoder, alone."""
+
+    config: SpadeSeq2SeqConfig
+
+
+class SpadeSeq2SeqForSequenceClassification(SpadeForSequenceClassification):
+    """A classifier over the encoder of an encoder-decoder."""
+
+    config: SpadeSeq2SeqConfig
+
+
+__all__ = [
+    "SpadeForConditionalGeneration",
+    "SpadeSeq2SeqEncoderModel",
+    "SpadeSeq2SeqForSequenceClassification",
+    "SpadeSeq2SeqModel",
+]

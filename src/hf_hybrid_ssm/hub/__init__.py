@@ -1,0 +1,11 @@
+"""Sharing: checkpoints that carry their code, what a folder holds, and model cards."""
+
+from hf_hybrid_ssm.lazy import attach
+
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "export_code": f"{__name__}.export",
+        "check_folder": f"{__name__}.folder",
+    },
+)

@@ -1,0 +1,140 @@
+"""Checkpoints that carry their code, for people who have transformers and torch alone."""
+
+import hashlib
+import json
+import os
+from functools import cache
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from hf_hybrid_ssm import __version__
+from hf_hybrid_ssm.auto import FAMILIES, Family, owner_of
+from hf_hybrid_ssm.hub.flatten import flatten
+from hf_hybrid_ssm.hub.folder import MANIFEST, read_json
+from hf_hybrid_ssm.hub.sources import PACKAGE, ROOT, module_of_class, needed_modules
+
+AUTO_CLASSES = {
+    "MODEL": "AutoModel",
+    "MODEL_FOR_CAUSAL_LM": "AutoModelForCausalLM",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM": "AutoModelForSeq2SeqLM",
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION": "AutoModelForSequenceClassification",
+    "MODEL_FOR_TOKEN_CLASSIFICATION": "AutoModelForTokenClassification",
+    "MODEL_FOR_QUESTION_ANSWERING": "AutoModelForQuestionAnswering",
+    "MODEL_FOR_TEXT_ENCODING": "AutoModelForTextEncoding",
+}
+HEAD = (
+    "# SPDX-License-Identifier: Apache-2.0\n"
+    f"# Part of hf-hybrid-ssm {__version__}, gathered by hf_hybrid_ssm.hub.export_code; {MANIFEST} holds its hash.\n"
+    "# Plain torch: the kernels stay in the package, which transformers takes instead when it is installed.\n\n"
+)
+
+
+def export_code(model_or_folder: PreTrainedModel | str | os.PathLike, folder: str | os.PathLike | None = None) -> Path:
+    """Add to a saved checkpoint the code that loads it with `trust_remote_code=True`, without this package.
+
+    Writes at most 15 Python files, `code.json` with their hashes, and the `auto_map` of every head into `config.json`;
+    the same bytes each time. `model.save_pretrained(folder, export_code=True)` saves and does this in one call.
+
+    Args:
+        model_or_folder: a model of this package, or the folder of a saved one.
+        folder: where the model was saved; not needed when the first argument says it.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: nothing was saved there, it is no family of this package, transformers has a model type of that
+            name itself, or there are Python files that this function did not write. Nothing has been written then.
+    """
+    model = model_or_folder if isinstance(model_or_folder, PreTrainedModel) else None
+    if model is None and isinstance(model_or_folder, str | os.PathLike):
+        folder = model_or_folder if folder is None else folder
+    elif model is None:
+        raise TypeError(f"model_or_folder must be a model or a path, not {type(model_or_folder).__name__}.")
+    if folder is None:
+        raise ValueError("folder is needed: where was the model saved?")
+    target = Path(folder)
+    if model is None and Path(model_or_folder) != target:  # type: ignore[arg-type]
+        raise ValueError(f"folder={str(target)!r} is not the folder {str(model_or_folder)!r}; give one of them.")
+    config = _saved_config(target)
+    family = _family_of(config.get("model_type"))
+    if model is not None and type(model).__name__ not in family.names:
+        raise ValueError(f"{type(model).__name__} is no class of the family {family.model_type!r}.")
+    files = code_of(family.model_type)
+    _refuse_other_code(target, files)
+    for name, text in files.items():
+        (target / name).write_text(text, encoding="utf-8", newline="\n")
+    config["auto_map"] = auto_map_of(family.model_type)
+    (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    manifest = {"package": PACKAGE, "version": __version__, "sha256": {name: _hash(files[name]) for name in files}}
+    (target / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    return target
+
+
+@cache
+def code_of(model_type: str) -> dict[str, str]:
+    """File name → source of everything that the classes of a model type need."""
+    family = _family_of(model_type)
+    modules = needed_modules(sorted({module_of_class(family.package, name) for name in family.names}))
+    mixers = {module.name for module in needed_modules([f"{PACKAGE}.layers.mixers"])}
+
+    def file_of(module: str) -> str:
+        _, floor, *rest = module.split(".")
+        if floor == "ops":  # a file for each op, and one for what they share
+            return rest[0] if (ROOT / "ops" / rest[0]).is_dir() else "dispatch"
+        if floor == "layers":
+            return "mixers" if module in mixers else "layers"
+        if floor == "models" and len(rest) == 1:
+            return f"configuration_{rest[0]}" if rest[0] == "configuration" else "model_parts"
+        return rest[-1]
+
+    # what all configurations share goes with the family's own
+    own = module_of_class(family.package, family.config).rsplit(".", 1)[1]
+    texts = flatten(modules, lambda module: own if module.endswith("models.configuration") else file_of(module))
+    return {f"{name}.py": HEAD + texts[name] for name in sorted(texts)}
+
+
+def auto_map_of(model_type: str) -> dict[str, str]:
+    """Auto class → file and class, as `config.json` holds it."""
+    family = _family_of(model_type)
+    classes = {"AutoConfig": family.config} | {AUTO_CLASSES[table]: name for table, name in family.heads.items()}
+    return {
+        auto: f"{module_of_class(family.package, name).rsplit('.', 1)[1]}.{name}" for auto, name in classes.items()
+    }
+
+
+def _saved_config(folder: Path) -> dict:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"folder={str(folder)!r} has no config.json: save the model there first (save_pretrained).")
+    return read_json(path)
+
+
+def _family_of(model_type: str | None) -> Family:
+    family = next((family for family in FAMILIES if family.model_type == model_type), None)
+    if family is None:
+        known = ", ".join(family.model_type for family in FAMILIES)
+        raise ValueError(f"model_type={model_type!r} is no family of {PACKAGE}; its families are {known}.")
+    if owner := owner_of(family):
+        raise ValueError(
+            f"transformers has a model type {model_type!r} of its own ({owner}); code exported under that name would "
+            "shadow it."
+        )
+    return family
+
+
+def _refuse_other_code(folder: Path, files: dict[str, str]) -> None:
+    manifest = folder / MANIFEST
+    written = read_json(manifest).get("sha256", {}) if manifest.is_file() else {}
+    for path in sorted(folder.glob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if text != files.get(path.name) and written.get(path.name) != _hash(text):
+            raise ValueError(
+                f"{path} was not written by export_code, or was changed since; move it away, or export to a folder of "
+                "its own."
+            )
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,161 @@
+"""Folders that carry their code: loaded where the package is not, the same answers to the bit, and what is refused."""
+
+import ast
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, LlamaForCausalLM
+
+import hf_hybrid_ssm
+from hf_hybrid_ssm.auto import FAMILIES
+from hf_hybrid_ssm.hub import check_folder, export_code
+from hf_hybrid_ssm.hub.export import AUTO_CLASSES, MANIFEST, code_of
+from hf_hybrid_ssm.ops.dispatch import backend
+from tests.hub.without_package import answer
+from tests.reliability.population import build
+from tests.reliability.security import findings
+
+VARIANTS = {
+    "longhorn": "longhorn + window and full attention",
+    "bst": "bst mh s4",
+    "lmu_isa": "lmu-isa + window attention",
+    "spade": "spade s4 trained",
+    "spade_seq2seq": "encoder-decoder relative window",
+}
+EVERY = pytest.mark.parametrize("model_type", VARIANTS)
+SCRIPT = Path(__file__).parent / "without_package.py"
+
+
+def class_of(model_type):
+    return "SpadeForConditionalGeneration" if model_type == "spade_seq2seq" else f"{names()[model_type]}ForCausalLM"
+
+
+def names():
+    return {family.model_type: family.config.removesuffix("Config") for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Every family, saved with its code, and what a process without the package made of it."""
+    root = tmp_path_factory.mktemp("exported")
+    for model_type, variant in VARIANTS.items():
+        build(variant, class_of(model_type)).save_pretrained(root / model_type, export_code=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"HF_MODULES_CACHE": str(root / "modules"), "HF_HUB_OFFLINE": "1"}
+    ran = subprocess.run(
+        [sys.executable, str(SCRIPT), *(str(root / model_type) for model_type in VARIANTS)],
+        env=environment,
+        cwd=root,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return root
+
+
+@EVERY
+def test_same_answers_without_the_package(folders, model_type):
+    auto = AutoModelForSeq2SeqLM if model_type == "spade_seq2seq" else AutoModelForCausalLM
+    model = auto.from_pretrained(folders / model_type, trust_remote_code=True).eval()
+    assert type(model) is getattr(hf_hybrid_ssm, class_of(model_type))  # the installed class wins
+    with backend("torch"):
+        here = answer(model, torch.arange(3, 27).view(2, 12))
+    there = load_file(folders / model_type / "answers")
+    assert torch.equal(here["logits"], there["logits"]) and torch.equal(here["text"], there["text"])
+
+
+@EVERY
+def test_a_folder_saved_again_keeps_every_head(folders, model_type):
+    saved = json.loads((folders / model_type / "losses.json").read_text())
+    assert saved["auto_map"] == json.loads((folders / model_type / "config.json").read_text())["auto_map"]
+
+
+@EVERY
+def test_the_same_bytes_twice_and_few_files(folders, model_type, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(folders / model_type, copy)
+    before = {path.name: path.read_bytes() for path in copy.iterdir() if path.is_file()}
+    export_code(copy)
+    assert {path.name: path.read_bytes() for path in copy.iterdir() if path.is_file()} == before
+    assert len(list(copy.glob("*.py"))) <= 15
+    assert check_folder(copy)["code"] == len(code_of(model_type))
+
+
+@EVERY
+def test_code_is_flat_licensed_and_harmless(model_type):
+    for name, text in code_of(model_type).items():
+        assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n")
+        assert findings(text, Path(name)) == []
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom):
+                assert (
+                    node.level in (0, 1)
+                    and node.module
+                    and (node.level == 0 or f"{node.module}.py" in code_of(model_type))
+                )
+                assert not node.module.startswith("hf_hybrid_ssm")
+
+
+def test_every_table_of_heads_has_its_auto_class():
+    for family in FAMILIES:
+        for table in family.heads:
+            assert hasattr(transformers, AUTO_CLASSES[table])
+
+
+@pytest.fixture
+def saved(tmp_path):
+    build("longhorn", "LonghornForCausalLM").save_pretrained(tmp_path / "saved", export_code=True)
+    return tmp_path / "saved"
+
+
+def test_nothing_saved_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"no config\.json: save the model there first"):
+        export_code(build("longhorn", "LonghornForCausalLM"), tmp_path)
+    with pytest.raises(ValueError, match="folder is needed"):
+        export_code(build("longhorn", "LonghornForCausalLM"))
+    with pytest.raises(TypeError, match="not int"):
+        export_code(3)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_foreign_models_are_refused(saved, tmp_path):
+    config = LlamaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "llama")
+    with pytest.raises(ValueError, match="model_type='llama' is no family"):
+        export_code(tmp_path / "llama")
+    with pytest.raises(ValueError, match="LlamaForCausalLM is no class of the family 'longhorn'"):
+        export_code(model, saved)
+
+
+def test_a_name_that_transformers_owns_is_refused(saved, monkeypatch):
+    monkeypatch.setattr("hf_hybrid_ssm.hub.export.owner_of", lambda family: "TheirConfig")
+    with pytest.raises(ValueError, match=r"model type 'longhorn' of its own \(TheirConfig\)"):
+        export_code(saved)
+
+
+@pytest.mark.parametrize("name", ["modeling_longhorn.py", "mine.py"])
+def test_other_code_is_not_overwritten(saved, name):
+    (saved / name).write_text("# mine\n")
+    with pytest.raises(ValueError, match=f"{name} was not written by export_code"):
+        export_code(saved)
+    assert (saved / name).read_text() == "# mine\n"
+
+
+def test_code_of_an_older_version_is_replaced(saved):
+    old = "# older\n"
+    (saved / "dispatch.py").write_text(old)
+    manifest = json.loads((saved / MANIFEST).read_text())
+    manifest["sha256"]["dispatch.py"] = hashlib.sha256(old.encode()).hexdigest()
+    (saved / MANIFEST).write_text(json.dumps(manifest))
+    export_code(saved)
+    assert check_folder(saved)["code"] == len(code_of("longhorn"))

@@ -1,0 +1,135 @@
+"""Cut off, missing or changed files of a checkpoint are found without loading it."""
+
+import json
+
+import pytest
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+
+from hf_hybrid_ssm.hub import check_folder
+from hf_hybrid_ssm.hub import folder as module
+from tests.reliability.population import build
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    build("longhorn", "LonghornForCausalLM").save_pretrained(tmp_path, max_shard_size="8KB", export_code=True)
+    return tmp_path
+
+
+def test_counts(sharded, tmp_path):
+    model = build("longhorn", "LonghornForCausalLM")
+    found = check_folder(sharded)
+    weights = dict(model.named_parameters())  # tied weights are stored once
+    assert found["tensors"] == len(weights) and found["files"] > 1 and found["code"] > 5
+    assert found["bytes"] == sum(weight.numel() * weight.element_size() for weight in weights.values())
+
+
+def first_shard(folder):
+    return sorted(folder.glob("*.safetensors"))[0]
+
+
+def cut(folder):
+    path = first_shard(folder)
+    path.write_bytes(path.read_bytes()[:-5])
+    return "no whole safetensors file"
+
+
+def cut_header(folder):
+    first_shard(folder).write_bytes(b"\x07")
+    return "no whole safetensors file"
+
+
+def pickled(folder):
+    first_shard(folder).write_bytes(b"\x80\x04cposix\nsystem\n(S'true'\ntR.")
+    return "no whole safetensors file"
+
+
+def lost(folder):
+    first_shard(folder).unlink()
+    return "is missing"
+
+
+def exchanged(folder):
+    first, second = sorted(folder.glob("*.safetensors"))[:2]
+    first.write_bytes(second.read_bytes())
+    return "lacks the tensor"
+
+
+def edit_index(folder, change):
+    path = folder / SAFE_WEIGHTS_INDEX_NAME
+    index = json.loads(path.read_text())
+    change(index)
+    path.write_text(json.dumps(index))
+
+
+def outside(folder):
+    edit_index(folder, lambda index: index["weight_map"].update({"a": "../other.safetensors"}))
+    return r"points outside its folder: '\.\./other"
+
+
+def no_map(folder):
+    edit_index(folder, lambda index: index.pop("weight_map"))
+    return "has no weight_map"
+
+
+def no_json(folder):
+    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text("{")
+    return "is not valid JSON"
+
+
+def no_object(folder):
+    (folder / "config.json").write_text("[]")
+    return "must hold a JSON object, not list"
+
+
+def no_config(folder):
+    (folder / "config.json").unlink()
+    return r"has no config\.json"
+
+
+def changed_code(folder):
+    with (folder / "modeling_longhorn.py").open("a") as file:
+        file.write("\n")
+    return r"modeling_longhorn\.py was changed after it was exported"
+
+
+def added_code(folder):
+    (folder / "more.py").write_text("")
+    return r"more\.py is not among the files"
+
+
+def lost_code(folder):
+    (folder / "layers.py").unlink()
+    return r"lacks the code file layers\.py"
+
+
+def no_manifest(folder):
+    (folder / module.MANIFEST).unlink()
+    return "holds code without a code.json"
+
+
+def no_hashes(folder):
+    (folder / module.MANIFEST).write_text("{}")
+    return "has no table sha256"
+
+
+DAMAGE = (
+    cut, cut_header, pickled, lost, exchanged, outside, no_map, no_json, no_object, no_config, changed_code,
+    added_code, lost_code, no_manifest, no_hashes,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda function: function.__name__)
+def test_damage_is_named(sharded, damage, monkeypatch, capsys):
+    expected = damage(sharded)
+    with pytest.raises(ValueError, match=expected):
+        check_folder(sharded)
+    monkeypatch.setattr("sys.argv", ["folder", str(sharded)])
+    with pytest.raises(SystemExit, match="refused: "):
+        module.main()
+
+
+def test_command(sharded, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["folder", str(sharded)])
+    module.main()
+    assert "tensors" in capsys.readouterr().out

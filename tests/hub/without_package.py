@@ -1,0 +1,69 @@
+"""What somebody does with exported folders who has transformers and torch, and not this package.
+
+    python without_package.py FOLDER [FOLDER ...]
+
+Loads each with `trust_remote_code=True`, answers, trains two steps, saves, loads that, and leaves in FOLDER/answers
+what it got.
+"""
+
+import sys
+
+if __name__ == "__main__":  # whatever is installed: importing it fails here
+    sys.modules["hf_hybrid_ssm"] = None  # type: ignore[assignment]
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+
+
+def answer(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Logits and greedy text."""
+    inputs = {"decoder_input_ids": ids[:, :4]} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        logits = model(input_ids=ids, **inputs).logits
+        text = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    return {"logits": logits, "text": text}
+
+
+def train(model: torch.nn.Module, ids: torch.Tensor) -> list[float]:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(3):
+        loss = model.train()(input_ids=ids, labels=ids).loss
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.eval()
+    return losses
+
+
+def main(folder: Path) -> None:
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model = auto.from_pretrained(folder, trust_remote_code=True).eval()
+    assert type(model).__module__.startswith("transformers_modules")
+    ids = torch.arange(3, 27).view(2, 12)
+    found = answer(model, ids)
+    losses = train(model, ids)
+    assert losses[-1] < losses[0], losses
+    trained = answer(model, ids)
+    again_folder = folder / "again"
+    model.save_pretrained(again_folder)
+    again = answer(auto.from_pretrained(again_folder, trust_remote_code=True).eval(), ids)
+    assert torch.equal(again["logits"], trained["logits"]) and torch.equal(again["text"], trained["text"])
+    classifier = AutoModelForSequenceClassification.from_pretrained(
+        folder, trust_remote_code=True, num_labels=3
+    ).eval()
+    assert classifier(input_ids=ids).logits.shape == (2, 3)
+    save_file(found, folder / "answers")
+    auto_map = json.loads((again_folder / "config.json").read_text())["auto_map"]
+    (folder / "losses.json").write_text(json.dumps({"losses": losses, "auto_map": auto_map}))
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        main(Path(argument))
