@@ -36,6 +36,7 @@ class StateLayer(CacheLayerMixin):
     """
 
     _layer_type = STATE_LAYER_TYPE
+    holds_states = True
     is_sliding = True  # it does not grow: masks are to be sized by a layer that does
     supports_early_init = False
 
@@ -201,10 +202,10 @@ STATIC_LAYER_TYPE_MAPPING[STATE_LAYER_TYPE] = StaticStateLayer
 
 
 def is_state_layer(layer: object) -> TypeGuard[StateLayer]:
-    """By the name of its kind: transformers makes the class registered last, and a process may hold several copies of
-    this module (a folder's own code beside the package's, or two folders').
+    """By a mark, not by its class: transformers makes the class registered last, and a process may hold several
+    copies of this module (a folder's own code beside the package's, or two folders').
     """
-    return getattr(layer, "_layer_type", None) == STATE_LAYER_TYPE
+    return getattr(layer, "holds_states", False)
 
 
 def carry_segment(past_key_values: Cache, begins: torch.Tensor) -> None:

@@ -1,5 +1,6 @@
 """What the configurations of all families share: presets, checks, and the names of layer types."""
 
+import math
 from typing import ClassVar
 
 from transformers import PreTrainedConfig
@@ -14,6 +15,9 @@ class HybridConfigMixin:
         # The strict dataclass runs these again, but wraps what they raise; here a plain ValueError comes out.
         self.validate_layer_type()
         self.validate_architecture()
+        num_labels = kwargs.get("num_labels")
+        if isinstance(num_labels, int) and num_labels < 1:
+            raise ValueError(f"num_labels={num_labels} must be positive.")
         super().__post_init__(**kwargs)
 
     def validate_layer_type(self) -> None:
@@ -34,11 +38,35 @@ class HybridConfigMixin:
         return cls(**{**cls.presets[name], **overrides})  # type: ignore[return-value]
 
     def check_positive(self, *names: str) -> None:
-        """Each named field must be > 0 (None is let pass)."""
+        """Each named field must be > 0 and finite (None is let pass)."""
         for name in names:
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name}={value} must be positive.")
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name}={value} must be positive{' and finite' if value == math.inf else ''}.")
+
+    def check_not_negative(self, *names: str) -> None:
+        """Each named field must be ≥ 0 and finite."""
+        for name in names:
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name}={value} must be at least 0 and finite.")
+
+    def check_dropout(self, *names: str) -> None:
+        """Each named field is a probability below 1."""
+        for name in names:
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                raise ValueError(f"{name}={value} must lie in [0, 1).")
+
+    def check_activation(self, *names: str) -> None:
+        """Each named field is an activation of transformers."""
+        from transformers.activations import ACT2FN  # imports torch, which a configuration else does without
+
+        for name in names:
+            value = getattr(self, name)
+            if value not in ACT2FN:
+                known = ", ".join(map(repr, sorted(ACT2FN)))
+                raise ValueError(f"{name}={value!r} is no activation; transformers has {known}.")
 
     def check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         """The named field must be one of `choices`."""

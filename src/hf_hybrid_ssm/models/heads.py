@@ -6,7 +6,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassi
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple
 
-from hf_hybrid_ssm.models.inputs import check_token_ids
+from hf_hybrid_ssm.models.inputs import check_class_labels, check_labels
 from hf_hybrid_ssm.ops.linear_cross_entropy import linear_cross_entropy
 
 
@@ -33,8 +33,16 @@ class CausalLMHead:
         seq_idx (`torch.IntTensor` of shape `(batch_size, sequence_length)`, *optional*):
             The document each token of a packed row belongs to; states and attention do not cross documents.
         """
+        if isinstance(logits_to_keep, int) and logits_to_keep < 0:
+            raise ValueError(f"logits_to_keep={logits_to_keep} must be 0 (all) or the number of last tokens.")
         if labels is not None:
-            check_token_ids("labels", labels, self.config.vocab_size, ignore_index=-100)
+            given = input_ids if inputs_embeds is None else inputs_embeds
+            shape = (
+                None
+                if given is None or not (isinstance(logits_to_keep, int) and logits_to_keep == 0)
+                else given.shape[:2]
+            )
+            check_labels(labels, self.config.vocab_size, shape)
         outputs = self.model(
             input_ids,
             attention_mask=attention_mask,
@@ -142,6 +150,7 @@ class SequenceClassificationHead:
         pooled_logits = self.score(hidden_states[rows, last.to(hidden_states.device)])
         loss = None
         if labels is not None:
+            check_class_labels(labels, pooled_logits, self.config.problem_type)
             loss = self.loss_function(
                 logits=pooled_logits, labels=labels, pooled_logits=pooled_logits, config=self.config
             )

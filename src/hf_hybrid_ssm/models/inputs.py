@@ -4,6 +4,7 @@ import torch
 from transformers import Cache
 from transformers.masking_utils import find_packed_sequence_indices
 
+from hf_hybrid_ssm.models.padding import check_mask_shape
 from hf_hybrid_ssm.ops.checks import check_seq_idx
 
 
@@ -19,6 +20,8 @@ def check_token_ids(name: str, ids: torch.Tensor, vocab_size: int, *, ignore_ind
         TypeError: `ids` is not an integer tensor.
         ValueError: an id is outside of 0 … vocab_size - 1 (and not `ignore_index`).
     """
+    if not isinstance(ids, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor of token ids, got {type(ids).__name__}.")
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64 token ids, got {ids.dtype}.")
     if not _readable(ids) or ids.numel() == 0:
@@ -33,6 +36,52 @@ def check_token_ids(name: str, ids: torch.Tensor, vocab_size: int, *, ignore_ind
         )
 
 
+def check_labels(labels: torch.Tensor, vocab_size: int, shape: tuple[int, int] | None) -> None:
+    """Token ids to predict, -100 where none is; of the input's shape, unless `shape` is None.
+
+    Raises:
+        TypeError: `labels` is not an integer tensor.
+        ValueError: another shape, or an id outside the vocabulary.
+    """
+    check_token_ids("labels", labels, vocab_size, ignore_index=-100)
+    if shape is not None and labels.shape != shape:
+        raise ValueError(
+            f"labels must have the input's shape (batch, length) = {tuple(shape)}, got {tuple(labels.shape)}."
+        )
+
+
+def check_class_labels(labels: torch.Tensor, logits: torch.Tensor, problem_type: str | None) -> None:
+    """The labels of a classifier with `logits` (B, C): class indices (B,), or values where it is no single choice.
+
+    Raises:
+        TypeError: `labels` is no tensor, or class indices are not integers.
+        ValueError: wrong shape, or a class index outside of 0 … C - 1.
+    """
+    if not isinstance(labels, torch.Tensor):
+        raise TypeError(f"labels must be a tensor, got {type(labels).__name__}.")
+    batch, classes = logits.shape
+    integers = labels.dtype in (torch.int32, torch.int64)
+    if problem_type is None:
+        problem_type = "single_label_classification" if integers else "multi_label_classification"
+        problem_type = "regression" if classes == 1 else problem_type
+    if problem_type != "single_label_classification":
+        if labels.numel() != batch * classes:
+            raise ValueError(
+                f"labels must have shape (batch, num_labels) = ({batch}, {classes}) for {problem_type}, got "
+                f"{tuple(labels.shape)}."
+            )
+        return
+    if not integers:
+        raise TypeError(f"labels must be int32 or int64 class indices for {problem_type}, got {labels.dtype}.")
+    if labels.numel() != batch:
+        raise ValueError(f"labels must have shape (batch,) = ({batch},), got {tuple(labels.shape)}.")
+    if _readable(labels) and bool(((labels < 0) & (labels != -100) | (labels >= classes)).any()):
+        raise ValueError(
+            f"labels has classes from {int(labels.min())} to {int(labels.max())}, but num_labels={classes}: they must "
+            f"lie in 0..{classes - 1}."
+        )
+
+
 def check_inputs(
     input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None, vocab_size: int, hidden_size: int
 ) -> None:
@@ -44,6 +93,9 @@ def check_inputs(
     """
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("You must specify exactly one of input_ids or inputs_embeds.")
+    for name, given in (("input_ids", input_ids), ("inputs_embeds", inputs_embeds)):
+        if given is not None and not isinstance(given, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(given).__name__}.")
     if input_ids is not None:
         if input_ids.dim() != 2 or input_ids.shape[1] == 0:
             raise ValueError(f"input_ids must have shape (batch, length ≥ 1), got {tuple(input_ids.shape)}.")
@@ -51,6 +103,25 @@ def check_inputs(
     elif inputs_embeds.dim() != 3 or inputs_embeds.shape[1] == 0 or inputs_embeds.shape[2] != hidden_size:
         raise ValueError(
             f"inputs_embeds must have shape (batch, length ≥ 1, {hidden_size}), got {tuple(inputs_embeds.shape)}."
+        )
+    elif not inputs_embeds.is_floating_point():
+        raise TypeError(f"inputs_embeds must be floating point, got {inputs_embeds.dtype}; token ids go to input_ids.")
+
+
+def check_position_ids(position_ids: torch.Tensor, batch: int, length: int) -> None:
+    """`position_ids` (B or 1, L) integer.
+
+    Raises:
+        TypeError: not an integer tensor.
+        ValueError: another shape.
+    """
+    if not isinstance(position_ids, torch.Tensor) or position_ids.dtype not in (torch.int32, torch.int64):
+        have = getattr(position_ids, "dtype", type(position_ids).__name__)
+        raise TypeError(f"position_ids must be an int32 or int64 tensor, got {have}.")
+    if position_ids.shape != (batch, length) and position_ids.shape != (1, length):
+        raise ValueError(
+            f"position_ids must have shape (batch or 1, length) = ({batch}, {length}), got "
+            f"{tuple(position_ids.shape)}."
         )
 
 
@@ -67,6 +138,11 @@ def packed_documents(
     `seq_idx` says it outright. Otherwise positions that start again say it, as in all of transformers: only in a first
     forward and without an attention mask, since positions also jump over padding.
     """
+    if attention_mask is not None and not torch.compiler.is_compiling():
+        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        check_mask_shape(attention_mask, batch, length, seen if isinstance(seen, int) else None)
+    if position_ids is not None:
+        check_position_ids(position_ids, batch, length)
     if seq_idx is not None:
         check_seq_idx(seq_idx, batch, length)
         return seq_idx

@@ -41,6 +41,30 @@ def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return x.gather(1, index.view(*index.shape, *(1,) * (x.dim() - 2)).expand(-1, -1, *x.shape[2:]))
 
 
+def check_mask_shape(attention_mask: torch.Tensor, batch: int, length: int, past_length: int | None = None) -> None:
+    """`attention_mask` (B, T) for the L tokens of this forward, T = L, or for all tokens so far.
+
+    Args:
+        past_length: tokens in the cache; None where it is not known, and T ≥ L will do.
+
+    Raises:
+        TypeError: the mask is no tensor.
+        ValueError: another shape.
+    """
+    if not isinstance(attention_mask, torch.Tensor):
+        raise TypeError(f"attention_mask must be a tensor, got {type(attention_mask).__name__}.")
+    have = tuple(attention_mask.shape)
+    if len(have) != 2 or have[0] != batch or have[1] < length:
+        raise ValueError(
+            f"attention_mask must have shape (batch, tokens so far) = ({batch}, at least {length}), got {have}."
+        )
+    if past_length is not None and have[1] not in (length, past_length + length):
+        raise ValueError(
+            f"attention_mask must have shape (batch, tokens so far) = ({batch}, {past_length + length}), got {have}: "
+            f"{past_length} tokens are in the cache, {length} are given."
+        )
+
+
 def compact_rows(attention_mask: torch.Tensor | None, batch: int, length: int) -> CompactRows | None:
     """The moves for this forward, or None if there is nothing to move.
 
@@ -49,16 +73,24 @@ def compact_rows(attention_mask: torch.Tensor | None, batch: int, length: int) -
             the ones before belong to tokens already in the cache.
 
     Raises:
-        ValueError: the mask does not fit the input.
+        TypeError: the mask is no tensor.
+        ValueError: the mask does not fit the input, or has other values than 0 and 1.
     """
     if attention_mask is None:
         return None
-    if attention_mask.dim() != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < length:
+    check_mask_shape(attention_mask, batch, length)
+    attention_mask = attention_mask[:, attention_mask.shape[1] - length :]
+    real = attention_mask != 0
+    if (
+        not torch.compiler.is_compiling()
+        and attention_mask.device.type == "cpu"
+        and bool((attention_mask[real] != 1).any())
+    ):
+        low, high = (bound.item() for bound in torch.aminmax(attention_mask))
         raise ValueError(
-            f"attention_mask must have shape (batch, tokens so far) = ({batch}, at least {length}), got "
-            f"{tuple(attention_mask.shape)}."
+            f"attention_mask must be 1 for text and 0 for padding, got values from {low} to {high}; documents of a "
+            "packed row go to seq_idx, and an additive mask is not understood."
         )
-    real = attention_mask[:, attention_mask.shape[1] - length :] != 0
     if not torch.compiler.is_compiling() and bool(real.all()):
         return None
     order = torch.argsort((~real).to(torch.uint8), dim=1, stable=True)

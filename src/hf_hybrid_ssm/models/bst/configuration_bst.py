@@ -223,8 +223,11 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
             "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "intermediate_size",
             "window_size", "num_context_states", "ssm_state_size", "ssm_dt_min", "ssm_dt_max", "filter_length",
             "filter_order", "rel_pos_max_distance", "rms_norm_eps",
-            "max_position_embeddings", "logit_scale", "recurrent_num_states",
+            "max_position_embeddings", "logit_scale", "recurrent_num_states", "ssm_learning_rate", "filter_sin_freq",
         )  # fmt: skip
+        self.check_not_negative("filter_inner_layers", "embedding_init_std", "context_init_std", "context_id_std")
+        self.check_dropout("dropout", "attention_dropout", "final_dropout")
+        self.check_activation("hidden_act")
         self.check_choice("context_variant", ("sh", "mh", "mf"))
         self.check_choice("ssm_type", SSM_TYPES)
         self.check_choice("ssm_init", ("legs", "lin"))
@@ -250,9 +253,6 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
                 f"rel_pos_max_distance={self.rel_pos_max_distance} must exceed half of rel_pos_buckets="
                 f"{self.rel_pos_buckets}, whose first half are single distances."
             )
-        for name in ("dropout", "attention_dropout", "final_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1).")
 
     def _check_retrieval(self) -> None:
         if self.retrieval_k is None:

@@ -140,8 +140,11 @@ class LmuIsaConfig(HybridConfigMixin, PreTrainedConfig):
         """Sizes that fit together; a warning where the precision of the memory was not measured."""
         self.check_positive(
             "vocab_size", "hidden_size", "num_hidden_layers", "lmu_order", "lmu_reduced_order", "lmu_theta",
-            "pre_intermediate_size", "post_intermediate_size", "layer_norm_eps",
+            "pre_intermediate_size", "post_intermediate_size", "layer_norm_eps", "attention_scale",
         )  # fmt: skip
+        self.check_not_negative("initializer_range")
+        self.check_dropout("hidden_dropout", "attention_dropout")
+        self.check_activation("hidden_act")
         self.check_choice("pre_block", PRE_BLOCKS)
         self.check_choice("conv_mode", FORMS)
         if self.lmu_reduced_order > self.lmu_order:

@@ -140,6 +140,8 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
             "vocab_size", "hidden_size", "num_hidden_layers", "state_size", "expand", "conv_kernel",
             "mlp_intermediate_size", "layer_norm_epsilon", "max_position_embeddings",
         )  # fmt: skip
+        self.check_not_negative("initializer_range")
+        self.check_dropout("attention_dropout")
         if not isinstance(self.time_step_rank, int) or self.time_step_rank <= 0:
             raise ValueError(f'time_step_rank={self.time_step_rank!r} must be "auto" or a positive integer.')
         if set(self.block_types) != {"linear_attention"}:
@@ -154,6 +156,9 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
             )
         if "sliding_attention" in self.block_types and self.sliding_window is None:
             raise ValueError('sliding_window=None, but layer_types has "sliding_attention" layers: give their window.')
+        theta = (self.rope_parameters or {}).get("rope_theta")
+        if isinstance(theta, int | float) and not 0 < theta < math.inf:
+            raise ValueError(f"rope_parameters={self.rope_parameters} must have a positive and finite rope_theta.")
 
 
 __all__ = ["LonghornConfig"]

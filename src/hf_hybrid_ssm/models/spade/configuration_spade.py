@@ -225,8 +225,15 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
         self.check_positive(
             "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "local_radius", "chunk_size", "ssm_state_size", "relative_attention_max_distance", "layer_norm_eps",
-            "hyena_filter_length", "adaptive_factor",
+            "hyena_filter_length", "hyena_filter_dim", "hyena_freq", "adaptive_factor", "classifier_hidden_size",
+            "pixel_std",
         )  # fmt: skip
+        self.check_not_negative("initializer_range", "ssm_combine_weight")
+        self.check_dropout(
+            "dropout", "attention_dropout", "activation_dropout", "embedding_dropout", "adaptive_dropout",
+            "classifier_dropout",
+        )  # fmt: skip
+        self.check_activation("hidden_act", "classifier_activation")
         self.check_choice("attention_type", ATTENTION_TYPES)
         self.check_choice("ssm_type", SSM_TYPES)
         self.check_choice("ssm_trainable", ("none", "output", "all"))
@@ -245,6 +252,12 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
             raise ValueError(
                 f"relative_attention_num_buckets={self.relative_attention_num_buckets} must be a multiple of 4: half "
                 "for each side, and half of these for single distances."
+            )
+        if self.relative_attention_max_distance <= self.relative_attention_num_buckets // 2:
+            raise ValueError(
+                f"relative_attention_max_distance={self.relative_attention_max_distance} must exceed half of "
+                f"relative_attention_num_buckets={self.relative_attention_num_buckets}, whose first half are single "
+                "distances."
             )
         self._check_layers("global_layers", self.num_hidden_layers)
         self._check_cutoffs()
@@ -327,6 +340,14 @@ class SpadeSeq2SeqConfig(SpadeConfig):
         if self.adaptive_cutoffs is not None or self.pixel_input or self.paired_input:
             raise ValueError(
                 "adaptive_cutoffs, pixel_input and paired_input belong to SpadeConfig, not to an encoder-decoder."
+            )
+        if not self.is_encoder_decoder:
+            raise ValueError(
+                "is_encoder_decoder=False contradicts SpadeSeq2SeqConfig; SpadeConfig is without a decoder."
+            )
+        if self.decoder_start_token_id is not None and not 0 <= self.decoder_start_token_id < self.vocab_size:
+            raise ValueError(
+                f"decoder_start_token_id={self.decoder_start_token_id} must lie below vocab_size={self.vocab_size}."
             )
         super().validate_architecture()
         self.check_positive("num_decoder_layers", "max_target_positions")
