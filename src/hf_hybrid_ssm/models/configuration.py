@@ -1,7 +1,7 @@
 """What the configurations of all families share: presets, checks, and the names of layer types."""
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
@@ -82,3 +82,16 @@ class HybridConfigMixin:
             raise ValueError(f"layer_types names {len(block_types)} layers, but num_hidden_layers={layers}.")
         if unknown := sorted(set(block_types) - set(choices)):
             raise ValueError(f"layer_types contains {unknown}; a layer is one of {', '.join(map(repr, choices))}.")
+
+
+def check_config_class(model: Any, config: object) -> None:
+    """A model is built from its own family's configuration, or one derived from it.
+
+    By the name of the family: a folder's own code has copies of the classes.
+
+    Raises:
+        TypeError: it is another family's, or none.
+    """
+    wanted = type(model).config_class
+    if wanted.model_type not in {getattr(kind, "model_type", None) for kind in type(config).__mro__}:
+        raise TypeError(f"{type(model).__name__} needs a {wanted.__name__}, got {type(config).__name__}.")

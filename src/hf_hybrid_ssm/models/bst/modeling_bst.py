@@ -25,6 +25,7 @@ from hf_hybrid_ssm.layers.retrieval import attend_with_memory
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, prepare_cache
+from hf_hybrid_ssm.models.configuration import check_config_class
 from hf_hybrid_ssm.models.heads import CausalLMHead, SequenceClassificationHead
 from hf_hybrid_ssm.models.inputs import check_inputs, packed_documents
 from hf_hybrid_ssm.models.padding import CompactRows, compact_rows
@@ -274,6 +275,10 @@ class BstPreTrainedModel(SavesCode):
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": BstBlock}
 
+    def __init__(self, config: BstConfig, *args: Any, **kwargs: Any):
+        check_config_class(self, config)
+        super().__init__(config, *args, **kwargs)
+
     def post_init(self):
         mixers = [module for module in self.modules() if isinstance(module, Mixer)]
         self._keep_in_fp32_modules_strict = {
@@ -375,9 +380,9 @@ class BstForCausalLM(CausalLMHead, BstPreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: BstConfig):
+        super().__init__(config)
         if config.bidirectional:
             raise ValueError("bidirectional=True is for classification: a language model must not see the future.")
-        super().__init__(config)
         self.model = BstModel(config)
         self.dropout = nn.Dropout(config.final_dropout)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

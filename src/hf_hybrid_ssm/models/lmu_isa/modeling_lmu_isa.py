@@ -15,6 +15,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from hf_hybrid_ssm.layers.lmu import ImplicitAttention
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, prepare_cache
+from hf_hybrid_ssm.models.configuration import check_config_class
 from hf_hybrid_ssm.models.heads import CausalLMHead, SequenceClassificationHead
 from hf_hybrid_ssm.models.inputs import check_inputs, packed_documents
 from hf_hybrid_ssm.models.lmu_isa.configuration_lmu_isa import LmuIsaConfig
@@ -152,6 +153,10 @@ class LmuIsaPreTrainedModel(SavesCode):
     _supports_sdpa = True
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": LmuIsaBlock}
+
+    def __init__(self, config: LmuIsaConfig, *args: Any, **kwargs: Any):
+        check_config_class(self, config)
+        super().__init__(config, *args, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

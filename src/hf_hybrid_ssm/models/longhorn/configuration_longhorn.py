@@ -5,12 +5,13 @@ from typing import ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
-from transformers.modeling_rope_utils import RopeParameters
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from hf_hybrid_ssm.models.configuration import HybridConfigMixin
 
 # The cache layer of a Longhorn block; the attention blocks keep transformers' own names and cache layers.
 CACHE_LAYER_TYPES = {"linear_attention": "hybrid_ssm_state", "sliding_attention": "hybrid_ssm_state"}
+ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
 BLOCK_TYPES = ("linear_attention", "sliding_attention", "full_attention")
 
 
@@ -156,7 +157,10 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
             )
         if "sliding_attention" in self.block_types and self.sliding_window is None:
             raise ValueError('sliding_window=None, but layer_types has "sliding_attention" layers: give their window.')
-        theta = (self.rope_parameters or {}).get("rope_theta")
+        rope = self.rope_parameters or {}
+        kind, theta = rope.get("rope_type", rope.get("type", "default")), rope.get("rope_theta")
+        if kind not in ROPE_TYPES:
+            raise ValueError(f"rope_type={kind!r} is not one of {', '.join(map(repr, ROPE_TYPES))}.")
         if isinstance(theta, int | float) and not 0 < theta < math.inf:
             raise ValueError(f"rope_parameters={self.rope_parameters} must have a positive and finite rope_theta.")
 

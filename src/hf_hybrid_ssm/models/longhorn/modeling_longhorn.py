@@ -1,6 +1,7 @@
 """PyTorch Longhorn model (arXiv 2407.14207)."""
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from hf_hybrid_ssm.layers.feed_forward import SwiGLU
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.layers.short_convolution import ShortConvolution
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, prepare_cache
+from hf_hybrid_ssm.models.configuration import check_config_class
 from hf_hybrid_ssm.models.heads import CausalLMHead, SequenceClassificationHead
 from hf_hybrid_ssm.models.inputs import check_inputs, default_positions, packed_documents
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
@@ -255,6 +257,10 @@ class LonghornPreTrainedModel(SavesCode):
     _can_compile_fullgraph = True
     _keep_in_fp32_modules_strict = ["D", "dt_bias"]
     _can_record_outputs = {"hidden_states": LonghornBlock, "attentions": LonghornAttention}
+
+    def __init__(self, config: LonghornConfig, *args: Any, **kwargs: Any):
+        check_config_class(self, config)
+        super().__init__(config, *args, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

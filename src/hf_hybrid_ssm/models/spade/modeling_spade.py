@@ -1,6 +1,7 @@
 """PyTorch SPADE models of one stack (arXiv 2212.08136): language model, encoder, classifier."""
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from hf_hybrid_ssm.layers.mixer import Mixer
 from hf_hybrid_ssm.layers.norms import ScaleNorm, build_norm
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, prepare_cache
+from hf_hybrid_ssm.models.configuration import check_config_class
 from hf_hybrid_ssm.models.heads import CausalLMHead
 from hf_hybrid_ssm.models.inputs import check_class_labels, check_inputs, packed_documents
 from hf_hybrid_ssm.models.padding import compact_rows
@@ -35,6 +37,10 @@ class SpadePreTrainedModel(SavesCode):
     _supports_sdpa = True
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": SpadeBlock}
+
+    def __init__(self, config: SpadeConfig, *args: Any, **kwargs: Any):
+        check_config_class(self, config)
+        super().__init__(config, *args, **kwargs)
 
     def post_init(self):
         mixers = [module for module in self.modules() if isinstance(module, Mixer)]
@@ -179,12 +185,12 @@ class SpadeForCausalLM(CausalLMHead, SpadePreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: SpadeConfig):
+        super().__init__(config)
         if config.pixel_input or config.paired_input:
             raise ValueError(
                 f"pixel_input={config.pixel_input} and paired_input={config.paired_input} are for classification: a "
                 "language model reads one text of tokens."
             )
-        super().__init__(config)
         self.model = SpadeModel(config)
         self.lm_head: nn.Module
         if config.adaptive_cutoffs is None:

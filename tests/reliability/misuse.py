@@ -1,0 +1,75 @@
+"""Every known way to misuse the public API, and the answer it gets.
+
+    python -m tests.reliability.misuse
+
+Writes docs/reliability/misuse.md. Exits with 1 if a misuse passes silently or its message does not say what was wrong.
+"""
+
+import re
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from pathlib import Path
+
+from transformers.utils import logging
+
+from tests.reliability.misuses import Misuse, configurations
+from tests.reliability.reporting import table, write_page
+
+MISUSES: list[Misuse] = [*configurations.MISUSES]
+
+
+def answer(misuse: Misuse, folder: Path) -> Exception | None:
+    """What the misuse raises, or None if it goes through."""
+    try:
+        misuse.provoke(folder)
+    except Exception as error:
+        return error
+    return None
+
+
+def fault(misuse: Misuse, error: Exception | None) -> str | None:
+    """What is wrong with an answer; None if it is right."""
+    if error is None:
+        return "it passes silently"
+    if not isinstance(error, misuse.expected):
+        return f"{type(error).__name__} instead of {' or '.join(kind.__name__ for kind in misuse.expected)}: {error}"
+    if not re.search(misuse.words, str(error), re.DOTALL):
+        return f"the message lacks {misuse.words!r}: {error}"
+    return None
+
+
+def shown(error: Exception | None, folder: Path) -> str:
+    """The message on one line, without the folder it happened in."""
+    text = " ".join(str(error).replace(str(folder), "FOLDER").split())
+    return text if len(text) <= 300 else text[:297] + "..."
+
+
+def main() -> int:
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    rows, faults = [], []
+    for misuse in MISUSES:
+        with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            error = answer(misuse, Path(place))
+            if found := fault(misuse, error):
+                faults.append(f"{misuse}: {found}")
+            rows.append([misuse.part, misuse.done, type(error).__name__, shown(error, Path(place))])
+    print("\n".join(faults) or "every misuse is answered")
+    parts = Counter(misuse.part for misuse in MISUSES)
+    write_page(
+        "misuse",
+        "What the API answers to mistakes",
+        f"`python -m tests.reliability.misuse` makes {len(MISUSES)} kinds of mistakes. Each must raise an exception "
+        "of an expected type, whose message names the argument and its value or what would be right; "
+        f"{len(faults)} do not. The tests make them too.",
+        table(["part of the API", "mistakes"], parts.items()),
+        table(["part", "mistake", "exception", "message"], rows),
+    )
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
