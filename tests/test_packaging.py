@@ -89,6 +89,19 @@ print(json.dumps([type(model).__name__, names["longhorn"]]))
     assert fresh(code) == ["LonghornForCausalLM", "LonghornForCausalLM"]
 
 
+@pytest.mark.parametrize("first", ["hf_hybrid_ssm", "transformers.cache_utils"])
+def test_a_cache_is_made_before_any_model(first):
+    code = f"""
+import json, importlib
+importlib.import_module({first!r})
+import hf_hybrid_ssm
+from transformers import AutoConfig, DynamicCache
+config = AutoConfig.for_model("longhorn", vocab_size=8, hidden_size=8, num_hidden_layers=2)
+print(json.dumps([type(layer).__name__ for layer in DynamicCache(config=config).layers]))
+"""
+    assert fresh(code) == ["StateLayer", "StateLayer"]
+
+
 def test_public_names_exist():
     import hf_hybrid_ssm
 

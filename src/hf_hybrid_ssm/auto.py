@@ -133,12 +133,18 @@ def _register_models(modeling_auto: ModuleType) -> None:
             getattr(modeling_auto, f"{table}_MAPPING_NAMES")[family.model_type] = class_name
 
 
+def _register_cache_layers(_: ModuleType) -> None:
+    """A cache may be made from a configuration alone, before any model is imported."""
+    importlib.import_module("hf_hybrid_ssm.models.cache")
+
+
 def _register_peft_targets(constants: ModuleType) -> None:
     importlib.import_module("hf_hybrid_ssm.peft_targets").register(constants)
 
 
 _REGISTRATIONS: dict[str, Callable[[ModuleType], None]] = {
     "peft.utils.constants": _register_peft_targets,
+    "transformers.cache_utils": _register_cache_layers,
     "transformers.models.auto.configuration_auto": _register_configs,
     "transformers.models.auto.modeling_auto": _register_models,
 }
@@ -159,7 +165,7 @@ class _RegisteringLoader(Loader):
 
 
 class _RegisteringFinder(MetaPathFinder):
-    """Waits for the tables of Auto classes, and of PEFT, to be imported; does nothing else and finds nothing itself."""
+    """Waits for the tables of Auto classes and of PEFT to be imported; does nothing else, finds nothing itself."""
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
         if fullname not in _REGISTRATIONS:
