@@ -21,8 +21,11 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from hf_hybrid_ssm.auto import FAMILIES
+from hf_hybrid_ssm.layers.lmu import ImplicitAttention
 from hf_hybrid_ssm.layers.mixer import Mixer
+from hf_hybrid_ssm.layers.recurrent_states import RecurrentStates
 from hf_hybrid_ssm.models.longhorn.modeling_longhorn import LonghornMixer
+from tests.reliability.bits import same_bits
 from tests.reliability.population import COMBINATIONS, build, classes_of, inputs_for
 from tests.reliability.reporting import table, write_page
 
@@ -116,7 +119,7 @@ def recurrence_names(model: PreTrainedModel) -> set[str]:
     return {
         f"{module_name}.{name}"
         for module_name, module in model.named_modules()
-        if isinstance(module, Mixer | LonghornMixer)
+        if isinstance(module, Mixer | LonghornMixer | ImplicitAttention | RecurrentStates)
         for name, _ in module.named_parameters(recurse=False)
     }
 
@@ -125,14 +128,6 @@ def kept_in_float32(model: PreTrainedModel) -> set[str]:
     """Parameters whose last or any part of the name the model declares to be float32 whatever is asked for."""
     declared = set(model._keep_in_fp32_modules_strict or ()) | set(model._keep_in_fp32_modules or ())
     return {name for name, _ in model.named_parameters() if declared & set(name.split("."))}
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal dtype and value, zeros with their sign, NaN with its payload."""
-    if one.dtype != other.dtype or one.shape != other.shape or one.is_meta or other.is_meta:
-        return False
-    one, other = (tensor.detach().reshape(-1).view(torch.uint8) for tensor in (one, other))
-    return torch.equal(one, other)
 
 
 def differences(before: PreTrainedModel, after: PreTrainedModel) -> Iterator[str]:
