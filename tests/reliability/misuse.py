@@ -14,10 +14,10 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from tests.reliability.misuses import Misuse, configurations
+from tests.reliability.misuses import Misuse, configurations, inputs
 from tests.reliability.reporting import table, write_page
 
-MISUSES: list[Misuse] = [*configurations.MISUSES]
+MISUSES: list[Misuse] = [*configurations.MISUSES, *inputs.MISUSES]
 
 
 def answer(misuse: Misuse, folder: Path) -> Exception | None:

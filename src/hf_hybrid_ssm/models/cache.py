@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedConfig
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin
 
 STATE_LAYER_TYPE = "hybrid_ssm_state"
@@ -253,10 +253,10 @@ def prepare_cache(past_key_values: Cache | None, config: PreTrainedConfig, batch
     """
     if past_key_values is None:
         past_key_values = DynamicCache(config=config)
-    if not isinstance(past_key_values, Cache):
+    if not isinstance(past_key_values, Cache) or isinstance(past_key_values, EncoderDecoderCache):
         raise TypeError(
-            f"past_key_values must be a transformers Cache, got {type(past_key_values).__name__}; make one with "
-            "`DynamicCache(config=model.config)`."
+            f"past_key_values must be a transformers Cache of one stack, got {type(past_key_values).__name__}; make "
+            "one with `DynamicCache(config=model.config)`."
         )
     if not past_key_values.layers and isinstance(past_key_values, DynamicCache):
         past_key_values.layers = DynamicCache(config=config).layers

@@ -37,13 +37,15 @@ def check_token_ids(name: str, ids: torch.Tensor, vocab_size: int, *, ignore_ind
 
 
 def check_labels(labels: torch.Tensor, vocab_size: int, shape: tuple[int, int] | None) -> None:
-    """Token ids to predict, -100 where none is; of the input's shape, unless `shape` is None.
+    """Token ids to predict, -100 where none is; of the input's `shape`, where that is known.
 
     Raises:
         TypeError: `labels` is not an integer tensor.
         ValueError: another shape, or an id outside the vocabulary.
     """
     check_token_ids("labels", labels, vocab_size, ignore_index=-100)
+    if shape is None and labels.dim() != 2:
+        raise ValueError(f"labels must have shape (batch, length), got {tuple(labels.shape)}.")
     if shape is not None and labels.shape != shape:
         raise ValueError(
             f"labels must have the input's shape (batch, length) = {tuple(shape)}, got {tuple(labels.shape)}."
@@ -83,29 +85,38 @@ def check_class_labels(labels: torch.Tensor, logits: torch.Tensor, problem_type:
 
 
 def check_inputs(
-    input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None, vocab_size: int, hidden_size: int
+    input_ids: torch.Tensor | None,
+    inputs_embeds: torch.Tensor | None,
+    vocab_size: int,
+    hidden_size: int,
+    prefix: str = "",
 ) -> None:
     """Exactly one of `input_ids` (B, L) and `inputs_embeds` (B, L, hidden_size), with at least one token.
+
+    `prefix` stands before their names in messages.
 
     Raises:
         TypeError: `input_ids` are not integers.
         ValueError: none or both given, wrong shape, no token, or ids outside the vocabulary.
     """
     if (input_ids is None) == (inputs_embeds is None):
-        raise ValueError("You must specify exactly one of input_ids or inputs_embeds.")
+        raise ValueError(f"You must specify exactly one of {prefix}input_ids or {prefix}inputs_embeds.")
     for name, given in (("input_ids", input_ids), ("inputs_embeds", inputs_embeds)):
         if given is not None and not isinstance(given, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(given).__name__}.")
+            raise TypeError(f"{prefix}{name} must be a tensor, got {type(given).__name__}.")
     if input_ids is not None:
         if input_ids.dim() != 2 or input_ids.shape[1] == 0:
-            raise ValueError(f"input_ids must have shape (batch, length ≥ 1), got {tuple(input_ids.shape)}.")
-        check_token_ids("input_ids", input_ids, vocab_size)
+            raise ValueError(f"{prefix}input_ids must have shape (batch, length ≥ 1), got {tuple(input_ids.shape)}.")
+        check_token_ids(f"{prefix}input_ids", input_ids, vocab_size)
     elif inputs_embeds.dim() != 3 or inputs_embeds.shape[1] == 0 or inputs_embeds.shape[2] != hidden_size:
         raise ValueError(
-            f"inputs_embeds must have shape (batch, length ≥ 1, {hidden_size}), got {tuple(inputs_embeds.shape)}."
+            f"{prefix}inputs_embeds must have shape (batch, length ≥ 1, {hidden_size}), got "
+            f"{tuple(inputs_embeds.shape)}."
         )
     elif not inputs_embeds.is_floating_point():
-        raise TypeError(f"inputs_embeds must be floating point, got {inputs_embeds.dtype}; token ids go to input_ids.")
+        raise TypeError(
+            f"{prefix}inputs_embeds must be floating point, got {inputs_embeds.dtype}; token ids go to input_ids."
+        )
 
 
 def check_position_ids(position_ids: torch.Tensor, batch: int, length: int) -> None:

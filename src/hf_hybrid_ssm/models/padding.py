@@ -41,36 +41,44 @@ def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return x.gather(1, index.view(*index.shape, *(1,) * (x.dim() - 2)).expand(-1, -1, *x.shape[2:]))
 
 
-def check_mask_shape(attention_mask: torch.Tensor, batch: int, length: int, past_length: int | None = None) -> None:
+def check_mask_shape(
+    attention_mask: torch.Tensor,
+    batch: int,
+    length: int,
+    past_length: int | None = None,
+    name: str = "attention_mask",
+) -> None:
     """`attention_mask` (B, T) for the L tokens of this forward, T = L, or for all tokens so far.
 
     Args:
         past_length: tokens in the cache; None where it is not known, and T ≥ L will do.
+        name: of the mask, in messages.
 
     Raises:
         TypeError: the mask is no tensor.
         ValueError: another shape.
     """
     if not isinstance(attention_mask, torch.Tensor):
-        raise TypeError(f"attention_mask must be a tensor, got {type(attention_mask).__name__}.")
+        raise TypeError(f"{name} must be a tensor, got {type(attention_mask).__name__}.")
     have = tuple(attention_mask.shape)
     if len(have) != 2 or have[0] != batch or have[1] < length:
-        raise ValueError(
-            f"attention_mask must have shape (batch, tokens so far) = ({batch}, at least {length}), got {have}."
-        )
+        raise ValueError(f"{name} must have shape (batch, tokens so far) = ({batch}, at least {length}), got {have}.")
     if past_length is not None and have[1] not in (length, past_length + length):
         raise ValueError(
-            f"attention_mask must have shape (batch, tokens so far) = ({batch}, {past_length + length}), got {have}: "
+            f"{name} must have shape (batch, tokens so far) = ({batch}, {past_length + length}), got {have}: "
             f"{past_length} tokens are in the cache, {length} are given."
         )
 
 
-def compact_rows(attention_mask: torch.Tensor | None, batch: int, length: int) -> CompactRows | None:
+def compact_rows(
+    attention_mask: torch.Tensor | None, batch: int, length: int, name: str = "attention_mask"
+) -> CompactRows | None:
     """The moves for this forward, or None if there is nothing to move.
 
     Args:
         attention_mask: (B, T) with T ≥ length, nonzero for real tokens; its last `length` columns are this forward's,
             the ones before belong to tokens already in the cache.
+        name: of the mask, in messages.
 
     Raises:
         TypeError: the mask is no tensor.
@@ -78,7 +86,7 @@ def compact_rows(attention_mask: torch.Tensor | None, batch: int, length: int) -
     """
     if attention_mask is None:
         return None
-    check_mask_shape(attention_mask, batch, length)
+    check_mask_shape(attention_mask, batch, length, name=name)
     attention_mask = attention_mask[:, attention_mask.shape[1] - length :]
     real = attention_mask != 0
     if (
@@ -88,7 +96,7 @@ def compact_rows(attention_mask: torch.Tensor | None, batch: int, length: int) -
     ):
         low, high = (bound.item() for bound in torch.aminmax(attention_mask))
         raise ValueError(
-            f"attention_mask must be 1 for text and 0 for padding, got values from {low} to {high}; documents of a "
+            f"{name} must be 1 for text and 0 for padding, got values from {low} to {high}; documents of a "
             "packed row go to seq_idx, and an additive mask is not understood."
         )
     if not torch.compiler.is_compiling() and bool(real.all()):

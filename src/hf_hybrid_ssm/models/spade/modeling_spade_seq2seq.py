@@ -134,7 +134,7 @@ class SpadeDecoder(nn.Module):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """(B, T, d), (B, S, d) → (B, T, d), and the states before and behind each layer."""
         batch, length = embeddings.shape[:2]
-        rows = compact_rows(attention_mask, batch, length)
+        rows = compact_rows(attention_mask, batch, length, name="decoder_attention_mask")
         hidden_states = embeddings
         if self.positions is not None:
             past = 0 if past_key_values is None else past_key_values.get_seq_length()
@@ -222,7 +222,8 @@ class SpadeSeq2SeqModel(SpadePreTrainedModel):
                 f"attention_mask must have the encoder's shape {tuple(encoder_states.shape[:2])}, got "
                 f"{tuple(attention_mask.shape)}."
             )
-        check_inputs(decoder_input_ids, decoder_inputs_embeds, self.config.vocab_size, self.config.hidden_size)
+        sizes = (self.config.vocab_size, self.config.hidden_size)
+        check_inputs(decoder_input_ids, decoder_inputs_embeds, *sizes, prefix="decoder_")
         if decoder_inputs_embeds is None:
             decoder_inputs_embeds = self.embed_tokens(decoder_input_ids)
         if decoder_inputs_embeds.shape[0] != encoder_states.shape[0]:
