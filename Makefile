@@ -8,6 +8,8 @@
 #   make streaming   a million tokens in constant memory, with the curve
 #   make bench       the benchmarks; results in benchmarks/results
 #   make reliability security, roundtrips, misuse, ...: every report in docs/reliability, or one by its name
+#   make cards       the model cards of all presets
+#   make clean-room  exported folders in a new environment that lacks the package, lm-eval's own command included
 #   make docs        run what README.md and docs/ show, and check their links
 
 VENV ?= .venv
@@ -20,7 +22,7 @@ REPORT = OMP_NUM_THREADS=1 $(BIN)/python -m tests.reliability.$@
 RUN_TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .PHONY: demo test lint upstream invariants streaming bench docs install clean \
-    reliability security
+    cards clean-room reliability security crash
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
@@ -43,10 +45,16 @@ invariants: $(STAMP)
 streaming: $(STAMP)
 	$(BIN)/python benchmarks/streaming.py --tokens 1000000
 
-reliability: security
+reliability: security crash
 
-security: $(STAMP)
+security crash: $(STAMP)
 	$(REPORT)
+
+cards: $(STAMP)
+	$(BIN)/python -m hf_hybrid_ssm.hub.cards --presets model_cards
+
+clean-room: $(STAMP)
+	HF_HYBRID_SSM_CLEAN_ROOM=1 $(RUN_TESTS) tests/hub/test_clean_environment.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py

@@ -34,7 +34,7 @@ class RecallArguments:
     """The sweep; the defaults are the benchmark's."""
 
     models: dict[str, dict[str, Any]] = field(
-        metadata={"help": "name: fields of its configuration, `model_type` among them"}
+        metadata={"help": "name: fields of its configuration, `model_type` among them; torch_compile: true compiles"}
     )
     settings: list[list[int]] = field(
         default_factory=lambda: [[64, 4], [128, 8], [256, 16], [512, 64]], metadata={"help": "[length, pairs]"}
@@ -139,9 +139,10 @@ def sweep(arguments: RecallArguments, training: TrainingArguments) -> list[dict[
         for width in arguments.widths:
             for name, fields in arguments.models.items():
                 fields = {"vocab_size": arguments.vocab_size} | fields
+                options = training.to_dict() | {"torch_compile": fields.pop("torch_compile", training.torch_compile)}
                 runs = []
                 for rate in arguments.learning_rates:
-                    options = training.to_dict() | {"learning_rate": rate}
+                    options["learning_rate"] = rate
                     runs.append({"learning_rate": rate})
                     runs[-1] |= run(fields, width, data, TrainingArguments(**options), arguments.enough)
                     if runs[-1]["accuracy"] >= arguments.enough:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.trainer_utils import get_last_checkpoint
 
 from hf_hybrid_ssm.optim import parameter_groups
+from hf_hybrid_ssm.resuming import damage, newest_whole_checkpoint
 
 DATA_FOLDERS = ("HF_HYBRID_SSM_DATA", "HF_HYBRID_SSM_LRA")
 
@@ -28,10 +28,12 @@ class Trainer(transformers.Trainer):
 
 
 def checkpoint_to_resume(resume: str | None, output_dir: str) -> str | None:
-    """The folder to go on from: `resume` itself, or with "auto" the newest one in `output_dir`, if any."""
-    if resume != "auto":
-        return resume
-    return get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
+    """The folder to go on from: `resume` itself, or with "auto" the newest whole one in `output_dir`, if any."""
+    if resume == "auto":
+        return newest_whole_checkpoint(output_dir)
+    if resume is not None and (reason := damage(resume)):
+        raise ValueError(f"resume={resume!r} is no checkpoint to go on from: {reason}.")
+    return resume
 
 
 def write_json(path: str | Path, content: Any) -> None:

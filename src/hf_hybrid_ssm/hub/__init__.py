@@ -7,5 +7,7 @@ __getattr__, __dir__, __all__ = attach(
     {
         "export_code": f"{__name__}.export",
         "check_folder": f"{__name__}.folder",
+        "model_card": f"{__name__}.cards",
+        "card_of_folder": f"{__name__}.cards",
     },
 )

@@ -29,7 +29,7 @@ def check_folder(folder: str | os.PathLike) -> dict[str, int]:
     if not (where / "config.json").is_file():
         raise ValueError(f"folder={str(where)!r} has no config.json; it is no saved model.")
     read_json(where / "config.json")
-    tensors = _tensors(where)
+    tensors = check_weights(where)
     code = _check_code(where)
     sizes = [size for of_file in tensors.values() for size in of_file.values()]
     return {"tensors": len(sizes), "bytes": sum(sizes), "files": len(tensors), "code": code}
@@ -51,8 +51,8 @@ def file_hash(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _tensors(folder: Path) -> dict[str, dict[str, int]]:
-    """Weight file → name of a tensor → bytes."""
+def check_weights(folder: Path) -> dict[str, dict[str, int]]:
+    """Weight file → name of a tensor → bytes; the errors of `check_folder`."""
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if not index.is_file():
         return {SAFE_WEIGHTS_NAME: _sizes(folder / SAFE_WEIGHTS_NAME)}

@@ -1,0 +1,316 @@
+"""Model cards: what a checkpoint is, how it came about, what it reaches and how to load it, from its own files.
+
+python -m hf_hybrid_ssm.hub.cards FOLDER        writes FOLDER/README.md
+python -m hf_hybrid_ssm.hub.cards --presets OUT  writes a card for each preset of this package, and an index
+"""
+
+import argparse
+import itertools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import EvalResult, ModelCardData
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+import hf_hybrid_ssm
+from hf_hybrid_ssm.auto import FAMILIES, Family
+from hf_hybrid_ssm.hub.export import AUTO_CLASSES, MANIFEST
+from hf_hybrid_ssm.hub.families import FACTS
+from hf_hybrid_ssm.hub.folder import check_folder, read_json
+
+# bookkeeping, and what the table of layers says
+UNTOLD = {"architectures", "layer_types", "block_types", "bst_layer_indices", "global_layers", "transformers_version"}
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+TASKS = {
+    "CausalLM": ("text-generation", "AutoModelForCausalLM"),
+    "ConditionalGeneration": ("text-generation", "AutoModelForSeq2SeqLM"),
+    "SequenceClassification": ("text-classification", "AutoModelForSequenceClassification"),
+}
+FIGURES = {
+    "validation_loss": ("loss", "cross-entropy, nats a token"),
+    "validation_perplexity": ("perplexity", "perplexity"),
+    "accuracy": ("accuracy", "accuracy"),
+}
+
+
+def model_card(
+    config: PreTrainedConfig,
+    *,
+    name: str,
+    class_name: str | None = None,
+    results: Mapping[str, Any] | None = None,
+    dataset: str | None = None,
+    recipe: str | None = None,
+    exported: bool = False,
+) -> str:
+    """A card in Markdown with the Hub's metadata in front.
+
+    Args:
+        config: of a family of this package.
+        name: what the model is called; "FOLDER" in the code that loads it is replaced by it.
+        class_name: the class of its weights; the language model by default.
+        results: figures as the recipes write them to results.json; None says that there are no trained weights.
+        dataset: what it was trained and validated on.
+        recipe: the command that trains it.
+        exported: it carries its code, and loads without this package.
+
+    Raises:
+        ValueError: the configuration is of no family of this package, or the family has no such class.
+    """
+    family = next((family for family in FAMILIES if family.model_type == config.model_type), None)
+    if family is None:
+        raise ValueError(f"model_type={config.model_type!r} is no family of hf_hybrid_ssm.")
+    class_name = class_name or _language_model(family)
+    if class_name not in family.names:
+        raise ValueError(f"class_name={class_name!r} is not among the classes of {config.model_type}: {family.names}.")
+    model = _on_meta(config, class_name)
+    task, auto = _task(family, class_name)
+    facts = FACTS[config.model_type]
+    data = ModelCardData(
+        license="apache-2.0",
+        library_name="transformers",
+        pipeline_tag=task,
+        tags=[config.model_type, "state-space-model", "hf-hybrid-ssm", f"arxiv:{facts.arxiv}"],
+        **_metrics(name, task, results, dataset),
+    )
+    sections = [
+        f"---\n{data.to_yaml().strip()}\n---",
+        f"# {name}",
+        f"{facts.name} ([arXiv {facts.arxiv}](https://arxiv.org/abs/{facts.arxiv})). {facts.idea}",
+        "## Architecture",
+        _architecture(config, model, class_name),
+        "## Training",
+        _training(results, dataset, recipe),
+        "## Use",
+        _use(name, auto, exported, trained=results is not None),
+        "## Limits",
+        f"{facts.limits} A model trained by these recipes was not taught to be helpful or harmless; it repeats what "
+        "is in its training data, with the errors and prejudices there.",
+        "## Citation",
+        f"```bibtex\n{facts.citation}\n```",
+        "Licence of code and card: Apache-2.0.",
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def card_of_folder(folder: str | os.PathLike, **options: Any) -> str:
+    """The card of a saved model; figures are those that a recipe left in results.json, options as in `model_card`.
+
+    Raises:
+        ValueError: the folder is damaged or foreign (see `check_folder`).
+    """
+    where = Path(folder)
+    check_folder(where)
+    saved = read_json(where / "config.json")
+    config = AutoConfig.from_pretrained(where)
+    results = read_json(where / "results.json") if (where / "results.json").is_file() else None
+    found: dict[str, Any] = {
+        "name": where.name,
+        "class_name": next(iter(saved.get("architectures") or []), None),
+        "results": results,
+        "exported": (where / MANIFEST).is_file(),
+    }
+    return model_card(config, **(found | options))
+
+
+def preset_cards(recipes: Mapping[tuple[str, str], str]) -> dict[str, str]:
+    """File name → card of every preset of this package, and README.md that lists them.
+
+    Args:
+        recipes: (model type, preset) → command that trains it at the paper's size.
+    """
+    cards, lines = {}, ["| card | family | parameters |", "| --- | --- | ---: |"]
+    for family in FAMILIES:
+        configuration = getattr(hf_hybrid_ssm, family.config)
+        for preset in configuration.presets:
+            config = configuration.preset(preset)
+            # the arena's tasks are classified, everything else is language
+            arena = "-lra-" in preset
+            class_name = f"{family.config.removesuffix('Config')}ForSequenceClassification" if arena else None
+            name = preset if preset.startswith("spade") else f"{family.model_type.replace('_', '-')}-{preset}"
+            command = recipes.get((family.model_type, preset))
+            cards[f"{name}.md"] = model_card(config, name=name, class_name=class_name, recipe=command)
+            count = _on_meta(config, class_name or _language_model(family)).num_parameters()
+            lines.append(f"| [{name}]({name}.md) | {FACTS[family.model_type].name} | {count:,} |")
+    index = "\n".join(lines)
+    cards["README.md"] = (
+        "# Model cards\n\nOne for each preset, written by `make cards`. **No trained weights are published yet**; the "
+        f"cards say what would be in them, and how to train it.\n\n{index}\n"
+    )
+    return cards
+
+
+def _language_model(family: Family) -> str:
+    table = "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM"
+    return family.heads[table if table in family.heads else "MODEL_FOR_CAUSAL_LM"]
+
+
+def _task(family: Family, class_name: str) -> tuple[str | None, str]:
+    for ending, task in TASKS.items():
+        if class_name.endswith(ending):
+            return task
+    table = next((table for table, name in family.heads.items() if name == class_name), "MODEL")
+    return None, AUTO_CLASSES[table]
+
+
+def _on_meta(config: PreTrainedConfig, class_name: str) -> PreTrainedModel:
+    with torch.device("meta"):
+        return getattr(hf_hybrid_ssm, class_name)(config)
+
+
+def _metrics(name: str, task: str | None, results: Mapping[str, Any] | None, dataset: str | None) -> dict[str, Any]:
+    """The Hub asks for the data set of every metric; without its name they stand in the text alone."""
+    found = [(*FIGURES[key], results[key]) for key in FIGURES if results and key in results]
+    if dataset is None or not found:
+        return {}
+    values = [
+        EvalResult(
+            task_type=task or "text-generation", dataset_type=dataset, dataset_name=dataset,
+            metric_type=kind, metric_name=text, metric_value=value,
+        )
+        for kind, text, value in found
+    ]  # fmt: skip
+    return {"model_name": name, "eval_results": values}
+
+
+def _architecture(config: PreTrainedConfig, model: PreTrainedModel, class_name: str) -> str:
+    total, inner = model.num_parameters(), model.num_parameters(exclude_embeddings=True)
+    counted = f"{total:,} parameters, {inner:,} beside the embeddings"
+    defaults = type(config)().to_dict()
+    told = {key: getattr(config, key) for key in SIZES if hasattr(config, key)}
+    told |= {
+        key: value
+        for key, value in config.to_dict().items()
+        if _plain(value) and key not in UNTOLD and value != defaults.get(key)
+    }
+    fields = "\n".join(f"| `{key}` | {value} |" for key, value in told.items())
+    return (
+        f"`{class_name}`: {counted}.\n\n| layers | kind |\n| --- | --- |\n{_layers(config)}\n\n"
+        f"| field | value |\n| --- | --- |\n{fields}\n\n"
+        f"All other fields of `{type(config).__name__}` have their defaults."
+    )
+
+
+def _plain(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str) or (isinstance(value, list) and len(value) < 9)
+
+
+def _layers(config: PreTrainedConfig) -> str:
+    """Neighbours of one kind share a line."""
+    kinds = _kinds(config)
+    lines, start = [], 0
+    for kind, group in itertools.groupby(kinds):
+        end = start + len(list(group)) - 1
+        lines.append(f"| {start if start == end else f'{start} to {end}'} | {kind} |")
+        start = end + 1
+    return "\n".join(lines)
+
+
+def _kinds(config: PreTrainedConfig) -> list[str]:
+    count = range(config.num_hidden_layers)
+    if config.model_type == "longhorn":
+        words = {"linear_attention": "Longhorn", "sliding_attention": "window attention"}
+        return [words.get(kind, "full attention") for kind in config.block_types]
+    if config.model_type == "bst":
+        words = {
+            "bst": f"window attention and context states ({config.context_variant.upper()}, {config.ssm_type})",
+            "brect": "block-recurrent attention",
+            "slide": "window attention",
+        }
+        return [words[kind] for kind in config.block_types]
+    if config.model_type == "lmu_isa":
+        before = {
+            "ffn": "feed-forward",
+            "global_attention": "global attention",
+            "window_attention": "window attention",
+        }
+        return [f"{before.get(config.pre_block, config.pre_block)}, Legendre memory, implicit attention"] * len(count)
+    local = f"{config.attention_type} attention"
+    return [f"{local} and {config.ssm_type}" if index in config.global_layers else local for index in count]
+
+
+def _training(results: Mapping[str, Any] | None, dataset: str | None, recipe: str | None) -> str:
+    lines = []
+    if results is None:
+        lines.append("No trained weights are published yet.")
+    if dataset:
+        lines.append(f"Data: {dataset}.")
+    if recipe:
+        lines.append(f"Command: `{recipe}`.")
+    elif results is None:
+        lines.append("No recipe of this size is part of the package; `docs/reproducing.md` has the paper's others.")
+    if results:
+        rows = [f"| {key.replace('_', ' ')} | {_number(value)} |" for key, value in results.items() if _plain(value)]
+        lines.append("\n\n| figure | value |\n| --- | ---: |\n" + "\n".join(rows))
+    return " ".join(lines).replace(" \n", "\n")
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, bool | str | list):
+        return str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def _use(name: str, auto: str, exported: bool, trained: bool) -> str:
+    if not trained:
+        return (
+            "To be trained, or after training loaded, by "
+            f"`transformers.{auto}`, with `import hf_hybrid_ssm` before (`pip install hf-hybrid-ssm`)."
+        )
+    lines = [f"from transformers import AutoTokenizer, {auto}", ""]
+    trust = ""
+    if exported:
+        trust = ", trust_remote_code=True"
+    else:
+        lines.insert(0, "import hf_hybrid_ssm")
+    lines.append(f'tokenizer = AutoTokenizer.from_pretrained("{name}")')
+    lines.append(f'model = {auto}.from_pretrained("{name}"{trust})')
+    text = "```python\n" + "\n".join(lines) + "\n```"
+    if exported:
+        text += (
+            "\n\nOnce `hf_hybrid_ssm` is imported, its own classes load it, with their kernels; trust is not needed."
+        )
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?")
+    parser.add_argument("--presets", metavar="OUT")
+    parser.add_argument("--dataset", help="what the model was trained and validated on")
+    parser.add_argument("--recipe", help="the command that trained it")
+    arguments = parser.parse_args()
+    if (arguments.folder is None) == (arguments.presets is None):
+        parser.error("give either FOLDER or --presets OUT")
+    transformers.logging.set_verbosity_error()
+    if arguments.folder is not None:
+        card = card_of_folder(arguments.folder, dataset=arguments.dataset, recipe=arguments.recipe)
+        (Path(arguments.folder) / "README.md").write_text(card, encoding="utf-8")
+        return
+    out = Path(arguments.presets)
+    out.mkdir(parents=True, exist_ok=True)
+    for name, text in preset_cards(recipes_of_presets(Path("recipes"))).items():
+        (out / name).write_text(text, encoding="utf-8")
+
+
+def recipes_of_presets(folder: Path) -> dict[tuple[str, str], str]:
+    """(model type, preset) → command, read from the recipes' configurations of the papers' sizes."""
+    import yaml  # a dependency of the recipes alone
+
+    scripts = {"lra": "lra.py", "seq2seq": "pretrain_seq2seq.py"}
+    found = {}
+    for path in sorted(folder.glob("configs/*/*.yaml")):
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if isinstance(settings, dict) and "preset" in settings and not path.stem.endswith("_cpu"):
+            script = scripts.get(path.parent.name, "pretrain_clm.py")
+            key = (settings.get("model_type", "spade_seq2seq"), settings["preset"])
+            found[key] = f"python {folder.name}/{script} {folder.name}/{path.relative_to(folder).as_posix()}"
+    return found
+
+
+if __name__ == "__main__":
+    main()

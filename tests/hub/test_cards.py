@@ -1,0 +1,84 @@
+"""Cards say what is in the files: metadata the Hub reads, exact parameters, figures from results alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+from transformers import LlamaConfig
+
+from hf_hybrid_ssm import LonghornConfig
+from hf_hybrid_ssm.hub import card_of_folder, model_card
+from hf_hybrid_ssm.hub.cards import main, preset_cards, recipes_of_presets
+from tests.reliability.population import build, config_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_committed_cards_are_those_of_the_presets():
+    cards = preset_cards(recipes_of_presets(ROOT / "recipes"))
+    committed = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "model_cards").glob("*.md")}
+    assert committed == cards, "run make cards"
+
+
+def test_metadata_and_parameters():
+    card = ModelCard(model_card(LonghornConfig.preset("125m"), name="longhorn-125m"))
+    assert card.data.library_name == "transformers" and card.data.pipeline_tag == "text-generation"
+    assert card.data.license == "apache-2.0" and "arxiv:2407.14207" in card.data.tags
+    assert "128,563,968 parameters" in card.text and "No trained weights are published yet." in card.text
+    assert "from_pretrained" not in card.text  # nothing to load
+
+
+@pytest.mark.parametrize(
+    "variant, expected",
+    [
+        ("bst mh s4", "| 1 | window attention |"),
+        ("bst block-recurrent", "| 0 | block-recurrent attention |"),
+        ("lmu-isa + global attention", "| 0 to 1 | global attention, Legendre memory, implicit attention |"),
+        ("longhorn + window and full attention", "| 2 | full attention |"),
+        ("spade s4 window", "| 0 | window attention and s4 |"),
+        ("encoder-decoder", "`SpadeForConditionalGeneration`"),
+    ],
+)
+def test_layers_are_told(variant, expected):
+    assert expected in model_card(config_of(variant), name="model")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    model = build("longhorn", "LonghornForCausalLM")
+    model.save_pretrained(tmp_path / "small-longhorn", export_code=True)
+    results = {"validation_loss": 1.25, "validation_perplexity": 3.4903, "steps": 12}
+    (tmp_path / "small-longhorn/results.json").write_text(json.dumps(results))
+    return tmp_path / "small-longhorn"
+
+
+def test_card_of_a_trained_model(folder, monkeypatch):
+    options = ["--dataset", "two old books", "--recipe", "python recipes/demo.py"]
+    monkeypatch.setattr("sys.argv", ["cards", str(folder), *options])
+    main()
+    card = ModelCard.load(folder / "README.md")
+    measured = {result.metric_type: result.metric_value for result in card.data.eval_results}
+    assert measured == {"loss": 1.25, "perplexity": 3.4903}
+    assert {result.dataset_name for result in card.data.eval_results} == {"two old books"}
+    assert "| validation loss | 1.25 |" in card.text and "| steps | 12 |" in card.text
+    assert "Command: `python recipes/demo.py`." in card.text
+    assert 'AutoModelForCausalLM.from_pretrained("small-longhorn", trust_remote_code=True)' in card.text
+
+
+def test_without_exported_code_the_package_is_imported(folder):
+    for path in (*folder.glob("*.py"), folder / "code.json"):
+        path.unlink()
+    assert "import hf_hybrid_ssm\n" in card_of_folder(folder)
+
+
+def test_bad_input(folder, tmp_path):
+    with pytest.raises(ValueError, match="model_type='llama'"):
+        model_card(LlamaConfig(), name="llama")
+    with pytest.raises(ValueError, match="class_name='BstModel'"):
+        model_card(LonghornConfig(), name="longhorn", class_name="BstModel")
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        card_of_folder(tmp_path)
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="no whole safetensors file"):
+        card_of_folder(folder)
