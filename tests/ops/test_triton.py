@@ -21,7 +21,8 @@ def test_kernels_agree_with_the_reference():
 
 
 POINTERS_TO_INPUTS = {"x", "dt", "z", "k", "q", "grad_o", "o", "dx", "ddt", "dz", "grad_y", "y", "weight"}
-NUMBERS = {"L", "channels", "num_states", "num_blocks", "blocks_per_split", "size", "num_splits"}
+NUMBERS = {"L", "channels", "num_states", "num_blocks", "blocks_per_split", "size", "num_splits", "T", "W", "FIRST"}
+NUMBERS |= {"input_channels", "num_rows"}
 
 
 def compile_for(kernel, capability: int, constants: dict, num_warps: int):
@@ -52,6 +53,8 @@ def test_kernels_compile_for_cards(capability, tmp_path, monkeypatch):
     """Every kernel with every option on, to machine code: the interpreter accepts more than the compiler does."""
     from hf_hybrid_ssm.ops.causal_conv import triton as convolution
     from hf_hybrid_ssm.ops.causal_conv import triton_kernels as convolution_kernels
+    from hf_hybrid_ssm.ops.long_conv import triton as long_convolution
+    from hf_hybrid_ssm.ops.long_conv import triton_kernels as long_kernels
     from hf_hybrid_ssm.ops.longhorn_scan import triton as scan
     from hf_hybrid_ssm.ops.longhorn_scan import triton_kernels as scan_kernels
 
@@ -66,6 +69,7 @@ def test_kernels_compile_for_cards(capability, tmp_path, monkeypatch):
         convolution_kernels.forward_kernel: {"K": 4, **convolution.TILE},
         convolution_kernels.weight_gradient_kernel: {"K": 4, **convolution.TILE},
         convolution_kernels.input_gradient_kernel: {"K": 4, **convolution.TILE},
+        long_kernels.toeplitz_kernel: long_convolution.TILE,
     }
     for kernel, sizes in kernels.items():
         constants = {"T": scan.BLOCK} | sizes

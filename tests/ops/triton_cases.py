@@ -10,6 +10,8 @@ import torch
 
 from hf_hybrid_ssm.ops.causal_conv import causal_conv
 from hf_hybrid_ssm.ops.causal_conv import triton as conv_launcher
+from hf_hybrid_ssm.ops.long_conv import long_conv
+from hf_hybrid_ssm.ops.long_conv import triton as long_launcher
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
 from hf_hybrid_ssm.ops.longhorn_scan import triton as launcher
 
@@ -177,6 +179,63 @@ def test_convolution_agrees_with_reference(case):
     assert_agree(got, want, BOUNDS[case["dtype"]])
 
 
+LONG = {
+    "causal": {"shape": (2, 70, 3), "taps": (3, 70)},
+    "few-blocks": {"shape": (1, 20, 2), "taps": (2, 17)},
+    "longer-filter": {"shape": (1, 33, 2), "taps": (2, 50), "state": True},
+    "state": {"shape": (2, 40, 2), "taps": (2, 19), "state": True},
+    "shared-filters": {"shape": (2, 35, 6), "taps": (2, 35)},
+    "many-filters": {"shape": (2, 35, 4), "taps": (3, 4, 35)},
+    "two-sided": {"shape": (3, 50, 2), "taps": (2, 50), "future": 49},
+    "future-longer": {"shape": (1, 20, 2), "taps": (2, 18), "future": 40},
+    "padded": {"shape": (3, 40, 2), "taps": (2, 40), "lengths": [40, 7, 0]},
+    "packed": {"shape": (2, 40, 2), "taps": (2, 40), "packed": True},
+    "bfloat16": {"shape": (2, 40, 2), "taps": (2, 40), "dtype": torch.bfloat16},
+    "float16": {"shape": (2, 40, 2), "taps": (2, 40), "dtype": torch.float16},
+}
+
+
+@pytest.mark.parametrize("tile", [{"N": 16, "M": 16}, {"N": 32, "M": 16}], ids=["16", "32"])
+@pytest.mark.parametrize("case", LONG.values(), ids=LONG.keys())
+def test_long_convolution_agrees_with_reference(case, tile, monkeypatch):
+    monkeypatch.setattr(long_launcher, "TILE", {**tile, "num_warps": 4})
+    case = {"dtype": torch.float32, "future": 0, "state": False, "packed": False, "lengths": None} | case
+    batch, length, channels = case["shape"]
+    inputs = {"u": random(*case["shape"], seed=1), "kernel": random(*case["taps"], seed=2)}
+    inputs["skip"] = random(*case["taps"][:-2], channels, seed=3)
+    if case["future"]:
+        inputs["future_kernel"] = random(*case["taps"][:-1], case["future"], seed=4)
+    if case["state"]:
+        inputs["initial_state"] = random(batch, case["taps"][-1] - 1, channels, seed=5)
+    inputs["u"] = inputs["u"].to(case["dtype"])
+    options = {"seq_idx": documents(batch, length) if case["packed"] else None}
+    if case["lengths"] is not None:
+        options["lengths"] = torch.tensor(case["lengths"], device=DEVICE)
+
+    def measured(backend, dtype):
+        leaves = {name: t.detach().to(dtype or t.dtype).requires_grad_() for name, t in inputs.items()}
+        y, _ = long_conv(**leaves, **options, backend=backend)
+        loss = (y * random(*y.shape, seed=90).to(y.dtype)).sum()
+        return {"y": y} | dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()))))
+
+    assert_agree(measured("triton", None), measured("reference", torch.float64), BOUNDS[case["dtype"]])
+
+
+def test_long_convolution_runs_the_kernel(monkeypatch):
+    """And leaves to plain torch what it says it does."""
+    launched, toeplitz = [], long_launcher.toeplitz
+    monkeypatch.setattr(long_launcher, "toeplitz", lambda *arguments: launched.append(1) or toeplitz(*arguments))
+    u, kernel = random(1, 30, 2, seed=1), random(2, 30, seed=2)
+    long_conv(u, kernel, backend="triton")
+    assert len(launched) == 1
+    monkeypatch.setattr(long_launcher, "LONGEST", 29)
+    long_conv(u, kernel, backend="triton")
+    long_conv(u[:, :20], kernel[:, :20], seq_idx=documents(1, 20), backend="triton")
+    long_conv(u[:, :20], kernel[:, :5], backend="triton")
+    long_conv(u[:, :20], kernel[:, :20], method="fft", backend="triton")
+    assert len(launched) == 1
+
+
 def test_ops_are_well_registered(monkeypatch):
     """Schema, fake implementation, autograd registration and AOT tracing of both ops."""
     inputs = {name: t.requires_grad_() for name, t in scan_inputs(1, 3, 2, 2, torch.float32).items()}
@@ -185,6 +244,8 @@ def test_ops_are_well_registered(monkeypatch):
     torch.library.opcheck(launcher.longhorn_scan_triton, (*(inputs[n] for n in order), None, True), test_utils=checks)
     x, weight = (random(*shape, seed=1).requires_grad_() for shape in ((1, 3, 2), (2, 4)))
     torch.library.opcheck(conv_launcher.convolve, (x, weight, None, None, None, True), test_utils=checks)
+    rows, taps = (random(*shape, seed=1).requires_grad_() for shape in ((1, 2, 5), (4, 3)))
+    torch.library.opcheck(long_launcher.toeplitz, (rows, taps, -1, 5), test_utils=checks)
 
 
 def test_compiles_into_one_graph():

@@ -8,6 +8,7 @@ from hf_hybrid_ssm.ops.lengths import check_lengths
 from hf_hybrid_ssm.ops.linear_scan import reference
 
 BLOCK = 32
+_WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
 
 def diagonal_scan(
@@ -25,8 +26,9 @@ def diagonal_scan(
         h_t = a h_{t-1} + x_t
 
     Args:
-        decay: (M,) a, real (float32, float64) or complex (complex64, complex128).
-        x: (B, L, M) of the same dtype.
+        decay: (M,) a, of x's dtype, or twice as precise: then its powers are taken so and rounded once. An a near 1
+            rounded to float32 forgets at another rate than a, by as many roundings as it remembers tokens.
+        x: (B, L, M), real (float32, float64) or complex (complex64, complex128).
         initial_state: (B, M) the state before the first token, of the row's first document (zeros when None).
         seq_idx: (B, L) int, documents of a packed row; the state starts at zero where it changes.
         lengths: (B,) int, number of real tokens at the front of each row; it moves only the final state.
@@ -42,7 +44,8 @@ def diagonal_scan(
     if x.dtype not in (torch.float32, torch.float64, torch.complex64, torch.complex128):
         raise TypeError(f"x must be float32, float64, complex64 or complex128, got {x.dtype}.")
     batch, length, size = x.shape
-    check_tensor("decay", decay, (size,), "M", like=x)
+    is_wide = isinstance(decay, torch.Tensor) and decay.dtype == _WIDE.get(x.dtype)
+    check_tensor("decay", decay, (size,), "M", like=x.new_empty(0, dtype=decay.dtype) if is_wide else x)
     check_tensor("initial_state", initial_state, (batch, size), "B, M", like=x, optional=True)
     check_seq_idx(seq_idx, batch, length)
     check_lengths(lengths, batch, length)
@@ -71,7 +74,7 @@ def run(
     documents = None
     if seq_idx is not None:
         documents = torch.cat([seq_idx, seq_idx[:, -1:].expand(batch, gap)], dim=1).view(batch, blocks, BLOCK)
-    powers = _powers(decay, BLOCK)  # (w + 1, M)
+    powers = _powers(decay, BLOCK).to(x.dtype)  # (w + 1, M)
     inside = _inside(padded.view(batch, blocks, BLOCK, size), powers, documents)
     starts = _carry(inside[:, :, -1], powers[-1], initial_state, documents)
     carried = powers[1:] * starts.unsqueeze(2)

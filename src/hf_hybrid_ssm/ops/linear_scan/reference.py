@@ -11,12 +11,15 @@ def diagonal_scan(
     initial_state: torch.Tensor,
     seq_idx: torch.Tensor | None,
 ) -> torch.Tensor:
-    """h_t = a h_{t-1} + x_t, with h = 0 before the first token of a document. decay (M,), x (B, L, M) -> (B, L, M)."""
+    """h_t = a h_{t-1} + x_t, with h = 0 before the first token of a document. decay (M,), x (B, L, M) -> (B, L, M).
+
+    Each product is taken in the wider of the two dtypes and rounded to x's.
+    """
     state, states = initial_state, []
     for t in range(x.shape[1]):
         if seq_idx is not None and t > 0:
             state = torch.where((seq_idx[:, t] == seq_idx[:, t - 1]).unsqueeze(-1), state, torch.zeros_like(state))
-        state = decay * state + x[:, t]
+        state = (decay * state + x[:, t]).to(x.dtype)
         states.append(state)
     return torch.stack(states, dim=1) if states else x
 

@@ -6,11 +6,17 @@ from hf_hybrid_ssm.ops.checks import check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops.dispatch import Op
 from hf_hybrid_ssm.ops.lengths import check_lengths, zero_beyond
 from hf_hybrid_ssm.ops.long_conv import reference, vectorised
+from hf_hybrid_ssm.ops.long_conv.example import example
 from hf_hybrid_ssm.ops.long_conv.vectorised import sampled
 from hf_hybrid_ssm.ops.taken import check_taken, take_tokens
 
 METHODS = ("auto", "direct", "fft", "block")
-_OP = Op("long_conv", run={"torch": vectorised.run, "reference": reference.run})
+_OP = Op(
+    "long_conv",
+    run={"torch": vectorised.run, "reference": reference.run},
+    optional={"triton": "hf_hybrid_ssm.ops.long_conv.triton"},
+    example=example,
+)
 
 
 def long_conv(

@@ -1,0 +1,86 @@
+"""The long convolution on CUDA as a product with Toeplitz matrices; its gradients are such products too."""
+
+import torch
+import triton
+from torch import Tensor
+
+from hf_hybrid_ssm.ops.long_conv import triton_kernels as kernels
+from hf_hybrid_ssm.ops.long_conv import vectorised
+from hf_hybrid_ssm.ops.triton_device import device_guard, supports
+
+__all__ = ["run", "supports"]
+
+TILE = {"N": 64, "M": 64, "num_warps": 4}
+# Products grow with the square of the length, an FFT's passes over memory with the length. At 8,192 the 2 L^2 flops a
+# channel and row still cost less than moving some 40 complex numbers a token, by the arithmetic and the bandwidth
+# of a data-centre card; on a card not measured.
+LONGEST = 8192
+
+
+def run(
+    u: Tensor,
+    kernel: Tensor,
+    future_kernel: Tensor | None,
+    skip: Tensor | None,
+    history: Tensor,
+    seq_idx: Tensor | None,
+    method: str,
+) -> Tensor:
+    """As `vectorised.run`, which takes over what this form does not pay for: packed rows, long rows, few taps."""
+    future = 0 if future_kernel is None else future_kernel.shape[-1]
+    past, length = history.shape[1], u.shape[1]
+    few = kernel.shape[-1] + future <= vectorised.DIRECT
+    if method != "auto" or seq_idx is not None or few or past + length > LONGEST or u.dtype == torch.float64:
+        return vectorised.run(u, kernel, future_kernel, skip, history, seq_idx, method)
+    x = torch.cat([history, u], dim=1).transpose(1, 2).contiguous().float()
+    taps = kernel if future_kernel is None else torch.cat([future_kernel.flip(-1), kernel], dim=-1)
+    # output t of the row is input past + t: lags count from the history's first token
+    y = toeplitz(x, taps.flatten(0, 1).contiguous().float(), -future - past, length)
+    y = y.unflatten(1, taps.shape[:2]).permute(0, 3, 1, 2)
+    return y if skip is None else torch.addcmul(y, skip, u.unsqueeze(2))
+
+
+@torch.library.custom_op("hf_hybrid_ssm::long_conv_triton", mutates_args=())
+def toeplitz(x: Tensor, taps: Tensor, first: int, length: int) -> Tensor:
+    """y (R, G, length): y[r, g, t] = sum_j taps[g, t - j - first] x[r, g % C, j], of x (R, C, T) and taps (G, W).
+
+    `first` is the lag of the first tap; a lag is the place of the output less that of the input.
+    """
+    x, taps = x.contiguous(), taps.contiguous()
+    rows, channels, time = x.shape
+    y = torch.zeros(rows, taps.shape[0], length, dtype=torch.float32, device=x.device)
+    if y.numel() and x.numel() and taps.numel():
+        blocks = triton.cdiv(length, TILE["N"])
+        grid = (triton.cdiv(rows * blocks, TILE["M"]), taps.shape[0])
+        with device_guard(x):
+            kernels.toeplitz_kernel[grid](
+                x, taps, y, *x.stride()[:2], *y.stride()[:2], time, taps.shape[1], length, first,
+                channels, rows, blocks, **TILE,
+            )  # fmt: skip
+    return y
+
+
+@toeplitz.register_fake
+def _(x, taps, first, length):
+    return torch.empty(x.shape[0], taps.shape[0], length, dtype=torch.float32, device=x.device)
+
+
+def _save_for_backward(ctx, inputs, output) -> None:
+    x, taps, ctx.first, _ = inputs
+    ctx.save_for_backward(x, taps)
+
+
+def _backward(ctx, grad_y):
+    """From the input to the output a lag changes its sign; a tap's gradient correlates outputs with inputs."""
+    x, taps = ctx.saved_tensors
+    rows, channels, time = x.shape
+    filters, width = taps.shape
+    dx = toeplitz(grad_y, taps.flip(-1), -(ctx.first + width - 1), time)
+    dx = dx.unflatten(1, (filters // channels, channels)).sum(1)
+    # of each row a convolution of its own, with the row's input for a filter
+    inputs = x.repeat(1, filters // channels, 1).flatten(0, 1).flip(-1)
+    dtaps = toeplitz(grad_y.reshape(1, rows * filters, -1), inputs, 1 - time - ctx.first, width)
+    return dx, dtaps.view(rows, filters, width).sum(0), None, None
+
+
+toeplitz.register_autograd(_backward, setup_context=_save_for_backward)
