@@ -1,0 +1,136 @@
+"""A plan for people: one in full, or a line for each preset."""
+
+from collections.abc import Iterable, Sequence
+
+from hf_hybrid_ssm.planning.plan import Plan, plan
+from hf_hybrid_ssm.planning.presets import preset_config, preset_names
+from hf_hybrid_ssm.planning.setup import Setup
+
+EXPLANATIONS = {
+    "parameters": "weights",
+    "gathered": "FSDP2: one layer's weights and gradients whole, and those outside of layers",
+    "casts": "autocast: bfloat16 copies of what multiplies",
+    "gradients": "one for each trained weight",
+    "buckets": "DDP: gradients a second time, in the buckets that are reduced",
+    "optimizer": "AdamW: two moments for each trained weight",
+    "activations": "what the forward keeps for the backward",
+    "recomputed": "checkpointing: the largest layer, while it is computed again",
+    "logits": "logits, log-softmax, gradient",
+}
+
+
+def size(count: float) -> str:
+    """Bytes in binary units."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:,.1f} GiB"
+
+
+def amount(count: float) -> str:
+    """A number in decimal units."""
+    for unit in ("", "K", "M", "G", "T"):
+        if count < 1000:
+            return f"{count:.4g}{unit}"
+        count /= 1000
+    return f"{count:,.4g}P"
+
+
+def description(name: str, found: Plan, setup: Setup) -> str:
+    """A plan, line by line."""
+    lines = [f"{name}: {found.parameters:,} parameters, of which {found.trainable:,} train", ""]
+    lines.append(f"memory of each of {setup.gpus} devices, {setup.batch} rows of {setup.length} tokens on each")
+    for kind, held in found.memory.items():
+        if held:
+            lines.append(f"  {kind:<12}{size(held):>12}   {EXPLANATIONS[kind]}")
+    lines += [f"  {'together':<12}{size(found.total):>12}   if all stood at once", ""]
+    lines.append("operations of a forward, for each token")
+    lines += [f"  {kind:<12}{amount(count):>12}" for kind, count in found.flops_per_token.items() if count]
+    if found.flops_per_forward:
+        lines.append(f"  {'filters':<12}{amount(found.flops_per_forward):>12}   once a forward: kernels that train")
+    lines += ["", f"operations of a step, over all devices: {amount(found.flops_per_step)}"]
+    if found.state:
+        lines.append(f"state of a decoded sequence of {setup.length} tokens: {size(found.state)}")
+    return "\n".join(lines)
+
+
+COLUMNS = (
+    "preset",
+    "parameters",
+    "weights, gradients, AdamW",
+    "activations",
+    "with checkpointing",
+    "logits",
+    "forward / token",
+    "step",
+    "decoding state",
+)
+
+
+def preset_line(name: str, setup: Setup) -> Sequence[str]:
+    """One preset's row of `COLUMNS`."""
+    config = preset_config(name)
+    plain = plan(config, setup)
+    again = plan(config, Setup(**{**setup.__dict__, "checkpointing": True})).memory
+    held = sum(plain.memory[kind] for kind in plain.memory if kind not in ("activations", "recomputed", "logits"))
+    return (
+        name,
+        amount(plain.parameters),
+        size(held),
+        size(plain.memory["activations"]),
+        size(again["activations"] + again["recomputed"]),
+        size(plain.memory["logits"]) if plain.memory["logits"] else "-",
+        amount(sum(plain.flops_per_token.values())),
+        amount(plain.flops_per_step),
+        size(plain.state) if plain.state else "-",
+    )
+
+
+def page(setup: Setup, command: str, names: Iterable[str] | None = None) -> str:
+    """docs/planning.md."""
+    rows = [preset_line(name, setup) for name in names or preset_names()]
+    lines = ["| " + " | ".join(line) + " |" for line in (COLUMNS, ("---", *["---:"] * (len(COLUMNS) - 1)), *rows)]
+    return TEXT.format(
+        command=command,
+        batch=setup.batch,
+        length=setup.length,
+        weights=setup.dtype + (", computing in bfloat16" if setup.mixed else ""),
+        table="\n".join(lines),
+    )
+
+
+TEXT = """# Planning a run
+
+    python -m hf_hybrid_ssm.planning --preset longhorn/125m --gpus 8 --batch 8 --length 1024
+
+says what a training step takes: memory of each device by kind, operations, and the state of a decoded sequence.
+`--dtype`, `--mixed`, `--optimizer`, `--sharding fsdp2`, `--checkpointing` and `--kernels torch` say how it is trained.
+From Python: `hf_hybrid_ssm.planning.plan(config, Setup(...))`, for any configuration of the families.
+
+## What the figures rest on
+
+- Parameters and optimizer state are counted on the meta device, exactly; so are the shards of FSDP2 and, from the
+  configuration, the state of a decoded sequence. `tests/test_planning.py` compares them with real ones, byte by byte.
+- Activations follow formulas (`planning/activations.py`, each term with the op that keeps it). The test holds them to
+  within 1.3 of what small models of every family keep on a CPU, with and without checkpointing.
+- Operations count a multiplication and an addition as two; the backward costs twice the forward, and checkpointing
+  the layers once more. Attention is counted as it is computed, in blocks. The test holds the matrix products to within
+  3 % of torch's own counter. Recurrences and Fourier transforms, which that counter leaves out, are an estimate.
+- `--kernels fused` (the default) assumes a fused scan (on a CPU the C kernel; the Triton kernel keeps the same
+  tensors) and attention that keeps no scores. The latter holds on CPUs without attention dropout; on GPUs nothing here
+  was measured.
+- Not counted: the allocator's fragments, workspaces of libraries, the temporaries of a single op, and, for encoders
+  with two texts or an encoder-decoder, padding. Leave some room.
+
+## Every preset
+
+One device, {batch} rows of {length} tokens (an encoder-decoder: of source and target each), weights in {weights},
+AdamW.
+
+{table}
+
+*`{command}`. "Step": forward and backward. "Decoding state": of one sequence of {length} tokens,
+`-` for classifiers. A model without logits computes its loss in chunks. LRA presets classify; "retrieval" reads two
+texts a row.*
+"""
