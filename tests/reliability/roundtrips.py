@@ -35,6 +35,8 @@ AUTO_CLASSES = {
     "MODEL": transformers.AutoModel,
     "MODEL_FOR_CAUSAL_LM": transformers.AutoModelForCausalLM,
     "MODEL_FOR_SEQUENCE_CLASSIFICATION": transformers.AutoModelForSequenceClassification,
+    "MODEL_FOR_TOKEN_CLASSIFICATION": transformers.AutoModelForTokenClassification,
+    "MODEL_FOR_QUESTION_ANSWERING": transformers.AutoModelForQuestionAnswering,
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM": transformers.AutoModelForSeq2SeqLM,
     "MODEL_FOR_TEXT_ENCODING": transformers.AutoModelForTextEncoding,
 }

@@ -2,6 +2,8 @@
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
+from transformers.modeling_layers import GenericForQuestionAnswering, GenericForTokenClassification
 from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutputWithPast
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple
@@ -161,6 +163,41 @@ class SequenceClassificationHead:
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+
+class TokenClassificationHead(GenericForTokenClassification):
+    """transformers' head, one class a token, over the family's base model `base_model_class`.
+
+    The generic head asks `AutoModel` for the base model, which code exported with a checkpoint cannot do.
+    """
+
+    base_model_class: type[nn.Module]
+
+    def __init__(self, config: PreTrainedConfig):
+        super(GenericForTokenClassification, self).__init__(config)
+        self.num_labels = config.num_labels
+        self.model = self.base_model_class(config)
+        self.dropout = nn.Dropout(_classifier_dropout(config))
+        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+
+class QuestionAnsweringHead(GenericForQuestionAnswering):
+    """transformers' head, start and end of a span, over the family's base model `base_model_class`."""
+
+    base_model_class: type[nn.Module]
+
+    def __init__(self, config: PreTrainedConfig):
+        super(GenericForQuestionAnswering, self).__init__(config)
+        self.model = self.base_model_class(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+
+def _classifier_dropout(config: PreTrainedConfig) -> float:
+    """As in transformers, where a family's configuration has no field for it: 0.1."""
+    dropout = getattr(config, "classifier_dropout", None)
+    return 0.1 if dropout is None else dropout
 
 
 def last_real_token(

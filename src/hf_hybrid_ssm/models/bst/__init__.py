@@ -13,5 +13,7 @@ __getattr__, __dir__, __all__ = attach(
         "BstModel": _MODELING,
         "BstForCausalLM": _MODELING,
         "BstForSequenceClassification": _MODELING,
+        "BstForTokenClassification": _MODELING,
+        "BstForQuestionAnswering": _MODELING,
     },
 )

@@ -26,7 +26,12 @@ from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, prepare_cache
 from hf_hybrid_ssm.models.configuration import check_config_class
-from hf_hybrid_ssm.models.heads import CausalLMHead, SequenceClassificationHead
+from hf_hybrid_ssm.models.heads import (
+    CausalLMHead,
+    QuestionAnsweringHead,
+    SequenceClassificationHead,
+    TokenClassificationHead,
+)
 from hf_hybrid_ssm.models.inputs import check_inputs, packed_documents
 from hf_hybrid_ssm.models.padding import CompactRows, compact_rows
 from hf_hybrid_ssm.models.saving import SavesCode
@@ -313,6 +318,8 @@ class BstPreTrainedModel(SavesCode):
                     init.ones_(scale)
         elif isinstance(module, nn.Linear):
             _truncated_normal(module.weight, module.in_features)
+            if module.bias is not None:  # of the heads; the layers have none
+                init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=self.config.embedding_init_std)
         else:
@@ -407,4 +414,21 @@ class BstForSequenceClassification(SequenceClassificationHead, BstPreTrainedMode
         self.post_init()
 
 
-__all__ = ["BstForCausalLM", "BstForSequenceClassification", "BstModel", "BstPreTrainedModel"]
+@auto_docstring
+class BstForTokenClassification(TokenClassificationHead, BstPreTrainedModel):
+    base_model_class = BstModel
+
+
+@auto_docstring
+class BstForQuestionAnswering(QuestionAnsweringHead, BstPreTrainedModel):
+    base_model_class = BstModel
+
+
+__all__ = [
+    "BstForCausalLM",
+    "BstForQuestionAnswering",
+    "BstForSequenceClassification",
+    "BstForTokenClassification",
+    "BstModel",
+    "BstPreTrainedModel",
+]

@@ -13,5 +13,7 @@ __getattr__, __dir__, __all__ = attach(
         "LmuIsaModel": _MODELING,
         "LmuIsaForCausalLM": _MODELING,
         "LmuIsaForSequenceClassification": _MODELING,
+        "LmuIsaForTokenClassification": _MODELING,
+        "LmuIsaForQuestionAnswering": _MODELING,
     },
 )

@@ -16,7 +16,12 @@ from transformers.utils.output_capturing import capture_outputs
 from hf_hybrid_ssm.layers.lmu import ImplicitAttention
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, prepare_cache
 from hf_hybrid_ssm.models.configuration import check_config_class
-from hf_hybrid_ssm.models.heads import CausalLMHead, SequenceClassificationHead
+from hf_hybrid_ssm.models.heads import (
+    CausalLMHead,
+    QuestionAnsweringHead,
+    SequenceClassificationHead,
+    TokenClassificationHead,
+)
 from hf_hybrid_ssm.models.inputs import check_inputs, packed_documents
 from hf_hybrid_ssm.models.lmu_isa.configuration_lmu_isa import LmuIsaConfig
 from hf_hybrid_ssm.models.padding import CompactRows, compact_rows
@@ -243,4 +248,21 @@ class LmuIsaForSequenceClassification(SequenceClassificationHead, LmuIsaPreTrain
         self.post_init()
 
 
-__all__ = ["LmuIsaForCausalLM", "LmuIsaForSequenceClassification", "LmuIsaModel", "LmuIsaPreTrainedModel"]
+@auto_docstring
+class LmuIsaForTokenClassification(TokenClassificationHead, LmuIsaPreTrainedModel):
+    base_model_class = LmuIsaModel
+
+
+@auto_docstring
+class LmuIsaForQuestionAnswering(QuestionAnsweringHead, LmuIsaPreTrainedModel):
+    base_model_class = LmuIsaModel
+
+
+__all__ = [
+    "LmuIsaForCausalLM",
+    "LmuIsaForQuestionAnswering",
+    "LmuIsaForSequenceClassification",
+    "LmuIsaForTokenClassification",
+    "LmuIsaModel",
+    "LmuIsaPreTrainedModel",
+]

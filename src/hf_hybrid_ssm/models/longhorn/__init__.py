@@ -13,5 +13,7 @@ __getattr__, __dir__, __all__ = attach(
         "LonghornModel": _MODELING,
         "LonghornForCausalLM": _MODELING,
         "LonghornForSequenceClassification": _MODELING,
+        "LonghornForTokenClassification": _MODELING,
+        "LonghornForQuestionAnswering": _MODELING,
     },
 )

@@ -26,7 +26,12 @@ from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.layers.short_convolution import ShortConvolution
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, prepare_cache
 from hf_hybrid_ssm.models.configuration import check_config_class
-from hf_hybrid_ssm.models.heads import CausalLMHead, SequenceClassificationHead
+from hf_hybrid_ssm.models.heads import (
+    CausalLMHead,
+    QuestionAnsweringHead,
+    SequenceClassificationHead,
+    TokenClassificationHead,
+)
 from hf_hybrid_ssm.models.inputs import check_inputs, default_positions, packed_documents
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.padding import CompactRows, compact_rows
@@ -409,4 +414,21 @@ class LonghornForSequenceClassification(SequenceClassificationHead, LonghornPreT
         self.post_init()
 
 
-__all__ = ["LonghornForCausalLM", "LonghornForSequenceClassification", "LonghornModel", "LonghornPreTrainedModel"]
+@auto_docstring
+class LonghornForTokenClassification(TokenClassificationHead, LonghornPreTrainedModel):
+    base_model_class = LonghornModel
+
+
+@auto_docstring
+class LonghornForQuestionAnswering(QuestionAnsweringHead, LonghornPreTrainedModel):
+    base_model_class = LonghornModel
+
+
+__all__ = [
+    "LonghornForCausalLM",
+    "LonghornForQuestionAnswering",
+    "LonghornForSequenceClassification",
+    "LonghornForTokenClassification",
+    "LonghornModel",
+    "LonghornPreTrainedModel",
+]

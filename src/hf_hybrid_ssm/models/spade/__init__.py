@@ -16,9 +16,13 @@ __getattr__, __dir__, __all__ = attach(
         "SpadeForCausalLM": _MODELING,
         "SpadeEncoderModel": _MODELING,
         "SpadeForSequenceClassification": _MODELING,
+        "SpadeForTokenClassification": _MODELING,
+        "SpadeForQuestionAnswering": _MODELING,
         "SpadeSeq2SeqModel": _SEQ2SEQ,
         "SpadeSeq2SeqEncoderModel": _SEQ2SEQ,
         "SpadeSeq2SeqForSequenceClassification": _SEQ2SEQ,
+        "SpadeSeq2SeqForTokenClassification": _SEQ2SEQ,
+        "SpadeSeq2SeqForQuestionAnswering": _SEQ2SEQ,
         "SpadeForConditionalGeneration": _SEQ2SEQ,
     },
 )

@@ -19,7 +19,7 @@ from hf_hybrid_ssm.layers.norms import ScaleNorm, build_norm
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, prepare_cache
 from hf_hybrid_ssm.models.configuration import check_config_class
-from hf_hybrid_ssm.models.heads import CausalLMHead
+from hf_hybrid_ssm.models.heads import CausalLMHead, QuestionAnsweringHead, TokenClassificationHead
 from hf_hybrid_ssm.models.inputs import check_class_labels, check_inputs, packed_documents
 from hf_hybrid_ssm.models.padding import compact_rows
 from hf_hybrid_ssm.models.saving import SavesCode
@@ -327,6 +327,22 @@ class SpadeForSequenceClassification(SpadePreTrainedModel):
         return hidden_states[torch.arange(hidden_states.shape[0], device=hidden_states.device), first]
 
 
+@auto_docstring
+class SpadeForTokenClassification(TokenClassificationHead, SpadePreTrainedModel):
+    """Over the bidirectional encoder."""
+
+    base_model_class = SpadeEncoderModel
+    _keys_to_ignore_on_load_unexpected = [r"decoder\.", r"lm_head\."]
+
+
+@auto_docstring
+class SpadeForQuestionAnswering(QuestionAnsweringHead, SpadePreTrainedModel):
+    """Over the bidirectional encoder."""
+
+    base_model_class = SpadeEncoderModel
+    _keys_to_ignore_on_load_unexpected = [r"decoder\.", r"lm_head\."]
+
+
 def _halves_as_rows(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
     """(B, 2, L, ...) → (2 B, L, ...)."""
     if tensor is not None and (tensor.dim() < 3 or tensor.shape[1] != 2):
@@ -339,7 +355,9 @@ def _halves_as_rows(name: str, tensor: torch.Tensor | None) -> torch.Tensor | No
 __all__ = [
     "SpadeEncoderModel",
     "SpadeForCausalLM",
+    "SpadeForQuestionAnswering",
     "SpadeForSequenceClassification",
+    "SpadeForTokenClassification",
     "SpadeModel",
     "SpadePreTrainedModel",
 ]

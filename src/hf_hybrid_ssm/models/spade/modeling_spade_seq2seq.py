@@ -17,7 +17,9 @@ from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig, SpadeSeq
 from hf_hybrid_ssm.models.spade.layers_spade import SpadeFeedForward, SpadeMixing, relative_bias
 from hf_hybrid_ssm.models.spade.modeling_spade import (
     SpadeEncoderModel,
+    SpadeForQuestionAnswering,
     SpadeForSequenceClassification,
+    SpadeForTokenClassification,
     SpadePreTrainedModel,
     SpadeStack,
     spade_embedding,
@@ -372,9 +374,23 @@ class SpadeSeq2SeqForSequenceClassification(SpadeForSequenceClassification):
     config: SpadeSeq2SeqConfig
 
 
+class SpadeSeq2SeqForTokenClassification(SpadeForTokenClassification):
+    """One class a token, over the encoder of an encoder-decoder."""
+
+    config: SpadeSeq2SeqConfig
+
+
+class SpadeSeq2SeqForQuestionAnswering(SpadeForQuestionAnswering):
+    """Start and end of a span, over the encoder of an encoder-decoder."""
+
+    config: SpadeSeq2SeqConfig
+
+
 __all__ = [
     "SpadeForConditionalGeneration",
     "SpadeSeq2SeqEncoderModel",
+    "SpadeSeq2SeqForQuestionAnswering",
     "SpadeSeq2SeqForSequenceClassification",
+    "SpadeSeq2SeqForTokenClassification",
     "SpadeSeq2SeqModel",
 ]

@@ -1,0 +1,106 @@
+"""Token classification and question answering: transformers' heads over every family."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoModelForTokenClassification, pipeline
+
+from hf_hybrid_ssm.auto import FAMILIES
+from tests.invariants.variants import TOKENS
+from tests.matrix.rows import ROWS
+
+HEADS = {
+    "TOKEN_CLASSIFICATION": (AutoModelForTokenClassification, "score"),
+    "QUESTION_ANSWERING": (AutoModelForQuestionAnswering, "qa_outputs"),
+}
+EVERY_ROW = pytest.mark.parametrize("row", ROWS)
+EVERY_HEAD = pytest.mark.parametrize("head", HEADS)
+
+
+def build(row: str, head: str):
+    model_type, fields = ROWS[row]
+    config = AutoConfig.for_model(model_type, **TOKENS, **fields, num_labels=3)
+    torch.manual_seed(0)
+    model = HEADS[head][0].from_config(config).eval()
+    for parameter in model.get_submodule(HEADS[head][1]).parameters():
+        torch.nn.init.normal_(parameter)  # so that a head that was drawn anew would show
+    return model
+
+
+def ids_of(rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, TOKENS["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def scores(output) -> torch.Tensor:
+    """(B, L, classes), or (B, L, 2) of start and end."""
+    return output.logits if "logits" in output else torch.stack((output.start_logits, output.end_logits), -1)
+
+
+@EVERY_HEAD
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+def test_auto_class_builds_the_familys_own_class(family, head):
+    row = next(row for row, (model_type, _) in ROWS.items() if model_type == family.model_type)
+    assert type(build(row, head)).__name__ == family.heads[f"MODEL_FOR_{head}"]
+
+
+@EVERY_HEAD
+@EVERY_ROW
+def test_saves_and_loads(row, head, tmp_path):
+    model, ids = build(row, head), ids_of(2, 9)
+    model.save_pretrained(tmp_path)
+    loaded, report = HEADS[head][0].from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    with torch.no_grad():
+        assert torch.equal(scores(loaded.eval()(ids)), scores(model(ids)))
+
+
+@EVERY_HEAD
+@EVERY_ROW
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_no_score(row, head, side):
+    model, ids = build(row, head), ids_of(2, 11)
+    mask = torch.ones_like(ids)
+    pad, real = (slice(0, 4), slice(4, None)) if side == "left" else (slice(7, None), slice(0, 7))
+    mask[1, pad], ids[1, pad] = 0, 0
+    with torch.no_grad():
+        padded, alone = scores(model(ids, attention_mask=mask)), scores(model(ids[1:, real]))
+    torch.testing.assert_close(padded[1:, real], alone, rtol=1e-4, atol=1e-5)
+
+
+@EVERY_HEAD
+@EVERY_ROW
+def test_learns_one_batch(row, head):
+    model, ids = build(row, head).train(), ids_of(4, 9)
+    if head == "TOKEN_CLASSIFICATION":  # the class is in the token itself
+        targets = {"labels": ids % 3}
+    else:
+        targets = {"start_positions": torch.tensor([1, 3, 5, 7]), "end_positions": torch.tensor([2, 4, 6, 8])}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(25):
+        loss = model(ids, **targets).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0], losses
+
+
+def test_ignored_labels_do_not_count():
+    model, ids = build("Longhorn", "TOKEN_CLASSIFICATION"), ids_of(2, 9)
+    labels = ids % 3
+    with torch.no_grad():
+        logits = model(ids).logits
+        labels[:, 4:] = -100
+        loss = model(ids, labels=labels).loss
+    expected = torch.nn.functional.cross_entropy(logits[:, :4].flatten(0, 1), labels[:, :4].flatten())
+    torch.testing.assert_close(loss, expected)
+
+
+def test_pipeline_classifies_tokens():
+    from documents import train_tokenizer
+
+    tokenizer = train_tokenizer(["one two three"], 280)
+    model = build("SPADE, S4", "TOKEN_CLASSIFICATION")
+    model.resize_token_embeddings(len(tokenizer))
+    found = pipeline("token-classification", model=model, tokenizer=tokenizer)("one two three")
+    assert found and {entity["entity"] for entity in found} <= {"LABEL_0", "LABEL_1", "LABEL_2"}
