@@ -1,4 +1,4 @@
-"""Run benchmarks, each in a process of its own, then render the tables of README.md and docs/ from their results.
+"""Run benchmarks, each in a process of its own, then render tables and figures of README.md and docs/ from them.
 
 python benchmarks/run.py            # all of them, in order
 python benchmarks/run.py --list     # what there is, and the question each answers
@@ -52,7 +52,8 @@ def main() -> None:
             failed.append(name)
         print(f"== {name}: {time.perf_counter() - begin:.0f} s", flush=True)
     if not arguments.list:
-        subprocess.run([sys.executable, FOLDER / "tables.py"], check=True)
+        for script in ("tables.py", "plots.py"):
+            subprocess.run([sys.executable, FOLDER / script], check=True)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 
