@@ -7,7 +7,9 @@
 #   make invariants  thousands of random cases of every batching invariance, with a report
 #   make streaming   a million tokens in constant memory, with the curve
 #   make bench       the benchmarks; results in benchmarks/results
-#   make reliability security, roundtrips, misuse, ...: every report in docs/reliability, or one by its name
+#   make reliability every report in docs/reliability; or one of security, roundtrips, determinism, numerics, misuse,
+#                    fuzz, crash by its name
+#   make matrix      what PEFT, quantization, compiling, export and offloading do with every family
 #   make cards       the model cards of all presets
 #   make clean-room  exported folders in a new environment that lacks the package, lm-eval's own command included
 #   make docs        run what README.md and docs/ show, and check their links
@@ -22,7 +24,7 @@ REPORT = OMP_NUM_THREADS=1 $(BIN)/python -m tests.reliability.$@
 RUN_TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .PHONY: demo test lint upstream invariants streaming bench docs install clean \
-    cards clean-room reliability security crash
+    cards clean-room matrix reliability security roundtrips determinism numerics misuse fuzz crash
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
@@ -45,10 +47,14 @@ invariants: $(STAMP)
 streaming: $(STAMP)
 	$(BIN)/python benchmarks/streaming.py --tokens 1000000
 
-reliability: security crash
+REPORTS = security roundtrips determinism numerics misuse fuzz crash
+reliability: $(REPORTS)
 
-security crash: $(STAMP)
+security roundtrips determinism numerics misuse fuzz crash: $(STAMP)
 	$(REPORT)
+
+matrix: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.matrix.report
 
 cards: $(STAMP)
 	$(BIN)/python -m hf_hybrid_ssm.hub.cards --presets model_cards
