@@ -6,7 +6,14 @@ import math
 import pytest
 import torch
 from hypothesis import given
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, DynamicCache
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    DynamicCache,
+    StaticCache,
+)
 
 from hf_hybrid_ssm import LonghornConfig, LonghornForCausalLM, LonghornForSequenceClassification, LonghornModel
 from hf_hybrid_ssm.models.longhorn.modeling_longhorn import LonghornMixer
@@ -391,3 +398,11 @@ def test_crop_beyond_the_record(model):
     model(ids, past_key_values=cache)
     with pytest.raises(ValueError, match="recorded past"):
         cache.layers[0].crop(-7)
+
+
+def test_a_static_cache_says_that_it_cannot_go_back(model):
+    ids = inv.random_ids(model, 1, 6)
+    cache = StaticCache(config=model.config, max_cache_len=10)
+    model(ids, past_key_values=cache)
+    with pytest.raises(RuntimeError, match="static cache cannot go back"):
+        cache.crop(-1)

@@ -181,6 +181,12 @@ class StaticStateLayer(StateLayer):
     def is_croppable(self) -> bool:  # type: ignore[override]
         return False
 
+    def crop(self, tokens_to_remove: int) -> None:
+        raise RuntimeError(
+            "a static cache cannot go back: its states are overwritten in place; use "
+            "`DynamicCache(config=model.config)`."
+        )
+
     def get_max_length(self) -> int:
         return self.max_cache_len
 
