@@ -82,12 +82,15 @@ class S5(Mixer):
         return torch.promote_types(torch.promote_types(u.dtype, self.B.dtype), torch.float32)
 
     def _discretised(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Abar and (Abar - 1) / A, complex (P/2,); a few numbers, taken in float64."""
+        """Abar in complex128 and (Abar - 1) / A in the dtype, (P/2,); a few numbers, taken in float64.
+
+        Rounded to float32, an Abar near the unit circle would remember for another time.
+        """
         eigenvalues = torch.complex(self.A_real.double().clamp(max=LARGEST_REAL), self.A_imag.double())
         z = torch.exp(self.log_dt.double()) * eigenvalues
         scale = 2 * torch.exp(z / 2) * torch.sinh(z / 2) / eigenvalues
         wide = torch.complex64 if dtype == torch.float32 else torch.complex128
-        return torch.exp(z).to(wide), scale.to(wide)
+        return torch.exp(z), scale.to(wide)
 
     def _enter(self, u: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """Bbar u, complex (..., P/2), for u (..., D)."""
@@ -160,7 +163,8 @@ class S5(Mixer):
         with torch.autocast(u_t.device.type, enabled=False):
             decay, scale = self._discretised(u.dtype)
             h = torch.view_as_complex(self._checked(state, u).unflatten(-1, (-1, 2)))
-            return torch.view_as_real(decay * h + self._enter(u, scale)).flatten(-2)
+            following = (decay * h + self._enter(u, scale)).to(h.dtype)
+            return torch.view_as_real(following).flatten(-2)
 
     def init_state(
         self, batch: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
