@@ -14,10 +14,16 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from tests.reliability.misuses import Misuse, configurations, inputs
+from tests.reliability.misuses import Misuse, configurations, files, generation, inputs, operations
 from tests.reliability.reporting import table, write_page
 
-MISUSES: list[Misuse] = [*configurations.MISUSES, *inputs.MISUSES]
+MISUSES: list[Misuse] = [
+    *configurations.MISUSES,
+    *inputs.MISUSES,
+    *generation.MISUSES,
+    *files.MISUSES,
+    *operations.MISUSES,
+]
 
 
 def answer(misuse: Misuse, folder: Path) -> Exception | None:

@@ -12,12 +12,11 @@ import re
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.longhorn.modeling_longhorn import LonghornForCausalLM
+from hf_hybrid_ssm.models.official_state_dict import load_exactly, read_state_dict
 
-PREFIXES = ("_orig_mod.", "module.", "transformer.")
 GLOBAL_KEYS = {
     "backbone.embedding.weight": "model.embed_tokens.weight",
     "backbone.norm_f.weight": "model.norm.weight",
@@ -35,37 +34,6 @@ LAYER_KEYS = {
     "mixer.out_proj.weight": "mixer.out_proj.weight",
 }
 LAYER = re.compile(r"backbone\.layers\.(\d+)\.(.+)")
-
-
-def read_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
-    """The tensors of an official checkpoint, without the prefixes that training wrappers add.
-
-    Raises:
-        ValueError: the file is truncated, holds anything but tensors where tensors belong, or is no state dict.
-    """
-    try:
-        content = (
-            load_file(path)
-            if str(path).endswith(".safetensors")
-            else torch.load(path, map_location="cpu", weights_only=True)
-        )
-    except FileNotFoundError:
-        raise
-    except Exception as error:
-        raise ValueError(
-            f"{path} cannot be read as a checkpoint of tensors ({type(error).__name__}: {error})."
-        ) from error
-    if isinstance(content, dict) and isinstance(content.get("model"), dict):
-        content = content["model"]
-    if not isinstance(content, dict) or not content or not all(isinstance(v, torch.Tensor) for v in content.values()):
-        raise ValueError(f"{path} holds no state dict: a dict of tensors, or one under the key 'model', was expected.")
-    return {_without_prefixes(key): tensor for key, tensor in content.items()}
-
-
-def _without_prefixes(key: str) -> str:
-    while matching := next((prefix for prefix in PREFIXES if key.startswith(prefix)), None):
-        key = key.removeprefix(matching)
-    return key
 
 
 def convert_state_dict(official: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -96,19 +64,28 @@ def infer_config(converted: dict[str, torch.Tensor], **overrides) -> LonghornCon
     """The configuration that the shapes of the (converted) tensors say.
 
     Raises:
-        ValueError: a tensor that the sizes are read from is missing.
+        ValueError: a layer, or a tensor that the sizes are read from, is missing or has no such shape.
     """
     first = "model.layers.0.mixer."
     needed = ("model.embed_tokens.weight", *(f"{first}{n}.weight" for n in ("in_proj", "conv1d", "x_proj", "dt_proj")))
     if missing := [key for key in needed if key not in converted]:
         raise ValueError(f"The checkpoint lacks {', '.join(missing)}.")
+    for key in needed:
+        rank = 3 if "conv1d" in key else 2
+        if converted[key].dim() != rank or 0 in converted[key].shape:
+            raise ValueError(
+                f"{key} has shape {tuple(converted[key].shape)}, but {rank} dimensions, none of them 0, were expected."
+            )
+    layers = {int(key.split(".")[2]) for key in converted if key.startswith("model.layers.")}
+    if max(layers) != len(layers) - 1:
+        raise ValueError(f"The checkpoint lacks layers between 0 and {max(layers)}: it has {len(layers)}.")
     vocab_size, hidden_size = converted["model.embed_tokens.weight"].shape
     rank = converted[f"{first}dt_proj.weight"].shape[1]
     head = converted.get("lm_head.weight")
     return LonghornConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        num_hidden_layers=1 + max(int(key.split(".")[2]) for key in converted if key.startswith("model.layers.")),
+        num_hidden_layers=len(layers),
         state_size=(converted[f"{first}x_proj.weight"].shape[0] - rank) // 2,
         expand=converted[f"{first}in_proj.weight"].shape[0] // (2 * hidden_size),
         conv_kernel=converted[f"{first}conv1d.weight"].shape[-1],
@@ -134,13 +111,7 @@ def convert(source: str | Path, **overrides) -> LonghornForCausalLM:
     if config.tie_word_embeddings:
         converted["lm_head.weight"] = converted["model.embed_tokens.weight"]
     model = LonghornForCausalLM(config)
-    expected = {key: tensor.shape for key, tensor in model.state_dict().items()}
-    if missing := sorted(expected.keys() - converted.keys()):
-        raise ValueError(f"The checkpoint lacks {', '.join(missing)}.")
-    for key, tensor in converted.items():
-        if key not in expected or tensor.shape != expected[key]:
-            raise ValueError(f"{key} has shape {tuple(tensor.shape)}, but the model has {expected.get(key)}.")
-    model.load_state_dict(converted)
+    load_exactly(model, converted)
     return model
 
 

@@ -53,6 +53,8 @@ def causal_conv(
         TypeError, ValueError: an argument of wrong type, dtype, shape or device; an unknown activation or backend.
     """
     check_tensor("x", x, (None, None, None), "B, L, D")
+    if not x.is_floating_point():
+        raise TypeError(f"x must have a floating point dtype, got {x.dtype}.")
     batch, length, channels = x.shape
     check_tensor("weight", weight, (channels, None), "D, K")
     check_tensor("bias", bias, (channels,), "D", optional=True)

@@ -1,5 +1,7 @@
 """The Legendre Memory Unit: every channel's recent past as coefficients of Legendre polynomials."""
 
+import math
+
 import torch
 
 from hf_hybrid_ssm.ops.checks import check_seq_idx, check_tensor
@@ -70,8 +72,8 @@ def check_memory(order: int, theta: float, state: torch.Tensor | None, x: torch.
     """`order` ≥ 1, `theta` > 0, and a state that fits x (B, L, D)."""
     if not isinstance(order, int) or order < 1:
         raise ValueError(f"order must be a positive integer, got {order!r}.")
-    if not theta > 0:
-        raise ValueError(f"theta must be positive, got {theta!r}.")
+    if not 0 < theta < math.inf:
+        raise ValueError(f"theta must be positive and finite, got {theta!r}.")
     check_tensor("initial_state", state, (x.shape[0], order, x.shape[2]), "B, q, D", optional=True)
 
 

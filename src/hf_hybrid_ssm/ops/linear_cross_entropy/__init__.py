@@ -37,10 +37,20 @@ def linear_cross_entropy(
         The loss, a float32 scalar (float64 for float64 inputs); NaN for "mean" where no label counts, as in torch.
 
     Raises:
-        TypeError, ValueError: wrong types or shapes, an unknown reduction, `num_items` with "mean".
+        TypeError, ValueError: wrong types or shapes, a class without a row, an unknown reduction, `num_items` with
+            "mean".
     """
     check_tensor("weight", weight, (None, hidden.shape[-1]), "V, D", like=hidden)
     check_tensor("labels", labels, tuple(hidden.shape[:-1]), "shape of hidden without D")
+    if labels.dtype != torch.int64:
+        raise TypeError(f"labels must be int64, got {labels.dtype}.")
+    if labels.device.type == "cpu" and not torch.compiler.is_compiling():
+        counted = labels[labels != ignore_index]
+        if counted.numel() and not 0 <= int(counted.min()) <= int(counted.max()) < weight.shape[0]:
+            raise ValueError(
+                f"labels has classes from {int(counted.min())} to {int(counted.max())}, but weight has "
+                f"{weight.shape[0]} rows."
+            )
     check_tensor("bias", bias, (weight.shape[0],), "V", like=hidden, optional=True)
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r} must be one of {', '.join(map(repr, REDUCTIONS))}.")

@@ -73,6 +73,8 @@ def local_attention(
     check_seq_idx(seq_idx, batch, length)
     check_lengths(lengths, batch, length)
     _check_reach(nearest, farthest, chunk_size, zero_keys_before_start)
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout={dropout} must lie in [0, 1).")
     if chunk_size is not None:
         nearest, farthest = _within_chunk(nearest, farthest, chunk_size)
     needed = farthest  # the number of earlier keys

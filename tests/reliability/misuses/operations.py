@@ -1,0 +1,289 @@
+"""Ops, mixers and parameter groups with tensors or options that do not fit."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from hf_hybrid_ssm.layers.mixers import build_mixer
+from hf_hybrid_ssm.ops.causal_conv import causal_conv
+from hf_hybrid_ssm.ops.dispatch import backend
+from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
+from hf_hybrid_ssm.ops.legendre_memory import legendre_memory
+from hf_hybrid_ssm.ops.linear_cross_entropy import linear_cross_entropy
+from hf_hybrid_ssm.ops.linear_scan import diagonal_scan
+from hf_hybrid_ssm.ops.local_attention import empty_state, local_attention
+from hf_hybrid_ssm.ops.long_conv import long_conv
+from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
+from hf_hybrid_ssm.optim import parameter_groups
+from tests.reliability.misuses import Misuse
+
+X = torch.zeros(2, 6, 4)  # B, L, D
+KEYS = torch.zeros(2, 6, 3)  # B, L, N
+HEADS = torch.zeros(2, 4, 6, 8)  # B, H, L, E
+ONE_WAY = {"nearest": 0, "farthest": 2}
+Case = tuple[str, Callable[[], object], type[Exception], str]
+OPS: list[Case] = [
+    ("x of two dimensions", lambda: longhorn_scan(X[0], X, KEYS, KEYS), ValueError, r"x must have shape .*\(6, 4\)"),
+    ("a list for x", lambda: longhorn_scan([1.0], X, KEYS, KEYS), TypeError, "x must be a tensor.*got list"),
+    ("integers for x", lambda: longhorn_scan(X.long(), X, KEYS, KEYS), TypeError, "x must have a floating.*int64"),
+    ("keys of another length", lambda: longhorn_scan(X, X, KEYS[:, :5], KEYS), ValueError, r"k .*got \(2, 5, 3\)"),
+    ("queries of another size", lambda: longhorn_scan(X, X, KEYS, X), ValueError, r"q .*got \(2, 6, 4\)"),
+    (
+        "keys of another dtype",
+        lambda: longhorn_scan(X, X, KEYS.double(), KEYS),
+        TypeError,
+        "k must have dtype",
+    ),
+    ("a step of another width", lambda: longhorn_scan(X, KEYS, KEYS, KEYS), ValueError, r"dt .*got \(2, 6, 3\)"),
+    (
+        "a bias of another width",
+        lambda: longhorn_scan(X, X, KEYS, KEYS, dt_bias=torch.zeros(5)),
+        ValueError,
+        r"dt_bias must have shape \(D\) = \(4\), got \(5,\)",
+    ),
+    (
+        "a state of other rows",
+        lambda: longhorn_scan(X, X, KEYS, KEYS, initial_state=torch.zeros(3, 4, 3)),
+        ValueError,
+        r"initial_state .*got \(3, 4, 3\)",
+    ),
+    (
+        "more real tokens than there are",
+        lambda: longhorn_scan(X, X, KEYS, KEYS, lengths=torch.tensor([6, 7])),
+        ValueError,
+        r"lengths must lie in 0..6.*\[6, 7\]",
+    ),
+    (
+        "lengths of floats",
+        lambda: longhorn_scan(X, X, KEYS, KEYS, lengths=torch.tensor([6.0, 6.0])),
+        TypeError,
+        "lengths must be int32 or int64",
+    ),
+    (
+        "a backend that does not exist",
+        lambda: longhorn_scan(X, X, KEYS, KEYS, backend="cuda"),
+        ValueError,
+        "backend='cuda' is not a backend; choose one of triton",
+    ),
+    (
+        "a backend that the op lacks",
+        lambda: long_conv(X, torch.zeros(4, 3), backend="native"),
+        ValueError,
+        "backend='native' was forced but cannot run long_conv: .*no native implementation",
+    ),
+    (
+        "a backend that cannot take the dtype",
+        lambda: longhorn_scan(X.double(), X.double(), KEYS.double(), KEYS.double(), backend="native"),
+        ValueError,
+        "backend='native' was forced but cannot run longhorn_scan.*float64",
+    ),
+    ("a forced backend that does not exist", lambda: force("fast"), ValueError, "backend='fast' is not a backend"),
+    ("taps of other channels", lambda: causal_conv(X, torch.zeros(5, 2)), ValueError, r"weight .*got \(5, 2\)"),
+    ("no tap", lambda: causal_conv(X, torch.zeros(4, 0)), ValueError, "weight must have at least one tap.*K = 0"),
+    (
+        "an activation that does not exist",
+        lambda: causal_conv(X, torch.zeros(4, 2), activation="relu"),
+        ValueError,
+        "activation='relu' must be one of None, 'silu'",
+    ),
+    (
+        "integers for the convolution",
+        lambda: causal_conv(X.long(), torch.zeros(4, 2)),
+        TypeError,
+        "x must have a floating point dtype, got torch.int64",
+    ),
+    ("filters that do not divide the channels", lambda: long_conv(X, torch.zeros(3, 5)), ValueError, "3 filters.*4"),
+    (
+        "a filter without a tap",
+        lambda: long_conv(X, torch.zeros(4, 0)),
+        ValueError,
+        "kernel must have at least one",
+    ),
+    ("a method that does not exist", lambda: long_conv(X, X[0].T, method="fast"), ValueError, "method='fast' must be"),
+    (
+        "a two-sided filter with a state",
+        lambda: long_conv(X, X[0].T, future_kernel=X[0].T, return_final_state=True),
+        ValueError,
+        "return_final_state need a causal convolution",
+    ),
+    (
+        "outputs asked for in two ways",
+        lambda: long_conv(X, X[0].T, every=2, at=torch.zeros(2, 1, dtype=torch.long)),
+        ValueError,
+        "every=2 and at are two ways",
+    ),
+    (
+        "outputs behind the end",
+        lambda: long_conv(X, X[0].T, at=torch.full((2, 1), 6)),
+        ValueError,
+        r"at must lie in 0..5, got 6..6",
+    ),
+    ("every output of none", lambda: long_conv(X, X[0].T, every=0), ValueError, "every must be at least 1, got 0"),
+    ("a decay of another size", lambda: diagonal_scan(torch.ones(3), X), ValueError, r"decay .*\(4\), got \(3,\)"),
+    ("half precision states", lambda: diagonal_scan(torch.ones(4), X.half()), TypeError, "x must be float32.*float16"),
+    (
+        "queries of a number of heads that keys do not divide",
+        lambda: local_attention(HEADS, HEADS[:, :3], HEADS[:, :3], **ONE_WAY),
+        ValueError,
+        "q must have a multiple of k's 3 heads, got 4",
+    ),
+    (
+        "a window that ends before it begins",
+        lambda: local_attention(HEADS, HEADS, HEADS, nearest=3, farthest=1),
+        ValueError,
+        "farthest=1 must be at least nearest=3",
+    ),
+    (
+        "chunks of nothing",
+        lambda: local_attention(HEADS, HEADS, HEADS, chunk_size=0, **ONE_WAY),
+        ValueError,
+        "chunk_size must be at least 1, got 0",
+    ),
+    (
+        "a state for two-sided attention",
+        lambda: local_attention(HEADS, HEADS, HEADS, nearest=-2, farthest=2, return_final_state=True),
+        ValueError,
+        "nearest=-2 looks ahead",
+    ),
+    (
+        "a two-sided bias without a middle",
+        lambda: local_attention(HEADS, HEADS, HEADS, nearest=-2, farthest=2, bias=torch.zeros(4, 4)),
+        ValueError,
+        "odd number of distances, got 4",
+    ),
+    (
+        "room for fewer keys than the window needs",
+        lambda: local_attention(HEADS, HEADS, HEADS, capacity=1, return_final_state=True, **ONE_WAY),
+        ValueError,
+        "capacity=1 is too small: the window needs the last 2",
+    ),
+    (
+        "a state with fewer keys than the window needs",
+        lambda: local_attention(HEADS, HEADS, HEADS, initial_state=empty_state(2, 4, 1, 8), **ONE_WAY),
+        ValueError,
+        "initial_state holds 1 keys, but the window needs the last 2",
+    ),
+    (
+        "a dropout that is no probability",
+        lambda: local_attention(HEADS, HEADS, HEADS, dropout=1.5, **ONE_WAY),
+        ValueError,
+        r"dropout=1.5 must lie in \[0, 1\)",
+    ),
+    ("a memory of no order", lambda: legendre_memory(X, order=0, theta=9.0), ValueError, "order must be .*got 0"),
+    ("a memory of a broken order", lambda: legendre_memory(X, order=2.5, theta=9.0), ValueError, "order .*got 2.5"),
+    ("a memory of no time", lambda: legendre_memory(X, order=3, theta=-1.0), ValueError, "theta must be positive.*-1"),
+    (
+        "a memory of all time",
+        lambda: legendre_memory(X, order=3, theta=float("inf")),
+        ValueError,
+        "theta must be positive and finite, got inf",
+    ),
+    (
+        "reductions of two kinds for three",
+        lambda: implicit_attention(X, torch.zeros(2, 3, 5), None, torch.zeros(3), theta=9.0),
+        ValueError,
+        r"weight must have shape \(3, q', q\).*got \(2, 3, 5\)",
+    ),
+    (
+        "a form that does not exist",
+        lambda: implicit_attention(X, torch.zeros(3, 3, 5), None, torch.zeros(3), theta=9.0, form="rk4"),
+        ValueError,
+        "form='rk4' must be one of 'chunked'",
+    ),
+    (
+        "a head of another width",
+        lambda: linear_cross_entropy(X, torch.zeros(9, 5), KEYS[..., 0].long()),
+        ValueError,
+        r"weight must have shape .*\(any, 4\), got \(9, 5\)",
+    ),
+    (
+        "labels of another shape",
+        lambda: linear_cross_entropy(X, torch.zeros(9, 4), torch.zeros(2, 5, dtype=torch.long)),
+        ValueError,
+        r"labels must have shape .*\(2, 6\), got \(2, 5\)",
+    ),
+    (
+        "labels beyond the classes",
+        lambda: linear_cross_entropy(X, torch.zeros(9, 4), torch.full((2, 6), 9)),
+        ValueError,
+        "labels has classes from 9 to 9, but weight has 9 rows",
+    ),
+    (
+        "labels of floats",
+        lambda: linear_cross_entropy(X, torch.zeros(9, 4), torch.zeros(2, 6)),
+        TypeError,
+        "labels must be int64, got torch.float32",
+    ),
+    (
+        "a reduction that does not exist",
+        lambda: linear_cross_entropy(X, torch.zeros(9, 4), KEYS[..., 0].long(), reduction="max"),
+        ValueError,
+        "reduction='max' must be one of 'mean', 'sum'",
+    ),
+    (
+        "a number of items for a mean",
+        lambda: linear_cross_entropy(X, torch.zeros(9, 4), KEYS[..., 0].long(), num_items=3),
+        ValueError,
+        'num_items is only meaningful with reduction="sum"',
+    ),
+]
+MIXERS: list[Case] = [
+    ("a name that does not exist", lambda: build_mixer("s6", 8), ValueError, "no mixer 's6'; choose one of ema"),
+    ("an option of another mixer", lambda: build_mixer("lstm", 8, state_size=4), ValueError, "'lstm'.*state_size"),
+    ("a width of 0", lambda: build_mixer("s4", 0), ValueError, "hidden_size must be a positive integer, got 0"),
+    ("a width as text", lambda: build_mixer("s4", "8"), ValueError, "hidden_size must be a positive integer, got '8'"),
+    ("an odd state", lambda: build_mixer("s4d", 8, state_size=3), ValueError, "state_size must be even.*got 3"),
+    ("an odd width both ways", lambda: build_mixer("lstm", 7, bidirectional=True), ValueError, "even.*got 7"),
+    (
+        "frozen and trainable",
+        lambda: build_mixer("s4", 8, frozen=True, trainable="all"),
+        ValueError,
+        "frozen=True contradicts trainable='all'",
+    ),
+    (
+        "trainable in part where there are no parts",
+        lambda: build_mixer("lstm", 8, trainable="output"),
+        ValueError,
+        "trainable='output' must be one of",
+    ),
+    ("input of another width", lambda: build_mixer("s4", 8)(X), ValueError, r"u must have shape .*got \(2, 6, 4\)"),
+    (
+        "a step of a mixer that looks ahead",
+        lambda: build_mixer("s4", 8, bidirectional=True).step(X[:, 0], None),
+        ValueError,
+        "bidirectional S4 has no",
+    ),
+]
+OPTIMIZERS: list[Case] = [
+    (
+        "a negative decay",
+        lambda: parameter_groups(nn.Linear(2, 2), weight_decay=-1),
+        ValueError,
+        "weight_decay=-1",
+    ),
+    ("a negative rate", lambda: parameter_groups(nn.Linear(2, 2), weight_decay=0, lr=-1), ValueError, "lr=-1 must be"),
+    (
+        "nothing to train",
+        lambda: parameter_groups(nn.Linear(2, 2).requires_grad_(False), weight_decay=0),
+        ValueError,
+        "Linear has no parameter with requires_grad=True",
+    ),
+]
+
+
+def force(name: str) -> None:
+    with backend(name):
+        pass
+
+
+def _misuse(part: str, case: Case) -> Misuse:
+    done, call, error, words = case
+    return Misuse(part, done, lambda folder: call(), (error,), words)
+
+
+MISUSES = [
+    _misuse(part, case)
+    for part, cases in (("op", OPS), ("mixer", MIXERS), ("parameter groups", OPTIMIZERS))
+    for case in cases
+]
