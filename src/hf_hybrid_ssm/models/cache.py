@@ -248,6 +248,17 @@ def _own_memory(state: torch.Tensor) -> torch.Tensor:
     return state
 
 
+def tokens_so_far(past_key_values: Cache | None) -> int | torch.Tensor:
+    """Tokens that a cache holds, by the first layer that has any.
+
+    That is not always the first one: with pipeline parallelism the earlier layers are on other devices.
+    """
+    for layer in () if past_key_values is None else past_key_values.layers:
+        if layer.is_initialized:
+            return layer.get_seq_length()
+    return 0
+
+
 def prepare_cache(past_key_values: Cache | None, config: PreTrainedConfig, batch_size: int) -> Cache:
     """The cache to use in this forward: a new one, or the given one if it fits the model and the batch.
 

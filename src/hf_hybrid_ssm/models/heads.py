@@ -15,6 +15,8 @@ from hf_hybrid_ssm.ops.linear_cross_entropy import linear_cross_entropy
 class CausalLMHead:
     """Next-token prediction over a base model `self.model` with `self.lm_head`; placed before the pretrained class."""
 
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+
     @can_return_tuple
     def forward(
         self,

@@ -4,6 +4,7 @@ import torch
 from transformers import Cache
 from transformers.masking_utils import find_packed_sequence_indices
 
+from hf_hybrid_ssm.models.cache import tokens_so_far
 from hf_hybrid_ssm.models.padding import check_mask_shape
 from hf_hybrid_ssm.ops.checks import check_seq_idx
 
@@ -150,7 +151,7 @@ def packed_documents(
     forward and without an attention mask, since positions also jump over padding.
     """
     if attention_mask is not None and not torch.compiler.is_compiling():
-        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        seen = tokens_so_far(past_key_values)
         check_mask_shape(attention_mask, batch, length, seen if isinstance(seen, int) else None)
     if position_ids is not None:
         check_position_ids(position_ids, batch, length)
@@ -159,7 +160,7 @@ def packed_documents(
         return seq_idx
     if position_ids is None or attention_mask is not None:
         return None
-    if past_key_values is not None and (torch.compiler.is_compiling() or past_key_values.get_seq_length() > 0):
+    if past_key_values is not None and (torch.compiler.is_compiling() or tokens_so_far(past_key_values) > 0):
         return None
     return find_packed_sequence_indices(position_ids.expand(batch, -1))
 

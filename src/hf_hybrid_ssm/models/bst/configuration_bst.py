@@ -89,6 +89,21 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
 
     model_type = "bst"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    # heads meet their biases, scales and context states whole: projections are gathered, their outputs split again
+    base_model_tp_plan: ClassVar[dict[str, str]] = {
+        "layers.*.attention.q_proj": "colwise_gather_output",
+        "layers.*.attention.k_proj": "colwise_gather_output",
+        "layers.*.attention.v_proj": "colwise_gather_output",
+        "layers.*.attention.context_q_proj": "colwise_gather_output",
+        "layers.*.attention.o_proj": "rowwise_split_input",
+        "layers.*.feed_forward.fc1": "colwise",
+        "layers.*.feed_forward.fc2": "rowwise",
+    }
+    base_model_pp_plan: ClassVar[dict[str, tuple[list[str], list[str]]]] = {
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
     attribute_map: ClassVar[dict[str, str]] = {"sliding_window": "window_size"}
     presets: ClassVar[dict[str, dict]] = {
         "80m": {"hidden_size": 512},

@@ -96,6 +96,22 @@ class LmuIsaConfig(HybridConfigMixin, PreTrainedConfig):
 
     model_type = "lmu_isa"
     keys_to_ignore_at_inference = ["past_key_values"]
+    # the memory and its implicit attention run whole on every device
+    base_model_tp_plan: ClassVar[dict[str, str]] = {
+        "layers.*.attention.q_proj": "colwise_gather_output",
+        "layers.*.attention.k_proj": "colwise_gather_output",
+        "layers.*.attention.v_proj": "colwise_gather_output",
+        "layers.*.attention.o_proj": "rowwise_split_input",
+        "layers.*.pre_feed_forward.fc1": "colwise",
+        "layers.*.pre_feed_forward.fc2": "rowwise",
+        "layers.*.post_feed_forward.fc1": "colwise",
+        "layers.*.post_feed_forward.fc2": "rowwise",
+    }
+    base_model_pp_plan: ClassVar[dict[str, tuple[list[str], list[str]]]] = {
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
     presets: ClassVar[dict[str, dict[str, Any]]] = _presets()
 
     vocab_size: int = 50257

@@ -66,6 +66,25 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
 
     model_type = "longhorn"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    # the scan runs whole on every device: its inputs are gathered, its output is split again
+    base_model_tp_plan: ClassVar[dict[str, str]] = {
+        "layers.*.mixer.in_proj": "colwise_gather_output",
+        "layers.*.mixer.x_proj": "rowwise_split_input",
+        "layers.*.mixer.dt_proj": "colwise_gather_output",
+        "layers.*.mixer.out_proj": "rowwise_split_input",
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
+    base_model_pp_plan: ClassVar[dict[str, tuple[list[str], list[str]]]] = {
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
     presets: ClassVar[dict[str, dict]] = {
         "125m": {"hidden_size": 768, "num_hidden_layers": 24},
         "350m": {"hidden_size": 1024, "num_hidden_layers": 48},

@@ -24,7 +24,7 @@ from transformers.utils.output_capturing import capture_outputs
 from hf_hybrid_ssm.layers.feed_forward import SwiGLU
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.layers.short_convolution import ShortConvolution
-from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, prepare_cache
+from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, prepare_cache, tokens_so_far
 from hf_hybrid_ssm.models.configuration import check_config_class
 from hf_hybrid_ssm.models.heads import (
     CausalLMHead,
@@ -336,7 +336,7 @@ class LonghornModel(LonghornPreTrainedModel):
         batch, length = inputs_embeds.shape[:2]
         if use_cache or past_key_values is not None:
             past_key_values = prepare_cache(past_key_values, self.config, batch)
-        past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
+        past_length = tokens_so_far(past_key_values)
 
         masks = attention_mask if isinstance(attention_mask, dict) else None
         padding = masks[STATE_LAYER_TYPE] if masks is not None else attention_mask

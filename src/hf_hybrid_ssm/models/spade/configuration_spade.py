@@ -44,6 +44,15 @@ def _lra_presets() -> dict[str, dict[str, Any]]:
     return presets
 
 
+def _stack_tp_plan(*stacks: str) -> dict[str, str]:
+    """Heads meet their biases whole: their projections are gathered, their outputs split again. A model has one of the
+    stacks, or both."""
+    styles = {f"mixing.self_attn.{name}_proj": "colwise_gather_output" for name in "qkv"}
+    styles |= {"mixing.self_attn.o_proj": "rowwise_split_input", "mixing.aggregate": "colwise_gather_output"}
+    styles |= {"feed_forward.fc1": "colwise", "feed_forward.fc2": "rowwise"}
+    return {f"{stack}.layers.*.{name}": style for stack in stacks for name, style in styles.items()}
+
+
 @strict
 class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
     r"""
@@ -122,6 +131,7 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
 
     model_type = "spade"
     keys_to_ignore_at_inference = ["past_key_values"]
+    base_model_tp_plan: ClassVar[dict[str, str]] = _stack_tp_plan("encoder", "decoder")
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "spade-lm-wt103": {
             "vocab_size": 267744,
@@ -307,6 +317,11 @@ class SpadeSeq2SeqConfig(SpadeConfig):
     """
 
     model_type = "spade_seq2seq"
+    base_model_tp_plan: ClassVar[dict[str, str]] = {
+        **_stack_tp_plan("encoder", "decoder"),
+        **{f"decoder.layers.*.cross_attn.{name}_proj": "colwise_gather_output" for name in "qkv"},
+        "decoder.layers.*.cross_attn.o_proj": "rowwise_split_input",
+    }
     presets: ClassVar[dict[str, dict[str, Any]]] = {"spade-base": _BASE, "spade-base++": _BASE}
 
     hidden_size: int = 768

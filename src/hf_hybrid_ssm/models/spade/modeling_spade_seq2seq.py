@@ -278,6 +278,7 @@ class SpadeSeq2SeqEncoder:
 class SpadeForConditionalGeneration(SpadePreTrainedModel, GenerationMixin):
     config: SpadeSeq2SeqConfig
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: SpadeSeq2SeqConfig):
         super().__init__(config)

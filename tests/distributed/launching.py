@@ -1,0 +1,16 @@
+"""Two processes on this machine, as `torchrun` starts them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+
+
+def in_two_processes(script: Path, *arguments: object) -> None:
+    """Run a script of this folder with gloo between the processes; its errors are shown."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    command = [*LAUNCHER, str(script), *map(str, arguments)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
