@@ -23,12 +23,23 @@ import transformers
 from transformers import PreTrainedModel, Trainer, TrainingArguments, set_seed
 
 from tests.reliability.bits import digest, same_bits
-from tests.reliability.population import COMBINATIONS, EVERY, TOKENS, build, classes_of, config_of, inputs_for
+from tests.reliability.population import (
+    COMBINATIONS,
+    EVERY,
+    TOKENS,
+    build,
+    class_with_loss,
+    classes_of,
+    config_of,
+    inputs_for,
+    labels_for,
+)
 from tests.reliability.reporting import table, write_page
 
 STEPS, ROWS, LENGTH = 5, 8, 20
 WORKERS = (0, 1, 2)
 DROPOUT = 0.1
+WIDTH, THREADS, REPETITIONS = 192, 4, 10
 LENGTHS = (12, 70, 300, 70, 12)  # within a block, beyond one, and back
 
 
@@ -36,10 +47,8 @@ class Examples(torch.utils.data.Dataset):
     """Random rows with what the model's loss needs."""
 
     def __init__(self, model: PreTrainedModel):
-        name = type(model).__name__
         ids = torch.randint(3, TOKENS["vocab_size"], (ROWS, LENGTH), generator=torch.Generator().manual_seed(5))
-        labels = ids[:, 0] % 2 if "Classification" in name else ids[:, : LENGTH // 2] if "Conditional" in name else ids
-        self.rows = [{"input_ids": row, "labels": label} for row, label in zip(ids, labels)]
+        self.rows = [{"input_ids": row, "labels": label} for row, label in zip(ids, labels_for(model, ids))]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -48,19 +57,13 @@ class Examples(torch.utils.data.Dataset):
         return self.rows[index]
 
 
-def trained_class(variant: str) -> str:
-    """The class with a loss that a variant is most used with."""
-    with_loss = [name for name in classes_of(variant) if "ForCausal" in name or "ForCond" in name]
-    return (with_loss or [name for name in classes_of(variant) if "Classification" in name])[0]
-
-
 def train(variant: str, workers: int = 0, seed: int = 3) -> str:
     """The digest of a short run of `Trainer`: initialisation, order of rows, dropout and optimizer from one seed."""
     set_seed(seed)
     config = config_of(variant)
     for field in [field for field in vars(config) if "dropout" in field]:
         setattr(config, field, DROPOUT)
-    model = classes_of(variant)[trained_class(variant)](config)
+    model = classes_of(variant)[class_with_loss(variant)](config)
     with tempfile.TemporaryDirectory() as folder:
         options = TrainingArguments(
             output_dir=folder, max_steps=STEPS, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1,
@@ -82,6 +85,24 @@ def train_elsewhere(variants: list[str], hash_seed: int) -> dict[str, str]:
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def gradients(variant: str, repetitions: int, threads: int) -> list[str]:
+    """Digests of the same backward pass of a model wide enough for threads to share its work."""
+    torch.manual_seed(3)
+    model = classes_of(variant)[class_with_loss(variant)](config_of(variant, hidden_size=WIDTH))
+    ids = torch.randint(3, TOKENS["vocab_size"], (8, 120), generator=torch.Generator().manual_seed(5))
+    threads_before, found = torch.get_num_threads(), []
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(repetitions):
+            model.zero_grad()
+            torch.manual_seed(4)  # dropout
+            model(input_ids=ids, labels=labels_for(model, ids)).loss.backward()
+            found.append(digest({name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+    finally:
+        torch.set_num_threads(threads_before)
+    return found
 
 
 def sample(model: PreTrainedModel, seed: int, **options) -> torch.Tensor:
@@ -144,9 +165,15 @@ def main() -> int:
         wrong = [name for name, value in runs.items() if value != runs["0 workers"]]
         if train(variant, seed=4) == runs["0 workers"]:
             wrong.append("another seed gave the same")
-        rows.append([variant, trained_class(variant), len(runs), runs["0 workers"][:12], ", ".join(wrong) or "none"])
+        rows.append([variant, class_with_loss(variant), len(runs), runs["0 workers"][:12], ", ".join(wrong) or "none"])
         faults += len(wrong)
         print(rows[-1], flush=True)
+    threaded = []
+    for variant in EVERY:
+        kinds = len(set(gradients(variant, REPETITIONS, THREADS)))
+        faults += kinds - 1
+        threaded.append([variant, REPETITIONS, kinds])
+        print(*threaded[-1], flush=True)
     repeated = []
     for variant, name in COMBINATIONS:
         model = build(variant, name)
@@ -158,12 +185,15 @@ def main() -> int:
     write_page(
         "determinism",
         "The same seed, the same bits",
-        f"`make determinism`, on CPU with {torch.get_num_threads()} threads. Other numbers of threads, other machines "
-        "and other versions of torch add in other orders and give other last bits; that is not looked at here.",
+        "`make determinism`, on CPU. Other numbers of threads, other machines and other versions of torch add in "
+        "other orders and give other last bits; that is not looked at here.",
         f"**Training.** {STEPS} steps of `Trainer` from a seed (initialisation, order of the rows, dropout of "
         f"{DROPOUT}, AdamW), compared by a digest of every loss and of every bit of the trained model: with "
         f"{', '.join(map(str, WORKERS))} loading workers, again, and in another process with other hashes.",
         table(["variant", "class", "runs", "digest", "different"], rows),
+        f"**Backward passes** of models {WIDTH} wide over 8 rows of 120 tokens, {REPETITIONS} times with {THREADS} "
+        "threads: how many different sets of gradients there were.",
+        table(["variant", "repetitions", "different gradients"], threaded),
         f"**Forward passes** in evaluation at lengths {', '.join(map(str, LENGTHS))}, twice at each: the same tokens "
         "give the same bits whatever was computed in between (filters are remembered at the greatest length), with "
         "the states kept and without. "

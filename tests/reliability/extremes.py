@@ -11,7 +11,17 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from tests.reliability.population import BST, EVERY, TOKENS, build, classes_of, config_of, inputs_for
+from tests.reliability.population import (
+    BST,
+    EVERY,
+    TOKENS,
+    build,
+    class_with_loss,
+    classes_of,
+    config_of,
+    inputs_for,
+    labels_for,
+)
 
 LENGTH = 70  # beyond every window, chunk and block of the tiny models
 # largest |error| over largest |value| of a forward pass against float64: some 25 roundings of a unit's size
@@ -111,21 +121,10 @@ def deep(variant: str, layers: int) -> PreTrainedModel:
     return classes_of(variant)[class_with_loss(variant)](config_of(variant, **fields))
 
 
-def class_with_loss(variant: str) -> str:
-    names = classes_of(variant)
-    generating = [name for name in names if "ForCausal" in name or "ForCond" in name]
-    return (generating or [name for name in names if "Classification" in name])[0]
-
-
-def with_labels(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Ids and what the loss of the model's class needs."""
-    return {"input_ids": ids, "labels": ids[:, 0] % 2 if "Classification" in type(model).__name__ else ids}
-
-
 def gradient_sizes(model: PreTrainedModel, seed: int = 0) -> dict[str, float]:
     """Root mean square of each trained parameter's gradient."""
     ids = torch.randint(3, TOKENS["vocab_size"], (2, 40), generator=torch.Generator().manual_seed(seed))
-    model(**with_labels(model, ids)).loss.backward()
+    model(input_ids=ids, labels=labels_for(model, ids)).loss.backward()
     return {
         name: 0.0 if p.grad is None else float(p.grad.double().square().mean().sqrt())
         for name, p in model.named_parameters()
@@ -169,10 +168,10 @@ def losses_around_a_bad_batch(variant: str, bad_at: int, steps: int) -> Iterator
         ids = torch.randint(3, 13, (8, 3), generator=generator).repeat(1, 8)
         if step == bad_at:
             ids = torch.randint(3, TOKENS["vocab_size"], ids.shape, generator=generator)
-        inputs = with_labels(model, ids)
+        labels = labels_for(model, ids)
         if step == bad_at and "Classification" in type(model).__name__:  # random tokens have a class all the same
-            inputs["labels"] = 1 - inputs["labels"]
-        loss = model(**inputs).loss
+            labels = 1 - labels
+        loss = model(input_ids=ids, labels=labels).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -15,7 +15,6 @@ from tests.reliability.extremes import (
     CHOOSES,
     ERROR_BOUNDS,
     EXTREME_INPUTS,
-    class_with_loss,
     deep,
     forward_error,
     gradient_sizes,
@@ -25,7 +24,7 @@ from tests.reliability.extremes import (
     spread_over_layers,
     without_gradient,
 )
-from tests.reliability.population import COMBINATIONS, EVERY, build
+from tests.reliability.population import COMBINATIONS, EVERY, build, class_with_loss
 from tests.reliability.recurrences import (
     INPUTS,
     RECURRENCES,

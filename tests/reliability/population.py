@@ -80,3 +80,17 @@ def inputs_for(model: PreTrainedModel, seed: int = 0, rows: int = 2, length: int
     decodes = model.config.is_encoder_decoder and "Classification" not in type(model).__name__
     decodes = decodes and "Encoder" not in type(model).__name__
     return {"input_ids": ids} | ({"decoder_input_ids": ids[:, :5]} if decodes else {})
+
+
+def class_with_loss(variant: str) -> str:
+    """The class that a variant is most trained as: the one that generates, else the classifier."""
+    names = classes_of(variant)
+    generating = [name for name in names if "ForCausal" in name or "ForCond" in name]
+    return (generating or [name for name in names if "Classification" in name])[0]
+
+
+def labels_for(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """What the model can learn from ids (B, L): a class of each row, its first half as a target, or the ids."""
+    if "Classification" in type(model).__name__:
+        return ids[:, 0] % 2
+    return ids[:, : ids.shape[1] // 2] if model.config.is_encoder_decoder else ids

@@ -8,12 +8,12 @@ from tests.reliability.bits import digest, same_bits
 from tests.reliability.determinism import (
     different_forwards,
     different_samples,
+    gradients,
     sample,
     train,
     train_elsewhere,
-    trained_class,
 )
-from tests.reliability.population import FEW, build
+from tests.reliability.population import FEW, build, class_with_loss
 
 TRAINED = ["longhorn + window and full attention", "bst mh s4"]
 
@@ -35,9 +35,20 @@ def test_training_repeats_in_another_process():
     assert train_elsewhere(TRAINED[:1], hash_seed=1) == {TRAINED[0]: train(TRAINED[0])}
 
 
+@pytest.mark.parametrize("variant", TRAINED)
+def test_threads_do_not_change_the_order_of_sums(variant):
+    assert len(set(gradients(variant, repetitions=3, threads=4))) == 1
+
+
+def test_gradients_that_differ_are_found(monkeypatch):
+    """By dropout from no seed."""
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: None)
+    assert len(set(gradients("bst mh s4", repetitions=3, threads=4))) == 3
+
+
 @pytest.mark.parametrize("variant", FEW)
 def test_forward_and_sampling_repeat(variant):
-    model = build(variant, trained_class(variant))
+    model = build(variant, class_with_loss(variant))
     assert different_forwards(model) == []
     assert different_samples(model) == []
     assert not torch.equal(sample(model, 1), sample(model, 2))

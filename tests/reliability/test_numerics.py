@@ -10,7 +10,6 @@ from tests.reliability.extremes import (
     ERROR_BOUNDS,
     EXTREME_INPUTS,
     Spike,
-    class_with_loss,
     deep,
     forward_error,
     gradient_sizes,
@@ -21,7 +20,7 @@ from tests.reliability.extremes import (
     without_gradient,
 )
 from tests.reliability.numerics import SPREAD_BOUND
-from tests.reliability.population import FEW, build
+from tests.reliability.population import FEW, build, class_with_loss
 from tests.reliability.recurrences import (
     RECURRENCES,
     Recurrence,
