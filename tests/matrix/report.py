@@ -9,13 +9,14 @@ import sys
 from importlib import import_module, metadata
 from pathlib import Path
 
+import hf_hybrid_ssm
 from tests.matrix.cells import Answer, ask, missing
 from tests.matrix.columns import Group
 from tests.matrix.footnotes import Footnotes
 from tests.matrix.rows import ROWS
 from tests.reliability.reporting import table
 
-GROUPS = ("peft",)
+GROUPS = ("peft", "offloading", "compiling")
 PAGE = Path(__file__).parents[2] / "docs" / "matrix.md"
 INTRODUCTION = """\
 What the libraries around transformers do with every family of this package, on tiny models on a CPU. A cell says yes
@@ -62,6 +63,9 @@ def main() -> None:
     parser.add_argument("--page", type=Path, default=PAGE, help="the file to write")
     options = parser.parse_args()
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a cell is a forked process, and starts none of its own
+
+    for name in hf_hybrid_ssm.__all__:  # every cell asks the code as it was when the report began
+        getattr(hf_hybrid_ssm, name)
 
     asked, footnotes = groups(options.groups), Footnotes()
     sections = [

@@ -8,6 +8,7 @@ from peft.utils import constants
 
 from hf_hybrid_ssm.auto import register
 from hf_hybrid_ssm.peft_targets import TARGETS
+from tests.matrix import offloading
 from tests.matrix import peft as peft_columns
 from tests.matrix.cells import Answer, ask
 from tests.matrix.columns import Column
@@ -54,6 +55,15 @@ def test_peft_needs_no_module_names(check, row):
 @pytest.mark.parametrize("row", ["Longhorn", "BST, S4, context by head", "SPADE encoder-decoder"])
 def test_adapters_on_every_linear_map(check, row):
     check(row)
+
+
+@pytest.mark.parametrize("row", ["Longhorn", "BST, free filter", "LMU-ISA", "SPADE, S4", "SPADE, Hyena"])
+def test_weights_on_disk_change_no_bit(row):
+    offloading.everything_on_disk(row)
+
+
+def test_automatic_device_map_divides_a_model():
+    offloading.cpu_and_disk("SPADE encoder-decoder")
 
 
 def test_peft_learns_the_families_when_it_is_imported():

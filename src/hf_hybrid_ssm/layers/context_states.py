@@ -17,6 +17,7 @@ from torch import nn
 from hf_hybrid_ssm.layers.block_grid import BlockGrid
 from hf_hybrid_ssm.layers.mixer import State
 from hf_hybrid_ssm.layers.mixers import build_mixer
+from hf_hybrid_ssm.layers.offloaded import fetches_weights
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 
 VARIANTS = ("sh", "mh", "mf")
@@ -164,6 +165,7 @@ class ContextStates(nn.Module):
             after = self._state(ssm, *(part[0][rows, grid.following].transpose(1, 2) for part in (keys, values)))
         return keys[0][:, : grid.number], values[0][:, : grid.number], after
 
+    @fetches_weights
     def step(
         self, x: torch.Tensor, state: dict[str, torch.Tensor], count: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hf_hybrid_ssm.layers.mixer import FrozenLinear, Mixer, State
+from hf_hybrid_ssm.layers.offloaded import fetches_weights
 from hf_hybrid_ssm.layers.remembering import RememberingMixer
 from hf_hybrid_ssm.ops.checks import check_tensor
 from hf_hybrid_ssm.ops.lengths import zero_beyond
@@ -169,6 +170,7 @@ class UnstructuredFilter(RememberingMixer):
     def _skip(self, dtype: torch.dtype) -> torch.Tensor | None:
         return self.D.to(dtype) if self.use_skip else None
 
+    @fetches_weights
     def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:
         following = self.advance(u_t, state)
         assert isinstance(state, torch.Tensor)
@@ -259,6 +261,7 @@ class Hyena(Mixer):
         state = (last, history) if return_final_state else None
         return self.out_proj(p0 * z), state  # type: ignore[return-value]
 
+    @fetches_weights
     def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
         self._check_step(u_t)
         short, history = state

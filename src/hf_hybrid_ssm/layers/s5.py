@@ -7,6 +7,7 @@ import torch
 
 from hf_hybrid_ssm.layers.hippo import legs_dplr_basis
 from hf_hybrid_ssm.layers.mixer import Mixer, State
+from hf_hybrid_ssm.layers.offloaded import fetches_weights
 from hf_hybrid_ssm.layers.state_space import log_uniform_step
 from hf_hybrid_ssm.ops.checks import check_tensor
 from hf_hybrid_ssm.ops.lengths import zero_beyond
@@ -149,6 +150,7 @@ class S5(Mixer):
         check_tensor("state", state, (u.shape[0], self.state_size), "B, P")  # type: ignore[arg-type]
         return state.to(u.dtype).contiguous()  # type: ignore[union-attr]
 
+    @fetches_weights
     def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:
         following = self.advance(u_t, state)
         u = u_t.to(self._computing_dtype(u_t))

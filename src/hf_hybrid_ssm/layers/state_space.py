@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from hf_hybrid_ssm.layers.mixer import State
+from hf_hybrid_ssm.layers.offloaded import fetches_weights
 from hf_hybrid_ssm.layers.remembering import RememberingMixer
 from hf_hybrid_ssm.ops.checks import check_tensor
 from hf_hybrid_ssm.ops.linear_scan import (
@@ -188,6 +189,7 @@ class StateSpaceMixer(RememberingMixer):
         y, _ = long_conv(u, back, future_kernel=ahead, skip=skip, seq_idx=seq_idx, lengths=lengths, every=every, at=at)
         return y
 
+    @fetches_weights
     def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:
         state = self.advance(u_t, state)
         return self.read(u_t, state), state
