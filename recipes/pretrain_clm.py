@@ -28,7 +28,7 @@ from transformers import (
     set_seed,
 )
 
-import hf_hybrid_ssm  # noqa: F401 - registers the families
+from hf_hybrid_ssm.warm_start import copy_embeddings
 
 
 @dataclass
@@ -39,7 +39,12 @@ class ModelArguments:
     preset: str | None = field(default=None, metadata={"help": "a size of this package's families, such as 125m"})
     config: dict[str, Any] = field(default_factory=dict, metadata={"help": "fields of the configuration"})
     model_name_or_path: str | None = field(default=None, metadata={"help": "go on from these weights instead"})
-    resume: str | None = field(default=None, metadata={"help": "a checkpoint folder, or auto for the newest"})
+    embeddings_from: str | None = field(
+        default=None, metadata={"help": "start with the token embeddings of this model, e.g. gpt2, of the same width"}
+    )
+    resume: str | None = field(
+        default=None, metadata={"help": "a checkpoint folder, or auto for the newest whole one"}
+    )
     carry_segments: bool = field(
         default=False, metadata={"help": "go on from the state of the segment before, without gradient"}
     )
@@ -69,6 +74,8 @@ def build_model(arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase) -
         else:
             config = CONFIG_MAPPING[arguments.model_type].preset(arguments.preset, **values)
         model = AutoModelForCausalLM.from_config(config)
+    if arguments.embeddings_from is not None:
+        copy_embeddings(model, arguments.embeddings_from)
     check_vocabulary(model, tokenizer)
     return model
 

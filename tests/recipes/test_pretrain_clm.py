@@ -64,6 +64,14 @@ def test_trains_resumes_and_evaluates(texts, tmp_path):
     assert (tmp_path / "whole/extrapolation.png").exists()
 
 
+def test_starts_with_the_embeddings_of_another_model(texts, tmp_path):
+    pretrain(*settings(texts, tmp_path / "first", max_steps=1, save_strategy="no"))
+    first = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
+    arguments = ModelArguments("longhorn", config=TINY, embeddings_from=str(tmp_path / "first"))
+    model = build_model(arguments, AutoTokenizer.from_pretrained(tmp_path / "first"))
+    assert torch.equal(model.get_input_embeddings().weight, first.get_input_embeddings().weight)
+
+
 @pytest.mark.parametrize("model_type, config", [("llama", {"hidden_size": 16, "intermediate_size": 32})])
 def test_trains_models_of_transformers(texts, tmp_path, model_type, config):
     config = config | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}

@@ -1,0 +1,37 @@
+"""Token embeddings of a trained model, such as GPT-2 or T5, as the start of a new one with the same tokenizer."""
+
+import os
+
+import torch
+from transformers import AutoModel, PreTrainedModel
+
+
+def copy_embeddings(model: PreTrainedModel, source: PreTrainedModel | str | os.PathLike) -> int:
+    """Set `model`'s token embeddings (and the output weights tied to them) to those of `source`, bit for bit.
+
+    Rows that only `model` has (a vocabulary that was padded, say) keep their initial values.
+
+    Args:
+        source: a model, or a folder or Hub name that `AutoModel` loads.
+
+    Returns:
+        How many rows were set.
+
+    Raises:
+        ValueError: widths differ, `source` has more rows, or `model` has no single table (an adaptive vocabulary).
+    """
+    if not isinstance(source, PreTrainedModel):
+        source = AutoModel.from_pretrained(source)
+    target, given = model.get_input_embeddings(), source.get_input_embeddings()
+    for name, found in (("model", target), ("source", given)):
+        if not isinstance(getattr(found, "weight", None), torch.Tensor):
+            raise ValueError(f"{name} ({type(found).__name__}) has no single table of token embeddings.")
+    rows, width = given.weight.shape
+    if width != target.weight.shape[1] or rows > target.weight.shape[0]:
+        raise ValueError(
+            f"source has {rows} embeddings of width {width}; model needs hidden_size={width} and vocab_size >= {rows}, but "
+            f"has {target.weight.shape[0]} of width {target.weight.shape[1]}."
+        )
+    with torch.no_grad():
+        target.weight[:rows] = given.weight.to(target.weight)
+    return rows

@@ -1,0 +1,192 @@
+"""The converter of official SPADE language models, and of S4's parameters, against plain evaluations."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from hf_hybrid_ssm import SpadeConfig, SpadeForCausalLM
+from hf_hybrid_ssm.layers.s4 import S4
+from hf_hybrid_ssm.layers.s4_official import convert_s4
+from hf_hybrid_ssm.models.spade import convert_official_checkpoint as converter
+
+D, N, S = 8, 6, 4
+
+
+def official_s4(seed: int, filters: int = 1) -> dict[str, torch.Tensor]:
+    """An S4 kernel with C itself (L = 0), its parameters away from HiPPO's."""
+    random = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=random, dtype=torch.float64)
+
+    return {
+        "C": draw(filters, D, N // 2, 2),
+        "log_dt": draw(D) * 0.5 - 2,
+        "B": draw(1, S, N // 2, 2),
+        "P": draw(1, S, N // 2, 2) * 0.5,
+        "inv_w_real": draw(S, N // 2) * 0.2 - 0.7,
+        "w_imag": draw(S, N // 2) * 3,
+        "L": torch.tensor(0),
+    }
+
+
+def dense(kernel, channel):
+    """A and B of a channel over both halves of the conjugate pairs, discretised by the bilinear rule."""
+    copy = channel % S
+    both = lambda half: torch.cat([half, half.conj()])  # noqa: E731
+    pairs = {name: torch.view_as_complex(kernel[name][0, copy].contiguous()) for name in ("B", "P")}
+    eigenvalues = torch.complex(-torch.exp(kernel["inv_w_real"][copy]), kernel["w_imag"][copy])
+    low_rank = both(pairs["P"])
+    a = torch.diag(both(eigenvalues)) - torch.outer(low_rank, low_rank.conj())
+    dt, identity = torch.exp(kernel["log_dt"][channel]), torch.eye(N, dtype=a.dtype)
+    inverse = torch.linalg.inv(identity - dt / 2 * a)
+    return inverse @ (identity + dt / 2 * a), dt * (inverse @ both(pairs["B"]))
+
+
+def taps(kernel, length):
+    """K_k = C Abar^k Bbar, power by power."""
+    rows = []
+    for channel in range(D):
+        a, state = dense(kernel, channel)
+        c = torch.view_as_complex(kernel["C"][0, channel].contiguous())
+        c = torch.cat([c, c.conj()])
+        row = []
+        for _ in range(length):
+            row.append((c @ state).real)
+            state = a @ state
+        rows.append(torch.stack(row))
+    return torch.stack(rows)
+
+
+def transformed(kernel, length):
+    """The same system as the official code stores it once it has made a kernel of `length`: C~ for C."""
+    stored = {name: tensor.clone() for name, tensor in kernel.items()}
+    for channel in range(D):
+        a, _ = dense(kernel, channel)
+        c = torch.view_as_complex(kernel["C"][0, channel].contiguous())
+        c = torch.cat([c, c.conj()])
+        c = c - torch.linalg.matrix_power(a, length).T @ c
+        stored["C"][0, channel] = torch.view_as_real(c[: N // 2])
+    stored["L"] = torch.tensor(length)
+    return stored
+
+
+@pytest.mark.parametrize("length", [0, 4, 64])
+def test_kernel_is_the_official_one(length):
+    official = official_s4(0)
+    skip = torch.randn(1, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    layer = S4(D, state_size=N, num_dynamics=S).double()
+    stored = transformed(official, length) if length else official
+    # the layer's parameters are float32; compare on what rounding left
+    layer.load_state_dict({name: part.double() for name, part in convert_s4(stored, skip).items()})
+    torch.testing.assert_close(layer.kernel(12, torch.float64).view(D, 12), taps(official, 12), rtol=1e-5, atol=1e-5)
+    u = torch.randn(1, 12, D, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    wanted = torch.zeros(12, D, dtype=torch.float64)
+    for t in range(12):
+        for j in range(t + 1):
+            wanted[t] += taps(official, 12)[:, t - j] * u[0, j]
+    torch.testing.assert_close(layer(u)[0][0], wanted + skip * u[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["C", "log_dt", "B", "P", "inv_w_real", "w_imag", "L"])
+def test_incomplete_kernels_are_refused(name):
+    kernel = official_s4(0)
+    with pytest.raises(ValueError, match=f"lacks {name}"):
+        convert_s4({key: value for key, value in kernel.items() if key != name}, torch.zeros(1, D))
+    with pytest.raises(ValueError, match=f"{name} of the S4 kernel has shape"):
+        convert_s4(kernel | {name: torch.zeros(5, 5, 5)}, torch.zeros(1, D))
+
+
+def test_wrong_skip_is_refused():
+    with pytest.raises(ValueError, match="D of S4 has shape"):
+        convert_s4(official_s4(0), torch.zeros(D))
+
+
+CONFIG = {
+    "vocab_size": 60,
+    "adaptive_cutoffs": [20, 40],
+    "adaptive_factor": 2,
+    "hidden_size": D,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "local_radius": 3,
+    "ssm_state_size": N,
+    "ssm_num_dynamics": S,
+    "scale_embedding": True,
+    "final_norm": False,
+}
+
+
+def in_official_layout(model) -> dict[str, torch.Tensor]:
+    """The tensors of one of our models under the official names, with tied copies and buffers."""
+    names = {ours: official for official, ours in converter.LAYER_KEYS.items()}
+    found = {"decoder.version": torch.tensor([3.0])}
+    kernel = {}
+    for name, tensor in model.state_dict().items():
+        if name.startswith("model.embed_tokens."):
+            kind, band = name.removeprefix("model.embed_tokens.").split("_")
+            place = ("table", "projection").index(kind)
+            found[f"decoder.embed_tokens.embeddings.{band}.{place}.weight"] = tensor
+            if band != "0":
+                found[f"decoder.adaptive_softmax.tail.{int(band) - 1}.{2 - 2 * place}.weight"] = tensor
+            elif place == 0:
+                found["decoder.adaptive_softmax.head.word_proj.weight"] = tensor
+        elif name == "lm_head.clusters":
+            found["decoder.adaptive_softmax.head.class_proj.weight"] = tensor
+        elif name == "model.decoder.relative_bias.weight":
+            found["decoder.layers.0.self_attn.relative_attention_bias.weight"] = tensor
+        elif ".ssm." in name:
+            kernel[name.rsplit(".", 1)[1]] = tensor
+        else:
+            layer, rest = name.removeprefix("model.decoder.layers.").split(".", 1)
+            found[f"decoder.layers.{layer}.{names[rest]}"] = tensor
+    prefix = "decoder.layers.0.s4_module.s4."
+    found[f"{prefix}D"] = kernel["D"]
+    official = {"inv_w_real": kernel["A_log_real"], "w_imag": kernel["A_imag"], "C": kernel["C"], "L": torch.tensor(0)}
+    official |= {"B": kernel["B"][None], "P": kernel["P"][None], "log_dt": kernel["log_dt"][0]}
+    return found | {f"{prefix}kernel.kernel.{name}": tensor for name, tensor in official.items()}
+
+
+@pytest.fixture(scope="module")
+def original():
+    torch.manual_seed(0)
+    return SpadeForCausalLM(SpadeConfig(**CONFIG)).eval()
+
+
+@pytest.mark.parametrize("form", ["fairseq", "bare", "safetensors"])
+def test_round_trip(original, form, tmp_path):
+    tensors = in_official_layout(original)
+    source = tmp_path / ("model.safetensors" if form == "safetensors" else "checkpoint_best.pt")
+    if form == "safetensors":
+        save_file({name: tensor.clone() for name, tensor in tensors.items()}, source)
+    else:
+        torch.save({"model": tensors} if form == "fairseq" else tensors, source)
+    converter.main([str(source), str(tmp_path / "out"), "--local-radius", "3"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    ids = torch.arange(2, 26).view(2, 12)
+    assert torch.equal(model(ids).logits, original(ids).logits)
+    for field, value in CONFIG.items():
+        assert getattr(model.config, field) == value
+
+
+def test_bad_checkpoints_are_refused(original, tmp_path):
+    tensors = in_official_layout(original)
+    convert = converter.convert_state_dict
+    with pytest.raises(ValueError, match=r"Unknown tensors.*decoder\.other"):
+        convert(tensors | {"decoder.other": torch.zeros(1)})
+    with pytest.raises(ValueError, match="differs from the embedding it is tied to"):
+        convert(tensors | {"decoder.adaptive_softmax.head.word_proj.weight": torch.zeros(20, D)})
+    with pytest.raises(ValueError, match="only a part of its S4"):
+        convert({name: tensor for name, tensor in tensors.items() if not name.endswith("s4.D")})
+    with pytest.raises(ValueError, match=r"lacks model\.decoder\.relative_bias"):
+        converter.infer_config(convert({n: t for n, t in tensors.items() if "relative" not in n}))
+    cut = {name: tensor for name, tensor in tensors.items() if name != "decoder.layers.1.fc2.bias"}
+    save_file({name: tensor.clone() for name, tensor in cut.items()}, tmp_path / "cut.safetensors")
+    with pytest.raises(ValueError, match=r"lacks model\.decoder\.layers\.1\.feed_forward\.fc2\.bias"):
+        converter.convert(tmp_path / "cut.safetensors")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(SystemExit):
+        converter.main([str(tmp_path / "cut.safetensors"), str(tmp_path / "full")])
