@@ -29,8 +29,8 @@ def copy_embeddings(model: PreTrainedModel, source: PreTrainedModel | str | os.P
     rows, width = given.weight.shape
     if width != target.weight.shape[1] or rows > target.weight.shape[0]:
         raise ValueError(
-            f"source has {rows} embeddings of width {width}; model needs hidden_size={width} and vocab_size >= {rows}, but "
-            f"has {target.weight.shape[0]} of width {target.weight.shape[1]}."
+            f"source has {rows} rows of width {width}; model needs hidden_size={width} and vocab_size >= {rows}, "
+            f"but has {target.weight.shape[0]} of width {target.weight.shape[1]}."
         )
     with torch.no_grad():
         target.weight[:rows] = given.weight.to(target.weight)

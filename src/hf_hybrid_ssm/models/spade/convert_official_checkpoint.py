@@ -3,8 +3,8 @@
     python -m hf_hybrid_ssm.models.spade.convert_official_checkpoint IN OUT [--local-radius 511]
 
 IN is what fairseq's trainer saves, a dict with the state dict under "model", or a bare state dict, or safetensors.
-Only tensors are unpickled (`weights_only=True`), which refuses a file that holds more, such as fairseq's settings: save
-its tensors alone first. Sizes are read off the shapes; what shapes cannot tell is the preset's of Wikitext-103.
+Only tensors are unpickled (`weights_only=True`), which refuses a file that holds more, such as fairseq's settings:
+save its tensors alone first. Sizes are read off the shapes; what shapes cannot tell is the preset's of Wikitext-103.
 """
 
 import argparse
