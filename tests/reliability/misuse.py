@@ -48,7 +48,8 @@ def fault(misuse: Misuse, error: Exception | None) -> str | None:
 
 def shown(error: Exception | None, folder: Path) -> str:
     """The message on one line, without the folder it happened in."""
-    text = " ".join(str(error).replace(str(folder), "FOLDER").split())
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # some messages are coloured
+    text = " ".join(plain.replace(str(folder), "FOLDER").split())
     return text if len(text) <= 300 else text[:297] + "..."
 
 

@@ -1,0 +1,1 @@
+"""Random configurations and random damage to files; `tests.reliability.fuzz` draws them and reports."""

@@ -1,0 +1,127 @@
+"""What a drawn configuration must do: live through a small life if it is legal, be refused by name if it is not."""
+
+import warnings
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, PreTrainedModel
+
+import hf_hybrid_ssm
+from hf_hybrid_ssm.auto import FAMILIES
+from tests.reliability.fuzzing.drawing import Fields, broken, legal
+
+HEADS = {family.model_type: family.heads for family in FAMILIES}
+# a field may be told by another name of it, or by what it is compared with
+OTHER_NAMES = {"block_types": "layer_types"}
+
+
+def class_for(model_type: str, fields: Fields, random: Random) -> type[PreTrainedModel]:
+    """A class that these fields can build: a generating one most of the time."""
+    heads = HEADS[model_type]
+    classifies = heads["MODEL_FOR_SEQUENCE_CLASSIFICATION"]
+    generates = heads.get("MODEL_FOR_CAUSAL_LM") or heads["MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM"]
+    if fields.get("bidirectional") or fields.get("pixel_input") or fields.get("paired_input"):
+        name = classifies
+    elif fields.get("adaptive_cutoffs"):
+        name = generates
+    else:
+        name = random.choice([generates, generates, classifies])
+    return getattr(hf_hybrid_ssm, name)
+
+
+def live(model_type: str, fields: Fields, random: Random, folder: Path) -> str:
+    """Build, train a step, generate, save, load; returns the class, raises AssertionError where something is off."""
+    torch.manual_seed(random.randrange(2**31))
+    config = AutoConfig.for_model(model_type, **fields)
+    model_class = class_for(model_type, fields, random)
+    model = model_class(config)
+    inputs = _inputs(model, fields, random)
+    _train(model, inputs)
+    model.eval()
+    if model.can_generate():
+        options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": random.random() < 0.5, "pad_token_id": 0}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            out = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], **options)
+        begun = 1 if config.is_encoder_decoder else inputs["input_ids"].shape[1]
+        assert out.shape == (2, begun + 3), f"generated {tuple(out.shape)}"
+    model.save_pretrained(folder)
+    loaded = model_class.from_pretrained(folder).eval()
+    _same(model, loaded, inputs)
+    return model_class.__name__
+
+
+def _inputs(model: PreTrainedModel, fields: Fields, random: Random) -> dict[str, torch.Tensor]:
+    length = random.randint(1, 9)
+    shape = (2, 2, length) if fields.get("paired_input") else (2, length)
+    ids = torch.randint(3, fields["vocab_size"], shape)
+    mask = torch.ones_like(ids)
+    mask[0, ..., : random.randrange(length)] = 0  # left padding, as generation has it
+    labels = ids.masked_fill(mask == 0, -100)
+    if not model.can_generate():
+        classes = fields["num_labels"]
+        labels = torch.rand(2) if classes == 1 else torch.randint(0, classes, (2,))
+    elif length == 1 and not model.config.is_encoder_decoder:
+        labels = None  # no next token, hence no loss
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def _train(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
+    model.train()
+    if inputs["labels"] is None:
+        return
+    output = model(**inputs)
+    counted = torch.isfinite(output.loss) or not (inputs["labels"] != -100)[..., 1:].any()
+    assert counted, f"the loss is {output.loss.item()}"
+    output.loss.backward()
+    trained = [p for p in model.parameters() if p.grad is not None]
+    assert trained, "no parameter has a gradient"
+    assert all(torch.isfinite(p.grad).all() for p in trained), "a gradient is not finite"
+    torch.optim.SGD(trained, lr=1e-3).step()
+
+
+def _same(model: PreTrainedModel, loaded: PreTrainedModel, inputs: dict[str, Any]) -> None:
+    before, after = model.state_dict(), loaded.state_dict()
+    assert before.keys() == after.keys(), f"keys differ: {sorted(before.keys() ^ after.keys())}"
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]), f"{name} differs after loading"
+    given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    if model.config.is_encoder_decoder and model.can_generate():
+        given["decoder_input_ids"] = inputs["input_ids"]
+    with torch.no_grad():
+        left, right = model(**given).logits, loaded(**given).logits
+    assert torch.isfinite(left).all(), "a logit is not finite"
+    assert torch.equal(left, right), "logits differ after loading"
+
+
+def refusal(model_type: str, fields: Fields, name: str, random: Random) -> str | None:
+    """What is wrong with the answer to a broken field; None if it is refused by name."""
+    value = fields[name]
+    try:
+        class_for(model_type, fields, random)(AutoConfig.for_model(model_type, **fields))
+    except (ValueError, StrictDataclassError) as error:
+        told = str(error)
+        return None if name in told or OTHER_NAMES.get(name, name) in told else f"{name}={value!r}: {told}"
+    except Exception as error:
+        return f"{name}={value!r}: {type(error).__name__}: {error}"
+    return f"{name}={value!r} passes silently"
+
+
+def legal_case(model_type: str, seed: str, folder: Path) -> tuple[str, str | None]:
+    """(class, what went wrong or None) of one legal configuration."""
+    random = Random(seed)
+    fields = legal(model_type, random)
+    try:
+        return live(model_type, fields, random, folder), None
+    except Exception as error:
+        return "", f"{type(error).__name__}: {error}, with {fields}"
+
+
+def broken_case(model_type: str, seed: str) -> tuple[str, str | None]:
+    """(field, what went wrong or None) of one broken configuration."""
+    random = Random(seed)
+    fields, name = broken(model_type, random)
+    return name, refusal(model_type, fields, name, random)
