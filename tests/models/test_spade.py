@@ -31,6 +31,7 @@ TINY = {
     "local_radius": 6, "chunk_size": 5, "ssm_state_size": 8, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1,
 }  # fmt: skip
 VARIANTS = {
+    "s4-alone": {"local_radius": 0, "global_layers": [0, 1]},
     "s4-window": {},
     "s4d-chunk-add-post": {
         "ssm_type": "s4d",
@@ -130,7 +131,7 @@ def plain_block(block, config, x, bias, is_causal):
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("variant", ["s4-window", "s4d-chunk-add-post", "s5-window-stack", "hyena-full"])
+@pytest.mark.parametrize("variant", ["s4-window", "s4-alone", "s4d-chunk-add-post", "s5-window-stack", "hyena-full"])
 def test_stack_equals_the_equations(variant, is_causal):
     config = SpadeConfig(**TINY | VARIANTS[variant] | {"dropout": 0.0})
     base = build(SpadeForCausalLM if is_causal else SpadeEncoderModel, config).double()
@@ -442,7 +443,7 @@ def test_auto_classes(tmp_path):
 @pytest.mark.parametrize(
     ("config_class", "fields", "message"),
     [
-        (SpadeConfig, {"local_radius": 0}, "local_radius=0"),
+        (SpadeConfig, {"local_radius": -1}, "local_radius=-1"),
         (SpadeConfig, {"chunk_size": -1}, "chunk_size=-1"),
         (SpadeConfig, {"ssm_type": "mamba"}, "'s4', 's4d', 's5', 'hyena', 'ema', 'lstm'"),
         (SpadeConfig, {"attention_type": "strided"}, "window"),

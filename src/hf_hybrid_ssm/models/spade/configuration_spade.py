@@ -67,7 +67,7 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
         num_attention_heads (`int`, *optional*, defaults to 8): Attention heads, of size `hidden_size / heads`.
         attention_type (`str`, *optional*, defaults to `"window"`): `"window"`, `"chunk"` or `"full"`.
         local_radius (`int`, *optional*, defaults to 511): Earlier tokens that a token sees besides itself; an
-            encoder's token sees as many on both sides.
+            encoder's token sees as many on both sides. With 0 it sees itself alone.
         chunk_size (`int`, *optional*, defaults to 512): Tokens of a chunk, with `attention_type="chunk"`.
         global_layers (`list[int]`, *optional*, defaults to `[0]`): Layers with a state-space model, from 0 (bottom).
         ssm_type (`str`, *optional*, defaults to `"s4"`): `"s4"`, `"s4d"`, `"s5"`, `"hyena"`, `"ema"` or `"lstm"`.
@@ -234,11 +234,11 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
         """Sizes that fit together, names that exist."""
         self.check_positive(
             "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-            "local_radius", "chunk_size", "ssm_state_size", "relative_attention_max_distance", "layer_norm_eps",
+            "chunk_size", "ssm_state_size", "relative_attention_max_distance", "layer_norm_eps",
             "hyena_filter_length", "hyena_filter_dim", "hyena_freq", "adaptive_factor", "classifier_hidden_size",
             "pixel_std",
         )  # fmt: skip
-        self.check_not_negative("initializer_range", "ssm_combine_weight")
+        self.check_not_negative("initializer_range", "ssm_combine_weight", "local_radius")
         self.check_dropout(
             "dropout", "attention_dropout", "activation_dropout", "embedding_dropout", "adaptive_dropout",
             "classifier_dropout",
@@ -369,6 +369,10 @@ class SpadeSeq2SeqConfig(SpadeConfig):
         self.check_choice("decoder_attention_type", ATTENTION_TYPES)
         self.check_choice("decoder_position_embedding_type", ("learned", "relative"))
         self._check_layers("decoder_global_layers", self.num_decoder_layers)
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
+        """As in transformers, which takes a cache's number of layers from the `num_hidden_layers` of what it gets."""
+        return self.decoder_config() if decoder and not encoder else super().get_text_config(decoder, encoder)
 
     def decoder_config(self) -> SpadeConfig:
         """The decoder's stack as a configuration of its own."""
