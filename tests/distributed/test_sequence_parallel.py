@@ -1,0 +1,62 @@
+"""Longhorn on rows cut between processes: one process with the whole rows computes the same."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from hf_hybrid_ssm.sequence_parallel import forward_piece
+from tests.distributed.launching import in_two_processes
+from tests.distributed.sequence_parallel_worker import cases, longhorn, rows
+from tests.small_models import built
+
+RANKS = (0, 1)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    output = tmp_path_factory.mktemp("sequence") / "found"
+    in_two_processes(Path(__file__).with_name("sequence_parallel_worker.py"), output)
+    return [torch.load(output.with_name(f"found-{rank}")) for rank in RANKS]
+
+
+@pytest.mark.parametrize("case", cases())
+def test_pieces_are_the_whole(found, case):
+    """Logits side by side in float64; losses added up and gradients on every process, which come by a float32 loss."""
+    model = longhorn()
+    outputs = model(**cases()[case])
+    outputs.loss.backward()
+    exact, close = {"rtol": 1e-10, "atol": 1e-12}, {"rtol": 1e-5, "atol": 1e-7}
+    pieces = [rank[case] for rank in found]
+    torch.testing.assert_close(torch.cat([piece["logits"] for piece in pieces], 1), outputs.logits.detach(), **exact)
+    torch.testing.assert_close(sum(piece["loss"] for piece in pieces), outputs.loss.detach(), **close)
+    assert outputs.loss > 0
+    for piece in pieces:
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(piece["gradients"][name], parameter.grad, **close, msg=f"{case} {name}")
+
+
+def test_decoding_goes_on_where_the_last_piece_ends(found):
+    ids = rows(33)["input_ids"]
+    model = longhorn().eval()
+    expected = model.generate(ids, max_new_tokens=7, do_sample=False, attention_mask=torch.ones_like(ids))
+    assert torch.equal(found[-1]["text"], expected) and "text" not in found[0]
+
+
+def test_refusals():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
+    try:
+        with pytest.raises(ValueError, match="only stacks of Longhorn layers"):
+            forward_piece(built("longhorn hybrid"), rows(9)["input_ids"])
+        with pytest.raises(ValueError, match="only stacks of Longhorn layers"):
+            forward_piece(built("lmu_isa"), rows(9)["input_ids"])
+        with pytest.raises(ValueError, match="2 tokens a row for 3 processes"):
+            forward_piece(longhorn(), rows(2)["input_ids"])
+        model = longhorn()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        with pytest.raises(ValueError, match="gradient checkpointing"):
+            forward_piece(model, rows(9)["input_ids"])
+    finally:
+        dist.destroy_process_group()
