@@ -6,13 +6,15 @@ from random import Random
 
 import pytest
 import torch
+from transformers import DynamicCache
 
+from hf_hybrid_ssm import SpadeForConditionalGeneration
 from hf_hybrid_ssm.models.configuration import HybridConfigMixin
 from tests.reliability.fuzz import fuzz_configurations, fuzz_files
 from tests.reliability.fuzzing.configurations import legal_case, refusal
 from tests.reliability.fuzzing.drawing import FAMILIES, legal
 from tests.reliability.fuzzing.files import DAMAGES, Payload, _refused, unfaithful
-from tests.reliability.population import build
+from tests.reliability.population import build, config_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -28,6 +30,15 @@ def test_damaged_folders_are_refused_or_load_as_they_say():
     assert faults == []
     assert {damage for damage, _ in outcomes} == {name for name, *_ in DAMAGES}
     assert {outcome for _, outcome in outcomes} >= {"refused", "loaded as its files say"}
+
+
+@pytest.mark.parametrize(("encoder", "decoder"), [(1, 3), (3, 1)])
+def test_a_decoder_of_another_depth_than_its_encoder_generates(encoder, decoder):
+    """Found by fuzzing: the cache had as many layers as the encoder."""
+    config = config_of("encoder-decoder", num_hidden_layers=encoder, num_decoder_layers=decoder)
+    assert len(DynamicCache(config=config).layers) == decoder
+    model = SpadeForConditionalGeneration(config).eval()
+    assert model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=3, min_new_tokens=3).shape == (1, 4)
 
 
 def test_a_check_that_is_gone_is_found(monkeypatch):

@@ -258,7 +258,8 @@ BROKEN: dict[str, dict[str, tuple]] = {
     },
     "spade": {
         **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"), NUMBER),
-        **dict.fromkeys(("vocab_size", "local_radius", "chunk_size", "hyena_filter_length"), NUMBER),
+        "local_radius": NUMBER[1:],  # with 0 a token attends to itself alone
+        **dict.fromkeys(("vocab_size", "chunk_size", "hyena_filter_length"), NUMBER),
         **dict.fromkeys(("attention_type", "ssm_type", "ssm_trainable", "ssm_combine", "norm_type"), CHOICE),
         **dict.fromkeys(("norm_position", "pooling", "relative_bias_scope", "hidden_act"), CHOICE),
         "classifier_activation": CHOICE,
