@@ -55,6 +55,10 @@ def test_gradient_checkpointing_changes_no_gradient(variant):
 
 
 @EVERY
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.6"),
+    reason="the compiler of torch 2.6 does not trace transformers' wrapper of forward",
+)
 def test_forward_compiles_into_one_graph(variant):
     torch._dynamo.reset()  # the graphs of the variant before count against a limit
     model = build(variant)

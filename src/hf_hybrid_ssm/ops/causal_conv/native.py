@@ -3,6 +3,7 @@
 import ctypes
 from functools import cache
 from pathlib import Path
+from typing import List  # noqa: UP035
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ def _backward(
     initial_state: Tensor | None,
     seq_idx: Tensor | None,
     silu: bool,
-) -> list[Tensor]:
+) -> List[Tensor]:  # noqa: UP006 - all that torch 2.6 reads
     """dx, dweight, dbias, dinitial (empty without a state)."""
     batch, _, channels = x.shape
     dx, dweight = torch.empty_like(x), x.new_empty(batch, *weight.shape)

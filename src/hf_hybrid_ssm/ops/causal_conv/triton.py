@@ -1,5 +1,7 @@
 """The short causal convolution on CUDA: launches of the Triton kernels, as torch.library ops with autograd."""
 
+from typing import List  # noqa: UP035
+
 import torch
 import triton
 from torch import Tensor
@@ -59,7 +61,7 @@ def convolve_backward(
     initial_state: Tensor | None,
     seq_idx: Tensor | None,
     silu: bool,
-) -> list[Tensor]:
+) -> List[Tensor]:  # noqa: UP006 - all that torch 2.6 reads
     """Gradients of x, weight, bias and the state; empty ones for absent arguments."""
     x, grad_y = _strided(x), _strided(grad_y)
     weight, bias, initial_state, seq_idx = _contiguous(weight, bias, initial_state, seq_idx)

@@ -4,6 +4,7 @@ import ctypes
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import List  # noqa: UP035
 
 import torch
 
@@ -86,7 +87,7 @@ def _backward(
     checkpoints: torch.Tensor,
     dy: torch.Tensor,
     dfinal: torch.Tensor,
-) -> list[torch.Tensor]:
+) -> List[torch.Tensor]:  # noqa: UP006 - all that torch 2.6 reads
     """dx, ddt, dk, dq, dz, d dt_bias, d skip, d initial_state (dz is empty without a gate)."""
     (batch, length, channels), states = x.shape, k.shape[-1]
     groups = _library().longhorn_groups(ctypes.c_int64(channels))

@@ -4,6 +4,7 @@ Sizes of tiles depend on N alone, never on the length: a kernel is compiled once
 """
 
 import math
+from typing import List  # noqa: UP035
 
 import torch
 import triton
@@ -133,7 +134,7 @@ def longhorn_scan_triton_backward(
     z: Tensor | None,
     seq_idx: Tensor | None,
     checkpoints: Tensor,
-) -> list[Tensor]:
+) -> List[Tensor]:  # noqa: UP006 - all that torch 2.6 reads
     """→ gradients of x, dt, k, q, dt_bias, D, z and the initial state; empty ones for absent arguments."""
     (batch, length, channels), num_states = x.shape, k.shape[-1]
     x, dt, k, q, z, grad_o = _readable(x, dt, k, q, z, grad_o)

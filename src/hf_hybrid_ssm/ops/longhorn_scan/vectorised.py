@@ -7,6 +7,8 @@ linear in the length and no (B, L, D, N) tensor outlives a slice. Both direction
 `torch.compile` and export.
 """
 
+from typing import List  # noqa: UP035
+
 import torch
 
 from hf_hybrid_ssm.ops.lengths import zero_beyond
@@ -154,7 +156,7 @@ def scan_backward(
     carries: torch.Tensor | None,
     dy: torch.Tensor,
     dfinal: torch.Tensor,
-) -> list[torch.Tensor]:
+) -> List[torch.Tensor]:  # noqa: UP006 - all that torch 2.6 reads
     """Gradients of x, tau, k, q and the initial state."""
     dx, dstep, dinitial = torch.empty_like(x), torch.empty_like(x), torch.empty_like(dfinal)
     dk, dq = torch.zeros_like(k), torch.zeros_like(q)
