@@ -1,25 +1,20 @@
 """Longhorn on rows cut between processes: one process with the whole rows computes the same."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_hybrid_ssm.sequence_parallel import forward_piece
-from tests.distributed.launching import in_two_processes
-from tests.distributed.sequence_parallel_worker import cases, longhorn, rows
+from tests.distributed.sequence_parallel import cases, longhorn, rows
 from tests.small_models import built
 
 RANKS = (0, 1)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    output = tmp_path_factory.mktemp("sequence") / "found"
-    in_two_processes(Path(__file__).with_name("sequence_parallel_worker.py"), output)
-    return [torch.load(output.with_name(f"found-{rank}")) for rank in RANKS]
+def found(two_processes):
+    return [torch.load(two_processes / f"sequence-{rank}.pt") for rank in RANKS]
 
 
 @pytest.mark.parametrize("case", cases())

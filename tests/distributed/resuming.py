@@ -1,9 +1,5 @@
-"""Small models trained in shards or in copies, saved half-way, and taken up by another number of processes.
+"""Small models trained in shards or in copies, saved half-way, and taken up by another number of processes."""
 
-python -m torch.distributed.run --nproc_per_node 2 resuming_worker.py FOLDER
-"""
-
-import sys
 from pathlib import Path
 
 import torch
@@ -90,8 +86,21 @@ def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def prepare(folder: Path) -> None:
+    """One process trains all steps and saves half-way; losses and last weights go to FOLDER/alone.pt."""
+    alone = {}
+    for case in DROPOUTS:
+        model = model_of(case)
+        optimizer = optimizer_of(model)
+        losses = train(model, optimizer, 0, HALF)
+        save(model, optimizer, folder / "one" / case)
+        losses += train(model, optimizer, HALF, STEPS)
+        alone[case] = losses, whole(model)
+    torch.save(alone, folder / "alone.pt")
+
+
 def main(folder: Path) -> None:
-    dist.init_process_group("gloo")
+    """Losses and weights of all processes together go to FOLDER/together.pt."""
     found = {}
     for case in DROPOUTS:
         model = sharded(model_of(case))
@@ -113,9 +122,4 @@ def main(folder: Path) -> None:
             "checkpointing, two processes": (with_checkpointing, whole(copy)),
         }
     if dist.get_rank() == 0:
-        torch.save(found, folder / "found.pt")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+        torch.save(found, folder / "together.pt")

@@ -1,10 +1,5 @@
-"""Logits and gradients of saved models whose layers are spread over the processes, by transformers' own plans.
+"""Saved models whose layers are spread over the processes, by transformers' own tensor and pipeline parallelism."""
 
-python -m torch.distributed.run --nproc_per_node 2 tensor_parallel_worker.py FOLDER tensor|pipeline
-"""
-
-import os
-import sys
 from pathlib import Path
 
 import torch
@@ -14,6 +9,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrained
 from transformers.distributed import DistributedConfig
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
+from tests.small_models import built
+
+TENSOR = ["longhorn", "longhorn hybrid", "spade", "bst mh", "bst mf", "lmu_isa", "lmu_isa global", "spade_seq2seq"]
+PIPELINE = ["longhorn", "longhorn hybrid", "bst sh", "lmu_isa"]
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -64,17 +63,20 @@ def shares(model: PreTrainedModel) -> tuple[int, int]:
     return held, sum(p.numel() for p in model.parameters())
 
 
-if __name__ == "__main__":
-    folder, kind = Path(sys.argv[1]), sys.argv[2]
-    dist.init_process_group("gloo")
+def prepare(folder: Path) -> None:
+    """The models, as any checkpoint is saved."""
+    for case in dict.fromkeys(TENSOR + PIPELINE):
+        built(case, use_cache=True).save_pretrained(folder / "models" / case)
+
+
+def main(folder: Path) -> None:
+    """What this process finds goes to FOLDER/parallel-RANK.pt: answers or text, and the process's share of numbers."""
     ranks = dist.get_world_size()
     found = {}
-    for saved in sorted(folder.iterdir()):
-        if kind == "tensor":
-            model = loaded(saved, distributed_config=DistributedConfig(tp_size=ranks, tp_plan="auto"))
-            found[saved.name] = (answers(model), shares(model))
-        else:
-            model = loaded(saved, distributed_config=DistributedConfig(pp_size=ranks))
-            found[saved.name] = (text(model), shares(model))
-    torch.save(found, folder.with_name(f"{kind}-{os.environ['RANK']}.pt"))
-    dist.destroy_process_group()
+    for case in TENSOR:
+        model = loaded(folder / "models" / case, distributed_config=DistributedConfig(tp_size=ranks, tp_plan="auto"))
+        found["tensor", case] = (answers(model), shares(model))
+    for case in PIPELINE:
+        model = loaded(folder / "models" / case, distributed_config=DistributedConfig(pp_size=ranks))
+        found["pipeline", case] = (text(model), shares(model))
+    torch.save(found, folder / f"parallel-{dist.get_rank()}.pt")

@@ -1,9 +1,5 @@
-"""Logits, loss, gradients and decoded text of a Longhorn whose rows are cut into one piece for each process.
+"""Logits, loss, gradients and decoded text of a Longhorn whose rows are cut into one piece for each process."""
 
-python -m torch.distributed.run --nproc_per_node 2 sequence_parallel_worker.py OUTPUT
-"""
-
-import sys
 from pathlib import Path
 
 import torch
@@ -34,8 +30,8 @@ def longhorn():
     return built("longhorn", torch.float64).train()
 
 
-def main(output: Path) -> None:
-    dist.init_process_group("gloo")
+def main(folder: Path) -> None:
+    """What this process finds goes to FOLDER/sequence-RANK.pt."""
     found = {}
     for name, given in cases().items():
         model = longhorn()
@@ -52,9 +48,4 @@ def main(output: Path) -> None:
         ids = torch.cat([rows(33)["input_ids"], first], 1)
         options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
         found["text"] = model.generate(ids, past_key_values=outputs.past_key_values, **options)
-    torch.save(found, output.with_name(f"{output.name}-{dist.get_rank()}"))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    torch.save(found, folder / f"sequence-{dist.get_rank()}.pt")
