@@ -20,9 +20,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def test_configurations_live_or_are_refused_by_name():
-    lived, refused, faults = fuzz_configurations(20, seed=101)
+    lived, crossed, refused, faults = fuzz_configurations(20, seed=101)
     assert faults == []
-    assert lived.total() == refused.total() == 20
+    assert lived.total() == crossed.total() == refused.total() == 20
 
 
 def test_damaged_folders_are_refused_or_load_as_they_say():

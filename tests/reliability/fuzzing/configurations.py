@@ -11,7 +11,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 import hf_hybrid_ssm
 from hf_hybrid_ssm.auto import FAMILIES
-from tests.reliability.fuzzing.drawing import Fields, broken, legal
+from tests.reliability.fuzzing.drawing import Fields, broken, crossed, legal
 
 HEADS = {family.model_type: family.heads for family in FAMILIES}
 # a field may be told by another name of it, or by what it is compared with
@@ -38,6 +38,12 @@ def live(model_type: str, fields: Fields, random: Random, folder: Path) -> str:
     config = AutoConfig.for_model(model_type, **fields)
     model_class = class_for(model_type, fields, random)
     model = model_class(config)
+    return live_on(model, fields, random, folder)
+
+
+def live_on(model: PreTrainedModel, fields: Fields, random: Random, folder: Path) -> str:
+    """`live`, once the model is built."""
+    config, model_class = model.config, type(model)
     inputs = _inputs(model, fields, random)
     _train(model, inputs)
     model.eval()
@@ -118,6 +124,25 @@ def legal_case(model_type: str, seed: str, folder: Path) -> tuple[str, str | Non
         return live(model_type, fields, random, folder), None
     except Exception as error:
         return "", f"{type(error).__name__}: {error}, with {fields}"
+
+
+def crossed_case(model_type: str, seed: str, folder: Path) -> tuple[str, str | None]:
+    """("lived" or "refused", what went wrong or None) of one configuration crossed from two legal ones."""
+    random = Random(seed)
+    fields = crossed(model_type, random)
+    torch.manual_seed(random.randrange(2**31))
+    try:
+        model = class_for(model_type, fields, random)(AutoConfig.for_model(model_type, **fields))
+    except (ValueError, StrictDataclassError) as error:
+        named = any(name in str(error) or OTHER_NAMES.get(name, name) in str(error) for name in fields)
+        return "refused", None if named else f"no field is named: {error}, with {fields}"
+    except Exception as error:
+        return "", f"{type(error).__name__}: {error}, with {fields}"
+    try:
+        live_on(model, fields, random, folder)
+    except Exception as error:
+        return "", f"built, then {type(error).__name__}: {error}, with {fields}"
+    return "lived", None
 
 
 def broken_case(model_type: str, seed: str) -> tuple[str, str | None]:

@@ -200,6 +200,12 @@ def legal(model_type: str, random: Random) -> Fields:
     return fields | common
 
 
+def crossed(model_type: str, random: Random) -> Fields:
+    """Each field from one of two legal configurations: they may or may not fit each other."""
+    one, other = legal(model_type, random), legal(model_type, random)
+    return {name: random.choice([fields[name] for fields in (one, other) if name in fields]) for name in one | other}
+
+
 NUMBER: tuple = (0, -1, "3", 2.5, None)
 REAL: tuple = (-1.0, math.nan, math.inf, "0.1")
 CHOICE: tuple = ("nonsense", "", 7)

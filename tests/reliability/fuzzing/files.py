@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 import hf_hybrid_ssm
+from hf_hybrid_ssm.hub import check_folder
 from hf_hybrid_ssm.models.longhorn.convert_official_checkpoint import convert
 from tests.models.test_longhorn_conversion import official_state_dict
 from tests.reliability.population import build, classes_of
@@ -206,13 +207,28 @@ def file_case(seed: str, folder: Path) -> tuple[str, str, str | None]:
     copy = folder / "checkpoint"
     shutil.copytree(source, copy)
     damage(copy, random)
+    whole, unclear = _checked(copy)
     try:
         outcome, fault = _load(copy, model_class, damage is damaged_official)
     except Exception as error:
         outcome, fault = _refused(error)
+        if whole and isinstance(error, SafetensorError):
+            fault = f"check_folder finds nothing wrong, but loading does: {error}"
+    fault = fault or unclear
     if (copy / "executed").exists():
         fault = "the checkpoint's code was executed"
     return name, outcome, fault and f"{name}: {fault}"
+
+
+def _checked(folder: Path) -> tuple[bool, str | None]:
+    """(whether `check_folder` finds the folder whole, what is wrong with its answer)."""
+    try:
+        check_folder(folder)
+    except ValueError:
+        return False, None
+    except Exception as error:
+        return False, f"{type(error).__name__} from check_folder: {error}"
+    return True, None
 
 
 def _load(folder: Path, model_class: type[PreTrainedModel], official: bool) -> tuple[str, str | None]:
