@@ -9,6 +9,8 @@
 #   make bench       the benchmarks; results in benchmarks/results
 #   make reliability every report in docs/reliability; or one of security, roundtrips, determinism, numerics, misuse,
 #                    fuzz, crash by its name
+#   make mutation    change ops and caches at random and see whether a test notices
+#   make lowest      the tests with the lowest versions of the dependencies; make newest: with the newest
 #   make matrix      what PEFT, quantization, compiling, export and offloading do with every family
 #   make cards       the model cards of all presets
 #   make clean-room  exported folders in a new environment that lacks the package, lm-eval's own command included
@@ -24,7 +26,7 @@ REPORT = OMP_NUM_THREADS=1 $(BIN)/python -m tests.reliability.$@
 RUN_TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .PHONY: demo test lint upstream invariants streaming bench docs install clean \
-    cards clean-room matrix reliability security roundtrips determinism numerics misuse fuzz crash
+    cards clean-room matrix reliability security roundtrips determinism numerics misuse fuzz crash mutation lowest newest
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
@@ -52,6 +54,16 @@ reliability: $(REPORTS)
 
 security roundtrips determinism numerics misuse fuzz crash: $(STAMP)
 	$(REPORT)
+
+mutation: $(STAMP)
+	$(BIN)/python -m pip install --quiet mutmut
+	$(REPORT) --sample 400
+
+# The suite in an environment of its own with the lowest versions that pyproject.toml names, or the newest there are.
+# (What needs several processes, and transformers' own tests, belong to the pinned versions.)
+VERSIONS = nice $(BIN)/python -m tests.reliability.versions
+lowest newest: $(STAMP)
+	$(VERSIONS) $@
 
 matrix: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.matrix.report
