@@ -47,6 +47,12 @@ def answers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return found
 
 
+def training_loss(model: PreTrainedModel) -> torch.Tensor:
+    """With the loss that holds no logits, where the head is whole."""
+    model.config.use_linear_cross_entropy = True
+    return model.train()(**inputs(model) | {"labels": inputs(model)["input_ids"]}).loss.detach()
+
+
 def text(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Logits, and what is generated after them."""
     given = inputs(model.eval())
@@ -76,6 +82,8 @@ def main(folder: Path) -> None:
     for case in TENSOR:
         model = loaded(folder / "models" / case, distributed_config=DistributedConfig(tp_size=ranks, tp_plan="auto"))
         found["tensor", case] = (answers(model), shares(model))
+        if case == "longhorn":
+            found["loss"] = training_loss(model)
     for case in PIPELINE:
         model = loaded(folder / "models" / case, distributed_config=DistributedConfig(pp_size=ranks))
         found["pipeline", case] = (text(model), shares(model))

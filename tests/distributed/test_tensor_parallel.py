@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.distributed.tensor_parallel import PIPELINE, TENSOR, answers, text
+from tests.distributed.tensor_parallel import PIPELINE, TENSOR, answers, text, training_loss
 from tests.small_models import built
 
 RANKS = (0, 1)
@@ -23,6 +23,12 @@ def test_tensor_parallel(found, case):
         for name, value in expected.items():
             torch.testing.assert_close(values[name], value, rtol=1e-5, atol=1e-5, msg=f"{case} {name}")
         assert held < 0.8 * all_numbers  # a model this small is mostly what stays whole; weights of products halve
+
+
+def test_chunked_loss_of_a_split_head(found):
+    expected = training_loss(built("longhorn"))
+    for rank in RANKS:
+        torch.testing.assert_close(found[rank]["loss"], expected, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("case", PIPELINE)

@@ -5,6 +5,7 @@ accelerate makes no FSDP run of one on CPUs, it takes DDP; so FSDP2 is driven di
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -44,7 +45,7 @@ tokenizer_vocab_size: 300
 max_steps: 4
 learning_rate: 1.0e-2
 logging_steps: 1
-save_strategy: "no"
+save_steps: 2
 report_to: none
 use_cpu: true
 """
@@ -57,9 +58,23 @@ use_cpu: true
     assert found[0]["tokens"] == found[1]["tokens"] == 4 * 32 * 4
     assert found[0]["train_loss"] == pytest.approx(found[1]["train_loss"], rel=1e-5)
     assert found[0]["validation_loss"] == pytest.approx(found[1]["validation_loss"], rel=1e-5)
-    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
-    for key, weights in one.items():
-        torch.testing.assert_close(two[key], weights, rtol=1e-4, atol=1e-5)
+    # half-way, one process takes up what two have saved
+    shutil.copytree(tmp_path / "two/checkpoint-2", tmp_path / "resumed/checkpoint-2")
+    resumed = [f"output_dir={tmp_path}/resumed", "per_device_train_batch_size=4", "resume=auto"]
+    launched([sys.executable, *recipe, *resumed])
+    losses = [steps_of(tmp_path / name / "checkpoint-4") for name in ("one", "two", "resumed")]
+    assert list(losses[0]) == [1, 2, 3, 4]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[2] == pytest.approx(losses[0], rel=1e-5)
+    one, *others = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two", "resumed"))
+    for other in others:
+        for key, weights in one.items():
+            torch.testing.assert_close(other[key], weights, rtol=1e-4, atol=1e-5)
+
+
+def steps_of(checkpoint):
+    """The loss of each step, as the Trainer logged it."""
+    history = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    return {entry["step"]: entry["loss"] for entry in history if "loss" in entry}
 
 
 def test_fsdp2_in_two_processes(tmp_path):
