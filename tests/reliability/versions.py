@@ -88,8 +88,8 @@ def main() -> int:
     write_page(
         "versions",
         "Lowest and newest versions",
-        "`make lowest` and `make newest` run the tests in environments of their own, but for those that need several "
-        "processes, transformers' own, the documentation's and the matrix's; `make test` runs all with pinned versions.",
+        "`make lowest` and `make newest` run the tests in environments of their own, but for those that need "
+        "several processes, transformers' own, the documentation's and the matrix's; `make test` runs all as pinned.",
         table(["versions", "python", *SHOWN, "passed", "failed", "skipped"], rows),
         "\n".join(failures) or "Nothing failed.",
     )
