@@ -180,6 +180,10 @@ def trips(
         for dtype in dtypes:
             model = type(original).from_pretrained(Path(folder) / "float32", dtype=dtype)
             yield "cast", count, recurrent, list(cast_differences(original, model, dtype))
+            in_place = [
+                f"{dtype} cast in place: {fault}" for fault in differences(model, build(variant, class_name).to(dtype))
+            ]
+            yield "cast in place", count, recurrent, in_place
             for shard in shards:
                 saved = Path(folder) / f"{dtype}-{shard}"
                 model.save_pretrained(saved, max_shard_size=SHARDS[shard])
@@ -242,7 +246,10 @@ def main() -> int:
             faults += [(variant, class_name, fault) for fault in found]
         print(variant, class_name, by_class[class_name]["faults"], flush=True)
     columns = ["variants", "loads", "tensors", "recurrent", "faults"]
-    names = {"cast": "float32 folder, loaded in the dtype"}
+    names = {
+        "cast": "float32 folder, in the dtype",
+        "cast in place": "not at all: `.to(dtype)` of the float32 model, against the line above",
+    }
     write_page(
         "roundtrips",
         "Saving and loading, bit by bit",

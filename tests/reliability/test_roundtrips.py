@@ -5,7 +5,7 @@ import torch
 
 from hf_hybrid_ssm.layers.s4 import S4
 from hf_hybrid_ssm.models.spade.modeling_spade import SpadePreTrainedModel
-from tests.reliability.population import FEW, build, classes_of
+from tests.reliability.population import FEW, build, class_with_loss, classes_of
 from tests.reliability.roundtrips import (
     WAYS,
     cast_differences,
@@ -98,10 +98,27 @@ def test_a_difference_is_found(spoil):
     assert list(differences(before, after))
 
 
-def test_a_rounded_float32_parameter_is_found():
-    before, after = (build("longhorn", "LonghornForCausalLM") for _ in range(2))
-    faults = list(cast_differences(before, after.to(torch.bfloat16), torch.bfloat16))
-    assert faults and all(".D " in fault or ".dt_bias " in fault for fault in faults)
+@pytest.mark.parametrize("variant", ["longhorn + window and full attention", "spade s4 trained"])
+def test_float32_parameters_stay_so_when_a_model_is_cast_in_place(variant):
+    """As through a file; a rounded one is found."""
+    name = class_with_loss(variant)
+    before, after = build(variant, name), build(variant, name).to(torch.bfloat16)
+    assert list(cast_differences(before, after, torch.bfloat16)) == []
+    kept = kept_in_float32(after)
+    for tensor in after.parameters():
+        tensor.data = tensor.data.to(torch.bfloat16).to(tensor.dtype)
+    faults = list(cast_differences(before, after, torch.bfloat16))
+    assert kept and {fault.split()[0] for fault in faults} == kept
+    assert "itself" in faults[0]
+
+
+def test_rotary_frequencies_stay_exact_when_a_model_is_cast_in_place():
+    """No file holds them, hence a reloaded model would have other ones."""
+    model = build("longhorn + window and full attention", "LonghornModel")
+    frequencies = model.rotary_emb.inv_freq.clone()
+    assert not torch.equal(frequencies.to(torch.bfloat16).to(torch.float32), frequencies)
+    assert torch.equal(model.half().rotary_emb.inv_freq, frequencies)
+    assert model.double().rotary_emb.inv_freq.dtype == torch.float64
 
 
 def test_parameters_drawn_anew_behind_a_load_are_found(monkeypatch):

@@ -5,13 +5,14 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import nn
 
+from hf_hybrid_ssm.layers.keeping_float32 import KeepsFloat32
 from hf_hybrid_ssm.ops.checks import check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops.lengths import check_lengths
 
 State: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 
 
-class Mixer(nn.Module):
+class Mixer(KeepsFloat32):
     """Base of every long-range mixer: (B, L, D) in, (B, L, D) out (or (B, L, F, D) with `filters=F`).
 
     `forward(u)` of a whole sequence, `forward` in pieces with the returned state, and `step` token by token compute
@@ -30,7 +31,6 @@ class Mixer(nn.Module):
             the optimizer helper from `parameter._optim`. None leaves the rate to the optimizer.
     """
 
-    float32_parameters: ClassVar[tuple[str, ...]] = ()
     dynamics_parameters: ClassVar[tuple[str, ...]] = ()
     output_parameters: ClassVar[tuple[str, ...]] = ()
     trainable_choices: ClassVar[tuple[str, ...]] = ("all", "none")
@@ -114,19 +114,7 @@ class Mixer(nn.Module):
         self.forget()
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Mixer":
-        protected: set[int] = set()
-        for name in self.float32_parameters:
-            param = self._parameters.get(name)
-            if param is not None:
-                protected.update(id(tensor) for tensor in (param, param.grad) if tensor is not None)
-
-        def keep_precision(tensor: torch.Tensor) -> torch.Tensor:
-            out = fn(tensor)
-            if id(tensor) not in protected or out.dtype not in (torch.float16, torch.bfloat16):
-                return out
-            return torch.empty_like(out, dtype=tensor.dtype) if tensor.is_meta else tensor.to(out.device)
-
-        super()._apply(keep_precision, recurse)
+        super()._apply(fn, recurse)
         self._remark()
         return self
 

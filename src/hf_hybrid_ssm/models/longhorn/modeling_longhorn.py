@@ -22,6 +22,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from hf_hybrid_ssm.layers.feed_forward import SwiGLU
+from hf_hybrid_ssm.layers.keeping_float32 import KeepsFloat32
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.layers.short_convolution import ShortConvolution
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, prepare_cache, tokens_so_far
@@ -42,11 +43,13 @@ from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
 SCAN_NORM_EPSILON = 1e-6
 
 
-class LonghornMixer(nn.Module):
+class LonghornMixer(KeepsFloat32):
     """The Longhorn block: projections, short convolution, and the online-recall scan (section 3, algorithm 1).
 
     x, z = in_proj(u); x = silu(conv(x)); d, k, q = x_proj(x); out_proj(scan(x, dt_proj(d), k, q) · silu(z)).
     """
+
+    float32_parameters = ("D", "dt_bias")
 
     def __init__(self, config: LonghornConfig, layer_idx: int):
         super().__init__()
@@ -104,6 +107,15 @@ class LonghornMixer(nn.Module):
             cache.store(hidden_states.shape[1], {"conv": conv_state, "scan": scan_state}, replay)
         y = self.out_proj(y)
         return y if rows is None else rows.restore(y)
+
+
+class LonghornRotaryEmbedding(KeepsFloat32, LlamaRotaryEmbedding):
+    """Llama's rotary positions, whose frequencies a cast of the model does not round.
+
+    No checkpoint holds them: rounded ones would come back exact, and a reloaded model would answer otherwise.
+    """
+
+    float32_parameters = ("inv_freq", "original_inv_freq")
 
 
 class LonghornAttention(nn.Module):
@@ -260,7 +272,7 @@ class LonghornPreTrainedModel(SavesCode):
     _supports_flash_attn = True
     _supports_flex_attn = True
     _can_compile_fullgraph = True
-    _keep_in_fp32_modules_strict = ["D", "dt_bias"]
+    _keep_in_fp32_modules_strict = list(LonghornMixer.float32_parameters)
     _can_record_outputs = {"hidden_states": LonghornBlock, "attentions": LonghornAttention}
 
     def __init__(self, config: LonghornConfig, *args: Any, **kwargs: Any):
@@ -308,7 +320,7 @@ class LonghornModel(LonghornPreTrainedModel):
         self.layers = nn.ModuleList(LonghornBlock(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.has_attention = any(block_type != "linear_attention" for block_type in config.block_types)
-        self.rotary_emb = LlamaRotaryEmbedding(config) if self.has_attention else None
+        self.rotary_emb = LonghornRotaryEmbedding(config) if self.has_attention else None
         self.gradient_checkpointing = False
         self.post_init()
 
