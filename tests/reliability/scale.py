@@ -43,15 +43,16 @@ def main() -> int:
         table(("two processes equal one", "runs", "tensors", "numbers", "largest difference", "bound"), shown(found)),
         "A difference is absolute, and relative to the tensor's largest number where that exceeds 1. Tensor parallel: "
         "logits with and without gradients, and the gradient of every parameter, on both processes. Pipeline "
-        "parallel: logits and generated text. Rows cut: logits, the sum of the losses, the gradient of every parameter, in "
-        "float64. Training: the losses of all steps, and the weights at the end.",
+        "parallel: logits and generated text. Rows cut: logits, the sum of the losses, the gradient of every "
+        "parameter, in float64. Training: the losses of all steps, and the weights at the end.",
         "## Plans",
         f"What `hf_hybrid_ssm.planning` says, divided by what a small model of each of {len(CASES)} configurations "
         "keeps or computes in plain torch.",
         table(("planned / measured", "models", "smallest", "largest", "bounds"), [row[:-1] for row in ratios]),
         "Not covered: GPUs; FSDP2 through the Trainer, which makes no FSDP run on CPUs; pipeline parallelism of "
-        "SPADE, whose layers transformers does not find (it looks for `model.layers`). In a tensor-parallel model the scans, "
-        "memories and attention with learned biases run whole on every process; only weights of products are split.",
+        "SPADE, whose layers transformers does not find (it looks for `model.layers`). In a tensor-parallel model the "
+        "scans, memories and attention with learned biases run whole on every process; only weights of products are "
+        "split.",
     )
     print(f"{within.count(False)} of {len(within)} rows outside of their bounds")
     return 0 if all(within) else 1
