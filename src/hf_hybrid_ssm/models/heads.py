@@ -4,11 +4,16 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.modeling_layers import GenericForQuestionAnswering, GenericForTokenClassification
-from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutputWithPast
+from transformers.modeling_outputs import (
+    CausalLMOutputWithPast,
+    QuestionAnsweringModelOutput,
+    SequenceClassifierOutputWithPast,
+    TokenClassifierOutput,
+)
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple
 
-from hf_hybrid_ssm.models.inputs import check_class_labels, check_labels
+from hf_hybrid_ssm.models.inputs import check_class_labels, check_labels, check_span, check_token_classes
 from hf_hybrid_ssm.ops.linear_cross_entropy import linear_cross_entropy
 
 
@@ -184,6 +189,27 @@ class TokenClassificationHead(GenericForTokenClassification):
         self.score = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values=None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs,
+    ) -> TokenClassifierOutput:
+        r"""
+        labels (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
+            The class of each token; -100 is ignored.
+        """
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        if labels is not None and given is not None:
+            check_token_classes(labels, given.shape[:2], self.config.num_labels)
+        inputs = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, labels, use_cache)
+        return super().forward(*inputs, **kwargs)
+
 
 class QuestionAnsweringHead(GenericForQuestionAnswering):
     """transformers' head, start and end of a span, over the family's base model `base_model_class`."""
@@ -195,6 +221,27 @@ class QuestionAnsweringHead(GenericForQuestionAnswering):
         self.model = self.base_model_class(config)
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.post_init()
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values=None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        start_positions: torch.LongTensor | None = None,
+        end_positions: torch.LongTensor | None = None,
+        **kwargs,
+    ) -> QuestionAnsweringModelOutput:
+        r"""
+        start_positions, end_positions (`torch.LongTensor` of shape `(batch_size,)`, *optional*):
+            The first and the last token of the answer; a row with one behind its end does not count.
+        """
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        if given is not None:
+            check_span(start_positions, end_positions, given.shape[0])
+        inputs = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)
+        return super().forward(*inputs, start_positions, end_positions, **kwargs)
 
 
 def _classifier_dropout(config: PreTrainedConfig) -> float:

@@ -85,6 +85,50 @@ def check_class_labels(labels: torch.Tensor, logits: torch.Tensor, problem_type:
         )
 
 
+def check_token_classes(labels: torch.Tensor, shape: tuple[int, int], classes: int) -> None:
+    """A class 0 … C - 1 for each token of the input's `shape`, -100 where none is.
+
+    Raises:
+        TypeError: `labels` is no integer tensor.
+        ValueError: another shape, or a class that does not exist.
+    """
+    _check_integers("labels", labels)
+    if labels.shape != shape:
+        raise ValueError(
+            f"labels must have the input's shape (batch, length) = {tuple(shape)}, got {tuple(labels.shape)}."
+        )
+    if _readable(labels) and bool(((labels < 0) & (labels != -100) | (labels >= classes)).any()):
+        raise ValueError(
+            f"labels has classes from {int(labels.min())} to {int(labels.max())}, but num_labels={classes}: they must "
+            f"lie in 0..{classes - 1}, or be -100."
+        )
+
+
+def check_span(start_positions: torch.Tensor | None, end_positions: torch.Tensor | None, batch: int) -> None:
+    """Both ends of each row's span, or neither; a position behind the row's end is ignored, as in transformers.
+
+    Raises:
+        TypeError: one is no integer tensor.
+        ValueError: one is missing, has another shape than (B,) or (B, 1), or a negative position.
+    """
+    if start_positions is None and end_positions is None:
+        return
+    for name, positions in (("start_positions", start_positions), ("end_positions", end_positions)):
+        if positions is None:
+            raise ValueError(f"{name} is missing: a loss needs both start_positions and end_positions.")
+        _check_integers(name, positions)
+        if positions.shape not in ((batch,), (batch, 1)):
+            raise ValueError(f"{name} must have shape (batch,) = ({batch},), got {tuple(positions.shape)}.")
+        if _readable(positions) and bool((positions < 0).any()):
+            raise ValueError(f"{name} must be at least 0, got {int(positions.min())}.")
+
+
+def _check_integers(name: str, value: object) -> None:
+    if not isinstance(value, torch.Tensor) or value.dtype not in (torch.int32, torch.int64):
+        have = getattr(value, "dtype", type(value).__name__)
+        raise TypeError(f"{name} must be an int32 or int64 tensor, got {have}.")
+
+
 def check_inputs(
     input_ids: torch.Tensor | None,
     inputs_embeds: torch.Tensor | None,
@@ -127,9 +171,7 @@ def check_position_ids(position_ids: torch.Tensor, batch: int, length: int) -> N
         TypeError: not an integer tensor.
         ValueError: another shape.
     """
-    if not isinstance(position_ids, torch.Tensor) or position_ids.dtype not in (torch.int32, torch.int64):
-        have = getattr(position_ids, "dtype", type(position_ids).__name__)
-        raise TypeError(f"position_ids must be an int32 or int64 tensor, got {have}.")
+    _check_integers("position_ids", position_ids)
     if position_ids.shape != (batch, length) and position_ids.shape != (1, length):
         raise ValueError(
             f"position_ids must have shape (batch or 1, length) = ({batch}, {length}), got "

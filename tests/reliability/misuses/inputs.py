@@ -29,6 +29,14 @@ def classifier():
     return model("longhorn", "LonghornForSequenceClassification")
 
 
+def tagger():
+    return model("spade s4 window", "SpadeForTokenClassification")
+
+
+def reader():
+    return model("bst sh s4d", "BstForQuestionAnswering")
+
+
 def encoder_decoder():
     return model("encoder-decoder", "SpadeForConditionalGeneration")
 
@@ -231,6 +239,48 @@ CLASSIFIER: list[Case] = [
         lambda: model("spade s4 window", "SpadeForSequenceClassification", paired_input=True)(IDS),
         ValueError,
         r"input_ids must have shape \(batch, 2, length\) with paired_input=True, got \(2, 6\)",
+    ),
+]
+TAGGER: list[Case] = [
+    ("labels as a list", lambda: tagger()(IDS, labels=IDS.tolist()), TypeError, "labels must be an int.*got list"),
+    ("labels of floats", lambda: tagger()(IDS, labels=IDS.float()), TypeError, "labels must be an int.*float32"),
+    (
+        "labels of rows",
+        lambda: tagger()(IDS, labels=IDS[:, 0]),
+        ValueError,
+        r"labels must have .*\(2, 6\), got \(2,\)",
+    ),
+    (
+        "a class that does not exist",
+        lambda: tagger()(IDS, labels=IDS % 3),
+        ValueError,
+        "labels has classes from 0 to 2, but num_labels=2",
+    ),
+]
+SPANS: list[Case] = [
+    (
+        "a start without an end",
+        lambda: reader()(IDS, start_positions=torch.tensor([0, 1])),
+        ValueError,
+        "end_positions is missing",
+    ),
+    (
+        "ends for fewer rows",
+        lambda: reader()(IDS, start_positions=torch.tensor([0, 1]), end_positions=torch.tensor([2])),
+        ValueError,
+        r"end_positions must have shape \(batch,\) = \(2,\), got \(1,\)",
+    ),
+    (
+        "-1 for no answer",
+        lambda: reader()(IDS, start_positions=torch.tensor([0, -1]), end_positions=torch.tensor([0, -1])),
+        ValueError,
+        "start_positions must be at least 0, got -1",
+    ),
+    (
+        "positions of floats",
+        lambda: reader()(IDS, start_positions=torch.zeros(2), end_positions=torch.zeros(2)),
+        TypeError,
+        "start_positions must be an int32 or int64 tensor, got torch.float32",
     ),
 ]
 ENCODER_DECODER: list[Case] = [
@@ -456,6 +506,8 @@ MISUSES = [
     for part, cases in (
         ("language model", LANGUAGE_MODEL),
         ("classifier", CLASSIFIER),
+        ("token classifier", TAGGER),
+        ("question answering", SPANS),
         ("encoder-decoder", ENCODER_DECODER),
         ("cache", CACHE),
     )
