@@ -14,12 +14,13 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from tests.reliability.misuses import Misuse, configurations, files, generation, inputs, operations
+from tests.reliability.misuses import Misuse, caches, configurations, files, generation, inputs, operations
 from tests.reliability.reporting import table, write_page
 
 MISUSES: list[Misuse] = [
     *configurations.MISUSES,
     *inputs.MISUSES,
+    *caches.MISUSES,
     *generation.MISUSES,
     *files.MISUSES,
     *operations.MISUSES,

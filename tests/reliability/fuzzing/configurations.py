@@ -3,7 +3,6 @@
 import warnings
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -28,7 +27,8 @@ def class_for(model_type: str, fields: Fields, random: Random) -> type[PreTraine
     elif fields.get("adaptive_cutoffs"):
         name = generates
     else:
-        name = random.choice([generates, generates, classifies])
+        others = (heads["MODEL_FOR_TOKEN_CLASSIFICATION"], heads["MODEL_FOR_QUESTION_ANSWERING"])
+        name = random.choice([generates] * 4 + [classifies] * 2 + [*others])
     return getattr(hf_hybrid_ssm, name)
 
 
@@ -44,61 +44,64 @@ def live(model_type: str, fields: Fields, random: Random, folder: Path) -> str:
 def live_on(model: PreTrainedModel, fields: Fields, random: Random, folder: Path) -> str:
     """`live`, once the model is built."""
     config, model_class = model.config, type(model)
-    inputs = _inputs(model, fields, random)
-    _train(model, inputs)
+    read, learnt = _inputs(model, fields, random)
+    _train(model, read, learnt)
     model.eval()
     if model.can_generate():
         options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": random.random() < 0.5, "pad_token_id": 0}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            out = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], **options)
-        begun = 1 if config.is_encoder_decoder else inputs["input_ids"].shape[1]
+            out = model.generate(**read, **options)
+        begun = 1 if config.is_encoder_decoder else read["input_ids"].shape[1]
         assert out.shape == (2, begun + 3), f"generated {tuple(out.shape)}"
     model.save_pretrained(folder)
     loaded = model_class.from_pretrained(folder).eval()
-    _same(model, loaded, inputs)
+    _same(model, loaded, read)
     return model_class.__name__
 
 
-def _inputs(model: PreTrainedModel, fields: Fields, random: Random) -> dict[str, torch.Tensor]:
+def _inputs(model: PreTrainedModel, fields: Fields, random: Random) -> tuple[dict, dict]:
+    """What the model reads, and what it is to learn (nothing where there is no next token)."""
     length = random.randint(1, 9)
     shape = (2, 2, length) if fields.get("paired_input") else (2, length)
     ids = torch.randint(3, fields["vocab_size"], shape)
     mask = torch.ones_like(ids)
     mask[0, ..., : random.randrange(length)] = 0  # left padding, as generation has it
+    read, kind, classes = {"input_ids": ids, "attention_mask": mask}, type(model).__name__, fields["num_labels"]
+    if "QuestionAnswering" in kind:
+        start, end = torch.randint(0, length, (2, 2)).sort(0).values
+        return read, {"start_positions": start, "end_positions": end}
+    if "TokenClassification" in kind:
+        return read, {"labels": torch.randint(0, classes, (2, length)).masked_fill(mask == 0, -100)}
+    if "Classification" in kind:
+        return read, {"labels": torch.rand(2) if classes == 1 else torch.randint(0, classes, (2,))}
     labels = ids.masked_fill(mask == 0, -100)
-    if not model.can_generate():
-        classes = fields["num_labels"]
-        labels = torch.rand(2) if classes == 1 else torch.randint(0, classes, (2,))
-    elif length == 1 and not model.config.is_encoder_decoder:
-        labels = None  # no next token, hence no loss
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    targets = labels if model.config.is_encoder_decoder else labels[:, 1:]
+    return read, {"labels": labels} if (targets != -100).any() else {}
 
 
-def _train(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
+def _train(model: PreTrainedModel, read: dict, learnt: dict) -> None:
     model.train()
-    if inputs["labels"] is None:
+    if not learnt:
         return
-    output = model(**inputs)
-    counted = torch.isfinite(output.loss) or not (inputs["labels"] != -100)[..., 1:].any()
-    assert counted, f"the loss is {output.loss.item()}"
-    output.loss.backward()
+    loss = model(**read, **learnt).loss
+    assert torch.isfinite(loss), f"the loss is {loss.item()}"
+    loss.backward()
     trained = [p for p in model.parameters() if p.grad is not None]
     assert trained, "no parameter has a gradient"
     assert all(torch.isfinite(p.grad).all() for p in trained), "a gradient is not finite"
     torch.optim.SGD(trained, lr=1e-3).step()
 
 
-def _same(model: PreTrainedModel, loaded: PreTrainedModel, inputs: dict[str, Any]) -> None:
+def _same(model: PreTrainedModel, loaded: PreTrainedModel, read: dict) -> None:
     before, after = model.state_dict(), loaded.state_dict()
     assert before.keys() == after.keys(), f"keys differ: {sorted(before.keys() ^ after.keys())}"
     for name, tensor in before.items():
         assert torch.equal(tensor, after[name]), f"{name} differs after loading"
-    given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
     if model.config.is_encoder_decoder and model.can_generate():
-        given["decoder_input_ids"] = inputs["input_ids"]
+        read = read | {"decoder_input_ids": read["input_ids"]}
     with torch.no_grad():
-        left, right = model(**given).logits, loaded(**given).logits
+        left, right = (one(**read, return_dict=False, use_cache=False)[0] for one in (model, loaded))
     assert torch.isfinite(left).all(), "a logit is not finite"
     assert torch.equal(left, right), "logits differ after loading"
 
