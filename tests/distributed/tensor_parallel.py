@@ -55,10 +55,11 @@ def training_loss(model: PreTrainedModel) -> torch.Tensor:
 
 def text(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Logits, and what is generated after them."""
-    given = inputs(model.eval())
+    given = {name: value for name, value in inputs(model.eval()).items() if name != "labels"}
+    targets = {"decoder_input_ids": given["input_ids"]} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
         return {
-            "logits": model(**given, use_cache=False).logits,
+            "logits": whole(model(**given, **targets, use_cache=False).logits),
             "text": model.generate(**given, max_new_tokens=8, do_sample=False),
         }
 
@@ -81,6 +82,7 @@ def main(folder: Path) -> None:
     found = {}
     for case in TENSOR:
         model = loaded(folder / "models" / case, distributed_config=DistributedConfig(tp_size=ranks, tp_plan="auto"))
+        found["text", case] = text(model)
         found["tensor", case] = (answers(model), shares(model))
         if case == "longhorn":
             found["loss"] = training_loss(model)

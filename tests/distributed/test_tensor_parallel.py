@@ -25,6 +25,13 @@ def test_tensor_parallel(found, case):
         assert held < 0.8 * all_numbers  # a model this small is mostly what stays whole; weights of products halve
 
 
+@pytest.mark.parametrize("case", TENSOR)
+def test_text_of_a_tensor_parallel_model(found, case):
+    """From a padded batch, with each process's share of keys and values in its own cache."""
+    expected = text(built(case, use_cache=True))["text"]
+    assert all(torch.equal(found[rank]["text", case]["text"], expected) for rank in RANKS)
+
+
 def test_chunked_loss_of_a_split_head(found):
     expected = training_loss(built("longhorn"))
     for rank in RANKS:
