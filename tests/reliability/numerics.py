@@ -62,18 +62,16 @@ def drifts() -> Iterator[Row]:
 
 def extreme_inputs() -> Iterator[Row]:
     """One row for each kind of input: forward passes, and what was not finite."""
-    tally = {kind: [0, 0, ""] for kind in EXTREME_INPUTS}
+    passes, faults = dict.fromkeys(EXTREME_INPUTS, 0), dict.fromkeys(EXTREME_INPUTS, "")
     for variant, class_name in COMBINATIONS:
         for dtype in ERROR_BOUNDS:
             model = in_dtype(build(variant, class_name), dtype)
             for kind in EXTREME_INPUTS:
-                passes, gradients, faults = tally[kind]
-                found = not_finite(model, kind)
-                if found:
-                    faults += f"{variant} {class_name} {dtype}: {', '.join(found[:3])}; "
-                tally[kind] = [passes + 1, gradients + len(list(model.parameters())), faults]
-    for kind, (passes, gradients, faults) in tally.items():
-        yield [kind, passes, f"{gradients:,}", faults or "none"], bool(faults)
+                passes[kind] += 1
+                if found := not_finite(model, kind):
+                    faults[kind] += f"{variant} {class_name} {dtype}: {', '.join(found[:3])}; "
+    for kind in EXTREME_INPUTS:
+        yield [kind, passes[kind], faults[kind] or "none"], bool(faults[kind])
 
 
 def few_bits() -> Iterator[Row]:
@@ -136,7 +134,7 @@ def main() -> int:
         "## Extreme inputs",
         "All classes and variants, tiny, in float32, bfloat16 and float16: outputs finite, and (but in float16) the "
         "gradients of every parameter too.",
-        table(["input", "forward passes", "gradients", "not finite"], rows["extreme_inputs"]),
+        table(["input", "forward passes", "not finite"], rows["extreme_inputs"]),
         "## Few bits",
         f"Largest difference from the float64 model's output, over its largest value. Bounds: {bits}. "
         f'"{CHOOSES}" is measured without a bound: which old states it retrieves is a choice, and a rounding can make '
@@ -149,7 +147,9 @@ def main() -> int:
         table(["variant", "parameters", "zero or not finite", "spread"], rows["depth"]),
         "## A batch of random tokens in the middle of training",
         "Mean loss of ten steps before, the loss of the batch, and the mean of steps 11 to 20 behind it, on rows of "
-        "period 3 with AdamW and gradients clipped at 1. (A classifier gets a batch of wrong labels.)",
+        "period 3 with AdamW and gradients clipped at 1. (A classifier gets a batch of wrong labels.) Where the loss "
+        "before is about 2.3, the logarithm of the 10 tokens in use, the model had not found the period yet, and only "
+        "the return to this level is seen.",
         table(["variant", "before", "at the batch", "behind", "recovered"], rows["bad_batches"]),
     )
     return 1 if sum(faults.values()) else 0
