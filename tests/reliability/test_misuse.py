@@ -6,12 +6,19 @@ import pytest
 
 from tests.reliability.misuse import MISUSES, answer, fault
 from tests.reliability.misuses import Misuse
+from tests.reliability.misuses.silent import SILENT
 
 
 @pytest.mark.parametrize("misuse", MISUSES, ids=str)
 @pytest.mark.filterwarnings("ignore")
 def test_misuse_is_answered(misuse, tmp_path):
     assert fault(misuse, answer(misuse, tmp_path)) is None
+
+
+@pytest.mark.parametrize(("done", "provoke", "happens"), SILENT)
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_told_to_be_silent_is(done, provoke, happens, tmp_path):
+    provoke(tmp_path)
 
 
 def test_no_misuse_is_counted_twice():
