@@ -58,14 +58,17 @@ def log_softmax_bytes(model):
     return 0 if "Classification" in type(model).__name__ else BATCH * LENGTH * VOCABULARY * 4
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "mixed"])
 @EVERY_CASE
 def test_activations(case, dtype):
+    mixed = dtype == "mixed"
+    dtype = "float32" if mixed else dtype
     model = built(case, getattr(torch, dtype))
-    with backend("torch"):
+    with backend("torch"), torch.autocast("cpu", dtype=torch.bfloat16, enabled=mixed):
         measured = bytes_kept(model, batch_for(model)) - log_softmax_bytes(model)
-    planned = plan(model.config, setup_for(dtype=dtype, kernels="torch")).memory["activations"]
-    assert 1 / WITHIN < planned / measured < WITHIN
+    found = plan(model.config, setup_for(dtype=dtype, mixed=mixed, kernels="torch")).memory
+    assert 1 / WITHIN < (found["activations"] + found["casts"]) / measured < WITHIN
+    assert bool(found["casts"]) == mixed
 
 
 @EVERY_CASE

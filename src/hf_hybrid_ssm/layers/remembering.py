@@ -29,19 +29,22 @@ class RememberingMixer(Mixer):
     def _once(self, key: Any, names: tuple[str, ...], compute: Any) -> Any:
         """`compute()`, remembered under `key` while the parameters `names` are constants."""
         leave: Any = contextlib.nullcontext()
-        if torch.compiler.is_compiling():
-            if self._trains(names):
+        if self._trains(names) and (torch.compiler.is_compiling() or torch.is_grad_enabled()):
+            with self._without_autocast():
                 return compute(False)
-        elif torch.is_grad_enabled() and self._trains(names):
-            return compute(False)
-        else:
+        if not torch.compiler.is_compiling():
             self._forget_if_changed()
             if torch.is_inference_mode_enabled():  # autograd could not use tensors made there
                 leave = torch.inference_mode(False)
         if key not in self._remembered:
-            with leave, torch.no_grad(), torch.autocast(self._device.type, enabled=False):
+            with leave, torch.no_grad(), self._without_autocast():
                 self._remembered[key] = compute(True)
         return self._remembered[key]
+
+    def _without_autocast(self) -> contextlib.AbstractContextManager:
+        """Powers and kernels keep the precision of their parameters, whatever the model around computes in."""
+        device = self._device.type
+        return contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
 
     def _forget_if_changed(self) -> None:
         """Writes into a parameter leave no other trace than its version; a replaced parameter is another object."""

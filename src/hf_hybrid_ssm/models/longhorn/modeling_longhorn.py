@@ -168,7 +168,9 @@ class LonghornAttention(nn.Module):
         queries = self.q_proj(hidden_states).view(shape).transpose(1, 2)
         keys = self.k_proj(hidden_states).view(shape).transpose(1, 2)
         values = self.v_proj(hidden_states).view(shape).transpose(1, 2)
-        return (*apply_rotary_pos_emb(queries, keys, *position_embeddings), values)
+        queries, keys = apply_rotary_pos_emb(queries, keys, *position_embeddings)
+        # under autocast the angles are float32 and would widen what they turn
+        return queries.to(values.dtype), keys.to(values.dtype), values
 
 
 class LonghornSlidingAttention(LonghornAttention):

@@ -1,0 +1,40 @@
+"""Under bfloat16 autocast recurrences and filters keep float32; only what surrounds them is narrow."""
+
+import pytest
+import torch
+
+from hf_hybrid_ssm.layers.mixers import MIXERS, build_mixer
+from tests.small_models import CASES, VOCABULARY, built
+
+LENGTH = 100  # longer than a block, and no multiple of it
+
+
+@pytest.mark.parametrize("trainable", ["all", "none"])
+@pytest.mark.parametrize("name", sorted(set(MIXERS) - {"lstm", "hyena"}))  # these have projections of their own
+def test_mixers(name, trainable):
+    torch.manual_seed(0)
+    mixer = build_mixer(name, 8, trainable=trainable)
+    u = torch.randn(2, LENGTH, 8)
+    expected, expected_state = mixer(u, return_final_state=True)
+    whole, _ = mixer(u)
+    mixer.forget()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, state = mixer(u, return_final_state=True)
+        again, _ = mixer(u)
+    for value, exact in ((found, expected), (again, whole), (state, expected_state)):
+        torch.testing.assert_close(value, exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_models_train(case):
+    """Forward and backward give finite numbers, near those of float32."""
+    model = built(case).eval()  # no dropout
+    ids = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    labels = torch.zeros(2, dtype=torch.int64) if "classifier" in case else ids
+    exact = model(input_ids=ids, labels=labels).loss
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(input_ids=ids, labels=labels).loss
+    loss.backward()
+    torch.testing.assert_close(loss, exact, rtol=2e-2, atol=0)
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert gradients and all(gradient.isfinite().all() for gradient in gradients)
