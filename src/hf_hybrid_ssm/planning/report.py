@@ -113,7 +113,8 @@ From Python: `hf_hybrid_ssm.planning.plan(config, Setup(...))`, for any configur
 - Parameters and optimizer state are counted on the meta device, exactly; so are the shards of FSDP2 and, from the
   configuration, the state of a decoded sequence. `tests/test_planning.py` compares them with real ones, byte by byte.
 - Activations follow formulas (`planning/activations.py`, each term with the op that keeps it). The test holds them to
-  within 1.3 of what small models of every family keep on a CPU, with and without checkpointing.
+  within 1.3 of what small models of every family keep on a CPU: in float32, bfloat16 and mixed precision, with and
+  without checkpointing.
 - Operations count a multiplication and an addition as two; the backward costs twice the forward, and checkpointing
   the layers once more. Attention is counted as it is computed, in blocks. The test holds the matrix products to within
   3 % of torch's own counter. Recurrences and Fourier transforms, which that counter leaves out, are an estimate.
