@@ -74,5 +74,7 @@ def _answer(column: Column, row: str, sender: Connection) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """Name and message, white space and line ends folded."""
+    """Name and message of what began it all, white space and line ends folded."""
+    while error.__cause__ is not None:
+        error = error.__cause__
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -17,11 +17,13 @@ class Footnotes:
         self.lines: list[str] = []
         self.unexplained: list[str] = []
 
-    def mark(self, row: str, column: Column, answer: Answer) -> str:
-        """What the cell shows."""
+    def mark(self, row: str, column: Column, answer: Answer | None) -> str:
+        """What the cell shows; "-" without an answer."""
+        if answer is None:
+            return "-"
         if answer.kind == "yes":
             return "yes"
-        limit = limit_behind(answer.error)
+        limit = limit_behind(column.name, answer.error)
         reason = limit.reason if limit else answer.error
         if (column.name, reason) not in self._numbers:
             self._numbers[column.name, reason] = len(self._numbers) + 1
@@ -37,7 +39,14 @@ class Footnotes:
 def _line(column: Column, answer: Answer) -> str:
     error = answer.error if len(answer.error) <= LONGEST_ERROR else answer.error[:LONGEST_ERROR] + " ..."
     line = f"**{column.name}**: `{error.replace('`', chr(39))}`"
-    limit = limit_behind(answer.error)
+    limit = limit_behind(column.name, answer.error)
     if limit is None:
         return line
-    return f"{line} {limit.library} {metadata.version(limit.library)}: {limit.reason}"
+    return f"{line} {limit.library} {_version(limit.library)}: {limit.reason}"
+
+
+def _version(library: str) -> str:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:  # answers of an earlier report, told without the library
+        return "(not installed)"

@@ -26,13 +26,21 @@ ROWS: dict[str, tuple[str, dict]] = {
     "SPADE, Hyena": VARIANTS["spade hyena full"],
     "SPADE encoder-decoder": ("spade_seq2seq", SEQ2SEQ),
 }
-NEVER_GENERATED = {"pad_token_id": 0, "do_sample": False}
+# widths that hold whole groups of quantized weights, by model type
+WIDER: dict[str, dict] = {
+    "longhorn": {"hidden_size": 128, "state_size": 12},
+    "bst": {"hidden_size": 128, "head_dim": 64, "intermediate_size": 256},
+    "lmu_isa": {"hidden_size": 128, "pre_intermediate_size": 256, "post_intermediate_size": 256},
+    "spade": {"hidden_size": 128, "intermediate_size": 256},
+    "spade_seq2seq": {"hidden_size": 128, "intermediate_size": 256},
+}
+GREEDY = {"pad_token_id": 0, "do_sample": False}
 
 
 @cache
-def _model(row: str) -> PreTrainedModel:
+def _model(row: str, wide: bool = False) -> PreTrainedModel:
     model_type, fields = ROWS[row]
-    config = AutoConfig.for_model(model_type, **TOKENS, **fields)
+    config = AutoConfig.for_model(model_type, **{**TOKENS, **fields, **(WIDER[model_type] if wide else {})})
     torch.manual_seed(0)
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     model = auto.from_config(config).eval()
@@ -44,9 +52,9 @@ def _model(row: str) -> PreTrainedModel:
     return model
 
 
-def model_of(row: str) -> PreTrainedModel:
-    """A language model of its own for each caller, in evaluation mode."""
-    return copy.deepcopy(_model(row))
+def model_of(row: str, wide: bool = False) -> PreTrainedModel:
+    """A language model of its own for each caller, in evaluation mode; tiny, or of the widths `WIDER`."""
+    return copy.deepcopy(_model(row, wide))
 
 
 def batch_of(row: str, rows: int = 2, length: int = 14) -> dict[str, torch.Tensor]:
@@ -87,7 +95,7 @@ def check_generation(model: torch.nn.Module, row: str, new_tokens: int = 4) -> t
     """Greedy tokens, (B, n); they must be the same with and without the cache."""
     ids = batch_of(row)["input_ids"]
     length = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
-    texts = [model.generate(input_ids=ids, use_cache=cached, **length, **NEVER_GENERATED) for cached in (True, False)]
+    texts = [model.generate(input_ids=ids, use_cache=cached, **length, **GREEDY) for cached in (True, False)]
     assert texts[0].tolist() == texts[1].tolist(), "the cache changes the generated tokens"
     assert texts[0].shape[1] >= new_tokens, f"generated {tuple(texts[0].shape)}"
     return texts[0]

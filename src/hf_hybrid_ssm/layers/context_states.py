@@ -206,9 +206,12 @@ class ContextStates(nn.Module):
         z = self.norm(y)
         if self.variant == "mf":
             z = z + self.context_ids
-        keys, values = self.k_proj(z), self.v_proj(z)
-        if self.variant != "mh":
-            keys, values = (part.unflatten(-1, (self.num_heads, self.head_dim)) for part in (keys, values))
+        if self.variant == "mh":
+            keys, values = self.k_proj(z), self.v_proj(z)
+        else:
+            flat = z.flatten(0, -2)  # once for both; 8-bit maps of bitsandbytes know no more than three dimensions
+            heads = (*z.shape[:-1], self.num_heads, self.head_dim)
+            keys, values = self.k_proj(flat).view(heads), self.v_proj(flat).view(heads)
         return (l2_normalise(keys) if self.key_norm else keys), values
 
     def _state(self, ssm: State | None, keys: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
