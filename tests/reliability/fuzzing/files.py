@@ -1,5 +1,6 @@
 """Random damage to checkpoint folders; a damaged folder must be refused, or load as what its files say."""
 
+import atexit
 import json
 import pickle
 import shutil
@@ -40,6 +41,7 @@ def saved(variant: str, shards: bool) -> tuple[Path, type[PreTrainedModel]]:
     """A folder with a tiny language model, in one file or several, and its class."""
     name = next(n for n in classes_of(variant) if "CausalLM" in n or "Conditional" in n)
     folder = Path(mkdtemp(prefix="fuzz-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     build(variant, name).save_pretrained(folder, max_shard_size="8KB" if shards else "5GB")
     return folder, getattr(hf_hybrid_ssm, name)
 

@@ -1,5 +1,6 @@
 """Checkpoint folders that are cut off, changed, incomplete or hostile, and the converter's inputs."""
 
+import atexit
 import json
 import pickle
 import shutil
@@ -28,6 +29,7 @@ WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "c
 def saved(shards: bool = False) -> Path:
     """A folder with a small Longhorn, in one file or in several."""
     folder = Path(mkdtemp(prefix="misuse-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     build("longhorn", "LonghornForCausalLM").save_pretrained(folder, max_shard_size="10KB" if shards else "5GB")
     return folder
 
