@@ -10,7 +10,8 @@ their gradients the other way. Memory of activations and logits falls with the n
 
 Within one layer the processes work one after the other, since that is what a recurrence is. But a process goes on to
 its next layer as soon as it has handed on its state, so that with R processes and N layers all of them work after
-R - 1 layers: without the time to send, a forward takes (N + R - 1) / (N R) of the time that one process takes.
+R - 1 layers: a forward would take (N + R - 1) / (N R) of the time of one process, if sending took none. That is
+arithmetic; it was not measured.
 
 Only stacks of Longhorn layers: attention would need the keys of every piece before. No padding, no gradient
 checkpointing, which would receive the states a second time.

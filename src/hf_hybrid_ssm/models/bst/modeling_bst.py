@@ -34,6 +34,7 @@ from hf_hybrid_ssm.models.heads import (
 )
 from hf_hybrid_ssm.models.inputs import check_inputs, packed_documents
 from hf_hybrid_ssm.models.padding import CompactRows, compact_rows
+from hf_hybrid_ssm.models.parallel_plans import MatchingPlans
 from hf_hybrid_ssm.models.saving import SavesCode
 from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention
 
@@ -270,7 +271,7 @@ class BstBlock(GradientCheckpointingLayer):
 
 
 @auto_docstring
-class BstPreTrainedModel(SavesCode):
+class BstPreTrainedModel(MatchingPlans, SavesCode):
     config: BstConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True

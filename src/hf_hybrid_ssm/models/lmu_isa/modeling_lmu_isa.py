@@ -25,6 +25,7 @@ from hf_hybrid_ssm.models.heads import (
 from hf_hybrid_ssm.models.inputs import check_inputs, packed_documents
 from hf_hybrid_ssm.models.lmu_isa.configuration_lmu_isa import LmuIsaConfig
 from hf_hybrid_ssm.models.padding import CompactRows, compact_rows
+from hf_hybrid_ssm.models.parallel_plans import MatchingPlans
 from hf_hybrid_ssm.models.saving import SavesCode
 from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention
 
@@ -149,7 +150,7 @@ class LmuIsaBlock(GradientCheckpointingLayer):
 
 
 @auto_docstring
-class LmuIsaPreTrainedModel(SavesCode):
+class LmuIsaPreTrainedModel(MatchingPlans, SavesCode):
     config: LmuIsaConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True

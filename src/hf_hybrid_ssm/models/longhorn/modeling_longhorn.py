@@ -36,6 +36,7 @@ from hf_hybrid_ssm.models.heads import (
 from hf_hybrid_ssm.models.inputs import check_inputs, default_positions, packed_documents
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.padding import CompactRows, compact_rows
+from hf_hybrid_ssm.models.parallel_plans import MatchingPlans
 from hf_hybrid_ssm.models.saving import SavesCode
 from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention, push
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
@@ -264,7 +265,7 @@ class LonghornBlock(GradientCheckpointingLayer):
 
 
 @auto_docstring
-class LonghornPreTrainedModel(SavesCode):
+class LonghornPreTrainedModel(MatchingPlans, SavesCode):
     config: LonghornConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True

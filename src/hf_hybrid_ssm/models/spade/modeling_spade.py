@@ -22,13 +22,14 @@ from hf_hybrid_ssm.models.configuration import check_config_class
 from hf_hybrid_ssm.models.heads import CausalLMHead, QuestionAnsweringHead, TokenClassificationHead
 from hf_hybrid_ssm.models.inputs import check_class_labels, check_inputs, packed_documents
 from hf_hybrid_ssm.models.padding import compact_rows
+from hf_hybrid_ssm.models.parallel_plans import MatchingPlans
 from hf_hybrid_ssm.models.saving import SavesCode
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
 from hf_hybrid_ssm.models.spade.layers_spade import SpadeBlock, relative_bias
 
 
 @auto_docstring
-class SpadePreTrainedModel(SavesCode):
+class SpadePreTrainedModel(MatchingPlans, SavesCode):
     config: SpadeConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
