@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,7 @@ def scaling_law(figures: dict) -> str:
     return f"{markdown_table(head, rows)}\nSlopes alpha of loss = (N / N_c)^-alpha: {slopes}.\n"
 
 
-def glue_spade_scratch(figures: dict) -> str:
+def glue(figures: dict, name: str) -> str:
     rows = []
     for task, found in figures.items():
         for split, measures in found["best"]["measures"].items():
@@ -170,7 +171,38 @@ def glue_spade_scratch(figures: dict) -> str:
             rows.append(
                 [label, " / ".join(measures), values, " / ".join(f"{value:.1f}" for value in majority.values())]
             )
-    return markdown_table(["task, local slice", "measure", "SPADE from scratch", "majority"], rows)
+    return markdown_table(["task, local slice", "measure", name, "majority"], rows)
+
+
+def mqar(figures: dict) -> str:
+    rows = [
+        [
+            f"{found['model']}, width {found['width']}",
+            f"{found['length']}, {found['pairs']}",
+            f"{found['parameters']:,}",
+            f"{100 * found['accuracy']:.1f}",
+            f"{found['learning_rate']:g}",
+            found["epochs"],
+        ]
+        for found in figures["best"]
+    ]
+    head = ["model", "length, pairs", "parameters", "test accuracy, percent", "best rate", "epochs"]
+    return markdown_table(head, rows)
+
+
+def lm_eval(figures: dict) -> str:
+    rows, head = [], ["task, measure"]
+    models = figures["models"]
+    for task, measures in next(iter(models.values()))["tasks"].items():
+        for measure in [name for name in measures if name != "documents" and not name.endswith("_stderr")]:
+            values = [found["tasks"][task][measure] for found in models.values()]
+            rows.append(
+                [
+                    f"{task}, {measure}",
+                    *(f"{100 * v:.1f}" if measure.startswith("acc") else f"{v:,.0f}" for v in values),
+                ]
+            )
+    return markdown_table(head + list(models), rows)
 
 
 def scitldr(figures: dict) -> str:
@@ -257,7 +289,10 @@ TABLES = {
     "bst_books": lengths,
     "length_extrapolation": lengths,
     "scaling_law": scaling_law,
-    "glue_spade_scratch": glue_spade_scratch,
+    "glue_spade_scratch": partial(glue, name="SPADE from scratch"),
+    "glue_spade_pretrained": partial(glue, name="SPADE, pre-trained on books"),
+    "mqar": mqar,
+    "lm_eval": lm_eval,
     "scitldr": scitldr,
     "longhorn_scan": longhorn_scan,
     "longhorn_training": longhorn_training,
