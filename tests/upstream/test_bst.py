@@ -3,13 +3,26 @@ Block-Recurrent layers, and retrieval."""
 
 import unittest
 
-from hf_hybrid_ssm import BstConfig, BstForCausalLM, BstForSequenceClassification, BstModel
+from hf_hybrid_ssm import (
+    BstConfig,
+    BstForCausalLM,
+    BstForQuestionAnswering,
+    BstForSequenceClassification,
+    BstForTokenClassification,
+    BstModel,
+)
 from tests.upstream.harness import CausalFamilyTests
 
 
 class BstTest(CausalFamilyTests, unittest.TestCase):
     config_class = BstConfig
-    all_model_classes = (BstModel, BstForCausalLM, BstForSequenceClassification)
+    all_model_classes = (
+        BstModel,
+        BstForCausalLM,
+        BstForSequenceClassification,
+        BstForTokenClassification,
+        BstForQuestionAnswering,
+    )
     tester_config = {
         "hidden_size": 32,
         "num_hidden_layers": 2,

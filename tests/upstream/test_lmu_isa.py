@@ -2,13 +2,26 @@
 
 import unittest
 
-from hf_hybrid_ssm import LmuIsaConfig, LmuIsaForCausalLM, LmuIsaForSequenceClassification, LmuIsaModel
+from hf_hybrid_ssm import (
+    LmuIsaConfig,
+    LmuIsaForCausalLM,
+    LmuIsaForQuestionAnswering,
+    LmuIsaForSequenceClassification,
+    LmuIsaForTokenClassification,
+    LmuIsaModel,
+)
 from tests.upstream.harness import CausalFamilyTests
 
 
 class LmuIsaTest(CausalFamilyTests, unittest.TestCase):
     config_class = LmuIsaConfig
-    all_model_classes = (LmuIsaModel, LmuIsaForCausalLM, LmuIsaForSequenceClassification)
+    all_model_classes = (
+        LmuIsaModel,
+        LmuIsaForCausalLM,
+        LmuIsaForSequenceClassification,
+        LmuIsaForTokenClassification,
+        LmuIsaForQuestionAnswering,
+    )
     tester_config = {
         "hidden_size": 32,
         "num_hidden_layers": 2,

@@ -4,10 +4,23 @@ import unittest
 
 import torch
 
-from hf_hybrid_ssm import LonghornConfig, LonghornForCausalLM, LonghornForSequenceClassification, LonghornModel
+from hf_hybrid_ssm import (
+    LonghornConfig,
+    LonghornForCausalLM,
+    LonghornForQuestionAnswering,
+    LonghornForSequenceClassification,
+    LonghornForTokenClassification,
+    LonghornModel,
+)
 from tests.upstream.harness import CausalFamilyTests
 
-CLASSES = (LonghornModel, LonghornForCausalLM, LonghornForSequenceClassification)
+CLASSES = (
+    LonghornModel,
+    LonghornForCausalLM,
+    LonghornForSequenceClassification,
+    LonghornForTokenClassification,
+    LonghornForQuestionAnswering,
+)
 
 
 class LonghornTest(CausalFamilyTests, unittest.TestCase):

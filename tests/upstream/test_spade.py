@@ -9,7 +9,9 @@ from hf_hybrid_ssm import (
     SpadeEncoderModel,
     SpadeForCausalLM,
     SpadeForConditionalGeneration,
+    SpadeForQuestionAnswering,
     SpadeForSequenceClassification,
+    SpadeForTokenClassification,
     SpadeModel,
     SpadeSeq2SeqConfig,
     SpadeSeq2SeqModel,
@@ -55,7 +57,12 @@ class EncoderTester(CausalTester):
 
 
 class SpadeEncoderTest(ModelTesterMixin, unittest.TestCase):
-    all_model_classes = (SpadeEncoderModel, SpadeForSequenceClassification)
+    all_model_classes = (
+        SpadeEncoderModel,
+        SpadeForSequenceClassification,
+        SpadeForTokenClassification,
+        SpadeForQuestionAnswering,
+    )
     has_attentions = False
     test_resize_embeddings = True
 
