@@ -141,7 +141,7 @@ def different_forwards(model: PreTrainedModel) -> list[tuple[str, int]]:
 
 def different_samples(model: PreTrainedModel) -> list[str]:
     """The modes of sampling whose repetition gave other tokens."""
-    modes = {"sampling": {}, "beam sampling": {"num_beams": 3}, "without cache": {"use_cache": False}}
+    modes: dict[str, dict] = {"sampling": {}, "beam sampling": {"num_beams": 3}, "without cache": {"use_cache": False}}
     return [
         mode
         for mode, options in modes.items()

@@ -9,11 +9,14 @@ dangers here are parameters that `_init_weights` draws anew behind a load, recur
 in a bfloat16 model, ties that become copies, buffers that no checkpoint holds, and filters remembered from before.
 """
 
+import os
 import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -43,7 +46,7 @@ AUTO_CLASSES = {
 LARGEST_INITIAL_VALUE = 1e3  # memory that nobody initialised holds anything; initial values are small numbers
 
 
-def auto_class_of(model: PreTrainedModel) -> type:
+def auto_class_of(model: PreTrainedModel) -> Any:
     """The Auto class whose table leads from the model's configuration to its class."""
     name = type(model).__name__
     tables = next(family.heads for family in FAMILIES if family.model_type == model.config.model_type)
@@ -229,22 +232,28 @@ def _without_prefix(name: str) -> str:
     return name.removeprefix("model.")
 
 
-def main() -> int:
+def all_trips(variant: str, class_name: str) -> list[tuple[str, int, int, list[str]]]:
+    """Every trip of a class: in each dtype and way, one file and shards; into the other classes in bfloat16."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    own = trips(variant, class_name, DTYPES, list(WAYS), list(SHARDS))
+    return [*own, *exchanges(variant, class_name, torch.bfloat16)]
+
+
+def main() -> int:
     loads: Counter[str] = Counter()
     by_class: dict[str, Counter[str]] = defaultdict(Counter)
     faults: list[tuple[str, str, str]] = []
-    for variant, class_name in COMBINATIONS:
-        by_class[class_name]["variants"] += 1
-        every = trips(variant, class_name, DTYPES, list(WAYS), list(SHARDS))
-        across = [trip for dtype in DTYPES for trip in exchanges(variant, class_name, dtype)]
-        for kind, count, recurrent, found in [*every, *across]:
-            loads[kind] += 1
+    with ProcessPoolExecutor(min(2, os.cpu_count() or 1)) as processes:
+        done = processes.map(all_trips, *zip(*COMBINATIONS))
+        for (variant, class_name), every in zip(COMBINATIONS, done):
             tally = by_class[class_name]
-            tally.update(loads=1, tensors=count, recurrent=recurrent, faults=len(found))
-            faults += [(variant, class_name, fault) for fault in found]
-        print(variant, class_name, by_class[class_name]["faults"], flush=True)
+            tally["variants"] += 1
+            for kind, count, recurrent, found in every:
+                loads[kind] += 1
+                tally.update(loads=1, tensors=count, recurrent=recurrent, faults=len(found))
+                faults += [(variant, class_name, fault) for fault in found]
+            print(variant, class_name, tally["faults"], flush=True)
     columns = ["variants", "loads", "tensors", "recurrent", "faults"]
     names = {
         "cast": "float32 folder, in the dtype",
@@ -253,12 +262,12 @@ def main() -> int:
     write_page(
         "roundtrips",
         "Saving and loading, bit by bit",
-        "`make roundtrips` moves every parameter and buffer of a tiny model off its initial value, saves it (in one "
-        "file and in shards), loads it, and compares: names, dtypes and bits of every parameter and buffer, which of "
-        "them share memory, which train and at what rate of their own, and the bits of a forward pass. In float32, "
+        "`make roundtrips` moves every parameter and saved buffer of a tiny model off its initial value, saves it (in "
+        "one file and in shards), loads it, and compares: names, dtypes and bits of every parameter and buffer, which "
+        "of them share memory, which train and at what rate of their own, and the bits of a forward pass. In float32, "
         "bfloat16 and float16; the parameters that a model declares float32 must have the bits of the float32 file in "
         "each. A folder is also loaded into the other classes of its family (a base model into one with a head, and "
-        "back): what both have must come over, and what is new must be initialised.",
+        "back), in bfloat16: what both have must come over, and what is new must be initialised.",
         table(["loaded", "times"], [[names.get(kind, kind), number] for kind, number in loads.items()]),
         table(
             ["class", "variants", "loads", "tensors compared", "of them of recurrences", "faults"],
