@@ -4,16 +4,18 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from peft.utils import constants
 
 from hf_hybrid_ssm.auto import register
 from hf_hybrid_ssm.peft_targets import TARGETS
-from tests.matrix import offloading
+from tests.matrix import compiling, exporting, offloading
 from tests.matrix import peft as peft_columns
 from tests.matrix.cells import Answer, ask
 from tests.matrix.columns import Column
 from tests.matrix.footnotes import Footnotes
-from tests.matrix.rows import ROWS
+from tests.matrix.report import ANSWERS, GROUPS, PAGE, group_of, held, section
+from tests.matrix.rows import ROWS, check_generation, model_of
 
 
 def kills_its_process(row: str) -> None:
@@ -45,6 +47,13 @@ def test_errors_that_no_limit_explains_are_told():
     assert footnotes.unexplained == ["one, column: ValueError: ours | `x`", "two, column: ValueError: ours | `x`"]
 
 
+def test_page_tells_the_answers_held_and_a_limit_explains_every_red_one():
+    answers, footnotes, page = held(ANSWERS), Footnotes(), PAGE.read_text(encoding="utf-8")
+    for name in GROUPS:
+        assert section(group_of(name), answers[name], footnotes) in page, name
+    assert footnotes.unexplained == []
+
+
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("check", [peft_columns.lora_defaults, peft_columns.ia3_defaults])
 def test_peft_needs_no_module_names(check, row):
@@ -55,6 +64,26 @@ def test_peft_needs_no_module_names(check, row):
 @pytest.mark.parametrize("row", ["Longhorn", "BST, S4, context by head", "SPADE encoder-decoder"])
 def test_adapters_on_every_linear_map(check, row):
     check(row)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_linear_maps_see_three_dimensions_at_most(row):
+    """The 8-bit ones of bitsandbytes fail on more."""
+    model, seen = model_of(row), []
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dim()))
+    check_generation(model, row)
+    assert seen and max(seen) <= 3
+
+
+def test_step_is_exported():
+    exporting.step("SPADE, S4")
+
+
+def test_step_compiles_once():
+    torch._dynamo.reset()  # the graphs of other tests count against a limit
+    compiling.one_token("LMU-ISA")
 
 
 @pytest.mark.parametrize("row", ["Longhorn", "BST, free filter", "LMU-ISA", "SPADE, S4", "SPADE, Hyena"])

@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 from hf_hybrid_ssm.ops.dispatch import REGISTRY, Op
 
@@ -105,6 +106,13 @@ def test_the_first_use_may_lie_anywhere(make_op, surrounding):
     with surrounding():
         assert op.select("cpu", torch.float32) is right
     assert op.self_check("native", "cpu", torch.float32) < 1e-6
+
+
+def test_the_first_use_may_lie_in_a_checkpoint(make_op):
+    """The recomputation has no such use, and must not miss what the check saved for its own gradients."""
+    op, x = make_op(right), torch.ones(3, requires_grad=True)
+    checkpoint(lambda x: op.select("cpu", x.dtype)(x)[0].sin(), x, use_reentrant=False).sum().backward()
+    torch.testing.assert_close(x.grad, 2 * torch.full((3,), 2.0).cos())
 
 
 def test_the_first_use_may_lie_in_a_compiled_function(make_op):

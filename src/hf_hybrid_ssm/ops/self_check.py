@@ -19,10 +19,12 @@ Example = Callable[[], dict]
 
 def largest_error(run: Callable, reference: Callable, example: Example, device_type: str, dtype: torch.dtype) -> float:
     """The largest relative error of `run` in outputs and gradients; NaN counts as infinite."""
-    surroundings = (  # the first use may lie inside a trace, no_grad, autocast or a default device
+    # the first use may lie inside a trace, no_grad, autocast, a default device or a checkpoint, which counts saved tensors
+    surroundings = (
         _disable_current_modes(),
         torch.inference_mode(False),
         torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is),
         torch.autocast(device_type, enabled=False),
         torch.device("cpu"),
     )
@@ -34,6 +36,10 @@ def largest_error(run: Callable, reference: Callable, example: Example, device_t
         rounded = {name: t.to(dtype) if isinstance(t, torch.Tensor) else t for name, t in arguments.items()}
         want = _outputs_and_gradients(reference, rounded, torch.device("cpu"), torch.float64)
         return max(_relative(g, w) for g, w in zip(got, want))
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _outputs_and_gradients(run: Callable, arguments: dict, device: torch.device, dtype: torch.dtype) -> list:
