@@ -19,7 +19,7 @@ Example = Callable[[], dict]
 
 def largest_error(run: Callable, reference: Callable, example: Example, device_type: str, dtype: torch.dtype) -> float:
     """The largest relative error of `run` in outputs and gradients; NaN counts as infinite."""
-    # the first use may lie inside a trace, no_grad, autocast, a default device or a checkpoint, which counts saved tensors
+    # the first use may lie inside a trace, no_grad, autocast, a default device, or a checkpoint (which counts tensors)
     surroundings = (
         _disable_current_modes(),
         torch.inference_mode(False),
