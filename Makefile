@@ -8,7 +8,7 @@
 #   make streaming   a million tokens in constant memory, with the curve
 #   make bench       the benchmarks; results in benchmarks/results
 #   make reliability every report in docs/reliability; or one of security, roundtrips, determinism, numerics, misuse,
-#                    fuzz, crash by its name
+#                    fuzz, crash, scale by its name
 #   make mutation    change ops and caches at random and see whether a test notices
 #   make lowest      the tests with the lowest versions of the dependencies; make newest: with the newest
 #   make matrix      what PEFT, quantization, compiling, export and offloading do with every family
@@ -26,7 +26,8 @@ REPORT = OMP_NUM_THREADS=1 $(BIN)/python -m tests.reliability.$@
 RUN_TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .PHONY: demo test lint upstream invariants streaming bench docs install clean \
-    cards clean-room matrix reliability security roundtrips determinism numerics misuse fuzz crash mutation lowest newest
+    cards clean-room matrix reliability security roundtrips determinism numerics misuse fuzz crash scale mutation \
+    lowest newest
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
@@ -49,10 +50,10 @@ invariants: $(STAMP)
 streaming: $(STAMP)
 	$(BIN)/python benchmarks/streaming.py --tokens 1000000
 
-REPORTS = security roundtrips determinism numerics misuse fuzz crash
+REPORTS = security roundtrips determinism numerics misuse fuzz crash scale
 reliability: $(REPORTS)
 
-security roundtrips determinism numerics misuse fuzz crash: $(STAMP)
+security roundtrips determinism numerics misuse fuzz crash scale: $(STAMP)
 	$(REPORT)
 
 mutation: $(STAMP)
