@@ -79,11 +79,13 @@ class S4(DiagonalParameters):
         zero = torch.zeros(self.filters or 1, self.hidden_size, self.state_size, dtype=dtype, device=self._device)
         return self._discretised(dtype).advance(zero, 1.0)
 
-    def _advance(self, u_t: torch.Tensor, state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _step_constants(self, dtype: torch.dtype) -> _Step:
         def compute(exact: bool) -> _Step:
             wide = {torch.float32: torch.complex64, torch.float64: torch.complex128}[dtype]
             step = self._discretised(torch.float64 if exact else dtype)
             return _Step(*(part.to(wide if part.is_complex() else dtype) for part in step))
 
-        constants = self._once(("step", dtype), self.dynamics_parameters, compute)
-        return constants.advance(state.contiguous(), u_t.unsqueeze(-1))
+        return self._once(("step", dtype), self.dynamics_parameters, compute)
+
+    def _advance(self, u_t: torch.Tensor, state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return self._step_constants(dtype).advance(state.contiguous(), u_t.unsqueeze(-1))

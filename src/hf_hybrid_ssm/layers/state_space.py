@@ -168,6 +168,10 @@ class StateSpaceMixer(RememberingMixer):
                 every=every,
                 at=at,
             )
+        if return_final_state and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            # Steps will follow, compiled ones perhaps: what they need is there when they are traced.
+            self._step_constants(dtype)
+            self._read_out(dtype)
         if self.filters is None:
             y, final = y.squeeze(2), None if final is None else final.squeeze(1)
         return y, final
@@ -209,23 +213,30 @@ class StateSpaceMixer(RememberingMixer):
         self._check_step(u_t)
         assert isinstance(state, torch.Tensor)
         dtype = self._computing_dtype(u_t)
-        names = self.output_parameters
-        rows = self._once(("rows", dtype), names, lambda exact: self.output_rows(dtype)[0])
+        rows = self._read_out(dtype)
         with torch.autocast(u_t.device.type, enabled=False):
             y = (self._widen(state, u_t.shape[0]).to(dtype) * rows).sum(-1)
             if self.use_skip:
                 y = y + self.skip_weight(dtype) * u_t.to(dtype).unsqueeze(1)
         return (y if self.filters else y.squeeze(1)).to(u_t.dtype)
 
-    def _advance(self, u_t: torch.Tensor, state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A s + B u for s (B, F, D, N) and u (B, 1, D)."""
+    def _read_out(self, dtype: torch.dtype) -> torch.Tensor:
+        """The rows that `read` takes, (F, D, N)."""
+        return self._once(("rows", dtype), self.output_parameters, lambda exact: self.output_rows(dtype)[0])
+
+    def _step_constants(self, dtype: torch.dtype) -> Any:
+        """What `_advance` needs beside the state and the token."""
 
         def compute(exact: bool) -> tuple[Transition, torch.Tensor]:
             inner = torch.float64 if exact else dtype
             transition, vector = self.transition(inner), self.input_vector(inner)
             return Transition(transition.value.to(dtype), transition.form), vector.to(dtype)
 
-        transition, vector = self._once(("step", dtype), self.dynamics_parameters, compute)
+        return self._once(("step", dtype), self.dynamics_parameters, compute)
+
+    def _advance(self, u_t: torch.Tensor, state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A s + B u for s (B, F, D, N) and u (B, 1, D)."""
+        transition, vector = self._step_constants(dtype)
         return transition.apply(state.unsqueeze(-2)).squeeze(-2) + vector * u_t.unsqueeze(-1)
 
     def _state_shape(self, batch: int) -> tuple[int, ...]:
