@@ -67,6 +67,7 @@ lowest newest: $(STAMP)
 	$(VERSIONS) $@
 
 matrix: $(STAMP)
+	$(BIN)/python -m pip install --quiet -r tests/matrix/requirements.txt
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.matrix.report
 
 cards: $(STAMP)

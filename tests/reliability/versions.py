@@ -4,7 +4,8 @@
     python -m tests.reliability.versions newest --python python3.13
 
 Makes an environment, runs the tests in it, and writes docs/reliability/versions.md (a row each). Left out are what
-needs several processes, transformers' own tests, the documentation and the matrix: they belong to the pinned versions.
+needs several processes, transformers' own tests, the documentation, the matrix and the measured plans: they belong to
+the pinned versions.
 """
 
 import argparse
@@ -20,7 +21,13 @@ from pathlib import Path
 from tests.reliability.reporting import FOLDER, table, write_page
 
 ROOT = Path(__file__).parents[2]
-LEFT_OUT = ("tests/upstream", "tests/distributed", "tests/matrix", "tests/test_documentation.py")
+LEFT_OUT = (
+    "tests/upstream",
+    "tests/distributed",
+    "tests/matrix",
+    "tests/test_documentation.py",
+    "tests/test_planning.py",
+)
 SHOWN = ("torch", "transformers", "accelerate", "safetensors", "tokenizers", "peft", "datasets", "numpy")
 
 
@@ -89,7 +96,7 @@ def main() -> int:
         "versions",
         "Lowest and newest versions",
         "`make lowest` and `make newest` run the tests in environments of their own, but for those that need "
-        "several processes, transformers' own, the documentation's and the matrix's; `make test` runs all as pinned.",
+        "several processes, transformers' own, the documentation's, the matrix's and plans'; `make test` runs all, pinned.",
         table(["versions", "python", *SHOWN, "passed", "failed", "skipped"], rows),
         "\n".join(failures) or "Nothing failed.",
     )
