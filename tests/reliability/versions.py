@@ -95,8 +95,9 @@ def main() -> int:
     write_page(
         "versions",
         "Lowest and newest versions",
-        "`make lowest` and `make newest` run the tests in environments of their own, but for those that need "
-        "several processes, transformers' own, the documentation's, the matrix's and plans'; `make test` runs all, pinned.",
+        "`make lowest` and `make newest` run the tests in environments of their own. What needs several processes, "
+        "transformers' own tests, the documentation's, the matrix's and those of the plans are left out; `make test` "
+        "runs all with pinned versions.",
         table(["versions", "python", *SHOWN, "passed", "failed", "skipped"], rows),
         "\n".join(failures) or "Nothing failed.",
     )
