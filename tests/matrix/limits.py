@@ -48,6 +48,13 @@ LIMITS = (
     ),
     Limit(
         "torch",
+        "export: prefill of any length",
+        "wrap_with_autocast is missing val field",
+        "with a free length its exporter loses what it knows of a region where autocast is switched off, as the "
+        "Legendre memory does to stay in float32. Export a graph for each length in use.",
+    ),
+    Limit(
+        "torch",
         "ONNX",
         "No decompositions registered for the complex-valued input",
         "its ONNX exporter lacks some operations on complex numbers, which the kernels of S4 and S4D are made of.",
