@@ -13,6 +13,7 @@ from torch import nn
 from hf_hybrid_ssm.layers.mixer import Mixer
 from hf_hybrid_ssm.layers.mixers import MIXERS, build_mixer
 from tests.layers.mixer_equations import equation
+from tests.marks import compiles
 
 D = 6
 CASES: dict[str, tuple[str, dict]] = {
@@ -522,6 +523,7 @@ def test_recurrence_parameters_carry_their_optimizer_settings():
 # -- torch.compile --------------------------------------------------------------------------------------------------
 
 
+@compiles
 @pytest.mark.parametrize("case", ["s4-frozen", "s4", "s4d-legs-zoh", "unstructured", "ema", "s5", "hyena-frozen"])
 def test_compiles_without_a_break_and_is_not_stale(case):
     torch._dynamo.reset()

@@ -8,6 +8,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import pipeline
 
 from tests.invariants.variants import VARIANTS, build
+from tests.marks import compiles
 from tests.models import invariances as inv
 
 EVERY = pytest.mark.parametrize("variant", VARIANTS)
@@ -55,10 +56,7 @@ def test_gradient_checkpointing_changes_no_gradient(variant):
 
 
 @EVERY
-@pytest.mark.skipif(
-    torch.__version__.startswith("2.6"),
-    reason="the compiler of torch 2.6 does not trace transformers' wrapper of forward",
-)
+@compiles
 def test_forward_compiles_into_one_graph(variant):
     torch._dynamo.reset()  # the graphs of the variant before count against a limit
     model = build(variant)

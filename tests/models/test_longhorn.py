@@ -17,6 +17,7 @@ from transformers import (
 
 from hf_hybrid_ssm import LonghornConfig, LonghornForCausalLM, LonghornForSequenceClassification, LonghornModel
 from hf_hybrid_ssm.models.longhorn.modeling_longhorn import LonghornMixer
+from tests.marks import compiles
 from tests.models import invariances as inv
 from tests.models.strategies import SETTINGS, cuts, lengths, orders, row_lengths, seeds, sides
 
@@ -311,6 +312,7 @@ def test_lora_trains_and_merges():
     torch.testing.assert_close(inv.whole(tuned.merge_and_unload(), ids), adapted, rtol=1e-4, atol=1e-4)
 
 
+@compiles
 def test_compiled_forward_equals_eager():
     model = build(TINY)
     ids = inv.random_ids(model, 2, 9)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_hybrid_ssm.ops.local_attention import empty_state, local_attention
+from tests.marks import compiles
 
 HEADS, SIZE = 2, 3
 
@@ -240,6 +241,7 @@ def test_no_square_matrix():
     assert y.shape == q.shape
 
 
+@compiles
 def test_compiles_into_one_graph():
     q, k, v = random_inputs(2, 48, 4, torch.float32)
     bias = torch.randn(HEADS, 9)

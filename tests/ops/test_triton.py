@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.4")
 CASES = Path(__file__).with_name("triton_cases.py")
 
 

@@ -69,8 +69,9 @@ class Mixer(KeepsFloat32):
     def create_parameters(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         """Register the parameters with their initial values; subclasses call it once their sizes are set."""
         self._wanted_dtype = dtype
+        where = device or torch.empty(0).device  # torch 2.6 names another default device inside `with torch.device`
         for name, value in self.initial_values().items():
-            self.register_parameter(name, nn.Parameter(value.to(device or torch.get_default_device())))
+            self.register_parameter(name, nn.Parameter(value.to(where)))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
