@@ -21,6 +21,7 @@ from hf_hybrid_ssm.hub import check_folder, export_code
 from hf_hybrid_ssm.hub.export import AUTO_CLASSES, MANIFEST, code_of
 from hf_hybrid_ssm.ops.dispatch import backend
 from tests.hub.without_package import answer
+from tests.memory import in_own_memory
 from tests.reliability.population import build
 from tests.reliability.security import findings
 
@@ -65,7 +66,7 @@ def folders(tmp_path_factory):
 @EVERY
 def test_same_answers_without_the_package(folders, model_type):
     auto = AutoModelForSeq2SeqLM if model_type == "spade_seq2seq" else AutoModelForCausalLM
-    model = auto.from_pretrained(folders / model_type, trust_remote_code=True).eval()
+    model = in_own_memory(auto.from_pretrained(folders / model_type, trust_remote_code=True).eval())
     assert type(model) is getattr(hf_hybrid_ssm, class_of(model_type))  # the installed class wins
     with backend("torch"):
         here = answer(model, torch.arange(3, 27).view(2, 12))

@@ -20,7 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 
 def answer(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Logits and greedy text."""
+    """Logits and greedy text; weights mapped from a file could round otherwise than those in memory of their own."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
     inputs = {"decoder_input_ids": ids[:, :4]} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
         logits = model(input_ids=ids, **inputs).logits

@@ -11,6 +11,7 @@ from transformers import (
 
 from tests.matrix.columns import Column, Group
 from tests.matrix.rows import batch_of, model_of
+from tests.memory import in_own_memory
 
 
 def _head(row: str, auto_class: type, targets: dict[str, torch.Tensor]) -> None:
@@ -32,7 +33,7 @@ def _head(row: str, auto_class: type, targets: dict[str, torch.Tensor]) -> None:
     assert after < 0.8 * before, f"the loss did not fall: {before:.3f} to {after:.3f}"
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        loaded = auto_class.from_pretrained(folder).eval()  # type: ignore[attr-defined]
+        loaded = in_own_memory(auto_class.from_pretrained(folder).eval())  # type: ignore[attr-defined]
     with torch.no_grad():
         assert torch.equal(loaded(**inputs).loss, after), "the loaded model has another loss"
 

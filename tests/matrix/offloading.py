@@ -6,7 +6,7 @@ import torch
 from accelerate import cpu_offload, disk_offload
 
 from tests.matrix.columns import Column, Group
-from tests.matrix.rows import check_generation, logits_of, model_of, saved
+from tests.matrix.rows import assert_near, check_generation, logits_of, model_of, saved
 
 
 def cpu_and_disk(row: str) -> None:
@@ -24,7 +24,7 @@ def cpu_and_disk(row: str) -> None:
         places = set(offloaded.hf_device_map.values())
         assert places == {"cpu", "disk"}, f"nothing was divided: {places}"
         assert any(parameter.is_meta for parameter in offloaded.parameters()), "every weight is in memory"
-        assert torch.equal(logits_of(offloaded, row), expected), "the offloaded model gives other bits"
+        assert_near(logits_of(offloaded, row), expected, 1e-6, "the offloaded model")
         check_generation(offloaded, row)
 
 
@@ -35,7 +35,7 @@ def everything_on_disk(row: str) -> None:
     with tempfile.TemporaryDirectory() as shelf:
         offloaded = disk_offload(model, shelf, execution_device=torch.device("cpu"))
         assert all(parameter.is_meta for parameter in offloaded.parameters()), "a weight stayed in memory"
-        assert torch.equal(logits_of(offloaded, row), expected), "the offloaded model gives other bits"
+        assert_near(logits_of(offloaded, row), expected, 1e-6, "the offloaded model")
         check_generation(offloaded, row)
 
 
@@ -45,14 +45,15 @@ def everything_in_memory_by_hooks(row: str) -> None:
     expected = logits_of(model, row)
     offloaded = cpu_offload(model, execution_device=torch.device("cpu"))
     assert all(parameter.is_meta for parameter in offloaded.parameters()), "a weight stayed in place"
-    assert torch.equal(logits_of(offloaded, row), expected), "the offloaded model gives other bits"
+    assert_near(logits_of(offloaded, row), expected, 1e-6, "the offloaded model")
     check_generation(offloaded, row)
 
 
 GROUP = Group(
     "Offloading",
-    'The logits have the same bits as before, and generation does not depend on the cache. `device_map="auto"` gets '
-    "memory for a part of the weights and a folder for the rest; `disk_offload` and `cpu_offload` leave no weight in "
+    "The logits are as before (to 1e-6: weights mapped from files lie at other addresses), and generation does not "
+    'depend on the cache. `device_map="auto"` gets memory for a part of the weights and '
+    "a folder for the rest; `disk_offload` and `cpu_offload` leave no weight in "
     "its module.",
     (
         Column('device_map="auto", CPU and disk', cpu_and_disk, "accelerate"),

@@ -9,6 +9,7 @@ from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, PromptTuningConfi
 
 from tests.matrix.columns import Column, Group
 from tests.matrix.rows import assert_near, check_generation, logits_of, loss_before_and_after, model_of
+from tests.memory import in_own_memory
 
 # parameters that make the recurrence, by the module that holds them; no adapter of the defaults may sit in one
 RECURRENCE = ("ssm", "memory", "recurrent", "x_proj", "dt_proj")
@@ -33,7 +34,7 @@ def _train_save_merge(
         assert moved > 1e-2, f"the adapter moved the logits by {moved:.1e} of the largest, too little to test a merge"
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        loaded = PeftModel.from_pretrained(copy.deepcopy(base), folder).eval()
+        loaded = in_own_memory(PeftModel.from_pretrained(copy.deepcopy(base), folder).eval())
     assert torch.equal(logits_of(loaded, row), trained), "the loaded adapter gives other logits"
     check_generation(loaded, row)
     if merges:

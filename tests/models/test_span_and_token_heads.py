@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoModelFor
 from hf_hybrid_ssm.auto import FAMILIES
 from tests.invariants.variants import TOKENS
 from tests.matrix.rows import ROWS
+from tests.memory import in_own_memory
 
 HEADS = {
     "TOKEN_CLASSIFICATION": (AutoModelForTokenClassification, "score"),
@@ -50,7 +51,7 @@ def test_saves_and_loads(row, head, tmp_path):
     loaded, report = HEADS[head][0].from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     with torch.no_grad():
-        assert torch.equal(scores(loaded.eval()(ids)), scores(model(ids)))
+        assert torch.equal(scores(in_own_memory(loaded.eval())(ids)), scores(model(ids)))
 
 
 @EVERY_HEAD

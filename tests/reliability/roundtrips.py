@@ -28,6 +28,7 @@ from hf_hybrid_ssm.layers.lmu import ImplicitAttention
 from hf_hybrid_ssm.layers.mixer import Mixer
 from hf_hybrid_ssm.layers.recurrent_states import RecurrentStates
 from hf_hybrid_ssm.models.longhorn.modeling_longhorn import LonghornMixer
+from tests.memory import in_own_memory
 from tests.reliability.bits import same_bits
 from tests.reliability.population import COMBINATIONS, build, classes_of, inputs_for
 from tests.reliability.reporting import table, write_page
@@ -166,7 +167,7 @@ def cast_differences(original: PreTrainedModel, cast: PreTrainedModel, dtype: to
 def outputs_differ(before: PreTrainedModel, after: PreTrainedModel) -> bool:
     """Whether a forward pass tells the two apart: it would also show what no parameter or buffer holds."""
     inputs = inputs_for(before)
-    return not same_bits(before.eval()(**inputs)[0], after.eval()(**inputs)[0])
+    return not same_bits(*(in_own_memory(model.eval())(**inputs)[0] for model in (before, after)))
 
 
 # -- the trips ------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 import hf_hybrid_ssm
 from hf_hybrid_ssm.auto import FAMILIES
+from tests.memory import in_own_memory
 from tests.reliability.fuzzing.drawing import Fields, broken, crossed, legal
 
 HEADS = {family.model_type: family.heads for family in FAMILIES}
@@ -101,7 +102,7 @@ def _same(model: PreTrainedModel, loaded: PreTrainedModel, read: dict) -> None:
     if model.config.is_encoder_decoder and model.can_generate():
         read = read | {"decoder_input_ids": read["input_ids"]}
     with torch.no_grad():
-        left, right = (one(**read, return_dict=False, use_cache=False)[0] for one in (model, loaded))
+        left, right = (one(**read, return_dict=False, use_cache=False)[0] for one in (model, in_own_memory(loaded)))
     assert torch.isfinite(left).all(), "a logit is not finite"
     assert torch.equal(left, right), "logits differ after loading"
 
