@@ -14,7 +14,7 @@ import torch
 from checks import check_checkpoint, check_output, check_vocabulary
 from datasets import Dataset, IterableDataset
 from documents import DataArguments, get_tokenizer, load_documents, packed_rows
-from segments import SegmentTrainer, check_lanes, in_lanes
+from segments import SegmentTrainer, check_lanes, collate, in_lanes
 from settings import read_settings
 from training import Trainer, checkpoint_to_resume, perplexity, plot_loss, write_json
 from transformers import (
@@ -115,12 +115,12 @@ def pretrain(
         train = packed_rows(texts, tokenizer, data)
         validation = None if validation_texts is None else packed_rows(validation_texts, tokenizer, data)
     train, validation = split_rows(train, validation, data.validation_fraction)
-    trainer_class = Trainer
+    trainer_class, collator = Trainer, default_data_collator
     if model_arguments.carry_segments:
         check_lanes(train, training)
         train = in_lanes(train, training.train_batch_size)
         validation = in_lanes(validation, training.eval_batch_size)
-        trainer_class = SegmentTrainer
+        trainer_class, collator = SegmentTrainer, collate
         training.remove_unused_columns = False  # `begins` is for the trainer
     model = build_model(model_arguments, tokenizer)
     model.config.use_cache = False  # no state is kept while training
@@ -130,7 +130,7 @@ def pretrain(
         train_dataset=train,
         eval_dataset=validation,
         processing_class=tokenizer,
-        data_collator=default_data_collator,
+        data_collator=collator,
     )
     run = trainer.train(resume_from_checkpoint=checkpoint_to_resume(model_arguments.resume, training.output_dir))
     validation_loss = trainer.evaluate()["eval_loss"]

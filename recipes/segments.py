@@ -7,9 +7,10 @@ afresh (section 10 of Block-State Transformers' outlook; Transformer-XL's cache)
 
 from typing import Any
 
+import torch
 from datasets import Dataset
 from training import Trainer
-from transformers import Cache, TrainingArguments
+from transformers import Cache, TrainingArguments, default_data_collator
 
 from hf_hybrid_ssm.models.cache import carry_segment
 
@@ -49,6 +50,16 @@ def in_lanes(rows: Dataset, lanes: int) -> Dataset:
         step == 0 or not rows[lane * steps + step]["continues"] for step in range(steps) for lane in range(lanes)
     ]
     return rows.select(order).remove_columns("continues").add_column("begins", [int(begin) for begin in begins])
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """A batch whose documents are named by `seq_idx`; the first of a row goes on with the state that is carried to it,
+    though positions begin at 0 in each row."""
+    batch = default_data_collator(rows)
+    positions = batch.pop("position_ids")
+    starts = (positions == 0).long()
+    starts[:, 0] = 0
+    return batch | {"seq_idx": starts.cumsum(1), "continues_documents": True}
 
 
 class SegmentTrainer(Trainer):

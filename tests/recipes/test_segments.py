@@ -7,8 +7,8 @@ import torch
 from datasets import Dataset
 from documents import DataArguments, pack
 from pretrain_clm import ModelArguments, pretrain
-from segments import in_lanes
-from transformers import DynamicCache, TrainingArguments, default_data_collator
+from segments import collate, in_lanes
+from transformers import DynamicCache, TrainingArguments
 
 from hf_hybrid_ssm import BstConfig, BstForCausalLM
 from hf_hybrid_ssm.models.cache import carry_segment
@@ -25,7 +25,8 @@ def test_lanes_hold_consecutive_rows():
     rows = in_lanes(Dataset.from_dict(pack(documents, 4)), lanes=2)
     assert [row["input_ids"][0] for row in rows] == [1, 2, 1, 3, 2, 3]  # lane 0: rows 0 1 2; lane 1: rows 3 4 5
     assert rows["begins"] == [1, 1, 0, 1, 0, 0]  # row 4 is where document 3 begins
-    assert [rows[index]["position_ids"] for index in (2, 3)] == [[4, 5, 6, 0], [0, 1, 2, 3]]
+    batch = collate([rows[2], rows[3]])
+    assert batch["seq_idx"].tolist() == [[0, 0, 0, 1], [0, 0, 0, 0]] and "position_ids" not in batch
     with pytest.raises(ValueError, match="6 rows cannot fill a batch of 7"):
         in_lanes(Dataset.from_dict(pack(documents, 4)), lanes=7)
 
@@ -37,10 +38,11 @@ def test_segments_in_lanes_equal_whole_documents():
     documents = [torch.randint(0, 20, (size,)).tolist() for size in (19, 11, 30, 20)]
     rows, cache, found = in_lanes(Dataset.from_dict(pack(documents, 8)), lanes=2), None, [[], []]
     for step in range(len(rows) // 2):
-        batch = default_data_collator([rows[2 * step], rows[2 * step + 1]])
+        batch = collate([rows[2 * step], rows[2 * step + 1]])
         if cache is not None:
             carry_segment(cache, batch["begins"].bool())
-        output = model(batch["input_ids"], position_ids=batch["position_ids"], past_key_values=cache, use_cache=True)
+        inputs = {"seq_idx": batch["seq_idx"], "continues_documents": batch["continues_documents"]}
+        output = model(batch["input_ids"], past_key_values=cache, use_cache=True, **inputs)
         cache = output.past_key_values
         for lane in range(2):
             found[lane].append(output.logits[lane])
