@@ -169,6 +169,18 @@ def test_any_combination_of_options(backend, data):
     assert_near(outputs_and_gradients(inputs, backend, dtype, rows=rows, **options), expected, tolerance)
 
 
+@pytest.mark.parametrize("backend", ["torch", "reference", NATIVE])
+def test_nan_in_padding_reaches_no_state(backend):
+    inputs = {name: value.float() for name, value in draw(2, 6, 4, 3).items()}
+    options = {"lengths": torch.tensor([6, 4]), "return_final_state": True, "backend": backend}
+    expected = longhorn_scan(**inputs, **options)
+    for name in ("x", "dt", "k", "q", "z"):
+        inputs[name][1, 4:] = torch.nan
+    y, state = longhorn_scan(**inputs, **options)
+    torch.testing.assert_close(state, expected[1])
+    torch.testing.assert_close(y[1, :4], expected[0][1, :4])
+
+
 def test_gradcheck():
     inputs = draw(2, 5, 3, 2)
     leaves = [value.requires_grad_() for value in inputs.values()]
