@@ -23,6 +23,7 @@ from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.layers.retrieval import NAMES as MEMORY_STATES
 from hf_hybrid_ssm.layers.retrieval import attend_with_memory
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
+from hf_hybrid_ssm.models.attentions import IN_BLOCKS, refuse_attentions
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, prepare_cache
 from hf_hybrid_ssm.models.configuration import check_config_class
@@ -362,6 +363,7 @@ class BstModel(BstPreTrainedModel):
             The document each token of a packed row belongs to; states and attention do not cross documents, and each
             document has blocks of its own.
         """
+        refuse_attentions(self.config, kwargs.get("output_attentions"), IN_BLOCKS)
         check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
@@ -376,7 +378,7 @@ class BstModel(BstPreTrainedModel):
         seq_idx = packed_documents(seq_idx, position_ids, padding, past_key_values, batch, length)
         rows = compact_rows(padding, batch, length)
         hidden_states = inputs_embeds
-        for layer in self.layers:
+        for layer in self.layers[: self.config.num_hidden_layers]:  # fewer while generation exits early
             hidden_states = layer(hidden_states, rows, seq_idx, past_key_values)
         return BaseModelOutputWithPast(
             last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values if use_cache else None
