@@ -47,8 +47,8 @@ class BstAttention(nn.Module):
     """Attention to the W tokens before; beside it, in a "bst" layer to the context states of the block, in a "brect"
     layer to its recurrent states.
 
-    Queries and keys are L2-normalised; each head has a learned scale, and T5's bias lies inside it (section 5 of the
-    dossier of Block-Recurrent Transformers, whose token branch this is).
+    Queries and keys are L2-normalised; each head has a learned scale, and T5's bias lies inside it, as in the token
+    branch of Block-Recurrent Transformers (arXiv 2203.07852), whose official code has it so.
     """
 
     def __init__(self, config: BstConfig, layer_idx: int):
