@@ -1,7 +1,8 @@
 """The cache layer that transformers lacks: named states of any shape, a token count, and exact rollback.
 
 `DynamicCache(config=config)` and `StaticCache(config=config, ...)` build it for every layer whose `config.layer_types`
-entry is one of `STATE_LAYER_TYPES`, so `generate()`, beam search, prompt reuse and continuation work as for any other model.
+entry is one of `STATE_LAYER_TYPES`, so `generate()`, beam search, prompt reuse and continuation work as for any other
+model.
 """
 
 from collections.abc import Callable
