@@ -20,13 +20,17 @@ def read_settings(recipe: str, classes: Sequence[type], arguments: Sequence[str]
     `$NAME` in a text is the environment variable of that name. A dot goes into a mapping: `config.hidden_size=256`.
 
     Raises:
-        SystemExit: no YAML file was named.
+        SystemExit: help was asked for (it is printed, and the status is 0), or no YAML file was named (status 1).
         ValueError: an unknown key, a pair without "=", or an environment variable that is not set.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] in ("-h", "--help"):
         known = "\n".join(f"  {cls.__name__}: {', '.join(sorted(f.name for f in fields(cls)))}" for cls in classes)
-        raise SystemExit(f"usage: python recipes/{recipe} CONFIG.yaml [key=value ...]\n\nkeys:\n{known}")
+        usage = f"usage: python recipes/{recipe} CONFIG.yaml [key=value ...]\n\nkeys:\n{known}"
+        if not arguments:
+            raise SystemExit(usage)
+        print(usage)
+        raise SystemExit(0)
     settings = yaml.safe_load(Path(arguments[0]).read_text(encoding="utf-8")) or {}
     if not isinstance(settings, dict):
         raise ValueError(f"{arguments[0]} must hold `key: value` lines, got a {type(settings).__name__}.")

@@ -30,6 +30,12 @@ def test_python_runs(page, tmp_path, monkeypatch):
         exec(compile(block, str(page), "exec"), names)
 
 
+def test_the_first_example_warns_of_nothing(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(python_of(ROOT / "README.md")[0], "README.md", "exec"), {"__name__": "documentation"})
+    assert "token_id" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page):
     text = page.read_text(encoding="utf-8")

@@ -14,6 +14,7 @@ from hf_hybrid_ssm.layers.mixer import Mixer
 from hf_hybrid_ssm.layers.s4 import S4
 from hf_hybrid_ssm.layers.s4d import S4D
 from hf_hybrid_ssm.layers.s5 import S5
+from tests.layers.shown_mixer import LeakyAverage
 
 
 def equation(mixer: Mixer):
@@ -25,6 +26,7 @@ def equation(mixer: Mixer):
         UnstructuredFilter: _unstructured,
         Hyena: _hyena,
         LSTM: _lstm,
+        LeakyAverage: _leaky_average,
     }
     function = functions[type(mixer)]
     parameters = {name: value.detach().double() for name, value in mixer.named_parameters()}
@@ -102,6 +104,13 @@ def _ema(mixer: EMA, p: dict, u: torch.Tensor) -> torch.Tensor:
             state = (1 - move * damp) * state + move * p["beta"][direction] * u[t].unsqueeze(-1)
             y[t] = y[t] + (p["gamma"][direction] * state).sum(-1) / math.sqrt(mixer.state_size)
     return torch.nn.functional.silu(y)
+
+
+def _leaky_average(mixer: Mixer, p: dict, u: torch.Tensor) -> torch.Tensor:
+    keep, y = torch.sigmoid(p["w"]), torch.zeros_like(u)
+    for t in range(len(u)):
+        y[t] = (1 - keep) * u[t] + (keep * y[t - 1] if t else 0)
+    return y
 
 
 def _taps(mixer: UnstructuredFilter, p: dict) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Every long-range mixer computes its equation: at once, in pieces, token by token, packed, padded, in any dtype."""
 
 import copy
+import inspect
 import io
 from itertools import pairwise
 
@@ -13,6 +14,7 @@ from torch import nn
 from hf_hybrid_ssm.layers.mixer import Mixer
 from hf_hybrid_ssm.layers.mixers import MIXERS, build_mixer
 from tests.layers.mixer_equations import equation
+from tests.layers.shown_mixer import LeakyAverage
 from tests.marks import compiles
 
 D = 6
@@ -35,12 +37,32 @@ CASES: dict[str, tuple[str, dict]] = {
     "ema-frozen": ("ema", {"state_size": 4, "block_size": 8, "frozen": True}),
     "lstm": ("lstm", {}),
     "lstm-frozen": ("lstm", {"frozen": True}),
+    "shown": ("leaky average", {}),  # the example of docs/extending.md; it looks back only
+    "shown-frozen": ("leaky average", {"frozen": True}),
 }
+CLASSES = MIXERS | {"leaky average": LeakyAverage}
+BOTH_SIDES = [case for case, (name, _) in CASES.items() if name != "leaky average"]
+# those that can be asked for the outputs at some tokens only, as BST does
+SELECTIVE = [case for case, (name, _) in CASES.items() if "at" in inspect.signature(CLASSES[name].forward).parameters]
 FROZEN = [case for case in CASES if case.endswith("-frozen")]
 L = 29
 DOCUMENTS = torch.tensor([[0] * 1 + [1] * 10 + [2] * 18, [0] * 29, [5] * 8 + [6] * 20 + [9] * 1])
 every_case = pytest.mark.parametrize("case", CASES)
-two_sided = pytest.mark.parametrize("bidirectional", [False, True], ids=["causal", "two-sided"])
+
+
+def sides(cases):
+    """Each case looking back, and looking both ways where it can."""
+    pairs = [(case, two_sided) for case in cases for two_sided in (False, True) if case in BOTH_SIDES or not two_sided]
+    names = [f"{case}-{'two-sided' if two_sided else 'causal'}" for case, two_sided in pairs]
+    return pytest.mark.parametrize(("case", "bidirectional"), pairs, ids=names)
+
+
+every_side = sides(CASES)
+
+
+@pytest.fixture(autouse=True)
+def _shown_mixer_has_a_name(monkeypatch):
+    monkeypatch.setitem(MIXERS, "leaky average", LeakyAverage)
 
 
 def build(case: str, bidirectional: bool = False, dtype: torch.dtype | None = torch.float64, **more) -> Mixer:
@@ -81,8 +103,7 @@ def nonzero_state(mixer: Mixer, batch: int):
 # -- the equation ---------------------------------------------------------------------------------------------------
 
 
-@two_sided
-@every_case
+@every_side
 @pytest.mark.parametrize("length", [1, 8, L])
 def test_forward_is_the_equation(case, bidirectional, length):
     mixer = build(case, bidirectional)
@@ -133,7 +154,7 @@ def test_fresh_state_is_the_default(case):
     assert_near(mixer(u)[0], y)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith(("hyena", "lstm"))])
+@pytest.mark.parametrize("case", SELECTIVE)
 @pytest.mark.parametrize("every", [1, 5, 8, 16, 40])
 def test_every_takes_outputs_of_forward(case, every):
     both = build(case, bidirectional=True)
@@ -149,7 +170,7 @@ def test_every_takes_outputs_of_forward(case, every):
         assert_states(state_after, final)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith(("hyena", "lstm"))])
+@pytest.mark.parametrize("case", SELECTIVE)
 def test_at_takes_outputs_of_forward(case):
     """Any tokens of each row, also twice and in any order; across documents, states and padding."""
     at = torch.tensor([[0, L - 1, 9, 9, 3], [L - 1, 0, 8, 17, 16], [7, 8, 9, 10, 11]])
@@ -175,7 +196,7 @@ def test_at_takes_outputs_of_forward(case):
         mixer(u, at=at.float())
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith(("hyena", "lstm"))])
+@pytest.mark.parametrize("case", SELECTIVE)
 def test_advance_is_the_state_of_step(case):
     mixer = build(case)
     state = nonzero_state(mixer, 2)
@@ -185,8 +206,7 @@ def test_advance_is_the_state_of_step(case):
 # -- what may influence what ----------------------------------------------------------------------------------------
 
 
-@two_sided
-@every_case
+@every_side
 def test_reach_by_gradient(case, bidirectional):
     mixer = build(case, bidirectional)
     u = tokens(1, L, D).requires_grad_()
@@ -201,8 +221,7 @@ def test_reach_by_gradient(case, bidirectional):
         assert reach[t + 1 :].max() < 1e-13
 
 
-@two_sided
-@every_case
+@every_side
 def test_packed_documents_are_rows(case, bidirectional):
     mixer = build(case, bidirectional)
     u = tokens(3, L, D)
@@ -231,8 +250,7 @@ def test_the_state_belongs_to_the_first_document(case):
         assert_states(of_rows(final, slice(row, row + 1)), last)
 
 
-@two_sided
-@every_case
+@every_side
 def test_documents_do_not_leak(case, bidirectional):
     """Not even what arithmetic cannot undo."""
     mixer = build(case, bidirectional)
@@ -246,8 +264,7 @@ def test_documents_do_not_leak(case, bidirectional):
     assert torch.equal(y[2, DOCUMENTS[2] != 6], clean[2, DOCUMENTS[2] != 6])
 
 
-@two_sided
-@every_case
+@every_side
 @pytest.mark.parametrize("packed", [False, True])
 def test_padded_rows_are_rows_alone(case, bidirectional, packed):
     mixer = build(case, bidirectional)
@@ -346,8 +363,7 @@ def test_parameters_are_defined_without_the_device(case):
     assert torch.equal(mixer(u)[0], wanted(u)[0])
 
 
-@two_sided
-@every_case
+@every_side
 def test_files_are_bit_equal(case, bidirectional):
     mixer = build(case, bidirectional, dtype=torch.float32)
     u = tokens(2, L, D, dtype=torch.float32)
@@ -378,8 +394,7 @@ def test_analytic_values_do_not_depend_on_the_seed():
 # -- training -------------------------------------------------------------------------------------------------------
 
 
-@two_sided
-@every_case
+@every_side
 def test_gradcheck(case, bidirectional):
     mixer = build(case, bidirectional)
     names = [name for name, value in mixer.named_parameters() if value.requires_grad]
@@ -414,8 +429,7 @@ def test_gradients_of_fresh_rows_and_of_states(case):
         assert_near(a, b)
 
 
-@two_sided
-@pytest.mark.parametrize("case", FROZEN)
+@sides(FROZEN)
 def test_frozen_means_constant(case, bidirectional):
     mixer = build(case, bidirectional)
     before = copy.deepcopy(mixer.state_dict())
@@ -611,14 +625,23 @@ def test_bad_arguments(case):
         mixer(u, initial_state=wrong)
     with pytest.raises(ValueError, match=r"state"):
         mixer.step(u[:, 0], wrong)
-    both = build(case, bidirectional=True)
+    if case in SELECTIVE:
+        with pytest.raises(ValueError, match=r"every must be at least 1"):
+            mixer(u, every=0)
+
+
+@pytest.mark.parametrize("case", BOTH_SIDES)
+def test_looking_both_ways_leaves_no_state(case):
+    both, u = build(case, bidirectional=True), tokens(2, 5, D)
     with pytest.raises(ValueError, match=r"no state"):
         both(u, return_final_state=True)
     with pytest.raises(ValueError, match=r"no step"):
-        both.step(u[:, 0], mixer.init_state(2))
-    if not case.startswith(("hyena", "lstm")):
-        with pytest.raises(ValueError, match=r"every must be at least 1"):
-            mixer(u, every=0)
+        both.step(u[:, 0], build(case).init_state(2))
+
+
+def test_looking_back_only_is_said():
+    with pytest.raises(ValueError, match="bidirectional must be False"):
+        build("shown", bidirectional=True)
 
 
 @every_case

@@ -52,7 +52,7 @@ def l2(x):
 
 
 def context_of_token(context, y, t, config):
-    """Keys and values (slots, H, e) that token t attends to, section 3.2; y is (L, [F,] d)."""
+    """Keys and values (slots, H, e) that token t attends to; y is (L, [F,] d)."""
     heads, window, start = config.num_attention_heads, config.window_size, t - t % config.window_size
     if config.context_variant == "mf":
         c = context.initial_context if start == 0 else y[start - 1]
@@ -182,7 +182,7 @@ def test_options_equal_the_equations_and_decode(options, variant):
 
 @pytest.mark.parametrize(("variant", "ssm"), [("sh", "s4d"), ("mh", "s4"), ("mf", "s4d"), ("mf", "unstructured")])
 def test_what_a_token_depends_on(variant, ssm):
-    """Section 3.4, by gradient: nothing later, and for "mf" nothing of its own block but the window."""
+    """By gradient: nothing later, and for "mf" nothing of its own block but the window."""
     model = build(context_variant=variant, ssm_type=ssm, zero_kv_sink=True).double()
     layer, window = model.model.layers[0], 6
     for t in (0, 5, 6, 11, 19):
@@ -352,7 +352,9 @@ def test_bidirectional_is_no_language_model():
         ({"block_types": ["slide"] * 3}, "contradicts block_types"),
         ({"context_variant": "xh"}, "context_variant='xh'"),
         ({"ssm_type": "mamba"}, "ssm_type='mamba'"),
-        ({"ssm_type": "s4", "ssm_discretization": "zoh"}, "does not exist for s4"),
+        ({"ssm_type": "s4", "ssm_discretization": "zoh"}, "does not exist for ssm_type='s4'"),
+        ({"ssm_type": "s5", "ssm_discretization": "bilinear"}, "does not exist for ssm_type='s5', which has 'zoh'"),
+        ({"ssm_type": "unstructured", "ssm_discretization": "zoh"}, "no continuous system"),
         ({"ssm_state_size": 5}, "must be even"),
         ({"rel_pos_max_distance": 3}, "rel_pos_max_distance=3"),
         ({"dropout": 1.0}, "dropout=1.0"),

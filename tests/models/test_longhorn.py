@@ -1,4 +1,4 @@
-"""The Longhorn family against the dossier's golden numbers, its invariances, and its refusals."""
+"""The Longhorn family against golden numbers, its invariances, and its refusals."""
 
 import copy
 import math

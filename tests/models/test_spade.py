@@ -88,7 +88,7 @@ def test_relative_bias_by_distance(bidirectional):
 
 
 def plain_block(block, config, x, bias, is_causal):
-    """Sections 3.1 to 3.3, with an L x L attention, for one row of float64."""
+    """The layer of the paper, with an L x L attention, for one row of float64."""
     mixing, length = block.mixing, x.shape[0]
     distance = torch.arange(length)[:, None] - torch.arange(length)
     seen = distance.abs() <= config.local_radius if config.attention_type == "window" else distance.abs() < length

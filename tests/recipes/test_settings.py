@@ -72,3 +72,14 @@ def test_figures_name_no_folder_of_this_machine(tmp_path, monkeypatch):
     write_json(tmp_path / "a.json", {"files": ["/somewhere/on this disk/lm/x.jsonl"], "loss": 1.5})
     figures = json.loads((tmp_path / "a.json").read_text())
     assert figures == {"files": ["$HF_HYBRID_SSM_DATA/lm/x.jsonl"], "loss": 1.5}
+
+
+def test_help_is_printed_and_no_failure(capsys):
+    for flag in ("-h", "--help"):
+        with pytest.raises(SystemExit) as stop:
+            read_settings("some.py", (First, Second), [flag])
+        printed = capsys.readouterr()
+        assert stop.value.code == 0 and not printed.err
+        assert "usage: python recipes/some.py CONFIG.yaml" in printed.out and "First: config, size" in printed.out
+    with pytest.raises(SystemExit, match=r"usage: python recipes/some\.py"):
+        read_settings("some.py", (First, Second), [])

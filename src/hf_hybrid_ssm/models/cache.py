@@ -1,7 +1,8 @@
 """The cache layer that transformers lacks: named states of any shape, a token count, and exact rollback.
 
 `DynamicCache(config=config)` and `StaticCache(config=config, ...)` build it for every layer whose `config.layer_types`
-entry is `STATE_LAYER_TYPE`, so `generate()`, beam search, prompt reuse and continuation work as for any other model.
+entry is one of `STATE_LAYER_TYPES`, so `generate()`, beam search, prompt reuse and continuation work as for any other
+model.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedCon
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin
 
 STATE_LAYER_TYPE = "hybrid_ssm_state"
+WINDOW_LAYER_TYPE = "hybrid_ssm_window"  # of window attention, where a family must tell it from a recurrence
+STATE_LAYER_TYPES = (STATE_LAYER_TYPE, WINDOW_LAYER_TYPE)
 
 States = dict[str, torch.Tensor]
 Replay = Callable[[int], States]
@@ -182,6 +185,12 @@ class StateLayer(CacheLayerMixin):
         self.history.clear()
 
 
+class WindowLayer(StateLayer):
+    """The same under the other name."""
+
+    _layer_type = WINDOW_LAYER_TYPE
+
+
 class StaticStateLayer(StateLayer):
     """`StateLayer` for compiled decoding: the states keep their addresses and the token count is a tensor."""
 
@@ -242,7 +251,7 @@ class StaticStateLayer(StateLayer):
                 self.states[name] = mapped
 
 
-STATIC_LAYER_TYPE_MAPPING[STATE_LAYER_TYPE] = StaticStateLayer
+STATIC_LAYER_TYPE_MAPPING.update(dict.fromkeys(STATE_LAYER_TYPES, StaticStateLayer))
 
 
 def is_state_layer(layer: object) -> TypeGuard[StateLayer]:
@@ -322,7 +331,7 @@ def prepare_cache(past_key_values: Cache | None, config: PreTrainedConfig, batch
         past_key_values.layers = DynamicCache(config=config).layers
         past_key_values.layer_class_to_replicate = None
     layers = past_key_values.layers
-    wanted = [layer_type == STATE_LAYER_TYPE for layer_type in config.layer_types]
+    wanted = [layer_type in STATE_LAYER_TYPES for layer_type in config.layer_types]
     if [is_state_layer(layer) for layer in layers] != wanted:
         raise ValueError(
             f"past_key_values has layers {[type(layer).__name__ for layer in layers]}, which are not those of this "

@@ -1,17 +1,40 @@
-"""What the configurations of all families share: presets, checks, and the names of layer types."""
+"""What the configurations of all families share: presets, derived fields, and checks."""
 
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
+GPT2_END_OF_TEXT = 50256
+
+
+def gpt2_end_of_text(config: Any) -> int | None:
+    """The token that begins and ends a text, where the vocabulary has it."""
+    return GPT2_END_OF_TEXT if config.vocab_size > GPT2_END_OF_TEXT else None
+
 
 class HybridConfigMixin:
-    """Presets by name and checks with readable errors; placed before `PreTrainedConfig`."""
+    """Presets by name, derived fields, and checks with readable errors; placed before `PreTrainedConfig`.
+
+    A derived field follows the fields it is computed from until someone sets it; setting it to its default (`None`)
+    makes it follow again. It always holds its value, so `config.json` is complete.
+    """
 
     presets: ClassVar[dict[str, dict]] = {}
+    # field → its value, given the configuration; a field comes after those it is computed from
+    derived: ClassVar[dict[str, Callable[[Any], Any]]] = {}
+    _following: frozenset[str]
 
     def __post_init__(self, **kwargs):
+        fields = self.__dataclass_fields__  # type: ignore[attr-defined]
+        self._following = frozenset(name for name in self.derived if getattr(self, name) == fields[name].default)
+        if self.transformers_version is not None:  # type: ignore[attr-defined]
+            # A saved configuration names every field; what equals the derived value was derived then, and is again.
+            for name, value in self.derived.items():
+                if getattr(self, name) == value(self):
+                    self._following |= {name}
+        self._derive()
         # The strict dataclass runs these again, but wraps what they raise; here a plain ValueError comes out.
         self.validate_layer_type()
         self.validate_architecture()
@@ -19,6 +42,32 @@ class HybridConfigMixin:
         if isinstance(num_labels, int) and num_labels < 1:
             raise ValueError(f"num_labels={num_labels} must be positive.")
         super().__post_init__(**kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        fields = self.__dataclass_fields__  # type: ignore[attr-defined]
+        if "_following" not in self.__dict__ or name not in fields:  # the former while the fields are first filled
+            return
+        if name in self.derived:
+            self._following -= {name}
+            if value == fields[name].default:
+                self._following |= {name}
+        self._derive()
+
+    def _derive(self) -> None:
+        for name, value in self.derived.items():
+            if self.follows(name):
+                self.__dict__[name] = value(self)
+
+    def follows(self, name: str) -> bool:
+        """Whether the field has its derived value, because nobody has set it."""
+        return name in self._following
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in transformers: every field with its value."""
+        output = super().to_dict()  # type: ignore[misc]
+        output.pop("_following", None)
+        return output
 
     def validate_layer_type(self) -> None:
         """Overridden by configurations with `block_types`."""
@@ -79,19 +128,22 @@ class HybridConfigMixin:
         block_types = self.block_types  # type: ignore[attr-defined]
         layers = self.num_hidden_layers  # type: ignore[attr-defined]
         if len(block_types) != layers:
-            raise ValueError(f"layer_types names {len(block_types)} layers, but num_hidden_layers={layers}.")
+            raise ValueError(f"block_types names {len(block_types)} layers, but num_hidden_layers={layers}.")
         if unknown := sorted(set(block_types) - set(choices)):
-            raise ValueError(f"layer_types contains {unknown}; a layer is one of {', '.join(map(repr, choices))}.")
+            raise ValueError(f"block_types contains {unknown}; a layer is one of {', '.join(map(repr, choices))}.")
 
 
 def check_config_class(model: Any, config: object) -> None:
-    """A model is built from its own family's configuration, or one derived from it.
+    """A model is built from its own family's configuration, or one derived from it, whose fields fit each other.
 
     By the name of the family: a folder's own code has copies of the classes.
 
     Raises:
         TypeError: it is another family's, or none.
+        ValueError: its fields, changed since it was made, do not fit each other.
     """
     wanted = type(model).config_class
     if wanted.model_type not in {getattr(kind, "model_type", None) for kind in type(config).__mro__}:
         raise TypeError(f"{type(model).__name__} needs a {wanted.__name__}, got {type(config).__name__}.")
+    config.validate_layer_type()  # type: ignore[attr-defined]
+    config.validate_architecture()  # type: ignore[attr-defined]

@@ -250,9 +250,11 @@ class QuestionAnsweringHead(GenericForQuestionAnswering):
 
 
 def _classifier_dropout(config: PreTrainedConfig) -> float:
-    """As in transformers, where a family's configuration has no field for it: 0.1."""
-    dropout = getattr(config, "classifier_dropout", None)
-    return 0.1 if dropout is None else dropout
+    """The first that the configuration has; 0.1, as in transformers, where it has none."""
+    for name in ("classifier_dropout", "final_dropout", "hidden_dropout"):
+        if getattr(config, name, None) is not None:
+            return getattr(config, name)
+    return 0.1
 
 
 def last_real_token(

@@ -2,8 +2,8 @@
 
 An op is a folder of implementations with one meaning: `reference` (the equation, step by step), `torch` (vectorised,
 runs everywhere), and, where they pay, `native` (CPU) and `triton` (CUDA). The first of `PREFERENCE` that can run is
-taken. `HF_HYBRID_SSM_BACKEND=torch` or `with ops.backend("torch"):` forces one for every op, `backend="torch"` for one
-call; a forced implementation that cannot run raises and says why, it is never replaced silently.
+taken. `HF_HYBRID_SSM_BACKEND=torch` or `with dispatch.backend("torch"):` forces one for every op, `backend="torch"`
+for one call; a forced implementation that cannot run raises and says why, it is never replaced silently.
 """
 
 import importlib

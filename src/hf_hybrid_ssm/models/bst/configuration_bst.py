@@ -1,6 +1,7 @@
 """Block-State Transformer configuration."""
 
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
@@ -9,8 +10,26 @@ from transformers import PreTrainedConfig
 from hf_hybrid_ssm.models.configuration import HybridConfigMixin
 
 BLOCK_TYPES = ("slide", "bst", "brect")
-SSM_TYPES = ("s4d", "s4", "unstructured", "s5")
+# how each turns its continuous system into a discrete one; the first is the default
+DISCRETIZATIONS = {"s4d": ("zoh", "bilinear"), "s4": ("bilinear",), "s5": ("zoh",), "unstructured": ()}
+SSM_TYPES = tuple(DISCRETIZATIONS)
 STATE_LAYER_TYPE = "hybrid_ssm_state"
+
+
+def _default_indices(config: Any) -> list[int]:
+    return [index for index in (0, 6, 8) if index < config.num_hidden_layers]
+
+
+def _block_types(config: Any) -> list[str]:
+    follows = config.follows("bst_layer_indices")
+    indices = _default_indices(config) if follows else config.bst_layer_indices
+    return ["bst" if index in indices else "slide" for index in range(config.num_hidden_layers)]
+
+
+def _bst_layers(config: Any) -> list[int]:
+    if config.follows("block_types"):
+        return _default_indices(config)
+    return [index for index, block_type in enumerate(config.block_types) if block_type == "bst"]
 
 
 @strict
@@ -44,7 +63,7 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
         ssm_num_dynamics (`int`, *optional*): Independent copies of A and B; one for each filter and channel by
         default.
         ssm_init (`str`, *optional*, defaults to `"legs"`): `"legs"` or `"lin"`, of s4d.
-        ssm_discretization (`str`, *optional*): `"zoh"` (default) or `"bilinear"` for s4d; s4 is bilinear.
+        ssm_discretization (`str`, *optional*): `"zoh"` (default) or `"bilinear"` for s4d; s4 is bilinear, s5 is zoh.
         ssm_dt_min, ssm_dt_max (`float`, *optional*, defaults to 1e-3 and 1e-1): Range of the initial step sizes.
         ssm_input_norm (`bool`, *optional*, defaults to `True`): Normalise the input of the state-space model.
         ssm_skip (`bool`, *optional*, defaults to `True`): Its D term.
@@ -114,6 +133,13 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
         "1.3b": {"hidden_size": 2048, "num_attention_heads": 32, "intermediate_size": 16384},
     }
 
+    derived: ClassVar[dict[str, Callable[[Any], Any]]] = {
+        "block_types": _block_types,
+        "bst_layer_indices": _bst_layers,
+        "ssm_state_size": lambda config: 256 if config.ssm_type == "s5" else 16,
+        "logit_scale": lambda config: 1 / math.sqrt(config.hidden_size) if config.hidden_size > 0 else None,
+    }
+
     vocab_size: int = 32128
     hidden_size: int = 1024
     num_hidden_layers: int = 12
@@ -171,35 +197,10 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = 1
 
-    def __post_init__(self, **kwargs: Any) -> None:
-        layers = max(self.num_hidden_layers, 0)
-        if self.block_types is None:
-            indices = (
-                [i for i in (0, 6, 8) if i < layers] if self.bst_layer_indices is None else self.bst_layer_indices
-            )
-            outside = [index for index in indices if not 0 <= index < layers]
-            if outside or len(set(indices)) != len(indices):
-                raise ValueError(
-                    f"bst_layer_indices={indices} must name different layers from 0 to {layers - 1} "
-                    f"(num_hidden_layers={self.num_hidden_layers})."
-                )
-            self.block_types = ["bst" if i in indices else "slide" for i in range(layers)]
-        actual = [i for i, block_type in enumerate(self.block_types) if block_type == "bst"]
-        if self.bst_layer_indices is not None and sorted(self.bst_layer_indices) != actual:
-            raise ValueError(
-                f"bst_layer_indices={self.bst_layer_indices} contradicts block_types, whose bst layers are {actual}."
-            )
-        self.bst_layer_indices = actual
-        if self.ssm_state_size is None:
-            self.ssm_state_size = 256 if self.ssm_type == "s5" else 16
-        if self.logit_scale is None and self.hidden_size > 0:
-            self.logit_scale = 1 / math.sqrt(self.hidden_size)
-        super().__post_init__(**kwargs)
-
     @property
     def layer_types(self) -> list[str]:
         """The kind of cache layer each block needs: always our own."""
-        return [STATE_LAYER_TYPE] * len(self.block_types or [])
+        return [STATE_LAYER_TYPE] * self.num_hidden_layers
 
     @property
     def ssm_options(self) -> dict[str, Any]:
@@ -226,10 +227,19 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
             return options | {"blocks": max(b for b in (1, 2, 4, 8) if size % (2 * b) == 0)}
         options |= {"num_dynamics": self.ssm_num_dynamics}
         if self.ssm_type == "s4d":
-            options |= {"init": self.ssm_init, "discretization": self.ssm_discretization or "zoh"}
+            options |= {"init": self.ssm_init, "discretization": self.ssm_discretization or DISCRETIZATIONS["s4d"][0]}
         return options
 
     def validate_layer_type(self) -> None:
+        indices, layers = self.bst_layer_indices, self.num_hidden_layers
+        if len(set(indices)) != len(indices) or any(not 0 <= index < layers for index in indices):
+            raise ValueError(
+                f"bst_layer_indices={indices} must name different layers from 0 to {layers - 1} "
+                f"(num_hidden_layers={layers})."
+            )
+        actual = [index for index, block_type in enumerate(self.block_types) if block_type == "bst"]
+        if sorted(indices) != actual:
+            raise ValueError(f"bst_layer_indices={indices} contradicts block_types, whose bst layers are {actual}.")
         self.check_block_types(BLOCK_TYPES)
 
     def validate_architecture(self) -> None:
@@ -248,8 +258,13 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
         self.check_choice("ssm_init", ("legs", "lin"))
         if self.ssm_state_size % 2:  # type: ignore[operator]
             raise ValueError(f"ssm_state_size={self.ssm_state_size} must be even: states come in conjugate pairs.")
-        if self.ssm_discretization not in (None, *(("zoh", "bilinear") if self.ssm_type == "s4d" else ("bilinear",))):
-            raise ValueError(f"ssm_discretization={self.ssm_discretization!r} does not exist for {self.ssm_type}.")
+        known = DISCRETIZATIONS[self.ssm_type]
+        if self.ssm_discretization not in (None, *known):
+            choices = " or ".join(map(repr, known)) or "none: it has no continuous system"
+            raise ValueError(
+                f"ssm_discretization={self.ssm_discretization!r} does not exist for ssm_type={self.ssm_type!r}, which "
+                f"has {choices}."
+            )
         if self.bidirectional and (self.context_variant == "mf" or "brect" in (self.block_types or [])):
             raise ValueError(
                 f"bidirectional=True has no meaning for context_variant='mf' or 'brect' layers, whose states come "

@@ -23,6 +23,7 @@ from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.layers.retrieval import NAMES as MEMORY_STATES
 from hf_hybrid_ssm.layers.retrieval import attend_with_memory
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
+from hf_hybrid_ssm.models.attentions import IN_BLOCKS, refuse_attentions
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, prepare_cache
 from hf_hybrid_ssm.models.configuration import check_config_class
@@ -47,8 +48,8 @@ class BstAttention(nn.Module):
     """Attention to the W tokens before; beside it, in a "bst" layer to the context states of the block, in a "brect"
     layer to its recurrent states.
 
-    Queries and keys are L2-normalised; each head has a learned scale, and T5's bias lies inside it (section 5 of the
-    dossier of Block-Recurrent Transformers, whose token branch this is).
+    Queries and keys are L2-normalised; each head has a learned scale, and T5's bias lies inside it, as in the token
+    branch of Block-Recurrent Transformers (arXiv 2203.07852), whose official code has it so.
     """
 
     def __init__(self, config: BstConfig, layer_idx: int):
@@ -369,6 +370,7 @@ class BstModel(BstPreTrainedModel):
         continues_documents (`bool`, *optional*, defaults to `False`):
             The first tokens go on with the documents in `past_key_values`, as they do in each step of `generate`.
         """
+        refuse_attentions(self.config, kwargs.get("output_attentions"), IN_BLOCKS)
         check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
@@ -385,7 +387,7 @@ class BstModel(BstPreTrainedModel):
         packed = packed_rows(*inputs, cu_seq_lens_q=cu_seq_lens_q, continues_documents=continues_documents)
         packed.open(past_key_values)
         hidden_states = inputs_embeds
-        for layer in self.layers:
+        for layer in self.layers[: self.config.num_hidden_layers]:  # fewer while generation exits early
             hidden_states = layer(hidden_states, rows, packed.seq_idx, past_key_values)
         return BaseModelOutputWithPast(
             last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values if use_cache else None

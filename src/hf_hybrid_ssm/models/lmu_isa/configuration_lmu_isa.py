@@ -2,12 +2,13 @@
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from hf_hybrid_ssm.models.configuration import HybridConfigMixin
+from hf_hybrid_ssm.models.configuration import GPT2_END_OF_TEXT, HybridConfigMixin, gpt2_end_of_text
 from hf_hybrid_ssm.ops.implicit_attention import FORMS
 
 STATE_LAYER_TYPE = "hybrid_ssm_state"
@@ -84,7 +85,8 @@ class LmuIsaConfig(HybridConfigMixin, PreTrainedConfig):
         use_cache (`bool`, *optional*, defaults to `True`): Return the state for continuation.
         use_linear_cross_entropy (`bool`, *optional*, defaults to `False`): When training with labels, compute the loss
             in chunks that never hold all logits; `logits` is then `None`.
-        pad_token_id, bos_token_id, eos_token_id (`int`, *optional*): Special tokens; GPT-2's end of text by default.
+        pad_token_id, bos_token_id, eos_token_id (`int`, *optional*): Special tokens; the last two GPT-2's end of text
+            by default, if the vocabulary has it.
 
     ```python
     >>> from hf_hybrid_ssm import LmuIsaConfig, LmuIsaForCausalLM
@@ -114,6 +116,13 @@ class LmuIsaConfig(HybridConfigMixin, PreTrainedConfig):
     }
     presets: ClassVar[dict[str, dict[str, Any]]] = _presets()
 
+    derived: ClassVar[dict[str, Callable[[Any], Any]]] = {
+        "lmu_reduced_order": lambda config: max(1, round(config.lmu_order / 10)),
+        "pre_intermediate_size": lambda config: math.floor(1.5 * config.hidden_size + 0.5),
+        "bos_token_id": gpt2_end_of_text,
+        "eos_token_id": gpt2_end_of_text,
+    }
+
     vocab_size: int = 50257
     hidden_size: int = 204
     num_hidden_layers: int = 3
@@ -137,15 +146,8 @@ class LmuIsaConfig(HybridConfigMixin, PreTrainedConfig):
     use_cache: bool = True
     use_linear_cross_entropy: bool = False
     pad_token_id: int | None = None
-    bos_token_id: int | None = 50256
-    eos_token_id: int | list[int] | None = 50256
-
-    def __post_init__(self, **kwargs):
-        if self.lmu_reduced_order is None:
-            self.lmu_reduced_order = max(1, round(self.lmu_order / 10))
-        if self.pre_intermediate_size is None:
-            self.pre_intermediate_size = math.floor(1.5 * self.hidden_size + 0.5)
-        super().__post_init__(**kwargs)
+    bos_token_id: int | None = GPT2_END_OF_TEXT
+    eos_token_id: int | list[int] | None = GPT2_END_OF_TEXT
 
     @property
     def layer_types(self) -> list[str]:

@@ -1,16 +1,17 @@
 """Longhorn model configuration."""
 
 import math
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
-from hf_hybrid_ssm.models.configuration import HybridConfigMixin
+from hf_hybrid_ssm.models.configuration import GPT2_END_OF_TEXT, HybridConfigMixin, gpt2_end_of_text
 
-# The cache layer of a Longhorn block; the attention blocks keep transformers' own names and cache layers.
-CACHE_LAYER_TYPES = {"linear_attention": "hybrid_ssm_state", "sliding_attention": "hybrid_ssm_state"}
+# The cache layers of blocks with states of fixed size; full attention keeps transformers' own name and cache layer.
+CACHE_LAYER_TYPES = {"linear_attention": "hybrid_ssm_state", "sliding_attention": "hybrid_ssm_window"}
 ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
 BLOCK_TYPES = ("linear_attention", "sliding_attention", "full_attention")
 
@@ -56,7 +57,8 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
             the paper.
         max_position_embeddings (`int`, *optional*, defaults to 2048): Training length. Not a limit of Longhorn layers;
             read by evaluation tools as the default context.
-        pad_token_id, bos_token_id, eos_token_id (`int`, *optional*): Special tokens; GPT-2's end of text by default.
+        pad_token_id, bos_token_id, eos_token_id (`int`, *optional*): Special tokens; the last two GPT-2's end of text
+            by default, if the vocabulary has it.
 
     ```python
     >>> from hf_hybrid_ssm import LonghornConfig, LonghornForCausalLM
@@ -97,6 +99,16 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
         },
     }
 
+    derived: ClassVar[dict[str, Callable[[Any], Any]]] = {
+        "block_types": lambda config: ["linear_attention"] * max(config.num_hidden_layers, 0),
+        "time_step_rank": lambda config: math.ceil(config.hidden_size / 16),
+        "num_attention_heads": lambda config: config.hidden_size // 64 if config.hidden_size % 64 == 0 else 1,
+        "num_key_value_heads": lambda config: config.num_attention_heads,
+        "head_dim": lambda config: config.hidden_size // max(config.num_attention_heads, 1),
+        "bos_token_id": gpt2_end_of_text,
+        "eos_token_id": gpt2_end_of_text,
+    }
+
     vocab_size: int = 50304
     hidden_size: int = 768
     num_hidden_layers: int = 24
@@ -124,22 +136,35 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
     mlp_intermediate_size: int | None = None
     max_position_embeddings: int = 2048
     pad_token_id: int | None = None
-    bos_token_id: int | None = 50256
-    eos_token_id: int | list[int] | None = 50256
+    bos_token_id: int | None = GPT2_END_OF_TEXT
+    eos_token_id: int | list[int] | None = GPT2_END_OF_TEXT
 
     def __post_init__(self, **kwargs):
-        layer_types = kwargs.pop("layer_types", None)
-        if self.block_types is None:
-            self.block_types = layer_types or ["linear_attention"] * max(self.num_hidden_layers, 0)
-        if self.time_step_rank == "auto":
-            self.time_step_rank = math.ceil(self.hidden_size / 16)
-        if self.num_attention_heads is None:
-            self.num_attention_heads = self.hidden_size // 64 if self.hidden_size % 64 == 0 else 1
-        if self.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
-        if self.head_dim is None and self.num_attention_heads > 0:
-            self.head_dim = self.hidden_size // self.num_attention_heads
+        self._take_layer_types(kwargs.pop("layer_types", None))
         super().__post_init__(**kwargs)
+
+    def _take_layer_types(self, layer_types: list[str] | None) -> None:
+        """`block_types` under the name transformers knows, or as the property `layer_types` gives them."""
+        if layer_types is None:
+            return
+        own_names = {cache_name: block_type for block_type, cache_name in CACHE_LAYER_TYPES.items()}
+        block_types = [own_names.get(layer_type, layer_type) for layer_type in layer_types]
+        if self.block_types not in (None, block_types):
+            raise ValueError(
+                f"layer_types={layer_types} contradicts block_types={self.block_types}; give one of them."
+            )
+        if unknown := sorted(set(block_types) - set(BLOCK_TYPES)):
+            raise ValueError(f"layer_types contains {unknown}; a layer is one of {', '.join(map(repr, BLOCK_TYPES))}.")
+        if len(block_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types names {len(block_types)} layers, but num_hidden_layers={self.num_hidden_layers}."
+            )
+        self.block_types = block_types
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether some layer attends."""
+        return any(block_type != "linear_attention" for block_type in self.block_types)
 
     @property
     def intermediate_size(self) -> int:
@@ -149,7 +174,10 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
     @property
     def layer_types(self) -> list[str]:
         """The kind of cache layer each block needs (`block_types` in the words of the cache)."""
-        return [CACHE_LAYER_TYPES.get(block_type, block_type) for block_type in self.block_types]
+        kinds = self.block_types[
+            : self.num_hidden_layers
+        ]  # generation that exits early lowers their number for a while
+        return [CACHE_LAYER_TYPES.get(kind, kind) for kind in kinds]
 
     def validate_layer_type(self):
         self.check_block_types(BLOCK_TYPES)
@@ -164,8 +192,13 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
         self.check_dropout("attention_dropout")
         if not isinstance(self.time_step_rank, int) or self.time_step_rank <= 0:
             raise ValueError(f'time_step_rank={self.time_step_rank!r} must be "auto" or a positive integer.')
-        if set(self.block_types) != {"linear_attention"}:
+        if self.has_attention:
             self._check_attention()
+
+    def validate_rope(self):
+        """As in transformers, where there is something to rotate."""
+        if self.has_attention:
+            super().validate_rope()
 
     def _check_attention(self) -> None:
         self.check_positive("sliding_window", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -174,8 +207,10 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
                 f"num_attention_heads={self.num_attention_heads} must be a multiple of "
                 f"num_key_value_heads={self.num_key_value_heads}."
             )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs of channels.")
         if "sliding_attention" in self.block_types and self.sliding_window is None:
-            raise ValueError('sliding_window=None, but layer_types has "sliding_attention" layers: give their window.')
+            raise ValueError('sliding_window=None, but block_types has "sliding_attention" layers: give their window.')
         rope = self.rope_parameters or {}
         kind, theta = rope.get("rope_type", rope.get("type", "default")), rope.get("rope_theta")
         if kind not in ROPE_TYPES:

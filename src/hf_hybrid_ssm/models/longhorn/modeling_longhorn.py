@@ -26,6 +26,7 @@ from hf_hybrid_ssm.layers.feed_forward import SwiGLU
 from hf_hybrid_ssm.layers.keeping_float32 import KeepsFloat32
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.layers.short_convolution import ShortConvolution
+from hf_hybrid_ssm.models.attentions import IN_BLOCKS, refuse_attentions
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, prepare_cache
 from hf_hybrid_ssm.models.configuration import check_config_class
 from hf_hybrid_ssm.models.heads import (
@@ -327,7 +328,7 @@ class LonghornModel(LonghornPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(LonghornBlock(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.has_attention = any(block_type != "linear_attention" for block_type in config.block_types)
+        self.has_attention = config.has_attention
         self.rotary_emb = LonghornRotaryEmbedding(config) if self.has_attention else None
         self.gradient_checkpointing = False
         self.post_init()
@@ -356,6 +357,9 @@ class LonghornModel(LonghornPreTrainedModel):
         continues_documents (`bool`, *optional*, defaults to `False`):
             The first tokens go on with the documents in `past_key_values`, as they do in each step of `generate`.
         """
+        if set(self.config.block_types) - {"linear_attention"} != {"full_attention"}:
+            reason = f"window {IN_BLOCKS}" if self.has_attention else "no token attends to another"
+            refuse_attentions(self.config, kwargs.get("output_attentions"), reason)
         check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)

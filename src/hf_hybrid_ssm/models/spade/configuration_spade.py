@@ -1,5 +1,6 @@
 """SPADE configurations: a stack (language model or encoder), and the encoder-decoder."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
@@ -146,6 +147,15 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
         **_lra_presets(),
     }
 
+    derived: ClassVar[dict[str, Callable[[Any], Any]]] = {
+        "ssm_state_size": lambda config: STATE_SIZES.get(config.ssm_type),
+        "ssm_trainable": lambda config: "none" if config.ssm_type in ("s4", "s4d") else "all",
+        "final_norm": lambda config: config.norm_position == "pre",
+        "embedding_norm": lambda config: config.norm_position == "post",
+        "classifier_hidden_size": lambda config: config.hidden_size,
+        "classifier_dropout": lambda config: config.dropout,
+    }
+
     vocab_size: int = 32128
     hidden_size: int = 1024
     intermediate_size: int = 4096
@@ -206,18 +216,6 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         self.global_layers = list(self.global_layers)
-        if self.ssm_state_size is None:
-            self.ssm_state_size = STATE_SIZES.get(self.ssm_type)
-        if self.ssm_trainable is None:
-            self.ssm_trainable = "none" if self.ssm_type in ("s4", "s4d") else "all"
-        if self.final_norm is None:
-            self.final_norm = self.norm_position == "pre"
-        if self.embedding_norm is None:
-            self.embedding_norm = self.norm_position == "post"
-        if self.classifier_hidden_size is None:
-            self.classifier_hidden_size = self.hidden_size
-        if self.classifier_dropout is None:
-            self.classifier_dropout = self.dropout
         super().__post_init__(**kwargs)
 
     @property

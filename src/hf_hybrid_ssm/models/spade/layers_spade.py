@@ -51,7 +51,7 @@ def spade_mixer(config: SpadeConfig, is_causal: bool) -> Mixer:
 
 
 class SpadeAttention(nn.Module):
-    """Scaled attention within a window, a chunk or everything, with T5's bias by distance (sections 3.5 to 3.9)."""
+    """Scaled attention within a window, a chunk or everything, with T5's bias by distance."""
 
     def __init__(self, config: SpadeConfig, is_causal: bool, bias: bool = False):
         super().__init__()

@@ -1,11 +1,12 @@
 """PyTorch SPADE models of one stack (arXiv 2212.08136): language model, encoder, classifier."""
 
 import math
-from typing import Any
+import sys
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import Cache, GenerationMixin
+from transformers import Cache, GenerationMixin, PreTrainedConfig
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPast, SequenceClassifierOutput
@@ -17,6 +18,7 @@ from hf_hybrid_ssm.layers.adaptive_vocabulary import AdaptiveEmbedding, Adaptive
 from hf_hybrid_ssm.layers.mixer import Mixer
 from hf_hybrid_ssm.layers.norms import ScaleNorm, build_norm
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
+from hf_hybrid_ssm.models.attentions import IN_BLOCKS, refuse_attentions
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, prepare_cache
 from hf_hybrid_ssm.models.configuration import check_config_class
 from hf_hybrid_ssm.models.heads import CausalLMHead, QuestionAnsweringHead, TokenClassificationHead
@@ -88,6 +90,7 @@ class SpadeStack(nn.Module):
             self.embedding_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.embedding_dropout)
         self.relative_bias = relative_bias(config, is_causal) if config.relative_bias_scope == "shared" else None
+        self.config = config
         self.layers = nn.ModuleList(SpadeBlock(config, index, is_causal) for index in range(config.num_hidden_layers))
         self.norm = None
         if config.final_norm:
@@ -107,7 +110,7 @@ class SpadeStack(nn.Module):
             hidden_states = self.embedding_norm(hidden_states)
         hidden_states = self.dropout(hidden_states)
         bias = None if self.relative_bias is None else self.relative_bias(None)
-        for layer in self.layers:
+        for layer in self.layers[: self.config.num_hidden_layers]:  # fewer while generation exits early
             if every is not None:
                 every.append(hidden_states)
             # by name: gradient checkpointing takes the cache out, or a replay would store the states twice
@@ -140,8 +143,46 @@ def spade_embedding(config: SpadeConfig) -> nn.Module:
     return nn.Embedding(config.vocab_size, config.hidden_size)
 
 
+class BaseOfCheckpoint(SpadePreTrainedModel):
+    """The class that `AutoModel` knows for a configuration, and that gives way to the encoder where the checkpoint is
+    one of an encoder or of a head over it, as `config.architectures` says.
+
+    `AutoModel` always hands over the configuration. Loaded by its own name without one, the class is itself.
+    """
+
+    encoder_architectures: ClassVar[tuple[str, ...]]  # the encoder first, all in the module of the class
+
+    @classmethod
+    def _class_for(cls, config: PreTrainedConfig | None) -> type[SpadePreTrainedModel]:
+        if set(getattr(config, "architectures", None) or ()).isdisjoint(cls.encoder_architectures):
+            return cls
+        encoder = getattr(sys.modules[cls.__module__], cls.encoder_architectures[0])
+        if cls._auto_class is not None:  # a folder's own code, which is saved with the model again
+            encoder.register_for_auto_class(cls._auto_class)
+        return encoder
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args: Any, **kwargs: Any):
+        chosen = cls._class_for(kwargs.get("config"))
+        load = super().from_pretrained if chosen is cls else chosen.from_pretrained
+        return load(pretrained_model_name_or_path, *args, **kwargs)
+
+    @classmethod
+    def _from_config(cls, config: PreTrainedConfig, **kwargs: Any):
+        chosen = cls._class_for(config)
+        build = super()._from_config if chosen is cls else chosen._from_config
+        return build(config, **kwargs)
+
+
 @auto_docstring
-class SpadeModel(SpadePreTrainedModel):
+class SpadeModel(BaseOfCheckpoint):
+    encoder_architectures = (
+        "SpadeEncoderModel",
+        "SpadeForSequenceClassification",
+        "SpadeForTokenClassification",
+        "SpadeForQuestionAnswering",
+    )
+
     def __init__(self, config: SpadeConfig):
         super().__init__(config)
         self.embed_tokens = spade_embedding(config)
@@ -173,6 +214,7 @@ class SpadeModel(SpadePreTrainedModel):
         continues_documents (`bool`, *optional*, defaults to `False`):
             The first tokens go on with the documents in `past_key_values`, as they do in each step of `generate`.
         """
+        refuse_attentions(self.config, kwargs.get("output_attentions"), IN_BLOCKS)
         check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
@@ -269,6 +311,7 @@ class SpadeEncoderModel(SpadePreTrainedModel):
         cu_seq_lens_q (`torch.IntTensor` of shape `(documents + 1,)`, *optional*):
             Where the documents of a single packed row begin and end, instead of `seq_idx`.
         """
+        refuse_attentions(self.config, kwargs.get("output_attentions"), IN_BLOCKS)
         check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)

@@ -9,6 +9,7 @@ from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2
 from transformers.utils import auto_docstring, can_return_tuple
 
 from hf_hybrid_ssm.layers.norms import build_norm
+from hf_hybrid_ssm.models.attentions import IN_BLOCKS, refuse_attentions
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, is_state_layer, prepare_cache
 from hf_hybrid_ssm.models.heads import chunked_causal_lm_loss
 from hf_hybrid_ssm.models.inputs import check_inputs, check_labels
@@ -17,6 +18,7 @@ from hf_hybrid_ssm.models.padding import CompactRows, compact_rows
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig, SpadeSeq2SeqConfig
 from hf_hybrid_ssm.models.spade.layers_spade import SpadeFeedForward, SpadeMixing, relative_bias
 from hf_hybrid_ssm.models.spade.modeling_spade import (
+    BaseOfCheckpoint,
     SpadeEncoderModel,
     SpadeForQuestionAnswering,
     SpadeForSequenceClassification,
@@ -189,8 +191,14 @@ def prepare_seq2seq_cache(
 
 
 @auto_docstring
-class SpadeSeq2SeqModel(SpadePreTrainedModel):
+class SpadeSeq2SeqModel(BaseOfCheckpoint):
     config: SpadeSeq2SeqConfig
+    encoder_architectures = (
+        "SpadeSeq2SeqEncoderModel",
+        "SpadeSeq2SeqForSequenceClassification",
+        "SpadeSeq2SeqForTokenClassification",
+        "SpadeSeq2SeqForQuestionAnswering",
+    )
 
     def __init__(self, config: SpadeSeq2SeqConfig):
         super().__init__(config)
@@ -200,7 +208,7 @@ class SpadeSeq2SeqModel(SpadePreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def get_encoder(self) -> "SpadeSeq2SeqEncoder":
+    def get_encoder(self, modality: str | None = None) -> "SpadeSeq2SeqEncoder":
         return SpadeSeq2SeqEncoder(self)
 
     @can_return_tuple
@@ -219,6 +227,7 @@ class SpadeSeq2SeqModel(SpadePreTrainedModel):
         output_hidden_states: bool | None = None,
         **kwargs,
     ) -> Seq2SeqModelOutput:
+        refuse_attentions(self.config, kwargs.get("output_attentions"), IN_BLOCKS)
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         if self.training and self.gradient_checkpointing:  # a replayed layer would store its states twice
             use_cache, past_key_values = False, None
@@ -256,15 +265,19 @@ class SpadeSeq2SeqModel(SpadePreTrainedModel):
         )
 
 
-class SpadeSeq2SeqEncoder:
-    """The encoder with the embeddings it shares with the decoder; what `generate` calls before the first token."""
+class SpadeSeq2SeqEncoder(nn.Module):
+    """The encoder with the embeddings it shares with the decoder, as the model's own modules; what `generate` calls
+    before the first token."""
 
     main_input_name = "input_ids"
 
     def __init__(self, model: SpadeSeq2SeqModel):
-        self.model = model
+        super().__init__()
+        self.config = model.config
+        self.embed_tokens, self.encoder = model.embed_tokens, model.encoder
+        self.training = model.training
 
-    def __call__(
+    def forward(
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
@@ -272,16 +285,12 @@ class SpadeSeq2SeqEncoder:
         output_hidden_states: bool | None = None,
         **kwargs,
     ) -> BaseModelOutput:
-        config = self.model.config
-        check_inputs(input_ids, inputs_embeds, config.vocab_size, config.hidden_size)
-        embeddings = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        refuse_attentions(self.config, kwargs.get("output_attentions"), IN_BLOCKS)
+        check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
+        embeddings = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         every: list[torch.Tensor] | None = [] if output_hidden_states else None
-        hidden_states = self.model.encoder(
-            embeddings, compact_rows(attention_mask, *embeddings.shape[:2]), every=every
-        )
+        hidden_states = self.encoder(embeddings, compact_rows(attention_mask, *embeddings.shape[:2]), every=every)
         return BaseModelOutput(last_hidden_state=hidden_states, hidden_states=None if every is None else tuple(every))
-
-    forward = __call__
 
 
 @auto_docstring
@@ -296,7 +305,7 @@ class SpadeForConditionalGeneration(SpadePreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def get_encoder(self) -> SpadeSeq2SeqEncoder:
+    def get_encoder(self, modality: str | None = None) -> SpadeSeq2SeqEncoder:
         return self.model.get_encoder()
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
@@ -347,6 +356,7 @@ class SpadeForConditionalGeneration(SpadePreTrainedModel, GenerationMixin):
             decoder_inputs_embeds=decoder_inputs_embeds,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
+            output_attentions=kwargs.get("output_attentions"),
         )
         hidden_states = outputs.last_hidden_state
         logits, loss = None, None

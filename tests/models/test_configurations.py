@@ -1,0 +1,147 @@
+"""Derived fields of every family follow what they are computed from, until someone sets them."""
+
+import json
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_hybrid_ssm import BstConfig, LmuIsaConfig, LonghornConfig, SpadeConfig, SpadeSeq2SeqConfig
+
+CLASSES = (LonghornConfig, BstConfig, LmuIsaConfig, SpadeConfig, SpadeSeq2SeqConfig)
+# family, a change, and the derived fields after it
+CHANGES = [
+    (LonghornConfig, {"num_hidden_layers": 2}, {"block_types": ["linear_attention"] * 2}),
+    (LonghornConfig, {"num_hidden_layers": 30}, {"block_types": ["linear_attention"] * 30}),
+    (
+        LonghornConfig,
+        {"hidden_size": 128},
+        {"time_step_rank": 8, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64},
+    ),
+    (LonghornConfig, {"num_attention_heads": 4}, {"num_key_value_heads": 4, "head_dim": 192}),
+    (LonghornConfig, {"vocab_size": 100}, {"bos_token_id": None, "eos_token_id": None}),
+    (LmuIsaConfig, {"vocab_size": 100}, {"bos_token_id": None, "eos_token_id": None}),
+    (LmuIsaConfig, {"lmu_order": 100}, {"lmu_reduced_order": 10}),
+    (LmuIsaConfig, {"hidden_size": 33}, {"pre_intermediate_size": 50}),
+    (BstConfig, {"num_hidden_layers": 2}, {"block_types": ["bst", "slide"], "bst_layer_indices": [0]}),
+    (BstConfig, {"bst_layer_indices": [1]}, {"block_types": ["slide", "bst"] + ["slide"] * 10}),
+    (BstConfig, {"block_types": ["bst"] * 12}, {"bst_layer_indices": list(range(12))}),
+    (BstConfig, {"ssm_type": "s5", "hidden_size": 64}, {"ssm_state_size": 256, "logit_scale": 0.125}),
+    (SpadeConfig, {"ssm_type": "s5"}, {"ssm_state_size": 256, "ssm_trainable": "all"}),
+    (SpadeConfig, {"ssm_type": "lstm"}, {"ssm_state_size": None, "ssm_trainable": "all"}),
+    (SpadeConfig, {"norm_position": "post"}, {"final_norm": False, "embedding_norm": True}),
+    (SpadeConfig, {"hidden_size": 64, "dropout": 0.3}, {"classifier_hidden_size": 64, "classifier_dropout": 0.3}),
+    (SpadeSeq2SeqConfig, {"norm_position": "pre"}, {"final_norm": True, "embedding_norm": False}),
+]
+changes = pytest.mark.parametrize(
+    ("kind", "fields", "wanted"), CHANGES, ids=[f"{kind.__name__}-{'-'.join(fields)}" for kind, fields, _ in CHANGES]
+)
+
+
+def saved(config, folder):
+    config.save_pretrained(folder)
+    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+
+
+@changes
+def test_a_change_is_what_building_with_it_gives(kind, fields, wanted, tmp_path):
+    built, changed = kind(**fields), kind()
+    for name, value in fields.items():
+        setattr(changed, name, value)
+    assert {name: getattr(changed, name) for name in wanted} == wanted
+    assert changed.to_dict() == built.to_dict()
+    kind().save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path, **fields)  # a saved field still follows
+    loaded.name_or_path = ""
+    assert loaded.to_dict() == saved(built, tmp_path) | loaded.to_dict()
+    assert {name: getattr(loaded, name) for name in wanted} == wanted
+
+
+@changes
+def test_a_file_is_complete_and_reloads(kind, fields, wanted, tmp_path):
+    config = kind(**fields)
+    written = saved(config, tmp_path)
+    assert {name: written[name] for name in kind.derived} == {name: getattr(config, name) for name in kind.derived}
+    assert not any(name.startswith("_") for name in written)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert saved(loaded, tmp_path) == written
+    for name in kind.derived:
+        assert getattr(loaded, name) == getattr(config, name)
+
+
+def test_what_someone_set_stays():
+    config = LonghornConfig(head_dim=64)  # also what would be derived
+    config.hidden_size = 1024
+    config.num_attention_heads = 8
+    assert (config.head_dim, config.num_key_value_heads) == (64, 8)
+    config.num_key_value_heads = 2
+    config.num_attention_heads = 16
+    assert config.num_key_value_heads == 2
+    config.num_key_value_heads = None  # as it was at first
+    config.time_step_rank = "auto"
+    assert (config.num_key_value_heads, config.time_step_rank) == (16, 64)
+    config = LonghornConfig(num_hidden_layers=2, block_types=["full_attention"] * 2)
+    config.num_hidden_layers = 3
+    with pytest.raises(ValueError, match="block_types names 2 layers, but num_hidden_layers=3"):
+        AutoModelForCausalLM.from_config(config)
+
+
+def test_copies_are_apart():
+    import copy
+
+    config = LonghornConfig()
+    for other in (copy.copy(config), copy.deepcopy(config)):
+        other.head_dim = 32
+        other.hidden_size = 512
+        assert (other.head_dim, config.head_dim) == (32, 64)
+        config.hidden_size = 1024
+        assert config.head_dim == 64 and config.num_attention_heads == 16
+        config.hidden_size = 768
+
+
+def test_command_line_overrides():
+    """What transformers' example scripts do with --config_overrides."""
+    config = AutoConfig.for_model("longhorn")
+    config.update_from_string("num_hidden_layers=2,hidden_size=64,vocab_size=100")
+    model = AutoModelForCausalLM.from_config(config)
+    assert (len(model.model.layers), config.time_step_rank, config.eos_token_id) == (2, 4, None)
+    config.validate()
+
+
+def test_the_file_of_an_older_save(tmp_path):
+    """It names every field; values that are not the derived ones are kept."""
+    fields = {
+        "model_type": "longhorn", "transformers_version": "5.21.0", "hidden_size": 64, "num_hidden_layers": 2,
+        "block_types": ["linear_attention", "full_attention"], "time_step_rank": 5, "num_attention_heads": 1,
+        "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 100, "bos_token_id": 50256, "eos_token_id": None,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    config = AutoConfig.from_pretrained(tmp_path, hidden_size=128)
+    assert config.block_types == fields["block_types"]
+    assert (config.time_step_rank, config.num_attention_heads, config.head_dim) == (5, 2, 64)
+
+
+def test_layer_types_are_another_name_of_block_types():
+    kinds = ["linear_attention", "sliding_attention", "full_attention"]
+    config = LonghornConfig(num_hidden_layers=3, layer_types=kinds)
+    assert config.block_types == kinds
+    again = LonghornConfig(num_hidden_layers=3, layer_types=config.layer_types)  # as the property gives them
+    assert again.to_dict() == config.to_dict()
+    assert LonghornConfig(num_hidden_layers=3, layer_types=kinds, block_types=kinds).block_types == kinds
+    for fields, words in (
+        ({"layer_types": ["mamba"] * 3}, r"layer_types contains \['mamba'\]"),
+        ({"block_types": ["mamba"] * 3}, r"block_types contains \['mamba'\]"),
+        ({"layer_types": kinds, "block_types": kinds[::-1]}, "layer_types=.* contradicts block_types="),
+    ):
+        with pytest.raises(ValueError, match=words):
+            LonghornConfig(num_hidden_layers=3, **fields)
+
+
+def test_rotary_positions_are_asked_for_where_there_are_some():
+    assert LonghornConfig(hidden_size=33, num_hidden_layers=2).intermediate_size == 66
+    with pytest.raises(ValueError, match="head_dim=33 must be even"):
+        LonghornConfig(hidden_size=33, num_hidden_layers=1, block_types=["full_attention"])
+
+
+def test_discretizations():
+    assert BstConfig(ssm_type="s5", ssm_discretization="zoh").ssm_discretization == "zoh"
+    assert BstConfig(ssm_type="s4", ssm_discretization="bilinear").ssm_discretization == "bilinear"
