@@ -18,7 +18,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 import hf_hybrid_ssm
 from hf_hybrid_ssm.auto import FAMILIES, Family
-from hf_hybrid_ssm.hub.export import AUTO_CLASSES, MANIFEST
+from hf_hybrid_ssm.hub.export import AUTO_CLASSES
 from hf_hybrid_ssm.hub.families import FACTS
 from hf_hybrid_ssm.hub.folder import check_folder, read_json
 
@@ -112,7 +112,7 @@ def card_of_folder(folder: str | os.PathLike, **options: Any) -> str:
         "name": where.name,
         "class_name": next(iter(saved.get("architectures") or []), None),
         "results": results,
-        "exported": (where / MANIFEST).is_file(),
+        "exported": "auto_map" in saved,
     }
     return model_card(config, **(found | options))
 
