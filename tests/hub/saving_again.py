@@ -54,10 +54,12 @@ class Hub:
         for operation in operations:
             shutil.copyfile(operation.path_or_fileobj, self.folder / operation.path_in_repo)
 
-    def upload_folder(self, *, folder_path: str, ignore_patterns: list[str], **options: object) -> None:
+    def upload_folder(self, *, folder_path: str, ignore_patterns: list[str], **options: object) -> mock.Mock:
+        assert list(Path(folder_path).glob("modeling_*.py"))
         for path in Path(folder_path).iterdir():
             if path.is_file() and not any(fnmatch(path.name, pattern) for pattern in ignore_patterns):
                 shutil.copyfile(path, self.folder / path.name)
+        return mock.Mock()  # an upload that is done
 
     def create_repo(self, repo_id: str, **options: object) -> mock.Mock:
         return mock.Mock(repo_id=repo_id)
@@ -91,13 +93,13 @@ def save_in_every_way(source: Path, target: Path) -> None:
 
     settings = TrainingArguments(
         str(target / "trained"), max_steps=1, save_steps=1, report_to=[], use_cpu=True, disable_tqdm=True,
-        per_device_train_batch_size=2, hub_model_id="me/trained",
+        per_device_train_batch_size=2, push_to_hub=True, hub_model_id="me/trained",
     )  # fmt: skip
     rows = [{"input_ids": row, "labels": row} for row in IDS.tolist()]
-    trainer = Trainer(model, settings, train_dataset=rows)
-    trainer.train()
-    trainer.save_model()
     with Hub(target / "pushed by trainer"):
+        trainer = Trainer(model, settings, train_dataset=rows)
+        trainer.save_model()
+        trainer.train()
         trainer.push_to_hub()
     for name in ("trained", "trained/checkpoint-1", "pushed by trainer"):
         save_file({"logits": logits(model)}, target / f"{name}.answers")
