@@ -55,17 +55,14 @@ def export_code(model_or_folder: PreTrainedModel | str | os.PathLike, folder: st
             name itself, or there are Python files that this function did not write. Nothing has been written then.
     """
     model = model_or_folder if isinstance(model_or_folder, PreTrainedModel) else None
-    if model is None and isinstance(model_or_folder, str | os.PathLike):
-        folder = model_or_folder if folder is None else folder
-    elif model is None:
+    if model is None and not isinstance(model_or_folder, str | os.PathLike):
         raise TypeError(f"model_or_folder must be a model or a path, not {type(model_or_folder).__name__}.")
-    if folder is None:
-        raise ValueError("folder is needed: where was the model saved?")
-    target = Path(folder)
-    if model is None and Path(model_or_folder) != target:  # type: ignore[arg-type]
-        raise ValueError(f"folder={str(target)!r} is not the folder {str(model_or_folder)!r}; give one of them.")
+    given = {Path(path) for path in (model_or_folder, folder) if isinstance(path, str | os.PathLike)}
+    if len(given) != 1:
+        raise ValueError(f"folder is needed, and one only: where was the model saved? Got {sorted(map(str, given))}.")
+    target = given.pop()
     config = read_config(target)
-    model_type = config.get("model_type")
+    model_type = str(config.get("model_type"))
     check_exportable(model_type, model, target)
     write_code(target, model_type)
     config["auto_map"] = auto_map_of(model_type)
@@ -87,7 +84,7 @@ def write_code(folder: str | os.PathLike, model_type: str) -> None:
             path.write_text(text, encoding="utf-8", newline="\n")
 
 
-def check_exportable(model_type: str | None, model: PreTrainedModel | None, folder: str | os.PathLike | None) -> None:
+def check_exportable(model_type: str, model: PreTrainedModel | None, folder: str | os.PathLike | None) -> None:
     """A ValueError if a model is not of that family, or the folder has Python files that were not exported."""
     family = _family_of(model_type)
     if model is not None and type(model).__name__ not in family.names:
@@ -135,7 +132,7 @@ def auto_map_of(model_type: str) -> dict[str, str]:
     }
 
 
-def _family_of(model_type: str | None) -> Family:
+def _family_of(model_type: str) -> Family:
     family = next((family for family in FAMILIES if family.model_type == model_type), None)
     if family is None:
         known = ", ".join(family.model_type for family in FAMILIES)
