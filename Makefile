@@ -12,7 +12,7 @@
 #   make mutation    change ops and caches at random and see whether a test notices
 #   make lowest      the tests with the lowest versions of the dependencies; make newest: with the newest
 #   make matrix      what PEFT, quantization, compiling, export and offloading do with every family
-#   make cards       the model cards of all presets
+#   make cards       the model cards of the papers' language models
 #   make clean-room  exported folders in a new environment that lacks the package, lm-eval's own command included
 #   make docs        run what README.md and docs/ show, and check their links
 

@@ -1,9 +1,13 @@
 """Cards say what is in the files: metadata the Hub reads, exact parameters, figures from results alone."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from documents import train_tokenizer
 from huggingface_hub import ModelCard
 from transformers import LlamaConfig
 
@@ -19,6 +23,12 @@ def test_committed_cards_are_those_of_the_presets():
     cards = preset_cards(recipes_of_presets(ROOT / "recipes"))
     committed = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "model_cards").glob("*.md")}
     assert committed == cards, "run make cards"
+
+
+def test_no_card_is_of_a_task_or_of_a_size_that_no_paper_has():
+    names = {path.stem for path in (ROOT / "model_cards").glob("*.md")}
+    assert {"longhorn-1.3b", "bst-200m", "lmu-isa-1m-global", "spade-lm-wt103", "spade-base++"} < names
+    assert not [name for name in names if "lra" in name or "rule" in name or "deep" in name]
 
 
 def test_metadata_and_parameters():
@@ -48,6 +58,7 @@ def test_layers_are_told(variant, expected):
 def folder(tmp_path):
     model = build("longhorn", "LonghornForCausalLM")
     model.save_pretrained(tmp_path / "small-longhorn", export_code=True)
+    train_tokenizer(["one two three apple"] * 4, 300).save_pretrained(tmp_path / "small-longhorn")
     results = {"validation_loss": 1.25, "validation_perplexity": 3.4903, "steps": 12}
     (tmp_path / "small-longhorn/results.json").write_text(json.dumps(results))
     return tmp_path / "small-longhorn"
@@ -66,10 +77,37 @@ def test_card_of_a_trained_model(folder, monkeypatch):
     assert 'AutoModelForCausalLM.from_pretrained("small-longhorn", trust_remote_code=True)' in card.text
 
 
-def test_without_exported_code_the_package_is_imported(folder):
-    for path in (*folder.glob("*.py"), folder / "code.json"):
-        path.unlink()
-    assert "import hf_hybrid_ssm\n" in card_of_folder(folder)
+@pytest.mark.parametrize("exported", [True, False])
+def test_the_code_of_a_card_runs_and_asks_nothing(folder, exported):
+    if not exported:
+        build("longhorn", "LonghornForCausalLM").save_pretrained(folder, export_code=False)
+        for path in folder.glob("*.py"):
+            path.unlink()
+    text = card_of_folder(folder)
+    code = text.split("```python\n")[1].split("```")[0]
+    assert ("import hf_hybrid_ssm" not in code) == exported
+    start = "import sys, builtins\nbuiltins.input = lambda text: print('ASKED', text) or 'n'\n"
+    blocked = "sys.modules['hf_hybrid_ssm'] = None\n" if exported else ""
+    end = "tokenizer.save_pretrained('tokenizer')\nAutoTokenizer.from_pretrained('tokenizer')\n"
+    ran = subprocess.run(
+        [sys.executable, "-c", start + blocked + code + end],
+        cwd=folder.parent, env=os.environ | {"HF_MODULES_CACHE": str(folder.parent / "modules")},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0 and "ASKED" not in ran.stdout, ran.stdout + ran.stderr
+    assert not list((folder.parent / "tokenizer").glob("*.py"))
+
+
+def test_a_trained_folder_without_figures(folder):
+    (folder / "results.json").unlink()
+    text = card_of_folder(folder)
+    assert "No trained weights" not in text and "The folder holds no record of the training." in text
+    assert str(folder.parent) not in text and "_name_or_path" not in text
+
+
+def test_no_index_is_said_to_have_the_package(folder):
+    committed = [path.read_text(encoding="utf-8") for path in (ROOT / "model_cards").glob("*.md")]
+    assert not [card for card in [card_of_folder(folder), *committed] if "pip install" in card]
 
 
 def test_bad_input(folder, tmp_path):

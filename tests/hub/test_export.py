@@ -1,7 +1,6 @@
 """Folders that carry their code: loaded where the package is not, the same answers to the bit, and what is refused."""
 
 import ast
-import hashlib
 import json
 import os
 import shutil
@@ -18,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfi
 import hf_hybrid_ssm
 from hf_hybrid_ssm.auto import FAMILIES
 from hf_hybrid_ssm.hub import check_folder, export_code
-from hf_hybrid_ssm.hub.export import AUTO_CLASSES, MANIFEST, code_of
+from hf_hybrid_ssm.hub.export import AUTO_CLASSES, code_of
+from hf_hybrid_ssm.hub.folder import seal
 from hf_hybrid_ssm.ops.dispatch import backend
 from tests.hub.without_package import answer
 from tests.memory import in_own_memory
@@ -75,9 +75,11 @@ def test_same_answers_without_the_package(folders, model_type):
 
 
 @EVERY
-def test_a_folder_saved_again_keeps_every_head(folders, model_type):
-    saved = json.loads((folders / model_type / "losses.json").read_text())
-    assert saved["auto_map"] == json.loads((folders / model_type / "config.json").read_text())["auto_map"]
+def test_a_folder_saved_again_keeps_every_head_and_file(folders, model_type):
+    again = folders / model_type / "again"
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (folders / model_type, again)]
+    assert configs[0]["auto_map"] == configs[1]["auto_map"]
+    assert check_folder(again)["code"] == len(code_of(model_type))
 
 
 @EVERY
@@ -156,10 +158,7 @@ def test_other_code_is_not_overwritten(saved, name):
 
 
 def test_code_of_an_older_version_is_replaced(saved):
-    old = "# older\n"
-    (saved / "dispatch.py").write_text(old)
-    manifest = json.loads((saved / MANIFEST).read_text())
-    manifest["sha256"]["dispatch.py"] = hashlib.sha256(old.encode()).hexdigest()
-    (saved / MANIFEST).write_text(json.dumps(manifest))
+    (saved / "dispatch.py").write_text(seal("# head\n", "# older\n"))
     export_code(saved)
+    assert (saved / "dispatch.py").read_text() == code_of("longhorn")["dispatch.py"]
     assert check_folder(saved)["code"] == len(code_of("longhorn"))

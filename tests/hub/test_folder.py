@@ -90,32 +90,54 @@ def no_config(folder):
 def changed_code(folder):
     with (folder / "modeling_longhorn.py").open("a") as file:
         file.write("\n")
-    return r"modeling_longhorn\.py was changed after it was exported"
+    return r"modeling_longhorn\.py was not written by export_code, or was changed since"
+
+
+def changed_head(folder):
+    path = folder / "modeling_longhorn.py"
+    path.write_text("import os\n" + path.read_text())
+    return r"modeling_longhorn\.py was not written by export_code, or was changed since"
 
 
 def added_code(folder):
     (folder / "more.py").write_text("")
-    return r"more\.py is not among the files"
+    return r"more\.py was not written by export_code"
 
 
 def lost_code(folder):
     (folder / "layers.py").unlink()
-    return r"lacks the code file layers\.py"
+    return r"lacks the code file layers\.py that \w+\.py names"
 
 
-def no_manifest(folder):
-    (folder / module.MANIFEST).unlink()
-    return "holds code without a code.json"
+def lost_entry(folder):
+    (folder / "configuration_longhorn.py").unlink()
+    return r"lacks the code file configuration_longhorn\.py that config\.json names"
 
 
-def no_hashes(folder):
-    (folder / module.MANIFEST).write_text("{}")
-    return "has no table sha256"
+def lost_all_code(folder):
+    for path in folder.glob("*.py"):
+        path.unlink()
+    return r"lacks the code file \w+\.py that config\.json names"
+
+
+def edit_auto_map(folder, value):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": value}))
+
+
+def no_table(folder):
+    edit_auto_map(folder, ["modeling_longhorn.LonghornModel"])
+    return "auto_map must say a file and class for each Auto class"
+
+
+def code_outside(folder):
+    edit_auto_map(folder, {"AutoModel": "/etc/code.Model"})
+    return r"lacks the code file /etc/code\.py"
 
 
 DAMAGE = (
     cut, cut_header, pickled, lost, exchanged, outside, no_map, no_json, no_object, no_config, changed_code,
-    added_code, lost_code, no_manifest, no_hashes,
+    changed_head, added_code, lost_code, lost_entry, lost_all_code, no_table, code_outside,
 )  # fmt: skip
 
 
@@ -129,7 +151,17 @@ def test_damage_is_named(sharded, damage, monkeypatch, capsys):
         module.main()
 
 
+def test_code_that_another_repository_holds_is_not_looked_for(sharded):
+    lost_all_code(sharded)
+    edit_auto_map(sharded, {"AutoModel": "someone/longhorn--modeling_longhorn.LonghornModel"})
+    assert check_folder(sharded)["code"] == 0
+
+
 def test_command(sharded, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["folder", str(sharded)])
     module.main()
     assert "tensors" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["folder", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        module.main()
+    assert "usage:" in capsys.readouterr().out

@@ -1,12 +1,13 @@
 """Model cards: what a checkpoint is, how it came about, what it reaches and how to load it, from its own files.
 
 python -m hf_hybrid_ssm.hub.cards FOLDER        writes FOLDER/README.md
-python -m hf_hybrid_ssm.hub.cards --presets OUT  writes a card for each preset of this package, and an index
+python -m hf_hybrid_ssm.hub.cards --presets OUT  writes a card for each language model of a paper, and an index
 """
 
 import argparse
 import itertools
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,21 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 import hf_hybrid_ssm
 from hf_hybrid_ssm.auto import FAMILIES, Family
-from hf_hybrid_ssm.hub.export import AUTO_CLASSES, MANIFEST
+from hf_hybrid_ssm.hub.export import AUTO_CLASSES
 from hf_hybrid_ssm.hub.families import FACTS
 from hf_hybrid_ssm.hub.folder import check_folder, read_json
 
+# presets without a card: tasks of the Long Range Arena, and sizes that the paper does not have
+NO_CARD = re.compile("-lra-|-rule|-deep")
 # bookkeeping, and what the table of layers says
 UNTOLD = {"architectures", "layer_types", "block_types", "bst_layer_indices", "global_layers", "transformers_version"}
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 TASKS = {
-    "CausalLM": ("text-generation", "AutoModelForCausalLM"),
-    "ConditionalGeneration": ("text-generation", "AutoModelForSeq2SeqLM"),
-    "SequenceClassification": ("text-classification", "AutoModelForSequenceClassification"),
+    "MODEL_FOR_CAUSAL_LM": "text-generation",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM": "text-generation",
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION": "text-classification",
+    "MODEL_FOR_TOKEN_CLASSIFICATION": "token-classification",
+    "MODEL_FOR_QUESTION_ANSWERING": "question-answering",
 }
 FIGURES = {
     "validation_loss": ("loss", "cross-entropy, nats a token"),
@@ -45,6 +50,7 @@ def model_card(
     results: Mapping[str, Any] | None = None,
     dataset: str | None = None,
     recipe: str | None = None,
+    trained: bool = False,
     exported: bool = False,
 ) -> str:
     """A card in Markdown with the Hub's metadata in front.
@@ -53,9 +59,10 @@ def model_card(
         config: of a family of this package.
         name: what the model is called; "FOLDER" in the code that loads it is replaced by it.
         class_name: the class of its weights; the language model by default.
-        results: figures as the recipes write them to results.json; None says that there are no trained weights.
+        results: figures as the recipes write them to results.json.
         dataset: what it was trained and validated on.
         recipe: the command that trains it.
+        trained: there are weights to load; with results there always are.
         exported: it carries its code, and loads without this package.
 
     Raises:
@@ -65,10 +72,12 @@ def model_card(
     if family is None:
         raise ValueError(f"model_type={config.model_type!r} is no family of hf_hybrid_ssm.")
     class_name = class_name or _language_model(family)
-    if class_name not in family.names:
-        raise ValueError(f"class_name={class_name!r} is not among the classes of {config.model_type}: {family.names}.")
+    if class_name not in family.heads.values():
+        known = ", ".join(family.heads.values())
+        raise ValueError(f"class_name={class_name!r} is not among the models of {config.model_type}: {known}.")
     model = _on_meta(config, class_name)
-    task, auto = _task(family, class_name)
+    table = next(table for table, name in family.heads.items() if name == class_name)
+    task, auto = TASKS.get(table), AUTO_CLASSES[table]
     facts = FACTS[config.model_type]
     data = ModelCardData(
         license="apache-2.0",
@@ -84,9 +93,9 @@ def model_card(
         "## Architecture",
         _architecture(config, model, class_name),
         "## Training",
-        _training(results, dataset, recipe),
+        _training(results, dataset, recipe, trained),
         "## Use",
-        _use(name, auto, exported, trained=results is not None),
+        _use(name, auto, exported, trained or results is not None),
         "## Limits",
         f"{facts.limits} A model trained by these recipes was not taught to be helpful or harmless; it repeats what "
         "is in its training data, with the errors and prejudices there.",
@@ -112,13 +121,14 @@ def card_of_folder(folder: str | os.PathLike, **options: Any) -> str:
         "name": where.name,
         "class_name": next(iter(saved.get("architectures") or []), None),
         "results": results,
-        "exported": (where / MANIFEST).is_file(),
+        "trained": True,
+        "exported": "auto_map" in saved,
     }
     return model_card(config, **(found | options))
 
 
 def preset_cards(recipes: Mapping[tuple[str, str], str]) -> dict[str, str]:
-    """File name → card of every preset of this package, and README.md that lists them.
+    """File name → card of every language model or encoder-decoder of a paper, and README.md that lists them.
 
     Args:
         recipes: (model type, preset) → command that trains it at the paper's size.
@@ -127,19 +137,19 @@ def preset_cards(recipes: Mapping[tuple[str, str], str]) -> dict[str, str]:
     for family in FAMILIES:
         configuration = getattr(hf_hybrid_ssm, family.config)
         for preset in configuration.presets:
+            if NO_CARD.search(preset):
+                continue
             config = configuration.preset(preset)
-            # the arena's tasks are classified, everything else is language
-            arena = "-lra-" in preset
-            class_name = f"{family.config.removesuffix('Config')}ForSequenceClassification" if arena else None
             name = preset if preset.startswith("spade") else f"{family.model_type.replace('_', '-')}-{preset}"
             command = recipes.get((family.model_type, preset))
-            cards[f"{name}.md"] = model_card(config, name=name, class_name=class_name, recipe=command)
-            count = _on_meta(config, class_name or _language_model(family)).num_parameters()
+            cards[f"{name}.md"] = model_card(config, name=name, recipe=command)
+            count = _on_meta(config, _language_model(family)).num_parameters()
             lines.append(f"| [{name}]({name}.md) | {FACTS[family.model_type].name} | {count:,} |")
     index = "\n".join(lines)
     cards["README.md"] = (
-        "# Model cards\n\nOne for each preset, written by `make cards`. **No trained weights are published yet**; the "
-        f"cards say what would be in them, and how to train it.\n\n{index}\n"
+        "# Model cards\n\nOne for each language model and encoder-decoder of a paper, written by `make cards`. "
+        "**No trained weights are published yet**; the cards say what would be in them, and how to "
+        f"train it.\n\n{index}\n"
     )
     return cards
 
@@ -147,14 +157,6 @@ def preset_cards(recipes: Mapping[tuple[str, str], str]) -> dict[str, str]:
 def _language_model(family: Family) -> str:
     table = "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM"
     return family.heads[table if table in family.heads else "MODEL_FOR_CAUSAL_LM"]
-
-
-def _task(family: Family, class_name: str) -> tuple[str | None, str]:
-    for ending, task in TASKS.items():
-        if class_name.endswith(ending):
-            return task
-    table = next((table for table, name in family.heads.items() if name == class_name), "MODEL")
-    return None, AUTO_CLASSES[table]
 
 
 def _on_meta(config: PreTrainedConfig, class_name: str) -> PreTrainedModel:
@@ -185,7 +187,8 @@ def _architecture(config: PreTrainedConfig, model: PreTrainedModel, class_name: 
     told |= {
         key: value
         for key, value in config.to_dict().items()
-        if _plain(value) and key not in UNTOLD and value != defaults.get(key)
+        # a name that begins with _ holds where the model was loaded from
+        if _plain(value) and key not in UNTOLD and key[0] != "_" and value != defaults.get(key)
     }
     fields = "\n".join(f"| `{key}` | {value} |" for key, value in told.items())
     return (
@@ -201,9 +204,8 @@ def _plain(value: Any) -> bool:
 
 def _layers(config: PreTrainedConfig) -> str:
     """Neighbours of one kind share a line."""
-    kinds = _kinds(config)
     lines, start = [], 0
-    for kind, group in itertools.groupby(kinds):
+    for kind, group in itertools.groupby(_kinds(config)):
         end = start + len(list(group)) - 1
         lines.append(f"| {start if start == end else f'{start} to {end}'} | {kind} |")
         start = end + 1
@@ -233,19 +235,21 @@ def _kinds(config: PreTrainedConfig) -> list[str]:
     return [f"{local} and {config.ssm_type}" if index in config.global_layers else local for index in count]
 
 
-def _training(results: Mapping[str, Any] | None, dataset: str | None, recipe: str | None) -> str:
-    lines = []
-    if results is None:
-        lines.append("No trained weights are published yet.")
-    if dataset:
-        lines.append(f"Data: {dataset}.")
+def _training(results: Mapping[str, Any] | None, dataset: str | None, recipe: str | None, trained: bool) -> str:
+    lines = [f"Data: {dataset}."] if dataset else []
     if recipe:
         lines.append(f"Command: `{recipe}`.")
-    elif results is None:
-        lines.append("No recipe of this size is part of the package; `docs/reproducing.md` has the paper's others.")
     if results:
         rows = [f"| {key.replace('_', ' ')} | {_number(value)} |" for key, value in results.items() if _plain(value)]
         lines.append("\n\n| figure | value |\n| --- | ---: |\n" + "\n".join(rows))
+    elif not trained:
+        lines.insert(0, "No trained weights are published yet.")
+        if not recipe:
+            lines.append(
+                "No recipe of this size is part of the package; `docs/reproducing.md` has the paper's others."
+            )
+    elif not lines:
+        lines.append("The folder holds no record of the training.")
     return " ".join(lines).replace(" \n", "\n")
 
 
@@ -257,24 +261,17 @@ def _number(value: Any) -> str:
 
 def _use(name: str, auto: str, exported: bool, trained: bool) -> str:
     if not trained:
-        return (
-            "To be trained, or after training loaded, by "
-            f"`transformers.{auto}`, with `import hf_hybrid_ssm` before (`pip install hf-hybrid-ssm`)."
-        )
-    lines = [f"from transformers import AutoTokenizer, {auto}", ""]
-    trust = ""
-    if exported:
-        trust = ", trust_remote_code=True"
-    else:
-        lines.insert(0, "import hf_hybrid_ssm")
-    lines.append(f'tokenizer = AutoTokenizer.from_pretrained("{name}")')
-    lines.append(f'model = {auto}.from_pretrained("{name}"{trust})')
-    text = "```python\n" + "\n".join(lines) + "\n```"
-    if exported:
-        text += (
-            "\n\nOnce `hf_hybrid_ssm` is imported, its own classes load it, with their kernels; trust is not needed."
-        )
-    return text
+        return f"With hf-hybrid-ssm installed from its source: `import hf_hybrid_ssm`, then `transformers.{auto}`."
+    # without its configuration, AutoTokenizer asks whether to run the code that config.json names
+    trust, config = (", trust_remote_code=True", ", config=model.config") if exported else ("", "")
+    first = "" if exported else "import hf_hybrid_ssm  # installed from its source\n"
+    code = (
+        f"{first}from transformers import AutoTokenizer, {auto}\n\n"
+        f'model = {auto}.from_pretrained("{name}"{trust})\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}"{config})\n'
+    )
+    note = "\n\nOnce `hf_hybrid_ssm` is imported, its own classes load it, with their kernels; trust is not needed."
+    return f"```python\n{code}```{note if exported else ''}"
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Checkpoints that carry their code, for people who have transformers and torch alone."""
 
-import hashlib
 import json
+import logging
 import os
 from functools import cache
 from pathlib import Path
@@ -11,8 +11,10 @@ from transformers import PreTrainedModel
 from hf_hybrid_ssm import __version__
 from hf_hybrid_ssm.auto import FAMILIES, Family, owner_of
 from hf_hybrid_ssm.hub.flatten import flatten
-from hf_hybrid_ssm.hub.folder import MANIFEST, read_json
+from hf_hybrid_ssm.hub.folder import is_as_exported, read_config, seal
 from hf_hybrid_ssm.hub.sources import PACKAGE, ROOT, module_of_class, needed_modules
+
+logger = logging.getLogger(__name__)
 
 AUTO_CLASSES = {
     "MODEL": "AutoModel",
@@ -25,16 +27,21 @@ AUTO_CLASSES = {
 }
 HEAD = (
     "# SPDX-License-Identifier: Apache-2.0\n"
-    f"# Part of hf-hybrid-ssm {__version__}, gathered by hf_hybrid_ssm.hub.export_code; {MANIFEST} holds its hash.\n"
-    "# Plain torch: the kernels stay in the package, which transformers takes instead when it is installed.\n\n"
+    f"# Part of hf-hybrid-ssm {__version__}, gathered by hf_hybrid_ssm.hub.export_code.\n"
+    "# Plain torch: the kernels stay in the package, which transformers takes instead when it is installed.\n"
+)
+NAMED = (
+    "# transformers copies the files that a file names; a configuration that is saved alone brings its models along\n"
+    "if TYPE_CHECKING:"
 )
 
 
 def export_code(model_or_folder: PreTrainedModel | str | os.PathLike, folder: str | os.PathLike | None = None) -> Path:
     """Add to a saved checkpoint the code that loads it with `trust_remote_code=True`, without this package.
 
-    Writes at most 15 Python files, `code.json` with their hashes, and the `auto_map` of every head into `config.json`;
-    the same bytes each time. `model.save_pretrained(folder, export_code=True)` saves and does this in one call.
+    Writes at most 15 Python files, each with its hash in its head, and the `auto_map` of every head into
+    `config.json`; the same bytes each time. `model.save_pretrained(folder, export_code=True)` saves and does this in
+    one call.
 
     Args:
         model_or_folder: a model of this package, or the folder of a saved one.
@@ -48,28 +55,46 @@ def export_code(model_or_folder: PreTrainedModel | str | os.PathLike, folder: st
             name itself, or there are Python files that this function did not write. Nothing has been written then.
     """
     model = model_or_folder if isinstance(model_or_folder, PreTrainedModel) else None
-    if model is None and isinstance(model_or_folder, str | os.PathLike):
-        folder = model_or_folder if folder is None else folder
-    elif model is None:
+    if model is None and not isinstance(model_or_folder, str | os.PathLike):
         raise TypeError(f"model_or_folder must be a model or a path, not {type(model_or_folder).__name__}.")
-    if folder is None:
-        raise ValueError("folder is needed: where was the model saved?")
-    target = Path(folder)
-    if model is None and Path(model_or_folder) != target:  # type: ignore[arg-type]
-        raise ValueError(f"folder={str(target)!r} is not the folder {str(model_or_folder)!r}; give one of them.")
-    config = _saved_config(target)
-    family = _family_of(config.get("model_type"))
+    given = {Path(path) for path in (model_or_folder, folder) if isinstance(path, str | os.PathLike)}
+    if len(given) != 1:
+        raise ValueError(f"folder is needed, and one only: where was the model saved? Got {sorted(map(str, given))}.")
+    target = given.pop()
+    config = read_config(target)
+    model_type = str(config.get("model_type"))
+    check_exportable(model_type, model, target)
+    write_code(target, model_type)
+    config["auto_map"] = auto_map_of(model_type)
+    (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return target
+
+
+def write_code(folder: str | os.PathLike, model_type: str) -> None:
+    """Write the code of a model type into a folder that exists.
+
+    This also happens whenever a model that carries its code is saved, at the end of a long training say. So a file of
+    the same name that was not exported stays as it is, and a warning is logged; `export_code` refuses it.
+    """
+    for name, text in code_of(model_type).items():
+        path = Path(folder) / name
+        if path.is_file() and not is_as_exported(path):
+            logger.warning("%s was not written by export_code, or was changed since; it stays as it is.", path)
+        else:
+            path.write_text(text, encoding="utf-8", newline="\n")
+
+
+def check_exportable(model_type: str, model: PreTrainedModel | None, folder: str | os.PathLike | None) -> None:
+    """A ValueError if a model is not of that family, or the folder has Python files that were not exported."""
+    family = _family_of(model_type)
     if model is not None and type(model).__name__ not in family.names:
         raise ValueError(f"{type(model).__name__} is no class of the family {family.model_type!r}.")
-    files = code_of(family.model_type)
-    _refuse_other_code(target, files)
-    for name, text in files.items():
-        (target / name).write_text(text, encoding="utf-8", newline="\n")
-    config["auto_map"] = auto_map_of(family.model_type)
-    (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    manifest = {"package": PACKAGE, "version": __version__, "sha256": {name: _hash(files[name]) for name in files}}
-    (target / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    return target
+    for path in sorted(Path(folder).glob("*.py")) if folder is not None else ():
+        if not is_as_exported(path):
+            raise ValueError(
+                f"{path} was not written by export_code, or was changed since; move it away, or export to a folder of "
+                "its own."
+            )
 
 
 @cache
@@ -92,7 +117,10 @@ def code_of(model_type: str) -> dict[str, str]:
     # what all configurations share goes with the family's own
     own = module_of_class(family.package, family.config).rsplit(".", 1)[1]
     texts = flatten(modules, lambda module: own if module.endswith("models.configuration") else file_of(module))
-    return {f"{name}.py": HEAD + texts[name] for name in sorted(texts)}
+    heads = dict(place.split(".") for place in auto_map_of(model_type).values() if not place.startswith(f"{own}."))
+    named = "\n".join(f"    from .{file} import {name}  # noqa: F401" for file, name in sorted(heads.items()))
+    texts[own] = f"from typing import TYPE_CHECKING\n\n{texts[own]}\n\n{NAMED}\n{named}\n"
+    return {f"{name}.py": seal(HEAD, texts[name]) for name in sorted(texts)}
 
 
 def auto_map_of(model_type: str) -> dict[str, str]:
@@ -104,14 +132,7 @@ def auto_map_of(model_type: str) -> dict[str, str]:
     }
 
 
-def _saved_config(folder: Path) -> dict:
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ValueError(f"folder={str(folder)!r} has no config.json: save the model there first (save_pretrained).")
-    return read_json(path)
-
-
-def _family_of(model_type: str | None) -> Family:
+def _family_of(model_type: str) -> Family:
     family = next((family for family in FAMILIES if family.model_type == model_type), None)
     if family is None:
         known = ", ".join(family.model_type for family in FAMILIES)
@@ -122,19 +143,3 @@ def _family_of(model_type: str | None) -> Family:
             "shadow it."
         )
     return family
-
-
-def _refuse_other_code(folder: Path, files: dict[str, str]) -> None:
-    manifest = folder / MANIFEST
-    written = read_json(manifest).get("sha256", {}) if manifest.is_file() else {}
-    for path in sorted(folder.glob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        if text != files.get(path.name) and written.get(path.name) != _hash(text):
-            raise ValueError(
-                f"{path} was not written by export_code, or was changed since; move it away, or export to a folder of "
-                "its own."
-            )
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

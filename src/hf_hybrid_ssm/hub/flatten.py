@@ -7,18 +7,22 @@ custom ops.
 
 import ast
 import builtins
+import re
 import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
+from itertools import accumulate
 
-from hf_hybrid_ssm.hub.scopes import bound_names, global_names
 from hf_hybrid_ssm.hub.sources import PACKAGE, Import, Module
 
 WIDTH = 119
 Symbol = tuple[str, str]
 """A module and a name that it defines."""
+Edit = tuple[int, int, str]
+"""First byte and end of what is replaced, and the text in its place."""
 
 # What torch registers has one name for the whole process, and a process may load the same code from two folders.
 LIBRARY = "_LIBRARY"
@@ -30,239 +34,198 @@ class _File:
     """One file to be written.
 
     Args:
-        modules: what it is made of, each behind what it needs.
+        modules: what it is made of, each after what it needs.
         final: what a name defined in one of the modules is called here.
         externals: imports from other packages, by the name they bind.
         imported: names of other files → what they are called here.
     """
 
     name: str
-    modules: list[Module]
+    modules: list[Module] = field(default_factory=list)
     final: dict[Symbol, str] = field(default_factory=dict)
     externals: dict[str, Import] = field(default_factory=dict)
     imported: dict[Symbol, str] = field(default_factory=dict)
-    registers_ops: bool = False
 
-
-@dataclass
-class _Edit:
-    node: ast.expr | ast.stmt
-    text: str
+    def choose_names(self) -> None:
+        for found in (found for module in self.modules for found in module.imports.values() if not found.is_ours):
+            if self.externals.setdefault(found.local, found) != found:
+                known = self.externals[found.local].module
+                raise ValueError(f"{self.name}: {found.local} is imported from {known} and {found.module}.")
+        symbols = [(module.name, name) for module in self.modules for name in sorted(module.bound[0])]
+        count = Counter(name for _, name in symbols)
+        for symbol in symbols:
+            clashes = count[symbol[1]] > 1 or symbol[1] in self.externals
+            self.final[symbol] = _qualified(symbol) if clashes else symbol[1]
+        finals = Counter(self.final.values())
+        if repeated := [name for name, times in finals.items() if times > 1 or hasattr(builtins, name)]:
+            raise ValueError(f"{self.name}: {repeated} would be ambiguous.")
 
 
 def flatten(modules: list[Module], file_of: Callable[[str], str]) -> dict[str, str]:
     """Python source by file name (without `.py`).
 
     Args:
-        modules: closed under imports, each behind what it imports.
+        modules: closed under imports, each after what it imports.
         file_of: name of a module → name of the file that takes it in.
 
     Raises:
         ValueError: the modules use what cannot be flattened; the message says where.
     """
-    files: dict[str, _File] = {}
-    for module in modules:
-        name = file_of(module.name)
-        files.setdefault(name, _File(name, [])).modules.append(module)
-    by_module = {module.name: module for module in modules}
-    home = {module.name: files[file_of(module.name)] for module in modules}
-    for file in files.values():
-        _choose_names(file)
-    texts = {}
-    for file in files.values():
-        bodies = [_body(module, file, home, by_module) for module in file.modules]
-        texts[file.name] = _head(file, home) + "\n\n\n".join(body for body in bodies if body) + "\n"
-    _refuse_circles(files, home)
-    return texts
+    return _Flattening(modules, file_of).texts()
 
 
-def _definitions(module: Module) -> set[str]:
-    return bound_names([node for node in module.tree.body if not isinstance(node, ast.Import | ast.ImportFrom)])
-
-
-def _choose_names(file: _File) -> None:
-    for module in file.modules:
-        for found in module.imports:
-            if found.is_ours:
-                continue
-            known = file.externals.setdefault(found.local, found)
-            if (known.module, known.name) != (found.module, found.name):
-                raise ValueError(f"{file.name}: {found.local} is imported from {known.module} and {found.module}.")
-    count = Counter(name for module in file.modules for name in _definitions(module))
-    for module in file.modules:
-        for name in _definitions(module):
-            clashes = count[name] > 1 or name in file.externals
-            file.final[module.name, name] = _qualified(module.name, name) if clashes else name
-    finals = Counter(final for (_, name), final in file.final.items() if name != "__all__")
-    if repeated := [name for name, times in finals.items() if times > 1 or hasattr(builtins, name)]:
-        raise ValueError(f"{file.name}: {repeated} would be ambiguous.")
-
-
-def _qualified(module: str, name: str) -> str:
+def _qualified(symbol: Symbol) -> str:
+    module, name = symbol
     last = module.rsplit(".", 1)[1]
     if name.isupper():
         last = last.upper()
     return f"_{last}{name}" if name.startswith("_") else f"{last}_{name}"
 
 
-def _origin(name: str, module: Module, by_module: dict[str, Module]) -> Symbol:
-    """Where `name`, as `module` knows it, is defined."""
-    if name in _definitions(module):
-        return module.name, name
-    for found in module.imports:
-        if found.local == name and found.is_ours and found.name is not None:
-            return _origin(found.name, by_module[found.module], by_module)
-    raise ValueError(f"{module.name} does not define {name}.")
+class _Flattening:
+    def __init__(self, modules: list[Module], file_of: Callable[[str], str]):
+        self.modules = {module.name: module for module in modules}
+        self.files: dict[str, _File] = {}
+        self.home: dict[str, _File] = {}
+        for module in modules:
+            name = file_of(module.name)
+            self.home[module.name] = self.files.setdefault(name, _File(name))
+            self.home[module.name].modules.append(module)
+        for file in self.files.values():
+            file.choose_names()
+
+    def texts(self) -> dict[str, str]:
+        texts = {}
+        for file in self.files.values():
+            text = "\n\n\n".join(body for module in file.modules if (body := self.body(module))) + "\n"
+            texts[file.name] = self.head(file, registers_ops=LIBRARY in text) + "\n" + text
+        needs = {file.name: {self.home[module].name for module, _ in file.imported} for file in self.files.values()}
+        TopologicalSorter(needs).prepare()  # a ValueError if files import each other in a circle
+        return texts
+
+    def origin(self, module: Module, name: str) -> Symbol:
+        """Where `name`, as `module` knows it, is defined."""
+        if name in module.bound[0]:
+            return module.name, name
+        found = module.imports.get(name)
+        if found is None or not found.is_ours or found.name is None:
+            raise ValueError(f"{module.name} does not define {name}.")
+        return self.origin(self.modules[found.module], found.name)
+
+    def name_in(self, file: _File, symbol: Symbol, wish: str) -> str:
+        """What a name of the package is called in `file`; one of another file is imported."""
+        owner = self.home[symbol[0]]
+        if owner is file:
+            return file.final[symbol]
+        if symbol not in file.imported:
+            taken = {*file.final.values(), *file.externals, *file.imported.values()}
+            choices = (wish, owner.final[symbol], _qualified(symbol), f"{owner.name}_{owner.final[symbol]}")
+            free = next((name for name in choices if name not in taken), None)
+            if free is None:
+                raise ValueError(f"{file.name}: no free name for {symbol[1]} of {symbol[0]}.")
+            file.imported[symbol] = free
+        return file.imported[symbol]
+
+    def body(self, module: Module) -> str:
+        """The module's own text below its imports, headed by what it is, with the names of its file."""
+        places = _Places(module)
+        text = places.text
+        for start, end, new in sorted({*self.names(module), *places.dropped()}, reverse=True):
+            text = text[:start] + new.encode() + text[end:]
+        kept = re.sub("\n{4,}", "\n\n\n", text.decode().strip("\n"))
+        return f"{_title(module)}\n\n{kept}" if kept else ""
+
+    def head(self, file: _File, registers_ops: bool) -> str:
+        """The imports of a file, in three sections."""
+        externals = list(file.externals.values())
+        if registers_ops and "re" not in file.externals:
+            externals.append(Import("re", None, "re"))
+        standard = [found for found in externals if found.module.split(".")[0] in sys.stdlib_module_names]
+        others = [found for found in externals if found not in standard]
+        relative = [
+            Import(f".{self.home[symbol[0]].name}", self.home[symbol[0]].final[symbol], local)
+            for symbol, local in file.imported.items()
+        ]
+        sections = ["\n".join(_statements(section)) for section in (standard, others, relative) if section]
+        if registers_ops:
+            sections.append(LIBRARY_LINE)
+        return "".join(f"{section}\n\n" for section in sections)
+
+    def names(self, module: Module) -> Iterator[Edit]:
+        """What is called something else in the file than in the module, wherever it stands."""
+        file = self.home[module.name]
+        places = _Places(module)
+        done: set[ast.AST] = set()  # names that are edited as part of something else
+        for node in ast.walk(module.tree):
+            match node:
+                case ast.Attribute(value=ast.Name(id=old)) if self.is_module(module, old):
+                    done.add(node.value)
+                    symbol = self.origin(self.modules[module.imports[old].module], node.attr)
+                    yield places.edit(node, old, self.name_in(file, symbol, _qualified(symbol)))
+                case ast.Name(id=old) if node not in done:
+                    if self.is_module(module, old):
+                        raise ValueError(f"{module.name}: the module {old} is used as a value.")
+                    is_ours = old in module.imports and module.imports[old].is_ours
+                    if is_ours or old in module.bound[0]:
+                        yield places.edit(node, old, self.name_in(file, self.origin(module, old), old))
+                case ast.FunctionDef(name=old) | ast.AsyncFunctionDef(name=old) | ast.ClassDef(name=old):
+                    if old in module.bound[0]:
+                        yield places.edit(node, old, file.final[module.name, old])
+                case ast.Call(func=ast.Name(id="Op")):
+                    # kernels stay in the package: each op runs its torch implementation
+                    optional = (keyword.value for keyword in node.keywords if keyword.arg == "optional")
+                    yield from (places.edit(value, None, "{}") for value in optional)
+                case ast.Constant(value=str(text)) if text.startswith(f"{PACKAGE}::"):
+                    yield places.edit(node, None, f'{LIBRARY} + "{text.removeprefix(PACKAGE)}"')
+
+    def is_module(self, module: Module, name: str) -> bool:
+        found = module.imports.get(name)
+        return found is not None and found.is_ours and found.name is None
 
 
-def _symbol_name(symbol: Symbol, wish: str, file: _File, home: dict[str, _File]) -> str:
-    """What a name of the package is called in `file`; one of another file is imported."""
-    owner = home[symbol[0]]
-    if owner is file:
-        return file.final[symbol]
-    if symbol not in file.imported:
-        taken = {*file.final.values(), *file.externals, *file.imported.values()}
-        choices = (wish, owner.final[symbol], _qualified(*symbol), f"{owner.name}_{owner.final[symbol]}")
-        free = next((name for name in choices if name not in taken), None)
-        if free is None:
-            raise ValueError(f"{file.name}: no free name for {symbol[1]} of {symbol[0]}.")
-        file.imported[symbol] = free
-    return file.imported[symbol]
+class _Places:
+    """Where the nodes of a module stand in its text."""
 
+    def __init__(self, module: Module):
+        self.module = module
+        self.text = module.source.encode()
+        self.starts = [0, *accumulate(len(line) for line in self.text.splitlines(keepends=True))]
 
-def _edits(module: Module, file: _File, home: dict[str, _File], by_module: dict[str, Module]) -> Iterator[_Edit]:
-    ours = {found.local: found for found in module.imports if found.is_ours}
-    definitions = _definitions(module)
-    uses = list(global_names(module.tree))
-    globals_here = {id(node) for node in uses}
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Attribute) and id(node.value) in globals_here:
-            found = ours.get(node.value.id)  # type: ignore[attr-defined]
-            if found is not None and found.name is None:
-                symbol = _origin(node.attr, by_module[found.module], by_module)
-                globals_here.remove(id(node.value))
-                yield _Edit(node, _symbol_name(symbol, _qualified(*symbol), file, home))
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Op":
-            # kernels stay behind: each op runs its torch implementation
-            yield from (_Edit(keyword.value, "{}") for keyword in node.keywords if keyword.arg == "optional")
-        elif isinstance(node, ast.Constant) and str(node.value).startswith(f"{PACKAGE}::"):
-            file.registers_ops = True
-            yield _Edit(node, f'{LIBRARY} + "{str(node.value).removeprefix(PACKAGE)}"')
-    for use in uses:
-        if isinstance(use, ast.Global):
-            if any(file.final.get((module.name, name), name) != name for name in use.names):
-                raise ValueError(f"{module.name}: {use.names} are global and would be renamed.")
-        elif id(use) in globals_here:
-            if use.id in ours:
-                found = ours[use.id]
-                if found.name is None:
-                    raise ValueError(f"{module.name}: the module {use.id} is used as a value.")
-                symbol = _origin(found.name, by_module[found.module], by_module)
-                name = _symbol_name(symbol, use.id, file, home)
-            elif use.id in definitions:
-                name = file.final[module.name, use.id]
-            else:
-                continue
-            if name != use.id:
-                yield _Edit(use, name)
+    def edit(self, node: ast.expr | ast.stmt, old: str | None, new: str) -> Edit:
+        """Puts `new` in place of a node; of a definition, in place of its name `old`."""
+        start = self.starts[node.lineno - 1] + node.col_offset
+        end = self.starts[int(node.end_lineno or node.lineno) - 1] + int(node.end_col_offset or 0)
+        if isinstance(node, ast.stmt) and old:
+            start += len(re.match(rb"(async def|def|class) +", self.text[start:])[0])  # type: ignore[index]
+            end = start + len(old)
+        if old and not self.text[start:end].startswith(old.encode()):
+            raise ValueError(
+                f"{self.module.name}:{node.lineno}: {old} stands in a formatted string over several lines."
+            )
+        # nothing is known here of scopes: a name that is replaced must have one meaning in the whole module
+        if old and old != new and (meant := self.module.bound[1] & {old, new}):
+            raise ValueError(f"{self.module.name}: {meant} means something else inside a function.")
+        return start, end, new
 
-
-def _defined_names(module: Module, file: _File) -> Iterator[tuple[int, str, str]]:
-    """Line, old and new name of functions and classes that are called something else here."""
-    for node in module.tree.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            name = file.final[module.name, node.name]
-            if name != node.name:
-                yield node.lineno, node.name, name
-
-
-def _local_names(module: Module) -> set[str]:
-    """Everything that some function or class of the module binds for itself."""
-    names = set()
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names |= bound_names(node.body)
-        elif isinstance(node, ast.arg):
-            names.add(node.arg)
-    return names
-
-
-def _body(module: Module, file: _File, home: dict[str, _File], by_module: dict[str, Module]) -> str:
-    """The module's own text below its imports, headed by what it is, with the names of `file`."""
-    lines: list[bytes | None] = [line.encode() for line in module.source.splitlines()]
-    local = _local_names(module)
-    # a function within `Op(optional={...})` is edited as part of it
-    edits = sorted(
-        _edits(module, file, home, by_module),
-        key=lambda edit: (edit.node.lineno, edit.node.col_offset),
-        reverse=True,
-    )
-    for edit in edits:
-        if edit.text.isidentifier() and edit.text in local:
-            raise ValueError(f"{module.name}: {edit.text} means something else inside a function.")
-        _replace(lines, edit, module)
-    for line, old, new in _defined_names(module, file):
-        lines[line - 1] = (lines[line - 1] or b"").replace(f" {old}".encode(), f" {new}".encode(), 1)
-    for first, last in _dropped(module):
-        lines[first - 1 : last] = [b""] * (last - first + 1)
-    kept = "\n".join(line.decode() for line in lines if line is not None).strip("\n")
-    while "\n\n\n\n" in kept:
-        kept = kept.replace("\n\n\n\n", "\n\n\n")
-    return f"{_title(module)}\n\n{kept}" if kept else ""
-
-
-def _replace(lines: list[bytes | None], edit: _Edit, module: Module) -> None:
-    """Put the text of `edit` in place of its node, whose lines below it become empty."""
-    node = edit.node
-    first, last = node.lineno - 1, int(node.end_lineno or node.lineno) - 1
-    head = lines[first] or b""
-    old = head[node.col_offset :]
-    expected = node.id if isinstance(node, ast.Name) else None
-    if expected is not None and not old.startswith(expected.encode()):
-        raise ValueError(f"{module.name}:{node.lineno}: {expected} stands in a formatted string over several lines.")
-    tail = (lines[last] or b"")[node.end_col_offset :]
-    lines[first] = head[: node.col_offset] + edit.text.encode() + tail
-    for index in range(first + 1, last + 1):
-        lines[index] = None
-
-
-def _dropped(module: Module) -> Iterator[tuple[int, int]]:
-    """First and last line of what does not travel: imports, the docstring (a title takes its place), `__all__`."""
-    for index, node in enumerate(module.tree.body):
-        is_docstring = index == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        is_all = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-        if is_docstring or is_all or isinstance(node, ast.Import | ast.ImportFrom):
-            yield node.lineno, int(node.end_lineno or node.lineno)
+    def dropped(self) -> Iterator[Edit]:
+        """What does not travel: imports, the docstring (a title takes its place), `__all__`."""
+        for index, node in enumerate(self.module.tree.body):
+            is_docstring = index == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            is_all = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+            if is_docstring or is_all or isinstance(node, ast.Import | ast.ImportFrom):
+                yield self.starts[node.lineno - 1], self.starts[int(node.end_lineno or node.lineno)] - 1, ""
 
 
 def _title(module: Module) -> str:
     where = module.path.as_posix().rsplit(f"/{PACKAGE}/", 1)[1]
-    text = [f"{f'# ---- {where} ':-<{WIDTH}}"]
-    for line in (ast.get_docstring(module.tree) or "").splitlines():
-        text.append(f"# {line}".rstrip())
-    return "\n".join(text)
-
-
-def _head(file: _File, home: dict[str, _File]) -> str:
-    if file.registers_ops:
-        file.externals.setdefault("re", Import("re", None, "re"))
-    externals = list(file.externals.values())
-    standard = [found for found in externals if found.module.split(".")[0] in sys.stdlib_module_names]
-    others = [found for found in externals if found not in standard]
-    relative = [
-        Import(f".{home[symbol[0]].name}", home[symbol[0]].final[symbol], local)
-        for symbol, local in file.imported.items()
-    ]
-    sections = ["\n".join(_statements(section)) for section in (standard, others, relative) if section]
-    if file.registers_ops:
-        sections.append(LIBRARY_LINE)
-    return "".join(f"{section}\n\n" for section in sections)
+    lines = (ast.get_docstring(module.tree) or "").splitlines()
+    return "\n".join([f"{f'# ---- {where} ':-<{WIDTH}}", *(f"# {line}".rstrip() for line in lines)])
 
 
 def _statements(imports: Iterable[Import]) -> Iterator[str]:
-    """Import statements, sorted; one for each module that names are taken from."""
+    """Sorted; one for each module that names are taken from."""
+    plain: set[str] = set()
     names: dict[str, set[str]] = {}
-    plain = set()
     for found in imports:
         if found.name is None:
             plain.add(found.module if found.local == found.module else f"{found.module} as {found.local}")
@@ -276,12 +239,3 @@ def _statements(imports: Iterable[Import]) -> Iterator[str]:
             wrapped = textwrap.fill(", ".join(sorted(names[module])), WIDTH - 4)
             line = f"from {module} import (\n{textwrap.indent(wrapped, '    ')},\n)"
         yield line
-
-
-def _refuse_circles(files: dict[str, _File], home: dict[str, _File]) -> None:
-    needs = {file.name: {home[symbol[0]].name for symbol in file.imported} for file in files.values()}
-    while needs:
-        ready = {name for name, others in needs.items() if not others & needs.keys()}
-        if not ready:
-            raise ValueError(f"the files {sorted(needs)} import each other in a circle.")
-        needs = {name: others for name, others in needs.items() if name not in ready}

@@ -3,17 +3,19 @@
 python -m hf_hybrid_ssm.hub.folder FOLDER
 """
 
+import argparse
 import hashlib
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-MANIFEST = "code.json"
-"""Lists the exported files with their SHA-256 (see `hf_hybrid_ssm.hub.export`)."""
+SEAL = "# SHA-256 of this file without this line and the next: "
+"""In the head of an exported file: transformers copies files one by one, and each must bring along what checks it."""
 
 
 def check_folder(folder: str | os.PathLike) -> dict[str, int]:
@@ -26,11 +28,9 @@ def check_folder(folder: str | os.PathLike) -> dict[str, int]:
         ValueError: says which file is missing, cut off, contradicts the index, or is not the code that was exported.
     """
     where = Path(folder)
-    if not (where / "config.json").is_file():
-        raise ValueError(f"folder={str(where)!r} has no config.json; it is no saved model.")
-    read_json(where / "config.json")
+    config = read_config(where)
     tensors = check_weights(where)
-    code = _check_code(where)
+    code = _check_code(where, config.get("auto_map") or {})
     sizes = [size for of_file in tensors.values() for size in of_file.values()]
     return {"tensors": len(sizes), "bytes": sum(sizes), "files": len(tensors), "code": code}
 
@@ -46,9 +46,23 @@ def read_json(path: Path) -> dict:
     return found
 
 
-def file_hash(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def read_config(folder: Path) -> dict:
+    """What `config.json` holds."""
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"folder={str(folder)!r} has no config.json: save the model there first (save_pretrained).")
+    return read_json(folder / "config.json")
+
+
+def seal(head: str, body: str) -> str:
+    """The text of a file that says what it must hold."""
+    return f"{head}{SEAL}{hashlib.sha256((head + body).encode()).hexdigest()}\n\n{body}"
+
+
+def is_as_exported(path: Path) -> bool:
+    """Whether a file holds what it was sealed with."""
+    head, _, rest = path.read_bytes().partition(SEAL.encode())
+    stated, _, body = rest.partition(b"\n\n")
+    return stated == hashlib.sha256(head + body).hexdigest().encode()
 
 
 def check_weights(folder: Path) -> dict[str, dict[str, int]]:
@@ -87,30 +101,34 @@ def _bytes(shape: list[int], dtype: str) -> int:
     return count * bits // 8
 
 
-def _check_code(folder: Path) -> int:
-    if not (folder / MANIFEST).is_file():
-        if found := sorted(path.name for path in folder.glob("*.py")):
-            raise ValueError(f"{folder} holds code without a {MANIFEST} to check it by: {', '.join(found)}.")
-        return 0
-    hashes = read_json(folder / MANIFEST).get("sha256")
-    if not isinstance(hashes, dict):
-        raise ValueError(f"{folder / MANIFEST} has no table sha256.")
-    present = {path.name for path in folder.glob("*.py")}
-    if missing := sorted(hashes.keys() - present):
-        raise ValueError(f"{folder} lacks the code file {missing[0]} that {MANIFEST} lists.")
-    if added := sorted(present - hashes.keys()):
-        raise ValueError(f"{folder / added[0]} is not among the files that {MANIFEST} lists.")
-    for name, expected in hashes.items():
-        if file_hash(folder / name) != expected:
-            raise ValueError(f"{folder / name} was changed after it was exported: its SHA-256 is not in {MANIFEST}.")
-    return len(hashes)
+def _check_code(folder: Path, auto_map: dict[str, str]) -> int:
+    """Every file that `auto_map` names is there, with all that it imports, and no other code than the exported."""
+    if not isinstance(auto_map, dict) or not all(isinstance(place, str) for place in auto_map.values()):
+        raise ValueError(f"{folder / 'config.json'}: auto_map must say a file and class for each Auto class.")
+    code = sorted(folder.glob("*.py"))
+    for path in code:
+        if not is_as_exported(path):
+            raise ValueError(f"{path} was not written by export_code, or was changed since.")
+    # an entry "repository--file.class" says that the code lies elsewhere
+    wanted = {f"{place.split('.')[0]}.py": "config.json" for place in auto_map.values() if "--" not in place}
+    known = {path.name for path in code}
+    followed: set[str] = set()
+    while ahead := sorted(wanted.keys() - followed):
+        name = ahead[0]
+        if name not in known:
+            raise ValueError(f"{folder} lacks the code file {name} that {wanted[name]} names.")
+        followed.add(name)
+        text = (folder / name).read_text(encoding="utf-8")
+        imported = re.findall(r"^\s*from\s+\.(\w+)\s+import", text, re.MULTILINE)
+        wanted = {f"{module}.py": name for module in imported} | wanted
+    return len(code)
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m hf_hybrid_ssm.hub.folder FOLDER")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", help="a saved model")
     try:
-        found = check_folder(sys.argv[1])
+        found = check_folder(parser.parse_args().folder)
     except ValueError as error:
         sys.exit(f"refused: {error}")
     print(", ".join(f"{count:,} {kind}" for kind, count in found.items()))

@@ -4,13 +4,19 @@ import ast
 import importlib
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 PACKAGE = "hf_hybrid_ssm"
 ROOT = Path(__file__).parents[1]
+# within them, other names are bound than around them
+SCOPES = (
+    ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda,
+    ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp,
+)  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Import:
     """One name that an import statement binds.
 
@@ -51,21 +57,50 @@ class Module:
         return ast.parse(self.source, str(self.path))
 
     @cached_property
-    def imports(self) -> list[Import]:
-        """In the order of the source. Ours stand at the top level only (a test holds that)."""
+    def imports(self) -> dict[str, Import]:
+        """By local name, in the order of the source. Ours stand at the top level only (a test holds that)."""
         found = []
         for node in self.tree.body:
             if isinstance(node, ast.Import):
                 found += [Import(alias.name, None, alias.asname or alias.name) for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
-                module = str(node.module)
                 for alias in node.names:
-                    local, submodule = alias.asname or alias.name, f"{module}.{alias.name}"
+                    module, local = str(node.module), alias.asname or alias.name
+                    submodule = f"{module}.{alias.name}"
                     if module.split(".")[0] == PACKAGE and _path(submodule) is not None:
                         found.append(Import(submodule, None, local))
                     else:
                         found.append(Import(module, alias.name, local))
-        return found
+        return {each.local: each for each in found}
+
+    @cached_property
+    def bound(self) -> tuple[set[str], set[str]]:
+        """Names bound at the top level, but for imports and `__all__`; names bound within `SCOPES`."""
+        outside: set[str] = set()
+        inside: set[str] = set()
+        body = [node for node in self.tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
+        pending: list[tuple[ast.AST, set[str]]] = [(node, outside) for node in body]
+        while pending:
+            node, names = pending.pop()
+            names.update(_bound_by(node))
+            within = inside if isinstance(node, SCOPES) else names
+            pending += [(child, within) for child in ast.iter_child_nodes(node)]
+        return outside - {"__all__"}, inside
+
+
+def _bound_by(node: ast.AST) -> list[str]:
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return [name]
+        case ast.Name(id=name, ctx=ast.Store() | ast.Del()) | ast.arg(arg=name):
+            return [name]
+        case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+            return [name]
+        case ast.alias(name=name, asname=other):
+            return [(other or name).split(".")[0]]
+        case ast.Global(names=names):
+            return names
+    return []
 
 
 def _path(name: str) -> Path | None:
@@ -76,24 +111,21 @@ def _path(name: str) -> Path | None:
 
 
 def needed_modules(entries: list[str]) -> list[Module]:
-    """`entries` and all modules of the package that they need, each behind what it imports itself."""
-    ordered: dict[str, Module] = {}
-    entered: set[str] = set()
+    """`entries` and all modules of the package that they need, each after what it imports itself.
 
-    def visit(name: str) -> None:
-        if name in ordered:
-            return
-        if name in entered:
-            raise ValueError(f"{name} imports itself, through others.")
-        entered.add(name)
-        module = Module(name)
-        for dependency in sorted({found.module for found in module.imports if found.is_ours}):
-            visit(dependency)
-        ordered[name] = module
-
-    for entry in entries:
-        visit(entry)
-    return list(ordered.values())
+    Raises:
+        ValueError: modules import each other in a circle.
+    """
+    needs: dict[str, list[str]] = {}
+    modules: dict[str, Module] = {}
+    pending = list(entries)
+    while pending:
+        name = pending.pop()
+        if name not in needs:
+            modules[name] = Module(name)
+            needs[name] = sorted({found.module for found in modules[name].imports.values() if found.is_ours})
+            pending += needs[name]
+    return [modules[name] for name in TopologicalSorter(needs).static_order()]
 
 
 def module_of_class(package: str, name: str) -> str:

@@ -1,10 +1,18 @@
 """What the configurations of all families share: presets, derived fields, and checks."""
 
+import importlib
 import math
+import os
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
+
+# By name: the floor of the models does not know the room that shares them, and an exported copy of this file, which
+# transformers scans for imports, must not ask for this package.
+PACKAGE = "hf_hybrid_ssm"
 
 GPT2_END_OF_TEXT = 50256
 
@@ -68,6 +76,24 @@ class HybridConfigMixin:
         output = super().to_dict()  # type: ignore[misc]
         output.pop("_following", None)
         return output
+
+    @property
+    def code_exporter(self) -> ModuleType | None:
+        """What writes the code of this configuration; None if transformers does, as for a folder's own classes."""
+        is_of_package = type(self).__module__.startswith(f"{PACKAGE}.")
+        return importlib.import_module(f"{PACKAGE}.hub.export") if is_of_package else None
+
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs) -> None:
+        """As in transformers; a configuration with an `auto_map` takes along the code that this names."""
+        exporter = self.code_exporter if getattr(self, "auto_map", None) else None
+        if exporter is None:
+            super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+            return
+        self.auto_map = exporter.auto_map_of(self.model_type)
+        super().save_pretrained(save_directory)
+        exporter.write_code(save_directory, self.model_type)
+        if push_to_hub:
+            self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 
     def validate_layer_type(self) -> None:
         """Overridden by configurations with `block_types`."""

@@ -1,31 +1,35 @@
 """`save_pretrained` and `push_to_hub` that can add the code to a checkpoint."""
 
-import importlib
 import os
 from typing import Any
 
 from transformers import PreTrainedModel
 
-# By name: the floor of the models does not know the room that shares them, and an exported copy of this file, which
-# transformers scans for imports, must not ask for this package. A model of such a copy saves its own code anyway.
-EXPORTER = "hf_hybrid_ssm.hub"
-
 
 class SavesCode(PreTrainedModel):
-    """What every family's `PreTrainedModel` adds to transformers' saving."""
+    """What every family's `PreTrainedModel` adds to transformers' saving.
 
-    _exports_code = False
+    `export_code=True` adds what `trust_remote_code=True` loads without this package, `False` leaves it out. By
+    default a model keeps what it came with: whoever could load it can load what becomes of it. The configuration,
+    saved with every model, does the work.
+    """
 
-    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, export_code: bool = False, **kwargs: Any):
-        """As in transformers; `export_code=True` adds what `trust_remote_code=True` loads without this package."""
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, *args: Any, export_code: bool | None = None, **kwargs: Any
+    ) -> None:
+        """As in transformers; for `export_code` see the class."""
+        self._set_code(export_code, save_directory)
         super().save_pretrained(save_directory, *args, **kwargs)
-        if export_code or self._exports_code:
-            importlib.import_module(EXPORTER).export_code(self, save_directory)
 
-    def push_to_hub(self, repo_id: str, *args: Any, export_code: bool = False, **kwargs: Any) -> str:
-        """As in transformers; for `export_code` see `save_pretrained`, which transformers calls from here."""
-        self._exports_code = export_code
-        try:
-            return super().push_to_hub(repo_id, *args, **kwargs)
-        finally:
-            self._exports_code = False
+    def push_to_hub(self, repo_id: str, *args: Any, export_code: bool | None = None, **kwargs: Any) -> str:
+        """As in transformers; for `export_code` see the class."""
+        self._set_code(export_code)
+        return super().push_to_hub(repo_id, *args, **kwargs)
+
+    def _set_code(self, export_code: bool | None, folder: str | os.PathLike | None = None) -> None:
+        exporter = None if export_code is None else self.config.code_exporter
+        if exporter is not None and export_code:
+            exporter.check_exportable(self.config.model_type, self, folder)
+            self.config.auto_map = exporter.auto_map_of(self.config.model_type)
+        elif exporter is not None and hasattr(self.config, "auto_map"):
+            del self.config.auto_map

@@ -51,9 +51,9 @@ def diagonal_scan(
     check_seq_idx(seq_idx, batch, length)
     check_lengths(lengths, batch, length)
     start = x.new_zeros(batch, size) if initial_state is None else initial_state
-    run = _OP.select(x.device.type, x.dtype, backend)
+    scan = _OP.select(x.device.type, x.dtype, backend)
     with without_autocast(x.device.type):
-        h = run(decay, x, start, seq_idx)
+        h = scan(decay, x, start, seq_idx)
     if not return_final_state:
         return h, None
     if lengths is None:

@@ -1,0 +1,108 @@
+"""A folder that everybody could load is such a folder still after somebody has loaded and saved it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from hf_hybrid_ssm.hub import check_folder
+from hf_hybrid_ssm.hub.export import auto_map_of, code_of
+from tests.hub import saving_again
+from tests.hub.saving_again import ONLY_CONFIGURATION, check_loading, save_in_every_way, saved_folders
+from tests.hub.test_export import VARIANTS, class_of
+from tests.reliability.population import build
+
+FAMILIES = ("longhorn", "spade_seq2seq")  # one file of models, and two; test_export.py has all families
+EVERY = pytest.mark.parametrize("model_type", FAMILIES)
+
+
+def run_without_package(root, *arguments):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"HF_MODULES_CACHE": str(root / "modules"), "HF_HUB_OFFLINE": "1"}
+    ran = subprocess.run(
+        [sys.executable, saving_again.__file__, *map(str, arguments)],
+        env=environment, cwd=root, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-6000:]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Exported, saved again without the package, and from there once more with and without it."""
+    root = tmp_path_factory.mktemp("again")
+    exported = []
+    for model_type in FAMILIES:
+        exported.append(root / model_type / "exported")
+        build(VARIANTS[model_type], class_of(model_type)).save_pretrained(exported[-1], export_code=True)
+    first = [folder.parent / "without" for folder in exported]
+    run_without_package(root, "save", *(path for pair in zip(exported, first, strict=True) for path in pair))
+    second = [folder.parent / "without, without" for folder in exported]
+    run_without_package(
+        root, "save", *(path for source, goal in zip(first, second, strict=True) for path in (source / "model", goal))
+    )
+    for folder in exported:
+        save_in_every_way(folder, folder.parent / "with")
+        save_in_every_way(folder.parent / "without/model", folder.parent / "without, with")
+    return root
+
+
+ORDERS = ("with", "without", "without, with", "without, without")
+
+
+def test_everything_saved_is_loaded_by_those_who_lack_the_package(root):
+    targets = [root / model_type / order for model_type in FAMILIES for order in ORDERS]
+    run_without_package(root, "load", *(folder for target in targets for folder in saved_folders(target)))
+
+
+@EVERY
+@pytest.mark.parametrize("order", ORDERS)
+def test_everything_saved_is_whole_and_loaded_with_the_package(root, model_type, order):
+    folders = saved_folders(root / model_type / order)
+    assert len(folders) == 6 + len(ONLY_CONFIGURATION)
+    for folder in folders:
+        check_loading(folder)
+        assert {path.name: path.read_text() for path in folder.glob("*.py")} == code_of(model_type)
+        assert json.loads((folder / "config.json").read_text())["auto_map"] == auto_map_of(model_type)
+        if folder.name not in ONLY_CONFIGURATION:
+            assert check_folder(folder)["code"] == len(code_of(model_type))
+
+
+@pytest.fixture
+def model(tmp_path):
+    build("longhorn", "LonghornForCausalLM").save_pretrained(tmp_path / "exported", export_code=True)
+    return AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+
+
+def test_code_can_be_left_out(model, tmp_path):
+    model.save_pretrained(tmp_path / "plain", export_code=False)
+    assert "auto_map" not in json.loads((tmp_path / "plain/config.json").read_text())
+    assert check_folder(tmp_path / "plain")["code"] == 0
+    AutoModelForCausalLM.from_pretrained(tmp_path / "plain").save_pretrained(tmp_path / "plain again")
+    assert check_folder(tmp_path / "plain again")["code"] == 0
+
+
+def test_other_code_is_kept_at_the_end_of_a_training_and_refused_when_asked_to_export(model, tmp_path, caplog):
+    other = tmp_path / "exported" / "layers.py"
+    other.write_text("# mine\n")
+    model.save_pretrained(tmp_path / "exported")
+    assert other.read_text() == "# mine\n" and "layers.py was not written by export_code" in caplog.text
+    before = (tmp_path / "exported/model.safetensors").stat().st_mtime_ns
+    with pytest.raises(ValueError, match=r"layers\.py was not written by export_code"):
+        model.save_pretrained(tmp_path / "exported", export_code=True)
+    assert (tmp_path / "exported/model.safetensors").stat().st_mtime_ns == before
+
+
+def test_a_process_that_does_not_save_writes_no_code(model, tmp_path):
+    model.save_pretrained(tmp_path / "other rank", is_main_process=False)
+    assert list((tmp_path / "other rank").iterdir()) == []
+
+
+def test_a_derived_class_is_not_exported(tmp_path):
+    kind = type(build("longhorn", "LonghornForCausalLM"))
+    derived = type("Mine", (kind,), {})(build("longhorn", "LonghornForCausalLM").config)
+    with pytest.raises(ValueError, match="Mine is no class of the family 'longhorn'"):
+        derived.save_pretrained(tmp_path / "mine", export_code=True)
+    assert not (tmp_path / "mine").exists()
