@@ -305,8 +305,8 @@ class SpadeSeq2SeqConfig(SpadeConfig):
     trains it: post layer norm, a frozen bidirectional S4 in the encoder's bottom layer, through which no gradient goes
     (`ssm_stop_gradient=True`), window attention in the encoder, full causal attention with learned positions in the
     decoder, and dropout inside the feed-forward layers too (`activation_dropout=0.1`).
-    `decoder_attention_type="window"`, `decoder_global_layers=[0]` and `decoder_position_embedding_type="relative"` give
-    the paper's literal reading.
+    `decoder_attention_type="window"`, `decoder_global_layers=[0]` and `decoder_position_embedding_type="relative"`
+    give the paper's literal reading.
 
     Args:
         num_decoder_layers (`int`, *optional*, defaults to 12): Number of decoder layers.
