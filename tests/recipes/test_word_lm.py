@@ -1,4 +1,4 @@
-"""The word-level protocol: fairseq's dictionary, an unbroken stream, blocks with context, exact perplexity per word."""
+"""The word-level protocol: fairseq's dictionary, an unbroken stream, blocks with context, perplexity per word."""
 
 import json
 import math
