@@ -89,6 +89,7 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
     from scaling_law import ScalingArguments
     from settings import read_settings
     from transformers import CONFIG_MAPPING, HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
+    from word_lm import WordArguments
 
     monkeypatch.chdir(tmp_path)  # away from the checkpoints of earlier runs
     monkeypatch.setenv("HF_HYBRID_SSM_DATA", str(tmp_path))
@@ -117,6 +118,9 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
     elif config.parent.name == "seq2seq":
         classes = (SpanArguments, DataArguments, TrainingArguments)
         models.append(read_settings("pretrain_seq2seq.py", classes, [str(config), *training])[0])
+    elif config.stem == "wikitext103":
+        classes = (ModelArguments, WordArguments, TrainingArguments)
+        models.append(read_settings("word_lm.py", classes, [str(config), *training])[0])
     elif config.stem == "scaling_cpu":
         (arguments,) = read_settings("scaling_law.py", (ScalingArguments,), [str(config)])
         for over in (over for members in arguments.families.values() for over in members.values()):

@@ -25,6 +25,7 @@ CASES: dict[str, tuple[str, dict]] = {
     "s4-tied-filters": ("s4", {"state_size": 4, "block_size": 4, "num_dynamics": 3, "filters": 2}),
     "s4d-legs-zoh": ("s4d", {"state_size": 8, "block_size": 8}),
     "s4d-lin-bilinear": ("s4d", {"state_size": 8, "block_size": 16, "init": "lin", "discretization": "bilinear"}),
+    "s4d-inv-zoh": ("s4d", {"state_size": 8, "block_size": 8, "init": "inv"}),
     "s4d-filters": ("s4d", {"state_size": 4, "block_size": 4, "filters": 3, "num_dynamics": 1}),
     "s4d-frozen": ("s4d", {"state_size": 8, "block_size": 8, "frozen": True}),
     "s5": ("s5", {"state_size": 12, "blocks": 3}),
@@ -378,6 +379,18 @@ def test_files_are_bit_equal(case, bidirectional):
     assert torch.equal(other(u)[0], y)
     assert torch.equal(copy.deepcopy(mixer)(u)[0], y)
     assert list(mixer.state_dict()) == [name for name, _ in mixer.named_parameters()]
+
+
+def test_s4d_inv_is_near_the_frequencies_of_legs():
+    """S4D-Inv approximates the eigenvalues of HiPPO-LegS."""
+    inverse, legs = (build_mixer("s4d", 1, state_size=64, init=init) for init in ("inv", "legs"))
+    frequencies = inverse.A_imag[0]
+    wanted = [1283.4255, 414.2273, 240.3876, 165.8849]  # N / pi (N / (2n + 1) - 1), n = 0, 1, 2, 3
+    torch.testing.assert_close(frequencies[:4], torch.tensor(wanted))
+    torch.testing.assert_close(inverse.A_log_real.exp(), torch.full((1, 32), 0.5))
+    assert torch.equal(inverse.B[..., 0], torch.ones(1, 32))
+    found = legs.A_imag[0].abs().sort(descending=True).values
+    assert ((frequencies - found).abs() / found)[:4].max() < 0.1
 
 
 def test_analytic_values_do_not_depend_on_the_seed():

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from hf_hybrid_ssm.models.longhorn.convert_official_checkpoint import convert, read_state_dict
+from hf_hybrid_ssm.models.longhorn.convert_official_checkpoint import convert, main
+from hf_hybrid_ssm.models.official_state_dict import read_checkpoint
 
 V, M, D, N, K, R, LAYERS = 24, 16, 32, 4, 4, 2, 2
 
@@ -89,7 +90,7 @@ def test_converted_logits_equal_the_official_mathematics(tmp_path):
 @pytest.mark.parametrize("prefix", ["", "_orig_mod.transformer.", "module.transformer."])
 def test_wrapper_prefixes_are_removed(prefix, tmp_path):
     torch.save(official_state_dict(prefix), tmp_path / "ckpt.pt")
-    assert "backbone.norm_f.weight" in read_state_dict(tmp_path / "ckpt.pt")
+    assert "backbone.norm_f.weight" in read_checkpoint(tmp_path / "ckpt.pt")[0]
     convert(tmp_path / "ckpt.pt")
 
 
@@ -105,6 +106,23 @@ def test_untied_head(tmp_path):
     model = save_and_convert(tmp_path, lambda weights: weights.update(head))
     assert not model.config.tie_word_embeddings
     assert (model.lm_head.weight == 1).all()
+
+
+def gpt2_vocabulary(weights):
+    for key in ("transformer.backbone.embedding.weight", "transformer.lm_head.weight"):
+        weights[key] = torch.zeros(50304, M)
+
+
+def test_special_tokens_follow_the_vocabulary(tmp_path):
+    config = save_and_convert(tmp_path, gpt2_vocabulary).config
+    assert (config.bos_token_id, config.eos_token_id) == (50256, 50256)
+    config = save_and_convert(tmp_path, lambda weights: None).config  # of 24 tokens: none is known
+    assert (config.bos_token_id, config.pad_token_id, config.eos_token_id) == (None, None, None)
+    main([str(tmp_path / "ckpt.pt"), str(tmp_path / "out"), "--bos-token-id", "1", "--eos-token-id", "2"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert (model.config.bos_token_id, model.generation_config.eos_token_id) == (1, 2)
+    with pytest.raises(ValueError, match="eos_token_id=50256 must lie in the checkpoint's vocabulary of 24"):
+        convert(tmp_path / "ckpt.pt", eos_token_id=50256)
 
 
 LAYER = "transformer.backbone.layers.1.mixer."

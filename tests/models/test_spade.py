@@ -330,6 +330,9 @@ def test_pixels():
     loss = model(torch.randint(0, 256, (3, 16)), labels=torch.tensor([0, 1, 3])).loss
     loss.backward()
     assert model.model.embed_tokens.weight.grad.abs().sum() > 0
+    wide = SpadeForSequenceClassification(SpadeConfig(**TINY | {"pixel_input": True, "hidden_size": 512})).model
+    assert 0.85 < wide.embed_tokens.weight.std() < 1.15  # as MEGA's: values of about 1 stay of about 1
+    assert 0.085 < wide.embed_tokens.bias.std() < 0.115
 
 
 def test_adaptive_softmax_is_a_distribution_of_tied_weights():
@@ -381,7 +384,7 @@ def test_pairs_are_encoded_each_for_itself():
 
 @pytest.mark.parametrize("fields", [{}, {"decoder_global_layers": [1]}])
 def test_gradient_checkpointing_changes_nothing(fields):
-    off = {"dropout": 0.0, "attention_dropout": 0.0, "embedding_dropout": 0.0}
+    off = {"dropout": 0.0, "attention_dropout": 0.0, "embedding_dropout": 0.0, "activation_dropout": 0.0}
     model = seq2seq(**off, **fields).train()
     source, labels = inv.random_ids(model, 2, 9, 0), inv.random_ids(model, 2, 6, 1)
     gradients = []

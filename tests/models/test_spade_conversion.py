@@ -1,8 +1,12 @@
 """The converter of official SPADE language models, and of S4's parameters, against plain evaluations."""
 
+import argparse
+import warnings
+from pathlib import Path
+
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_hybrid_ssm import SpadeConfig, SpadeForCausalLM
@@ -123,7 +127,13 @@ CONFIG = {
 def in_official_layout(model) -> dict[str, torch.Tensor]:
     """The tensors of one of our models under the official names, with tied copies and buffers."""
     names = {ours: official for official, ours in converter.LAYER_KEYS.items()}
-    found = {"decoder.version": torch.tensor([3.0])}
+    # what fairseq's TransformerDecoder, AdaptiveInput, AdaptiveSoftmax and TiedHeadModule register beside parameters
+    found = {
+        "decoder.version": torch.tensor([3.0]),
+        "decoder.embed_tokens._float_tensor": torch.empty(1),
+        "decoder.adaptive_softmax.version": torch.tensor([1]),
+        "decoder.adaptive_softmax.head._float_tensor": torch.empty(1),
+    }
     kernel = {}
     for name, tensor in model.state_dict().items():
         if name.startswith("model.embed_tokens."):
@@ -150,26 +160,110 @@ def in_official_layout(model) -> dict[str, torch.Tensor]:
     return found | {f"{prefix}kernel.kernel.{name}": tensor for name, tensor in official.items()}
 
 
-@pytest.fixture(scope="module")
-def original():
+SAVED = {  # of fairseq's settings, which it saves by these names
+    "local_radius": 3,
+    "activation_fn": "gelu",
+    "dropout": 0.25,
+    "attention_dropout": 0.05,
+    "activation_dropout": 0.15,
+    "adaptive_softmax_dropout": 0.1,
+    "relative_attention_max_distance": 64,
+    "no_scale_embedding": False,
+    "s4_weight": 0.5,
+}
+FIELDS = {  # ours for them
+    "hidden_act": "gelu",
+    "dropout": 0.25,
+    "embedding_dropout": 0.25,
+    "attention_dropout": 0.05,
+    "activation_dropout": 0.15,
+    "adaptive_dropout": 0.1,
+    "relative_attention_max_distance": 64,
+}
+
+
+@pytest.mark.parametrize("form", ["cfg", "args", "bare", "safetensors"])
+def test_round_trip(form, tmp_path):
     torch.manual_seed(0)
-    return SpadeForCausalLM(SpadeConfig(**CONFIG)).eval()
-
-
-@pytest.mark.parametrize("form", ["fairseq", "bare", "safetensors"])
-def test_round_trip(original, form, tmp_path):
+    with_settings = form in ("cfg", "args")
+    original = SpadeForCausalLM(SpadeConfig(**CONFIG | (FIELDS if with_settings else {}))).eval()
     tensors = in_official_layout(original)
     source = tmp_path / ("model.safetensors" if form == "safetensors" else "checkpoint_best.pt")
     if form == "safetensors":
         save_file({name: tensor.clone() for name, tensor in tensors.items()}, source)
-    else:
-        torch.save({"model": tensors} if form == "fairseq" else tensors, source)
-    converter.main([str(source), str(tmp_path / "out"), "--local-radius", "3"])
+    elif form == "bare":
+        torch.save(tensors, source)
+    elif form == "cfg":
+        torch.save({"args": None, "cfg": {"model": SAVED, "bpe": None}, "model": tensors}, source)
+    else:  # before fairseq 0.10
+        torch.save({"args": argparse.Namespace(arch="spade_lm_wiki103", **SAVED), "model": tensors}, source)
+    converter.main([str(source), str(tmp_path / "out"), *([] if with_settings else ["--local-radius", "3"])])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     ids = torch.arange(2, 26).view(2, 12)
     assert torch.equal(in_own_memory(model)(ids).logits, original(ids).logits)
-    for field, value in CONFIG.items():
+    tokens = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
+    for field, value in (CONFIG | tokens | (FIELDS if with_settings else {})).items():
         assert getattr(model.config, field) == value
+    assert model.generation_config.eos_token_id == 2
+
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+def test_checkpoint_that_fairseq_wrote(tmp_path):
+    """Log-probabilities of fairseq's own model, from the file that its trainer saved after a step.
+
+    Made with fairseq 3d262bb2 and SPADE's code 0819294 (its Cauchy fallback completed by the conjugates) by the
+    published run_lm.sh and these sizes: --s4-state-dim 6 --s4-n-ssm 4 --local-radius 3 --decoder-embed-dim 8
+    --decoder-ffn-embed-dim 16 --decoder-layers 2 --decoder-attention-heads 2 --adaptive-{input,softmax}-cutoff 20,40
+    --adaptive-{input,softmax}-factor 2 --tokens-per-sample 12 --no-save-optimizer-state, a dictionary of 60 symbols.
+    """
+    converter.main([str(GOLDEN / "fairseq_spade_lm.pt"), str(tmp_path / "out")])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert model.config.local_radius == 3
+    assert model.config.ssm_num_dynamics == 4
+    golden = load_file(GOLDEN / "fairseq_spade_lm.safetensors")
+    logits = model(golden["ids"]).logits
+    torch.testing.assert_close(logits, golden["log_probabilities"], rtol=1e-5, atol=1e-5)
+
+
+def test_checkpoint_without_adaptive_vocabulary(tmp_path):
+    """fairseq's other architectures have one embedding and a norm after the last layer."""
+    torch.manual_seed(0)
+    sizes = CONFIG | {"adaptive_cutoffs": None, "final_norm": True, "global_layers": []}
+    original = SpadeForCausalLM(SpadeConfig(**sizes)).eval()
+    tensors = {}
+    names = {ours: official for official, ours in converter.GLOBAL_KEYS.items()}
+    layers = {ours: official for official, ours in converter.LAYER_KEYS.items()}
+    for name, tensor in original.state_dict().items():
+        layer = name.removeprefix("model.decoder.layers.").split(".", 1)
+        if name == "model.decoder.relative_bias.weight":
+            tensors["decoder.layers.0.self_attn.relative_attention_bias.weight"] = tensor
+        else:
+            tensors[names[name] if name in names else f"decoder.layers.{layer[0]}.{layers[layer[1]]}"] = tensor
+    torch.save({"model": tensors}, tmp_path / "checkpoint_best.pt")
+    model = converter.convert(tmp_path / "checkpoint_best.pt", local_radius=3).eval()
+    ids = torch.arange(2, 26).view(2, 12)
+    assert torch.equal(in_own_memory(model)(ids).logits, original(ids).logits)
+    assert model.config.final_norm
+    assert model.config.tie_word_embeddings
+
+
+def test_special_tokens_can_be_given(tmp_path):
+    source = str(GOLDEN / "fairseq_spade_lm.pt")
+    converter.main([source, str(tmp_path / "out"), "--eos-token-id", "5", "--pad-token-id", "0"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert (model.config.bos_token_id, model.config.pad_token_id, model.config.eos_token_id) == (0, 0, 5)
+    with pytest.raises(ValueError, match=r"eos_token_id=60 must lie in the checkpoint's vocabulary of 60 tokens"):
+        converter.convert(source, eos_token_id=60)
+
+
+@pytest.fixture(scope="module")
+def original():
+    torch.manual_seed(0)
+    return SpadeForCausalLM(SpadeConfig(**CONFIG)).eval()
 
 
 def test_bad_checkpoints_are_refused(original, tmp_path):
@@ -177,6 +271,8 @@ def test_bad_checkpoints_are_refused(original, tmp_path):
     convert = converter.convert_state_dict
     with pytest.raises(ValueError, match=r"Unknown tensors.*decoder\.other"):
         convert(tensors | {"decoder.other": torch.zeros(1)})
+    with pytest.raises(ValueError, match="embed_positions"):  # sinusoidal positions, which the model does not have
+        convert(tensors | {"decoder.embed_positions._float_tensor": torch.zeros(1)})
     with pytest.raises(ValueError, match="differs from the embedding it is tied to"):
         convert(tensors | {"decoder.adaptive_softmax.head.word_proj.weight": torch.zeros(20, D)})
     with pytest.raises(ValueError, match="only a part of its S4"):

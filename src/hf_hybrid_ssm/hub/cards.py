@@ -298,12 +298,12 @@ def recipes_of_presets(folder: Path) -> dict[tuple[str, str], str]:
     """(model type, preset) → command, read from the recipes' configurations of the papers' sizes."""
     import yaml  # a dependency of the recipes alone
 
-    scripts = {"lra": "lra.py", "seq2seq": "pretrain_seq2seq.py"}
+    scripts = {"lra": "lra.py", "seq2seq": "pretrain_seq2seq.py", "wikitext103": "word_lm.py"}
     found = {}
     for path in sorted(folder.glob("configs/*/*.yaml")):
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
         if isinstance(settings, dict) and "preset" in settings and not path.stem.endswith("_cpu"):
-            script = scripts.get(path.parent.name, "pretrain_clm.py")
+            script = scripts.get(path.stem) or scripts.get(path.parent.name, "pretrain_clm.py")
             key = (settings.get("model_type", "spade_seq2seq"), settings["preset"])
             found[key] = f"python {folder.name}/{script} {folder.name}/{path.relative_to(folder).as_posix()}"
     return found

@@ -9,6 +9,8 @@ from hf_hybrid_ssm.layers.hippo import legs_dplr
 from hf_hybrid_ssm.layers.state_space import StateSpaceMixer, complex_pairs, log_uniform_step
 from hf_hybrid_ssm.ops.linear_scan import Transition
 
+INITS = ("legs", "inv", "lin")
+
 
 class DiagonalParameters(StateSpaceMixer):
     """The parameters that S4D and S4 have in common: eigenvalues, input, output, step size, skip.
@@ -83,7 +85,8 @@ class S4D(DiagonalParameters):
     r"""Diagonal S4: K_k = 2 Re sum_n C_n Bbar_n Abar_n^k.
 
     Discretisation "zoh" (Abar = e^{dt A}, Bbar = (Abar - 1) / A B) or "bilinear". Initialisation "legs" (the normal
-    part of HiPPO-LegS, Im B clipped to [-2, 2]) or "lin" (A_n = -1/2 + i pi n, B = 1).
+    part of HiPPO-LegS, Im B clipped to [-2, 2]), "inv" (A_n = -1/2 + i N / pi (N / (2n + 1) - 1), its asymptotic form)
+    or "lin" (A_n = -1/2 + i pi n), both with B = 1.
 
     Further arguments: `DiagonalParameters` (state_size, num_dynamics, dt_min, dt_max), `StateSpaceMixer` (filters,
     block_size, skip) and `Mixer` (bidirectional, trainable, learning_rate).
@@ -103,20 +106,21 @@ class S4D(DiagonalParameters):
         **options: Any,
     ):
         super().__init__(hidden_size, **options)
-        if init not in ("legs", "lin"):
-            raise ValueError(f"init={init!r} must be one of legs, lin.")
+        if init not in INITS:
+            raise ValueError(f"init={init!r} must be one of {', '.join(INITS)}.")
         if discretization not in ("zoh", "bilinear"):
             raise ValueError(f"discretization={discretization!r} must be one of zoh, bilinear.")
         self.init, self.discretization = init, discretization
         self.create_parameters(device, dtype)
 
     def draw(self) -> dict[str, torch.Tensor]:
-        if self.init == "lin":
-            order = torch.arange(self.state_size // 2, dtype=torch.float64)
-            eigenvalues = torch.complex(torch.full_like(order, -0.5), math.pi * order)
-            return self._draw_common(eigenvalues, torch.ones_like(eigenvalues))
-        eigenvalues, b, _ = legs_dplr(self.state_size)
-        return self._draw_common(eigenvalues, torch.complex(b.real, b.imag.clamp(-2.0, 2.0)))
+        if self.init == "legs":
+            eigenvalues, b, _ = legs_dplr(self.state_size)
+            return self._draw_common(eigenvalues, torch.complex(b.real, b.imag.clamp(-2.0, 2.0)))
+        order, size = torch.arange(self.state_size // 2, dtype=torch.float64), self.state_size
+        frequencies = math.pi * order if self.init == "lin" else size / math.pi * (size / (2 * order + 1) - 1)
+        eigenvalues = torch.complex(torch.full_like(order, -0.5), frequencies)
+        return self._draw_common(eigenvalues, torch.ones_like(eigenvalues))
 
     def transition(self, dtype: torch.dtype, direction: int = 0) -> Transition:
         z = self._dt(dtype) * self._eigenvalues(dtype)

@@ -1,37 +1,55 @@
-"""What converters of official checkpoints share: reading tensors, and loading all of them or none."""
+"""What converters of official checkpoints share: reading tensors, loading all of them or none, the command line."""
 
+import argparse
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers import PreTrainedModel
 
 PREFIXES = ("_orig_mod.", "module.", "transformer.")
+TOKENS = ("bos_token_id", "pad_token_id", "eos_token_id")
 
 
-def read_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
-    """The tensors of an official checkpoint, without the prefixes that training wrappers add.
+def read_checkpoint(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors of an official checkpoint, without the prefixes that training wrappers add, and the settings of the
+    model that fairseq saves beside them (none in other files).
 
     Raises:
         ValueError: the file is truncated, holds anything but tensors where tensors belong, or is no state dict.
     """
     try:
-        content = (
-            load_file(path)
-            if str(path).endswith(".safetensors")
-            else torch.load(path, map_location="cpu", weights_only=True)
-        )
+        if str(path).endswith(".safetensors"):
+            content = load_file(path)
+        else:
+            # fairseq's command line; unpickling one sets attributes and runs nothing
+            with torch.serialization.safe_globals([argparse.Namespace]):
+                content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise
     except Exception as error:
         raise ValueError(
             f"{path} cannot be read as a checkpoint of tensors ({type(error).__name__}: {error})."
         ) from error
+    settings: dict[str, Any] = {}
     if isinstance(content, dict) and isinstance(content.get("model"), dict):
+        settings = _settings(content)
         content = content["model"]
     if not isinstance(content, dict) or not content or not all(isinstance(v, torch.Tensor) for v in content.values()):
         raise ValueError(f"{path} holds no state dict: a dict of tensors, or one under the key 'model', was expected.")
-    return {_without_prefixes(key): tensor for key, tensor in content.items()}
+    return {_without_prefixes(key): tensor for key, tensor in content.items()}, settings
+
+
+def _settings(content: dict[str, Any]) -> dict[str, Any]:
+    """The model's settings: under "cfg" since fairseq 0.10, under "args" before."""
+    groups = content.get("cfg")
+    found = groups.get("model") if isinstance(groups, dict) else content.get("args")
+    if isinstance(found, argparse.Namespace):
+        found = vars(found)
+    return found if isinstance(found, dict) else {}
 
 
 def _without_prefixes(key: str) -> str:
@@ -53,3 +71,50 @@ def load_exactly(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
         if key not in expected or tensor.shape != expected[key]:
             raise ValueError(f"{key} has shape {tuple(tensor.shape)}, but the model has {expected.get(key)}.")
     model.load_state_dict(tensors)
+
+
+def run_command_line(
+    convert: Callable[..., PreTrainedModel],
+    description: str,
+    arguments: list[str] | None = None,
+    extra: dict[str, str] | None = None,
+) -> None:
+    """`IN OUT [--bos-token-id N] [--pad-token-id N] [--eos-token-id N]` and the options of `extra`: convert and save.
+
+    Args:
+        convert: makes the model of a file; takes the given options as keywords.
+        description: the first line of the help.
+        arguments: of the command line; the process's own by default.
+        extra: more fields of the configuration that are integers, each with its help.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("source", metavar="IN", type=Path, help="checkpoint file (.pt, .bin or .safetensors)")
+    parser.add_argument("target", metavar="OUT", type=Path, help="folder to write; must not exist or be empty")
+    for name in TOKENS:
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=int, metavar="ID", help="in the checkpoint's vocabulary"
+        )
+    for name, text in (extra or {}).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
+    options = parser.parse_args(arguments)
+    if options.target.exists() and (not options.target.is_dir() or any(options.target.iterdir())):
+        parser.error(f"{options.target} is not empty")
+    if not options.source.is_file():
+        parser.error(f"{options.source} is no file")
+    given = {name: value for name in (*TOKENS, *(extra or {})) if (value := getattr(options, name)) is not None}
+    model = convert(options.source, **given)
+    model.save_pretrained(options.target)
+    tokens = ", ".join(f"{name}={getattr(model.config, name)}" for name in TOKENS)
+    print(f"{options.target}: {model.num_parameters():,} parameters, {tokens}")
+
+
+def check_tokens(config: Any) -> None:
+    """The special tokens lie in the vocabulary.
+
+    Raises:
+        ValueError: one does not.
+    """
+    for name in TOKENS:
+        token = getattr(config, name)
+        if token is not None and not 0 <= token < config.vocab_size:
+            raise ValueError(f"{name}={token} must lie in the checkpoint's vocabulary of {config.vocab_size} tokens.")

@@ -65,7 +65,7 @@ def bst(random: Random) -> Fields:
         "ssm_type": ssm,
         "ssm_state_size": random.choice([2, 4, 8]),
         "ssm_num_dynamics": random.choice([None, 1, 2]),
-        "ssm_init": random.choice(["legs", "lin"]),
+        "ssm_init": random.choice(["legs", "inv", "lin"]),
         "ssm_discretization": random.choice([None, "zoh", "bilinear"] if ssm == "s4d" else [None, "bilinear"]),
         "ssm_input_norm": random.choice(FLAG),
         "ssm_skip": random.choice(FLAG),

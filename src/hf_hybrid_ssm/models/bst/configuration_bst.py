@@ -62,7 +62,7 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
             by default, 256 for s5.
         ssm_num_dynamics (`int`, *optional*): Independent copies of A and B; one for each filter and channel by
         default.
-        ssm_init (`str`, *optional*, defaults to `"legs"`): `"legs"` or `"lin"`, of s4d.
+        ssm_init (`str`, *optional*, defaults to `"legs"`): `"legs"`, `"inv"` or `"lin"`, of s4d.
         ssm_discretization (`str`, *optional*): `"zoh"` (default) or `"bilinear"` for s4d; s4 is bilinear, s5 is zoh.
         ssm_dt_min, ssm_dt_max (`float`, *optional*, defaults to 1e-3 and 1e-1): Range of the initial step sizes.
         ssm_input_norm (`bool`, *optional*, defaults to `True`): Normalise the input of the state-space model.
@@ -255,7 +255,7 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
         self.check_activation("hidden_act")
         self.check_choice("context_variant", ("sh", "mh", "mf"))
         self.check_choice("ssm_type", SSM_TYPES)
-        self.check_choice("ssm_init", ("legs", "lin"))
+        self.check_choice("ssm_init", ("legs", "inv", "lin"))
         if self.ssm_state_size % 2:  # type: ignore[operator]
             raise ValueError(f"ssm_state_size={self.ssm_state_size} must be even: states come in conjugate pairs.")
         known = DISCRETIZATIONS[self.ssm_type]

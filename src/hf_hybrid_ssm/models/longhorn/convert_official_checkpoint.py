@@ -1,13 +1,13 @@
 """Official Longhorn training checkpoints → a folder that `from_pretrained` loads.
 
-    python -m hf_hybrid_ssm.models.longhorn.convert_official_checkpoint IN OUT
+    python -m hf_hybrid_ssm.models.longhorn.convert_official_checkpoint IN OUT [--eos-token-id N] [--bos-token-id N]
 
 IN is a file of tensors: what the official `train.py` saves (a dict with the state dict under "model"), a bare state
 dict, or the same as safetensors. Every tensor must be known and none may be missing; sizes are read off the shapes.
-Only tensors are unpickled (`weights_only=True`).
+Only tensors and plain values are unpickled (`weights_only=True`). The official runs use GPT-2's vocabulary, whose one
+special token is 50256; with a vocabulary of another size there is none unless it is given.
 """
 
-import argparse
 import re
 from pathlib import Path
 
@@ -15,7 +15,9 @@ import torch
 
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.longhorn.modeling_longhorn import LonghornForCausalLM
-from hf_hybrid_ssm.models.official_state_dict import load_exactly, read_state_dict
+from hf_hybrid_ssm.models.official_state_dict import check_tokens, load_exactly, read_checkpoint, run_command_line
+
+GPT2_VOCABULARIES = (50257, 50304)  # as it is, and padded as the official train.py does
 
 GLOBAL_KEYS = {
     "backbone.embedding.weight": "model.embed_tokens.weight",
@@ -64,7 +66,8 @@ def infer_config(converted: dict[str, torch.Tensor], **overrides) -> LonghornCon
     """The configuration that the shapes of the (converted) tensors say.
 
     Raises:
-        ValueError: a layer, or a tensor that the sizes are read from, is missing or has no such shape.
+        ValueError: a layer, or a tensor that the sizes are read from, is missing or has no such shape; a special token
+            lies outside the vocabulary.
     """
     first = "model.layers.0.mixer."
     needed = ("model.embed_tokens.weight", *(f"{first}{n}.weight" for n in ("in_proj", "conv1d", "x_proj", "dt_proj")))
@@ -82,7 +85,9 @@ def infer_config(converted: dict[str, torch.Tensor], **overrides) -> LonghornCon
     vocab_size, hidden_size = converted["model.embed_tokens.weight"].shape
     rank = converted[f"{first}dt_proj.weight"].shape[1]
     head = converted.get("lm_head.weight")
-    return LonghornConfig(
+    if vocab_size not in GPT2_VOCABULARIES:
+        overrides = {"bos_token_id": None, "eos_token_id": None} | overrides
+    config = LonghornConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         num_hidden_layers=len(layers),
@@ -94,6 +99,8 @@ def infer_config(converted: dict[str, torch.Tensor], **overrides) -> LonghornCon
         tie_word_embeddings=head is None or torch.equal(head, converted["model.embed_tokens.weight"]),
         **overrides,
     )
+    check_tokens(config)
+    return config
 
 
 def convert(source: str | Path, **overrides) -> LonghornForCausalLM:
@@ -106,7 +113,7 @@ def convert(source: str | Path, **overrides) -> LonghornForCausalLM:
     Raises:
         ValueError: tensors that are unknown, missing, or of a shape that does not fit the others.
     """
-    converted = convert_state_dict(read_state_dict(source))
+    converted = convert_state_dict(read_checkpoint(source)[0])
     config = infer_config(converted, **overrides)
     if config.tie_word_embeddings:
         converted["lm_head.weight"] = converted["model.embed_tokens.weight"]
@@ -116,17 +123,7 @@ def convert(source: str | Path, **overrides) -> LonghornForCausalLM:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Convert an official Longhorn checkpoint.")
-    parser.add_argument("source", metavar="IN", type=Path, help="checkpoint file (.pt, .bin or .safetensors)")
-    parser.add_argument("target", metavar="OUT", type=Path, help="folder to write; must not exist or be empty")
-    options = parser.parse_args(arguments)
-    if options.target.exists() and any(options.target.iterdir()):
-        parser.error(f"{options.target} is not empty")
-    if not options.source.is_file():
-        parser.error(f"{options.source} is no file")
-    model = convert(options.source)
-    model.save_pretrained(options.target)
-    print(f"Wrote {sum(p.numel() for p in model.parameters()):,} parameters to {options.target}")
+    run_command_line(convert, "Convert an official Longhorn checkpoint.", arguments)
 
 
 if __name__ == "__main__":

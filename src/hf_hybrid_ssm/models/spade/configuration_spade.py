@@ -143,6 +143,9 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
             "embedding_dropout": 0.3,
             "activation_dropout": 0.1,
             "use_linear_cross_entropy": True,
+            "bos_token_id": 0,  # as every fairseq dictionary begins
+            "pad_token_id": 1,
+            "eos_token_id": 2,
         },
         **_lra_presets(),
     }
@@ -296,10 +299,12 @@ _BASE = {"tie_word_embeddings": True}
 @strict
 class SpadeSeq2SeqConfig(SpadeConfig):
     r"""
-    Configuration of a T5-like SPADE encoder-decoder. The defaults are SPADE base as its released code builds it: post
-    layer norm, a frozen bidirectional S4 in the encoder's bottom layer, window attention in the encoder, full causal
-    attention with learned positions in the decoder. `decoder_attention_type="window"`, `decoder_global_layers=[0]` and
-    `decoder_position_embedding_type="relative"` give the paper's literal reading.
+    Configuration of a T5-like SPADE encoder-decoder. The defaults are SPADE base as its released code builds and
+    trains it: post layer norm, a frozen bidirectional S4 in the encoder's bottom layer, through which no gradient goes
+    (`ssm_stop_gradient=True`), window attention in the encoder, full causal attention with learned positions in the
+    decoder, and dropout inside the feed-forward layers too (`activation_dropout=0.1`).
+    `decoder_attention_type="window"`, `decoder_global_layers=[0]` and `decoder_position_embedding_type="relative"`
+    give the paper's literal reading.
 
     Args:
         num_decoder_layers (`int`, *optional*, defaults to 12): Number of decoder layers.
@@ -330,6 +335,8 @@ class SpadeSeq2SeqConfig(SpadeConfig):
     relative_bias_scope: str = "per_layer"
     norm_position: str = "post"
     layer_norm_eps: float = 1e-6
+    ssm_stop_gradient: bool = True
+    activation_dropout: float | int = 0.1
     num_decoder_layers: int = 12
     decoder_attention_type: str = "full"
     decoder_global_layers: list[int] | tuple[int, ...] = ()

@@ -1,13 +1,14 @@
 """Official SPADE language models (fairseq) → a folder that `from_pretrained` loads.
 
-    python -m hf_hybrid_ssm.models.spade.convert_official_checkpoint IN OUT [--local-radius 511]
+    python -m hf_hybrid_ssm.models.spade.convert_official_checkpoint IN OUT [--local-radius 511] [--eos-token-id 2]
 
-IN is what fairseq's trainer saves, a dict with the state dict under "model", or a bare state dict, or safetensors.
-Only tensors are unpickled (`weights_only=True`), which refuses a file that holds more, such as fairseq's settings:
-save its tensors alone first. Sizes are read off the shapes; what shapes cannot tell is the preset's of Wikitext-103.
+IN is what fairseq's trainer saves, a dict with the state dict under "model" and its settings under "cfg" (or "args"),
+or a bare state dict, or safetensors. Only tensors and plain values are unpickled (`weights_only=True`). Sizes are read
+off the shapes; what shapes cannot tell (the window, dropout, the activation) is read from the settings, and is that of
+Wikitext-103's preset where a file has none. The special tokens are those of fairseq's dictionaries, whatever the text:
+beginning 0, padding 1, end 2 and, without a field in the configuration, unknown 3.
 """
 
-import argparse
 import re
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from hf_hybrid_ssm.layers.s4_official import convert_s4
-from hf_hybrid_ssm.models.official_state_dict import load_exactly, read_state_dict
+from hf_hybrid_ssm.models.official_state_dict import check_tokens, load_exactly, read_checkpoint, run_command_line
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
 from hf_hybrid_ssm.models.spade.modeling_spade import SpadeForCausalLM
 
@@ -36,7 +37,27 @@ S4_KERNEL, S4_SKIP = "s4_module.s4.kernel.kernel.", "s4_module.s4.D"
 EMBEDDING = re.compile(r"decoder\.embed_tokens\.embeddings\.(\d+)\.([01])\.weight")
 SOFTMAX = "decoder.adaptive_softmax."
 TAIL = re.compile(r"decoder\.adaptive_softmax\.tail\.(\d+)\.([02])\.weight")
-WITHOUT_CONTENT = re.compile(r"decoder\.(version|embed_positions\._float_tensor)")
+# fairseq's marks of versions, and buffers that only tell a device and a dtype
+WITHOUT_CONTENT = re.compile(
+    r"decoder\.((adaptive_softmax\.)?version|(embed_tokens|adaptive_softmax\.head)\._float_tensor)"
+)
+GLOBAL_KEYS = {
+    "decoder.embed_tokens.weight": "model.embed_tokens.weight",
+    "decoder.output_projection.weight": "lm_head.weight",
+    **{f"decoder.layer_norm.{kind}": f"model.decoder.norm.{kind}" for kind in ("weight", "bias")},
+}
+SETTINGS = {
+    "local_radius": "local_radius",
+    "relative_attention_max_distance": "relative_attention_max_distance",
+    "activation_fn": "hidden_act",
+    "dropout": "dropout",
+    "attention_dropout": "attention_dropout",
+    "activation_dropout": "activation_dropout",
+    "adaptive_softmax_dropout": "adaptive_dropout",
+    "s4_dt_min": "ssm_dt_min",
+    "s4_dt_max": "ssm_dt_max",
+    "s4_weight": "ssm_combine_weight",
+}
 
 
 def convert_state_dict(official: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -60,6 +81,8 @@ def convert_state_dict(official: dict[str, torch.Tensor]) -> dict[str, torch.Ten
             skips[layer[1]] = tensor
         elif layer and layer[2].startswith(S4_KERNEL):
             kernels.setdefault(layer[1], {})[layer[2].removeprefix(S4_KERNEL)] = tensor
+        elif key in GLOBAL_KEYS:
+            converted[GLOBAL_KEYS[key]] = tensor
         elif band:
             converted[f"model.embed_tokens.{('table', 'projection')[int(band[2])]}_{band[1]}"] = tensor
         elif key == f"{SOFTMAX}head.class_proj.weight":
@@ -83,38 +106,71 @@ def convert_state_dict(official: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     return converted
 
 
-def infer_config(converted: dict[str, torch.Tensor], **overrides: Any) -> SpadeConfig:
+def infer_config(
+    converted: dict[str, torch.Tensor], settings: dict[str, Any] | None = None, **overrides: Any
+) -> SpadeConfig:
     """The configuration that the shapes of the (converted) tensors say.
 
+    Args:
+        converted: tensors by our names.
+        settings: fairseq's, for what shapes cannot tell.
+        overrides: fields that are to be otherwise.
+
     Raises:
-        ValueError: a tensor that the sizes are read from is missing.
+        ValueError: a tensor that the sizes are read from is missing; a special token lies outside the vocabulary.
     """
-    bands = [key for key in converted if key.startswith("model.embed_tokens.table_")]
     first = "model.decoder.layers.0."
-    needed = ["model.embed_tokens.table_0", "model.decoder.relative_bias.weight", f"{first}feed_forward.fc1.weight"]
+    needed = ["model.decoder.relative_bias.weight", f"{first}feed_forward.fc1.weight"]
     if missing := [key for key in needed if key not in converted]:
         raise ValueError(f"The checkpoint lacks {', '.join(missing)}.")
-    tables = [converted[f"model.embed_tokens.table_{band}"] for band in range(len(bands))]
-    ends = torch.tensor([table.shape[0] for table in tables]).cumsum(0).tolist()
     buckets, heads = converted["model.decoder.relative_bias.weight"].shape
     layers = {int(key.split(".")[3]) for key in converted if key.startswith("model.decoder.layers.")}
     with_ssm = sorted(int(key.split(".")[3]) for key in converted if key.endswith("ssm.A_imag"))
     sizes: dict[str, Any] = {
-        "vocab_size": ends[-1],
-        "adaptive_cutoffs": ends[:-1],
-        "hidden_size": tables[0].shape[1],
+        **_vocabulary(converted),
         "intermediate_size": converted[f"{first}feed_forward.fc1.weight"].shape[0],
         "num_hidden_layers": len(layers),
         "num_attention_heads": heads,
         "relative_attention_num_buckets": buckets,
         "global_layers": with_ssm,
+        "final_norm": "model.decoder.norm.weight" in converted,
     }
-    if len(tables) > 1:
-        sizes["adaptive_factor"] = tables[0].shape[1] // tables[1].shape[1]
     if with_ssm:
-        eigenvalues = converted[f"model.decoder.layers.{with_ssm[0]}.mixing.ssm.A_imag"]
+        mixing = f"model.decoder.layers.{with_ssm[0]}.mixing."
+        eigenvalues = converted[f"{mixing}ssm.A_imag"]
         sizes |= {"ssm_state_size": 2 * eigenvalues.shape[1], "ssm_num_dynamics": eigenvalues.shape[0]}
-    return SpadeConfig(**{**SpadeConfig.presets["spade-lm-wt103"], **sizes, **overrides})
+        summed = "add" if f"{mixing}norm_global.weight" in converted else "stack"
+        sizes["ssm_combine"] = "concat" if f"{mixing}aggregate.weight" in converted else summed
+    settings = settings or {}
+    said = {ours: settings[name] for name, ours in SETTINGS.items() if settings.get(name) is not None}
+    if "dropout" in said:
+        said["embedding_dropout"] = said["dropout"]  # fairseq has one rate for both
+    if "no_scale_embedding" in settings:
+        said["scale_embedding"] = not settings["no_scale_embedding"]
+    config = SpadeConfig(**{**SpadeConfig.presets["spade-lm-wt103"], **said, **sizes, **overrides})
+    check_tokens(config)
+    return config
+
+
+def _vocabulary(converted: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Sizes of the embedding: one table, or one for each band of an adaptive vocabulary."""
+    table = converted.get("model.embed_tokens.weight")
+    if table is not None:
+        head = converted.get("lm_head.weight")
+        tied = head is not None and torch.equal(head, table)
+        sizes = {"vocab_size": table.shape[0], "hidden_size": table.shape[1]}
+        return sizes | {"adaptive_cutoffs": None, "tie_word_embeddings": tied}
+    bands = sum(key.startswith("model.embed_tokens.table_") for key in converted)
+    if missing := [key for band in range(max(bands, 1)) if (key := _table(band)) not in converted]:
+        raise ValueError(f"The checkpoint lacks {', '.join(missing)}.")
+    tables = [converted[_table(band)] for band in range(bands)]
+    ends = torch.tensor([table.shape[0] for table in tables]).cumsum(0).tolist()
+    sizes = {"vocab_size": ends[-1], "hidden_size": tables[0].shape[1], "adaptive_cutoffs": ends[:-1]}
+    return sizes | ({"adaptive_factor": tables[0].shape[1] // tables[1].shape[1]} if bands > 1 else {})
+
+
+def _table(band: int) -> str:
+    return f"model.embed_tokens.table_{band}"
 
 
 def convert(source: str | Path, **overrides: Any) -> SpadeForCausalLM:
@@ -122,28 +178,21 @@ def convert(source: str | Path, **overrides: Any) -> SpadeForCausalLM:
 
     Args:
         source: the checkpoint file.
-        overrides: fields of `SpadeConfig` that shapes cannot tell, such as `local_radius`.
+        overrides: fields of `SpadeConfig` that are to be other than the file says, such as `local_radius`.
 
     Raises:
         ValueError: tensors that are unknown, missing, or of a shape that does not fit the others.
     """
-    converted = convert_state_dict(read_state_dict(source))
-    model = SpadeForCausalLM(infer_config(converted, **overrides))
+    official, settings = read_checkpoint(source)
+    converted = convert_state_dict(official)
+    model = SpadeForCausalLM(infer_config(converted, settings, **overrides))
     load_exactly(model, converted)
     return model
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Convert an official SPADE language model.")
-    parser.add_argument("source", metavar="IN", type=Path, help="checkpoint file (.pt, .bin or .safetensors)")
-    parser.add_argument("target", metavar="OUT", type=Path, help="folder to write; must not exist or be empty")
-    parser.add_argument("--local-radius", type=int, default=SpadeConfig.local_radius, help="r: window of r + 1 keys")
-    options = parser.parse_args(arguments)
-    if options.target.exists() and any(options.target.iterdir()):
-        parser.error(f"{options.target} is not empty")
-    model = convert(options.source, local_radius=options.local_radius)
-    model.save_pretrained(options.target)
-    print(f"{options.target}: {model.num_parameters():,} parameters")
+    extra = {"local_radius": "r: window of r + 1 keys; by default the file's, or 511"}
+    run_command_line(convert, "Convert an official SPADE language model.", arguments, extra)
 
 
 if __name__ == "__main__":

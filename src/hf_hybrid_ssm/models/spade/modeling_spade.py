@@ -75,6 +75,9 @@ class SpadePreTrainedModel(MatchingPlans, SavesCode):
                 init.xavier_uniform_(projection)
         elif isinstance(module, AdaptiveSoftmax):
             init.normal_(module.clusters, std=self.config.initializer_range)
+        elif isinstance(module, PixelEmbedding):  # as MEGA's
+            init.normal_(module.weight, std=1.0)
+            init.normal_(module.bias, std=0.1)
         else:
             super()._init_weights(module)
 

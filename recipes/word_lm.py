@@ -1,0 +1,150 @@
+"""Pre-train and score a language model of words on one unbroken stream, by fairseq's protocol for WikiText-103.
+
+    python recipes/word_lm.py recipes/configs/spade/wikitext103.yaml [key=value ...]
+
+Blocks of `sequence_length` words ignore where lines and articles end; the state starts anew in each. Validation and
+test are scored with `context` words before every block but the first, each word once; perplexity is per word (a line's
+end counts as one, unknown words as `<unk>`). Writes to `output_dir`: model and tokenizer, checkpoints, results.json,
+history.json and loss.png.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from checks import check_output
+from datasets import load_dataset
+from pretrain_clm import ModelArguments, build_model
+from settings import read_settings
+from training import Trainer, checkpoint_to_resume, perplexity, plot_loss, write_figures, write_json
+from transformers import EvalPrediction, TrainingArguments, default_data_collator, set_seed
+from word_stream import Blocks, stream_of, word_tokenizer
+
+SPLITS = ("train", "validation", "test")
+
+
+@dataclass
+class WordArguments:
+    """Lines of words, already tokenised, and how they are cut."""
+
+    dataset_name: str | None = field(default=None, metadata={"help": "on the Hub, one line a row"})
+    dataset_config: str | None = None
+    text_column: str = "text"
+    train_files: list[str] = field(
+        default_factory=list, metadata={"help": "or text files of lines: wiki.train.tokens"}
+    )
+    validation_files: list[str] = field(default_factory=list)
+    test_files: list[str] = field(default_factory=list)
+    sequence_length: int = field(default=3072, metadata={"help": "words of a block"})
+    context: int = field(default=400, metadata={"help": "words of a block that evaluation reads without scoring them"})
+    momentum: float = field(default=0.99, metadata={"help": "Nesterov's, with optim=sgd"})
+    results: str | None = field(default=None, metadata={"help": "a further file for the figures"})
+
+    def __post_init__(self):
+        if bool(self.train_files) == (self.dataset_name is not None):
+            raise ValueError(
+                f"give either train_files or dataset_name, got train_files={self.train_files} and "
+                f"dataset_name={self.dataset_name!r}."
+            )
+        if not 0 <= self.context < self.sequence_length:
+            raise ValueError(f"context={self.context} must lie below sequence_length={self.sequence_length}.")
+        if not 0 < self.momentum < 1:
+            raise ValueError(f"momentum={self.momentum} must lie between 0 and 1.")
+
+
+def lines_of(words: WordArguments, split: str) -> Iterable[str]:
+    """The lines of a split; a file's last line break begins no further line."""
+    if words.dataset_name is not None:
+        yield from load_dataset(words.dataset_name, words.dataset_config, split=split)[words.text_column]
+        return
+    for pattern in getattr(words, f"{split}_files"):
+        if not (paths := sorted(glob(pattern))):
+            raise FileNotFoundError(f"no file matches {pattern!r}.")
+        for path in paths:
+            with open(path, encoding="utf-8", newline="\n") as lines:
+                yield from lines
+
+
+class WordTrainer(Trainer):
+    """`Trainer` with the source's optimizer (`optim=sgd`: Nesterov momentum) and exact evaluation, word by word."""
+
+    momentum: float = 0.99
+
+    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+        optimizer = super().create_optimizer(model)
+        if isinstance(optimizer, torch.optim.SGD):
+            for group in optimizer.param_groups:
+                group |= {"momentum": self.momentum, "nesterov": True}
+        return optimizer
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        """The row's summed loss and number of words, in place of logits."""
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss = model(**inputs, use_cache=False).loss.detach().float()
+        count = (inputs["labels"] != -100).sum()
+        return loss, torch.stack([loss * count, count.float()])[None], count[None]
+
+
+def per_word(prediction: EvalPrediction) -> dict[str, float]:
+    """Loss and perplexity of all words, from the sums of the rows."""
+    total, words = np.asarray(prediction.predictions, dtype=np.float64).sum(0)
+    return {"loss_per_word": total / words, "perplexity": perplexity(total / words), "words": int(words)}
+
+
+def word_lm(arguments: ModelArguments, words: WordArguments, training: TrainingArguments) -> dict[str, Any]:
+    """Train, score and save; returns what is written to results.json."""
+    if arguments.carry_segments:
+        raise ValueError("carry_segments=True: every block begins with a new state here; pretrain_clm.py carries it.")
+    check_output(training.output_dir, arguments.overwrite, arguments.resume)
+    set_seed(training.seed)
+    training.per_device_eval_batch_size = 1  # a row's mean times its words is its sum
+    tokenizer = word_tokenizer(lines_of(words, "train"))
+    streams = {split: stream_of(lines_of(words, split), tokenizer) for split in SPLITS}
+    rows = {
+        split: Blocks(stream, words.sequence_length, tokenizer.eos_token_id, 0 if split == "train" else words.context)
+        for split, stream in streams.items()
+    }
+    model = build_model(arguments, tokenizer)
+    trainer = WordTrainer(
+        model=model,
+        args=training,
+        train_dataset=rows["train"],
+        eval_dataset=rows["validation"],
+        processing_class=tokenizer,
+        data_collator=default_data_collator,
+        compute_metrics=per_word,
+    )
+    trainer.momentum = words.momentum
+    run = trainer.train(resume_from_checkpoint=checkpoint_to_resume(arguments.resume, training.output_dir))
+    trainer.save_model()
+    results: dict[str, Any] = {
+        "model_type": model.config.model_type,
+        "parameters": model.num_parameters(),
+        "vocabulary": len(tokenizer),
+        "words": {split: len(stream) for split, stream in streams.items()},
+        "steps": trainer.state.global_step,
+        "train_loss": run.metrics["train_loss"],
+        "seconds": run.metrics["train_runtime"],
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    for split in ("validation", "test"):
+        found = trainer.evaluate(rows[split], metric_key_prefix=split)
+        results[split] = {name: found[f"{split}_{name}"] for name in ("loss_per_word", "perplexity", "words")}
+    if trainer.is_world_process_zero():
+        folder = Path(training.output_dir)
+        write_json(folder / "history.json", trainer.state.log_history)
+        write_figures(results, folder, words.results)
+        plot_loss(trainer.state.log_history, folder / "loss.png")
+        print(results)
+    return results
+
+
+if __name__ == "__main__":
+    word_lm(*read_settings("word_lm.py", (ModelArguments, WordArguments, TrainingArguments)))
