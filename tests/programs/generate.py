@@ -133,7 +133,7 @@ class _Generator:
         room = MAX_COLUMNS - columns
         if room <= 0:
             return None
-        whole = self.program.cache == "none" or self.variant.has_encoder and columns == 0
+        whole = self.program.cache == "none" or (self.variant.has_encoder and columns == 0)
         length = min(room, random.choice([1, 1, 1, 2, 3, 4, 5, 8, 12] if not whole else [1, 3, 6, 9, 14, 20]))
         packing = self._packing(batch)
         by_positions = packing not in ("none", "seq_idx", "seq_idx+positions")

@@ -52,7 +52,7 @@ class Machine:
         return cache
 
     def feed(self, step: Feed, before: State) -> torch.Tensor:
-        """(B, L, C) the outputs of a feed, (B, 1, C) of a sequence classifier; `before` is the state it starts from."""
+        """(B, L, C) the outputs, (B, 1, C) of a sequence classifier; `before` is the state it starts from."""
         return self.call(self.inputs(step, before))
 
     @torch.no_grad()
@@ -124,7 +124,7 @@ class Machine:
             inputs["seq_idx"] = torch.tensor([_numbers(row, step.length) for row in after], dtype=torch.int32)
         elif step.packing.startswith("cu_seq_lens"):
             numbers = torch.tensor(_numbers(after[0], step.length))
-            ends = [0, *numbers.bincount().cumsum(0).tolist()]
+            ends = [0, *(numbers - numbers[0]).bincount().cumsum(0).tolist()]
             lengths = torch.tensor(ends, dtype=torch.int32)
             longest = int(lengths.diff().max())
             inputs |= {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths}
@@ -214,7 +214,10 @@ ILLEGAL: dict[str, tuple[Callable[[Machine, State], None], tuple[str, ...]]] = {
     ),
     "mask too short": (
         lambda machine, state: _plain(
-            machine, state, tokens=[[3, 4]] * len(state.rows), attention_mask=lambda batch, length: torch.ones(batch, 1)
+            machine,
+            state,
+            tokens=[[3, 4]] * len(state.rows),
+            attention_mask=lambda batch, length: torch.ones(batch, 1),
         ),
         ("attention_mask",),
     ),

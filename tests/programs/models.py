@@ -49,6 +49,7 @@ class Variant:
     is_causal: False: a token sees what follows, and there is no cache.
     counts_positions: tokens meet their positions, so that these must be right after padding.
     keeps_columns: keys of padded columns stay in the cache, and every later mask has to tell them.
+    rounds_positions: angles of positions are float32 in every dtype, as in all of transformers.
     """
 
     family: str
@@ -58,6 +59,7 @@ class Variant:
     is_causal: bool = True
     counts_positions: bool = False
     keeps_columns: bool = False
+    rounds_positions: bool = False
 
     @property
     def has_encoder(self) -> bool:
@@ -72,6 +74,7 @@ def _longhorn(*block_types: str, **fields) -> Variant:
         "longhorn",
         LONGHORN | fields,
         counts_positions=set(block_types) != {"linear"},
+        rounds_positions=set(block_types) != {"linear"},
         keeps_columns="full" in block_types,
     )
 

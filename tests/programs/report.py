@@ -18,8 +18,8 @@ INTRODUCTION = """# Random programs
 A program is a list of instructions (feed, crop, reorder, select, repeat, reset, deepcopy, switch, compile, and illegal
 ones that must be refused and change nothing) run on a tiny model and its cache. After every feed the outputs of all
 real tokens are compared with a float64 forward of the token's document alone, without cache, mask or packing, by the
-step-by-step reference implementations. A deviation is relative to the largest value expected of the token (at least 1);
-a program fails above {bounds}. Written by `make programs`.
+step-by-step reference implementations. A deviation is relative to the largest value expected of the token (at least
+1); a program fails above {bounds}. Written by `make programs`.
 """
 
 
@@ -116,7 +116,9 @@ def _commit() -> str:
     here = Path(__file__).parent
     git = ["git", "-C", str(here)]
     try:
-        name = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
+        name = subprocess.run(
+            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout
         changed = subprocess.run(
             [*git, "status", "--porcelain", ":/src", ":/tests/programs"], capture_output=True, text=True, check=True
         ).stdout

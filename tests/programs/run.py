@@ -59,7 +59,9 @@ def _again(program: Program) -> int:
     outcome = run(program)
     print(program.dumps())
     where = "" if outcome.failure is None else f" at step {outcome.step}"
-    print(f"{outcome.failure or 'passed'}{where}; largest deviation {outcome.deviation:.1e} in {outcome.tokens} tokens")
+    print(
+        f"{outcome.failure or 'passed'}{where}; largest deviation {outcome.deviation:.1e} in {outcome.tokens} tokens"
+    )
     if outcome.failure is None:
         return 0
     print(shrink(program, outcome).dumps())

@@ -1,4 +1,4 @@
-"""Make a failing program small: drop instructions, rows and columns, and plainer forms, while it fails the same way."""
+"""Make a failing program small: drop instructions, rows and columns, take plainer forms, while it fails alike."""
 
 import copy
 from collections.abc import Iterator

@@ -52,10 +52,14 @@ class Question:
 
 @dataclass(frozen=True)
 class Row:
-    """What one row of the cache has read: a column is padding (None) or (number of the document, token)."""
+    """What one row of the cache has read: a column is padding (None) or (number of the document, token).
+
+    `numbered` are the documents whose numbers the model has been given.
+    """
 
     columns: tuple[tuple[int, int] | None, ...] = ()
     source: Source = ()
+    numbered: tuple[int, ...] = ()
 
     @property
     def document_number(self) -> int:
@@ -68,7 +72,7 @@ class Row:
     def document(self, number: int) -> Document:
         return tuple(column[1] for column in self.columns if column is not None and column[0] == number)
 
-    def read(self, tokens: list[int | None], starts: list[int]) -> "Row":
+    def read(self, tokens: list[int | None], starts: list[int], tells_numbers: bool = False) -> "Row":
         number, empty, new = self.document_number, self.is_empty, []
         for column, token in enumerate(tokens):
             if token is None:
@@ -79,7 +83,8 @@ class Row:
             number += column in starts and not empty
             empty = False
             new.append((number, token))
-        return replace(self, columns=self.columns + tuple(new))
+        told = {column[0] for column in new if column is not None} if tells_numbers else set()
+        return replace(self, columns=self.columns + tuple(new), numbered=tuple(sorted({*self.numbered, *told})))
 
 
 @dataclass
@@ -131,7 +136,8 @@ class Specification:
         if not self.state.rows:
             self.state.rows = [Row() for _ in step.rows]
         before = self.state.num_columns
-        self.state.rows = [row.read(*new) for row, new in zip(self.state.rows, zip(step.rows, step.starts))]
+        told = step.packing.startswith("seq_idx")
+        self.state.rows = [row.read(*new, told) for row, *new in self._zip(step)]
         if self.state.undoable is not None:
             self.state.undoable += step.length
         questions = []
@@ -169,21 +175,35 @@ class Specification:
             raise Malformed("nothing but padding")
         new_documents = [row.read(tokens, starts) for row, tokens, starts in self._zip(step)]
         has_documents = any(row.document_number for row in new_documents)
-        if has_documents and (self.variant.has_encoder or program.head == "sequence" and not self.variant.is_causal):
+        if has_documents and (self.variant.has_encoder or (program.head == "sequence" and not self.variant.is_causal)):
             raise Malformed("documents have no meaning here")
         if any(step.starts) and step.packing == "none":
             raise Malformed("documents that nobody is told")
         if step.packing not in ("none", "seq_idx", "seq_idx+positions") and step.mask != "none":
             raise Malformed("positions tell documents only where there is no mask")
-        if step.packing.startswith("cu_seq_lens") and (len(step.rows) > 1 or self.state.num_columns):
-            raise Malformed("cu_seq_lens are of one row, read at once")
+        if step.packing.startswith("cu_seq_lens") and len(step.rows) > 1:
+            raise Malformed("cu_seq_lens are of one row")
+        if step.packing == "cu_seq_lens" and self.state.num_columns:
+            raise Malformed("cu_seq_lens alone are of a row that is read at once")
         if self.variant.has_encoder and (step.packing != "none" or step.positions):
             raise Malformed("an encoder-decoder takes neither documents nor positions")
         if not self.variant.is_causal and (step.positions or step.packing == "seq_idx+positions"):
             raise Malformed("a model that sees the future has no use for positions")
         if not self.variant.is_causal and self.state.num_columns:
             raise Malformed("a model that sees the future reads once")
+        if any(self._is_untold(step, *row) for row in self._zip(step)):
+            raise Malformed("whether the first token goes on with a document that had no number")
         self._check_positions(step)
+
+    @staticmethod
+    def _is_untold(step: Feed, row: Row, tokens: list[int | None], starts: list[int]) -> bool:
+        """A document begins with the first token: its number has to differ from one told before, or its position is 0
+        (which counts where there is no mask).
+        """
+        first = next((column for column, token in enumerate(tokens) if token is not None), None)
+        if first not in starts or row.is_empty or row.document_number in row.numbered:
+            return False
+        return not step.gives_positions or step.mask != "none"
 
     def _zip(self, step: Feed):
         rows = self.state.rows or [Row() for _ in step.rows]
