@@ -25,6 +25,8 @@ class _Forward:
     num_tokens: int
     previous: States
     replay: Replay
+    previous_notes: States
+    replay_notes: Replay
 
 
 class StateLayer(CacheLayerMixin):
@@ -33,6 +35,8 @@ class StateLayer(CacheLayerMixin):
     Unlike keys and values, a state of fixed size forgets how it came about. To go back (`crop`, as assisted generation
     and prompt lookup do) the layer keeps, once `activate_past_recording()` was called, the states before each forward
     and a function that replays the first tokens of that forward.
+
+    `notes` says which document each row is in (see `hf_hybrid_ssm.models.packing`); it is empty until rows are packed.
     """
 
     _layer_type = STATE_LAYER_TYPE
@@ -45,7 +49,10 @@ class StateLayer(CacheLayerMixin):
         self.states: States = {}
         self.seen_tokens: int | torch.Tensor = 0
         self.record_past = False
+        self.notes: States = {}
         self.history: list[_Forward] = []
+        self._before: States | None = None
+        self._next_notes: Replay | None = None
         self.device: torch.device | None = None
         self.model_type: str | None = None
 
@@ -58,12 +65,38 @@ class StateLayer(CacheLayerMixin):
             replay: `replay(n)` returns the states after the first n < num_tokens tokens of this forward. It is called
                 only by `crop`, and kept only while the past is recorded.
         """
+        notes, next_notes = self.notes, self._take_notes(num_tokens)
         if self.record_past:
-            self.history.append(_Forward(num_tokens, self.states, replay))
+            previous = self.states if self._before is None else self._before
+            self.history.append(_Forward(num_tokens, previous, replay, notes, next_notes))
+        self._before = None
         self.states = {name: _own_memory(state) for name, state in states.items()}
         self.seen_tokens += num_tokens
         self.is_initialized = True
         self.device = next(iter(states.values())).device
+
+    def open(self, begins: torch.Tensor | None, next_notes: Replay | None) -> None:
+        """Before a forward: rows whose first token begins a document start from zeros.
+
+        Args:
+            begins: (B,) bool, or None where no row does.
+            next_notes: `next_notes(n)` are the notes after the first n tokens of the forward; None leaves them alone.
+        """
+        self._next_notes = next_notes
+        self._before = None
+        if begins is not None and self.is_initialized:
+            self._before = self.states
+            self._restart(begins)
+
+    def _restart(self, rows: torch.Tensor) -> None:
+        self.states = {name: _cleared(state, rows) for name, state in self.states.items()}
+
+    def _take_notes(self, num_tokens: int) -> Replay:
+        """Notes move on by `num_tokens`; returns what replays them."""
+        notes = self.notes
+        next_notes, self._next_notes = self._next_notes or (lambda num_tokens: notes), None
+        self.notes = next_notes(num_tokens)
+        return next_notes
 
     @property
     def batch_size(self) -> int:
@@ -97,12 +130,13 @@ class StateLayer(CacheLayerMixin):
             forward = self.history.pop()
             kept = max(forward.num_tokens - remaining, 0)
             self.states = forward.replay(kept) if kept else forward.previous
+            self.notes = forward.replay_notes(kept) if kept else forward.previous_notes
             self.seen_tokens -= forward.num_tokens - kept
             remaining -= forward.num_tokens - kept
         self.history.clear()
 
     def reset(self) -> None:
-        self.states = {}
+        self.states, self.notes = {}, {}
         self.seen_tokens = 0
         self.history.clear()
         self.is_initialized = False
@@ -110,11 +144,7 @@ class StateLayer(CacheLayerMixin):
     def begin_again(self, rows: torch.Tensor) -> None:
         """Detach all states; rows (B,) bool get the state before the first token, which is zero in every family."""
 
-        def cleared(state: torch.Tensor) -> torch.Tensor:
-            again = rows.to(state.device).view(-1, *[1] * (state.dim() - 1))
-            return torch.where(again, torch.zeros_like(state), state.detach())
-
-        self._map(cleared)
+        self._map(lambda state: _cleared(state.detach(), rows))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -148,6 +178,7 @@ class StateLayer(CacheLayerMixin):
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.states = {name: function(state) for name, state in self.states.items()}
+        self.notes = {name: function(note) for name, note in self.notes.items()}
         self.history.clear()
 
 
@@ -162,11 +193,16 @@ class StaticStateLayer(StateLayer):
         self.max_cache_len = max_cache_len
 
     def store(self, num_tokens: int, states: States, replay: Replay) -> None:
+        self._take_notes(num_tokens)
         if not self.is_initialized:
             self._allocate(states)
         for name, state in states.items():
             self.states[name].copy_(state)
         self.seen_tokens.add_(num_tokens)  # type: ignore[union-attr]
+
+    def _restart(self, rows: torch.Tensor) -> None:
+        for state in self.states.values():
+            state.copy_(_cleared(state, rows))
 
     def _allocate(self, states: States) -> None:
         self.device = next(iter(states.values())).device
@@ -191,11 +227,13 @@ class StaticStateLayer(StateLayer):
         return self.max_cache_len
 
     def reset(self) -> None:
+        self.notes = {}
         if self.is_initialized:  # zeros are the state before the first token in every family
             for tensor in (*self.states.values(), self.seen_tokens):
                 tensor.zero_()
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.notes = {name: function(note) for name, note in self.notes.items()}
         for name, state in self.states.items():
             mapped = function(state)
             if mapped.shape == state.shape and mapped.device == state.device:
@@ -239,6 +277,11 @@ def carry_segment(past_key_values: Cache, begins: torch.Tensor) -> None:
                 f"{tuple(begins.shape)}."
             )
         layer.begin_again(begins)
+
+
+def _cleared(state: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """`state` (B, ...) with zeros in `rows` (B,) bool."""
+    return torch.where(rows.to(state.device).view(-1, *[1] * (state.dim() - 1)), torch.zeros_like(state), state)
 
 
 def _own_memory(state: torch.Tensor) -> torch.Tensor:

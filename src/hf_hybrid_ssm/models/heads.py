@@ -78,6 +78,11 @@ class CausalLMHead:
             attentions=outputs.attentions,
         )
 
+    def prepare_inputs_for_generation(self, *args, is_first_iteration: bool | None = False, **kwargs) -> dict:
+        """As in transformers; no step after the first begins a document, whose positions then need no look."""
+        inputs = super().prepare_inputs_for_generation(*args, is_first_iteration=is_first_iteration, **kwargs)  # type: ignore[misc]
+        return inputs | {"continues_documents": not is_first_iteration}
+
     def _before_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """What a family does to (B, L, D) between the last norm and the head; nothing here."""
         return hidden_states

@@ -1,15 +1,9 @@
-"""What every model does with its inputs before the first layer: checks, and where packed documents begin."""
+"""Checks of what every model is given, before the first layer."""
 
 import torch
-from transformers import Cache
-from transformers.masking_utils import find_packed_sequence_indices
-
-from hf_hybrid_ssm.models.cache import tokens_so_far
-from hf_hybrid_ssm.models.padding import check_mask_shape
-from hf_hybrid_ssm.ops.checks import check_seq_idx
 
 
-def _readable(tensor: torch.Tensor) -> bool:
+def is_readable(tensor: torch.Tensor) -> bool:
     """Whether looking at values is cheap and possible: on CPU, outside of tracing."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
@@ -25,7 +19,7 @@ def check_token_ids(name: str, ids: torch.Tensor, vocab_size: int, *, ignore_ind
         raise TypeError(f"{name} must be a tensor of token ids, got {type(ids).__name__}.")
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64 token ids, got {ids.dtype}.")
-    if not _readable(ids) or ids.numel() == 0:
+    if not is_readable(ids) or ids.numel() == 0:
         return
     low, high = (int(bound) for bound in torch.aminmax(ids))
     if ignore_index is not None and low == ignore_index:
@@ -78,7 +72,7 @@ def check_class_labels(labels: torch.Tensor, logits: torch.Tensor, problem_type:
         raise TypeError(f"labels must be int32 or int64 class indices for {problem_type}, got {labels.dtype}.")
     if labels.numel() != batch:
         raise ValueError(f"labels must have shape (batch,) = ({batch},), got {tuple(labels.shape)}.")
-    if _readable(labels) and bool(((labels < 0) & (labels != -100) | (labels >= classes)).any()):
+    if is_readable(labels) and bool(((labels < 0) & (labels != -100) | (labels >= classes)).any()):
         raise ValueError(
             f"labels has classes from {int(labels.min())} to {int(labels.max())}, but num_labels={classes}: they must "
             f"lie in 0..{classes - 1}."
@@ -97,7 +91,7 @@ def check_token_classes(labels: torch.Tensor, shape: tuple[int, int], classes: i
         raise ValueError(
             f"labels must have the input's shape (batch, length) = {tuple(shape)}, got {tuple(labels.shape)}."
         )
-    if _readable(labels) and bool(((labels < 0) & (labels != -100) | (labels >= classes)).any()):
+    if is_readable(labels) and bool(((labels < 0) & (labels != -100) | (labels >= classes)).any()):
         raise ValueError(
             f"labels has classes from {int(labels.min())} to {int(labels.max())}, but num_labels={classes}: they must "
             f"lie in 0..{classes - 1}, or be -100."
@@ -119,7 +113,7 @@ def check_span(start_positions: torch.Tensor | None, end_positions: torch.Tensor
         _check_integers(name, positions)
         if positions.shape not in ((batch,), (batch, 1)):
             raise ValueError(f"{name} must have shape (batch,) = ({batch},), got {tuple(positions.shape)}.")
-        if _readable(positions) and bool((positions < 0).any()):
+        if is_readable(positions) and bool((positions < 0).any()):
             raise ValueError(f"{name} must be at least 0, got {int(positions.min())}.")
 
 
@@ -136,13 +130,13 @@ def check_inputs(
     hidden_size: int,
     prefix: str = "",
 ) -> None:
-    """Exactly one of `input_ids` (B, L) and `inputs_embeds` (B, L, hidden_size), with at least one token.
+    """Exactly one of `input_ids` (B, L) and `inputs_embeds` (B, L, hidden_size), with at least one row and one token.
 
     `prefix` stands before their names in messages.
 
     Raises:
         TypeError: `input_ids` are not integers.
-        ValueError: none or both given, wrong shape, no token, or ids outside the vocabulary.
+        ValueError: none or both given, wrong shape, no row or token, or ids outside the vocabulary.
     """
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError(f"You must specify exactly one of {prefix}input_ids or {prefix}inputs_embeds.")
@@ -150,12 +144,14 @@ def check_inputs(
         if given is not None and not isinstance(given, torch.Tensor):
             raise TypeError(f"{prefix}{name} must be a tensor, got {type(given).__name__}.")
     if input_ids is not None:
-        if input_ids.dim() != 2 or input_ids.shape[1] == 0:
-            raise ValueError(f"{prefix}input_ids must have shape (batch, length ≥ 1), got {tuple(input_ids.shape)}.")
+        if input_ids.dim() != 2 or 0 in input_ids.shape:
+            raise ValueError(
+                f"{prefix}input_ids must have shape (batch ≥ 1, length ≥ 1), got {tuple(input_ids.shape)}."
+            )
         check_token_ids(f"{prefix}input_ids", input_ids, vocab_size)
-    elif inputs_embeds.dim() != 3 or inputs_embeds.shape[1] == 0 or inputs_embeds.shape[2] != hidden_size:
+    elif inputs_embeds.dim() != 3 or 0 in inputs_embeds.shape[:2] or inputs_embeds.shape[2] != hidden_size:
         raise ValueError(
-            f"{prefix}inputs_embeds must have shape (batch, length ≥ 1, {hidden_size}), got "
+            f"{prefix}inputs_embeds must have shape (batch ≥ 1, length ≥ 1, {hidden_size}), got "
             f"{tuple(inputs_embeds.shape)}."
         )
     elif not inputs_embeds.is_floating_point():
@@ -177,40 +173,3 @@ def check_position_ids(position_ids: torch.Tensor, batch: int, length: int) -> N
             f"position_ids must have shape (batch or 1, length) = ({batch}, {length}), got "
             f"{tuple(position_ids.shape)}."
         )
-
-
-def packed_documents(
-    seq_idx: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-    attention_mask: torch.Tensor | None,
-    past_key_values: Cache | None,
-    batch: int,
-    length: int,
-) -> torch.Tensor | None:
-    """The document of each token of packed rows, (B, L) int, or None where every row is one document.
-
-    `seq_idx` says it outright. Otherwise positions that start again say it, as in all of transformers: only in a first
-    forward and without an attention mask, since positions also jump over padding.
-    """
-    if attention_mask is not None and not torch.compiler.is_compiling():
-        seen = tokens_so_far(past_key_values)
-        check_mask_shape(attention_mask, batch, length, seen if isinstance(seen, int) else None)
-    if position_ids is not None:
-        check_position_ids(position_ids, batch, length)
-    if seq_idx is not None:
-        check_seq_idx(seq_idx, batch, length)
-        return seq_idx
-    if position_ids is None or attention_mask is not None:
-        return None
-    if past_key_values is not None and (torch.compiler.is_compiling() or tokens_so_far(past_key_values) > 0):
-        return None
-    return find_packed_sequence_indices(position_ids.expand(batch, -1))
-
-
-def default_positions(
-    attention_mask: torch.Tensor | None, past_length: int, length: int, device: torch.device
-) -> torch.Tensor:
-    """Positions of the tokens of this forward, (B or 1, L) int64: each row counts its real tokens from 0."""
-    if attention_mask is not None:
-        return ((attention_mask != 0).cumsum(1) - 1).clamp(min=0)[:, -length:]
-    return (torch.arange(length, device=device) + past_length).unsqueeze(0)

@@ -24,6 +24,11 @@ class CompactRows:
     inverse: torch.Tensor
     lengths: torch.Tensor
 
+    @property
+    def real(self) -> torch.Tensor:
+        """(B, L) bool in columns as given: no padding."""
+        return self.inverse < self.lengths[:, None]
+
     def compact(self, x: torch.Tensor) -> torch.Tensor:
         """(B, L, ...) in columns as given → real tokens first."""
         return _take(x, self.order)
@@ -34,7 +39,7 @@ class CompactRows:
 
     def lengths_of_first(self, num_columns: int) -> torch.Tensor:
         """(B,) real tokens of each row among its first `num_columns` columns as given."""
-        return (self.inverse[:, :num_columns] < self.lengths[:, None]).sum(1)
+        return self.real[:, :num_columns].sum(1)
 
 
 def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -99,7 +104,7 @@ def compact_rows(
             f"{name} must be 1 for text and 0 for padding, got values from {low} to {high}; documents of a "
             "packed row go to seq_idx, and an additive mask is not understood."
         )
-    if not torch.compiler.is_compiling() and bool(real.all()):
+    if not torch.compiler.is_compiling() and not real.is_meta and bool(real.all()):
         return None
     order = torch.argsort((~real).to(torch.uint8), dim=1, stable=True)
     return CompactRows(order, torch.argsort(order, dim=1), real.sum(1))

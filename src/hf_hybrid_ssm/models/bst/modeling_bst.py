@@ -32,7 +32,8 @@ from hf_hybrid_ssm.models.heads import (
     SequenceClassificationHead,
     TokenClassificationHead,
 )
-from hf_hybrid_ssm.models.inputs import check_inputs, packed_documents
+from hf_hybrid_ssm.models.inputs import check_inputs
+from hf_hybrid_ssm.models.packing import packed_rows
 from hf_hybrid_ssm.models.padding import CompactRows, compact_rows
 from hf_hybrid_ssm.models.parallel_plans import MatchingPlans
 from hf_hybrid_ssm.models.saving import SavesCode
@@ -355,12 +356,18 @@ class BstModel(BstPreTrainedModel):
         inputs_embeds: torch.FloatTensor | None = None,
         use_cache: bool | None = None,
         seq_idx: torch.IntTensor | None = None,
+        cu_seq_lens_q: torch.IntTensor | None = None,
+        continues_documents: bool = False,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         r"""
         seq_idx (`torch.IntTensor` of shape `(batch_size, sequence_length)`, *optional*):
             The document each token of a packed row belongs to; states and attention do not cross documents, and each
             document has blocks of its own.
+        cu_seq_lens_q (`torch.IntTensor` of shape `(documents + 1,)`, *optional*):
+            Where the documents of a single packed row begin and end, instead of `seq_idx`.
+        continues_documents (`bool`, *optional*, defaults to `False`):
+            The first tokens go on with the documents in `past_key_values`, as they do in each step of `generate`.
         """
         check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
         if inputs_embeds is None:
@@ -373,11 +380,13 @@ class BstModel(BstPreTrainedModel):
         if use_cache or past_key_values is not None:
             past_key_values = prepare_cache(past_key_values, self.config, batch)
         padding = attention_mask[STATE_LAYER_TYPE] if isinstance(attention_mask, dict) else attention_mask
-        seq_idx = packed_documents(seq_idx, position_ids, padding, past_key_values, batch, length)
         rows = compact_rows(padding, batch, length)
+        inputs = (seq_idx, position_ids, padding, rows, past_key_values, batch, length)
+        packed = packed_rows(*inputs, cu_seq_lens_q=cu_seq_lens_q, continues_documents=continues_documents)
+        packed.open(past_key_values)
         hidden_states = inputs_embeds
         for layer in self.layers:
-            hidden_states = layer(hidden_states, rows, seq_idx, past_key_values)
+            hidden_states = layer(hidden_states, rows, packed.seq_idx, past_key_values)
         return BaseModelOutputWithPast(
             last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values if use_cache else None
         )

@@ -1,6 +1,7 @@
 """PyTorch Longhorn model (arXiv 2407.14207)."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import Cache, GenerationMixin
 from transformers import initialization as init
-from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function
+from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -25,7 +26,7 @@ from hf_hybrid_ssm.layers.feed_forward import SwiGLU
 from hf_hybrid_ssm.layers.keeping_float32 import KeepsFloat32
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.layers.short_convolution import ShortConvolution
-from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, prepare_cache, tokens_so_far
+from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, prepare_cache
 from hf_hybrid_ssm.models.configuration import check_config_class
 from hf_hybrid_ssm.models.heads import (
     CausalLMHead,
@@ -33,8 +34,9 @@ from hf_hybrid_ssm.models.heads import (
     SequenceClassificationHead,
     TokenClassificationHead,
 )
-from hf_hybrid_ssm.models.inputs import check_inputs, default_positions, packed_documents
+from hf_hybrid_ssm.models.inputs import check_inputs
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
+from hf_hybrid_ssm.models.packing import PackedRows, packed_rows
 from hf_hybrid_ssm.models.padding import CompactRows, compact_rows
 from hf_hybrid_ssm.models.parallel_plans import MatchingPlans
 from hf_hybrid_ssm.models.saving import SavesCode
@@ -142,9 +144,12 @@ class LonghornAttention(nn.Module):
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
+        rows: CompactRows | None = None,
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if rows is not None:  # the weight of padding is 0, and 0 times NaN is NaN
+            hidden_states = torch.where(rows.real.unsqueeze(-1), hidden_states, 0.0)
         queries, keys, values = self._heads(hidden_states, position_embeddings)
         if past_key_values is not None:
             keys, values = past_key_values.update(keys, values, self.layer_idx)
@@ -257,7 +262,7 @@ class LonghornBlock(GradientCheckpointingLayer):
         elif self.is_sliding:
             mixed, _ = self.self_attn(normed, position_embeddings, rows, seq_idx, past_key_values)
         else:
-            mixed, _ = self.self_attn(normed, position_embeddings, attention_mask, past_key_values, **kwargs)
+            mixed, _ = self.self_attn(normed, position_embeddings, attention_mask, rows, past_key_values, **kwargs)
         hidden_states = hidden_states + mixed
         if self.mlp is not None:
             hidden_states = hidden_states + self.mlp(self.mlp_norm(hidden_states))
@@ -339,11 +344,17 @@ class LonghornModel(LonghornPreTrainedModel):
         inputs_embeds: torch.FloatTensor | None = None,
         use_cache: bool | None = None,
         seq_idx: torch.IntTensor | None = None,
+        cu_seq_lens_q: torch.IntTensor | None = None,
+        continues_documents: bool = False,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         r"""
         seq_idx (`torch.IntTensor` of shape `(batch_size, sequence_length)`, *optional*):
             The document each token of a packed row belongs to; states and attention do not cross documents.
+        cu_seq_lens_q (`torch.IntTensor` of shape `(documents + 1,)`, *optional*):
+            Where the documents of a single packed row begin and end, instead of `seq_idx`.
+        continues_documents (`bool`, *optional*, defaults to `False`):
+            The first tokens go on with the documents in `past_key_values`, as they do in each step of `generate`.
         """
         check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
         if inputs_embeds is None:
@@ -351,27 +362,34 @@ class LonghornModel(LonghornPreTrainedModel):
         batch, length = inputs_embeds.shape[:2]
         if use_cache or past_key_values is not None:
             past_key_values = prepare_cache(past_key_values, self.config, batch)
-        past_length = tokens_so_far(past_key_values)
-
         masks = attention_mask if isinstance(attention_mask, dict) else None
         padding = masks[STATE_LAYER_TYPE] if masks is not None else attention_mask
-        seq_idx = packed_documents(seq_idx, position_ids, padding, past_key_values, batch, length)
         rows = compact_rows(padding, batch, length)
+        inputs = (seq_idx, position_ids, padding, rows, past_key_values, batch, length)
+        packed = packed_rows(
+            *inputs,
+            cu_seq_lens_q=cu_seq_lens_q,
+            continues_documents=continues_documents,
+            keeps_columns=self.has_attention,
+            # prepared masks know of padding, and a note that grows would have every compiled step compiled anew
+            keeps_padding=self.has_attention and (masks is None or position_ids is None),
+        )
         position_embeddings = None
         if self.has_attention:
             if position_ids is None:
-                position_ids = default_positions(padding, past_length, length, inputs_embeds.device)
+                position_ids = packed.positions(inputs_embeds.device)
             position_embeddings = self.rotary_emb(inputs_embeds, position_ids)
             if masks is None:
-                masks = _attention_masks(self.config, inputs_embeds, attention_mask, past_key_values, seq_idx)
+                masks = _attention_masks(self.config, inputs_embeds, packed, past_key_values)
 
+        packed.open(past_key_values)
         hidden_states = inputs_embeds
         for layer, layer_type in zip(self.layers, self.config.layer_types):
             hidden_states = layer(
                 hidden_states,
                 attention_mask=None if masks is None else masks.get(layer_type),
                 rows=rows,
-                seq_idx=seq_idx,
+                seq_idx=packed.seq_idx,
                 position_embeddings=position_embeddings,
                 past_key_values=past_key_values,
                 **kwargs,
@@ -381,20 +399,22 @@ class LonghornModel(LonghornPreTrainedModel):
         )
 
 
-def _attention_masks(config, inputs_embeds, attention_mask, past_key_values, seq_idx=None) -> dict:
+def _attention_masks(
+    config: LonghornConfig, inputs_embeds: torch.Tensor, packed: PackedRows, past_key_values: Cache | None
+) -> dict[str, torch.Tensor | None]:
     """The masks of the attention layers, by layer type.
 
-    Documents are told apart by `seq_idx` alone: given positions, the library would look for them a second time.
+    Documents are told apart by `packed` alone: given positions, the library would look for them a second time.
     """
     if "full_attention" not in config.layer_types:
         return {}
-    same_document = None if seq_idx is None else packed_sequence_mask_function(seq_idx)
+    starts, past = packed.starts, packed.past
     mask = create_causal_mask(
         config=config,
         inputs_embeds=inputs_embeds,
-        attention_mask=attention_mask,
+        attention_mask=packed.real,
         past_key_values=past_key_values,
-        and_mask_function=same_document,
+        and_mask_function=None if starts is None else lambda row, head, q, key: key >= starts[row, q - past],
     )
     return {"full_attention": mask}
 
@@ -411,12 +431,15 @@ class LonghornForCausalLM(CausalLMHead, LonghornPreTrainedModel, GenerationMixin
 
     @staticmethod
     def create_masks_for_generate(
-        config, inputs_embeds, attention_mask, past_key_values, position_ids=None, **kwargs
+        config, inputs_embeds, attention_mask, past_key_values, position_ids=None, is_first_iteration=False, **kwargs
     ) -> dict:
         """Masks made ahead of compiled decoding; a generated token is never padding."""
-        masks = _attention_masks(config, inputs_embeds, attention_mask, past_key_values)
-        is_step = inputs_embeds.shape[1] == 1
-        return {**masks, STATE_LAYER_TYPE: None if is_step else attention_mask}
+        batch, length = inputs_embeds.shape[:2]
+        inputs = (None, position_ids, attention_mask, None, past_key_values, batch, length)
+        packed = packed_rows(*inputs, continues_documents=not is_first_iteration, keeps_columns=True)
+        packed = replace(packed, real=None if attention_mask is None else attention_mask != 0)
+        masks = _attention_masks(config, inputs_embeds, packed, past_key_values)
+        return {**masks, STATE_LAYER_TYPE: None if length == 1 else attention_mask}
 
 
 @auto_docstring

@@ -20,8 +20,9 @@ from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, prepare_cache
 from hf_hybrid_ssm.models.configuration import check_config_class
 from hf_hybrid_ssm.models.heads import CausalLMHead, QuestionAnsweringHead, TokenClassificationHead
-from hf_hybrid_ssm.models.inputs import check_class_labels, check_inputs, packed_documents
-from hf_hybrid_ssm.models.padding import compact_rows
+from hf_hybrid_ssm.models.inputs import check_class_labels, check_inputs
+from hf_hybrid_ssm.models.packing import packed_rows
+from hf_hybrid_ssm.models.padding import CompactRows, compact_rows
 from hf_hybrid_ssm.models.parallel_plans import MatchingPlans
 from hf_hybrid_ssm.models.saving import SavesCode
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
@@ -95,13 +96,12 @@ class SpadeStack(nn.Module):
     def forward(
         self,
         embeddings: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        rows: CompactRows | None = None,
         seq_idx: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         every: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """(B, L, d) embeddings → (B, L, d); `every` takes the states before and behind each layer."""
-        rows = compact_rows(attention_mask, *embeddings.shape[:2])
         hidden_states = embeddings * self.scale
         if self.embedding_norm is not None:
             hidden_states = self.embedding_norm(hidden_states)
@@ -161,11 +161,17 @@ class SpadeModel(SpadePreTrainedModel):
         inputs_embeds: torch.FloatTensor | None = None,
         use_cache: bool | None = None,
         seq_idx: torch.IntTensor | None = None,
+        cu_seq_lens_q: torch.IntTensor | None = None,
+        continues_documents: bool = False,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         r"""
         seq_idx (`torch.IntTensor` of shape `(batch_size, sequence_length)`, *optional*):
             The document each token of a packed row belongs to; states and attention do not cross documents.
+        cu_seq_lens_q (`torch.IntTensor` of shape `(documents + 1,)`, *optional*):
+            Where the documents of a single packed row begin and end, instead of `seq_idx`.
+        continues_documents (`bool`, *optional*, defaults to `False`):
+            The first tokens go on with the documents in `past_key_values`, as they do in each step of `generate`.
         """
         check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
         if inputs_embeds is None:
@@ -174,8 +180,11 @@ class SpadeModel(SpadePreTrainedModel):
         if use_cache or past_key_values is not None:
             past_key_values = prepare_cache(past_key_values, self.config, batch)
         padding = attention_mask[STATE_LAYER_TYPE] if isinstance(attention_mask, dict) else attention_mask
-        seq_idx = packed_documents(seq_idx, position_ids, padding, past_key_values, batch, length)
-        hidden_states = self.decoder(inputs_embeds, padding, seq_idx, past_key_values)
+        rows = compact_rows(padding, batch, length)
+        inputs = (seq_idx, position_ids, padding, rows, past_key_values, batch, length)
+        packed = packed_rows(*inputs, cu_seq_lens_q=cu_seq_lens_q, continues_documents=continues_documents)
+        packed.open(past_key_values)
+        hidden_states = self.decoder(inputs_embeds, rows, packed.seq_idx, past_key_values)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden_states, past_key_values=past_key_values if use_cache else None
         )
@@ -249,19 +258,25 @@ class SpadeEncoderModel(SpadePreTrainedModel):
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
         seq_idx: torch.IntTensor | None = None,
+        cu_seq_lens_q: torch.IntTensor | None = None,
         **kwargs,
     ) -> BaseModelOutput:
         r"""
         seq_idx (`torch.IntTensor` of shape `(batch_size, sequence_length)`, *optional*):
             The document each token of a packed row belongs to; states and attention do not cross documents.
+        cu_seq_lens_q (`torch.IntTensor` of shape `(documents + 1,)`, *optional*):
+            Where the documents of a single packed row begin and end, instead of `seq_idx`.
         """
         check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         batch, length = inputs_embeds.shape[:2]
-        seq_idx = packed_documents(seq_idx, None, attention_mask, None, batch, length)
-        return BaseModelOutput(last_hidden_state=self.encoder(inputs_embeds, attention_mask, seq_idx))
+        rows = compact_rows(attention_mask, batch, length)
+        inputs = (seq_idx, position_ids, attention_mask, rows, None, batch, length)
+        packed = packed_rows(*inputs, cu_seq_lens_q=cu_seq_lens_q)
+        return BaseModelOutput(last_hidden_state=self.encoder(inputs_embeds, rows, packed.seq_idx))
 
 
 @auto_docstring

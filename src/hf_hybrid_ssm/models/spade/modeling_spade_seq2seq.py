@@ -11,7 +11,8 @@ from transformers.utils import auto_docstring, can_return_tuple
 from hf_hybrid_ssm.layers.norms import build_norm
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, is_state_layer, prepare_cache
 from hf_hybrid_ssm.models.heads import chunked_causal_lm_loss
-from hf_hybrid_ssm.models.inputs import check_inputs, check_labels, default_positions
+from hf_hybrid_ssm.models.inputs import check_inputs, check_labels
+from hf_hybrid_ssm.models.packing import PackedRows, packed_rows
 from hf_hybrid_ssm.models.padding import CompactRows, compact_rows
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig, SpadeSeq2SeqConfig
 from hf_hybrid_ssm.models.spade.layers_spade import SpadeFeedForward, SpadeMixing, relative_bias
@@ -139,12 +140,19 @@ class SpadeDecoder(nn.Module):
         rows = compact_rows(attention_mask, batch, length, name="decoder_attention_mask")
         hidden_states = embeddings
         if self.positions is not None:
-            past = 0 if past_key_values is None else past_key_values.get_seq_length()
-            hidden_states = embeddings + self.positions(self._position_ids(attention_mask, past, embeddings))
+            cache = None if past_key_values is None else past_key_values.self_attention_cache
+            inputs = (None, None, attention_mask, rows, cache, batch, length)
+            packed = packed_rows(*inputs, keeps_padding=True)
+            packed.open(cache)
+            hidden_states = embeddings + self.positions(self._position_ids(packed, embeddings))
         if self.embedding_norm is not None:
             hidden_states = self.embedding_norm(hidden_states)
         hidden_states = self.dropout(hidden_states)
-        mask = None if encoder_mask is None else (encoder_mask != 0)[:, None, None]
+        mask = None
+        if encoder_mask is not None:
+            real = encoder_mask != 0
+            # the weight of padding is 0, and 0 times NaN is NaN
+            mask, encoder_states = real[:, None, None], torch.where(real.unsqueeze(-1), encoder_states, 0.0)
         bias = None if self.relative_bias is None else self.relative_bias(None)
         every = [hidden_states]
         for layer in self.layers:
@@ -154,8 +162,8 @@ class SpadeDecoder(nn.Module):
         hidden_states = hidden_states if self.norm is None else self.norm(hidden_states)
         return hidden_states, (*every[:-1], hidden_states)
 
-    def _position_ids(self, attention_mask: torch.Tensor | None, past: int, embeddings: torch.Tensor) -> torch.Tensor:
-        positions = default_positions(attention_mask, past, embeddings.shape[1], embeddings.device)
+    def _position_ids(self, packed: PackedRows, embeddings: torch.Tensor) -> torch.Tensor:
+        positions = packed.positions(embeddings.device)
         limit = self.positions.num_embeddings
         if not torch.compiler.is_compiling() and positions.device.type == "cpu" and positions.max() >= limit:
             raise ValueError(
@@ -268,7 +276,9 @@ class SpadeSeq2SeqEncoder:
         check_inputs(input_ids, inputs_embeds, config.vocab_size, config.hidden_size)
         embeddings = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         every: list[torch.Tensor] | None = [] if output_hidden_states else None
-        hidden_states = self.model.encoder(embeddings, attention_mask, every=every)
+        hidden_states = self.model.encoder(
+            embeddings, compact_rows(attention_mask, *embeddings.shape[:2]), every=every
+        )
         return BaseModelOutput(last_hidden_state=hidden_states, hidden_states=None if every is None else tuple(every))
 
     forward = __call__
