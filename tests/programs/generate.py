@@ -46,7 +46,6 @@ class _Generator:
             self.program.source_side = random.choice(["left", "right"])
         self.packs = random.random() < 0.5 and not self.variant.has_encoder
         self.packs = self.packs and (self.variant.is_causal or head != "sequence")
-        # positions of a document, or of a row: attention must not meet both in one document
         self.gives_positions = self.packs and random.random() < 0.5 and self.variant.is_causal
         self.compiled = random.random() < COMPILED if compiled is None else compiled
         self.specification = Specification(self.program)
@@ -119,7 +118,7 @@ class _Generator:
         kind = self.random.choice(list(ILLEGAL))
         if self.variant.has_encoder and kind.split()[0] in ("seq_idx", "position_ids"):
             return None
-        if "crop" in kind and self.variant.keeps_columns:
+        if "crop" in kind and self.variant.has_full_attention:
             return None  # transformers' own layer of keys goes back before a later layer refuses
         return Illegal(kind)
 

@@ -7,19 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from tests.programs.machine import Machine
-from tests.programs.models import VARIANTS
 from tests.programs.oracle import Oracle
 from tests.programs.program import Feed, Illegal, Malformed, Program
 from tests.programs.specification import Question, Specification
 
 # of a deviation relative to the largest value that the model should have said of the token
 TOLERANCE = {"float32": 1e-5, "float64": 1e-11}
-
-
-def tolerance(program: Program) -> float:
-    """Two ways of counting positions differ by the rounding of their angles."""
-    rounded = VARIANTS[program.variant].rounds_positions
-    return TOLERANCE["float32" if rounded else program.dtype]
 
 
 @dataclass
@@ -105,6 +98,6 @@ def _compare(
     if not math.isfinite(deviation):
         return f"not finite: {place}"
     outcome.deviation = max(outcome.deviation, deviation)
-    if deviation > tolerance(program):
+    if deviation > TOLERANCE[program.dtype]:
         return f"deviation: {deviation:.1e} at {place}, token {question.index} of its document"
     return None

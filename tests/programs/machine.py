@@ -134,8 +134,8 @@ class Machine:
         return inputs
 
     def _source(self, step: Feed, rows: list[Row]) -> Inputs:
-        """The encoder's side of the rows, padded; it is read at every feed and computed once per cache."""
-        length = max(len(row.source) for row in rows)
+        """The encoder's side of the rows, as the first batch was padded; the cache keeps what was made of it."""
+        length = max(map(len, self.program.sources))
         left = self.program.source_side == "left"
         padded: list[list[int | None]] = []
         for row in rows:

@@ -47,9 +47,7 @@ class Variant:
     fields: of the configuration.
     heads: to draw from.
     is_causal: False: a token sees what follows, and there is no cache.
-    counts_positions: tokens meet their positions, so that these must be right after padding.
-    keeps_columns: keys of padded columns stay in the cache, and every later mask has to tell them.
-    rounds_positions: angles of positions are float32 in every dtype, as in all of transformers.
+    has_full_attention: some layers of the cache are transformers' own, of keys and values.
     """
 
     family: str
@@ -57,9 +55,7 @@ class Variant:
     fields: dict
     heads: tuple[str, ...] = CAUSAL_HEADS
     is_causal: bool = True
-    counts_positions: bool = False
-    keeps_columns: bool = False
-    rounds_positions: bool = False
+    has_full_attention: bool = False
 
     @property
     def has_encoder(self) -> bool:
@@ -73,9 +69,7 @@ def _longhorn(*block_types: str, **fields) -> Variant:
         "longhorn",
         "longhorn",
         LONGHORN | fields,
-        counts_positions=set(block_types) != {"linear"},
-        rounds_positions=set(block_types) != {"linear"},
-        keeps_columns="full" in block_types,
+        has_full_attention="full" in block_types,
     )
 
 
@@ -93,8 +87,7 @@ def _bst(**fields) -> Variant:
 
 def _seq2seq(**fields) -> Variant:
     fields = SPADE | {"num_decoder_layers": 2} | fields
-    learned = fields.get("decoder_position_embedding_type") != "relative"
-    return Variant("spade seq2seq", "spade_seq2seq", fields, ("base", "lm", "lm"), counts_positions=learned)
+    return Variant("spade seq2seq", "spade_seq2seq", fields, ("base", "lm", "lm"))
 
 
 MIXERS = ("s4", "s4d", "s5", "hyena", "ema", "lstm")

@@ -52,18 +52,22 @@ class Question:
 
 @dataclass(frozen=True)
 class Row:
-    """What one row of the cache has read: a column is padding (None) or (number of the document, token).
+    """What one row of the cache has read.
 
-    `numbered` are the documents whose numbers the model has been given.
+    A column is padding (None) or (number of the document, token, whether the model has been told that number).
     """
 
-    columns: tuple[tuple[int, int] | None, ...] = ()
+    columns: tuple[tuple[int, int, bool] | None, ...] = ()
     source: Source = ()
-    numbered: tuple[int, ...] = ()
 
     @property
     def document_number(self) -> int:
         return next((column[0] for column in reversed(self.columns) if column is not None), 0)
+
+    @property
+    def knows_number(self) -> bool:
+        """Whether the number of the last document has been told."""
+        return any(column[2] for column in self.columns if column is not None and column[0] == self.document_number)
 
     @property
     def is_empty(self) -> bool:
@@ -82,9 +86,8 @@ class Row:
                 continue
             number += column in starts and not empty
             empty = False
-            new.append((number, token))
-        told = {column[0] for column in new if column is not None} if tells_numbers else set()
-        return replace(self, columns=self.columns + tuple(new), numbered=tuple(sorted({*self.numbered, *told})))
+            new.append((number, token, tells_numbers))
+        return replace(self, columns=self.columns + tuple(new))
 
 
 @dataclass
@@ -97,10 +100,6 @@ class State:
     @property
     def num_columns(self) -> int:
         return len(self.rows[0].columns) if self.rows else 0
-
-    @property
-    def is_padded(self) -> bool:
-        return any(column is None for row in self.rows for column in row.columns)
 
 
 @dataclass
@@ -193,7 +192,6 @@ class Specification:
             raise Malformed("a model that sees the future reads once")
         if any(self._is_untold(step, *row) for row in self._zip(step)):
             raise Malformed("whether the first token goes on with a document that had no number")
-        self._check_positions(step)
 
     @staticmethod
     def _is_untold(step: Feed, row: Row, tokens: list[int | None], starts: list[int]) -> bool:
@@ -201,22 +199,13 @@ class Specification:
         (which counts where there is no mask).
         """
         first = next((column for column, token in enumerate(tokens) if token is not None), None)
-        if first not in starts or row.is_empty or row.document_number in row.numbered:
+        if first not in starts or row.is_empty or row.knows_number:
             return False
         return not step.gives_positions or step.mask != "none"
 
     def _zip(self, step: Feed):
         rows = self.state.rows or [Row() for _ in step.rows]
         return zip(rows, step.rows, step.starts)
-
-    def _check_positions(self, step: Feed) -> None:
-        """After padding only a mask of all columns, or positions, can say where a row stands."""
-        if not self.state.is_padded or step.mask == "full":
-            return
-        if self.variant.keeps_columns:
-            raise Malformed("the padding before this feed has to be told again")
-        if self.variant.counts_positions and not step.gives_positions:
-            raise Malformed("nobody says how many tokens the rows have")
 
     def apply(self, step: Step) -> None:
         """Every instruction but `Feed`."""
