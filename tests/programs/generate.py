@@ -1,6 +1,5 @@
 """Draw a program from a seed."""
 
-import copy
 from random import Random
 
 from tests.programs.machine import ILLEGAL
@@ -46,7 +45,6 @@ class _Generator:
             self.program.source_side = random.choice(["left", "right"])
         self.packs = random.random() < 0.5 and not self.variant.has_encoder
         self.packs = self.packs and (self.variant.is_causal or head != "sequence")
-        self.gives_positions = self.packs and random.random() < 0.5 and self.variant.is_causal
         self.compiled = random.random() < COMPILED if compiled is None else compiled
         self.specification = Specification(self.program)
         self._draw()
@@ -74,7 +72,7 @@ class _Generator:
         """Append a step that makes sense here."""
         if step is None:
             return False
-        before = copy.deepcopy(self.specification)
+        before = self.specification.clone()
         try:
             if isinstance(step, Feed):
                 self.specification.feed(step)
@@ -148,19 +146,16 @@ class _Generator:
         if padded or (not by_positions and random.random() < 0.35):
             mask = random.choice(["current", "full", "full"])
         inputs = random.choice(["ids", "ids", "embeds", "nan"])
-        positions = self.gives_positions or (not self.packs and random.random() < 0.2)
-        positions = positions and not self.variant.has_encoder and self.variant.is_causal and packing == "none"
+        positions = packing == "none" and random.random() < 0.2
+        positions = positions and not self.variant.has_encoder and self.variant.is_causal
         filler = random.choice([0, 0, 1, random.randrange(VOCABULARY)])
         return Feed(rows, starts, packing, mask, inputs, positions, filler)
 
     def _packing(self, batch: int) -> str:
         if not self.packs:
             return "none"
-        if self.gives_positions:
-            forms = ["seq_idx+positions", "positions", "positions", "none"]
-            forms += ["cu_seq_lens+positions"] * 2 if batch == 1 else []
-        else:
-            forms = ["seq_idx", "seq_idx", "none"] + (["cu_seq_lens"] * 2 if batch == 1 else [])
+        forms = ["none", "seq_idx", "seq_idx", "seq_idx+positions", "positions", "positions"]
+        forms += ["cu_seq_lens", "cu_seq_lens+positions"] if batch == 1 else []
         return self.random.choice(forms)
 
     def _rows(self, batch: int, length: int, padded: bool) -> list[list[int | None]]:

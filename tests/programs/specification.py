@@ -3,6 +3,7 @@
 Nothing here knows of tensors, caches or states.
 """
 
+import copy
 from dataclasses import dataclass, field, replace
 
 from tests.programs.models import VARIANTS
@@ -126,6 +127,12 @@ class Specification:
             raise Malformed("a model that sees the future has no cache")
         rows = [Row(source=tuple(source)) for source in program.sources]
         self.state = State(rows, 0 if program.record else None)
+
+    def clone(self) -> "Specification":
+        """A copy that goes its own way; rows never change, and are shared."""
+        clone = copy.copy(self)
+        clone.state, clone.branches = copy.copy(self.state), [copy.copy(branch) for branch in self.branches]
+        return clone
 
     def feed(self, step: Feed) -> list[Question]:
         """Read the columns; the questions are about every real token of this feed."""
