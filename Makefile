@@ -5,6 +5,7 @@
 #   make lint        style, formatting, types
 #   make upstream    transformers' own model tests, run on the families of this package
 #   make invariants  thousands of random cases of every batching invariance, with a report
+#   make programs    thousands of random programs on models and their caches, with a report
 #   make streaming   a million tokens in constant memory, with the curve
 #   make bench       the benchmarks; results in benchmarks/results
 #   make reliability every report in docs/reliability; or one of security, roundtrips, determinism, numerics, misuse,
@@ -25,7 +26,7 @@ UPSTREAM = HF_HYBRID_SSM_UPSTREAM_TESTS="$$($(BIN)/python tests/upstream/fetch.p
 REPORT = OMP_NUM_THREADS=1 $(BIN)/python -m tests.reliability.$@
 RUN_TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-.PHONY: demo test lint upstream invariants streaming bench docs install clean \
+.PHONY: demo test lint upstream invariants programs streaming bench docs install clean \
     cards clean-room matrix reliability security roundtrips determinism numerics misuse fuzz crash scale mutation \
     lowest newest
 .DEFAULT_GOAL := test
@@ -46,6 +47,9 @@ upstream: $(STAMP)
 
 invariants: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.invariants.run --cases 10000
+
+programs: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.programs.run --cases 10000 --report reports/programs
 
 streaming: $(STAMP)
 	$(BIN)/python benchmarks/streaming.py --tokens 1000000

@@ -30,6 +30,7 @@ class _Forward:
     replay: Replay
     previous_notes: States
     replay_notes: Replay
+    with_gradient: bool
 
 
 class StateLayer(CacheLayerMixin):
@@ -71,7 +72,7 @@ class StateLayer(CacheLayerMixin):
         notes, next_notes = self.notes, self._take_notes(num_tokens)
         if self.record_past:
             previous = self.states if self._before is None else self._before
-            self.history.append(_Forward(num_tokens, previous, replay, notes, next_notes))
+            self.history.append(_Forward(num_tokens, previous, replay, notes, next_notes, torch.is_grad_enabled()))
         self._before = None
         self.states = {name: _own_memory(state) for name, state in states.items()}
         self.seen_tokens += num_tokens
@@ -123,16 +124,18 @@ class StateLayer(CacheLayerMixin):
                 "crop needs the recorded past: call `activate_past_recording()` on the cache before the forwards that "
                 "may have to be undone."
             )
+        recorded = sum(forward.num_tokens for forward in self.history)
+        if -tokens_to_remove > recorded:
+            raise ValueError(
+                f"tokens_to_remove={tokens_to_remove} goes {-tokens_to_remove - recorded} tokens beyond the recorded "
+                "past, which starts at the last `crop`."
+            )
         remaining = -tokens_to_remove
         while remaining > 0:
-            if not self.history:
-                raise ValueError(
-                    f"tokens_to_remove={tokens_to_remove} goes {remaining} tokens beyond the recorded past, which "
-                    "starts at the last `crop`."
-                )
             forward = self.history.pop()
             kept = max(forward.num_tokens - remaining, 0)
-            self.states = forward.replay(kept) if kept else forward.previous
+            with torch.set_grad_enabled(forward.with_gradient):
+                self.states = forward.replay(kept) if kept else forward.previous
             self.notes = forward.replay_notes(kept) if kept else forward.previous_notes
             self.seen_tokens -= forward.num_tokens - kept
             remaining -= forward.num_tokens - kept
@@ -303,11 +306,14 @@ def _own_memory(state: torch.Tensor) -> torch.Tensor:
 def tokens_so_far(past_key_values: Cache | None) -> int | torch.Tensor:
     """Tokens that a cache holds, by the first layer that has any.
 
-    That is not always the first one: with pipeline parallelism the earlier layers are on other devices.
+    That is not always the first one: with pipeline parallelism the earlier layers are on other devices. A static
+    cache's count is a tensor where reading it would cost (on an accelerator, while compiling).
     """
     for layer in () if past_key_values is None else past_key_values.layers:
         if layer.is_initialized:
-            return layer.get_seq_length()
+            seen = layer.get_seq_length()
+            is_readable = not torch.compiler.is_compiling() and isinstance(seen, torch.Tensor) and seen.is_cpu
+            return int(seen) if is_readable else seen
     return 0
 
 

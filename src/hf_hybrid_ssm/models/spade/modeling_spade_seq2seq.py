@@ -141,11 +141,11 @@ class SpadeDecoder(nn.Module):
         batch, length = embeddings.shape[:2]
         rows = compact_rows(attention_mask, batch, length, name="decoder_attention_mask")
         hidden_states = embeddings
+        cache = None if past_key_values is None else past_key_values.self_attention_cache
+        inputs = (None, None, attention_mask, rows, cache, batch, length)
+        packed = packed_rows(*inputs, keeps_padding=self.positions is not None)
+        packed.open(cache)
         if self.positions is not None:
-            cache = None if past_key_values is None else past_key_values.self_attention_cache
-            inputs = (None, None, attention_mask, rows, cache, batch, length)
-            packed = packed_rows(*inputs, keeps_padding=True)
-            packed.open(cache)
             hidden_states = embeddings + self.positions(self._position_ids(packed, embeddings))
         if self.embedding_norm is not None:
             hidden_states = self.embedding_norm(hidden_states)

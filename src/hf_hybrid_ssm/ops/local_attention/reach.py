@@ -122,8 +122,9 @@ def push(
         if lengths is None:
             return every[:, :, total - capacity :]
         column = total - length - capacity + count.unsqueeze(1) + torch.arange(capacity, device=new.device)
-        column = column.clamp(min=0)[:, None, :, None].expand(-1, every.shape[1], -1, every.shape[3])
-        return every.gather(2, column)
+        column = column[:, None, :, None]
+        kept = every.gather(2, column.clamp(min=0).expand(-1, every.shape[1], -1, every.shape[3]))
+        return torch.where(column >= 0, kept, 0.0)  # before the first token: column 0 may be padding, and NaN
 
     old_keys, old_values = (None, None) if state is None else (state.keys, state.values)
     return AttentionState(newest(old_keys, keys), newest(old_values, values), seen)

@@ -1,0 +1,149 @@
+"""A sample of random programs of every family, the programs that once failed, and whether the tester finds faults."""
+
+import json
+
+import pytest
+import torch
+
+from hf_hybrid_ssm.models.cache import StateLayer
+from tests.programs.generate import generate
+from tests.programs.interpreter import run
+from tests.programs.models import FAMILIES, VARIANTS
+from tests.programs.program import STEPS, Feed, Malformed, Program
+from tests.programs.shrink import shrink, without_rows
+
+PROGRAMS_PER_FAMILY = 40
+
+
+def feed(*rows, starts=None, **more) -> dict:
+    return {"op": "feed", "rows": list(rows), "starts": starts or [[] for _ in rows], **more}
+
+
+def program(variant: str, *steps: dict, **more) -> Program:
+    return Program.loads(json.dumps({"variant": variant, "head": "lm", **more, "steps": steps}))
+
+
+NAN = {"inputs": "nan", "mask": "full"}
+ONCE_FAILED = {
+    "refused crop": program(
+        "longhorn", feed([3, 4]), {"op": "illegal", "kind": "deep crop"}, feed([5]), record=True, dtype="float64"
+    ),
+    "deepcopy after crop": program(
+        "spade ema window", feed([3, 4, 5]), {"op": "crop", "count": 1}, {"op": "deepcopy"}, feed([6]), record=True
+    ),
+    "mask of these columns": program("longhorn full", feed([3]), feed([4], mask="current")),
+    "decoder's mask of these columns": program(
+        "spade seq2seq learned full", feed([3]), feed([4], mask="current"), sources=[[5, 6]]
+    ),
+    "NaN before a row": program("longhorn all", feed([None, 6], **NAN)),
+    "NaN in a row's first feed": program("longhorn", feed([None, 6], **NAN), feed([7])),
+    "NaN in a row without a token": program("longhorn sliding", feed([3], [None], **NAN), feed([4], [5], mask="full")),
+    "NaN behind a source": program(
+        "spade seq2seq window s4", feed([3], [4], inputs="nan"), sources=[[5, 6, 7], [8]], head="base"
+    ),
+    "a piece begins a document": program(
+        "spade s4 window", feed([3, 4], packing="seq_idx"), feed([5, 6], starts=[[0]], packing="seq_idx")
+    ),
+    "a piece goes on with a document": program(
+        "longhorn full", feed([3, 4], starts=[[1]], packing="seq_idx"), feed([5, 6], packing="seq_idx")
+    ),
+    "positions begin a document": program(
+        "bst sh s4d", feed([3, 4], packing="positions"), feed([5, 6], starts=[[0]], packing="positions")
+    ),
+    "cu_seq_lens": program("lmu-isa", feed([3, 4, 5], starts=[[1]], packing="cu_seq_lens")),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_programs(family):
+    names = [name for name, variant in VARIANTS.items() if variant.family == family]
+    for seed in range(PROGRAMS_PER_FAMILY):
+        drawn = generate(seed, names[seed % len(names)], compiled=False)
+        outcome = run(drawn)
+        assert outcome.failure is None, f"{outcome.failure}\n{shrink(drawn, outcome).dumps()}"
+
+
+@pytest.mark.parametrize("name", ONCE_FAILED)
+def test_what_once_failed(name):
+    assert run(ONCE_FAILED[name]).failure is None
+
+
+@pytest.mark.parametrize("variant", ["longhorn sliding", "lmu-isa"])
+def test_compiled_programs(variant):
+    """Packed by positions, with a cache that is empty at first."""
+    torch._dynamo.reset()
+    packed = program(
+        variant,
+        {"op": "compile", "backend": "eager"},
+        feed([3, 4, 5, 6], starts=[[2]], packing="positions"),
+        feed([7], packing="positions"),
+    )
+    assert run(packed).failure is None
+    torch._dynamo.reset()
+
+
+def test_every_instruction_is_drawn():
+    drawn = [generate(seed) for seed in range(2000)]
+    assert set().union(*(program.instructions for program in drawn)) == set(STEPS)
+    assert {program.variant for program in drawn} == set(VARIANTS)
+    assert all(Program.loads(program.dumps()) == program for program in drawn[:100])
+
+
+FAULTS = {
+    "batch_select_indices": lambda layer, indices: None,
+    "batch_repeat_interleave": lambda layer, repeats: layer._map(
+        lambda state: state.repeat(repeats, *[1] * (state.dim() - 1))
+    ),
+    "reset": lambda layer: None,
+    "crop": lambda layer, tokens_to_remove: None,
+    "__deepcopy__": lambda layer, memo: layer,
+}
+
+
+@pytest.mark.parametrize("method", FAULTS)
+def test_faults_are_found_and_made_small(method, monkeypatch):
+    monkeypatch.setattr(StateLayer, method, FAULTS[method], raising=False)
+    for seed in range(300):
+        drawn = generate(seed, "longhorn", compiled=False)
+        outcome = run(drawn)
+        if outcome.failure is not None:
+            break
+    small = shrink(drawn, outcome)
+    assert run(small).kind == outcome.kind
+    assert len(small.steps) <= 5
+    assert sum(step.length for step in small.steps if isinstance(step, Feed)) <= 6
+
+
+def test_dropping_rows_follows_them():
+    whole = program(
+        "longhorn",
+        feed([3], [4], [5]),
+        {"op": "select", "rows": [2, 0, 2]},
+        {"op": "repeat", "times": 2},
+        feed([6], [7], [8], [9], [10], [11]),
+    )
+    small = without_rows(whole, [0])
+    assert (
+        small.dumps()
+        == program(
+            "longhorn", feed([3]), {"op": "select", "rows": [0]}, {"op": "repeat", "times": 2}, feed([8], [9])
+        ).dumps()
+    )
+    assert run(whole).failure is None and run(small).failure is None
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [feed([None])],
+        [feed([3], [4]), feed([5])],
+        [feed([3, 4], starts=[[1]])],
+        [feed([3]), {"op": "crop", "count": 1}],
+        [{"op": "reorder", "rows": [0]}],
+        [feed([3]), {"op": "switch", "branch": 0}],
+        [feed([3]), feed([4], starts=[[0]], packing="seq_idx")],
+    ],
+)
+def test_programs_without_meaning(steps):
+    with pytest.raises(Malformed):
+        run(program("longhorn", *steps))
