@@ -6,12 +6,7 @@ from transformers.masking_utils import find_packed_sequence_indices
 
 from hf_hybrid_ssm.models.cache import tokens_so_far
 from hf_hybrid_ssm.models.padding import check_mask_shape
-from hf_hybrid_ssm.ops.checks import check_seq_idx
-
-
-def _readable(tensor: torch.Tensor) -> bool:
-    """Whether looking at values is cheap and possible: on CPU, outside of tracing."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+from hf_hybrid_ssm.ops.checks import can_read_values, check_seq_idx
 
 
 def check_token_ids(name: str, ids: torch.Tensor, vocab_size: int, *, ignore_index: int | None = None) -> None:
@@ -25,7 +20,7 @@ def check_token_ids(name: str, ids: torch.Tensor, vocab_size: int, *, ignore_ind
         raise TypeError(f"{name} must be a tensor of token ids, got {type(ids).__name__}.")
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64 token ids, got {ids.dtype}.")
-    if not _readable(ids) or ids.numel() == 0:
+    if not can_read_values(ids) or ids.numel() == 0:
         return
     low, high = (int(bound) for bound in torch.aminmax(ids))
     if ignore_index is not None and low == ignore_index:
@@ -78,7 +73,7 @@ def check_class_labels(labels: torch.Tensor, logits: torch.Tensor, problem_type:
         raise TypeError(f"labels must be int32 or int64 class indices for {problem_type}, got {labels.dtype}.")
     if labels.numel() != batch:
         raise ValueError(f"labels must have shape (batch,) = ({batch},), got {tuple(labels.shape)}.")
-    if _readable(labels) and bool(((labels < 0) & (labels != -100) | (labels >= classes)).any()):
+    if can_read_values(labels) and bool(((labels < 0) & (labels != -100) | (labels >= classes)).any()):
         raise ValueError(
             f"labels has classes from {int(labels.min())} to {int(labels.max())}, but num_labels={classes}: they must "
             f"lie in 0..{classes - 1}."
@@ -97,7 +92,7 @@ def check_token_classes(labels: torch.Tensor, shape: tuple[int, int], classes: i
         raise ValueError(
             f"labels must have the input's shape (batch, length) = {tuple(shape)}, got {tuple(labels.shape)}."
         )
-    if _readable(labels) and bool(((labels < 0) & (labels != -100) | (labels >= classes)).any()):
+    if can_read_values(labels) and bool(((labels < 0) & (labels != -100) | (labels >= classes)).any()):
         raise ValueError(
             f"labels has classes from {int(labels.min())} to {int(labels.max())}, but num_labels={classes}: they must "
             f"lie in 0..{classes - 1}, or be -100."
@@ -119,7 +114,7 @@ def check_span(start_positions: torch.Tensor | None, end_positions: torch.Tensor
         _check_integers(name, positions)
         if positions.shape not in ((batch,), (batch, 1)):
             raise ValueError(f"{name} must have shape (batch,) = ({batch},), got {tuple(positions.shape)}.")
-        if _readable(positions) and bool((positions < 0).any()):
+        if can_read_values(positions) and bool((positions < 0).any()):
             raise ValueError(f"{name} must be at least 0, got {int(positions.min())}.")
 
 
