@@ -65,7 +65,7 @@ class AdaptiveSoftmax(nn.Module):
         """(..., d) → (..., V) log-probabilities."""
         (embedding,) = self.embedding
         h = self.dropout(hidden_states)
-        head = self._head(h)
+        head = self.first_band(h)
         first = embedding.bands[0]
         parts = [head[..., :first]]
         for band in range(1, len(embedding.bands)):
@@ -86,9 +86,9 @@ class AdaptiveSoftmax(nn.Module):
             entry = torch.where(inside, first + band - 1, entry)
             scores = self._tail(h[inside], band).to(total.dtype)
             total = total + F.nll_loss(scores, targets[inside] - start, reduction="sum")
-        return total + F.nll_loss(self._head(h).to(total.dtype), entry, reduction="sum")
+        return total + F.nll_loss(self.first_band(h).to(total.dtype), entry, reduction="sum")
 
-    def _head(self, h: torch.Tensor) -> torch.Tensor:
+    def first_band(self, h: torch.Tensor) -> torch.Tensor:
         """Log-probabilities of the first band's tokens, then of the other bands."""
         return F.linear(h, torch.cat([self.embedding[0].tables[0], self.clusters])).log_softmax(-1)
 

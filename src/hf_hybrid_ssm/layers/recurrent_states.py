@@ -11,6 +11,7 @@ from torch import nn
 from hf_hybrid_ssm.layers.block_grid import BlockGrid
 from hf_hybrid_ssm.layers.context_states import l2_normalise
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
+from hf_hybrid_ssm.ops.checks import can_read_values
 
 States = dict[str, torch.Tensor]
 NAMES = ("recurrent", "context_key", "context_value", "block_key", "block_value", "before_key", "before_value")
@@ -109,9 +110,7 @@ class RecurrentStates(nn.Module):
 
     def _last_block_is_over(self, grid: BlockGrid) -> bool:
         """False where no row finishes the last block, so that the update behind it may be left out."""
-        if torch.compiler.is_compiling() or grid.following.is_meta:
-            return True
-        return bool((grid.following >= grid.number).any())
+        return not can_read_values(grid.following) or bool((grid.following >= grid.number).any())
 
     def _read(
         self, s: torch.Tensor, cached: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None

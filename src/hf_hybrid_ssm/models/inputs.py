@@ -2,10 +2,7 @@
 
 import torch
 
-
-def is_readable(tensor: torch.Tensor) -> bool:
-    """Whether looking at values is cheap and possible: on CPU, outside of tracing."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+from hf_hybrid_ssm.ops.checks import can_read_values
 
 
 def check_token_ids(name: str, ids: torch.Tensor, vocab_size: int, *, ignore_index: int | None = None) -> None:
@@ -19,7 +16,7 @@ def check_token_ids(name: str, ids: torch.Tensor, vocab_size: int, *, ignore_ind
         raise TypeError(f"{name} must be a tensor of token ids, got {type(ids).__name__}.")
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64 token ids, got {ids.dtype}.")
-    if not is_readable(ids) or ids.numel() == 0:
+    if not can_read_values(ids) or ids.numel() == 0:
         return
     low, high = (int(bound) for bound in torch.aminmax(ids))
     if ignore_index is not None and low == ignore_index:
@@ -72,7 +69,7 @@ def check_class_labels(labels: torch.Tensor, logits: torch.Tensor, problem_type:
         raise TypeError(f"labels must be int32 or int64 class indices for {problem_type}, got {labels.dtype}.")
     if labels.numel() != batch:
         raise ValueError(f"labels must have shape (batch,) = ({batch},), got {tuple(labels.shape)}.")
-    if is_readable(labels) and bool(((labels < 0) & (labels != -100) | (labels >= classes)).any()):
+    if can_read_values(labels) and bool(((labels < 0) & (labels != -100) | (labels >= classes)).any()):
         raise ValueError(
             f"labels has classes from {int(labels.min())} to {int(labels.max())}, but num_labels={classes}: they must "
             f"lie in 0..{classes - 1}."
@@ -91,7 +88,7 @@ def check_token_classes(labels: torch.Tensor, shape: tuple[int, int], classes: i
         raise ValueError(
             f"labels must have the input's shape (batch, length) = {tuple(shape)}, got {tuple(labels.shape)}."
         )
-    if is_readable(labels) and bool(((labels < 0) & (labels != -100) | (labels >= classes)).any()):
+    if can_read_values(labels) and bool(((labels < 0) & (labels != -100) | (labels >= classes)).any()):
         raise ValueError(
             f"labels has classes from {int(labels.min())} to {int(labels.max())}, but num_labels={classes}: they must "
             f"lie in 0..{classes - 1}, or be -100."
@@ -113,7 +110,7 @@ def check_span(start_positions: torch.Tensor | None, end_positions: torch.Tensor
         _check_integers(name, positions)
         if positions.shape not in ((batch,), (batch, 1)):
             raise ValueError(f"{name} must have shape (batch,) = ({batch},), got {tuple(positions.shape)}.")
-        if is_readable(positions) and bool((positions < 0).any()):
+        if can_read_values(positions) and bool((positions < 0).any()):
             raise ValueError(f"{name} must be at least 0, got {int(positions.min())}.")
 
 

@@ -16,9 +16,9 @@ from transformers import Cache
 from transformers.masking_utils import find_packed_sequence_indices
 
 from hf_hybrid_ssm.models.cache import Replay, States, is_state_layer, tokens_so_far
-from hf_hybrid_ssm.models.inputs import check_position_ids, is_readable
+from hf_hybrid_ssm.models.inputs import check_position_ids
 from hf_hybrid_ssm.models.padding import CompactRows, check_mask_shape
-from hf_hybrid_ssm.ops.checks import check_seq_idx
+from hf_hybrid_ssm.ops.checks import can_read_values, check_seq_idx
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def packed_rows(
         begins = _begins(seq_idx if numbered else None, position_ids, notes.get("document"))
         if begins is not None and current is not None:
             begins = begins & current.any(1)
-        if begins is not None and is_readable(begins) and not bool(begins.any()):
+        if begins is not None and can_read_values(begins) and not bool(begins.any()):
             begins = None
     packed = PackedRows(
         length,
@@ -179,7 +179,7 @@ def _between(cu_seq_lens_q: torch.Tensor, batch: int, length: int) -> torch.Tens
         raise ValueError(f"cu_seq_lens_q must have shape (documents + 1,), got {tuple(cu_seq_lens_q.shape)}.")
     if batch != 1:
         raise ValueError(f"cu_seq_lens_q is for a batch of one row, got {batch}: give seq_idx.")
-    if is_readable(cu_seq_lens_q):
+    if can_read_values(cu_seq_lens_q):
         ends = cu_seq_lens_q.tolist()
         if ends[0] != 0 or ends[-1] != length or ends != sorted(ends):
             raise ValueError(f"cu_seq_lens_q must rise from 0 to the length {length}, got {ends}.")
@@ -201,7 +201,7 @@ def _begins(
     if seq_idx is None or last is None:
         return at_zero
     first, known = 2 * seq_idx[:, 0].long() + 1, last != 0
-    if is_readable(first) and bool((known & (first < last)).any()):
+    if can_read_values(first) and bool((known & (first < last)).any()):
         row = int((known & (first < last)).to(torch.uint8).argmax())
         raise ValueError(
             f"seq_idx begins with document {int(seq_idx[row, 0])} in row {row}, but past_key_values ends with "
@@ -305,7 +305,7 @@ def _refuse(is_held: torch.Tensor | None, what: str, remedy: str) -> None:
         f"past_key_values holds {what}, and a model of full attention alone does not keep where: {remedy}, or use a "
         "new cache."
     )
-    if not is_readable(is_held):
+    if not can_read_values(is_held):
         torch._assert_async(~is_held, message)
     elif bool(is_held):
         raise ValueError(message)

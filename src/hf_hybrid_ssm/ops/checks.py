@@ -1,6 +1,17 @@
 """Checks at the entry of every op: one sentence that names the argument, what came and what was wanted."""
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def can_read_values(tensor: torch.Tensor) -> bool:
+    """Whether looking at values is possible and cheap: on CPU, outside of tracing, and where there are any."""
+    return (
+        tensor.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+        and not isinstance(tensor, FakeTensor)
+    )
 
 
 def check_tensor(
@@ -35,14 +46,12 @@ def check_tensor(
 def check_seq_idx(seq_idx: torch.Tensor | None, batch: int, length: int) -> None:
     """`seq_idx` (B, L) integer: the document each token of a packed row belongs to, never decreasing along a row.
 
-    The order is checked only outside of `torch.compile`, since it needs the values.
+    The order is checked only where the values can be read.
     """
     if seq_idx is None:
         return
     check_tensor("seq_idx", seq_idx, (batch, length), "B, L")
     if seq_idx.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"seq_idx must be int32 or int64, got {seq_idx.dtype}.")
-    if torch.compiler.is_compiling() or seq_idx.is_meta or torch.jit.is_tracing():
-        return
-    if length > 1 and bool((seq_idx[:, 1:] < seq_idx[:, :-1]).any()):
+    if length > 1 and can_read_values(seq_idx) and bool((seq_idx[:, 1:] < seq_idx[:, :-1]).any()):
         raise ValueError("seq_idx must not decrease along a row: each document of a packed row is one contiguous run.")

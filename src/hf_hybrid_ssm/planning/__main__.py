@@ -1,6 +1,6 @@
 """python -m hf_hybrid_ssm.planning --preset longhorn/125m --gpus 8 --batch 8 --length 1024
 
---all writes a page with every preset instead.
+--markdown writes a page with every preset instead.
 """
 
 import argparse
@@ -12,26 +12,26 @@ from hf_hybrid_ssm.planning.presets import preset_config, preset_names
 from hf_hybrid_ssm.planning.report import description, page
 from hf_hybrid_ssm.planning.setup import DTYPE_BYTES, KERNELS, OPTIMIZERS, SHARDINGS, Setup
 
-COMMAND = "python -m hf_hybrid_ssm.planning --all"
+COMMAND = "python -m hf_hybrid_ssm.planning --markdown"
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", metavar="FAMILY/PRESET", help=", ".join(preset_names()))
-    parser.add_argument("--all", type=Path, nargs="?", const=Path("docs/planning.md"), metavar="PAGE")
+    parser.add_argument("--markdown", type=Path, nargs="?", const=Path("docs/planning.md"), metavar="PATH")
     for name in ("batch", "length", "gpus"):
         parser.add_argument(f"--{name}", type=int, default=getattr(Setup, name))
     choices = {"dtype": tuple(DTYPE_BYTES), "optimizer": OPTIMIZERS, "sharding": SHARDINGS, "kernels": KERNELS}
     for name, allowed in choices.items():
         parser.add_argument(f"--{name}", choices=allowed, default=getattr(Setup, name))
-    for name in ("mixed", "checkpointing"):
-        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--bf16", action="store_true", dest="mixed_precision", help="compute in bfloat16 (autocast)")
+    parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing of every layer")
     given = parser.parse_args(arguments)
-    if (given.preset is None) == (given.all is None):
-        parser.error("give --preset FAMILY/PRESET, or --all")
-    if given.all is not None:
-        given.all.write_text(page(Setup(mixed=True), COMMAND), encoding="utf-8")
-        print(f"wrote {given.all}")
+    if (given.preset is None) == (given.markdown is None):
+        parser.error("give --preset FAMILY/PRESET, or --markdown")
+    if given.markdown is not None:
+        given.markdown.write_text(page(Setup(mixed_precision=True), COMMAND), encoding="utf-8")
+        print(f"wrote {given.markdown}")
         return
     try:
         setup = Setup(**{field.name: getattr(given, field.name) for field in fields(Setup)})

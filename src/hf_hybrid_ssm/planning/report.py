@@ -9,7 +9,6 @@ from hf_hybrid_ssm.planning.setup import Setup
 EXPLANATIONS = {
     "parameters": "weights",
     "gathered": "FSDP2: one layer's weights and gradients whole, and those outside of layers",
-    "casts": "autocast: bfloat16 copies of what multiplies",
     "gradients": "one for each trained weight",
     "buckets": "DDP: gradients a second time, in the buckets that are reduced",
     "optimizer": "AdamW: two moments for each trained weight",
@@ -19,7 +18,7 @@ EXPLANATIONS = {
 }
 
 
-def size(count: float) -> str:
+def human_bytes(count: float) -> str:
     """Bytes in binary units."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
@@ -28,7 +27,7 @@ def size(count: float) -> str:
     return f"{count:,.1f} GiB"
 
 
-def amount(count: float) -> str:
+def si(count: float) -> str:
     """A number in decimal units."""
     for unit in ("", "K", "M", "G", "T"):
         if count < 1000:
@@ -43,15 +42,14 @@ def description(name: str, found: Plan, setup: Setup) -> str:
     lines.append(f"memory of each of {setup.gpus} devices, {setup.batch} rows of {setup.length} tokens on each")
     for kind, held in found.memory.items():
         if held:
-            lines.append(f"  {kind:<12}{size(held):>12}   {EXPLANATIONS[kind]}")
-    lines += [f"  {'together':<12}{size(found.total):>12}   if all stood at once", ""]
+            lines.append(f"  {kind:<12}{human_bytes(held):>12}   {EXPLANATIONS[kind]}")
+    lines += [f"  {'together':<12}{human_bytes(found.total):>12}   if all stood at once", ""]
     lines.append("operations of a forward, for each token")
-    lines += [f"  {kind:<12}{amount(count):>12}" for kind, count in found.flops_per_token.items() if count]
-    if found.flops_per_forward:
-        lines.append(f"  {'filters':<12}{amount(found.flops_per_forward):>12}   once a forward: kernels that train")
-    lines += ["", f"operations of a step, over all devices: {amount(found.flops_per_step)}"]
+    tokens = setup.batch * setup.length
+    lines += [f"  {kind:<20}{si(count / tokens):>12}" for kind, count in found.forward_flops.items() if count]
+    lines += ["", f"operations of a step, over all devices: {si(found.step_flops)}"]
     if found.state:
-        lines.append(f"state of a decoded sequence of {setup.length} tokens: {size(found.state)}")
+        lines.append(f"state of a decoded sequence of {setup.length} tokens: {human_bytes(found.state)}")
     return "\n".join(lines)
 
 
@@ -76,14 +74,14 @@ def preset_line(name: str, setup: Setup) -> Sequence[str]:
     held = sum(plain.memory[kind] for kind in plain.memory if kind not in ("activations", "recomputed", "logits"))
     return (
         name,
-        amount(plain.parameters),
-        size(held),
-        size(plain.memory["activations"]),
-        size(again["activations"] + again["recomputed"]),
-        size(plain.memory["logits"]) if plain.memory["logits"] else "-",
-        amount(sum(plain.flops_per_token.values())),
-        amount(plain.flops_per_step),
-        size(plain.state) if plain.state else "-",
+        si(plain.parameters),
+        human_bytes(held),
+        human_bytes(plain.memory["activations"]),
+        human_bytes(again["activations"] + again["recomputed"]),
+        human_bytes(plain.memory["logits"]) if plain.memory["logits"] else "-",
+        si(sum(plain.forward_flops.values()) / (setup.batch * setup.length)),
+        si(plain.step_flops),
+        human_bytes(plain.state) if plain.state else "-",
     )
 
 
@@ -95,7 +93,7 @@ def page(setup: Setup, command: str, names: Iterable[str] | None = None) -> str:
         command=command,
         batch=setup.batch,
         length=setup.length,
-        weights=setup.dtype + (", computing in bfloat16" if setup.mixed else ""),
+        weights=setup.dtype + (", computing in bfloat16" if setup.mixed_precision else ""),
         table="\n".join(lines),
     )
 

@@ -19,7 +19,7 @@ class Setup:
         sharding: "ddp" (every device holds everything) or "fsdp2" (parameters, gradients and optimizer state in
             shards, gathered a layer at a time).
         dtype: of weights, gradients and optimizer state.
-        mixed: compute in bfloat16 although the weights are float32 (`bf16=True` of the Trainer).
+        mixed_precision: compute in bfloat16 although the weights are float32 (`bf16=True` of the Trainer).
         optimizer: "adamw" or "sgd" (without momentum).
         checkpointing: keep the input of each layer only, and compute the layer again in the backward.
         kernels: "fused" (the scan's own kernel, and attention that keeps no scores) or "torch" (plain torch, where
@@ -31,7 +31,7 @@ class Setup:
     gpus: int = 1
     sharding: str = "ddp"
     dtype: str = "float32"
-    mixed: bool = False
+    mixed_precision: bool = False
     optimizer: str = "adamw"
     checkpointing: bool = False
     kernels: str = "fused"
@@ -44,8 +44,8 @@ class Setup:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(map(repr, allowed))}.")
-        if self.mixed and self.dtype != "float32":
-            raise ValueError(f"mixed=True keeps the weights in float32; got dtype={self.dtype!r}.")
+        if self.mixed_precision and self.dtype != "float32":
+            raise ValueError(f"mixed_precision=True keeps the weights in float32; got dtype={self.dtype!r}.")
 
     @property
     def tokens(self) -> int:
@@ -55,4 +55,4 @@ class Setup:
     @property
     def computing(self) -> int:
         """Bytes of a number that a projection returns."""
-        return 2 if self.mixed else DTYPE_BYTES[self.dtype]
+        return 2 if self.mixed_precision else DTYPE_BYTES[self.dtype]

@@ -27,7 +27,7 @@ from hf_hybrid_ssm.models.spade.modeling_spade import (
     SpadeStack,
     spade_embedding,
 )
-from hf_hybrid_ssm.ops.checks import check_tensor
+from hf_hybrid_ssm.ops.checks import can_read_values, check_tensor
 
 
 class SpadeCrossAttention(nn.Module):
@@ -167,7 +167,7 @@ class SpadeDecoder(nn.Module):
     def _position_ids(self, packed: PackedRows, embeddings: torch.Tensor) -> torch.Tensor:
         positions = packed.positions(embeddings.device)
         limit = self.positions.num_embeddings
-        if not torch.compiler.is_compiling() and positions.device.type == "cpu" and positions.max() >= limit:
+        if can_read_values(positions) and positions.max() >= limit:
             raise ValueError(
                 f"the target has {int(positions.max()) + 1} tokens, but max_target_positions={limit}; "
                 'decoder_position_embedding_type="relative" has no limit.'

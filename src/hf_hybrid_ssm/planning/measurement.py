@@ -1,0 +1,257 @@
+"""A step run on fake tensors: every op sees its shapes, dtypes and device, nothing is allocated and nothing computed.
+
+What autograd saves, what a cache holds and how many operations there are is then counted, not predicted: the same code
+runs as in training, so whatever a configuration can build can be planned.
+"""
+
+import importlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Cache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
+
+from hf_hybrid_ssm.layers.adaptive_vocabulary import AdaptiveSoftmax
+from hf_hybrid_ssm.models.cache import is_state_layer
+from hf_hybrid_ssm.ops.dispatch import backend
+from hf_hybrid_ssm.planning.presets import is_classifier, meta_model
+from hf_hybrid_ssm.planning.setup import Setup
+
+
+class SavedBytes:
+    """Bytes of what autograd saves while `recording()`, weights apart, each storage once; in the base model and after.
+
+    With `checkpoints`, the tensors that these modules are called with count too: that is what checkpointing holds
+    outside of autograd's sight.
+    """
+
+    def __init__(self, model: PreTrainedModel, checkpoints: tuple[nn.Module, ...] = ()):
+        self._own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+        self._base = model.base_model
+        self._checkpoints = checkpoints
+        self._storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used again
+        self._of_base: set[int] = set()
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._own:
+            self._storages[storage._cdata] = storage
+        return tensor
+
+    def _keep_inputs(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                self._keep(value)
+
+    def _base_is_done(self, *_: Any) -> None:
+        self._of_base = set(self._storages)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        hooks = [module.register_forward_pre_hook(self._keep_inputs, with_kwargs=True) for module in self._checkpoints]
+        hooks.append(self._base.register_forward_hook(self._base_is_done))
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @property
+    def total(self) -> int:
+        return sum(storage.nbytes() for storage in self._storages.values())
+
+    @property
+    def base(self) -> int:
+        return sum(storage.nbytes() for key, storage in self._storages.items() if key in self._of_base)
+
+    @property
+    def head(self) -> list[int]:
+        return [storage.nbytes() for key, storage in self._storages.items() if key not in self._of_base]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One training step on one device.
+
+    Args:
+        activations: bytes that the forward keeps for the backward, logits apart.
+        recomputed: bytes that the largest layer keeps once checkpointing computes it again; 0 without checkpointing.
+        logits: bytes of logits, of what the loss keeps of them, and of a gradient; 0 where no logits are formed.
+        forward_flops: operations of the forward by kind.
+        step_flops: operations of forward and backward.
+    """
+
+    activations: int
+    recomputed: int
+    logits: int
+    forward_flops: dict[str, float]
+    step_flops: float
+
+
+def measure_step(config: PreTrainedConfig, setup: Setup) -> Measurement:
+    """Run forward and backward of the configuration's language model (or classifier) on fake tensors."""
+    model = meta_model(config, setup.dtype)
+    with _fake_tensors(setup.kernels):
+        model.to_empty(device="cpu").train()
+        _leave_out_rare_bands(model)
+        inputs = _inputs(config, setup.batch, setup.length)
+        with torch.no_grad():
+            model(**inputs)  # filters that do not train are made once and kept
+        recomputed, blocks = 0, blocks_of(model) if setup.checkpointing else ()
+        if blocks:
+            recomputed = max(_saved_by_blocks(model, blocks, inputs, setup))
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        saved = SavedBytes(model, blocks)
+        with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
+            with saved.recording(), _autocast(setup):
+                outputs = model(**inputs)
+            forward = _by_kind(counter, model)
+            outputs.loss.backward()
+    logits = 0
+    if outputs.logits is not None and not is_classifier(config):
+        # the loss keeps log-probabilities, and their gradient is as large
+        logits = outputs.logits.untyped_storage().nbytes() + sum(saved.head) + max(saved.head)
+    return Measurement(
+        activations=saved.base + (0 if logits else sum(saved.head)),
+        recomputed=recomputed,
+        logits=logits,
+        forward_flops=forward,
+        step_flops=float(counter.get_total_flops()),
+    )
+
+
+def decoding_state_bytes(config: PreTrainedConfig, length: int, dtype: str) -> int:
+    """Bytes of the cache of one sequence after `length` tokens (an encoder-decoder: of source and target each)."""
+    if is_classifier(config):
+        return 0
+    model = meta_model(config, dtype)
+    names = ("input_ids", "decoder_input_ids") if config.is_encoder_decoder else ("input_ids",)
+    with _fake_tensors("torch"), torch.no_grad():
+        model.to_empty(device="cpu").eval()
+        ids = torch.zeros(1, length, dtype=torch.int64)
+        # logits of one token: a cache does not depend on them
+        options = {} if config.is_encoder_decoder else {"logits_to_keep": 1}
+        return cache_bytes(model(**dict.fromkeys(names, ids), use_cache=True, **options).past_key_values)
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Bytes of all tensors that a cache holds."""
+    if isinstance(cache, EncoderDecoderCache):
+        return cache_bytes(cache.self_attention_cache) + cache_bytes(cache.cross_attention_cache)
+    held = [layer.states.values() if is_state_layer(layer) else (layer.keys, layer.values) for layer in cache.layers]
+    return sum(tensor.numel() * tensor.element_size() for tensors in held for tensor in tensors)
+
+
+def blocks_of(model: PreTrainedModel) -> tuple[nn.Module, ...]:
+    """The layers that checkpointing computes again, and that FSDP2 gathers one at a time."""
+    kinds = set(model._no_split_modules or ())
+    return tuple(module for module in model.modules() if type(module).__name__ in kinds)
+
+
+@contextmanager
+def _fake_tensors(kernels: str) -> Iterator[None]:
+    # constants that modules made before (HiPPO matrices, tables) are taken for what they are
+    with FakeTensorMode(allow_non_fake_inputs=True), backend("torch" if kernels == "torch" else None):
+        yield
+
+
+def _autocast(setup: Setup) -> torch.autocast:
+    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=setup.mixed_precision)
+
+
+def _inputs(config: PreTrainedConfig, rows: int, length: int) -> dict[str, torch.Tensor]:
+    shape = (rows, 2, length) if getattr(config, "paired_input", False) else (rows, length)
+    ids = torch.zeros(shape, dtype=torch.int64)
+    return {"input_ids": ids, "labels": torch.zeros(rows, dtype=torch.int64) if is_classifier(config) else ids}
+
+
+def _leave_out_rare_bands(model: PreTrainedModel) -> None:
+    """How many tokens an adaptive softmax computes a rare band for is known to real targets only."""
+    head = getattr(model, "lm_head", None)
+    if isinstance(head, AdaptiveSoftmax):
+        model._loss_without_logits = lambda hidden_states, *_, **__: head.first_band(hidden_states).sum()
+
+
+def _saved_by_blocks(
+    model: PreTrainedModel, blocks: tuple[nn.Module, ...], inputs: dict[str, torch.Tensor], setup: Setup
+) -> Iterator[int]:
+    """Bytes that each layer keeps for its backward: the difference between what stands after and before it."""
+    saved, sizes = SavedBytes(model), []
+    hooks = [block.register_forward_pre_hook(lambda *_: sizes.append(-saved.total)) for block in blocks]
+    hooks += [block.register_forward_hook(lambda *_: sizes.append(saved.total)) for block in blocks]
+    with saved.recording(), _autocast(setup):
+        model(**inputs)
+    for hook in hooks:
+        hook.remove()
+    return (before + after for before, after in zip(sizes[::2], sizes[1::2]))
+
+
+def _real_fourier(shape: Any, dims: Any, *_: Any, out_shape: Any = None, **__: Any) -> float:
+    return _fourier(max(shape, out_shape, key=math.prod), dims, 2.5)
+
+
+def _complex_fourier(shape: Any, dims: Any, *_: Any, **__: Any) -> float:
+    return _fourier(shape, dims, 5.0)
+
+
+def _fourier(shape: Any, dims: Any, factor: float) -> float:
+    """factor n log2 n for each transform of n points."""
+    points = math.prod(shape[dim] for dim in dims)
+    return factor * math.prod(shape) * math.log2(max(points, 2))
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+
+def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> float:
+    return 2.5 * _attention(query, key, value)  # scores once more, then four products
+
+
+def _scan(x: Any, dt: Any, k: Any, *_: Any, **__: Any) -> int:
+    """Each number of the state: square of the key, decay (2), written value (2), update (2), read-out (2)."""
+    return 9 * math.prod(x) * k[-1]
+
+
+def _scan_backward(*arguments: Any, **__: Any) -> int:
+    return 2 * _scan(*arguments)
+
+
+def _formulas() -> dict[Any, Callable]:
+    """What torch's own counter leaves out: Fourier transforms, the CPU's fused attention, the fused scan."""
+    aten = torch.ops.aten
+    found: dict[Any, Callable] = {
+        aten._fft_r2c: _real_fourier,
+        aten._fft_c2r: _real_fourier,
+        aten._fft_c2c: _complex_fourier,
+        aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    }
+    for name in ("vectorised", "native"):
+        importlib.import_module(f"hf_hybrid_ssm.ops.longhorn_scan.{name}")  # registers its ops
+    for name in ("torch", "native"):
+        found[getattr(torch.ops.hf_hybrid_ssm, f"longhorn_scan_{name}")] = _scan
+        found[getattr(torch.ops.hf_hybrid_ssm, f"longhorn_scan_{name}_backward")] = _scan_backward
+    return found
+
+
+FORMULAS = _formulas()
+KINDS = {"_fft": "Fourier transforms", "_scaled_dot_product": "attention", "longhorn_scan": "recurrence"}
+
+
+def _by_kind(counter: FlopCounterMode, model: PreTrainedModel) -> dict[str, float]:
+    """Operations so far: of the base model by kind of op, and of the head."""
+    counts = counter.get_flop_counts()
+    found = dict.fromkeys(("matrix products", *KINDS.values(), "head"), 0.0)
+    for op, count in counts[f"{type(model).__name__}.{model.base_model_prefix}"].items():
+        name = str(op).split(".")[-1]
+        found[next((kind for start, kind in KINDS.items() if name.startswith(start)), "matrix products")] += count
+    found["head"] = counter.get_total_flops() - sum(found.values())
+    return found
