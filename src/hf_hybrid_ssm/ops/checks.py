@@ -2,6 +2,8 @@
 
 import torch
 
+from hf_hybrid_ssm.ops.transforms import is_batched
+
 
 def check_tensor(
     name: str,
@@ -32,17 +34,20 @@ def check_tensor(
         raise ValueError(f"{name} must be on {like.device} like the other inputs, got {value.device}.")
 
 
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether Python may look into `tensor`: not while something is traced, on the meta device, or under vmap."""
+    return not (torch.compiler.is_compiling() or tensor.is_meta or torch.jit.is_tracing() or is_batched(tensor))
+
+
 def check_seq_idx(seq_idx: torch.Tensor | None, batch: int, length: int) -> None:
     """`seq_idx` (B, L) integer: the document each token of a packed row belongs to, never decreasing along a row.
 
-    The order is checked only outside of `torch.compile`, since it needs the values.
+    The order is checked only where `has_values`.
     """
     if seq_idx is None:
         return
     check_tensor("seq_idx", seq_idx, (batch, length), "B, L")
     if seq_idx.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"seq_idx must be int32 or int64, got {seq_idx.dtype}.")
-    if torch.compiler.is_compiling() or seq_idx.is_meta or torch.jit.is_tracing():
-        return
-    if length > 1 and bool((seq_idx[:, 1:] < seq_idx[:, :-1]).any()):
+    if length > 1 and has_values(seq_idx) and bool((seq_idx[:, 1:] < seq_idx[:, :-1]).any()):
         raise ValueError("seq_idx must not decrease along a row: each document of a packed row is one contiguous run.")

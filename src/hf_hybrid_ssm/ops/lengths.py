@@ -2,11 +2,11 @@
 
 import torch
 
-from hf_hybrid_ssm.ops.checks import check_tensor
+from hf_hybrid_ssm.ops.checks import check_tensor, has_values
 
 
 def check_lengths(lengths: torch.Tensor | None, batch: int, length: int) -> None:
-    """`lengths` (B,) integer in 0..L. The range is checked only outside of `torch.compile`, since it needs the values.
+    """`lengths` (B,) integer in 0..L. The range is checked only where `has_values`.
 
     Raises:
         TypeError: not an integer tensor.
@@ -17,7 +17,7 @@ def check_lengths(lengths: torch.Tensor | None, batch: int, length: int) -> None
     check_tensor("lengths", lengths, (batch,), "B")
     if lengths.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"lengths must be int32 or int64, got {lengths.dtype}.")
-    if torch.compiler.is_compiling() or lengths.is_meta or torch.jit.is_tracing() or batch == 0:
+    if batch == 0 or not has_values(lengths):
         return
     if bool((lengths < 0).any()) or bool((lengths > length).any()):
         raise ValueError(f"lengths must lie in 0..{length}, the length of the row, got {lengths.tolist()}.")
