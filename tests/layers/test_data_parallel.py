@@ -50,6 +50,6 @@ def test_replicas_remember_for_themselves(replicas):
         remembering = [module for module in model.modules() if getattr(module, "_remembered", None)]
         assert remembering
         for module in remembering:
-            module._remembered = {key: None for key in module._remembered}  # unusable
+            module._remembered = dict.fromkeys(module._remembered)  # unusable
         for replica in replicas(model, detach=True):
             torch.testing.assert_close(replica(ids).logits, expected, rtol=1e-5, atol=1e-5)

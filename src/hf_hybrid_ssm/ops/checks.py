@@ -1,8 +1,20 @@
 """Checks at the entry of every op: one sentence that names the argument, what came and what was wanted."""
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_hybrid_ssm.ops.transforms import is_batched
+
+
+def can_read_values(tensor: torch.Tensor) -> bool:
+    """Whether looking at values is possible and cheap: on CPU, outside of tracing and vmap, where there are any."""
+    return (
+        tensor.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+        and not isinstance(tensor, FakeTensor)
+        and not is_batched(tensor)
+    )
 
 
 def check_tensor(
@@ -34,20 +46,15 @@ def check_tensor(
         raise ValueError(f"{name} must be on {like.device} like the other inputs, got {value.device}.")
 
 
-def has_values(tensor: torch.Tensor) -> bool:
-    """Whether Python may look into `tensor`: not while something is traced, on the meta device, or under vmap."""
-    return not (torch.compiler.is_compiling() or tensor.is_meta or torch.jit.is_tracing() or is_batched(tensor))
-
-
 def check_seq_idx(seq_idx: torch.Tensor | None, batch: int, length: int) -> None:
     """`seq_idx` (B, L) integer: the document each token of a packed row belongs to, never decreasing along a row.
 
-    The order is checked only where `has_values`.
+    The order is checked only where the values can be read.
     """
     if seq_idx is None:
         return
     check_tensor("seq_idx", seq_idx, (batch, length), "B, L")
     if seq_idx.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"seq_idx must be int32 or int64, got {seq_idx.dtype}.")
-    if length > 1 and has_values(seq_idx) and bool((seq_idx[:, 1:] < seq_idx[:, :-1]).any()):
+    if length > 1 and can_read_values(seq_idx) and bool((seq_idx[:, 1:] < seq_idx[:, :-1]).any()):
         raise ValueError("seq_idx must not decrease along a row: each document of a packed row is one contiguous run.")

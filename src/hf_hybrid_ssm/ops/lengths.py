@@ -2,11 +2,11 @@
 
 import torch
 
-from hf_hybrid_ssm.ops.checks import check_tensor, has_values
+from hf_hybrid_ssm.ops.checks import can_read_values, check_tensor
 
 
 def check_lengths(lengths: torch.Tensor | None, batch: int, length: int) -> None:
-    """`lengths` (B,) integer in 0..L. The range is checked only where `has_values`.
+    """`lengths` (B,) integer in 0..L. The range is checked only where the values can be read.
 
     Raises:
         TypeError: not an integer tensor.
@@ -17,9 +17,7 @@ def check_lengths(lengths: torch.Tensor | None, batch: int, length: int) -> None
     check_tensor("lengths", lengths, (batch,), "B")
     if lengths.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"lengths must be int32 or int64, got {lengths.dtype}.")
-    if batch == 0 or not has_values(lengths):
-        return
-    if bool((lengths < 0).any()) or bool((lengths > length).any()):
+    if can_read_values(lengths) and bool(((lengths < 0) | (lengths > length)).any()):
         raise ValueError(f"lengths must lie in 0..{length}, the length of the row, got {lengths.tolist()}.")
 
 

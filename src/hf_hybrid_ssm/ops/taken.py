@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_hybrid_ssm.ops.checks import check_tensor, has_values
+from hf_hybrid_ssm.ops.checks import can_read_values, check_tensor
 
 
 def check_taken(every: int | None, at: torch.Tensor | None, batch: int, length: int) -> None:
@@ -21,9 +21,7 @@ def check_taken(every: int | None, at: torch.Tensor | None, batch: int, length: 
     check_tensor("at", at, (batch, None), "B, J")
     if at.dtype != torch.int64:
         raise TypeError(f"at must be int64, got {at.dtype}.")
-    if at.numel() == 0 or not has_values(at):
-        return
-    if bool((at < 0).any()) or bool((at >= length).any()):
+    if can_read_values(at) and bool(((at < 0) | (at >= length)).any()):
         raise ValueError(f"at must lie in 0..{length - 1}, got {int(at.min())}..{int(at.max())}.")
 
 

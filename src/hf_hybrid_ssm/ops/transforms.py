@@ -7,8 +7,8 @@ from torch.autograd import forward_ad
 def is_transforming() -> bool:
     """Whether forward-mode differentiation or a `torch.func` transform (grad, jvp, vmap, ...) is active.
 
-    Compiled kernels and autograd functions with a backward of their own have rules for neither; where this is True, ops
-    compute by plain torch operations, which have them all. `torch.compile` guards on the answer.
+    Compiled kernels and autograd functions with a backward of their own have rules for neither; where this is True,
+    ops compute by plain torch operations, which have them all. `torch.compile` guards on the answer.
     """
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid_ssm.ops.checks import check_tensor, has_values
+from hf_hybrid_ssm.ops.checks import can_read_values, check_tensor
 from hf_hybrid_ssm.ops.linear_cross_entropy.chunked import ChunkedLinearCrossEntropy
 from hf_hybrid_ssm.ops.transforms import is_transforming
 
@@ -46,7 +46,7 @@ def linear_cross_entropy(
     check_tensor("labels", labels, tuple(hidden.shape[:-1]), "shape of hidden without D")
     if labels.dtype != torch.int64:
         raise TypeError(f"labels must be int64, got {labels.dtype}.")
-    if labels.device.type == "cpu" and has_values(labels):
+    if can_read_values(labels):
         counted = labels[labels != ignore_index]
         if counted.numel() and not 0 <= int(counted.min()) <= int(counted.max()) < weight.shape[0]:
             raise ValueError(

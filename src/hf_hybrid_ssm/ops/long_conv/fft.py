@@ -23,10 +23,8 @@ def fft_conv(u: torch.Tensor, kernel: torch.Tensor, future_kernel: torch.Tensor 
         future_kernel = kernel.new_zeros(*kernel.shape[:-1], 0)
     future_kernel = future_kernel[..., : time - 1]
     if is_transforming():
-        x = channels_first(u)
-        return channels_last(
-            _circular(x, kernel, future_kernel, _size(time, kernel.shape[-1], future_kernel.shape[-1]))
-        )
+        size = _size(time, kernel.shape[-1], future_kernel.shape[-1])
+        return channels_last(_circular(channels_first(u), kernel, future_kernel, size))
     return _FFTConv.apply(u, kernel, future_kernel)
 
 
