@@ -3,8 +3,10 @@ import torch
 from torch import nn
 
 from hf_hybrid_ssm import LonghornConfig, LonghornForCausalLM
+from hf_hybrid_ssm.layers.mixer import Mixer
 from hf_hybrid_ssm.layers.mixers import MIXERS
 from hf_hybrid_ssm.optim import parameter_groups
+from tests.small_models import CASES, built
 
 
 def tiny_longhorn(**options):
@@ -45,6 +47,36 @@ def test_options_of_a_module_win_where_a_parameter_was_replaced():
         mixer._parameters[name] = nn.Parameter(parameter.detach().clone())
     found = [{**group, "params": len(group["params"])} for group in parameter_groups(mixer, 0.1, lr=1e-2)]
     assert found == expected and {group["lr"] for group in found} == {1e-4, 1e-2}
+
+
+@pytest.mark.parametrize("ssm_type", ["s4", "s4d", "s5", "ema", "hyena", "unstructured"])
+def test_filters_do_not_decay_and_have_their_own_rate(ssm_type):
+    """Of each trained filter, its own parameters never decay; those that make the filter have the given rate."""
+    mixer = MIXERS[ssm_type](8, learning_rate=1e-4)
+    filters = [module for module in mixer.modules() if isinstance(module, Mixer) and module.dynamics_parameters]
+    assert len(filters) == 1
+    own = dict(filters[0].named_parameters(recurse=False))
+    groups = parameter_groups(mixer, 0.1, lr=1e-2)
+    found = {id(parameter): (group["lr"], group["weight_decay"]) for group in groups for parameter in group["params"]}
+    for name, parameter in own.items():
+        assert found[id(parameter)] == (1e-2 if name in filters[0].output_parameters else 1e-4, 0.0), name
+    assert set(own) == {*filters[0].dynamics_parameters, *filters[0].output_parameters}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_biases_never_decay(case):
+    """Whatever their shape: a stack of biases is no matrix."""
+    model = built(case)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decayed = {
+        names[id(parameter)]
+        for group in parameter_groups(model, 0.1)
+        for parameter in group["params"]
+        if group["weight_decay"]
+    }
+    assert decayed and not [name for name in decayed if "bias" in name.rpartition(".")[2]]
+    if case == "lmu_isa":
+        assert any(name.endswith("reduce_weight") for name in decayed)
 
 
 @pytest.mark.parametrize("name", sorted(MIXERS))

@@ -9,12 +9,12 @@ from torch import nn
 def parameter_groups(model: nn.Module, weight_decay: float, *, lr: float | None = None) -> list[dict[str, Any]]:
     """Groups for a torch optimizer: `torch.optim.AdamW(parameter_groups(model, 0.1, lr=1e-3))`.
 
-    Tensors of two and more dimensions decay; norms, biases and other vectors do not. A parameter may say otherwise by
-    an attribute `_optim`, and a module for what it holds by a method `parameter_options(name)`, as the state-space
-    mixers do for their recurrence parameters: a dict of optimizer options such as `{"lr": 1e-3, "weight_decay": 0.0}`,
-    which win over the defaults. What the module says also holds once FSDP has put shards in the parameters' place.
-    Frozen parameters are left out; tied ones appear once. The order depends on the model alone, so that a saved
-    optimizer state fits again.
+    Tensors of two and more dimensions decay; norms, biases (also several in one tensor, which their name tells) and
+    other vectors do not. A parameter may say otherwise by an attribute `_optim`, and a module for what it holds by a
+    method `parameter_options(name)`, as the state-space mixers do for their own parameters: a dict of optimizer
+    options such as `{"lr": 1e-3, "weight_decay": 0.0}`, which win over the defaults. What the module says also holds
+    once FSDP has put shards in the parameters' place. Frozen parameters are left out; tied ones appear once. The order
+    depends on the model alone, so that a saved optimizer state fits again.
 
     Args:
         model: the model to train.
@@ -49,7 +49,8 @@ def parameter_groups(model: nn.Module, weight_decay: float, *, lr: float | None 
 def _options(
     module: nn.Module, name: str, parameter: torch.Tensor, weight_decay: float, lr: float | None
 ) -> dict[str, Any]:
-    options: dict[str, Any] = {"weight_decay": weight_decay if parameter.dim() >= 2 else 0.0}
+    decays = parameter.dim() >= 2 and "bias" not in name
+    options: dict[str, Any] = {"weight_decay": weight_decay if decays else 0.0}
     if lr is not None:
         options["lr"] = lr
     if callable(own := getattr(module, "parameter_options", None)):

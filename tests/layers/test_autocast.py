@@ -7,21 +7,31 @@ from hf_hybrid_ssm.layers.mixers import MIXERS, build_mixer
 from tests.small_models import CASES, VOCABULARY, built
 
 LENGTH = 100  # longer than a block, and no multiple of it
+ROWS: dict[str, dict] = {
+    "plain": {},
+    "packed": {"seq_idx": torch.arange(LENGTH).expand(2, -1) // 30},
+    "ragged": {"seq_idx": torch.arange(LENGTH).expand(2, -1) // 30, "lengths": torch.tensor([0, LENGTH])},
+}
 
 
 @pytest.mark.parametrize("trainable", ["all", "none"])
-@pytest.mark.parametrize("name", sorted(set(MIXERS) - {"lstm", "hyena"}))  # these have projections of their own
-def test_mixers(name, trainable):
+@pytest.mark.parametrize("name", sorted(set(MIXERS) - {"hyena"}))  # it has projections of its own
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_mixers(name, trainable, rows, dtype):
     torch.manual_seed(0)
     mixer = build_mixer(name, 8, trainable=trainable)
     u = torch.randn(2, LENGTH, 8)
-    expected, expected_state = mixer(u, return_final_state=True)
-    whole, _ = mixer(u)
+    token, rows = torch.randn(2, 8), ROWS[rows]
+    expected, expected_state = mixer(u, return_final_state=True, **rows)
+    whole, _ = mixer(u, **rows)
+    following, _ = mixer.step(token, expected_state)
     mixer.forget()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, state = mixer(u, return_final_state=True)
-        again, _ = mixer(u)
-    for value, exact in ((found, expected), (again, whole), (state, expected_state)):
+    with torch.autocast("cpu", dtype=dtype):
+        found, state = mixer(u, return_final_state=True, **rows)
+        again, _ = mixer(u, **rows)
+        stepped, _ = mixer.step(token, state)
+    for value, exact in ((found, expected), (again, whole), (state, expected_state), (stepped, following)):
         torch.testing.assert_close(value, exact, rtol=1e-5, atol=1e-5)
 
 

@@ -1,15 +1,19 @@
 """The choice of a backend: preference, force, and reasons."""
 
+import asyncio
 import logging
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 
 import pytest
 import torch
 
 from hf_hybrid_ssm.ops.dispatch import REGISTRY, Op, backend
+from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
 
 
 @pytest.fixture
@@ -44,7 +48,7 @@ def test_force_by_argument_and_context(op):
 
 
 def fresh(value):
-    code = "from hf_hybrid_ssm.ops import dispatch; print(dispatch._forced)"
+    code = "from hf_hybrid_ssm.ops.forcing import forced_backend; print(forced_backend())"
     environment = {**os.environ, "HF_HYBRID_SSM_BACKEND": value, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
 
@@ -73,6 +77,111 @@ def test_the_context_ends_with_an_error(op):
     with pytest.raises(RuntimeError), backend("reference"):
         raise RuntimeError
     assert chosen(op) == "native"
+
+
+def test_threads_force_for_themselves(op):
+    """Blocks that overlap in two threads, and a third thread that forces nothing."""
+    inside, leave, seen = threading.Barrier(2), threading.Event(), {}
+
+    def first():
+        with backend("reference"):
+            inside.wait()  # both are inside, then this one leaves first
+            seen["first"] = chosen(op)
+        seen["first after"] = chosen(op)
+        leave.set()
+
+    def second():
+        with backend("torch"):
+            inside.wait()
+            leave.wait()
+            seen["second"] = chosen(op)
+        seen["second after"] = chosen(op)
+
+    threads = [threading.Thread(target=target) for target in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == {"first": "reference", "first after": "native", "second": "torch", "second after": "native"}
+    with backend("reference"), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(chosen, op).result() == "native"
+    assert chosen(op) == "native"
+
+
+def test_tasks_force_for_themselves(op):
+    async def task(name, first, then):
+        with backend(name):
+            await asyncio.sleep(first)
+            found = chosen(op)
+            await asyncio.sleep(then)
+        return found, chosen(op)
+
+    async def both():
+        return await asyncio.gather(task("reference", 0.02, 0), task("torch", 0.01, 0.03))
+
+    assert asyncio.run(both()) == [("reference", "native"), ("torch", "native")]
+    assert chosen(op) == "native"
+
+
+class Nested(torch.autograd.Function):
+    """Its backward runs another backward; torch moves deep nests to threads of its own."""
+
+    @staticmethod
+    def forward(ctx, x, depth, look):
+        ctx.depth, ctx.look = depth, look
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.look()
+        if ctx.depth:
+            with torch.enable_grad():
+                Nested.apply(torch.ones(1, requires_grad=True), ctx.depth - 1, ctx.look).sum().backward()
+        return grad, None, None
+
+
+def test_the_force_reaches_the_threads_of_backward(op):
+    """A checkpoint computes its forward again there, and must meet the same backend."""
+    seen = set()
+
+    def look():
+        seen.add((threading.get_ident(), chosen(op)))
+
+    loss = Nested.apply(torch.ones(1, requires_grad=True), 80, look).sum()
+    with backend("reference"):
+        loss.backward(retain_graph=True)
+    assert len({thread for thread, _ in seen}) > 1 and {name for _, name in seen} == {"reference"}
+    seen.clear()
+    loss.backward()
+    assert {name for _, name in seen} == {"native"}
+
+
+def test_compiled_functions_follow_the_force():
+    """A force outside of the compiled function makes another graph, one inside of it is traced."""
+    tensors = [torch.randn(1, 5, n) for n in (3, 3, 2, 2)]
+    graphs = []
+
+    def recording(graph, inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes if "longhorn" in str(node.target)])
+        return graph.forward
+
+    def scan(*tensors):
+        return longhorn_scan(*tensors)[0]
+
+    def forced_inside(*tensors):
+        with backend("reference"):
+            return scan(*tensors)
+
+    compiled = torch.compile(scan, backend=recording, fullgraph=True)
+    compiled(*tensors)
+    with backend("torch"):
+        compiled(*tensors)
+    with backend("reference"):
+        compiled(*tensors)
+    compiled(*tensors)
+    torch.compile(forced_inside, backend=recording, fullgraph=True)(*tensors)
+    assert [len(graph) for graph in graphs] == [1, 1, 0, 0]
+    assert "longhorn_scan_torch" in graphs[1][0]
 
 
 def test_a_broken_package_costs_time_only(monkeypatch, tmp_path, caplog):

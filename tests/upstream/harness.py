@@ -1,8 +1,8 @@
 """transformers' own test mixins, loaded from its unpacked source distribution.
 
-The distribution lacks three modules that its mixins import; they are supplied here: the exporter mixin (empty: its
-checks are not part of the distribution), a set of common configuration values, and the generation mixin, recreated in
-`generation_checks.py`. Nothing of the distribution is copied into this repository.
+The distribution lacks modules that its mixins import; they are supplied here: the exporter mixin (empty: its checks
+are not part of the distribution), a set of common configuration values, what the FSDP mixin asks about devices, and
+the generation mixin, recreated in `generation_checks.py`. Nothing of the distribution is copied into this repository.
 
 The folder that holds the distribution's `tests` is named by the environment variable HF_HYBRID_SSM_UPSTREAM_TESTS
 (`make upstream` downloads it and sets the variable).
@@ -16,6 +16,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 import transformers
 
 from tests.upstream.generation_checks import GenerationTesterMixin
@@ -58,15 +59,24 @@ def _load():
             "problem_type": "regression",
         }
         _module(f"{PACKAGE}.utils.test_configuration_utils", config_common_kwargs=common)
+        devices = {
+            "_get_distributed_backend": lambda: "gloo",
+            "_get_distributed_device_type": lambda: "cpu",
+            "_get_rank_device": lambda rank: torch.device("cpu"),
+            "_set_rank_device": lambda rank: None,
+            "_start_rank_processes": None,  # `fsdp.py` runs the checks of all models in one launch
+        }
+        _module(f"{PACKAGE}.distributed_testing_utils", **devices)
     common_tests = importlib.import_module(f"{PACKAGE}.test_modeling_common")
     # It would import `transformers` from the folder beside it, as in the library's own repository.
     with patch("transformers.utils.direct_transformers_import", lambda path: transformers):
         config_tests = importlib.import_module(f"{PACKAGE}.test_configuration_common")
     training_tests = importlib.import_module(f"{PACKAGE}.test_training_mixin")
-    return common_tests.ModelTesterMixin, config_tests.ConfigTester, training_tests.TrainingTesterMixin
+    fsdp_checks = importlib.import_module(f"{PACKAGE}.test_fsdp_mixin")
+    return common_tests.ModelTesterMixin, config_tests.ConfigTester, training_tests.TrainingTesterMixin, fsdp_checks
 
 
-ModelTesterMixin, ConfigTester, TrainingTesterMixin = _load()
+ModelTesterMixin, ConfigTester, TrainingTesterMixin, fsdp_checks = _load()
 
 
 class CausalTester:
@@ -95,8 +105,6 @@ class CausalTester:
         return self.config_class(**self.config)
 
     def prepare_config_and_inputs_for_common(self):
-        import torch
-
         input_ids = torch.randint(3, self.vocab_size, (self.batch_size, self.seq_length))
         attention_mask = torch.ones_like(input_ids)
         attention_mask[0, :2] = 0  # one left-padded row

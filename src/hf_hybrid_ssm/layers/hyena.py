@@ -33,15 +33,10 @@ class UnstructuredFilter(RememberingMixer):
         skip: with the D term.
     """
 
-    float32_parameters: ClassVar[tuple[str, ...]] = (
-        "ffn_in",
-        "ffn_in_bias",
-        "ffn",
-        "ffn_bias",
-        "freq",
-        "ffn_out",
-        "D",
-    )
+    # the published filters train at 1e-3 without weight decay
+    dynamics_parameters: ClassVar[tuple[str, ...]] = ("ffn_in", "ffn_in_bias", "ffn", "ffn_bias", "freq", "ffn_out")
+    output_parameters: ClassVar[tuple[str, ...]] = ("D",)
+    float32_parameters: ClassVar[tuple[str, ...]] = (*dynamics_parameters, *output_parameters)
 
     def __init__(
         self,
@@ -103,10 +98,9 @@ class UnstructuredFilter(RememberingMixer):
         """h_0 .. h_{length-1} (F, D, length) for length <= filter_length; direction 1 looks ahead (bidirectional)."""
         if not 1 <= length <= self.filter_length:
             raise ValueError(f"length must lie in 1..{self.filter_length} (filter_length), got {length}.")
-        names = tuple(name for name in self.float32_parameters if name != "D")
         kernels = self._once(
             ("kernel", dtype),
-            names,
+            self.dynamics_parameters,
             lambda exact: (
                 self._evaluate(self.filter_length, torch.float64).to(dtype) if exact else self._evaluate(length, dtype)
             ),

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from hf_hybrid_ssm.layers.mixer import FrozenLSTM, Mixer, State
+from hf_hybrid_ssm.ops.autocast import without_autocast
 from hf_hybrid_ssm.ops.checks import check_tensor
 
 
@@ -13,6 +14,7 @@ class LSTM(Mixer):
     """One LSTM layer D -> D; bidirectional: two directions of D / 2, side by side.
 
     Documents and ragged rows run as rows of their own, so nothing passes between them. State: (h, c), (B, D) each.
+    Like every recurrence it computes in the precision of its parameters, whatever autocast would take.
     """
 
     def __init__(
@@ -49,11 +51,12 @@ class LSTM(Mixer):
         if batch == 0 or length == 0:
             return u, _widened(start) if return_final_state and start is not None else None
         x = u.to(self.rnn.weight_ih_l0.dtype)
-        if seq_idx is None and lengths is None:
-            y, final = self.rnn(x, None if start is None else tuple(part.unsqueeze(0) for part in start))
-            final = tuple(part[0] for part in final)
-        else:
-            y, final = self._by_document(x, start, seq_idx, lengths)
+        with without_autocast(u.device.type):
+            if seq_idx is None and lengths is None:
+                y, final = self.rnn(x, None if start is None else tuple(part.unsqueeze(0) for part in start))
+                final = tuple(part[0] for part in final)
+            else:
+                y, final = self._by_document(x, start, seq_idx, lengths)
         return y.to(u.dtype), _widened(final) if return_final_state else None
 
     def _by_document(
@@ -105,7 +108,8 @@ class LSTM(Mixer):
     def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
         self._check_step(u_t)
         start = tuple(part.unsqueeze(0) for part in self._checked(state, u_t.shape[0]))
-        y, final = self.rnn(u_t.to(self.rnn.weight_ih_l0.dtype).unsqueeze(1), start)
+        with without_autocast(u_t.device.type):
+            y, final = self.rnn(u_t.to(self.rnn.weight_ih_l0.dtype).unsqueeze(1), start)
         return y.squeeze(1).to(u_t.dtype), _widened(tuple(part[0] for part in final))
 
     def init_state(

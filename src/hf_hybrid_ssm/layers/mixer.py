@@ -27,8 +27,9 @@ class Mixer(KeepsFloat32):
         bidirectional: two-sided, for encoders; such a mixer has no state and no step.
         trainable: "all"; "none" (frozen: a constant filter, gradients reach only the input); some mixers also know
             "output" (what reads the state out still trains).
-        learning_rate: of the recurrence's parameters (`dynamics_parameters`), which also get no weight decay; read by
-            the optimizer helper from `parameter._optim`. None leaves the rate to the optimizer.
+        learning_rate: of the recurrence's or filter's parameters (`dynamics_parameters`); read by the optimizer helper
+            from `parameter._optim`. None leaves the rate to the optimizer, as it is for what reads the state out
+            (`output_parameters`). Both are without weight decay.
     """
 
     dynamics_parameters: ClassVar[tuple[str, ...]] = ()
@@ -97,9 +98,10 @@ class Mixer(KeepsFloat32):
 
     def parameter_options(self, name: str) -> dict[str, float]:
         """What the optimizer helper shall do with a parameter; empty where it is like any other."""
-        if name not in self.dynamics_parameters:
+        if name not in self.dynamics_parameters and name not in self.output_parameters:
             return {}
-        return {"weight_decay": 0.0} | ({} if self.learning_rate is None else {"lr": self.learning_rate})
+        has_own_rate = name in self.dynamics_parameters and self.learning_rate is not None
+        return {"weight_decay": 0.0} | ({"lr": self.learning_rate} if has_own_rate else {})  # type: ignore[dict-item]
 
     def _mark(self, name: str, param: nn.Parameter) -> None:
         if options := self.parameter_options(name):

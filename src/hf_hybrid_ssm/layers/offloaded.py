@@ -1,4 +1,4 @@
-"""Methods beside `forward` that read parameters, on a module whose parameters accelerate keeps elsewhere."""
+"""Methods beside `forward` that read parameters, on a module whose parameters are kept elsewhere between its calls."""
 
 import functools
 from collections.abc import Callable
@@ -10,13 +10,19 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 def fetches_weights(method: Method) -> Method:
     """Let `method` of a module find its parameters, wherever they are.
 
-    accelerate (`device_map` with memory for a part of the model, `disk_offload`) leaves parameters on the meta device
-    and brings them in around `forward` alone. A mixer's `step` is called from outside as well: there the same hook
-    runs around it. Within `forward` the parameters are in place, and nothing more happens.
+    accelerate (`device_map` with memory for a part of the model, `disk_offload`) leaves parameters on the meta device,
+    and FSDP2 leaves a shard of them on each device; both bring them in around `forward` alone. A mixer's `step` is
+    called from outside as well: there the same hooks run around it. Within `forward` the parameters are in place, and
+    nothing more happens.
     """
 
     @functools.wraps(method)
     def fetching(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(self, "unshard") and _is_sharded(self):
+            from torch.distributed.fsdp import register_fsdp_forward_method
+
+            register_fsdp_forward_method(self, method.__name__)  # from now on, FSDP gathers before it comes here
+            return getattr(self, method.__name__)(*args, **kwargs)
         hook = getattr(self, "_hf_hook", None)
         if hook is None or not any(parameter.is_meta for parameter in self.parameters(recurse=False)):
             return method(self, *args, **kwargs)
@@ -24,3 +30,9 @@ def fetches_weights(method: Method) -> Method:
         return hook.post_forward(self, method(self, *args, **kwargs))
 
     return fetching  # type: ignore[return-value]
+
+
+def _is_sharded(module: Any) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from hf_hybrid_ssm.layers.mixer import Mixer
+from hf_hybrid_ssm.ops.transforms import is_transforming
 
 
 class RememberingMixer(Mixer):
@@ -14,7 +15,8 @@ class RememberingMixer(Mixer):
     What is remembered is computed in float64, is no part of the state dict, and is forgotten when a parameter is
     written, loaded, replaced, moved or cast. Inside `torch.compile` writes cannot be seen; there only frozen
     parameters count as constants, and the ways that weights change outside of it (loading, moving, casting,
-    `reset_parameters`) still make it forget.
+    `reset_parameters`) still make it forget. Inside a function transform (`torch.func`, forward-mode differentiation)
+    parameters are no constants, whatever they say.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -22,14 +24,22 @@ class RememberingMixer(Mixer):
         self._seen: tuple[Any, ...] = ()
         super().__init__(*args, **kwargs)
 
+    def _own_parameters(self) -> dict[str, torch.Tensor]:
+        """Of this module itself, by name. A replica of `nn.DataParallel` has copies of them instead."""
+        params = self._parameters or getattr(self, "_former_parameters", {})
+        return {name: param for name, param in params.items() if param is not None}
+
     def _trains(self, names: tuple[str, ...]) -> bool:
-        params = (self._parameters.get(name) for name in names)
-        return any(param is not None and param.requires_grad for param in params)
+        params = self._own_parameters()
+        return any(params[name].requires_grad for name in names if name in params)
 
     def _once(self, key: Any, names: tuple[str, ...], compute: Any) -> Any:
         """`compute()`, remembered under `key` while the parameters `names` are constants."""
         leave: Any = contextlib.nullcontext()
-        if self._trains(names) and (torch.compiler.is_compiling() or torch.is_grad_enabled()):
+        trains = self._trains(names) and (torch.compiler.is_compiling() or torch.is_grad_enabled())
+        if trains or is_transforming():
+            if not torch.compiler.is_compiling():
+                self._remembered.pop(key, None)  # FSDP writes into gathered parameters without a trace
             with self._without_autocast():
                 return compute(False)
         if not torch.compiler.is_compiling():
@@ -50,8 +60,7 @@ class RememberingMixer(Mixer):
         """Writes into a parameter leave no other trace than its version; a replaced parameter is another object."""
         seen = tuple(
             (param, param.data_ptr(), -1 if param.is_inference() else param._version)
-            for param in self._parameters.values()
-            if param is not None
+            for param in self._own_parameters().values()
         )
         same = len(seen) == len(self._seen) and all(
             new[0] is old[0] and new[1:] == old[1:] for new, old in zip(seen, self._seen)
@@ -69,11 +78,10 @@ class RememberingMixer(Mixer):
 
     @property
     def _device(self) -> torch.device:
-        return next(param for param in self._parameters.values() if param is not None).device
+        return next(iter(self._own_parameters().values())).device
 
     def _computing_dtype(self, u: torch.Tensor) -> torch.dtype:
         dtype = torch.promote_types(u.dtype, torch.float32)
-        for param in self._parameters.values():
-            if param is not None:
-                dtype = torch.promote_types(dtype, param.dtype)
+        for param in self._own_parameters().values():
+            dtype = torch.promote_types(dtype, param.dtype)
         return dtype

@@ -1,6 +1,5 @@
 """S5: one diagonal state space with many inputs and outputs for all channels together (Smith et al., 2022)."""
 
-import math
 from typing import Any, ClassVar
 
 import torch
@@ -9,6 +8,7 @@ from hf_hybrid_ssm.layers.hippo import legs_dplr_basis
 from hf_hybrid_ssm.layers.mixer import Mixer, State
 from hf_hybrid_ssm.layers.offloaded import fetches_weights
 from hf_hybrid_ssm.layers.state_space import log_uniform_step
+from hf_hybrid_ssm.layers.truncated_normal import truncated_normal
 from hf_hybrid_ssm.ops.autocast import without_autocast
 from hf_hybrid_ssm.ops.checks import check_tensor
 from hf_hybrid_ssm.ops.lengths import zero_beyond
@@ -65,10 +65,8 @@ class S5(Mixer):
         size, blocks, channels = self.state_size, self.blocks, self.hidden_size
         eigenvalues, basis = legs_dplr_basis(size // blocks)  # (p,), (2p, p): p pairs in each block
         outputs = (2 if self.bidirectional else 1) * (self.filters or 1)
-        b = _truncated_normal(blocks, size // blocks, channels, variance=1 / size)
-        c = torch.complex(
-            *(_truncated_normal(outputs, channels, blocks, size // blocks, variance=1 / size) for _ in "ri")
-        )
+        b = _drawn(blocks, size // blocks, channels, variance=1 / size)
+        c = torch.complex(*(_drawn(outputs, channels, blocks, size // blocks, variance=1 / size) for _ in "ri"))
         values = {
             "A_real": eigenvalues.real.repeat(blocks),
             "A_imag": eigenvalues.imag.repeat(blocks),
@@ -175,8 +173,5 @@ class S5(Mixer):
         return torch.zeros(batch, self.state_size, device=device or self.B.device, dtype=dtype or torch.float32)
 
 
-def _truncated_normal(*shape: int, variance: float) -> torch.Tensor:
-    """Normal cut at two of its deviations and widened to the wanted variance, float64."""
-    kept = 0.8796256610342398  # deviation of a standard normal cut at +-2
-    values = torch.empty(shape, dtype=torch.float64)
-    return torch.nn.init.trunc_normal_(values, std=1.0, a=-2.0, b=2.0) * (math.sqrt(variance) / kept)
+def _drawn(*shape: int, variance: float) -> torch.Tensor:
+    return torch.nn.init.trunc_normal_(torch.empty(shape, dtype=torch.float64), **truncated_normal(variance))

@@ -3,14 +3,17 @@
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from hf_hybrid_ssm.ops.transforms import is_batched
+
 
 def can_read_values(tensor: torch.Tensor) -> bool:
-    """Whether looking at values is possible and cheap: on CPU, outside of tracing, and where there are any."""
+    """Whether looking at values is possible and cheap: on CPU, outside of tracing and vmap, where there are any."""
     return (
         tensor.device.type == "cpu"
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
         and not isinstance(tensor, FakeTensor)
+        and not is_batched(tensor)
     )
 
 

@@ -2,47 +2,27 @@
 
 An op is a folder of implementations with one meaning: `reference` (the equation, step by step), `torch` (vectorised,
 runs everywhere), and, where they pay, `native` (CPU) and `triton` (CUDA). The first of `PREFERENCE` that can run is
-taken. `HF_HYBRID_SSM_BACKEND=torch` or `with dispatch.backend("torch"):` forces one for every op, `backend="torch"`
-for one call; a forced implementation that cannot run raises and says why, it is never replaced silently.
+taken. `HF_HYBRID_SSM_BACKEND=torch` or `with backend("torch"):` forces one for every op, `backend="torch"` for one
+call; a forced implementation that cannot run raises and says why, it is never replaced silently.
 """
 
 import importlib
 import logging
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
+from hf_hybrid_ssm.ops.forcing import BACKENDS, backend, checked_name, forced_backend
 from hf_hybrid_ssm.ops.self_check import BOUNDS, Example, largest_error
+from hf_hybrid_ssm.ops.transforms import is_transforming
+
+__all__ = ["BACKENDS", "KERNEL_OF", "PREFERENCE", "REGISTRY", "Op", "backend"]
 
 logger = logging.getLogger(__name__)
 
 PREFERENCE = ("triton", "native", "torch")
-BACKENDS = (*PREFERENCE, "reference")
 KERNEL_OF = {"cuda": "triton", "cpu": "native"}
-ENVIRONMENT_VARIABLE = "HF_HYBRID_SSM_BACKEND"
-
-
-def _checked_name(name: str | None, source: str) -> str | None:
-    if name is not None and name not in BACKENDS:
-        raise ValueError(f"{source}={name!r} is not a backend; choose one of {', '.join(BACKENDS)}.")
-    return name
-
-
-_forced: str | None = _checked_name(os.environ.get(ENVIRONMENT_VARIABLE) or None, ENVIRONMENT_VARIABLE)
-
-
-@contextmanager
-def backend(name: str | None) -> Iterator[None]:
-    """Force every op inside the `with` block to the backend `name` (one of `BACKENDS`; None lifts the force)."""
-    global _forced
-    previous, _forced = _forced, _checked_name(name, "backend")
-    try:
-        yield
-    finally:
-        _forced = previous
 
 
 @dataclass
@@ -56,12 +36,15 @@ class Op:
             signature and a function `supports(device_type, dtype) -> str | None`: None if it can run, else the reason
             it cannot. They are imported on first use, so that a missing or broken package costs time, not the import.
         example: arguments on which an optional backend is checked against the reference before its first use.
+        opaque: names in `run` that are more than plain torch operations, and so, like every optional backend, cannot
+            run inside a function transform.
     """
 
     name: str
     run: dict[str, Callable]
     optional: dict[str, str] = field(default_factory=dict)
     example: Example | None = None
+    opaque: tuple[str, ...] = ()
     _loaded: dict[str, Callable | str] = field(default_factory=dict, repr=False)
     _supports: dict[str, Callable] = field(default_factory=dict, repr=False)
     _errors: dict[tuple, float | str] = field(default_factory=dict, repr=False)
@@ -73,6 +56,8 @@ class Op:
 
     def unavailable(self, name: str, device_type: str, dtype: torch.dtype) -> str | None:
         """Why backend `name` cannot run this op on such tensors; None if it can."""
+        if is_transforming() and (name in self.opaque or name in self.optional):
+            return "it has no rules for forward-mode differentiation and the transforms of torch.func"
         if name in self.run:
             return None
         if name not in self.optional:
@@ -120,8 +105,8 @@ class Op:
 
     def select(self, device_type: str, dtype: torch.dtype, requested: str | None = None) -> Callable:
         """The implementation to run on tensors of this device type and dtype."""
-        requested = requested or _forced
-        if requested is None and not torch.compiler.is_compiling():
+        requested, transforming = requested or forced_backend(), is_transforming()
+        if requested is None and not transforming and not torch.compiler.is_compiling():
             key = (device_type, dtype)  # asked once: decoding a token asks for every op of every layer
             if key not in self._preferred:
                 self._preferred[key] = _choose(self.name, device_type, dtype, None)
@@ -150,10 +135,11 @@ REGISTRY: dict[str, Op] = {}
 @torch.compiler.assume_constant_result
 def _choose(op: str, device_type: str, dtype: torch.dtype, requested: str | None) -> str:
     """The name of the backend to run; `torch.compile` calls this once while it traces."""
-    name = _checked_name(requested, "backend")
+    name = checked_name(requested, "backend")
     if name is None:
-        name = next(name for name in PREFERENCE if REGISTRY[op].unavailable(name, device_type, dtype) is None)
-        if name == "torch":
+        order = (*PREFERENCE, "reference")
+        name = next(name for name in order if REGISTRY[op].unavailable(name, device_type, dtype) is None)
+        if name == "torch" and not is_transforming():
             REGISTRY[op]._warn_once(device_type, dtype)
         return name
     if reason := REGISTRY[op].unavailable(name, device_type, dtype):

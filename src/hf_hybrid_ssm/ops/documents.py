@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_hybrid_ssm.ops.transforms import is_batched
+
 
 @dataclass(frozen=True)
 class Documents:
@@ -36,7 +38,13 @@ class Documents:
 
 
 def documents_of(seq_idx: torch.Tensor, lengths: torch.Tensor | None) -> Documents:
-    """The documents of `seq_idx` (B, L); with `lengths` (B,), only each row's first tokens are real."""
+    """The documents of `seq_idx` (B, L); with `lengths` (B,), only each row's first tokens are real.
+
+    Raises:
+        ValueError: under vmap over `seq_idx`, where the number of documents is not one number.
+    """
+    if is_batched(seq_idx):
+        raise ValueError("seq_idx must not be mapped over by vmap: the number of documents depends on its values.")
     batch, length = seq_idx.shape
     starts = torch.ones_like(seq_idx, dtype=torch.bool)
     starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]

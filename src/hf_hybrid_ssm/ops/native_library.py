@@ -2,14 +2,19 @@
 
 No compiler, no native backend: that costs time, nothing else. The compiled file is kept in the user's cache folder
 (HF_HYBRID_SSM_CACHE, else XDG_CACHE_HOME or ~/.cache) under a name that holds a hash of source, compiler, flags and
-processor.
+processor, and it ends with a hash of itself: what is damaged is compiled again. Code in a folder that somebody else
+may write to is not loaded; then this process compiles for itself alone.
 """
 
+import atexit
 import ctypes
 import hashlib
+import logging
 import os
 import platform
+import shlex
 import shutil
+import stat
 import subprocess
 import sysconfig
 import tempfile
@@ -18,15 +23,21 @@ from pathlib import Path
 
 import torch
 
+logger = logging.getLogger(__name__)
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fopenmp")
 
 
 @cache
-def _compiler() -> str | None:
-    for name in (os.environ.get("CC"), sysconfig.get_config_var("CC"), "cc", "gcc", "clang"):
-        if name and (found := shutil.which(name.split()[0])):
-            return found
+def _compiler() -> tuple[str, ...] | None:
+    """The command of the C compiler; CC may be a path, or a command with arguments such as `ccache gcc`."""
+    for command in (os.environ.get("CC"), sysconfig.get_config_var("CC"), "cc", "gcc", "clang"):
+        if not command:
+            continue
+        program, *arguments = [command] if shutil.which(command) else shlex.split(command)
+        if found := shutil.which(program):
+            return (found, *arguments)
     return None
 
 
@@ -61,15 +72,53 @@ def compile_and_load(source: Path) -> ctypes.CDLL:
     if reason:
         raise OSError(reason)
     target = _cache_folder() / f"{source.stem}-{_fingerprint(source)}.so"
-    if not target.exists():
-        _compile(source, target)
+    if _is_whole(target):
+        try:
+            return ctypes.CDLL(str(target))
+        except OSError as error:  # a library that it was linked to has gone, say
+            logger.warning("%s does not load (%s); it is compiled again.", target, error)
+    _compile(source, target)
     return ctypes.CDLL(str(target))
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether the file ends with the hash of what precedes: loading a truncated one would end the process."""
+    try:
+        content = library.read_bytes()
+    except FileNotFoundError:
+        return False
+    size = hashlib.sha256().digest_size
+    return len(content) > size and hashlib.sha256(content[:-size]).digest() == content[-size:]
 
 
 def _cache_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(os.environ.get("HF_HYBRID_SSM_CACHE") or Path(base, "hf_hybrid_ssm"))
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        reason = _unsafe(folder)
+    except OSError as error:
+        reason = str(error)
+    if reason is None:
+        return folder
+    logger.warning("Compiled code cannot be kept in %s: %s. This process compiles for itself alone.", folder, reason)
+    return _private_folder()
+
+
+def _unsafe(folder: Path) -> str | None:
+    """Why code in `folder` must not be trusted or cannot be written; None if all is well."""
+    status = folder.stat()
+    if status.st_uid != os.getuid():
+        return f"it belongs to user {status.st_uid}, not to {os.getuid()}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"others may write to it (chmod go-w {shlex.quote(str(folder))})"
+    return None if os.access(folder, os.W_OK | os.X_OK) else "it cannot be written to"
+
+
+@cache
+def _private_folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="hf_hybrid_ssm-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
@@ -78,7 +127,7 @@ def _fingerprint(source: Path) -> str:
     flags = [
         line for line in processor.read_text().splitlines() if line.startswith(("flags", "Features", "model name"))
     ]
-    parts = (source.read_bytes(), str(_compiler()), *FLAGS, *sorted(set(flags)), torch.__version__)
+    parts = (source.read_bytes(), " ".join(_compiler() or ()), *FLAGS, *sorted(set(flags)), torch.__version__)
     return hashlib.sha256(b"\0".join(p if isinstance(p, bytes) else p.encode() for p in parts)).hexdigest()[:16]
 
 
@@ -90,11 +139,14 @@ def _openmp() -> list[str]:
 
 def _compile(source: Path, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        built = Path(folder, target.name)
-        command = [str(_compiler()), *FLAGS, "-c", str(source), "-o", f"{built}.o"]
-        link = [str(_compiler()), "-shared", f"{built}.o", "-o", str(built), *_openmp(), "-lm"]
-        for step in (command, link):
+        built, compiler = Path(folder, target.name), _compiler() or ()
+        compiling = [*compiler, *FLAGS, "-c", str(source), "-o", f"{built}.o"]
+        linking = [*compiler, "-shared", f"{built}.o", "-o", str(built), *_openmp(), "-lm"]
+        for step in (compiling, linking):
             done = subprocess.run(step, capture_output=True, text=True)
             if done.returncode:
                 raise OSError(f"{' '.join(step)} failed:\n{done.stderr.strip()}")
+        content = built.read_bytes()
+        with built.open("ab") as file:
+            file.write(hashlib.sha256(content).digest())
         os.replace(built, target)  # atomic: another process may be doing the same

@@ -1,6 +1,5 @@
 """PyTorch Block-State Transformer (arXiv 2306.09539)."""
 
-import math
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.layers.retrieval import NAMES as MEMORY_STATES
 from hf_hybrid_ssm.layers.retrieval import attend_with_memory
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
+from hf_hybrid_ssm.layers.truncated_normal import truncated_normal
 from hf_hybrid_ssm.models.attentions import IN_BLOCKS, refuse_attentions
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, prepare_cache
@@ -304,7 +304,7 @@ class BstPreTrainedModel(MatchingPlans, SavesCode):
         elif isinstance(module, RelativeBias):
             init.normal_(module.weight, std=module.num_embeddings**-0.5)
         elif isinstance(module, HeadwiseLinear):
-            _truncated_normal(module.weight, module.in_features)
+            init.trunc_normal_(module.weight, **truncated_normal(1 / module.in_features))
         elif isinstance(module, ContextStates) and module.variant == "mf":
             init.normal_(module.initial_context, std=self.config.context_init_std)
             init.normal_(module.context_ids, std=self.config.context_id_std)
@@ -320,18 +320,13 @@ class BstPreTrainedModel(MatchingPlans, SavesCode):
                 if scale is not None:
                     init.ones_(scale)
         elif isinstance(module, nn.Linear):
-            _truncated_normal(module.weight, module.in_features)
+            init.trunc_normal_(module.weight, **truncated_normal(1 / module.in_features))
             if module.bias is not None:  # of the heads; the layers have none
                 init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=self.config.embedding_init_std)
         else:
             super()._init_weights(module)
-
-
-def _truncated_normal(weight: torch.Tensor, fan_in: int) -> None:
-    std = 1 / math.sqrt(fan_in)
-    init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
 
 
 @auto_docstring

@@ -54,6 +54,11 @@ def _stack_tp_plan(*stacks: str) -> dict[str, str]:
     return {f"{stack}.layers.*.{name}": style for stack in stacks for name, style in styles.items()}
 
 
+# one unit of FSDP2 a layer, wherever the layers are; a model uses the rules that match it
+_FSDP_PLAN = {"embed_tokens": "free_full_weight"}
+_FSDP_PLAN |= {f"{stack}.layers.*": "free_full_weight" for stack in ("encoder", "decoder")}
+
+
 @strict
 class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
     r"""
@@ -133,6 +138,7 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
     model_type = "spade"
     keys_to_ignore_at_inference = ["past_key_values"]
     base_model_tp_plan: ClassVar[dict[str, str]] = _stack_tp_plan("encoder", "decoder")
+    base_model_fsdp_plan: ClassVar[dict[str, str]] = _FSDP_PLAN
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "spade-lm-wt103": {
             "vocab_size": 267744,
@@ -325,6 +331,7 @@ class SpadeSeq2SeqConfig(SpadeConfig):
         **{f"decoder.layers.*.cross_attn.{name}_proj": "colwise_gather_output" for name in "qkv"},
         "decoder.layers.*.cross_attn.o_proj": "rowwise_split_input",
     }
+    base_model_fsdp_plan: ClassVar[dict[str, str]] = _FSDP_PLAN
     presets: ClassVar[dict[str, dict[str, Any]]] = {"spade-base": _BASE, "spade-base++": _BASE}
 
     hidden_size: int = 768

@@ -6,6 +6,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_hybrid_ssm.ops.autocast import without_autocast
 from hf_hybrid_ssm.ops.legendre_memory.constants import impulse_response
 from hf_hybrid_ssm.ops.legendre_memory.vectorised import Blocks, by_steps, read_out_matrix
+from hf_hybrid_ssm.ops.transforms import is_transforming
 
 GROUP = 2**21  # entries of queries, keys and values that are held at a time
 
@@ -36,7 +37,7 @@ def run(x, weight, bias, collapse, collapse_bias, *, activation, scale, theta, s
             return attend(y.unflatten(2, (blocks.block, 3 * rows)))  # (B, J', C, D)
 
         size = max(1, GROUP // max(1, batch * blocks.block * 3 * rows * channels))
-        again = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        again = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_transforming()
         parts = []
         for x_part, states in zip(blocks.x.split(size, 1), blocks.states.split(size, 1)):
             inputs = (matrix, x_part, states)

@@ -1,9 +1,11 @@
 """Cross-entropy of a linear layer's outputs that never holds more than a chunk of them."""
 
 import torch
+import torch.nn.functional as F
 
 from hf_hybrid_ssm.ops.checks import can_read_values, check_tensor
 from hf_hybrid_ssm.ops.linear_cross_entropy.chunked import ChunkedLinearCrossEntropy
+from hf_hybrid_ssm.ops.transforms import is_transforming
 
 REDUCTIONS = ("mean", "sum")
 CHUNK_NUMBERS = 2**22  # logits held at a time
@@ -60,7 +62,11 @@ def linear_cross_entropy(
         raise ValueError(f"chunk_size={chunk_size} must be positive.")
     chunk_size = chunk_size or max(1, CHUNK_NUMBERS // weight.shape[0])
     rows, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-    total = ChunkedLinearCrossEntropy.apply(rows, weight, bias, labels, ignore_index, chunk_size)
+    if is_transforming():  # the hand-written gradient has no rules for it
+        logits = F.linear(rows, weight, bias).to(torch.promote_types(rows.dtype, torch.float32))
+        total = F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
+    else:
+        total = ChunkedLinearCrossEntropy.apply(rows, weight, bias, labels, ignore_index, chunk_size)
     if reduction == "mean":
         return total / (labels != ignore_index).sum()
     if num_items is None:

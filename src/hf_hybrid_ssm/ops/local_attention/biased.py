@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from hf_hybrid_ssm.ops.transforms import is_transforming
+
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 # logits of one slice of the gradient's recomputation; a few of them fit the second-level cache
@@ -17,7 +19,7 @@ _SLICE = 2**19
 
 def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, dropout: float) -> bool:
     """Whether `biased_attention` can and should take over from `scaled_dot_product_attention`."""
-    if bias is None or dropout or torch.compiler.is_compiling() or q.device.type != "cpu":
+    if bias is None or dropout or torch.compiler.is_compiling() or q.device.type != "cpu" or is_transforming():
         return False
     same_heads, same_size = q.shape[1] == k.shape[1], q.shape[3] == v.shape[3]
     return bias.requires_grad and torch.is_grad_enabled() and same_heads and same_size and q.numel() > 0

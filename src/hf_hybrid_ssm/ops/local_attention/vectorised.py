@@ -1,7 +1,10 @@
 """Local attention in torch: blocks of queries against the keys in reach, through scaled_dot_product_attention."""
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_hybrid_ssm.ops.local_attention import biased
 from hf_hybrid_ssm.ops.local_attention.reach import (
@@ -12,6 +15,7 @@ from hf_hybrid_ssm.ops.local_attention.reach import (
     reach_of_tokens,
     zero_key_logits,
 )
+from hf_hybrid_ssm.ops.transforms import is_transforming
 
 
 def run(q, k, v, *, nearest, farthest, chunk_size, bias, scale, zero_keys, dropout, state, seq_idx, lengths, capacity):
@@ -145,7 +149,10 @@ def _attend(q, k, v, allowed, logits, sink, scale, dropout):
         mask = torch.cat([mask.expand(*shape[:3], -1), sink.expand(shape)], -1)
         k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
     grouped = q.shape[1] != k.shape[1]
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=grouped)
+    options = {"attn_mask": mask, "dropout_p": dropout, "scale": scale, "enable_gqa": grouped}
+    # fused kernels have no forward-mode derivative
+    with sdpa_kernel(SDPBackend.MATH) if is_transforming() else nullcontext():
+        y = F.scaled_dot_product_attention(q, k, v, **options)
     return y if empty is None else torch.where(empty, 0.0, y)
 
 

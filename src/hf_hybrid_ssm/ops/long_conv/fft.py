@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from hf_hybrid_ssm.ops.transforms import is_transforming
+
 CACHED = 1 << 19  # numbers of one group of channels, of the order of a second-level cache
 
 
@@ -19,7 +21,11 @@ def fft_conv(u: torch.Tensor, kernel: torch.Tensor, future_kernel: torch.Tensor 
     kernel = kernel[..., :time]
     if future_kernel is None or time == 1:
         future_kernel = kernel.new_zeros(*kernel.shape[:-1], 0)
-    return _FFTConv.apply(u, kernel, future_kernel[..., : time - 1])
+    future_kernel = future_kernel[..., : time - 1]
+    if is_transforming():
+        size = _size(time, kernel.shape[-1], future_kernel.shape[-1])
+        return channels_last(_circular(channels_first(u), kernel, future_kernel, size))
+    return _FFTConv.apply(u, kernel, future_kernel)
 
 
 def fast_length(minimum: int) -> int:
@@ -68,6 +74,12 @@ def _spectrum(kernel: torch.Tensor, future: torch.Tensor, size: int) -> torch.Te
     return torch.fft.rfft(kernel, n=size).unsqueeze(-2)
 
 
+def _circular(x: torch.Tensor, kernel: torch.Tensor, future: torch.Tensor, size: int) -> torch.Tensor:
+    """(F, d, B, T) of x (d, B, T), by a circle of `size` points."""
+    product = torch.fft.rfft(x, n=size) * _spectrum(kernel, future, size)
+    return torch.fft.irfft(product, n=size)[..., : x.shape[-1]]
+
+
 class _FFTConv(torch.autograd.Function):
     @staticmethod
     def forward(u: torch.Tensor, kernel: torch.Tensor, future: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -76,8 +88,7 @@ class _FFTConv(torch.autograd.Function):
         size = _size(time, kernel.shape[-1], future.shape[-1])
         y = x.new_empty(kernel.shape[0], channels, batch, time)
         for group in _groups(x, size, kernel.shape[0]):
-            product = torch.fft.rfft(x[group], n=size) * _spectrum(kernel[:, group], future[:, group], size)
-            y[:, group] = torch.fft.irfft(product, n=size)[..., :time]
+            y[:, group] = _circular(x[group], kernel[:, group], future[:, group], size)
         return channels_last(y)
 
     @staticmethod

@@ -16,6 +16,7 @@ _OP = Op(
         "triton": "hf_hybrid_ssm.ops.longhorn_scan.triton",
     },
     example=example,
+    opaque=("torch",),
 )
 
 

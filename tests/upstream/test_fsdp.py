@@ -1,0 +1,30 @@
+"""transformers' own checks of FSDP2: its plan shards every family in any dtype, and training and loading go on.
+
+`FSDPTesterMixin` starts processes for each test; here one launch runs its checks for all models (see `fsdp.py`).
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launching import LAUNCHER
+from tests.upstream.fsdp import ALL
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    report = tmp_path_factory.mktemp("fsdp") / "report.json"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    command = [*LAUNCHER, Path(__file__).with_name("fsdp.py"), report]
+    run = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-5000:]
+    return {(case, check): error for case, check, error in json.loads(report.read_text(encoding="utf-8"))}
+
+
+@pytest.mark.parametrize("case, check", ALL)
+def test_fsdp2(found, case, check):
+    assert found[case, check] is None, found[case, check]
