@@ -7,9 +7,14 @@ import numpy as np
 import pytest
 import torch
 from pretrain_clm import ModelArguments
+from settings import read_settings
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
-from word_lm import WordArguments, lines_of, word_lm
+from word_lm import WordArguments, WordTrainer, lines_of, word_lm
 from word_stream import Blocks, stream_of, word_tokenizer
+
+from tests.recipes.test_distributed import LAUNCHER, RECIPE, launched
+
+RECIPE_ARGUMENTS = (ModelArguments, WordArguments, TrainingArguments)
 
 LINES = [" = Title = \n", "\n", "the cat , the dog <unk> the\n", "a</s>b the cat\n"]
 
@@ -69,27 +74,33 @@ MODEL = {
 }  # fmt: skip
 
 
-def test_recipe_scores_its_model_word_by_word(tmp_path):
-    words = [f"w{number}" for number in range(20)]
-    random = np.random.default_rng(0)
-    for split, size in (("train", 60), ("valid", 11), ("test", 9)):
+@pytest.mark.parametrize("processes", [1, 2])
+def test_recipe_scores_its_model_word_by_word(processes, tmp_path):
+    words, random = [f"w{number}" for number in range(20)], np.random.default_rng(0)
+    for split, size in (("train", 60), ("validation", 11), ("test", 10)):
         text = "".join(" ".join(random.choice(words, random.integers(0, 9))) + " \n" for _ in range(size))
-        (tmp_path / f"wiki.{split}.tokens").write_text(text)
-    files = {name: [str(tmp_path / f"wiki.{name[:5]}.tokens")] for name in ("train", "validation", "test")}
-    settings = WordArguments(
-        **{f"{name}_files": paths for name, paths in files.items()}, sequence_length=16, context=5
-    )
-    training = TrainingArguments(
-        str(tmp_path / "out"), max_steps=3, per_device_train_batch_size=2, optim="sgd", learning_rate=0.1,
-        report_to="none", logging_steps=1, use_cpu=True, save_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
-    found = word_lm(ModelArguments("spade", "spade-lm-wt103", MODEL, overwrite=True), settings, training)
-    assert found == json.loads((tmp_path / "out" / "results.json").read_text())
+        (tmp_path / f"{split}.tokens").write_text(text, encoding="utf-8")
+    settings = {f"{split}_files": [str(tmp_path / f"{split}.tokens")] for split in ("train", "validation", "test")}
+    settings |= {
+        "model_type": "spade",
+        "preset": "spade-lm-wt103",
+        "config": MODEL,
+        "sequence_length": 16,
+        "context": 5,
+    }
+    settings |= {"max_steps": 3, "per_device_train_batch_size": 2, "optim": "sgd", "learning_rate": 0.1}
+    settings |= {"output_dir": str(tmp_path / "out"), "report_to": "none", "use_cpu": True, "save_strategy": "no"}
+    (tmp_path / "settings.yaml").write_text(json.dumps(settings), encoding="utf-8")
+    if processes == 1:
+        word_lm(*read_settings("word_lm.py", RECIPE_ARGUMENTS, [str(tmp_path / "settings.yaml")]))
+    else:
+        launched([*LAUNCHER, RECIPE.with_name("word_lm.py"), tmp_path / "settings.yaml", "ddp_backend=gloo"])
+    found = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert (model.config.bos_token_id, model.config.pad_token_id, model.config.eos_token_id) == (0, 1, 2)
     assert model.config.vocab_size == found["vocabulary"] == 24
-    stream = stream_of((tmp_path / "wiki.test.tokens").read_text().splitlines(), tokenizer)
+    stream = stream_of((tmp_path / "test.tokens").read_text(encoding="utf-8").splitlines(), tokenizer)
     losses = []
     for first in range(0, len(stream), 11):  # each block alone, with what lies before it
         start = max(0, first - 5)
@@ -102,8 +113,6 @@ def test_recipe_scores_its_model_word_by_word(tmp_path):
 
 
 def test_optimizer_is_nesterovs_with_the_given_momentum(tmp_path):
-    from word_lm import WordTrainer
-
     model = torch.nn.Linear(2, 2)
     training = TrainingArguments(str(tmp_path), optim="sgd", learning_rate=1.0, report_to="none", use_cpu=True)
     trainer = WordTrainer(model=model, args=training)

@@ -55,7 +55,7 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
         ({"head_dim": -8}, f"head_dim=-8 {WRONG}"),
         ({"context_variant": "hm"}, "context_variant='hm' is not one of 'sh', 'mh', 'mf'"),
         ({"ssm_type": "mamba"}, "ssm_type='mamba' is not one of 's4d'"),
-        ({"ssm_init": "hippo"}, "ssm_init='hippo' is not one of 'legs', 'lin'"),
+        ({"ssm_init": "hippo"}, "ssm_init='hippo' is not one of 'legs', 'inv', 'lin'"),
         ({"ssm_state_size": 3}, "ssm_state_size=3 must be even"),
         ({"ssm_discretization": "euler"}, "ssm_discretization='euler' does not exist for ssm_type='s4d'"),
         ({"ssm_learning_rate": -1.0}, f"ssm_learning_rate=-1.0 {WRONG}"),

@@ -3,10 +3,11 @@
     python -m hf_hybrid_ssm.models.spade.convert_official_checkpoint IN OUT [--local-radius 511] [--eos-token-id 2]
 
 IN is what fairseq's trainer saves, a dict with the state dict under "model" and its settings under "cfg" (or "args"),
-or a bare state dict, or safetensors. Only tensors and plain values are unpickled (`weights_only=True`). Sizes are read
-off the shapes; what shapes cannot tell (the window, dropout, the activation) is read from the settings, and is that of
-Wikitext-103's preset where a file has none. The special tokens are those of fairseq's dictionaries, whatever the text:
-beginning 0, padding 1, end 2 and, without a field in the configuration, unknown 3.
+or a bare state dict, or safetensors. Only tensors, plain values and the namespace of the settings are unpickled
+(`weights_only=True`). Sizes are read off the shapes; what shapes cannot tell (the window, dropout, the activation) is
+read from the settings, and is that of Wikitext-103's preset where a file has none. The special tokens are those of
+fairseq's dictionaries, whatever the text: beginning 0, padding 1, end 2 and, without a field in the configuration,
+unknown 3.
 """
 
 import re
