@@ -82,7 +82,7 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
         ({"filter_order": 0}, f"filter_order=0 {WRONG}"),
         ({"filter_inner_layers": -1}, "filter_inner_layers=-1 must be at least 0"),
         ({"filter_sin_freq": math.inf}, f"filter_sin_freq=inf {WRONG} and finite"),
-        ({"ssm_discretization": "zoh"}, "ssm_discretization='zoh' does not exist for unstructured"),
+        ({"ssm_discretization": "zoh"}, "ssm_discretization='zoh' does not exist for ssm_type='unstructured'"),
     ],
     "lmu-isa + global attention": [
         ({"hidden_act": "swoosh"}, "hidden_act='swoosh' is no activation"),

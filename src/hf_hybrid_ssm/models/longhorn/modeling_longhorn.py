@@ -311,6 +311,15 @@ class LonghornPreTrainedModel(MatchingPlans, SavesCode):
             _uniform_fan_in(module.up_proj)
             _uniform_fan_in(module.down_proj, self._residual_scale())
 
+    def post_init(self):
+        super().post_init()
+        if not self._gives_attentions():  # the class can, this model cannot
+            self._can_record_outputs = {"hidden_states": LonghornBlock}
+
+    def _gives_attentions(self) -> bool:
+        """Whether every layer that attends forms a matrix of weights."""
+        return set(self.config.block_types) - {"linear_attention"} == {"full_attention"}
+
     def _residual_scale(self) -> float:
         return 1 / math.sqrt(self.config.num_hidden_layers) if self.config.rescale_prenorm_residual else 1.0
 
@@ -357,7 +366,7 @@ class LonghornModel(LonghornPreTrainedModel):
         continues_documents (`bool`, *optional*, defaults to `False`):
             The first tokens go on with the documents in `past_key_values`, as they do in each step of `generate`.
         """
-        if set(self.config.block_types) - {"linear_attention"} != {"full_attention"}:
+        if not self._gives_attentions():
             reason = f"window {IN_BLOCKS}" if self.has_attention else "no token attends to another"
             refuse_attentions(self.config, kwargs.get("output_attentions"), reason)
         check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)

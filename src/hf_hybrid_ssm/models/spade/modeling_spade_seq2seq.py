@@ -233,7 +233,8 @@ class SpadeSeq2SeqModel(BaseOfCheckpoint):
             use_cache, past_key_values = False, None
         wants_hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         if encoder_outputs is None:
-            encoder_outputs = self.get_encoder()(input_ids, attention_mask, inputs_embeds, wants_hidden)
+            inputs = (input_ids, attention_mask, inputs_embeds, wants_hidden)
+            encoder_outputs = self.get_encoder()(*inputs, output_attentions=kwargs.get("output_attentions"))
         encoder_states = encoder_outputs[0]
         check_tensor("encoder_outputs[0]", encoder_states, (None, None, self.config.hidden_size), "B, S, hidden_size")
         if isinstance(attention_mask, torch.Tensor) and attention_mask.shape != encoder_states.shape[:2]:
