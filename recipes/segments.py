@@ -53,12 +53,13 @@ def in_lanes(rows: Dataset, lanes: int) -> Dataset:
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """A batch whose documents are named by `seq_idx`: with a state to go on from, positions would not tell them."""
+    """A batch whose documents are named by `seq_idx`; the first of a row goes on with the state that is carried to it,
+    though positions begin at 0 in each row."""
     batch = default_data_collator(rows)
     positions = batch.pop("position_ids")
     starts = (positions == 0).long()
     starts[:, 0] = 0
-    return batch | {"seq_idx": starts.cumsum(1)}
+    return batch | {"seq_idx": starts.cumsum(1), "continues_documents": True}
 
 
 class SegmentTrainer(Trainer):

@@ -41,7 +41,8 @@ def test_segments_in_lanes_equal_whole_documents():
         batch = collate([rows[2 * step], rows[2 * step + 1]])
         if cache is not None:
             carry_segment(cache, batch["begins"].bool())
-        output = model(batch["input_ids"], seq_idx=batch["seq_idx"], past_key_values=cache, use_cache=True)
+        inputs = {"seq_idx": batch["seq_idx"], "continues_documents": batch["continues_documents"]}
+        output = model(batch["input_ids"], past_key_values=cache, use_cache=True, **inputs)
         cache = output.past_key_values
         for lane in range(2):
             found[lane].append(output.logits[lane])

@@ -9,6 +9,7 @@ from torch import nn
 from hf_hybrid_ssm.layers.mixer import FrozenLinear, Mixer, State
 from hf_hybrid_ssm.layers.offloaded import fetches_weights
 from hf_hybrid_ssm.layers.remembering import RememberingMixer
+from hf_hybrid_ssm.ops.autocast import without_autocast
 from hf_hybrid_ssm.ops.checks import check_tensor
 from hf_hybrid_ssm.ops.lengths import zero_beyond
 from hf_hybrid_ssm.ops.long_conv import long_conv
@@ -176,7 +177,7 @@ class UnstructuredFilter(RememberingMixer):
         assert isinstance(state, torch.Tensor)
         dtype = self._computing_dtype(u_t)
         kernel, u = self.kernel(self.filter_length, dtype), u_t.to(dtype)
-        with torch.autocast(u_t.device.type, enabled=False):
+        with without_autocast(u_t.device.type):
             y = torch.einsum("fdk,bkd->bfd", kernel[..., 1:].flip(-1), state.to(dtype))
             y = y + kernel[..., 0] * u.unsqueeze(1)
             if self.use_skip:

@@ -109,7 +109,7 @@ class RecurrentStates(nn.Module):
 
     def _last_block_is_over(self, grid: BlockGrid) -> bool:
         """False where no row finishes the last block, so that the update behind it may be left out."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or grid.following.is_meta:
             return True
         return bool((grid.following >= grid.number).any())
 

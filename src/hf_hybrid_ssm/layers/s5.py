@@ -9,6 +9,7 @@ from hf_hybrid_ssm.layers.hippo import legs_dplr_basis
 from hf_hybrid_ssm.layers.mixer import Mixer, State
 from hf_hybrid_ssm.layers.offloaded import fetches_weights
 from hf_hybrid_ssm.layers.state_space import log_uniform_step
+from hf_hybrid_ssm.ops.autocast import without_autocast
 from hf_hybrid_ssm.ops.checks import check_tensor
 from hf_hybrid_ssm.ops.lengths import zero_beyond
 from hf_hybrid_ssm.ops.linear_scan import diagonal_scan
@@ -127,7 +128,7 @@ class S5(Mixer):
         if initial_state is not None:
             start = torch.view_as_complex(self._checked(initial_state, x).unflatten(-1, (-1, 2)))
         check_taken(every, at, *u.shape[:2])
-        with torch.autocast(u.device.type, enabled=False):
+        with without_autocast(u.device.type):
             decay, scale = self._discretised(x.dtype)
             entering = self._enter(x, scale)
             h, final = diagonal_scan(
@@ -154,7 +155,7 @@ class S5(Mixer):
     def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:
         following = self.advance(u_t, state)
         u = u_t.to(self._computing_dtype(u_t))
-        with torch.autocast(u_t.device.type, enabled=False):
+        with without_autocast(u_t.device.type):
             y = self._leave(torch.view_as_complex(following.to(u.dtype).unflatten(-1, (-1, 2))), u)
         return (y if self.filters else y.squeeze(-2)).to(u_t.dtype), following
 
@@ -162,7 +163,7 @@ class S5(Mixer):
         """The state after the token u_t (B, D), without reading it out."""
         self._check_step(u_t)
         u = u_t.to(self._computing_dtype(u_t))
-        with torch.autocast(u_t.device.type, enabled=False):
+        with without_autocast(u_t.device.type):
             decay, scale = self._discretised(u.dtype)
             h = torch.view_as_complex(self._checked(state, u).unflatten(-1, (-1, 2)))
             following = (decay * h + self._enter(u, scale)).to(h.dtype)

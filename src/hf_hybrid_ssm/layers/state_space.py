@@ -8,6 +8,7 @@ from torch import nn
 from hf_hybrid_ssm.layers.mixer import State
 from hf_hybrid_ssm.layers.offloaded import fetches_weights
 from hf_hybrid_ssm.layers.remembering import RememberingMixer
+from hf_hybrid_ssm.ops.autocast import without_autocast
 from hf_hybrid_ssm.ops.checks import check_tensor
 from hf_hybrid_ssm.ops.linear_scan import (
     ChannelSystem,
@@ -203,7 +204,7 @@ class StateSpaceMixer(RememberingMixer):
         self._check_step(u_t)
         assert isinstance(state, torch.Tensor)
         dtype = self._computing_dtype(u_t)
-        with torch.autocast(u_t.device.type, enabled=False):
+        with without_autocast(u_t.device.type):
             wide = self._widen(state, u_t.shape[0]).to(dtype)
             moved = self._advance(u_t.to(dtype).unsqueeze(1), wide, dtype)
         return moved.view(state.shape)
@@ -214,7 +215,7 @@ class StateSpaceMixer(RememberingMixer):
         assert isinstance(state, torch.Tensor)
         dtype = self._computing_dtype(u_t)
         rows = self._read_out(dtype)
-        with torch.autocast(u_t.device.type, enabled=False):
+        with without_autocast(u_t.device.type):
             y = (self._widen(state, u_t.shape[0]).to(dtype) * rows).sum(-1)
             if self.use_skip:
                 y = y + self.skip_weight(dtype) * u_t.to(dtype).unsqueeze(1)

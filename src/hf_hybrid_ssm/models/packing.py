@@ -1,8 +1,8 @@
 """Packed rows: the document of each token, in one forward and over the pieces that a cache has read.
 
-Within a piece, `seq_idx`, `cu_seq_lens_q` or positions that do not count on say where documents begin. Whether the first
-token of a piece goes on with the row's last document needs more: the number of that document, or a position of 0. What
-later pieces must know is kept beside the states (`StateLayer.notes`):
+Within a piece, `seq_idx`, `cu_seq_lens_q` or positions that do not count on say where documents begin. Whether the
+first token of a piece goes on with the row's last document needs more: its number, or a position of 0. What later
+pieces must know is kept beside the states (`StateLayer.notes`):
 
     document  (B,) int64, 2 seq_idx + 1 of the row's last token; 0 where no seq_idx was given
     start     (B,) int64, the column of all tokens so far where the row's last document begins
@@ -111,7 +111,10 @@ def packed_rows(
         position_ids = None if attention_mask is not None or position_ids.is_meta else position_ids.expand(batch, -1)
     has_past = not isinstance(past, int) or past > 0
     current = None if rows is None else rows.real
-    numbered, seq_idx = seq_idx is not None, _documents(seq_idx, cu_seq_lens_q, position_ids, batch, length)
+    numbered = seq_idx is not None
+    seq_idx = _documents(seq_idx, cu_seq_lens_q, position_ids, batch, length)
+    if seq_idx is not None and seq_idx.is_meta:  # documents change no shape, and there are no values to find them by
+        numbered, seq_idx = False, None
     if cu_seq_lens_q is not None and not numbered and position_ids is None and has_past and not continues_documents:
         raise ValueError(
             "cu_seq_lens_q alone does not say whether a piece goes on with the document that past_key_values ends "
@@ -175,9 +178,7 @@ def _between(cu_seq_lens_q: torch.Tensor, batch: int, length: int) -> torch.Tens
     if cu_seq_lens_q.dim() != 1 or len(cu_seq_lens_q) < 2:
         raise ValueError(f"cu_seq_lens_q must have shape (documents + 1,), got {tuple(cu_seq_lens_q.shape)}.")
     if batch != 1:
-        raise ValueError(
-            f"cu_seq_lens_q is for one row that holds all documents, got a batch of {batch}; give seq_idx."
-        )
+        raise ValueError(f"cu_seq_lens_q is for a batch of one row, got {batch}: give seq_idx.")
     if is_readable(cu_seq_lens_q):
         ends = cu_seq_lens_q.tolist()
         if ends[0] != 0 or ends[-1] != length or ends != sorted(ends):
@@ -203,8 +204,8 @@ def _begins(
     if is_readable(first) and bool((known & (first < last)).any()):
         row = int((known & (first < last)).to(torch.uint8).argmax())
         raise ValueError(
-            f"seq_idx begins with document {int(seq_idx[row, 0])} in row {row}, but past_key_values ends with document "
-            f"{(int(last[row]) - 1) // 2}: numbers of documents must not decrease from piece to piece."
+            f"seq_idx begins with document {int(seq_idx[row, 0])} in row {row}, but past_key_values ends with "
+            f"document {(int(last[row]) - 1) // 2}: numbers of documents must not decrease from piece to piece."
         )
     return torch.where(known, first != last, False if at_zero is None else at_zero)
 
@@ -301,8 +302,8 @@ def _refuse(is_held: torch.Tensor | None, what: str, remedy: str) -> None:
     if is_held is None:
         return
     message = (
-        f"past_key_values holds {what}, and a model of full attention alone does not keep where: {remedy}, or use a new "
-        "cache."
+        f"past_key_values holds {what}, and a model of full attention alone does not keep where: {remedy}, or use a "
+        "new cache."
     )
     if not is_readable(is_held):
         torch._assert_async(~is_held, message)

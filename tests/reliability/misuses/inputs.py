@@ -76,7 +76,7 @@ LANGUAGE_MODEL: list[Case] = [
         "inputs_embeds of another width",
         lambda: model()(inputs_embeds=torch.zeros(2, 6, 7)),
         ValueError,
-        r"inputs_embeds must have shape \(batch, length ≥ 1, 24\), got \(2, 6, 7\)",
+        r"inputs_embeds must have shape \(batch ≥ 1, length ≥ 1, 24\), got \(2, 6, 7\)",
     ),
     (
         "inputs_embeds of integers",

@@ -414,6 +414,7 @@ def _attention_masks(
         inputs_embeds=inputs_embeds,
         attention_mask=packed.real,
         past_key_values=past_key_values,
+        allow_is_causal_skip=not inputs_embeds.is_meta,  # it looks at the padding's values
         and_mask_function=None if starts is None else lambda row, head, q, key: key >= starts[row, q - past],
     )
     return {"full_attention": mask}

@@ -3,6 +3,7 @@
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from hf_hybrid_ssm.ops.autocast import without_autocast
 from hf_hybrid_ssm.ops.legendre_memory.constants import impulse_response
 from hf_hybrid_ssm.ops.legendre_memory.vectorised import Blocks, by_steps, read_out_matrix
 
@@ -20,7 +21,7 @@ def run(x, weight, bias, collapse, collapse_bias, *, activation, scale, theta, s
     def attend(y: torch.Tensor) -> torch.Tensor:
         return _attend(y.unflatten(-2, (3, rows)), bias, collapse, collapse_bias, activation, scale)
 
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device.type):
         if form == "recurrent" or length <= 2:
             y, final = by_steps(u, stacked, order, theta, state, lengths)
             return attend(y).to(x.dtype), final

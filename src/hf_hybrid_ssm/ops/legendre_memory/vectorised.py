@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from hf_hybrid_ssm.ops.autocast import without_autocast
 from hf_hybrid_ssm.ops.legendre_memory.constants import BlockOperators, block_operators, step_matrix
 
 BLOCK = 32
@@ -12,7 +13,7 @@ def run(x, weight, *, order, theta, state, lengths):
     """See `hf_hybrid_ssm.ops.legendre_memory.legendre_memory`."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     weight = torch.eye(order, dtype=dtype, device=x.device) if weight is None else weight.to(dtype)
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device.type):
         if x.shape[1] <= 2:
             y, final = by_steps(x.to(dtype), weight, order, theta, state, lengths)
         else:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from hf_hybrid_ssm.ops.autocast import without_autocast
 from hf_hybrid_ssm.ops.checks import check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops.dispatch import Op
 from hf_hybrid_ssm.ops.lengths import check_lengths, zero_beyond
@@ -110,7 +111,7 @@ def channel_scan(
     check_taken(every, at, batch, length)
     dtype = system.output.dtype
     run = _OP.select(u.device.type, u.dtype, backend)
-    with torch.autocast(u.device.type, enabled=False):
+    with without_autocast(u.device.type):
         x = zero_beyond(u.to(dtype), lengths)
         if initial_state is None:
             initial_state = x.new_zeros(batch, filters, channels, size)

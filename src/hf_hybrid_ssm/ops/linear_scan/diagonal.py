@@ -2,6 +2,7 @@ r"""Diagonal recurrence whose states are themselves the result: h_t = a h_{t-1} 
 
 import torch
 
+from hf_hybrid_ssm.ops.autocast import without_autocast
 from hf_hybrid_ssm.ops.checks import check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops.dispatch import Op
 from hf_hybrid_ssm.ops.lengths import check_lengths
@@ -51,7 +52,7 @@ def diagonal_scan(
     check_lengths(lengths, batch, length)
     start = x.new_zeros(batch, size) if initial_state is None else initial_state
     run = _OP.select(x.device.type, x.dtype, backend)
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device.type):
         h = run(decay, x, start, seq_idx)
     if not return_final_state:
         return h, None

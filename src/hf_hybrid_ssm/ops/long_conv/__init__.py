@@ -2,6 +2,7 @@
 
 import torch
 
+from hf_hybrid_ssm.ops.autocast import without_autocast
 from hf_hybrid_ssm.ops.checks import check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops.dispatch import Op
 from hf_hybrid_ssm.ops.lengths import check_lengths, zero_beyond
@@ -75,7 +76,7 @@ def long_conv(
     if future is not None and (initial_state is not None or return_final_state):
         raise ValueError("initial_state and return_final_state need a causal convolution, got a future_kernel.")
     run = _OP.select(u.device.type, u.dtype, backend)
-    with torch.autocast(u.device.type, enabled=False):
+    with without_autocast(u.device.type):
         x = zero_beyond(u.to(dtype), lengths)
         history = x.new_zeros(batch, 0, channels) if initial_state is None else initial_state.to(dtype)
         if (every is None and at is None) or future is not None:

@@ -161,7 +161,7 @@ def run(
     lengths: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `hf_hybrid_ssm.ops.longhorn_scan.longhorn_scan`; always returns the final state."""
-    tensors = (*(zero_beyond(t, lengths) for t in (x, dt, k)), q, z, dt_bias, D, initial_state)
+    tensors = (*(zero_beyond(part, lengths) for part in (x, dt, k)), q, z, dt_bias, D, initial_state)
     inputs = [_prepared(tensor) for tensor in tensors]
     keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     # while decoding, torch.library's way to the same function takes longer than the function

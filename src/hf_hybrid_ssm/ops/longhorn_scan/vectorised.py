@@ -19,7 +19,7 @@ SLICE_NUMBERS = 2**23  # numbers of one (B, L, D slice, N) tensor in backward
 def run(x, dt, k, q, *, dt_bias=None, D=None, z=None, initial_state=None, seq_idx=None, lengths=None):
     """See `hf_hybrid_ssm.ops.longhorn_scan.longhorn_scan`."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    values, tau, keys = (zero_beyond(t, lengths).to(dtype) for t in (x, dt, k))
+    values, tau, keys = (zero_beyond(part, lengths).to(dtype) for part in (x, dt, k))
     queries = q.to(dtype)
     tau = tau if dt_bias is None else tau + dt_bias
     state = None if initial_state is None else initial_state.to(dtype)
