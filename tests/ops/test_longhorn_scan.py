@@ -290,20 +290,6 @@ def test_a_zero_key_leaves_the_state_bit_for_bit(backend):
 # Extremes
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch", NATIVE])
-@pytest.mark.parametrize("length", [1, 40])
-def test_nan_in_padding_stays_there(backend, length):
-    inputs = {name: value.float() for name, value in draw(2, length, 6, 3).items()}
-    lengths = torch.tensor([length, length // 2])
-    expected = longhorn_scan(**inputs, lengths=lengths, return_final_state=True, backend=backend)
-    for name in ("x", "dt", "k", "q", "z"):
-        inputs[name][1, length // 2 :] = torch.nan
-    y, state = longhorn_scan(**inputs, lengths=lengths, return_final_state=True, backend=backend)
-    torch.testing.assert_close(state, expected[1])
-    torch.testing.assert_close(y[0], expected[0][0])
-    torch.testing.assert_close(y[1, : length // 2], expected[0][1, : length // 2])
-
-
 @pytest.mark.parametrize("backend", ["torch", NATIVE])
 @pytest.mark.parametrize("logit", [-1e4, -100.0, 100.0, 1e4])
 def test_extreme_logits(backend, logit):

@@ -23,7 +23,7 @@ from tests.programs.specification import Specification
 
 MAX_COLUMNS, MAX_ROWS = 30, 6
 FIRST_TOKEN = 3  # the ids below have a meaning to some head: padding, begin, end
-COMPILED = 1 / 400  # of all programs: compiling takes longer than a hundred of the others
+COMPILED = 1 / 300  # of all programs: compiling takes longer than a hundred of the others
 
 
 def generate(seed: int, variant: str | None = None, compiled: bool | None = None) -> Program:
@@ -59,8 +59,8 @@ class _Generator:
         if self.compiled:
             self._try(Compile(self.random.choice(["eager", "aot_eager"])))
         self._try_feed()
-        steps = self.random.randint(0, 9) if self.program.cache != "none" else self.random.randint(0, 1)
-        for _ in range(steps):
+        steps = 1 if self.program.cache == "none" else 2 if self.compiled else 9
+        for _ in range(self.random.randint(0, steps)):
             self._try_feed() if self.random.random() < 0.55 else self._try(self._other())
         self._try_feed()
         for branch in range(len(self.specification.branches)):

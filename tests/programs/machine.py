@@ -85,6 +85,7 @@ class Machine:
             case Switch(branch):
                 self.cache, self.branches[branch] = self.branches[branch], self.cache
             case Compile(backend):
+                torch._dynamo.reset()  # after a few shapes of other programs it would give up compiling
                 self.run = torch.compile(self.model, backend=backend)
 
     # what a feed is in tensors

@@ -48,6 +48,7 @@ class Variant:
     heads: to draw from.
     is_causal: False: a token sees what follows, and there is no cache.
     has_full_attention: some layers of the cache are transformers' own, of keys and values.
+    has_states: some are ours, which also keep where documents begin and what was padding.
     """
 
     family: str
@@ -56,6 +57,7 @@ class Variant:
     heads: tuple[str, ...] = CAUSAL_HEADS
     is_causal: bool = True
     has_full_attention: bool = False
+    has_states: bool = True
 
     @property
     def has_encoder(self) -> bool:
@@ -70,6 +72,7 @@ def _longhorn(*block_types: str, **fields) -> Variant:
         "longhorn",
         LONGHORN | fields,
         has_full_attention="full" in block_types,
+        has_states=set(block_types) != {"full"},
     )
 
 
@@ -99,6 +102,7 @@ VARIANTS: dict[str, Variant] = {
     "longhorn sliding first": _longhorn("sliding", "linear"),
     "longhorn full": _longhorn("linear", "full", num_key_value_heads=1),
     "longhorn full first": _longhorn("full", "linear"),
+    "longhorn full alone": _longhorn("full", "full"),
     "longhorn all": _longhorn("linear", "sliding", "full", mlp_intermediate_size=16),
     **{
         f"spade {mixer} {attention}": _spade(ssm_type=mixer, attention_type=attention)

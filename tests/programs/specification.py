@@ -93,10 +93,18 @@ class Row:
 
 @dataclass
 class State:
-    """One branch: the rows, and how many columns can be undone (None: nothing is recorded)."""
+    """One branch.
+
+    Args:
+        rows: what they have read.
+        undoable: how many columns can be undone; None: nothing is recorded.
+        was_packed, was_padded: some row has had documents, padding, even if it was undone or dropped.
+    """
 
     rows: list[Row]
     undoable: int | None = None
+    was_packed: bool = False
+    was_padded: bool = False
 
     @property
     def num_columns(self) -> int:
@@ -144,6 +152,8 @@ class Specification:
         before = self.state.num_columns
         told = step.packing.startswith("seq_idx")
         self.state.rows = [row.read(*new, told) for row, *new in self._zip(step)]
+        self.state.was_packed |= any(row.document_number for row in self.state.rows)
+        self.state.was_padded |= step.is_padded
         if self.state.undoable is not None:
             self.state.undoable += step.length
         questions = []
@@ -199,6 +209,15 @@ class Specification:
             raise Malformed("a model that sees the future reads once")
         if any(self._is_untold(step, *row) for row in self._zip(step)):
             raise Malformed("whether the first token goes on with a document that had no number")
+        if not self.variant.has_states and self.state.num_columns:
+            self._check_without_states(step)
+
+    def _check_without_states(self, step: Feed) -> None:
+        """Keys and values alone do not tell where documents began and what was padding."""
+        if self.state.was_packed or any(step.starts):
+            raise Malformed("documents over several pieces need states")
+        if self.state.was_padded and step.mask != "full":
+            raise Malformed("padding over several pieces needs states, or a mask of all columns")
 
     @staticmethod
     def _is_untold(step: Feed, row: Row, tokens: list[int | None], starts: list[int]) -> bool:
@@ -228,6 +247,7 @@ class Specification:
             if program_cache not in ("dynamic", "static"):
                 raise Malformed("there is no cache to reset")
             state.rows = [Row(source=row.source) for row in state.rows]
+            state.was_packed = state.was_padded = False
             state.undoable = None if state.undoable is None else 0
         elif isinstance(step, Copy):
             self.branches.append(replace(state, rows=list(state.rows)))

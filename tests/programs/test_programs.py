@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 
 from hf_hybrid_ssm.models.cache import StateLayer
 from tests.programs.generate import generate
@@ -71,7 +70,6 @@ def test_what_once_failed(name):
 @pytest.mark.parametrize("variant", ["longhorn sliding", "lmu-isa"])
 def test_compiled_programs(variant):
     """Packed by positions, with a cache that is empty at first."""
-    torch._dynamo.reset()
     packed = program(
         variant,
         {"op": "compile", "backend": "eager"},
@@ -79,7 +77,6 @@ def test_compiled_programs(variant):
         feed([7], packing="positions"),
     )
     assert run(packed).failure is None
-    torch._dynamo.reset()
 
 
 def test_every_instruction_is_drawn():
