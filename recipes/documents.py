@@ -93,7 +93,7 @@ def get_tokenizer(data: DataArguments, documents: Dataset | IterableDataset) -> 
     if data.tokenizer is not None:
         tokenizer = AutoTokenizer.from_pretrained(data.tokenizer)
         if tokenizer.eos_token_id is None:
-            raise ValueError(f"tokenizer={data.tokenizer!r} has no end-of-text token, which must separate documents.")
+            raise ValueError(f"tokenizer={data.tokenizer!r} has no end-of-text token, which must end documents.")
         return tokenizer
     texts = (document[data.text_column] for document in islice(documents, 100_000))
     return train_tokenizer(texts, data.tokenizer_vocab_size)
@@ -121,46 +121,65 @@ def _in_pieces(texts: Iterable[str], size: int = 100_000) -> Iterator[str]:
         yield from (text[start : start + size] for start in range(0, len(text), size))
 
 
+def begin_of(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token every document is read from: the beginning-of-text token, or the end-of-text token where none is.
+
+    lm-eval takes the same one as context of a text's first token, and `generate()` without a prompt starts from it.
+    """
+    return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+
+
+def token_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """The texts' tokens alone, without special ones."""
+    return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+
+
 def packed_rows(
     documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, data: DataArguments
 ) -> Dataset | IterableDataset:
-    """Rows of exactly `sequence_length` tokens, filled with one document after the other.
-
-    `position_ids` start again with each document, so that models keep documents apart; `labels` leave out each first
-    token, which nothing before it belongs to; `continues` says that the row goes on with the document of the row
-    before.
-    """
+    """The documents' rows, as `pack` makes them."""
     columns = documents.column_names or list(next(iter(documents)))
     workers = {} if isinstance(documents, IterableDataset) else {"num_proc": data.preprocessing_workers}
     size = 100  # documents that fill rows together; the end of each such group is padded
 
     def tokenize_and_pack(batch: dict[str, list]) -> dict[str, list]:
-        ids = tokenizer(batch[data.text_column], add_special_tokens=False, verbose=False)["input_ids"]
-        return pack([[*document, tokenizer.eos_token_id] for document in ids], data.sequence_length)
+        ids = token_ids(batch[data.text_column], tokenizer)
+        return pack(ids, data.sequence_length, begin_of(tokenizer), tokenizer.eos_token_id)
 
     return documents.map(tokenize_and_pack, batched=True, batch_size=size, remove_columns=columns, **workers)
 
 
-def pack(documents: list[list[int]], length: int) -> dict[str, list]:
-    """Token lists → rows of `length`; the last row is filled up with tokens that count for nothing."""
+def pack(documents: list[list[int]], length: int, begin: int, end: int) -> dict[str, list]:
+    """Token lists → rows of exactly `length` tokens, filled with one document after the other.
+
+    A document is read as `begin` and its tokens, and what is to be predicted are its tokens and `end`:
+
+        input_ids     begin a b c begin d e ...
+        labels        -100  a b c end   d e ...  (models shift them: the output at `c` is compared with `end`)
+        position_ids  0     1 2 3 0     1 2 ...
+
+    So the first token of a document is a target like any other, given `begin` alone: `position_ids` start again, and
+    models keep documents apart. The first token of a row is never a target. `continues` says that the row goes on with
+    the document of the row before; positions count from 0 there as well. The last row is filled up with tokens that
+    count for nothing.
+    """
     tokens: list[int] = []
     labels: list[int] = []
     positions: list[int] = []
-    for document in documents:
-        tokens += document
-        labels += [-100, *document[1:]]
-        positions += range(len(document))
-    missing = -len(tokens) % length
-    if missing:
-        tokens += [tokens[-1]] * missing
-        labels += [-100] * missing
+    for document in filter(None, documents):
+        tokens += [begin, *document]
+        labels += [end, *document]
+        positions += range(len(document) + 1)
+    if missing := -len(tokens) % length:
+        tokens += [begin] * missing
+        labels += [end, *[-100] * (missing - 1)]
         positions += range(missing)
     rows: dict[str, list] = {"input_ids": [], "labels": [], "position_ids": [], "continues": []}
     for start in range(0, len(tokens), length):
-        end = start + length
-        rows["input_ids"].append(tokens[start:end])
-        rows["labels"].append(labels[start:end])
-        rows["position_ids"].append(_from_row_start(positions[start:end]))
+        stop = start + length
+        rows["input_ids"].append(tokens[start:stop])
+        rows["labels"].append([-100, *labels[start + 1 : stop]])
+        rows["position_ids"].append(_from_row_start(positions[start:stop]))
         rows["continues"].append(positions[start] > 0)
     return rows
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from checks import check_checkpoint, check_columns, check_output, check_vocabulary
-from documents import documents_of_files
+from documents import begin_of, documents_of_files, token_ids
 from settings import read_settings
 from training import write_json
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -52,7 +52,7 @@ def rows_of(arguments: PerTokenArguments, tokenizer: PreTrainedTokenizerBase) ->
     documents = documents_of_files(arguments.files)
     check_columns(documents, [arguments.text_column], "text_column")
     for document in documents:
-        ids = tokenizer(document[arguments.text_column], add_special_tokens=False, verbose=False)["input_ids"]
+        ids = [begin_of(tokenizer), *token_ids([document[arguments.text_column]], tokenizer)[0]]
         whole = len(ids) // arguments.sequence_length
         rows += [ids[i * arguments.sequence_length :][: arguments.sequence_length] for i in range(whole)]
     if not rows:

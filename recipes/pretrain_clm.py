@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from checks import check_checkpoint, check_output, check_vocabulary
 from datasets import Dataset, IterableDataset
-from documents import DataArguments, get_tokenizer, load_documents, packed_rows
+from documents import DataArguments, begin_of, get_tokenizer, load_documents, packed_rows
 from segments import SegmentTrainer, check_lanes, collate, in_lanes
 from settings import read_settings
 from training import Trainer, checkpoint_to_resume, perplexity, plot_loss, write_json
@@ -67,8 +67,8 @@ def build_model(arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase) -
     if arguments.model_name_or_path is not None:
         model = AutoModelForCausalLM.from_pretrained(arguments.model_name_or_path)
     else:
-        special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-        values = {"vocab_size": len(tokenizer)} | special | arguments.config
+        special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("eos", "pad")}
+        values = {"vocab_size": len(tokenizer), "bos_token_id": begin_of(tokenizer)} | special | arguments.config
         if arguments.preset is None:
             config = AutoConfig.for_model(arguments.model_type, **values)
         else:

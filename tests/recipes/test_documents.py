@@ -3,8 +3,11 @@
 import json
 
 import pytest
+import torch
+from datasets import Dataset
 from documents import (
     DataArguments,
+    begin_of,
     documents_of_files,
     get_tokenizer,
     load_documents,
@@ -14,31 +17,81 @@ from documents import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from scoring import scored_documents, token_losses
+from transformers import AutoConfig, AutoModelForCausalLM, default_data_collator
+
+import hf_hybrid_ssm  # noqa: F401 - registers the families
 
 TEXTS = ["The first document.", "A second one, somewhat longer than the first.", "Third."]
 
 
-@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=12), min_size=1, max_size=8), st.integers(2, 7))
+BEGIN, END = 10, 11
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=12), min_size=1, max_size=8), st.integers(2, 7))
 def test_rows_hold_every_token_once(documents, length):
-    rows = pack(documents, length)
+    rows = pack(documents, length, BEGIN, END)
     tokens = [token for row in rows["input_ids"] for token in row]
     labels = [label for row in rows["labels"] for label in row]
     positions = [position for row in rows["position_ids"] for position in row]
-    flat = [token for document in documents for token in document]
+    documents = [document for document in documents if document]
+    flat = [token for document in documents for token in [BEGIN, *document]]
+    targets = [token for document in documents for token in [*document, END]]
     assert tokens[: len(flat)] == flat and len(tokens) - len(flat) < length
     assert all(len(row) == length for name in ("input_ids", "labels", "position_ids") for row in rows[name])
-    starts, offset = set(), 0
-    for document in documents:
-        starts.add(offset)
-        offset += len(document)
-    assert rows["continues"] == [start < len(flat) and start not in starts for start in range(0, len(tokens), length)]
+    starts = {index for index, token in enumerate(flat) if token == BEGIN}
+    assert rows["continues"] == [start not in starts for start in range(0, len(tokens), length)]
     for index, label in enumerate(labels):
-        counts = index < len(flat) and index not in starts
-        assert label == (tokens[index] if counts else -100)
+        counts = index % length != 0 and index <= len(flat)
+        assert label == (targets[index - 1] if counts else -100)
         if index < len(flat) and (index in starts or index % length == 0):
             assert positions[index] == 0
         elif index < len(flat):
             assert positions[index] == positions[index - 1] + 1
+
+
+@pytest.mark.parametrize("model_type", ["longhorn", "llama"])
+@pytest.mark.parametrize("begin", [10, 11], ids=["own beginning", "the end begins"])
+def test_rows_train_what_is_scored(model_type, begin):
+    """The first token of a document is a target, given the beginning alone; none sees another document."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 12, "bos_token_id": begin, "eos_token_id": END}
+    sizes |= {"intermediate_size": 32, "num_attention_heads": 2} if model_type == "llama" else {"state_size": 4}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes)).double().eval()
+    documents = [torch.randint(0, 10, (size,)).tolist() for size in (5, 1, 9, 4)]
+    batch = default_data_collator(Dataset.from_dict(pack(documents, 26, begin, END)).remove_columns("continues"))
+    with torch.no_grad():
+        packed = model(**batch, use_cache=False)
+        assert int((batch["labels"] != -100).sum()) == sum(len(document) + 1 for document in documents)
+        losses = [token_losses(model, torch.tensor([begin, *document, END])) for document in documents]
+        assert packed.loss.item() == pytest.approx(torch.cat(losses).mean().item(), rel=1e-6)
+        for number, index in enumerate((0, 6, 8, 18)):
+            alone = model(torch.tensor([[begin]])).logits[0, 0]
+            torch.testing.assert_close(packed.logits[0, index], alone)
+            assert batch["labels"][0, index + 1] == documents[number][0]
+
+
+def test_the_beginning_is_the_tokenizers_own_where_it_has_one():
+    tokenizer = train_tokenizer(TEXTS, 300)
+    assert begin_of(tokenizer) == tokenizer.eos_token_id
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    assert begin_of(tokenizer) == tokenizer.convert_tokens_to_ids("<s>") != tokenizer.eos_token_id
+
+
+def test_scored_documents():
+    tokenizer = train_tokenizer(TEXTS, 300)
+    ids = tokenizer(TEXTS)["input_ids"]
+    end = tokenizer.eos_token_id
+    documents, num_bytes = scored_documents(["", *TEXTS], tokenizer)
+    assert [document.tolist() for document in documents] == [[end, *row, end] for row in ids]
+    assert num_bytes == sum(map(len, TEXTS))
+    targets = len(ids[0]) + 1 + 3
+    documents, num_bytes = scored_documents(TEXTS, tokenizer, targets)
+    assert sum(len(document) - 1 for document in documents) == targets
+    assert documents[1].tolist() == [end, *ids[1][:3]]
+    assert num_bytes == len(TEXTS[0]) + len(tokenizer.decode(ids[1][:3]))
+    with pytest.raises(ValueError, match="no text to score"):
+        scored_documents([""], tokenizer)
 
 
 def test_files_of_every_kind(tmp_path):
@@ -68,7 +121,7 @@ def test_from_a_file_to_rows(tmp_path, streaming):
     assert set(rows[0]) == {"input_ids", "labels", "position_ids", "continues"}
     tokens = [token for row in rows for token in row["input_ids"]]
     text = tokenizer.decode(tokens)
-    assert text.startswith(tokenizer.eos_token.join(TEXTS) + tokenizer.eos_token)
+    assert text.startswith(tokenizer.eos_token.join(["", *TEXTS, ""]))
 
 
 def test_tokenizer_knows_every_text(tmp_path):
