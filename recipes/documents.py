@@ -31,7 +31,11 @@ class DataArguments:
         default=0.1, metadata={"help": "without validation text: the share of the last training rows held out"}
     )
     text_column: str = "text"
+    max_validation_rows: int | None = field(default=None, metadata={"help": "evaluate on the first rows alone"})
     streaming: bool = False
+    shuffle_buffer: int = field(
+        default=2048, metadata={"help": "with streaming: each row is drawn from so many; 1 keeps their order"}
+    )
     sequence_length: int = 1024
     tokenizer: str | None = field(default=None, metadata={"help": "name or folder; without it one is trained"})
     tokenizer_vocab_size: int = 4096
@@ -45,6 +49,9 @@ class DataArguments:
             )
         if self.sequence_length < 2:
             raise ValueError(f"sequence_length={self.sequence_length} must be at least 2.")
+        for name in ("shuffle_buffer", "max_validation_rows"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1.")
         if not 0 < self.validation_fraction < 1:
             raise ValueError(f"validation_fraction={self.validation_fraction} must lie between 0 and 1.")
 
@@ -132,62 +139,3 @@ def begin_of(tokenizer: PreTrainedTokenizerBase) -> int:
 def token_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """The texts' tokens alone, without special ones."""
     return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-
-
-def packed_rows(
-    documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, data: DataArguments
-) -> Dataset | IterableDataset:
-    """The documents' rows, as `pack` makes them."""
-    columns = documents.column_names or list(next(iter(documents)))
-    workers = {} if isinstance(documents, IterableDataset) else {"num_proc": data.preprocessing_workers}
-    size = 100  # documents that fill rows together; the end of each such group is padded
-
-    def tokenize_and_pack(batch: dict[str, list]) -> dict[str, list]:
-        ids = token_ids(batch[data.text_column], tokenizer)
-        return pack(ids, data.sequence_length, begin_of(tokenizer), tokenizer.eos_token_id)
-
-    return documents.map(tokenize_and_pack, batched=True, batch_size=size, remove_columns=columns, **workers)
-
-
-def pack(documents: list[list[int]], length: int, begin: int, end: int) -> dict[str, list]:
-    """Token lists → rows of exactly `length` tokens, filled with one document after the other.
-
-    A document is read as `begin` and its tokens, and what is to be predicted are its tokens and `end`:
-
-        input_ids     begin a b c begin d e ...
-        labels        -100  a b c end   d e ...  (models shift them: the output at `c` is compared with `end`)
-        position_ids  0     1 2 3 0     1 2 ...
-
-    So the first token of a document is a target like any other, given `begin` alone: `position_ids` start again, and
-    models keep documents apart. The first token of a row is never a target. `continues` says that the row goes on with
-    the document of the row before; positions count from 0 there as well. The last row is filled up with tokens that
-    count for nothing.
-    """
-    tokens: list[int] = []
-    labels: list[int] = []
-    positions: list[int] = []
-    for document in filter(None, documents):
-        tokens += [begin, *document]
-        labels += [end, *document]
-        positions += range(len(document) + 1)
-    if missing := -len(tokens) % length:
-        tokens += [begin] * missing
-        labels += [end, *[-100] * (missing - 1)]
-        positions += range(missing)
-    rows: dict[str, list] = {"input_ids": [], "labels": [], "position_ids": [], "continues": []}
-    for start in range(0, len(tokens), length):
-        stop = start + length
-        rows["input_ids"].append(tokens[start:stop])
-        rows["labels"].append([-100, *labels[start + 1 : stop]])
-        rows["position_ids"].append(_from_row_start(positions[start:stop]))
-        rows["continues"].append(positions[start] > 0)
-    return rows
-
-
-def _from_row_start(positions: list[int]) -> list[int]:
-    """A document that goes on from the row before counts from 0 again: models never see the token before."""
-    first = positions[0]
-    if first == 0:
-        return positions
-    until = next((i for i, position in enumerate(positions) if position == 0), len(positions))
-    return [position - first for position in positions[:until]] + positions[until:]

@@ -61,7 +61,8 @@ def extrapolation(
     curve = []
     for each in tqdm(lengths, desc="lengths"):
         loss = loss_at(model, rows, each, length)
-        curve.append({"length": each, "loss": loss, "perplexity": perplexity(loss)})
+        scored = len(rows) * (lengths[-1] // length) * (length - 1)
+        curve.append({"length": each, "loss": loss, "perplexity": perplexity(loss), "scored_tokens": scored})
     return curve
 
 
@@ -117,7 +118,8 @@ def evaluate(arguments: EvaluationArguments) -> dict[str, Any]:
     }
     folder = Path(arguments.output_dir or arguments.model)
     write_json(folder / "evaluation.json", figures)
-    plot_extrapolation(figures["extrapolation"], folder / "extrapolation.png")
+    if figures["extrapolation"]:
+        plot_extrapolation(figures["extrapolation"], folder / "extrapolation.png")
     return figures
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from checks import check_checkpoint, check_output, check_vocabulary
-from datasets import Dataset, IterableDataset
-from documents import DataArguments, begin_of, get_tokenizer, load_documents, packed_rows
+from datasets import Dataset
+from documents import DataArguments, begin_of, get_tokenizer, load_documents
+from rows import packed_rows, split_rows
 from segments import SegmentTrainer, check_lanes, collate, in_lanes
 from settings import read_settings
 from training import Trainer, checkpoint_to_resume, perplexity, plot_loss, write_json
@@ -80,20 +81,6 @@ def build_model(arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase) -
     return model
 
 
-def split_rows(
-    train: Dataset | IterableDataset, validation: Dataset | IterableDataset | None, fraction: float
-) -> tuple[Dataset | IterableDataset, Dataset | IterableDataset]:
-    """Hold out the last rows where there is no validation text."""
-    if validation is not None:
-        return train, validation
-    if isinstance(train, IterableDataset):
-        raise ValueError("streaming=True needs validation_files or a validation_split.")
-    held_out = max(1, round(len(train) * fraction))
-    if held_out >= len(train):
-        raise ValueError(f"{len(train)} rows are too few to hold some out: lower sequence_length or give more text.")
-    return train.select(range(len(train) - held_out)), train.select(range(len(train) - held_out, len(train)))
-
-
 def pretrain(
     model_arguments: ModelArguments,
     data: DataArguments,
@@ -109,12 +96,13 @@ def pretrain(
     if model_arguments.model_name_or_path is not None:
         check_checkpoint(model_arguments.model_name_or_path, "model_name_or_path", AutoModelForCausalLM)
     set_seed(training.seed)
+    seed = training.seed if training.data_seed is None else training.data_seed
     with training.main_process_first(desc="data"):
         texts, validation_texts = documents or load_documents(data)
         tokenizer = get_tokenizer(data, texts)
-        train = packed_rows(texts, tokenizer, data)
+        train = packed_rows(texts, tokenizer, data, seed)
         validation = None if validation_texts is None else packed_rows(validation_texts, tokenizer, data)
-    train, validation = split_rows(train, validation, data.validation_fraction)
+    train, validation = split_rows(train, validation, data)
     trainer_class, collator = Trainer, default_data_collator
     if model_arguments.carry_segments:
         check_lanes(train, training)

@@ -1,7 +1,10 @@
 """Documents become rows without losing, repeating or joining anything."""
 
 import json
+from collections import Counter
+from itertools import chain, islice
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -11,12 +14,11 @@ from documents import (
     documents_of_files,
     get_tokenizer,
     load_documents,
-    pack,
-    packed_rows,
     train_tokenizer,
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from rows import pack, packed_rows, shuffled, split_rows
 from scoring import scored_documents, token_losses
 from transformers import AutoConfig, AutoModelForCausalLM, default_data_collator
 
@@ -28,13 +30,20 @@ TEXTS = ["The first document.", "A second one, somewhat longer than the first.",
 BEGIN, END = 10, 11
 
 
+def columns(rows):
+    rows = list(rows)
+    return {name: [np.asarray(row[name]).tolist() for row in rows] for name in rows[0]} if rows else {}
+
+
 @given(st.lists(st.lists(st.integers(0, 9), max_size=12), min_size=1, max_size=8), st.integers(2, 7))
 def test_rows_hold_every_token_once(documents, length):
-    rows = pack(documents, length, BEGIN, END)
-    tokens = [token for row in rows["input_ids"] for token in row]
-    labels = [label for row in rows["labels"] for label in row]
-    positions = [position for row in rows["position_ids"] for position in row]
+    rows = columns(pack(documents, length, BEGIN, END))
     documents = [document for document in documents if document]
+    if not documents:
+        assert not rows
+        return
+    flattened = (chain.from_iterable(rows[name]) for name in ("input_ids", "labels", "position_ids"))
+    tokens, labels, positions = map(list, flattened)
     flat = [token for document in documents for token in [BEGIN, *document]]
     targets = [token for document in documents for token in [*document, END]]
     assert tokens[: len(flat)] == flat and len(tokens) - len(flat) < length
@@ -59,7 +68,8 @@ def test_rows_train_what_is_scored(model_type, begin):
     sizes |= {"intermediate_size": 32, "num_attention_heads": 2} if model_type == "llama" else {"state_size": 4}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes)).double().eval()
     documents = [torch.randint(0, 10, (size,)).tolist() for size in (5, 1, 9, 4)]
-    batch = default_data_collator(Dataset.from_dict(pack(documents, 26, begin, END)).remove_columns("continues"))
+    batch = default_data_collator(list(pack(documents, 26, begin, END)))
+    batch.pop("continues")
     with torch.no_grad():
         packed = model(**batch, use_cache=False)
         assert int((batch["labels"] != -100).sum()) == sum(len(document) + 1 for document in documents)
@@ -118,10 +128,90 @@ def test_from_a_file_to_rows(tmp_path, streaming):
     assert validation is None
     tokenizer = get_tokenizer(data, train)
     rows = list(packed_rows(train, tokenizer, data))
-    assert set(rows[0]) == {"input_ids", "labels", "position_ids", "continues"}
+    assert set(rows[0]) == {"input_ids", "labels", "position_ids", "continues"} | ({"row"} if streaming else set())
     tokens = [token for row in rows for token in row["input_ids"]]
     text = tokenizer.decode(tokens)
     assert text.startswith(tokenizer.eos_token.join(["", *TEXTS, ""]))
+
+
+@pytest.fixture
+def numbered(tmp_path):
+    """Four files of ten documents, each of a word of its own; and a tokenizer."""
+    texts = [f"{chr(ord('a') + n // 26)}{chr(ord('a') + n % 26)} " * 7 for n in range(40)]
+    for file in range(4):
+        lines = [json.dumps({"text": text}) for text in texts[10 * file : 10 * file + 10]]
+        (tmp_path / f"{file}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return f"{tmp_path}/*.jsonl", train_tokenizer(texts, 300), texts
+
+
+def stream(numbered, seed, **options):
+    data = DataArguments([numbered[0]], sequence_length=16, streaming=True, **options)
+    return packed_rows(load_documents(data)[0], numbered[1], data, seed)
+
+
+def test_a_stream_is_shuffled_by_its_seed(numbered):
+    in_order = list(stream(numbered, None))
+    size = len(in_order)
+    assert len(in_order) > 10 and [row["row"] for row in in_order] == list(range(size))
+
+    def order(seed, count=size, **options):
+        return [tuple(row["input_ids"]) for row in islice(stream(numbered, seed, **options), count)]
+
+    plain = [tuple(row["input_ids"]) for row in in_order]
+    first = order(0)
+    assert first != plain and first == order(0) != order(1)
+    both = order(0, 2 * size, shuffle_buffer=8)  # a second pass, in an order of its own
+    assert both[:size] != both[size:]
+    assert order(0, shuffle_buffer=1) == plain
+    words = Counter(token for row in both[:size] for token in row)
+    assert words == Counter(token for row in plain for token in row)
+    assert [tuple(row["input_ids"]) for row in stream(numbered, None).take(3)] == plain[:3]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_share_a_stream(numbered, workers):
+    """Every document once a pass, whoever reads it; rows have numbers of their own; a limit is one for all."""
+    rows = list(torch.utils.data.DataLoader(stream(numbered, None), batch_size=None, num_workers=workers))
+    rows.sort(key=lambda row: (row["row"] % workers, row["row"]))
+    text = numbered[1].decode([token for row in rows for token in row["input_ids"]])
+    assert all(text.count(each) == 1 for each in numbered[2])
+    assert len({row["row"] for row in rows}) == len(rows)
+    limited = torch.utils.data.DataLoader(stream(numbered, None).take(4), batch_size=None, num_workers=workers)
+    assert len(list(limited)) == 4
+
+
+@given(st.integers(0, 30), st.integers(1, 12), st.integers(0, 99))
+def test_shuffling_loses_nothing(rows, size, seed):
+    found = list(shuffled(iter(range(rows)), size, np.random.default_rng(seed)))
+    assert sorted(found) == list(range(rows))
+    assert all(row < place + size for place, row in enumerate(found))
+    assert size > 1 or found == list(range(rows))
+
+
+def test_rest_of_a_group_is_carried_on():
+    """Many short documents fill their rows: padding is at the very end alone."""
+    texts = Dataset.from_dict({"text": ["short text"] * 1000})
+    tokenizer = train_tokenizer(TEXTS, 300)
+    data = DataArguments(["(given)"], sequence_length=1024)
+    rows = packed_rows(texts, tokenizer, data)
+    tokens = 1000 * (1 + len(tokenizer("short text")["input_ids"]))
+    assert len(rows) == -(-tokens // 1024)
+    data.preprocessing_workers = 2
+    assert len(packed_rows(texts, tokenizer, data)) == 2 * -(-tokens // 2 // 1024)
+
+
+def test_rows_held_out_and_their_limit(numbered):
+    data = DataArguments([numbered[0]], sequence_length=16, validation_fraction=0.5, max_validation_rows=2)
+    rows = packed_rows(load_documents(data)[0], numbered[1], data)
+    train, validation = split_rows(rows, None, data)
+    assert len(train) + round(len(rows) / 2) == len(rows) and len(validation) == 2
+    assert validation[0] == rows[len(train)]
+    train, validation = split_rows(stream(numbered, 0), stream(numbered, None), data)
+    assert len(list(validation)) == 2
+    with pytest.raises(ValueError, match="needs validation_files"):
+        split_rows(stream(numbered, 0), None, data)
+    with pytest.raises(ValueError, match="1 rows are too few"):
+        split_rows(rows.select([0]), None, data)
 
 
 def test_tokenizer_knows_every_text(tmp_path):
@@ -140,6 +230,8 @@ def test_tokenizer_knows_every_text(tmp_path):
         ({"train_files": ["x"], "dataset_name": "y"}, "dataset_name"),
         ({"train_files": ["x"], "sequence_length": 1}, "sequence_length=1"),
         ({"train_files": ["x"], "validation_fraction": 1.0}, "validation_fraction"),
+        ({"train_files": ["x"], "shuffle_buffer": 0}, "shuffle_buffer=0"),
+        ({"train_files": ["x"], "max_validation_rows": 0}, "max_validation_rows=0"),
     ],
 )
 def test_bad_settings(settings, message):

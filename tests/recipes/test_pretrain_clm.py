@@ -65,6 +65,26 @@ def test_trains_resumes_and_evaluates(texts, tmp_path):
     assert (tmp_path / "whole/extrapolation.png").exists()
 
 
+def test_streams_and_resumes(texts, tmp_path):
+    """Shuffled, over more than a pass; a resumed run goes on with the rows that an uninterrupted one reads."""
+
+    def streamed(name, **options):
+        model, data, training = settings(texts, tmp_path / name, max_steps=8, save_steps=4, **options)
+        data.streaming, data.sequence_length, data.max_validation_rows = True, 512, 2
+        data.shuffle_buffer = 8
+        return model, data, training
+
+    whole = pretrain(*streamed("whole"))
+    (tmp_path / "resumed").mkdir()
+    (tmp_path / "whole/checkpoint-4").rename(tmp_path / "resumed/checkpoint-4")
+    resumed = pretrain(*streamed("resumed", resume="auto"))
+    assert resumed["validation_loss"] == whole["validation_loss"]
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "resumed"))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    other = pretrain(*streamed("other order", data_seed=1))
+    assert other["train_loss"] != whole["train_loss"]
+
+
 def test_starts_with_the_embeddings_of_another_model(texts, tmp_path):
     pretrain(*settings(texts, tmp_path / "first", max_steps=1, save_strategy="no"))
     first = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
