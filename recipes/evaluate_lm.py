@@ -19,7 +19,7 @@ from checks import check_checkpoint, check_columns, check_vocabulary
 from documents import begin_of, documents_of_files, token_ids
 from scoring import loss_at, scored_documents, sliding_loss
 from tqdm import tqdm
-from training import perplexity, write_json
+from training import perplexity, save_figure, write_json
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedModel, set_seed
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
@@ -85,7 +85,7 @@ def plot_extrapolation(curve: list[dict], path: Path) -> None:
     axes.plot([point["length"] for point in curve], [point["perplexity"] for point in curve], marker="o")
     axes.set(xlabel="tokens at a time", ylabel="perplexity", xscale="log")
     axes.set_xticks([point["length"] for point in curve], [str(point["length"]) for point in curve])
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
 
 
 def evaluate(arguments: EvaluationArguments) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from pretrain_clm import ModelArguments, pretrain
 from scoring import loss_at
 from settings import read_settings
 from tqdm import tqdm
-from training import perplexity, write_json
+from training import perplexity, save_figure, say, write_json
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -145,7 +145,7 @@ def length_extrapolation(arguments: ExtrapolationArguments) -> dict[str, Any]:
     for target in targets:
         write_json(target.with_suffix(".json"), figures)
         plot(figures, target.with_suffix(".png"))
-    print(table(figures))
+    say(table(figures))
     return figures
 
 
@@ -170,8 +170,7 @@ def plot(figures: dict[str, Any], path: Path) -> None:
     axes.set(xscale="log", yscale="log", xlabel="tokens at a time", ylabel="perplexity")
     axes.set_xticks(lengths, [str(length) for length in lengths])
     axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import torch
 from checks import check_checkpoint, check_columns, check_output, check_vocabulary
 from documents import begin_of, documents_of_files, token_ids
 from settings import read_settings
-from training import write_json
+from training import save_figure, say, write_json
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
@@ -129,7 +129,7 @@ def per_token_loss(arguments: PerTokenArguments) -> dict[str, Any]:
         write_json(target.with_suffix(".json"), figures)
         plot(figures["models"], target.with_suffix(".png"))
     for name, found in figures["models"].items():
-        print(f"{name}: loss {found['mean_loss']:.3f}, flat from position {found['flat_from_position']}")
+        say(f"{name}: loss {found['mean_loss']:.3f}, flat from position {found['flat_from_position']}")
     return figures
 
 
@@ -141,8 +141,7 @@ def plot(models: dict[str, Any], path: Path) -> None:
         axes.plot(found["positions"], found["loss"], label=name)
     axes.set(xscale="log", xlabel="position in the row", ylabel="loss, nats a token")
     axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
 
 
 if __name__ == "__main__":

@@ -121,9 +121,11 @@ def pretrain(
         data_collator=collator,
     )
     run = trainer.train(resume_from_checkpoint=checkpoint_to_resume(model_arguments.resume, training.output_dir))
-    validation_loss = trainer.evaluate()["eval_loss"]
     model.config.use_cache = True
     trainer.save_model()
+    trainer.accelerator.wait_for_everyone()  # any process may load what the first one saves
+    model.config.use_cache = False
+    validation_loss = trainer.evaluate()["eval_loss"]
     tokens_per_step = data.sequence_length * training.train_batch_size * training.gradient_accumulation_steps
     tokens_per_step *= training.world_size
     results = {

@@ -146,8 +146,9 @@ def pretrain(arguments: SpanArguments, data: DataArguments, training: TrainingAr
         callbacks=[NewMasksEachEpoch(collator)],
     )
     run = trainer.train(resume_from_checkpoint=checkpoint_to_resume(arguments.resume, training.output_dir))
-    validation_loss = trainer.evaluate()["eval_loss"]
     trainer.save_model()
+    trainer.accelerator.wait_for_everyone()  # any process may load what the first one saves
+    validation_loss = trainer.evaluate()["eval_loss"]
     rows_per_step = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
     results = {
         "model_type": model.config.model_type,
