@@ -16,7 +16,7 @@ from checks import check_output
 from documents import DataArguments
 from pretrain_clm import ModelArguments, pretrain
 from settings import read_settings
-from training import perplexity, write_json
+from training import perplexity, say, write_json
 from transformers import HfArgumentParser, TrainingArguments
 
 
@@ -63,7 +63,7 @@ def compare(arguments: CompareArguments) -> dict[str, Any]:
             write_json(Path(arguments.output_dir) / "comparison.json", figures)
     if arguments.results is not None:
         write_json(arguments.results, figures)
-    print(table(figures["models"]))
+    say(table(figures["models"]))
     return figures
 
 

@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import yaml
 from datasets import Dataset
-from documents import DataArguments
-from evaluate_lm import sliding_loss
+from documents import DataArguments, begin_of, token_ids
 from ngrams import bigram_loss, unigram_loss
 from pretrain_clm import ModelArguments, pretrain
+from scoring import scored_documents, sliding_loss
 from standard_text import standard_documents
 from training import perplexity, plot_loss, write_json
 from transformers import (
@@ -66,8 +65,9 @@ def train(documents: tuple[Dataset, Dataset], folder: Path, steps: int) -> dict:
 
 
 def tokens_of(texts: Dataset, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    ids = tokenizer(list(texts["text"]), add_special_tokens=False, verbose=False)["input_ids"]
-    return np.array([token for document in ids for token in [*document, tokenizer.eos_token_id]])
+    """One stream: the end of a document, which is the same token, begins the next."""
+    ids = token_ids(list(texts["text"]), tokenizer)
+    return np.array([begin_of(tokenizer), *(token for row in ids for token in [*row, tokenizer.eos_token_id])])
 
 
 def write_task(texts: Dataset, folder: Path, questions: int) -> None:
@@ -111,9 +111,10 @@ def demo(folder: Path, steps: int, questions: int) -> dict:
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
     train_tokens, held_out = (tokens_of(texts, tokenizer) for texts in documents)
-    loss = sliding_loss(model, torch.from_numpy(held_out), 256, 128)
-    baselines = {
-        "unigram": unigram_loss(train_tokens, held_out, len(tokenizer)),
+    scored, _ = scored_documents(documents[1]["text"], tokenizer)
+    loss = sliding_loss(model, scored, 256, 128)
+    baselines = {  # of the same tokens
+        "unigram": unigram_loss(train_tokens, held_out[1:], len(tokenizer)),
         "bigram": bigram_loss(train_tokens, held_out, len(tokenizer)),
     }
 
@@ -134,7 +135,7 @@ def demo(folder: Path, steps: int, questions: int) -> dict:
         "training_tokens": results["tokens"],
         "training_seconds": round(results["seconds"], 1),
         "training_tokens_per_second": round(results["tokens"] / results["seconds"]),
-        "held_out_tokens": len(held_out),
+        "held_out_tokens": len(held_out) - 1,
         "held_out_perplexity": {
             "longhorn": round(perplexity(loss), 2),
             **{name: round(perplexity(level), 2) for name, level in baselines.items()},

@@ -31,7 +31,11 @@ class DataArguments:
         default=0.1, metadata={"help": "without validation text: the share of the last training rows held out"}
     )
     text_column: str = "text"
+    max_validation_rows: int | None = field(default=None, metadata={"help": "evaluate on the first rows alone"})
     streaming: bool = False
+    shuffle_buffer: int = field(
+        default=2048, metadata={"help": "with streaming: each row is drawn from so many; 1 keeps their order"}
+    )
     sequence_length: int = 1024
     tokenizer: str | None = field(default=None, metadata={"help": "name or folder; without it one is trained"})
     tokenizer_vocab_size: int = 4096
@@ -45,6 +49,9 @@ class DataArguments:
             )
         if self.sequence_length < 2:
             raise ValueError(f"sequence_length={self.sequence_length} must be at least 2.")
+        for name in ("shuffle_buffer", "max_validation_rows"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1.")
         if not 0 < self.validation_fraction < 1:
             raise ValueError(f"validation_fraction={self.validation_fraction} must lie between 0 and 1.")
 
@@ -93,7 +100,7 @@ def get_tokenizer(data: DataArguments, documents: Dataset | IterableDataset) -> 
     if data.tokenizer is not None:
         tokenizer = AutoTokenizer.from_pretrained(data.tokenizer)
         if tokenizer.eos_token_id is None:
-            raise ValueError(f"tokenizer={data.tokenizer!r} has no end-of-text token, which must separate documents.")
+            raise ValueError(f"tokenizer={data.tokenizer!r} has no end-of-text token, which must end documents.")
         return tokenizer
     texts = (document[data.text_column] for document in islice(documents, 100_000))
     return train_tokenizer(texts, data.tokenizer_vocab_size)
@@ -121,54 +128,14 @@ def _in_pieces(texts: Iterable[str], size: int = 100_000) -> Iterator[str]:
         yield from (text[start : start + size] for start in range(0, len(text), size))
 
 
-def packed_rows(
-    documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, data: DataArguments
-) -> Dataset | IterableDataset:
-    """Rows of exactly `sequence_length` tokens, filled with one document after the other.
+def begin_of(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token every document is read from: the beginning-of-text token, or the end-of-text token where none is.
 
-    `position_ids` start again with each document, so that models keep documents apart; `labels` leave out each first
-    token, which nothing before it belongs to; `continues` says that the row goes on with the document of the row
-    before.
+    lm-eval takes the same one as context of a text's first token, and `generate()` without a prompt starts from it.
     """
-    columns = documents.column_names or list(next(iter(documents)))
-    workers = {} if isinstance(documents, IterableDataset) else {"num_proc": data.preprocessing_workers}
-    size = 100  # documents that fill rows together; the end of each such group is padded
-
-    def tokenize_and_pack(batch: dict[str, list]) -> dict[str, list]:
-        ids = tokenizer(batch[data.text_column], add_special_tokens=False, verbose=False)["input_ids"]
-        return pack([[*document, tokenizer.eos_token_id] for document in ids], data.sequence_length)
-
-    return documents.map(tokenize_and_pack, batched=True, batch_size=size, remove_columns=columns, **workers)
+    return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 
 
-def pack(documents: list[list[int]], length: int) -> dict[str, list]:
-    """Token lists → rows of `length`; the last row is filled up with tokens that count for nothing."""
-    tokens: list[int] = []
-    labels: list[int] = []
-    positions: list[int] = []
-    for document in documents:
-        tokens += document
-        labels += [-100, *document[1:]]
-        positions += range(len(document))
-    missing = -len(tokens) % length
-    if missing:
-        tokens += [tokens[-1]] * missing
-        labels += [-100] * missing
-        positions += range(missing)
-    rows: dict[str, list] = {"input_ids": [], "labels": [], "position_ids": [], "continues": []}
-    for start in range(0, len(tokens), length):
-        end = start + length
-        rows["input_ids"].append(tokens[start:end])
-        rows["labels"].append(labels[start:end])
-        rows["position_ids"].append(_from_row_start(positions[start:end]))
-        rows["continues"].append(positions[start] > 0)
-    return rows
-
-
-def _from_row_start(positions: list[int]) -> list[int]:
-    """A document that goes on from the row before counts from 0 again: models never see the token before."""
-    first = positions[0]
-    if first == 0:
-        return positions
-    until = next((i for i, position in enumerate(positions) if position == 0), len(positions))
-    return [position - first for position in positions[:until]] + positions[until:]
+def token_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """The texts' tokens alone, without special ones."""
+    return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]

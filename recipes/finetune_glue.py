@@ -3,10 +3,11 @@
     python recipes/finetune_glue.py recipes/configs/glue/local.yaml model_name_or_path=FOLDER [key=value ...]
 
 Any model with a sequence-classification head will do, from a checkpoint or from scratch. Writes results.json (all runs
-of the grid, the best of each task, the majority baseline) and results.md to `output_dir`.
+of the grid, the best of each task, the majority baseline), results.md, and the best runs' predictions to `output_dir`.
 """
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,16 @@ from typing import Any
 import numpy as np
 from checks import check_checkpoint, check_labels, check_output, check_vocabulary
 from datasets import Dataset, DatasetDict, load_dataset
-from documents import train_tokenizer
+from documents import token_ids, train_tokenizer
 from scipy.stats import pearsonr, spearmanr
 from settings import read_settings
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
-from training import Trainer, write_figures
+from training import Trainer, say, write_figures, write_lines, write_text
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     DataCollatorWithPadding,
-    EvalPrediction,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainingArguments,
@@ -112,28 +112,29 @@ def check_task(name: str, splits: DatasetDict) -> None:
 
 def tokenized(rows: Dataset, task: Task, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
     """`input_ids` and `labels`; the parts of a pair end with the end-of-text token unless the tokenizer has its own
-    way."""
+    way. Of what is too long, the longer part is cut first."""
 
     def encode(batch: dict[str, list]) -> dict[str, list]:
         labels = [float(label) if task.num_labels == 1 else label for label in batch["label"]]
         texts = [batch[column] for column in task.columns]
         if tokenizer.sep_token_id is not None:
             return {**tokenizer(*texts, truncation=True, max_length=max_length), "labels": labels}
-        end, share = [tokenizer.eos_token_id], max_length // len(texts)
-        parts = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
-        return {
-            "input_ids": [[token for ids in row for token in ids[: share - 1] + end] for row in zip(*parts)],
-            "labels": labels,
-        }
+        parts = zip(*(token_ids(text, tokenizer) for text in texts))
+        fitting = (longest_first(row, max_length - len(texts)) for row in parts)
+        ids = [[token for part in row for token in [*part, tokenizer.eos_token_id]] for row in fitting]
+        return {"input_ids": ids, "labels": labels}
 
     return rows.map(encode, batched=True, remove_columns=rows.column_names)
 
 
-def measure(task: Task, prediction: EvalPrediction) -> dict[str, float]:
-    """The task's measures, in percent."""
-    outputs = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
-    values = outputs[:, 0] if task.num_labels == 1 else outputs.argmax(-1)
-    return measures_of(task, np.asarray(prediction.label_ids), values)
+def longest_first(parts: Sequence[list[int]], length: int) -> list[list[int]]:
+    """One or two parts, together at most `length` tokens, the longer one cut first."""
+    if len(parts) == 1:
+        return [parts[0][:length]]
+    first, second = parts
+    kept = max((length + 1) // 2, length - len(second))
+    first = first[:kept]
+    return [first, second[: length - len(first)]]
 
 
 def measures_of(task: Task, labels: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
@@ -170,7 +171,7 @@ def build(arguments: GlueArguments, task: Task, texts: Dataset) -> tuple[PreTrai
 
 
 def finetune(name: str, arguments: GlueArguments, training: TrainingArguments) -> dict[str, Any]:
-    """One run on one task: measures on each validation split."""
+    """One run on one task: measures and predictions on each validation split."""
     set_seed(training.seed)
     task, splits = TASKS[name], load_task(name, arguments.data_folder)
     check_task(name, splits)
@@ -184,19 +185,22 @@ def finetune(name: str, arguments: GlueArguments, training: TrainingArguments) -
         train_dataset=tokenized(train, task, tokenizer, arguments.max_length),
         data_collator=DataCollatorWithPadding(tokenizer),
         processing_class=tokenizer,
-        compute_metrics=lambda prediction: measure(task, prediction),
     )
     run = trainer.train()
-    measures, baseline = {}, {}
+    measures: dict[str, dict[str, float]] = {}
+    baseline: dict[str, dict[str, float]] = {}
+    predictions: dict[str, list[float]] = {}
     for split in (split for split in task.validation if split in splits):
-        rows = tokenized(splits[split], task, tokenizer, arguments.max_length)
-        found = trainer.evaluate(rows)
-        measures[split] = {measure: round(found[f"eval_{measure}"], 2) for measure in task.measures}
-        labels = np.array(rows["labels"])
+        outputs = trainer.predictions(tokenized(splits[split], task, tokenizer, arguments.max_length))
+        predicted = outputs[:, 0] if task.num_labels == 1 else outputs.argmax(-1)
+        labels = np.array(splits[split]["label"])
         values, counts = np.unique(np.array(train["label"]), return_counts=True)
         guess = np.full(len(labels), values[counts.argmax()])
-        baseline[split] = {measure: round(value, 2) for measure, value in measures_of(task, labels, guess).items()}
-    return {"measures": measures, "majority": baseline, "seconds": round(run.metrics["train_runtime"], 1)}
+        for found, said in ((measures, predicted), (baseline, guess)):
+            found[split] = {name: round(value, 2) for name, value in measures_of(task, labels, said).items()}
+        predictions[split] = predicted.tolist()
+    seconds = round(run.metrics["train_runtime"], 1)
+    return {"measures": measures, "majority": baseline, "seconds": seconds, "predictions": predictions}
 
 
 def glue(arguments: GlueArguments, training: TrainingArguments) -> dict[str, Any]:
@@ -215,11 +219,16 @@ def glue(arguments: GlueArguments, training: TrainingArguments) -> dict[str, Any
             runs.append({"settings": point, **finetune(name, arguments, TrainingArguments(**options))})
         split, first = TASKS[name].validation[0], TASKS[name].measures[0]
         best = max(runs, key=lambda run: run["measures"][split][first])
+        for split, predicted in best["predictions"].items():
+            lines = ({"row": number, "prediction": value} for number, value in enumerate(predicted))
+            write_lines(Path(training.output_dir) / name / f"predictions_{split}.jsonl", lines)
+        for found in runs:
+            del found["predictions"]
         results[name] = {"best": best, "runs": runs}
         write_figures(results, training.output_dir, arguments.results)
     table = table_of(results)
-    (Path(training.output_dir) / "results.md").write_text(table, encoding="utf-8")
-    print(table)
+    write_text(Path(training.output_dir) / "results.md", table)
+    say(table)
     return results
 
 

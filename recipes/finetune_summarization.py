@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 from checks import check_checkpoint, check_output, check_vocabulary
-from datasets import Dataset
+from datasets import Dataset, load_dataset
 from documents import documents_of_files, train_tokenizer
 from rouge_score.rouge_scorer import RougeScorer
 from settings import read_settings
-from training import Trainer, write_figures
+from training import Trainer, say, write_figures, write_lines
 from transformers import (
     AutoConfig,
     AutoModelForSeq2SeqLM,
@@ -44,9 +44,15 @@ class SummarizationTrainer(Trainer, Seq2SeqTrainer):
 class SummarizationArguments:
     """What is summarized by what."""
 
-    train_files: list[str]
-    validation_files: list[str]
+    train_files: list[str] = field(default_factory=list)
+    validation_files: list[str] = field(default_factory=list)
     test_files: list[str] = field(default_factory=list)
+    dataset_name: str | None = field(default=None, metadata={"help": "a data set on the Hub instead of files"})
+    dataset_config: str | None = None
+    dataset_revision: str | None = field(default=None, metadata={"help": "a branch or commit of it"})
+    train_split: str = "train"
+    validation_split: str | None = "validation"
+    test_split: str | None = "test"
     source_column: str = "document"
     target_column: str = "summary"
     references_column: str | None = field(
@@ -71,11 +77,30 @@ class SummarizationArguments:
                 f"give either model_type or model_name_or_path, got model_type={self.model_type!r} and "
                 f"model_name_or_path={self.model_name_or_path!r}."
             )
+        if bool(self.train_files) == (self.dataset_name is not None):
+            raise ValueError(
+                f"give either train_files or dataset_name, got train_files={self.train_files} and "
+                f"dataset_name={self.dataset_name!r}."
+            )
 
 
-def load_rows(arguments: SummarizationArguments, files: list[str], limit: int | None) -> Dataset:
-    """The first `limit` rows of the files, with the columns that the settings name."""
-    rows = documents_of_files(files)
+def load_splits(arguments: SummarizationArguments) -> dict[str, Dataset]:
+    """`train`, and of `validation` and `test` those that the settings name."""
+    splits = {}
+    for name in ("train", "validation", "test"):
+        files, split = getattr(arguments, f"{name}_files"), getattr(arguments, f"{name}_split")
+        limit = arguments.max_train_rows if name == "train" else arguments.max_eval_rows
+        if arguments.dataset_name is None and files:
+            splits[name] = checked(documents_of_files(files), arguments, limit)
+        elif arguments.dataset_name is not None and split is not None:
+            given = {"revision": arguments.dataset_revision, "split": split}
+            rows = load_dataset(arguments.dataset_name, arguments.dataset_config, **given)
+            splits[name] = checked(rows, arguments, limit)
+    return splits
+
+
+def checked(rows: Dataset, arguments: SummarizationArguments, limit: int | None) -> Dataset:
+    """The first `limit` rows, with the columns that the settings name."""
     wanted = [arguments.source_column, arguments.target_column, arguments.references_column]
     missing = {column for column in wanted if column is not None} - set(rows.column_names)
     if missing:
@@ -137,53 +162,55 @@ def build(arguments: SummarizationArguments, rows: Dataset) -> tuple[PreTrainedM
 
 def summaries(trainer: SummarizationTrainer, rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """What the model generates for tokenized rows."""
-    ids = trainer.predict(rows).predictions
+    ids = trainer.predictions(rows)
     ids = np.where(ids < 0, tokenizer.pad_token_id, ids)
     return [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
 
 
+def scored(
+    trainer: SummarizationTrainer, rows: Dataset, arguments: SummarizationArguments, tokenizer: PreTrainedTokenizerBase
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """ROUGE of the model's and of the first sentences, and the predictions."""
+    predictions, wanted = (
+        summaries(trainer, tokenized(rows, arguments, tokenizer), tokenizer),
+        references_of(rows, arguments),
+    )
+    first = [lead(text) for text in rows[arguments.source_column]]
+    figures = {"rows": len(rows), "model": rouge(predictions, wanted), "first_sentence": rouge(first, wanted)}
+    return figures, [{"summary": p, "references": w} for p, w in zip(predictions, wanted, strict=True)]
+
+
 def summarize(arguments: SummarizationArguments, training: Seq2SeqTrainingArguments) -> dict[str, Any]:
-    """Train, generate, measure."""
+    """Train, save, generate, measure."""
     check_output(training.output_dir, arguments.overwrite)
     set_seed(training.seed)
-    train = load_rows(arguments, arguments.train_files, arguments.max_train_rows)
-    held_out = {
-        split: load_rows(arguments, files, arguments.max_eval_rows)
-        for split, files in (("validation", arguments.validation_files), ("test", arguments.test_files))
-        if files
-    }
-    model, tokenizer = build(arguments, train)
+    with training.main_process_first(desc="data"):
+        splits = load_splits(arguments)
+        train = splits.pop("train")
+        model, tokenizer = build(arguments, train)
+        train = tokenized(train, arguments, tokenizer)
     training.predict_with_generate = True
     training.generation_max_length = training.generation_max_length or arguments.max_target_length
     trainer = SummarizationTrainer(
         model=model,
         args=training,
-        train_dataset=tokenized(train, arguments, tokenizer),
+        train_dataset=train,
         data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
         processing_class=tokenizer,
     )
     run = trainer.train()
+    trainer.save_model()
     results: dict[str, Any] = {
         "train_loss": round(run.training_loss, 4),
         "seconds": round(run.metrics["train_runtime"]),
     }
-    output, said = Path(training.output_dir), []
-    for split, rows in held_out.items():
-        predictions, wanted = (
-            summaries(trainer, tokenized(rows, arguments, tokenizer), tokenizer),
-            references_of(rows, arguments),
-        )
-        first = [lead(text) for text in rows[arguments.source_column]]
-        results[split] = {
-            "rows": len(rows),
-            "model": rouge(predictions, wanted),
-            "first_sentence": rouge(first, wanted),
-        }
-        said += [{"split": split, "summary": p, "references": w} for p, w in zip(predictions, wanted)]
-    trainer.save_model()
-    write_figures(results, output, arguments.results)
-    (output / "predictions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in said), encoding="utf-8")
-    print(json.dumps(results, indent=2))
+    said = []
+    for split, rows in splits.items():
+        results[split], lines = scored(trainer, rows, arguments, tokenizer)
+        said += [{"split": split} | line for line in lines]
+    write_figures(results, training.output_dir, arguments.results)
+    write_lines(Path(training.output_dir) / "predictions.jsonl", said)
+    say(json.dumps(results, indent=2))
     return results
 
 

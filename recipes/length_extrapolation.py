@@ -14,19 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from checks import check_checkpoint, check_columns, check_output, check_vocabulary
 from compare import merged
-from documents import DataArguments, documents_of_files
+from documents import DataArguments, begin_of, documents_of_files, token_ids
 from pretrain_clm import ModelArguments, pretrain
+from scoring import loss_at
 from settings import read_settings
 from tqdm import tqdm
-from training import perplexity, write_json
+from training import perplexity, save_figure, say, write_json
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     HfArgumentParser,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainingArguments,
 )
@@ -89,7 +88,7 @@ def rows_of(arguments: ExtrapolationArguments, tokenizer: PreTrainedTokenizerBas
     wanted = arguments.scored_tokens // longest
     documents = []
     for document in documents_of_files(arguments.files):
-        ids = tokenizer(document[arguments.text_column], add_special_tokens=False, verbose=False)["input_ids"]
+        ids = [begin_of(tokenizer), *token_ids([document[arguments.text_column]], tokenizer)[0]]
         documents.append(torch.tensor(ids[: len(ids) // longest * longest], dtype=torch.long).view(-1, longest))
     turns = max((len(rows) for rows in documents), default=0)
     rows = [rows[turn] for turn in range(turns) for rows in documents if turn < len(rows)][:wanted]
@@ -99,20 +98,6 @@ def rows_of(arguments: ExtrapolationArguments, tokenizer: PreTrainedTokenizerBas
             f"{arguments.files} hold {len(rows)}."
         )
     return torch.stack(rows)
-
-
-@torch.inference_mode()
-def loss_at(model: PreTrainedModel, rows: torch.Tensor, length: int, shortest: int) -> float:
-    """Mean loss of the tokens of `rows` that are first in no window of `shortest`, in windows of `length`."""
-    windows = rows.reshape(-1, length)
-    scored = torch.arange(1, length) % shortest != 0
-    total = 0.0
-    for window in windows.split(max(1, rows.shape[1] // length)):  # as many tokens at a time at every length
-        window = window.to(model.device)
-        logits = model(window, use_cache=False).logits[:, :-1].float()
-        losses = F.cross_entropy(logits.transpose(1, 2), window[:, 1:], reduction="none")
-        total += losses[:, scored.to(losses.device)].double().sum().item()
-    return total / (int(scored.sum()) * len(windows))
 
 
 def curve_of(checkpoint: str, arguments: ExtrapolationArguments) -> tuple[list[float], int]:
@@ -160,7 +145,7 @@ def length_extrapolation(arguments: ExtrapolationArguments) -> dict[str, Any]:
     for target in targets:
         write_json(target.with_suffix(".json"), figures)
         plot(figures, target.with_suffix(".png"))
-    print(table(figures))
+    say(table(figures))
     return figures
 
 
@@ -185,8 +170,7 @@ def plot(figures: dict[str, Any], path: Path) -> None:
     axes.set(xscale="log", yscale="log", xlabel="tokens at a time", ylabel="perplexity")
     axes.set_xticks(lengths, [str(length) for length in lengths])
     axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
 
 
 if __name__ == "__main__":

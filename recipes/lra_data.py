@@ -102,7 +102,7 @@ def read_retrieval(folder: Path, length: int) -> DatasetDict:
 def _pairs(file: Path, length: int, written: int) -> Iterator[dict[str, Any]]:
     csv.field_size_limit(100_000_000)
     with open(file, encoding="utf-8", newline="") as lines:
-        for number, fields in enumerate(csv.reader(lines, delimiter="\t"), start=1):
+        for number, fields in enumerate(csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE), start=1):
             if len(fields) != 5:
                 raise ValueError(f"{file}, line {number}: five columns are needed, got {len(fields)}.")
             yield {"input_ids": [byte_ids(text, length) for text in fields[3:]], "label": int(float(fields[0]))}

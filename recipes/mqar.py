@@ -15,7 +15,7 @@ import torch
 from checks import check_output
 from datasets import Dataset
 from settings import read_settings
-from training import Trainer, write_figures
+from training import Trainer, save_figure, say, write_figures
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -149,7 +149,7 @@ def sweep(arguments: RecallArguments, training: TrainingArguments) -> list[dict[
                         break
                 best = max(runs, key=lambda found: found["accuracy"])
                 results.append({"model": name, "length": length, "pairs": pairs, "width": width, **best, "runs": runs})
-                print(results[-1])
+                say(results[-1])
                 figures = {"torch": torch.__version__, "best": results}
                 write_figures(figures, training.output_dir, arguments.results and f"{arguments.results}.json")
     for path in (Path(training.output_dir) / "accuracy.png", arguments.results and f"{arguments.results}.png"):
@@ -172,7 +172,7 @@ def plot(results: list[dict[str, Any]], path: str | Path) -> None:
         panel.set(title=f"length {length}", xlabel="width", xscale="log", ylim=(-0.02, 1.02))
     panels[0].set_ylabel("accuracy")
     panels[-1].legend()
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
 
 
 if __name__ == "__main__":

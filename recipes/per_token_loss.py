@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from checks import check_checkpoint, check_columns, check_output, check_vocabulary
-from documents import documents_of_files
+from documents import begin_of, documents_of_files, token_ids
 from settings import read_settings
-from training import write_json
+from training import save_figure, say, write_json
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
@@ -52,7 +52,7 @@ def rows_of(arguments: PerTokenArguments, tokenizer: PreTrainedTokenizerBase) ->
     documents = documents_of_files(arguments.files)
     check_columns(documents, [arguments.text_column], "text_column")
     for document in documents:
-        ids = tokenizer(document[arguments.text_column], add_special_tokens=False, verbose=False)["input_ids"]
+        ids = [begin_of(tokenizer), *token_ids([document[arguments.text_column]], tokenizer)[0]]
         whole = len(ids) // arguments.sequence_length
         rows += [ids[i * arguments.sequence_length :][: arguments.sequence_length] for i in range(whole)]
     if not rows:
@@ -129,7 +129,7 @@ def per_token_loss(arguments: PerTokenArguments) -> dict[str, Any]:
         write_json(target.with_suffix(".json"), figures)
         plot(figures["models"], target.with_suffix(".png"))
     for name, found in figures["models"].items():
-        print(f"{name}: loss {found['mean_loss']:.3f}, flat from position {found['flat_from_position']}")
+        say(f"{name}: loss {found['mean_loss']:.3f}, flat from position {found['flat_from_position']}")
     return figures
 
 
@@ -141,8 +141,7 @@ def plot(models: dict[str, Any], path: Path) -> None:
         axes.plot(found["positions"], found["loss"], label=name)
     axes.set(xscale="log", xlabel="position in the row", ylabel="loss, nats a token")
     axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
 
 
 if __name__ == "__main__":

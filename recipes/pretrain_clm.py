@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from checks import check_checkpoint, check_output, check_vocabulary
-from datasets import Dataset, IterableDataset
-from documents import DataArguments, get_tokenizer, load_documents, packed_rows
+from datasets import Dataset
+from documents import DataArguments, begin_of, get_tokenizer, load_documents
+from rows import packed_rows, split_rows
 from segments import SegmentTrainer, check_lanes, collate, in_lanes
 from settings import read_settings
 from training import Trainer, checkpoint_to_resume, perplexity, plot_loss, write_json
@@ -67,8 +68,8 @@ def build_model(arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase) -
     if arguments.model_name_or_path is not None:
         model = AutoModelForCausalLM.from_pretrained(arguments.model_name_or_path)
     else:
-        special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-        values = {"vocab_size": len(tokenizer)} | special | arguments.config
+        special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("eos", "pad")}
+        values = {"vocab_size": len(tokenizer), "bos_token_id": begin_of(tokenizer)} | special | arguments.config
         if arguments.preset is None:
             config = AutoConfig.for_model(arguments.model_type, **values)
         else:
@@ -78,20 +79,6 @@ def build_model(arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase) -
         copy_embeddings(model, arguments.embeddings_from)
     check_vocabulary(model, tokenizer)
     return model
-
-
-def split_rows(
-    train: Dataset | IterableDataset, validation: Dataset | IterableDataset | None, fraction: float
-) -> tuple[Dataset | IterableDataset, Dataset | IterableDataset]:
-    """Hold out the last rows where there is no validation text."""
-    if validation is not None:
-        return train, validation
-    if isinstance(train, IterableDataset):
-        raise ValueError("streaming=True needs validation_files or a validation_split.")
-    held_out = max(1, round(len(train) * fraction))
-    if held_out >= len(train):
-        raise ValueError(f"{len(train)} rows are too few to hold some out: lower sequence_length or give more text.")
-    return train.select(range(len(train) - held_out)), train.select(range(len(train) - held_out, len(train)))
 
 
 def pretrain(
@@ -109,12 +96,13 @@ def pretrain(
     if model_arguments.model_name_or_path is not None:
         check_checkpoint(model_arguments.model_name_or_path, "model_name_or_path", AutoModelForCausalLM)
     set_seed(training.seed)
+    seed = training.seed if training.data_seed is None else training.data_seed
     with training.main_process_first(desc="data"):
         texts, validation_texts = documents or load_documents(data)
         tokenizer = get_tokenizer(data, texts)
-        train = packed_rows(texts, tokenizer, data)
+        train = packed_rows(texts, tokenizer, data, seed)
         validation = None if validation_texts is None else packed_rows(validation_texts, tokenizer, data)
-    train, validation = split_rows(train, validation, data.validation_fraction)
+    train, validation = split_rows(train, validation, data)
     trainer_class, collator = Trainer, default_data_collator
     if model_arguments.carry_segments:
         check_lanes(train, training)
@@ -133,9 +121,11 @@ def pretrain(
         data_collator=collator,
     )
     run = trainer.train(resume_from_checkpoint=checkpoint_to_resume(model_arguments.resume, training.output_dir))
-    validation_loss = trainer.evaluate()["eval_loss"]
     model.config.use_cache = True
     trainer.save_model()
+    trainer.accelerator.wait_for_everyone()  # any process may load what the first one saves
+    model.config.use_cache = False
+    validation_loss = trainer.evaluate()["eval_loss"]
     tokens_per_step = data.sequence_length * training.train_batch_size * training.gradient_accumulation_steps
     tokens_per_step *= training.world_size
     results = {

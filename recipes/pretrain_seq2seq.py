@@ -7,7 +7,9 @@ be summarized with (finetune_summarization.py) and its encoder classified with (
 `model_name_or_path=FOLDER`.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from checks import check_checkpoint, check_output, check_vocabulary
 from datasets import Dataset, IterableDataset
 from documents import DataArguments, get_tokenizer, load_documents
-from pretrain_clm import split_rows
+from rows import RowStream, cut_rows, split_rows
 from settings import read_settings
 from span_corruption import NewMasksEachEpoch, SpanCorruption, sentinels_of, text_length
 from training import Trainer, checkpoint_to_resume, perplexity, plot_loss, write_figures, write_json
@@ -31,7 +33,7 @@ from transformers import (
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
 
-SHORTEST_ROW = 8  # tokens; what is left of the documents at the end of a group may be shorter, and is dropped
+SHORTEST_ROW = 8  # tokens; what is left at the end of all documents may be shorter, and is dropped
 
 
 @dataclass
@@ -70,20 +72,28 @@ def with_sentinels(tokenizer: PreTrainedTokenizerBase, trained_here: bool) -> Pr
     return tokenizer
 
 
+def chunks(documents: Iterable[list[int]], length: int, end: int) -> Iterator[dict[str, list[int]]]:
+    """`input_ids` of `length` tokens of documents laid end to end; a last row below SHORTEST_ROW is dropped."""
+    held: list[int] = []
+    for document in documents:
+        held += [*document, end]
+        full = len(held) // length * length
+        yield from ({"input_ids": held[start : start + length]} for start in range(0, full, length))
+        held = held[full:]
+    if len(held) >= SHORTEST_ROW:
+        yield {"input_ids": held}
+
+
 def token_rows(
-    documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, data: DataArguments, length: int
-) -> Dataset | IterableDataset:
-    """`input_ids` of at most `length` tokens of documents laid end to end, and `row`, the row's number."""
-    columns = documents.column_names or list(next(iter(documents)))
-
-    def cut(batch: dict[str, list]) -> dict[str, list]:
-        ids = tokenizer(batch[data.text_column], add_special_tokens=False, verbose=False)["input_ids"]
-        tokens = [token for document in ids for token in [*document, tokenizer.eos_token_id]]
-        rows = [tokens[start : start + length] for start in range(0, len(tokens), length)]
-        return {"input_ids": [row for row in rows if len(row) >= SHORTEST_ROW]}
-
-    rows = documents.map(cut, batched=True, batch_size=100, remove_columns=columns)
-    return rows.map(lambda row, number: row | {"row": number}, with_indices=True)
+    documents: Dataset | IterableDataset,
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataArguments,
+    length: int,
+    seed: int | None = None,
+) -> Dataset | RowStream:
+    """The rows of `chunks`, with their number in the column `row`."""
+    rows = cut_rows(documents, tokenizer, data, partial(chunks, length=length, end=tokenizer.eos_token_id), seed)
+    return rows.add_column("row", list(range(len(rows)))) if isinstance(rows, Dataset) else rows
 
 
 def build_model(arguments: SpanArguments, tokenizer: PreTrainedTokenizerBase, target_length: int) -> PreTrainedModel:
@@ -116,13 +126,14 @@ def pretrain(arguments: SpanArguments, data: DataArguments, training: TrainingAr
     set_seed(training.seed)
     noise = (arguments.noise_density, arguments.mean_span_length)
     length, target_length = text_length(data.sequence_length, *noise)
+    seed = training.seed if training.data_seed is None else training.data_seed
     with training.main_process_first(desc="data"):
         texts, validation_texts = load_documents(data)
         tokenizer = with_sentinels(get_tokenizer(data, texts), data.tokenizer is None)
-        train = token_rows(texts, tokenizer, data, length)
+        train = token_rows(texts, tokenizer, data, length, seed)
         held_out = None if validation_texts is None else token_rows(validation_texts, tokenizer, data, length)
     model = build_model(arguments, tokenizer, target_length)
-    train, held_out = split_rows(train, held_out, data.validation_fraction)
+    train, held_out = split_rows(train, held_out, data)
     collator = SpanCorruption(tokenizer, length, *noise, seed=training.seed)
     training.remove_unused_columns = False  # the collator reads the row's number
     trainer = Trainer(
@@ -135,8 +146,9 @@ def pretrain(arguments: SpanArguments, data: DataArguments, training: TrainingAr
         callbacks=[NewMasksEachEpoch(collator)],
     )
     run = trainer.train(resume_from_checkpoint=checkpoint_to_resume(arguments.resume, training.output_dir))
-    validation_loss = trainer.evaluate()["eval_loss"]
     trainer.save_model()
+    trainer.accelerator.wait_for_everyone()  # any process may load what the first one saves
+    validation_loss = trainer.evaluate()["eval_loss"]
     rows_per_step = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
     results = {
         "model_type": model.config.model_type,

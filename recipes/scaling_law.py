@@ -19,7 +19,7 @@ from compare import merged
 from documents import DataArguments
 from pretrain_clm import ModelArguments, pretrain
 from settings import read_settings
-from training import write_json
+from training import save_figure, say, write_json
 from transformers import HfArgumentParser, TrainingArguments
 
 # (N / N_c)^-alpha of arXiv 2110.02402 on OpenWebText2, nats a token
@@ -101,7 +101,7 @@ def scaling_law(arguments: ScalingArguments) -> dict[str, Any]:
         for target in targets:
             write_json(target.with_suffix(".json"), figures)
             plot(figures["families"], target.with_suffix(".png"))
-    print(table(figures["families"]))
+    say(table(figures["families"]))
     return figures
 
 
@@ -125,8 +125,7 @@ def plot(families: dict[str, Any], path: Path) -> None:
         axes.plot(ends, line, linestyle="--", linewidth=1, color="0.5", label=label, alpha=1 - 0.4 * number)
     axes.set(xscale="log", yscale="log", xlabel="parameters beside embeddings", ylabel="validation loss, nats a token")
     axes.legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
 
 
 def table(families: dict[str, Any]) -> str:

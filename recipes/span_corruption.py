@@ -90,7 +90,8 @@ class SpanCorruption:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, length: int, density: float = 0.15, mean_span: float = 3.0, seed=0
     ):
-        self.pad, self.end, self.seed, self.epoch = tokenizer.pad_token_id, tokenizer.eos_token_id, seed, 0
+        self.pad, self.end, self.seed = tokenizer.pad_token_id, tokenizer.eos_token_id, seed
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # workers that live on have to see it change
         self.density, self.mean_span, self.sentinels = density, mean_span, sentinels_of(tokenizer)
         spans = noise_of(length, density, mean_span)[1]
         if spans > len(self.sentinels):
@@ -98,6 +99,14 @@ class SpanCorruption:
                 f"rows of {length} tokens have {spans} spans, but the tokenizer knows {len(self.sentinels)} sentinels "
                 "(<extra_id_0>, <extra_id_1>, ...)."
             )
+
+    @property
+    def epoch(self) -> int:
+        return int(self._epoch)
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._epoch.fill_(epoch)
 
     def corrupted(self, row: dict[str, Any]) -> dict[str, list[int]]:
         """One row of `input_ids` and `row`, its number."""

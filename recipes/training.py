@@ -3,11 +3,14 @@
 import json
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
+from datasets import Dataset
 
 from hf_hybrid_ssm.optim import parameter_groups
 from hf_hybrid_ssm.resuming import damage, newest_whole_checkpoint
@@ -26,6 +29,21 @@ class Trainer(transformers.Trainer):
             self.optimizer = optimizer_class(groups, **options)
         return self.optimizer
 
+    def predictions(self, rows: Dataset) -> np.ndarray:
+        """What the model predicts for each row, in their order.
+
+        Neither grouped by length, as evaluation is where training is, nor with the rows that several processes repeat
+        to fill their last batch.
+        """
+        self.args.train_sampling_strategy = "sequential"
+        found = self.predict(rows).predictions
+        return (found[0] if isinstance(found, tuple) else found)[: len(rows)]
+
+
+def is_first_process() -> bool:
+    """Whether this process is the one that writes; the launchers number theirs."""
+    return os.environ.get("RANK", "0") == "0"
+
 
 def checkpoint_to_resume(resume: str | None, output_dir: str) -> str | None:
     """The folder to go on from: `resume` itself, or with "auto" the newest whole one in `output_dir`, if any."""
@@ -36,14 +54,38 @@ def checkpoint_to_resume(resume: str | None, output_dir: str) -> str | None:
     return resume
 
 
+def write_text(path: str | Path, text: str) -> None:
+    """Of several processes, only the first writes."""
+    if is_first_process():
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(text, encoding="utf-8")
+
+
 def write_json(path: str | Path, content: Any) -> None:
     """Where the data folders lie is this machine's affair: in figures they keep their variables' names."""
     text = json.dumps(content, indent=2) + "\n"
     for name in DATA_FOLDERS:
         if folder := os.environ.get(name):
             text = text.replace(json.dumps(folder)[1:-1], f"${name}")
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(text, encoding="utf-8")
+    write_text(path, text)
+
+
+def write_lines(path: str | Path, rows: Iterable[Any]) -> None:
+    """JSON, one a line."""
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def save_figure(figure: Any, path: str | Path) -> None:
+    """As `write_text` does."""
+    if is_first_process():
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150)
+
+
+def say(text: Any) -> None:
+    """Print, once for all processes."""
+    if is_first_process():
+        print(text)
 
 
 def write_figures(figures: Any, output_dir: str | Path, results: str | Path | None) -> None:
@@ -70,4 +112,4 @@ def plot_loss(history: list[dict[str, float]], path: str | Path, levels: dict[st
         axes.axhline(level, label=label, linestyle="--", linewidth=1, color=f"C{number + 2}")
     axes.set(xlabel="step", ylabel="cross-entropy, nats a token")
     axes.legend()
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)

@@ -72,6 +72,13 @@ CONFIGURATIONS = sorted((ROOT / "recipes/configs").rglob("*.yaml"))
 OF_RECIPES = [path for path in CONFIGURATIONS if path.parent.name != "accelerate"]  # these: test_distributed.py
 
 
+@pytest.mark.parametrize("config", CONFIGURATIONS, ids=lambda path: path.stem)
+def test_figures_that_configurations_name_are_there(config):
+    """What was measured by a configuration is committed, and what was not is not named."""
+    for named in re.findall(r"^results: (benchmarks/\S+)", config.read_text(encoding="utf-8"), re.MULTILINE):
+        assert (ROOT / named).is_file() or (ROOT / f"{named}.json").is_file(), named
+
+
 @pytest.mark.parametrize("config", OF_RECIPES, ids=lambda path: path.stem)
 def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
     """Settings are known to the recipe of their folder, and model fields to their configuration."""

@@ -4,9 +4,7 @@ accelerate makes no FSDP run of one on CPUs, it takes DDP; so FSDP2 is driven di
 """
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,20 +15,11 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from safetensors.torch import load_file
 
+from tests.recipes.launching import LAUNCHER, RECIPES, launched
 from tests.recipes.sharded_training import FAMILIES, train
 
-RECIPE = Path(__file__).parents[2] / "recipes/pretrain_clm.py"
-
-
-PRESETS = RECIPE.parent / "configs/accelerate"
-LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-
-
-def launched(command):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return run.stdout
+RECIPE = RECIPES / "pretrain_clm.py"
+PRESETS = RECIPES / "configs/accelerate"
 
 
 def test_two_processes(tmp_path):

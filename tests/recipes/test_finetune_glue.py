@@ -5,7 +5,11 @@ import random
 
 import numpy as np
 import pytest
-from finetune_glue import TASKS, GlueArguments, finetune, glue, load_task, measures_of
+from datasets import Dataset
+from documents import train_tokenizer
+from finetune_glue import TASKS, GlueArguments, finetune, glue, load_task, longest_first, measures_of, tokenized
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import TrainingArguments
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
@@ -48,6 +52,40 @@ def test_every_task_runs_to_the_table(data, tmp_path):
     table = (tmp_path / "results.md").read_text()
     assert "| mnli matched | accuracy |" in table and "| stsb | pearson / spearman |" in table
     assert results["rte"]["best"]["majority"]["validation"]["accuracy"] >= 50
+
+
+@pytest.mark.parametrize("strategy", ["random", "group_by_length"])
+def test_predictions_are_saved_row_by_row(data, tmp_path, strategy):
+    arguments = GlueArguments(["rte"], str(data), model_type="longhorn", config=TINY, max_train_rows=32)
+    result = glue(arguments, training(tmp_path, train_sampling_strategy=strategy))["rte"]["best"]
+    lines = (tmp_path / "rte/predictions_validation.jsonl").read_text().splitlines()
+    said = [json.loads(line) for line in lines]
+    assert [each["row"] for each in said] == list(range(320)) and "predictions" not in result
+    labels = load_task("rte", str(data))["validation"]["label"]
+    accuracy = 100 * np.mean([each["prediction"] == label for each, label in zip(said, labels)])
+    assert result["measures"]["validation"]["accuracy"] == pytest.approx(accuracy, abs=0.01)
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=2), st.integers(1, 30))
+def test_the_longer_text_is_cut_first(sizes, length):
+    parts = [list(range(size)) for size in sizes]
+    found = longest_first(parts, length)
+    assert sum(map(len, found)) == min(sum(sizes), length)
+    assert all(cut == part[: len(cut)] for cut, part in zip(found, parts))
+    short, long = sorted(zip(map(len, found), sizes), key=lambda pair: pair[1])[0], max(map(len, found))
+    assert short[0] == short[1] or long - short[0] <= 1  # the shorter one is whole, or both are as long
+
+
+def test_pairs_that_fit_are_whole():
+    rows = Dataset.from_dict({"sentence1": ["a" * 40], "sentence2": ["b" * 10], "label": [1]})
+    tokenizer = train_tokenizer(["something else"], 257)
+    (ids,) = tokenized(rows, TASKS["rte"], tokenizer, 52)["input_ids"]
+    end = tokenizer.eos_token
+    assert tokenizer.decode(ids) == "a" * 40 + end + "b" * 10 + end
+    (ids,) = tokenized(rows, TASKS["rte"], tokenizer, 42)["input_ids"]
+    assert len(ids) == 42 and tokenizer.decode(ids).endswith(
+        "a" + tokenizer.eos_token + "b" * 10 + tokenizer.eos_token
+    )
 
 
 def test_learns_and_the_grid_keeps_the_best(data, tmp_path):

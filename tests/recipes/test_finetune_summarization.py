@@ -2,7 +2,9 @@
 
 import json
 
+import finetune_summarization
 import pytest
+from documents import documents_of_files
 from finetune_summarization import SummarizationArguments, lead, rouge, summarize
 from transformers import Seq2SeqTrainingArguments
 
@@ -46,6 +48,40 @@ def test_memorises_what_it_is_shown(settings, tmp_path):
     assert summarize(again, training)["validation"]["model"]["rougeL"] > 90
 
 
+def test_from_the_hub_as_from_files(settings, tmp_path, monkeypatch):
+    asked = []
+
+    def load(name, config, *, revision, split):
+        asked.append((name, config, revision, split))
+        return documents_of_files(settings["train_files"])
+
+    monkeypatch.setattr(finetune_summarization, "load_dataset", load)
+    named = {"dataset_name": "some/data", "dataset_config": "plain", "model_type": "spade_seq2seq"}
+    arguments = SummarizationArguments(**named, test_split=None, max_train_rows=2, max_eval_rows=3)
+    splits = finetune_summarization.load_splits(arguments)
+    assert asked == [("some/data", "plain", None, "train"), ("some/data", "plain", None, "validation")]
+    assert {name: len(rows) for name, rows in splits.items()} == {"train": 2, "validation": 3}
+    files = SummarizationArguments(**settings, model_type="spade_seq2seq")
+    assert {name: len(rows) for name, rows in finetune_summarization.load_splits(files).items()} == {
+        "train": 4,
+        "validation": 4,
+    }
+
+
+def test_saves_before_it_generates(settings, tmp_path, monkeypatch):
+    """What goes wrong in the evaluation does not cost the training."""
+
+    def fail(*arguments):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(finetune_summarization, "scored", fail)
+    arguments = SummarizationArguments(**settings, model_type="spade_seq2seq", config=TINY, tokenizer_vocab_size=300)
+    options = {"max_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True}
+    with pytest.raises(RuntimeError, match="out of memory"):
+        summarize(arguments, Seq2SeqTrainingArguments(str(tmp_path / "run"), **options))
+    assert (tmp_path / "run/model.safetensors").is_file()
+
+
 def test_the_best_of_several_references_counts():
     assert rouge(["a cat sat"], [["dogs run", "a cat sat"]]) == {"rouge1": 100.0, "rouge2": 100.0, "rougeL": 100.0}
     assert rouge(["a cat"], [["a dog"]])["rouge1"] == 50.0
@@ -55,6 +91,8 @@ def test_the_best_of_several_references_counts():
 def test_bad_settings(settings):
     with pytest.raises(ValueError, match="either model_type or model_name_or_path"):
         SummarizationArguments(**settings)
+    with pytest.raises(ValueError, match="either train_files or dataset_name"):
+        SummarizationArguments(**settings, dataset_name="some/data", model_type="spade_seq2seq")
     arguments = SummarizationArguments(**settings, model_type="spade_seq2seq", source_column="text")
     with pytest.raises(ValueError, match=r"columns \['text'\]"):
         summarize(arguments, Seq2SeqTrainingArguments("unused", report_to="none", use_cpu=True))

@@ -125,6 +125,15 @@ def test_readers(archive):
         assert all(row["label"] == row["input_ids"][0] % 2 for row in rows)
 
 
+def test_quotes_are_text(tmp_path):
+    """As in the arena's own pipeline: a text that starts with a quote swallows no row after it."""
+    for split in ("train", "eval", "test"):
+        rows = ["1.0\t1\t2\t\"b'first\tsecond\n", '0.0\t3\t4\tthird\t"fourth"\n', "1.0\t5\t6\tx\ty\n"]
+        (tmp_path / f"new_aan_pairs.{split}.tsv").write_text("".join(rows), encoding="utf-8")
+    found = [list(map(bytes, pair)) for pair in load_task("retrieval", tmp_path)["test"]["input_ids"]]
+    assert found == [[b"\"b'first", b"second"], [b"third", b'"fourth"'], [b"x", b"y"]]
+
+
 def test_collating_pairs():
     rows = [{"input_ids": [[5, 6, 7], [8]], "label": 1}, {"input_ids": [[9], [10, 11]], "label": 0}]
     batch = collate(rows, paired=True)
@@ -162,6 +171,27 @@ def test_learns_what_can_be_learnt(archive, tmp_path):
     arguments = ArenaArguments("text", str(archive), "spade", "spade-lra-text-window", SPADE | {"dropout": 0.0})
     results = arena(arguments, training(tmp_path, max_steps=40, learning_rate=1e-2))
     assert results["test"]["accuracy"] == 100 and results["test"]["commonest_class"] == 50
+
+
+def test_the_best_on_validation_is_scored(archive, tmp_path):
+    """A rate that ruins the weights in the end: what is reported are those of the best evaluation."""
+    arguments = ArenaArguments("text", str(archive), "spade", "spade-lra-text-window", SPADE | {"dropout": 0.0})
+    options = {
+        "max_steps": 60,
+        "eval_strategy": "steps",
+        "eval_steps": 10,
+        "save_total_limit": 1,
+        "save_strategy": "no",
+    }
+    results = arena(arguments, training(tmp_path, learning_rate=1e-2, **options))
+    history = json.loads((tmp_path / "history.json").read_text())
+    found = {entry["step"]: entry["eval_accuracy"] for entry in history if "eval_accuracy" in entry}
+    on_the_way = {step: value for step, value in found.items() if step % 10 == 0}
+    assert results["scored_step"] == max(on_the_way, key=on_the_way.get) < results["steps"] == 60
+    assert results["validation"]["accuracy"] == max(on_the_way.values())
+    saved = load_file(tmp_path / f"checkpoint-{results['scored_step']}/model.safetensors")
+    scored = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(saved[key], scored[key]) for key in saved)
 
 
 def test_resumes_bit_for_bit(archive, tmp_path):

@@ -5,10 +5,11 @@ import json
 import pytest
 import torch
 from documents import DataArguments
-from evaluate_lm import EvaluationArguments, evaluate, sliding_loss, token_losses
+from evaluate_lm import EvaluationArguments, evaluate
 from ngrams import bigram_loss, unigram_loss
 from pretrain_clm import ModelArguments, build_model, pretrain
 from safetensors.torch import load_file
+from scoring import sliding_loss, token_losses
 from standard_text import standard_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
@@ -64,6 +65,26 @@ def test_trains_resumes_and_evaluates(texts, tmp_path):
     assert (tmp_path / "whole/extrapolation.png").exists()
 
 
+def test_streams_and_resumes(texts, tmp_path):
+    """Shuffled, over more than a pass; a resumed run goes on with the rows that an uninterrupted one reads."""
+
+    def streamed(name, **options):
+        model, data, training = settings(texts, tmp_path / name, max_steps=8, save_steps=4, **options)
+        data.streaming, data.sequence_length, data.max_validation_rows = True, 512, 2
+        data.shuffle_buffer = 8
+        return model, data, training
+
+    whole = pretrain(*streamed("whole"))
+    (tmp_path / "resumed").mkdir()
+    (tmp_path / "whole/checkpoint-4").rename(tmp_path / "resumed/checkpoint-4")
+    resumed = pretrain(*streamed("resumed", resume="auto"))
+    assert resumed["validation_loss"] == whole["validation_loss"]
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "resumed"))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    other = pretrain(*streamed("other order", data_seed=1))
+    assert other["train_loss"] != whole["train_loss"]
+
+
 def test_starts_with_the_embeddings_of_another_model(texts, tmp_path):
     pretrain(*settings(texts, tmp_path / "first", max_steps=1, save_strategy="no"))
     first = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
@@ -86,9 +107,12 @@ def test_sliding_window_scores_each_token_once(texts, tmp_path):
     pretrain(*settings(texts, tmp_path, max_steps=1, save_strategy="no"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     tokens = torch.randint(0, 300, (50,))
-    assert sliding_loss(model, tokens, 50, 25) == pytest.approx(token_losses(model, tokens).mean().item(), rel=1e-5)
+    assert sliding_loss(model, [tokens], 50, 25) == pytest.approx(token_losses(model, tokens).mean().item(), rel=1e-5)
     short = [token_losses(model, tokens[:12]), token_losses(model, tokens[8:20])[-8:]]
-    assert sliding_loss(model, tokens[:20], 12, 8) == pytest.approx(torch.cat(short).mean().item(), rel=1e-5)
+    assert sliding_loss(model, [tokens[:20]], 12, 8) == pytest.approx(torch.cat(short).mean().item(), rel=1e-5)
+    short += [token_losses(model, tokens[20:26])]  # a second document begins afresh
+    found = sliding_loss(model, [tokens[:20], tokens[20:26]], 12, 8)
+    assert found == pytest.approx(torch.cat(short).mean().item(), rel=1e-5)
 
 
 def test_bad_input(texts, tmp_path):
@@ -96,6 +120,8 @@ def test_bad_input(texts, tmp_path):
         ModelArguments()
     with pytest.raises(ValueError, match="stride"):
         EvaluationArguments("m", ["f"], length=8, stride=8)
+    with pytest.raises(ValueError, match=r"factors=\[1, 3, 5\]"):
+        EvaluationArguments("m", ["f"], factors=[5, 1, 3])
     pretrain(*settings(texts, tmp_path, max_steps=1, save_strategy="no"))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match="vocab_size=10"):

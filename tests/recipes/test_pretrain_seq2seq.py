@@ -85,7 +85,15 @@ def test_collator():
         assert joined(inputs[:real], labels, sentinels_of(tokenizer), tokenizer.eos_token_id) == row["input_ids"]
     assert torch.equal(collator(rows[::-1])["labels"][1], batch["labels"][0])  # whatever the order
     collator.epoch = 1
-    assert collator(rows)["labels"].tolist() != batch["labels"].tolist()
+    later = collator(rows)["labels"].tolist()
+    assert later != batch["labels"].tolist()
+    # a worker that lives from epoch to epoch masks as the process that counts them
+    loader = torch.utils.data.DataLoader(
+        rows, batch_size=2, num_workers=1, collate_fn=collator, persistent_workers=True
+    )
+    for epoch, expected in ((0, batch["labels"].tolist()), (1, later)):
+        collator.epoch = epoch
+        assert [found["labels"].tolist() for found in loader] == [expected]
     with pytest.raises(ValueError, match="100 sentinels"):
         SpanCorruption(tokenizer, 4000)
 
@@ -146,6 +154,16 @@ def test_resumes_bit_for_bit_and_the_encoder_classifies(texts, tmp_path, monkeyp
     training = TrainingArguments(str(tmp_path / "glue-out"), max_steps=2, save_strategy="no", report_to="none")
     found = glue(GlueArguments(["sst2"], str(tmp_path / "glue"), str(tmp_path / "whole")), training)
     assert 0 <= found["sst2"]["best"]["measures"]["validation"]["accuracy"] <= 100
+
+
+def test_streams(texts, tmp_path):
+    """New masks in each pass over the text, the same ones in each evaluation."""
+    model, data, training = arguments(texts, tmp_path, streaming=True, validation_files=[texts])
+    data.shuffle_buffer, training.eval_strategy, training.eval_steps = 8, "steps", 8
+    results = pretrain(model, data, training)
+    history = json.loads((tmp_path / "history.json").read_text())
+    evaluated = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
+    assert len(evaluated) == 2 and evaluated[0] == evaluated[1] == results["validation_loss"]
 
 
 def test_bad_input(texts, tmp_path):

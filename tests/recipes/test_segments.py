@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 from datasets import Dataset
-from documents import DataArguments, pack
+from documents import DataArguments
 from pretrain_clm import ModelArguments, pretrain
+from rows import pack
 from segments import collate, in_lanes
 from transformers import DynamicCache, TrainingArguments
 
@@ -21,14 +22,14 @@ TINY = {
 
 
 def test_lanes_hold_consecutive_rows():
-    documents = [[1] * 7, [2] * 9, [3] * 8]
-    rows = in_lanes(Dataset.from_dict(pack(documents, 4)), lanes=2)
-    assert [row["input_ids"][0] for row in rows] == [1, 2, 1, 3, 2, 3]  # lane 0: rows 0 1 2; lane 1: rows 3 4 5
+    documents = [[1] * 6, [2] * 8, [3] * 7]
+    rows = in_lanes(Dataset.from_list(list(pack(documents, 4, 0, 9))), lanes=2)
+    assert [row["input_ids"][1] for row in rows] == [1, 2, 1, 3, 2, 3]  # lane 0: rows 0 1 2; lane 1: rows 3 4 5
     assert rows["begins"] == [1, 1, 0, 1, 0, 0]  # row 4 is where document 3 begins
     batch = collate([rows[2], rows[3]])
     assert batch["seq_idx"].tolist() == [[0, 0, 0, 1], [0, 0, 0, 0]] and "position_ids" not in batch
     with pytest.raises(ValueError, match="6 rows cannot fill a batch of 7"):
-        in_lanes(Dataset.from_dict(pack(documents, 4)), lanes=7)
+        in_lanes(Dataset.from_list(list(pack(documents, 4, 0, 9))), lanes=7)
 
 
 def test_segments_in_lanes_equal_whole_documents():
@@ -36,7 +37,10 @@ def test_segments_in_lanes_equal_whole_documents():
     torch.manual_seed(0)
     model = BstForCausalLM(BstConfig(vocab_size=20, eos_token_id=None, **TINY)).double().eval()
     documents = [torch.randint(0, 20, (size,)).tolist() for size in (19, 11, 30, 20)]
-    rows, cache, found = in_lanes(Dataset.from_dict(pack(documents, 8)), lanes=2), None, [[], []]
+    texts = [document[1:] for document in documents]
+    for document in documents:
+        document[0] = 7  # the beginning
+    rows, cache, found = in_lanes(Dataset.from_list(list(pack(texts, 8, 7, 0))), lanes=2), None, [[], []]
     for step in range(len(rows) // 2):
         batch = collate([rows[2 * step], rows[2 * step + 1]])
         if cache is not None:
