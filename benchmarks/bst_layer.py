@@ -15,13 +15,13 @@ from transformers import DynamicCache
 from hf_hybrid_ssm import BstConfig, BstForCausalLM
 from hf_hybrid_ssm.models.bst.modeling_bst import BstAttention, BstModel
 
-SHAPE = {"hidden_size": 512, "num_attention_heads": 16, "head_dim": 32, "window_size": 128, "ssm_state_size": 16}
+SHAPE = {"hidden_size": 512, "num_attention_heads": 16, "head_dim": 32, "sliding_window": 128, "ssm_state_size": 16}
 LAYERS = {
     "SH": {"block_types": ["bst"], "context_variant": "sh"},
     "MH": {"block_types": ["bst"], "context_variant": "mh"},
     "MF": {"block_types": ["bst"], "context_variant": "mf"},
-    "Slide": {"block_types": ["slide"]},
-    "Block-Recurrent": {"block_types": ["brect"]},
+    "Slide": {"block_types": ["sliding_attention"]},
+    "Block-Recurrent": {"block_types": ["block_recurrent"]},
 }
 
 

@@ -47,11 +47,11 @@ def training() -> Figure:
     return figure
 
 
-FIGURES = {"by_length": by_length, "training": training}
+METRICS = {"by_length": by_length, "training": training}
 
 
 def main() -> None:
-    for name, draw in FIGURES.items():
+    for name, draw in METRICS.items():
         draw().savefig(RESULTS / f"{name}.png", dpi=120, metadata={"Software": None})
 
 

@@ -18,7 +18,7 @@ SHAPE = {
     "intermediate_size": 3072,
     "num_attention_heads": 12,
     "num_hidden_layers": 4,
-    "local_radius": 128,
+    "sliding_window": 129,
     "dropout": 0.0,
     "embedding_dropout": 0.0,
     "attention_dropout": 0.0,
@@ -67,7 +67,7 @@ def main() -> None:
     torch.set_num_threads(1)  # two threads wait for each other wherever anything else runs
     length, piece, rounds = (512, 128, 3) if arguments.quick else (1024, 256, 5)
     depth = {"num_hidden_layers": 2} if arguments.quick else {}
-    with_s4, without = build(**depth), build(**depth, global_layers=[])
+    with_s4, without = build(**depth), build(**depth, ssm_layers=[])
     lengths = [length]
     share = {}
     for size in lengths:

@@ -22,9 +22,9 @@ import hf_hybrid_ssm  # noqa: F401 - registers the families
 SIZES = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "bos_token_id": 0, "eos_token_id": 0}
 FAMILIES = {
     "longhorn": {},
-    "spade": {"num_attention_heads": 4, "intermediate_size": 128, "local_radius": 63},
-    "bst": {"num_attention_heads": 4, "head_dim": 16, "intermediate_size": 128, "window_size": 64}
-    | {"bst_layer_indices": [1], "embedding_init_std": 0.1},
+    "spade": {"num_attention_heads": 4, "intermediate_size": 128, "sliding_window": 64},
+    "bst": {"num_attention_heads": 4, "head_dim": 16, "intermediate_size": 128, "sliding_window": 64}
+    | {"ssm_layers": [1], "initializer_range": 0.1},
     "lmu_isa": {"lmu_order": 32, "lmu_theta": 64.0, "post_intermediate_size": 128, "num_attention_heads": 4},
 }
 

@@ -36,7 +36,7 @@ SYMBOLS = {"listops": 18}  # of the others: 256
 
 
 @dataclass
-class ArenaArguments:
+class LraArguments:
     """Which model learns which task."""
 
     task: str
@@ -58,7 +58,7 @@ class ArenaArguments:
             raise ValueError(f"model_type={self.model_type!r} is not known to transformers or this package.")
 
 
-def build(arguments: ArenaArguments) -> PreTrainedModel:
+def build(arguments: LraArguments) -> PreTrainedModel:
     """The classifier.
 
     Raises:
@@ -93,7 +93,7 @@ def select_by_validation(training: TrainingArguments) -> None:
         training.metric_for_best_model, training.greater_is_better = "accuracy", True
 
 
-def arena(arguments: ArenaArguments, training: TrainingArguments) -> dict[str, Any]:
+def arena(arguments: LraArguments, training: TrainingArguments) -> dict[str, Any]:
     """Train and score; returns what is written to results.json."""
     check_output(training.output_dir, arguments.overwrite, arguments.resume)
     select_by_validation(training)
@@ -143,4 +143,4 @@ def arena(arguments: ArenaArguments, training: TrainingArguments) -> dict[str, A
 
 
 if __name__ == "__main__":
-    arena(*read_settings("lra.py", (ArenaArguments, TrainingArguments)))
+    arena(*read_settings("lra.py", (LraArguments, TrainingArguments)))

@@ -30,7 +30,7 @@ import hf_hybrid_ssm  # noqa: F401 - registers the families
 
 
 @dataclass
-class RecallArguments:
+class MqarArguments:
     """The sweep; the defaults are the benchmark's."""
 
     models: dict[str, dict[str, Any]] = field(
@@ -126,7 +126,7 @@ def run(fields: dict[str, Any], width: int, data: tuple[Dataset, Dataset], train
     }
 
 
-def sweep(arguments: RecallArguments, training: TrainingArguments) -> list[dict[str, Any]]:
+def sweep(arguments: MqarArguments, training: TrainingArguments) -> list[dict[str, Any]]:
     """The best learning rate of every model, length and width."""
     check_output(training.output_dir, arguments.overwrite)
     results = []
@@ -176,4 +176,4 @@ def plot(results: list[dict[str, Any]], path: str | Path) -> None:
 
 
 if __name__ == "__main__":
-    sweep(*read_settings("mqar.py", (RecallArguments, TrainingArguments)))
+    sweep(*read_settings("mqar.py", (MqarArguments, TrainingArguments)))

@@ -14,7 +14,7 @@ import torch
 from checks import check_checkpoint, check_output, check_vocabulary
 from datasets import Dataset
 from documents import DataArguments, begin_of, get_tokenizer, load_documents
-from rows import packed_rows, split_rows
+from rows import resolve_packing, split_rows
 from segments import SegmentTrainer, check_lanes, collate, in_lanes
 from settings import read_settings
 from training import Trainer, checkpoint_to_resume, perplexity, plot_loss, write_json
@@ -29,7 +29,7 @@ from transformers import (
     set_seed,
 )
 
-from hf_hybrid_ssm.warm_start import copy_embeddings
+from hf_hybrid_ssm.training.warm_start import copy_embeddings
 
 
 @dataclass
@@ -100,8 +100,8 @@ def pretrain(
     with training.main_process_first(desc="data"):
         texts, validation_texts = documents or load_documents(data)
         tokenizer = get_tokenizer(data, texts)
-        train = packed_rows(texts, tokenizer, data, seed)
-        validation = None if validation_texts is None else packed_rows(validation_texts, tokenizer, data)
+        train = resolve_packing(texts, tokenizer, data, seed)
+        validation = None if validation_texts is None else resolve_packing(validation_texts, tokenizer, data)
     train, validation = split_rows(train, validation, data)
     trainer_class, collator = Trainer, default_data_collator
     if model_arguments.carry_segments:

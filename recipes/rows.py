@@ -117,7 +117,7 @@ def _rows_of_parts(parts: list[Dataset], cut: Cut, code: str) -> Iterator[Row]:
     yield from cut(document["input_ids"] for part in parts for document in part)
 
 
-def packed_rows(
+def resolve_packing(
     documents: Dataset | IterableDataset,
     tokenizer: PreTrainedTokenizerBase,
     data: DataArguments,

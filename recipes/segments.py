@@ -36,7 +36,7 @@ def in_lanes(rows: Dataset, lanes: int) -> Dataset:
     """Packed rows reordered, so that batch s holds row s of each lane, and with the column `begins`.
 
     Args:
-        rows: of `documents.packed_rows`, with `continues`: the row goes on with the document of the row before.
+        rows: of `documents.resolve_packing`, with `continues`: the row goes on with the document of the row before.
         lanes: the batch size; up to `lanes - 1` rows at the end are left out.
 
     Raises:

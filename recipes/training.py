@@ -12,8 +12,8 @@ import torch
 import transformers
 from datasets import Dataset
 
-from hf_hybrid_ssm.optim import parameter_groups
-from hf_hybrid_ssm.resuming import damage, newest_whole_checkpoint
+from hf_hybrid_ssm.training.optim import parameter_groups
+from hf_hybrid_ssm.training.resume import checkpoint_defect, latest_complete_checkpoint
 
 DATA_FOLDERS = ("HF_HYBRID_SSM_DATA", "HF_HYBRID_SSM_LRA")
 
@@ -48,8 +48,8 @@ def is_first_process() -> bool:
 def checkpoint_to_resume(resume: str | None, output_dir: str) -> str | None:
     """The folder to go on from: `resume` itself, or with "auto" the newest whole one in `output_dir`, if any."""
     if resume == "auto":
-        return newest_whole_checkpoint(output_dir)
-    if resume is not None and (reason := damage(resume)):
+        return latest_complete_checkpoint(output_dir)
+    if resume is not None and (reason := checkpoint_defect(resume)):
         raise ValueError(f"resume={resume!r} is no checkpoint to go on from: {reason}.")
     return resume
 

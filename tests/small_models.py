@@ -14,8 +14,8 @@ import hf_hybrid_ssm  # noqa: F401 - registers the families
 VOCABULARY = 60
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 24, "num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": 1}
 SIZES |= {"eos_token_id": 2, "use_cache": False}
-SPADE = {"intermediate_size": 56, "num_attention_heads": 2, "local_radius": 15}
-BST = {"intermediate_size": 56, "num_attention_heads": 2, "head_dim": 10, "window_size": 16, "bst_layer_indices": [1]}
+SPADE = {"intermediate_size": 56, "num_attention_heads": 2, "sliding_window": 16}
+BST = {"intermediate_size": 56, "num_attention_heads": 2, "head_dim": 10, "sliding_window": 16, "ssm_layers": [1]}
 LMU = {"lmu_order": 20, "lmu_reduced_order": 6, "pre_intermediate_size": 31, "post_intermediate_size": 43}
 LMU |= {"lmu_theta": 30.0}
 STILL = dict.fromkeys(("dropout", "attention_dropout", "embedding_dropout", "activation_dropout"), 0.0)
@@ -32,12 +32,12 @@ CASES = {
     "bst sh": ("bst", BST),
     "bst mh": ("bst", {**BST, "context_variant": "mh"}),
     "bst mf": ("bst", {**BST, "context_variant": "mf", "num_context_states": 4}),
-    "bst brect": ("bst", {**BST, "bst_layer_indices": None, "block_types": ["slide", "brect"]}),
+    "bst brect": ("bst", {**BST, "ssm_layers": None, "block_types": ["sliding_attention", "block_recurrent"]}),
     "lmu_isa": ("lmu_isa", LMU),
-    "lmu_isa global": ("lmu_isa", {**LMU, "pre_block": "global_attention", "num_attention_heads": 2}),
+    "lmu_isa global": ("lmu_isa", {**LMU, "first_sublayer": "global_attention", "num_attention_heads": 2}),
     "lmu_isa window": (
         "lmu_isa",
-        {**LMU, "pre_block": "window_attention", "num_attention_heads": 2, "sliding_window": 20},
+        {**LMU, "first_sublayer": "window_attention", "num_attention_heads": 2, "sliding_window": 20},
     ),
     "spade_seq2seq": ("spade_seq2seq", {**SPADE, "num_decoder_layers": 2}),
 }

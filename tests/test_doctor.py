@@ -4,7 +4,7 @@ import json
 import sys
 
 from hf_hybrid_ssm import doctor
-from hf_hybrid_ssm.ops.dispatch import REGISTRY
+from hf_hybrid_ssm.ops._core.dispatch import REGISTRY
 
 
 def test_every_op_is_examined_and_explained():

@@ -88,8 +88,8 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
     from finetune_summarization import SummarizationArguments
     from length_extrapolation import ExtrapolationArguments
     from lm_eval_table import TableArguments
-    from lra import ArenaArguments
-    from mqar import RecallArguments
+    from lra import LraArguments
+    from mqar import MqarArguments
     from per_token_loss import PerTokenArguments
     from pretrain_clm import ModelArguments
     from pretrain_seq2seq import SpanArguments
@@ -108,7 +108,7 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
             settings = merged(arguments.base, over) | {"use_cpu": True, "output_dir": str(tmp_path)}
             models.append(HfArgumentParser(pretraining).parse_dict(settings)[0])
     elif config.parent.name == "mqar":
-        arguments, _ = read_settings("mqar.py", (RecallArguments, TrainingArguments), [str(config), *training])
+        arguments, _ = read_settings("mqar.py", (MqarArguments, TrainingArguments), [str(config), *training])
         for fields in map(dict, arguments.models.values()):
             models.append(ModelArguments(fields.pop("model_type"), config=fields))
     elif config.parent.name == "length":
@@ -121,7 +121,7 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
         read_settings("lm_eval_table.py", (TableArguments,), [str(config)])
     elif config.parent.name == "lra":
         monkeypatch.setenv("HF_HYBRID_SSM_LRA", str(tmp_path))
-        models.append(read_settings("lra.py", (ArenaArguments, TrainingArguments), [str(config), *training])[0])
+        models.append(read_settings("lra.py", (LraArguments, TrainingArguments), [str(config), *training])[0])
     elif config.parent.name == "seq2seq":
         classes = (SpanArguments, DataArguments, TrainingArguments)
         models.append(read_settings("pretrain_seq2seq.py", classes, [str(config), *training])[0])

@@ -3,9 +3,9 @@ import torch
 from torch import nn
 
 from hf_hybrid_ssm import LonghornConfig, LonghornForCausalLM
-from hf_hybrid_ssm.layers.mixer import Mixer
-from hf_hybrid_ssm.layers.mixers import MIXERS
-from hf_hybrid_ssm.optim import parameter_groups
+from hf_hybrid_ssm.layers.mixers.base import Mixer
+from hf_hybrid_ssm.layers.mixers.registry import MIXERS
+from hf_hybrid_ssm.training.optim import parameter_groups
 from tests.small_models import CASES, built
 
 

@@ -99,7 +99,7 @@ from transformers import AutoConfig, DynamicCache
 config = AutoConfig.for_model("longhorn", vocab_size=8, hidden_size=8, num_hidden_layers=2)
 print(json.dumps([type(layer).__name__ for layer in DynamicCache(config=config).layers]))
 """
-    assert fresh(code) == ["StateLayer", "StateLayer"]
+    assert fresh(code) == ["RecurrentStateLayer", "RecurrentStateLayer"]
 
 
 def test_public_names_exist():

@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_hybrid_ssm.ops.dispatch import backend
+from hf_hybrid_ssm.ops._core.dispatch import backend
 from hf_hybrid_ssm.planning import Setup, plan
 from hf_hybrid_ssm.planning.__main__ import main
 from hf_hybrid_ssm.planning.measurement import FORMULAS, cache_bytes

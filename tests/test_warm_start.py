@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPT2Config, GPT2LMHeadModel, T5Config
 from transformers import T5ForConditionalGeneration as T5
 
-from hf_hybrid_ssm.warm_start import copy_embeddings
+from hf_hybrid_ssm.training.warm_start import copy_embeddings
 from tests.invariants.variants import BST, LMU, LONGHORN, SPADE
 
 FAMILIES = {"longhorn": LONGHORN, "bst": BST, "lmu_isa": LMU, "spade": SPADE}

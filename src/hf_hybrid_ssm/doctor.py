@@ -28,7 +28,7 @@ def examine() -> dict[str, Any]:
     """
     import torch
 
-    from hf_hybrid_ssm.ops.dispatch import PREFERENCE, REGISTRY
+    from hf_hybrid_ssm.ops._core.dispatch import PREFERENCE, REGISTRY
 
     for name in OPS:
         importlib.import_module(f"hf_hybrid_ssm.ops.{name}")
@@ -38,11 +38,11 @@ def examine() -> dict[str, Any]:
         ops[name] = {}
         for device in devices:
             for dtype in (torch.float32, torch.bfloat16):
-                said = {b: s for b, s in op.explain(device, dtype).items() if b in op.run or b in op.optional}
+                said = {b: s for b, s in op.explain(device, dtype).items() if b in op.builtin or b in op.kernels}
                 taken = next(backend for backend in PREFERENCE if said.get(backend) == "runs")
                 errors = {}
-                if op.example is not None:
-                    errors = {b: op.self_check(b, device, dtype) for b in op.optional if said[b] == "runs"}
+                if op.self_check_inputs is not None:
+                    errors = {b: op.self_check(b, device, dtype) for b in op.kernels if said[b] == "runs"}
                 where = f"{device} {str(dtype).removeprefix('torch.')}"
                 ops[name][where] = {"takes": taken, "backends": said, "kernel_errors": errors}
     return {

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from hf_hybrid_ssm.optim import parameter_groups
+from hf_hybrid_ssm.training.optim import parameter_groups
 from tests.small_models import VOCABULARY, built
 
 DROPOUTS = {

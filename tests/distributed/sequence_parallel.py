@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hf_hybrid_ssm.sequence_parallel import forward_piece, sum_gradients
+from hf_hybrid_ssm.training.sequence_parallel import forward_shard, sum_gradients
 from tests.small_models import VOCABULARY, built
 
 LENGTHS = (2, 5, 33)  # pieces shorter and longer than the convolution, of different length
@@ -35,14 +35,14 @@ def main(folder: Path) -> None:
     found = {}
     for name, given in cases().items():
         model = longhorn()
-        outputs = forward_piece(model, **given)
+        outputs = forward_shard(model, **given)
         outputs.loss.backward()
         sum_gradients(model)
         gradients = {key: parameter.grad for key, parameter in model.named_parameters()}
         found[name] = {"logits": outputs.logits.detach(), "loss": outputs.loss.detach(), "gradients": gradients}
     model = longhorn().eval()
     with torch.no_grad():
-        outputs = forward_piece(model, rows(33)["input_ids"])
+        outputs = forward_shard(model, rows(33)["input_ids"])
     if outputs.past_key_values is not None:
         first = outputs.logits[:, -1:].argmax(-1)
         ids = torch.cat([rows(33)["input_ids"], first], 1)

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hf_hybrid_ssm.sequence_parallel import forward_piece
+from hf_hybrid_ssm.training.sequence_parallel import forward_shard
 from tests.distributed.sequence_parallel import cases, longhorn, rows
 from tests.small_models import built
 
@@ -44,14 +44,14 @@ def test_refusals():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
     try:
         with pytest.raises(ValueError, match="only stacks of Longhorn layers"):
-            forward_piece(built("longhorn hybrid"), rows(9)["input_ids"])
+            forward_shard(built("longhorn hybrid"), rows(9)["input_ids"])
         with pytest.raises(ValueError, match="only stacks of Longhorn layers"):
-            forward_piece(built("lmu_isa"), rows(9)["input_ids"])
+            forward_shard(built("lmu_isa"), rows(9)["input_ids"])
         with pytest.raises(ValueError, match="2 tokens a row for 3 processes"):
-            forward_piece(longhorn(), rows(2)["input_ids"])
+            forward_shard(longhorn(), rows(2)["input_ids"])
         model = longhorn()
         model.gradient_checkpointing_enable({"use_reentrant": False})
         with pytest.raises(ValueError, match="gradient checkpointing"):
-            forward_piece(model, rows(9)["input_ids"])
+            forward_shard(model, rows(9)["input_ids"])
     finally:
         dist.destroy_process_group()

@@ -10,7 +10,7 @@ from tests.distributed.tensor_parallel import PIPELINE, TENSOR, answers, text, t
 from tests.small_models import CASES, built
 
 RANKS = (0, 1)
-NEVER_IN_SMALL_MODELS = {"decoder.layers.*.mixing.aggregate"}  # an encoder-decoder's with decoder_global_layers
+NEVER_IN_SMALL_MODELS = {"decoder.layers.*.mixing.aggregate"}  # an encoder-decoder's with decoder_ssm_layers
 
 
 @pytest.fixture(scope="module")

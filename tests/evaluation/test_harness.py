@@ -74,8 +74,8 @@ def test_log_likelihoods_do_not_depend_on_the_batch(family, tmp_path):
 def tiny_config(family, tokenizer):
     sizes = {
         "longhorn": {"state_size": 4},
-        "spade": {"num_attention_heads": 2, "intermediate_size": 16, "local_radius": 4, "ssm_state_size": 4},
-        "bst": {"num_attention_heads": 2, "head_dim": 8, "intermediate_size": 16, "window_size": 4},
+        "spade": {"num_attention_heads": 2, "intermediate_size": 16, "sliding_window": 5, "ssm_state_size": 4},
+        "bst": {"num_attention_heads": 2, "head_dim": 8, "intermediate_size": 16, "sliding_window": 4},
         "lmu_isa": {"lmu_order": 6, "lmu_theta": 8.0, "post_intermediate_size": 16, "num_attention_heads": 2},
     }
     special = {f"{name}_token_id": tokenizer.eos_token_id for name in ("bos", "eos", "pad")}

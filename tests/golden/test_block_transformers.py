@@ -53,9 +53,9 @@ def converted(official: Tensors) -> Tensors:
 
 
 def build(case: str) -> tuple[BstBlock, BstConfig]:
-    kind = "slide" if case == "sliding" else "brect"
+    kind = "sliding_attention" if case == "sliding" else "block_recurrent"
     sizes = {"hidden_size": 6, "num_attention_heads": 2, "head_dim": 3, "intermediate_size": 10, "vocab_size": 11}
-    sizes |= {"num_hidden_layers": 1, "window_size": WINDOWS[case], "recurrent_num_states": 3}
+    sizes |= {"num_hidden_layers": 1, "sliding_window": WINDOWS[case], "recurrent_num_states": 3}
     config = BstConfig(block_types=[kind], qk_norm=case != "plain", **sizes)
     config._attn_implementation = "sdpa"
     block = BstBlock(config, 0).double().eval()

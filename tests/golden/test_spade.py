@@ -10,8 +10,8 @@ from tests.golden.values import FLOAT32, assert_near, golden, load
 
 CASES = {
     "pre_concat": {"ssm_num_dynamics": 1},
-    "pre_add": {"ssm_num_dynamics": 1, "ssm_combine": "add", "ssm_combine_weight": 0.3},
-    "pre_stack": {"ssm_num_dynamics": 1, "ssm_combine": "stack"},
+    "pre_add": {"ssm_num_dynamics": 1, "ssm_merge": "add", "ssm_merge_weight": 0.3},
+    "pre_stack": {"ssm_num_dynamics": 1, "ssm_merge": "stack"},
     "post_concat": {"ssm_num_dynamics": 2, "norm_position": "post", "hidden_act": "gelu"},
 }
 
@@ -19,7 +19,7 @@ CASES = {
 def build(case: str) -> tuple[list[SpadeBlock], torch.Tensor]:
     """A layer with and one without S4, and the bias by distance that the first one's table gives to both."""
     sizes = {"vocab_size": 11, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 12}
-    config = SpadeConfig(num_hidden_layers=2, local_radius=3, ssm_state_size=8, **sizes, **CASES[case])
+    config = SpadeConfig(num_hidden_layers=2, sliding_window=4, ssm_state_size=8, **sizes, **CASES[case])
     converted = convert_state_dict(golden("spade_layer", f"{case}.model"))
     blocks = []
     for index in range(2):
@@ -29,7 +29,7 @@ def build(case: str) -> tuple[list[SpadeBlock], torch.Tensor]:
         blocks.append(block)
     table = relative_bias(config, is_causal=True).double()
     load(table, {"weight": converted["model.decoder.relative_bias.weight"]})
-    return blocks, table(config.local_radius).detach()
+    return blocks, table(config.sliding_window - 1).detach()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -10,7 +10,7 @@ def test_language_model(tmp_path):
     """Every key that fairseq writes; adaptive input and softmax, S4, windowed attention; whole and in pieces."""
     wanted = golden("spade_model")
     torch.save({"model": golden("spade_model", "model")}, tmp_path / "checkpoint.pt")
-    model = convert(tmp_path / "checkpoint.pt", local_radius=3).eval().double()
+    model = convert(tmp_path / "checkpoint.pt", sliding_window=4).eval().double()
     ids = wanted["input_ids"]
     pieces, cache = [], None
     with torch.no_grad():

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from hf_hybrid_ssm.layers.ema import EMA
-from hf_hybrid_ssm.layers.hippo import legs_dplr
-from hf_hybrid_ssm.layers.hyena import Hyena, UnstructuredFilter
 from hf_hybrid_ssm.layers.lmu import LMU
-from hf_hybrid_ssm.layers.mixer import Mixer
-from hf_hybrid_ssm.layers.s4 import S4
-from hf_hybrid_ssm.layers.s4_official import convert_s4
-from hf_hybrid_ssm.layers.s4d import S4D
-from hf_hybrid_ssm.layers.s5 import S5
+from hf_hybrid_ssm.layers.mixers.base import Mixer
+from hf_hybrid_ssm.layers.mixers.ema import EMA
+from hf_hybrid_ssm.layers.mixers.hippo import legs_dplr
+from hf_hybrid_ssm.layers.mixers.hyena import Hyena, ImplicitLongConv
+from hf_hybrid_ssm.layers.mixers.s4 import S4
+from hf_hybrid_ssm.layers.mixers.s4_official import convert_s4
+from hf_hybrid_ssm.layers.mixers.s4d import S4D
+from hf_hybrid_ssm.layers.mixers.s5 import S5
 from hf_hybrid_ssm.ops.legendre_memory import impulse_response, transition
 from tests.golden.values import FLOAT32, Tensors, assert_near, golden, load
 
@@ -242,7 +242,7 @@ def hyena_filter(tensors: Tensors) -> Tensors:
 
 def test_hyena_filter():
     tensors, wanted = golden("hyena"), golden("hyena", "filter")
-    mixer = UnstructuredFilter(6, filter_length=20, filter_emb=5, filter_width=8, filter_freq=14, **WIDE)
+    mixer = ImplicitLongConv(6, filter_length=20, filter_emb=5, filter_hidden_size=8, filter_freq=14, **WIDE)
     load(mixer, hyena_filter(wanted))
     assert_near(mixer.kernel(20, torch.float64)[0].T, wanted["h"])
     assert_near(mixer.kernel(12, torch.float64)[0].T, wanted["h_12"])
@@ -252,9 +252,9 @@ def test_hyena_filter():
 
 def test_hyena_filter_with_other_options():
     wanted = golden("hyena", "other")
-    options = {"filter_emb": 3, "filter_width": 8, "filter_layers": 1, "filter_freq": 1}
+    options = {"filter_emb": 3, "filter_hidden_size": 8, "filter_layers": 1, "filter_freq": 1}
     decay = {"fast_decay": 0.5, "slow_decay": 2.0, "decay_target": 0.05}
-    mixer = UnstructuredFilter(6, filter_length=20, **options, **decay, **WIDE)
+    mixer = ImplicitLongConv(6, filter_length=20, **options, **decay, **WIDE)
     load(mixer, hyena_filter(wanted))
     assert_near(mixer.kernel(20, torch.float64)[0].T, wanted["h"])
 
@@ -262,7 +262,7 @@ def test_hyena_filter_with_other_options():
 def test_hyena():
     """Order 2: the operator at its full length and a shorter one, in pieces, and its gradients."""
     tensors, wanted = golden("hyena"), golden("hyena", "operator")
-    mixer = Hyena(6, filter_length=20, filter_emb=5, filter_width=8, filter_freq=14, **WIDE)
+    mixer = Hyena(6, filter_length=20, filter_emb=5, filter_hidden_size=8, filter_freq=14, **WIDE)
 
     def ours(prefix: str) -> Tensors:
         part = {key.removeprefix(prefix): value for key, value in wanted.items() if key.startswith(prefix)}

@@ -19,7 +19,7 @@ from hf_hybrid_ssm.auto import FAMILIES
 from hf_hybrid_ssm.hub import check_folder, export_code
 from hf_hybrid_ssm.hub.export import AUTO_CLASSES, code_of
 from hf_hybrid_ssm.hub.folder import seal
-from hf_hybrid_ssm.ops.dispatch import backend
+from hf_hybrid_ssm.ops._core.dispatch import backend
 from tests.hub.without_package import answer
 from tests.memory import in_own_memory
 from tests.reliability.population import build

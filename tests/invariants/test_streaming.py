@@ -9,8 +9,14 @@ from tests.invariants.variants import TOKENS
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, **TOKENS}
 FAMILIES = {
     "longhorn": {"state_size": 4},
-    "spade": {"num_attention_heads": 2, "intermediate_size": 16, "local_radius": 31},
-    "bst": {"num_attention_heads": 2, "head_dim": 8, "intermediate_size": 16, "window_size": 32, "filter_length": 64},
+    "spade": {"num_attention_heads": 2, "intermediate_size": 16, "sliding_window": 32},
+    "bst": {
+        "num_attention_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 16,
+        "sliding_window": 32,
+        "filter_length": 64,
+    },
     "lmu_isa": {"lmu_order": 12, "lmu_theta": 24.0, "post_intermediate_size": 16, "num_attention_heads": 2},
 }
 

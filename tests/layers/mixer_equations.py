@@ -7,13 +7,13 @@ import math
 
 import torch
 
-from hf_hybrid_ssm.layers.ema import EMA
-from hf_hybrid_ssm.layers.hyena import Hyena, UnstructuredFilter
-from hf_hybrid_ssm.layers.lstm import LSTM
-from hf_hybrid_ssm.layers.mixer import Mixer
-from hf_hybrid_ssm.layers.s4 import S4
-from hf_hybrid_ssm.layers.s4d import S4D
-from hf_hybrid_ssm.layers.s5 import S5
+from hf_hybrid_ssm.layers.mixers.base import Mixer
+from hf_hybrid_ssm.layers.mixers.ema import EMA
+from hf_hybrid_ssm.layers.mixers.hyena import Hyena, ImplicitLongConv
+from hf_hybrid_ssm.layers.mixers.lstm import LSTM
+from hf_hybrid_ssm.layers.mixers.s4 import S4
+from hf_hybrid_ssm.layers.mixers.s4d import S4D
+from hf_hybrid_ssm.layers.mixers.s5 import S5
 from tests.layers.shown_mixer import LeakyAverage
 
 
@@ -23,7 +23,7 @@ def equation(mixer: Mixer):
         S4D: _state_space,
         S5: _s5,
         EMA: _ema,
-        UnstructuredFilter: _unstructured,
+        ImplicitLongConv: _unstructured,
         Hyena: _hyena,
         LSTM: _lstm,
         LeakyAverage: _leaky_average,
@@ -113,7 +113,7 @@ def _leaky_average(mixer: Mixer, p: dict, u: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def _taps(mixer: UnstructuredFilter, p: dict) -> torch.Tensor:
+def _taps(mixer: ImplicitLongConv, p: dict) -> torch.Tensor:
     """(directions, F, D, Lf), one tap at a time."""
     length, bands = mixer.filter_length, (mixer.filter_emb - 1) // 2
     taps = []
@@ -137,7 +137,7 @@ def _taps(mixer: UnstructuredFilter, p: dict) -> torch.Tensor:
     return torch.stack(taps, dim=-1)
 
 
-def _unstructured(mixer: UnstructuredFilter, p: dict, u: torch.Tensor) -> torch.Tensor:
+def _unstructured(mixer: ImplicitLongConv, p: dict, u: torch.Tensor) -> torch.Tensor:
     taps = _taps(mixer, p)
     y = p["D"] * u.unsqueeze(1)
     for t in range(len(u)):

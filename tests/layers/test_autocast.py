@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_hybrid_ssm.layers.mixers import MIXERS, build_mixer
+from hf_hybrid_ssm.layers.mixers.registry import MIXERS, build_mixer
 from tests.small_models import CASES, VOCABULARY, built
 
 LENGTH = 100  # longer than a block, and no multiple of it
@@ -26,7 +26,7 @@ def test_mixers(name, trainable, rows, dtype):
     expected, expected_state = mixer(u, return_final_state=True, **rows)
     whole, _ = mixer(u, **rows)
     following, _ = mixer.step(token, expected_state)
-    mixer.forget()
+    mixer.clear_kernel_cache()
     with torch.autocast("cpu", dtype=dtype):
         found, state = mixer(u, return_final_state=True, **rows)
         again, _ = mixer(u, **rows)

@@ -47,9 +47,9 @@ def test_replicas_remember_for_themselves(replicas):
     ids = torch.randint(3, VOCABULARY, (1, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = model(ids).logits
-        remembering = [module for module in model.modules() if getattr(module, "_remembered", None)]
+        remembering = [module for module in model.modules() if getattr(module, "_kernel_cache", None)]
         assert remembering
         for module in remembering:
-            module._remembered = dict.fromkeys(module._remembered)  # unusable
+            module._kernel_cache = dict.fromkeys(module._kernel_cache)  # unusable
         for replica in replicas(model, detach=True):
             torch.testing.assert_close(replica(ids).logits, expected, rtol=1e-5, atol=1e-5)

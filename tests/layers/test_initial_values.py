@@ -6,14 +6,14 @@ from torch import nn
 
 from hf_hybrid_ssm import BstConfig, BstForCausalLM
 from hf_hybrid_ssm.layers.context_states import HeadwiseLinear
-from hf_hybrid_ssm.layers.mixers import build_mixer
+from hf_hybrid_ssm.layers.mixers.registry import build_mixer
 
 
 @pytest.mark.parametrize("variant", ["mh", "mf"])
 def test_bst_maps_have_variance_one_over_fan_in(variant):
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32, "vocab_size": 64}
-    model = BstForCausalLM(BstConfig(**sizes, num_hidden_layers=2, bst_layer_indices=[1], context_variant=variant))
+    model = BstForCausalLM(BstConfig(**sizes, num_hidden_layers=2, ssm_layers=[1], context_variant=variant))
     maps = [module for module in model.model.modules() if isinstance(module, (nn.Linear, HeadwiseLinear))]
     assert any(isinstance(module, HeadwiseLinear) for module in maps) == (variant == "mh")
     for module in maps:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from hf_hybrid_ssm.layers.mixer import Mixer
-from hf_hybrid_ssm.layers.mixers import MIXERS, build_mixer
+from hf_hybrid_ssm.layers.mixers.base import Mixer
+from hf_hybrid_ssm.layers.mixers.registry import MIXERS, build_mixer
 from tests.layers.mixer_equations import equation
 from tests.layers.shown_mixer import LeakyAverage
 from tests.marks import compiles
@@ -30,10 +30,13 @@ CASES: dict[str, tuple[str, dict]] = {
     "s4d-frozen": ("s4d", {"state_size": 8, "block_size": 8, "frozen": True}),
     "s5": ("s5", {"state_size": 12, "blocks": 3}),
     "s5-filters": ("s5", {"state_size": 8, "blocks": 1, "filters": 2}),
-    "hyena": ("hyena", {"filter_length": 11, "filter_emb": 5, "filter_width": 8}),
-    "hyena-frozen": ("hyena", {"filter_length": 50, "filter_emb": 5, "filter_width": 8, "frozen": True}),
-    "unstructured": ("unstructured", {"filter_length": 23, "filter_emb": 5, "filter_width": 8}),
-    "unstructured-filters": ("unstructured", {"filter_length": 64, "filter_emb": 5, "filter_width": 8, "filters": 2}),
+    "hyena": ("hyena", {"filter_length": 11, "filter_emb": 5, "filter_hidden_size": 8}),
+    "hyena-frozen": ("hyena", {"filter_length": 50, "filter_emb": 5, "filter_hidden_size": 8, "frozen": True}),
+    "unstructured": ("unstructured", {"filter_length": 23, "filter_emb": 5, "filter_hidden_size": 8}),
+    "unstructured-filters": (
+        "unstructured",
+        {"filter_length": 64, "filter_emb": 5, "filter_hidden_size": 8, "filters": 2},
+    ),
     "ema": ("ema", {"state_size": 4, "block_size": 8}),
     "ema-frozen": ("ema", {"state_size": 4, "block_size": 8, "frozen": True}),
     "lstm": ("lstm", {}),

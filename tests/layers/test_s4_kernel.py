@@ -4,8 +4,8 @@ import mpmath
 import pytest
 import torch
 
-from hf_hybrid_ssm.layers.hippo import legs, legs_dplr, legs_dplr_basis
-from hf_hybrid_ssm.layers.s4 import S4
+from hf_hybrid_ssm.layers.mixers.hippo import hippo_legs, legs_dplr, legs_dplr_basis
+from hf_hybrid_ssm.layers.mixers.s4 import S4
 
 LENGTH = 16384
 STEPS = (1e-3, 1e-1)
@@ -25,7 +25,7 @@ def s4(state_size: int) -> tuple[S4, torch.Tensor]:
 def test_kernel_is_the_recurrence_of_the_real_matrices(state_size):
     """All 16384 taps, by applying Abar = (I - dt/2 A)^-1 (I + dt/2 A) once per tap in float64."""
     mixer, c = s4(state_size)
-    a, b, _ = legs(state_size)
+    a, b, _ = hippo_legs(state_size)
     eye = torch.eye(state_size, dtype=torch.float64)
     dt = torch.tensor(STEPS, dtype=torch.float64).view(2, 1, 1)
     bar = torch.linalg.solve_triangular(eye - dt / 2 * a, eye + dt / 2 * a, upper=False)
@@ -83,7 +83,7 @@ def test_kernel_in_many_digits(state_size):
 
 @pytest.mark.parametrize("state_size", [2, 16, 64, 128])
 def test_legs_is_normal_plus_low_rank(state_size):
-    a, b, p = legs(state_size)
+    a, b, p = hippo_legs(state_size)
     rest = a + torch.outer(p, p) + 0.5 * torch.eye(state_size, dtype=torch.float64)
     assert (rest + rest.T).abs().max() < 1e-12 * state_size
     eigenvalues, half_b, half_p = legs_dplr(state_size)
@@ -103,7 +103,7 @@ def test_published_eigenvalues():
 
 def test_the_discrete_system_is_a_contraction():
     """The real LegS form has a norm below 1 for every step: powers cannot blow up."""
-    a, _, _ = legs(64)
+    a, _, _ = hippo_legs(64)
     eye = torch.eye(64, dtype=torch.float64)
     for dt in (1e-4, 1e-3, 1e-2, 1e-1, 1.0):
         bar = torch.linalg.solve(eye - dt / 2 * a, eye + dt / 2 * a)

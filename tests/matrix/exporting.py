@@ -13,8 +13,8 @@ import torch
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, StateLayer
-from hf_hybrid_ssm.ops import dispatch
+from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, RecurrentStateLayer
+from hf_hybrid_ssm.ops._core import dispatch
 from tests.matrix.columns import Column, Group
 from tests.matrix.rows import assert_near, batch_of, model_of
 
@@ -69,7 +69,7 @@ class Step(torch.nn.Module):
         cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
         for layer, layer_names in zip(cache.layers, names or self.names):
             values = [states.pop(0) for _ in layer_names]
-            if isinstance(layer, StateLayer):
+            if isinstance(layer, RecurrentStateLayer):
                 layer.states = dict(zip(layer_names, values))
                 layer.seen_tokens = seen + 0
                 layer.is_initialized, layer.device = True, values[0].device
@@ -85,14 +85,14 @@ def _layers(cache: Cache) -> list:
 
 
 def names_of(cache: Cache) -> list[tuple[str, ...]]:
-    return [tuple(x.states) if isinstance(x, StateLayer) else ("keys", "values") for x in _layers(cache)]
+    return [tuple(x.states) if isinstance(x, RecurrentStateLayer) else ("keys", "values") for x in _layers(cache)]
 
 
 def states_of(cache: Cache) -> list[torch.Tensor]:
     return [
         state
         for x in _layers(cache)
-        for state in (x.states.values() if isinstance(x, StateLayer) else (x.keys, x.values))
+        for state in (x.states.values() if isinstance(x, RecurrentStateLayer) else (x.keys, x.values))
     ]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import BitsAndBytesConfig, PreTrainedModel, QuantoConfig, TorchAoConfig
 
-from hf_hybrid_ssm.layers.mixer import Mixer
+from hf_hybrid_ssm.layers.mixers.base import Mixer
 from hf_hybrid_ssm.models.longhorn.modeling_longhorn import LonghornMixer
 from tests.matrix.columns import Column, Group
 from tests.matrix.rows import assert_near, check_generation, logits_of, model_of, saved

@@ -13,9 +13,10 @@ from tests.models.strategies import SETTINGS, cuts, lengths, orders, row_lengths
 
 TINY = {
     "vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 8,
-    "intermediate_size": 24, "window_size": 6, "bst_layer_indices": [0, 2], "num_context_states": 3,
-    "ssm_state_size": 4, "filter_length": 16, "rel_pos_buckets": 8, "rel_pos_max_distance": 6,
-    "embedding_init_std": 0.5, "pad_token_id": 0, "eos_token_id": 1,
+    "intermediate_size": 24, "sliding_window": 6, "ssm_layers": [0, 2], "num_context_states": 3,
+    "ssm_state_size": 4, "filter_length": 16,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 6,
+    "initializer_range": 0.5, "pad_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
 KINDS = [(variant, ssm) for variant in ("sh", "mh", "mf") for ssm in ("s4d", "s4", "unstructured", "s5")]
 CHECKED = [("sh", "s4d"), ("mh", "s4"), ("mf", "unstructured"), ("mf", "s5")]
@@ -34,14 +35,20 @@ def build(model_class=BstForCausalLM, **fields):
     return model
 
 
-RECURRENT = {"bst_layer_indices": None, "block_types": ["brect", "slide", "brect"], "recurrent_num_states": 3}
+RECURRENT = {
+    "ssm_layers": None,
+    "block_types": ["block_recurrent", "sliding_attention", "block_recurrent"],
+    "recurrent_num_states": 3,
+}
 
 
 @pytest.fixture(
-    scope="module", params=[*CHECKED, "brect"], ids=lambda kind: kind if kind == "brect" else "-".join(kind)
+    scope="module",
+    params=[*CHECKED, "block_recurrent"],
+    ids=lambda kind: kind if kind == "block_recurrent" else "-".join(kind),
 )
 def model(request):
-    if request.param == "brect":
+    if request.param == "block_recurrent":
         return build(**RECURRENT)
     variant, ssm = request.param
     return build(context_variant=variant, ssm_type=ssm)
@@ -53,7 +60,7 @@ def l2(x):
 
 def context_of_token(context, y, t, config):
     """Keys and values (slots, H, e) that token t attends to; y is (L, [F,] d)."""
-    heads, window, start = config.num_attention_heads, config.window_size, t - t % config.window_size
+    heads, window, start = config.num_attention_heads, config.sliding_window, t - t % config.sliding_window
     if config.context_variant == "mf":
         c = context.initial_context if start == 0 else y[start - 1]
         c = context.norm(c) + context.context_ids
@@ -71,7 +78,7 @@ def context_of_token(context, y, t, config):
 
 def plain_layer(layer, config, x):
     """Sections 3 and 5 for one row x (L, d) of float64, token by token."""
-    attention, heads, window = layer.attention, config.num_attention_heads, config.window_size
+    attention, heads, window = layer.attention, config.num_attention_heads, config.sliding_window
     z, length, out = layer.attention_norm(x), x.shape[0], []
     q, k, v = (part(z).view(length, heads, -1) for part in (attention.q_proj, attention.k_proj, attention.v_proj))
     bias = attention.relative_bias(window)
@@ -204,11 +211,11 @@ def test_what_a_token_depends_on(variant, ssm):
     ("preset", "fields", "count"),
     [
         ("200m-slide", {}, 183_922_784),
-        ("200m-brect", {}, 193_362_040),
+        ("200m-block-recurrent", {}, 193_362_040),
         ("80m", {}, 98_334_328),
         ("80m", {"context_variant": "mh"}, 98_871_928),
         ("80m", {"context_variant": "mf"}, 100_813_432),
-        ("80m", {"bst_layer_indices": []}, 91_962_976),
+        ("80m", {"ssm_layers": []}, 91_962_976),
         ("80m", {"context_variant": "mf", "ssm_type": "unstructured"}, 101_582_392),
         ("200m", {}, 196_665_464),
         ("200m", {"context_variant": "mf"}, 201_623_672),
@@ -311,7 +318,7 @@ def test_classifier_pools_the_last_real_token():
     torch.testing.assert_close(model(padded, attention_mask=mask).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
 
 
-TWO_SIDED = {"bidirectional": True, "num_labels": 3, "rel_pos_buckets": 8}
+TWO_SIDED = {"bidirectional": True, "num_labels": 3, "relative_attention_num_buckets": 8}
 
 
 @pytest.mark.parametrize(("variant", "ssm"), [("sh", "s4d"), ("mh", "s4"), ("sh", "unstructured"), ("sh", "s5")])
@@ -342,24 +349,24 @@ def test_bidirectional_is_no_language_model():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"window_size": 0}, "window_size=0"),
+        ({"sliding_window": 0}, "sliding_window=0"),
         ({"num_context_states": -3}, "num_context_states=-3"),
         ({"recurrent_num_states": 0}, "recurrent_num_states=0"),
-        ({"bst_layer_indices": [3]}, r"bst_layer_indices=\[3\] must name different layers from 0 to 2"),
-        ({"bst_layer_indices": [1, 1]}, "different layers"),
-        ({"bst_layer_indices": None, "block_types": ["slide"]}, "num_hidden_layers=3"),
-        ({"bst_layer_indices": None, "block_types": ["slide", "bst", "lstm"]}, "lstm"),
-        ({"block_types": ["slide"] * 3}, "contradicts block_types"),
+        ({"ssm_layers": [3]}, r"ssm_layers=\[3\] must name different layers from 0 to 2"),
+        ({"ssm_layers": [1, 1]}, "different layers"),
+        ({"ssm_layers": None, "block_types": ["sliding_attention"]}, "num_hidden_layers=3"),
+        ({"ssm_layers": None, "block_types": ["sliding_attention", "bst", "lstm"]}, "lstm"),
+        ({"block_types": ["sliding_attention"] * 3}, "contradicts block_types"),
         ({"context_variant": "xh"}, "context_variant='xh'"),
         ({"ssm_type": "mamba"}, "ssm_type='mamba'"),
         ({"ssm_type": "s4", "ssm_discretization": "zoh"}, "does not exist for ssm_type='s4'"),
         ({"ssm_type": "s5", "ssm_discretization": "bilinear"}, "does not exist for ssm_type='s5', which has 'zoh'"),
         ({"ssm_type": "unstructured", "ssm_discretization": "zoh"}, "no continuous system"),
         ({"ssm_state_size": 5}, "must be even"),
-        ({"rel_pos_max_distance": 3}, "rel_pos_max_distance=3"),
+        ({"relative_attention_max_distance": 3}, "relative_attention_max_distance=3"),
         ({"dropout": 1.0}, "dropout=1.0"),
         ({"bidirectional": True, "context_variant": "mf"}, "bidirectional=True has no meaning"),
-        ({"bidirectional": True, "rel_pos_buckets": 6}, "multiple of 4"),
+        ({"bidirectional": True, "relative_attention_num_buckets": 6}, "multiple of 4"),
     ],
 )
 def test_bad_configurations(fields, message):

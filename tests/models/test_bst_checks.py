@@ -10,16 +10,16 @@ import torch.nn.functional as F
 from transformers import DynamicCache
 
 from hf_hybrid_ssm import BstConfig, BstForCausalLM
-from hf_hybrid_ssm.layers.mixers import build_mixer
+from hf_hybrid_ssm.layers.mixers.registry import build_mixer
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from tests.models.invariances import random_ids
 from tests.models.test_bst import KINDS, RECURRENT, TINY, build
 
-WINDOW = TINY["window_size"]
+WINDOW = TINY["sliding_window"]
 LENGTH = 3 * WINDOW + 5  # crosses three boundaries, ends inside a block
 REMEMBERING = {"retrieval_k": 2, "retrieval_memory": 7, "retrieval_stride": 2}
 FIELDS = {
-    "brect": RECURRENT,
+    "block_recurrent": RECURRENT,
     "sh with memory": REMEMBERING,
     "mf with memory": REMEMBERING | {"context_variant": "mf", "retrieval_memory": 4},
 }
@@ -113,7 +113,7 @@ def test_context_of_mf_is_shifted():
 
 
 def test_zero_sink_is_attention_over_zero_keys():
-    model = build(bst_layer_indices=[]).double()
+    model = build(ssm_layers=[]).double()
     attention, x = model.model.layers[0].attention, torch.randn(1, 4, 16, dtype=torch.float64)
     options = {"seq_idx": None, "lengths": None, "return_final_state": False}
     found, _ = attention(x, x, {}, **options)
@@ -127,7 +127,7 @@ def test_zero_sink_is_attention_over_zero_keys():
 def test_wide_window_is_full_attention_with_a_sink():
     """W >= T: strict causal attention over all keys and W - t explicit zeros."""
     length, window = 5, 8
-    model = build(bst_layer_indices=[], window_size=window, rel_pos_max_distance=8).double()
+    model = build(ssm_layers=[], sliding_window=window, relative_attention_max_distance=8).double()
     attention = model.model.layers[0].attention
     z = torch.randn(1, length, 16, dtype=torch.float64)
     found, _ = attention(z, z, {}, seq_idx=None, lengths=None, return_final_state=False)
@@ -149,7 +149,7 @@ def test_wide_window_is_full_attention_with_a_sink():
 
 
 def test_slide_does_not_know_where_blocks_begin():
-    model = build(bst_layer_indices=[]).double()
+    model = build(ssm_layers=[]).double()
     ids, shift = random_ids(model, 1, 40, 0), random_ids(model, 1, WINDOW + 1, 1)
     reach = model.config.num_hidden_layers * WINDOW
     plain = model(ids).logits[:, reach:]
@@ -172,7 +172,7 @@ def test_bias_buckets():
 
 def test_initial_scales():
     torch.manual_seed(0)
-    config = BstConfig(**TINY | {"hidden_size": 256, "vocab_size": 4000, "embedding_init_std": 1.0})
+    config = BstConfig(**TINY | {"hidden_size": 256, "vocab_size": 4000, "initializer_range": 1.0})
     model = BstForCausalLM(BstConfig(**config.to_dict() | {"context_variant": "mf"})).eval()
     ids = random_ids(model, 2, 60, 0)
     logits = model(ids).logits
@@ -239,7 +239,7 @@ def test_no_gradient_through_the_memory():
         ({"retrieval_k": 9, "retrieval_memory": 4}, "cannot exceed the retrieval_memory=4"),
         ({"retrieval_memory": 4}, "do nothing without retrieval_k"),
         ({"retrieval_k": 2, "retrieval_stride": 7}, "retrieval_stride=7 would keep none"),
-        ({"retrieval_k": 2, "bst_layer_indices": []}, "needs 'bst' layers"),
+        ({"retrieval_k": 2, "ssm_layers": []}, "needs 'bst' layers"),
     ],
 )
 def test_bad_retrieval(fields, message):

@@ -33,7 +33,7 @@ def build(model_class=LmuIsaForCausalLM, **fields):
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def model(request):
-    return build(pre_block=request.param)
+    return build(first_sublayer=request.param)
 
 
 @pytest.mark.parametrize(
@@ -142,9 +142,9 @@ def test_rollback(model, cuts, removed, seed):
     inv.check_rollback(model, inv.random_ids(model, 2, 16, seed), cuts, min(removed, 15))
 
 
-@pytest.mark.parametrize("pre_block", VARIANTS)
-def test_round_trip_is_bit_equal(pre_block, tmp_path):
-    model = build(pre_block=pre_block)
+@pytest.mark.parametrize("first_sublayer", VARIANTS)
+def test_round_trip_is_bit_equal(first_sublayer, tmp_path):
+    model = build(first_sublayer=first_sublayer)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     for name, value in model.state_dict().items():
@@ -182,7 +182,7 @@ def test_state_is_constant_in_length():
 
 
 def test_gradients_reach_everything():
-    model = build(pre_block="global_attention").train()
+    model = build(first_sublayer="global_attention").train()
     ids = inv.random_ids(model, 2, 70, 0)
     model(ids, labels=ids).loss.backward()
     assert all(
@@ -203,11 +203,11 @@ def test_classifier_pools_the_last_real_token():
     [
         ({"lmu_theta": 0}, "lmu_theta=0"),
         ({"lmu_reduced_order": 11}, "lmu_reduced_order=11 must be at most lmu_order=10"),
-        ({"pre_block": "conv"}, "pre_block='conv'"),
+        ({"first_sublayer": "conv"}, "first_sublayer='conv'"),
         ({"conv_mode": "rk4"}, "conv_mode"),
-        ({"pre_block": "global_attention", "num_attention_heads": 5}, "num_attention_heads=5"),
-        ({"pre_block": "window_attention", "sliding_window": None}, "sliding_window=None"),
-        ({"pre_block": "window_attention", "sliding_window": 0}, "sliding_window=0"),
+        ({"first_sublayer": "global_attention", "num_attention_heads": 5}, "num_attention_heads=5"),
+        ({"first_sublayer": "window_attention", "sliding_window": None}, "sliding_window=None"),
+        ({"first_sublayer": "window_attention", "sliding_window": 0}, "sliding_window=0"),
     ],
 )
 def test_bad_configurations(fields, message):

@@ -29,20 +29,20 @@ from tests.models.strategies import SETTINGS, cuts, lengths, orders, row_lengths
 
 TINY = {
     "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "local_radius": 6, "chunk_size": 5, "ssm_state_size": 8, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1,
+    "sliding_window": 7, "chunk_size": 5, "ssm_state_size": 8, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1,
 }  # fmt: skip
 VARIANTS = {
-    "s4-alone": {"local_radius": 0, "global_layers": [0, 1]},
+    "s4-alone": {"sliding_window": 1, "ssm_layers": [0, 1]},
     "s4-window": {},
     "s4d-chunk-add-post": {
         "ssm_type": "s4d",
         "attention_type": "chunk",
-        "ssm_combine": "add",
+        "ssm_merge": "add",
         "norm_position": "post",
     },
-    "s5-window-stack": {"ssm_type": "s5", "s5_blocks": 2, "ssm_combine": "stack", "global_layers": [1]},
-    "hyena-full": {"ssm_type": "hyena", "hyena_filter_length": 16, "attention_type": "full"},
-    "ema-window-all": {"ssm_type": "ema", "global_layers": [0, 1], "relative_bias_scope": "per_layer"},
+    "s5-window-stack": {"ssm_type": "s5", "s5_blocks": 2, "ssm_merge": "stack", "ssm_layers": [1]},
+    "hyena-full": {"ssm_type": "hyena", "filter_length": 16, "attention_type": "full"},
+    "ema-window-all": {"ssm_type": "ema", "ssm_layers": [0, 1], "relative_bias_scope": "per_layer"},
     "lstm-chunk": {"ssm_type": "lstm", "attention_type": "chunk", "relative_bias_scope": "none"},
     "adaptive": {"adaptive_cutoffs": [20, 40], "adaptive_factor": 2, "scale_embedding": True},
 }
@@ -91,7 +91,9 @@ def plain_block(block, config, x, bias, is_causal):
     """The layer of the paper, with an L x L attention, for one row of float64."""
     mixing, length = block.mixing, x.shape[0]
     distance = torch.arange(length)[:, None] - torch.arange(length)
-    seen = distance.abs() <= config.local_radius if config.attention_type == "window" else distance.abs() < length
+    seen = (
+        distance.abs() <= (config.sliding_window - 1) if config.attention_type == "window" else distance.abs() < length
+    )
     if config.attention_type == "chunk":
         chunk = torch.arange(length) // config.chunk_size
         seen = chunk[:, None] == chunk
@@ -110,10 +112,10 @@ def plain_block(block, config, x, bias, is_causal):
         if mixing.ssm is None:
             return attention(n)
         g = mixing.ssm(n[None])[0][0]
-        if config.ssm_combine == "stack":
+        if config.ssm_merge == "stack":
             return attention(g)
         g, a = mixing.norm_global(g), mixing.norm_local(attention(n))
-        if config.ssm_combine == "add":
+        if config.ssm_merge == "add":
             return 0.5 * g + 0.5 * a
         return torch.cat([g, a], 1) @ mixing.aggregate.weight.T + mixing.aggregate.bias
 
@@ -216,7 +218,7 @@ def seq2seq(**fields):
     return build(SpadeForConditionalGeneration, SpadeSeq2SeqConfig(**TINY | {"num_decoder_layers": 2} | fields))
 
 
-PAPER = {"decoder_attention_type": "window", "decoder_global_layers": [0]}
+PAPER = {"decoder_attention_type": "window", "decoder_ssm_layers": [0]}
 PAPER |= {"decoder_position_embedding_type": "relative"}
 
 
@@ -382,7 +384,7 @@ def test_pairs_are_encoded_each_for_itself():
         model(ids[:, 0])
 
 
-@pytest.mark.parametrize("fields", [{}, {"decoder_global_layers": [1]}])
+@pytest.mark.parametrize("fields", [{}, {"decoder_ssm_layers": [1]}])
 def test_gradient_checkpointing_changes_nothing(fields):
     off = {"dropout": 0.0, "attention_dropout": 0.0, "embedding_dropout": 0.0, "activation_dropout": 0.0}
     model = seq2seq(**off, **fields).train()
@@ -430,7 +432,7 @@ def test_runs_beyond_any_training_length():
     model = build(SpadeForCausalLM, SpadeConfig(**TINY))
     out = model(inv.random_ids(model, 1, 2000, 0), use_cache=True)
     states = out.past_key_values.layers[0].states
-    assert states["keys"].shape[2] == TINY["local_radius"]
+    assert states["keys"].shape[2] == TINY["sliding_window"] - 1
     assert out.logits.isfinite().all()
 
 
@@ -447,18 +449,18 @@ def test_auto_classes(tmp_path):
 @pytest.mark.parametrize(
     ("config_class", "fields", "message"),
     [
-        (SpadeConfig, {"local_radius": -1}, "local_radius=-1"),
+        (SpadeConfig, {"sliding_window": 0}, "sliding_window=0"),
         (SpadeConfig, {"chunk_size": -1}, "chunk_size=-1"),
         (SpadeConfig, {"ssm_type": "mamba"}, "'s4', 's4d', 's5', 'hyena', 'ema', 'lstm'"),
         (SpadeConfig, {"attention_type": "strided"}, "window"),
-        (SpadeConfig, {"global_layers": [2]}, r"global_layers=\[2\]"),
-        (SpadeConfig, {"global_layers": [0, 0]}, "distinct"),
+        (SpadeConfig, {"ssm_layers": [2]}, r"ssm_layers=\[2\]"),
+        (SpadeConfig, {"ssm_layers": [0, 0]}, "distinct"),
         (SpadeConfig, {"num_attention_heads": 5}, "multiple of num_attention_heads=5"),
         (SpadeConfig, {"relative_attention_num_buckets": 6}, "multiple of 4"),
         (SpadeConfig, {"ssm_type": "ema", "ssm_trainable": "output"}, "output"),
         (SpadeConfig, {"adaptive_cutoffs": [40, 20]}, "adaptive_cutoffs"),
         (SpadeConfig, {"adaptive_cutoffs": [20], "tie_word_embeddings": False}, "tie_word_embeddings"),
-        (SpadeSeq2SeqConfig, {"decoder_global_layers": [9], "num_decoder_layers": 2}, "decoder_global_layers"),
+        (SpadeSeq2SeqConfig, {"decoder_ssm_layers": [9], "num_decoder_layers": 2}, "decoder_ssm_layers"),
         (SpadeSeq2SeqConfig, {"decoder_attention_type": "none"}, "decoder_attention_type"),
         (SpadeSeq2SeqConfig, {"adaptive_cutoffs": [20, 40]}, "belong to SpadeConfig"),
     ],

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_hybrid_ssm import SpadeConfig, SpadeForCausalLM
-from hf_hybrid_ssm.layers.s4 import S4
-from hf_hybrid_ssm.layers.s4_official import convert_s4
+from hf_hybrid_ssm.layers.mixers.s4 import S4
+from hf_hybrid_ssm.layers.mixers.s4_official import convert_s4
 from hf_hybrid_ssm.models.spade import convert_official_checkpoint as converter
 from tests.memory import in_own_memory
 
@@ -116,7 +116,7 @@ CONFIG = {
     "intermediate_size": 16,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
-    "local_radius": 3,
+    "sliding_window": 4,
     "ssm_state_size": N,
     "ssm_num_dynamics": S,
     "scale_embedding": True,
@@ -197,7 +197,7 @@ def test_round_trip(form, tmp_path):
         torch.save({"args": None, "cfg": {"model": SAVED, "bpe": None}, "model": tensors}, source)
     else:  # before fairseq 0.10
         torch.save({"args": argparse.Namespace(arch="spade_lm_wiki103", **SAVED), "model": tensors}, source)
-    converter.main([str(source), str(tmp_path / "out"), *([] if with_settings else ["--local-radius", "3"])])
+    converter.main([str(source), str(tmp_path / "out"), *([] if with_settings else ["--sliding-window", "4"])])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     ids = torch.arange(2, 26).view(2, 12)
     assert torch.equal(in_own_memory(model)(ids).logits, original(ids).logits)
@@ -220,7 +220,7 @@ def test_checkpoint_that_fairseq_wrote(tmp_path):
     """
     converter.main([str(GOLDEN / "fairseq_spade_lm.pt"), str(tmp_path / "out")])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert model.config.local_radius == 3
+    assert model.config.sliding_window == 4
     assert model.config.ssm_num_dynamics == 4
     golden = load_file(GOLDEN / "fairseq_spade_lm.safetensors")
     logits = model(golden["ids"]).logits
@@ -230,7 +230,7 @@ def test_checkpoint_that_fairseq_wrote(tmp_path):
 def test_checkpoint_without_adaptive_vocabulary(tmp_path):
     """fairseq's other architectures have one embedding and a norm after the last layer."""
     torch.manual_seed(0)
-    sizes = CONFIG | {"adaptive_cutoffs": None, "final_norm": True, "global_layers": []}
+    sizes = CONFIG | {"adaptive_cutoffs": None, "final_norm": True, "ssm_layers": []}
     original = SpadeForCausalLM(SpadeConfig(**sizes)).eval()
     tensors = {}
     names = {ours: official for official, ours in converter.GLOBAL_KEYS.items()}
@@ -242,7 +242,7 @@ def test_checkpoint_without_adaptive_vocabulary(tmp_path):
         else:
             tensors[names[name] if name in names else f"decoder.layers.{layer[0]}.{layers[layer[1]]}"] = tensor
     torch.save({"model": tensors}, tmp_path / "checkpoint_best.pt")
-    model = converter.convert(tmp_path / "checkpoint_best.pt", local_radius=3).eval()
+    model = converter.convert(tmp_path / "checkpoint_best.pt", sliding_window=4).eval()
     ids = torch.arange(2, 26).view(2, 12)
     assert torch.equal(in_own_memory(model)(ids).logits, original(ids).logits)
     assert model.config.final_norm

@@ -91,7 +91,7 @@ def test_equals_dense_forward_and_gradient(problem):
         options = {**options, "bias": leaves[3]}
     expected = dense(*leaves[:3], **options, zero_keys=problem["zero_keys"], documents=problem["documents"], **rows)
     y, _ = local_attention(
-        *leaves[:3], **options, zero_keys_before_start=problem["zero_keys"], seq_idx=problem["documents"], **rows
+        *leaves[:3], **options, zero_kv_sink=problem["zero_keys"], seq_idx=problem["documents"], **rows
     )
     assert torch.isfinite(y).all()
     expected, y = real_tokens(expected, problem["lengths"]), real_tokens(y, problem["lengths"])
@@ -118,7 +118,7 @@ def test_reference_equals_dense(problem):
     y, _ = local_attention(
         *inputs,
         **problem["options"],
-        zero_keys_before_start=problem["zero_keys"],
+        zero_kv_sink=problem["zero_keys"],
         seq_idx=documents,
         **rows,
         backend="reference",
@@ -132,7 +132,7 @@ def test_pieces_equal_one_forward(problem, data):
     """Any split, down to single tokens, each row with its own number of real tokens in every piece."""
     q, k, v = problem["inputs"]
     batch, _, length, _ = q.shape
-    options = {**problem["options"], "zero_keys_before_start": problem["zero_keys"]}
+    options = {**problem["options"], "zero_kv_sink": problem["zero_keys"]}
     documents = problem["documents"]
     whole, end = local_attention(q, k, v, **options, seq_idx=documents, return_final_state=True)
     state, done = None, 0
@@ -164,7 +164,7 @@ def test_pieces_equal_one_forward(problem, data):
 @pytest.mark.parametrize("zero_keys", [False, True])
 def test_steps_from_an_empty_state_and_rows_that_stop(zero_keys):
     q, k, v = random_inputs(2, 30, 3)
-    options = {"nearest": 1, "farthest": 6, "zero_keys_before_start": zero_keys}
+    options = {"nearest": 1, "farthest": 6, "zero_kv_sink": zero_keys}
     options["bias"] = torch.randn(HEADS, 8, dtype=torch.float64)
     whole, _ = local_attention(q, k, v, **options)
     state = empty_state(2, HEADS, 6, SIZE, dtype=torch.float64)
@@ -184,7 +184,7 @@ def test_steps_from_an_empty_state_and_rows_that_stop(zero_keys):
     "options",
     [
         {"nearest": 0, "farthest": 4},
-        {"nearest": 1, "farthest": 5, "zero_keys_before_start": True},
+        {"nearest": 1, "farthest": 5, "zero_kv_sink": True},
         {"nearest": -3, "farthest": 3},
     ],
     ids=["causal", "strict", "two-sided"],
@@ -259,7 +259,7 @@ def test_compiles_into_one_graph():
         ({"nearest": 0, "farthest": -1}, "farthest=-1"),
         ({"nearest": 3, "farthest": 2}, "nearest=3"),
         ({"nearest": 0, "farthest": 4, "chunk_size": 0}, "chunk_size"),
-        ({"nearest": -1, "farthest": 4, "zero_keys_before_start": True}, "causal window"),
+        ({"nearest": -1, "farthest": 4, "zero_kv_sink": True}, "causal window"),
         ({"nearest": -1, "farthest": 4, "return_final_state": True}, "looks ahead"),
         ({"nearest": -1, "farthest": 1, "bias": torch.zeros(HEADS, 4)}, "odd"),
         ({"nearest": 0, "farthest": 1, "bias": torch.zeros(HEADS + 1, 4)}, "bias"),

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hybrid_ssm.ops import dispatch
+from hf_hybrid_ssm.ops._core import dispatch
+from hf_hybrid_ssm.ops._core.native_library import missing_compiler
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
-from hf_hybrid_ssm.ops.native_library import missing_compiler
 
 F64 = torch.float64
 OPTIONAL = ("dt_bias", "D", "z", "initial_state")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_hybrid_ssm.ops import native_library
+from hf_hybrid_ssm.ops._core import native_library
 
 pytestmark = pytest.mark.skipif(native_library.missing_compiler() is not None, reason="no C compiler")
 
@@ -35,7 +35,7 @@ def loaded_elsewhere(source: Path) -> subprocess.CompletedProcess:
     """In a process of its own: it may die."""
     code = (
         "import sys, logging; logging.basicConfig(level=logging.WARNING); from pathlib import Path\n"
-        "from hf_hybrid_ssm.ops.native_library import compile_and_load\n"
+        "from hf_hybrid_ssm.ops._core.native_library import compile_and_load\n"
         "print(compile_and_load(Path(sys.argv[1])).answer())"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

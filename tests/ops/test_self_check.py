@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from hf_hybrid_ssm.ops.dispatch import REGISTRY, Op
+from hf_hybrid_ssm.ops._core.dispatch import REGISTRY, Op
 
 
 class Doubling(torch.autograd.Function):
@@ -73,7 +73,7 @@ def test_a_wrong_kernel_is_not_used_and_says_so_once(make_op, caplog, kernel, sa
     op = make_op(kernel)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            assert op.select("cpu", dtype) is op.run["torch"]
+            assert op.select("cpu", dtype) is op.builtin["torch"]
     about_the_check = [r for r in caplog.records if "self-check" in r.getMessage() and "will not be used" in r.message]
     assert len(about_the_check) == 1 and said in about_the_check[0].getMessage()
     with pytest.raises(ValueError, match="self-check"):
@@ -84,7 +84,7 @@ def test_a_missing_kernel_warns_once(make_op, caplog):
     op = make_op(right, supports=lambda device_type, dtype: "no compiler was found")
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            assert op.select("cpu", torch.float32) is op.run["torch"]
+            assert op.select("cpu", torch.float32) is op.builtin["torch"]
         op.select("cpu", torch.float64)
     assert [r.getMessage() for r in caplog.records] == [
         "doubling runs its torch implementation on cpu, slower than the native kernel: no compiler was found."
@@ -126,7 +126,7 @@ def test_the_first_use_may_lie_in_a_compiled_function(make_op):
 def test_every_op_with_kernels_has_an_example(name):
     importlib.import_module(f"hf_hybrid_ssm.ops.{name}")
     op = REGISTRY[name]
-    outputs = op.run["torch"](**op.example())
-    for got, want in zip(outputs, op.run["reference"](**op.example())):
+    outputs = op.builtin["torch"](**op.self_check_inputs())
+    for got, want in zip(outputs, op.builtin["reference"](**op.self_check_inputs())):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    assert all(op.example is not None for op in REGISTRY.values() if op.optional)
+    assert all(op.self_check_inputs is not None for op in REGISTRY.values() if op.kernels)

@@ -19,19 +19,30 @@ from transformers import (
 )
 
 from hf_hybrid_ssm import SpadeEncoderModel
-from hf_hybrid_ssm.layers.mixer import Mixer
+from hf_hybrid_ssm.layers.mixers.base import Mixer
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 
 VOCABULARY = 23
 TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LONGHORN = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 3, "num_attention_heads": 2, "sliding_window": 5}
 SPADE = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-SPADE |= {"local_radius": 4, "chunk_size": 4, "ssm_state_size": 4, "s5_blocks": 2, "hyena_filter_length": 16}
-SPADE |= {"hyena_filter_dim": 8, "hyena_emb_dim": 5, "relative_attention_num_buckets": 8}
+SPADE |= {"sliding_window": 5, "chunk_size": 4, "ssm_state_size": 4, "s5_blocks": 2, "filter_length": 16}
+SPADE |= {"filter_hidden_size": 8, "filter_emb_dim": 5, "relative_attention_num_buckets": 8}
 SPADE |= {"relative_attention_max_distance": 6}
 BST = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8, "intermediate_size": 16}
-BST |= {"window_size": 4, "block_types": ["bst", "slide"], "num_context_states": 3, "recurrent_num_states": 3}
-BST |= {"ssm_state_size": 4, "rel_pos_buckets": 8, "rel_pos_max_distance": 6, "filter_length": 16, "filter_order": 8}
+BST |= {
+    "sliding_window": 4,
+    "block_types": ["bst", "sliding_attention"],
+    "num_context_states": 3,
+    "recurrent_num_states": 3,
+}
+BST |= {
+    "ssm_state_size": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 6,
+    "filter_length": 16,
+    "filter_hidden_size": 8,
+}
 LMU = {"hidden_size": 12, "num_hidden_layers": 2, "lmu_order": 6, "lmu_reduced_order": 3, "lmu_theta": 8.0}
 LMU |= {"pre_intermediate_size": 16, "post_intermediate_size": 16, "num_attention_heads": 2, "sliding_window": 5}
 
@@ -109,34 +120,34 @@ VARIANTS: dict[str, Variant] = {
         for mixer in MIXERS
         for attention in ("window", "chunk")
     },
-    "spade s4 full": _spade(attention_type="full", global_layers=[0, 1]),
-    "spade s5 stack post": _spade(ssm_type="s5", ssm_combine="stack", norm_position="post"),
+    "spade s4 full": _spade(attention_type="full", ssm_layers=[0, 1]),
+    "spade s5 stack post": _spade(ssm_type="s5", ssm_merge="stack", norm_position="post"),
     "spade ema add full": _spade(
-        ssm_type="ema", ssm_combine="add", attention_type="full", relative_bias_scope="per_layer"
+        ssm_type="ema", ssm_merge="add", attention_type="full", relative_bias_scope="per_layer"
     ),
     "spade adaptive": _spade(adaptive_cutoffs=[8, 14], adaptive_factor=2, norm_type="scalenorm"),
     "spade seq2seq learned full": _seq2seq(),
-    "spade seq2seq window s4": _seq2seq(decoder_attention_type="window", decoder_global_layers=[0], **RELATIVE),
+    "spade seq2seq window s4": _seq2seq(decoder_attention_type="window", decoder_ssm_layers=[0], **RELATIVE),
     "spade seq2seq chunk s5": _seq2seq(
-        decoder_attention_type="chunk", decoder_global_layers=[1], ssm_type="s5", **RELATIVE
+        decoder_attention_type="chunk", decoder_ssm_layers=[1], ssm_type="s5", **RELATIVE
     ),
     "spade encoder window": _encoder(),
     "spade encoder chunk s5": _encoder(ssm_type="s5", attention_type="chunk", pooling="mean"),
     "spade encoder full lstm": _encoder(ssm_type="lstm", attention_type="full", norm_position="post"),
-    "spade encoder hyena": _encoder(ssm_type="hyena", pooling="mean", ssm_combine="add"),
+    "spade encoder hyena": _encoder(ssm_type="hyena", pooling="mean", ssm_merge="add"),
     "bst sh s4d": _bst(),
     "bst sh s5": _bst(ssm_type="s5", cross_attention_inclusive=False),
-    "bst mh s4": _bst(context_variant="mh", ssm_type="s4", block_types=["slide", "bst"]),
+    "bst mh s4": _bst(context_variant="mh", ssm_type="s4", block_types=["sliding_attention", "bst"]),
     "bst mf unstructured": _bst(context_variant="mf", ssm_type="unstructured"),
     "bst mf s4d": _bst(context_variant="mf", qk_norm=False, attend_self=True),
-    "bst slide": _bst(block_types=["slide", "slide"], zero_kv_sink=False),
-    "bst block-recurrent": _bst(block_types=["brect", "slide"]),
+    "bst slide": _bst(block_types=["sliding_attention", "sliding_attention"], zero_kv_sink=False),
+    "bst block-recurrent": _bst(block_types=["block_recurrent", "sliding_attention"]),
     "bst retrieval sh": _bst(retrieval_k=2, retrieval_memory=5, retrieval_stride=2),
     "bst retrieval mf": _bst(context_variant="mf", retrieval_k=2, retrieval_memory=5),
     "bst bidirectional": Variant("bst", "bst", BST | {"bidirectional": True}, BIDIRECTIONAL_HEADS, is_causal=False),
     "lmu-isa": Variant("lmu-isa", "lmu_isa", LMU),
-    "lmu-isa global": Variant("lmu-isa", "lmu_isa", LMU | {"pre_block": "global_attention"}),
-    "lmu-isa window": Variant("lmu-isa", "lmu_isa", LMU | {"pre_block": "window_attention"}),
+    "lmu-isa global": Variant("lmu-isa", "lmu_isa", LMU | {"first_sublayer": "global_attention"}),
+    "lmu-isa window": Variant("lmu-isa", "lmu_isa", LMU | {"first_sublayer": "window_attention"}),
 }
 FAMILIES = tuple(dict.fromkeys(variant.family for variant in VARIANTS.values()))
 AUTO = {

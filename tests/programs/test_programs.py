@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hf_hybrid_ssm.models.cache import StateLayer
+from hf_hybrid_ssm.models.cache import RecurrentStateLayer
 from tests.programs.generate import generate
 from tests.programs.interpreter import run
 from tests.programs.models import FAMILIES, VARIANTS
@@ -99,7 +99,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("method", FAULTS)
 def test_faults_are_found_and_made_small(method, monkeypatch):
-    monkeypatch.setattr(StateLayer, method, FAULTS[method], raising=False)
+    monkeypatch.setattr(RecurrentStateLayer, method, FAULTS[method], raising=False)
     for seed in range(300):
         drawn = generate(seed, "longhorn", compiled=False)
         outcome = run(drawn)

@@ -14,20 +14,20 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
-from hf_hybrid_ssm.optim import parameter_groups
+from hf_hybrid_ssm.training.optim import parameter_groups
 
 SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": 1}
 SIZES |= {"eos_token_id": 2}
 FAMILIES = {
     "longhorn": {"state_size": 4},
-    "spade": {"intermediate_size": 32, "num_attention_heads": 2, "local_radius": 4, "ssm_trainable": "all"}
+    "spade": {"intermediate_size": 32, "num_attention_heads": 2, "sliding_window": 5, "ssm_trainable": "all"}
     | {"dropout": 0.0, "attention_dropout": 0.0, "embedding_dropout": 0.0},
     "bst": {
         "intermediate_size": 32,
         "num_attention_heads": 2,
         "head_dim": 8,
-        "window_size": 4,
-        "bst_layer_indices": [1],
+        "sliding_window": 4,
+        "ssm_layers": [1],
     }
     | {"num_context_states": 2, "dropout": 0.0, "attention_dropout": 0.0, "final_dropout": 0.0},
     "lmu_isa": {"order": 8, "reduced_order": 4},

@@ -15,7 +15,7 @@ TEXTS = {
     "The team lost again. Its coach resigned this morning.": "The coach left.",
 }
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_decoder_layers": 1}
-TINY |= {"num_attention_heads": 2, "local_radius": 4, "ssm_state_size": 8, "dropout": 0.0, "attention_dropout": 0.0}
+TINY |= {"num_attention_heads": 2, "sliding_window": 5, "ssm_state_size": 8, "dropout": 0.0, "attention_dropout": 0.0}
 
 
 @pytest.fixture

@@ -8,16 +8,16 @@ import pytest
 import torch
 from datasets import Dataset
 from listops import draw, trees, write
-from lra import ArenaArguments, arena, build
+from lra import LraArguments, arena, build
 from lra_data import END, LISTOPS, TASKS, UNKNOWN, collate, listops_ids, load_task
 from PIL import Image
 from safetensors.torch import load_file
 from transformers import TrainingArguments
 
 SPADE = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-SPADE |= {"local_radius": 8, "chunk_size": 8, "classifier_hidden_size": 8, "ssm_state_size": 4}
+SPADE |= {"sliding_window": 9, "chunk_size": 8, "classifier_hidden_size": 8, "ssm_state_size": 4}
 BST = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
-BST |= {"bst_layer_indices": [1], "window_size": 8, "num_context_states": 2, "ssm_state_size": 4}
+BST |= {"ssm_layers": [1], "sliding_window": 8, "num_context_states": 2, "ssm_state_size": 4}
 
 
 def value(text):
@@ -155,7 +155,7 @@ def training(folder, **options):
 @pytest.mark.parametrize("task", [task for task in TASKS if task != "pathx"])
 def test_spade_on_every_task(archive, tmp_path, task, kind):
     preset = f"spade-lra-{task}-{kind}"
-    results = arena(ArenaArguments(task, str(archive), "spade", preset, SPADE), training(tmp_path))
+    results = arena(LraArguments(task, str(archive), "spade", preset, SPADE), training(tmp_path))
     assert json.loads((tmp_path / "results.json").read_text()) == results
     assert 0 <= results["test"]["accuracy"] <= 100 and results["steps"] == 2
 
@@ -163,19 +163,19 @@ def test_spade_on_every_task(archive, tmp_path, task, kind):
 @pytest.mark.parametrize("task, bidirectional", [("listops", True), ("retrieval", False), ("image", True)])
 def test_bst(archive, tmp_path, task, bidirectional):
     config = BST | {"bidirectional": bidirectional}
-    results = arena(ArenaArguments(task, str(archive), "bst", config=config), training(tmp_path))
+    results = arena(LraArguments(task, str(archive), "bst", config=config), training(tmp_path))
     assert results["rows"]["train"] == len(load_task(task, archive)["train"])
 
 
 def test_learns_what_can_be_learnt(archive, tmp_path):
-    arguments = ArenaArguments("text", str(archive), "spade", "spade-lra-text-window", SPADE | {"dropout": 0.0})
+    arguments = LraArguments("text", str(archive), "spade", "spade-lra-text-window", SPADE | {"dropout": 0.0})
     results = arena(arguments, training(tmp_path, max_steps=40, learning_rate=1e-2))
     assert results["test"]["accuracy"] == 100 and results["test"]["commonest_class"] == 50
 
 
 def test_the_best_on_validation_is_scored(archive, tmp_path):
     """A rate that ruins the weights in the end: what is reported are those of the best evaluation."""
-    arguments = ArenaArguments("text", str(archive), "spade", "spade-lra-text-window", SPADE | {"dropout": 0.0})
+    arguments = LraArguments("text", str(archive), "spade", "spade-lra-text-window", SPADE | {"dropout": 0.0})
     options = {
         "max_steps": 60,
         "eval_strategy": "steps",
@@ -201,7 +201,7 @@ def test_resumes_bit_for_bit(archive, tmp_path):
             (tmp_path / folder).mkdir()
             (tmp_path / "whole/checkpoint-2").rename(tmp_path / folder / "checkpoint-2")
         options = training(tmp_path / folder, max_steps=5, save_steps=2)
-        arguments = ArenaArguments("listops", str(archive), "spade", "spade-lra-listops-chunk", config, resume=resume)
+        arguments = LraArguments("listops", str(archive), "spade", "spade-lra-listops-chunk", config, resume=resume)
         arena(arguments, options)
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "resumed"))
     assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
@@ -209,24 +209,24 @@ def test_resumes_bit_for_bit(archive, tmp_path):
 
 def test_presets_have_the_size_of_the_paper(archive):
     for task in TASKS:
-        arguments = ArenaArguments(task, str(archive), "spade", f"spade-lra-{task}-chunk")
+        arguments = LraArguments(task, str(archive), "spade", f"spade-lra-{task}-chunk")
         assert 100_000 < build(arguments).num_parameters() < 2_000_000
 
 
 def test_bad_input(archive, tmp_path):
     with pytest.raises(ValueError, match="task='chess'"):
-        ArenaArguments("chess", "x", "spade")
+        LraArguments("chess", "x", "spade")
     with pytest.raises(ValueError, match="model_type='spate'"):
-        ArenaArguments("text", "x", "spate")
+        LraArguments("text", "x", "spate")
     for task in TASKS:
         with pytest.raises(FileNotFoundError, match=str(tmp_path)):
             load_task(task, tmp_path)
     with pytest.raises(ValueError, match="num_labels=3"):
-        build(ArenaArguments("text", "x", "spade", config=SPADE | {"num_labels": 3}))
+        build(LraArguments("text", "x", "spade", config=SPADE | {"num_labels": 3}))
     with pytest.raises(ValueError, match="vocab_size=100"):
-        build(ArenaArguments("text", "x", "spade", config=SPADE | {"vocab_size": 100}))
+        build(LraArguments("text", "x", "spade", config=SPADE | {"vocab_size": 100}))
     with pytest.raises(ValueError, match="paired_input"):
-        build(ArenaArguments("text", "x", "spade", config=SPADE | {"paired_input": True}))
+        build(LraArguments("text", "x", "spade", config=SPADE | {"paired_input": True}))
     with pytest.raises(ValueError, match="1024 pixels, 999 are needed"):
         load_task("image", archive, 999)
     (tmp_path / "listops").mkdir()
@@ -241,4 +241,4 @@ def test_bad_input(archive, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/something").write_text("")
     with pytest.raises(FileExistsError, match="overwrite"):
-        arena(ArenaArguments("text", str(archive), "spade", config=SPADE), training(tmp_path / "out"))
+        arena(LraArguments("text", str(archive), "spade", config=SPADE), training(tmp_path / "out"))

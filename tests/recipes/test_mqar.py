@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from mqar import RecallArguments, accuracy, recall_rows, sweep
+from mqar import MqarArguments, accuracy, recall_rows, sweep
 from transformers import EvalPrediction, TrainingArguments
 
 
@@ -38,7 +38,7 @@ def test_accuracy_counts_queries():
 
 def test_sweep_writes_the_best(tmp_path):
     tiny = {"num_hidden_layers": 1, "state_size": 4}
-    arguments = RecallArguments(
+    arguments = MqarArguments(
         {"longhorn": {"model_type": "longhorn", **tiny}},
         settings=[[16, 2]],
         widths=[8],
@@ -60,4 +60,4 @@ def test_sweep_writes_the_best(tmp_path):
 @pytest.mark.parametrize(("settings", "vocab_size"), [([[64, 17]], 8192), ([[64, 0]], 8192), ([[64, 4]], 8)])
 def test_sizes_that_do_not_fit(settings, vocab_size):
     with pytest.raises(ValueError, match=r"pairs|vocab_size"):
-        RecallArguments({"a": {}}, settings=settings, vocab_size=vocab_size)
+        MqarArguments({"a": {}}, settings=settings, vocab_size=vocab_size)

@@ -17,7 +17,7 @@ from training import Trainer
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
 
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_decoder_layers": 1}
-TINY |= {"num_attention_heads": 2, "local_radius": 4, "max_target_positions": 32}
+TINY |= {"num_attention_heads": 2, "sliding_window": 5, "max_target_positions": 32}
 
 
 def joined(inputs, target, sentinels, end):

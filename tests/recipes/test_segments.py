@@ -16,8 +16,9 @@ from hf_hybrid_ssm.models.cache import carry_segment
 
 TINY = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8, "intermediate_size": 16,
-    "window_size": 4, "bst_layer_indices": [1], "ssm_state_size": 4, "dropout": 0.0, "attention_dropout": 0.0,
-    "final_dropout": 0.0, "logit_scale": 1.0, "rel_pos_buckets": 4, "rel_pos_max_distance": 4,
+    "sliding_window": 4, "ssm_layers": [1], "ssm_state_size": 4, "dropout": 0.0, "attention_dropout": 0.0,
+    "final_dropout": 0.0, "logit_scale": 1.0,
+    "relative_attention_num_buckets": 4, "relative_attention_max_distance": 4,
 }  # fmt: skip
 
 

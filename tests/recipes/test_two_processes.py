@@ -15,7 +15,7 @@ from tests.recipes.launching import LAUNCHER, RECIPES, launched
 
 LONGHORN = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
 SPADE = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-SPADE |= {"local_radius": 4, "ssm_state_size": 4}
+SPADE |= {"sliding_window": 5, "ssm_state_size": 4}
 SEQ2SEQ = SPADE | {"num_decoder_layers": 1, "max_target_positions": 32}
 TRAINING = {
     "max_steps": 2, "learning_rate": 0.0, "per_device_eval_batch_size": 4, "report_to": "none", "use_cpu": True,

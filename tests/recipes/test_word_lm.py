@@ -69,7 +69,7 @@ def test_bad_settings_are_refused():
 
 
 MODEL = {
-    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "local_radius": 3,
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "sliding_window": 4,
     "ssm_state_size": 4, "adaptive_cutoffs": [8, 16], "adaptive_factor": 2,
 }  # fmt: skip
 

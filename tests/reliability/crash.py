@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 from transformers.trainer_utils import get_last_checkpoint
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
-from hf_hybrid_ssm.resuming import damage, newest_whole_checkpoint
+from hf_hybrid_ssm.training.resume import checkpoint_defect, latest_complete_checkpoint
 from tests.invariants.variants import VARIANTS
 from tests.reliability.reporting import table, write_page
 
@@ -52,7 +52,7 @@ def train(family: str, output_dir: Path) -> None:
         arguments,
         train_dataset=Dataset.from_dict({"input_ids": ids.tolist(), "labels": ids.tolist()}),
     )
-    trainer.train(resume_from_checkpoint=newest_whole_checkpoint(output_dir))
+    trainer.train(resume_from_checkpoint=latest_complete_checkpoint(output_dir))
     trainer.save_model()
 
 
@@ -126,7 +126,7 @@ def crash(family: str, kills: int, root: Path, chance: random.Random) -> Counter
                 found["at a random moment"] += 1
             found["kills"] += 1
             newest = get_last_checkpoint(folder)
-            if newest is not None and damage(newest) is not None:
+            if newest is not None and checkpoint_defect(newest) is not None:
                 found["left a half-written newest checkpoint"] += 1
         if os.waitpid(forked(partial(train, family, folder)), 0)[1]:
             found["runs that did not go on"] += 1
@@ -162,8 +162,8 @@ def main() -> int:
         "crash",
         "Training that is killed",
         f"`make crash`: runs of {STEPS} steps with a checkpoint each {SAVE_EVERY}, ended by SIGKILL and started again "
-        "from `hf_hybrid_ssm.resuming.newest_whole_checkpoint`, two to six times each; then the run is let finish "
-        "and its weights compared with those of a run that was left alone.",
+        "from `hf_hybrid_ssm.training.resume.latest_complete_checkpoint`, two to six times each; then the run "
+        "finishes and its weights are compared with those of a run that was left alone.",
         table(["family", *COLUMNS], rows),
         "A half-written newest checkpoint is what `Trainer.train(resume_from_checkpoint=True)` would take.",
     )

@@ -113,8 +113,8 @@ def deep(variant: str, layers: int) -> PreTrainedModel:
     fields: dict = {"num_hidden_layers": layers}
     if own.get("block_types") is not None:
         fields["block_types"] = list(itertools.islice(itertools.cycle(own["block_types"]), layers))
-    elif own.get("bst_layer_indices") == BST["bst_layer_indices"]:
-        fields["bst_layer_indices"] = list(range(0, layers, 2))
+    elif own.get("ssm_layers") == BST["ssm_layers"]:
+        fields["ssm_layers"] = list(range(0, layers, 2))
     if "num_decoder_layers" in own:
         fields["num_decoder_layers"] = layers
     torch.manual_seed(0)

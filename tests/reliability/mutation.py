@@ -88,7 +88,9 @@ def main() -> int:
     if not (folder / "mutants").is_dir():
         folder.mkdir(exist_ok=True)
         copied(folder)
-        mutmut(folder, ["hf_hybrid_ssm.ops.lengths.x_check_lengths__mutmut_1"])  # makes all, and finds who tests whom
+        mutmut(
+            folder, ["hf_hybrid_ssm.ops._core.lengths.x_check_lengths__mutmut_1"]
+        )  # makes all, and finds who tests whom
     everything = [name for by_name in codes(folder).values() for name in by_name]
     if not everything:
         sys.exit(f"mutmut made no mutants in {folder}")

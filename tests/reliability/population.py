@@ -17,7 +17,7 @@ MORE: dict[str, tuple[str, dict]] = {
     "spade adaptive": ("spade", {**SPADE, "adaptive_cutoffs": [20, 40], "adaptive_factor": 2}),
     "spade frozen hyena": (
         "spade",
-        {**SPADE, "ssm_type": "hyena", "ssm_trainable": "none", "hyena_filter_length": 16},
+        {**SPADE, "ssm_type": "hyena", "ssm_trainable": "none", "filter_length": 16},
     ),
     "spade batchnorm": ("spade", {**SPADE, "norm_type": "batchnorm"}),
     "encoder-decoder": ("spade_seq2seq", SEQ2SEQ),
@@ -26,7 +26,7 @@ MORE: dict[str, tuple[str, dict]] = {
         {
             **SEQ2SEQ,
             "decoder_attention_type": "window",
-            "decoder_global_layers": [0],
+            "decoder_ssm_layers": [0],
             "decoder_position_embedding_type": "relative",
             "ssm_trainable": "all",
         },

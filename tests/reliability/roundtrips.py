@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from hf_hybrid_ssm.auto import FAMILIES
 from hf_hybrid_ssm.layers.lmu import ImplicitAttention
-from hf_hybrid_ssm.layers.mixer import Mixer
+from hf_hybrid_ssm.layers.mixers.base import Mixer
 from hf_hybrid_ssm.layers.recurrent_states import RecurrentStates
 from hf_hybrid_ssm.models.longhorn.modeling_longhorn import LonghornMixer
 from tests.memory import in_own_memory

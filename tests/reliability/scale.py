@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from hf_hybrid_ssm.ops.dispatch import backend
+from hf_hybrid_ssm.ops._core.dispatch import backend
 from hf_hybrid_ssm.planning import plan
 from tests import test_planning as planning
 from tests.distributed import resuming, sequence_parallel, tensor_parallel

@@ -8,7 +8,7 @@ import zipfile
 import pytest
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_hybrid_ssm.resuming import damage, newest_whole_checkpoint
+from hf_hybrid_ssm.training.resume import checkpoint_defect, latest_complete_checkpoint
 from tests.reliability.crash import STEPS, crash, train
 
 
@@ -27,9 +27,9 @@ def checkpoint(finished, tmp_path):
 
 
 def test_whole_ones_are_taken(checkpoint, tmp_path):
-    assert damage(checkpoint) is None
-    assert newest_whole_checkpoint(checkpoint.parent) == str(checkpoint)
-    assert newest_whole_checkpoint(tmp_path / "nowhere") is None
+    assert checkpoint_defect(checkpoint) is None
+    assert latest_complete_checkpoint(checkpoint.parent) == str(checkpoint)
+    assert latest_complete_checkpoint(tmp_path / "nowhere") is None
 
 
 @pytest.mark.parametrize(
@@ -45,9 +45,9 @@ def test_cut_off_files_are_noticed(checkpoint, name, kept):
         path.write_bytes(content[: int(kept * len(content))])
     elif name == "config.json":
         return  # Trainer does not read it
-    assert damage(checkpoint) is not None
+    assert checkpoint_defect(checkpoint) is not None
     assert get_last_checkpoint(checkpoint.parent) == str(checkpoint)  # what Trainer itself would take
-    assert newest_whole_checkpoint(checkpoint.parent) == str(checkpoint.with_name(f"checkpoint-{STEPS - 2}"))
+    assert latest_complete_checkpoint(checkpoint.parent) == str(checkpoint.with_name(f"checkpoint-{STEPS - 2}"))
 
 
 def test_a_changed_byte_and_a_wrong_step_are_noticed(checkpoint):
@@ -57,11 +57,11 @@ def test_a_changed_byte_and_a_wrong_step_are_noticed(checkpoint):
         largest = max(archive.infolist(), key=lambda entry: entry.file_size)
     content[largest.header_offset + largest.file_size // 2] ^= 1
     path.write_bytes(content)
-    assert "broken entry" in damage(checkpoint)
+    assert "broken entry" in checkpoint_defect(checkpoint)
     other = checkpoint.with_name(f"checkpoint-{STEPS - 2}")
     state = json.loads((other / "trainer_state.json").read_text())
     (other / "trainer_state.json").write_text(json.dumps(state | {"global_step": 1}))
-    assert damage(other) == "trainer_state.json is of step 1"
+    assert checkpoint_defect(other) == "trainer_state.json is of step 1"
 
 
 def test_sharded_checkpoints_end_with_their_metadata(checkpoint):
@@ -69,11 +69,11 @@ def test_sharded_checkpoints_end_with_their_metadata(checkpoint):
         (checkpoint / name).unlink()
     for name in ("pytorch_model_fsdp_0", "optimizer_0"):
         (checkpoint / name).mkdir()
-    assert "optimizer_0 has no .metadata" in damage(checkpoint)
+    assert "optimizer_0 has no .metadata" in checkpoint_defect(checkpoint)
     (checkpoint / "optimizer_0" / ".metadata").write_bytes(b"")
-    assert "pytorch_model_fsdp_0 has no .metadata" in damage(checkpoint)
+    assert "pytorch_model_fsdp_0 has no .metadata" in checkpoint_defect(checkpoint)
     (checkpoint / "pytorch_model_fsdp_0" / ".metadata").write_bytes(b"")
-    assert damage(checkpoint) is None
+    assert checkpoint_defect(checkpoint) is None
 
 
 @pytest.mark.timeout(300)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_hybrid_ssm.layers.state_space import StateSpaceMixer
+from hf_hybrid_ssm.layers.mixers.state_space import StateSpaceMixer
 from tests.reliability.bits import digest, same_bits
 from tests.reliability.determinism import (
     different_forwards,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_hybrid_ssm.layers.s4 import S4
+from hf_hybrid_ssm.layers.mixers.s4 import S4
 from hf_hybrid_ssm.models.spade.modeling_spade import SpadePreTrainedModel
 from tests.reliability.population import FEW, build, class_with_loss, classes_of
 from tests.reliability.roundtrips import (
@@ -155,8 +155,8 @@ def test_a_remembered_filter_is_found():
     with torch.no_grad():
         mixer.C.mul_(2)
         after(input_ids=torch.tensor([[3, 4, 5]]))  # remembers the filter of the doubled C
-        remembered = dict(mixer._remembered)
+        remembered = dict(mixer._kernel_cache)
         after.load_state_dict(tensors, strict=False)
-    mixer._forget_if_changed()
-    mixer._remembered.update(remembered)
+    mixer._clear_if_changed()
+    mixer._kernel_cache.update(remembered)
     assert list(differences(before, after)) == [] and outputs_differ(before, after)

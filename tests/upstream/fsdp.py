@@ -22,9 +22,9 @@ SIZES = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "pad_toke
 SIZES |= {"eos_token_id": 2}
 HYBRID = {"block_types": ["linear_attention", "full_attention"], "mlp_intermediate_size": 128}
 HYBRID |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-SPADE = {"intermediate_size": 128, "num_attention_heads": 4, "local_radius": 9, "ssm_trainable": "all"}
+SPADE = {"intermediate_size": 128, "num_attention_heads": 4, "sliding_window": 10, "ssm_trainable": "all"}
 SPADE |= {"dropout": 0.0, "attention_dropout": 0.0, "embedding_dropout": 0.0}
-BST = {"intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16, "window_size": 16, "bst_layer_indices": [1]}
+BST = {"intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16, "sliding_window": 16, "ssm_layers": [1]}
 BST |= {"dropout": 0.0, "attention_dropout": 0.0, "final_dropout": 0.0}
 CASES = {
     "longhorn": ("longhorn", {"state_size": 4}),
@@ -35,7 +35,7 @@ CASES = {
     "bst sh": ("bst", BST),
     "bst mh unstructured": ("bst", {**BST, "context_variant": "mh", "ssm_type": "unstructured"}),
     "bst mf s5": ("bst", {**BST, "context_variant": "mf", "ssm_type": "s5"}),
-    "bst brect": ("bst", {**BST, "bst_layer_indices": None, "block_types": ["slide", "brect"]}),
+    "bst brect": ("bst", {**BST, "ssm_layers": None, "block_types": ["sliding_attention", "block_recurrent"]}),
 }
 NARROW_CHECKS = ("bf16_training", "generation")
 CHECKS = ("sharding_structure_untied", "sharding_structure_tied", "save_load", "plan_vs_ddp")

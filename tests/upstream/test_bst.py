@@ -29,8 +29,8 @@ class BstTest(CausalFamilyTests, unittest.TestCase):
         "num_attention_heads": 4,
         "head_dim": 8,
         "intermediate_size": 40,
-        "window_size": 5,
-        "bst_layer_indices": [0],
+        "sliding_window": 5,
+        "ssm_layers": [0],
         "num_context_states": 3,
         "ssm_state_size": 4,
         "filter_length": 16,
@@ -50,17 +50,17 @@ class BstMultiFilterTest(BstTest):
     tester_config = BstTest.tester_config | {"context_variant": "mf", "ssm_type": "unstructured"}
 
 
-class SlideTest(BstTest):
-    tester_config = BstTest.tester_config | {"bst_layer_indices": []}
+class BstSlideTest(BstTest):
+    tester_config = BstTest.tester_config | {"ssm_layers": []}
 
 
 class BlockRecurrentTest(BstTest):
     tester_config = BstTest.tester_config | {
-        "bst_layer_indices": None,
-        "block_types": ["brect", "slide"],
+        "ssm_layers": None,
+        "block_types": ["block_recurrent", "sliding_attention"],
         "recurrent_num_states": 3,
     }
 
 
-class MemoryTest(BstTest):
+class BstRetrievalTest(BstTest):
     tester_config = BstTest.tester_config | {"retrieval_k": 2, "retrieval_memory": 8}

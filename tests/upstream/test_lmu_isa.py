@@ -42,4 +42,4 @@ class LmuIsaTest(CausalFamilyTests, unittest.TestCase):
 
 
 class LmuIsaGlobalTest(LmuIsaTest):
-    tester_config = LmuIsaTest.tester_config | {"pre_block": "global_attention", "num_attention_heads": 4}
+    tester_config = LmuIsaTest.tester_config | {"first_sublayer": "global_attention", "num_attention_heads": 4}

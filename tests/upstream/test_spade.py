@@ -24,7 +24,7 @@ TINY = {
     "intermediate_size": 40,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "local_radius": 5,
+    "sliding_window": 6,
     "ssm_state_size": 8,
 }
 

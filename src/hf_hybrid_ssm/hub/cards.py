@@ -20,13 +20,13 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 import hf_hybrid_ssm
 from hf_hybrid_ssm.auto import FAMILIES, Family
 from hf_hybrid_ssm.hub.export import AUTO_CLASSES
-from hf_hybrid_ssm.hub.families import FACTS
+from hf_hybrid_ssm.hub.families import CARD_TEXTS
 from hf_hybrid_ssm.hub.folder import check_folder, read_json
 
 # presets without a card: tasks of the Long Range Arena, and sizes that the paper does not have
 NO_CARD = re.compile("-lra-|-rule|-deep")
 # bookkeeping, and what the table of layers says
-UNTOLD = {"architectures", "layer_types", "block_types", "bst_layer_indices", "global_layers", "transformers_version"}
+HIDDEN_FIELDS = {"architectures", "layer_types", "block_types", "ssm_layers", "transformers_version"}
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 TASKS = {
     "MODEL_FOR_CAUSAL_LM": "text-generation",
@@ -35,7 +35,7 @@ TASKS = {
     "MODEL_FOR_TOKEN_CLASSIFICATION": "token-classification",
     "MODEL_FOR_QUESTION_ANSWERING": "question-answering",
 }
-FIGURES = {
+METRICS = {
     "validation_loss": ("loss", "cross-entropy, nats a token"),
     "validation_perplexity": ("perplexity", "perplexity"),
     "accuracy": ("accuracy", "accuracy"),
@@ -78,7 +78,7 @@ def model_card(
     model = _on_meta(config, class_name)
     table = next(table for table, name in family.heads.items() if name == class_name)
     task, auto = TASKS.get(table), AUTO_CLASSES[table]
-    facts = FACTS[config.model_type]
+    facts = CARD_TEXTS[config.model_type]
     data = ModelCardData(
         license="apache-2.0",
         library_name="transformers",
@@ -144,7 +144,7 @@ def preset_cards(recipes: Mapping[tuple[str, str], str]) -> dict[str, str]:
             command = recipes.get((family.model_type, preset))
             cards[f"{name}.md"] = model_card(config, name=name, recipe=command)
             count = _on_meta(config, _language_model(family)).num_parameters()
-            lines.append(f"| [{name}]({name}.md) | {FACTS[family.model_type].name} | {count:,} |")
+            lines.append(f"| [{name}]({name}.md) | {CARD_TEXTS[family.model_type].name} | {count:,} |")
     index = "\n".join(lines)
     cards["README.md"] = (
         "# Model cards\n\nOne for each language model and encoder-decoder of a paper, written by `make cards`. "
@@ -166,7 +166,7 @@ def _on_meta(config: PreTrainedConfig, class_name: str) -> PreTrainedModel:
 
 def _metrics(name: str, task: str | None, results: Mapping[str, Any] | None, dataset: str | None) -> dict[str, Any]:
     """The Hub asks for the data set of every metric; without its name they stand in the text alone."""
-    found = [(*FIGURES[key], results[key]) for key in FIGURES if results and key in results]
+    found = [(*METRICS[key], results[key]) for key in METRICS if results and key in results]
     if dataset is None or not found:
         return {}
     values = [
@@ -188,7 +188,7 @@ def _architecture(config: PreTrainedConfig, model: PreTrainedModel, class_name: 
         key: value
         for key, value in config.to_dict().items()
         # a name that begins with _ holds where the model was loaded from
-        if _plain(value) and key not in UNTOLD and key[0] != "_" and value != defaults.get(key)
+        if _plain(value) and key not in HIDDEN_FIELDS and key[0] != "_" and value != defaults.get(key)
     }
     fields = "\n".join(f"| `{key}` | {value} |" for key, value in told.items())
     return (
@@ -220,8 +220,8 @@ def _kinds(config: PreTrainedConfig) -> list[str]:
     if config.model_type == "bst":
         words = {
             "bst": f"window attention and context states ({config.context_variant.upper()}, {config.ssm_type})",
-            "brect": "block-recurrent attention",
-            "slide": "window attention",
+            "block_recurrent": "block-recurrent attention",
+            "sliding_attention": "window attention",
         }
         return [words[kind] for kind in config.block_types]
     if config.model_type == "lmu_isa":
@@ -230,9 +230,11 @@ def _kinds(config: PreTrainedConfig) -> list[str]:
             "global_attention": "global attention",
             "window_attention": "window attention",
         }
-        return [f"{before.get(config.pre_block, config.pre_block)}, Legendre memory, implicit attention"] * len(count)
+        return [
+            f"{before.get(config.first_sublayer, config.first_sublayer)}, Legendre memory, implicit attention"
+        ] * len(count)
     local = f"{config.attention_type} attention"
-    return [f"{local} and {config.ssm_type}" if index in config.global_layers else local for index in count]
+    return [f"{local} and {config.ssm_type}" if index in config.ssm_layers else local for index in count]
 
 
 def _training(results: Mapping[str, Any] | None, dataset: str | None, recipe: str | None, trained: bool) -> str:

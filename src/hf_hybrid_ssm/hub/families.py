@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class FamilyFacts:
+class CardText:
     """One family, for people who have not heard of it."""
 
     name: str
@@ -25,7 +25,7 @@ class FamilyFacts:
         )
 
 
-_LONGHORN = FamilyFacts(
+_LONGHORN = CardText(
     name="Longhorn",
     idea="Blocks like Mamba's whose recurrence is the closed-form step of online associative recall: each token moves "
     "the state so that the key recalls the value. The state has one size, however long the text.",
@@ -35,7 +35,7 @@ _LONGHORN = FamilyFacts(
     year=2024,
     limits="What no longer fits the state is forgotten: exact copies of long passages are not to be expected.",
 )
-_BST = FamilyFacts(
+_BST = CardText(
     name="Block-State Transformer",
     idea="Attention within blocks and their window; in some layers a state-space model runs over the whole sequence "
     "and hands each block context states of the past to attend to.",
@@ -45,7 +45,7 @@ _BST = FamilyFacts(
     year=2023,
     limits="Beyond the window a token sees the past only through the context states.",
 )
-_SPADE = FamilyFacts(
+_SPADE = CardText(
     name="SPADE",
     idea="A state-space model in the bottom layer carries what is far, window or chunk attention in all layers what "
     "is near.",
@@ -55,7 +55,7 @@ _SPADE = FamilyFacts(
     year=2022,
     limits="Beyond the window a token sees the past only through the bottom layer's state.",
 )
-_LMU_ISA = FamilyFacts(
+_LMU_ISA = CardText(
     name="LMU-ISA",
     idea="A fixed Legendre Memory Unit keeps a sliding window of each channel in a few coefficients, and attention "
     "works among the coefficients of one time step instead of among time steps.",
@@ -65,4 +65,4 @@ _LMU_ISA = FamilyFacts(
     year=2021,
     limits="The memory is a smoothed window of `lmu_theta` tokens: what is older fades, and sharp detail is lost.",
 )
-FACTS = {"longhorn": _LONGHORN, "bst": _BST, "spade": _SPADE, "spade_seq2seq": _SPADE, "lmu_isa": _LMU_ISA}
+CARD_TEXTS = {"longhorn": _LONGHORN, "bst": _BST, "spade": _SPADE, "spade_seq2seq": _SPADE, "lmu_isa": _LMU_ISA}

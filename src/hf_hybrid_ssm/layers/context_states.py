@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_hybrid_ssm.layers.block_grid import BlockGrid
-from hf_hybrid_ssm.layers.mixer import State
-from hf_hybrid_ssm.layers.mixers import build_mixer
+from hf_hybrid_ssm.layers.mixers.base import State
+from hf_hybrid_ssm.layers.mixers.registry import build_mixer
 from hf_hybrid_ssm.layers.offloaded import fetches_weights
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 

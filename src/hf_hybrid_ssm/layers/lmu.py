@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_hybrid_ssm.layers.mixer import Mixer
+from hf_hybrid_ssm.layers.mixers.base import Mixer
 from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
 from hf_hybrid_ssm.ops.legendre_memory import legendre_memory
 

@@ -11,7 +11,7 @@ from torch import nn
 from hf_hybrid_ssm.layers.block_grid import BlockGrid
 from hf_hybrid_ssm.layers.context_states import l2_normalise
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
-from hf_hybrid_ssm.ops.checks import can_read_values
+from hf_hybrid_ssm.ops._core.checks import can_read_values
 
 States = dict[str, torch.Tensor]
 NAMES = ("recurrent", "context_key", "context_value", "block_key", "block_value", "before_key", "before_value")

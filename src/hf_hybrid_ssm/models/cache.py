@@ -18,7 +18,7 @@ WINDOW_LAYER_TYPE = "hybrid_ssm_window"  # of window attention, where a family m
 STATE_LAYER_TYPES = (STATE_LAYER_TYPE, WINDOW_LAYER_TYPE)
 
 States = dict[str, torch.Tensor]
-Replay = Callable[[int], States]
+Recompute = Callable[[int], States]
 
 
 @dataclass
@@ -27,13 +27,13 @@ class _Forward:
 
     num_tokens: int
     previous: States
-    replay: Replay
+    recompute: Recompute
     previous_notes: States
-    replay_notes: Replay
+    replay_notes: Recompute
     with_gradient: bool
 
 
-class StateLayer(CacheLayerMixin):
+class RecurrentStateLayer(CacheLayerMixin):
     """The states of one layer between two forwards: `states[name]`, each with the batch in front.
 
     Unlike keys and values, a state of fixed size forgets how it came about. To go back (`crop`, as assisted generation
@@ -56,30 +56,30 @@ class StateLayer(CacheLayerMixin):
         self.notes: States = {}
         self.history: list[_Forward] = []
         self._before: States | None = None
-        self._next_notes: Replay | None = None
+        self._next_notes: Recompute | None = None
         self.device: torch.device | None = None
         self.model_type: str | None = None
 
-    def store(self, num_tokens: int, states: States, replay: Replay) -> None:
+    def update_states(self, num_tokens: int, states: States, recompute: Recompute) -> None:
         """Replace the states by those after `num_tokens` more tokens.
 
         Args:
             num_tokens: tokens of this forward, padding included.
             states: name → tensor (B, ...). Every name of the layer is given at every call.
-            replay: `replay(n)` returns the states after the first n < num_tokens tokens of this forward. It is called
+            recompute: `recompute(n)` returns the states after the first n < num_tokens tokens of this forward; called
                 only by `crop`, and kept only while the past is recorded.
         """
         notes, next_notes = self.notes, self._take_notes(num_tokens)
         if self.record_past:
             previous = self.states if self._before is None else self._before
-            self.history.append(_Forward(num_tokens, previous, replay, notes, next_notes, torch.is_grad_enabled()))
+            self.history.append(_Forward(num_tokens, previous, recompute, notes, next_notes, torch.is_grad_enabled()))
         self._before = None
-        self.states = {name: _own_memory(state) for name, state in states.items()}
+        self.states = {name: _clone_if_view(state) for name, state in states.items()}
         self.seen_tokens += num_tokens
         self.is_initialized = True
         self.device = next(iter(states.values())).device
 
-    def open(self, begins: torch.Tensor | None, next_notes: Replay | None) -> None:
+    def open(self, begins: torch.Tensor | None, next_notes: Recompute | None) -> None:
         """Before a forward: rows whose first token begins a document start from zeros.
 
         Args:
@@ -95,7 +95,7 @@ class StateLayer(CacheLayerMixin):
     def _restart(self, rows: torch.Tensor) -> None:
         self.states = {name: _cleared(state, rows) for name, state in self.states.items()}
 
-    def _take_notes(self, num_tokens: int) -> Replay:
+    def _take_notes(self, num_tokens: int) -> Recompute:
         """Notes move on by `num_tokens`; returns what replays them."""
         notes = self.notes
         next_notes, self._next_notes = self._next_notes or (lambda num_tokens: notes), None
@@ -135,7 +135,7 @@ class StateLayer(CacheLayerMixin):
             forward = self.history.pop()
             kept = max(forward.num_tokens - remaining, 0)
             with torch.set_grad_enabled(forward.with_gradient):
-                self.states = forward.replay(kept) if kept else forward.previous
+                self.states = forward.recompute(kept) if kept else forward.previous
             self.notes = forward.replay_notes(kept) if kept else forward.previous_notes
             self.seen_tokens -= forward.num_tokens - kept
             remaining -= forward.num_tokens - kept
@@ -147,25 +147,25 @@ class StateLayer(CacheLayerMixin):
         self.history.clear()
         self.is_initialized = False
 
-    def begin_again(self, rows: torch.Tensor) -> None:
+    def reset_rows(self, rows: torch.Tensor) -> None:
         """Detach all states; rows (B,) bool get the state before the first token, which is zero in every family."""
 
-        self._map(lambda state: _cleared(state.detach(), rows))
+        self._apply(lambda state: _cleared(state.detach(), rows))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._map(lambda state: state.index_select(0, indices.to(state.device)))
+        self._apply(lambda state: state.index_select(0, indices.to(state.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._map(lambda state: state.repeat_interleave(repeats, dim=0))
+        self._apply(lambda state: state.repeat_interleave(repeats, dim=0))
 
     def offload(self) -> None:
-        self._map(lambda state: state.to("cpu", non_blocking=True))
+        self._apply(lambda state: state.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
-        self._map(lambda state: state.to(self.device, non_blocking=True))
+        self._apply(lambda state: state.to(self.device, non_blocking=True))
 
     def get_seq_length(self) -> int:
         return self.seen_tokens  # type: ignore[return-value]
@@ -177,25 +177,25 @@ class StateLayer(CacheLayerMixin):
         return -1
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        raise TypeError("a StateLayer holds no keys and values; its mixer calls `store`.")
+        raise TypeError("a RecurrentStateLayer holds no keys and values; its mixer calls `update_states`.")
 
     def update(self, key_states, value_states, *args, **kwargs):
-        raise TypeError("a StateLayer holds no keys and values; its mixer calls `store`.")
+        raise TypeError("a RecurrentStateLayer holds no keys and values; its mixer calls `update_states`.")
 
-    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def _apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.states = {name: function(state) for name, state in self.states.items()}
         self.notes = {name: function(note) for name, note in self.notes.items()}
         self.history.clear()
 
 
-class WindowLayer(StateLayer):
+class WindowLayer(RecurrentStateLayer):
     """The same under the other name."""
 
     _layer_type = WINDOW_LAYER_TYPE
 
 
-class StaticStateLayer(StateLayer):
-    """`StateLayer` for compiled decoding: the states keep their addresses and the token count is a tensor."""
+class StaticRecurrentStateLayer(RecurrentStateLayer):
+    """`RecurrentStateLayer` for compiled decoding: the states keep their addresses and the token count is a tensor."""
 
     _layer_type = None
     is_compileable = True
@@ -204,7 +204,7 @@ class StaticStateLayer(StateLayer):
         super().__init__()
         self.max_cache_len = max_cache_len
 
-    def store(self, num_tokens: int, states: States, replay: Replay) -> None:
+    def update_states(self, num_tokens: int, states: States, recompute: Recompute) -> None:
         self._take_notes(num_tokens)
         if not self.is_initialized:
             self._allocate(states)
@@ -244,7 +244,7 @@ class StaticStateLayer(StateLayer):
             for tensor in (*self.states.values(), self.seen_tokens):
                 tensor.zero_()
 
-    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def _apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.notes = {name: function(note) for name, note in self.notes.items()}
         for name, state in self.states.items():
             mapped = function(state)
@@ -254,10 +254,10 @@ class StaticStateLayer(StateLayer):
                 self.states[name] = mapped
 
 
-STATIC_LAYER_TYPE_MAPPING.update(dict.fromkeys(STATE_LAYER_TYPES, StaticStateLayer))
+STATIC_LAYER_TYPE_MAPPING.update(dict.fromkeys(STATE_LAYER_TYPES, StaticRecurrentStateLayer))
 
 
-def is_state_layer(layer: object) -> TypeGuard[StateLayer]:
+def is_recurrent_state_layer(layer: object) -> TypeGuard[RecurrentStateLayer]:
     """By a mark, not by its class: transformers makes the class registered last, and a process may hold several
     copies of this module (a folder's own code beside the package's, or two folders').
     """
@@ -278,7 +278,7 @@ def carry_segment(past_key_values: Cache, begins: torch.Tensor) -> None:
             `begins` has another shape or dtype.
     """
     for index, layer in enumerate(past_key_values.layers):
-        if not is_state_layer(layer):
+        if not is_recurrent_state_layer(layer):
             raise ValueError(
                 f"layer {index} of past_key_values is a {type(layer).__name__}; only layers with a state of fixed "
                 "size can carry it from segment to segment."
@@ -288,7 +288,7 @@ def carry_segment(past_key_values: Cache, begins: torch.Tensor) -> None:
                 f"begins must be bool of shape (batch,) = ({layer.batch_size},), got {begins.dtype} of shape "
                 f"{tuple(begins.shape)}."
             )
-        layer.begin_again(begins)
+        layer.reset_rows(begins)
 
 
 def _cleared(state: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -296,7 +296,7 @@ def _cleared(state: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return torch.where(rows.to(state.device).view(-1, *[1] * (state.dim() - 1)), torch.zeros_like(state), state)
 
 
-def _own_memory(state: torch.Tensor) -> torch.Tensor:
+def _clone_if_view(state: torch.Tensor) -> torch.Tensor:
     """A small view must not keep the activations of a whole prompt alive."""
     if not torch.compiler.is_compiling() and state.untyped_storage().nbytes() > state.numel() * state.element_size():
         return state.clone()
@@ -338,14 +338,14 @@ def prepare_cache(past_key_values: Cache | None, config: PreTrainedConfig, batch
         past_key_values.layer_class_to_replicate = None
     layers = past_key_values.layers
     wanted = [layer_type in STATE_LAYER_TYPES for layer_type in config.layer_types]
-    if [is_state_layer(layer) for layer in layers] != wanted:
+    if [is_recurrent_state_layer(layer) for layer in layers] != wanted:
         raise ValueError(
             f"past_key_values has layers {[type(layer).__name__ for layer in layers]}, which are not those of this "
             f"model ({len(wanted)} layers, layer_types={config.layer_types}); make it with "
             "`DynamicCache(config=model.config)`."
         )
     for index, layer in enumerate(layers):
-        if is_state_layer(layer) and layer.states and layer.batch_size != batch_size:
+        if is_recurrent_state_layer(layer) and layer.states and layer.batch_size != batch_size:
             raise ValueError(
                 f"past_key_values holds a batch of {layer.batch_size} (layer {index}), but the input has a batch of "
                 f"{batch_size}."
@@ -358,7 +358,7 @@ def _check_owner(layer: CacheLayerMixin, index: int, config: PreTrainedConfig, b
     """A filled layer must be this family's, and hold this batch; an empty one becomes this family's."""
     if torch.compiler.is_compiling():
         return
-    if not is_state_layer(layer):
+    if not is_recurrent_state_layer(layer):
         keys = getattr(layer, "keys", None)
         if isinstance(keys, torch.Tensor) and keys.dim() == 4 and keys.shape[0] != batch_size:
             raise ValueError(

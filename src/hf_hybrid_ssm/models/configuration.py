@@ -126,6 +126,21 @@ class HybridConfigMixin:
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name}={value} must be at least 0 and finite.")
 
+    def check_relative_bias(self, *, two_sided: bool) -> None:
+        """T5's buckets: half of them for single distances, and with `two_sided` half for each side."""
+        buckets, distance = self.relative_attention_num_buckets, self.relative_attention_max_distance  # type: ignore[attr-defined]
+        unit = 4 if two_sided else 2
+        if buckets < unit or buckets % unit:
+            reason = (
+                "half for each side, and half of these for single distances" if two_sided else "half for each kind"
+            )
+            raise ValueError(f"relative_attention_num_buckets={buckets} must be a multiple of {unit}: {reason}.")
+        if distance <= buckets // 2:
+            raise ValueError(
+                f"relative_attention_max_distance={distance} must exceed half of relative_attention_num_buckets="
+                f"{buckets}, whose first half are single distances."
+            )
+
     def check_dropout(self, *names: str) -> None:
         """Each named field is a probability below 1."""
         for name in names:

@@ -62,10 +62,10 @@ class CausalLMHead:
             seq_idx=seq_idx,
             **kwargs,
         )
-        hidden_states = self._before_head(outputs.last_hidden_state)
+        hidden_states = self._pre_head(outputs.last_hidden_state)
         logits, loss = None, None
-        if labels is not None and self._computes_loss_without_logits():
-            loss = self._loss_without_logits(hidden_states, labels, **kwargs)
+        if labels is not None and self._uses_fused_loss():
+            loss = self._fused_loss(hidden_states, labels, **kwargs)
         else:
             logits = self.lm_head(slice_logits_to_keep(hidden_states, logits_to_keep))
             if labels is not None:
@@ -83,17 +83,17 @@ class CausalLMHead:
         inputs = super().prepare_inputs_for_generation(*args, is_first_iteration=is_first_iteration, **kwargs)  # type: ignore[misc]
         return inputs | {"continues_documents": not is_first_iteration}
 
-    def _before_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def _pre_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """What a family does to (B, L, D) between the last norm and the head; nothing here."""
         return hidden_states
 
-    def _computes_loss_without_logits(self) -> bool:
+    def _uses_fused_loss(self) -> bool:
         # A wrapped head (LoRA, quantization) has more than a weight, and tensor parallelism holds a shard of it: then
         # it is called, as any module.
         plain_head = type(self.lm_head) is nn.Linear and type(self.lm_head.weight) is nn.Parameter
         return self.training and self.config.use_linear_cross_entropy and plain_head
 
-    def _loss_without_logits(self, hidden_states: torch.Tensor, labels: torch.Tensor, **kwargs) -> torch.Tensor:
+    def _fused_loss(self, hidden_states: torch.Tensor, labels: torch.Tensor, **kwargs) -> torch.Tensor:
         return chunked_causal_lm_loss(hidden_states, self.lm_head, labels, **kwargs)
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_hybrid_ssm.ops.checks import can_read_values
+from hf_hybrid_ssm.ops._core.checks import can_read_values
 
 
 def check_token_ids(name: str, ids: torch.Tensor, vocab_size: int, *, ignore_index: int | None = None) -> None:

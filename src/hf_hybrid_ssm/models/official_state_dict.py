@@ -58,7 +58,7 @@ def _without_prefixes(key: str) -> str:
     return key
 
 
-def load_exactly(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+def load_state_dict_strict(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
     """Load tensors of exactly the model's names and shapes.
 
     Raises:

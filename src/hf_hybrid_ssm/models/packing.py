@@ -1,8 +1,8 @@
-"""Packed rows: the document of each token, in one forward and over the pieces that a cache has read.
+"""Packed unpadding: the document of each token, in one forward and over the pieces that a cache has read.
 
 Within a piece, `seq_idx`, `cu_seq_lens_q` or positions that do not count on say where documents begin. Whether the
 first token of a piece goes on with the row's last document needs more: its number, or a position of 0. What later
-pieces must know is kept beside the states (`StateLayer.notes`):
+pieces must know is kept beside the states (`RecurrentStateLayer.notes`):
 
     document  (B,) int64, 2 seq_idx + 1 of the row's last token; 0 where no seq_idx was given
     start     (B,) int64, the column of all tokens so far where the row's last document begins
@@ -15,10 +15,10 @@ import torch
 from transformers import Cache
 from transformers.masking_utils import find_packed_sequence_indices
 
-from hf_hybrid_ssm.models.cache import Replay, States, is_state_layer, tokens_so_far
+from hf_hybrid_ssm.models.cache import Recompute, States, is_recurrent_state_layer, tokens_so_far
 from hf_hybrid_ssm.models.inputs import check_position_ids
-from hf_hybrid_ssm.models.padding import CompactRows, check_mask_shape
-from hf_hybrid_ssm.ops.checks import can_read_values, check_seq_idx
+from hf_hybrid_ssm.models.unpadding import Unpadding, check_mask_shape
+from hf_hybrid_ssm.ops._core.checks import can_read_values, check_seq_idx
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class PackedRows:
     starts: torch.Tensor | None = None
     real: torch.Tensor | None = None
     begins: torch.Tensor | None = None
-    notes_after: Replay | None = None
+    notes_after: Recompute | None = None
     covers_past: bool = False
 
     def open(self, past_key_values: Cache | None) -> None:
@@ -53,7 +53,7 @@ class PackedRows:
         """
         if past_key_values is None:
             return
-        layers = [layer for layer in past_key_values.layers if is_state_layer(layer)]
+        layers = [layer for layer in past_key_values.layers if is_recurrent_state_layer(layer)]
         for layer in layers:
             layer.open(self.begins, self.notes_after)
         if not layers:
@@ -71,11 +71,11 @@ class PackedRows:
         return positions.clamp(min=0)
 
 
-def packed_rows(
+def resolve_packing(
     seq_idx: torch.Tensor | None,
     position_ids: torch.Tensor | None,
     attention_mask: torch.Tensor | None,
-    rows: CompactRows | None,
+    unpadding: Unpadding | None,
     past_key_values: Cache | None,
     batch: int,
     length: int,
@@ -93,7 +93,7 @@ def packed_rows(
             plus 1 begins a document, and so does a position of 0 at the front of a piece. (With a mask positions say
             nothing: they also jump over padding.)
         attention_mask: (B, T), nonzero for real tokens, T = L or all tokens so far.
-        rows: what `compact_rows` made of the mask.
+        unpadding: what `unpadding_of` made of the mask.
         cu_seq_lens_q: (N + 1,) int, where the documents of one row begin and end, as FlashAttention takes it.
         continues_documents: the first tokens go on with their rows' documents (steps of `generate`).
         keeps_columns: the layers need `starts`, in this forward and later.
@@ -110,7 +110,7 @@ def packed_rows(
         check_position_ids(position_ids, batch, length)
         position_ids = None if attention_mask is not None or position_ids.is_meta else position_ids.expand(batch, -1)
     has_past = not isinstance(past, int) or past > 0
-    current = None if rows is None else rows.real
+    current = None if unpadding is None else unpadding.real
     numbered = seq_idx is not None
     seq_idx = _documents(seq_idx, cu_seq_lens_q, position_ids, batch, length)
     if seq_idx is not None and seq_idx.is_meta:  # documents change no shape, and there are no values to find them by
@@ -256,7 +256,7 @@ def _real(
 def _notes(past_key_values: Cache | None) -> States:
     """Those of the first layer that has tokens: all layers hold the same."""
     for layer in () if past_key_values is None else past_key_values.layers:
-        if is_state_layer(layer) and layer.is_initialized:
+        if is_recurrent_state_layer(layer) and layer.is_initialized:
             return layer.notes
     return {}
 

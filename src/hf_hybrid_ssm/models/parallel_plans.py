@@ -8,7 +8,7 @@ import re
 import torch
 from torch import nn
 
-from hf_hybrid_ssm.layers.keeping_float32 import KeepsFloat32
+from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
 
 LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 NARROW = (torch.bfloat16, torch.float16)
@@ -42,7 +42,7 @@ def _matching(plan: dict[str, str] | None, names: set[str]) -> dict[str, str]:
 
 def _beside_float32(name: str, module: nn.Module) -> list[str]:
     """The children with parameters of a module that keeps some of its own parameters in float32."""
-    if not isinstance(module, KeepsFloat32):
+    if not isinstance(module, Float32ParametersMixin):
         return []
     if all(module._parameters.get(kept) is None for kept in module.float32_parameters):
         return []

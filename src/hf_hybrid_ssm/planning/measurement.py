@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Cache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 
 from hf_hybrid_ssm.layers.adaptive_vocabulary import AdaptiveSoftmax
-from hf_hybrid_ssm.models.cache import is_state_layer
-from hf_hybrid_ssm.ops.dispatch import backend
+from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
+from hf_hybrid_ssm.ops._core.dispatch import backend
 from hf_hybrid_ssm.planning.presets import is_classifier, meta_model
 from hf_hybrid_ssm.planning.setup import Setup
 
@@ -145,7 +145,10 @@ def cache_bytes(cache: Cache) -> int:
     """Bytes of all tensors that a cache holds."""
     if isinstance(cache, EncoderDecoderCache):
         return cache_bytes(cache.self_attention_cache) + cache_bytes(cache.cross_attention_cache)
-    held = [layer.states.values() if is_state_layer(layer) else (layer.keys, layer.values) for layer in cache.layers]
+    held = [
+        layer.states.values() if is_recurrent_state_layer(layer) else (layer.keys, layer.values)
+        for layer in cache.layers
+    ]
     return sum(tensor.numel() * tensor.element_size() for tensors in held for tensor in tensors)
 
 
@@ -176,7 +179,7 @@ def _leave_out_rare_bands(model: PreTrainedModel) -> None:
     """How many tokens an adaptive softmax computes a rare band for is known to real targets only."""
     head = getattr(model, "lm_head", None)
     if isinstance(head, AdaptiveSoftmax):
-        model._loss_without_logits = lambda hidden_states, *_, **__: head.first_band(hidden_states).sum()
+        model._fused_loss = lambda hidden_states, *_, **__: head.first_band(hidden_states).sum()
 
 
 def _saved_by_blocks(
@@ -234,7 +237,7 @@ def _formulas() -> dict[Any, Callable]:
         aten._scaled_dot_product_flash_attention_for_cpu: _attention,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     }
-    for name in ("vectorised", "native"):
+    for name in ("torch_backend", "native"):
         importlib.import_module(f"hf_hybrid_ssm.ops.longhorn_scan.{name}")  # registers its ops
     for name in ("torch", "native"):
         found[getattr(torch.ops.hf_hybrid_ssm, f"longhorn_scan_{name}")] = _scan

@@ -31,7 +31,7 @@ CASES: list[Case] = [
         "the cache of a model with fewer layers",
         lambda: model()(IDS, past_key_values=DynamicCache(config=model("lmu-isa", "LmuIsaForCausalLM").config)),
         ValueError,
-        r"past_key_values has layers \['StateLayer', 'StateLayer'\].*3 layers",
+        r"past_key_values has layers \['RecurrentStateLayer', 'RecurrentStateLayer'\].*3 layers",
     ),
     (
         "the cache of a model with other kinds of layers",
@@ -108,7 +108,7 @@ CASES: list[Case] = [
         "keys and values given to a layer of states",
         lambda: filled("longhorn").update(torch.zeros(2, 1, 1, 8), torch.zeros(2, 1, 1, 8), 0),
         TypeError,
-        "a StateLayer holds no keys and values",
+        "a RecurrentStateLayer holds no keys and values",
     ),
     (
         "an encoder-decoder cache in a language model",

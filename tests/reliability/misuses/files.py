@@ -153,7 +153,12 @@ SINGLE = [
         REFUSED,
         "model type `own`",
     ),
-    ("another family's model type", json_of(CONFIG, model_type="bst"), REFUSED, "block_types contains.*'slide'"),
+    (
+        "another family's model type",
+        json_of(CONFIG, model_type="bst"),
+        REFUSED,
+        "block_types contains.*'sliding_attention'",
+    ),
     ("a size that is negative", json_of(CONFIG, hidden_size=-1), REFUSED, "hidden_size=-1 must be positive"),
     ("a size as text", json_of(CONFIG, hidden_size="24"), (StrictDataclassError,), "hidden_size.*int, got str"),
     ("a size that the weights do not have", json_of(CONFIG, hidden_size=32), (RuntimeError,), MISMATCH),
@@ -251,7 +256,7 @@ OTHERS = [
         "loaded by another family's class",
         _load(hf_hybrid_ssm.BstForCausalLM),
         REFUSED,
-        "block_types contains.*'slide'",
+        "block_types contains.*'sliding_attention'",
     ),
     Misuse(
         "checkpoint",

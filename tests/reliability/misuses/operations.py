@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from hf_hybrid_ssm.layers.mixers import build_mixer
+from hf_hybrid_ssm.layers.mixers.registry import build_mixer
+from hf_hybrid_ssm.ops._core.dispatch import backend
 from hf_hybrid_ssm.ops.causal_conv import causal_conv
-from hf_hybrid_ssm.ops.dispatch import backend
 from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
 from hf_hybrid_ssm.ops.legendre_memory import legendre_memory
 from hf_hybrid_ssm.ops.linear_cross_entropy import linear_cross_entropy
@@ -15,7 +15,7 @@ from hf_hybrid_ssm.ops.linear_scan import diagonal_scan
 from hf_hybrid_ssm.ops.local_attention import empty_state, local_attention
 from hf_hybrid_ssm.ops.long_conv import long_conv
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
-from hf_hybrid_ssm.optim import parameter_groups
+from hf_hybrid_ssm.training.optim import parameter_groups
 from tests.reliability.misuses import Misuse
 
 X = torch.zeros(2, 6, 4)  # B, L, D

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from hf_hybrid_ssm.models.configuration import HybridConfigMixin
 
-BLOCK_TYPES = ("slide", "bst", "brect")
+BLOCK_TYPES = ("sliding_attention", "bst", "block_recurrent")
 # how each turns its continuous system into a discrete one; the first is the default
 DISCRETIZATIONS = {"s4d": ("zoh", "bilinear"), "s4": ("bilinear",), "s5": ("zoh",), "unstructured": ()}
 SSM_TYPES = tuple(DISCRETIZATIONS)
@@ -21,9 +21,9 @@ def _default_indices(config: Any) -> list[int]:
 
 
 def _block_types(config: Any) -> list[str]:
-    follows = config.follows("bst_layer_indices")
-    indices = _default_indices(config) if follows else config.bst_layer_indices
-    return ["bst" if index in indices else "slide" for index in range(config.num_hidden_layers)]
+    follows = config.follows("ssm_layers")
+    indices = _default_indices(config) if follows else config.ssm_layers
+    return ["bst" if index in indices else "sliding_attention" for index in range(config.num_hidden_layers)]
 
 
 def _bst_layers(config: Any) -> list[int]:
@@ -37,9 +37,10 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
     r"""
     Configuration of a Block-State Transformer (arXiv 2306.09539). The defaults are BST:SH:S4 of about 200M parameters.
 
-    A stack of window-attention layers ("slide") in which some ("bst") also attend to context states that a state-space
-    model computes from the whole past. The paper's baselines are the same code: all `block_types` "slide" is Slide,
-    and a "brect" layer is a Block-Recurrent Transformer's with a fixed gate and no feed-forward layer on its states.
+    A stack of window-attention layers ("sliding_attention") in which some ("bst") also attend to context states that a
+    state-space model computes from the whole past. The paper's baselines are the same code: all `block_types`
+    "sliding_attention" is Slide, and a "block_recurrent" layer is a Block-Recurrent Transformer's with a fixed gate
+    and no feed-forward layer on its states.
 
     Args:
         vocab_size (`int`, *optional*, defaults to 32128): Size of the vocabulary.
@@ -49,14 +50,15 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
         head_dim (`int`, *optional*, defaults to 128): Size e of a head; H e need not be d.
         intermediate_size (`int`, *optional*, defaults to 4096): Width of the feed-forward layers.
         hidden_act (`str`, *optional*, defaults to `"relu"`): Their activation.
-        window_size (`int`, *optional*, defaults to 512): W: tokens a token attends to, and tokens of a block.
-        block_types (`list[str]`, *optional*): `"slide"`, `"bst"` or `"brect"` for each layer; by default from
-            `bst_layer_indices`.
-        bst_layer_indices (`list[int]`, *optional*): Layers of type `"bst"`, from 0; `[0, 6, 8]` by default.
+        sliding_window (`int`, *optional*, defaults to 512): W: tokens a token attends to, and tokens of a block.
+        block_types (`list[str]`, *optional*): `"sliding_attention"`, `"bst"` or `"block_recurrent"` for each layer; by
+            default from
+            `ssm_layers`.
+        ssm_layers (`list[int]`, *optional*): Layers of type `"bst"`, from 0; `[0, 6, 8]` by default.
         context_variant (`str`, *optional*, defaults to `"sh"`): `"sh"` (one filter), `"mh"` (one a head) or `"mf"`
             (one a context state).
         num_context_states (`int`, *optional*, defaults to 32): S, context states of a block for `"mf"`.
-        recurrent_num_states (`int`, *optional*, defaults to 512): State vectors of a `"brect"` layer.
+        recurrent_num_states (`int`, *optional*, defaults to 512): State vectors of a `"block_recurrent"` layer.
         ssm_type (`str`, *optional*, defaults to `"s4d"`): `"s4d"`, `"s4"`, `"unstructured"` or `"s5"`.
         ssm_state_size (`int`, *optional*): N, real state dimensions of a channel (s5: of all channels together); 16
             by default, 256 for s5.
@@ -68,9 +70,10 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
         ssm_input_norm (`bool`, *optional*, defaults to `True`): Normalise the input of the state-space model.
         ssm_skip (`bool`, *optional*, defaults to `True`): Its D term.
         ssm_learning_rate (`float`, *optional*, defaults to 1e-3): Of A, B and the step sizes, read by
-            `hf_hybrid_ssm.optim`; `None` leaves it to the optimizer.
+            `hf_hybrid_ssm.training.optim`; `None` leaves it to the optimizer.
         filter_length (`int`, *optional*, defaults to 4096): Taps of an unstructured filter; zero beyond.
-        filter_emb_dim, filter_order, filter_inner_layers, filter_sin_freq (*optional*, defaults to 33, 64, 2, 14.0):
+        filter_emb_dim, filter_hidden_size, filter_inner_layers, filter_sin_freq (*optional*, defaults to 33, 64, 2 and
+            14.0):
             Features, width, hidden layers and initial frequency of its network.
         filter_fast_decay_pct, filter_slow_decay_pct, filter_decay_target (`float`, *optional*, defaults to 0.3, 1.5
             and 0.01): Its decay rates.
@@ -86,11 +89,12 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
             otherwise the scale is `1 / sqrt(head_dim)`.
         attend_self (`bool`, *optional*, defaults to `False`): A token attends to itself too, besides the W before it.
         zero_kv_sink (`bool`, *optional*, defaults to `True`): Places before the first token hold zero keys and values.
-        rel_pos_buckets, rel_pos_max_distance (`int`, *optional*, defaults to 32 and 128): T5 relative bias.
+        relative_attention_num_buckets, relative_attention_max_distance (`int`, *optional*, defaults to 32 and 128):
+            T5's relative bias.
         dropout, attention_dropout, final_dropout (`float`, *optional*, defaults to 0.05): Before attention and after
             the feed-forward layer, on attention weights, before the head.
-        rms_norm_eps (`float`, *optional*, defaults to 1e-6): Epsilon of the norms.
-        embedding_init_std, context_init_std, context_id_std (`float`, *optional*, defaults to 1.0, 0.1, 1.0): Initial
+        layer_norm_epsilon (`float`, *optional*, defaults to 1e-6): Epsilon of the norms.
+        initializer_range, context_init_std, context_id_std (`float`, *optional*, defaults to 1.0, 0.1, 1.0): Initial
             deviations of embeddings, initial contexts and context IDs.
         logit_scale (`float`, *optional*): Factor on the logits; `hidden_size ** -0.5` by default.
         tie_word_embeddings (`bool`, *optional*, defaults to `True`): Share embedding and language-model head.
@@ -123,19 +127,20 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
         "layers": (["hidden_states"], ["hidden_states"]),
         "norm": (["hidden_states"], ["hidden_states"]),
     }
-    attribute_map: ClassVar[dict[str, str]] = {"sliding_window": "window_size"}
     presets: ClassVar[dict[str, dict]] = {
         "80m": {"hidden_size": 512},
         "200m": {},
-        "200m-slide": {"bst_layer_indices": []},
-        "200m-brect": {"block_types": ["brect" if index == 9 else "slide" for index in range(12)]},
-        "400m": {"num_attention_heads": 16, "intermediate_size": 8192, "bst_layer_indices": [0, 4, 6, 8]},
+        "200m-slide": {"ssm_layers": []},
+        "200m-block-recurrent": {
+            "block_types": ["block_recurrent" if index == 9 else "sliding_attention" for index in range(12)]
+        },
+        "400m": {"num_attention_heads": 16, "intermediate_size": 8192, "ssm_layers": [0, 4, 6, 8]},
         "1.3b": {"hidden_size": 2048, "num_attention_heads": 32, "intermediate_size": 16384},
     }
 
     derived: ClassVar[dict[str, Callable[[Any], Any]]] = {
         "block_types": _block_types,
-        "bst_layer_indices": _bst_layers,
+        "ssm_layers": _bst_layers,
         "ssm_state_size": lambda config: 256 if config.ssm_type == "s5" else 16,
         "logit_scale": lambda config: 1 / math.sqrt(config.hidden_size) if config.hidden_size > 0 else None,
     }
@@ -147,9 +152,9 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
     head_dim: int = 128
     intermediate_size: int = 4096
     hidden_act: str = "relu"
-    window_size: int = 512
+    sliding_window: int = 512
     block_types: list[str] | None = None
-    bst_layer_indices: list[int] | None = None
+    ssm_layers: list[int] | None = None
     context_variant: str = "sh"
     num_context_states: int = 32
     recurrent_num_states: int = 512
@@ -165,7 +170,7 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
     ssm_learning_rate: float | None = 1e-3
     filter_length: int = 4096
     filter_emb_dim: int = 33
-    filter_order: int = 64
+    filter_hidden_size: int = 64
     filter_inner_layers: int = 2
     filter_sin_freq: float | int = 14.0
     filter_fast_decay_pct: float = 0.3
@@ -179,13 +184,13 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
     qk_norm: bool = True
     attend_self: bool = False
     zero_kv_sink: bool = True
-    rel_pos_buckets: int = 32
-    rel_pos_max_distance: int = 128
+    relative_attention_num_buckets: int = 32
+    relative_attention_max_distance: int = 128
     dropout: float | int = 0.05
     attention_dropout: float | int = 0.05
     final_dropout: float | int = 0.05
-    rms_norm_eps: float = 1e-6
-    embedding_init_std: float | int = 1.0
+    layer_norm_epsilon: float = 1e-6
+    initializer_range: float | int = 1.0
     context_init_std: float | int = 0.1
     context_id_std: float | int = 1.0
     logit_scale: float | int | None = None
@@ -214,7 +219,7 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
             return options | {
                 "filter_length": self.filter_length,
                 "filter_emb": self.filter_emb_dim,
-                "filter_width": self.filter_order,
+                "filter_hidden_size": self.filter_hidden_size,
                 "filter_layers": self.filter_inner_layers,
                 "filter_freq": float(self.filter_sin_freq),
                 "fast_decay": self.filter_fast_decay_pct,
@@ -231,26 +236,25 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
         return options
 
     def validate_layer_type(self) -> None:
-        indices, layers = self.bst_layer_indices, self.num_hidden_layers
+        indices, layers = self.ssm_layers, self.num_hidden_layers
         if len(set(indices)) != len(indices) or any(not 0 <= index < layers for index in indices):
             raise ValueError(
-                f"bst_layer_indices={indices} must name different layers from 0 to {layers - 1} "
-                f"(num_hidden_layers={layers})."
+                f"ssm_layers={indices} must name different layers from 0 to {layers - 1} (num_hidden_layers={layers})."
             )
         actual = [index for index, block_type in enumerate(self.block_types) if block_type == "bst"]
         if sorted(indices) != actual:
-            raise ValueError(f"bst_layer_indices={indices} contradicts block_types, whose bst layers are {actual}.")
+            raise ValueError(f"ssm_layers={indices} contradicts block_types, whose bst layers are {actual}.")
         self.check_block_types(BLOCK_TYPES)
 
     def validate_architecture(self) -> None:
         """Sizes that fit together."""
         self.check_positive(
             "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "intermediate_size",
-            "window_size", "num_context_states", "ssm_state_size", "ssm_dt_min", "ssm_dt_max", "filter_length",
-            "filter_order", "rel_pos_max_distance", "rms_norm_eps",
+            "sliding_window", "num_context_states", "ssm_state_size", "ssm_dt_min", "ssm_dt_max", "filter_length",
+            "filter_hidden_size", "relative_attention_max_distance", "layer_norm_epsilon",
             "max_position_embeddings", "logit_scale", "recurrent_num_states", "ssm_learning_rate", "filter_sin_freq",
         )  # fmt: skip
-        self.check_not_negative("filter_inner_layers", "embedding_init_std", "context_init_std", "context_id_std")
+        self.check_not_negative("filter_inner_layers", "initializer_range", "context_init_std", "context_id_std")
         self.check_dropout("dropout", "attention_dropout", "final_dropout")
         self.check_activation("hidden_act")
         self.check_choice("context_variant", ("sh", "mh", "mf"))
@@ -265,24 +269,14 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
                 f"ssm_discretization={self.ssm_discretization!r} does not exist for ssm_type={self.ssm_type!r}, which "
                 f"has {choices}."
             )
-        if self.bidirectional and (self.context_variant == "mf" or "brect" in (self.block_types or [])):
+        if self.bidirectional and (self.context_variant == "mf" or "block_recurrent" in (self.block_types or [])):
             raise ValueError(
-                f"bidirectional=True has no meaning for context_variant='mf' or 'brect' layers, whose states come "
-                f"from earlier blocks alone; got context_variant={self.context_variant!r} and "
+                "bidirectional=True has no meaning for context_variant='mf' or 'block_recurrent' layers, whose states "
+                f"come from earlier blocks alone; got context_variant={self.context_variant!r} and "
                 f"block_types={self.block_types}."
             )
         self._check_retrieval()
-        if self.bidirectional and self.rel_pos_buckets % 4:
-            raise ValueError(
-                f"rel_pos_buckets={self.rel_pos_buckets} must be a multiple of 4 for bidirectional=True: half a side."
-            )
-        if self.rel_pos_buckets < 2 or self.rel_pos_buckets % 2:
-            raise ValueError(f"rel_pos_buckets={self.rel_pos_buckets} must be even and at least 2.")
-        if self.rel_pos_max_distance <= self.rel_pos_buckets // 2:
-            raise ValueError(
-                f"rel_pos_max_distance={self.rel_pos_max_distance} must exceed half of rel_pos_buckets="
-                f"{self.rel_pos_buckets}, whose first half are single distances."
-            )
+        self.check_relative_bias(two_sided=self.bidirectional)
 
     def _check_retrieval(self) -> None:
         if self.retrieval_k is None:
@@ -297,7 +291,7 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
             raise ValueError(
                 f"retrieval_k={self.retrieval_k} cannot exceed the retrieval_memory={self.retrieval_memory} states."
             )
-        slots = self.num_context_states if self.context_variant == "mf" else self.window_size
+        slots = self.num_context_states if self.context_variant == "mf" else self.sliding_window
         if self.retrieval_stride > slots:
             raise ValueError(
                 f"retrieval_stride={self.retrieval_stride} would keep none of a block's {slots} context states."

@@ -15,7 +15,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from hf_hybrid_ssm.layers.block_grid import block_grid
 from hf_hybrid_ssm.layers.context_states import ContextStates, HeadwiseLinear, attend_context, l2_normalise
-from hf_hybrid_ssm.layers.mixer import Mixer
+from hf_hybrid_ssm.layers.mixers.base import Mixer
 from hf_hybrid_ssm.layers.recurrent_states import NAMES as RECURRENT_STATES
 from hf_hybrid_ssm.layers.recurrent_states import RecurrentStates
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
@@ -34,10 +34,10 @@ from hf_hybrid_ssm.models.heads import (
     TokenClassificationHead,
 )
 from hf_hybrid_ssm.models.inputs import check_inputs
-from hf_hybrid_ssm.models.packing import packed_rows
-from hf_hybrid_ssm.models.padding import CompactRows, compact_rows
+from hf_hybrid_ssm.models.packing import resolve_packing
 from hf_hybrid_ssm.models.parallel_plans import MatchingPlans
 from hf_hybrid_ssm.models.saving import SavesCode
+from hf_hybrid_ssm.models.unpadding import Unpadding, unpadding_of
 from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention
 
 States = dict[str, torch.Tensor]
@@ -45,8 +45,8 @@ ATTENTION_STATES = ("keys", "values", "seen")
 
 
 class BstAttention(nn.Module):
-    """Attention to the W tokens before; beside it, in a "bst" layer to the context states of the block, in a "brect"
-    layer to its recurrent states.
+    """Attention to the W tokens before; beside it, in a "bst" layer to the context states of the block, in a
+    "block_recurrent" layer to its recurrent states.
 
     Queries and keys are L2-normalised; each head has a learned scale, and T5's bias lies inside it, as in the token
     branch of Block-Recurrent Transformers (arXiv 2203.07852), whose official code has it so.
@@ -55,16 +55,19 @@ class BstAttention(nn.Module):
     def __init__(self, config: BstConfig, layer_idx: int):
         super().__init__()
         width, inner = config.hidden_size, config.num_attention_heads * config.head_dim
-        self.num_heads, self.head_dim, self.window = config.num_attention_heads, config.head_dim, config.window_size
+        self.num_heads, self.head_dim, self.window = config.num_attention_heads, config.head_dim, config.sliding_window
         self.qk_norm, self.dropout = config.qk_norm, config.attention_dropout
         self.is_bidirectional = config.bidirectional
-        self.nearest = -config.window_size if config.bidirectional else 0 if config.attend_self else 1
+        self.nearest = -config.sliding_window if config.bidirectional else 0 if config.attend_self else 1
         self.zero_kv_sink = config.zero_kv_sink and not config.bidirectional
         self.q_proj = nn.Linear(width, inner, bias=False)
         self.k_proj = nn.Linear(width, inner, bias=False)
         self.v_proj = nn.Linear(width, inner, bias=False)
         self.relative_bias = RelativeBias(
-            self.num_heads, config.rel_pos_buckets, config.rel_pos_max_distance, bidirectional=config.bidirectional
+            self.num_heads,
+            config.relative_attention_num_buckets,
+            config.relative_attention_max_distance,
+            bidirectional=config.bidirectional,
         )
         self.scale = nn.Parameter(torch.ones(self.num_heads)) if config.qk_norm else None
         self.context: ContextStates | None = None
@@ -75,14 +78,14 @@ class BstAttention(nn.Module):
                 width,
                 self.num_heads,
                 self.head_dim,
-                window=config.window_size,
+                window=config.sliding_window,
                 variant=config.context_variant,
                 num_states=config.num_context_states,
                 ssm_type=config.ssm_type,
                 ssm_options=config.ssm_options,
                 input_norm=config.ssm_input_norm,
                 key_norm=config.qk_norm,
-                eps=config.rms_norm_eps,
+                eps=config.layer_norm_epsilon,
             )
             self.retrieval: dict[str, int] | None = None
             if config.retrieval_k is not None:
@@ -90,20 +93,20 @@ class BstAttention(nn.Module):
                 self.retrieval["stride"] = config.retrieval_stride
             inclusive = "causal" if config.cross_attention_inclusive else "strict"
             self.context_mask = None if config.context_variant == "mf" else inclusive
-        elif block_type == "brect":
+        elif block_type == "block_recurrent":
             self.recurrent = RecurrentStates(
                 width,
                 self.num_heads,
                 self.head_dim,
-                window=config.window_size,
+                window=config.sliding_window,
                 num_states=config.recurrent_num_states,
                 qk_norm=config.qk_norm,
-                eps=config.rms_norm_eps,
+                eps=config.layer_norm_epsilon,
             )
-        if block_type != "slide":
+        if block_type != "sliding_attention":
             self.context_q_proj = nn.Linear(width, inner, bias=False)
             self.context_scale = nn.Parameter(torch.ones(self.num_heads)) if config.qk_norm else None
-        self.o_proj = nn.Linear(inner if block_type == "slide" else 2 * inner, width, bias=False)
+        self.o_proj = nn.Linear(inner if block_type == "sliding_attention" else 2 * inner, width, bias=False)
 
     def forward(self, z: torch.Tensor, x: torch.Tensor, past: States, **options: Any) -> tuple[torch.Tensor, States]:
         """(B, L, d) normalised and raw inputs, the states before them → (B, L, d), the states after them."""
@@ -118,7 +121,7 @@ class BstAttention(nn.Module):
             farthest=self.window,
             bias=bias,
             scale=1.0 if self.qk_norm else None,
-            zero_keys_before_start=self.zero_kv_sink,
+            zero_kv_sink=self.zero_kv_sink,
             dropout=self.dropout if self.training else 0.0,
             initial_state=AttentionState(*(past[name] for name in ATTENTION_STATES)) if past else None,
             **options,
@@ -236,23 +239,23 @@ class BstBlock(GradientCheckpointingLayer):
     def __init__(self, config: BstConfig, layer_idx: int):
         super().__init__()
         self.layer_idx = layer_idx
-        self.attention_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.attention_norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.attention = BstAttention(config, layer_idx)
-        self.feed_forward_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.feed_forward_norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.feed_forward = BstFeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
         self,
         hidden_states: torch.Tensor,
-        rows: CompactRows | None = None,
+        unpadding: Unpadding | None = None,
         seq_idx: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> torch.Tensor:
         x, lengths = hidden_states, None
-        if rows is not None:
-            x, lengths = rows.compact(x), rows.lengths
-            seq_idx = None if seq_idx is None else rows.compact(seq_idx).cummax(1).values
+        if unpadding is not None:
+            x, lengths = unpadding.unpad(x), unpadding.lengths
+            seq_idx = None if seq_idx is None else unpadding.unpad(seq_idx).cummax(1).values
         cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         past: States = {} if cache is None else cache.states
         options: dict[str, Any] = {"seq_idx": seq_idx, "lengths": lengths, "return_final_state": cache is not None}
@@ -260,15 +263,15 @@ class BstBlock(GradientCheckpointingLayer):
         y, states = self.attention(z, x, past, **options)
         if cache is not None:
 
-            def replay(num_tokens: int) -> States:
+            def recompute(num_tokens: int) -> States:
                 kept = {
                     "seq_idx": None if seq_idx is None else seq_idx[:, :num_tokens],
-                    "lengths": None if rows is None else rows.lengths_of_first(num_tokens),
+                    "lengths": None if unpadding is None else unpadding.lengths_of_first(num_tokens),
                 }
                 return self.attention(z[:, :num_tokens], x[:, :num_tokens], past, **options | kept)[1]
 
-            cache.store(x.shape[1], states, replay)
-        hidden_states = hidden_states + (y if rows is None else rows.restore(y))
+            cache.update_states(x.shape[1], states, recompute)
+        hidden_states = hidden_states + (y if unpadding is None else unpadding.repad(y))
         return hidden_states + self.dropout(self.feed_forward(self.feed_forward_norm(hidden_states)))
 
 
@@ -300,7 +303,7 @@ class BstPreTrainedModel(MatchingPlans, SavesCode):
         if isinstance(module, Mixer):
             for name, value in module.initial_values().items():
                 init.copy_(module.get_parameter(name), value)
-            module.forget()
+            module.clear_kernel_cache()
         elif isinstance(module, RelativeBias):
             init.normal_(module.weight, std=module.num_embeddings**-0.5)
         elif isinstance(module, HeadwiseLinear):
@@ -324,7 +327,7 @@ class BstPreTrainedModel(MatchingPlans, SavesCode):
             if module.bias is not None:  # of the heads; the layers have none
                 init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
-            init.normal_(module.weight, std=self.config.embedding_init_std)
+            init.normal_(module.weight, std=self.config.initializer_range)
         else:
             super()._init_weights(module)
 
@@ -336,7 +339,7 @@ class BstModel(BstPreTrainedModel):
         # no padding_idx: text often ends with the token that also pads, and its embedding must be learnt
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(BstBlock(config, index) for index in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -377,13 +380,13 @@ class BstModel(BstPreTrainedModel):
         if use_cache or past_key_values is not None:
             past_key_values = prepare_cache(past_key_values, self.config, batch)
         padding = attention_mask[STATE_LAYER_TYPE] if isinstance(attention_mask, dict) else attention_mask
-        rows = compact_rows(padding, batch, length)
-        inputs = (seq_idx, position_ids, padding, rows, past_key_values, batch, length)
-        packed = packed_rows(*inputs, cu_seq_lens_q=cu_seq_lens_q, continues_documents=continues_documents)
+        unpadding = unpadding_of(padding, batch, length)
+        inputs = (seq_idx, position_ids, padding, unpadding, past_key_values, batch, length)
+        packed = resolve_packing(*inputs, cu_seq_lens_q=cu_seq_lens_q, continues_documents=continues_documents)
         packed.open(past_key_values)
         hidden_states = inputs_embeds
         for layer in self.layers[: self.config.num_hidden_layers]:  # fewer while generation exits early
-            hidden_states = layer(hidden_states, rows, packed.seq_idx, past_key_values)
+            hidden_states = layer(hidden_states, unpadding, packed.seq_idx, past_key_values)
         return BaseModelOutputWithPast(
             last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values if use_cache else None
         )
@@ -402,7 +405,7 @@ class BstForCausalLM(CausalLMHead, BstPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def _before_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def _pre_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.dropout(hidden_states) * self.config.logit_scale
 
     @staticmethod

@@ -45,7 +45,7 @@ def _presets() -> dict[str, dict[str, Any]]:
             fields["attention_scale"] = width**-0.5  # unscaled logits saturate at such widths
         presets[name] = {**fields, "post_intermediate_size": post}
         presets[f"{name}-global"] = {
-            **fields, "post_intermediate_size": post_global, "pre_block": "global_attention",
+            **fields, "post_intermediate_size": post_global, "first_sublayer": "global_attention",
         }  # fmt: skip
     return presets
 
@@ -62,7 +62,7 @@ class LmuIsaConfig(HybridConfigMixin, PreTrainedConfig):
         lmu_order (`int`, *optional*, defaults to 220): q, polynomials that hold each channel's past.
         lmu_reduced_order (`int`, *optional*): q', rows of queries, keys and values; `lmu_order / 10` by default.
         lmu_theta (`float`, *optional*, defaults to 350.0): Window of the memory, in tokens.
-        pre_block (`str`, *optional*, defaults to `"ffn"`): What comes before the memory: `"ffn"`,
+        first_sublayer (`str`, *optional*, defaults to `"ffn"`): What comes before the memory: `"ffn"`,
             `"global_attention"`, or `"window_attention"`.
         pre_intermediate_size (`int`, *optional*): Width of the first feed-forward layer; `1.5 * hidden_size` by
             default.
@@ -76,7 +76,7 @@ class LmuIsaConfig(HybridConfigMixin, PreTrainedConfig):
             the paper has none; `hidden_size ** -0.5` serves wide models.
         conv_mode (`str`, *optional*, defaults to `"chunked"`): `"chunked"`, `"fft"` or `"recurrent"`; all compute the
             same.
-        layer_norm_eps (`float`, *optional*, defaults to 1e-5): Epsilon of the LayerNorms.
+        layer_norm_epsilon (`float`, *optional*, defaults to 1e-5): Epsilon of the LayerNorms.
         initializer_range (`float`, *optional*, defaults to 0.02): Standard deviation of initial weights, but for the
             reductions (`lmu_order ** -0.5`) and the collapse (`lmu_reduced_order ** -0.5`).
         hidden_dropout (`float`, *optional*, defaults to 0.0): Dropout of each branch.
@@ -129,7 +129,7 @@ class LmuIsaConfig(HybridConfigMixin, PreTrainedConfig):
     lmu_order: int = 220
     lmu_reduced_order: int | None = None
     lmu_theta: float | int = 350.0
-    pre_block: str = "ffn"
+    first_sublayer: str = "ffn"
     pre_intermediate_size: int | None = None
     post_intermediate_size: int = 469
     num_attention_heads: int = 12
@@ -138,7 +138,7 @@ class LmuIsaConfig(HybridConfigMixin, PreTrainedConfig):
     use_bias: bool = True
     attention_scale: float | int = 1.0
     conv_mode: str = "chunked"
-    layer_norm_eps: float = 1e-5
+    layer_norm_epsilon: float = 1e-5
     initializer_range: float = 0.02
     hidden_dropout: float | int = 0.0
     attention_dropout: float | int = 0.0
@@ -158,26 +158,26 @@ class LmuIsaConfig(HybridConfigMixin, PreTrainedConfig):
         """Sizes that fit together; a warning where the precision of the memory was not measured."""
         self.check_positive(
             "vocab_size", "hidden_size", "num_hidden_layers", "lmu_order", "lmu_reduced_order", "lmu_theta",
-            "pre_intermediate_size", "post_intermediate_size", "layer_norm_eps", "attention_scale",
+            "pre_intermediate_size", "post_intermediate_size", "layer_norm_epsilon", "attention_scale",
         )  # fmt: skip
         self.check_not_negative("initializer_range")
         self.check_dropout("hidden_dropout", "attention_dropout")
         self.check_activation("hidden_act")
-        self.check_choice("pre_block", PRE_BLOCKS)
+        self.check_choice("first_sublayer", PRE_BLOCKS)
         self.check_choice("conv_mode", FORMS)
         if self.lmu_reduced_order > self.lmu_order:
             raise ValueError(
                 f"lmu_reduced_order={self.lmu_reduced_order} must be at most lmu_order={self.lmu_order}: it reduces."
             )
-        if self.pre_block != "ffn":
+        if self.first_sublayer != "ffn":
             self.check_positive("num_attention_heads", "sliding_window")
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
                     f"hidden_size={self.hidden_size} must be a multiple of "
                     f"num_attention_heads={self.num_attention_heads}."
                 )
-        if self.pre_block == "window_attention" and self.sliding_window is None:
-            raise ValueError('sliding_window=None, but pre_block is "window_attention": give its window.')
+        if self.first_sublayer == "window_attention" and self.sliding_window is None:
+            raise ValueError('sliding_window=None, but first_sublayer is "window_attention": give its window.')
         if self.lmu_order > LARGEST_ORDER or self.lmu_theta > LARGEST_THETA:
             warnings.warn(
                 f"lmu_order={self.lmu_order}, lmu_theta={self.lmu_theta}: float32 memories were measured up to "

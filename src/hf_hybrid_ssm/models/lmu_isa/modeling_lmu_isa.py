@@ -25,10 +25,10 @@ from hf_hybrid_ssm.models.heads import (
 )
 from hf_hybrid_ssm.models.inputs import check_inputs
 from hf_hybrid_ssm.models.lmu_isa.configuration_lmu_isa import LmuIsaConfig
-from hf_hybrid_ssm.models.packing import packed_rows
-from hf_hybrid_ssm.models.padding import CompactRows, compact_rows
+from hf_hybrid_ssm.models.packing import resolve_packing
 from hf_hybrid_ssm.models.parallel_plans import MatchingPlans
 from hf_hybrid_ssm.models.saving import SavesCode
+from hf_hybrid_ssm.models.unpadding import Unpadding, unpadding_of
 from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention
 
 States = dict[str, torch.Tensor]
@@ -55,7 +55,7 @@ class LmuIsaAttention(nn.Module):
         super().__init__()
         width, bias = config.hidden_size, config.use_bias
         self.num_heads, self.dropout = config.num_attention_heads, config.attention_dropout
-        self.farthest = config.sliding_window - 1 if config.pre_block == "window_attention" else None
+        self.farthest = config.sliding_window - 1 if config.first_sublayer == "window_attention" else None
         self.q_proj = nn.Linear(width, width, bias=bias)
         self.k_proj = nn.Linear(width, width, bias=bias)
         self.v_proj = nn.Linear(width, width, bias=bias)
@@ -89,11 +89,11 @@ class LmuIsaBlock(GradientCheckpointingLayer):
     def __init__(self, config: LmuIsaConfig, layer_idx: int):
         super().__init__()
         self.layer_idx = layer_idx
-        norm = (config.hidden_size, config.layer_norm_eps)
+        norm = (config.hidden_size, config.layer_norm_epsilon)
         self.pre_norm, self.memory_norm, self.post_norm = (nn.LayerNorm(*norm) for _ in range(3))
-        self.attention = LmuIsaAttention(config) if config.pre_block != "ffn" else None
+        self.attention = LmuIsaAttention(config) if config.first_sublayer != "ffn" else None
         self.pre_feed_forward = None
-        if config.pre_block == "ffn":
+        if config.first_sublayer == "ffn":
             self.pre_feed_forward = LmuIsaFeedForward(config, config.pre_intermediate_size)
         self.memory = ImplicitAttention(
             config.lmu_order,
@@ -110,14 +110,14 @@ class LmuIsaBlock(GradientCheckpointingLayer):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        rows: CompactRows | None = None,
+        unpadding: Unpadding | None = None,
         seq_idx: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> torch.Tensor:
         x, lengths = hidden_states, None
-        if rows is not None:
-            x, lengths = rows.compact(x), rows.lengths
-            seq_idx = None if seq_idx is None else rows.compact(seq_idx).cummax(1).values
+        if unpadding is not None:
+            x, lengths = unpadding.unpad(x), unpadding.lengths
+            seq_idx = None if seq_idx is None else unpadding.unpad(seq_idx).cummax(1).values
         cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         past: States = {} if cache is None else cache.states
         capacity = getattr(cache, "max_cache_len", None)
@@ -125,15 +125,15 @@ class LmuIsaBlock(GradientCheckpointingLayer):
         mixed, states = self._mix(x, past, capacity, options)
         if cache is not None:
 
-            def replay(num_tokens: int) -> States:
+            def recompute(num_tokens: int) -> States:
                 kept = {
                     "seq_idx": None if seq_idx is None else seq_idx[:, :num_tokens],
-                    "lengths": None if rows is None else rows.lengths_of_first(num_tokens),
+                    "lengths": None if unpadding is None else unpadding.lengths_of_first(num_tokens),
                 }
                 return self._mix(x[:, :num_tokens], past, capacity, options | kept)[1]
 
-            cache.store(x.shape[1], states, replay)
-        hidden_states = mixed if rows is None else rows.restore(mixed)
+            cache.update_states(x.shape[1], states, recompute)
+        hidden_states = mixed if unpadding is None else unpadding.repad(mixed)
         return hidden_states + self.dropout(self.post_feed_forward(self.post_norm(hidden_states)))
 
     def _mix(
@@ -186,7 +186,7 @@ class LmuIsaModel(LmuIsaPreTrainedModel):
         # no padding_idx: text often ends with the token that also pads, and its embedding must be learnt
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(LmuIsaBlock(config, index) for index in range(config.num_hidden_layers))
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -214,7 +214,7 @@ class LmuIsaModel(LmuIsaPreTrainedModel):
         continues_documents (`bool`, *optional*, defaults to `False`):
             The first tokens go on with the documents in `past_key_values`, as they do in each step of `generate`.
         """
-        reason = "no token attends to another" if self.config.pre_block == "ffn" else IN_BLOCKS
+        reason = "no token attends to another" if self.config.first_sublayer == "ffn" else IN_BLOCKS
         refuse_attentions(self.config, kwargs.get("output_attentions"), reason)
         check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
         if inputs_embeds is None:
@@ -223,13 +223,13 @@ class LmuIsaModel(LmuIsaPreTrainedModel):
         if use_cache or past_key_values is not None:
             past_key_values = prepare_cache(past_key_values, self.config, batch)
         padding = attention_mask[STATE_LAYER_TYPE] if isinstance(attention_mask, dict) else attention_mask
-        rows = compact_rows(padding, batch, length)
-        inputs = (seq_idx, position_ids, padding, rows, past_key_values, batch, length)
-        packed = packed_rows(*inputs, cu_seq_lens_q=cu_seq_lens_q, continues_documents=continues_documents)
+        unpadding = unpadding_of(padding, batch, length)
+        inputs = (seq_idx, position_ids, padding, unpadding, past_key_values, batch, length)
+        packed = resolve_packing(*inputs, cu_seq_lens_q=cu_seq_lens_q, continues_documents=continues_documents)
         packed.open(past_key_values)
         hidden_states = inputs_embeds
         for layer in self.layers[: self.config.num_hidden_layers]:  # fewer while generation exits early
-            hidden_states = layer(hidden_states, rows, packed.seq_idx, past_key_values)
+            hidden_states = layer(hidden_states, unpadding, packed.seq_idx, past_key_values)
         return BaseModelOutputWithPast(
             last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values if use_cache else None
         )

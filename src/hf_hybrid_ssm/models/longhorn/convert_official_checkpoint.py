@@ -15,7 +15,12 @@ import torch
 
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.longhorn.modeling_longhorn import LonghornForCausalLM
-from hf_hybrid_ssm.models.official_state_dict import check_tokens, load_exactly, read_checkpoint, run_command_line
+from hf_hybrid_ssm.models.official_state_dict import (
+    check_tokens,
+    load_state_dict_strict,
+    read_checkpoint,
+    run_command_line,
+)
 
 GPT2_VOCABULARIES = (50257, 50304)  # as it is, and padded as the official train.py does
 
@@ -118,7 +123,7 @@ def convert(source: str | Path, **overrides) -> LonghornForCausalLM:
     if config.tie_word_embeddings:
         converted["lm_head.weight"] = converted["model.embed_tokens.weight"]
     model = LonghornForCausalLM(config)
-    load_exactly(model, converted)
+    load_state_dict_strict(model, converted)
     return model
 
 

@@ -23,7 +23,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from hf_hybrid_ssm.layers.feed_forward import SwiGLU
-from hf_hybrid_ssm.layers.keeping_float32 import KeepsFloat32
+from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.layers.short_convolution import ShortConvolution
 from hf_hybrid_ssm.models.attentions import IN_BLOCKS, refuse_attentions
@@ -37,17 +37,17 @@ from hf_hybrid_ssm.models.heads import (
 )
 from hf_hybrid_ssm.models.inputs import check_inputs
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
-from hf_hybrid_ssm.models.packing import PackedRows, packed_rows
-from hf_hybrid_ssm.models.padding import CompactRows, compact_rows
+from hf_hybrid_ssm.models.packing import PackedRows, resolve_packing
 from hf_hybrid_ssm.models.parallel_plans import MatchingPlans
 from hf_hybrid_ssm.models.saving import SavesCode
+from hf_hybrid_ssm.models.unpadding import Unpadding, unpadding_of
 from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention, push
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
 
 SCAN_NORM_EPSILON = 1e-6
 
 
-class LonghornMixer(KeepsFloat32):
+class LonghornMixer(Float32ParametersMixin):
     """The Longhorn block: projections, short convolution, and the online-recall scan (section 3, algorithm 1).
 
     x, z = in_proj(u); x = silu(conv(x)); d, k, q = x_proj(x); out_proj(scan(x, dt_proj(d), k, q) · silu(z)).
@@ -74,15 +74,15 @@ class LonghornMixer(KeepsFloat32):
         self,
         hidden_states: torch.Tensor,
         past_key_values: Cache | None = None,
-        rows: CompactRows | None = None,
+        unpadding: Unpadding | None = None,
         seq_idx: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """(B, L, M) → (B, L, M); the state goes to and comes from `past_key_values.layers[layer_idx]`."""
         lengths = None
-        if rows is not None:
-            hidden_states, lengths = rows.compact(hidden_states), rows.lengths
+        if unpadding is not None:
+            hidden_states, lengths = unpadding.unpad(hidden_states), unpadding.lengths
             # padding now follows the last document: let it belong there
-            seq_idx = None if seq_idx is None else rows.compact(seq_idx).cummax(1).values
+            seq_idx = None if seq_idx is None else unpadding.unpad(seq_idx).cummax(1).values
         raw, gate = self.in_proj(hidden_states).chunk(2, dim=-1)  # (B, L, D) each
 
         cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
@@ -100,20 +100,20 @@ class LonghornMixer(KeepsFloat32):
             y = self.scan_norm(y) * F.silu(gate)
         if cache is not None:
 
-            def replay(num_tokens: int) -> dict[str, torch.Tensor]:
+            def recompute(num_tokens: int) -> dict[str, torch.Tensor]:
                 first = slice(None, num_tokens)
-                kept = None if lengths is None else rows.lengths_of_first(num_tokens)
+                kept = None if lengths is None else unpadding.lengths_of_first(num_tokens)
                 before = {"seq_idx": None if seq_idx is None else seq_idx[:, first], "lengths": kept}
                 _, conv = self.conv1d(raw[:, first], return_final_state=True, **(convolve | before))
                 _, state = longhorn_scan(*(t[:, first] for t in inputs), return_final_state=True, **(scan | before))
                 return {"conv": conv, "scan": state}
 
-            cache.store(hidden_states.shape[1], {"conv": conv_state, "scan": scan_state}, replay)
+            cache.update_states(hidden_states.shape[1], {"conv": conv_state, "scan": scan_state}, recompute)
         y = self.out_proj(y)
-        return y if rows is None else rows.restore(y)
+        return y if unpadding is None else unpadding.repad(y)
 
 
-class LonghornRotaryEmbedding(KeepsFloat32, LlamaRotaryEmbedding):
+class LonghornRotaryEmbedding(Float32ParametersMixin, LlamaRotaryEmbedding):
     """Llama's rotary positions, whose frequencies a cast of the model does not round.
 
     No checkpoint holds them: rounded ones would come back exact, and a reloaded model would answer otherwise.
@@ -145,12 +145,12 @@ class LonghornAttention(nn.Module):
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
-        rows: CompactRows | None = None,
+        unpadding: Unpadding | None = None,
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if rows is not None:  # the weight of padding is 0, and 0 times NaN is NaN
-            hidden_states = torch.where(rows.real.unsqueeze(-1), hidden_states, 0.0)
+        if unpadding is not None:  # the weight of padding is 0, and 0 times NaN is NaN
+            hidden_states = torch.where(unpadding.real.unsqueeze(-1), hidden_states, 0.0)
         queries, keys, values = self._heads(hidden_states, position_embeddings)
         if past_key_values is not None:
             keys, values = past_key_values.update(keys, values, self.layer_idx)
@@ -187,14 +187,17 @@ class LonghornSlidingAttention(LonghornAttention):
         self,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        rows: CompactRows | None = None,
+        unpadding: Unpadding | None = None,
         seq_idx: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> tuple[torch.Tensor, None]:
         heads, lengths = self._heads(hidden_states, position_embeddings), None
-        if rows is not None:
-            heads = tuple(rows.compact(x.transpose(1, 2)).transpose(1, 2) for x in heads)
-            lengths, seq_idx = rows.lengths, None if seq_idx is None else rows.compact(seq_idx).cummax(1).values
+        if unpadding is not None:
+            heads = tuple(unpadding.unpad(x.transpose(1, 2)).transpose(1, 2) for x in heads)
+            lengths, seq_idx = (
+                unpadding.lengths,
+                None if seq_idx is None else unpadding.unpad(seq_idx).cummax(1).values,
+            )
         queries, keys, values = heads
         cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         reach = self.config.sliding_window - 1
@@ -214,15 +217,15 @@ class LonghornSlidingAttention(LonghornAttention):
         )
         if cache is not None:
 
-            def replay(num_tokens: int) -> dict[str, torch.Tensor]:
-                kept = None if lengths is None else rows.lengths_of_first(num_tokens)
+            def recompute(num_tokens: int) -> dict[str, torch.Tensor]:
+                kept = None if lengths is None else unpadding.lengths_of_first(num_tokens)
                 documents = None if seq_idx is None else seq_idx[:, :num_tokens]
                 first = (keys[:, :, :num_tokens], values[:, :, :num_tokens])
                 return push(past, *first, reach, documents, kept)._asdict()
 
-            cache.store(hidden_states.shape[1], state._asdict(), replay)
+            cache.update_states(hidden_states.shape[1], state._asdict(), recompute)
         output = output.transpose(1, 2).flatten(2)
-        return self.o_proj(output if rows is None else rows.restore(output)), None
+        return self.o_proj(output if unpadding is None else unpadding.repad(output)), None
 
 
 class LonghornBlock(GradientCheckpointingLayer):
@@ -249,7 +252,7 @@ class LonghornBlock(GradientCheckpointingLayer):
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        rows: CompactRows | None = None,
+        unpadding: Unpadding | None = None,
         seq_idx: torch.Tensor | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         past_key_values: Cache | None = None,
@@ -259,11 +262,13 @@ class LonghornBlock(GradientCheckpointingLayer):
             hidden_states = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
         normed = self.norm(hidden_states)
         if self.is_recurrent:
-            mixed = self.mixer(normed, past_key_values=past_key_values, rows=rows, seq_idx=seq_idx)
+            mixed = self.mixer(normed, past_key_values=past_key_values, unpadding=unpadding, seq_idx=seq_idx)
         elif self.is_sliding:
-            mixed, _ = self.self_attn(normed, position_embeddings, rows, seq_idx, past_key_values)
+            mixed, _ = self.self_attn(normed, position_embeddings, unpadding, seq_idx, past_key_values)
         else:
-            mixed, _ = self.self_attn(normed, position_embeddings, attention_mask, rows, past_key_values, **kwargs)
+            mixed, _ = self.self_attn(
+                normed, position_embeddings, attention_mask, unpadding, past_key_values, **kwargs
+            )
         hidden_states = hidden_states + mixed
         if self.mlp is not None:
             hidden_states = hidden_states + self.mlp(self.mlp_norm(hidden_states))
@@ -377,9 +382,9 @@ class LonghornModel(LonghornPreTrainedModel):
             past_key_values = prepare_cache(past_key_values, self.config, batch)
         masks = attention_mask if isinstance(attention_mask, dict) else None
         padding = masks[STATE_LAYER_TYPE] if masks is not None else attention_mask
-        rows = compact_rows(padding, batch, length)
-        inputs = (seq_idx, position_ids, padding, rows, past_key_values, batch, length)
-        packed = packed_rows(
+        unpadding = unpadding_of(padding, batch, length)
+        inputs = (seq_idx, position_ids, padding, unpadding, past_key_values, batch, length)
+        packed = resolve_packing(
             *inputs,
             cu_seq_lens_q=cu_seq_lens_q,
             continues_documents=continues_documents,
@@ -401,7 +406,7 @@ class LonghornModel(LonghornPreTrainedModel):
             hidden_states = layer(
                 hidden_states,
                 attention_mask=None if masks is None else masks.get(layer_type),
-                rows=rows,
+                unpadding=unpadding,
                 seq_idx=packed.seq_idx,
                 position_embeddings=position_embeddings,
                 past_key_values=past_key_values,
@@ -450,7 +455,7 @@ class LonghornForCausalLM(CausalLMHead, LonghornPreTrainedModel, GenerationMixin
         """Masks made ahead of compiled decoding; a generated token is never padding."""
         batch, length = inputs_embeds.shape[:2]
         inputs = (None, position_ids, attention_mask, None, past_key_values, batch, length)
-        packed = packed_rows(*inputs, continues_documents=not is_first_iteration, keeps_columns=True)
+        packed = resolve_packing(*inputs, continues_documents=not is_first_iteration, keeps_columns=True)
         packed = replace(packed, real=None if attention_mask is None else attention_mask != 0)
         masks = _attention_masks(config, inputs_embeds, packed, past_key_values)
         return {**masks, STATE_LAYER_TYPE: None if length == 1 else attention_mask}

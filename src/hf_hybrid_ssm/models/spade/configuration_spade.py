@@ -14,7 +14,7 @@ STATE_SIZES = {"s4": 64, "s4d": 64, "s5": 256, "ema": 16}
 STATE_LAYER_TYPE = "hybrid_ssm_state"
 
 _LRA = {"num_attention_heads": 4, "hidden_act": "silu", "attention_dropout": 0.0, "ssm_trainable": "all"}
-_LRA |= {"embedding_norm": False, "pooling": "mean", "classifier_activation": "gelu", "layer_norm_eps": 1e-5}
+_LRA |= {"embedding_norm": False, "pooling": "mean", "classifier_activation": "gelu", "layer_norm_epsilon": 1e-5}
 _LRA |= {"relative_bias_scope": "per_layer"}
 _IMAGE = {"norm_type": "batchnorm", "norm_position": "pre", "pixel_input": True, "vocab_size": 256, "dropout": 0.0}
 _BYTES = {"norm_type": "scalenorm", "norm_position": "post", "vocab_size": 256}
@@ -40,7 +40,7 @@ def _lra_presets() -> dict[str, dict[str, Any]]:
         size = fields.get("chunk_size", 128)
         sizes = {"intermediate_size": 2 * fields["hidden_size"], "classifier_hidden_size": 2 * fields["hidden_size"]}
         for kind in ("window", "chunk"):
-            local = {"attention_type": kind, "local_radius": size, "chunk_size": size}
+            local = {"attention_type": kind, "sliding_window": size + 1, "chunk_size": size}
             presets[f"spade-lra-{task}-{kind}"] = _LRA | sizes | fields | local
     return presets
 
@@ -72,10 +72,10 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
         num_hidden_layers (`int`, *optional*, defaults to 16): Number of layers.
         num_attention_heads (`int`, *optional*, defaults to 8): Attention heads, of size `hidden_size / heads`.
         attention_type (`str`, *optional*, defaults to `"window"`): `"window"`, `"chunk"` or `"full"`.
-        local_radius (`int`, *optional*, defaults to 511): Earlier tokens that a token sees besides itself; an
-            encoder's token sees as many on both sides. With 0 it sees itself alone.
+        sliding_window (`int`, *optional*, defaults to 512): Tokens that a token sees, itself among them; an encoder's
+            token sees `sliding_window - 1` others on each side.
         chunk_size (`int`, *optional*, defaults to 512): Tokens of a chunk, with `attention_type="chunk"`.
-        global_layers (`list[int]`, *optional*, defaults to `[0]`): Layers with a state-space model, from 0 (bottom).
+        ssm_layers (`list[int]`, *optional*, defaults to `[0]`): Layers with a state-space model, from 0 (bottom).
         ssm_type (`str`, *optional*, defaults to `"s4"`): `"s4"`, `"s4d"`, `"s5"`, `"hyena"`, `"ema"` or `"lstm"`.
         ssm_state_size (`int`, *optional*): N; by default 64 (s4, s4d), 256 (s5, of all channels together), 16 (ema).
         ssm_num_dynamics (`int`, *optional*): Independent copies of A and B in s4 and s4d; one for each channel by
@@ -86,13 +86,13 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
         ssm_stop_gradient (`bool`, *optional*, defaults to `False`): No gradient to the input of the state-space model,
             as the released encoder trains.
         ssm_skip (`bool`, *optional*, defaults to `True`): The D term of s4, s4d, s5 and hyena.
-        ssm_combine (`str`, *optional*, defaults to `"concat"`): `"concat"` (of both normalised branches, then a linear
+        ssm_merge (`str`, *optional*, defaults to `"concat"`): `"concat"` (of both normalised branches, then a linear
             map), `"add"` (weighted sum) or `"stack"` (attention on top of the state-space model).
-        ssm_combine_weight (`float`, *optional*, defaults to 0.5): Share of the state-space model with `"add"`.
+        ssm_merge_weight (`float`, *optional*, defaults to 0.5): Share of the state-space model with `"add"`.
         s5_blocks (`int`, *optional*, defaults to 8): HiPPO blocks of s5.
-        hyena_filter_length, hyena_filter_dim, hyena_emb_dim (`int`, *optional*, defaults to 4096, 64 and 33): Taps,
+        filter_length, filter_hidden_size, filter_emb_dim (`int`, *optional*, defaults to 4096, 64 and 33): Taps,
             and width and features of the network of the filter.
-        hyena_freq (`float`, *optional*, defaults to 14.0): Its sine frequency.
+        filter_sin_freq (`float`, *optional*, defaults to 14.0): Its sine frequency.
         ema_activation (`str`, *optional*, defaults to `"silu"`): Behind the moving average.
         relative_attention_num_buckets, relative_attention_max_distance (`int`, *optional*, defaults to 32 and 128):
             T5's relative position bias.
@@ -102,7 +102,7 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
         norm_type (`str`, *optional*, defaults to `"layernorm"`): `"layernorm"`, `"scalenorm"` or `"batchnorm"`.
         final_norm (`bool`, *optional*): A norm behind the last layer; by default with `norm_position="pre"`.
         embedding_norm (`bool`, *optional*): A LayerNorm on the embeddings; by default with `norm_position="post"`.
-        layer_norm_eps (`float`, *optional*, defaults to 1e-5): Epsilon of the norms.
+        layer_norm_epsilon (`float`, *optional*, defaults to 1e-5): Epsilon of the norms.
         hidden_act (`str`, *optional*, defaults to `"relu"`): Activation of the feed-forward layers.
         dropout, attention_dropout, activation_dropout, embedding_dropout (`float`, *optional*, defaults to 0.1, 0.1,
             0.0 and 0.1): Dropout of branches, attention weights, inside the feed-forward layers, and of embeddings.
@@ -171,9 +171,9 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
     num_hidden_layers: int = 16
     num_attention_heads: int = 8
     attention_type: str = "window"
-    local_radius: int = 511
+    sliding_window: int = 512
     chunk_size: int = 512
-    global_layers: list[int] | tuple[int, ...] = (0,)
+    ssm_layers: list[int] | tuple[int, ...] = (0,)
     ssm_type: str = "s4"
     ssm_state_size: int | None = None
     ssm_num_dynamics: int | None = None
@@ -182,13 +182,13 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
     ssm_trainable: str | None = None
     ssm_stop_gradient: bool = False
     ssm_skip: bool = True
-    ssm_combine: str = "concat"
-    ssm_combine_weight: float = 0.5
+    ssm_merge: str = "concat"
+    ssm_merge_weight: float = 0.5
     s5_blocks: int = 8
-    hyena_filter_length: int = 4096
-    hyena_filter_dim: int = 64
-    hyena_emb_dim: int = 33
-    hyena_freq: float = 14.0
+    filter_length: int = 4096
+    filter_hidden_size: int = 64
+    filter_emb_dim: int = 33
+    filter_sin_freq: float = 14.0
     ema_activation: str | None = "silu"
     relative_attention_num_buckets: int = 32
     relative_attention_max_distance: int = 128
@@ -197,7 +197,7 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
     norm_type: str = "layernorm"
     final_norm: bool | None = None
     embedding_norm: bool | None = None
-    layer_norm_eps: float = 1e-5
+    layer_norm_epsilon: float = 1e-5
     hidden_act: str = "relu"
     dropout: float | int = 0.1
     attention_dropout: float | int = 0.1
@@ -224,7 +224,7 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
     eos_token_id: int | list[int] | None = 1
 
     def __post_init__(self, **kwargs):
-        self.global_layers = list(self.global_layers)
+        self.ssm_layers = list(self.ssm_layers)
         super().__post_init__(**kwargs)
 
     @property
@@ -241,11 +241,11 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
         """Sizes that fit together, names that exist."""
         self.check_positive(
             "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-            "chunk_size", "ssm_state_size", "relative_attention_max_distance", "layer_norm_eps",
-            "hyena_filter_length", "hyena_filter_dim", "hyena_freq", "adaptive_factor", "classifier_hidden_size",
+            "sliding_window", "chunk_size", "ssm_state_size", "relative_attention_max_distance", "layer_norm_epsilon",
+            "filter_length", "filter_hidden_size", "filter_sin_freq", "adaptive_factor", "classifier_hidden_size",
             "pixel_std",
         )  # fmt: skip
-        self.check_not_negative("initializer_range", "ssm_combine_weight", "local_radius")
+        self.check_not_negative("initializer_range", "ssm_merge_weight")
         self.check_dropout(
             "dropout", "attention_dropout", "activation_dropout", "embedding_dropout", "adaptive_dropout",
             "classifier_dropout",
@@ -254,7 +254,7 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
         self.check_choice("attention_type", ATTENTION_TYPES)
         self.check_choice("ssm_type", SSM_TYPES)
         self.check_choice("ssm_trainable", ("none", "output", "all"))
-        self.check_choice("ssm_combine", ("concat", "add", "stack"))
+        self.check_choice("ssm_merge", ("concat", "add", "stack"))
         self.check_choice("relative_bias_scope", ("shared", "per_layer", "none"))
         self.check_choice("norm_position", ("pre", "post"))
         self.check_choice("norm_type", ("layernorm", "scalenorm", "batchnorm"))
@@ -265,18 +265,8 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
             raise ValueError(
                 f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads={self.num_attention_heads}."
             )
-        if self.relative_attention_num_buckets < 4 or self.relative_attention_num_buckets % 4:
-            raise ValueError(
-                f"relative_attention_num_buckets={self.relative_attention_num_buckets} must be a multiple of 4: half "
-                "for each side, and half of these for single distances."
-            )
-        if self.relative_attention_max_distance <= self.relative_attention_num_buckets // 2:
-            raise ValueError(
-                f"relative_attention_max_distance={self.relative_attention_max_distance} must exceed half of "
-                f"relative_attention_num_buckets={self.relative_attention_num_buckets}, whose first half are single "
-                "distances."
-            )
-        self._check_layers("global_layers", self.num_hidden_layers)
+        self.check_relative_bias(two_sided=True)  # an encoder may read the same configuration
+        self._check_layers("ssm_layers", self.num_hidden_layers)
         self._check_cutoffs()
 
     def _check_layers(self, name: str, count: int) -> None:
@@ -309,13 +299,13 @@ class SpadeSeq2SeqConfig(SpadeConfig):
     trains it: post layer norm, a frozen bidirectional S4 in the encoder's bottom layer, through which no gradient goes
     (`ssm_stop_gradient=True`), window attention in the encoder, full causal attention with learned positions in the
     decoder, and dropout inside the feed-forward layers too (`activation_dropout=0.1`).
-    `decoder_attention_type="window"`, `decoder_global_layers=[0]` and `decoder_position_embedding_type="relative"`
+    `decoder_attention_type="window"`, `decoder_ssm_layers=[0]` and `decoder_position_embedding_type="relative"`
     give the paper's literal reading.
 
     Args:
         num_decoder_layers (`int`, *optional*, defaults to 12): Number of decoder layers.
         decoder_attention_type (`str`, *optional*, defaults to `"full"`): As `attention_type`, for the decoder.
-        decoder_global_layers (`list[int]`, *optional*, defaults to `[]`): As `global_layers`.
+        decoder_ssm_layers (`list[int]`, *optional*, defaults to `[]`): As `ssm_layers`.
         decoder_position_embedding_type (`str`, *optional*, defaults to `"learned"`): `"learned"` absolute positions,
             or the `"relative"` bias.
         decoder_attention_bias (`bool`, *optional*, defaults to `False`): Biases in the decoder's attention maps.
@@ -338,15 +328,15 @@ class SpadeSeq2SeqConfig(SpadeConfig):
     intermediate_size: int = 3072
     num_hidden_layers: int = 12
     num_attention_heads: int = 12
-    local_radius: int = 128
+    sliding_window: int = 129
     relative_bias_scope: str = "per_layer"
     norm_position: str = "post"
-    layer_norm_eps: float = 1e-6
+    layer_norm_epsilon: float = 1e-6
     ssm_stop_gradient: bool = True
     activation_dropout: float | int = 0.1
     num_decoder_layers: int = 12
     decoder_attention_type: str = "full"
-    decoder_global_layers: list[int] | tuple[int, ...] = ()
+    decoder_ssm_layers: list[int] | tuple[int, ...] = ()
     decoder_position_embedding_type: str = "learned"
     decoder_attention_bias: bool = False
     max_target_positions: int = 1024
@@ -354,7 +344,7 @@ class SpadeSeq2SeqConfig(SpadeConfig):
     is_encoder_decoder: bool = True
 
     def __post_init__(self, **kwargs):
-        self.decoder_global_layers = list(self.decoder_global_layers)
+        self.decoder_ssm_layers = list(self.decoder_ssm_layers)
         super().__post_init__(**kwargs)
 
     @property
@@ -380,7 +370,7 @@ class SpadeSeq2SeqConfig(SpadeConfig):
         self.check_positive("num_decoder_layers", "max_target_positions")
         self.check_choice("decoder_attention_type", ATTENTION_TYPES)
         self.check_choice("decoder_position_embedding_type", ("learned", "relative"))
-        self._check_layers("decoder_global_layers", self.num_decoder_layers)
+        self._check_layers("decoder_ssm_layers", self.num_decoder_layers)
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
         """As in transformers, which takes a cache's number of layers from the `num_hidden_layers` of what it gets."""
@@ -395,9 +385,9 @@ class SpadeSeq2SeqConfig(SpadeConfig):
             | {
                 "num_hidden_layers": self.num_decoder_layers,
                 "attention_type": self.decoder_attention_type,
-                "global_layers": self.decoder_global_layers,
+                "ssm_layers": self.decoder_ssm_layers,
                 "relative_bias_scope": self.relative_bias_scope if relative else "none",
-                "local_radius": max(self.local_radius - 1, 1),
+                "sliding_window": max(self.sliding_window - 1, 2),
                 "is_encoder_decoder": False,
             }
         )

@@ -16,8 +16,13 @@ from typing import Any
 
 import torch
 
-from hf_hybrid_ssm.layers.s4_official import convert_s4
-from hf_hybrid_ssm.models.official_state_dict import check_tokens, load_exactly, read_checkpoint, run_command_line
+from hf_hybrid_ssm.layers.mixers.s4_official import convert_s4
+from hf_hybrid_ssm.models.official_state_dict import (
+    check_tokens,
+    load_state_dict_strict,
+    read_checkpoint,
+    run_command_line,
+)
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
 from hf_hybrid_ssm.models.spade.modeling_spade import SpadeForCausalLM
 
@@ -48,7 +53,6 @@ GLOBAL_KEYS = {
     **{f"decoder.layer_norm.{kind}": f"model.decoder.norm.{kind}" for kind in ("weight", "bias")},
 }
 SETTINGS = {
-    "local_radius": "local_radius",
     "relative_attention_max_distance": "relative_attention_max_distance",
     "activation_fn": "hidden_act",
     "dropout": "dropout",
@@ -57,7 +61,7 @@ SETTINGS = {
     "adaptive_softmax_dropout": "adaptive_dropout",
     "s4_dt_min": "ssm_dt_min",
     "s4_dt_max": "ssm_dt_max",
-    "s4_weight": "ssm_combine_weight",
+    "s4_weight": "ssm_merge_weight",
 }
 
 
@@ -133,7 +137,7 @@ def infer_config(
         "num_hidden_layers": len(layers),
         "num_attention_heads": heads,
         "relative_attention_num_buckets": buckets,
-        "global_layers": with_ssm,
+        "ssm_layers": with_ssm,
         "final_norm": "model.decoder.norm.weight" in converted,
     }
     if with_ssm:
@@ -141,9 +145,11 @@ def infer_config(
         eigenvalues = converted[f"{mixing}ssm.A_imag"]
         sizes |= {"ssm_state_size": 2 * eigenvalues.shape[1], "ssm_num_dynamics": eigenvalues.shape[0]}
         summed = "add" if f"{mixing}norm_global.weight" in converted else "stack"
-        sizes["ssm_combine"] = "concat" if f"{mixing}aggregate.weight" in converted else summed
+        sizes["ssm_merge"] = "concat" if f"{mixing}aggregate.weight" in converted else summed
     settings = settings or {}
     said = {ours: settings[name] for name, ours in SETTINGS.items() if settings.get(name) is not None}
+    if settings.get("local_radius") is not None:
+        said["sliding_window"] = settings["local_radius"] + 1  # fairseq counts the other tokens only
     if "dropout" in said:
         said["embedding_dropout"] = said["dropout"]  # fairseq has one rate for both
     if "no_scale_embedding" in settings:
@@ -179,7 +185,7 @@ def convert(source: str | Path, **overrides: Any) -> SpadeForCausalLM:
 
     Args:
         source: the checkpoint file.
-        overrides: fields of `SpadeConfig` that are to be other than the file says, such as `local_radius`.
+        overrides: fields of `SpadeConfig` that are to be other than the file says, such as `sliding_window`.
 
     Raises:
         ValueError: tensors that are unknown, missing, or of a shape that does not fit the others.
@@ -187,12 +193,12 @@ def convert(source: str | Path, **overrides: Any) -> SpadeForCausalLM:
     official, settings = read_checkpoint(source)
     converted = convert_state_dict(official)
     model = SpadeForCausalLM(infer_config(converted, settings, **overrides))
-    load_exactly(model, converted)
+    load_state_dict_strict(model, converted)
     return model
 
 
 def main(arguments: list[str] | None = None) -> None:
-    extra = {"local_radius": "r: window of r + 1 keys; by default the file's, or 511"}
+    extra = {"sliding_window": "keys that a token sees, itself among them; by default the file's, or 512"}
     run_command_line(convert, "Convert an official SPADE language model.", arguments, extra)
 
 

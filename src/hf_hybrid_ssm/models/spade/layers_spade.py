@@ -9,26 +9,26 @@ from transformers import Cache
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_hybrid_ssm.layers.mixer import Mixer, State
-from hf_hybrid_ssm.layers.mixers import build_mixer
+from hf_hybrid_ssm.layers.mixers.base import Mixer, State
+from hf_hybrid_ssm.layers.mixers.registry import build_mixer
 from hf_hybrid_ssm.layers.norms import build_norm
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
-from hf_hybrid_ssm.models.padding import CompactRows
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
+from hf_hybrid_ssm.models.unpadding import Unpadding
 from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention
 
 States = dict[str, torch.Tensor]
 ATTENTION_STATES = ("keys", "values", "seen")
 
 
-def attention_reach(config: SpadeConfig, is_causal: bool) -> dict[str, Any]:
+def attention_window(config: SpadeConfig, is_causal: bool) -> dict[str, Any]:
     """The keys a token sees, as `local_attention` takes them."""
     if config.attention_type == "full":
         return {"nearest": 0 if is_causal else None, "farthest": None}
     if config.attention_type == "chunk":
         farthest = config.chunk_size - 1
         return {"nearest": 0 if is_causal else -farthest, "farthest": farthest, "chunk_size": config.chunk_size}
-    return {"nearest": 0 if is_causal else -config.local_radius, "farthest": config.local_radius}
+    return {"nearest": 0 if is_causal else -(config.sliding_window - 1), "farthest": config.sliding_window - 1}
 
 
 def spade_mixer(config: SpadeConfig, is_causal: bool) -> Mixer:
@@ -45,8 +45,12 @@ def spade_mixer(config: SpadeConfig, is_causal: bool) -> Mixer:
     elif name == "ema":
         options |= {"state_size": config.ssm_state_size, "activation": config.ema_activation}
     elif name == "hyena":
-        options |= {"filter_length": config.hyena_filter_length, "filter_width": config.hyena_filter_dim}
-        options |= {"filter_emb": config.hyena_emb_dim, "filter_freq": config.hyena_freq, "skip": config.ssm_skip}
+        options |= {"filter_length": config.filter_length, "filter_hidden_size": config.filter_hidden_size}
+        options |= {
+            "filter_emb": config.filter_emb_dim,
+            "filter_freq": config.filter_sin_freq,
+            "skip": config.ssm_skip,
+        }
     return build_mixer(name, config.hidden_size, **options)
 
 
@@ -55,7 +59,7 @@ class SpadeAttention(nn.Module):
 
     def __init__(self, config: SpadeConfig, is_causal: bool, bias: bool = False):
         super().__init__()
-        self.reach = attention_reach(config, is_causal)
+        self.reach = attention_window(config, is_causal)
         self.num_heads, self.head_dim = config.num_attention_heads, config.head_dim
         self.dropout = config.attention_dropout
         width = config.hidden_size
@@ -97,19 +101,19 @@ def relative_bias(config: SpadeConfig, is_causal: bool) -> RelativeBias:
     return RelativeBias(config.num_attention_heads, buckets, distance, bidirectional=not is_causal)
 
 
-class SpadeMixing(nn.Module):
+class SpadeMixer(nn.Module):
     """Local attention, in a global layer beside a state-space model: W [LN(ssm(x)) ; LN(attention(x))] + b."""
 
     def __init__(self, config: SpadeConfig, layer_idx: int, is_causal: bool, attention_bias: bool = False):
         super().__init__()
         self.layer_idx = layer_idx
         self.self_attn = SpadeAttention(config, is_causal, attention_bias)
-        self.combine, self.weight = config.ssm_combine, config.ssm_combine_weight
+        self.combine, self.weight = config.ssm_merge, config.ssm_merge_weight
         self.stop_gradient = config.ssm_stop_gradient
-        self.ssm = spade_mixer(config, is_causal) if layer_idx in config.global_layers else None
+        self.ssm = spade_mixer(config, is_causal) if layer_idx in config.ssm_layers else None
         if self.ssm is not None and self.combine != "stack":
-            self.norm_global = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-            self.norm_local = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+            self.norm_global = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+            self.norm_local = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         if self.ssm is not None and self.combine == "concat":
             self.aggregate = nn.Linear(2 * config.hidden_size, config.hidden_size)
 
@@ -117,15 +121,15 @@ class SpadeMixing(nn.Module):
         self,
         x: torch.Tensor,
         bias: torch.Tensor | None = None,
-        rows: CompactRows | None = None,
+        unpadding: Unpadding | None = None,
         seq_idx: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> torch.Tensor:
         """(B, L, d) → (B, L, d); the states go to and come from `past_key_values.layers[layer_idx]`."""
         lengths = None
-        if rows is not None:
-            x, lengths = rows.compact(x), rows.lengths
-            seq_idx = None if seq_idx is None else rows.compact(seq_idx).cummax(1).values
+        if unpadding is not None:
+            x, lengths = unpadding.unpad(x), unpadding.lengths
+            seq_idx = None if seq_idx is None else unpadding.unpad(seq_idx).cummax(1).values
         cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         past: States = {} if cache is None else cache.states
         capacity = getattr(cache, "max_cache_len", None)
@@ -133,15 +137,15 @@ class SpadeMixing(nn.Module):
         y, states = self._mix(x, past, bias, capacity, options)
         if cache is not None:
 
-            def replay(num_tokens: int) -> States:
+            def recompute(num_tokens: int) -> States:
                 kept = {
                     "seq_idx": None if seq_idx is None else seq_idx[:, :num_tokens],
-                    "lengths": None if rows is None else rows.lengths_of_first(num_tokens),
+                    "lengths": None if unpadding is None else unpadding.lengths_of_first(num_tokens),
                 }
                 return self._mix(x[:, :num_tokens], past, bias, capacity, options | kept)[1]
 
-            cache.store(x.shape[1], states, replay)
-        return y if rows is None else rows.restore(y)
+            cache.update_states(x.shape[1], states, recompute)
+        return y if unpadding is None else unpadding.repad(y)
 
     def _mix(
         self, x: torch.Tensor, past: States, bias: torch.Tensor | None, capacity: int | None, options: dict[str, Any]
@@ -196,21 +200,21 @@ class SpadeBlock(GradientCheckpointingLayer):
     def __init__(self, config: SpadeConfig, layer_idx: int, is_causal: bool, attention_bias: bool = False):
         super().__init__()
         self.is_pre = config.norm_position == "pre"
-        self.mixing = SpadeMixing(config, layer_idx, is_causal, attention_bias)
-        self.mixing_norm = build_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
+        self.mixing = SpadeMixer(config, layer_idx, is_causal, attention_bias)
+        self.mixing_norm = build_norm(config.norm_type, config.hidden_size, config.layer_norm_epsilon)
         self.feed_forward = SpadeFeedForward(config)
-        self.feed_forward_norm = build_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
+        self.feed_forward_norm = build_norm(config.norm_type, config.hidden_size, config.layer_norm_epsilon)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
         self,
         hidden_states: torch.Tensor,
         bias: torch.Tensor | None = None,
-        rows: CompactRows | None = None,
+        unpadding: Unpadding | None = None,
         seq_idx: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> torch.Tensor:
-        mixing = {"bias": bias, "rows": rows, "seq_idx": seq_idx, "past_key_values": past_key_values}
+        mixing = {"bias": bias, "unpadding": unpadding, "seq_idx": seq_idx, "past_key_values": past_key_values}
         hidden_states = self._residual(hidden_states, self.mixing, self.mixing_norm, **mixing)
         return self._residual(hidden_states, self.feed_forward, self.feed_forward_norm)
 

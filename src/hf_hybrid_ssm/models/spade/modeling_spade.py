@@ -15,7 +15,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from hf_hybrid_ssm.layers.adaptive_vocabulary import AdaptiveEmbedding, AdaptiveSoftmax
-from hf_hybrid_ssm.layers.mixer import Mixer
+from hf_hybrid_ssm.layers.mixers.base import Mixer
 from hf_hybrid_ssm.layers.norms import ScaleNorm, build_norm
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.models.attentions import IN_BLOCKS, refuse_attentions
@@ -23,12 +23,12 @@ from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, prepare_cache
 from hf_hybrid_ssm.models.configuration import check_config_class
 from hf_hybrid_ssm.models.heads import CausalLMHead, QuestionAnsweringHead, TokenClassificationHead
 from hf_hybrid_ssm.models.inputs import check_class_labels, check_inputs
-from hf_hybrid_ssm.models.packing import packed_rows
-from hf_hybrid_ssm.models.padding import CompactRows, compact_rows
+from hf_hybrid_ssm.models.packing import resolve_packing
 from hf_hybrid_ssm.models.parallel_plans import MatchingPlans
 from hf_hybrid_ssm.models.saving import SavesCode
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
 from hf_hybrid_ssm.models.spade.layers_spade import SpadeBlock, relative_bias
+from hf_hybrid_ssm.models.unpadding import Unpadding, unpadding_of
 
 
 @auto_docstring
@@ -59,7 +59,7 @@ class SpadePreTrainedModel(MatchingPlans, SavesCode):
         if isinstance(module, Mixer):
             for name, value in module.initial_values().items():
                 init.copy_(module.get_parameter(name), value)
-            module.forget()
+            module.clear_kernel_cache()
         elif isinstance(module, nn.LSTM):
             for parameter in module.parameters():
                 bound = 1 / math.sqrt(module.hidden_size)
@@ -90,19 +90,19 @@ class SpadeStack(nn.Module):
         self.scale = math.sqrt(config.hidden_size) if config.scale_embedding else 1.0
         self.embedding_norm = None
         if config.embedding_norm:
-            self.embedding_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+            self.embedding_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.dropout = nn.Dropout(config.embedding_dropout)
         self.relative_bias = relative_bias(config, is_causal) if config.relative_bias_scope == "shared" else None
         self.config = config
         self.layers = nn.ModuleList(SpadeBlock(config, index, is_causal) for index in range(config.num_hidden_layers))
         self.norm = None
         if config.final_norm:
-            self.norm = build_norm(config.norm_type, config.hidden_size, config.layer_norm_eps)
+            self.norm = build_norm(config.norm_type, config.hidden_size, config.layer_norm_epsilon)
 
     def forward(
         self,
         embeddings: torch.Tensor,
-        rows: CompactRows | None = None,
+        unpadding: Unpadding | None = None,
         seq_idx: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         every: list[torch.Tensor] | None = None,
@@ -116,8 +116,8 @@ class SpadeStack(nn.Module):
         for layer in self.layers[: self.config.num_hidden_layers]:  # fewer while generation exits early
             if every is not None:
                 every.append(hidden_states)
-            # by name: gradient checkpointing takes the cache out, or a replay would store the states twice
-            hidden_states = layer(hidden_states, bias, rows, seq_idx, past_key_values=past_key_values)
+            # by name: gradient checkpointing takes the cache out, or a recompute would store the states twice
+            hidden_states = layer(hidden_states, bias, unpadding, seq_idx, past_key_values=past_key_values)
         hidden_states = hidden_states if self.norm is None else self.norm(hidden_states)
         if every is not None:
             every.append(hidden_states)
@@ -225,11 +225,11 @@ class SpadeModel(BaseOfCheckpoint):
         if use_cache or past_key_values is not None:
             past_key_values = prepare_cache(past_key_values, self.config, batch)
         padding = attention_mask[STATE_LAYER_TYPE] if isinstance(attention_mask, dict) else attention_mask
-        rows = compact_rows(padding, batch, length)
-        inputs = (seq_idx, position_ids, padding, rows, past_key_values, batch, length)
-        packed = packed_rows(*inputs, cu_seq_lens_q=cu_seq_lens_q, continues_documents=continues_documents)
+        unpadding = unpadding_of(padding, batch, length)
+        inputs = (seq_idx, position_ids, padding, unpadding, past_key_values, batch, length)
+        packed = resolve_packing(*inputs, cu_seq_lens_q=cu_seq_lens_q, continues_documents=continues_documents)
         packed.open(past_key_values)
-        hidden_states = self.decoder(inputs_embeds, rows, packed.seq_idx, past_key_values)
+        hidden_states = self.decoder(inputs_embeds, unpadding, packed.seq_idx, past_key_values)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden_states, past_key_values=past_key_values if use_cache else None
         )
@@ -255,12 +255,12 @@ class SpadeForCausalLM(CausalLMHead, SpadePreTrainedModel, GenerationMixin):
             self.lm_head = AdaptiveSoftmax(self.model.embed_tokens, config.adaptive_dropout)
         self.post_init()
 
-    def _computes_loss_without_logits(self) -> bool:
+    def _uses_fused_loss(self) -> bool:
         if isinstance(self.lm_head, AdaptiveSoftmax):
             return self.training and self.config.use_linear_cross_entropy
-        return super()._computes_loss_without_logits()
+        return super()._uses_fused_loss()
 
-    def _loss_without_logits(
+    def _fused_loss(
         self,
         hidden_states: torch.Tensor,
         labels: torch.Tensor,
@@ -271,7 +271,7 @@ class SpadeForCausalLM(CausalLMHead, SpadePreTrainedModel, GenerationMixin):
     ) -> torch.Tensor:
         options = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
         if not isinstance(self.lm_head, AdaptiveSoftmax):
-            return super()._loss_without_logits(hidden_states, labels, shift_labels=shift_labels, **options)
+            return super()._fused_loss(hidden_states, labels, shift_labels=shift_labels, **options)
         if shift_labels is None:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = shift_labels.flatten().to(hidden_states.device)
@@ -319,10 +319,10 @@ class SpadeEncoderModel(SpadePreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         batch, length = inputs_embeds.shape[:2]
-        rows = compact_rows(attention_mask, batch, length)
-        inputs = (seq_idx, position_ids, attention_mask, rows, None, batch, length)
-        packed = packed_rows(*inputs, cu_seq_lens_q=cu_seq_lens_q)
-        return BaseModelOutput(last_hidden_state=self.encoder(inputs_embeds, rows, packed.seq_idx))
+        unpadding = unpadding_of(attention_mask, batch, length)
+        inputs = (seq_idx, position_ids, attention_mask, unpadding, None, batch, length)
+        packed = resolve_packing(*inputs, cu_seq_lens_q=cu_seq_lens_q)
+        return BaseModelOutput(last_hidden_state=self.encoder(inputs_embeds, unpadding, packed.seq_idx))
 
 
 @auto_docstring

@@ -10,13 +10,12 @@ from transformers.utils import auto_docstring, can_return_tuple
 
 from hf_hybrid_ssm.layers.norms import build_norm
 from hf_hybrid_ssm.models.attentions import IN_BLOCKS, refuse_attentions
-from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, is_state_layer, prepare_cache
+from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, is_recurrent_state_layer, prepare_cache
 from hf_hybrid_ssm.models.heads import chunked_causal_lm_loss
 from hf_hybrid_ssm.models.inputs import check_inputs, check_labels
-from hf_hybrid_ssm.models.packing import PackedRows, packed_rows
-from hf_hybrid_ssm.models.padding import CompactRows, compact_rows
+from hf_hybrid_ssm.models.packing import PackedRows, resolve_packing
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig, SpadeSeq2SeqConfig
-from hf_hybrid_ssm.models.spade.layers_spade import SpadeFeedForward, SpadeMixing, relative_bias
+from hf_hybrid_ssm.models.spade.layers_spade import SpadeFeedForward, SpadeMixer, relative_bias
 from hf_hybrid_ssm.models.spade.modeling_spade import (
     BaseOfCheckpoint,
     SpadeEncoderModel,
@@ -27,7 +26,8 @@ from hf_hybrid_ssm.models.spade.modeling_spade import (
     SpadeStack,
     spade_embedding,
 )
-from hf_hybrid_ssm.ops.checks import can_read_values, check_tensor
+from hf_hybrid_ssm.models.unpadding import Unpadding, unpadding_of
+from hf_hybrid_ssm.ops._core.checks import can_read_values, check_tensor
 
 
 class SpadeCrossAttention(nn.Module):
@@ -60,7 +60,7 @@ class SpadeCrossAttention(nn.Module):
             k, v = self._heads(self.k_proj(encoder_states)), self._heads(self.v_proj(encoder_states))
             if past_key_values is not None:
                 layer = past_key_values.cross_attention_cache.layers[self.layer_idx]
-                layer.store(k.shape[2], {"keys": k, "values": v}, _never_replayed)
+                layer.update_states(k.shape[2], {"keys": k, "values": v}, _never_replayed)
                 past_key_values.is_updated[self.layer_idx] = True
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
@@ -81,10 +81,10 @@ class SpadeDecoderBlock(GradientCheckpointingLayer):
     def __init__(self, config: SpadeConfig, layer_idx: int, bias: bool):
         super().__init__()
         self.is_pre = config.norm_position == "pre"
-        self.mixing = SpadeMixing(config, layer_idx, is_causal=True, attention_bias=bias)
+        self.mixing = SpadeMixer(config, layer_idx, is_causal=True, attention_bias=bias)
         self.cross_attn = SpadeCrossAttention(config, layer_idx, bias)
         self.feed_forward = SpadeFeedForward(config)
-        sizes = (config.norm_type, config.hidden_size, config.layer_norm_eps)
+        sizes = (config.norm_type, config.hidden_size, config.layer_norm_epsilon)
         self.mixing_norm, self.cross_attn_norm, self.feed_forward_norm = (build_norm(*sizes) for _ in range(3))
         self.dropout = nn.Dropout(config.dropout)
 
@@ -94,10 +94,10 @@ class SpadeDecoderBlock(GradientCheckpointingLayer):
         encoder_states: torch.Tensor,
         encoder_mask: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
-        rows: CompactRows | None = None,
+        unpadding: Unpadding | None = None,
         past_key_values: EncoderDecoderCache | None = None,
     ) -> torch.Tensor:
-        mixing = (bias, rows, None, None if past_key_values is None else past_key_values.self_attention_cache)
+        mixing = (bias, unpadding, None, None if past_key_values is None else past_key_values.self_attention_cache)
         hidden_states = self._residual(hidden_states, self.mixing, self.mixing_norm, *mixing)
         cross = (encoder_states, encoder_mask, past_key_values)
         hidden_states = self._residual(hidden_states, self.cross_attn, self.cross_attn_norm, *cross)
@@ -120,14 +120,16 @@ class SpadeDecoder(nn.Module):
             self.positions = nn.Embedding(config.max_target_positions, config.hidden_size)
         self.embedding_norm = None
         if stack.embedding_norm:
-            self.embedding_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+            self.embedding_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.dropout = nn.Dropout(config.embedding_dropout)
         self.relative_bias = relative_bias(stack, True) if stack.relative_bias_scope == "shared" else None
         self.layers = nn.ModuleList(
             SpadeDecoderBlock(stack, index, config.decoder_attention_bias)
             for index in range(config.num_decoder_layers)
         )
-        self.norm = build_norm(stack.norm_type, stack.hidden_size, stack.layer_norm_eps) if stack.final_norm else None
+        self.norm = (
+            build_norm(stack.norm_type, stack.hidden_size, stack.layer_norm_epsilon) if stack.final_norm else None
+        )
 
     def forward(
         self,
@@ -139,11 +141,11 @@ class SpadeDecoder(nn.Module):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """(B, T, d), (B, S, d) → (B, T, d), and the states before and behind each layer."""
         batch, length = embeddings.shape[:2]
-        rows = compact_rows(attention_mask, batch, length, name="decoder_attention_mask")
+        unpadding = unpadding_of(attention_mask, batch, length, name="decoder_attention_mask")
         hidden_states = embeddings
         cache = None if past_key_values is None else past_key_values.self_attention_cache
-        inputs = (None, None, attention_mask, rows, cache, batch, length)
-        packed = packed_rows(*inputs, keeps_padding=self.positions is not None)
+        inputs = (None, None, attention_mask, unpadding, cache, batch, length)
+        packed = resolve_packing(*inputs, keeps_padding=self.positions is not None)
         packed.open(cache)
         if self.positions is not None:
             hidden_states = embeddings + self.positions(self._position_ids(packed, embeddings))
@@ -158,7 +160,7 @@ class SpadeDecoder(nn.Module):
         bias = None if self.relative_bias is None else self.relative_bias(None)
         every = [hidden_states]
         for layer in self.layers:
-            options = (encoder_states, mask, bias, rows)
+            options = (encoder_states, mask, bias, unpadding)
             hidden_states = layer(hidden_states, *options, past_key_values=past_key_values)
             every.append(hidden_states)
         hidden_states = hidden_states if self.norm is None else self.norm(hidden_states)
@@ -185,7 +187,7 @@ def prepare_seq2seq_cache(
         raise TypeError(f"past_key_values must be an EncoderDecoderCache, got {type(past_key_values).__name__}.")
     prepare_cache(past_key_values.self_attention_cache, config, batch_size)
     cross = past_key_values.cross_attention_cache
-    if any(not is_state_layer(layer) for layer in cross.layers) or not cross.layers:
+    if any(not is_recurrent_state_layer(layer) for layer in cross.layers) or not cross.layers:
         cross.layers = DynamicCache(config=config).layers
     return past_key_values
 
@@ -290,7 +292,7 @@ class SpadeSeq2SeqEncoder(nn.Module):
         check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
         embeddings = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         every: list[torch.Tensor] | None = [] if output_hidden_states else None
-        hidden_states = self.encoder(embeddings, compact_rows(attention_mask, *embeddings.shape[:2]), every=every)
+        hidden_states = self.encoder(embeddings, unpadding_of(attention_mask, *embeddings.shape[:2]), every=every)
         return BaseModelOutput(last_hidden_state=hidden_states, hidden_states=None if every is None else tuple(every))
 
 

@@ -2,21 +2,21 @@
 
 import torch
 
-from hf_hybrid_ssm.ops.causal_conv import reference, vectorised
-from hf_hybrid_ssm.ops.causal_conv.example import example
-from hf_hybrid_ssm.ops.checks import check_seq_idx, check_tensor
-from hf_hybrid_ssm.ops.dispatch import Op
-from hf_hybrid_ssm.ops.lengths import check_lengths
+from hf_hybrid_ssm.ops._core.checks import check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops._core.dispatch import Op
+from hf_hybrid_ssm.ops._core.lengths import check_lengths
+from hf_hybrid_ssm.ops.causal_conv import reference, torch_backend
+from hf_hybrid_ssm.ops.causal_conv.self_check_inputs import example
 
 ACTIVATIONS = (None, "silu")
 _OP = Op(
     "causal_conv",
-    run={"torch": vectorised.run, "reference": reference.run},
-    optional={
+    builtin={"torch": torch_backend.run, "reference": reference.run},
+    kernels={
         "native": "hf_hybrid_ssm.ops.causal_conv.native",
         "triton": "hf_hybrid_ssm.ops.causal_conv.triton",
     },
-    example=example,
+    self_check_inputs=example,
 )
 
 
@@ -44,7 +44,7 @@ def causal_conv(
             belongs to the document of the row's first token.
         lengths: (B,) int, real tokens at the front of each row; the final state is taken after them.
         return_final_state: also return the inputs that the next token needs.
-        backend: force one implementation (see `hf_hybrid_ssm.ops.dispatch`).
+        backend: force one implementation (see `hf_hybrid_ssm.ops._core.dispatch`).
 
     Returns:
         y (B, L, D), and the final state (B, K - 1, D) or None; both in the dtype of x.

@@ -8,9 +8,9 @@ from typing import List  # noqa: UP035
 import torch
 from torch import Tensor
 
-from hf_hybrid_ssm.ops.causal_conv import vectorised
+from hf_hybrid_ssm.ops._core.native_library import compile_and_load, pointer, supports
+from hf_hybrid_ssm.ops.causal_conv import torch_backend
 from hf_hybrid_ssm.ops.causal_conv.last_inputs import last_inputs
-from hf_hybrid_ssm.ops.native_library import compile_and_load, pointer, supports
 
 __all__ = ["run", "supports"]
 
@@ -99,7 +99,7 @@ def run(
     """As `hf_hybrid_ssm.ops.causal_conv.causal_conv`; always returns the final state."""
     if x.shape[1] == 1:  # a token alone costs less in torch than a call into C
         options = {"activation": activation, "initial_state": initial_state, "seq_idx": seq_idx, "lengths": lengths}
-        return vectorised.run(x, weight, bias, **options)
+        return torch_backend.run(x, weight, bias, **options)
     inputs = (_prepared(x), _prepared(weight.t()), _prepared(bias), _prepared(initial_state))
     documents = None if seq_idx is None else seq_idx.long().contiguous()
     y = _forward(*inputs, documents, activation == "silu")

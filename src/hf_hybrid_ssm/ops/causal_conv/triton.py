@@ -6,9 +6,9 @@ import torch
 import triton
 from torch import Tensor
 
+from hf_hybrid_ssm.ops._core.triton_device import device_guard, supports
 from hf_hybrid_ssm.ops.causal_conv import triton_kernels as kernels
 from hf_hybrid_ssm.ops.causal_conv.last_inputs import last_inputs
-from hf_hybrid_ssm.ops.triton_device import device_guard, supports
 
 __all__ = ["run", "supports"]
 

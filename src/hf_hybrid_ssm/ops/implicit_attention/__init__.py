@@ -5,14 +5,14 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid_ssm.ops.checks import check_seq_idx, check_tensor
-from hf_hybrid_ssm.ops.dispatch import Op
-from hf_hybrid_ssm.ops.documents import documents_of
-from hf_hybrid_ssm.ops.implicit_attention import reference, vectorised
+from hf_hybrid_ssm.ops._core.checks import check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops._core.dispatch import Op
+from hf_hybrid_ssm.ops._core.lengths import check_lengths, zero_beyond
+from hf_hybrid_ssm.ops._core.packing import packed_sequences
+from hf_hybrid_ssm.ops.implicit_attention import reference, torch_backend
 from hf_hybrid_ssm.ops.legendre_memory import check_memory
-from hf_hybrid_ssm.ops.lengths import check_lengths, zero_beyond
 
-_OP = Op("implicit_attention", run={"torch": vectorised.run, "reference": reference.run})
+_OP = Op("implicit_attention", builtin={"torch": torch_backend.run, "reference": reference.run})
 FORMS = ("chunked", "fft", "recurrent")
 
 
@@ -73,14 +73,14 @@ def implicit_attention(
     if seq_idx is None or x.shape[1] == 0:
         y, final = run(zero_beyond(x, lengths), *parameters, state=initial_state, lengths=lengths, **options)
         return y, final if return_final_state else None
-    documents = documents_of(seq_idx, lengths)
+    documents = packed_sequences(seq_idx, lengths)
     state = None
     if initial_state is not None:
         state = initial_state.new_zeros(len(documents.row), *initial_state.shape[1:])
         state = state.index_copy(0, documents.first, initial_state)
-    rows_of_documents = zero_beyond(documents.split(x), documents.lengths)
+    rows_of_documents = zero_beyond(documents.unpack(x), documents.lengths)
     y, final = run(rows_of_documents, *parameters, state=state, lengths=documents.lengths, **options)
-    return documents.join(y), final[documents.last] if return_final_state else None
+    return documents.pack(y), final[documents.last] if return_final_state else None
 
 
 __all__ = ["implicit_attention"]

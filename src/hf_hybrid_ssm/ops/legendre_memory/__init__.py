@@ -4,14 +4,14 @@ import math
 
 import torch
 
-from hf_hybrid_ssm.ops.checks import check_seq_idx, check_tensor
-from hf_hybrid_ssm.ops.dispatch import Op
-from hf_hybrid_ssm.ops.documents import documents_of
-from hf_hybrid_ssm.ops.legendre_memory import reference, vectorised
+from hf_hybrid_ssm.ops._core.checks import check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops._core.dispatch import Op
+from hf_hybrid_ssm.ops._core.lengths import check_lengths, zero_beyond
+from hf_hybrid_ssm.ops._core.packing import packed_sequences
+from hf_hybrid_ssm.ops.legendre_memory import reference, torch_backend
 from hf_hybrid_ssm.ops.legendre_memory.constants import impulse_response, transition
-from hf_hybrid_ssm.ops.lengths import check_lengths, zero_beyond
 
-_OP = Op("legendre_memory", run={"torch": vectorised.run, "reference": reference.run})
+_OP = Op("legendre_memory", builtin={"torch": torch_backend.run, "reference": reference.run})
 
 
 def legendre_memory(
@@ -40,7 +40,7 @@ def legendre_memory(
         lengths: (B,) int, real tokens at the front of each row; outputs behind them mean nothing but are finite, and
             the final state is the one after them.
         return_final_state: also return the memory.
-        backend: force one implementation (see `hf_hybrid_ssm.ops.dispatch`).
+        backend: force one implementation (see `hf_hybrid_ssm.ops._core.dispatch`).
 
     Returns:
         y (B, L, r, D) (r = q without `weight`) in x's dtype, and the memory (B, q, D), float32 or wider, or None.
@@ -58,14 +58,14 @@ def legendre_memory(
     if seq_idx is None or x.shape[1] == 0:
         y, final = run(zero_beyond(x, lengths), weight, state=initial_state, lengths=lengths, **options)
         return y, final if return_final_state else None
-    documents = documents_of(seq_idx, lengths)
+    documents = packed_sequences(seq_idx, lengths)
     state = None
     if initial_state is not None:
         state = initial_state.new_zeros(len(documents.row), *initial_state.shape[1:])
         state = state.index_copy(0, documents.first, initial_state)
-    rows = zero_beyond(documents.split(x), documents.lengths)
+    rows = zero_beyond(documents.unpack(x), documents.lengths)
     y, final = run(rows, weight, state=state, lengths=documents.lengths, **options)
-    return documents.join(y), final[documents.last] if return_final_state else None
+    return documents.pack(y), final[documents.last] if return_final_state else None
 
 
 def check_memory(order: int, theta: float, state: torch.Tensor | None, x: torch.Tensor) -> None:

@@ -3,9 +3,9 @@
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid_ssm.ops.checks import can_read_values, check_tensor
-from hf_hybrid_ssm.ops.linear_cross_entropy.chunked import ChunkedLinearCrossEntropy
-from hf_hybrid_ssm.ops.transforms import is_transforming
+from hf_hybrid_ssm.ops._core.checks import can_read_values, check_tensor
+from hf_hybrid_ssm.ops._core.transforms import is_transforming
+from hf_hybrid_ssm.ops.linear_cross_entropy.torch_backend import ChunkedLinearCrossEntropy
 
 REDUCTIONS = ("mean", "sum")
 CHUNK_NUMBERS = 2**22  # logits held at a time

@@ -12,16 +12,16 @@ from typing import NamedTuple
 
 import torch
 
-from hf_hybrid_ssm.ops.autocast import without_autocast
-from hf_hybrid_ssm.ops.checks import check_seq_idx, check_tensor
-from hf_hybrid_ssm.ops.dispatch import Op
-from hf_hybrid_ssm.ops.lengths import check_lengths, zero_beyond
+from hf_hybrid_ssm.ops._core.autocast import without_autocast
+from hf_hybrid_ssm.ops._core.checks import check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops._core.dispatch import Op
+from hf_hybrid_ssm.ops._core.lengths import check_lengths, zero_beyond
+from hf_hybrid_ssm.ops._core.output_positions import check_output_positions, take_outputs
 from hf_hybrid_ssm.ops.linear_scan import channel_blocks, reference
 from hf_hybrid_ssm.ops.linear_scan.transition import Transition
-from hf_hybrid_ssm.ops.long_conv.vectorised import causal_toeplitz
-from hf_hybrid_ssm.ops.taken import check_taken, take_tokens
+from hf_hybrid_ssm.ops.long_conv.torch_backend import causal_toeplitz
 
-_OP = Op("channel_scan", run={"torch": channel_blocks.run, "reference": reference.channel_scan})
+_OP = Op("channel_scan", builtin={"torch": channel_blocks.run, "reference": reference.channel_scan})
 
 
 class ChannelSystem(NamedTuple):
@@ -108,7 +108,7 @@ def channel_scan(
     check_tensor("skip", skip, (filters, channels), "F, D", optional=True)
     check_seq_idx(seq_idx, batch, length)
     check_lengths(lengths, batch, length)
-    check_taken(every, at, batch, length)
+    check_output_positions(every, at, batch, length)
     dtype = system.output.dtype
     run = _OP.select(u.device.type, u.dtype, backend)
     with without_autocast(u.device.type):
@@ -117,7 +117,7 @@ def channel_scan(
             initial_state = x.new_zeros(batch, filters, channels, size)
         y, state = run(x, system, initial_state.to(dtype), seq_idx, lengths, return_final_state, every, at)
         if skip is not None:
-            taken = take_tokens(x, every, at)
+            taken = take_outputs(x, every, at)
             y = y + skip.to(dtype) * taken.unsqueeze(2)
     return y.to(u.dtype), state
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_hybrid_ssm.ops.long_conv.fft import channels_first, channels_last
-from hf_hybrid_ssm.ops.long_conv.vectorised import block_conv
+from hf_hybrid_ssm.ops.long_conv.torch_backend import block_conv
 
 
 def run(

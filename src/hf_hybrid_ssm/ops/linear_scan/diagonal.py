@@ -2,10 +2,10 @@ r"""Diagonal recurrence whose states are themselves the result: h_t = a h_{t-1} 
 
 import torch
 
-from hf_hybrid_ssm.ops.autocast import without_autocast
-from hf_hybrid_ssm.ops.checks import check_seq_idx, check_tensor
-from hf_hybrid_ssm.ops.dispatch import Op
-from hf_hybrid_ssm.ops.lengths import check_lengths
+from hf_hybrid_ssm.ops._core.autocast import without_autocast
+from hf_hybrid_ssm.ops._core.checks import check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops._core.dispatch import Op
+from hf_hybrid_ssm.ops._core.lengths import check_lengths
 from hf_hybrid_ssm.ops.linear_scan import reference
 
 BLOCK = 32
@@ -133,4 +133,4 @@ def _carry(
     return torch.stack(starts, dim=1)
 
 
-_OP = Op("diagonal_scan", run={"torch": run, "reference": reference.diagonal_scan})
+_OP = Op("diagonal_scan", builtin={"torch": run, "reference": reference.diagonal_scan})

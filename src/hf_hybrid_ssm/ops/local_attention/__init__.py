@@ -2,13 +2,13 @@
 
 import torch
 
-from hf_hybrid_ssm.ops.checks import check_seq_idx, check_tensor
-from hf_hybrid_ssm.ops.dispatch import Op
-from hf_hybrid_ssm.ops.lengths import check_lengths
-from hf_hybrid_ssm.ops.local_attention import reference, vectorised
-from hf_hybrid_ssm.ops.local_attention.reach import AttentionState, push
+from hf_hybrid_ssm.ops._core.checks import check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops._core.dispatch import Op
+from hf_hybrid_ssm.ops._core.lengths import check_lengths
+from hf_hybrid_ssm.ops.local_attention import reference, torch_backend
+from hf_hybrid_ssm.ops.local_attention.distance_range import AttentionState, push
 
-_OP = Op("local_attention", run={"torch": vectorised.run, "reference": reference.run})
+_OP = Op("local_attention", builtin={"torch": torch_backend.run, "reference": reference.run})
 
 
 def local_attention(
@@ -21,7 +21,7 @@ def local_attention(
     chunk_size: int | None = None,
     bias: torch.Tensor | None = None,
     scale: float | None = None,
-    zero_keys_before_start: bool = False,
+    zero_kv_sink: bool = False,
     dropout: float = 0.0,
     initial_state: AttentionState | None = None,
     seq_idx: torch.Tensor | None = None,
@@ -44,7 +44,7 @@ def local_attention(
         bias: (H, R), added to the logits. Causal: column c belongs to distance c. Two-sided: R is odd, the middle
             column is distance 0, columns right of it look back. Distances beyond the table take its outermost value.
         scale: of q·k; E**-0.5 by default.
-        zero_keys_before_start: the distances that reach before the document's start hold keys and values that are 0
+        zero_kv_sink: the distances that reach before the document's start hold keys and values that are 0
             (they take a share of the softmax); otherwise they hold nothing. Causal windows only.
         dropout: on the softmax.
         initial_state: what an earlier call returned: its keys come before the row's first token, as part of the row's
@@ -55,7 +55,7 @@ def local_attention(
         return_final_state: also return what the next tokens need.
         capacity: number of keys the final state holds, at least what the window needs (the default); with unlimited
             reach the default is to hold all.
-        backend: force one implementation (see `hf_hybrid_ssm.ops.dispatch`).
+        backend: force one implementation (see `hf_hybrid_ssm.ops._core.dispatch`).
 
     Returns:
         y (B, H, L, V) in the dtype of q, and the final state or None.
@@ -72,7 +72,7 @@ def local_attention(
         raise ValueError(f"q must have a multiple of k's {k.shape[1]} heads, got {heads}.")
     check_seq_idx(seq_idx, batch, length)
     check_lengths(lengths, batch, length)
-    _check_reach(nearest, farthest, chunk_size, zero_keys_before_start)
+    _check_reach(nearest, farthest, chunk_size, zero_kv_sink)
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout={dropout} must lie in [0, 1).")
     if chunk_size is not None:
@@ -101,7 +101,7 @@ def local_attention(
         chunk_size=chunk_size,
         bias=bias,
         scale=size**-0.5 if scale is None else scale,
-        zero_keys=zero_keys_before_start,
+        zero_keys=zero_kv_sink,
         dropout=dropout,
         state=initial_state,
         seq_idx=seq_idx,
@@ -134,7 +134,7 @@ def _check_reach(nearest: int | None, farthest: int | None, chunk_size: int | No
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
     if zero_keys and (nearest is None or nearest < 0 or farthest is None or chunk_size is not None):
         raise ValueError(
-            "zero_keys_before_start needs a causal window: nearest ≥ 0, a finite farthest and no chunk_size; got "
+            "zero_kv_sink needs a causal window: nearest ≥ 0, a finite farthest and no chunk_size; got "
             f"nearest={nearest}, farthest={farthest}, chunk_size={chunk_size}."
         )
 

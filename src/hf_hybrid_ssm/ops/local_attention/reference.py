@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_hybrid_ssm.ops.local_attention.reach import push
+from hf_hybrid_ssm.ops.local_attention.distance_range import push
 
 
 def run(q, k, v, *, nearest, farthest, chunk_size, bias, scale, zero_keys, dropout, state, seq_idx, lengths, capacity):

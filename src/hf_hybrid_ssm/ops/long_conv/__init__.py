@@ -2,21 +2,21 @@
 
 import torch
 
-from hf_hybrid_ssm.ops.autocast import without_autocast
-from hf_hybrid_ssm.ops.checks import check_seq_idx, check_tensor
-from hf_hybrid_ssm.ops.dispatch import Op
-from hf_hybrid_ssm.ops.lengths import check_lengths, zero_beyond
-from hf_hybrid_ssm.ops.long_conv import reference, vectorised
-from hf_hybrid_ssm.ops.long_conv.example import example
-from hf_hybrid_ssm.ops.long_conv.vectorised import sampled
-from hf_hybrid_ssm.ops.taken import check_taken, take_tokens
+from hf_hybrid_ssm.ops._core.autocast import without_autocast
+from hf_hybrid_ssm.ops._core.checks import check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops._core.dispatch import Op
+from hf_hybrid_ssm.ops._core.lengths import check_lengths, zero_beyond
+from hf_hybrid_ssm.ops._core.output_positions import check_output_positions, take_outputs
+from hf_hybrid_ssm.ops.long_conv import reference, torch_backend
+from hf_hybrid_ssm.ops.long_conv.self_check_inputs import example
+from hf_hybrid_ssm.ops.long_conv.torch_backend import sampled
 
 METHODS = ("auto", "direct", "fft", "block")
 _OP = Op(
     "long_conv",
-    run={"torch": vectorised.run, "reference": reference.run},
-    optional={"triton": "hf_hybrid_ssm.ops.long_conv.triton"},
-    example=example,
+    builtin={"torch": torch_backend.run, "reference": reference.run},
+    kernels={"triton": "hf_hybrid_ssm.ops.long_conv.triton"},
+    self_check_inputs=example,
 )
 
 
@@ -64,7 +64,7 @@ def long_conv(
     batch, length, channels = _check(u, kernel, future_kernel, method)
     check_seq_idx(seq_idx, batch, length)
     check_lengths(lengths, batch, length)
-    check_taken(every, at, batch, length)
+    check_output_positions(every, at, batch, length)
     dtype = torch.promote_types(torch.promote_types(u.dtype, kernel.dtype), torch.float32)
     filters = _expand(kernel, channels).to(dtype)
     future = None if future_kernel is None else _expand(future_kernel, channels).to(dtype)
@@ -81,7 +81,7 @@ def long_conv(
         history = x.new_zeros(batch, 0, channels) if initial_state is None else initial_state.to(dtype)
         if (every is None and at is None) or future is not None:
             y = run(x, filters, future, skip, history, seq_idx, method)
-            y = y if at is None and every is None else take_tokens(y.flatten(2), every, at).unflatten(-1, y.shape[2:])
+            y = y if at is None and every is None else take_outputs(y.flatten(2), every, at).unflatten(-1, y.shape[2:])
         else:
             y = sampled(x, filters, skip, history, seq_idx, every, at)
         final = _last_inputs(x, history, past, seq_idx, lengths) if return_final_state else None

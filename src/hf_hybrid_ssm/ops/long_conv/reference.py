@@ -14,7 +14,7 @@ def run(
 ) -> torch.Tensor:
     """y_t = sum_{k>=0} K_k u_{t-k} + sum_{k>=1} F_{k-1} u_{t+k} + D u_t, over the tokens of t's document.
 
-    Shapes as in `vectorised.run`. One row and one pair of positions at a time; `method` has no meaning here.
+    Shapes as in `torch_backend.run`. One row and one pair of positions at a time; `method` has no meaning here.
     """
     batch, length, _ = u.shape
     past = history.shape[1]

@@ -4,9 +4,9 @@ import torch
 import triton
 from torch import Tensor
 
+from hf_hybrid_ssm.ops._core.triton_device import device_guard, supports
+from hf_hybrid_ssm.ops.long_conv import torch_backend
 from hf_hybrid_ssm.ops.long_conv import triton_kernels as kernels
-from hf_hybrid_ssm.ops.long_conv import vectorised
-from hf_hybrid_ssm.ops.triton_device import device_guard, supports
 
 __all__ = ["run", "supports"]
 
@@ -26,12 +26,12 @@ def run(
     seq_idx: Tensor | None,
     method: str,
 ) -> Tensor:
-    """As `vectorised.run`, which takes over what this form does not pay for: packed rows, long rows, few taps."""
+    """As `torch_backend.run`, which takes over what this form does not pay for: packed rows, long rows, few taps."""
     future = 0 if future_kernel is None else future_kernel.shape[-1]
     past, length = history.shape[1], u.shape[1]
-    few = kernel.shape[-1] + future <= vectorised.DIRECT
+    few = kernel.shape[-1] + future <= torch_backend.DIRECT
     if method != "auto" or seq_idx is not None or few or past + length > LONGEST or u.dtype == torch.float64:
-        return vectorised.run(u, kernel, future_kernel, skip, history, seq_idx, method)
+        return torch_backend.run(u, kernel, future_kernel, skip, history, seq_idx, method)
     x = torch.cat([history, u], dim=1).transpose(1, 2).contiguous().float()
     taps = kernel if future_kernel is None else torch.cat([future_kernel.flip(-1), kernel], dim=-1)
     # output t of the row is input past + t: lags count from the history's first token

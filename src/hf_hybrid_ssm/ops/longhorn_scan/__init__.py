@@ -2,20 +2,20 @@
 
 import torch
 
-from hf_hybrid_ssm.ops.checks import check_seq_idx, check_tensor
-from hf_hybrid_ssm.ops.dispatch import Op
-from hf_hybrid_ssm.ops.lengths import check_lengths
-from hf_hybrid_ssm.ops.longhorn_scan import reference, vectorised
-from hf_hybrid_ssm.ops.longhorn_scan.example import example
+from hf_hybrid_ssm.ops._core.checks import check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops._core.dispatch import Op
+from hf_hybrid_ssm.ops._core.lengths import check_lengths
+from hf_hybrid_ssm.ops.longhorn_scan import reference, torch_backend
+from hf_hybrid_ssm.ops.longhorn_scan.self_check_inputs import example
 
 _OP = Op(
     "longhorn_scan",
-    run={"torch": vectorised.run, "reference": reference.run},
-    optional={
+    builtin={"torch": torch_backend.run, "reference": reference.run},
+    kernels={
         "native": "hf_hybrid_ssm.ops.longhorn_scan.native",
         "triton": "hf_hybrid_ssm.ops.longhorn_scan.triton",
     },
-    example=example,
+    self_check_inputs=example,
     opaque=("torch",),
 )
 
@@ -57,7 +57,7 @@ def longhorn_scan(
         lengths: (B,) int, real tokens at the front of each row; what follows is padding: its outputs mean nothing and
             it does not touch the state.
         return_final_state: also return the state after the last real token.
-        backend: force one implementation (see `hf_hybrid_ssm.ops.dispatch`).
+        backend: force one implementation (see `hf_hybrid_ssm.ops._core.dispatch`).
 
     Returns:
         y (B, L, D) in the dtype of x, and the final state (B, D, N) in float32 (float64 for float64 inputs), or None.

@@ -8,8 +8,8 @@ from typing import List  # noqa: UP035
 
 import torch
 
-from hf_hybrid_ssm.ops.lengths import zero_beyond
-from hf_hybrid_ssm.ops.native_library import compile_and_load, pointer, supports
+from hf_hybrid_ssm.ops._core.lengths import zero_beyond
+from hf_hybrid_ssm.ops._core.native_library import compile_and_load, pointer, supports
 
 __all__ = ["run", "supports"]
 

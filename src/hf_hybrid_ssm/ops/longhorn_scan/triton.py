@@ -10,9 +10,9 @@ import torch
 import triton
 from torch import Tensor
 
-from hf_hybrid_ssm.ops.lengths import extend_last_document, zero_beyond
+from hf_hybrid_ssm.ops._core.lengths import extend_last_document, zero_beyond
+from hf_hybrid_ssm.ops._core.triton_device import device_guard, supports, target_threads
 from hf_hybrid_ssm.ops.longhorn_scan import triton_kernels as kernels
-from hf_hybrid_ssm.ops.triton_device import device_guard, supports, wanted_lanes
 
 __all__ = ["run", "supports"]
 
@@ -49,7 +49,7 @@ def time_splits(batch: int, channels: int, length: int, device: torch.device) ->
 
     A split costs a second pass over its tokens, so it has at least four blocks of them.
     """
-    return max(1, min(math.ceil(wanted_lanes(device) / (batch * channels)), length // (4 * BLOCK)))
+    return max(1, min(math.ceil(target_threads(device) / (batch * channels)), length // (4 * BLOCK)))
 
 
 def tile_sizes(num_states: int, *, backward: bool) -> dict[str, int]:

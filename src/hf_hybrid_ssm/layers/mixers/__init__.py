@@ -1,0 +1,1 @@
+"""Every long-range mixer, behind one interface."""

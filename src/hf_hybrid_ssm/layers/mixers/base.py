@@ -1,0 +1,212 @@
+"""The one interface of all long-range mixers, and how their parameters survive what happens to modules."""
+
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+from torch import nn
+
+from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
+from hf_hybrid_ssm.ops._core.checks import check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops._core.lengths import check_lengths
+
+State: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+class Mixer(Float32ParametersMixin):
+    """Base of every long-range mixer: (B, L, D) in, (B, L, D) out (or (B, L, F, D) with `filters=F`).
+
+    `forward(u)` of a whole sequence, `forward` in pieces with the returned state, and `step` token by token compute
+    the same. A state is one batch-first real tensor or a tuple of them.
+
+    Parameters come from `initial_values()`: drawn or derived in float64, then rounded once to the parameter's dtype.
+    Models that are built on the meta device call it again for the tensors that no checkpoint filled. Parameters in
+    `float32_parameters` stay float32 (or float64) through `.to(bfloat16)`, `.half()` and a bfloat16 default dtype.
+
+    Args:
+        hidden_size: D.
+        bidirectional: two-sided, for encoders; such a mixer has no state and no step.
+        trainable: "all"; "none" (frozen: a constant filter, gradients reach only the input); some mixers also know
+            "output" (what reads the state out still trains).
+        learning_rate: of the recurrence's or filter's parameters (`dynamics_parameters`); read by the optimizer helper
+            from `parameter._optim`. None leaves the rate to the optimizer, as it is for what reads the state out
+            (`output_parameters`). Both are without weight decay.
+    """
+
+    dynamics_parameters: ClassVar[tuple[str, ...]] = ()
+    output_parameters: ClassVar[tuple[str, ...]] = ()
+    trainable_choices: ClassVar[tuple[str, ...]] = ("all", "none")
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        bidirectional: bool = False,
+        trainable: str = "all",
+        learning_rate: float | None = 1e-3,
+    ):
+        super().__init__()
+        if not isinstance(hidden_size, int) or hidden_size < 1:
+            raise ValueError(f"hidden_size must be a positive integer, got {hidden_size!r}.")
+        if trainable not in self.trainable_choices:
+            choices = ", ".join(self.trainable_choices)
+            raise ValueError(f"trainable={trainable!r} must be one of {choices} for {type(self).__name__}.")
+        self.hidden_size = hidden_size
+        self.bidirectional = bidirectional
+        self.trainable = trainable
+        self.learning_rate = learning_rate
+
+    # -- parameters ---------------------------------------------------------------------------------------------
+
+    def init_parameters(self) -> dict[str, torch.Tensor]:
+        """Fresh float64 values of the parameters this class defines itself, by name. Random ones are drawn anew."""
+        return {}
+
+    def initial_values(self) -> dict[str, torch.Tensor]:
+        """`init_parameters()` on the CPU, each value in the dtype of its parameter."""
+        with torch.device("cpu"), torch.no_grad():
+            values = self.init_parameters()
+        return {name: value.to(self._parameter_dtype(name)) for name, value in values.items()}
+
+    def create_parameters(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        """Register the parameters with their initial values; subclasses call it once their sizes are set."""
+        self._wanted_dtype = dtype
+        where = device or torch.empty(0).device  # torch 2.6 names another default device inside `with torch.device`
+        for name, value in self.initial_values().items():
+            self.register_parameter(name, nn.Parameter(value.to(where)))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew, in place."""
+        for name, value in self.initial_values().items():
+            self.get_parameter(name).copy_(value)
+        for child in self.children():
+            child.reset_parameters()  # type: ignore[operator]
+        self.clear_kernel_cache()
+
+    def clear_kernel_cache(self) -> None:
+        """Drop whatever is remembered about the values of the parameters; called whenever they may have changed."""
+
+    def _parameter_dtype(self, name: str) -> torch.dtype:
+        existing = self._parameters.get(name)
+        if existing is not None:
+            return existing.dtype
+        dtype = self._wanted_dtype or torch.get_default_dtype()
+        return torch.promote_types(dtype, torch.float32) if name in self.float32_parameters else dtype
+
+    def _is_frozen(self, name: str) -> bool:
+        return self.trainable == "none" or (self.trainable == "output" and name not in self.output_parameters)
+
+    def optimizer_options(self, name: str) -> dict[str, float]:
+        """What the optimizer helper shall do with a parameter; empty where it is like any other."""
+        if name not in self.dynamics_parameters and name not in self.output_parameters:
+            return {}
+        has_own_rate = name in self.dynamics_parameters and self.learning_rate is not None
+        return {"weight_decay": 0.0} | ({"lr": self.learning_rate} if has_own_rate else {})  # type: ignore[dict-item]
+
+    def _tag_optimizer_options(self, name: str, param: nn.Parameter) -> None:
+        if options := self.optimizer_options(name):
+            param._optim = options  # type: ignore[attr-defined]
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Also reached by `setattr`, which is how checkpoints are loaded: the marks must follow the new tensor."""
+        super().register_parameter(name, param)
+        if param is not None:
+            self._tag_optimizer_options(name, param)
+            if self._is_frozen(name):
+                param.requires_grad_(False)
+        self.clear_kernel_cache()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Mixer":
+        super()._apply(fn, recurse)
+        self._retag_optimizer_options()
+        return self
+
+    def _retag_optimizer_options(self) -> None:
+        for name, param in self._parameters.items():
+            if param is not None:
+                self._tag_optimizer_options(name, param)
+        self.clear_kernel_cache()
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._retag_optimizer_options()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # deepcopy and unpickling make new tensors
+        super().__setstate__(state)
+        self._retag_optimizer_options()
+
+    # -- computing ----------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        u: torch.Tensor,
+        *,
+        initial_state: State | None = None,
+        seq_idx: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
+        return_final_state: bool = False,
+    ) -> tuple[torch.Tensor, State | None]:
+        """Mix a batch of sequences.
+
+        Args:
+            u: (B, L, D).
+            initial_state: what an earlier call returned, or `init_state`; of the row's first document.
+            seq_idx: (B, L) int, documents of a packed row: nothing passes from one to another.
+            lengths: (B,) int, the real tokens at the front of each row. Outputs behind them mean nothing but are
+                finite, and the final state is the one after them.
+            return_final_state: also return the state.
+
+        Returns:
+            y in u's dtype and the final state, or None if it was not asked for.
+        """
+        raise NotImplementedError
+
+    def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
+        """One token: u_t (B, D) and the state before it -> y_t and the state after it."""
+        raise NotImplementedError
+
+    def init_state(
+        self, batch: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> State:
+        """The state before the first token (zeros), float32 unless `dtype` says otherwise."""
+        raise NotImplementedError
+
+    def _check_input(
+        self, u: torch.Tensor, initial_state: object, seq_idx: object, lengths: object, return_final_state: bool
+    ) -> None:
+        check_tensor("u", u, (None, None, self.hidden_size), "B, L, D")
+        check_seq_idx(seq_idx, u.shape[0], u.shape[1])  # type: ignore[arg-type]
+        check_lengths(lengths, u.shape[0], u.shape[1])  # type: ignore[arg-type]
+        if self.bidirectional and (initial_state is not None or return_final_state):
+            raise ValueError(
+                f"A bidirectional {type(self).__name__} has no state: initial_state must be None and "
+                "return_final_state False."
+            )
+
+    def _check_step(self, u_t: torch.Tensor) -> None:
+        if self.bidirectional:
+            raise ValueError(f"A bidirectional {type(self).__name__} has no step: its output needs the future.")
+        check_tensor("u_t", u_t, (None, self.hidden_size), "B, D")
+
+    def extra_repr(self) -> str:
+        parts = [str(self.hidden_size)]
+        if self.bidirectional:
+            parts.append("bidirectional=True")
+        if self.trainable != "all":
+            parts.append(f"trainable={self.trainable!r}")
+        return ", ".join(parts)
+
+
+class _Frozen(nn.Module):
+    """Parameters that do not train, not even after a checkpoint replaced them."""
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, None if param is None else param.requires_grad_(False))
+
+
+class FrozenLinear(_Frozen, nn.Linear):
+    """`nn.Linear` whose parameters do not train."""
+
+
+class FrozenLSTM(_Frozen, nn.LSTM):
+    """`nn.LSTM` whose parameters do not train."""

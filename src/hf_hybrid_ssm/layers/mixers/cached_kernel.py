@@ -1,0 +1,87 @@
+"""Results that depend on parameters alone, computed once while the parameters are constants."""
+
+import contextlib
+from typing import Any
+
+import torch
+
+from hf_hybrid_ssm.layers.mixers.base import Mixer
+from hf_hybrid_ssm.ops._core.transforms import is_transforming
+
+
+class CachedKernelMixer(Mixer):
+    """A mixer that remembers its kernel while the parameters behind it are constants: frozen, or without autograd.
+
+    What is remembered is computed in float64, is no part of the state dict, and is forgotten when a parameter is
+    written, loaded, replaced, moved or cast. Inside `torch.compile` writes cannot be seen; there only frozen
+    parameters count as constants, and the ways that weights change outside of it (loading, moving, casting,
+    `reset_parameters`) still make it forget. Inside a function transform (`torch.func`, forward-mode differentiation)
+    parameters are no constants, whatever they say.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self._kernel_cache: dict[Any, Any] = {}
+        self._versions: tuple[Any, ...] = ()
+        super().__init__(*args, **kwargs)
+
+    def _own_parameters(self) -> dict[str, torch.Tensor]:
+        """Of this module itself, by name. A replica of `nn.DataParallel` has copies of them instead."""
+        params = self._parameters or getattr(self, "_former_parameters", {})
+        return {name: param for name, param in params.items() if param is not None}
+
+    def _trains(self, names: tuple[str, ...]) -> bool:
+        params = self._own_parameters()
+        return any(params[name].requires_grad for name in names if name in params)
+
+    def _cached(self, key: Any, names: tuple[str, ...], compute: Any) -> Any:
+        """`compute()`, remembered under `key` while the parameters `names` are constants."""
+        leave: Any = contextlib.nullcontext()
+        trains = self._trains(names) and (torch.compiler.is_compiling() or torch.is_grad_enabled())
+        if trains or is_transforming():
+            if not torch.compiler.is_compiling():
+                self._kernel_cache.pop(key, None)  # FSDP writes into gathered parameters without a trace
+            with self._without_autocast():
+                return compute(False)
+        if not torch.compiler.is_compiling():
+            self._clear_if_changed()
+            if torch.is_inference_mode_enabled():  # autograd could not use tensors made there
+                leave = torch.inference_mode(False)
+        if key not in self._kernel_cache:
+            with leave, torch.no_grad(), self._without_autocast():
+                self._kernel_cache[key] = compute(True)
+        return self._kernel_cache[key]
+
+    def _without_autocast(self) -> contextlib.AbstractContextManager:
+        """Powers and kernels keep the precision of their parameters, whatever the model around computes in."""
+        device = self._device.type
+        return contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
+
+    def _clear_if_changed(self) -> None:
+        """Writes into a parameter leave no other trace than its version; a replaced parameter is another object."""
+        seen = tuple(
+            (param, param.data_ptr(), -1 if param.is_inference() else param._version)
+            for param in self._own_parameters().values()
+        )
+        same = len(seen) == len(self._versions) and all(
+            new[0] is old[0] and new[1:] == old[1:] for new, old in zip(seen, self._versions)
+        )
+        if not same:
+            self._kernel_cache = {}
+            self._versions = seen
+
+    def clear_kernel_cache(self) -> None:
+        self._kernel_cache = {}
+        self._versions = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kernel_cache": {}, "_versions": ()}
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._own_parameters().values())).device
+
+    def _computing_dtype(self, u: torch.Tensor) -> torch.dtype:
+        dtype = torch.promote_types(u.dtype, torch.float32)
+        for param in self._own_parameters().values():
+            dtype = torch.promote_types(dtype, param.dtype)
+        return dtype

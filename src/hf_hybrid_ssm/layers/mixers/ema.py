@@ -1,0 +1,89 @@
+"""The multi-dimensional damped exponential moving average of MEGA (Ma et al., 2022)."""
+
+import math
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from hf_hybrid_ssm.layers.mixers.base import State
+from hf_hybrid_ssm.layers.mixers.state_space import StateSpaceMixer
+from hf_hybrid_ssm.ops.linear_scan import Transition
+
+
+class EMA(StateSpaceMixer):
+    r"""h_t = (1 - p a) h_{t-1} + p beta u_t, y_t = silu(sum_n gamma_n h_{t,n} / sqrt(n) + omega u_t).
+
+    p = sigmoid(delta), a = sigmoid(alpha), n = `state_size` averages per channel, all real. Parameters `delta`,
+    `alpha`, `beta`, `gamma` (directions, D, n), `omega` (D,). The bidirectional form has parameters of its own for the
+    direction ahead, and both directions include the token itself.
+
+    Args:
+        state_size: n.
+        activation: "silu" (as MEGA) or None.
+    """
+
+    ahead_includes_token: ClassVar[bool] = True
+    trainable_choices: ClassVar[tuple[str, ...]] = ("all", "output", "none")
+    dynamics_parameters: ClassVar[tuple[str, ...]] = ("delta", "alpha", "beta")
+    output_parameters: ClassVar[tuple[str, ...]] = ("gamma", "omega")
+    float32_parameters: ClassVar[tuple[str, ...]] = ("delta", "alpha", "beta", "gamma", "omega")
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        state_size: int = 16,
+        activation: str | None = "silu",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ):
+        super().__init__(hidden_size, **options)
+        if self.filters is not None:
+            raise ValueError("filters must be None: EMA has one filter per channel.")
+        if state_size < 1:
+            raise ValueError(f"state_size must be at least 1, got {state_size}.")
+        if activation not in ("silu", None):
+            raise ValueError(f"activation={activation!r} must be 'silu' or None.")
+        self.state_size, self.activation = state_size, activation
+        self.create_parameters(device, dtype)
+
+    def init_parameters(self) -> dict[str, torch.Tensor]:
+        shape = (2 if self.bidirectional else 1, self.hidden_size, self.state_size)
+
+        def normal(std: float, *sizes: int) -> torch.Tensor:
+            return std * torch.randn(sizes, dtype=torch.float64)
+
+        sign = 1.0 - 2.0 * (torch.arange(self.state_size, dtype=torch.float64) % 2)
+        values = {
+            "delta": normal(0.2, *shape),
+            "alpha": normal(0.2, *shape),
+            "beta": sign + normal(0.02, *shape),
+            "gamma": normal(1.0, *shape),
+        }
+        if self.use_skip:
+            values["omega"] = normal(1.0, self.hidden_size)
+        return values
+
+    def transition(self, dtype: torch.dtype, direction: int = 0) -> Transition:
+        p = torch.sigmoid(self.delta.to(dtype))
+        decay = 1 - p * torch.sigmoid(self.alpha.to(dtype))
+        return Transition(decay[direction].unsqueeze(0), "real")
+
+    def input_vector(self, dtype: torch.dtype, direction: int = 0) -> torch.Tensor:
+        return (torch.sigmoid(self.delta.to(dtype)) * self.beta.to(dtype))[direction].unsqueeze(0)
+
+    def output_rows(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.gamma.to(dtype).unsqueeze(1) / math.sqrt(self.state_size)
+
+    def skip_weight(self, dtype: torch.dtype) -> torch.Tensor | None:
+        return self.omega.to(dtype).unsqueeze(0) if self.use_skip else None
+
+    def forward(self, u: torch.Tensor, **rows: Any) -> tuple[torch.Tensor, torch.Tensor | None]:  # type: ignore[override]
+        y, state = super().forward(u, **rows)
+        return (F.silu(y) if self.activation else y), state
+
+    def read(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
+        y = super().read(u_t, state)
+        return F.silu(y) if self.activation else y

@@ -1,0 +1,278 @@
+"""Long convolutions with a free filter: the plain implicit one, and Hyena around it (Poli et al., 2023)."""
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from hf_hybrid_ssm.layers.mixers.base import FrozenLinear, Mixer, State
+from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer
+from hf_hybrid_ssm.layers.offloaded import fetches_weights
+from hf_hybrid_ssm.ops._core.autocast import without_autocast
+from hf_hybrid_ssm.ops._core.checks import check_tensor
+from hf_hybrid_ssm.ops._core.lengths import zero_beyond
+from hf_hybrid_ssm.ops.long_conv import long_conv
+
+
+class ImplicitLongConv(CachedKernelMixer):
+    r"""y = h * u + D u with h_k = exp(-alpha_c t_k) FFN(pe(k)), t_k = k / (Lf - 1), for k < Lf and zero beyond.
+
+    pe(k) holds t_k and cosines and sines of 2 pi k / Lf at (emb - 1) / 2 frequencies; the FFN has sine activations
+    with one learned frequency per hidden unit; the decay rates alpha are fixed, evenly spaced over the channels. The
+    time axis is that of `filter_length`, whatever the length of the row.
+
+    The state is exact: the last Lf - 1 inputs, (B, Lf - 1, D).
+
+    Args:
+        filter_length: Lf.
+        filters: F filters per channel and y (B, L, F, D); None: one, y (B, L, D).
+        filter_emb, filter_hidden_size, filter_layers, filter_freq: features of pe (odd), hidden width, hidden layers
+            after the first, initial frequency of the sines.
+        fast_decay, slow_decay, decay_target: alpha runs from ln(1 / target) / slow to ln(1 / target) / fast.
+        skip: with the D term.
+    """
+
+    # the published filters train at 1e-3 without weight decay
+    dynamics_parameters: ClassVar[tuple[str, ...]] = ("ffn_in", "ffn_in_bias", "ffn", "ffn_bias", "freq", "ffn_out")
+    output_parameters: ClassVar[tuple[str, ...]] = ("D",)
+    float32_parameters: ClassVar[tuple[str, ...]] = (*dynamics_parameters, *output_parameters)
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        filter_length: int = 4096,
+        filters: int | None = None,
+        filter_emb: int = 33,
+        filter_hidden_size: int = 64,
+        filter_layers: int = 2,
+        filter_freq: float = 14.0,
+        fast_decay: float = 0.3,
+        slow_decay: float = 1.5,
+        decay_target: float = 0.01,
+        skip: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ):
+        super().__init__(hidden_size, **options)
+        if filter_length < 1 or (filters is not None and filters < 1):
+            raise ValueError(f"filter_length and filters must be at least 1, got {filter_length} and {filters}.")
+        if filter_emb < 3 or filter_emb % 2 == 0:
+            raise ValueError(f"filter_emb must be odd and at least 3 (time, cosines, sines), got {filter_emb}.")
+        if not 0 < fast_decay <= slow_decay or not 0 < decay_target < 1:
+            raise ValueError(
+                "decays must satisfy 0 < fast_decay <= slow_decay and 0 < decay_target < 1, got "
+                f"{fast_decay}, {slow_decay}, {decay_target}."
+            )
+        self.filter_length, self.filters, self.use_skip = filter_length, filters, skip
+        self.filter_emb, self.filter_hidden_size, self.filter_layers = filter_emb, filter_hidden_size, filter_layers
+        self.filter_freq = filter_freq
+        self.decays = (math.log(1 / decay_target) / slow_decay, math.log(1 / decay_target) / fast_decay)
+        self.create_parameters(device, dtype)
+
+    @property
+    def _outputs(self) -> int:
+        return (2 if self.bidirectional else 1) * (self.filters or 1) * self.hidden_size
+
+    def init_parameters(self) -> dict[str, torch.Tensor]:
+        width, layers = self.filter_hidden_size, self.filter_layers
+
+        def uniform(fan_in: int, *shape: int) -> torch.Tensor:
+            return (2 * torch.rand(shape, dtype=torch.float64) - 1) / math.sqrt(fan_in)
+
+        values = {
+            "ffn_in": uniform(self.filter_emb, width, self.filter_emb),
+            "ffn_in_bias": uniform(self.filter_emb, width),
+            "ffn": uniform(width, layers, width, width),
+            "ffn_bias": uniform(width, layers, width),
+            "freq": torch.full((width,), self.filter_freq, dtype=torch.float64),
+            "ffn_out": uniform(width, self._outputs, width),
+        }
+        if self.use_skip:
+            values["D"] = torch.randn(self.filters or 1, self.hidden_size, dtype=torch.float64)
+        return values
+
+    def kernel(self, length: int, dtype: torch.dtype = torch.float32, direction: int = 0) -> torch.Tensor:
+        """h_0 .. h_{length-1} (F, D, length) for length <= filter_length; direction 1 looks ahead (bidirectional)."""
+        if not 1 <= length <= self.filter_length:
+            raise ValueError(f"length must lie in 1..{self.filter_length} (filter_length), got {length}.")
+        kernels = self._cached(
+            ("kernel", dtype),
+            self.dynamics_parameters,
+            lambda exact: (
+                self._evaluate(self.filter_length, torch.float64).to(dtype) if exact else self._evaluate(length, dtype)
+            ),
+        )
+        return kernels[direction, ..., :length]
+
+    def _evaluate(self, length: int, dtype: torch.dtype) -> torch.Tensor:
+        """(directions, F, D, length)."""
+        k = torch.arange(length, dtype=dtype, device=self.freq.device)
+        t = k / max(self.filter_length - 1, 1)
+        bands = (self.filter_emb - 1) // 2
+        frequencies = torch.linspace(1e-4, bands - 1, bands, dtype=dtype, device=k.device)
+        angles = torch.outer(2 * math.pi * k / self.filter_length, frequencies)
+        x = torch.cat([t.unsqueeze(1), torch.cos(angles), -torch.sin(angles)], dim=1)
+        freq = self.freq.to(dtype)
+        x = torch.sin(freq * (x @ self.ffn_in.to(dtype).T + self.ffn_in_bias.to(dtype)))
+        for weight, bias in zip(self.ffn.to(dtype).unbind(), self.ffn_bias.to(dtype).unbind()):
+            x = torch.sin(freq * (x @ weight.T + bias))
+        h = (self.ffn_out.to(dtype) @ x.T).view(-1, self.filters or 1, self.hidden_size, length)
+        alpha = torch.linspace(*self.decays, self.hidden_size, dtype=dtype, device=k.device)
+        return h * torch.exp(-torch.outer(alpha, t))
+
+    def forward(  # type: ignore[override]
+        self,
+        u: torch.Tensor,
+        *,
+        initial_state: torch.Tensor | None = None,
+        seq_idx: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
+        return_final_state: bool = False,
+        every: int | None = None,
+        at: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `Mixer.forward`; y only where it is asked for.
+
+        `every=W`: at the tokens W-1, 2W-1, ..., (B, L // W, [F,] D). `at` (B, J) int64: at these tokens of each row,
+        (B, J, [F,] D).
+        """
+        self._check_input(u, initial_state, seq_idx, lengths, return_final_state)
+        dtype = self._computing_dtype(u)
+        stateful = initial_state is not None or return_final_state
+        taps = self.filter_length if stateful else max(1, min(self.filter_length, u.shape[1]))
+        kernel = self.kernel(taps, dtype)
+        ahead = None
+        if self.bidirectional:  # the token itself counts in both directions
+            ahead = self.kernel(taps, dtype, 1)
+            kernel, ahead = torch.cat([kernel[..., :1] + ahead[..., :1], kernel[..., 1:]], dim=-1), ahead[..., 1:]
+        y, state = long_conv(
+            u,
+            kernel,
+            future_kernel=ahead,
+            skip=self._skip(dtype),
+            initial_state=initial_state,
+            seq_idx=seq_idx,
+            lengths=lengths,
+            return_final_state=return_final_state,
+            every=every,
+            at=at,
+        )
+        return (y if self.filters else y.squeeze(2)), state
+
+    def _skip(self, dtype: torch.dtype) -> torch.Tensor | None:
+        return self.D.to(dtype) if self.use_skip else None
+
+    @fetches_weights
+    def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:
+        following = self.advance(u_t, state)
+        assert isinstance(state, torch.Tensor)
+        dtype = self._computing_dtype(u_t)
+        kernel, u = self.kernel(self.filter_length, dtype), u_t.to(dtype)
+        with without_autocast(u_t.device.type):
+            y = torch.einsum("fdk,bkd->bfd", kernel[..., 1:].flip(-1), state.to(dtype))
+            y = y + kernel[..., 0] * u.unsqueeze(1)
+            if self.use_skip:
+                y = y + self.D.to(dtype) * u.unsqueeze(1)
+        return (y if self.filters else y.squeeze(1)).to(u_t.dtype), following
+
+    def advance(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
+        """The state after the token u_t (B, D), without computing its output."""
+        self._check_step(u_t)
+        wanted = (u_t.shape[0], self.filter_length - 1, self.hidden_size)
+        check_tensor("state", state, wanted, "B, filter_length - 1, D")  # type: ignore[arg-type]
+        return torch.cat([state, u_t.to(state.dtype).unsqueeze(1)], dim=1)[:, 1:]  # type: ignore[union-attr, list-item]
+
+    def init_state(
+        self, batch: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        shape = (batch, self.filter_length - 1, self.hidden_size)
+        return torch.zeros(shape, device=device or self._device, dtype=dtype or torch.float32)
+
+
+class Hyena(Mixer):
+    r"""Hyena of order 2: (p_0, p_1, v) = shortconv_3(W_in u), z = p_1 v, y = W_out(p_0 (h * z + D z)).
+
+    The short convolution is depthwise with a bias, causal, or centred when bidirectional; `short_weight[:, k]` is the
+    tap of lag k (bidirectional: lags 0, 1, -1). The filter is `ImplicitLongConv`, and `filter_*` its arguments.
+
+    The state is the last two rows of W_in u, (B, 2, 3 D), and the filter's own, (B, filter_length - 1, D).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        bidirectional: bool = False,
+        trainable: str = "all",
+        learning_rate: float | None = 1e-3,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **filter_options: Any,
+    ):
+        common: dict[str, Any] = {
+            "bidirectional": bidirectional,
+            "trainable": trainable,
+            "learning_rate": learning_rate,
+        }
+        super().__init__(hidden_size, **common)
+        if filter_options.get("filters") is not None:
+            raise ValueError("filters must be None: Hyena has one filter per channel.")
+        linear = FrozenLinear if trainable == "none" else nn.Linear
+        self.in_proj = linear(hidden_size, 3 * hidden_size, device=device, dtype=dtype)
+        self.out_proj = linear(hidden_size, hidden_size, device=device, dtype=dtype)
+        self.filter = ImplicitLongConv(hidden_size, device=device, dtype=dtype, **common, **filter_options)
+        self.create_parameters(device, dtype)
+
+    def init_parameters(self) -> dict[str, torch.Tensor]:
+        channels = 3 * self.hidden_size
+        weight, bias = (2 * torch.rand(channels, n, dtype=torch.float64) - 1 for n in (3, 1))
+        return {"short_weight": weight / math.sqrt(3), "short_bias": bias.squeeze(1) / math.sqrt(3)}
+
+    def forward(
+        self,
+        u: torch.Tensor,
+        *,
+        initial_state: State | None = None,
+        seq_idx: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
+        return_final_state: bool = False,
+    ) -> tuple[torch.Tensor, State | None]:
+        self._check_input(u, initial_state, seq_idx, lengths, return_final_state)
+        short, history = (None, None) if initial_state is None else initial_state
+        projected = self.in_proj(zero_beyond(u, lengths))
+        weight = self.short_weight
+        rows: dict[str, Any] = {"seq_idx": seq_idx, "lengths": lengths}
+        if self.bidirectional:
+            mixed, last = long_conv(projected, weight[:, :2], future_kernel=weight[:, 2:], **rows)
+        else:
+            mixed, last = long_conv(
+                projected, weight, initial_state=short, return_final_state=return_final_state, **rows
+            )
+        p0, p1, v = (mixed + self.short_bias).to(u.dtype).chunk(3, dim=-1)
+        z, history = self.filter(p1 * v, initial_state=history, return_final_state=return_final_state, **rows)
+        state = (last, history) if return_final_state else None
+        return self.out_proj(p0 * z), state  # type: ignore[return-value]
+
+    @fetches_weights
+    def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
+        self._check_step(u_t)
+        short, history = state
+        check_tensor("state[0]", short, (u_t.shape[0], 2, 3 * self.hidden_size), "B, 2, 3 D")
+        projected = self.in_proj(u_t)
+        dtype = torch.promote_types(projected.dtype, torch.float32)
+        window = torch.cat([short.to(dtype), projected.to(dtype).unsqueeze(1)], dim=1)  # oldest first
+        mixed = (window * self.short_weight.to(dtype).T.flip(0)).sum(1).to(projected.dtype)
+        p0, p1, v = (mixed + self.short_bias).to(u_t.dtype).chunk(3, dim=-1)
+        z, history = self.filter.step(p1 * v, history)
+        return self.out_proj(p0 * z), (window[:, 1:].to(short.dtype), history)
+
+    def init_state(
+        self, batch: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        short = torch.zeros(
+            batch, 2, 3 * self.hidden_size, device=device or self.in_proj.weight.device, dtype=dtype or torch.float32
+        )
+        return short, self.filter.init_state(batch, device=device, dtype=dtype)

@@ -1,0 +1,140 @@
+"""S4D: a diagonal complex state space per channel (Gu et al., 2022)."""
+
+import math
+from typing import Any, ClassVar
+
+import torch
+
+from hf_hybrid_ssm.layers.mixers.hippo import legs_dplr
+from hf_hybrid_ssm.layers.mixers.state_space import StateSpaceMixer, complex_pairs, log_uniform_step
+from hf_hybrid_ssm.ops.linear_scan import Transition
+
+INITS = ("legs", "inv", "lin")
+
+
+class DiagonalSSM(StateSpaceMixer):
+    """The parameters that S4D and S4 have in common: eigenvalues, input, output, step size, skip.
+
+    Only one of each conjugate pair is kept, so n = N / 2 complex numbers per system; `num_dynamics` = S copies of the
+    eigenvalues and input vectors are tiled over the F D systems.
+
+        A_log_real, A_imag (S, n)   Lambda = -exp(A_log_real) + i A_imag
+        B (S, n, 2)                 C (directions F, D, n, 2)      log_dt (F, D)      D (F, D)
+    """
+
+    trainable_choices: ClassVar[tuple[str, ...]] = ("all", "output", "none")
+    output_parameters: ClassVar[tuple[str, ...]] = ("C", "D")
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        state_size: int = 64,
+        num_dynamics: int | None = None,
+        dt_min: float = 1e-3,
+        dt_max: float = 1e-1,
+        **options: Any,
+    ):
+        super().__init__(hidden_size, **options)
+        if not isinstance(state_size, int) or state_size < 2 or state_size % 2:
+            raise ValueError(f"state_size must be even and at least 2 (conjugate pairs), got {state_size!r}.")
+        systems = hidden_size * (self.filters or 1)
+        if num_dynamics is not None and (num_dynamics < 1 or systems % num_dynamics):
+            raise ValueError(f"num_dynamics must divide the {systems} systems, got {num_dynamics}.")
+        self.state_size = state_size
+        self.num_dynamics = num_dynamics or systems
+        self.dt_min, self.dt_max = dt_min, dt_max
+
+    def _draw_common(self, eigenvalues: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
+        filters, channels, pairs = self.filters or 1, self.hidden_size, self.state_size // 2
+        directions = 2 if self.bidirectional else 1
+        copies = self.num_dynamics
+        values = {
+            "A_log_real": torch.log(-eigenvalues.real).expand(copies, pairs),
+            "A_imag": eigenvalues.imag.expand(copies, pairs),
+            "B": torch.view_as_real(b.resolve_conj()).expand(copies, pairs, 2),
+            "C": torch.randn(directions * filters, channels, pairs, 2, dtype=torch.float64) * math.sqrt(0.5),
+            "log_dt": log_uniform_step((filters, channels), self.dt_min, self.dt_max),
+        }
+        if self.use_skip:
+            values["D"] = torch.randn(filters, channels, dtype=torch.float64)
+        return {name: value.contiguous() for name, value in values.items()}
+
+    def _tiled(self, value: torch.Tensor) -> torch.Tensor:
+        """(S, n) -> (F, D, n): system f D + c takes copy (f D + c) mod S."""
+        filters = self.filters or 1
+        copies, pairs = value.shape
+        if copies == 1:
+            return value.expand(filters * self.hidden_size, pairs).view(filters, self.hidden_size, pairs)
+        return value.repeat(filters * self.hidden_size // copies, 1).view(filters, self.hidden_size, pairs)
+
+    def _eigenvalues(self, dtype: torch.dtype) -> torch.Tensor:
+        return self._tiled(torch.complex(-torch.exp(self.A_log_real.to(dtype)), self.A_imag.to(dtype)))  # type: ignore[operator]
+
+    def _dt(self, dtype: torch.dtype) -> torch.Tensor:
+        return torch.exp(self.log_dt.to(dtype)).unsqueeze(-1)  # type: ignore[operator]
+
+    def output_rows(self, dtype: torch.dtype) -> torch.Tensor:
+        """2 Re(C s) as a row over the real and imaginary parts of s: (2 Re C, -2 Im C)."""
+        c = self.C.to(dtype)  # type: ignore[operator]
+        rows = c * c.new_tensor([2.0, -2.0])
+        return rows.flatten(-2).view(-1, self.filters or 1, self.hidden_size, self.state_size)
+
+
+class S4D(DiagonalSSM):
+    r"""Diagonal S4: K_k = 2 Re sum_n C_n Bbar_n Abar_n^k.
+
+    Discretisation "zoh" (Abar = e^{dt A}, Bbar = (Abar - 1) / A B) or "bilinear". Initialisation "legs" (the normal
+    part of HiPPO-LegS, Im B clipped to [-2, 2]), "inv" (A_n = -1/2 + i N / pi (N / (2n + 1) - 1), its asymptotic form)
+    or "lin" (A_n = -1/2 + i pi n), both with B = 1.
+
+    Further arguments: `DiagonalSSM` (state_size, num_dynamics, dt_min, dt_max), `StateSpaceMixer` (filters,
+    block_size, skip) and `Mixer` (bidirectional, trainable, learning_rate).
+    """
+
+    dynamics_parameters: ClassVar[tuple[str, ...]] = ("A_log_real", "A_imag", "B", "log_dt")
+    float32_parameters: ClassVar[tuple[str, ...]] = ("A_log_real", "A_imag", "B", "C", "log_dt", "D")
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        init: str = "legs",
+        discretization: str = "zoh",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ):
+        super().__init__(hidden_size, **options)
+        if init not in INITS:
+            raise ValueError(f"init={init!r} must be one of {', '.join(INITS)}.")
+        if discretization not in ("zoh", "bilinear"):
+            raise ValueError(f"discretization={discretization!r} must be one of zoh, bilinear.")
+        self.init, self.discretization = init, discretization
+        self.create_parameters(device, dtype)
+
+    def init_parameters(self) -> dict[str, torch.Tensor]:
+        if self.init == "legs":
+            eigenvalues, b, _ = legs_dplr(self.state_size)
+            return self._draw_common(eigenvalues, torch.complex(b.real, b.imag.clamp(-2.0, 2.0)))
+        order, size = torch.arange(self.state_size // 2, dtype=torch.float64), self.state_size
+        frequencies = math.pi * order if self.init == "lin" else size / math.pi * (size / (2 * order + 1) - 1)
+        eigenvalues = torch.complex(torch.full_like(order, -0.5), frequencies)
+        return self._draw_common(eigenvalues, torch.ones_like(eigenvalues))
+
+    def transition(self, dtype: torch.dtype, direction: int = 0) -> Transition:
+        z = self._dt(dtype) * self._eigenvalues(dtype)
+        bar = torch.exp(z) if self.discretization == "zoh" else (1 + z / 2) / (1 - z / 2)
+        return Transition(torch.view_as_real(bar), "complex")
+
+    def input_vector(self, dtype: torch.dtype, direction: int = 0) -> torch.Tensor:
+        dt, eigenvalues = self._dt(dtype), self._eigenvalues(dtype)
+        b = self._tiled(complex_pairs(self.B, dtype))  # type: ignore[arg-type]
+        z = dt * eigenvalues
+        # expm1 as 2 e^{z/2} sinh(z/2): the difference e^z - 1 loses the digits of a small step
+        bar = (
+            2 * torch.exp(z / 2) * torch.sinh(z / 2) / eigenvalues
+            if self.discretization == "zoh"
+            else dt / (1 - z / 2)
+        )
+        return torch.view_as_real(bar * b).flatten(-2)

@@ -1,0 +1,177 @@
+"""S5: one diagonal state space with many inputs and outputs for all channels together (Smith et al., 2022)."""
+
+from typing import Any, ClassVar
+
+import torch
+
+from hf_hybrid_ssm.layers.mixers.base import Mixer, State
+from hf_hybrid_ssm.layers.mixers.hippo import legs_dplr_basis
+from hf_hybrid_ssm.layers.mixers.state_space import log_uniform_step
+from hf_hybrid_ssm.layers.offloaded import fetches_weights
+from hf_hybrid_ssm.layers.truncated_normal import truncated_normal
+from hf_hybrid_ssm.ops._core.autocast import without_autocast
+from hf_hybrid_ssm.ops._core.checks import check_tensor
+from hf_hybrid_ssm.ops._core.lengths import zero_beyond
+from hf_hybrid_ssm.ops._core.output_positions import check_output_positions, take_outputs
+from hf_hybrid_ssm.ops.linear_scan import diagonal_scan
+
+LARGEST_REAL = -1e-4  # eigenvalues are kept left of it, so that the recurrence stays stable whatever training does
+
+
+class S5(Mixer):
+    r"""s_t = Abar s_{t-1} + Bbar u_t, y_t = 2 Re(C s_t) + D u_t, with Abar = e^{dt A}, Bbar = (Abar - 1) / A B.
+
+    The `state_size` = P dimensions are P / 2 conjugate pairs with a step size each, begun as `blocks` equal HiPPO-LegS
+    blocks. Parameters: `A_real`, `A_imag`, `log_dt` (P/2,), `B` (P/2, D, 2), `C` (directions F, D, P/2, 2), `D` (F,
+    D).
+    Bidirectional: one scan each way over the same inputs with its own C; both include the token itself.
+
+    Args:
+        state_size, blocks: P and the number of HiPPO blocks, which divides P into even parts.
+        filters: F outputs per channel and y (B, L, F, D); None: one, y (B, L, D). The state (B, P) is shared.
+        dt_min, dt_max: range of the initial step sizes.
+        skip: with the D term.
+    """
+
+    trainable_choices: ClassVar[tuple[str, ...]] = ("all", "output", "none")
+    dynamics_parameters: ClassVar[tuple[str, ...]] = ("A_real", "A_imag", "B", "log_dt")
+    output_parameters: ClassVar[tuple[str, ...]] = ("C", "D")
+    float32_parameters: ClassVar[tuple[str, ...]] = ("A_real", "A_imag", "B", "C", "log_dt", "D")
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        state_size: int = 256,
+        blocks: int = 8,
+        filters: int | None = None,
+        dt_min: float = 1e-3,
+        dt_max: float = 1e-1,
+        skip: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ):
+        super().__init__(hidden_size, **options)
+        if blocks < 1 or state_size < 2 or state_size % (2 * blocks):
+            raise ValueError(f"state_size must be a multiple of 2 blocks = {2 * blocks}, got {state_size}.")
+        if filters is not None and filters < 1:
+            raise ValueError(f"filters must be None or at least 1, got {filters}.")
+        self.state_size, self.blocks, self.filters, self.use_skip = state_size, blocks, filters, skip
+        self.dt_min, self.dt_max = dt_min, dt_max
+        self.create_parameters(device, dtype)
+
+    def init_parameters(self) -> dict[str, torch.Tensor]:
+        size, blocks, channels = self.state_size, self.blocks, self.hidden_size
+        eigenvalues, basis = legs_dplr_basis(size // blocks)  # (p,), (2p, p): p pairs in each block
+        outputs = (2 if self.bidirectional else 1) * (self.filters or 1)
+        b = _drawn(blocks, size // blocks, channels, variance=1 / size)
+        c = torch.complex(*(_drawn(outputs, channels, blocks, size // blocks, variance=1 / size) for _ in "ri"))
+        values = {
+            "A_real": eigenvalues.real.repeat(blocks),
+            "A_imag": eigenvalues.imag.repeat(blocks),
+            "B": torch.view_as_real(torch.einsum("np,knd->kpd", basis.conj(), b.to(basis.dtype)).flatten(0, 1)),
+            "C": torch.view_as_real(torch.einsum("odkn,np->odkp", c, basis).flatten(-2)),
+            "log_dt": log_uniform_step((size // 2,), self.dt_min, self.dt_max),
+        }
+        if self.use_skip:
+            values["D"] = torch.randn(self.filters or 1, channels, dtype=torch.float64)
+        return {name: value.contiguous() for name, value in values.items()}
+
+    def _computing_dtype(self, u: torch.Tensor) -> torch.dtype:
+        return torch.promote_types(torch.promote_types(u.dtype, self.B.dtype), torch.float32)
+
+    def _discretised(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Abar in complex128 and (Abar - 1) / A in the dtype, (P/2,); a few numbers, taken in float64.
+
+        Rounded to float32, an Abar near the unit circle would remember for another time.
+        """
+        eigenvalues = torch.complex(self.A_real.double().clamp(max=LARGEST_REAL), self.A_imag.double())
+        z = torch.exp(self.log_dt.double()) * eigenvalues
+        scale = 2 * torch.exp(z / 2) * torch.sinh(z / 2) / eigenvalues
+        wide = torch.complex64 if dtype == torch.float32 else torch.complex128
+        return torch.exp(z), scale.to(wide)
+
+    def _project_input(self, u: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Bbar u, complex (..., P/2), for u (..., D)."""
+        matrix = self.B.to(u.dtype).transpose(1, 2).reshape(-1, self.hidden_size)  # (P, D): real and imaginary rows
+        return scale * torch.view_as_complex((u @ matrix.T).unflatten(-1, (-1, 2)))
+
+    def _project_output(self, h: torch.Tensor, u: torch.Tensor | None, direction: int = 0) -> torch.Tensor:
+        """2 Re(C h) + D u, (..., F, D)."""
+        c = self.C.to(u.dtype if u is not None else h.real.dtype).unflatten(0, (-1, self.filters or 1))[direction]
+        rows = (c * c.new_tensor([2.0, -2.0])).reshape(-1, self.state_size)  # (F D, P)
+        y = (torch.view_as_real(h).flatten(-2) @ rows.T).unflatten(-1, (-1, self.hidden_size))
+        return y + self.D.to(u.dtype) * u.unsqueeze(-2) if u is not None and self.use_skip else y
+
+    def forward(  # type: ignore[override]
+        self,
+        u: torch.Tensor,
+        *,
+        initial_state: torch.Tensor | None = None,
+        seq_idx: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
+        return_final_state: bool = False,
+        every: int | None = None,
+        at: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `Mixer.forward`; y only where it is asked for.
+
+        `every=W`: at the tokens W-1, 2W-1, ..., (B, L // W, [F,] D). `at` (B, J) int64: at these tokens of each row,
+        (B, J, [F,] D).
+        """
+        self._check_input(u, initial_state, seq_idx, lengths, return_final_state)
+        x = zero_beyond(u.to(self._computing_dtype(u)), lengths)
+        start = None
+        if initial_state is not None:
+            start = torch.view_as_complex(self._checked(initial_state, x).unflatten(-1, (-1, 2)))
+        check_output_positions(every, at, *u.shape[:2])
+        with without_autocast(u.device.type):
+            decay, scale = self._discretised(x.dtype)
+            entering = self._project_input(x, scale)
+            h, final = diagonal_scan(
+                decay,
+                entering,
+                initial_state=start,
+                seq_idx=seq_idx,
+                lengths=lengths,
+                return_final_state=return_final_state,
+            )
+            y = self._project_output(take_outputs(h, every, at), take_outputs(x, every, at))
+            if self.bidirectional:
+                reverse = None if seq_idx is None else -seq_idx.flip(1)
+                h, _ = diagonal_scan(decay, entering.flip(1), seq_idx=reverse)
+                y = y + self._project_output(take_outputs(h.flip(1), every, at), None, 1)
+        state = None if final is None else torch.view_as_real(final).flatten(-2)
+        return (y if self.filters else y.squeeze(-2)).to(u.dtype), state
+
+    def _checked(self, state: State, u: torch.Tensor) -> torch.Tensor:
+        check_tensor("state", state, (u.shape[0], self.state_size), "B, P")  # type: ignore[arg-type]
+        return state.to(u.dtype).contiguous()  # type: ignore[union-attr]
+
+    @fetches_weights
+    def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:
+        following = self.advance(u_t, state)
+        u = u_t.to(self._computing_dtype(u_t))
+        with without_autocast(u_t.device.type):
+            y = self._project_output(torch.view_as_complex(following.to(u.dtype).unflatten(-1, (-1, 2))), u)
+        return (y if self.filters else y.squeeze(-2)).to(u_t.dtype), following
+
+    def advance(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
+        """The state after the token u_t (B, D), without reading it out."""
+        self._check_step(u_t)
+        u = u_t.to(self._computing_dtype(u_t))
+        with without_autocast(u_t.device.type):
+            decay, scale = self._discretised(u.dtype)
+            h = torch.view_as_complex(self._checked(state, u).unflatten(-1, (-1, 2)))
+            following = (decay * h + self._project_input(u, scale)).to(h.dtype)
+            return torch.view_as_real(following).flatten(-2)
+
+    def init_state(
+        self, batch: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        return torch.zeros(batch, self.state_size, device=device or self.B.device, dtype=dtype or torch.float32)
+
+
+def _drawn(*shape: int, variance: float) -> torch.Tensor:
+    return torch.nn.init.trunc_normal_(torch.empty(shape, dtype=torch.float64), **truncated_normal(variance))

@@ -1,0 +1,270 @@
+"""What S4, S4D and EMA share: a linear system per channel, its filter, its block form, its step."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from hf_hybrid_ssm.layers.mixers.base import State
+from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer
+from hf_hybrid_ssm.layers.offloaded import fetches_weights
+from hf_hybrid_ssm.ops._core.autocast import without_autocast
+from hf_hybrid_ssm.ops._core.checks import check_tensor
+from hf_hybrid_ssm.ops.linear_scan import (
+    ChannelSystem,
+    Transition,
+    channel_scan,
+    grow,
+    long_kernel,
+    prepare_powers,
+    prepare_system,
+)
+from hf_hybrid_ssm.ops.long_conv import long_conv
+
+
+class StateSpaceMixer(CachedKernelMixer):
+    r"""F real linear systems of N dimensions on each of the D channels, y_t = C s_t + D u_t, s_t = A s_{t-1} + B u_t.
+
+    A subclass gives its discretised matrices (`transition`, `input_vector`, `output_rows`, `skip`). Rows without
+    a state before or after them are convolved with the kernel by FFT, all others go block by block; both compute the
+    same numbers. Constant kernels and block matrices are computed once, in float64 (`CachedKernelMixer`).
+
+    Args:
+        filters: F filters per channel and y (B, L, F, D), state (B, F, D, N). None: one, y (B, L, D), state (B, D, N).
+        block_size: tokens per block, a power of two.
+    """
+
+    state_size: int
+    # whether the kernel that looks ahead starts at the token itself, or at the next one
+    ahead_includes_token: ClassVar[bool] = False
+
+    def __init__(
+        self, hidden_size: int, *, filters: int | None = None, block_size: int = 64, skip: bool = True, **options: Any
+    ):
+        super().__init__(hidden_size, **options)
+        if filters is not None and filters < 1:
+            raise ValueError(f"filters must be None or at least 1, got {filters}.")
+        if block_size < 1 or block_size & (block_size - 1):
+            raise ValueError(f"block_size must be a power of two, got {block_size}.")
+        self.filters = filters
+        self.block_size = block_size
+        self.use_skip = skip
+
+    # -- what a subclass defines --------------------------------------------------------------------------------
+
+    def transition(self, dtype: torch.dtype, direction: int = 0) -> Transition:
+        """A of the (F, D) systems that look back (0) or ahead (1)."""
+        raise NotImplementedError
+
+    def input_vector(self, dtype: torch.dtype, direction: int = 0) -> torch.Tensor:
+        """B (F, D, N)."""
+        raise NotImplementedError
+
+    def output_rows(self, dtype: torch.dtype) -> torch.Tensor:
+        """C (directions, F, D, N): row 0 looks back, row 1 (bidirectional) looks ahead."""
+        raise NotImplementedError
+
+    def skip_weight(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """D (F, D), or None."""
+        return self.D.to(dtype) if self.use_skip else None  # type: ignore[operator]
+
+    # -- the system in block form -------------------------------------------------------------------------------
+
+    def _dynamics(self, dtype: torch.dtype, direction: int) -> tuple[tuple[Transition, ...], torch.Tensor]:
+        """Powers of A and the vectors A^j B of one block."""
+
+        def compute(exact: bool) -> tuple[tuple[Transition, ...], torch.Tensor]:
+            inner = torch.float64 if exact else dtype
+            powers = prepare_powers(self.transition(inner, direction), self.block_size)
+            krylov = grow(powers, self.input_vector(inner, direction))
+            if exact:
+                powers = tuple(Transition(power.value.to(dtype), power.form) for power in powers)
+            return powers, krylov.to(dtype)
+
+        return self._cached(("dynamics", dtype, direction), self.dynamics_parameters, compute)
+
+    def _exact_system(self, direction: int) -> ChannelSystem:
+        powers = prepare_powers(self.transition(torch.float64, direction), self.block_size)
+        krylov = grow(powers, self.input_vector(torch.float64, direction))
+        return prepare_system(powers, krylov, self.output_rows(torch.float64)[direction])
+
+    def _strides(self, dtype: torch.dtype, length: int, direction: int) -> tuple[Transition, ...]:
+        """A^w, A^{2w}, A^{4w}, ... as far as a kernel of this length needs them."""
+        steps = 1 << (-(-length // self.block_size) - 1).bit_length()
+        return self._cached(
+            ("strides", dtype, steps, direction),
+            self.dynamics_parameters,
+            lambda exact: prepare_powers(self._dynamics(dtype, direction)[0][-1], steps),
+        )
+
+    def system(self, dtype: torch.dtype, direction: int = 0) -> ChannelSystem:
+        """The block matrices in `dtype` (float32 or float64)."""
+
+        def compute(exact: bool) -> ChannelSystem:
+            if not exact:
+                return prepare_system(*self._dynamics(dtype, direction), self.output_rows(dtype)[direction])
+            system = self._exact_system(direction)
+            powers = tuple(Transition(power.value.to(dtype), power.form) for power in system.powers)
+            return ChannelSystem(powers, *(part.to(dtype) for part in system[1:]))
+
+        return self._cached(
+            ("system", dtype, direction), (*self.dynamics_parameters, *self.output_parameters), compute
+        )
+
+    def kernel(self, length: int, dtype: torch.dtype = torch.float32, direction: int = 0) -> torch.Tensor:
+        """K_0 .. K_{length-1} (F, D, length), K_k = C A^k B, of the filter that looks back (0) or ahead (1).
+
+        A constant kernel is remembered at the greatest length so far, rounded up to a power of two: shorter ones are
+        its beginning.
+        """
+        key, names = ("kernel", dtype, direction), (*self.dynamics_parameters, *self.output_parameters)
+        known = self._kernel_cache.get(key)
+        if known is not None and known.shape[-1] < length:
+            del self._kernel_cache[key]
+
+        def compute(exact: bool) -> torch.Tensor:
+            if not exact:
+                return long_kernel(self.system(dtype, direction), length, self._strides(dtype, length, direction))
+            rounded = 1 << (length - 1).bit_length()
+            return long_kernel(self._exact_system(direction), rounded).to(dtype)
+
+        return self._cached(key, names, compute)[..., :length]
+
+    # -- the interface ------------------------------------------------------------------------------------------
+
+    def forward(  # type: ignore[override]
+        self,
+        u: torch.Tensor,
+        *,
+        initial_state: torch.Tensor | None = None,
+        seq_idx: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
+        return_final_state: bool = False,
+        every: int | None = None,
+        at: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `Mixer.forward`; y only where it is asked for.
+
+        `every=W`: at the tokens W-1, 2W-1, ..., (B, L // W, [F,] D). `at` (B, J) int64: at these tokens of each row,
+        (B, J, [F,] D).
+        """
+        self._check_input(u, initial_state, seq_idx, lengths, return_final_state)
+        dtype = self._computing_dtype(u)
+        if self.bidirectional:
+            y = self._two_sided(u, seq_idx, lengths, every, at, dtype)
+            return (y if self.filters else y.squeeze(2)), None
+        state = self._widen(initial_state, u.shape[0]) if initial_state is not None else None
+        skip = self.skip_weight(dtype)
+        stateless = initial_state is None and not return_final_state
+        everywhere = seq_idx is None and every is None and at is None
+        if stateless and everywhere and u.shape[1] > self.block_size:
+            y, final = long_conv(u, self.kernel(u.shape[1], dtype), skip=skip, lengths=lengths)
+        else:
+            y, final = channel_scan(
+                u,
+                self.system(dtype),
+                skip=skip,
+                initial_state=state,
+                seq_idx=seq_idx,
+                lengths=lengths,
+                return_final_state=return_final_state,
+                every=every,
+                at=at,
+            )
+        if return_final_state and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            # Steps will follow, compiled ones perhaps: what they need is there when they are traced.
+            self._step_constants(dtype)
+            self._read_out(dtype)
+        if self.filters is None:
+            y, final = y.squeeze(2), None if final is None else final.squeeze(1)
+        return y, final
+
+    def _two_sided(
+        self,
+        u: torch.Tensor,
+        seq_idx: torch.Tensor | None,
+        lengths: torch.Tensor | None,
+        every: int | None,
+        at: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        back, ahead = (self.kernel(max(u.shape[1], 1), dtype, direction) for direction in (0, 1))
+        if self.ahead_includes_token:
+            back = torch.cat([back[..., :1] + ahead[..., :1], back[..., 1:]], dim=-1)
+            ahead = ahead[..., 1:]
+        skip = self.skip_weight(dtype)
+        y, _ = long_conv(u, back, future_kernel=ahead, skip=skip, seq_idx=seq_idx, lengths=lengths, every=every, at=at)
+        return y
+
+    @fetches_weights
+    def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:
+        state = self.advance(u_t, state)
+        return self.read(u_t, state), state
+
+    def advance(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
+        """The state after the token u_t (B, D), without reading it out."""
+        self._check_step(u_t)
+        assert isinstance(state, torch.Tensor)
+        dtype = self._computing_dtype(u_t)
+        with without_autocast(u_t.device.type):
+            wide = self._widen(state, u_t.shape[0]).to(dtype)
+            moved = self._advance(u_t.to(dtype).unsqueeze(1), wide, dtype)
+        return moved.view(state.shape)
+
+    def read(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
+        """y_t, (B, D) or (B, F, D), from the token u_t (B, D) and the state after it."""
+        self._check_step(u_t)
+        assert isinstance(state, torch.Tensor)
+        dtype = self._computing_dtype(u_t)
+        rows = self._read_out(dtype)
+        with without_autocast(u_t.device.type):
+            y = (self._widen(state, u_t.shape[0]).to(dtype) * rows).sum(-1)
+            if self.use_skip:
+                y = y + self.skip_weight(dtype) * u_t.to(dtype).unsqueeze(1)
+        return (y if self.filters else y.squeeze(1)).to(u_t.dtype)
+
+    def _read_out(self, dtype: torch.dtype) -> torch.Tensor:
+        """The rows that `read` takes, (F, D, N)."""
+        return self._cached(("rows", dtype), self.output_parameters, lambda exact: self.output_rows(dtype)[0])
+
+    def _step_constants(self, dtype: torch.dtype) -> Any:
+        """What `_advance` needs beside the state and the token."""
+
+        def compute(exact: bool) -> tuple[Transition, torch.Tensor]:
+            inner = torch.float64 if exact else dtype
+            transition, vector = self.transition(inner), self.input_vector(inner)
+            return Transition(transition.value.to(dtype), transition.form), vector.to(dtype)
+
+        return self._cached(("step", dtype), self.dynamics_parameters, compute)
+
+    def _advance(self, u_t: torch.Tensor, state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A s + B u for s (B, F, D, N) and u (B, 1, D)."""
+        transition, vector = self._step_constants(dtype)
+        return transition.apply(state.unsqueeze(-2)).squeeze(-2) + vector * u_t.unsqueeze(-1)
+
+    def _state_shape(self, batch: int) -> tuple[int, ...]:
+        filters = () if self.filters is None else (self.filters,)
+        return (batch, *filters, self.hidden_size, self.state_size)
+
+    def _widen(self, state: torch.Tensor, batch: int) -> torch.Tensor:
+        """The state as (B, F, D, N)."""
+        check_tensor("state", state, self._state_shape(batch), "B, [F,] D, N")
+        return state.unsqueeze(1) if self.filters is None else state
+
+    def init_state(
+        self, batch: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        return torch.zeros(self._state_shape(batch), device=device or self._device, dtype=dtype or torch.float32)
+
+
+def log_uniform_step(shape: tuple[int, ...], smallest: float, largest: float) -> torch.Tensor:
+    """log(dt), uniform between the logarithms of the two ends, float64."""
+    if not 0 < smallest <= largest:
+        raise ValueError(f"dt_min and dt_max must satisfy 0 < dt_min <= dt_max, got {smallest} and {largest}.")
+    low, high = torch.log(torch.tensor([smallest, largest], dtype=torch.float64))
+    return low + (high - low) * torch.rand(shape, dtype=torch.float64)
+
+
+def complex_pairs(param: nn.Parameter | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A parameter (..., 2) of real and imaginary parts as complex numbers in the precision of `dtype`."""
+    return torch.view_as_complex(param.to(dtype).contiguous())

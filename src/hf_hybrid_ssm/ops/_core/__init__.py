@@ -1,0 +1,1 @@
+"""What the ops share: dispatch, checks, packing, builds."""

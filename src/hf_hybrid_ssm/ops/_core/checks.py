@@ -1,0 +1,60 @@
+"""Checks at the entry of every op: one sentence that names the argument, what came and what was wanted."""
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from hf_hybrid_ssm.ops._core.transforms import is_batched
+
+
+def can_read_values(tensor: torch.Tensor) -> bool:
+    """Whether looking at values is possible and cheap: on CPU, outside of tracing and vmap, where there are any."""
+    return (
+        tensor.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+        and not isinstance(tensor, FakeTensor)
+        and not is_batched(tensor)
+    )
+
+
+def check_tensor(
+    name: str,
+    value: torch.Tensor | None,
+    shape: tuple[int | None, ...],
+    letters: str,
+    *,
+    like: torch.Tensor | None = None,
+    optional: bool = False,
+) -> None:
+    """Check rank, sizes (None accepts any), and optionally that dtype and device equal those of `like`.
+
+    Raises:
+        TypeError: not a tensor, or another dtype than `like`.
+        ValueError: wrong shape or another device than `like`.
+    """
+    if value is None and optional:
+        return
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor of shape ({letters}), got {type(value).__name__}.")
+    have = tuple(value.shape)
+    if have != shape and not (len(have) == len(shape) and all(w is None or h == w for h, w in zip(have, shape))):
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} must have shape ({letters}) = ({wanted}), got {tuple(value.shape)}.")
+    if like is not None and value.dtype != like.dtype:
+        raise TypeError(f"{name} must have dtype {like.dtype} like the other inputs, got {value.dtype}.")
+    if like is not None and value.device != like.device:
+        raise ValueError(f"{name} must be on {like.device} like the other inputs, got {value.device}.")
+
+
+def check_seq_idx(seq_idx: torch.Tensor | None, batch: int, length: int) -> None:
+    """`seq_idx` (B, L) integer: the document each token of a packed row belongs to, never decreasing along a row.
+
+    The order is checked only where the values can be read.
+    """
+    if seq_idx is None:
+        return
+    check_tensor("seq_idx", seq_idx, (batch, length), "B, L")
+    if seq_idx.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"seq_idx must be int32 or int64, got {seq_idx.dtype}.")
+    if length > 1 and can_read_values(seq_idx) and bool((seq_idx[:, 1:] < seq_idx[:, :-1]).any()):
+        raise ValueError("seq_idx must not decrease along a row: each document of a packed row is one contiguous run.")

@@ -1,0 +1,147 @@
+"""Which implementation of an op runs, and why.
+
+An op is a folder of implementations with one meaning: `reference` (the equation, step by step), `torch` (vectorised,
+runs everywhere), and, where they pay, `native` (CPU) and `triton` (CUDA). The first of `PREFERENCE` that can run is
+taken. `HF_HYBRID_SSM_BACKEND=torch` or `with backend("torch"):` forces one for every op, `backend="torch"` for one
+call; a forced implementation that cannot run raises and says why, it is never replaced silently.
+"""
+
+import importlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from hf_hybrid_ssm.ops._core.forcing import BACKENDS, backend, checked_name, forced_backend
+from hf_hybrid_ssm.ops._core.self_check import BOUNDS, Example, largest_error
+from hf_hybrid_ssm.ops._core.transforms import is_transforming
+
+__all__ = ["BACKENDS", "KERNEL_OF", "PREFERENCE", "REGISTRY", "Op", "backend"]
+
+logger = logging.getLogger(__name__)
+
+PREFERENCE = ("triton", "native", "torch")
+KERNEL_OF = {"cuda": "triton", "cpu": "native"}
+
+
+@dataclass
+class Op:
+    """One op and its implementations.
+
+    Args:
+        name: the public name, used in messages.
+        builtin: implementations that are plain torch and always importable, by backend name.
+        kernels: modules that need an optional package, by backend name. Each has a function `run` of the same
+            signature and a function `supports(device_type, dtype) -> str | None`: None if it can run, else the reason
+            it cannot. They are imported on first use, so that a missing or broken package costs time, not the import.
+        self_check_inputs: arguments on which a kernel is checked against the reference before its first use.
+        opaque: names in `run` that are more than plain torch operations, and so, like every optional backend, cannot
+            run inside a function transform.
+    """
+
+    name: str
+    builtin: dict[str, Callable]
+    kernels: dict[str, str] = field(default_factory=dict)
+    self_check_inputs: Example | None = None
+    opaque: tuple[str, ...] = ()
+    _loaded: dict[str, Callable | str] = field(default_factory=dict, repr=False)
+    _supports: dict[str, Callable] = field(default_factory=dict, repr=False)
+    _errors: dict[tuple, float | str] = field(default_factory=dict, repr=False)
+    _preferred: dict[tuple, str] = field(default_factory=dict, repr=False)
+    _warned: set = field(default_factory=set, repr=False)
+
+    def __post_init__(self) -> None:
+        REGISTRY[self.name] = self
+
+    def unavailable(self, name: str, device_type: str, dtype: torch.dtype) -> str | None:
+        """Why backend `name` cannot run this op on such tensors; None if it can."""
+        if is_transforming() and (name in self.opaque or name in self.kernels):
+            return "it has no rules for forward-mode differentiation and the transforms of torch.func"
+        if name in self.builtin:
+            return None
+        if name not in self.kernels:
+            return f"{self.name} has no {name} implementation"
+        if name not in self._loaded:
+            self._load(name)
+        loaded = self._loaded[name]
+        if isinstance(loaded, str):
+            return loaded
+        return self._supports[name](device_type, dtype) or self._failed_check(name, device_type, dtype)
+
+    def self_check(self, name: str, device_type: str, dtype: torch.dtype) -> float | str:
+        """The largest relative error of an optional backend that can run here, or what it raised; computed once."""
+        key = (name, device_type, dtype)
+        if key not in self._errors:
+            run, reference, example = self._loaded[name], self.builtin["reference"], self.self_check_inputs
+            self._errors[key] = 0.0  # the check itself must not ask for a check
+            try:
+                self._errors[key] = largest_error(run, reference, example, device_type, dtype)  # type: ignore[arg-type]
+            except Exception as error:  # whatever a kernel does, the torch path goes on
+                self._errors[key] = f"{type(error).__name__}: {error}"
+            if reason := self._failed_check(name, device_type, dtype):
+                logger.warning("%s: the %s backend will not be used: %s.", self.name, name, reason)
+        return self._errors[key]
+
+    def _failed_check(self, name: str, device_type: str, dtype: torch.dtype) -> str | None:
+        if self.self_check_inputs is None:
+            return None
+        error, where = self.self_check(name, device_type, dtype), f"its self-check on {device_type} in {dtype}"
+        if isinstance(error, str):
+            return f"{where} raised {error}"
+        return (
+            None if error <= BOUNDS[dtype] else f"{where} is off by {error:.1e} (at most {BOUNDS[dtype]:.0e} allowed)"
+        )
+
+    def _warn_once(self, device_type: str, dtype: torch.dtype) -> None:
+        """A missing kernel is no error, but nobody should have to find out with a stopwatch."""
+        kernel = KERNEL_OF.get(device_type)
+        if kernel not in self.kernels or dtype not in BOUNDS or kernel in self._warned:
+            return
+        self._warned.add(kernel)
+        if reason := self.unavailable(kernel, device_type, dtype):
+            message = "%s runs its torch implementation on %s, slower than the %s kernel: %s."
+            logger.warning(message, self.name, device_type, kernel, reason)
+
+    def select(self, device_type: str, dtype: torch.dtype, requested: str | None = None) -> Callable:
+        """The implementation to run on tensors of this device type and dtype."""
+        requested, transforming = requested or forced_backend(), is_transforming()
+        if requested is None and not transforming and not torch.compiler.is_compiling():
+            key = (device_type, dtype)  # asked once: decoding a token asks for every op of every layer
+            if key not in self._preferred:
+                self._preferred[key] = _choose(self.name, device_type, dtype, None)
+            name = self._preferred[key]
+        else:
+            name = _choose(self.name, device_type, dtype, requested)
+        return self.builtin[name] if name in self.builtin else self._loaded[name]  # type: ignore[return-value]
+
+    def explain(self, device_type: str, dtype: torch.dtype) -> dict[str, str]:
+        """What each backend would say to such tensors: "runs" or the reason it does not."""
+        return {name: self.unavailable(name, device_type, dtype) or "runs" for name in BACKENDS}
+
+    def _load(self, name: str) -> None:
+        try:
+            module = importlib.import_module(self.kernels[name])
+        except Exception as error:  # a broken optional kernel must not take the torch path down with it
+            self._loaded[name] = f"{type(error).__name__} while importing it: {error}"
+        else:
+            self._supports[name] = module.supports
+            self._loaded[name] = module.run
+
+
+REGISTRY: dict[str, Op] = {}
+
+
+@torch.compiler.assume_constant_result
+def _choose(op: str, device_type: str, dtype: torch.dtype, requested: str | None) -> str:
+    """The name of the backend to run; `torch.compile` calls this once while it traces."""
+    name = checked_name(requested, "backend")
+    if name is None:
+        order = (*PREFERENCE, "reference")
+        name = next(name for name in order if REGISTRY[op].unavailable(name, device_type, dtype) is None)
+        if name == "torch" and not is_transforming():
+            REGISTRY[op]._warn_once(device_type, dtype)
+        return name
+    if reason := REGISTRY[op].unavailable(name, device_type, dtype):
+        raise ValueError(f"backend={name!r} was forced but cannot run {op}: {reason}.")
+    return name

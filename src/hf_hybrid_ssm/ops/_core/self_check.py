@@ -1,0 +1,60 @@
+"""Does a kernel compute, on this very device, what its reference computes?
+
+Kernels that are right on one card, driver or compiler have been wrong on another. So each optional backend is run once
+per device type and dtype on a small example before it is used, forward and backward, against the float64 reference.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+# relative to the largest entry; a few times what rounding alone does to the examples
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+Example = Callable[[], dict]
+"""Keyword arguments of an op: float32 CPU tensors, which are differentiated, and options."""
+
+
+def largest_error(run: Callable, reference: Callable, example: Example, device_type: str, dtype: torch.dtype) -> float:
+    """The largest relative error of `run` in outputs and gradients; NaN counts as infinite."""
+    # the first use may lie inside a trace, no_grad, autocast, a default device, or a checkpoint (which counts tensors)
+    surroundings = (
+        _disable_current_modes(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(_identity, _identity),
+        torch.autocast(device_type, enabled=False),
+        torch.device("cpu"),
+    )
+    with ExitStack() as stack:
+        for context in surroundings:
+            stack.enter_context(context)
+        arguments = example()
+        got = _outputs_and_gradients(run, arguments, torch.device(device_type), dtype)
+        rounded = {name: t.to(dtype) if isinstance(t, torch.Tensor) else t for name, t in arguments.items()}
+        want = _outputs_and_gradients(reference, rounded, torch.device("cpu"), torch.float64)
+        return max(_relative(g, w) for g, w in zip(got, want))
+
+
+def _identity(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _outputs_and_gradients(run: Callable, arguments: dict, device: torch.device, dtype: torch.dtype) -> list:
+    tensors = {
+        name: t.detach().to(device, dtype).requires_grad_()
+        for name, t in arguments.items()
+        if isinstance(t, torch.Tensor)
+    }
+    outputs = run(**(arguments | tensors))
+    weights = torch.Generator().manual_seed(1)
+    loss = sum((o * torch.randn(o.shape, generator=weights).to(o.device, o.dtype)).sum() for o in outputs)
+    return [t.detach().cpu().double() for t in (*outputs, *torch.autograd.grad(loss, list(tensors.values())))]
+
+
+def _relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    if got.shape != want.shape or not got.isfinite().all():
+        return float("inf")
+    return float((got - want).abs().max() / want.abs().max())

@@ -1,0 +1,130 @@
+"""Which keys a query sees: always an interval of distances d = i - j, cut per token by documents, chunks and
+padding."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class AttentionState(NamedTuple):
+    """What later tokens need of the earlier ones.
+
+    Args:
+        keys: (B, G, P, E), the last P keys, newest last.
+        values: (B, G, P, V).
+        seen: (B,) int64, tokens so far of the row's last document; min(seen, P) of the keys are its own, the rest of
+            the slots hold anything.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    seen: torch.Tensor
+
+
+class DistanceRange(NamedTuple):
+    """Per token, the distances it may see: first ≤ d ≤ last, and its rank in its document; each (B or 1, L) int64."""
+
+    first: torch.Tensor
+    last: torch.Tensor
+    rank: torch.Tensor
+
+
+def reach_of_tokens(
+    length: int,
+    nearest: int | None,
+    farthest: int | None,
+    chunk_size: int | None,
+    *,
+    seen: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    device: torch.device,
+) -> DistanceRange:
+    """The interval of each token. Counting a token's rank within its document makes one comparison serve the start of
+    the row, the empty slots of a cache, the borders of documents, and the grid of chunks."""
+    position = torch.arange(length, device=device).unsqueeze(0)
+    rank, end = position, None
+    if seen is not None:
+        rank = rank + seen.unsqueeze(1)
+    if seq_idx is not None:
+        is_start = torch.ones_like(seq_idx, dtype=torch.bool)
+        is_start[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+        start = torch.where(is_start, position, 0).cummax(1).values
+        rank = torch.where(start == 0, rank, position - start)
+        later_start = torch.where(is_start, position, length).flip(1).cummin(1).values.flip(1)  # at or after i
+        end = torch.cat([later_start[:, 1:], torch.full_like(later_start[:, :1], length)], 1)
+    last = rank if farthest is None else rank.clamp(max=farthest)
+    if nearest is not None and nearest >= 0:
+        first = torch.full_like(position, nearest)
+    else:
+        stop = torch.full_like(position, length) if end is None else end
+        if lengths is not None:
+            stop = torch.minimum(stop, lengths.unsqueeze(1))
+        first = (position + 1 - stop).clamp(max=0)  # minus the tokens that follow in the document
+        first = first if nearest is None else first.clamp(min=nearest)
+    if chunk_size is not None:
+        phase = rank % chunk_size
+        first, last = torch.maximum(first, phase + 1 - chunk_size), torch.minimum(last, phase)
+    return DistanceRange(first, last, rank)
+
+
+def bias_by_distance(bias: torch.Tensor, distance: torch.Tensor, two_sided: bool) -> torch.Tensor:
+    """(H, ...) the bias of each distance; distances beyond the table take its last (two-sided: outermost) value."""
+    column = distance + bias.shape[1] // 2 if two_sided else distance
+    return bias[:, column.clamp(0, bias.shape[1] - 1)]
+
+
+def zero_key_logits(bias: torch.Tensor | None, rank: torch.Tensor, nearest: int, farthest: int, like: torch.Tensor):
+    """Log of the summed weights of the zero keys before the document's start, (B or 1, H or 1, L).
+
+    A token of rank p misses the distances p+1 … farthest; each holds a zero key, of logit bias(d) alone.
+    """
+    distance = torch.arange(nearest, farthest + 1, device=rank.device)
+    logits = (
+        like.new_zeros(1, len(distance)) if bias is None else bias_by_distance(bias, distance, False).to(like.dtype)
+    )
+    missing = logits.flip(1).logcumsumexp(1).flip(1)  # column c: distances nearest + c … farthest
+    missing = torch.cat([missing, torch.full_like(missing[:, :1], float("-inf"))], 1)
+    column = (rank + 1 - nearest).clamp(0, len(distance))
+    return missing[:, column].transpose(0, 1)
+
+
+def push(
+    state: AttentionState | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    capacity: int | None,
+    seq_idx: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+) -> AttentionState:
+    """The state after these keys and values (B, G, L, ...): the last `capacity` of [state ; keys], or all if None.
+
+    What `local_attention` returns as its final state, without the attention.
+    """
+    batch, _, length, _ = keys.shape
+    held = 0 if state is None else state.keys.shape[2]
+    capacity = held + length if capacity is None else capacity
+    count = keys.new_full((batch,), length, dtype=torch.int64) if lengths is None else lengths.long()
+    seen = count if state is None else count + state.seen
+    if seq_idx is not None and length > 0:
+        last_column = (count - 1).clamp(min=0).unsqueeze(1)
+        last = seq_idx.gather(1, last_column)
+        column = torch.arange(length, device=keys.device)
+        in_last = ((seq_idx == last) & (column < count.unsqueeze(1))).sum(1)
+        seen = torch.where(last.squeeze(1) == seq_idx[:, 0], seen, in_last)
+
+    def newest(old: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
+        every = new if old is None else torch.cat([old.to(new.dtype), new], 2)
+        total = every.shape[2]
+        if total < capacity:
+            every = torch.nn.functional.pad(every, (0, 0, capacity - total, 0))
+            total = capacity
+        if lengths is None:
+            return every[:, :, total - capacity :]
+        column = total - length - capacity + count.unsqueeze(1) + torch.arange(capacity, device=new.device)
+        column = column[:, None, :, None]
+        kept = every.gather(2, column.clamp(min=0).expand(-1, every.shape[1], -1, every.shape[3]))
+        return torch.where(column >= 0, kept, 0.0)  # before the first token: column 0 may be padding, and NaN
+
+    old_keys, old_values = (None, None) if state is None else (state.keys, state.values)
+    return AttentionState(newest(old_keys, keys), newest(old_values, values), seen)

@@ -1,0 +1,192 @@
+"""The long convolution, vectorised: one FFT over time, or block by block where documents must not see each other.
+
+The block form splits the row in halves again and again. What the left half of a pair sends to the right one crosses
+the border between them, so it stays within the one document that spans that border: a mask on the left input and one
+on the right output make packed rows exact, with fixed shapes and in O(L log^2 L).
+"""
+
+import torch
+import torch.nn.functional as F
+
+from hf_hybrid_ssm.ops._core.output_positions import take_outputs
+from hf_hybrid_ssm.ops.long_conv.fft import fast_length, fft_conv
+
+BASE = 8  # below this size a few shifted products are cheaper than a matrix product
+LARGEST_MATRIX = 64  # above this size a half is convolved by FFT instead of by its Toeplitz matrix
+DIRECT = 16  # kernels up to this length are summed tap by tap
+
+
+def run(
+    u: torch.Tensor,
+    kernel: torch.Tensor,
+    future_kernel: torch.Tensor | None,
+    skip: torch.Tensor | None,
+    history: torch.Tensor,
+    seq_idx: torch.Tensor | None,
+    method: str,
+) -> torch.Tensor:
+    """y (B, L, F, D) of u (B, L, D) with kernels (F, D, K), skip (F, D), history (B, H, D), seq_idx (B, L)."""
+    batch, length, channels = u.shape
+    past = history.shape[1]
+    if length == 0 or batch == 0:
+        return u.new_zeros(batch, length, kernel.shape[0], channels)
+    documents = None
+    if seq_idx is not None:
+        documents = torch.cat([seq_idx[:, :1].expand(batch, past), seq_idx], dim=1)
+    taps = kernel.shape[-1] + (0 if future_kernel is None else future_kernel.shape[-1])
+    if method == "auto":
+        method = "direct" if taps <= DIRECT else "fft" if documents is None else "block"
+    if method == "fft" and documents is None:
+        y = fft_conv(torch.cat([history, u], dim=1) if past else u, kernel, future_kernel)[:, past:]
+        return y if skip is None else torch.addcmul(y, skip, u.unsqueeze(2))
+    x = torch.cat([history, u], dim=1).transpose(1, 2)  # (B, D, H + L)
+    if method == "direct":
+        y = _direct(x, kernel, future_kernel, documents)
+    else:
+        y = block_conv(x, kernel, future_kernel, documents)
+    y = y[..., past:].permute(0, 3, 1, 2)
+    return y if skip is None else torch.addcmul(y, skip, u.unsqueeze(2))
+
+
+def sampled(
+    u: torch.Tensor,
+    kernel: torch.Tensor,
+    skip: torch.Tensor | None,
+    history: torch.Tensor,
+    seq_idx: torch.Tensor | None,
+    every: int | None,
+    at: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y (B, J, F, D) at every `every`-th token or at the tokens `at`: a few outputs cost less than all of them."""
+    batch, length, channels = u.shape
+    taps = kernel.shape[-1]
+    every_nth = torch.arange(length, device=u.device)[(every or 1) - 1 :: every]
+    wanted = every_nth.expand(batch, -1) if at is None else at
+    if wanted.numel() == 0:
+        return u.new_zeros(*wanted.shape, kernel.shape[0], channels)
+    missing = taps - 1 - history.shape[1]
+    x = F.pad(torch.cat([history, u], dim=1), (0, 0, max(missing, 0), 0))[:, max(-missing, 0) :]
+    rows = torch.arange(batch, device=u.device).unsqueeze(1)
+    windows = x.unfold(1, taps, 1)[rows, wanted]  # (B, J, D, K), the last tap is the token itself
+    if seq_idx is not None:
+        documents = torch.cat([seq_idx[:, :1].expand(batch, taps - 1), seq_idx], dim=1)
+        spans = documents.unfold(1, taps, 1)[rows, wanted]
+        windows = torch.where((spans == spans[..., -1:]).unsqueeze(2), windows, 0.0)
+    flat = windows.permute(2, 0, 1, 3).reshape(channels, -1, taps)
+    y = torch.bmm(flat, kernel.flip(-1).permute(1, 2, 0)).view(channels, batch, -1, kernel.shape[0])
+    y = y.permute(1, 2, 3, 0)
+    return y if skip is None else y + skip * take_outputs(u, every, at).unsqueeze(2)
+
+
+def toeplitz(taps: torch.Tensor) -> torch.Tensor:
+    """T (..., h, h), T[i, j] = taps[h - 1 + j - i] from input i to output j, of taps (..., 2h - 1)."""
+    size = (taps.shape[-1] + 1) // 2
+    return taps.unfold(-1, size, 1).flip(-2)
+
+
+def causal_toeplitz(kernel: torch.Tensor) -> torch.Tensor:
+    """T (..., w, w) with T[i, j] = K_{j-i} for i <= j and 0 above, from a kernel (..., w)."""
+    return toeplitz(F.pad(kernel, (kernel.shape[-1] - 1, 0)))
+
+
+def _direct(
+    x: torch.Tensor, kernel: torch.Tensor, future_kernel: torch.Tensor | None, documents: torch.Tensor | None
+) -> torch.Tensor:
+    """Tap by tap, for short kernels. x (B, D, T) -> (B, F, D, T)."""
+    time = x.shape[-1]
+    x = x.unsqueeze(1)
+    y = kernel[..., :1] * x
+    for k in range(1, min(kernel.shape[-1], time)):
+        source = x[..., : time - k]
+        if documents is not None:
+            same = (documents[:, k:] == documents[:, : time - k])[:, None, None]
+            source = torch.where(same, source, 0.0)
+        y = y + F.pad(kernel[..., k : k + 1] * source, (k, 0))
+    for k in range(1, min(1 + (0 if future_kernel is None else future_kernel.shape[-1]), time)):
+        source = x[..., k:]
+        if documents is not None:
+            same = (documents[:, k:] == documents[:, : time - k])[:, None, None]
+            source = torch.where(same, source, 0.0)
+        y = y + F.pad(future_kernel[..., k - 1 : k] * source, (0, k))  # type: ignore[index]
+    return y
+
+
+def block_conv(
+    x: torch.Tensor,
+    kernel: torch.Tensor,
+    future_kernel: torch.Tensor | None = None,
+    documents: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Outputs (M, F, D, T) of x (M, D, T) by halves; documents (M, T), no token sees another document."""
+    rows, _, time = x.shape
+    size = max(BASE, 1 << (time - 1).bit_length())
+    x = F.pad(x, (0, size - time)).transpose(0, 1)  # (D, M, size)
+    if documents is not None:
+        last = documents[:, -1:].expand(rows, size - time)
+        documents = torch.cat([documents, last], dim=1)
+    y = _base(x, kernel, future_kernel, documents)
+    half = BASE
+    while half < size:
+        y = y + _level(x, kernel, future_kernel, documents, half)
+        half *= 2
+    return y[..., :time].permute(2, 0, 1, 3)
+
+
+def _base(
+    x: torch.Tensor, kernel: torch.Tensor, future_kernel: torch.Tensor | None, documents: torch.Tensor | None
+) -> torch.Tensor:
+    """What tokens of one aligned group of BASE send each other. x (D, M, T) -> (F, D, M, T)."""
+    channels, rows, size = x.shape
+    groups = x.reshape(channels, rows * (size // BASE), BASE).permute(1, 0, 2)
+    inside = None if documents is None else documents.reshape(-1, BASE)
+    y = _direct(groups, kernel[..., :BASE], None if future_kernel is None else future_kernel[..., : BASE - 1], inside)
+    return y.permute(1, 2, 0, 3).reshape(-1, channels, rows, size)
+
+
+def _level(
+    x: torch.Tensor,
+    kernel: torch.Tensor,
+    future_kernel: torch.Tensor | None,
+    documents: torch.Tensor | None,
+    half: int,
+) -> torch.Tensor:
+    """What the halves of every aligned pair of `half` tokens send each other. x (D, M, T) -> (F, D, M, T)."""
+    channels, rows, size = x.shape
+    pairs = x.reshape(channels, rows, size // (2 * half), 2, half)
+    left, right = pairs[..., 0, :], pairs[..., 1, :]
+    left_alive = right_alive = None
+    if documents is not None:
+        spans = documents.reshape(rows, size // (2 * half), 2, half)
+        spanning = spans[..., 0, -1:]  # the one document that can reach over the border
+        left_alive, right_alive = spans[..., 0, :] == spanning, spans[..., 1, :] == spanning
+    to_right = _cross(left, left_alive, kernel[..., 1:], right_alive)
+    if future_kernel is None:
+        to_left = torch.zeros_like(to_right)
+    else:
+        flipped = [None if alive is None else alive.flip(-1) for alive in (right_alive, left_alive)]
+        to_left = _cross(right.flip(-1), flipped[0], future_kernel, flipped[1]).flip(-1)
+    return torch.stack([to_left, to_right], dim=-2).reshape(-1, channels, rows, size)
+
+
+def _cross(
+    source: torch.Tensor, source_alive: torch.Tensor | None, taps: torch.Tensor, target_alive: torch.Tensor | None
+) -> torch.Tensor:
+    """out_j = sum_i taps[h - 1 + j - i] source_i: the step over one border. source (D, M, P, h) -> (F, D, M, P, h)."""
+    channels, rows, pairs, half = source.shape
+    reach = min(half, taps.shape[-1])  # a short kernel touches only the tokens next to the border
+    if reach == 0:
+        return source.new_zeros(taps.shape[0], channels, rows, pairs, half)
+    if source_alive is not None:
+        source = torch.where(source_alive, source, 0.0)
+    source = source[..., half - reach :].reshape(channels, rows * pairs, reach)
+    taps = F.pad(taps[..., : 2 * reach - 1], (0, max(0, 2 * reach - 1 - taps.shape[-1])))
+    if reach <= LARGEST_MATRIX:
+        matrix = toeplitz(taps).permute(1, 2, 0, 3).reshape(channels, reach, -1)  # (D, h, F h)
+        out = torch.bmm(source, matrix).view(channels, rows, pairs, -1, reach).permute(3, 0, 1, 2, 4)
+    else:
+        size = fast_length(2 * reach - 1)
+        product = torch.fft.rfft(source, n=size) * torch.fft.rfft(taps, n=size).unsqueeze(-2)
+        out = torch.fft.irfft(product, n=size)[..., reach - 1 : 2 * reach - 1]
+        out = out.reshape(-1, channels, rows, pairs, reach)
+    out = F.pad(out, (0, half - reach))
+    return out if target_alive is None else torch.where(target_alive, out, 0.0)

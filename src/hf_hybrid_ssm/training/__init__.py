@@ -1,0 +1,1 @@
+"""Helpers for training: optimizer groups, resuming, warm starts, sequence parallelism."""

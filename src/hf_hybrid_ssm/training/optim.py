@@ -1,0 +1,58 @@
+"""Parameter groups for AdamW: what is decayed, and which parameters have a learning rate of their own."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def parameter_groups(model: nn.Module, weight_decay: float, *, lr: float | None = None) -> list[dict[str, Any]]:
+    """Groups for a torch optimizer: `torch.optim.AdamW(parameter_groups(model, 0.1, lr=1e-3))`.
+
+    Tensors of two and more dimensions decay; norms, biases (also several in one tensor, which their name tells) and
+    other vectors do not. A parameter may say otherwise by an attribute `_optim`, and a module for what it holds by a
+    method `optimizer_options(name)`, as the state-space mixers do for their own parameters: a dict of optimizer
+    options such as `{"lr": 1e-3, "weight_decay": 0.0}`, which win over the defaults. What the module says also holds
+    once FSDP has put shards in the parameters' place. Frozen parameters are left out; tied ones appear once. The order
+    depends on the model alone, so that a saved optimizer state fits again.
+
+    Args:
+        model: the model to train.
+        weight_decay: of the decayed parameters, ≥ 0.
+        lr: learning rate of the parameters that name none; `None` leaves it to the optimizer.
+
+    Returns:
+        One dict for each distinct set of options, with `params` and those options.
+
+    Raises:
+        ValueError: `weight_decay` or `lr` is negative, or nothing in the model can be trained.
+    """
+    if weight_decay < 0:
+        raise ValueError(f"weight_decay={weight_decay} must be at least 0.")
+    if lr is not None and lr < 0:
+        raise ValueError(f"lr={lr} must be at least 0.")
+    groups: dict[tuple, dict[str, Any]] = {}
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.requires_grad or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            options = _options(module, name, parameter, weight_decay, lr)
+            group = groups.setdefault(tuple(sorted(options.items())), {"params": [], **options})
+            group["params"].append(parameter)
+    if not groups:
+        raise ValueError(f"{type(model).__name__} has no parameter with requires_grad=True.")
+    return list(groups.values())
+
+
+def _options(
+    module: nn.Module, name: str, parameter: torch.Tensor, weight_decay: float, lr: float | None
+) -> dict[str, Any]:
+    decays = parameter.dim() >= 2 and "bias" not in name
+    options: dict[str, Any] = {"weight_decay": weight_decay if decays else 0.0}
+    if lr is not None:
+        options["lr"] = lr
+    if callable(own := getattr(module, "optimizer_options", None)):
+        options |= own(name)
+    return options | getattr(parameter, "_optim", {})

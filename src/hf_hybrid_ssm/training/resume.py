@@ -1,0 +1,77 @@
+"""Which checkpoint of an interrupted `Trainer` run to go on from.
+
+`Trainer` writes a checkpoint file by file into its final place, so a process that is killed meanwhile leaves a folder
+that looks like the newest checkpoint and is not one; `resume_from_checkpoint=True` takes it.
+"""
+
+import json
+import os
+import re
+import zipfile
+from pathlib import Path
+
+from hf_hybrid_ssm.hub.folder import check_weights, read_json
+
+NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
+
+
+def latest_complete_checkpoint(output_dir: str | os.PathLike) -> str | None:
+    """The folder to give to `Trainer.train(resume_from_checkpoint=...)`; None if there is none to go on from.
+
+    Every file of a checkpoint is read once, newest folder first, until one is whole.
+    """
+    folder = Path(output_dir)
+    found = [(int(match[1]), path) for path in folder.glob("checkpoint-*") if (match := _STEP.fullmatch(path.name))]
+    return next((str(path) for _, path in sorted(found, reverse=True) if checkpoint_defect(path) is None), None)
+
+
+_STEP = re.compile(r"checkpoint-(\d+)")
+
+
+def checkpoint_defect(checkpoint: str | os.PathLike) -> str | None:
+    """What keeps a `Trainer` checkpoint from being whole, in a sentence; None if nothing does.
+
+    One that was saved with `save_only_model=True` is not whole: going on from it would not repeat the run.
+    """
+    folder = Path(checkpoint)
+    # FSDP saves both in folders, through torch.distributed
+    sharded = sorted(path for name in ("pytorch_model_fsdp_*", "optimizer_*") for path in folder.glob(name))
+    if sharded:
+        if missing := [path.name for path in sharded if not (path / ".metadata").is_file()]:
+            return f"{missing[0]} has no .metadata, which is written last"
+        needed: tuple[str, ...] = ("trainer_state.json", "scheduler.pt")
+    else:
+        needed = NEEDED
+        try:
+            check_weights(folder)
+        except ValueError as error:
+            return str(error)
+    if missing := [name for name in needed if not (folder / name).is_file()]:
+        return f"{missing[0]} is missing"
+    try:
+        step = read_json(folder / "trainer_state.json").get("global_step")
+    except ValueError as error:
+        return str(error)
+    if folder.name != f"checkpoint-{step}":
+        return f"trainer_state.json is of step {step}"
+    if not list(folder.glob("rng_state*.pth")):
+        return "rng_state.pth is missing"
+    for path in (*folder.glob("*.pt"), *folder.glob("rng_state*.pth")):
+        if reason := _archive_damage(path):
+            return reason
+    for path in folder.glob("*.json"):
+        try:
+            json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            return f"{path.name} is not valid JSON: {error}"
+    return None
+
+
+def _archive_damage(path: Path) -> str | None:
+    """`torch.save` writes zip archives: a directory at the end, a checksum for each entry. Nothing is unpickled."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+    except (zipfile.BadZipFile, OSError, EOFError) as error:
+        return f"{path.name} is no whole archive: {error}"
+    return f"{path.name} has a broken entry {broken}" if broken else None

@@ -1,0 +1,217 @@
+"""Rows too long for one device: Longhorn on several processes, each of which holds one piece of every row.
+
+A layer of Longhorn needs of the tokens before a piece only the last inputs of its short convolution and the state of
+its scan. So a process receives these two from the one before, layer by layer, and hands its own on; the backward sends
+their gradients the other way. Memory of activations and logits falls with the number of processes.
+
+    outputs = forward_shard(model, input_ids, labels=labels)  # the whole rows, on every process
+    outputs.loss.backward()
+    sum_gradients(model)
+
+Within one layer the processes work one after the other, since that is what a recurrence is. But a process goes on to
+its next layer as soon as it has handed on its state, so that with R processes and N layers all of them work after
+R - 1 layers: a forward would take (N + R - 1) / (N R) of the time of one process, if sending took none. That is
+arithmetic; it was not measured.
+
+Only stacks of Longhorn layers: attention would need the keys of every piece before. No padding, no gradient
+checkpointing, which would receive the states a second time.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from hf_hybrid_ssm.models.cache import Recompute, RecurrentStateLayer, States
+
+
+def forward_shard(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    *,
+    labels: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> CausalLMOutputWithPast:
+    """The forward of this process's piece of every row. All processes of the group call it with the same arguments.
+
+    Args:
+        model: a `LonghornForCausalLM` whose layers are all recurrent, the same on every process.
+        input_ids: (B, L) whole rows without padding, L at least the number of processes.
+        labels: (B, L), usually `input_ids`; the last token of a piece predicts the first one of the next.
+        seq_idx: (B, L) int, documents of packed rows.
+        group: the processes, in the order of the pieces; all of them by default.
+
+    Returns:
+        `logits` of the piece; `loss`, the piece's share of the mean over the rows (the shares of all processes add up
+        to it); `past_key_values`, on the last process alone: the state behind the rows, to decode from.
+
+    Raises:
+        ValueError: attention layers, gradient checkpointing, or rows shorter than the number of processes.
+    """
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    batch, length = input_ids.shape
+    _check(model, length, ranks)
+    begin, end = rank * length // ranks, (rank + 1) * length // ranks
+    continues = None if seq_idx is None or rank == 0 else seq_idx[:, begin - 1] == seq_idx[:, begin]
+    cache = DynamicCache(config=model.config)
+    cache.layers = [_PieceLayer(model, batch, group, continues) for _ in cache.layers]
+    options: dict[str, Any] = {} if seq_idx is None else {"seq_idx": seq_idx[:, begin:end]}
+    if labels is not None:
+        shifted = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+        options |= {"labels": labels[:, begin:end], "shift_labels": shifted[:, begin:end].contiguous()}
+        options["num_items_in_batch"] = (shifted != -100).sum()
+    outputs = model(input_ids[:, begin:end], past_key_values=cache, use_cache=True, **options)
+    receipts = [layer.send_token for layer in cache.layers if layer.send_token is not None]
+    loss, logits = outputs.loss, outputs.logits
+    if receipts:  # a backward from the loss, or without labels from the logits, must reach the states that were sent
+        loss = None if loss is None else _AttachBackward.apply(loss, *receipts)
+        logits = logits if loss is not None else _AttachBackward.apply(logits, *receipts)
+    behind = _behind(model, cache, length) if rank == ranks - 1 else None
+    return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=behind)
+
+
+def sum_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Add up the gradients of all processes, in place; then each process can step its own optimizer."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=group)
+
+
+def _check(model: PreTrainedModel, length: int, ranks: int) -> None:
+    kinds = set(getattr(model.config, "block_types", None) or ("none",))
+    if model.config.model_type != "longhorn" or kinds != {"linear_attention"}:
+        raise ValueError(
+            f"model is a {type(model).__name__} with layers of type {', '.join(sorted(kinds))}; only stacks of "
+            'Longhorn layers ("linear_attention") can be cut along the length.'
+        )
+    if model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise ValueError("gradient checkpointing would receive each state twice; switch it off, the pieces are short.")
+    if length < ranks:
+        raise ValueError(f"input_ids has {length} tokens a row for {ranks} processes; each needs at least one.")
+
+
+class _PieceLayer(RecurrentStateLayer):
+    """A layer's states: read, they come from the process before; stored, they go to the one behind."""
+
+    _layer_type = None  # type: ignore[assignment]  # no cache builds it by itself
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batch: int,
+        group: dist.ProcessGroup | None,
+        continues: torch.Tensor | None,
+    ):
+        super().__init__()
+        self.group, self.continues = group, continues
+        config = model.config
+        weight = model.get_input_embeddings().weight
+        self.wide = torch.promote_types(weight.dtype, torch.float32)
+        self.shapes = {
+            "conv": (batch, config.conv_kernel - 1, config.intermediate_size),
+            "scan": (batch, config.intermediate_size, config.state_size),
+        }
+        self.send_token: torch.Tensor | None = None
+        if dist.get_rank(group) > 0:
+            self.states = _LazyStates(self, weight.device)
+
+    def receive(self, device: torch.device) -> States:
+        """Both states in one message, zero where a document begins with the piece."""
+        sizes = [torch.Size(shape).numel() for shape in self.shapes.values()]
+        trigger = torch.zeros((), device=device, requires_grad=torch.is_grad_enabled())
+        message = _Receive.apply(trigger, sum(sizes), self.wide, self.group)
+        parts = zip(self.shapes.items(), message.split(sizes))
+        states = {name: part.view(shape) for (name, shape), part in parts}
+        if self.continues is None:
+            return states
+        return {name: torch.where(self.continues[:, None, None], state, 0.0) for name, state in states.items()}
+
+    def update_states(self, num_tokens: int, states: States, recompute: Recompute) -> None:
+        if dist.get_rank(self.group) < dist.get_world_size(self.group) - 1:
+            message = torch.cat([states[name].to(self.wide).flatten() for name in self.shapes])
+            self.send_token = _Send.apply(message, self.group)
+        super().update_states(num_tokens, states, recompute)
+
+
+class _LazyStates(dict):
+    """States that are not here yet: empty until one of them is asked for, which waits for the process before."""
+
+    def __init__(self, layer: _PieceLayer, device: torch.device):
+        super().__init__()
+        self.layer, self.device = layer, device
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if not self:
+            self.update(self.layer.receive(self.device))
+        return super().get(name, default)
+
+
+def _neighbour(group: dist.ProcessGroup | None, step: int) -> int:
+    """The global rank of the process before (-1) or behind (1)."""
+    place = dist.get_rank(group) + step
+    return place if group is None else dist.get_global_rank(group, place)
+
+
+class _Send(torch.autograd.Function):
+    """A message to the process behind; the gradient comes back from it. Returns a zero that stands for the message."""
+
+    @staticmethod
+    def forward(ctx: Any, message: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:  # type: ignore[override]
+        ctx.group, ctx.size, ctx.dtype = group, message.numel(), message.dtype
+        dist.send(message.detach().contiguous(), _neighbour(group, 1), group=group)
+        return message.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, zero: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        gradient = zero.new_empty(ctx.size, dtype=ctx.dtype)
+        dist.recv(gradient, _neighbour(ctx.group, 1), group=ctx.group)
+        return gradient, None
+
+
+class _Receive(torch.autograd.Function):
+    """The message of the process before; its gradient goes back there."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, trigger: torch.Tensor, size: int, dtype: torch.dtype, group: dist.ProcessGroup | None
+    ) -> torch.Tensor:
+        ctx.group = group
+        message = trigger.new_empty(size, dtype=dtype)
+        dist.recv(message, _neighbour(group, -1), group=group)
+        return message
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        dist.send(gradient.contiguous(), _neighbour(ctx.group, -1), group=ctx.group)
+        return gradient.new_zeros(()), None, None, None
+
+
+class _AttachBackward(torch.autograd.Function):
+    """The first tensor, from which a backward also reaches the messages that were sent."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, *receipts: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.receipts = [(send_token.dtype, send_token.device) for send_token in receipts]
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return gradient, *(torch.zeros((), dtype=dtype, device=device) for dtype, device in ctx.receipts)
+
+
+def _behind(model: PreTrainedModel, pieces: DynamicCache, length: int) -> DynamicCache:
+    """An ordinary cache with the states behind the rows."""
+    cache = DynamicCache(config=model.config)
+    for layer, piece in zip(cache.layers, pieces.layers):
+        layer.update_states(length, piece.states, _cannot_replay)
+    return cache
+
+
+def _cannot_replay(num_tokens: int) -> States:
+    raise RuntimeError("the tokens of the other processes cannot be undone")
