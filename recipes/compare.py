@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from checks import check_output
-from documents import DataArguments
+from _lib.checks import check_output
+from _lib.documents import DataArguments
+from _lib.settings import read_settings
+from _lib.training import perplexity, say, write_json
 from pretrain_clm import ModelArguments, pretrain
-from settings import read_settings
-from training import perplexity, say, write_json
 from transformers import HfArgumentParser, TrainingArguments
 
 

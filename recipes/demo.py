@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 import yaml
+from _lib.documents import DataArguments, begin_of, token_ids
+from _lib.ngrams import bigram_loss, unigram_loss
+from _lib.scoring import scored_documents, sliding_loss
+from _lib.standard_text import standard_documents
+from _lib.training import perplexity, plot_loss, write_json
 from datasets import Dataset
-from documents import DataArguments, begin_of, token_ids
-from ngrams import bigram_loss, unigram_loss
 from pretrain_clm import ModelArguments, pretrain
-from scoring import scored_documents, sliding_loss
-from standard_text import standard_documents
-from training import perplexity, plot_loss, write_json
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,

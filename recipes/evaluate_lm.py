@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checks import check_checkpoint, check_columns, check_vocabulary
-from documents import begin_of, documents_of_files, token_ids
-from scoring import loss_at, scored_documents, sliding_loss
+from _lib.checks import check_checkpoint, check_columns, check_vocabulary
+from _lib.documents import begin_of, documents_of_files, token_ids
+from _lib.scoring import loss_at, scored_documents, sliding_loss
+from _lib.training import perplexity, save_figure, write_json
 from tqdm import tqdm
-from training import perplexity, save_figure, write_json
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedModel, set_seed
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checks import check_checkpoint, check_labels, check_output, check_vocabulary
+from _lib.checks import check_checkpoint, check_labels, check_output, check_vocabulary
+from _lib.documents import token_ids, train_tokenizer
+from _lib.settings import read_settings
+from _lib.training import Trainer, say, write_figures, write_lines, write_text
 from datasets import Dataset, DatasetDict, load_dataset
-from documents import token_ids, train_tokenizer
 from scipy.stats import pearsonr, spearmanr
-from settings import read_settings
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
-from training import Trainer, say, write_figures, write_lines, write_text
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checks import check_checkpoint, check_output, check_vocabulary
+from _lib.checks import check_checkpoint, check_output, check_vocabulary
+from _lib.documents import documents_of_files, train_tokenizer
+from _lib.settings import read_settings
+from _lib.training import Trainer, say, write_figures, write_lines
 from datasets import Dataset, load_dataset
-from documents import documents_of_files, train_tokenizer
 from rouge_score.rouge_scorer import RougeScorer
-from settings import read_settings
-from training import Trainer, say, write_figures, write_lines
 from transformers import (
     AutoConfig,
     AutoModelForSeq2SeqLM,

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checks import check_checkpoint, check_columns, check_output, check_vocabulary
+from _lib.checks import check_checkpoint, check_columns, check_output, check_vocabulary
+from _lib.documents import DataArguments, begin_of, documents_of_files, token_ids
+from _lib.scoring import loss_at
+from _lib.settings import read_settings
+from _lib.training import perplexity, save_figure, say, write_json
 from compare import merged
-from documents import DataArguments, begin_of, documents_of_files, token_ids
 from pretrain_clm import ModelArguments, pretrain
-from scoring import loss_at
-from settings import read_settings
 from tqdm import tqdm
-from training import perplexity, save_figure, say, write_json
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,

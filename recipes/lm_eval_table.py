@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from checks import check_checkpoint, check_output
-from settings import read_settings
-from training import write_figures
+from _lib.checks import check_checkpoint, check_output
+from _lib.settings import read_settings
+from _lib.training import write_figures
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_hybrid_ssm.evaluation import evaluate

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from checks import check_output
+from _lib.checks import check_output
+from _lib.settings import read_settings
+from _lib.training import Trainer, save_figure, say, write_figures
 from datasets import Dataset
-from settings import read_settings
-from training import Trainer, save_figure, say, write_figures
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from checks import check_checkpoint, check_columns, check_output, check_vocabulary
-from documents import begin_of, documents_of_files, token_ids
-from settings import read_settings
-from training import save_figure, say, write_json
+from _lib.checks import check_checkpoint, check_columns, check_output, check_vocabulary
+from _lib.documents import begin_of, documents_of_files, token_ids
+from _lib.settings import read_settings
+from _lib.training import save_figure, say, write_json
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checks import check_checkpoint, check_output, check_vocabulary
+from _lib.checks import check_checkpoint, check_output, check_vocabulary
+from _lib.documents import DataArguments, begin_of, get_tokenizer, load_documents
+from _lib.rows import packed_rows, split_rows
+from _lib.segments import SegmentTrainer, check_lanes, collate, in_lanes
+from _lib.settings import read_settings
+from _lib.training import LanguageTrainer, checkpoint_to_resume, perplexity, plot_loss, write_json
 from datasets import Dataset
-from documents import DataArguments, begin_of, get_tokenizer, load_documents
-from rows import resolve_packing, split_rows
-from segments import SegmentTrainer, check_lanes, collate, in_lanes
-from settings import read_settings
-from training import Trainer, checkpoint_to_resume, perplexity, plot_loss, write_json
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -100,10 +100,10 @@ def pretrain(
     with training.main_process_first(desc="data"):
         texts, validation_texts = documents or load_documents(data)
         tokenizer = get_tokenizer(data, texts)
-        train = resolve_packing(texts, tokenizer, data, seed)
-        validation = None if validation_texts is None else resolve_packing(validation_texts, tokenizer, data)
+        train = packed_rows(texts, tokenizer, data, seed)
+        validation = None if validation_texts is None else packed_rows(validation_texts, tokenizer, data)
     train, validation = split_rows(train, validation, data)
-    trainer_class, collator = Trainer, default_data_collator
+    trainer_class, collator = LanguageTrainer, default_data_collator
     if model_arguments.carry_segments:
         check_lanes(train, training)
         train = in_lanes(train, training.train_batch_size)

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checks import check_checkpoint, check_output, check_vocabulary
+from _lib.checks import check_checkpoint, check_output, check_vocabulary
+from _lib.documents import DataArguments, get_tokenizer, load_documents
+from _lib.rows import RowStream, cut_rows, split_rows
+from _lib.settings import read_settings
+from _lib.span_corruption import NewMasksEachEpoch, SpanCorruption, sentinels_of, text_length
+from _lib.training import LanguageTrainer, checkpoint_to_resume, perplexity, plot_loss, write_figures, write_json
 from datasets import Dataset, IterableDataset
-from documents import DataArguments, get_tokenizer, load_documents
-from rows import RowStream, cut_rows, split_rows
-from settings import read_settings
-from span_corruption import NewMasksEachEpoch, SpanCorruption, sentinels_of, text_length
-from training import Trainer, checkpoint_to_resume, perplexity, plot_loss, write_figures, write_json
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -136,7 +136,7 @@ def pretrain(arguments: SpanArguments, data: DataArguments, training: TrainingAr
     train, held_out = split_rows(train, held_out, data)
     collator = SpanCorruption(tokenizer, length, *noise, seed=training.seed)
     training.remove_unused_columns = False  # the collator reads the row's number
-    trainer = Trainer(
+    trainer = LanguageTrainer(
         model=model,
         args=training,
         train_dataset=train,

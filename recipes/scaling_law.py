@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checks import check_output
+from _lib.checks import check_output
+from _lib.documents import DataArguments
+from _lib.settings import read_settings
+from _lib.training import save_figure, say, write_json
 from compare import merged
-from documents import DataArguments
 from pretrain_clm import ModelArguments, pretrain
-from settings import read_settings
-from training import save_figure, say, write_json
 from transformers import HfArgumentParser, TrainingArguments
 
 # (N / N_c)^-alpha of arXiv 2110.02402 on OpenWebText2, nats a token

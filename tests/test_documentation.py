@@ -82,8 +82,9 @@ def test_figures_that_configurations_name_are_there(config):
 @pytest.mark.parametrize("config", OF_RECIPES, ids=lambda path: path.stem)
 def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
     """Settings are known to the recipe of their folder, and model fields to their configuration."""
+    from _lib.documents import DataArguments
+    from _lib.settings import read_settings
     from compare import CompareArguments, merged
-    from documents import DataArguments
     from finetune_glue import GlueArguments
     from finetune_summarization import SummarizationArguments
     from length_extrapolation import ExtrapolationArguments
@@ -94,7 +95,6 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
     from pretrain_clm import ModelArguments
     from pretrain_seq2seq import SpanArguments
     from scaling_law import ScalingArguments
-    from settings import read_settings
     from transformers import CONFIG_MAPPING, HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
     from word_lm import WordArguments
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import yaml
-from documents import train_tokenizer
+from _lib.documents import train_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_hybrid_ssm import LonghornConfig, LonghornForCausalLM

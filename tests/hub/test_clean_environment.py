@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from documents import train_tokenizer
+from _lib.documents import train_tokenizer
 from safetensors.torch import load_file
 
 from hf_hybrid_ssm.ops._core.dispatch import backend

@@ -116,7 +116,7 @@ def test_trains_on_one_batch(variant):
 
 
 def test_pipeline(tmp_path):
-    from documents import train_tokenizer
+    from _lib.documents import train_tokenizer
 
     tokenizer = train_tokenizer(["one two three"], 280)
     model = copy.deepcopy(build("longhorn"))

@@ -98,7 +98,7 @@ def test_ignored_labels_do_not_count():
 
 
 def test_pipeline_classifies_tokens():
-    from documents import train_tokenizer
+    from _lib.documents import train_tokenizer
 
     tokenizer = train_tokenizer(["one two three"], 280)
     model = build("SPADE, S4", "TOKEN_CLASSIFICATION")

@@ -18,6 +18,7 @@ from hf_hybrid_ssm.ops.linear_scan.channel import grow
 from hf_hybrid_ssm.ops.local_attention import local_attention
 from hf_hybrid_ssm.ops.long_conv import long_conv
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
+from tests.small_models import built
 
 B, L, D, N = 2, 37, 3, 4
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 32, [0] * 20 + [1] * 3 + [2] * 14])
@@ -187,3 +188,21 @@ def test_compiled_functions_ask_again():
         found = forward_ad.unpack_dual(compiled(dual, *tensors[1:])).tangent
     tangents = (torch.ones_like(tensors[0]), *(torch.zeros_like(t) for t in tensors[1:]))
     torch.testing.assert_close(found, jvp(OPS["longhorn_scan"][0], tensors, tangents)[1])
+
+
+@pytest.mark.parametrize("case", ["longhorn", "spade full, trained s4", "bst sh", "bst brect", "lmu_isa"])
+def test_forward_mode_of_models(case):
+    model = built(case).double().eval()
+    ids = torch.arange(3, 23).unsqueeze(0)
+    weights = {name: value.detach() for name, value in model.named_parameters()}
+    generator = torch.Generator().manual_seed(0)
+    tangents = {n: 0.1 * torch.randn(w.shape, dtype=w.dtype, generator=generator) for n, w in weights.items()}
+
+    def logits(weights):
+        return torch.func.functional_call(model, weights, kwargs={"input_ids": ids, "use_cache": False}).logits
+
+    def moved(step):
+        return logits({name: weights[name] + step * tangents[name] for name in weights})
+
+    found, expected = jvp(logits, (weights,), (tangents,))[1], (moved(1e-6) - moved(-1e-6)) / 2e-6
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))

@@ -27,6 +27,7 @@ step-by-step reference implementations. A deviation is relative to the largest v
 class Tally:
     """What `add` has seen, counted in several ways; each count is (programs, failures)."""
 
+    commit: str = field(default_factory=lambda: _commit())
     cases: int = 0
     failures: int = 0
     tokens: int = 0
@@ -71,7 +72,7 @@ def write(path: Path, tally: Tally, command: str, seconds: float) -> None:
     """PATH.json and PATH.md."""
     result = {
         "command": command,
-        "commit": _commit(),
+        "commit": tally.commit,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "seconds": round(seconds),

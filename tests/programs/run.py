@@ -37,22 +37,32 @@ def main() -> int:
         text = options.program
         return _again(generate(options.seed, options.variant) if text is None else Program.loads(text))
     start, tally = time.perf_counter(), Tally()
-    for seed in range(options.first, options.first + options.cases):
-        program = generate(seed, options.variant)
-        outcome = run(program)
-        tally.add(seed, program, outcome)
-        if outcome.failure is not None:
-            print(f"seed {seed}, {program.variant}, {outcome.failure.splitlines()[0]}", flush=True)
-            if tally.failures <= options.shrink:
-                small = shrink(program, outcome)
-                tally.shrunk[seed] = small.dumps()
-                print(f"  {run(small).failure}\n  {small.dumps()}", flush=True)
+    try:
+        for seed in range(options.first, options.first + options.cases):
+            _one(seed, options.variant, tally, options.shrink)
+    except KeyboardInterrupt:
+        print(f"interrupted: {tally.cases} of {options.cases} programs were run")
     seconds = time.perf_counter() - start
     print(f"{tally.cases} programs, {tally.failures} failed, {seconds:.0f} s")
     print("largest deviation " + ", ".join(f"{dtype} {value:.1e}" for dtype, value in tally.deviations.items()))
     if options.report is not None:
         write(options.report, tally, " ".join(["python -m tests.programs.run", *sys.argv[1:]]), seconds)
     return 1 if tally.failures else 0
+
+
+def _one(seed: int, variant: str | None, tally: Tally, shrinkings: int) -> None:
+    program = generate(seed, variant)
+    outcome = run(program)
+    tally.add(seed, program, outcome)
+    if tally.cases % 500 == 0:
+        print(f"{tally.cases} programs, {tally.failures} failed", flush=True)
+    if outcome.failure is None:
+        return
+    print(f"seed {seed}, {program.variant}, {outcome.failure.splitlines()[0]}", flush=True)
+    if tally.failures <= shrinkings:
+        small = shrink(program, outcome)
+        tally.shrunk[seed] = small.dumps()
+        print(f"  {run(small).failure}\n  {small.dumps()}", flush=True)
 
 
 def _again(program: Program) -> int:

@@ -10,8 +10,9 @@ LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def launched(command, **options):
-    """What the command prints, which has to succeed."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    """What the command prints, which has to succeed, and to find what lies next to the recipe by itself."""
+    path = os.pathsep.join(entry for entry in sys.path if entry and Path(entry) != RECIPES)
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
         list(map(str, command)), env=environment, capture_output=True, text=True, check=False, **options
     )

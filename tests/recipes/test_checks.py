@@ -1,8 +1,8 @@
 """What recipes look at before a run starts: each wrong thing is named."""
 
 import pytest
-from checks import check_checkpoint, check_labels, check_output, check_vocabulary
-from documents import train_tokenizer
+from _lib.checks import check_checkpoint, check_labels, check_output, check_vocabulary
+from _lib.documents import train_tokenizer
 from evaluate_lm import EvaluationArguments, evaluate
 from finetune_glue import GlueArguments, glue
 from finetune_summarization import SummarizationArguments, summarize

@@ -7,8 +7,7 @@ from itertools import chain, islice
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
-from documents import (
+from _lib.documents import (
     DataArguments,
     begin_of,
     documents_of_files,
@@ -16,10 +15,11 @@ from documents import (
     load_documents,
     train_tokenizer,
 )
+from _lib.rows import pack, packed_rows, shuffled, split_rows
+from _lib.scoring import scored_documents, token_losses
+from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
-from rows import pack, resolve_packing, shuffled, split_rows
-from scoring import scored_documents, token_losses
 from transformers import AutoConfig, AutoModelForCausalLM, default_data_collator
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
@@ -127,7 +127,7 @@ def test_from_a_file_to_rows(tmp_path, streaming):
     train, validation = load_documents(data)
     assert validation is None
     tokenizer = get_tokenizer(data, train)
-    rows = list(resolve_packing(train, tokenizer, data))
+    rows = list(packed_rows(train, tokenizer, data))
     assert set(rows[0]) == {"input_ids", "labels", "position_ids", "continues"} | ({"row"} if streaming else set())
     tokens = [token for row in rows for token in row["input_ids"]]
     text = tokenizer.decode(tokens)
@@ -146,7 +146,7 @@ def numbered(tmp_path):
 
 def stream(numbered, seed, **options):
     data = DataArguments([numbered[0]], sequence_length=16, streaming=True, **options)
-    return resolve_packing(load_documents(data)[0], numbered[1], data, seed)
+    return packed_rows(load_documents(data)[0], numbered[1], data, seed)
 
 
 def test_a_stream_is_shuffled_by_its_seed(numbered):
@@ -193,16 +193,16 @@ def test_rest_of_a_group_is_carried_on():
     texts = Dataset.from_dict({"text": ["short text"] * 1000})
     tokenizer = train_tokenizer(TEXTS, 300)
     data = DataArguments(["(given)"], sequence_length=1024)
-    rows = resolve_packing(texts, tokenizer, data)
+    rows = packed_rows(texts, tokenizer, data)
     tokens = 1000 * (1 + len(tokenizer("short text")["input_ids"]))
     assert len(rows) == -(-tokens // 1024)
     data.preprocessing_workers = 2
-    assert len(resolve_packing(texts, tokenizer, data)) == 2 * -(-tokens // 2 // 1024)
+    assert len(packed_rows(texts, tokenizer, data)) == 2 * -(-tokens // 2 // 1024)
 
 
 def test_rows_held_out_and_their_limit(numbered):
     data = DataArguments([numbered[0]], sequence_length=16, validation_fraction=0.5, max_validation_rows=2)
-    rows = resolve_packing(load_documents(data)[0], numbered[1], data)
+    rows = packed_rows(load_documents(data)[0], numbered[1], data)
     train, validation = split_rows(rows, None, data)
     assert len(train) + round(len(rows) / 2) == len(rows) and len(validation) == 2
     assert validation[0] == rows[len(train)]

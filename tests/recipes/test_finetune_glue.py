@@ -5,8 +5,8 @@ import random
 
 import numpy as np
 import pytest
+from _lib.documents import train_tokenizer
 from datasets import Dataset
-from documents import train_tokenizer
 from finetune_glue import TASKS, GlueArguments, finetune, glue, load_task, longest_first, measures_of, tokenized
 from hypothesis import given
 from hypothesis import strategies as st

@@ -4,7 +4,7 @@ import json
 
 import finetune_summarization
 import pytest
-from documents import documents_of_files
+from _lib.documents import documents_of_files
 from finetune_summarization import SummarizationArguments, lead, rouge, summarize
 from transformers import Seq2SeqTrainingArguments
 

@@ -5,7 +5,7 @@ import json
 import lm_eval_table as recipe
 import pytest
 import yaml
-from documents import train_tokenizer
+from _lib.documents import train_tokenizer
 from lm_eval_table import COLUMNS, TableArguments, lm_eval_table
 
 from hf_hybrid_ssm import LonghornConfig, LonghornForCausalLM

@@ -6,10 +6,10 @@ import random
 import numpy as np
 import pytest
 import torch
+from _lib.lra_data import END, LISTOPS, TASKS, UNKNOWN, collate, listops_ids, load_task
 from datasets import Dataset
 from listops import draw, trees, write
 from lra import LraArguments, arena, build
-from lra_data import END, LISTOPS, TASKS, UNKNOWN, collate, listops_ids, load_task
 from PIL import Image
 from safetensors.torch import load_file
 from transformers import TrainingArguments

@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
-from documents import DataArguments
+from _lib.documents import DataArguments
+from _lib.ngrams import bigram_loss, unigram_loss
+from _lib.scoring import sliding_loss, token_losses
+from _lib.standard_text import standard_documents
 from evaluate_lm import EvaluationArguments, evaluate
-from ngrams import bigram_loss, unigram_loss
 from pretrain_clm import ModelArguments, build_model, pretrain
 from safetensors.torch import load_file
-from scoring import sliding_loss, token_losses
-from standard_text import standard_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
@@ -91,6 +91,18 @@ def test_starts_with_the_embeddings_of_another_model(texts, tmp_path):
     arguments = ModelArguments("longhorn", config=TINY, embeddings_from=str(tmp_path / "first"))
     model = build_model(arguments, AutoTokenizer.from_pretrained(tmp_path / "first"))
     assert torch.equal(model.get_input_embeddings().weight, first.get_input_embeddings().weight)
+
+
+def test_validation_loss_is_the_mean_over_targets(texts, tmp_path):
+    """However rows are batched, the last of which is mostly filling."""
+    results = [
+        pretrain(
+            *settings(texts, tmp_path / str(size), max_steps=1, save_strategy="no", per_device_eval_batch_size=size)
+        )
+        for size in (1, 2, 7, 100)
+    ]
+    first, *others = (result["validation_loss"] for result in results)
+    assert others == pytest.approx([first] * 3, rel=1e-6)
 
 
 @pytest.mark.parametrize("model_type, config", [("llama", {"hidden_size": 16, "intermediate_size": 32})])

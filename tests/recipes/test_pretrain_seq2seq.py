@@ -6,14 +6,14 @@ import json
 import numpy as np
 import pytest
 import torch
-from documents import DataArguments, train_tokenizer
+from _lib.documents import DataArguments, train_tokenizer
+from _lib.span_corruption import SpanCorruption, corrupt, noise_mask, noise_of, sentinels_of, text_length
+from _lib.training import Trainer
 from finetune_glue import GlueArguments, glue
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pretrain_seq2seq import SpanArguments, pretrain, with_sentinels
 from safetensors.torch import load_file
-from span_corruption import SpanCorruption, corrupt, noise_mask, noise_of, sentinels_of, text_length
-from training import Trainer
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
 
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_decoder_layers": 1}

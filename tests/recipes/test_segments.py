@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
+from _lib.documents import DataArguments
+from _lib.rows import pack
+from _lib.segments import collate, in_lanes
 from datasets import Dataset
-from documents import DataArguments
 from pretrain_clm import ModelArguments, pretrain
-from rows import pack
-from segments import collate, in_lanes
 from transformers import DynamicCache, TrainingArguments
 
 from hf_hybrid_ssm import BstConfig, BstForCausalLM

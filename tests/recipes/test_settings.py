@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from settings import read_settings
-from training import write_json
+from _lib.settings import read_settings
+from _lib.training import write_json
 
 
 @dataclass

@@ -97,7 +97,7 @@ def close(one, other):
         return one.keys() == other.keys() and all(close(one[key], other[key]) for key in one)
     if isinstance(one, list):
         return len(one) == len(other) and all(map(close, one, other))
-    return other == pytest.approx(one, rel=1e-3) if isinstance(one, float) else one == other
+    return other == pytest.approx(one, rel=1e-5) if isinstance(one, float) else one == other
 
 
 @pytest.mark.parametrize("recipe", RUNS, ids=lambda each: each.__name__)

@@ -11,7 +11,6 @@ the block attend to (section 3 of the paper):
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from hf_hybrid_ssm.layers.block_grid import BlockGrid
@@ -19,6 +18,7 @@ from hf_hybrid_ssm.layers.mixers.base import State
 from hf_hybrid_ssm.layers.mixers.registry import build_mixer
 from hf_hybrid_ssm.layers.offloaded import fetches_weights
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
+from hf_hybrid_ssm.ops._core.transforms import attention
 
 VARIANTS = ("sh", "mh", "mf")
 
@@ -254,7 +254,7 @@ def attend_context(
         options["attn_mask"] = strict
     elif mask == "causal":
         options["is_causal"] = True
-    out = F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2).unflatten(0, (batch, blocks))
+    out = attention(q, k, v, **options).transpose(1, 2).unflatten(0, (batch, blocks))
     if isinstance(mask, str) and mask == "strict":
         out = torch.cat([torch.zeros_like(out[:, :, :1]), out[:, :, 1:]], dim=2)
     return out

@@ -5,13 +5,13 @@ Block-State Transformers.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from hf_hybrid_ssm.layers.block_grid import BlockGrid
 from hf_hybrid_ssm.layers.context_states import l2_normalise
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.ops._core.checks import can_read_values
+from hf_hybrid_ssm.ops._core.transforms import attention
 
 States = dict[str, torch.Tensor]
 NAMES = ("recurrent", "context_key", "context_value", "block_key", "block_value", "before_key", "before_value")
@@ -146,7 +146,7 @@ class RecurrentStates(nn.Module):
         if scale is not None:
             q, factor = l2_normalise(q) * scale.abs().to(q.dtype).unsqueeze(1), 1.0
         q, k, v = (part.transpose(1, 2) for part in (q, keys, values))
-        return F.scaled_dot_product_attention(q, k, v, scale=factor).transpose(1, 2).flatten(2)
+        return attention(q, k, v, scale=factor).transpose(1, 2).flatten(2)
 
     def _after(
         self,

@@ -1,12 +1,11 @@
 """PyTorch SPADE models of one stack (arXiv 2212.08136): language model, encoder, classifier."""
 
 import math
-import sys
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache, GenerationMixin, PreTrainedConfig
+from transformers import Cache, GenerationMixin
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPast, SequenceClassifierOutput
@@ -19,6 +18,7 @@ from hf_hybrid_ssm.layers.mixers.base import Mixer
 from hf_hybrid_ssm.layers.norms import ScaleNorm, build_norm
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.models.attentions import IN_BLOCKS, refuse_attentions
+from hf_hybrid_ssm.models.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, prepare_cache
 from hf_hybrid_ssm.models.configuration import check_config_class
 from hf_hybrid_ssm.models.heads import CausalLMHead, QuestionAnsweringHead, TokenClassificationHead
@@ -146,45 +146,9 @@ def spade_embedding(config: SpadeConfig) -> nn.Module:
     return nn.Embedding(config.vocab_size, config.hidden_size)
 
 
-class BaseOfCheckpoint(SpadePreTrainedModel):
-    """The class that `AutoModel` knows for a configuration, and that gives way to the encoder where the checkpoint is
-    one of an encoder or of a head over it, as `config.architectures` says.
-
-    `AutoModel` always hands over the configuration. Loaded by its own name without one, the class is itself.
-    """
-
-    encoder_architectures: ClassVar[tuple[str, ...]]  # the encoder first, all in the module of the class
-
-    @classmethod
-    def _class_for(cls, config: PreTrainedConfig | None) -> type[SpadePreTrainedModel]:
-        if set(getattr(config, "architectures", None) or ()).isdisjoint(cls.encoder_architectures):
-            return cls
-        encoder = getattr(sys.modules[cls.__module__], cls.encoder_architectures[0])
-        if cls._auto_class is not None:  # a folder's own code, which is saved with the model again
-            encoder.register_for_auto_class(cls._auto_class)
-        return encoder
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args: Any, **kwargs: Any):
-        chosen = cls._class_for(kwargs.get("config"))
-        load = super().from_pretrained if chosen is cls else chosen.from_pretrained
-        return load(pretrained_model_name_or_path, *args, **kwargs)
-
-    @classmethod
-    def _from_config(cls, config: PreTrainedConfig, **kwargs: Any):
-        chosen = cls._class_for(config)
-        build = super()._from_config if chosen is cls else chosen._from_config
-        return build(config, **kwargs)
-
-
 @auto_docstring
-class SpadeModel(BaseOfCheckpoint):
-    encoder_architectures = (
-        "SpadeEncoderModel",
-        "SpadeForSequenceClassification",
-        "SpadeForTokenClassification",
-        "SpadeForQuestionAnswering",
-    )
+class SpadeModel(BaseOfCheckpoint, SpadePreTrainedModel):
+    encoder_architectures = tuple(f"Spade{head}" for head in ENCODER_HEADS)
 
     def __init__(self, config: SpadeConfig):
         super().__init__(config)

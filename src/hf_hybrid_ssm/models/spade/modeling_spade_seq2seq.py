@@ -10,6 +10,7 @@ from transformers.utils import auto_docstring, can_return_tuple
 
 from hf_hybrid_ssm.layers.norms import build_norm
 from hf_hybrid_ssm.models.attentions import IN_BLOCKS, refuse_attentions
+from hf_hybrid_ssm.models.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, is_recurrent_state_layer, prepare_cache
 from hf_hybrid_ssm.models.heads import chunked_causal_lm_loss
 from hf_hybrid_ssm.models.inputs import check_inputs, check_labels
@@ -17,7 +18,6 @@ from hf_hybrid_ssm.models.packing import PackedRows, resolve_packing
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig, SpadeSeq2SeqConfig
 from hf_hybrid_ssm.models.spade.layers_spade import SpadeFeedForward, SpadeMixer, relative_bias
 from hf_hybrid_ssm.models.spade.modeling_spade import (
-    BaseOfCheckpoint,
     SpadeEncoderModel,
     SpadeForQuestionAnswering,
     SpadeForSequenceClassification,
@@ -193,14 +193,9 @@ def prepare_seq2seq_cache(
 
 
 @auto_docstring
-class SpadeSeq2SeqModel(BaseOfCheckpoint):
+class SpadeSeq2SeqModel(BaseOfCheckpoint, SpadePreTrainedModel):
     config: SpadeSeq2SeqConfig
-    encoder_architectures = (
-        "SpadeSeq2SeqEncoderModel",
-        "SpadeSeq2SeqForSequenceClassification",
-        "SpadeSeq2SeqForTokenClassification",
-        "SpadeSeq2SeqForQuestionAnswering",
-    )
+    encoder_architectures = tuple(f"SpadeSeq2Seq{head}" for head in ENCODER_HEADS)
 
     def __init__(self, config: SpadeSeq2SeqConfig):
         super().__init__(config)

@@ -1,7 +1,11 @@
 """Is a function transform at work, which kernels and hand-written gradients know nothing of?"""
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def is_transforming() -> bool:
@@ -20,3 +24,11 @@ def is_batched(tensor: torch.Tensor) -> bool:
             return True
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return False
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    """`scaled_dot_product_attention`, by its equation inside a transform: the fused kernels have no tangents."""
+    if not is_transforming():
+        return F.scaled_dot_product_attention(q, k, v, **options)
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, k, v, **options)

@@ -1,12 +1,9 @@
 """Local attention in torch: blocks of queries against the keys in reach, through scaled_dot_product_attention."""
 
-from contextlib import nullcontext
-
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hf_hybrid_ssm.ops._core.transforms import is_transforming
+from hf_hybrid_ssm.ops._core.transforms import attention
 from hf_hybrid_ssm.ops.local_attention import biased
 from hf_hybrid_ssm.ops.local_attention.distance_range import (
     AttentionState,
@@ -165,9 +162,7 @@ def _attend(q, k, v, allowed, logits, sink, scale, dropout):
         k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
     grouped = q.shape[1] != k.shape[1]
     options = {"attn_mask": mask, "dropout_p": dropout, "scale": scale, "enable_gqa": grouped}
-    # fused kernels have no forward-mode derivative
-    with sdpa_kernel(SDPBackend.MATH) if is_transforming() else nullcontext():
-        y = F.scaled_dot_product_attention(q, k, v, **options)
+    y = attention(q, k, v, **options)
     return y if empty is None else torch.where(empty, 0.0, y)
 
 

@@ -40,6 +40,33 @@ class Trainer(transformers.Trainer):
         return (found[0] if isinstance(found, tuple) else found)[: len(rows)]
 
 
+class LanguageTrainer(Trainer):
+    """`Trainer` whose evaluation loss is the mean over all targets, in any number of processes.
+
+    transformers averages the batches' means, so that a last batch of few rows counts as much as a full one, and rows
+    that several processes repeat to fill it count twice. For labels whose every entry but -100 is a target.
+    """
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any):
+        self._scored = [0.0, 0.0]
+        averaged, self.args.average_tokens_across_devices = self.args.average_tokens_across_devices, False
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        self.args.average_tokens_across_devices = averaged
+        scored = torch.tensor(self._scored, dtype=torch.float64, device=self.args.device)
+        total, targets = self.accelerator.reduce(scored, "sum").tolist()
+        output.metrics[f"{metric_key_prefix}_loss"] = total / targets
+        return output
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        labels, state = inputs["labels"].clone(), self.accelerator.gradient_state
+        if state.end_of_dataloader and state.remainder > 0:  # rows beyond it are repeated
+            labels[max(state.remainder - self.args.process_index * len(labels), 0) :] = -100
+        found = super().prediction_step(model, inputs | {"labels": labels}, prediction_loss_only, ignore_keys)
+        if targets := int((labels != -100).sum()):
+            self._scored = [self._scored[0] + float(found[0]) * targets, self._scored[1] + targets]
+        return found
+
+
 def is_first_process() -> bool:
     """Whether this process is the one that writes; the launchers number theirs."""
     return os.environ.get("RANK", "0") == "0"

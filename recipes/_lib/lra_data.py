@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checks import check_columns, check_labels
 from datasets import Dataset, DatasetDict, load_dataset
-from listops import OPERATORS
+
+from _lib.checks import check_columns, check_labels
 
 PAD, END, UNKNOWN = 0, 1, 2  # of ListOps; bytes of text pad with 0, which no text has
-LISTOPS = {token: number for number, token in enumerate([*OPERATORS, "X", *map(str, range(10))], start=3)}
+SYMBOLS = ("[MIN", "[MAX", "[MED", "[SM", "X", *map(str, range(10)))
+LISTOPS = {symbol: number for number, symbol in enumerate(SYMBOLS, start=3)}
 ARCHIVE = ("", "lra_release", "lra_release/lra_release")
 
 

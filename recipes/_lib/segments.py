@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from training import Trainer
 from transformers import Cache, TrainingArguments, default_data_collator
 
+from _lib.training import LanguageTrainer
 from hf_hybrid_ssm.models.cache import carry_segment
 
 
@@ -36,7 +36,7 @@ def in_lanes(rows: Dataset, lanes: int) -> Dataset:
     """Packed rows reordered, so that batch s holds row s of each lane, and with the column `begins`.
 
     Args:
-        rows: of `documents.resolve_packing`, with `continues`: the row goes on with the document of the row before.
+        rows: of `documents.packed_rows`, with `continues`: the row goes on with the document of the row before.
         lanes: the batch size; up to `lanes - 1` rows at the end are left out.
 
     Raises:
@@ -62,7 +62,7 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return batch | {"seq_idx": starts.cumsum(1), "continues_documents": True}
 
 
-class SegmentTrainer(Trainer):
+class SegmentTrainer(LanguageTrainer):
     """`Trainer` on batches of `in_lanes`. A resumed run begins its first segments without what lies before them."""
 
     def __init__(self, *args: Any, **kwargs: Any):

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
-from documents import DataArguments, begin_of, token_ids
 from torch.utils.data import get_worker_info
 from transformers import PreTrainedTokenizerBase
+
+from _lib.documents import DataArguments, begin_of, token_ids
 
 Row = dict[str, Any]
 Cut = Callable[[Iterable[list[int]]], Iterator[Row]]  # the documents' tokens → rows
@@ -117,7 +118,7 @@ def _rows_of_parts(parts: list[Dataset], cut: Cut, code: str) -> Iterator[Row]:
     yield from cut(document["input_ids"] for part in parts for document in part)
 
 
-def resolve_packing(
+def packed_rows(
     documents: Dataset | IterableDataset,
     tokenizer: PreTrainedTokenizerBase,
     data: DataArguments,

@@ -5,9 +5,10 @@ from collections.abc import Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
-from documents import begin_of
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from _lib.documents import begin_of
 
 
 def scored_documents(
