@@ -158,7 +158,7 @@ def test_other_code_is_not_overwritten(saved, name):
 
 
 def test_code_of_an_older_version_is_replaced(saved):
-    (saved / "dispatch.py").write_text(seal("# head\n", "# older\n"))
+    (saved / "_core.py").write_text(seal("# head\n", "# older\n"))
     export_code(saved)
-    assert (saved / "dispatch.py").read_text() == code_of("longhorn")["dispatch.py"]
+    assert (saved / "_core.py").read_text() == code_of("longhorn")["_core.py"]
     assert check_folder(saved)["code"] == len(code_of("longhorn"))
