@@ -26,7 +26,7 @@ FORBIDDEN_CALLS = {
 }  # fmt: skip
 FORBIDDEN_FAMILIES = ("os.exec", "os.spawn", "os.posix_spawn", "torch.utils.cpp_extension.")
 # the C kernels: a list of arguments, no shell, source files of this package alone
-COMPILER = PACKAGE / "ops" / "native_library.py"
+COMPILER = PACKAGE / "ops" / "_core" / "native_library.py"
 RULES = (
     ("unpickling", "no import of pickle and its relatives, `torch.load` with `weights_only=True` alone"),
     ("code from text", "no `eval`, `exec`, `compile`, `__import__`, `runpy`, `torch.hub.load`, unsafe YAML"),
@@ -123,7 +123,7 @@ def main() -> int:
         "`make security` reads the syntax tree of every Python file, with imported names resolved.",
         table(["searched for", "rule"], RULES),
         table(["folder", "files", "calls read", "findings"], rows),
-        "One exception is declared: `src/hf_hybrid_ssm/ops/native_library.py` starts the C compiler, with a list of "
+        "One exception is declared: `src/hf_hybrid_ssm/ops/_core/native_library.py` starts the C compiler, with a list of "
         "arguments and no shell, and a test holds that only the `native.c` files of this package are given to it.",
         "What a syntax tree cannot show: names made up at run time, and what the dependencies do. Checkpoints that "
         "try to execute something are part of `docs/reliability/fuzz.md`.",
