@@ -181,6 +181,15 @@ def test_nan_in_padding_reaches_no_state(backend):
     torch.testing.assert_close(y[1, :4], expected[0][1, :4])
 
 
+@pytest.mark.parametrize("backend", ["torch", "reference", NATIVE])
+def test_documents_of_padding_reset_no_state(backend):
+    inputs = {name: value.float() for name, value in draw(1, 6, 4, 3).items()}
+    options = {"lengths": torch.tensor([4]), "return_final_state": True, "backend": backend}
+    _, expected = longhorn_scan(**inputs, **options, seq_idx=torch.tensor([[0, 0, 1, 1, 1, 1]]))
+    _, state = longhorn_scan(**inputs, **options, seq_idx=torch.tensor([[0, 0, 1, 1, 2, 3]]))
+    torch.testing.assert_close(state, expected)
+
+
 def test_gradcheck():
     inputs = draw(2, 5, 3, 2)
     leaves = [value.requires_grad_() for value in inputs.values()]

@@ -40,13 +40,12 @@ class Machine:
         config = self.model.config
         if self.program.cache in ("none", "implicit"):
             return None
-        if self.program.cache == "static":
-            make = lambda: StaticCache(config=config, max_cache_len=STATIC_SIZE)  # noqa: E731
-        else:
-            make = lambda: DynamicCache(config=config)  # noqa: E731
-        cache = make()
-        if self.variant.has_encoder:
-            cache = EncoderDecoderCache(cache, make())
+        is_static = self.program.cache == "static"
+        caches = [
+            StaticCache(config=config, max_cache_len=STATIC_SIZE) if is_static else DynamicCache(config=config)
+            for _ in range(2)
+        ]
+        cache = EncoderDecoderCache(*caches) if self.variant.has_encoder else caches[0]
         if self.program.record:
             cache.activate_past_recording()
         return cache
@@ -67,7 +66,7 @@ class Machine:
             self.cache = outputs.past_key_values
         return output_of(self.model, self.program.head, outputs)
 
-    def apply(self, step: Step, before: State) -> None:
+    def apply(self, step: Step) -> None:
         """Every instruction but `Feed` and `Illegal`."""
         match step:
             case Crop(count):
@@ -193,10 +192,6 @@ def _plain(machine: Machine, state: State, **more) -> None:
     machine.call(inputs | {f"{prefix}{name}": make(len(tokens), width) for name, make in more.items()})
 
 
-def _past(state: State) -> int:
-    return state.num_columns
-
-
 ILLEGAL: dict[str, tuple[Callable[[Machine, State], None], tuple[str, ...]]] = {
     "batch": (lambda machine, state: _plain(machine, state, tokens=[[3]] * (len(state.rows) + 1)), ("batch",)),
     "vocabulary": (
@@ -230,7 +225,7 @@ ILLEGAL: dict[str, tuple[Callable[[Machine, State], None], tuple[str, ...]]] = {
     ),
     "mask too long": (
         lambda machine, state: _plain(
-            machine, state, attention_mask=lambda batch, length: torch.ones(batch, _past(state) + length + 1)
+            machine, state, attention_mask=lambda batch, length: torch.ones(batch, state.num_columns + length + 1)
         ),
         ("attention_mask",),
     ),

@@ -52,14 +52,16 @@ BIDIRECTIONAL_HEADS = ("base", "sequence", "token", "span")
 
 @dataclass(frozen=True)
 class Variant:
-    """Args:
-    family: as the report counts it.
-    model_type: of the configuration.
-    fields: of the configuration.
-    heads: to draw from.
-    is_causal: False: a token sees what follows, and there is no cache.
-    has_full_attention: some layers of the cache are transformers' own, of keys and values.
-    has_states: some are ours, which also keep where documents begin and what was padding.
+    """A family's configuration, and what a program may do with it.
+
+    Args:
+        family: as the report counts it.
+        model_type: of the configuration.
+        fields: of the configuration.
+        heads: to draw from.
+        is_causal: False: a token sees what follows, and there is no cache.
+        has_full_attention: some layers of the cache are transformers' own, of keys and values.
+        has_states: some are ours, which also keep where documents begin and what was padding.
     """
 
     family: str

@@ -137,14 +137,17 @@ STEPS: dict[str, type[Step]] = {
 
 @dataclass
 class Program:
-    """Args:
-    variant: a key of `models.VARIANTS`.
-    head: one of the variant's heads.
-    dtype: "float32" or "float64", of the machine under test.
-    cache: one of `CACHES`.
-    record: whether the cache records its past, so that it can go back.
-    sources: what the encoder reads, for each row of the first batch; empty without an encoder.
-    source_side: where the sources are padded.
+    """A model, a cache, and what is done to them.
+
+    Args:
+        variant: a key of `models.VARIANTS`.
+        head: one of the variant's heads.
+        dtype: "float32" or "float64", of the machine under test.
+        cache: one of `CACHES`.
+        record: whether the cache records its past, so that it can go back.
+        sources: what the encoder reads, for each row of the first batch; empty without an encoder.
+        source_side: where the sources are padded.
+        steps: the instructions.
     """
 
     variant: str

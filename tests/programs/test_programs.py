@@ -49,6 +49,26 @@ ONCE_FAILED = {
     "positions begin a document": program(
         "bst sh s4d", feed([3, 4], packing="positions"), feed([5, 6], starts=[[0]], packing="positions")
     ),
+    "padding before a document is undone": [
+        program(
+            variant,
+            feed([8], [9], packing="seq_idx"),
+            feed([None, None, 6, 18], [3, 4, 5, 6], starts=[[2], [1]], packing="seq_idx", mask="full"),
+            {"op": "crop", "count": 3},
+            feed([19], [20]),
+            record=True,
+            dtype="float64",
+        )
+        for variant in ("longhorn all", "spade ema add full", "bst block-recurrent", "lmu-isa global")
+    ],
+    "undone before a document": program(
+        "longhorn",
+        feed([4, None, 6], starts=[[2]], packing="seq_idx", mask="full"),
+        {"op": "crop", "count": 1},
+        feed([18]),
+        record=True,
+        dtype="float64",
+    ),
     "cu_seq_lens": program("lmu-isa", feed([3, 4, 5], starts=[[1]], packing="cu_seq_lens")),
 }
 
@@ -64,7 +84,9 @@ def test_random_programs(family):
 
 @pytest.mark.parametrize("name", ONCE_FAILED)
 def test_what_once_failed(name):
-    assert run(ONCE_FAILED[name]).failure is None
+    programs = ONCE_FAILED[name]
+    for once in programs if isinstance(programs, list) else [programs]:
+        assert run(once).failure is None, once.dumps()
 
 
 @pytest.mark.parametrize("variant", ["longhorn sliding", "lmu-isa"])

@@ -31,6 +31,18 @@ class _Forward:
     previous_notes: States
     replay_notes: Recompute
     with_gradient: bool
+    waiting_after: Callable[[int], torch.Tensor] | None
+
+    def states_after(self, num_tokens: int) -> States:
+        """The states after the first tokens; a row that had none of them is as it was before it was to start anew."""
+        if num_tokens == 0:
+            return self.previous
+        with torch.set_grad_enabled(self.with_gradient):
+            states = self.recompute(num_tokens)
+            if self.waiting_after is None:
+                return states
+            rows = self.waiting_after(num_tokens)
+            return {name: _taken_rows(rows, self.previous[name], state) for name, state in states.items()}
 
 
 class RecurrentStateLayer(CacheLayerMixin):
@@ -57,6 +69,7 @@ class RecurrentStateLayer(CacheLayerMixin):
         self.history: list[_Forward] = []
         self._before: States | None = None
         self._next_notes: Recompute | None = None
+        self._waiting_after: Callable[[int], torch.Tensor] | None = None
         self.device: torch.device | None = None
         self.model_type: str | None = None
 
@@ -72,22 +85,30 @@ class RecurrentStateLayer(CacheLayerMixin):
         notes, next_notes = self.notes, self._take_notes(num_tokens)
         if self.record_past:
             previous = self.states if self._before is None else self._before
-            self.history.append(_Forward(num_tokens, previous, recompute, notes, next_notes, torch.is_grad_enabled()))
-        self._before = None
+            notes_of = (notes, next_notes, torch.is_grad_enabled(), self._waiting_after)
+            self.history.append(_Forward(num_tokens, previous, recompute, *notes_of))
+        self._before = self._waiting_after = None
         self.states = {name: _clone_if_view(state) for name, state in states.items()}
         self.seen_tokens += num_tokens
         self.is_initialized = True
         self.device = next(iter(states.values())).device
 
-    def open(self, begins: torch.Tensor | None, next_notes: Recompute | None) -> None:
+    def open(
+        self,
+        begins: torch.Tensor | None,
+        next_notes: Recompute | None,
+        waiting_after: Callable[[int], torch.Tensor] | None = None,
+    ) -> None:
         """Before a forward: rows whose first token begins a document start from zeros.
 
         Args:
             begins: (B,) bool, or None where no row does.
             next_notes: `next_notes(n)` are the notes after the first n tokens of the forward; None leaves them alone.
+            waiting_after: `waiting_after(n)` are the rows (B,) bool of `begins` whose first n columns are padding.
         """
         self._next_notes = next_notes
         self._before = None
+        self._waiting_after = waiting_after
         if begins is not None and self.is_initialized:
             self._before = self.states
             self._restart(begins)
@@ -134,8 +155,7 @@ class RecurrentStateLayer(CacheLayerMixin):
         while remaining > 0:
             forward = self.history.pop()
             kept = max(forward.num_tokens - remaining, 0)
-            with torch.set_grad_enabled(forward.with_gradient):
-                self.states = forward.recompute(kept) if kept else forward.previous
+            self.states = forward.states_after(kept)
             self.notes = forward.replay_notes(kept) if kept else forward.previous_notes
             self.seen_tokens -= forward.num_tokens - kept
             remaining -= forward.num_tokens - kept
@@ -289,6 +309,13 @@ def carry_segment(past_key_values: Cache, begins: torch.Tensor) -> None:
                 f"{tuple(begins.shape)}."
             )
         layer.reset_rows(begins)
+
+
+def _taken_rows(rows: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """`after` (B, ...) with `rows` (B,) bool from `before`; states (B, G, T, e) that grow with T end at the right."""
+    if before.shape != after.shape:
+        before = torch.nn.functional.pad(before, (0, 0, after.shape[2] - before.shape[2], 0))
+    return torch.where(rows.to(after.device).view(-1, *[1] * (after.dim() - 1)), before, after)
 
 
 def _cleared(state: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

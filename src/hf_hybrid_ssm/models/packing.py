@@ -9,6 +9,7 @@ pieces must know is kept beside the states (`RecurrentStateLayer.notes`):
     real      (B, T) bool, which columns so far are not padding
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,6 +34,8 @@ class PackedRows:
         real: (B, past + L) bool, the columns so far that are not padding; None where all are real.
         begins: (B,) bool, the row's first token begins a document though the cache holds tokens; None where none does.
         notes_after: n → the notes after the first n tokens.
+        waiting_after: n → (B,) bool, rows that begin a document, but not with one of the first n columns, which are
+            padding; None where no row does both.
         covers_past: the attention mask was one of all tokens so far.
     """
 
@@ -43,6 +46,7 @@ class PackedRows:
     real: torch.Tensor | None = None
     begins: torch.Tensor | None = None
     notes_after: Recompute | None = None
+    waiting_after: Callable[[int], torch.Tensor] | None = None
     covers_past: bool = False
 
     def open(self, past_key_values: Cache | None) -> None:
@@ -55,7 +59,7 @@ class PackedRows:
             return
         layers = [layer for layer in past_key_values.layers if is_recurrent_state_layer(layer)]
         for layer in layers:
-            layer.open(self.begins, self.notes_after)
+            layer.open(self.begins, self.notes_after, self.waiting_after)
         if not layers:
             _check_without_states(past_key_values, self)
 
@@ -144,12 +148,21 @@ def resolve_packing(
         after: States = {}
         if packed.starts is not None:
             after["start"] = packed.starts[:, num_tokens - 1]
+            if waiting_after is not None:
+                before = notes.get("start", torch.zeros_like(after["start"]))
+                after["start"] = torch.where(waiting_after(num_tokens), before, after["start"])
         if packed.real is not None:
             after["real"] = packed.real[:, : packed.real.shape[1] - length + num_tokens]
         document = _last_document(seq_idx, numbered, begins, notes.get("document"), current, num_tokens)
         return after if document is None else after | {"document": document}
 
-    return replace(packed, notes_after=notes_after)
+    waiting_after = None
+    if begins is not None and current is not None:
+
+        def waiting_after(num_tokens: int) -> torch.Tensor:
+            return begins & ~current[:, :num_tokens].any(1)
+
+    return replace(packed, notes_after=notes_after, waiting_after=waiting_after)
 
 
 def _documents(

@@ -4,7 +4,7 @@ import torch
 
 from hf_hybrid_ssm.ops._core.checks import check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops._core.dispatch import Op
-from hf_hybrid_ssm.ops._core.lengths import check_lengths
+from hf_hybrid_ssm.ops._core.lengths import check_lengths, extend_last_document
 from hf_hybrid_ssm.ops.longhorn_scan import reference, torch_backend
 from hf_hybrid_ssm.ops.longhorn_scan.self_check_inputs import example
 
@@ -73,6 +73,8 @@ def longhorn_scan(
         state = x.new_zeros(batch, channels, k.shape[2], dtype=torch.promote_types(x.dtype, torch.float32))
         state = state if initial_state is None else initial_state.to(state.dtype)
         return torch.zeros_like(x), state if return_final_state else None
+    if seq_idx is not None and lengths is not None:
+        seq_idx = extend_last_document(seq_idx, lengths)
     run = _OP.select(x.device.type, x.dtype, backend)
     y, final_state = run(
         x, dt, k, q, dt_bias=dt_bias, D=D, z=z, initial_state=initial_state, seq_idx=seq_idx, lengths=lengths

@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from hf_hybrid_ssm.ops._core.lengths import extend_last_document, zero_beyond
+from hf_hybrid_ssm.ops._core.lengths import zero_beyond
 from hf_hybrid_ssm.ops._core.triton_device import device_guard, supports, target_threads
 from hf_hybrid_ssm.ops.longhorn_scan import triton_kernels as kernels
 
@@ -37,7 +37,6 @@ def run(
     if lengths is not None:  # a token with k = 0 leaves the state as it is
         x, dt, k, q = (zero_beyond(t, lengths) for t in (x, dt, k, q))
         z = None if z is None else zero_beyond(z, lengths)
-        seq_idx = None if seq_idx is None else extend_last_document(seq_idx, lengths)
     differentiable = (x, dt, k, q, dt_bias, D, z, initial_state)
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)
     o, final_state, _ = longhorn_scan_triton(*differentiable, seq_idx, save)
