@@ -617,7 +617,7 @@ def test_unknown_mixer_names_the_known_ones():
         ("s4", {"trainable": "some"}, "all, output, none"),
         ("s4", {"frozen": True, "trainable": "output"}, "contradicts"),
         ("s4", {"colour": 1}, "does not take"),
-        ("s4d", {"init": "random"}, "legs, lin"),
+        ("s4d", {"init": "random"}, "legs, inv, lin"),
         ("s4d", {"discretization": "euler"}, "zoh, bilinear"),
         ("s4d", {"filters": 0}, "filters"),
         ("s5", {"state_size": 12, "blocks": 4}, "multiple of 2 blocks"),
