@@ -109,17 +109,17 @@ OPS: list[Case] = [
     ),
     (
         "outputs asked for in two ways",
-        lambda: long_conv(X, X[0].T, every=2, at=torch.zeros(2, 1, dtype=torch.long)),
+        lambda: long_conv(X, X[0].T, stride=2, positions=torch.zeros(2, 1, dtype=torch.long)),
         ValueError,
-        "every=2 and at are two ways",
+        "stride=2 and positions are two ways",
     ),
     (
         "outputs behind the end",
-        lambda: long_conv(X, X[0].T, at=torch.full((2, 1), 6)),
+        lambda: long_conv(X, X[0].T, positions=torch.full((2, 1), 6)),
         ValueError,
-        r"at must lie in 0..5, got 6..6",
+        r"positions must lie in 0..5, got 6..6",
     ),
-    ("every output of none", lambda: long_conv(X, X[0].T, every=0), ValueError, "every must be at least 1, got 0"),
+    ("every output of none", lambda: long_conv(X, X[0].T, stride=0), ValueError, "stride must be at least 1, got 0"),
     ("a decay of another size", lambda: diagonal_scan(torch.ones(3), X), ValueError, r"decay .*\(4\), got \(3,\)"),
     ("half precision states", lambda: diagonal_scan(torch.ones(4), X.half()), TypeError, "x must be float32.*float16"),
     (

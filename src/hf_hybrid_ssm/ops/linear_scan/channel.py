@@ -78,8 +78,8 @@ def channel_scan(
     seq_idx: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
     return_final_state: bool = False,
-    every: int | None = None,
-    at: torch.Tensor | None = None,
+    stride: int | None = None,
+    positions: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     r"""Run the systems over a batch of sequences.
@@ -92,11 +92,11 @@ def channel_scan(
         seq_idx: (B, L) int, documents of a packed row; the state starts at zero where it changes.
         lengths: (B,) int, number of real tokens at the front of each row.
         return_final_state: also return the state after each row's last real token.
-        every: give y only at the tokens every - 1, 2 every - 1, ... (cheap when it is a multiple of the block).
-        at: (B, J) int64, give y only at these tokens of each row (0..L-1).
+        stride: give y only at the tokens stride - 1, 2 stride - 1, ... (cheap when it is a multiple of the block).
+        positions: (B, J) int64, give y only at these tokens of each row (0..L-1).
 
     Returns:
-        y (B, L, F, D), or (B, L // every, F, D), or (B, J, F, D), in u's dtype; the final state (B, F, D, N) or None.
+        y (B, L, F, D), or (B, L // stride, F, D), or (B, J, F, D), in u's dtype; the final state (B, F, D, N) or None.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, shape or range, named with what it must be.
@@ -108,16 +108,16 @@ def channel_scan(
     check_tensor("skip", skip, (filters, channels), "F, D", optional=True)
     check_seq_idx(seq_idx, batch, length)
     check_lengths(lengths, batch, length)
-    check_output_positions(every, at, batch, length)
+    check_output_positions(stride, positions, batch, length)
     dtype = system.output.dtype
     run = _OP.select(u.device.type, u.dtype, backend)
     with without_autocast(u.device.type):
         x = zero_beyond(u.to(dtype), lengths)
         if initial_state is None:
             initial_state = x.new_zeros(batch, filters, channels, size)
-        y, state = run(x, system, initial_state.to(dtype), seq_idx, lengths, return_final_state, every, at)
+        y, state = run(x, system, initial_state.to(dtype), seq_idx, lengths, return_final_state, stride, positions)
         if skip is not None:
-            taken = take_outputs(x, every, at)
+            taken = take_outputs(x, stride, positions)
             y = y + skip.to(dtype) * taken.unsqueeze(2)
     return y.to(u.dtype), state
 

@@ -16,8 +16,8 @@ def run(
     seq_idx: torch.Tensor | None,
     lengths: torch.Tensor | None,
     return_final_state: bool,
-    every: int | None,
-    at: torch.Tensor | None = None,
+    stride: int | None,
+    positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """y (B, L, F, D) and the final state (B, F, D, N); arguments as in `channel.channel_scan`, all in one dtype.
 
@@ -26,8 +26,8 @@ def run(
     batch, length, channels = u.shape
     filters, block = system.kernel.shape[0], system.block
     if length == 0 or batch == 0:
-        kept = length if every is None else length // every
-        kept = kept if at is None else at.shape[1]
+        kept = length if stride is None else length // stride
+        kept = kept if positions is None else positions.shape[1]
         return u.new_zeros(batch, kept, filters, channels), initial_state if return_final_state else None
     blocks = -(-length // block)
     gap = blocks * block - length
@@ -37,10 +37,10 @@ def run(
         padded = torch.cat([seq_idx, seq_idx[:, -1:].expand(batch, gap)], dim=1)
         documents = padded.view(batch, blocks, block)
     starts = _block_starts(tokens, system, initial_state, documents)  # (F, D, B, n + 1, N)
-    if at is None:
-        y = _outputs(tokens, system, starts, documents, length, every)
+    if positions is None:
+        y = _outputs(tokens, system, starts, documents, length, stride)
     else:
-        states = _states_after(u, system, starts, seq_idx, at + 1)  # (F, D, B, J, N)
+        states = _states_after(u, system, starts, seq_idx, positions + 1)  # (F, D, B, J, N)
         y = torch.matmul(states, system.output[:, :, None, :, None]).squeeze(-1).permute(2, 3, 0, 1)
     final = _final_state(u, system, starts, seq_idx, lengths) if return_final_state else None
     return y, final
@@ -81,15 +81,15 @@ def _outputs(
     starts: torch.Tensor,
     documents: torch.Tensor | None,
     length: int,
-    every: int | None,
+    stride: int | None,
 ) -> torch.Tensor:
-    """y (B, L, F, D), or its rows at every `every`-th token."""
+    """y (B, L, F, D), or its rows at every `stride`-th token."""
     channels, batch, blocks, block = tokens.shape
     filters, _, size = system.output.shape
-    if every is not None and every > length:
+    if stride is not None and stride > length:
         return tokens.new_zeros(batch, 0, filters, channels)
-    if every is not None and every % block == 0:
-        borders = starts[..., every // block :: every // block, :][..., : length // every, :]
+    if stride is not None and stride % block == 0:
+        borders = starts[..., stride // block :: stride // block, :][..., : length // stride, :]
         return torch.matmul(borders, system.output[:, :, None, :, None]).squeeze(-1).permute(2, 3, 0, 1)
     flat = tokens.reshape(channels, batch * blocks, block)
     if documents is None:
@@ -101,7 +101,7 @@ def _outputs(
     if documents is not None:
         carried = torch.where((documents == _before(documents).unsqueeze(-1)).view(-1, block), carried, 0.0)
     y = (inside + carried).reshape(filters, channels, batch, blocks * block)[..., :length]
-    return channels_last(y if every is None else y[..., every - 1 :: every])
+    return channels_last(y if stride is None else y[..., stride - 1 :: stride])
 
 
 def _final_state(

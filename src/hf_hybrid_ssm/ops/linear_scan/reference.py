@@ -31,8 +31,8 @@ def channel_scan(
     seq_idx: torch.Tensor | None,
     lengths: torch.Tensor | None,
     return_final_state: bool,
-    every: int | None,
-    at: torch.Tensor | None = None,
+    stride: int | None,
+    positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """s_t = A s_{t-1} + B u_t, y_t = C s_t; shapes as in `channel.channel_scan`."""
     transition, b, c = system.powers[0], system.krylov[:, :, 0], system.output
@@ -50,6 +50,6 @@ def channel_scan(
         state = torch.where(real, following, state)
         outputs.append((c * following).sum(-1))
     y = torch.stack(outputs, dim=1) if outputs else u.new_zeros(batch, 0, c.shape[0], channels)
-    if at is not None:
-        y = y[torch.arange(batch, device=u.device).unsqueeze(1), at]
-    return (y if every is None else y[:, every - 1 :: every]), (state if return_final_state else None)
+    if positions is not None:
+        y = y[torch.arange(batch, device=u.device).unsqueeze(1), positions]
+    return (y if stride is None else y[:, stride - 1 :: stride]), (state if return_final_state else None)

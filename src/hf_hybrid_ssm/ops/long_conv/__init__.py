@@ -30,8 +30,8 @@ def long_conv(
     seq_idx: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
     return_final_state: bool = False,
-    every: int | None = None,
-    at: torch.Tensor | None = None,
+    stride: int | None = None,
+    positions: torch.Tensor | None = None,
     method: str = "auto",
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -50,12 +50,12 @@ def long_conv(
         seq_idx: (B, L) int, documents of a packed row; no output depends on another document.
         lengths: (B,) int, number of real tokens at the front of each row; the rest is not read.
         return_final_state: also return the last K - 1 inputs of the row's last document (causal only).
-        every: give y only at the tokens every - 1, 2 every - 1, ...; causal ones are then contracted one by one.
-        at: (B, J) int64, give y only at these tokens of each row (0..L-1), likewise.
+        stride: give y only at the tokens stride - 1, 2 stride - 1, ...; causal ones are then contracted one by one.
+        positions: (B, J) int64, give y only at these tokens of each row (0..L-1), likewise.
         method: "fft", "block" (halves; the one that packs), "direct" (tap by tap) or "auto".
 
     Returns:
-        y (B, L, [F,] D), or (B, L // every, [F,] D), or (B, J, [F,] D), in u's dtype, and the final state (B, K-1, D)
+        y (B, L, [F,] D), or (B, L // stride, [F,] D), or (B, J, [F,] D), in u's dtype, and the final state (B, K-1, D)
         in the computing dtype or None.
 
     Raises:
@@ -64,7 +64,7 @@ def long_conv(
     batch, length, channels = _check(u, kernel, future_kernel, method)
     check_seq_idx(seq_idx, batch, length)
     check_lengths(lengths, batch, length)
-    check_output_positions(every, at, batch, length)
+    check_output_positions(stride, positions, batch, length)
     dtype = torch.promote_types(torch.promote_types(u.dtype, kernel.dtype), torch.float32)
     filters = _expand(kernel, channels).to(dtype)
     future = None if future_kernel is None else _expand(future_kernel, channels).to(dtype)
@@ -79,11 +79,12 @@ def long_conv(
     with without_autocast(u.device.type):
         x = zero_beyond(u.to(dtype), lengths)
         history = x.new_zeros(batch, 0, channels) if initial_state is None else initial_state.to(dtype)
-        if (every is None and at is None) or future is not None:
+        if (stride is None and positions is None) or future is not None:
             y = run(x, filters, future, skip, history, seq_idx, method)
-            y = y if at is None and every is None else take_outputs(y.flatten(2), every, at).unflatten(-1, y.shape[2:])
+            if stride is not None or positions is not None:
+                y = take_outputs(y.flatten(2), stride, positions).unflatten(-1, y.shape[2:])
         else:
-            y = sampled(x, filters, skip, history, seq_idx, every, at)
+            y = sampled(x, filters, skip, history, seq_idx, stride, positions)
         final = _last_inputs(x, history, past, seq_idx, lengths) if return_final_state else None
     return (y.squeeze(2) if kernel.dim() == 2 else y).to(u.dtype), final
 

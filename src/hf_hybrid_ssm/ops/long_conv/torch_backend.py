@@ -54,14 +54,14 @@ def sampled(
     skip: torch.Tensor | None,
     history: torch.Tensor,
     seq_idx: torch.Tensor | None,
-    every: int | None,
-    at: torch.Tensor | None = None,
+    stride: int | None,
+    positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """y (B, J, F, D) at every `every`-th token or at the tokens `at`: a few outputs cost less than all of them."""
+    """y (B, J, F, D) at every `stride`-th token or at `positions`: a few outputs cost less than all."""
     batch, length, channels = u.shape
     taps = kernel.shape[-1]
-    every_nth = torch.arange(length, device=u.device)[(every or 1) - 1 :: every]
-    wanted = every_nth.expand(batch, -1) if at is None else at
+    strided = torch.arange(length, device=u.device)[(stride or 1) - 1 :: stride]
+    wanted = strided.expand(batch, -1) if positions is None else positions
     if wanted.numel() == 0:
         return u.new_zeros(*wanted.shape, kernel.shape[0], channels)
     missing = taps - 1 - history.shape[1]
@@ -75,7 +75,7 @@ def sampled(
     flat = windows.permute(2, 0, 1, 3).reshape(channels, -1, taps)
     y = torch.bmm(flat, kernel.flip(-1).permute(1, 2, 0)).view(channels, batch, -1, kernel.shape[0])
     y = y.permute(1, 2, 3, 0)
-    return y if skip is None else y + skip * take_outputs(u, every, at).unsqueeze(2)
+    return y if skip is None else y + skip * take_outputs(u, stride, positions).unsqueeze(2)
 
 
 def toeplitz(taps: torch.Tensor) -> torch.Tensor:
