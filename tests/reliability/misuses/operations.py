@@ -35,10 +35,15 @@ OPS: list[Case] = [
         TypeError,
         "k must have dtype",
     ),
-    ("a step of another width", lambda: longhorn_scan(X, KEYS, KEYS, KEYS), ValueError, r"dt .*got \(2, 6, 3\)"),
+    (
+        "a logit of another width",
+        lambda: longhorn_scan(X, KEYS, KEYS, KEYS),
+        ValueError,
+        r"beta_logit .*got \(2, 6, 3\)",
+    ),
     (
         "a bias of another width",
-        lambda: longhorn_scan(X, X, KEYS, KEYS, dt_bias=torch.zeros(5)),
+        lambda: longhorn_scan(X, X, KEYS, KEYS, beta_bias=torch.zeros(5)),
         ValueError,
         r"dt_bias must have shape \(D\) = \(4\), got \(5,\)",
     ),

@@ -90,7 +90,7 @@ class LonghornMixer(Float32ParametersMixin):
         convolve = {"initial_state": states.get("conv"), "seq_idx": seq_idx, "lengths": lengths}
         x, conv_state = self.conv1d(raw, return_final_state=cache is not None, **convolve)
         dt, k, q = self.x_proj(x).split(self.projection_sizes, dim=-1)
-        scan = {"dt_bias": self.dt_bias, "D": self.D, "initial_state": states.get("scan"), "seq_idx": seq_idx}
+        scan = {"beta_bias": self.dt_bias, "D": self.D, "initial_state": states.get("scan"), "seq_idx": seq_idx}
         inputs = (x, self.dt_proj(dt), k, q)
         fused_gate = gate if self.scan_norm is None else None
         y, scan_state = longhorn_scan(

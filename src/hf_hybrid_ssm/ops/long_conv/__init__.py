@@ -5,18 +5,19 @@ import torch
 from hf_hybrid_ssm.ops._core.autocast import without_autocast
 from hf_hybrid_ssm.ops._core.checks import check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops._core.dispatch import Op
+from hf_hybrid_ssm.ops._core.last_inputs import last_inputs
 from hf_hybrid_ssm.ops._core.lengths import check_lengths, zero_beyond
 from hf_hybrid_ssm.ops._core.output_positions import check_output_positions, take_outputs
-from hf_hybrid_ssm.ops.long_conv import reference, torch_backend
-from hf_hybrid_ssm.ops.long_conv.self_check_inputs import example
-from hf_hybrid_ssm.ops.long_conv.torch_backend import sampled
+from hf_hybrid_ssm.ops.long_conv.reference import long_conv_reference
+from hf_hybrid_ssm.ops.long_conv.self_check_inputs import self_check_inputs
+from hf_hybrid_ssm.ops.long_conv.torch_backend import long_conv_torch, sampled
 
 METHODS = ("auto", "direct", "fft", "block")
 _OP = Op(
     "long_conv",
-    builtin={"torch": torch_backend.run, "reference": reference.run},
+    builtin={"torch": long_conv_torch, "reference": long_conv_reference},
     kernels={"triton": "hf_hybrid_ssm.ops.long_conv.triton"},
-    self_check_inputs=example,
+    self_check_inputs=self_check_inputs,
 )
 
 
@@ -85,7 +86,7 @@ def long_conv(
                 y = take_outputs(y.flatten(2), stride, positions).unflatten(-1, y.shape[2:])
         else:
             y = sampled(x, filters, skip, history, seq_idx, stride, positions)
-        final = _last_inputs(x, history, past, seq_idx, lengths) if return_final_state else None
+        final = last_inputs(x, past + 1, initial_state, seq_idx, lengths) if return_final_state else None
     return (y.squeeze(2) if kernel.dim() == 2 else y).to(u.dtype), final
 
 
@@ -117,26 +118,3 @@ def _expand(kernel: torch.Tensor, channels: int) -> torch.Tensor:
     """(G, K) or (F, G, K) -> (F, D, K): each of the G filters serves D / G neighbouring channels."""
     kernel = kernel.unsqueeze(0) if kernel.dim() == 2 else kernel
     return kernel.repeat_interleave(channels // kernel.shape[1], dim=1) if kernel.shape[1] != channels else kernel
-
-
-def _last_inputs(
-    u: torch.Tensor,
-    history: torch.Tensor,
-    past: int,
-    seq_idx: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-) -> torch.Tensor:
-    """The `past` inputs up to each row's end, zero where they belong to an earlier document than the last token."""
-    batch, length, channels = u.shape
-    if history.shape[1] < past:
-        history = torch.cat([u.new_zeros(batch, past - history.shape[1], channels), history], dim=1)
-    inputs = torch.cat([history, u], dim=1)
-    if lengths is None:
-        lengths = torch.full((batch,), length, device=u.device)
-    index = lengths.unsqueeze(1) + torch.arange(past, device=u.device)  # the window [n, n + past) of `inputs`
-    state = inputs.gather(1, index.unsqueeze(-1).expand(batch, past, channels))
-    if seq_idx is None or length == 0:
-        return state
-    documents = torch.cat([seq_idx[:, :1].expand(batch, past), seq_idx], dim=1)
-    last = seq_idx.gather(1, (lengths.unsqueeze(1) - 1).clamp(min=0).to(torch.int64))
-    return torch.where((documents.gather(1, index) == last).unsqueeze(-1), state, 0.0)

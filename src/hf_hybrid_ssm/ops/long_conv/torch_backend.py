@@ -16,15 +16,7 @@ LARGEST_MATRIX = 64  # above this size a half is convolved by FFT instead of by 
 DIRECT = 16  # kernels up to this length are summed tap by tap
 
 
-def run(
-    u: torch.Tensor,
-    kernel: torch.Tensor,
-    future_kernel: torch.Tensor | None,
-    skip: torch.Tensor | None,
-    history: torch.Tensor,
-    seq_idx: torch.Tensor | None,
-    method: str,
-) -> torch.Tensor:
+def long_conv_torch(u, kernel, future_kernel, skip, history, seq_idx, method):
     """y (B, L, F, D) of u (B, L, D) with kernels (F, D, K), skip (F, D), history (B, H, D), seq_idx (B, L)."""
     batch, length, channels = u.shape
     past = history.shape[1]
@@ -173,20 +165,20 @@ def _cross(
 ) -> torch.Tensor:
     """out_j = sum_i taps[h - 1 + j - i] source_i: the step over one border. source (D, M, P, h) -> (F, D, M, P, h)."""
     channels, rows, pairs, half = source.shape
-    reach = min(half, taps.shape[-1])  # a short kernel touches only the tokens next to the border
-    if reach == 0:
+    near = min(half, taps.shape[-1])  # a short kernel touches only the tokens next to the border
+    if near == 0:
         return source.new_zeros(taps.shape[0], channels, rows, pairs, half)
     if source_alive is not None:
         source = torch.where(source_alive, source, 0.0)
-    source = source[..., half - reach :].reshape(channels, rows * pairs, reach)
-    taps = F.pad(taps[..., : 2 * reach - 1], (0, max(0, 2 * reach - 1 - taps.shape[-1])))
-    if reach <= LARGEST_MATRIX:
-        matrix = toeplitz(taps).permute(1, 2, 0, 3).reshape(channels, reach, -1)  # (D, h, F h)
-        out = torch.bmm(source, matrix).view(channels, rows, pairs, -1, reach).permute(3, 0, 1, 2, 4)
+    source = source[..., half - near :].reshape(channels, rows * pairs, near)
+    taps = F.pad(taps[..., : 2 * near - 1], (0, max(0, 2 * near - 1 - taps.shape[-1])))
+    if near <= LARGEST_MATRIX:
+        matrix = toeplitz(taps).permute(1, 2, 0, 3).reshape(channels, near, -1)  # (D, h, F h)
+        out = torch.bmm(source, matrix).view(channels, rows, pairs, -1, near).permute(3, 0, 1, 2, 4)
     else:
-        size = fast_length(2 * reach - 1)
+        size = fast_length(2 * near - 1)
         product = torch.fft.rfft(source, n=size) * torch.fft.rfft(taps, n=size).unsqueeze(-2)
-        out = torch.fft.irfft(product, n=size)[..., reach - 1 : 2 * reach - 1]
-        out = out.reshape(-1, channels, rows, pairs, reach)
-    out = F.pad(out, (0, half - reach))
+        out = torch.fft.irfft(product, n=size)[..., near - 1 : 2 * near - 1]
+        out = out.reshape(-1, channels, rows, pairs, near)
+    out = F.pad(out, (0, half - near))
     return out if target_alive is None else torch.where(target_alive, out, 0.0)
