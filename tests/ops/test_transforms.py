@@ -38,7 +38,7 @@ def loss(hidden, weight):
 
 
 def attention(q, k, v, bias, **options):
-    return local_attention(q, k, v, bias=bias, nearest=0, farthest=6, **options)[0]
+    return local_attention(q, k, v, bias=bias, window=(6, 0), **options)[0]
 
 
 ATTENDED = [(B, 2, L, N), (B, 2, L, N), (B, 2, L, N), (2, 7)]

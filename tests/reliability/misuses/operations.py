@@ -21,7 +21,7 @@ from tests.reliability.misuses import Misuse
 X = torch.zeros(2, 6, 4)  # B, L, D
 KEYS = torch.zeros(2, 6, 3)  # B, L, N
 HEADS = torch.zeros(2, 4, 6, 8)  # B, H, L, E
-ONE_WAY = {"nearest": 0, "farthest": 2}
+ONE_WAY = {"window": (2, 0)}
 Case = tuple[str, Callable[[], object], type[Exception], str]
 OPS: list[Case] = [
     ("x of two dimensions", lambda: longhorn_scan(X[0], X, KEYS, KEYS), ValueError, r"x must have shape .*\(6, 4\)"),
@@ -135,9 +135,9 @@ OPS: list[Case] = [
     ),
     (
         "a window that ends before it begins",
-        lambda: local_attention(HEADS, HEADS, HEADS, nearest=3, farthest=1),
+        lambda: local_attention(HEADS, HEADS, HEADS, window=(1, -3)),
         ValueError,
-        "farthest=1 must be at least nearest=3",
+        r"window=\(1, -3\): left must be at least 0, and at least -right",
     ),
     (
         "chunks of nothing",
@@ -147,13 +147,13 @@ OPS: list[Case] = [
     ),
     (
         "a state for two-sided attention",
-        lambda: local_attention(HEADS, HEADS, HEADS, nearest=-2, farthest=2, return_final_state=True),
+        lambda: local_attention(HEADS, HEADS, HEADS, window=(2, 2), return_final_state=True),
         ValueError,
-        "nearest=-2 looks ahead",
+        r"window=\(2, 2\) looks ahead",
     ),
     (
         "a two-sided bias without a middle",
-        lambda: local_attention(HEADS, HEADS, HEADS, nearest=-2, farthest=2, bias=torch.zeros(4, 4)),
+        lambda: local_attention(HEADS, HEADS, HEADS, window=(2, 2), bias=torch.zeros(4, 4)),
         ValueError,
         "odd number of distances, got 4",
     ),
