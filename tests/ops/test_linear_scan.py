@@ -10,7 +10,7 @@ from hf_hybrid_ssm.ops.linear_scan import (
     Transition,
     channel_scan,
     diagonal_scan,
-    grow,
+    krylov_vectors,
     long_kernel,
     prepare_powers,
     prepare_system,
@@ -41,7 +41,7 @@ def transition(form: str, seed: int = 0) -> Transition:
 
 def system(form: str, block: int, seed: int = 0) -> ChannelSystem:
     powers = prepare_powers(transition(form, seed), block)
-    return prepare_system(powers, grow(powers, draw(F, D, N, seed=seed + 2)), draw(F, D, N, seed=seed + 3))
+    return prepare_system(powers, krylov_vectors(powers, draw(F, D, N, seed=seed + 2)), draw(F, D, N, seed=seed + 3))
 
 
 def assert_near(actual, wanted):
@@ -81,7 +81,7 @@ def test_block_matrices(form, block):
         vector = (power @ s.krylov[:, :, 0].unsqueeze(-1)).squeeze(-1)
         assert_near(s.krylov[:, :, j], vector)
         assert_near(s.kernel[..., j], (s.output * vector).sum(-1))
-        assert_near(s.readout[:, :, j], (s.output.unsqueeze(-2) @ power @ a).squeeze(-2))
+        assert_near(s.state_to_output[:, :, j], (s.output.unsqueeze(-2) @ power @ a).squeeze(-2))
     for length in (1, block, 3 * block + 1, 40):
         kernel = long_kernel(s, length)
         assert kernel.shape == (F, D, length)
@@ -143,7 +143,7 @@ def test_channel_scan_gradcheck(form):
 
     def run(u, start, value, b, c, skip):
         powers = prepare_powers(Transition(value, form), 4)
-        s = prepare_system(powers, grow(powers, b), c)
+        s = prepare_system(powers, krylov_vectors(powers, b), c)
         return channel_scan(u, s, skip=skip, initial_state=start, seq_idx=documents(2, 11, 3), return_final_state=True)
 
     assert torch.autograd.gradcheck(run, (u, start, value, b, c, skip), fast_mode=True)

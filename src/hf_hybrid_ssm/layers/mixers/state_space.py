@@ -14,7 +14,7 @@ from hf_hybrid_ssm.ops.linear_scan import (
     ChannelSystem,
     Transition,
     channel_scan,
-    grow,
+    krylov_vectors,
     long_kernel,
     prepare_powers,
     prepare_system,
@@ -76,7 +76,7 @@ class StateSpaceMixer(CachedKernelMixer):
         def compute(exact: bool) -> tuple[tuple[Transition, ...], torch.Tensor]:
             inner = torch.float64 if exact else dtype
             powers = prepare_powers(self.transition(inner, direction), self.block_size)
-            krylov = grow(powers, self.input_vector(inner, direction))
+            krylov = krylov_vectors(powers, self.input_vector(inner, direction))
             if exact:
                 powers = tuple(Transition(power.value.to(dtype), power.form) for power in powers)
             return powers, krylov.to(dtype)
@@ -85,7 +85,7 @@ class StateSpaceMixer(CachedKernelMixer):
 
     def _exact_system(self, direction: int) -> ChannelSystem:
         powers = prepare_powers(self.transition(torch.float64, direction), self.block_size)
-        krylov = grow(powers, self.input_vector(torch.float64, direction))
+        krylov = krylov_vectors(powers, self.input_vector(torch.float64, direction))
         return prepare_system(powers, krylov, self.output_rows(torch.float64)[direction])
 
     def _strides(self, dtype: torch.dtype, length: int, direction: int) -> tuple[Transition, ...]:
