@@ -45,7 +45,7 @@ OPS: list[Case] = [
         "a bias of another width",
         lambda: longhorn_scan(X, X, KEYS, KEYS, beta_bias=torch.zeros(5)),
         ValueError,
-        r"dt_bias must have shape \(D\) = \(4\), got \(5,\)",
+        r"beta_bias must have shape \(D\) = \(4\), got \(5,\)",
     ),
     (
         "a state of other rows",
@@ -119,7 +119,7 @@ OPS: list[Case] = [
         "stride=2 and positions are two ways",
     ),
     (
-        "outputs behind the end",
+        "outputs after the end",
         lambda: long_conv(X, X[0].T, positions=torch.full((2, 1), 6)),
         ValueError,
         r"positions must lie in 0..5, got 6..6",

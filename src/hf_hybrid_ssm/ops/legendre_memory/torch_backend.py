@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_hybrid_ssm.ops._core.autocast import without_autocast
+from hf_hybrid_ssm.ops._core.toeplitz import causal_toeplitz
 from hf_hybrid_ssm.ops.legendre_memory.constants import BlockOperators, block_operators, step_matrix
 
 BLOCK = 32
@@ -46,10 +47,8 @@ def read_out_matrix(weight: torch.Tensor, operators: BlockOperators) -> torch.Te
     rows, block = weight.shape[0], operators.impulse.shape[1]
     from_state = torch.tensordot(weight, operators.powers, 1).transpose(0, 1)  # (C, r, q)
     taps = weight @ operators.impulse  # (r, C)
-    lag = torch.arange(block, device=weight.device)
-    lag = lag[:, None] - lag
-    toeplitz = torch.where(lag >= 0, taps[:, lag.clamp(min=0)], 0.0).transpose(0, 1)  # (C, r, C)
-    return torch.cat([toeplitz, from_state], 2).reshape(block * rows, -1)
+    from_inputs = causal_toeplitz(taps).permute(2, 0, 1)  # (C, r, C)
+    return torch.cat([from_inputs, from_state], 2).reshape(block * rows, -1)
 
 
 class Blocks:

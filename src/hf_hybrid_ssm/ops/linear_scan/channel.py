@@ -17,10 +17,10 @@ from hf_hybrid_ssm.ops._core.checks import check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops._core.dispatch import Op
 from hf_hybrid_ssm.ops._core.lengths import check_lengths, zero_beyond
 from hf_hybrid_ssm.ops._core.output_positions import check_output_positions, take_outputs
+from hf_hybrid_ssm.ops._core.toeplitz import causal_toeplitz
 from hf_hybrid_ssm.ops.linear_scan.reference import channel_scan_reference
 from hf_hybrid_ssm.ops.linear_scan.torch_backend import channel_scan_torch
 from hf_hybrid_ssm.ops.linear_scan.transition import Transition
-from hf_hybrid_ssm.ops.long_conv.torch_backend import causal_toeplitz
 
 _OP = Op("channel_scan", builtin={"torch": channel_scan_torch, "reference": channel_scan_reference})
 

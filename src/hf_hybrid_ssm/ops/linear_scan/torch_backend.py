@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from hf_hybrid_ssm.ops._core.toeplitz import causal_toeplitz
 from hf_hybrid_ssm.ops.long_conv.fft import channels_first, channels_last
 from hf_hybrid_ssm.ops.long_conv.torch_backend import block_conv
 
@@ -185,9 +186,7 @@ def _states_from_zero(tokens: torch.Tensor, powers: torch.Tensor, documents: tor
     """States of every block started at zero. tokens (B, n, w, M) -> (B, n, w, M)."""
     batch, blocks, block, size = tokens.shape
     if documents is None:
-        lag = torch.arange(block, device=tokens.device)
-        lag = lag.unsqueeze(0) - lag.unsqueeze(1)  # row: input, column: output
-        matrix = torch.where((lag >= 0).unsqueeze(-1), powers[lag.clamp(min=0)], 0.0).permute(2, 0, 1)  # (M, w, w)
+        matrix = causal_toeplitz(powers[:block].mT)  # (M, w, w)
         rows = tokens.permute(3, 0, 1, 2).reshape(size, batch * blocks, block)
         return torch.bmm(rows, matrix).view(size, batch, blocks, block).permute(1, 2, 3, 0)
     half, h = 1, tokens

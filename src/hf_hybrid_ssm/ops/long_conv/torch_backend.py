@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_hybrid_ssm.ops._core.output_positions import take_outputs
+from hf_hybrid_ssm.ops._core.toeplitz import toeplitz
 from hf_hybrid_ssm.ops.long_conv.fft import fast_length, fft_conv
 
 BASE = 8  # below this size a few shifted products are cheaper than a matrix product
@@ -70,17 +71,6 @@ def sampled(
     return y if skip is None else y + skip * take_outputs(u, stride, positions).unsqueeze(2)
 
 
-def toeplitz(taps: torch.Tensor) -> torch.Tensor:
-    """T (..., h, h), T[i, j] = taps[h - 1 + j - i] from input i to output j, of taps (..., 2h - 1)."""
-    size = (taps.shape[-1] + 1) // 2
-    return taps.unfold(-1, size, 1).flip(-2)
-
-
-def causal_toeplitz(kernel: torch.Tensor) -> torch.Tensor:
-    """T (..., w, w) with T[i, j] = K_{j-i} for i <= j and 0 above, from a kernel (..., w)."""
-    return toeplitz(F.pad(kernel, (kernel.shape[-1] - 1, 0)))
-
-
 def _direct(
     x: torch.Tensor, kernel: torch.Tensor, future_kernel: torch.Tensor | None, documents: torch.Tensor | None
 ) -> torch.Tensor:
@@ -88,18 +78,14 @@ def _direct(
     time = x.shape[-1]
     x = x.unsqueeze(1)
     y = kernel[..., :1] * x
-    for k in range(1, min(kernel.shape[-1], time)):
-        source = x[..., : time - k]
-        if documents is not None:
-            same = (documents[:, k:] == documents[:, : time - k])[:, None, None]
-            source = torch.where(same, source, 0.0)
-        y = y + F.pad(kernel[..., k : k + 1] * source, (k, 0))
-    for k in range(1, min(1 + (0 if future_kernel is None else future_kernel.shape[-1]), time)):
-        source = x[..., k:]
-        if documents is not None:
-            same = (documents[:, k:] == documents[:, : time - k])[:, None, None]
-            source = torch.where(same, source, 0.0)
-        y = y + F.pad(future_kernel[..., k - 1 : k] * source, (0, k))  # type: ignore[index]
+    ahead = 0 if future_kernel is None else future_kernel.shape[-1]
+    for taps, count, is_past in ((kernel[..., 1:], kernel.shape[-1] - 1, True), (future_kernel, ahead, False)):
+        for lag in range(1, min(count + 1, time)):
+            source = x[..., : time - lag] if is_past else x[..., lag:]
+            if documents is not None:
+                same = (documents[:, lag:] == documents[:, : time - lag])[:, None, None]
+                source = torch.where(same, source, 0.0)
+            y = y + F.pad(taps[..., lag - 1 : lag] * source, (lag, 0) if is_past else (0, lag))  # type: ignore[index]
     return y
 
 

@@ -20,7 +20,7 @@ static inline float sum(vec v) {
 }
 
 /* what every token of a tile needs: delta = beta / (1 + beta kk), and E = 1 / beta - 1 for its gradient */
-static inline vec delta_of(const float *beta_logit, const float *beta_bias, float kk, int lanes, vec *e) {
+static inline vec compute_delta(const float *beta_logit, const float *beta_bias, float kk, int lanes, vec *e) {
     vec logit = load(beta_logit, lanes);
     if (beta_bias) logit += load(beta_bias, lanes);
     *e = exponential(-logit);
@@ -67,7 +67,7 @@ static inline __attribute__((always_inline)) void forward_tile(
         __builtin_prefetch(y + at + AHEAD * p->D, 1);
         if (starts_document(p->seq_idx, row, t)) EACH_STATE state[n] = broadcast(0);
         vec e, x = load(p->x + at, lanes);
-        vec delta = delta_of(p->beta_logit + at, p->beta_bias ? p->beta_bias + d : 0, p->kk[row + t], lanes, &e);
+        vec delta = compute_delta(p->beta_logit + at, p->beta_bias ? p->beta_bias + d : 0, p->kk[row + t], lanes, &e);
         vec out = skip * x, odd = broadcast(0); /* two sums: half the chain of dependent additions */
         EACH_STATE {
             vec write = delta * k[n];
@@ -166,7 +166,7 @@ static inline __attribute__((always_inline)) void backward_tile(
         if (p->z) __builtin_prefetch(g->dz + at, 1);
         if (starts_document(p->seq_idx, row, t)) EACH_STATE state[n] = broadcast(0);
         vec x = load(p->x + at, lanes);
-        deltas[c] = delta_of(p->beta_logit + at, p->beta_bias ? p->beta_bias + d : 0, p->kk[row + t], lanes, es + c);
+        deltas[c] = compute_delta(p->beta_logit + at, p->beta_bias ? p->beta_bias + d : 0, p->kk[row + t], lanes, es + c);
         EACH_STATE {
             before[c * N + n] = state[n];
             state[n] += deltas[c] * k[n] * (x - state[n] * k[n]);
