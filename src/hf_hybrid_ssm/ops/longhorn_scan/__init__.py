@@ -47,7 +47,7 @@ def longhorn_scan(
 
     Args:
         x: values (B, L, D).
-        beta_logit: (B, L, D).
+        beta_logit: logit of β without its bias, (B, L, D).
         k, q: keys and queries (B, L, N), shared by all channels.
         beta_bias: (D,), added to the logit in float32.
         D: skip weight (D,).
