@@ -32,7 +32,7 @@ def window(length: int) -> Callable[[], None]:
     q, k, v = inputs(length)
 
     def run() -> None:
-        local_attention(q, k, v, nearest=0, farthest=WINDOW - 1)[0].sum().backward()
+        local_attention(q, k, v, window=(WINDOW - 1, 0))[0].sum().backward()
 
     return run
 
@@ -60,7 +60,7 @@ class WindowSublayer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (layer(x).unflatten(2, (HEADS, SIZE)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        y, _ = local_attention(q, k, v, nearest=1 - WINDOW, farthest=WINDOW - 1, bias=self.bias)
+        y, _ = local_attention(q, k, v, window=(WINDOW - 1, WINDOW - 1), bias=self.bias)
         return self.o(y.transpose(1, 2).flatten(2))
 
 

@@ -40,9 +40,7 @@ def examine() -> dict[str, Any]:
             for dtype in (torch.float32, torch.bfloat16):
                 said = {b: s for b, s in op.explain(device, dtype).items() if b in op.builtin or b in op.kernels}
                 taken = next(backend for backend in PREFERENCE if said.get(backend) == "runs")
-                errors = {}
-                if op.self_check_inputs is not None:
-                    errors = {b: op.self_check(b, device, dtype) for b in op.kernels if said[b] == "runs"}
+                errors = {b: op.self_check(b, device, dtype) for b in op.kernels if said[b] == "runs"}
                 where = f"{device} {str(dtype).removeprefix('torch.')}"
                 ops[name][where] = {"takes": taken, "backends": said, "kernel_errors": errors}
     return {

@@ -8,7 +8,7 @@ from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
 from tests.golden.values import FLOAT32, assert_near, golden
 
 BACKENDS = [None, "torch", "reference"]
-NAMES = {"u": "x", "dt": "dt", "k": "k", "q": "q", "t_bias": "dt_bias", "D": "D", "z": "z"}
+NAMES = {"u": "x", "dt": "beta_logit", "k": "k", "q": "q", "t_bias": "beta_bias", "D": "D", "z": "z"}
 
 
 def arguments(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -22,15 +22,15 @@ def arguments(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("y_bare", ()), ("y_bias", ("dt_bias",)), ("y_skip", ("D",)), ("y_gate", ("z",)), ("y", ("dt_bias", "D", "z"))],
+    {"y_bare": (), "y_bias": ("beta_bias",), "y_skip": ("D",), "y_gate": ("z",), "y": ("beta_bias", "D", "z")}.items(),
 )
 def test_scan(name, options, backend):
     tensors = golden("longhorn_scan")
     given = arguments(tensors)
-    taken = {key: value for key, value in given.items() if key in ("x", "dt", "k", "q", *options)}
+    taken = {key: value for key, value in given.items() if key in ("x", "beta_logit", "k", "q", *options)}
     y, state = longhorn_scan(**taken, return_final_state=True, backend=backend)
     assert_near(y.transpose(1, 2), tensors[name])
-    if "dt_bias" in options and len(options) == 3:
+    if "beta_bias" in options and len(options) == 3:
         assert_near(state, tensors["last_state"])
 
 
@@ -42,7 +42,7 @@ def test_gradients(backend):
     gradients = torch.autograd.grad((y.transpose(1, 2) * tensors["weight"]).sum(), list(leaves.values()))
     for (theirs, ours), gradient in zip(NAMES.items(), gradients):
         wanted = tensors[f"grad_{theirs}"]
-        assert_near(gradient.transpose(1, 2) if ours not in ("dt_bias", "D") else gradient, wanted)
+        assert_near(gradient.transpose(1, 2) if ours not in ("beta_bias", "D") else gradient, wanted)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -47,7 +47,9 @@ CASES: dict[str, tuple[str, dict]] = {
 CLASSES = MIXERS | {"leaky average": LeakyAverage}
 BOTH_SIDES = [case for case, (name, _) in CASES.items() if name != "leaky average"]
 # those that can be asked for the outputs at some tokens only, as BST does
-SELECTIVE = [case for case, (name, _) in CASES.items() if "at" in inspect.signature(CLASSES[name].forward).parameters]
+SELECTIVE = [
+    case for case, (name, _) in CASES.items() if "positions" in inspect.signature(CLASSES[name].forward).parameters
+]
 FROZEN = [case for case in CASES if case.endswith("-frozen")]
 L = 29
 DOCUMENTS = torch.tensor([[0] * 1 + [1] * 10 + [2] * 18, [0] * 29, [5] * 8 + [6] * 20 + [9] * 1])
@@ -159,45 +161,45 @@ def test_fresh_state_is_the_default(case):
 
 
 @pytest.mark.parametrize("case", SELECTIVE)
-@pytest.mark.parametrize("every", [1, 5, 8, 16, 40])
-def test_every_takes_outputs_of_forward(case, every):
+@pytest.mark.parametrize("stride", [1, 5, 8, 16, 40])
+def test_stride_takes_outputs_of_forward(case, stride):
     both = build(case, bidirectional=True)
-    assert_near(both(tokens(2, L, D), every=every)[0], both(tokens(2, L, D))[0][:, every - 1 :: every])
+    assert_near(both(tokens(2, L, D), stride=stride)[0], both(tokens(2, L, D))[0][:, stride - 1 :: stride])
     mixer = build(case)
     u, state = tokens(2, L, D), nonzero_state(mixer, 2)
     for rows in ({}, {"initial_state": state}, {"initial_state": state[1:].expand(3, *state.shape[1:])}):
         documents = DOCUMENTS if rows and rows["initial_state"].shape[0] == 3 else None
         x = u if documents is None else tokens(3, L, D)
         y, final = mixer(x, seq_idx=documents, return_final_state=True, **rows)
-        taken, state_after = mixer(x, seq_idx=documents, return_final_state=True, every=every, **rows)
-        assert_near(taken, y[:, every - 1 :: every])
+        taken, state_after = mixer(x, seq_idx=documents, return_final_state=True, stride=stride, **rows)
+        assert_near(taken, y[:, stride - 1 :: stride])
         assert_states(state_after, final)
 
 
 @pytest.mark.parametrize("case", SELECTIVE)
-def test_at_takes_outputs_of_forward(case):
+def test_positions_take_outputs_of_forward(case):
     """Any tokens of each row, also twice and in any order; across documents, states and padding."""
-    at = torch.tensor([[0, L - 1, 9, 9, 3], [L - 1, 0, 8, 17, 16], [7, 8, 9, 10, 11]])
+    positions = torch.tensor([[0, L - 1, 9, 9, 3], [L - 1, 0, 8, 17, 16], [7, 8, 9, 10, 11]])
     rows = torch.arange(3).unsqueeze(1)
     u = tokens(3, L, D)
     both = build(case, bidirectional=True)
-    assert_near(both(u, at=at)[0], both(u)[0][rows, at])
+    assert_near(both(u, positions=positions)[0], both(u)[0][rows, positions])
     mixer = build(case)
     state = nonzero_state(mixer, 3)
     for options in ({}, {"initial_state": state}, {"initial_state": state, "seq_idx": DOCUMENTS}):
         y, final = mixer(u, return_final_state=True, **options)
-        taken, state_after = mixer(u, return_final_state=True, at=at, **options)
-        assert_near(taken, y[rows, at])
+        taken, state_after = mixer(u, return_final_state=True, positions=positions, **options)
+        assert_near(taken, y[rows, positions])
         assert_states(state_after, final)
     lengths = torch.tensor([10, L, 12])
     real = torch.tensor([[9, 0, 3], [L - 1, 4, 5], [11, 7, 8]])
-    assert_near(mixer(u, lengths=lengths, at=real)[0], mixer(u, lengths=lengths)[0][rows, real])
-    with pytest.raises(ValueError, match="at must lie in"):
-        mixer(u, at=at + L)
+    assert_near(mixer(u, lengths=lengths, positions=real)[0], mixer(u, lengths=lengths)[0][rows, real])
+    with pytest.raises(ValueError, match="positions must lie in"):
+        mixer(u, positions=positions + L)
     with pytest.raises(ValueError, match="give one"):
-        mixer(u, at=at, every=2)
+        mixer(u, positions=positions, stride=2)
     with pytest.raises(TypeError, match="int64"):
-        mixer(u, at=at.float())
+        mixer(u, positions=positions.float())
 
 
 @pytest.mark.parametrize("case", SELECTIVE)
@@ -658,8 +660,8 @@ def test_bad_arguments(case):
     with pytest.raises(ValueError, match=r"state"):
         mixer.step(u[:, 0], wrong)
     if case in SELECTIVE:
-        with pytest.raises(ValueError, match=r"every must be at least 1"):
-            mixer(u, every=0)
+        with pytest.raises(ValueError, match=r"stride must be at least 1"):
+            mixer(u, stride=0)
 
 
 @pytest.mark.parametrize("case", BOTH_SIDES)

@@ -16,19 +16,31 @@ from hf_hybrid_ssm.ops._core.dispatch import REGISTRY, Op, backend
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
 
 
+def implementation(name):
+    def double(x):
+        return (2 * x,)
+
+    double.__name__ = name
+    return double
+
+
+def self_check_inputs():
+    return {"x": torch.ones(2)}
+
+
 @pytest.fixture
 def op(monkeypatch):
     module = ModuleType("fast_on_cpu")
-    module.run = lambda x: ("native", x)
+    module.naming_native = implementation("native")
     module.supports = lambda device_type, dtype: None if device_type == "cpu" else f"it runs on cpu, not {device_type}"
     monkeypatch.setitem(sys.modules, "fast_on_cpu", module)
-    plain = {"torch": lambda x: ("torch", x), "reference": lambda x: ("reference", x)}
-    yield Op("naming", plain, {"native": "fast_on_cpu", "triton": "no_such_package_at_all"})
+    plain = {name: implementation(name) for name in ("torch", "reference")}
+    yield Op("naming", plain, {"native": "fast_on_cpu", "triton": "no_such_package_at_all"}, self_check_inputs)
     REGISTRY.pop("naming", None)
 
 
 def chosen(op, device_type="cpu", requested=None):
-    return op.select(device_type, torch.float32, requested)(None)[0]
+    return op.select(device_type, torch.float32, requested).__name__
 
 
 def test_prefers_the_fastest_that_can_run(op):
@@ -187,8 +199,15 @@ def test_compiled_functions_follow_the_force():
 def test_a_broken_package_costs_time_only(monkeypatch, tmp_path, caplog):
     (tmp_path / "broken_kernels.py").write_text("raise OSError('no driver')", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    op = Op("breaking", {"torch": lambda x: ("torch", x), "reference": None}, {"native": "broken_kernels"})
+    plain = {"torch": implementation("torch"), "reference": None}
+    op = Op("breaking", plain, {"native": "broken_kernels"}, self_check_inputs)
     with caplog.at_level(logging.WARNING):
         assert chosen(op) == chosen(op) == "torch"
     assert len([record for record in caplog.records if "no driver" in record.getMessage()]) == 1
     REGISTRY.pop("breaking")
+
+
+def test_kernels_that_nothing_checks_are_refused():
+    with pytest.raises(ValueError, match=r"unchecked has kernels \(native\) but no self_check_inputs"):
+        Op("unchecked", {"torch": implementation("torch"), "reference": None}, {"native": "some_module"})
+    assert "unchecked" not in REGISTRY

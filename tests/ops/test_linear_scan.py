@@ -10,7 +10,7 @@ from hf_hybrid_ssm.ops.linear_scan import (
     Transition,
     channel_scan,
     diagonal_scan,
-    grow,
+    krylov_vectors,
     long_kernel,
     prepare_powers,
     prepare_system,
@@ -41,7 +41,7 @@ def transition(form: str, seed: int = 0) -> Transition:
 
 def system(form: str, block: int, seed: int = 0) -> ChannelSystem:
     powers = prepare_powers(transition(form, seed), block)
-    return prepare_system(powers, grow(powers, draw(F, D, N, seed=seed + 2)), draw(F, D, N, seed=seed + 3))
+    return prepare_system(powers, krylov_vectors(powers, draw(F, D, N, seed=seed + 2)), draw(F, D, N, seed=seed + 3))
 
 
 def assert_near(actual, wanted):
@@ -81,7 +81,7 @@ def test_block_matrices(form, block):
         vector = (power @ s.krylov[:, :, 0].unsqueeze(-1)).squeeze(-1)
         assert_near(s.krylov[:, :, j], vector)
         assert_near(s.kernel[..., j], (s.output * vector).sum(-1))
-        assert_near(s.readout[:, :, j], (s.output.unsqueeze(-2) @ power @ a).squeeze(-2))
+        assert_near(s.state_to_output[:, :, j], (s.output.unsqueeze(-2) @ power @ a).squeeze(-2))
     for length in (1, block, 3 * block + 1, 40):
         kernel = long_kernel(s, length)
         assert kernel.shape == (F, D, length)
@@ -96,10 +96,10 @@ def test_block_matrices(form, block):
     length=LENGTHS,
     packed=st.booleans(),
     ragged=st.booleans(),
-    every=st.sampled_from([None, 3, 4, 32]),
+    stride=st.sampled_from([None, 3, 4, 32]),
     seed=st.integers(0, 99),
 )
-def test_channel_scan_is_the_recurrence(form, block, length, packed, ragged, every, seed):
+def test_channel_scan_is_the_recurrence(form, block, length, packed, ragged, stride, seed):
     batch = 3
     u = draw(batch, length, D, seed=seed)
     options = {
@@ -108,7 +108,7 @@ def test_channel_scan_is_the_recurrence(form, block, length, packed, ragged, eve
         "seq_idx": documents(batch, length, seed) if packed else None,
         "lengths": torch.tensor([0, length, (length * seed) // 99]) if ragged else None,
         "return_final_state": True,
-        "every": every,
+        "stride": stride,
     }
     s = system(form, block, seed)
     y, state = channel_scan(u, s, **options)
@@ -118,19 +118,21 @@ def test_channel_scan_is_the_recurrence(form, block, length, packed, ragged, eve
         assert_near(y, wanted)
         return
     for row, real in enumerate(options["lengths"].tolist()):
-        real = real if every is None else real // every
+        real = real if stride is None else real // stride
         assert_near(y[row, :real], wanted[row, :real])
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("block", [1, 4, 16])
 def test_outputs_at_some_tokens(form, block):
-    at = torch.randint(0, 37, (3, 6), generator=torch.Generator().manual_seed(block))
+    positions = torch.randint(0, 37, (3, 6), generator=torch.Generator().manual_seed(block))
     u, s = draw(3, 37, D), system(form, block)
     options = {"initial_state": draw(3, F, D, N, seed=2), "skip": draw(F, D, seed=1), "seq_idx": documents(3, 37, 5)}
     for backend in ("torch", "reference"):
-        taken, _ = channel_scan(u, s, at=at, backend=backend, **options)
-        assert_near(taken, channel_scan(u, s, backend="reference", **options)[0][torch.arange(3).unsqueeze(1), at])
+        taken, _ = channel_scan(u, s, positions=positions, backend=backend, **options)
+        assert_near(
+            taken, channel_scan(u, s, backend="reference", **options)[0][torch.arange(3).unsqueeze(1), positions]
+        )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -141,7 +143,7 @@ def test_channel_scan_gradcheck(form):
 
     def run(u, start, value, b, c, skip):
         powers = prepare_powers(Transition(value, form), 4)
-        s = prepare_system(powers, grow(powers, b), c)
+        s = prepare_system(powers, krylov_vectors(powers, b), c)
         return channel_scan(u, s, skip=skip, initial_state=start, seq_idx=documents(2, 11, 3), return_final_state=True)
 
     assert torch.autograd.gradcheck(run, (u, start, value, b, c, skip), fast_mode=True)
@@ -213,7 +215,7 @@ def test_float32_over_a_long_row(form):
         ({"skip": torch.zeros(D)}, ValueError, "skip"),
         ({"seq_idx": torch.tensor([[1, 0, 0, 0, 0]] * 2)}, ValueError, "seq_idx must not decrease"),
         ({"lengths": torch.tensor([-1, 2])}, ValueError, "lengths must lie in 0..5"),
-        ({"every": 0}, ValueError, "every must be at least 1"),
+        ({"stride": 0}, ValueError, "stride must be at least 1"),
         ({"backend": "native"}, ValueError, "cannot run channel_scan"),
     ],
 )

@@ -18,29 +18,30 @@ def random_inputs(batch, length, seed, dtype=torch.float64):
     )
 
 
-def dense(q, k, v, *, nearest, farthest, chunk_size=None, bias=None, zero_keys=False, documents=None, lengths=None):
+def dense(q, k, v, *, window, chunk_size=None, bias=None, zero_keys=False, documents=None, lengths=None):
     """The definition with an L x L matrix, for rows without a cache."""
     batch, _, length, _ = q.shape
+    left, right = window
     i = torch.arange(length)
     distance = i[:, None] - i
     documents = torch.zeros(batch, length, dtype=torch.int64) if documents is None else documents
     lengths = torch.full((batch,), length) if lengths is None else lengths
     rank = torch.stack([torch.stack([(row[:t] == row[t]).sum() for t in range(length)]) for row in documents])
     allowed = (documents[:, :, None] == documents[:, None]) & (i < lengths[:, None])[:, None]
-    if nearest is not None:
-        allowed = allowed & (distance >= nearest)
-    if farthest is not None:
-        allowed = allowed & (distance <= farthest)
+    if right is not None:
+        allowed = allowed & (distance >= -right)
+    if left is not None:
+        allowed = allowed & (distance <= left)
     if chunk_size is not None:
         chunk = rank // chunk_size
         allowed = allowed & (chunk[:, :, None] == chunk[:, None])
     table = q.new_zeros(HEADS, 1) if bias is None else bias
-    offset = 0 if nearest is not None and nearest >= 0 else table.shape[1] // 2
+    offset = 0 if right is not None and right <= 0 else table.shape[1] // 2
     logits = q @ k.transpose(2, 3) * SIZE**-0.5 + table[:, (distance + offset).clamp(0, table.shape[1] - 1)]
     weights = torch.where(allowed[:, None], logits, -torch.inf).exp()
     total = weights.sum(-1, keepdim=True)
     if zero_keys:
-        missing = torch.arange(nearest, farthest + 1)
+        missing = torch.arange(-right, left + 1)
         extra = table[:, missing.clamp(max=table.shape[1] - 1)].exp()[None, :, None]
         total = total + (extra * (missing > rank[:, None, :, None])).sum(-1, keepdim=True)
     return torch.where(total > 0, weights / total.clamp(min=1e-300), 0) @ v
@@ -50,25 +51,25 @@ def dense(q, k, v, *, nearest, farthest, chunk_size=None, bias=None, zero_keys=F
 def problems(draw, causal=None):
     batch, length = draw(st.integers(1, 3)), draw(st.integers(1, 80))
     causal = draw(st.booleans()) if causal is None else causal
-    nearest = draw(st.sampled_from([0, 1])) if causal else draw(st.sampled_from([-1, -4, -20, None]))
-    farthest = draw(st.sampled_from([1, 2, 7, 20, 33, None]))
+    right = draw(st.sampled_from([0, -1])) if causal else draw(st.sampled_from([1, 4, 20, None]))
+    left = draw(st.sampled_from([1, 2, 7, 20, 33, None]))
     chunk_size = draw(st.sampled_from([None, None, 1, 5, 18]))
     seed = draw(st.integers(0, 999))
     generator = torch.Generator().manual_seed(seed)
     bias = None
     if draw(st.booleans()):
-        reach = draw(st.integers(1, 40))
-        bias = torch.randn(HEADS, reach if causal else 2 * reach + 1, generator=generator, dtype=torch.float64)
+        size = draw(st.integers(1, 40))
+        bias = torch.randn(HEADS, size if causal else 2 * size + 1, generator=generator, dtype=torch.float64)
     documents, lengths = None, None
     if draw(st.booleans()):
         starts = torch.rand(batch, length, generator=generator) < 0.1
         documents = starts.cumsum(1)
     if draw(st.booleans()):
         lengths = torch.randint(0, length + 1, (batch,), generator=generator)
-    zero_keys = causal and farthest is not None and chunk_size is None and draw(st.booleans())
+    zero_keys = causal and left is not None and chunk_size is None and draw(st.booleans())
     return {
         "inputs": random_inputs(batch, length, seed),
-        "options": {"nearest": nearest, "farthest": farthest, "chunk_size": chunk_size, "bias": bias},
+        "options": {"window": (left, right), "chunk_size": chunk_size, "bias": bias},
         "documents": documents,
         "lengths": lengths,
         "zero_keys": zero_keys,
@@ -164,7 +165,7 @@ def test_pieces_equal_one_forward(problem, data):
 @pytest.mark.parametrize("zero_keys", [False, True])
 def test_steps_from_an_empty_state_and_rows_that_stop(zero_keys):
     q, k, v = random_inputs(2, 30, 3)
-    options = {"nearest": 1, "farthest": 6, "zero_kv_sink": zero_keys}
+    options = {"window": (6, -1), "zero_kv_sink": zero_keys}
     options["bias"] = torch.randn(HEADS, 8, dtype=torch.float64)
     whole, _ = local_attention(q, k, v, **options)
     state = empty_state(2, HEADS, 6, SIZE, dtype=torch.float64)
@@ -183,9 +184,9 @@ def test_steps_from_an_empty_state_and_rows_that_stop(zero_keys):
 @pytest.mark.parametrize(
     "options",
     [
-        {"nearest": 0, "farthest": 4},
-        {"nearest": 1, "farthest": 5, "zero_kv_sink": True},
-        {"nearest": -3, "farthest": 3},
+        {"window": (4, 0)},
+        {"window": (5, -1), "zero_kv_sink": True},
+        {"window": (3, 3)},
     ],
     ids=["causal", "strict", "two-sided"],
 )
@@ -201,7 +202,7 @@ def test_heads_that_share_keys(length, backend):
     generator = torch.Generator().manual_seed(2)
     q = torch.randn(2, 6, length, SIZE, generator=generator, dtype=torch.float64)
     k, v = torch.randn(2, 2, 2, length, SIZE, generator=generator, dtype=torch.float64).unbind()
-    options = {"nearest": 0, "farthest": 3, "bias": torch.randn(6, 4, generator=generator, dtype=torch.float64)}
+    options = {"window": (3, 0), "bias": torch.randn(6, 4, generator=generator, dtype=torch.float64)}
     expected, _ = local_attention(q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1), **options)
     y, state = local_attention(q, k, v, **options, return_final_state=True, backend=backend)
     torch.testing.assert_close(y, expected, rtol=1e-11, atol=1e-12)
@@ -209,14 +210,14 @@ def test_heads_that_share_keys(length, backend):
     every = [torch.cat([x, x], 2) for x in (q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1))]
     torch.testing.assert_close(again, local_attention(*every, **options)[0][:, :, length:], rtol=1e-11, atol=1e-12)
     with pytest.raises(ValueError, match="multiple of k's 2 heads"):
-        local_attention(q[:, :5], k, v, nearest=0, farthest=3)
+        local_attention(q[:, :5], k, v, window=(3, 0))
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
 def test_lower_precision(dtype, tolerance):
     inputs = random_inputs(2, 100, 8, dtype)
     bias = torch.randn(HEADS, 30, dtype=torch.float64)
-    options = {"nearest": 0, "farthest": 24}
+    options = {"window": (24, 0)}
     y, state = local_attention(*inputs, **options, bias=bias.to(dtype), return_final_state=True)
     assert y.dtype == dtype == state.keys.dtype
     wide = [x.double() for x in inputs]
@@ -227,17 +228,17 @@ def test_lower_precision(dtype, tolerance):
 def test_nan_in_padding_stays_there():
     q, k, v = random_inputs(2, 50, 9)
     lengths = torch.tensor([50, 30])
-    expected, _ = local_attention(q, k, v, nearest=-5, farthest=5, lengths=lengths)
+    expected, _ = local_attention(q, k, v, window=(5, 5), lengths=lengths)
     for x in (q, k, v):
         x[1, :, 30:] = torch.nan
-    y, _ = local_attention(q, k, v, nearest=-5, farthest=5, lengths=lengths)
+    y, _ = local_attention(q, k, v, window=(5, 5), lengths=lengths)
     torch.testing.assert_close(y[1, :, :30], expected[1, :, :30])
 
 
 def test_no_square_matrix():
     """At L = 1,048,576 a square of bytes would be a terabyte; the meta device counts without computing."""
     q = torch.empty(1, 1, 2**20, 2, device="meta")
-    y, _ = local_attention(q, q, q, nearest=0, farthest=31)
+    y, _ = local_attention(q, q, q, window=(31, 0))
     assert y.shape == q.shape
 
 
@@ -247,7 +248,7 @@ def test_compiles_into_one_graph():
     bias = torch.randn(HEADS, 9)
 
     def attend(q, k, v, bias):
-        return local_attention(q, k, v, nearest=0, farthest=8, bias=bias)[0]
+        return local_attention(q, k, v, window=(8, 0), bias=bias)[0]
 
     compiled = torch.compile(attend, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(q, k, v, bias), attend(q, k, v, bias), rtol=1e-5, atol=1e-6)
@@ -256,18 +257,23 @@ def test_compiles_into_one_graph():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"nearest": 0, "farthest": -1}, "farthest=-1"),
-        ({"nearest": 3, "farthest": 2}, "nearest=3"),
-        ({"nearest": 0, "farthest": 4, "chunk_size": 0}, "chunk_size"),
-        ({"nearest": -1, "farthest": 4, "zero_kv_sink": True}, "causal window"),
-        ({"nearest": -1, "farthest": 4, "return_final_state": True}, "looks ahead"),
-        ({"nearest": -1, "farthest": 1, "bias": torch.zeros(HEADS, 4)}, "odd"),
-        ({"nearest": 0, "farthest": 1, "bias": torch.zeros(HEADS + 1, 4)}, "bias"),
-        ({"nearest": 0, "farthest": 4, "capacity": 3}, "capacity=3"),
-        ({"nearest": 0, "farthest": 4, "initial_state": empty_state(2, HEADS, 3, SIZE)}, "holds 3 keys"),
-        ({"nearest": 0, "farthest": 4, "lengths": torch.tensor([1, 9])}, "lengths"),
+        ({"window": (-1, 0)}, "left must be at least 0"),
+        ({"window": (2, -3)}, r"window=\(2, -3\): left must be at least 0, and at least -right"),
+        ({"window": (4, 0), "chunk_size": 0}, "chunk_size"),
+        ({"window": (4, 1), "zero_kv_sink": True}, "causal window"),
+        ({"window": (4, 1), "return_final_state": True}, "looks ahead"),
+        ({"window": (1, 1), "bias": torch.zeros(HEADS, 4)}, "odd"),
+        ({"window": (1, 0), "bias": torch.zeros(HEADS + 1, 4)}, "bias"),
+        ({"window": (4, 0), "capacity": 3}, "capacity=3"),
+        ({"window": (4, 0), "initial_state": empty_state(2, HEADS, 3, SIZE)}, "holds 3 keys"),
+        ({"window": (4, 0), "lengths": torch.tensor([1, 9])}, "lengths"),
     ],
 )
 def test_bad_input(options, message):
     with pytest.raises(ValueError, match=message):
         local_attention(*random_inputs(2, 8, 0), **options)
+
+
+def test_a_window_is_a_pair():
+    with pytest.raises(TypeError, match=r"window must be a pair \(left, right\), got 5"):
+        local_attention(*random_inputs(2, 8, 0), window=5)

@@ -61,12 +61,12 @@ def test_methods_are_the_equation(length, taps, future, method, packed, ragged, 
     else:
         assert state is None
     if length:
-        every = 1 + seed % 9
-        taken, _ = long_conv(u, kernel, every=every, **options)
-        assert_near(taken, wanted[:, every - 1 :: every])
-        at = torch.randint(0, length, (batch, 3), generator=torch.Generator().manual_seed(seed))
-        taken, _ = long_conv(u, kernel, at=at, **options)
-        assert_near(taken, wanted[torch.arange(batch).unsqueeze(1), at])
+        stride = 1 + seed % 9
+        taken, _ = long_conv(u, kernel, stride=stride, **options)
+        assert_near(taken, wanted[:, stride - 1 :: stride])
+        positions = torch.randint(0, length, (batch, 3), generator=torch.Generator().manual_seed(seed))
+        taken, _ = long_conv(u, kernel, positions=positions, **options)
+        assert_near(taken, wanted[torch.arange(batch).unsqueeze(1), positions])
 
 
 def test_halves_beyond_the_largest_matrix():
@@ -176,7 +176,7 @@ def test_fast_lengths(minimum):
         ({"lengths": torch.tensor([5, 9])}, ValueError, "lengths must lie in 0..5"),
         ({"lengths": torch.tensor([5.0, 1.0])}, TypeError, "lengths must be int"),
         ({"method": "winograd"}, ValueError, "auto, direct, fft, block"),
-        ({"every": 0}, ValueError, "every must be at least 1"),
+        ({"stride": 0}, ValueError, "stride must be at least 1"),
         ({"backend": "triton"}, ValueError, "cannot run long_conv"),
     ],
 )

@@ -12,7 +12,7 @@ from hf_hybrid_ssm.ops._core.native_library import missing_compiler
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
 
 F64 = torch.float64
-OPTIONAL = ("dt_bias", "D", "z", "initial_state")
+OPTIONAL = ("beta_bias", "D", "z", "initial_state")
 NATIVE = pytest.param("native", marks=pytest.mark.skipif(missing_compiler() is not None, reason="no C compiler"))
 
 
@@ -24,7 +24,7 @@ def tensor(rows) -> torch.Tensor:
 
 GOLDEN = {
     "x": tensor([[[1, 2], [-1, 1], [2, 0], [1, -3]]]),
-    "dt": -torch.log(tensor([[[1, 2], [1 / 2, 1], [3, 1 / 3], [1, 1]]])),
+    "beta_logit": -torch.log(tensor([[[1, 2], [1 / 2, 1], [3, 1 / 3], [1, 1]]])),
     "k": tensor([[[1, 0, 1], [1 / 2, 1, -1], [0, 2, 1], [1, -1, 0]]]),
     "q": tensor([[[1, 1, 0], [1, 0, 2], [0, 1, -1], [1 / 2, 1, 1]]]),
 }
@@ -69,7 +69,12 @@ def test_golden_gradients(backend):
     longhorn_scan(**inputs, D=skip, initial_state=start, backend=backend)[0].sum().backward()
     expected = {
         "x": [[31 / 16, 43 / 34], [491 / 540, 443 / 1292], [25 / 18, 20 / 19], [7 / 8, 3 / 8]],
-        "dt": [[15 / 64, 52 / 85], [-283 / 32400, -488 / 5491], [133 / 405, -84 / 6137], [-457 / 8640, 3767 / 51680]],
+        "beta_logit": [
+            [15 / 64, 52 / 85],
+            [-283 / 32400, -488 / 5491],
+            [133 / 405, -84 / 6137],
+            [-457 / 8640, 3767 / 51680],
+        ],
         "k": [
             [3329 / 8160, 715439 / 697680, -49 / 480],
             [-7021771 / 44477100, 4675753 / 44477100, 16354607 / 44477100],
@@ -100,9 +105,9 @@ def draw(batch, length, channels, states, seed=0, given=OPTIONAL, scale=1.0) -> 
         return torch.randn(*shape, generator=generator, dtype=F64) * scale
 
     inputs = {
-        "x": randn(batch, length, channels), "dt": randn(batch, length, channels),
+        "x": randn(batch, length, channels), "beta_logit": randn(batch, length, channels),
         "k": randn(batch, length, states), "q": randn(batch, length, states),
-        "dt_bias": randn(channels), "D": randn(channels), "z": randn(batch, length, channels),
+        "beta_bias": randn(channels), "D": randn(channels), "z": randn(batch, length, channels),
         "initial_state": randn(batch, channels, states),
     }  # fmt: skip
     return {name: value for name, value in inputs.items() if name not in OPTIONAL or name in given}
@@ -174,7 +179,7 @@ def test_nan_in_padding_reaches_no_state(backend):
     inputs = {name: value.float() for name, value in draw(2, 6, 4, 3).items()}
     options = {"lengths": torch.tensor([6, 4]), "return_final_state": True, "backend": backend}
     expected = longhorn_scan(**inputs, **options)
-    for name in ("x", "dt", "k", "q", "z"):
+    for name in ("x", "beta_logit", "k", "q", "z"):
         inputs[name][1, 4:] = torch.nan
     y, state = longhorn_scan(**inputs, **options)
     torch.testing.assert_close(state, expected[1])
@@ -223,7 +228,7 @@ def test_pieces_equal_the_whole(backend):
     inputs = {name: value.to(dtype) for name, value in draw(2, 50, 9, 16).items()}
     whole, final = longhorn_scan(**inputs, return_final_state=True, backend=backend)
     state, rows = inputs.pop("initial_state"), []
-    fixed = {name: inputs.pop(name) for name in ("dt_bias", "D")}
+    fixed = {name: inputs.pop(name) for name in ("beta_bias", "D")}
     for start, end in ((0, 1), (1, 20), (20, 21), (21, 50)):
         part = {name: value[:, start:end] for name, value in inputs.items()}
         y, state = longhorn_scan(**part, **fixed, initial_state=state, return_final_state=True, backend=backend)
@@ -256,7 +261,7 @@ def test_first_write_recalls_a_known_fraction():
     inputs = draw(2, 1, 6, 4, given=())
     state = states_of(inputs)[0]
     kk = (inputs["k"] ** 2).sum(-1)
-    beta = torch.sigmoid(inputs["dt"])[:, 0]
+    beta = torch.sigmoid(inputs["beta_logit"])[:, 0]
     recalled = (state * inputs["k"]).sum(-1)
     step = beta / (1 + beta * kk)
     torch.testing.assert_close(recalled, step * kk * inputs["x"][:, 0])
@@ -303,7 +308,7 @@ def test_a_zero_key_leaves_the_state_bit_for_bit(backend):
 @pytest.mark.parametrize("logit", [-1e4, -100.0, 100.0, 1e4])
 def test_extreme_logits(backend, logit):
     inputs = draw(1, 20, 4, 16, given=("initial_state",))
-    inputs["dt"] = torch.full_like(inputs["dt"], logit)
+    inputs["beta_logit"] = torch.full_like(inputs["beta_logit"], logit)
     results = outputs_and_gradients(inputs, backend, torch.float32)
     assert all(torch.isfinite(value).all() for value in results.values())
     assert_near(results, outputs_and_gradients(inputs, "reference"), 3e-6)
@@ -322,7 +327,7 @@ def test_extreme_keys(backend, size, one_hot):
     results = outputs_and_gradients(inputs, backend, torch.float32)
     expected = outputs_and_gradients(inputs, "reference")
     assert all(torch.isfinite(value).all() for value in results.values())
-    assert_near({"ddt": results["ddt"], "y": results["y"]}, {"ddt": expected["ddt"], "y": expected["y"]}, 2e-5)
+    assert_near(*({name: found[name] for name in ("dbeta_logit", "y")} for found in (results, expected)), 2e-5)
 
 
 # Cost
@@ -368,8 +373,8 @@ def test_compiles_into_one_graph():
         ({"x": torch.zeros(2, 6, 4, dtype=torch.int64)}, TypeError, "floating point"),
         ({"k": torch.zeros(2, 5, 3, dtype=F64)}, ValueError, r"k must have shape .* got \(2, 5, 3\)"),
         ({"q": torch.zeros(2, 6, 4, dtype=F64)}, ValueError, "q must have shape"),
-        ({"dt": torch.zeros(2, 6, 4)}, TypeError, "dt must have dtype torch.float64"),
-        ({"dt_bias": torch.zeros(5)}, ValueError, "dt_bias"),
+        ({"beta_logit": torch.zeros(2, 6, 4)}, TypeError, "beta_logit must have dtype torch.float64"),
+        ({"beta_bias": torch.zeros(5)}, ValueError, "beta_bias"),
         ({"D": torch.zeros(1, 4)}, ValueError, "D must have shape"),
         ({"z": torch.zeros(2, 6, 3, dtype=F64)}, ValueError, "z must have shape"),
         ({"initial_state": torch.zeros(1, 4, 3)}, ValueError, "initial_state"),

@@ -140,6 +140,16 @@ def test_a_missing_compiler_is_passed_over(monkeypatch):
     native_library._compiler.cache_clear()
 
 
+def test_another_header_is_another_library(source, tmp_path, monkeypatch):
+    (tmp_path / "include").mkdir()
+    monkeypatch.setattr(native_library, "INCLUDES", tmp_path / "include")
+    source.write_text('#include "shared.h"\nint answer(void) { return ANSWER; }\n', encoding="utf-8")
+    for answer in (42, 43):
+        (tmp_path / "include" / "shared.h").write_text(f"#define ANSWER {answer}\n", encoding="utf-8")
+        assert native_library.compile_and_load(source).answer() == answer
+    assert len(libraries(tmp_path / "cache")) == 2
+
+
 def test_what_fails_to_compile_leaves_nothing(source, tmp_path):
     source.write_text("int answer(void) { return nothing; }\n", encoding="utf-8")
     with pytest.raises(OSError, match="nothing"):

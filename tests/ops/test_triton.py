@@ -20,7 +20,7 @@ def test_kernels_agree_with_the_reference():
     assert " passed" in done.stdout and "skipped" not in done.stdout
 
 
-POINTERS_TO_INPUTS = {"x", "dt", "z", "k", "q", "grad_o", "o", "dx", "ddt", "dz", "grad_y", "y", "weight"}
+POINTERS_TO_INPUTS = {"x", "beta_logit", "z", "k", "q", "grad_o", "o", "dx", "dlogit", "dz", "grad_y", "y", "weight"}
 NUMBERS = {"L", "channels", "num_states", "num_blocks", "blocks_per_split", "size", "num_splits", "T", "W", "FIRST"}
 NUMBERS |= {"input_channels", "num_rows"}
 
@@ -65,7 +65,7 @@ def test_kernels_compile_for_cards(capability, tmp_path, monkeypatch):
         scan_kernels.forward_summary_kernel: forward,
         scan_kernels.backward_kernel: backward,
         scan_kernels.backward_summary_kernel: backward,
-        scan_kernels.carry_kernel: {"BLOCK": scan.CARRY_BLOCK, "num_warps": 4},
+        scan_kernels.chain_kernel: {"BLOCK": scan.CHAIN_BLOCK, "num_warps": 4},
         convolution_kernels.forward_kernel: {"K": 4, **convolution.TILE},
         convolution_kernels.weight_gradient_kernel: {"K": 4, **convolution.TILE},
         convolution_kernels.input_gradient_kernel: {"K": 4, **convolution.TILE},

@@ -51,13 +51,13 @@ def assert_agree(got, want, bound):
 
 
 def scan_inputs(batch, length, channels, states, dtype, optional=True):
-    inputs = {"x": random(batch, length, channels, seed=1), "dt": random(batch, length, channels, seed=2)}
+    inputs = {"x": random(batch, length, channels, seed=1), "beta_logit": random(batch, length, channels, seed=2)}
     inputs |= {"k": random(batch, length, states, seed=3), "q": random(batch, length, states, seed=4)}
     if optional:
         inputs["z"] = random(batch, length, channels, seed=5)
     inputs = {name: t.to(dtype) for name, t in inputs.items()}
     if optional:
-        inputs |= {"dt_bias": random(channels, seed=6), "D": random(channels, seed=7)}
+        inputs |= {"beta_bias": random(channels, seed=6), "D": random(channels, seed=7)}
         inputs["initial_state"] = random(batch, channels, states, seed=8)
     return inputs
 
@@ -111,7 +111,7 @@ def test_padding_may_hold_anything(monkeypatch):
     inputs = scan_inputs(2, 9, 3, 4, torch.float32)
     lengths = torch.tensor([9, 5], device=DEVICE)
     want = longhorn_scan(**inputs, lengths=lengths, return_final_state=True, backend="triton")
-    for name in ("x", "dt", "k", "q", "z"):
+    for name in ("x", "beta_logit", "k", "q", "z"):
         inputs[name][1, 5:] = torch.nan
     got = longhorn_scan(**inputs, lengths=lengths, return_final_state=True, backend="triton")
     torch.testing.assert_close(got, want, rtol=0, atol=0)
@@ -119,19 +119,18 @@ def test_padding_may_hold_anything(monkeypatch):
 
 def test_scan_follows_strides():
     wide = random(2, 6, 20, seed=1)
-    x, dt = wide[..., :5], wide[..., 5:10]
+    x, beta_logit = wide[..., :5], wide[..., 5:10]
     k, q = wide[..., 10:20:3], wide[:, :, 11:20:3].expand(2, 6, 3)
     q = torch.cat([q, q[..., :1]], -1)
-    got, _ = longhorn_scan(x, dt, k, q, backend="triton")
-    want, _ = longhorn_scan(*(t.double() for t in (x, dt, k, q)), backend="reference")
+    got, _ = longhorn_scan(x, beta_logit, k, q, backend="triton")
+    want, _ = longhorn_scan(*(t.double() for t in (x, beta_logit, k, q)), backend="reference")
     torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)
 
 
 def test_extreme_steps_and_keys():
     inputs = scan_inputs(1, 8, 3, 4, torch.float32)
-    inputs["dt"] = torch.tensor([-1e4, -100.0, 0.0, 1e4, 80.0, -80.0, 30.0, 1.0], device=DEVICE)[None, :, None].repeat(
-        1, 1, 3
-    )
+    logits = torch.tensor([-1e4, -100.0, 0.0, 1e4, 80.0, -80.0, 30.0, 1.0], device=DEVICE)
+    inputs["beta_logit"] = logits[None, :, None].repeat(1, 1, 3)
     inputs["k"][0, 3] = torch.tensor([1e3, 0.0, 0.0, 0.0])
     inputs["k"][0, 4] = 0.0
     inputs["k"][0, 5] = 1e-6
@@ -239,9 +238,9 @@ def test_long_convolution_runs_the_kernel(monkeypatch):
 def test_ops_are_well_registered(monkeypatch):
     """Schema, fake implementation, autograd registration and AOT tracing of both ops."""
     inputs = {name: t.requires_grad_() for name, t in scan_inputs(1, 3, 2, 2, torch.float32).items()}
-    order = ("x", "dt", "k", "q", "dt_bias", "D", "z", "initial_state")
+    order = ("x", "beta_logit", "k", "q", "beta_bias", "D", "z", "initial_state")
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(launcher.longhorn_scan_triton, (*(inputs[n] for n in order), None, True), test_utils=checks)
+    torch.library.opcheck(launcher.scan, (*(inputs[n] for n in order), None, True), test_utils=checks)
     x, weight = (random(*shape, seed=1).requires_grad_() for shape in ((1, 3, 2), (2, 4)))
     torch.library.opcheck(conv_launcher.convolve, (x, weight, None, None, None, True), test_utils=checks)
     rows, taps = (random(*shape, seed=1).requires_grad_() for shape in ((1, 2, 5), (4, 3)))
@@ -249,9 +248,9 @@ def test_ops_are_well_registered(monkeypatch):
 
 
 def test_compiles_into_one_graph():
-    def step(x, dt, k, q, weight):
+    def step(x, beta_logit, k, q, weight):
         x, _ = causal_conv(x, weight, activation="silu", backend="triton")
-        y, _ = longhorn_scan(x, dt, k, q, backend="triton")
+        y, _ = longhorn_scan(x, beta_logit, k, q, backend="triton")
         return y
 
     inputs = scan_inputs(1, 3, 2, 2, torch.float32, optional=False)

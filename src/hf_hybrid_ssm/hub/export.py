@@ -12,7 +12,7 @@ from hf_hybrid_ssm import __version__
 from hf_hybrid_ssm.auto import FAMILIES, Family, owner_of
 from hf_hybrid_ssm.hub.flatten import flatten
 from hf_hybrid_ssm.hub.folder import is_as_exported, read_config, seal
-from hf_hybrid_ssm.hub.sources import PACKAGE, ROOT, module_of_class, needed_modules
+from hf_hybrid_ssm.hub.sources import PACKAGE, module_of_class, needed_modules
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def code_of(model_type: str) -> dict[str, str]:
     def file_of(module: str) -> str:
         _, floor, *rest = module.split(".")
         if floor == "ops":  # a file for each op, and one for what they share
-            return rest[0] if (ROOT / "ops" / rest[0]).is_dir() else "dispatch"
+            return "dispatch" if rest[0] == "_core" else rest[0]
         if floor == "layers":
             return "mixers" if module in mixers else "layers"
         if floor == "models" and len(rest) == 1:

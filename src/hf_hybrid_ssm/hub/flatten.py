@@ -173,8 +173,8 @@ class _Flattening:
                         yield places.edit(node, old, file.final[module.name, old])
                 case ast.Call(func=ast.Name(id="Op")):
                     # kernels stay in the package: each op runs its torch implementation
-                    optional = (keyword.value for keyword in node.keywords if keyword.arg == "optional")
-                    yield from (places.edit(value, None, "{}") for value in optional)
+                    kernels = (keyword.value for keyword in node.keywords if keyword.arg == "kernels")
+                    yield from (places.edit(value, None, "{}") for value in kernels)
                 case ast.Constant(value=str(text)) if text.startswith(f"{PACKAGE}::"):
                     yield places.edit(node, None, f'{LIBRARY} + "{text.removeprefix(PACKAGE)}"')
 

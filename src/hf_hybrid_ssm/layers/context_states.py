@@ -148,8 +148,8 @@ class ContextStates(nn.Module):
         options: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """C_0 learned, C_i = y at the last token of block i - 1: read out there only, all filters at once."""
-        taken: dict[str, Any] = {"every": self.window} if grid.aligned else {"at": grid.ends}
-        y, ssm = self.ssm(u, **options, **taken)  # (B, J or L // W, S, d)
+        selection: dict[str, Any] = {"stride": self.window} if grid.aligned else {"positions": grid.ends}
+        y, ssm = self.ssm(u, **options, **selection)  # (B, J or L // W, S, d)
         keys: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         first = grid.first[..., None, None, None]

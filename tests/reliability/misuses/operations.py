@@ -21,7 +21,7 @@ from tests.reliability.misuses import Misuse
 X = torch.zeros(2, 6, 4)  # B, L, D
 KEYS = torch.zeros(2, 6, 3)  # B, L, N
 HEADS = torch.zeros(2, 4, 6, 8)  # B, H, L, E
-ONE_WAY = {"nearest": 0, "farthest": 2}
+ONE_WAY = {"window": (2, 0)}
 Case = tuple[str, Callable[[], object], type[Exception], str]
 OPS: list[Case] = [
     ("x of two dimensions", lambda: longhorn_scan(X[0], X, KEYS, KEYS), ValueError, r"x must have shape .*\(6, 4\)"),
@@ -35,12 +35,17 @@ OPS: list[Case] = [
         TypeError,
         "k must have dtype",
     ),
-    ("a step of another width", lambda: longhorn_scan(X, KEYS, KEYS, KEYS), ValueError, r"dt .*got \(2, 6, 3\)"),
+    (
+        "a logit of another width",
+        lambda: longhorn_scan(X, KEYS, KEYS, KEYS),
+        ValueError,
+        r"beta_logit .*got \(2, 6, 3\)",
+    ),
     (
         "a bias of another width",
-        lambda: longhorn_scan(X, X, KEYS, KEYS, dt_bias=torch.zeros(5)),
+        lambda: longhorn_scan(X, X, KEYS, KEYS, beta_bias=torch.zeros(5)),
         ValueError,
-        r"dt_bias must have shape \(D\) = \(4\), got \(5,\)",
+        r"beta_bias must have shape \(D\) = \(4\), got \(5,\)",
     ),
     (
         "a state of other rows",
@@ -109,17 +114,17 @@ OPS: list[Case] = [
     ),
     (
         "outputs asked for in two ways",
-        lambda: long_conv(X, X[0].T, every=2, at=torch.zeros(2, 1, dtype=torch.long)),
+        lambda: long_conv(X, X[0].T, stride=2, positions=torch.zeros(2, 1, dtype=torch.long)),
         ValueError,
-        "every=2 and at are two ways",
+        "stride=2 and positions are two ways",
     ),
     (
-        "outputs behind the end",
-        lambda: long_conv(X, X[0].T, at=torch.full((2, 1), 6)),
+        "outputs after the end",
+        lambda: long_conv(X, X[0].T, positions=torch.full((2, 1), 6)),
         ValueError,
-        r"at must lie in 0..5, got 6..6",
+        r"positions must lie in 0..5, got 6..6",
     ),
-    ("every output of none", lambda: long_conv(X, X[0].T, every=0), ValueError, "every must be at least 1, got 0"),
+    ("every output of none", lambda: long_conv(X, X[0].T, stride=0), ValueError, "stride must be at least 1, got 0"),
     ("a decay of another size", lambda: diagonal_scan(torch.ones(3), X), ValueError, r"decay .*\(4\), got \(3,\)"),
     ("half precision states", lambda: diagonal_scan(torch.ones(4), X.half()), TypeError, "x must be float32.*float16"),
     (
@@ -130,9 +135,9 @@ OPS: list[Case] = [
     ),
     (
         "a window that ends before it begins",
-        lambda: local_attention(HEADS, HEADS, HEADS, nearest=3, farthest=1),
+        lambda: local_attention(HEADS, HEADS, HEADS, window=(1, -3)),
         ValueError,
-        "farthest=1 must be at least nearest=3",
+        r"window=\(1, -3\): left must be at least 0, and at least -right",
     ),
     (
         "chunks of nothing",
@@ -142,13 +147,13 @@ OPS: list[Case] = [
     ),
     (
         "a state for two-sided attention",
-        lambda: local_attention(HEADS, HEADS, HEADS, nearest=-2, farthest=2, return_final_state=True),
+        lambda: local_attention(HEADS, HEADS, HEADS, window=(2, 2), return_final_state=True),
         ValueError,
-        "nearest=-2 looks ahead",
+        r"window=\(2, 2\) looks ahead",
     ),
     (
         "a two-sided bias without a middle",
-        lambda: local_attention(HEADS, HEADS, HEADS, nearest=-2, farthest=2, bias=torch.zeros(4, 4)),
+        lambda: local_attention(HEADS, HEADS, HEADS, window=(2, 2), bias=torch.zeros(4, 4)),
         ValueError,
         "odd number of distances, got 4",
     ),

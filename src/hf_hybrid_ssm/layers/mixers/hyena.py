@@ -131,12 +131,12 @@ class ImplicitLongConv(CachedKernelMixer):
         seq_idx: torch.Tensor | None = None,
         lengths: torch.Tensor | None = None,
         return_final_state: bool = False,
-        every: int | None = None,
-        at: torch.Tensor | None = None,
+        stride: int | None = None,
+        positions: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As `Mixer.forward`; y only where it is asked for.
 
-        `every=W`: at the tokens W-1, 2W-1, ..., (B, L // W, [F,] D). `at` (B, J) int64: at these tokens of each row,
+        `stride=W`: at the tokens W-1, 2W-1, ..., (B, L // W, [F,] D). `positions` (B, J) int64: at these tokens,
         (B, J, [F,] D).
         """
         self._check_input(u, initial_state, seq_idx, lengths, return_final_state)
@@ -157,8 +157,8 @@ class ImplicitLongConv(CachedKernelMixer):
             seq_idx=seq_idx,
             lengths=lengths,
             return_final_state=return_final_state,
-            every=every,
-            at=at,
+            stride=stride,
+            positions=positions,
         )
         return (y if self.filters else y.squeeze(2)), state
 

@@ -112,12 +112,12 @@ class S5(Mixer):
         seq_idx: torch.Tensor | None = None,
         lengths: torch.Tensor | None = None,
         return_final_state: bool = False,
-        every: int | None = None,
-        at: torch.Tensor | None = None,
+        stride: int | None = None,
+        positions: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As `Mixer.forward`; y only where it is asked for.
 
-        `every=W`: at the tokens W-1, 2W-1, ..., (B, L // W, [F,] D). `at` (B, J) int64: at these tokens of each row,
+        `stride=W`: at the tokens W-1, 2W-1, ..., (B, L // W, [F,] D). `positions` (B, J) int64: at these tokens,
         (B, J, [F,] D).
         """
         self._check_input(u, initial_state, seq_idx, lengths, return_final_state)
@@ -125,7 +125,7 @@ class S5(Mixer):
         start = None
         if initial_state is not None:
             start = torch.view_as_complex(self._checked(initial_state, x).unflatten(-1, (-1, 2)))
-        check_output_positions(every, at, *u.shape[:2])
+        check_output_positions(stride, positions, *u.shape[:2])
         with without_autocast(u.device.type):
             decay, scale = self._discretised(x.dtype)
             entering = self._project_input(x, scale)
@@ -137,11 +137,11 @@ class S5(Mixer):
                 lengths=lengths,
                 return_final_state=return_final_state,
             )
-            y = self._project_output(take_outputs(h, every, at), take_outputs(x, every, at))
+            y = self._project_output(take_outputs(h, stride, positions), take_outputs(x, stride, positions))
             if self.bidirectional:
                 reverse = None if seq_idx is None else -seq_idx.flip(1)
                 h, _ = diagonal_scan(decay, entering.flip(1), seq_idx=reverse)
-                y = y + self._project_output(take_outputs(h.flip(1), every, at), None, 1)
+                y = y + self._project_output(take_outputs(h.flip(1), stride, positions), None, 1)
         state = None if final is None else torch.view_as_real(final).flatten(-2)
         return (y if self.filters else y.squeeze(-2)).to(u.dtype), state
 

@@ -14,7 +14,7 @@ from hf_hybrid_ssm.ops.linear_scan import (
     ChannelSystem,
     Transition,
     channel_scan,
-    grow,
+    krylov_vectors,
     long_kernel,
     prepare_powers,
     prepare_system,
@@ -76,7 +76,7 @@ class StateSpaceMixer(CachedKernelMixer):
         def compute(exact: bool) -> tuple[tuple[Transition, ...], torch.Tensor]:
             inner = torch.float64 if exact else dtype
             powers = prepare_powers(self.transition(inner, direction), self.block_size)
-            krylov = grow(powers, self.input_vector(inner, direction))
+            krylov = krylov_vectors(powers, self.input_vector(inner, direction))
             if exact:
                 powers = tuple(Transition(power.value.to(dtype), power.form) for power in powers)
             return powers, krylov.to(dtype)
@@ -85,7 +85,7 @@ class StateSpaceMixer(CachedKernelMixer):
 
     def _exact_system(self, direction: int) -> ChannelSystem:
         powers = prepare_powers(self.transition(torch.float64, direction), self.block_size)
-        krylov = grow(powers, self.input_vector(torch.float64, direction))
+        krylov = krylov_vectors(powers, self.input_vector(torch.float64, direction))
         return prepare_system(powers, krylov, self.output_rows(torch.float64)[direction])
 
     def _strides(self, dtype: torch.dtype, length: int, direction: int) -> tuple[Transition, ...]:
@@ -140,23 +140,23 @@ class StateSpaceMixer(CachedKernelMixer):
         seq_idx: torch.Tensor | None = None,
         lengths: torch.Tensor | None = None,
         return_final_state: bool = False,
-        every: int | None = None,
-        at: torch.Tensor | None = None,
+        stride: int | None = None,
+        positions: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As `Mixer.forward`; y only where it is asked for.
 
-        `every=W`: at the tokens W-1, 2W-1, ..., (B, L // W, [F,] D). `at` (B, J) int64: at these tokens of each row,
+        `stride=W`: at the tokens W-1, 2W-1, ..., (B, L // W, [F,] D). `positions` (B, J) int64: at these tokens,
         (B, J, [F,] D).
         """
         self._check_input(u, initial_state, seq_idx, lengths, return_final_state)
         dtype = self._computing_dtype(u)
         if self.bidirectional:
-            y = self._two_sided(u, seq_idx, lengths, every, at, dtype)
+            y = self._two_sided(u, seq_idx, lengths, stride, positions, dtype)
             return (y if self.filters else y.squeeze(2)), None
         state = self._widen(initial_state, u.shape[0]) if initial_state is not None else None
         skip = self.skip_weight(dtype)
         stateless = initial_state is None and not return_final_state
-        everywhere = seq_idx is None and every is None and at is None
+        everywhere = seq_idx is None and stride is None and positions is None
         if stateless and everywhere and u.shape[1] > self.block_size:
             y, final = long_conv(u, self.kernel(u.shape[1], dtype), skip=skip, lengths=lengths)
         else:
@@ -168,8 +168,8 @@ class StateSpaceMixer(CachedKernelMixer):
                 seq_idx=seq_idx,
                 lengths=lengths,
                 return_final_state=return_final_state,
-                every=every,
-                at=at,
+                stride=stride,
+                positions=positions,
             )
         if return_final_state and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             # Steps will follow, compiled ones perhaps: what they need is there when they are traced.
@@ -184,8 +184,8 @@ class StateSpaceMixer(CachedKernelMixer):
         u: torch.Tensor,
         seq_idx: torch.Tensor | None,
         lengths: torch.Tensor | None,
-        every: int | None,
-        at: torch.Tensor | None,
+        stride: int | None,
+        positions: torch.Tensor | None,
         dtype: torch.dtype,
     ) -> torch.Tensor:
         back, ahead = (self.kernel(max(u.shape[1], 1), dtype, direction) for direction in (0, 1))
@@ -193,7 +193,16 @@ class StateSpaceMixer(CachedKernelMixer):
             back = torch.cat([back[..., :1] + ahead[..., :1], back[..., 1:]], dim=-1)
             ahead = ahead[..., 1:]
         skip = self.skip_weight(dtype)
-        y, _ = long_conv(u, back, future_kernel=ahead, skip=skip, seq_idx=seq_idx, lengths=lengths, every=every, at=at)
+        y, _ = long_conv(
+            u,
+            back,
+            future_kernel=ahead,
+            skip=skip,
+            seq_idx=seq_idx,
+            lengths=lengths,
+            stride=stride,
+            positions=positions,
+        )
         return y
 
     @fetches_weights

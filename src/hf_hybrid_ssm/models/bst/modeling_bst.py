@@ -58,7 +58,7 @@ class BstAttention(nn.Module):
         self.num_heads, self.head_dim, self.window = config.num_attention_heads, config.head_dim, config.sliding_window
         self.qk_norm, self.dropout = config.qk_norm, config.attention_dropout
         self.is_bidirectional = config.bidirectional
-        self.nearest = -config.sliding_window if config.bidirectional else 0 if config.attend_self else 1
+        self.right = config.sliding_window if config.bidirectional else 0 if config.attend_self else -1
         self.zero_kv_sink = config.zero_kv_sink and not config.bidirectional
         self.q_proj = nn.Linear(width, inner, bias=False)
         self.k_proj = nn.Linear(width, inner, bias=False)
@@ -117,8 +117,7 @@ class BstAttention(nn.Module):
             q, k, bias = l2_normalise(q) * scale.unsqueeze(1), l2_normalise(k), bias * scale.unsqueeze(1)
         y, state = local_attention(
             *(part.transpose(1, 2) for part in (q, k, v)),
-            nearest=self.nearest,
-            farthest=self.window,
+            window=(self.window, self.right),
             bias=bias,
             scale=1.0 if self.qk_norm else None,
             zero_kv_sink=self.zero_kv_sink,

@@ -55,7 +55,7 @@ class LmuIsaAttention(nn.Module):
         super().__init__()
         width, bias = config.hidden_size, config.use_bias
         self.num_heads, self.dropout = config.num_attention_heads, config.attention_dropout
-        self.farthest = config.sliding_window - 1 if config.first_sublayer == "window_attention" else None
+        self.window = (config.sliding_window - 1 if config.first_sublayer == "window_attention" else None, 0)
         self.q_proj = nn.Linear(width, width, bias=bias)
         self.k_proj = nn.Linear(width, width, bias=bias)
         self.v_proj = nn.Linear(width, width, bias=bias)
@@ -73,11 +73,10 @@ class LmuIsaAttention(nn.Module):
             q,
             k,
             v,
-            nearest=0,
-            farthest=self.farthest,
+            window=self.window,
             dropout=self.dropout if self.training else 0.0,
             initial_state=AttentionState(*(past[name] for name in ATTENTION_STATES)) if past else None,
-            capacity=capacity if self.farthest is None else None,
+            capacity=capacity if self.window[0] is None else None,
             **options,
         )
         return self.o_proj(y.transpose(1, 2).flatten(2)), {} if state is None else state._asdict()

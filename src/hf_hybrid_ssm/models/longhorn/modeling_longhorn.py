@@ -41,7 +41,7 @@ from hf_hybrid_ssm.models.packing import PackedRows, resolve_packing
 from hf_hybrid_ssm.models.parallel_plans import MatchingPlans
 from hf_hybrid_ssm.models.saving import SavesCode
 from hf_hybrid_ssm.models.unpadding import Unpadding, unpadding_of
-from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention, push
+from hf_hybrid_ssm.ops.local_attention import AttentionState, append_to_window, local_attention
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
 
 SCAN_NORM_EPSILON = 1e-6
@@ -90,7 +90,7 @@ class LonghornMixer(Float32ParametersMixin):
         convolve = {"initial_state": states.get("conv"), "seq_idx": seq_idx, "lengths": lengths}
         x, conv_state = self.conv1d(raw, return_final_state=cache is not None, **convolve)
         dt, k, q = self.x_proj(x).split(self.projection_sizes, dim=-1)
-        scan = {"dt_bias": self.dt_bias, "D": self.D, "initial_state": states.get("scan"), "seq_idx": seq_idx}
+        scan = {"beta_bias": self.dt_bias, "D": self.D, "initial_state": states.get("scan"), "seq_idx": seq_idx}
         inputs = (x, self.dt_proj(dt), k, q)
         fused_gate = gate if self.scan_norm is None else None
         y, scan_state = longhorn_scan(
@@ -200,14 +200,13 @@ class LonghornSlidingAttention(LonghornAttention):
             )
         queries, keys, values = heads
         cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        reach = self.config.sliding_window - 1
+        window = (self.config.sliding_window - 1, 0)
         past = AttentionState(**cache.states) if cache is not None and cache.states else None
         output, state = local_attention(
             queries,
             keys,
             values,
-            nearest=0,
-            farthest=reach,
+            window=window,
             scale=self.scaling,
             dropout=self.attention_dropout if self.training else 0.0,
             initial_state=past,
@@ -221,7 +220,7 @@ class LonghornSlidingAttention(LonghornAttention):
                 kept = None if lengths is None else unpadding.lengths_of_first(num_tokens)
                 documents = None if seq_idx is None else seq_idx[:, :num_tokens]
                 first = (keys[:, :, :num_tokens], values[:, :, :num_tokens])
-                return push(past, *first, reach, documents, kept)._asdict()
+                return append_to_window(past, *first, window[0], documents, kept)._asdict()
 
             cache.update_states(hidden_states.shape[1], state._asdict(), recompute)
         output = output.transpose(1, 2).flatten(2)

@@ -24,11 +24,10 @@ ATTENTION_STATES = ("keys", "values", "seen")
 def attention_window(config: SpadeConfig, is_causal: bool) -> dict[str, Any]:
     """The keys a token sees, as `local_attention` takes them."""
     if config.attention_type == "full":
-        return {"nearest": 0 if is_causal else None, "farthest": None}
-    if config.attention_type == "chunk":
-        farthest = config.chunk_size - 1
-        return {"nearest": 0 if is_causal else -farthest, "farthest": farthest, "chunk_size": config.chunk_size}
-    return {"nearest": 0 if is_causal else -(config.sliding_window - 1), "farthest": config.sliding_window - 1}
+        return {"window": (None, 0 if is_causal else None)}
+    size = config.chunk_size if config.attention_type == "chunk" else config.sliding_window
+    window = (size - 1, 0 if is_causal else size - 1)
+    return {"window": window, "chunk_size": size if config.attention_type == "chunk" else None}
 
 
 def spade_mixer(config: SpadeConfig, is_causal: bool) -> Mixer:
@@ -59,7 +58,7 @@ class SpadeAttention(nn.Module):
 
     def __init__(self, config: SpadeConfig, is_causal: bool, bias: bool = False):
         super().__init__()
-        self.reach = attention_window(config, is_causal)
+        self.attention_window = attention_window(config, is_causal)
         self.num_heads, self.head_dim = config.num_attention_heads, config.head_dim
         self.dropout = config.attention_dropout
         width = config.hidden_size
@@ -77,16 +76,16 @@ class SpadeAttention(nn.Module):
         """(B, L, d), the states before it → (B, L, d), the states after it; `options` are those of the op."""
         q, k, v = (layer(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2) for layer in self._inputs())
         if self.relative_bias is not None:
-            bias = self.relative_bias(self.reach["farthest"])
+            bias = self.relative_bias(self.attention_window["window"][0])
         y, state = local_attention(
             q,
             k,
             v,
-            **self.reach,
+            **self.attention_window,
             bias=bias,
             dropout=self.dropout if self.training else 0.0,
             initial_state=AttentionState(*(past[name] for name in ATTENTION_STATES)) if past else None,
-            capacity=capacity if self.reach["farthest"] is None else None,
+            capacity=capacity if self.attention_window["window"][0] is None else None,
             **options,
         )
         return self.o_proj(y.transpose(1, 2).flatten(2)), {} if state is None else state._asdict()

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hf_hybrid_ssm.ops._core.forcing import BACKENDS, backend, checked_name, forced_backend
-from hf_hybrid_ssm.ops._core.self_check import BOUNDS, Example, largest_error
+from hf_hybrid_ssm.ops._core.forcing import BACKENDS, backend, forced_backend, validate_backend
+from hf_hybrid_ssm.ops._core.self_check import BOUNDS, largest_error
 from hf_hybrid_ssm.ops._core.transforms import is_transforming
 
 __all__ = ["BACKENDS", "KERNEL_OF", "PREFERENCE", "REGISTRY", "Op", "backend"]
@@ -32,18 +32,22 @@ class Op:
     Args:
         name: the public name, used in messages.
         builtin: implementations that are plain torch and always importable, by backend name.
-        kernels: modules that need an optional package, by backend name. Each has a function `run` of the same
-            signature and a function `supports(device_type, dtype) -> str | None`: None if it can run, else the reason
-            it cannot. They are imported on first use, so that a missing or broken package costs time, not the import.
+        kernels: modules that need an optional package, by backend name. Each has a function named after op and
+            backend (`causal_conv_native`) of the same signature and a function
+            `supports(device_type, dtype) -> str | None`: None if it can run, else the reason it cannot. They are
+            imported on first use, so that a missing or broken package costs time, not the import.
         self_check_inputs: arguments on which a kernel is checked against the reference before its first use.
-        opaque: names in `run` that are more than plain torch operations, and so, like every optional backend, cannot
-            run inside a function transform.
+        opaque: names in `builtin` that are more than plain torch operations, and so, like every kernel, cannot run
+            inside a function transform.
+
+    Raises:
+        ValueError: there are kernels, but no inputs on which to check them.
     """
 
     name: str
     builtin: dict[str, Callable]
     kernels: dict[str, str] = field(default_factory=dict)
-    self_check_inputs: Example | None = None
+    self_check_inputs: Callable[[], dict] | None = None
     opaque: tuple[str, ...] = ()
     _loaded: dict[str, Callable | str] = field(default_factory=dict, repr=False)
     _supports: dict[str, Callable] = field(default_factory=dict, repr=False)
@@ -52,6 +56,8 @@ class Op:
     _warned: set = field(default_factory=set, repr=False)
 
     def __post_init__(self) -> None:
+        if self.kernels and self.self_check_inputs is None:
+            raise ValueError(f"{self.name} has kernels ({', '.join(self.kernels)}) but no self_check_inputs.")
         REGISTRY[self.name] = self
 
     def unavailable(self, name: str, device_type: str, dtype: torch.dtype) -> str | None:
@@ -73,10 +79,10 @@ class Op:
         """The largest relative error of an optional backend that can run here, or what it raised; computed once."""
         key = (name, device_type, dtype)
         if key not in self._errors:
-            run, reference, example = self._loaded[name], self.builtin["reference"], self.self_check_inputs
+            kernel, reference, inputs = self._loaded[name], self.builtin["reference"], self.self_check_inputs
             self._errors[key] = 0.0  # the check itself must not ask for a check
             try:
-                self._errors[key] = largest_error(run, reference, example, device_type, dtype)  # type: ignore[arg-type]
+                self._errors[key] = largest_error(kernel, reference, inputs, device_type, dtype)  # type: ignore[arg-type]
             except Exception as error:  # whatever a kernel does, the torch path goes on
                 self._errors[key] = f"{type(error).__name__}: {error}"
             if reason := self._failed_check(name, device_type, dtype):
@@ -84,8 +90,6 @@ class Op:
         return self._errors[key]
 
     def _failed_check(self, name: str, device_type: str, dtype: torch.dtype) -> str | None:
-        if self.self_check_inputs is None:
-            return None
         error, where = self.self_check(name, device_type, dtype), f"its self-check on {device_type} in {dtype}"
         if isinstance(error, str):
             return f"{where} raised {error}"
@@ -94,7 +98,7 @@ class Op:
         )
 
     def _warn_once(self, device_type: str, dtype: torch.dtype) -> None:
-        """A missing kernel is no error, but nobody should have to find out with a stopwatch."""
+        """A missing kernel is not an error, but nobody should have to find out with a stopwatch."""
         kernel = KERNEL_OF.get(device_type)
         if kernel not in self.kernels or dtype not in BOUNDS or kernel in self._warned:
             return
@@ -126,7 +130,7 @@ class Op:
             self._loaded[name] = f"{type(error).__name__} while importing it: {error}"
         else:
             self._supports[name] = module.supports
-            self._loaded[name] = module.run
+            self._loaded[name] = getattr(module, f"{self.name}_{name}")
 
 
 REGISTRY: dict[str, Op] = {}
@@ -135,7 +139,7 @@ REGISTRY: dict[str, Op] = {}
 @torch.compiler.assume_constant_result
 def _choose(op: str, device_type: str, dtype: torch.dtype, requested: str | None) -> str:
     """The name of the backend to run; `torch.compile` calls this once while it traces."""
-    name = checked_name(requested, "backend")
+    name = validate_backend(requested, "backend")
     if name is None:
         order = (*PREFERENCE, "reference")
         name = next(name for name in order if REGISTRY[op].unavailable(name, device_type, dtype) is None)

@@ -13,7 +13,7 @@ ENVIRONMENT_VARIABLE = "HF_HYBRID_SSM_BACKEND"
 _KEY = "hf_hybrid_ssm_backend"
 
 
-def checked_name(name: str | None, source: str) -> str | None:
+def validate_backend(name: str | None, source: str) -> str | None:
     """`name`, if it is None or one of `BACKENDS`.
 
     Raises:
@@ -24,7 +24,7 @@ def checked_name(name: str | None, source: str) -> str | None:
     return name
 
 
-_EVERYWHERE = checked_name(os.environ.get(ENVIRONMENT_VARIABLE) or None, ENVIRONMENT_VARIABLE)
+_EVERYWHERE = validate_backend(os.environ.get(ENVIRONMENT_VARIABLE) or None, ENVIRONMENT_VARIABLE)
 _forced: ContextVar[str | None] = ContextVar(_KEY)
 
 
@@ -44,7 +44,7 @@ def backend(name: str | None) -> Iterator[None]:
     It holds in this thread (and task of asyncio) and in the backward passes started there, and nowhere else; the
     environment variable HF_HYBRID_SSM_BACKEND holds everywhere.
     """
-    checked_name(name, "backend")
+    validate_backend(name, "backend")
     if torch.compiler.is_compiling():
         previous, _traced.name = _traced.name, name
         try:

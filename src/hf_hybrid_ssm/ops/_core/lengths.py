@@ -1,4 +1,4 @@
-"""Rows of unequal length: real tokens at the front, anything behind them."""
+"""Rows of unequal length: real tokens at the front, anything after them."""
 
 import torch
 
@@ -22,7 +22,7 @@ def check_lengths(lengths: torch.Tensor | None, batch: int, length: int) -> None
 
 
 def zero_beyond(x: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:
-    """x (B, L, ...) with all that lies behind each row's length replaced by 0: a NaN there must not spread."""
+    """x (B, L, ...) with all that lies after each row's length replaced by 0: a NaN there must not spread."""
     if lengths is None:
         return x
     real = torch.arange(x.shape[1], device=x.device) < lengths.unsqueeze(1)

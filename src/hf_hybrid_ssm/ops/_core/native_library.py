@@ -1,9 +1,9 @@
 """Compiles a C file of this package on first use and loads it.
 
 No compiler, no native backend: that costs time, nothing else. The compiled file is kept in the user's cache folder
-(HF_HYBRID_SSM_CACHE, else XDG_CACHE_HOME or ~/.cache) under a name that holds a hash of source, compiler, flags and
-processor, and it ends with a hash of itself: what is damaged is compiled again. Code in a folder that somebody else
-may write to is not loaded; then this process compiles for itself alone.
+(HF_HYBRID_SSM_CACHE, else XDG_CACHE_HOME or ~/.cache) under a name that holds a hash of source, headers, compiler,
+flags and processor, and it ends with a hash of itself: what is damaged is compiled again. Code in a folder that
+somebody else may write to is not loaded; then this process compiles for itself alone.
 """
 
 import atexit
@@ -18,6 +18,7 @@ import stat
 import subprocess
 import sysconfig
 import tempfile
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 
@@ -26,6 +27,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INCLUDES = Path(__file__).parent  # of the headers that the C files share
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fopenmp")
 
 
@@ -57,9 +59,20 @@ def supports(device_type: str, dtype: torch.dtype) -> str | None:
     return missing_compiler()
 
 
-def pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
-    """Where the data of a contiguous tensor lies, for C; null for None."""
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+def prepared(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """In the form that C takes: contiguous float32."""
+    return None if tensor is None else tensor.float().contiguous()
+
+
+def call(function: Callable[..., int], tensors: Iterable[torch.Tensor | None], *numbers: int) -> None:
+    """Call a C function with the data of contiguous tensors (null for None), the numbers, and that of the threads.
+
+    Raises:
+        MemoryError: it returned something else than 0.
+    """
+    pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
+    if function(*pointers, *map(ctypes.c_int64, (*numbers, torch.get_num_threads()))):
+        raise MemoryError(f"{function.__name__} ran out of memory for its temporary sums.")
 
 
 def compile_and_load(source: Path) -> ctypes.CDLL:
@@ -127,7 +140,8 @@ def _fingerprint(source: Path) -> str:
     flags = [
         line for line in processor.read_text().splitlines() if line.startswith(("flags", "Features", "model name"))
     ]
-    parts = (source.read_bytes(), " ".join(_compiler() or ()), *FLAGS, *sorted(set(flags)), torch.__version__)
+    code = [path.read_bytes() for path in (source, *sorted(INCLUDES.glob("*.h")))]
+    parts = (*code, " ".join(_compiler() or ()), *FLAGS, *sorted(set(flags)), torch.__version__)
     return hashlib.sha256(b"\0".join(p if isinstance(p, bytes) else p.encode() for p in parts)).hexdigest()[:16]
 
 
@@ -140,7 +154,7 @@ def _openmp() -> list[str]:
 def _compile(source: Path, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built, compiler = Path(folder, target.name), _compiler() or ()
-        compiling = [*compiler, *FLAGS, "-c", str(source), "-o", f"{built}.o"]
+        compiling = [*compiler, *FLAGS, f"-I{INCLUDES}", "-c", str(source), "-o", f"{built}.o"]
         linking = [*compiler, "-shared", f"{built}.o", "-o", str(built), *_openmp(), "-lm"]
         for step in (compiling, linking):
             done = subprocess.run(step, capture_output=True, text=True)

@@ -1,9 +1,11 @@
 """Packed rows taken apart: every document becomes a row of its own, for recurrences that cannot reset midway."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from hf_hybrid_ssm.ops._core.lengths import zero_beyond
 from hf_hybrid_ssm.ops._core.transforms import is_batched
 
 
@@ -15,7 +17,6 @@ class PackedSequences:
         gather_index: (N, T) int64, `gather_index[n, t]` is the flat index b · L + l of a document's token (after its
             end any valid one).
         lengths: (N,) int64, tokens of each document.
-        row: (N,) int64, the row it comes from.
         first: (B,) int64, each row's first document.
         last: (B,) int64, the document that holds the row's last real token.
         scatter_index: (B, L) int64, the flat index n · T + t of each token of the batch.
@@ -23,18 +24,23 @@ class PackedSequences:
 
     gather_index: torch.Tensor
     lengths: torch.Tensor
-    row: torch.Tensor
     first: torch.Tensor
     last: torch.Tensor
     scatter_index: torch.Tensor
 
     def unpack(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, L, ...) → (N, T, ...)."""
-        return x.flatten(0, 1)[self.gather_index]
+        """(B, L, ...) → (N, T, ...), zero after the end of each document."""
+        return zero_beyond(x.flatten(0, 1)[self.gather_index], self.lengths)
 
     def pack(self, y: torch.Tensor) -> torch.Tensor:
         """(N, T, ...) → (B, L, ...)."""
         return y.flatten(0, 1)[self.scatter_index]
+
+    def unpack_state(self, state: torch.Tensor | None) -> torch.Tensor | None:
+        """(B, ...) → (N, ...): a row's state belongs to its first document, the others start from zero."""
+        if state is None:
+            return None
+        return state.new_zeros(len(self.lengths), *state.shape[1:]).index_copy(0, self.first, state)
 
 
 def packed_sequences(seq_idx: torch.Tensor, lengths: torch.Tensor | None) -> PackedSequences:
@@ -58,8 +64,26 @@ def packed_sequences(seq_idx: torch.Tensor, lengths: torch.Tensor | None) -> Pac
     count = torch.zeros_like(begin).index_add_(0, document, real.flatten().to(begin.dtype))
     longest = int(column.max()) + 1
     gather_index = (begin.unsqueeze(1) + torch.arange(longest, device=seq_idx.device)).clamp(max=batch * length - 1)
-    row = begin // length
     first = document.view(batch, length)[:, 0]
     end = torch.full_like(first, length) if lengths is None else lengths.to(first.dtype)
     last = document.view(batch, length).gather(1, (end - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
-    return PackedSequences(gather_index, count, row, first, last, (document * longest + column).view(batch, length))
+    return PackedSequences(gather_index, count, first, last, (document * longest + column).view(batch, length))
+
+
+def run_by_document(
+    run: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    x: torch.Tensor,
+    state: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`run(x, state=..., lengths=...)` on the documents of packed rows x (B, L, ...), each from its own start.
+
+    Returns:
+        Outputs (B, L, ...), and for each row the state after its last real token.
+    """
+    if seq_idx is None or seq_idx.numel() == 0:
+        return run(zero_beyond(x, lengths), state=state, lengths=lengths)
+    documents = packed_sequences(seq_idx, lengths)
+    y, final = run(documents.unpack(x), state=documents.unpack_state(state), lengths=documents.lengths)
+    return documents.pack(y), final[documents.last]

@@ -13,12 +13,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 # relative to the largest entry; a few times what rounding alone does to the examples
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
-Example = Callable[[], dict]
-"""Keyword arguments of an op: float32 CPU tensors, which are differentiated, and options."""
 
+def largest_error(
+    kernel: Callable, reference: Callable, inputs: Callable[[], dict], device_type: str, dtype: torch.dtype
+) -> float:
+    """The largest relative error of `kernel` in outputs and gradients; NaN counts as infinite.
 
-def largest_error(run: Callable, reference: Callable, example: Example, device_type: str, dtype: torch.dtype) -> float:
-    """The largest relative error of `run` in outputs and gradients; NaN counts as infinite."""
+    `inputs()` gives keyword arguments of the op: float32 CPU tensors, which are differentiated, and options.
+    """
     # the first use may lie inside a trace, no_grad, autocast, a default device, or a checkpoint (which counts tensors)
     surroundings = (
         _disable_current_modes(),
@@ -31,8 +33,8 @@ def largest_error(run: Callable, reference: Callable, example: Example, device_t
     with ExitStack() as stack:
         for context in surroundings:
             stack.enter_context(context)
-        arguments = example()
-        got = _outputs_and_gradients(run, arguments, torch.device(device_type), dtype)
+        arguments = inputs()
+        got = _outputs_and_gradients(kernel, arguments, torch.device(device_type), dtype)
         rounded = {name: t.to(dtype) if isinstance(t, torch.Tensor) else t for name, t in arguments.items()}
         want = _outputs_and_gradients(reference, rounded, torch.device("cpu"), torch.float64)
         return max(_relative(g, w) for g, w in zip(got, want))
@@ -42,13 +44,13 @@ def _identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _outputs_and_gradients(run: Callable, arguments: dict, device: torch.device, dtype: torch.dtype) -> list:
+def _outputs_and_gradients(op: Callable, arguments: dict, device: torch.device, dtype: torch.dtype) -> list:
     tensors = {
         name: t.detach().to(device, dtype).requires_grad_()
         for name, t in arguments.items()
         if isinstance(t, torch.Tensor)
     }
-    outputs = run(**(arguments | tensors))
+    outputs = op(**(arguments | tensors))
     weights = torch.Generator().manual_seed(1)
     loss = sum((o * torch.randn(o.shape, generator=weights).to(o.device, o.dtype)).sum() for o in outputs)
     return [t.detach().cpu().double() for t in (*outputs, *torch.autograd.grad(loss, list(tensors.values())))]

@@ -4,19 +4,21 @@ import torch
 
 from hf_hybrid_ssm.ops._core.checks import check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops._core.dispatch import Op
+from hf_hybrid_ssm.ops._core.last_inputs import last_inputs
 from hf_hybrid_ssm.ops._core.lengths import check_lengths
-from hf_hybrid_ssm.ops.causal_conv import reference, torch_backend
-from hf_hybrid_ssm.ops.causal_conv.self_check_inputs import example
+from hf_hybrid_ssm.ops.causal_conv.reference import causal_conv_reference
+from hf_hybrid_ssm.ops.causal_conv.self_check_inputs import self_check_inputs
+from hf_hybrid_ssm.ops.causal_conv.torch_backend import causal_conv_torch
 
 ACTIVATIONS = (None, "silu")
 _OP = Op(
     "causal_conv",
-    builtin={"torch": torch_backend.run, "reference": reference.run},
+    builtin={"torch": causal_conv_torch, "reference": causal_conv_reference},
     kernels={
         "native": "hf_hybrid_ssm.ops.causal_conv.native",
         "triton": "hf_hybrid_ssm.ops.causal_conv.triton",
     },
-    self_check_inputs=example,
+    self_check_inputs=self_check_inputs,
 )
 
 
@@ -66,9 +68,7 @@ def causal_conv(
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r} must be one of {', '.join(map(repr, ACTIVATIONS))}.")
     if length == 0:
-        empty = (
-            x.new_zeros(batch, weight.shape[1] - 1, channels) if initial_state is None else initial_state.to(x.dtype)
-        )
+        empty = last_inputs(x, weight.shape[1], initial_state, seq_idx, lengths)
         return torch.zeros_like(x), empty if return_final_state else None
     run = _OP.select(x.device.type, x.dtype, backend)
     y, final_state = run(

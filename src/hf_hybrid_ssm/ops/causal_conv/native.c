@@ -2,57 +2,18 @@
  *
  * B batch, L length, D channels, K taps. All tensors are contiguous float32: x, y, dy (B, L, D); weight (K, D), taps
  * oldest first; bias (D); initial (B, K - 1, D). A task of the thread pool is a group of channel tiles of one row, and
- * its partial sums for weight and bias are kept apart by row, in a fixed order: the same bits for any number of threads.
+ * its partial sums for weight and bias are kept apart by row, in a fixed order: the same bits for any number of
+ * threads.
  */
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+#include "vectors.h"
 
-#define LANES 16
-#define BLOCK 64
-#define GROUP 8
-#define AHEAD 16 /* tokens between the prefetch of a row and its use: rows lie pages apart, no hardware follows them */
-#define USUAL 4 /* taps, for which the tile functions are specialised */
-
-typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
-static inline vec broadcast(float value) { return value - (vec){0}; }
-
-static inline vec load(const float *from, int lanes) {
-    if (lanes == LANES) return *(const vec *)from;
-    vec v = {0};
-    for (int i = 0; i < lanes; i++) v[i] = from[i];
-    return v;
-}
-
-static inline void store(float *to, vec v, int lanes) {
-    if (lanes == LANES) *(vec *)to = v;
-    else for (int i = 0; i < lanes; i++) to[i] = v[i];
-}
-
-/* 1 / (1 + exp(-x)), within an ulp or two; beyond |x| = 80 it is 0 or 1 in float32 */
-static inline vec sigmoid(vec x) {
-    const vec low = broadcast(-80.0f), high = broadcast(80.0f);
-    const ivec below = -x < low, above = -x > high;
-    const vec e = (vec)(((ivec)low & below) | ((ivec)high & above) | ((ivec)-x & ~(below | above)));
-    vec n = (e * 1.44269504088896341f + 12582912.0f) - 12582912.0f; /* the nearest integer to e / ln 2 */
-    vec r = e - n * 0.693359375f + n * 2.12194440e-4f;
-    vec p = broadcast(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    return 1.0f / (1.0f + p * (vec)((__builtin_convertvector(n, ivec) + 127) << 23));
-}
+#define BLOCK 64 /* tokens: a block's rows stay in cache while the channel tiles go through them */
+#define USUAL 4  /* taps, for which the tile functions are specialised */
 
 typedef struct {
     const float *x, *weight, *bias, *initial;
     const int64_t *seq_idx;
-    int silu;
-    int64_t B, L, D;
+    int64_t silu, B, L, D;
 } problem;
 
 /* does the token at `from` (negative: the state, which belongs to the row's first document) share t's document? */
@@ -99,21 +60,21 @@ static inline __attribute__((always_inline)) void forward_tile(
 /* Returns 0, or 1 if memory ran out. */
 int causal_conv_forward(
     const float *x, const float *weight, const float *bias, const float *initial, const int64_t *seq_idx, float *y,
-    int silu, int64_t B, int64_t L, int64_t D, int64_t K, int threads) {
+    int64_t silu, int64_t B, int64_t L, int64_t D, int64_t K, int64_t threads) {
     const problem p = {x, weight, bias, initial, seq_idx, silu, B, L, D};
-    const int64_t tiles = (D + LANES - 1) / LANES, groups = (tiles + GROUP - 1) / GROUP;
+    const int64_t tiles = ceil_div(D, LANES), groups = ceil_div(tiles, GROUP);
     int failed = 0;
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1 && B * groups > 1 && L > 1)
     for (int64_t task = 0; task < B * groups; task++) {
         const int64_t b = task / groups, first = (task % groups) * GROUP;
-        const int64_t last = first + GROUP < tiles ? first + GROUP : tiles;
+        const int64_t last = smaller(first + GROUP, tiles);
         vec *w = aligned_alloc(64, K * sizeof(vec));
         if (!w) { failed = 1; continue; }
         for (int64_t begin = 0; begin < L; begin += BLOCK) {
-            const int64_t end = begin + BLOCK < L ? begin + BLOCK : L;
+            const int64_t end = smaller(begin + BLOCK, L);
             for (int64_t tile = first; tile < last; tile++) {
                 const int64_t d = tile * LANES;
-                const int lanes = D - d < LANES ? (int)(D - d) : LANES;
+                const int lanes = lanes_of(d, D);
                 if (K == USUAL && lanes == LANES) forward_tile(&p, b, d, begin, end, y, w, LANES, USUAL);
                 else forward_tile(&p, b, d, begin, end, y, w, lanes, K);
             }
@@ -150,31 +111,31 @@ static inline __attribute__((always_inline)) void backward_tile(
     }
 }
 
-/* dweight (B, K, D) and dbias (B, D) are partial sums; dinitial (B, K - 1, D) or null. Returns 0, or 1 if memory ran out. */
+/* dweight (B, K, D), dbias (B, D): partial sums; dinitial (B, K - 1, D) or null. Returns 0, or 1 if memory ran out. */
 int causal_conv_backward(
     const float *x, const float *weight, const float *bias, const float *initial, const int64_t *seq_idx,
-    const float *dy, float *dx, float *dweight, float *dbias, float *dinitial, int silu, int64_t B, int64_t L, int64_t D,
-    int64_t K, int threads) {
+    const float *dy, float *dx, float *dweight, float *dbias, float *dinitial, int64_t silu, int64_t B, int64_t L,
+    int64_t D, int64_t K, int64_t threads) {
     const problem p = {x, weight, bias, initial, seq_idx, silu, B, L, D};
-    const int64_t tiles = (D + LANES - 1) / LANES, groups = (tiles + GROUP - 1) / GROUP, each = 3 * K + 1;
+    const int64_t tiles = ceil_div(D, LANES), groups = ceil_div(tiles, GROUP), each = 3 * K + 1;
     int failed = 0;
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1 && B * groups > 1)
     for (int64_t task = 0; task < B * groups; task++) {
         const int64_t b = task / groups, first = (task % groups) * GROUP;
-        const int64_t last = first + GROUP < tiles ? first + GROUP : tiles;
+        const int64_t last = smaller(first + GROUP, tiles);
         vec *memory = aligned_alloc(64, GROUP * each * sizeof(vec));
         if (!memory) { failed = 1; continue; }
         memset(memory, 0, GROUP * each * sizeof(vec));
         for (int64_t tile = first; tile < last; tile++) {
             const int64_t d = tile * LANES;
-            const int lanes = D - d < LANES ? (int)(D - d) : LANES;
+            const int lanes = lanes_of(d, D);
             for (int64_t j = 0; j < K; j++) memory[(tile - first) * each + j] = load(weight + j * D + d, lanes);
         }
         for (int64_t end = L; end > 0; end = (end - 1) / BLOCK * BLOCK) {
             const int64_t begin = (end - 1) / BLOCK * BLOCK;
             for (int64_t tile = first; tile < last; tile++) {
                 const int64_t d = tile * LANES;
-                const int lanes = D - d < LANES ? (int)(D - d) : LANES;
+                const int lanes = lanes_of(d, D);
                 vec *w = memory + (tile - first) * each, *dw = w + K, *later = dw + K, *db = later + K;
                 if (K == USUAL && lanes == LANES)
                     backward_tile(&p, b, d, begin, end, dy, dx, w, dw, db, later, LANES, USUAL);
@@ -183,7 +144,7 @@ int causal_conv_backward(
         }
         for (int64_t tile = first; tile < last; tile++) {
             const int64_t d = tile * LANES;
-            const int lanes = D - d < LANES ? (int)(D - d) : LANES;
+            const int lanes = lanes_of(d, D);
             const vec *w = memory + (tile - first) * each, *dw = w + K, *later = dw + K;
             for (int64_t j = 0; j < K; j++) store(dweight + (b * K + j) * D + d, dw[j], lanes);
             store(dbias + b * D + d, later[K], lanes);

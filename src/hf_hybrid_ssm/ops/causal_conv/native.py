@@ -1,4 +1,4 @@
-"""The fused CPU backend: `native.c`, compiled on first use, behind two custom ops."""
+"""The fused CPU backend: `native.c`, compiled on first use and called through two custom ops."""
 
 import ctypes
 from functools import cache
@@ -8,23 +8,27 @@ from typing import List  # noqa: UP035
 import torch
 from torch import Tensor
 
-from hf_hybrid_ssm.ops._core.native_library import compile_and_load, pointer, supports
-from hf_hybrid_ssm.ops.causal_conv import torch_backend
-from hf_hybrid_ssm.ops.causal_conv.last_inputs import last_inputs
+from hf_hybrid_ssm.ops._core.last_inputs import last_inputs
+from hf_hybrid_ssm.ops._core.native_library import call, compile_and_load, prepared, supports
+from hf_hybrid_ssm.ops.causal_conv.torch_backend import causal_conv_torch
 
-__all__ = ["run", "supports"]
+__all__ = ["causal_conv_native", "supports"]
+
+
+def causal_conv_native(x, weight, bias=None, *, activation=None, initial_state=None, seq_idx=None, lengths=None):
+    """As `hf_hybrid_ssm.ops.causal_conv.causal_conv`; always returns the final state."""
+    if x.shape[1] == 1:  # a token alone costs less in torch than a call into C
+        options = {"activation": activation, "initial_state": initial_state, "seq_idx": seq_idx, "lengths": lengths}
+        return causal_conv_torch(x, weight, bias, **options)
+    inputs = (prepared(x), prepared(weight.t()), prepared(bias), prepared(initial_state))
+    documents = None if seq_idx is None else seq_idx.long().contiguous()
+    y = _forward(*inputs, documents, activation == "silu")
+    return y.to(x.dtype), last_inputs(x, weight.shape[1], initial_state, seq_idx, lengths)
 
 
 @cache
 def _library() -> ctypes.CDLL:
     return compile_and_load(Path(__file__).with_name("native.c"))
-
-
-def _call(function: str, tensors: list[Tensor | None], silu: bool, x: Tensor, weight: Tensor) -> None:
-    sizes = [ctypes.c_int64(size) for size in (*x.shape, weight.shape[0])]
-    threads = ctypes.c_int(torch.get_num_threads())
-    if getattr(_library(), function)(*map(pointer, tensors), ctypes.c_int(silu), *sizes, threads):
-        raise MemoryError("causal_conv ran out of memory for its sums.")
 
 
 @torch.library.custom_op("hf_hybrid_ssm::causal_conv_native", mutates_args=(), device_types="cpu")
@@ -33,7 +37,8 @@ def _forward(
 ) -> Tensor:
     """y (B, L, D); weight is (K, D); all inputs contiguous float32, seq_idx int64."""
     y = torch.empty_like(x)
-    _call("causal_conv_forward", [x, weight, bias, initial_state, seq_idx, y], silu, x, weight)
+    tensors = (x, weight, bias, initial_state, seq_idx, y)
+    call(_library().causal_conv_forward, tensors, silu, *x.shape, weight.shape[0])
     return y
 
 
@@ -57,8 +62,9 @@ def _backward(
     dx, dweight = torch.empty_like(x), x.new_empty(batch, *weight.shape)
     dbias = x.new_empty(batch, channels)
     dinitial = x.new_empty(0) if initial_state is None else torch.empty_like(initial_state)
-    tensors = [x, weight, bias, initial_state, seq_idx, dy, dx, dweight, dbias]
-    _call("causal_conv_backward", [*tensors, None if initial_state is None else dinitial], silu, x, weight)
+    results = (dx, dweight, dbias, None if initial_state is None else dinitial)
+    tensors = (x, weight, bias, initial_state, seq_idx, dy, *results)
+    call(_library().causal_conv_backward, tensors, silu, *x.shape, weight.shape[0])
     return [dx, dweight.sum(0), dbias.sum(0), dinitial]
 
 
@@ -80,27 +86,3 @@ def _gradient(ctx, dy):
 
 
 _forward.register_autograd(_gradient, setup_context=_setup_context)
-
-
-def _prepared(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.float().contiguous()
-
-
-def run(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    activation: str | None = None,
-    initial_state: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    lengths: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """As `hf_hybrid_ssm.ops.causal_conv.causal_conv`; always returns the final state."""
-    if x.shape[1] == 1:  # a token alone costs less in torch than a call into C
-        options = {"activation": activation, "initial_state": initial_state, "seq_idx": seq_idx, "lengths": lengths}
-        return torch_backend.run(x, weight, bias, **options)
-    inputs = (_prepared(x), _prepared(weight.t()), _prepared(bias), _prepared(initial_state))
-    documents = None if seq_idx is None else seq_idx.long().contiguous()
-    y = _forward(*inputs, documents, activation == "silu")
-    return y.to(x.dtype), last_inputs(x, weight.shape[1], initial_state, seq_idx, lengths)

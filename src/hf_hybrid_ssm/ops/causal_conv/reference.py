@@ -3,7 +3,7 @@
 import torch
 
 
-def run(x, weight, bias=None, *, activation=None, initial_state=None, seq_idx=None, lengths=None):
+def causal_conv_reference(x, weight, bias=None, *, activation=None, initial_state=None, seq_idx=None, lengths=None):
     """See `hf_hybrid_ssm.ops.causal_conv.causal_conv`; computes in float32, or in float64 for float64 inputs."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     (batch, length, channels), width = x.shape, weight.shape[1]

@@ -3,8 +3,10 @@
 import torch
 import torch.nn.functional as F
 
+from hf_hybrid_ssm.ops._core.last_inputs import last_inputs
 
-def run(x, weight, bias=None, *, activation=None, initial_state=None, seq_idx=None, lengths=None):
+
+def causal_conv_torch(x, weight, bias=None, *, activation=None, initial_state=None, seq_idx=None, lengths=None):
     """See `hf_hybrid_ssm.ops.causal_conv.causal_conv`."""
     width = weight.shape[1]
     # Both gradients of a sum of shifted products are again sums of shifted products; torch's depthwise convolution on
@@ -16,7 +18,9 @@ def run(x, weight, bias=None, *, activation=None, initial_state=None, seq_idx=No
         y = y + bias.to(dtype)
     if activation == "silu":
         y = F.silu(y)
-    return y.to(x.dtype), _last_inputs(seen, width, seq_idx, lengths)
+    if seq_idx is None and lengths is None:
+        return y.to(x.dtype), seen[:, x.shape[1] :]
+    return y.to(x.dtype), last_inputs(x, width, initial_state, seq_idx, lengths)
 
 
 def _same_document(seq_idx: torch.Tensor | None, width: int) -> torch.Tensor | None:
@@ -39,21 +43,3 @@ def _shifted_products(seen: torch.Tensor, weight: torch.Tensor, same: torch.Tens
             tap = torch.where(same[j].unsqueeze(-1), tap, 0)
         y = tap * weight[:, j] if y is None else torch.addcmul(y, tap, weight[:, j])
     return y
-
-
-def _last_inputs(seen, width, seq_idx, lengths) -> torch.Tensor:
-    """The last K - 1 inputs of each row's last document, zero where that document is shorter; (B, K - 1, D)."""
-    channels, length = seen.shape[2], seen.shape[1] - width + 1
-    if lengths is None:
-        state = seen[:, length:]
-        if seq_idx is None:
-            return state
-        document = torch.cat([seq_idx[:, :1].expand(-1, width - 1), seq_idx], 1)
-        return torch.where((document[:, length:] == seq_idx[:, -1:]).unsqueeze(-1), state, 0)
-    columns = lengths.unsqueeze(1) + torch.arange(width - 1, device=seen.device)
-    state = seen.gather(1, columns.unsqueeze(-1).expand(-1, -1, channels))
-    if seq_idx is None:
-        return state
-    document = torch.cat([seq_idx[:, :1].expand(-1, width - 1), seq_idx], 1)
-    last = document.gather(1, (lengths + width - 2).clamp(min=0).unsqueeze(1))
-    return torch.where((document.gather(1, columns) == last).unsqueeze(-1), state, 0)

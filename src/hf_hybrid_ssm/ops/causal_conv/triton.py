@@ -6,25 +6,16 @@ import torch
 import triton
 from torch import Tensor
 
-from hf_hybrid_ssm.ops._core.triton_device import device_guard, supports
+from hf_hybrid_ssm.ops._core.last_inputs import last_inputs
+from hf_hybrid_ssm.ops._core.triton_helpers import contiguous, dense_rows, device_guard, strides, supports
 from hf_hybrid_ssm.ops.causal_conv import triton_kernels as kernels
-from hf_hybrid_ssm.ops.causal_conv.last_inputs import last_inputs
 
-__all__ = ["run", "supports"]
+__all__ = ["causal_conv_triton", "supports"]
 
 TILE = {"BT": 32, "BD": 64, "num_warps": 4, "enable_fp_fusion": True}
 
 
-def run(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    activation: str | None = None,
-    initial_state: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    lengths: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def causal_conv_triton(x, weight, bias=None, *, activation=None, initial_state=None, seq_idx=None, lengths=None):
     """As `hf_hybrid_ssm.ops.causal_conv.causal_conv`; always returns the final state."""
     y = convolve(x, weight, bias, initial_state, seq_idx, activation == "silu")
     return y, last_inputs(x, weight.shape[1], initial_state, seq_idx, lengths)
@@ -35,13 +26,13 @@ def convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, seq_idx: Tensor | None, silu: bool
 ) -> Tensor:
     """y (B, L, D) of x (B, L, D), weight (D, K), state (B, K - 1, D)."""
-    x = _strided(x)
-    weight, bias, initial_state, seq_idx = _contiguous(weight, bias, initial_state, seq_idx)
+    (x,) = dense_rows(x)
+    weight, bias, initial_state, seq_idx = contiguous(weight, bias, initial_state, seq_idx)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel():
         with device_guard(x):
             kernels.forward_kernel[_grid(x, x.shape[1])](
-                x, weight, bias, initial_state, seq_idx, y, *x.stride()[:2], *x.shape[1:],
+                x, weight, bias, initial_state, seq_idx, y, *strides(x), *x.shape[1:],
                 **_flags(weight, initial_state, seq_idx), HAS_BIAS=bias is not None, SILU=silu, **TILE,
             )  # fmt: skip
     return y
@@ -63,8 +54,8 @@ def convolve_backward(
     silu: bool,
 ) -> List[Tensor]:  # noqa: UP006 - all that torch 2.6 reads
     """Gradients of x, weight, bias and the state; empty ones for absent arguments."""
-    x, grad_y = _strided(x), _strided(grad_y)
-    weight, bias, initial_state, seq_idx = _contiguous(weight, bias, initial_state, seq_idx)
+    x, grad_y = dense_rows(x, grad_y)
+    weight, bias, initial_state, seq_idx = contiguous(weight, bias, initial_state, seq_idx)
     batch, length, channels = x.shape
     width = weight.shape[1]
     grid = _grid(x, length)
@@ -80,7 +71,7 @@ def convolve_backward(
         with device_guard(x):
             kernels.weight_gradient_kernel[grid](
                 x, weight, bias, initial_state, seq_idx, grad_y, grad_sum, dweight, dbias,
-                *x.stride()[:2], *grad_y.stride()[:2], length, channels,
+                *strides(x, grad_y), length, channels,
                 **flags, HAS_BIAS=bias is not None, SILU=silu, **TILE,
             )  # fmt: skip
             kernels.input_gradient_kernel[_grid(x, length + width - 1)](
@@ -121,12 +112,3 @@ def _flags(weight: Tensor, initial_state: Tensor | None, seq_idx: Tensor | None)
         "HAS_STATE": initial_state is not None and weight.shape[1] > 1,
         "HAS_DOCUMENTS": seq_idx is not None,
     }
-
-
-def _strided(tensor: Tensor) -> Tensor:
-    """The kernels follow any row and time stride; only the last axis must be dense."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _contiguous(*tensors: Tensor | None) -> list:
-    return [None if t is None else t.contiguous() for t in tensors]

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from hf_hybrid_ssm.ops._core.triton_helpers import load
+
 
 @triton.jit
 def shifted(
@@ -20,12 +22,31 @@ def shifted(
     if HAS_STATE:
         early = (source < 0) & inside
         at = (row * (K - 1) + source[:, None] + (K - 1)) * channels + d[None, :]
-        value += tl.load(state + at, mask=early[:, None] & is_channel, other=0.0).to(tl.float32)
+        value += load(state + at, early[:, None] & is_channel)
     if HAS_DOCUMENTS:
         document = tl.load(seq_idx + row * L + target, mask=inside, other=0)
         origin = tl.load(seq_idx + row * L + tl.maximum(source, 0), mask=inside, other=0)
         value = tl.where((document == origin)[:, None], value, 0.0)
     return value
+
+
+@triton.jit
+def taps_sum(
+    x, weight, bias, state, seq_idx, row, t, d, x_row, x_step, L, channels,
+    HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """bias + sum_j w_j x_{t-K+1+j} at the tokens t, [BT, BD]."""
+    is_channel = d < channels
+    total = tl.zeros([BT, BD], tl.float32)
+    for j in tl.static_range(K):
+        tap = load(weight + d * K + j, is_channel)
+        total += tap[None, :] * shifted(
+            x, state, seq_idx, row, t - (K - 1) + j, t, d, x_row, x_step, L, channels, K, HAS_STATE, HAS_DOCUMENTS
+        )
+    if HAS_BIAS:
+        total += load(bias + d, is_channel)[None, :]
+    return total
 
 
 @triton.jit
@@ -38,14 +59,10 @@ def forward_kernel(
     row = tl.program_id(2).to(tl.int64)
     t, d = tl.program_id(1) * BT + tl.arange(0, BT), tl.program_id(0) * BD + tl.arange(0, BD)
     is_channel = d < channels
-    total = tl.zeros([BT, BD], tl.float32)
-    for j in tl.static_range(K):
-        tap = tl.load(weight + d * K + j, mask=is_channel, other=0.0).to(tl.float32)
-        total += tap[None, :] * shifted(
-            x, state, seq_idx, row, t - (K - 1) + j, t, d, x_row, x_step, L, channels, K, HAS_STATE, HAS_DOCUMENTS
-        )
-    if HAS_BIAS:
-        total += tl.load(bias + d, mask=is_channel, other=0.0).to(tl.float32)[None, :]
+    total = taps_sum(
+        x, weight, bias, state, seq_idx, row, t, d, x_row, x_step, L, channels,
+        HAS_BIAS, HAS_STATE, HAS_DOCUMENTS, K, BT, BD,
+    )  # fmt: skip
     if SILU:
         total = total * tl.sigmoid(total)
     tl.store(y + (row * L + t[:, None]) * channels + d[None, :], total, mask=(t < L)[:, None] & is_channel[None, :])
@@ -63,16 +80,12 @@ def weight_gradient_kernel(
     t, d = tl.program_id(1) * BT + tl.arange(0, BT), tl.program_id(0) * BD + tl.arange(0, BD)
     is_channel = d < channels
     ok = (t < L)[:, None] & is_channel[None, :]
-    g = tl.load(grad_y + row * g_row + t[:, None] * g_step + d[None, :], mask=ok, other=0.0).to(tl.float32)
+    g = load(grad_y + row * g_row + t[:, None] * g_step + d[None, :], ok)
     if SILU:
-        total = tl.zeros([BT, BD], tl.float32)
-        for j in tl.static_range(K):
-            tap = tl.load(weight + d * K + j, mask=is_channel, other=0.0).to(tl.float32)
-            total += tap[None, :] * shifted(
-                x, state, seq_idx, row, t - (K - 1) + j, t, d, x_row, x_step, L, channels, K, HAS_STATE, HAS_DOCUMENTS
-            )
-        if HAS_BIAS:
-            total += tl.load(bias + d, mask=is_channel, other=0.0).to(tl.float32)[None, :]
+        total = taps_sum(
+            x, weight, bias, state, seq_idx, row, t, d, x_row, x_step, L, channels,
+            HAS_BIAS, HAS_STATE, HAS_DOCUMENTS, K, BT, BD,
+        )  # fmt: skip
         open_ = tl.sigmoid(total)
         g = g * open_ * (1.0 + total * (1.0 - open_))
     tl.store(grad_sum + (row * L + t[:, None]) * channels + d[None, :], g, mask=ok)
@@ -100,7 +113,7 @@ def input_gradient_kernel(
     for j in tl.static_range(K):
         target = t + (K - 1) - j
         inside = (target >= 0) & (target < L) & (t < L)
-        tap = tl.load(weight + d * K + j, mask=is_channel, other=0.0).to(tl.float32)
+        tap = load(weight + d * K + j, is_channel)
         at = (row * L + target[:, None]) * channels + d[None, :]
         g = tl.load(grad_sum + at, mask=inside[:, None] & is_channel[None, :], other=0.0)
         if HAS_DOCUMENTS:

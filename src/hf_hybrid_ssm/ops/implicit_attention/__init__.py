@@ -1,18 +1,20 @@
 """Implicit self-attention: attention among the polynomial coefficients of one token's memory."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from hf_hybrid_ssm.ops._core.checks import check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops._core.dispatch import Op
-from hf_hybrid_ssm.ops._core.lengths import check_lengths, zero_beyond
-from hf_hybrid_ssm.ops._core.packing import packed_sequences
-from hf_hybrid_ssm.ops.implicit_attention import reference, torch_backend
+from hf_hybrid_ssm.ops._core.lengths import check_lengths
+from hf_hybrid_ssm.ops._core.packing import run_by_document
+from hf_hybrid_ssm.ops.implicit_attention.reference import implicit_attention_reference
+from hf_hybrid_ssm.ops.implicit_attention.torch_backend import implicit_attention_torch
 from hf_hybrid_ssm.ops.legendre_memory import check_memory
 
-_OP = Op("implicit_attention", builtin={"torch": torch_backend.run, "reference": reference.run})
+_OP = Op("implicit_attention", builtin={"torch": implicit_attention_torch, "reference": implicit_attention_reference})
 FORMS = ("chunked", "fft", "recurrent")
 
 
@@ -35,7 +37,7 @@ def implicit_attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     r"""Q, K, V = act(L_i M_t + b_i), y_t = p softmax(scale · Q K^T) V + b, with the Legendre memory M_t (q, D) of x.
 
-    Equations 8 to 11 of arXiv 2110.02402. Everything behind the memory is local to a token.
+    Equations 8 to 11 of arXiv 2110.02402. All that follows the memory is local to a token.
 
     Args:
         x: (B, L, D).
@@ -45,7 +47,7 @@ def implicit_attention(
         collapse_bias: (1,) or None.
         theta: the memory's window, in tokens.
         activation: of queries, keys and values.
-        scale: of the logits; the paper has none.
+        scale: of the logits; 1 in the paper.
         form: "chunked" (blocks of matrix products), "fft" (the paper's; a given state is taken in by blocks instead)
             or "recurrent". All compute the same.
         initial_state, seq_idx, lengths, return_final_state, backend: as for `ops.legendre_memory.legendre_memory`.
@@ -67,20 +69,19 @@ def implicit_attention(
     check_lengths(lengths, x.shape[0], x.shape[1])
     if form not in FORMS:
         raise ValueError(f"form={form!r} must be one of {', '.join(map(repr, FORMS))}.")
-    run = _OP.select(x.device.type, x.dtype, backend)
-    options = {"activation": activation, "scale": scale, "theta": float(theta), "form": form}
-    parameters = (weight, bias, collapse, collapse_bias)
-    if seq_idx is None or x.shape[1] == 0:
-        y, final = run(zero_beyond(x, lengths), *parameters, state=initial_state, lengths=lengths, **options)
-        return y, final if return_final_state else None
-    documents = packed_sequences(seq_idx, lengths)
-    state = None
-    if initial_state is not None:
-        state = initial_state.new_zeros(len(documents.row), *initial_state.shape[1:])
-        state = state.index_copy(0, documents.first, initial_state)
-    rows_of_documents = zero_beyond(documents.unpack(x), documents.lengths)
-    y, final = run(rows_of_documents, *parameters, state=state, lengths=documents.lengths, **options)
-    return documents.pack(y), final[documents.last] if return_final_state else None
+    run = partial(
+        _OP.select(x.device.type, x.dtype, backend),
+        weight=weight,
+        bias=bias,
+        collapse=collapse,
+        collapse_bias=collapse_bias,
+        theta=float(theta),
+        activation=activation,
+        scale=scale,
+        form=form,
+    )
+    y, final = run_by_document(run, x, initial_state, seq_idx, lengths)
+    return y, final if return_final_state else None
 
 
 __all__ = ["implicit_attention"]

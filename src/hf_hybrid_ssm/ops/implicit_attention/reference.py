@@ -2,15 +2,18 @@
 
 import torch
 
-from hf_hybrid_ssm.ops.legendre_memory import reference as memory
+from hf_hybrid_ssm.ops.legendre_memory.reference import legendre_memory_reference
 
 
-def run(x, weight, bias, collapse, collapse_bias, *, activation, scale, theta, state, lengths, form):
+def implicit_attention_reference(
+    x, *, weight, bias, collapse, collapse_bias, activation, scale, theta, state, lengths, form
+):
     """See `hf_hybrid_ssm.ops.implicit_attention.implicit_attention`; float32, or float64 for float64 inputs."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     rows, order = weight.shape[1:]
-    options = {"order": order, "theta": theta, "state": state, "lengths": lengths}
-    m, final = memory.run(x.to(dtype), None, **options)
+    m, final = legendre_memory_reference(
+        x.to(dtype), weight=None, order=order, theta=theta, state=state, lengths=lengths
+    )
     y = []
     for t in range(x.shape[1]):
         q, k, v = (

@@ -11,7 +11,9 @@ from hf_hybrid_ssm.ops.legendre_memory.torch_backend import Blocks, by_steps, re
 GROUP = 2**21  # entries of queries, keys and values that are held at a time
 
 
-def run(x, weight, bias, collapse, collapse_bias, *, activation, scale, theta, state, lengths, form):
+def implicit_attention_torch(
+    x, *, weight, bias, collapse, collapse_bias, activation, scale, theta, state, lengths, form
+):
     """See `hf_hybrid_ssm.ops.implicit_attention.implicit_attention`."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     batch, length, channels = x.shape

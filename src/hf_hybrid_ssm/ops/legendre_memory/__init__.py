@@ -1,17 +1,19 @@
 """The Legendre Memory Unit: every channel's recent past as coefficients of Legendre polynomials."""
 
 import math
+from functools import partial
 
 import torch
 
 from hf_hybrid_ssm.ops._core.checks import check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops._core.dispatch import Op
-from hf_hybrid_ssm.ops._core.lengths import check_lengths, zero_beyond
-from hf_hybrid_ssm.ops._core.packing import packed_sequences
-from hf_hybrid_ssm.ops.legendre_memory import reference, torch_backend
+from hf_hybrid_ssm.ops._core.lengths import check_lengths
+from hf_hybrid_ssm.ops._core.packing import run_by_document
 from hf_hybrid_ssm.ops.legendre_memory.constants import impulse_response, transition
+from hf_hybrid_ssm.ops.legendre_memory.reference import legendre_memory_reference
+from hf_hybrid_ssm.ops.legendre_memory.torch_backend import legendre_memory_torch
 
-_OP = Op("legendre_memory", builtin={"torch": torch_backend.run, "reference": reference.run})
+_OP = Op("legendre_memory", builtin={"torch": legendre_memory_torch, "reference": legendre_memory_reference})
 
 
 def legendre_memory(
@@ -37,7 +39,7 @@ def legendre_memory(
         theta: window, in tokens.
         initial_state: (B, q, D) memory before the first token; of the row's first document.
         seq_idx: (B, L) int, documents of a packed row; the memory is empty before each.
-        lengths: (B,) int, real tokens at the front of each row; outputs behind them mean nothing but are finite, and
+        lengths: (B,) int, real tokens at the front of each row; outputs after them mean nothing but are finite, and
             the final state is the one after them.
         return_final_state: also return the memory.
         backend: force one implementation (see `hf_hybrid_ssm.ops._core.dispatch`).
@@ -53,19 +55,10 @@ def legendre_memory(
     check_memory(order, theta, initial_state, x)
     check_seq_idx(seq_idx, x.shape[0], x.shape[1])
     check_lengths(lengths, x.shape[0], x.shape[1])
-    run = _OP.select(x.device.type, x.dtype, backend)
-    options = {"order": order, "theta": float(theta)}
-    if seq_idx is None or x.shape[1] == 0:
-        y, final = run(zero_beyond(x, lengths), weight, state=initial_state, lengths=lengths, **options)
-        return y, final if return_final_state else None
-    documents = packed_sequences(seq_idx, lengths)
-    state = None
-    if initial_state is not None:
-        state = initial_state.new_zeros(len(documents.row), *initial_state.shape[1:])
-        state = state.index_copy(0, documents.first, initial_state)
-    rows = zero_beyond(documents.unpack(x), documents.lengths)
-    y, final = run(rows, weight, state=state, lengths=documents.lengths, **options)
-    return documents.pack(y), final[documents.last] if return_final_state else None
+    implementation = _OP.select(x.device.type, x.dtype, backend)
+    run = partial(implementation, weight=weight, order=order, theta=float(theta))
+    y, final = run_by_document(run, x, initial_state, seq_idx, lengths)
+    return y, final if return_final_state else None
 
 
 def check_memory(order: int, theta: float, state: torch.Tensor | None, x: torch.Tensor) -> None:

@@ -1,6 +1,6 @@
 """The matrices of the Legendre Memory Unit, computed in float64 and remembered by device and dtype.
 
-They are functions of (order, theta) alone, so they are no part of any module: nothing that happens to a module, a
+They are functions of (order, theta) alone, so they are not part of any module: nothing that happens to a module, a
 change of dtype, a start on the meta device, loading a checkpoint, can harm them.
 """
 
@@ -16,7 +16,7 @@ class BlockOperators(NamedTuple):
 
     Args:
         advance: (q, q) A^C.
-        push: (q, C) [A^{C-1} B, ..., A B, B], what a block's inputs leave in the state behind it.
+        push: (q, C) [A^{C-1} B, ..., A B, B], what a block's inputs leave in the state after it.
         powers: (q, C, q), `powers[:, j]` is A^{j+1}.
         impulse: (q, C), column k is A^k B.
     """

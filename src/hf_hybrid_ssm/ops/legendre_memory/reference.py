@@ -6,7 +6,7 @@ import torch
 from hf_hybrid_ssm.ops.legendre_memory.constants import transition
 
 
-def run(x, weight, *, order, theta, state, lengths):
+def legendre_memory_reference(x, *, weight, order, theta, state, lengths):
     """See `hf_hybrid_ssm.ops.legendre_memory.legendre_memory`; computes in float32, or float64 for float64 inputs."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     a = transition(order, theta).to(x.device, dtype)

@@ -4,12 +4,13 @@ import torch
 import torch.nn.functional as F
 
 from hf_hybrid_ssm.ops._core.autocast import without_autocast
+from hf_hybrid_ssm.ops._core.toeplitz import causal_toeplitz
 from hf_hybrid_ssm.ops.legendre_memory.constants import BlockOperators, block_operators, step_matrix
 
 BLOCK = 32
 
 
-def run(x, weight, *, order, theta, state, lengths):
+def legendre_memory_torch(x, *, weight, order, theta, state, lengths):
     """See `hf_hybrid_ssm.ops.legendre_memory.legendre_memory`."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     weight = torch.eye(order, dtype=dtype, device=x.device) if weight is None else weight.to(dtype)
@@ -46,10 +47,8 @@ def read_out_matrix(weight: torch.Tensor, operators: BlockOperators) -> torch.Te
     rows, block = weight.shape[0], operators.impulse.shape[1]
     from_state = torch.tensordot(weight, operators.powers, 1).transpose(0, 1)  # (C, r, q)
     taps = weight @ operators.impulse  # (r, C)
-    lag = torch.arange(block, device=weight.device)
-    lag = lag[:, None] - lag
-    toeplitz = torch.where(lag >= 0, taps[:, lag.clamp(min=0)], 0.0).transpose(0, 1)  # (C, r, C)
-    return torch.cat([toeplitz, from_state], 2).reshape(block * rows, -1)
+    from_inputs = causal_toeplitz(taps).permute(2, 0, 1)  # (C, r, C)
+    return torch.cat([from_inputs, from_state], 2).reshape(block * rows, -1)
 
 
 class Blocks:
@@ -92,7 +91,7 @@ class Blocks:
         s, x = self.states[rows, index], self.x[rows, index]
         lag = tokens.unsqueeze(1) - 1 - torch.arange(self.block, device=self.x.device)  # (B, C)
         push = torch.where(lag >= 0, self.operators.impulse[:, lag.clamp(min=0)], 0.0)  # (q, B, C)
-        real = torch.where((lag >= 0).unsqueeze(2), x, 0.0)  # nothing behind a row's end may reach its state
+        real = torch.where((lag >= 0).unsqueeze(2), x, 0.0)  # nothing after a row's end may reach its state
         power = self.operators.powers[:, (tokens - 1).clamp(min=0)].transpose(0, 1)  # (B, q, q)
         advanced = torch.where((tokens > 0)[:, None, None], power @ s, s)
         return advanced + push.transpose(0, 1) @ real

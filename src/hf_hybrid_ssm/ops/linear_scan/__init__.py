@@ -3,7 +3,7 @@
 from hf_hybrid_ssm.ops.linear_scan.channel import (
     ChannelSystem,
     channel_scan,
-    grow,
+    krylov_vectors,
     long_kernel,
     prepare_powers,
     prepare_system,
@@ -16,7 +16,7 @@ __all__ = [
     "Transition",
     "channel_scan",
     "diagonal_scan",
-    "grow",
+    "krylov_vectors",
     "long_kernel",
     "prepare_powers",
     "prepare_system",

@@ -17,11 +17,12 @@ from hf_hybrid_ssm.ops._core.checks import check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops._core.dispatch import Op
 from hf_hybrid_ssm.ops._core.lengths import check_lengths, zero_beyond
 from hf_hybrid_ssm.ops._core.output_positions import check_output_positions, take_outputs
-from hf_hybrid_ssm.ops.linear_scan import channel_blocks, reference
+from hf_hybrid_ssm.ops._core.toeplitz import causal_toeplitz
+from hf_hybrid_ssm.ops.linear_scan.reference import channel_scan_reference
+from hf_hybrid_ssm.ops.linear_scan.torch_backend import channel_scan_torch
 from hf_hybrid_ssm.ops.linear_scan.transition import Transition
-from hf_hybrid_ssm.ops.long_conv.torch_backend import causal_toeplitz
 
-_OP = Op("channel_scan", builtin={"torch": channel_blocks.run, "reference": reference.channel_scan})
+_OP = Op("channel_scan", builtin={"torch": channel_scan_torch, "reference": channel_scan_reference})
 
 
 class ChannelSystem(NamedTuple):
@@ -31,9 +32,9 @@ class ChannelSystem(NamedTuple):
     krylov: torch.Tensor  # (F, D, w, N): A^j B
     output: torch.Tensor  # (F, D, N): C
     kernel: torch.Tensor  # (F, D, w): C A^j B
-    readout: torch.Tensor  # (F, D, w, N): C A^{j+1}
-    inject: torch.Tensor  # (D, w, F N): A^{w-1-p} B, token p of a block into the state at its end
-    inside: torch.Tensor  # (D, w, F w): the kernel as a Toeplitz matrix, token p of a block to its outputs
+    state_to_output: torch.Tensor  # (F, D, w, N): C A^{j+1}
+    input_to_state: torch.Tensor  # (D, w, F N): A^{w-1-p} B, token p of a block into the state at its end
+    intra_block: torch.Tensor  # (D, w, F w): the kernel as a Toeplitz matrix, token p of a block to its outputs
 
     @property
     def block(self) -> int:
@@ -51,7 +52,7 @@ def prepare_powers(transition: Transition, block: int) -> tuple[Transition, ...]
     return tuple(powers)
 
 
-def grow(powers: tuple[Transition, ...], first: torch.Tensor, *, transposed: bool = False) -> torch.Tensor:
+def krylov_vectors(powers: tuple[Transition, ...], first: torch.Tensor, *, transposed: bool = False) -> torch.Tensor:
     """(F, D, w, N): first, A first, ..., A^{w-1} first, doubling from the powers (A^T with `transposed`)."""
     rows = first.unsqueeze(-2)
     for power in powers[:-1]:
@@ -60,13 +61,13 @@ def grow(powers: tuple[Transition, ...], first: torch.Tensor, *, transposed: boo
 
 
 def prepare_system(powers: tuple[Transition, ...], krylov: torch.Tensor, output: torch.Tensor) -> ChannelSystem:
-    """The block matrices from `prepare_powers`, the vectors `grow(powers, B)` and the output row C (F, D, N)."""
+    """The block matrices, from `prepare_powers`, `krylov_vectors(powers, B)` and the output row C (F, D, N)."""
     kernel = torch.matmul(krylov, output.unsqueeze(-1)).squeeze(-1)
     shifted = powers[0].apply(output.unsqueeze(-2), transposed=True).squeeze(-2)
-    readout = grow(powers, shifted, transposed=True)
-    inject = krylov.flip(-2).permute(1, 2, 0, 3).flatten(2)
-    inside = causal_toeplitz(kernel).permute(1, 2, 0, 3).flatten(2)
-    return ChannelSystem(powers, krylov, output, kernel, readout, inject.contiguous(), inside.contiguous())
+    state_to_output = krylov_vectors(powers, shifted, transposed=True)
+    input_to_state = krylov.flip(-2).permute(1, 2, 0, 3).flatten(2).contiguous()
+    intra_block = causal_toeplitz(kernel).permute(1, 2, 0, 3).flatten(2).contiguous()
+    return ChannelSystem(powers, krylov, output, kernel, state_to_output, input_to_state, intra_block)
 
 
 def channel_scan(
@@ -78,8 +79,8 @@ def channel_scan(
     seq_idx: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
     return_final_state: bool = False,
-    every: int | None = None,
-    at: torch.Tensor | None = None,
+    stride: int | None = None,
+    positions: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     r"""Run the systems over a batch of sequences.
@@ -92,11 +93,11 @@ def channel_scan(
         seq_idx: (B, L) int, documents of a packed row; the state starts at zero where it changes.
         lengths: (B,) int, number of real tokens at the front of each row.
         return_final_state: also return the state after each row's last real token.
-        every: give y only at the tokens every - 1, 2 every - 1, ... (cheap when it is a multiple of the block).
-        at: (B, J) int64, give y only at these tokens of each row (0..L-1).
+        stride: give y only at the tokens stride - 1, 2 stride - 1, ... (cheap when it is a multiple of the block).
+        positions: (B, J) int64, give y only at these tokens of each row (0..L-1).
 
     Returns:
-        y (B, L, F, D), or (B, L // every, F, D), or (B, J, F, D), in u's dtype; the final state (B, F, D, N) or None.
+        y (B, L, F, D), or (B, L // stride, F, D), or (B, J, F, D), in u's dtype; the final state (B, F, D, N) or None.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, shape or range, named with what it must be.
@@ -108,22 +109,21 @@ def channel_scan(
     check_tensor("skip", skip, (filters, channels), "F, D", optional=True)
     check_seq_idx(seq_idx, batch, length)
     check_lengths(lengths, batch, length)
-    check_output_positions(every, at, batch, length)
+    check_output_positions(stride, positions, batch, length)
     dtype = system.output.dtype
     run = _OP.select(u.device.type, u.dtype, backend)
     with without_autocast(u.device.type):
         x = zero_beyond(u.to(dtype), lengths)
         if initial_state is None:
             initial_state = x.new_zeros(batch, filters, channels, size)
-        y, state = run(x, system, initial_state.to(dtype), seq_idx, lengths, return_final_state, every, at)
+        y, state = run(x, system, initial_state.to(dtype), seq_idx, lengths, return_final_state, stride, positions)
         if skip is not None:
-            taken = take_outputs(x, every, at)
-            y = y + skip.to(dtype) * taken.unsqueeze(2)
+            y = y + skip.to(dtype) * take_outputs(x, stride, positions).unsqueeze(2)
     return y.to(u.dtype), state
 
 
 def long_kernel(system: ChannelSystem, length: int, strides: tuple[Transition, ...] | None = None) -> torch.Tensor:
-    """K_0 .. K_{length-1}, (F, D, length): one product of the readouts C A^{iw} with the block's vectors A^j B.
+    """K_0 .. K_{length-1}, (F, D, length): one product of the rows C A^{iw} with the block's vectors A^j B.
 
     `strides`: A^w, A^{2w}, A^{4w}, ... if they are known already.
     """
@@ -131,5 +131,5 @@ def long_kernel(system: ChannelSystem, length: int, strides: tuple[Transition, .
         return system.kernel[..., :length]
     if strides is None:
         strides = prepare_powers(system.powers[-1], 1 << (-(-length // system.block) - 1).bit_length())
-    giant = grow(strides, system.output, transposed=True)  # (F, D, steps, N)
-    return torch.matmul(giant, system.krylov.mT).flatten(-2)[..., :length]
+    rows = krylov_vectors(strides, system.output, transposed=True)  # (F, D, steps, N)
+    return torch.matmul(rows, system.krylov.mT).flatten(-2)[..., :length]

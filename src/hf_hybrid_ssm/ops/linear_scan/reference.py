@@ -1,16 +1,9 @@
 """The recurrences, token by token."""
 
-from typing import Any
-
 import torch
 
 
-def diagonal_scan(
-    decay: torch.Tensor,
-    x: torch.Tensor,
-    initial_state: torch.Tensor,
-    seq_idx: torch.Tensor | None,
-) -> torch.Tensor:
+def diagonal_scan_reference(decay, x, initial_state, seq_idx):
     """h_t = a h_{t-1} + x_t, with h = 0 before the first token of a document. decay (M,), x (B, L, M) -> (B, L, M).
 
     Each product is taken in the wider of the two dtypes and rounded to x's.
@@ -24,16 +17,7 @@ def diagonal_scan(
     return torch.stack(states, dim=1) if states else x
 
 
-def channel_scan(
-    u: torch.Tensor,
-    system: Any,
-    initial_state: torch.Tensor,
-    seq_idx: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    return_final_state: bool,
-    every: int | None,
-    at: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def channel_scan_reference(u, system, initial_state, seq_idx, lengths, return_final_state, stride, positions=None):
     """s_t = A s_{t-1} + B u_t, y_t = C s_t; shapes as in `channel.channel_scan`."""
     transition, b, c = system.powers[0], system.krylov[:, :, 0], system.output
     batch, length, channels = u.shape
@@ -50,6 +34,6 @@ def channel_scan(
         state = torch.where(real, following, state)
         outputs.append((c * following).sum(-1))
     y = torch.stack(outputs, dim=1) if outputs else u.new_zeros(batch, 0, c.shape[0], channels)
-    if at is not None:
-        y = y[torch.arange(batch, device=u.device).unsqueeze(1), at]
-    return (y if every is None else y[:, every - 1 :: every]), (state if return_final_state else None)
+    if positions is not None:
+        y = y[torch.arange(batch, device=u.device).unsqueeze(1), positions]
+    return (y if stride is None else y[:, stride - 1 :: stride]), (state if return_final_state else None)

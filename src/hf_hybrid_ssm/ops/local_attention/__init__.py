@@ -5,10 +5,11 @@ import torch
 from hf_hybrid_ssm.ops._core.checks import check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops._core.dispatch import Op
 from hf_hybrid_ssm.ops._core.lengths import check_lengths
-from hf_hybrid_ssm.ops.local_attention import reference, torch_backend
-from hf_hybrid_ssm.ops.local_attention.distance_range import AttentionState, push
+from hf_hybrid_ssm.ops.local_attention.distance_range import AttentionState, Window, append_to_window
+from hf_hybrid_ssm.ops.local_attention.reference import local_attention_reference
+from hf_hybrid_ssm.ops.local_attention.torch_backend import local_attention_torch
 
-_OP = Op("local_attention", builtin={"torch": torch_backend.run, "reference": reference.run})
+_OP = Op("local_attention", builtin={"torch": local_attention_torch, "reference": local_attention_reference})
 
 
 def local_attention(
@@ -16,8 +17,7 @@ def local_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    nearest: int | None,
-    farthest: int | None,
+    window: Window,
     chunk_size: int | None = None,
     bias: torch.Tensor | None = None,
     scale: float | None = None,
@@ -30,16 +30,16 @@ def local_attention(
     capacity: int | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, AttentionState | None]:
-    r"""y_i = Σ_j softmax_j( scale · q_i·k_j + bias(i - j) ) v_j over the keys with nearest ≤ i - j ≤ farthest.
+    r"""y_i = Σ_j softmax_j( scale · q_i·k_j + bias(i - j) ) v_j over the keys with i - left ≤ j ≤ i + right.
 
-    Token i sees token j if their distance d = i - j lies within [nearest, farthest], both are real tokens of the same
-    document, and, with `chunk_size` C, floor(i/C) = floor(j/C) counted from the document's start. A token that sees no
-    key gets 0. In transformers' terms a causal `sliding_window=W` is `nearest=0, farthest=W-1`.
+    Token i sees token j if j lies in its window, both are real tokens of the same document, and, with `chunk_size` C,
+    floor(i/C) = floor(j/C) counted from the document's start. A token that sees no key gets 0.
 
     Args:
         q, k, v: (B, H, L, E), (B, G, L, E), (B, G, L, V), one dtype; H / G heads in a row share keys and values.
-        nearest: 0 causal with the token itself, 1 causal without it, -r two-sided, None all later tokens.
-        farthest: how far back a token sees; None for all earlier tokens (then time and memory are quadratic).
+        window: (left, right), the number of keys before and after the query that it sees, as in flash-attention but
+            with None for "all". right = 0 is causal, right = -1 causal without the token itself. transformers'
+            `sliding_window=W` is (W - 1, 0). With left = None time and memory are quadratic.
         chunk_size: C.
         bias: (H, R), added to the logits. Causal: column c belongs to distance c. Two-sided: R is odd, the middle
             column is distance 0, columns right of it look back. Distances beyond the table take its outermost value.
@@ -50,11 +50,11 @@ def local_attention(
         initial_state: what an earlier call returned: its keys come before the row's first token, as part of the row's
             first document.
         seq_idx: (B, L) int, documents of a packed row.
-        lengths: (B,) int, real tokens at the front of each row; outputs behind them mean nothing but are finite, and
+        lengths: (B,) int, real tokens at the front of each row; outputs after them mean nothing but are finite, and
             the final state is the one after them.
         return_final_state: also return what the next tokens need.
-        capacity: number of keys the final state holds, at least what the window needs (the default); with unlimited
-            reach the default is to hold all.
+        capacity: number of keys the final state holds, at least what the window needs (the default); with left = None
+            the default is to hold all.
         backend: force one implementation (see `hf_hybrid_ssm.ops._core.dispatch`).
 
     Returns:
@@ -72,23 +72,23 @@ def local_attention(
         raise ValueError(f"q must have a multiple of k's {k.shape[1]} heads, got {heads}.")
     check_seq_idx(seq_idx, batch, length)
     check_lengths(lengths, batch, length)
-    _check_reach(nearest, farthest, chunk_size, zero_kv_sink)
+    _check_window(window, chunk_size, zero_kv_sink)
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout={dropout} must lie in [0, 1).")
     if chunk_size is not None:
-        nearest, farthest = _within_chunk(nearest, farthest, chunk_size)
-    needed = farthest  # the number of earlier keys
-    two_sided = nearest is None or nearest < 0
+        window = _within_chunk(window, chunk_size)
+    left, right = window
+    two_sided = right is None or right > 0
     check_tensor("bias", bias, (heads, None), "H, R", optional=True)
     if bias is not None and two_sided and bias.shape[1] % 2 == 0:
         raise ValueError(f"bias of two-sided attention must have an odd number of distances, got {bias.shape[1]}.")
     if two_sided and (initial_state is not None or return_final_state):
-        raise ValueError(f"nearest={nearest} looks ahead: such attention has no state to start from or to return.")
-    if capacity is not None and needed is not None and capacity < needed:
-        raise ValueError(f"capacity={capacity} is too small: the window needs the last {needed} keys.")
-    capacity = capacity if capacity is not None else needed
+        raise ValueError(f"window={window} looks ahead: such attention has no state to start from or to return.")
+    if capacity is not None and left is not None and capacity < left:
+        raise ValueError(f"capacity={capacity} is too small: the window needs the last {left} keys.")
+    capacity = capacity if capacity is not None else left
     if initial_state is not None:
-        initial_state = _check_state(initial_state, k, v, needed)
+        initial_state = _check_state(initial_state, k, v, left)
     if two_sided or not return_final_state:
         capacity = 0  # nothing is kept, so nothing is copied
     run = _OP.select(q.device.type, q.dtype, backend)
@@ -96,12 +96,11 @@ def local_attention(
         q,
         k,
         v,
-        nearest=nearest,
-        farthest=farthest,
+        window=window,
         chunk_size=chunk_size,
         bias=bias,
         scale=size**-0.5 if scale is None else scale,
-        zero_keys=zero_kv_sink,
+        zero_kv_sink=zero_kv_sink,
         dropout=dropout,
         state=initial_state,
         seq_idx=seq_idx,
@@ -121,29 +120,31 @@ def empty_state(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> AttentionState:
-    """The state before the first token, of `capacity` slots (`farthest`, or `chunk_size` - 1)."""
+    """The state before the first token, of `capacity` slots (the window's left, or `chunk_size` - 1)."""
     keys = torch.zeros(batch, heads, capacity, head_dim, device=device, dtype=dtype)
     values = keys if value_dim is None else torch.zeros(batch, heads, capacity, value_dim, device=device, dtype=dtype)
     return AttentionState(keys, values.clone(), torch.zeros(batch, dtype=torch.int64, device=device))
 
 
-def _check_reach(nearest: int | None, farthest: int | None, chunk_size: int | None, zero_keys: bool) -> None:
-    if farthest is not None and farthest < max(nearest if nearest is not None else 0, 0):
-        raise ValueError(f"farthest={farthest} must be at least nearest={nearest}, and 0.")
+def _check_window(window: Window, chunk_size: int | None, zero_kv_sink: bool) -> None:
+    if not isinstance(window, tuple) or len(window) != 2:
+        raise TypeError(f"window must be a pair (left, right), got {window!r}.")
+    left, right = window
+    if left is not None and (left < 0 or (right is not None and left < -right)):
+        raise ValueError(f"window={window}: left must be at least 0, and at least -right.")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
-    if zero_keys and (nearest is None or nearest < 0 or farthest is None or chunk_size is not None):
+    if zero_kv_sink and (right is None or right > 0 or left is None or chunk_size is not None):
         raise ValueError(
-            "zero_kv_sink needs a causal window: nearest ≥ 0, a finite farthest and no chunk_size; got "
-            f"nearest={nearest}, farthest={farthest}, chunk_size={chunk_size}."
+            "zero_kv_sink needs a causal window, (left, right) with a finite left and right ≤ 0, and no chunk_size; "
+            f"got window={window}, chunk_size={chunk_size}."
         )
 
 
-def _within_chunk(nearest: int | None, farthest: int | None, chunk_size: int) -> tuple[int, int]:
-    """The distances that a chunk leaves; if it leaves none, `nearest` alone, which no token then sees."""
-    limit = chunk_size - 1
-    nearest = -limit if nearest is None else max(nearest, -limit)
-    return nearest, max(nearest, limit if farthest is None else min(farthest, limit))
+def _within_chunk(window: Window, chunk_size: int) -> tuple[int, int]:
+    """The window that a chunk leaves; if it leaves none, the key at -right alone, which no token then sees."""
+    left, right = (chunk_size - 1 if limit is None else min(limit, chunk_size - 1) for limit in window)
+    return max(left, -right), right
 
 
 def _check_state(state: AttentionState, k: torch.Tensor, v: torch.Tensor, needed: int | None) -> AttentionState:
@@ -160,4 +161,4 @@ def _check_state(state: AttentionState, k: torch.Tensor, v: torch.Tensor, needed
     return AttentionState(state.keys[:, :, held - needed :], state.values[:, :, held - needed :], state.seen)
 
 
-__all__ = ["AttentionState", "empty_state", "local_attention", "push"]
+__all__ = ["AttentionState", "append_to_window", "empty_state", "local_attention"]

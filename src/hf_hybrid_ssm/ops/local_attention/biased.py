@@ -17,7 +17,9 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _SLICE = 2**19
 
 
-def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, dropout: float) -> bool:
+def can_use_cpu_flash_with_bias(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, dropout: float
+) -> bool:
     """Whether `biased_attention` can and should take over from `scaled_dot_product_attention`."""
     if bias is None or dropout or torch.compiler.is_compiling() or q.device.type != "cpu" or is_transforming():
         return False

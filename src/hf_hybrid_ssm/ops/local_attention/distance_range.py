@@ -5,6 +5,9 @@ from typing import NamedTuple
 
 import torch
 
+Window = tuple[int | None, int | None]
+"""(left, right): how many keys before and after itself a query sees; None for all."""
+
 
 class AttentionState(NamedTuple):
     """What later tokens need of the earlier ones.
@@ -29,10 +32,9 @@ class DistanceRange(NamedTuple):
     rank: torch.Tensor
 
 
-def reach_of_tokens(
+def distance_ranges(
     length: int,
-    nearest: int | None,
-    farthest: int | None,
+    window: Window,
     chunk_size: int | None,
     *,
     seen: torch.Tensor | None,
@@ -42,6 +44,7 @@ def reach_of_tokens(
 ) -> DistanceRange:
     """The interval of each token. Counting a token's rank within its document makes one comparison serve the start of
     the row, the empty slots of a cache, the borders of documents, and the grid of chunks."""
+    left, right = window
     position = torch.arange(length, device=device).unsqueeze(0)
     rank, end = position, None
     if seen is not None:
@@ -53,18 +56,18 @@ def reach_of_tokens(
         rank = torch.where(start == 0, rank, position - start)
         later_start = torch.where(is_start, position, length).flip(1).cummin(1).values.flip(1)  # at or after i
         end = torch.cat([later_start[:, 1:], torch.full_like(later_start[:, :1], length)], 1)
-    last = rank if farthest is None else rank.clamp(max=farthest)
-    if nearest is not None and nearest >= 0:
-        first = torch.full_like(position, nearest)
+    last = rank if left is None else rank.clamp(max=left)
+    if right is not None and right <= 0:
+        first = torch.full_like(position, -right)
     else:
         stop = torch.full_like(position, length) if end is None else end
         if lengths is not None:
             stop = torch.minimum(stop, lengths.unsqueeze(1))
         first = (position + 1 - stop).clamp(max=0)  # minus the tokens that follow in the document
-        first = first if nearest is None else first.clamp(min=nearest)
+        first = first if right is None else first.clamp(min=-right)
     if chunk_size is not None:
-        phase = rank % chunk_size
-        first, last = torch.maximum(first, phase + 1 - chunk_size), torch.minimum(last, phase)
+        offset = rank % chunk_size
+        first, last = torch.maximum(first, offset + 1 - chunk_size), torch.minimum(last, offset)
     return DistanceRange(first, last, rank)
 
 
@@ -74,22 +77,22 @@ def bias_by_distance(bias: torch.Tensor, distance: torch.Tensor, two_sided: bool
     return bias[:, column.clamp(0, bias.shape[1] - 1)]
 
 
-def zero_key_logits(bias: torch.Tensor | None, rank: torch.Tensor, nearest: int, farthest: int, like: torch.Tensor):
+def zero_key_logits(bias: torch.Tensor | None, rank: torch.Tensor, left: int, right: int, like: torch.Tensor):
     """Log of the summed weights of the zero keys before the document's start, (B or 1, H or 1, L).
 
-    A token of rank p misses the distances p+1 … farthest; each holds a zero key, of logit bias(d) alone.
+    A token of rank p misses the distances p+1 … left; each holds a zero key, of logit bias(d) alone.
     """
-    distance = torch.arange(nearest, farthest + 1, device=rank.device)
+    distance = torch.arange(-right, left + 1, device=rank.device)
     logits = (
         like.new_zeros(1, len(distance)) if bias is None else bias_by_distance(bias, distance, False).to(like.dtype)
     )
-    missing = logits.flip(1).logcumsumexp(1).flip(1)  # column c: distances nearest + c … farthest
+    missing = logits.flip(1).logcumsumexp(1).flip(1)  # column c: distances c - right … left
     missing = torch.cat([missing, torch.full_like(missing[:, :1], float("-inf"))], 1)
-    column = (rank + 1 - nearest).clamp(0, len(distance))
+    column = (rank + 1 + right).clamp(0, len(distance))
     return missing[:, column].transpose(0, 1)
 
 
-def push(
+def append_to_window(
     state: AttentionState | None,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -114,16 +117,16 @@ def push(
         seen = torch.where(last.squeeze(1) == seq_idx[:, 0], seen, in_last)
 
     def newest(old: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
-        every = new if old is None else torch.cat([old.to(new.dtype), new], 2)
-        total = every.shape[2]
+        joined = new if old is None else torch.cat([old.to(new.dtype), new], 2)
+        total = joined.shape[2]
         if total < capacity:
-            every = torch.nn.functional.pad(every, (0, 0, capacity - total, 0))
+            joined = torch.nn.functional.pad(joined, (0, 0, capacity - total, 0))
             total = capacity
         if lengths is None:
-            return every[:, :, total - capacity :]
+            return joined[:, :, total - capacity :]
         column = total - length - capacity + count.unsqueeze(1) + torch.arange(capacity, device=new.device)
         column = column[:, None, :, None]
-        kept = every.gather(2, column.clamp(min=0).expand(-1, every.shape[1], -1, every.shape[3]))
+        kept = joined.gather(2, column.clamp(min=0).expand(-1, joined.shape[1], -1, joined.shape[3]))
         return torch.where(column >= 0, kept, 0.0)  # before the first token: column 0 may be padding, and NaN
 
     old_keys, old_values = (None, None) if state is None else (state.keys, state.values)

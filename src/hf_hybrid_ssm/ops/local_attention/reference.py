@@ -2,16 +2,20 @@
 
 import torch
 
-from hf_hybrid_ssm.ops.local_attention.distance_range import push
+from hf_hybrid_ssm.ops.local_attention.distance_range import append_to_window
 
 
-def run(q, k, v, *, nearest, farthest, chunk_size, bias, scale, zero_keys, dropout, state, seq_idx, lengths, capacity):
+def local_attention_reference(
+    q, k, v, *, window, chunk_size, bias, scale, zero_kv_sink, dropout, state, seq_idx, lengths, capacity
+):
     """See `hf_hybrid_ssm.ops.local_attention.local_attention`; computes in float32, or float64 for float64 inputs."""
     if dropout:
         raise ValueError("the reference has no dropout.")
     dtype = torch.promote_types(q.dtype, torch.float32)
     batch, heads, length, _ = q.shape
     shared = heads // k.shape[1]
+    left, right = window
+    two_sided = right is None or right > 0
     y = torch.zeros(batch, heads, length, v.shape[3], dtype=dtype)
     for b in range(batch):
         seen = 0 if state is None else int(state.seen[b])
@@ -28,23 +32,23 @@ def run(q, k, v, *, nearest, farthest, chunk_size, bias, scale, zero_keys, dropo
         for i in range(held, len(known)):
             logits, seen_values = [], []
             for j in range(len(known)):
-                near = (nearest is None or i - j >= nearest) and (farthest is None or i - j <= farthest)
+                near = (left is None or i - j <= left) and (right is None or j - i <= right)
                 same_chunk = chunk_size is None or known[i][1] // chunk_size == known[j][1] // chunk_size
                 if near and same_chunk and known[i][0] == known[j][0]:
                     product = (q[b, :, i - held].to(dtype) * keys[j].repeat_interleave(shared, 0).to(dtype)).sum(-1)
-                    logits.append(product * scale + _bias(bias, i - j, nearest, heads, dtype))
+                    logits.append(product * scale + _bias(bias, i - j, two_sided, heads, dtype))
                     seen_values.append(values[j].repeat_interleave(shared, 0).to(dtype))
-            if zero_keys:
-                for distance in range(max(nearest, known[i][1] + 1), farthest + 1):
-                    logits.append(_bias(bias, distance, nearest, heads, dtype))
+            if zero_kv_sink:
+                for distance in range(max(-right, known[i][1] + 1), left + 1):
+                    logits.append(_bias(bias, distance, two_sided, heads, dtype))
                     seen_values.append(torch.zeros_like(y[b, :, 0]))
             if logits:
                 y[b, :, i - held] = (torch.stack(logits).softmax(0).unsqueeze(-1) * torch.stack(seen_values)).sum(0)
-    return y.to(q.dtype), push(state, k, v, capacity, seq_idx, lengths)
+    return y.to(q.dtype), append_to_window(state, k, v, capacity, seq_idx, lengths)
 
 
-def _bias(bias, distance, nearest, heads, dtype):
+def _bias(bias, distance, two_sided, heads, dtype):
     if bias is None:
         return torch.zeros(heads, dtype=dtype)
-    column = distance if nearest is not None and nearest >= 0 else distance + bias.shape[1] // 2
+    column = distance + bias.shape[1] // 2 if two_sided else distance
     return bias[:, min(max(column, 0), bias.shape[1] - 1)].to(dtype)

@@ -1,60 +1,52 @@
-"""Local attention in torch: blocks of queries against the keys in reach, through scaled_dot_product_attention."""
+"""Local attention in torch: blocks of queries against the keys of their windows, by torch's fused attention."""
 
 import torch
 import torch.nn.functional as F
 
 from hf_hybrid_ssm.ops._core.transforms import attention
-from hf_hybrid_ssm.ops.local_attention import biased
+from hf_hybrid_ssm.ops.local_attention.biased import biased_attention, can_use_cpu_flash_with_bias
 from hf_hybrid_ssm.ops.local_attention.distance_range import (
-    AttentionState,
     DistanceRange,
+    append_to_window,
     bias_by_distance,
-    push,
-    reach_of_tokens,
+    distance_ranges,
     zero_key_logits,
 )
 
 
-def run(q, k, v, *, nearest, farthest, chunk_size, bias, scale, zero_keys, dropout, state, seq_idx, lengths, capacity):
+def local_attention_torch(
+    q, k, v, *, window, chunk_size, bias, scale, zero_kv_sink, dropout, state, seq_idx, lengths, capacity
+):
     """See `hf_hybrid_ssm.ops.local_attention.local_attention`."""
-    length = q.shape[2]
-    reach = reach_of_tokens(
-        length,
-        nearest,
-        farthest,
-        chunk_size,
-        seen=None if state is None else state.seen,
-        seq_idx=seq_idx,
-        lengths=lengths,
-        device=q.device,
-    )
+    (left, right), length = window, q.shape[2]
+    seen = None if state is None else state.seen
+    ranges = distance_ranges(length, window, chunk_size, seen=seen, seq_idx=seq_idx, lengths=lengths, device=q.device)
     if lengths is not None:  # a NaN in the padding must not reach a product with a real token
         real = (torch.arange(length, device=q.device) < lengths.unsqueeze(1))[:, None, :, None]
         k, v = torch.where(real, k, 0.0), torch.where(real, v, 0.0)
-    two_sided = nearest is None or nearest < 0
+    two_sided = right is None or right > 0
     dtype = torch.promote_types(q.dtype, torch.float32) if q.device.type == "cpu" else q.dtype
     sink = None
-    if zero_keys:
-        sink = zero_key_logits(bias, reach.rank, nearest, farthest, q.new_empty(0, dtype=dtype))
+    if zero_kv_sink:
+        sink = zero_key_logits(bias, ranges.rank, left, right, q.new_empty(0, dtype=dtype))
     inputs = (q.to(dtype), k.to(dtype), v.to(dtype))
     options = {"bias": bias, "two_sided": two_sided, "sink": sink, "scale": scale, "dropout": dropout}
-    span = None if nearest is None or farthest is None else max(farthest - nearest, 16)
-    is_plain = state is None and seq_idx is None and lengths is None and not zero_keys
+    span = None if left is None or right is None else max(left + right, 16)
+    is_plain = state is None and seq_idx is None and lengths is None and not zero_kv_sink
     if span is None or length <= span:
-        y = _dense(*inputs, state, reach, **options)
+        y = _dense(*inputs, state, ranges, **options)
     elif chunk_size is not None and state is None and seq_idx is None:  # the chunks themselves are the blocks
         inner = (0, length // chunk_size) if is_plain else None
-        y = _blocks(*inputs, None, reach, 0, 0, chunk_size, inner=inner, limits=(nearest, farthest), **options)
+        y = _blocks(*inputs, None, ranges, (0, 0), chunk_size, inner=inner, window=window, **options)
     else:
         size = max(span // 2, 16) if two_sided else span
-        inner = (-(-farthest // size), (length + min(nearest, 0)) // size) if is_plain and chunk_size is None else None
-        limits = (nearest, farthest)
-        y = _blocks(*inputs, state, reach, nearest, farthest, size, inner=inner, limits=limits, **options)
-    return y.to(q.dtype), push(state, k, v, capacity, seq_idx, lengths)
+        inner = (-(-left // size), (length - max(right, 0)) // size) if is_plain and chunk_size is None else None
+        y = _blocks(*inputs, state, ranges, window, size, inner=inner, window=window, **options)
+    return y.to(q.dtype), append_to_window(state, k, v, capacity, seq_idx, lengths)
 
 
-def _dense(q, k, v, state, reach: DistanceRange, *, bias, two_sided, sink, scale, dropout):
-    """All keys for each query: for pieces no longer than the window, and for unlimited reach."""
+def _dense(q, k, v, state, ranges: DistanceRange, *, bias, two_sided, sink, scale, dropout):
+    """All keys for each query: for pieces no longer than the window, and for unlimited windows."""
     held = 0
     if state is not None:
         held = state.keys.shape[2]
@@ -62,7 +54,7 @@ def _dense(q, k, v, state, reach: DistanceRange, *, bias, two_sided, sink, scale
         v = torch.cat([state.values.to(v.dtype), v], 2)
     column = torch.arange(q.shape[2], device=q.device)
     distance = (column + held).unsqueeze(1) - torch.arange(k.shape[2], device=q.device)
-    allowed = (distance >= reach.first.unsqueeze(-1)) & (distance <= reach.last.unsqueeze(-1))
+    allowed = (distance >= ranges.first.unsqueeze(-1)) & (distance <= ranges.last.unsqueeze(-1))
     logits = None if bias is None else bias_by_distance(bias, distance, two_sided).unsqueeze(0)
     sink = None if sink is None else sink.unsqueeze(-1)
     return _attend(q, k, v, allowed.unsqueeze(1), logits, sink, scale, dropout)
@@ -73,43 +65,42 @@ def _blocks(
     k,
     v,
     state,
-    reach: DistanceRange,
-    nearest,
-    farthest,
+    ranges: DistanceRange,
+    around: tuple[int, int],
     size,
     *,
     inner,
-    limits,
+    window,
     bias,
     two_sided,
     sink,
     scale,
     dropout,
 ):
-    """Blocks of `size` queries, each against the size + farthest - nearest keys that its tokens can reach.
+    """Blocks of `size` queries, each against its own keys, `around[0]` before them and `around[1]` after them.
 
-    `inner`, a range of blocks or None: where every token reaches exactly the distances `limits`, so that all blocks
-    share one mask.
+    `inner`, a range of blocks or None: where every token sees its whole `window`, so that all blocks share one mask.
     """
     batch, heads, length, _ = q.shape
+    before, after = around
     count = -(-length // size)
-    behind = count * size - length
-    width = size + farthest - nearest
+    padding = count * size - length
+    width = size + before + after
 
     def key_blocks(old: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
         if old is None:
-            new = F.pad(new, (0, 0, farthest, behind - nearest))
+            new = F.pad(new, (0, 0, before, padding + after))
         else:
-            new = F.pad(torch.cat([old.to(new.dtype), new], 2), (0, 0, 0, behind - nearest))
+            new = F.pad(torch.cat([old.to(new.dtype), new], 2), (0, 0, 0, padding + after))
         return new.unfold(2, width, size).permute(0, 2, 1, 4, 3)  # (B, count, G, width, E)
 
     def query_blocks(x: torch.Tensor) -> torch.Tensor:
-        return F.pad(x, (0, 0, 0, behind)).unflatten(2, (count, size)).transpose(1, 2)
+        return F.pad(x, (0, 0, 0, padding)).unflatten(2, (count, size)).transpose(1, 2)
 
     query, key = torch.arange(size, device=q.device), torch.arange(width, device=q.device)
-    distance = query.unsqueeze(1) - key + farthest
-    first, last = torch.broadcast_tensors(reach.first, reach.last)
-    first, last = (F.pad(limit, (0, behind)).reshape(-1, count, size, 1) for limit in (first, last))
+    distance = query.unsqueeze(1) - key + before
+    first, last = torch.broadcast_tensors(ranges.first, ranges.last)
+    first, last = (F.pad(limit, (0, padding)).reshape(-1, count, size, 1) for limit in (first, last))
     logits = None if bias is None else bias_by_distance(bias, distance, two_sided).unsqueeze(0)
     sink = None if sink is None else query_blocks(sink.expand(first.shape[0], -1, -1).unsqueeze(-1))
     old_keys, old_values = (None, None) if state is None else (state.keys, state.values)
@@ -124,7 +115,7 @@ def _blocks(
         last.split(pieces, 1),
         [None] * 3 if sink is None else sink.split(pieces, 1),
     )
-    shared = ((distance >= limits[0]) & (distance <= limits[1]))[None, None]
+    shared = ((distance >= -window[1]) & (distance <= window[0]))[None, None]
     outputs = []
     for index, (queries, keys, values, low, high, sinks) in enumerate(parts):
         if pieces[index] == 0:
@@ -150,8 +141,8 @@ def _attend(q, k, v, allowed, logits, sink, scale, dropout):
     if sink is None:
         empty = ~allowed.any(-1, keepdim=True)
         mask = allowed | empty  # a softmax over nothing is not finite; such rows are overwritten below
-        if biased.serves(q, k, v, logits, dropout):
-            return torch.where(empty, 0.0, biased.biased_attention(q, k, v, mask, logits.to(q.dtype), scale))
+        if can_use_cpu_flash_with_bias(q, k, v, logits, dropout):
+            return torch.where(empty, 0.0, biased_attention(q, k, v, mask, logits.to(q.dtype), scale))
     if logits is not None or sink is not None:
         zero = torch.zeros((), dtype=q.dtype, device=q.device) if logits is None else logits.to(q.dtype)
         mask = torch.where(mask, zero, float("-inf"))
@@ -164,6 +155,3 @@ def _attend(q, k, v, allowed, logits, sink, scale, dropout):
     options = {"attn_mask": mask, "dropout_p": dropout, "scale": scale, "enable_gqa": grouped}
     y = attention(q, k, v, **options)
     return y if empty is None else torch.where(empty, 0.0, y)
-
-
-__all__ = ["AttentionState", "run"]

@@ -5,18 +5,19 @@ import torch
 from hf_hybrid_ssm.ops._core.autocast import without_autocast
 from hf_hybrid_ssm.ops._core.checks import check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops._core.dispatch import Op
+from hf_hybrid_ssm.ops._core.last_inputs import last_inputs
 from hf_hybrid_ssm.ops._core.lengths import check_lengths, zero_beyond
 from hf_hybrid_ssm.ops._core.output_positions import check_output_positions, take_outputs
-from hf_hybrid_ssm.ops.long_conv import reference, torch_backend
-from hf_hybrid_ssm.ops.long_conv.self_check_inputs import example
-from hf_hybrid_ssm.ops.long_conv.torch_backend import sampled
+from hf_hybrid_ssm.ops.long_conv.reference import long_conv_reference
+from hf_hybrid_ssm.ops.long_conv.self_check_inputs import self_check_inputs
+from hf_hybrid_ssm.ops.long_conv.torch_backend import long_conv_torch, sampled
 
 METHODS = ("auto", "direct", "fft", "block")
 _OP = Op(
     "long_conv",
-    builtin={"torch": torch_backend.run, "reference": reference.run},
+    builtin={"torch": long_conv_torch, "reference": long_conv_reference},
     kernels={"triton": "hf_hybrid_ssm.ops.long_conv.triton"},
-    self_check_inputs=example,
+    self_check_inputs=self_check_inputs,
 )
 
 
@@ -30,8 +31,8 @@ def long_conv(
     seq_idx: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
     return_final_state: bool = False,
-    every: int | None = None,
-    at: torch.Tensor | None = None,
+    stride: int | None = None,
+    positions: torch.Tensor | None = None,
     method: str = "auto",
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -50,12 +51,12 @@ def long_conv(
         seq_idx: (B, L) int, documents of a packed row; no output depends on another document.
         lengths: (B,) int, number of real tokens at the front of each row; the rest is not read.
         return_final_state: also return the last K - 1 inputs of the row's last document (causal only).
-        every: give y only at the tokens every - 1, 2 every - 1, ...; causal ones are then contracted one by one.
-        at: (B, J) int64, give y only at these tokens of each row (0..L-1), likewise.
+        stride: give y only at the tokens stride - 1, 2 stride - 1, ...; causal ones are then contracted one by one.
+        positions: (B, J) int64, give y only at these tokens of each row (0..L-1), likewise.
         method: "fft", "block" (halves; the one that packs), "direct" (tap by tap) or "auto".
 
     Returns:
-        y (B, L, [F,] D), or (B, L // every, [F,] D), or (B, J, [F,] D), in u's dtype, and the final state (B, K-1, D)
+        y (B, L, [F,] D), or (B, L // stride, [F,] D), or (B, J, [F,] D), in u's dtype, and the final state (B, K-1, D)
         in the computing dtype or None.
 
     Raises:
@@ -64,7 +65,7 @@ def long_conv(
     batch, length, channels = _check(u, kernel, future_kernel, method)
     check_seq_idx(seq_idx, batch, length)
     check_lengths(lengths, batch, length)
-    check_output_positions(every, at, batch, length)
+    check_output_positions(stride, positions, batch, length)
     dtype = torch.promote_types(torch.promote_types(u.dtype, kernel.dtype), torch.float32)
     filters = _expand(kernel, channels).to(dtype)
     future = None if future_kernel is None else _expand(future_kernel, channels).to(dtype)
@@ -79,12 +80,13 @@ def long_conv(
     with without_autocast(u.device.type):
         x = zero_beyond(u.to(dtype), lengths)
         history = x.new_zeros(batch, 0, channels) if initial_state is None else initial_state.to(dtype)
-        if (every is None and at is None) or future is not None:
+        if (stride is None and positions is None) or future is not None:
             y = run(x, filters, future, skip, history, seq_idx, method)
-            y = y if at is None and every is None else take_outputs(y.flatten(2), every, at).unflatten(-1, y.shape[2:])
+            if stride is not None or positions is not None:
+                y = take_outputs(y.flatten(2), stride, positions).unflatten(-1, y.shape[2:])
         else:
-            y = sampled(x, filters, skip, history, seq_idx, every, at)
-        final = _last_inputs(x, history, past, seq_idx, lengths) if return_final_state else None
+            y = sampled(x, filters, skip, history, seq_idx, stride, positions)
+        final = last_inputs(x, past + 1, initial_state, seq_idx, lengths) if return_final_state else None
     return (y.squeeze(2) if kernel.dim() == 2 else y).to(u.dtype), final
 
 
@@ -116,26 +118,3 @@ def _expand(kernel: torch.Tensor, channels: int) -> torch.Tensor:
     """(G, K) or (F, G, K) -> (F, D, K): each of the G filters serves D / G neighbouring channels."""
     kernel = kernel.unsqueeze(0) if kernel.dim() == 2 else kernel
     return kernel.repeat_interleave(channels // kernel.shape[1], dim=1) if kernel.shape[1] != channels else kernel
-
-
-def _last_inputs(
-    u: torch.Tensor,
-    history: torch.Tensor,
-    past: int,
-    seq_idx: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-) -> torch.Tensor:
-    """The `past` inputs up to each row's end, zero where they belong to an earlier document than the last token."""
-    batch, length, channels = u.shape
-    if history.shape[1] < past:
-        history = torch.cat([u.new_zeros(batch, past - history.shape[1], channels), history], dim=1)
-    inputs = torch.cat([history, u], dim=1)
-    if lengths is None:
-        lengths = torch.full((batch,), length, device=u.device)
-    index = lengths.unsqueeze(1) + torch.arange(past, device=u.device)  # the window [n, n + past) of `inputs`
-    state = inputs.gather(1, index.unsqueeze(-1).expand(batch, past, channels))
-    if seq_idx is None or length == 0:
-        return state
-    documents = torch.cat([seq_idx[:, :1].expand(batch, past), seq_idx], dim=1)
-    last = seq_idx.gather(1, (lengths.unsqueeze(1) - 1).clamp(min=0).to(torch.int64))
-    return torch.where((documents.gather(1, index) == last).unsqueeze(-1), state, 0.0)

@@ -112,7 +112,7 @@ class _FFTConv(torch.autograd.Function):
                 of_x[group] = torch.fft.irfft(product.sum(0), n=size)[..., :time]
             if x is not None and of_kernel is not None and of_future is not None:
                 product = spectrum * torch.fft.rfft(x[group], n=size).conj()
-                taken = torch.fft.irfft(product.sum(2), n=size)  # (F, d, size)
-                of_kernel[:, group] = taken[..., :taps]
-                of_future[:, group] = taken[..., size - ahead :].flip(-1)
+                lags = torch.fft.irfft(product.sum(2), n=size)  # (F, d, size)
+                of_kernel[:, group] = lags[..., :taps]
+                of_future[:, group] = lags[..., size - ahead :].flip(-1)
         return None if of_x is None else channels_last(of_x), of_kernel, of_future

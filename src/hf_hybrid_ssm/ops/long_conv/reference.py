@@ -3,18 +3,10 @@
 import torch
 
 
-def run(
-    u: torch.Tensor,
-    kernel: torch.Tensor,
-    future_kernel: torch.Tensor | None,
-    skip: torch.Tensor | None,
-    history: torch.Tensor,
-    seq_idx: torch.Tensor | None,
-    method: str,
-) -> torch.Tensor:
+def long_conv_reference(u, kernel, future_kernel, skip, history, seq_idx, method):
     """y_t = sum_{k>=0} K_k u_{t-k} + sum_{k>=1} F_{k-1} u_{t+k} + D u_t, over the tokens of t's document.
 
-    Shapes as in `torch_backend.run`. One row and one pair of positions at a time; `method` has no meaning here.
+    Shapes as in `long_conv_torch`. One row and one pair of positions at a time; `method` has no meaning here.
     """
     batch, length, _ = u.shape
     past = history.shape[1]

@@ -3,7 +3,7 @@
 import torch
 
 
-def example() -> dict:
+def self_check_inputs() -> dict:
     random = torch.Generator().manual_seed(0)
     shapes = {"u": (2, 90, 3), "kernel": (2, 3, 70), "future_kernel": (2, 3, 20), "skip": (2, 3), "history": (2, 5, 3)}
     tensors = {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}

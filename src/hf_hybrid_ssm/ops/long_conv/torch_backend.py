@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_hybrid_ssm.ops._core.output_positions import take_outputs
+from hf_hybrid_ssm.ops._core.toeplitz import toeplitz
 from hf_hybrid_ssm.ops.long_conv.fft import fast_length, fft_conv
 
 BASE = 8  # below this size a few shifted products are cheaper than a matrix product
@@ -16,15 +17,7 @@ LARGEST_MATRIX = 64  # above this size a half is convolved by FFT instead of by 
 DIRECT = 16  # kernels up to this length are summed tap by tap
 
 
-def run(
-    u: torch.Tensor,
-    kernel: torch.Tensor,
-    future_kernel: torch.Tensor | None,
-    skip: torch.Tensor | None,
-    history: torch.Tensor,
-    seq_idx: torch.Tensor | None,
-    method: str,
-) -> torch.Tensor:
+def long_conv_torch(u, kernel, future_kernel, skip, history, seq_idx, method):
     """y (B, L, F, D) of u (B, L, D) with kernels (F, D, K), skip (F, D), history (B, H, D), seq_idx (B, L)."""
     batch, length, channels = u.shape
     past = history.shape[1]
@@ -54,14 +47,14 @@ def sampled(
     skip: torch.Tensor | None,
     history: torch.Tensor,
     seq_idx: torch.Tensor | None,
-    every: int | None,
-    at: torch.Tensor | None = None,
+    stride: int | None,
+    positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """y (B, J, F, D) at every `every`-th token or at the tokens `at`: a few outputs cost less than all of them."""
+    """y (B, J, F, D) at every `stride`-th token or at `positions`: a few outputs cost less than all."""
     batch, length, channels = u.shape
     taps = kernel.shape[-1]
-    every_nth = torch.arange(length, device=u.device)[(every or 1) - 1 :: every]
-    wanted = every_nth.expand(batch, -1) if at is None else at
+    strided = torch.arange(length, device=u.device)[(stride or 1) - 1 :: stride]
+    wanted = strided.expand(batch, -1) if positions is None else positions
     if wanted.numel() == 0:
         return u.new_zeros(*wanted.shape, kernel.shape[0], channels)
     missing = taps - 1 - history.shape[1]
@@ -75,18 +68,7 @@ def sampled(
     flat = windows.permute(2, 0, 1, 3).reshape(channels, -1, taps)
     y = torch.bmm(flat, kernel.flip(-1).permute(1, 2, 0)).view(channels, batch, -1, kernel.shape[0])
     y = y.permute(1, 2, 3, 0)
-    return y if skip is None else y + skip * take_outputs(u, every, at).unsqueeze(2)
-
-
-def toeplitz(taps: torch.Tensor) -> torch.Tensor:
-    """T (..., h, h), T[i, j] = taps[h - 1 + j - i] from input i to output j, of taps (..., 2h - 1)."""
-    size = (taps.shape[-1] + 1) // 2
-    return taps.unfold(-1, size, 1).flip(-2)
-
-
-def causal_toeplitz(kernel: torch.Tensor) -> torch.Tensor:
-    """T (..., w, w) with T[i, j] = K_{j-i} for i <= j and 0 above, from a kernel (..., w)."""
-    return toeplitz(F.pad(kernel, (kernel.shape[-1] - 1, 0)))
+    return y if skip is None else y + skip * take_outputs(u, stride, positions).unsqueeze(2)
 
 
 def _direct(
@@ -96,18 +78,14 @@ def _direct(
     time = x.shape[-1]
     x = x.unsqueeze(1)
     y = kernel[..., :1] * x
-    for k in range(1, min(kernel.shape[-1], time)):
-        source = x[..., : time - k]
-        if documents is not None:
-            same = (documents[:, k:] == documents[:, : time - k])[:, None, None]
-            source = torch.where(same, source, 0.0)
-        y = y + F.pad(kernel[..., k : k + 1] * source, (k, 0))
-    for k in range(1, min(1 + (0 if future_kernel is None else future_kernel.shape[-1]), time)):
-        source = x[..., k:]
-        if documents is not None:
-            same = (documents[:, k:] == documents[:, : time - k])[:, None, None]
-            source = torch.where(same, source, 0.0)
-        y = y + F.pad(future_kernel[..., k - 1 : k] * source, (0, k))  # type: ignore[index]
+    ahead = 0 if future_kernel is None else future_kernel.shape[-1]
+    for taps, count, is_past in ((kernel[..., 1:], kernel.shape[-1] - 1, True), (future_kernel, ahead, False)):
+        for lag in range(1, min(count + 1, time)):
+            source = x[..., : time - lag] if is_past else x[..., lag:]
+            if documents is not None:
+                same = (documents[:, lag:] == documents[:, : time - lag])[:, None, None]
+                source = torch.where(same, source, 0.0)
+            y = y + F.pad(taps[..., lag - 1 : lag] * source, (lag, 0) if is_past else (0, lag))  # type: ignore[index]
     return y
 
 
@@ -173,20 +151,20 @@ def _cross(
 ) -> torch.Tensor:
     """out_j = sum_i taps[h - 1 + j - i] source_i: the step over one border. source (D, M, P, h) -> (F, D, M, P, h)."""
     channels, rows, pairs, half = source.shape
-    reach = min(half, taps.shape[-1])  # a short kernel touches only the tokens next to the border
-    if reach == 0:
+    near = min(half, taps.shape[-1])  # a short kernel touches only the tokens next to the border
+    if near == 0:
         return source.new_zeros(taps.shape[0], channels, rows, pairs, half)
     if source_alive is not None:
         source = torch.where(source_alive, source, 0.0)
-    source = source[..., half - reach :].reshape(channels, rows * pairs, reach)
-    taps = F.pad(taps[..., : 2 * reach - 1], (0, max(0, 2 * reach - 1 - taps.shape[-1])))
-    if reach <= LARGEST_MATRIX:
-        matrix = toeplitz(taps).permute(1, 2, 0, 3).reshape(channels, reach, -1)  # (D, h, F h)
-        out = torch.bmm(source, matrix).view(channels, rows, pairs, -1, reach).permute(3, 0, 1, 2, 4)
+    source = source[..., half - near :].reshape(channels, rows * pairs, near)
+    taps = F.pad(taps[..., : 2 * near - 1], (0, max(0, 2 * near - 1 - taps.shape[-1])))
+    if near <= LARGEST_MATRIX:
+        matrix = toeplitz(taps).permute(1, 2, 0, 3).reshape(channels, near, -1)  # (D, h, F h)
+        out = torch.bmm(source, matrix).view(channels, rows, pairs, -1, near).permute(3, 0, 1, 2, 4)
     else:
-        size = fast_length(2 * reach - 1)
+        size = fast_length(2 * near - 1)
         product = torch.fft.rfft(source, n=size) * torch.fft.rfft(taps, n=size).unsqueeze(-2)
-        out = torch.fft.irfft(product, n=size)[..., reach - 1 : 2 * reach - 1]
-        out = out.reshape(-1, channels, rows, pairs, reach)
-    out = F.pad(out, (0, half - reach))
+        out = torch.fft.irfft(product, n=size)[..., near - 1 : 2 * near - 1]
+        out = out.reshape(-1, channels, rows, pairs, near)
+    out = F.pad(out, (0, half - near))
     return out if target_alive is None else torch.where(target_alive, out, 0.0)

@@ -4,11 +4,11 @@ import torch
 import triton
 from torch import Tensor
 
-from hf_hybrid_ssm.ops._core.triton_device import device_guard, supports
-from hf_hybrid_ssm.ops.long_conv import torch_backend
+from hf_hybrid_ssm.ops._core.triton_helpers import device_guard, strides, supports
 from hf_hybrid_ssm.ops.long_conv import triton_kernels as kernels
+from hf_hybrid_ssm.ops.long_conv.torch_backend import DIRECT, long_conv_torch
 
-__all__ = ["run", "supports"]
+__all__ = ["long_conv_triton", "supports"]
 
 TILE = {"N": 64, "M": 64, "num_warps": 4}
 # Products grow with the square of the length, an FFT's passes over memory with the length. At 8,192 the 2 L^2 flops a
@@ -17,21 +17,13 @@ TILE = {"N": 64, "M": 64, "num_warps": 4}
 LONGEST = 8192
 
 
-def run(
-    u: Tensor,
-    kernel: Tensor,
-    future_kernel: Tensor | None,
-    skip: Tensor | None,
-    history: Tensor,
-    seq_idx: Tensor | None,
-    method: str,
-) -> Tensor:
-    """As `torch_backend.run`, which takes over what this form does not pay for: packed rows, long rows, few taps."""
+def long_conv_triton(u, kernel, future_kernel, skip, history, seq_idx, method):
+    """As `long_conv_torch`, which takes over what this form does not pay for: packed rows, long rows, few taps."""
     future = 0 if future_kernel is None else future_kernel.shape[-1]
     past, length = history.shape[1], u.shape[1]
-    few = kernel.shape[-1] + future <= torch_backend.DIRECT
+    few = kernel.shape[-1] + future <= DIRECT
     if method != "auto" or seq_idx is not None or few or past + length > LONGEST or u.dtype == torch.float64:
-        return torch_backend.run(u, kernel, future_kernel, skip, history, seq_idx, method)
+        return long_conv_torch(u, kernel, future_kernel, skip, history, seq_idx, method)
     x = torch.cat([history, u], dim=1).transpose(1, 2).contiguous().float()
     taps = kernel if future_kernel is None else torch.cat([future_kernel.flip(-1), kernel], dim=-1)
     # output t of the row is input past + t: lags count from the history's first token
@@ -54,7 +46,7 @@ def toeplitz(x: Tensor, taps: Tensor, first: int, length: int) -> Tensor:
         grid = (triton.cdiv(rows * blocks, TILE["M"]), taps.shape[0])
         with device_guard(x):
             kernels.toeplitz_kernel[grid](
-                x, taps, y, *x.stride()[:2], *y.stride()[:2], time, taps.shape[1], length, first,
+                x, taps, y, *strides(x, y), time, taps.shape[1], length, first,
                 channels, rows, blocks, **TILE,
             )  # fmt: skip
     return y

@@ -28,7 +28,7 @@ def toeplitz_kernel(
     n, o = tl.arange(0, N), tl.arange(0, N)
     source = x + row * x_row + (channel % input_channels) * x_step
     filter_ = taps + channel.to(tl.int64) * W
-    # T_k holds lags from k N - (N - 1) to k N + (N - 1); blocks before the input or behind it are zero
+    # T_k holds lags from k N - (N - 1) to k N + (N - 1); blocks before or after the input are zero
     last_block = tl.max(tl.where(is_block, block, 0), 0)
     first_block = tl.min(tl.where(is_block, block, num_blocks), 0)
     lowest = tl.maximum(-((N - 1 - FIRST) // N), first_block - (T - 1) // N)

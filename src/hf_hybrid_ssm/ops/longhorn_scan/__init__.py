@@ -5,28 +5,29 @@ import torch
 from hf_hybrid_ssm.ops._core.checks import check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops._core.dispatch import Op
 from hf_hybrid_ssm.ops._core.lengths import check_lengths, extend_last_document
-from hf_hybrid_ssm.ops.longhorn_scan import reference, torch_backend
-from hf_hybrid_ssm.ops.longhorn_scan.self_check_inputs import example
+from hf_hybrid_ssm.ops.longhorn_scan.reference import longhorn_scan_reference
+from hf_hybrid_ssm.ops.longhorn_scan.self_check_inputs import self_check_inputs
+from hf_hybrid_ssm.ops.longhorn_scan.torch_backend import longhorn_scan_torch
 
 _OP = Op(
     "longhorn_scan",
-    builtin={"torch": torch_backend.run, "reference": reference.run},
+    builtin={"torch": longhorn_scan_torch, "reference": longhorn_scan_reference},
     kernels={
         "native": "hf_hybrid_ssm.ops.longhorn_scan.native",
         "triton": "hf_hybrid_ssm.ops.longhorn_scan.triton",
     },
-    self_check_inputs=example,
+    self_check_inputs=self_check_inputs,
     opaque=("torch",),
 )
 
 
 def longhorn_scan(
     x: torch.Tensor,
-    dt: torch.Tensor,
+    beta_logit: torch.Tensor,
     k: torch.Tensor,
     q: torch.Tensor,
     *,
-    dt_bias: torch.Tensor | None = None,
+    beta_bias: torch.Tensor | None = None,
     D: torch.Tensor | None = None,
     z: torch.Tensor | None = None,
     initial_state: torch.Tensor | None = None,
@@ -37,7 +38,7 @@ def longhorn_scan(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     r"""Each channel keeps a linear predictor h of its value from the key and refits it at every token:
 
-        Δ_t = β_t / (1 + β_t |k_t|²),   β_t = sigmoid(dt_t + dt_bias)
+        Δ_t = β_t / (1 + β_t |k_t|²),   β_t = sigmoid(beta_logit_t + beta_bias)
         h_t = (1 - Δ_t k_t²) h_{t-1} + Δ_t x_t k_t
         y_t = (h_t · q_t + D x_t) · silu(z_t)
 
@@ -46,9 +47,9 @@ def longhorn_scan(
 
     Args:
         x: values (B, L, D).
-        dt: logit of β without its bias, (B, L, D).
+        beta_logit: logit of β without its bias, (B, L, D).
         k, q: keys and queries (B, L, N), shared by all channels.
-        dt_bias: (D,), added in float32.
+        beta_bias: (D,), added to the logit in float32.
         D: skip weight (D,).
         z: output gate (B, L, D).
         initial_state: (B, D, N), the state before the first token; zero by default.
@@ -65,7 +66,7 @@ def longhorn_scan(
     Raises:
         TypeError, ValueError: an argument of wrong type, dtype, shape or device; an unknown or unusable backend.
     """
-    _check(x, dt, k, q, dt_bias, D, z, initial_state)
+    _check(x, beta_logit, k, q, beta_bias, D, z, initial_state)
     batch, length, channels = x.shape
     check_seq_idx(seq_idx, batch, length)
     check_lengths(lengths, batch, length)
@@ -76,21 +77,20 @@ def longhorn_scan(
     if seq_idx is not None and lengths is not None:
         seq_idx = extend_last_document(seq_idx, lengths)
     run = _OP.select(x.device.type, x.dtype, backend)
-    y, final_state = run(
-        x, dt, k, q, dt_bias=dt_bias, D=D, z=z, initial_state=initial_state, seq_idx=seq_idx, lengths=lengths
-    )
+    options = {"beta_bias": beta_bias, "D": D, "z": z, "initial_state": initial_state}
+    y, final_state = run(x, beta_logit, k, q, **options, seq_idx=seq_idx, lengths=lengths)
     return y, final_state if return_final_state else None
 
 
-def _check(x, dt, k, q, dt_bias, D, z, initial_state) -> None:
+def _check(x, beta_logit, k, q, beta_bias, D, z, initial_state) -> None:
     check_tensor("x", x, (None, None, None), "B, L, D")
     if not x.is_floating_point():
         raise TypeError(f"x must have a floating point dtype, got {x.dtype}.")
     batch, length, channels = x.shape
     check_tensor("k", k, (batch, length, None), "B, L, N", like=x)
     check_tensor("q", q, (batch, length, k.shape[2]), "B, L, N", like=x)
-    check_tensor("dt", dt, (batch, length, channels), "B, L, D", like=x)
+    check_tensor("beta_logit", beta_logit, (batch, length, channels), "B, L, D", like=x)
     check_tensor("z", z, (batch, length, channels), "B, L, D", like=x, optional=True)
-    check_tensor("dt_bias", dt_bias, (channels,), "D", optional=True)
+    check_tensor("beta_bias", beta_bias, (channels,), "D", optional=True)
     check_tensor("D", D, (channels,), "D", optional=True)
     check_tensor("initial_state", initial_state, (batch, channels, k.shape[2]), "B, D, N", optional=True)

@@ -1,41 +1,17 @@
 /* The Longhorn scan on a CPU: sixteen channels in one vector, the states of those channels in N vectors.
  *
  * Letters as in reference.py: B batch, L length, D channels, N state size. All tensors are contiguous float32:
- * x, dt, z, y (B, L, D); k, q (B, L, N); states (B, D, N); kk (B, L) = sum of k squared over N.
- * Time runs in blocks of BLOCK tokens, channel tiles run inside a block, so that a block's rows stay in cache. A group of
- * GROUP tiles is one task of the thread pool; the sums over channels (dk, dq) are kept apart by group, in a fixed order,
- * hence the same bits in every run and for every number of threads.
+ * x, beta_logit, z, y (B, L, D); k, q (B, L, N); states (B, D, N); kk (B, L) = sum of k squared over N.
+ * Time runs in blocks of BLOCK tokens, channel tiles run inside a block, so that a block's rows stay in cache. A group
+ * of GROUP tiles is one task of the thread pool; the sums over channels (dk, dq) are kept apart by group, in a fixed
+ * order, hence the same bits in every run and for every number of threads.
  */
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+#include "vectors.h"
 
-#define LANES 16
 #define BLOCK 32
-#define GROUP 8
-#define AHEAD 16 /* tokens between the prefetch of an input and its use */
 #define IN_REGISTERS 16 /* the usual N, for which the tile functions are specialised */
 /* unrolled, so that the states of a tile stay in registers where N is known */
 #define EACH_STATE _Pragma("GCC unroll 16") for (int64_t n = 0; n < N; n++)
-
-/* aligned(4): tensors begin anywhere, and their rows are as long as D says */
-typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
-static inline vec broadcast(float value) { return value - (vec){0}; }
-
-static inline vec load(const float *from, int lanes) {
-    if (lanes == LANES) return *(const vec *)from;
-    vec v = {0};
-    for (int i = 0; i < lanes; i++) v[i] = from[i];
-    return v;
-}
-
-static inline void store(float *to, vec v, int lanes) {
-    if (lanes == LANES) *(vec *)to = v;
-    else for (int i = 0; i < lanes; i++) to[i] = v[i];
-}
 
 static inline float sum(vec v) {
     float total = 0;
@@ -43,33 +19,11 @@ static inline float sum(vec v) {
     return total;
 }
 
-static inline vec clamp(vec v, float low, float high) {
-    const vec l = broadcast(low), h = broadcast(high);
-    const ivec below = v < l, above = v > h;
-    return (vec)(((ivec)l & below) | ((ivec)h & above) | ((ivec)v & ~(below | above)));
-}
-
-/* exp for |x| <= 80: 2^n times a polynomial in the rest, 1 ulp or so */
-static inline vec exponential(vec x) {
-    x = clamp(x, -80.0f, 80.0f);
-    vec shifted = x * 1.44269504088896341f + 12582912.0f; /* rounds to the nearest integer */
-    vec n = shifted - 12582912.0f;
-    vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    vec p = broadcast(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    return p * (vec)((__builtin_convertvector(n, ivec) + 127) << 23);
-}
-
-/* what every token of a tile needs: the step size, and E = exp(-tau) for its gradient */
-static inline vec step_size(const float *dt, const float *dt_bias, float kk, int lanes, vec *e) {
-    vec tau = load(dt, lanes);
-    if (dt_bias) tau += load(dt_bias, lanes);
-    *e = exponential(-tau);
+/* what every token of a tile needs: delta = beta / (1 + beta kk), and E = 1 / beta - 1 for its gradient */
+static inline vec compute_delta(const float *beta_logit, const float *beta_bias, float kk, int lanes, vec *e) {
+    vec logit = load(beta_logit, lanes);
+    if (beta_bias) logit += load(beta_bias, lanes);
+    *e = exponential(-logit);
     return 1.0f / (*e + (1.0f + kk));
 }
 
@@ -78,7 +32,7 @@ static inline int starts_document(const int64_t *seq_idx, int64_t row, int64_t t
 }
 
 typedef struct {
-    const float *x, *dt, *k, *q, *z, *dt_bias, *skip, *kk;
+    const float *x, *beta_logit, *k, *q, *z, *beta_bias, *skip, *kk;
     const int64_t *seq_idx;
     int64_t B, L, D, N;
 } problem;
@@ -87,7 +41,7 @@ typedef struct {
 static inline void ahead(const problem *p, int64_t at) {
     const int64_t later = at + AHEAD * p->D;
     __builtin_prefetch(p->x + later);
-    __builtin_prefetch(p->dt + later);
+    __builtin_prefetch(p->beta_logit + later);
     if (p->z) __builtin_prefetch(p->z + later);
 }
 
@@ -113,7 +67,7 @@ static inline __attribute__((always_inline)) void forward_tile(
         __builtin_prefetch(y + at + AHEAD * p->D, 1);
         if (starts_document(p->seq_idx, row, t)) EACH_STATE state[n] = broadcast(0);
         vec e, x = load(p->x + at, lanes);
-        vec delta = step_size(p->dt + at, p->dt_bias ? p->dt_bias + d : 0, p->kk[row + t], lanes, &e);
+        vec delta = compute_delta(p->beta_logit + at, p->beta_bias ? p->beta_bias + d : 0, p->kk[row + t], lanes, &e);
         vec out = skip * x, odd = broadcast(0); /* two sums: half the chain of dependent additions */
         EACH_STATE {
             vec write = delta * k[n];
@@ -124,7 +78,7 @@ static inline __attribute__((always_inline)) void forward_tile(
         out += odd;
         if (p->z) {
             vec z = load(p->z + at, lanes);
-            out *= z / (1.0f + exponential(-z));
+            out *= z * sigmoid(z);
         }
         store(y + at, out, lanes);
     }
@@ -143,56 +97,53 @@ static void store_state(float *state, const vec *h, int lanes, int64_t N) {
         for (int i = 0; i < lanes; i++) state[i * N + n] = h[n][i];
 }
 
-static inline int lanes_of(const problem *p, int64_t d) { return p->D - d < LANES ? (int)(p->D - d) : LANES; }
-
-static int64_t blocks_of(int64_t L) { return (L + BLOCK - 1) / BLOCK; }
-
 /* Floats of the checkpoint buffer: the state before every block, and kk. */
 int64_t longhorn_checkpoint_size(int64_t B, int64_t L, int64_t D, int64_t N) {
-    int64_t tiles = (D + LANES - 1) / LANES;
-    return B * blocks_of(L) * tiles * N * LANES + B * L;
+    int64_t tiles = ceil_div(D, LANES);
+    return B * ceil_div(L, BLOCK) * tiles * N * LANES + B * L;
 }
 
 /* Returns 0, or 1 if memory ran out. checkpoints: longhorn_checkpoint_size floats. */
 int longhorn_forward(
-    const float *x, const float *dt, const float *k, const float *q, const float *z, const float *dt_bias,
+    const float *x, const float *beta_logit, const float *k, const float *q, const float *z, const float *beta_bias,
     const float *skip, const float *initial, const int64_t *seq_idx, float *y, float *final, float *checkpoints,
-    int keep_checkpoints, int64_t B, int64_t L, int64_t D, int64_t N, int threads) {
-    const int64_t tiles = (D + LANES - 1) / LANES, groups = (tiles + GROUP - 1) / GROUP, blocks = blocks_of(L);
+    int64_t keep_checkpoints, int64_t B, int64_t L, int64_t D, int64_t N, int64_t threads) {
+    const int64_t tiles = ceil_div(D, LANES), groups = ceil_div(tiles, GROUP), blocks = ceil_div(L, BLOCK);
     const int64_t saved = keep_checkpoints ? B * blocks * tiles * N * LANES : 0;
     float *kk = checkpoints + saved;
     square_sums(k, kk, B * L, N);
-    const problem p = {x, dt, k, q, z, dt_bias, skip, kk, seq_idx, B, L, D, N};
+    const problem p = {x, beta_logit, k, q, z, beta_bias, skip, kk, seq_idx, B, L, D, N};
     int failed = 0;
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1 && B * groups > 1)
     for (int64_t task = 0; task < B * groups; task++) {
         const int64_t b = task / groups, first = (task % groups) * GROUP;
-        const int64_t last = first + GROUP < tiles ? first + GROUP : tiles;
+        const int64_t last = smaller(first + GROUP, tiles);
         vec *h = aligned_alloc(64, GROUP * N * sizeof(vec));
         if (!h) { failed = 1; continue; }
         for (int64_t tile = first; tile < last; tile++)
             load_state(initial ? initial + (b * D + tile * LANES) * N : 0, h + (tile - first) * N,
-                       lanes_of(&p, tile * LANES), N);
+                       lanes_of(tile * LANES, D), N);
         for (int64_t block = 0; block < blocks; block++) {
-            const int64_t begin = block * BLOCK, end = begin + BLOCK < L ? begin + BLOCK : L;
+            const int64_t begin = block * BLOCK, end = smaller(begin + BLOCK, L);
             for (int64_t tile = first; tile < last; tile++) {
-                const int lanes = lanes_of(&p, tile * LANES);
+                const int lanes = lanes_of(tile * LANES, D);
                 vec *state = h + (tile - first) * N;
                 if (keep_checkpoints)
                     memcpy(checkpoints + ((b * blocks + block) * tiles + tile) * N * LANES, state, N * sizeof(vec));
-                if (N == IN_REGISTERS && lanes == LANES) forward_tile(&p, b, tile * LANES, LANES, begin, end, state, y, IN_REGISTERS);
+                if (N == IN_REGISTERS && lanes == LANES)
+                    forward_tile(&p, b, tile * LANES, LANES, begin, end, state, y, IN_REGISTERS);
                 else forward_tile(&p, b, tile * LANES, lanes, begin, end, state, y, N);
             }
         }
         for (int64_t tile = first; tile < last; tile++)
-            store_state(final + (b * D + tile * LANES) * N, h + (tile - first) * N, lanes_of(&p, tile * LANES), N);
+            store_state(final + (b * D + tile * LANES) * N, h + (tile - first) * N, lanes_of(tile * LANES, D), N);
         free(h);
     }
     return failed;
 }
 
 typedef struct {
-    float *dx, *ddt, *dz;
+    float *dx, *dbeta_logit, *dz;
     const float *dy;
     vec *dskip, *dbias; /* one vector each */
     vec *dk, *dq;       /* (BLOCK, N) lane-wise sums over the tiles of the group */
@@ -211,11 +162,11 @@ static inline __attribute__((always_inline)) void backward_tile(
         ahead(p, at);
         __builtin_prefetch(g->dy + at); /* for the way back */
         __builtin_prefetch(g->dx + at, 1);
-        __builtin_prefetch(g->ddt + at, 1);
+        __builtin_prefetch(g->dbeta_logit + at, 1);
         if (p->z) __builtin_prefetch(g->dz + at, 1);
         if (starts_document(p->seq_idx, row, t)) EACH_STATE state[n] = broadcast(0);
         vec x = load(p->x + at, lanes);
-        deltas[c] = step_size(p->dt + at, p->dt_bias ? p->dt_bias + d : 0, p->kk[row + t], lanes, es + c);
+        deltas[c] = compute_delta(p->beta_logit + at, p->beta_bias ? p->beta_bias + d : 0, p->kk[row + t], lanes, es + c);
         EACH_STATE {
             before[c * N + n] = state[n];
             state[n] += deltas[c] * k[n] * (x - state[n] * k[n]);
@@ -232,7 +183,7 @@ static inline __attribute__((always_inline)) void backward_tile(
         vec z = {0}, gate = {0};
         if (p->z) {
             z = load(p->z + at, lanes);
-            gate = 1.0f / (1.0f + exponential(-z));
+            gate = sigmoid(z);
         }
         const vec dout = out; /* gradient of the gated output */
         if (p->z) out *= z * gate;
@@ -251,10 +202,10 @@ static inline __attribute__((always_inline)) void backward_tile(
         }
         vec through_norm = -2.0f * delta * delta * ddelta;
         EACH_STATE dk[n] += through_norm * k[n];
-        vec dtau = ddelta * delta * delta * es[c];
+        vec dlogit = ddelta * delta * delta * es[c];
         store(g->dx + at, out * skip + delta * along, lanes);
-        store(g->ddt + at, dtau, lanes);
-        *g->dbias += dtau;
+        store(g->dbeta_logit + at, dlogit, lanes);
+        *g->dbias += dlogit;
         *g->dskip += out * x;
         if (p->z) store(g->dz + at, dout * y * gate * (1.0f + z * (1.0f - gate)), lanes);
         if (starts_document(p->seq_idx, row, t)) EACH_STATE lam[n] = broadcast(0);
@@ -263,22 +214,22 @@ static inline __attribute__((always_inline)) void backward_tile(
 }
 
 /* Number of groups: the leading size of the partial sums dk and dq (groups, B, L, N). */
-int64_t longhorn_groups(int64_t D) { return ((D + LANES - 1) / LANES + GROUP - 1) / GROUP; }
+int64_t longhorn_groups(int64_t D) { return ceil_div(ceil_div(D, LANES), GROUP); }
 
-/* dskip and ddt_bias are (B, D) partial sums; dinitial (B, D, N). Returns 0, or 1 if memory ran out. */
+/* dskip and dbias are (B, D) partial sums; dinitial (B, D, N). Returns 0, or 1 if memory ran out. */
 int longhorn_backward(
-    const float *x, const float *dt, const float *k, const float *q, const float *z, const float *dt_bias,
-    const float *skip, const int64_t *seq_idx, const float *checkpoints, const float *dy, const float *dfinal, float *dx,
-    float *ddt, float *dk, float *dq, float *dz, float *dbias, float *dskip, float *dinitial, int64_t B, int64_t L,
-    int64_t D, int64_t N, int threads) {
-    const int64_t tiles = (D + LANES - 1) / LANES, groups = longhorn_groups(D), blocks = blocks_of(L);
+    const float *x, const float *beta_logit, const float *k, const float *q, const float *z, const float *beta_bias,
+    const float *skip, const int64_t *seq_idx, const float *checkpoints, const float *dy, const float *dfinal,
+    float *dx, float *dbeta_logit, float *dk, float *dq, float *dz, float *dbias, float *dskip, float *dinitial,
+    int64_t B, int64_t L, int64_t D, int64_t N, int64_t threads) {
+    const int64_t tiles = ceil_div(D, LANES), groups = longhorn_groups(D), blocks = ceil_div(L, BLOCK);
     const float *kk = checkpoints + B * blocks * tiles * N * LANES;
-    const problem p = {x, dt, k, q, z, dt_bias, skip, kk, seq_idx, B, L, D, N};
+    const problem p = {x, beta_logit, k, q, z, beta_bias, skip, kk, seq_idx, B, L, D, N};
     int failed = 0;
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1 && B * groups > 1)
     for (int64_t task = 0; task < B * groups; task++) {
         const int64_t b = task / groups, group = task % groups, first = group * GROUP;
-        const int64_t last = first + GROUP < tiles ? first + GROUP : tiles;
+        const int64_t last = smaller(first + GROUP, tiles);
         vec *memory = aligned_alloc(64, (GROUP * (N + 2) + (3 * BLOCK + 1) * N) * sizeof(vec));
         if (!memory) { failed = 1; continue; }
         vec *lambda = memory, *sums = lambda + GROUP * N, *before = sums + 2 * GROUP;
@@ -286,18 +237,20 @@ int longhorn_backward(
         memset(sums, 0, 2 * GROUP * sizeof(vec));
         for (int64_t tile = first; tile < last; tile++)
             load_state(dfinal ? dfinal + (b * D + tile * LANES) * N : 0, lambda + (tile - first) * N,
-                       lanes_of(&p, tile * LANES), N);
+                       lanes_of(tile * LANES, D), N);
         for (int64_t block = blocks - 1; block >= 0; block--) {
-            const int64_t begin = block * BLOCK, end = begin + BLOCK < L ? begin + BLOCK : L;
+            const int64_t begin = block * BLOCK, end = smaller(begin + BLOCK, L);
             memset(partial, 0, 2 * BLOCK * N * sizeof(vec));
             for (int64_t tile = first; tile < last; tile++) {
                 const int64_t i = tile - first;
-                const int lanes = lanes_of(&p, tile * LANES);
+                const int lanes = lanes_of(tile * LANES, D);
+                vec *lam = lambda + i * N;
                 const vec *start = (const vec *)(checkpoints + ((b * blocks + block) * tiles + tile) * N * LANES);
-                const gradients g = {dx, ddt, dz, dy, sums + 2 * i, sums + 2 * i + 1, partial, partial + BLOCK * N};
+                vec *dskip_sum = sums + 2 * i, *dbias_sum = dskip_sum + 1;
+                const gradients g = {dx, dbeta_logit, dz, dy, dskip_sum, dbias_sum, partial, partial + BLOCK * N};
                 if (N == IN_REGISTERS && lanes == LANES)
-                    backward_tile(&p, b, tile * LANES, LANES, begin, end, start, lambda + i * N, before, &g, IN_REGISTERS);
-                else backward_tile(&p, b, tile * LANES, lanes, begin, end, start, lambda + i * N, before, &g, N);
+                    backward_tile(&p, b, tile * LANES, LANES, begin, end, start, lam, before, &g, IN_REGISTERS);
+                else backward_tile(&p, b, tile * LANES, lanes, begin, end, start, lam, before, &g, N);
             }
             const int64_t at = ((group * B + b) * L + begin) * N;
             for (int64_t i = 0; i < (end - begin) * N; i++) {
@@ -307,7 +260,7 @@ int longhorn_backward(
         }
         for (int64_t tile = first; tile < last; tile++) {
             const int64_t i = tile - first, d = tile * LANES;
-            const int lanes = lanes_of(&p, d);
+            const int lanes = lanes_of(d, D);
             store(dskip + b * D + d, sums[2 * i], lanes);
             store(dbias + b * D + d, sums[2 * i + 1], lanes);
             store_state(dinitial + (b * D + d) * N, lambda + i * N, lanes, N);

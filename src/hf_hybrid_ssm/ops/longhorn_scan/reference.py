@@ -3,21 +3,22 @@
 import torch
 
 
-def run(x, dt, k, q, *, dt_bias=None, D=None, z=None, initial_state=None, seq_idx=None, lengths=None):
+def longhorn_scan_reference(
+    x, beta_logit, k, q, *, beta_bias=None, D=None, z=None, initial_state=None, seq_idx=None, lengths=None
+):
     """See `hf_hybrid_ssm.ops.longhorn_scan.longhorn_scan`; computes in float32, or in float64 for float64 inputs."""
     dtype, output_dtype = torch.promote_types(x.dtype, torch.float32), x.dtype
-    x, k, q = x.to(dtype), k.to(dtype), q.to(dtype)
-    tau = dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias
-    beta = torch.sigmoid(tau)
+    x, k, q, beta_logit = x.to(dtype), k.to(dtype), q.to(dtype), beta_logit.to(dtype)
+    beta = torch.sigmoid(beta_logit if beta_bias is None else beta_logit + beta_bias)
     h = x.new_zeros(x.shape[0], x.shape[2], k.shape[2]) if initial_state is None else initial_state.to(dtype)
     rows = []
     for t in range(x.shape[1]):
         if seq_idx is not None and t > 0:
             h = h * (seq_idx[:, t] == seq_idx[:, t - 1])[:, None, None]
         kk = (k[:, t] ** 2).sum(-1, keepdim=True)
-        step = (beta[:, t] / (1 + beta[:, t] * kk))[:, :, None]  # Δ, (B, D, 1)
+        delta = (beta[:, t] / (1 + beta[:, t] * kk))[:, :, None]  # (B, D, 1)
         key = k[:, t, None, :]  # (B, 1, N)
-        after = (1 - step * key**2) * h + step * x[:, t, :, None] * key
+        after = (1 - delta * key**2) * h + delta * x[:, t, :, None] * key
         rows.append((after * q[:, t, None, :]).sum(-1))
         h = after if lengths is None else torch.where((t < lengths)[:, None, None], after, h)
     y = torch.stack(rows, 1) if rows else torch.zeros_like(x)

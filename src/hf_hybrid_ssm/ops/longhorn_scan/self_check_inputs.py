@@ -3,14 +3,8 @@
 import torch
 
 
-def example() -> dict:
+def self_check_inputs() -> dict:
     random = torch.Generator().manual_seed(0)
-    shapes: dict[str, tuple] = {
-        "x": (1, 67, 18),
-        "dt": (1, 67, 18),
-        "k": (1, 67, 16),
-        "q": (1, 67, 16),
-        "z": (1, 67, 18),
-    }
-    shapes |= {"dt_bias": (18,), "D": (18,), "initial_state": (1, 18, 16)}
+    shapes: dict[str, tuple] = dict.fromkeys(("x", "beta_logit", "z"), (1, 67, 18)) | dict.fromkeys("kq", (1, 67, 16))
+    shapes |= {"beta_bias": (18,), "D": (18,), "initial_state": (1, 18, 16)}
     return {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}

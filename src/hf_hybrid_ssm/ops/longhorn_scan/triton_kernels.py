@@ -6,25 +6,27 @@ block is the checkpoint from which the backward kernel computes the states again
 kernels see are (..., N, D), channels last, so that they load in full lines.
 
 A row may be split over time between programs: `*_summary_kernel` finds what each split does to the state that enters
-it (a product of decays and an end state from zero), `carry_kernel` chains the splits, and the main kernel starts each
+it (a product of decays and an end state from zero), `chain_kernel` chains the splits, and the main kernel starts each
 split from the right state.
 """
 
 import triton
 import triton.language as tl
 
+from hf_hybrid_ssm.ops._core.triton_helpers import load
+
 
 @triton.jit
-def step_size(tau, squared_norm):
-    """Delta = 1 / (1 + E + |k|²) and E · Delta, E = exp(-tau); the clamp keeps E · Delta finite."""
-    e = tl.exp(-tl.maximum(tau, -80.0))
+def compute_delta(logit, squared_norm):
+    """Delta = 1 / (1 + E + |k|²) and E · Delta, E = exp(-logit); the clamp keeps E · Delta finite."""
+    e = tl.exp(-tl.maximum(logit, -80.0))
     delta = 1.0 / (1.0 + e + squared_norm)
     return delta, e * delta
 
 
 @triton.jit
 def keeps_state(seq_idx, row, t, L, HAS_DOCUMENTS: tl.constexpr):
-    """1.0 where token t continues the document of token t - 1 or lies behind the row's end, else 0.0."""
+    """1.0 where token t continues the document of token t - 1 or lies after the row's end, else 0.0."""
     if HAS_DOCUMENTS:
         here = tl.minimum(t, L - 1)
         before = tl.where(t < L, tl.maximum(t - 1, 0), here)
@@ -36,11 +38,11 @@ def keeps_state(seq_idx, row, t, L, HAS_DOCUMENTS: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    x, dt, z, k, q, dt_bias, skip, seq_idx, starts, o, final_state, checkpoints,
-    x_row, x_step, dt_row, dt_step, z_row, z_step, k_row, k_step, q_row, q_step,
+    x, beta_logit, z, k, q, beta_bias, skip, seq_idx, initial_states, o, final_state, checkpoints,
+    x_row, x_step, logit_row, logit_step, z_row, z_step, k_row, k_step, q_row, q_step,
     L, channels, num_states, num_blocks, blocks_per_split,
     HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
-    HAS_START: tl.constexpr, SAVE: tl.constexpr,
+    HAS_STATES: tl.constexpr, SAVE: tl.constexpr,
     T: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """h = a h + b, o = (q·h + D x) silu(z), one split of one row for BD channels."""
@@ -50,25 +52,25 @@ def forward_kernel(
     in_tile = is_state[:, None] & is_channel[None, :]
     tile = n[:, None] * channels + d[None, :]
     size = num_states * channels
-    bias = tl.load(dt_bias + d, mask=is_channel, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
-    through = tl.load(skip + d, mask=is_channel, other=0.0).to(tl.float32) if HAS_SKIP else 0.0
+    bias = load(beta_bias + d, is_channel) if HAS_BIAS else 0.0
+    through = load(skip + d, is_channel) if HAS_SKIP else 0.0
     h = tl.zeros([BN, BD], tl.float32)
-    if HAS_START:
-        h = tl.load(starts + (row * num_splits + split) * size + tile, mask=in_tile, other=0.0)
+    if HAS_STATES:
+        h = tl.load(initial_states + (row * num_splits + split) * size + tile, mask=in_tile, other=0.0)
     for block in range(split * blocks_per_split, tl.minimum((split + 1) * blocks_per_split, num_blocks)):
         if SAVE:
             tl.store(checkpoints + (row * num_blocks + block) * size + tile, h, mask=in_tile)
         for t in range(block * T, tl.minimum(block * T + T, L)):
-            k_t = tl.load(k + row * k_row + t * k_step + n, mask=is_state, other=0.0).to(tl.float32)
-            q_t = tl.load(q + row * q_row + t * q_step + n, mask=is_state, other=0.0).to(tl.float32)
-            x_t = tl.load(x + row * x_row + t * x_step + d, mask=is_channel, other=0.0).to(tl.float32)
-            tau = tl.load(dt + row * dt_row + t * dt_step + d, mask=is_channel, other=0.0).to(tl.float32) + bias
-            delta, _ = step_size(tau, tl.sum(k_t * k_t))
+            k_t = load(k + row * k_row + t * k_step + n, is_state)
+            q_t = load(q + row * q_row + t * q_step + n, is_state)
+            x_t = load(x + row * x_row + t * x_step + d, is_channel)
+            logit = load(beta_logit + row * logit_row + t * logit_step + d, is_channel) + bias
+            delta, _ = compute_delta(logit, tl.sum(k_t * k_t))
             h = h * keeps_state(seq_idx, row, t, L, HAS_DOCUMENTS)
             h = (1.0 - delta[None, :] * (k_t * k_t)[:, None]) * h + (delta * x_t)[None, :] * k_t[:, None]
             o_t = tl.sum(h * q_t[:, None], 0) + through * x_t
             if HAS_GATE:
-                z_t = tl.load(z + row * z_row + t * z_step + d, mask=is_channel, other=0.0).to(tl.float32)
+                z_t = load(z + row * z_row + t * z_step + d, is_channel)
                 o_t = o_t * z_t * tl.sigmoid(z_t)
             tl.store(o + (row * L + t) * channels + d, o_t, mask=is_channel)
     if split == num_splits - 1:
@@ -78,8 +80,8 @@ def forward_kernel(
 
 @triton.jit
 def forward_summary_kernel(
-    x, dt, k, dt_bias, seq_idx, products, ends,
-    x_row, x_step, dt_row, dt_step, k_row, k_step,
+    x, beta_logit, k, beta_bias, seq_idx, products, ends,
+    x_row, x_step, logit_row, logit_step, k_row, k_step,
     L, channels, num_states, num_blocks, blocks_per_split,
     HAS_BIAS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     T: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
@@ -88,15 +90,15 @@ def forward_summary_kernel(
     split, num_splits, row = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
     d, n = tl.program_id(0) * BD + tl.arange(0, BD), tl.arange(0, BN)
     is_channel, is_state = d < channels, n < num_states
-    bias = tl.load(dt_bias + d, mask=is_channel, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
+    bias = load(beta_bias + d, is_channel) if HAS_BIAS else 0.0
     h = tl.zeros([BN, BD], tl.float32)
     product = tl.full([BN, BD], 1.0, tl.float32)
     last = tl.minimum((split + 1) * blocks_per_split, num_blocks) * T
     for t in range(split * blocks_per_split * T, tl.minimum(last, L)):
-        k_t = tl.load(k + row * k_row + t * k_step + n, mask=is_state, other=0.0).to(tl.float32)
-        x_t = tl.load(x + row * x_row + t * x_step + d, mask=is_channel, other=0.0).to(tl.float32)
-        tau = tl.load(dt + row * dt_row + t * dt_step + d, mask=is_channel, other=0.0).to(tl.float32) + bias
-        delta, _ = step_size(tau, tl.sum(k_t * k_t))
+        k_t = load(k + row * k_row + t * k_step + n, is_state)
+        x_t = load(x + row * x_row + t * x_step + d, is_channel)
+        logit = load(beta_logit + row * logit_row + t * logit_step + d, is_channel) + bias
+        delta, _ = compute_delta(logit, tl.sum(k_t * k_t))
         decay = 1.0 - delta[None, :] * (k_t * k_t)[:, None]
         decay = decay * keeps_state(seq_idx, row, t, L, HAS_DOCUMENTS)
         h = decay * h + (delta * x_t)[None, :] * k_t[:, None]
@@ -109,8 +111,8 @@ def forward_summary_kernel(
 
 @triton.jit
 def backward_summary_kernel(
-    dt, z, k, q, grad_o, dt_bias, seq_idx, products, ends,
-    dt_row, dt_step, z_row, z_step, k_row, k_step, q_row, q_step, g_row, g_step,
+    beta_logit, z, k, q, grad_o, beta_bias, seq_idx, products, ends,
+    logit_row, logit_step, z_row, z_step, k_row, k_step, q_row, q_step, g_row, g_step,
     L, channels, num_states, num_blocks, blocks_per_split,
     HAS_BIAS: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     T: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
@@ -119,65 +121,65 @@ def backward_summary_kernel(
     split, num_splits, row = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
     d, n = tl.program_id(0) * BD + tl.arange(0, BD), tl.arange(0, BN)
     is_channel, is_state = d < channels, n < num_states
-    bias = tl.load(dt_bias + d, mask=is_channel, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
-    arriving = tl.zeros([BN, BD], tl.float32)
+    bias = load(beta_bias + d, is_channel) if HAS_BIAS else 0.0
+    grad_state = tl.zeros([BN, BD], tl.float32)
     product = tl.full([BN, BD], 1.0, tl.float32)
     first = split * blocks_per_split * T
     last = tl.minimum(tl.minimum((split + 1) * blocks_per_split, num_blocks) * T, L)
     for step in range(0, last - first):
         t = last - 1 - step
-        k_t = tl.load(k + row * k_row + t * k_step + n, mask=is_state, other=0.0).to(tl.float32)
-        q_t = tl.load(q + row * q_row + t * q_step + n, mask=is_state, other=0.0).to(tl.float32)
-        g = tl.load(grad_o + row * g_row + t * g_step + d, mask=is_channel, other=0.0).to(tl.float32)
-        tau = tl.load(dt + row * dt_row + t * dt_step + d, mask=is_channel, other=0.0).to(tl.float32) + bias
+        k_t = load(k + row * k_row + t * k_step + n, is_state)
+        q_t = load(q + row * q_row + t * q_step + n, is_state)
+        g = load(grad_o + row * g_row + t * g_step + d, is_channel)
+        logit = load(beta_logit + row * logit_row + t * logit_step + d, is_channel) + bias
         if HAS_GATE:
-            z_t = tl.load(z + row * z_row + t * z_step + d, mask=is_channel, other=0.0).to(tl.float32)
+            z_t = load(z + row * z_row + t * z_step + d, is_channel)
             g = g * z_t * tl.sigmoid(z_t)
-        delta, _ = step_size(tau, tl.sum(k_t * k_t))
+        delta, _ = compute_delta(logit, tl.sum(k_t * k_t))
         decay = 1.0 - delta[None, :] * (k_t * k_t)[:, None]
         decay = decay * keeps_state(seq_idx, row, t, L, HAS_DOCUMENTS)
-        arriving = decay * (arriving + g[None, :] * q_t[:, None])
+        grad_state = decay * (grad_state + g[None, :] * q_t[:, None])
         product = product * decay
     in_tile = is_state[:, None] & is_channel[None, :]
     here = (row * num_splits + split) * num_states * channels + n[:, None] * channels + d[None, :]
     tl.store(products + here, product, mask=in_tile)
-    tl.store(ends + here, arriving, mask=in_tile)
+    tl.store(ends + here, grad_state, mask=in_tile)
 
 
 @triton.jit
-def carry_kernel(
-    products, ends, entering, starts, size, num_splits,
-    HAS_ENTERING: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr,
+def chain_kernel(
+    products, ends, outer_state, initial_states, size, num_splits,
+    HAS_STATE: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What enters each split: `entering` (B, N, D) at the first (the last if REVERSE), then product · carry + end."""
+    """What enters each split: `outer_state` (B, N, D) the first (the last if REVERSE), then product · state + end."""
     row, i = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
-    carry = tl.zeros([BLOCK], tl.float32)
-    if HAS_ENTERING:
-        carry = tl.load(entering + row * size + i, mask=inside, other=0.0)
+    state = tl.zeros([BLOCK], tl.float32)
+    if HAS_STATE:
+        state = tl.load(outer_state + row * size + i, mask=inside, other=0.0)
     for step in range(0, num_splits):
         split = num_splits - 1 - step if REVERSE else step
         here = (row * num_splits + split) * size + i
-        tl.store(starts + here, carry, mask=inside)
+        tl.store(initial_states + here, state, mask=inside)
         product = tl.load(products + here, mask=inside, other=0.0)
-        carry = product * carry + tl.load(ends + here, mask=inside, other=0.0)
+        state = product * state + tl.load(ends + here, mask=inside, other=0.0)
 
 
 @triton.jit
 def backward_kernel(
-    x, dt, z, k, q, grad_o, dt_bias, skip, seq_idx, checkpoints, arrivals, scratch,
-    dx, ddt, dz, dk_parts, dq_parts, dbias_parts, dskip_parts, dstart,
-    x_row, x_step, dt_row, dt_step, z_row, z_step, k_row, k_step, q_row, q_step, g_row, g_step,
+    x, beta_logit, z, k, q, grad_o, beta_bias, skip, seq_idx, checkpoints, grad_states, scratch,
+    dx, dlogit, dz, dk_parts, dq_parts, dbias_parts, dskip_parts, dinitial,
+    x_row, x_step, logit_row, logit_step, z_row, z_step, k_row, k_step, q_row, q_step, g_row, g_step,
     L, channels, num_states, num_blocks, blocks_per_split,
     HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
-    HAS_ARRIVALS: tl.constexpr,
+    HAS_GRAD_STATES: tl.constexpr,
     T: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """All gradients of one split of one row for BD channels.
 
     For each block, last first: the states before every S-th token go to `scratch` (private to the program), then each
-    S tokens are walked forwards, keeping their states in registers, and backwards. `arriving` is dL/dh_t as far as it
-    comes from later tokens. Sums over channels are written per channel tile and added up afterwards, in fixed order.
+    S tokens are walked forwards, keeping their states in registers, and backwards. `grad_state` is what dL/dh_t
+    gets from later tokens. Sums over channels are written per channel tile and added up afterwards, in fixed order.
     """
     pid, split, num_splits, row = tl.program_id(0), tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
     d, n = pid * BD + tl.arange(0, BD), tl.arange(0, BN)
@@ -187,11 +189,11 @@ def backward_kernel(
     size = num_states * channels
     own = scratch + ((row * num_splits + split) * tl.num_programs(0) + pid) * (T // S) * BN * BD
     own_tile = n[:, None] * BD + tl.arange(0, BD)[None, :]
-    bias = tl.load(dt_bias + d, mask=is_channel, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
-    through = tl.load(skip + d, mask=is_channel, other=0.0).to(tl.float32) if HAS_SKIP else 0.0
-    arriving = tl.zeros([BN, BD], tl.float32)
-    if HAS_ARRIVALS:
-        arriving = tl.load(arrivals + (row * num_splits + split) * size + tile, mask=in_tile, other=0.0)
+    bias = load(beta_bias + d, is_channel) if HAS_BIAS else 0.0
+    through = load(skip + d, is_channel) if HAS_SKIP else 0.0
+    grad_state = tl.zeros([BN, BD], tl.float32)
+    if HAS_GRAD_STATES:
+        grad_state = tl.load(grad_states + (row * num_splits + split) * size + tile, mask=in_tile, other=0.0)
     dbias = tl.zeros([BD], tl.float32)
     dskip = tl.zeros([BD], tl.float32)
     parts = (pid.to(tl.int64) * tl.num_programs(2) + row) * L * num_states
@@ -205,10 +207,10 @@ def backward_kernel(
                 tl.store(own + sub * BN * BD + own_tile, h)
                 if sub < T // S - 1:
                     for t in range(block * T + sub * S, tl.minimum(block * T + sub * S + S, L)):
-                        k_t = tl.load(k + row * k_row + t * k_step + n, mask=is_state, other=0.0).to(tl.float32)
-                        x_t = tl.load(x + row * x_row + t * x_step + d, mask=is_channel, other=0.0).to(tl.float32)
-                        tau = tl.load(dt + row * dt_row + t * dt_step + d, mask=is_channel, other=0.0).to(tl.float32)
-                        delta, _ = step_size(tau + bias, tl.sum(k_t * k_t))
+                        k_t = load(k + row * k_row + t * k_step + n, is_state)
+                        x_t = load(x + row * x_row + t * x_step + d, is_channel)
+                        logit = load(beta_logit + row * logit_row + t * logit_step + d, is_channel) + bias
+                        delta, _ = compute_delta(logit, tl.sum(k_t * k_t))
                         h = h * keeps_state(seq_idx, row, t, L, HAS_DOCUMENTS)
                         h = (1.0 - delta[None, :] * (k_t * k_t)[:, None]) * h + (delta * x_t)[None, :] * k_t[:, None]
             tl.debug_barrier()  # the lanes that read a state below may not be those that wrote it
@@ -220,10 +222,10 @@ def backward_kernel(
                     t = base + s
                     real_n = n < tl.where(t < L, num_states, 0)
                     real_d = d < tl.where(t < L, channels, 0)
-                    k_t = tl.load(k + row * k_row + t * k_step + n, mask=real_n, other=0.0).to(tl.float32)
+                    k_t = load(k + row * k_row + t * k_step + n, real_n)
                     x_t = tl.load(x + row * x_row + t * x_step + d, mask=real_d, other=0.0)
-                    tau = tl.load(dt + row * dt_row + t * dt_step + d, mask=real_d, other=0.0)
-                    delta, _ = step_size(tau.to(tl.float32) + bias, tl.sum(k_t * k_t))
+                    logit = tl.load(beta_logit + row * logit_row + t * logit_step + d, mask=real_d, other=0.0)
+                    delta, _ = compute_delta(logit.to(tl.float32) + bias, tl.sum(k_t * k_t))
                     h = h * keeps_state(seq_idx, row, t, L, HAS_DOCUMENTS)
                     before = before + (h,)  # type: ignore[assignment]  # noqa: RUF005 - the compiler knows no unpacking
                     step = (delta * x_t.to(tl.float32))[None, :] * k_t[:, None]
@@ -232,36 +234,36 @@ def backward_kernel(
                     t = base + s
                     real_n = n < tl.where(t < L, num_states, 0)
                     real_d = d < tl.where(t < L, channels, 0)
-                    k_t = tl.load(k + row * k_row + t * k_step + n, mask=real_n, other=0.0).to(tl.float32)
-                    q_t = tl.load(q + row * q_row + t * q_step + n, mask=real_n, other=0.0).to(tl.float32)
-                    x_t = tl.load(x + row * x_row + t * x_step + d, mask=real_d, other=0.0).to(tl.float32)
-                    tau = tl.load(dt + row * dt_row + t * dt_step + d, mask=real_d, other=0.0).to(tl.float32) + bias
-                    g = tl.load(grad_o + row * g_row + t * g_step + d, mask=real_d, other=0.0).to(tl.float32)
-                    delta, e_delta = step_size(tau, tl.sum(k_t * k_t))
+                    k_t = load(k + row * k_row + t * k_step + n, real_n)
+                    q_t = load(q + row * q_row + t * q_step + n, real_n)
+                    x_t = load(x + row * x_row + t * x_step + d, real_d)
+                    logit = load(beta_logit + row * logit_row + t * logit_step + d, real_d) + bias
+                    g = load(grad_o + row * g_row + t * g_step + d, real_d)
+                    delta, e_delta = compute_delta(logit, tl.sum(k_t * k_t))
                     error = x_t[None, :] - k_t[:, None] * before[s]
                     h_t = before[s] + delta[None, :] * k_t[:, None] * error
                     at = (row * L + t) * channels + d
                     if HAS_GATE:
-                        z_t = tl.load(z + row * z_row + t * z_step + d, mask=real_d, other=0.0).to(tl.float32)
+                        z_t = load(z + row * z_row + t * z_step + d, real_d)
                         open_ = tl.sigmoid(z_t)
                         y_t = tl.sum(h_t * q_t[:, None], 0) + through * x_t
                         tl.store(dz + at, g * y_t * open_ * (1.0 + z_t * (1.0 - open_)), mask=real_d)
                         g = g * z_t * open_
-                    lam = arriving + g[None, :] * q_t[:, None]
+                    lam = grad_state + g[None, :] * q_t[:, None]
                     lam_k = lam * k_t[:, None]
                     ddelta = tl.sum(lam_k * error, 0)
-                    dtau = ddelta * delta * e_delta
+                    dlogit_t = ddelta * delta * e_delta
                     tl.store(dx + at, g * through + delta * tl.sum(lam_k, 0), mask=real_d)
-                    tl.store(ddt + at, dtau, mask=real_d)
+                    tl.store(dlogit + at, dlogit_t, mask=real_d)
                     dq_t = tl.sum(g[None, :] * h_t, 1)
                     dk_t = tl.sum(delta[None, :] * lam * (error - k_t[:, None] * before[s]), 1)
                     dk_t -= 2.0 * k_t * tl.sum(delta * delta * ddelta)
                     tl.store(dq_parts + parts + t * num_states + n, dq_t, mask=real_n)
                     tl.store(dk_parts + parts + t * num_states + n, dk_t, mask=real_n)
-                    dbias += dtau
+                    dbias += dlogit_t
                     dskip += g * x_t
-                    arriving = (1.0 - delta[None, :] * (k_t * k_t)[:, None]) * lam
-                    arriving = arriving * keeps_state(seq_idx, row, t, L, HAS_DOCUMENTS)
+                    grad_state = (1.0 - delta[None, :] * (k_t * k_t)[:, None]) * lam
+                    grad_state = grad_state * keeps_state(seq_idx, row, t, L, HAS_DOCUMENTS)
             tl.debug_barrier()  # the next block writes the scratch states anew
     summed = (row * num_splits + split) * channels + d
     if HAS_BIAS:
@@ -269,4 +271,4 @@ def backward_kernel(
     if HAS_SKIP:
         tl.store(dskip_parts + summed, dskip, mask=is_channel)
     if split == 0:
-        tl.store(dstart + row * size + d[None, :] * num_states + n[:, None], arriving, mask=in_tile)
+        tl.store(dinitial + row * size + d[None, :] * num_states + n[:, None], grad_state, mask=in_tile)

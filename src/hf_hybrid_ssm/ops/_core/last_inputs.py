@@ -1,4 +1,4 @@
-"""The inputs that the next token of each row needs."""
+"""What a causal convolution needs of the past: the inputs that the next token's taps reach."""
 
 import torch
 from torch import Tensor
@@ -7,14 +7,24 @@ from torch import Tensor
 def last_inputs(
     x: Tensor, width: int, initial_state: Tensor | None, seq_idx: Tensor | None, lengths: Tensor | None
 ) -> Tensor:
-    """The last K - 1 inputs of each row's last document, zero where that document is shorter; (B, K - 1, D)."""
+    """The last K - 1 inputs of each row's last document, zero where that document is shorter; (B, K - 1, D).
+
+    Args:
+        x: (B, L, D).
+        width: K, the taps.
+        initial_state: (B, K - 1, D), the inputs before the row's first token, of its first document.
+        seq_idx: (B, L) int.
+        lengths: (B,) int.
+    """
     batch, length, channels = x.shape
     if lengths is None and seq_idx is None and length >= width - 1:
         return x[:, length - width + 1 :].clone()
+    if length == 0:
+        return x.new_zeros(batch, width - 1, channels) if initial_state is None else initial_state.to(x.dtype)
     ends = torch.full((batch,), length, device=x.device) if lengths is None else lengths.long()
     columns = ends.unsqueeze(1) + torch.arange(1 - width, 0, device=x.device)  # negative ones lie in the state
-    inside, at = columns >= 0, columns.clamp(min=0)
-    state = x.gather(1, at.unsqueeze(-1).expand(-1, -1, channels))
+    inside, index = columns >= 0, columns.clamp(min=0)
+    state = x.gather(1, index.unsqueeze(-1).expand(-1, -1, channels))
     before: Tensor | float = 0.0
     if initial_state is not None:
         early = (columns + width - 1).clamp(max=width - 2).unsqueeze(-1)
@@ -23,4 +33,4 @@ def last_inputs(
     if seq_idx is None:
         return state
     last = seq_idx.gather(1, (ends - 1).clamp(min=0).unsqueeze(1))
-    return torch.where((seq_idx.gather(1, at) == last).unsqueeze(-1), state, 0.0)
+    return torch.where((seq_idx.gather(1, index) == last).unsqueeze(-1), state, 0.0)

@@ -1,0 +1,57 @@
+/* What the C kernels share: sixteen float32 channels in one vector, tiles of them, and the exponential function. */
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define LANES 16
+#define GROUP 8  /* tiles of LANES channels that one task of the thread pool walks through */
+#define AHEAD 16 /* tokens between the prefetch of a row and its use: rows lie pages apart, no hardware follows them */
+
+/* aligned(4): tensors begin anywhere, and their rows are as long as D says */
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* how many of a tile's channels exist, where d is its first */
+static inline int lanes_of(int64_t d, int64_t D) { return (int)smaller(D - d, LANES); }
+
+static inline vec broadcast(float value) { return value - (vec){0}; }
+
+static inline vec load(const float *from, int lanes) {
+    if (lanes == LANES) return *(const vec *)from;
+    vec v = {0};
+    for (int i = 0; i < lanes; i++) v[i] = from[i];
+    return v;
+}
+
+static inline void store(float *to, vec v, int lanes) {
+    if (lanes == LANES) *(vec *)to = v;
+    else for (int i = 0; i < lanes; i++) to[i] = v[i];
+}
+
+static inline vec clamp(vec v, float low, float high) {
+    const vec l = broadcast(low), h = broadcast(high);
+    const ivec below = v < l, above = v > h;
+    return (vec)(((ivec)l & below) | ((ivec)h & above) | ((ivec)v & ~(below | above)));
+}
+
+/* exp for |x| <= 80: 2^n times a polynomial in the rest, 1 ulp or so */
+static inline vec exponential(vec x) {
+    x = clamp(x, -80.0f, 80.0f);
+    vec n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f; /* the nearest integer to x / ln 2 */
+    vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vec p = broadcast(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    return p * (vec)((__builtin_convertvector(n, ivec) + 127) << 23);
+}
+
+/* beyond |x| = 80 it is 0 or 1 in float32 */
+static inline vec sigmoid(vec x) { return 1.0f / (1.0f + exponential(-x)); }
