@@ -33,6 +33,8 @@ class HybridPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
     _can_compile_fullgraph = True
+    _tp_plan: dict[str, str] | None
+    _fsdp_plan: dict[str, str] | None
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any):
         self._check_config(config)
@@ -161,6 +163,10 @@ class HybridModelMixin:
     `PreTrainedModel`.
     """
 
+    config: Any
+    embed_tokens: nn.Module
+    layers: nn.ModuleList
+    norm: nn.Module | None
     is_bidirectional = False  # its tokens see the future: there is nothing to continue
 
     @merge_with_config_defaults
@@ -219,7 +225,7 @@ class HybridModelMixin:
             past_key_values=past_key_values if use_cache else None,
         )
 
-    def _packing_options(self, position_ids: torch.Tensor | None, masks: dict | None) -> dict[str, bool]:
+    def _packing_options(self, position_ids: torch.Tensor | None, masks: dict | None) -> dict[str, Any]:
         """What `resolve_packing` keeps for the layers."""
         return {}
 

@@ -14,26 +14,15 @@ class RecurrentMixin:
 
     layer_idx: int
 
-    def mix(
-        self,
-        *rows: torch.Tensor,
-        past: States,
-        seq_idx: torch.Tensor | None,
-        lengths: torch.Tensor | None,
-        return_final_state: bool,
-        capacity: int | None,
-        **options: Any,
-    ) -> tuple[torch.Tensor, States]:
-        """Mix rows whose real tokens come first.
+    def mix(self, *rows: torch.Tensor, **options: Any) -> tuple[torch.Tensor, States]:
+        """Mix rows (B, L, ...) whose real tokens come first; what is in `options` but not listed is the layer's own.
 
         Args:
-            rows: (B, L, ...) each.
             past: the states before the first token, empty before the first forward.
-            seq_idx: (B, L) int, documents of packed rows.
-            lengths: (B,) int, real tokens at the front of each row.
+            seq_idx: (B, L) int, documents of packed rows; or None.
+            lengths: (B,) int, real tokens at the front of each row; or None.
             return_final_state: also return the states.
-            capacity: the tokens that a static cache has room for, for layers that keep all keys.
-            options: what else the layer gave to `mix_with_cache`.
+            capacity: the tokens that a static cache has room for, for layers that keep all keys; or None.
 
         Returns:
             (B, L, ...) and the states after the last token, empty if they were not asked for.

@@ -322,7 +322,7 @@ class LonghornModel(HybridModelMixin, LonghornPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def _packing_options(self, position_ids: torch.Tensor | None, masks: dict | None) -> dict[str, bool]:
+    def _packing_options(self, position_ids: torch.Tensor | None, masks: dict | None) -> dict[str, Any]:
         # prepared masks know of padding, and a note that grows would have every compiled step compiled anew
         keeps_padding = self.has_attention and (masks is None or position_ids is None)
         return {"keeps_columns": self.has_attention, "keeps_padding": keeps_padding}

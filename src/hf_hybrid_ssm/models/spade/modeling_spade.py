@@ -32,7 +32,7 @@ NOT_OF_THE_ENCODER = [r"decoder\.", r"lm_head\.", r"^(model\.)?(layers|norm|embe
 class SpadePreTrainedModel(HybridPreTrainedModel):
     config: SpadeConfig
     _no_split_modules = ["SpadeBlock", "SpadeDecoderBlock"]
-    _can_record_outputs = {"hidden_states": SpadeBlock}
+    _can_record_outputs: dict[str, Any] = {"hidden_states": SpadeBlock}
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
