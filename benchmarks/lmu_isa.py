@@ -26,8 +26,9 @@ def build(name: str, vocabulary: int = VOCABULARY) -> PreTrainedModel:
         config = GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **TOKENS)
         model = GPT2LMHeadModel(config)
     else:
-        config = LmuIsaConfig.preset("1m", vocab_size=vocabulary, conv_mode=name, **TOKENS)
-        model = LmuIsaForCausalLM(config)
+        model = LmuIsaForCausalLM(LmuIsaConfig.preset("1m", vocab_size=vocabulary, **TOKENS))
+        for layer in model.model.layers:
+            layer.memory.form = name
     model.config.use_cache = False
     return model.train()
 

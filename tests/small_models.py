@@ -25,7 +25,10 @@ CASES = {
     "longhorn": ("longhorn", {"state_size": 5}),
     "longhorn hybrid": ("longhorn", {"state_size": 5, **HYBRID}),
     "spade": ("spade", SPADE),
-    "spade chunk": ("spade", {**SPADE, "attention_type": "chunk", "chunk_size": 16, "relative_bias_scope": "none"}),
+    "spade chunk": (
+        "spade",
+        {**SPADE, "attention_type": "chunk", "chunk_size": 16, "relative_bias_scope": "none", "scale_embedding": True},
+    ),
     "spade full, trained s4": ("spade", {**SPADE, "attention_type": "full", "ssm_trainable": "all"}),
     "spade post norm": ("spade", {**SPADE, "norm_position": "post", "hidden_act": "silu", "activation_dropout": 0.1}),
     "spade classifier": ("spade", {**SPADE, "pooling": "mean", "ssm_trainable": "all", "num_labels": 3}),

@@ -12,7 +12,7 @@ import hf_hybrid_ssm  # noqa: F401 - registers the families
 from tests.small_models import built
 
 TENSOR = ["longhorn", "longhorn hybrid", "spade", "bst mh", "bst mf", "lmu_isa", "lmu_isa global", "spade_seq2seq"]
-PIPELINE = ["longhorn", "longhorn hybrid", "bst sh", "lmu_isa"]
+PIPELINE = ["longhorn", "longhorn hybrid", "bst sh", "lmu_isa", "spade chunk"]
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -75,4 +75,4 @@ def test_rules_name_what_there_is():
 
 def test_an_adaptive_softmax_stays_whole():
     model = built("spade", vocab_size=60, hidden_size=32, adaptive_cutoffs=[20, 40])
-    assert "lm_head" not in model.tp_plan and "model.decoder.layers.*.feed_forward.fc1" in model.tp_plan
+    assert "lm_head" not in model.tp_plan and "model.layers.*.feed_forward.fc1" in model.tp_plan

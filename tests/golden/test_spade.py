@@ -24,11 +24,11 @@ def build(case: str) -> tuple[list[SpadeBlock], torch.Tensor]:
     blocks = []
     for index in range(2):
         block = SpadeBlock(config, index, is_causal=True).double().eval()
-        start = f"model.decoder.layers.{index}."
+        start = f"model.layers.{index}."
         load(block, {key.removeprefix(start): value for key, value in converted.items() if key.startswith(start)})
         blocks.append(block)
     table = relative_bias(config, is_causal=True).double()
-    load(table, {"weight": converted["model.decoder.relative_bias.weight"]})
+    load(table, {"weight": converted["model.relative_bias.weight"]})
     return blocks, table(config.sliding_window - 1).detach()
 
 
@@ -60,5 +60,5 @@ def test_branches():
         assert_near(y, wanted["s4"], FLOAT32)
         assert_near(y, wanted["step"], FLOAT32)
         options = {"seq_idx": None, "lengths": None, "return_final_state": False}
-        local, _ = mixing.self_attn(z, {}, bias, None, **options)
+        local, _ = mixing.self_attn(z, {}, bias=bias, **options)
     assert_near(local.transpose(0, 1), wanted["local"])

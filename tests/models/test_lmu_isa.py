@@ -96,9 +96,11 @@ def test_block_equals_its_equations():
     torch.testing.assert_close(block(x)[0], h, rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize("mode", ["fft", "recurrent"])
-def test_modes_agree(mode):
-    model, other = build(), build(conv_mode=mode)
+@pytest.mark.parametrize("form", ["fft", "recurrent"])
+def test_forms_agree(form):
+    model, other = build(), build()
+    for layer in other.model.layers:
+        layer.memory.form = form
     ids = inv.random_ids(model, 2, 40, 0)
     torch.testing.assert_close(other(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
 
@@ -204,7 +206,6 @@ def test_classifier_pools_the_last_real_token():
         ({"lmu_theta": 0}, "lmu_theta=0"),
         ({"lmu_reduced_order": 11}, "lmu_reduced_order=11 must be at most lmu_order=10"),
         ({"first_sublayer": "conv"}, "first_sublayer='conv'"),
-        ({"conv_mode": "rk4"}, "conv_mode"),
         ({"first_sublayer": "global_attention", "num_attention_heads": 5}, "num_attention_heads=5"),
         ({"first_sublayer": "window_attention", "sliding_window": None}, "sliding_window=None"),
         ({"first_sublayer": "window_attention", "sliding_window": 0}, "sliding_window=0"),

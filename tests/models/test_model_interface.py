@@ -70,7 +70,7 @@ def test_early_exit_drafts_the_greedy_text(case):
     settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "use_cache": True}
     greedy = model.generate(ids, **settings)
     before, depths = model.config.to_dict(), []
-    stack = model.base_model if hasattr(model.base_model, "layers") else model.base_model.decoder
+    stack = model.base_model.decoder if model.config.is_encoder_decoder else model.base_model
     for depth, layer in enumerate(stack.layers):
         layer.register_forward_hook(lambda *_, depth=depth: depths.append(depth))
     assert torch.equal(model.generate(ids, assistant_early_exit=1, **settings), greedy)

@@ -138,9 +138,9 @@ def plain_block(block, config, x, bias, is_causal):
 def test_stack_equals_the_equations(variant, is_causal):
     config = SpadeConfig(**TINY | VARIANTS[variant] | {"dropout": 0.0})
     base = build(SpadeForCausalLM if is_causal else SpadeEncoderModel, config).double()
-    stack = base.model.decoder if is_causal else base.encoder
+    stack = base.model if is_causal else base.encoder
     x = torch.randn(17, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    got = stack(x[None])[0]
+    got = stack(inputs_embeds=x[None]).last_hidden_state[0]
     bias = None if stack.relative_bias is None else stack.relative_bias(None)
     want = x if stack.embedding_norm is None else stack.embedding_norm(x)
     for block in stack.layers:
@@ -422,7 +422,7 @@ def test_round_trip_is_bit_equal(variant, tmp_path):
 def test_recurrence_stays_float32_in_bfloat16(tmp_path):
     SpadeForCausalLM(SpadeConfig(**TINY)).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    ssm = model.model.decoder.layers[0].mixing.ssm
+    ssm = model.model.layers[0].mixing.ssm
     assert all(p.dtype == torch.float32 for p in ssm.parameters())
     assert model.lm_head.weight.dtype == torch.bfloat16
     assert model(torch.tensor([[3, 4, 5]])).logits.isfinite().all()

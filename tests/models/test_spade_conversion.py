@@ -146,12 +146,12 @@ def in_official_layout(model) -> dict[str, torch.Tensor]:
                 found["decoder.adaptive_softmax.head.word_proj.weight"] = tensor
         elif name == "lm_head.clusters":
             found["decoder.adaptive_softmax.head.class_proj.weight"] = tensor
-        elif name == "model.decoder.relative_bias.weight":
+        elif name == "model.relative_bias.weight":
             found["decoder.layers.0.self_attn.relative_attention_bias.weight"] = tensor
         elif ".ssm." in name:
             kernel[name.rsplit(".", 1)[1]] = tensor
         else:
-            layer, rest = name.removeprefix("model.decoder.layers.").split(".", 1)
+            layer, rest = name.removeprefix("model.layers.").split(".", 1)
             found[f"decoder.layers.{layer}.{names[rest]}"] = tensor
     prefix = "decoder.layers.0.s4_module.s4."
     found[f"{prefix}D"] = kernel["D"]
@@ -236,8 +236,8 @@ def test_checkpoint_without_adaptive_vocabulary(tmp_path):
     names = {ours: official for official, ours in converter.GLOBAL_KEYS.items()}
     layers = {ours: official for official, ours in converter.LAYER_KEYS.items()}
     for name, tensor in original.state_dict().items():
-        layer = name.removeprefix("model.decoder.layers.").split(".", 1)
-        if name == "model.decoder.relative_bias.weight":
+        layer = name.removeprefix("model.layers.").split(".", 1)
+        if name == "model.relative_bias.weight":
             tensors["decoder.layers.0.self_attn.relative_attention_bias.weight"] = tensor
         else:
             tensors[names[name] if name in names else f"decoder.layers.{layer[0]}.{layers[layer[1]]}"] = tensor
@@ -277,11 +277,11 @@ def test_bad_checkpoints_are_refused(original, tmp_path):
         convert(tensors | {"decoder.adaptive_softmax.head.word_proj.weight": torch.zeros(20, D)})
     with pytest.raises(ValueError, match="only a part of its S4"):
         convert({name: tensor for name, tensor in tensors.items() if not name.endswith("s4.D")})
-    with pytest.raises(ValueError, match=r"lacks model\.decoder\.relative_bias"):
+    with pytest.raises(ValueError, match=r"lacks model\.relative_bias"):
         converter.infer_config(convert({n: t for n, t in tensors.items() if "relative" not in n}))
     cut = {name: tensor for name, tensor in tensors.items() if name != "decoder.layers.1.fc2.bias"}
     save_file({name: tensor.clone() for name, tensor in cut.items()}, tmp_path / "cut.safetensors")
-    with pytest.raises(ValueError, match=r"lacks model\.decoder\.layers\.1\.feed_forward\.fc2\.bias"):
+    with pytest.raises(ValueError, match=r"lacks model\.layers\.1\.feed_forward\.fc2\.bias"):
         converter.convert(tmp_path / "cut.safetensors")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()

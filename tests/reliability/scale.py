@@ -50,7 +50,7 @@ def main() -> int:
         "keeps or computes in plain torch.",
         table(("planned / measured", "models", "smallest", "largest", "bounds"), [row[:-1] for row in ratios]),
         "Not covered: GPUs; FSDP2 through the Trainer, which makes no FSDP run on CPUs; pipeline parallelism of "
-        "SPADE, whose layers transformers does not find (it looks for `model.layers`). In a tensor-parallel model the "
+        "encoder-decoders, which transformers does not have. In a tensor-parallel model the "
         "scans, memories and attention with learned biases run whole on every process; only weights of products are "
         "split.",
     )

@@ -78,7 +78,7 @@ def spoil_bit(model):
 
 
 def spoil_dtype(model):
-    model.model.decoder.layers[0].to(torch.float16)
+    model.model.layers[0].to(torch.float16)
 
 
 def spoil_tie(model):

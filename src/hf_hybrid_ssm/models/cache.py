@@ -1,5 +1,8 @@
 """The cache layer that transformers lacks: named states of any shape, a token count, and exact rollback.
 
+transformers' own `LinearAttentionLayer` does not serve: it has no length (`get_seq_length`), and once it holds a
+recurrent state no `crop`, which assisted generation and prompt lookup need.
+
 `DynamicCache(config=config)` and `StaticCache(config=config, ...)` build it for every layer whose `config.layer_types`
 entry is one of `STATE_LAYER_TYPES`, so `generate()`, beam search, prompt reuse and continuation work as for any other
 model.
@@ -13,8 +16,8 @@ import torch
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin
 
-STATE_LAYER_TYPE = "hybrid_ssm_state"
-WINDOW_LAYER_TYPE = "hybrid_ssm_window"  # of window attention, where a family must tell it from a recurrence
+from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE, WINDOW_LAYER_TYPE
+
 STATE_LAYER_TYPES = (STATE_LAYER_TYPE, WINDOW_LAYER_TYPE)
 
 States = dict[str, torch.Tensor]

@@ -14,6 +14,11 @@ from transformers import PreTrainedConfig
 # transformers scans for imports, must not ask for this package.
 PACKAGE = "hf_hybrid_ssm"
 
+# Cache layers with states of fixed size; the second is window attention's, where a family must tell it from a
+# recurrence. Here rather than beside the cache, since configurations do without torch.
+STATE_LAYER_TYPE = "hybrid_ssm_state"
+WINDOW_LAYER_TYPE = "hybrid_ssm_window"
+
 GPT2_END_OF_TEXT = 50256
 
 
@@ -29,6 +34,11 @@ class HybridConfigMixin:
     makes it follow again. It always holds its value, so `config.json` is complete.
     """
 
+    base_model_pp_plan: ClassVar[dict[str, tuple[list[str], list[str]]] | None] = {
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
     presets: ClassVar[dict[str, dict]] = {}
     # field → its value, given the configuration; a field comes after those it is computed from
     derived: ClassVar[dict[str, Callable[[Any], Any]]] = {}
@@ -172,19 +182,3 @@ class HybridConfigMixin:
             raise ValueError(f"block_types names {len(block_types)} layers, but num_hidden_layers={layers}.")
         if unknown := sorted(set(block_types) - set(choices)):
             raise ValueError(f"block_types contains {unknown}; a layer is one of {', '.join(map(repr, choices))}.")
-
-
-def check_config_class(model: Any, config: object) -> None:
-    """A model is built from its own family's configuration, or one derived from it, whose fields fit each other.
-
-    By the name of the family: a folder's own code has copies of the classes.
-
-    Raises:
-        TypeError: it is another family's, or none.
-        ValueError: its fields, changed since it was made, do not fit each other.
-    """
-    wanted = type(model).config_class
-    if wanted.model_type not in {getattr(kind, "model_type", None) for kind in type(config).__mro__}:
-        raise TypeError(f"{type(model).__name__} needs a {wanted.__name__}, got {type(config).__name__}.")
-    config.validate_layer_type()  # type: ignore[attr-defined]
-    config.validate_architecture()  # type: ignore[attr-defined]

@@ -11,16 +11,29 @@ from transformers.modeling_outputs import (
     TokenClassifierOutput,
 )
 from transformers.modeling_utils import slice_logits_to_keep
-from transformers.utils import can_return_tuple
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
 
+from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.inputs import check_class_labels, check_labels, check_span, check_token_classes
 from hf_hybrid_ssm.ops.linear_cross_entropy import linear_cross_entropy
 
 
 class CausalLMHead:
-    """Next-token prediction over a base model `self.model` with `self.lm_head`; placed before the pretrained class."""
+    """Next-token prediction over the family's base model; placed before the pretrained class, like all heads here."""
 
+    base_model_class: type[nn.Module]
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__(config)  # type: ignore[call-arg]
+        self.model = self.base_model_class(config)
+        self.lm_head = self._build_lm_head(config)
+        self.post_init()
+
+    def _build_lm_head(self, config: PreTrainedConfig) -> nn.Module:
+        return nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     @can_return_tuple
     def forward(
@@ -34,7 +47,7 @@ class CausalLMHead:
         use_cache: bool | None = None,
         seq_idx: torch.IntTensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         r"""
         labels (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
@@ -46,12 +59,8 @@ class CausalLMHead:
             raise ValueError(f"logits_to_keep={logits_to_keep} must be 0 (all) or the number of last tokens.")
         if labels is not None:
             given = input_ids if inputs_embeds is None else inputs_embeds
-            shape = (
-                None
-                if given is None or not (isinstance(logits_to_keep, int) and logits_to_keep == 0)
-                else given.shape[:2]
-            )
-            check_labels(labels, self.config.vocab_size, shape)
+            keeps_all = given is not None and isinstance(logits_to_keep, int) and logits_to_keep == 0
+            check_labels(labels, self.config.vocab_size, given.shape[:2] if keeps_all else None)
         outputs = self.model(
             input_ids,
             attention_mask=attention_mask,
@@ -82,6 +91,15 @@ class CausalLMHead:
         """As in transformers; no step after the first begins a document, whose positions then need no look."""
         inputs = super().prepare_inputs_for_generation(*args, is_first_iteration=is_first_iteration, **kwargs)  # type: ignore[misc]
         return inputs | {"continues_documents": not is_first_iteration}
+
+    @staticmethod
+    def create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values, **kwargs) -> dict:
+        """Masks made ahead of compiled decoding; a generated token is never padding.
+
+        transformers' `create_recurrent_attention_mask` does not serve: it drops the columns of earlier tokens, and so
+        where their padding was, and ignores masks that it does not understand.
+        """
+        return {STATE_LAYER_TYPE: None if inputs_embeds.shape[1] == 1 else attention_mask}
 
     def _pre_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """What a family does to (B, L, D) between the last norm and the head; nothing here."""
@@ -128,11 +146,20 @@ def chunked_causal_lm_loss(
 
 
 class SequenceClassificationHead:
-    """A linear classifier over the last real token of a causal base model `self.model`, with `self.score`.
+    """A linear classifier over the last real token of the family's causal base model.
 
     The last real token is the last one the attention mask marks as real; without a mask, the last that is not
-    `config.pad_token_id`. Either side may be padded.
+    `config.pad_token_id`. Either side may be padded. (transformers' generic head goes by `pad_token_id` alone.)
     """
+
+    base_model_class: type[nn.Module]
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__(config)  # type: ignore[call-arg]
+        self.num_labels = config.num_labels
+        self.model = self.base_model_class(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
 
     @can_return_tuple
     def forward(
@@ -144,7 +171,7 @@ class SequenceClassificationHead:
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutputWithPast:
         r"""
         labels (`torch.Tensor` of shape `(batch_size,)`, *optional*):
@@ -203,7 +230,7 @@ class TokenClassificationHead(GenericForTokenClassification):
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> TokenClassifierOutput:
         r"""
         labels (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
@@ -236,7 +263,7 @@ class QuestionAnsweringHead(GenericForQuestionAnswering):
         inputs_embeds: torch.FloatTensor | None = None,
         start_positions: torch.LongTensor | None = None,
         end_positions: torch.LongTensor | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> QuestionAnsweringModelOutput:
         r"""
         start_positions, end_positions (`torch.LongTensor` of shape `(batch_size,)`, *optional*):

@@ -111,7 +111,6 @@ def lmu_isa(random: Random) -> Fields:
         "hidden_act": random.choice(["gelu", "relu", "tanh"]),
         "use_bias": random.choice(FLAG),
         "attention_scale": random.choice([1.0, 0.2]),
-        "conv_mode": random.choice(["chunked", "fft", "recurrent"]),
         "hidden_dropout": random.choice([0, 0.1]),
         "attention_dropout": random.choice([0, 0.1]),
     }
@@ -255,7 +254,6 @@ BROKEN: dict[str, dict[str, tuple]] = {
         "lmu_theta": (*REAL, 0),
         "attention_scale": (*REAL, 0.0),
         "first_sublayer": CHOICE,
-        "conv_mode": CHOICE,
         "hidden_act": CHOICE,
         "layer_norm_epsilon": (*REAL, 0.0),
         "initializer_range": REAL,

@@ -102,7 +102,6 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
         ({"lmu_theta": math.nan}, f"lmu_theta=nan {WRONG}"),
         ({"attention_scale": 0.0}, f"attention_scale=0.0 {WRONG}"),
         ({"first_sublayer": "conv"}, "first_sublayer='conv' is not one of 'ffn'"),
-        ({"conv_mode": "rk4"}, "conv_mode='rk4' is not one of 'chunked'"),
         ({"num_attention_heads": 5}, "hidden_size=24 must be a multiple of num_attention_heads=5"),
         ({"num_attention_heads": None}, "num_attention_heads.*expected int, got NoneType"),
         ({"hidden_dropout": 2}, f"hidden_dropout=2 {PROBABILITY}"),

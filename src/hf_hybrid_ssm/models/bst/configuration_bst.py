@@ -7,13 +7,12 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from hf_hybrid_ssm.models.configuration import HybridConfigMixin
+from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE, HybridConfigMixin
 
 BLOCK_TYPES = ("sliding_attention", "bst", "block_recurrent")
 # how each turns its continuous system into a discrete one; the first is the default
 DISCRETIZATIONS = {"s4d": ("zoh", "bilinear"), "s4": ("bilinear",), "s5": ("zoh",), "unstructured": ()}
 SSM_TYPES = tuple(DISCRETIZATIONS)
-STATE_LAYER_TYPE = "hybrid_ssm_state"
 
 
 def _default_indices(config: Any) -> list[int]:
@@ -121,11 +120,6 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
         "layers.*.attention.o_proj": "rowwise_split_input",
         "layers.*.feed_forward.fc1": "colwise",
         "layers.*.feed_forward.fc2": "rowwise",
-    }
-    base_model_pp_plan: ClassVar[dict[str, tuple[list[str], list[str]]]] = {
-        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
-        "layers": (["hidden_states"], ["hidden_states"]),
-        "norm": (["hidden_states"], ["hidden_states"]),
     }
     presets: ClassVar[dict[str, dict]] = {
         "80m": {"hidden_size": 512},

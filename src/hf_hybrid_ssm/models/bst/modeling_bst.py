@@ -8,14 +8,11 @@ from transformers import Cache, GenerationMixin
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import auto_docstring
-from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
 
 from hf_hybrid_ssm.layers.block_grid import block_grid
 from hf_hybrid_ssm.layers.context_states import ContextStates, HeadwiseLinear, attend_context, l2_normalise
-from hf_hybrid_ssm.layers.mixers.base import Mixer
+from hf_hybrid_ssm.layers.feed_forward import FeedForward
 from hf_hybrid_ssm.layers.recurrent_states import NAMES as RECURRENT_STATES
 from hf_hybrid_ssm.layers.recurrent_states import RecurrentStates
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
@@ -23,25 +20,18 @@ from hf_hybrid_ssm.layers.retrieval import NAMES as MEMORY_STATES
 from hf_hybrid_ssm.layers.retrieval import attend_with_memory
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.layers.truncated_normal import truncated_normal
-from hf_hybrid_ssm.models.attentions import IN_BLOCKS, refuse_attentions
+from hf_hybrid_ssm.models.base import HybridModelMixin, HybridPreTrainedModel
+from hf_hybrid_ssm.models.block import RecurrentMixin
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
-from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, prepare_cache
-from hf_hybrid_ssm.models.configuration import check_config_class
+from hf_hybrid_ssm.models.cache import States
 from hf_hybrid_ssm.models.heads import (
     CausalLMHead,
     QuestionAnsweringHead,
     SequenceClassificationHead,
     TokenClassificationHead,
 )
-from hf_hybrid_ssm.models.inputs import check_inputs
-from hf_hybrid_ssm.models.packing import resolve_packing
-from hf_hybrid_ssm.models.parallel_plans import MatchingPlans
-from hf_hybrid_ssm.models.saving import SavesCode
-from hf_hybrid_ssm.models.unpadding import Unpadding, unpadding_of
+from hf_hybrid_ssm.models.unpadding import Unpadding
 from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention
-
-States = dict[str, torch.Tensor]
-ATTENTION_STATES = ("keys", "values", "seen")
 
 
 class BstAttention(nn.Module):
@@ -110,7 +100,7 @@ class BstAttention(nn.Module):
 
     def forward(self, z: torch.Tensor, x: torch.Tensor, past: States, **options: Any) -> tuple[torch.Tensor, States]:
         """(B, L, d) normalised and raw inputs, the states before them → (B, L, d), the states after them."""
-        q, k, v = (projection(z).unflatten(2, (self.num_heads, -1)) for projection in self._projections())
+        q, k, v = (layer(z).unflatten(2, (self.num_heads, -1)) for layer in (self.q_proj, self.k_proj, self.v_proj))
         bias = self.relative_bias(self.window)
         if self.scale is not None:
             scale = self.scale.abs().to(q.dtype)
@@ -122,7 +112,7 @@ class BstAttention(nn.Module):
             scale=1.0 if self.qk_norm else None,
             zero_kv_sink=self.zero_kv_sink,
             dropout=self.dropout if self.training else 0.0,
-            initial_state=AttentionState(*(past[name] for name in ATTENTION_STATES)) if past else None,
+            initial_state=AttentionState(*(past[name] for name in AttentionState._fields)) if past else None,
             **options,
         )
         y = y.transpose(1, 2)
@@ -134,9 +124,6 @@ class BstAttention(nn.Module):
         else:
             return self.o_proj(y.flatten(2)), states
         return self.o_proj(torch.cat([y.flatten(2), crossed.flatten(2)], dim=2)), states | more
-
-    def _projections(self) -> tuple[nn.Module, nn.Module, nn.Module]:
-        return self.q_proj, self.k_proj, self.v_proj
 
     def _attend_context(
         self,
@@ -219,20 +206,7 @@ class BstAttention(nn.Module):
         return torch.where(allowed.any(1)[:, None, None, None], y, 0.0), states
 
 
-class BstFeedForward(nn.Module):
-    """W_2 act(W_1 x), without biases."""
-
-    def __init__(self, config: BstConfig):
-        super().__init__()
-        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.activation = ACT2FN[config.hidden_act]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc2(self.activation(self.fc1(x)))
-
-
-class BstBlock(GradientCheckpointingLayer):
+class BstBlock(RecurrentMixin, GradientCheckpointingLayer):
     """x + attention(dropout(norm(x))), x + dropout(feed-forward(norm(x)))."""
 
     def __init__(self, config: BstConfig, layer_idx: int):
@@ -241,8 +215,13 @@ class BstBlock(GradientCheckpointingLayer):
         self.attention_norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.attention = BstAttention(config, layer_idx)
         self.feed_forward_norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.feed_forward = BstFeedForward(config)
+        self.feed_forward = FeedForward(
+            config.hidden_size, config.intermediate_size, ACT2FN[config.hidden_act], bias=False
+        )
         self.dropout = nn.Dropout(config.dropout)
+
+    def mix(self, x: torch.Tensor, *, capacity: int | None, **options: Any) -> tuple[torch.Tensor, States]:
+        return self.attention(self.dropout(self.attention_norm(x)), x, **options)
 
     def forward(
         self,
@@ -251,59 +230,21 @@ class BstBlock(GradientCheckpointingLayer):
         seq_idx: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> torch.Tensor:
-        x, lengths = hidden_states, None
-        if unpadding is not None:
-            x, lengths = unpadding.unpad(x), unpadding.lengths
-            seq_idx = None if seq_idx is None else unpadding.unpad(seq_idx).cummax(1).values
-        cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        past: States = {} if cache is None else cache.states
-        options: dict[str, Any] = {"seq_idx": seq_idx, "lengths": lengths, "return_final_state": cache is not None}
-        z = self.dropout(self.attention_norm(x))
-        y, states = self.attention(z, x, past, **options)
-        if cache is not None:
-
-            def recompute(num_tokens: int) -> States:
-                kept = {
-                    "seq_idx": None if seq_idx is None else seq_idx[:, :num_tokens],
-                    "lengths": None if unpadding is None else unpadding.lengths_of_first(num_tokens),
-                }
-                return self.attention(z[:, :num_tokens], x[:, :num_tokens], past, **options | kept)[1]
-
-            cache.update_states(x.shape[1], states, recompute)
-        hidden_states = hidden_states + (y if unpadding is None else unpadding.repad(y))
+        options = {"unpadding": unpadding, "seq_idx": seq_idx, "past_key_values": past_key_values}
+        hidden_states = hidden_states + self.mix_with_cache(hidden_states, **options)
         return hidden_states + self.dropout(self.feed_forward(self.feed_forward_norm(hidden_states)))
 
 
 @auto_docstring
-class BstPreTrainedModel(MatchingPlans, SavesCode):
+class BstPreTrainedModel(HybridPreTrainedModel):
     config: BstConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
     _no_split_modules = ["BstBlock"]
-    _skip_keys_device_placement = ["past_key_values"]
-    _supports_sdpa = True
-    _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": BstBlock}
-
-    def __init__(self, config: BstConfig, *args: Any, **kwargs: Any):
-        check_config_class(self, config)
-        super().__init__(config, *args, **kwargs)
-
-    def post_init(self):
-        mixers = [module for module in self.modules() if isinstance(module, Mixer)]
-        self._keep_in_fp32_modules_strict = {
-            name for mixer in mixers for name in mixer.float32_parameters if name in mixer._parameters
-        }
-        super().post_init()
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Truncated normal maps of variance 1 / fan-in, as Block-Recurrent Transformers; filters as their papers."""
-        if isinstance(module, Mixer):
-            for name, value in module.initial_values().items():
-                init.copy_(module.get_parameter(name), value)
-            module.clear_kernel_cache()
-        elif isinstance(module, RelativeBias):
+        if isinstance(module, RelativeBias):
             init.normal_(module.weight, std=module.num_embeddings**-0.5)
         elif isinstance(module, HeadwiseLinear):
             init.trunc_normal_(module.weight, **truncated_normal(1 / module.in_features))
@@ -332,95 +273,35 @@ class BstPreTrainedModel(MatchingPlans, SavesCode):
 
 
 @auto_docstring
-class BstModel(BstPreTrainedModel):
+class BstModel(HybridModelMixin, BstPreTrainedModel):
     def __init__(self, config: BstConfig):
         super().__init__(config)
         # no padding_idx: text often ends with the token that also pads, and its embedding must be learnt
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(BstBlock(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.is_bidirectional = config.bidirectional
         self.gradient_checkpointing = False
         self.post_init()
-
-    @merge_with_config_defaults
-    @capture_outputs
-    @auto_docstring
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        use_cache: bool | None = None,
-        seq_idx: torch.IntTensor | None = None,
-        cu_seq_lens_q: torch.IntTensor | None = None,
-        continues_documents: bool = False,
-        **kwargs,
-    ) -> BaseModelOutputWithPast:
-        r"""
-        seq_idx (`torch.IntTensor` of shape `(batch_size, sequence_length)`, *optional*):
-            The document each token of a packed row belongs to; states and attention do not cross documents, and each
-            document has blocks of its own.
-        cu_seq_lens_q (`torch.IntTensor` of shape `(documents + 1,)`, *optional*):
-            Where the documents of a single packed row begin and end, instead of `seq_idx`.
-        continues_documents (`bool`, *optional*, defaults to `False`):
-            The first tokens go on with the documents in `past_key_values`, as they do in each step of `generate`.
-        """
-        refuse_attentions(self.config, kwargs.get("output_attentions"), IN_BLOCKS)
-        check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
-        if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
-        batch, length = inputs_embeds.shape[:2]
-        if self.config.bidirectional:
-            if past_key_values is not None:
-                raise ValueError("past_key_values cannot be used with bidirectional=True: its tokens see the future.")
-            use_cache = False
-        if use_cache or past_key_values is not None:
-            past_key_values = prepare_cache(past_key_values, self.config, batch)
-        padding = attention_mask[STATE_LAYER_TYPE] if isinstance(attention_mask, dict) else attention_mask
-        unpadding = unpadding_of(padding, batch, length)
-        inputs = (seq_idx, position_ids, padding, unpadding, past_key_values, batch, length)
-        packed = resolve_packing(*inputs, cu_seq_lens_q=cu_seq_lens_q, continues_documents=continues_documents)
-        packed.open(past_key_values)
-        hidden_states = inputs_embeds
-        for layer in self.layers[: self.config.num_hidden_layers]:  # fewer while generation exits early
-            hidden_states = layer(hidden_states, unpadding, packed.seq_idx, past_key_values)
-        return BaseModelOutputWithPast(
-            last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values if use_cache else None
-        )
 
 
 @auto_docstring
 class BstForCausalLM(CausalLMHead, BstPreTrainedModel, GenerationMixin):
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    base_model_class = BstModel
 
     def __init__(self, config: BstConfig):
         super().__init__(config)
         if config.bidirectional:
             raise ValueError("bidirectional=True is for classification: a language model must not see the future.")
-        self.model = BstModel(config)
         self.dropout = nn.Dropout(config.final_dropout)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
 
     def _pre_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.dropout(hidden_states) * self.config.logit_scale
 
-    @staticmethod
-    def create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values, **kwargs) -> dict:
-        """Masks made ahead of compiled decoding; a generated token is never padding."""
-        return {STATE_LAYER_TYPE: None if inputs_embeds.shape[1] == 1 else attention_mask}
-
 
 @auto_docstring
 class BstForSequenceClassification(SequenceClassificationHead, BstPreTrainedModel):
-    def __init__(self, config: BstConfig):
-        super().__init__(config)
-        self.num_labels = config.num_labels
-        self.model = BstModel(config)
-        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
-        self.post_init()
+    base_model_class = BstModel
 
 
 @auto_docstring

@@ -8,10 +8,13 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from hf_hybrid_ssm.models.configuration import GPT2_END_OF_TEXT, HybridConfigMixin, gpt2_end_of_text
-from hf_hybrid_ssm.ops.implicit_attention import FORMS
+from hf_hybrid_ssm.models.configuration import (
+    GPT2_END_OF_TEXT,
+    STATE_LAYER_TYPE,
+    HybridConfigMixin,
+    gpt2_end_of_text,
+)
 
-STATE_LAYER_TYPE = "hybrid_ssm_state"
 PRE_BLOCKS = ("ffn", "global_attention", "window_attention")
 # float32 keeps the memory to 1e-5 over 16,384 steps up to these sizes; beyond, nothing was measured
 LARGEST_ORDER, LARGEST_THETA = 1024, 4096.0
@@ -74,8 +77,6 @@ class LmuIsaConfig(HybridConfigMixin, PreTrainedConfig):
         use_bias (`bool`, *optional*, defaults to `True`): Biases everywhere.
         attention_scale (`float`, *optional*, defaults to 1.0): Scale of the logits of the implicit attention, of which
             the paper has none; `hidden_size ** -0.5` serves wide models.
-        conv_mode (`str`, *optional*, defaults to `"chunked"`): `"chunked"`, `"fft"` or `"recurrent"`; all compute the
-            same.
         layer_norm_epsilon (`float`, *optional*, defaults to 1e-5): Epsilon of the LayerNorms.
         initializer_range (`float`, *optional*, defaults to 0.02): Standard deviation of initial weights, but for the
             reductions (`lmu_order ** -0.5`) and the collapse (`lmu_reduced_order ** -0.5`).
@@ -109,11 +110,6 @@ class LmuIsaConfig(HybridConfigMixin, PreTrainedConfig):
         "layers.*.post_feed_forward.fc1": "colwise",
         "layers.*.post_feed_forward.fc2": "rowwise",
     }
-    base_model_pp_plan: ClassVar[dict[str, tuple[list[str], list[str]]]] = {
-        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
-        "layers": (["hidden_states"], ["hidden_states"]),
-        "norm": (["hidden_states"], ["hidden_states"]),
-    }
     presets: ClassVar[dict[str, dict[str, Any]]] = _presets()
 
     derived: ClassVar[dict[str, Callable[[Any], Any]]] = {
@@ -137,7 +133,6 @@ class LmuIsaConfig(HybridConfigMixin, PreTrainedConfig):
     hidden_act: str = "gelu"
     use_bias: bool = True
     attention_scale: float | int = 1.0
-    conv_mode: str = "chunked"
     layer_norm_epsilon: float = 1e-5
     initializer_range: float = 0.02
     hidden_dropout: float | int = 0.0
@@ -164,7 +159,6 @@ class LmuIsaConfig(HybridConfigMixin, PreTrainedConfig):
         self.check_dropout("hidden_dropout", "attention_dropout")
         self.check_activation("hidden_act")
         self.check_choice("first_sublayer", PRE_BLOCKS)
-        self.check_choice("conv_mode", FORMS)
         if self.lmu_reduced_order > self.lmu_order:
             raise ValueError(
                 f"lmu_reduced_order={self.lmu_reduced_order} must be at most lmu_order={self.lmu_order}: it reduces."

@@ -8,10 +8,16 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
-from hf_hybrid_ssm.models.configuration import GPT2_END_OF_TEXT, HybridConfigMixin, gpt2_end_of_text
+from hf_hybrid_ssm.models.configuration import (
+    GPT2_END_OF_TEXT,
+    STATE_LAYER_TYPE,
+    WINDOW_LAYER_TYPE,
+    HybridConfigMixin,
+    gpt2_end_of_text,
+)
 
 # The cache layers of blocks with states of fixed size; full attention keeps transformers' own name and cache layer.
-CACHE_LAYER_TYPES = {"linear_attention": "hybrid_ssm_state", "sliding_attention": "hybrid_ssm_window"}
+CACHE_LAYER_TYPES = {"linear_attention": STATE_LAYER_TYPE, "sliding_attention": WINDOW_LAYER_TYPE}
 ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
 BLOCK_TYPES = ("linear_attention", "sliding_attention", "full_attention")
 
@@ -81,11 +87,6 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
         "layers.*.mlp.gate_proj": "colwise",
         "layers.*.mlp.up_proj": "colwise",
         "layers.*.mlp.down_proj": "rowwise",
-    }
-    base_model_pp_plan: ClassVar[dict[str, tuple[list[str], list[str]]]] = {
-        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
-        "layers": (["hidden_states"], ["hidden_states"]),
-        "norm": (["hidden_states"], ["hidden_states"]),
     }
     presets: ClassVar[dict[str, dict]] = {
         "125m": {"hidden_size": 768, "num_hidden_layers": 24},

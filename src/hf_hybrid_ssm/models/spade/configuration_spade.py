@@ -6,12 +6,11 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from hf_hybrid_ssm.models.configuration import HybridConfigMixin
+from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE, HybridConfigMixin
 
 ATTENTION_TYPES = ("window", "chunk", "full")
 SSM_TYPES = ("s4", "s4d", "s5", "hyena", "ema", "lstm")
 STATE_SIZES = {"s4": 64, "s4d": 64, "s5": 256, "ema": 16}
-STATE_LAYER_TYPE = "hybrid_ssm_state"
 
 _LRA = {"num_attention_heads": 4, "hidden_act": "silu", "attention_dropout": 0.0, "ssm_trainable": "all"}
 _LRA |= {"embedding_norm": False, "pooling": "mean", "classifier_activation": "gelu", "layer_norm_epsilon": 1e-5}
@@ -47,16 +46,16 @@ def _lra_presets() -> dict[str, dict[str, Any]]:
 
 def _stack_tp_plan(*stacks: str) -> dict[str, str]:
     """Heads meet their biases whole: their projections are gathered, their outputs split again. A model has one of the
-    stacks, or both."""
+    stacks, or two."""
     styles = {f"mixing.self_attn.{name}_proj": "colwise_gather_output" for name in "qkv"}
     styles |= {"mixing.self_attn.o_proj": "rowwise_split_input", "mixing.aggregate": "colwise_gather_output"}
     styles |= {"feed_forward.fc1": "colwise", "feed_forward.fc2": "rowwise"}
-    return {f"{stack}.layers.*.{name}": style for stack in stacks for name, style in styles.items()}
+    return {f"{stack}.*.{name}": style for stack in stacks for name, style in styles.items()}
 
 
 # one unit of FSDP2 a layer, wherever the layers are; a model uses the rules that match it
 _FSDP_PLAN = {"embed_tokens": "free_full_weight"}
-_FSDP_PLAN |= {f"{stack}.layers.*": "free_full_weight" for stack in ("encoder", "decoder")}
+_FSDP_PLAN |= {f"{stack}.*": "free_full_weight" for stack in ("layers", "encoder.layers", "decoder.layers")}
 
 
 @strict
@@ -137,7 +136,7 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
 
     model_type = "spade"
     keys_to_ignore_at_inference = ["past_key_values"]
-    base_model_tp_plan: ClassVar[dict[str, str]] = _stack_tp_plan("encoder", "decoder")
+    base_model_tp_plan: ClassVar[dict[str, str]] = _stack_tp_plan("layers", "encoder.layers")
     base_model_fsdp_plan: ClassVar[dict[str, str]] = _FSDP_PLAN
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "spade-lm-wt103": {
@@ -317,11 +316,11 @@ class SpadeSeq2SeqConfig(SpadeConfig):
 
     model_type = "spade_seq2seq"
     base_model_tp_plan: ClassVar[dict[str, str]] = {
-        **_stack_tp_plan("encoder", "decoder"),
+        **_stack_tp_plan("encoder.layers", "decoder.layers"),
         **{f"decoder.layers.*.cross_attn.{name}_proj": "colwise_gather_output" for name in "qkv"},
         "decoder.layers.*.cross_attn.o_proj": "rowwise_split_input",
     }
-    base_model_fsdp_plan: ClassVar[dict[str, str]] = _FSDP_PLAN
+    base_model_pp_plan = None
     presets: ClassVar[dict[str, dict[str, Any]]] = {"spade-base": _BASE, "spade-base++": _BASE}
 
     hidden_size: int = 768

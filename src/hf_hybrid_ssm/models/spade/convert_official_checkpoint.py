@@ -50,7 +50,7 @@ WITHOUT_CONTENT = re.compile(
 GLOBAL_KEYS = {
     "decoder.embed_tokens.weight": "model.embed_tokens.weight",
     "decoder.output_projection.weight": "lm_head.weight",
-    **{f"decoder.layer_norm.{kind}": f"model.decoder.norm.{kind}" for kind in ("weight", "bias")},
+    **{f"decoder.layer_norm.{kind}": f"model.norm.{kind}" for kind in ("weight", "bias")},
 }
 SETTINGS = {
     "relative_attention_max_distance": "relative_attention_max_distance",
@@ -79,9 +79,9 @@ def convert_state_dict(official: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     for key, tensor in official.items():
         layer, band, tail = LAYER.fullmatch(key), EMBEDDING.fullmatch(key), TAIL.fullmatch(key)
         if layer and layer[2] in LAYER_KEYS:
-            converted[f"model.decoder.layers.{layer[1]}.{LAYER_KEYS[layer[2]]}"] = tensor
+            converted[f"model.layers.{layer[1]}.{LAYER_KEYS[layer[2]]}"] = tensor
         elif layer and layer[2] == BIAS_KEY and layer[1] == "0":
-            converted["model.decoder.relative_bias.weight"] = tensor
+            converted["model.relative_bias.weight"] = tensor
         elif layer and layer[2] == S4_SKIP:
             skips[layer[1]] = tensor
         elif layer and layer[2].startswith(S4_KERNEL):
@@ -107,7 +107,7 @@ def convert_state_dict(official: dict[str, torch.Tensor]) -> dict[str, torch.Ten
         if layer_index not in kernels or layer_index not in skips:
             raise ValueError(f"Layer {layer_index} has only a part of its S4: kernel and D are needed.")
         ssm = convert_s4(kernels[layer_index], skips[layer_index])
-        converted |= {f"model.decoder.layers.{layer_index}.mixing.ssm.{name}": part for name, part in ssm.items()}
+        converted |= {f"model.layers.{layer_index}.mixing.ssm.{name}": part for name, part in ssm.items()}
     return converted
 
 
@@ -124,13 +124,13 @@ def infer_config(
     Raises:
         ValueError: a tensor that the sizes are read from is missing; a special token lies outside the vocabulary.
     """
-    first = "model.decoder.layers.0."
-    needed = ["model.decoder.relative_bias.weight", f"{first}feed_forward.fc1.weight"]
+    first = "model.layers.0."
+    needed = ["model.relative_bias.weight", f"{first}feed_forward.fc1.weight"]
     if missing := [key for key in needed if key not in converted]:
         raise ValueError(f"The checkpoint lacks {', '.join(missing)}.")
-    buckets, heads = converted["model.decoder.relative_bias.weight"].shape
-    layers = {int(key.split(".")[3]) for key in converted if key.startswith("model.decoder.layers.")}
-    with_ssm = sorted(int(key.split(".")[3]) for key in converted if key.endswith("ssm.A_imag"))
+    buckets, heads = converted["model.relative_bias.weight"].shape
+    layers = {int(key.split(".")[2]) for key in converted if key.startswith("model.layers.")}
+    with_ssm = sorted(int(key.split(".")[2]) for key in converted if key.endswith("ssm.A_imag"))
     sizes: dict[str, Any] = {
         **_vocabulary(converted),
         "intermediate_size": converted[f"{first}feed_forward.fc1.weight"].shape[0],
@@ -138,10 +138,10 @@ def infer_config(
         "num_attention_heads": heads,
         "relative_attention_num_buckets": buckets,
         "ssm_layers": with_ssm,
-        "final_norm": "model.decoder.norm.weight" in converted,
+        "final_norm": "model.norm.weight" in converted,
     }
     if with_ssm:
-        mixing = f"model.decoder.layers.{with_ssm[0]}.mixing."
+        mixing = f"model.layers.{with_ssm[0]}.mixing."
         eigenvalues = converted[f"{mixing}ssm.A_imag"]
         sizes |= {"ssm_state_size": 2 * eigenvalues.shape[1], "ssm_num_dynamics": eigenvalues.shape[0]}
         summed = "add" if f"{mixing}norm_global.weight" in converted else "stack"

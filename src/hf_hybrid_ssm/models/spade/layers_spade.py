@@ -1,6 +1,7 @@
 """The layers of SPADE: local attention, the branch with the state-space model, and the blocks (section 3 of the
 paper)."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,16 +10,16 @@ from transformers import Cache
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from hf_hybrid_ssm.layers.feed_forward import FeedForward
+from hf_hybrid_ssm.layers.local_self_attention import LocalSelfAttention
 from hf_hybrid_ssm.layers.mixers.base import Mixer, State
 from hf_hybrid_ssm.layers.mixers.registry import build_mixer
 from hf_hybrid_ssm.layers.norms import build_norm
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
+from hf_hybrid_ssm.models.block import RecurrentMixin
+from hf_hybrid_ssm.models.cache import States
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
 from hf_hybrid_ssm.models.unpadding import Unpadding
-from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention
-
-States = dict[str, torch.Tensor]
-ATTENTION_STATES = ("keys", "values", "seen")
 
 
 def attention_window(config: SpadeConfig, is_causal: bool) -> dict[str, Any]:
@@ -53,45 +54,23 @@ def spade_mixer(config: SpadeConfig, is_causal: bool) -> Mixer:
     return build_mixer(name, config.hidden_size, **options)
 
 
-class SpadeAttention(nn.Module):
+class SpadeAttention(LocalSelfAttention):
     """Scaled attention within a window, a chunk or everything, with T5's bias by distance."""
 
     def __init__(self, config: SpadeConfig, is_causal: bool, bias: bool = False):
-        super().__init__()
-        self.attention_window = attention_window(config, is_causal)
-        self.num_heads, self.head_dim = config.num_attention_heads, config.head_dim
-        self.dropout = config.attention_dropout
-        width = config.hidden_size
-        self.q_proj = nn.Linear(width, width, bias=bias)
-        self.k_proj = nn.Linear(width, width, bias=bias)
-        self.v_proj = nn.Linear(width, width, bias=bias)
-        self.o_proj = nn.Linear(width, width, bias=bias)
-        self.relative_bias = None
-        if config.relative_bias_scope == "per_layer":
-            self.relative_bias = relative_bias(config, is_causal)
+        window = attention_window(config, is_causal)
+        sizes = (config.hidden_size, config.num_attention_heads)
+        super().__init__(*sizes, **window, bias=bias, dropout=config.attention_dropout)
+        has_own_bias = config.relative_bias_scope == "per_layer"
+        self.relative_bias = relative_bias(config, is_causal) if has_own_bias else None
 
     def forward(
-        self, x: torch.Tensor, past: States, bias: torch.Tensor | None, capacity: int | None, **options: Any
+        self, x: torch.Tensor, past: States, *, bias: torch.Tensor | None = None, **options: Any
     ) -> tuple[torch.Tensor, States]:
-        """(B, L, d), the states before it → (B, L, d), the states after it; `options` are those of the op."""
-        q, k, v = (layer(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2) for layer in self._inputs())
+        """As its base; `bias` (H, R) is that of all layers, where this one has none of its own."""
         if self.relative_bias is not None:
-            bias = self.relative_bias(self.attention_window["window"][0])
-        y, state = local_attention(
-            q,
-            k,
-            v,
-            **self.attention_window,
-            bias=bias,
-            dropout=self.dropout if self.training else 0.0,
-            initial_state=AttentionState(*(past[name] for name in ATTENTION_STATES)) if past else None,
-            capacity=capacity if self.attention_window["window"][0] is None else None,
-            **options,
-        )
-        return self.o_proj(y.transpose(1, 2).flatten(2)), {} if state is None else state._asdict()
-
-    def _inputs(self) -> tuple[nn.Module, nn.Module, nn.Module]:
-        return self.q_proj, self.k_proj, self.v_proj
+            bias = self.relative_bias(self.window[0])
+        return super().forward(x, past, bias=bias, **options)
 
 
 def relative_bias(config: SpadeConfig, is_causal: bool) -> RelativeBias:
@@ -100,69 +79,43 @@ def relative_bias(config: SpadeConfig, is_causal: bool) -> RelativeBias:
     return RelativeBias(config.num_attention_heads, buckets, distance, bidirectional=not is_causal)
 
 
-class SpadeMixer(nn.Module):
+class SpadeMixer(RecurrentMixin, nn.Module):
     """Local attention, in a global layer beside a state-space model: W [LN(ssm(x)) ; LN(attention(x))] + b."""
 
     def __init__(self, config: SpadeConfig, layer_idx: int, is_causal: bool, attention_bias: bool = False):
         super().__init__()
         self.layer_idx = layer_idx
         self.self_attn = SpadeAttention(config, is_causal, attention_bias)
-        self.combine, self.weight = config.ssm_merge, config.ssm_merge_weight
+        self.merge, self.weight = config.ssm_merge, config.ssm_merge_weight
         self.stop_gradient = config.ssm_stop_gradient
         self.ssm = spade_mixer(config, is_causal) if layer_idx in config.ssm_layers else None
-        if self.ssm is not None and self.combine != "stack":
+        if self.ssm is not None and self.merge != "stack":
             self.norm_global = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
             self.norm_local = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        if self.ssm is not None and self.combine == "concat":
+        if self.ssm is not None and self.merge == "concat":
             self.aggregate = nn.Linear(2 * config.hidden_size, config.hidden_size)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        unpadding: Unpadding | None = None,
-        seq_idx: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> torch.Tensor:
-        """(B, L, d) → (B, L, d); the states go to and come from `past_key_values.layers[layer_idx]`."""
-        lengths = None
-        if unpadding is not None:
-            x, lengths = unpadding.unpad(x), unpadding.lengths
-            seq_idx = None if seq_idx is None else unpadding.unpad(seq_idx).cummax(1).values
-        cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        past: States = {} if cache is None else cache.states
-        capacity = getattr(cache, "max_cache_len", None)
-        options: dict[str, Any] = {"seq_idx": seq_idx, "lengths": lengths, "return_final_state": cache is not None}
-        y, states = self._mix(x, past, bias, capacity, options)
-        if cache is not None:
+    def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
+        """(B, L, d) → (B, L, d); options as of `mix_with_cache`, and `bias`, the one by distance of all layers."""
+        return self.mix_with_cache(x, **options)
 
-            def recompute(num_tokens: int) -> States:
-                kept = {
-                    "seq_idx": None if seq_idx is None else seq_idx[:, :num_tokens],
-                    "lengths": None if unpadding is None else unpadding.lengths_of_first(num_tokens),
-                }
-                return self._mix(x[:, :num_tokens], past, bias, capacity, options | kept)[1]
-
-            cache.update_states(x.shape[1], states, recompute)
-        return y if unpadding is None else unpadding.repad(y)
-
-    def _mix(
-        self, x: torch.Tensor, past: States, bias: torch.Tensor | None, capacity: int | None, options: dict[str, Any]
+    def mix(
+        self, x: torch.Tensor, *, past: States, capacity: int | None, bias: torch.Tensor | None = None, **options: Any
     ) -> tuple[torch.Tensor, States]:
-        attention_past = {name: past[name] for name in ATTENTION_STATES} if past else {}
+        attention_options = options | {"bias": bias, "capacity": capacity}
         if self.ssm is None:
-            return self.self_attn(x, attention_past, bias, capacity, **options)
-        g, ssm_states = self._global(x.detach() if self.stop_gradient else x, past, options)
-        a, states = self.self_attn(g if self.combine == "stack" else x, attention_past, bias, capacity, **options)
+            return self.self_attn(x, past, **attention_options)
+        g, ssm_states = self._mix_globally(x.detach() if self.stop_gradient else x, past, options)
+        a, states = self.self_attn(g if self.merge == "stack" else x, past, **attention_options)
         states = states | ssm_states
-        if self.combine == "stack":
+        if self.merge == "stack":
             return a, states
         g, a = self.norm_global(g), self.norm_local(a)
-        if self.combine == "add":
+        if self.merge == "add":
             return self.weight * g + (1 - self.weight) * a, states
         return self.aggregate(torch.cat([g, a], dim=-1)), states
 
-    def _global(self, x: torch.Tensor, past: States, options: dict[str, Any]) -> tuple[torch.Tensor, States]:
+    def _mix_globally(self, x: torch.Tensor, past: States, options: dict[str, Any]) -> tuple[torch.Tensor, States]:
         """The state-space model, whose state (one tensor or several) is kept under `ssm_0`, `ssm_1`, ..."""
         held = tuple(past[name] for name in sorted(past) if name.startswith("ssm_"))
         state: State | None = None
@@ -179,29 +132,16 @@ class SpadeMixer(nn.Module):
         return y, {f"ssm_{index}": part for index, part in enumerate(parts)}
 
 
-class SpadeFeedForward(nn.Module):
-    """W_2 act(W_1 x + b_1) + b_2."""
-
-    def __init__(self, config: SpadeConfig):
-        super().__init__()
-        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
-        self.activation = ACT2FN[config.hidden_act]
-        self.dropout = nn.Dropout(config.activation_dropout)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc2(self.dropout(self.activation(self.fc1(x))))
-
-
 class SpadeBlock(GradientCheckpointingLayer):
-    """Mixing and feed-forward sublayers, with the norm before each (`pre`) or behind each sum (`post`)."""
+    """Mixing and feed-forward sublayers, with the norm before each (`pre`) or after each sum (`post`)."""
 
     def __init__(self, config: SpadeConfig, layer_idx: int, is_causal: bool, attention_bias: bool = False):
         super().__init__()
         self.is_pre = config.norm_position == "pre"
         self.mixing = SpadeMixer(config, layer_idx, is_causal, attention_bias)
         self.mixing_norm = build_norm(config.norm_type, config.hidden_size, config.layer_norm_epsilon)
-        self.feed_forward = SpadeFeedForward(config)
+        activation, dropout = ACT2FN[config.hidden_act], config.activation_dropout
+        self.feed_forward = FeedForward(config.hidden_size, config.intermediate_size, activation, dropout=dropout)
         self.feed_forward_norm = build_norm(config.norm_type, config.hidden_size, config.layer_norm_epsilon)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -221,3 +161,22 @@ class SpadeBlock(GradientCheckpointingLayer):
         if self.is_pre:
             return x + self.dropout(branch(norm(x), **options))
         return norm(x + self.dropout(branch(x, **options)))
+
+
+class SpadeStack:
+    """What lies between embeddings and heads; a mixin of the causal model, the encoder and the decoder."""
+
+    def _build_stack(self, config: SpadeConfig, blocks: Iterable[nn.Module], is_causal: bool) -> None:
+        sizes = (config.hidden_size, config.layer_norm_epsilon)
+        self.embedding_norm = nn.LayerNorm(*sizes) if config.embedding_norm else None
+        self.dropout = nn.Dropout(config.embedding_dropout)
+        self.relative_bias = relative_bias(config, is_causal) if config.relative_bias_scope == "shared" else None
+        self.layers = nn.ModuleList(blocks)
+        self.norm = build_norm(config.norm_type, *sizes) if config.final_norm else None
+
+    def _enter_stack(self, embeddings: torch.Tensor) -> torch.Tensor:
+        """(B, L, d) embeddings → the first layer's input."""
+        return self.dropout(embeddings if self.embedding_norm is None else self.embedding_norm(embeddings))
+
+    def _shared_bias(self) -> torch.Tensor | None:
+        return None if self.relative_bias is None else self.relative_bias(None)

@@ -8,59 +8,36 @@ from torch import nn
 from transformers import Cache, GenerationMixin
 from transformers import initialization as init
 from transformers.activations import ACT2FN
-from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPast, SequenceClassifierOutput
-from transformers.utils import auto_docstring, can_return_tuple
-from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
+from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple
 
 from hf_hybrid_ssm.layers.adaptive_vocabulary import AdaptiveEmbedding, AdaptiveSoftmax
-from hf_hybrid_ssm.layers.mixers.base import Mixer
-from hf_hybrid_ssm.layers.norms import ScaleNorm, build_norm
+from hf_hybrid_ssm.layers.norms import ScaleNorm
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
-from hf_hybrid_ssm.models.attentions import IN_BLOCKS, refuse_attentions
-from hf_hybrid_ssm.models.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint
-from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, prepare_cache
-from hf_hybrid_ssm.models.configuration import check_config_class
+from hf_hybrid_ssm.models.base import HybridModelMixin, HybridPreTrainedModel
 from hf_hybrid_ssm.models.heads import CausalLMHead, QuestionAnsweringHead, TokenClassificationHead
-from hf_hybrid_ssm.models.inputs import check_class_labels, check_inputs
-from hf_hybrid_ssm.models.packing import resolve_packing
-from hf_hybrid_ssm.models.parallel_plans import MatchingPlans
-from hf_hybrid_ssm.models.saving import SavesCode
+from hf_hybrid_ssm.models.inputs import check_class_labels
+from hf_hybrid_ssm.models.packing import PackedRows
+from hf_hybrid_ssm.models.spade.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
-from hf_hybrid_ssm.models.spade.layers_spade import SpadeBlock, relative_bias
-from hf_hybrid_ssm.models.unpadding import Unpadding, unpadding_of
+from hf_hybrid_ssm.models.spade.layers_spade import SpadeBlock, SpadeStack
+from hf_hybrid_ssm.models.unpadding import Unpadding
+
+# of a language model or a decoder, in a checkpoint that an encoder is loaded from
+NOT_OF_THE_ENCODER = [r"decoder\.", r"lm_head\.", r"^(model\.)?(layers|norm|embedding_norm|relative_bias)\."]
 
 
 @auto_docstring
-class SpadePreTrainedModel(MatchingPlans, SavesCode):
+class SpadePreTrainedModel(HybridPreTrainedModel):
     config: SpadeConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
     _no_split_modules = ["SpadeBlock", "SpadeDecoderBlock"]
-    _skip_keys_device_placement = ["past_key_values"]
-    _supports_sdpa = True
-    _can_compile_fullgraph = True
-    _can_record_outputs = {"hidden_states": SpadeBlock}
-
-    def __init__(self, config: SpadeConfig, *args: Any, **kwargs: Any):
-        check_config_class(self, config)
-        super().__init__(config, *args, **kwargs)
-
-    def post_init(self):
-        mixers = [module for module in self.modules() if isinstance(module, Mixer)]
-        self._keep_in_fp32_modules_strict = {
-            name for mixer in mixers for name in mixer.float32_parameters if name in mixer._parameters
-        }
-        super().post_init()
+    _can_record_outputs: dict[str, Any] = {"hidden_states": SpadeBlock}
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Normal maps and embeddings, no bias by distance at first; state-space models start as their papers say."""
-        if isinstance(module, Mixer):
-            for name, value in module.initial_values().items():
-                init.copy_(module.get_parameter(name), value)
-            module.clear_kernel_cache()
-        elif isinstance(module, nn.LSTM):
+        if isinstance(module, nn.LSTM):
             for parameter in module.parameters():
                 bound = 1 / math.sqrt(module.hidden_size)
                 init.uniform_(parameter, -bound, bound)
@@ -80,48 +57,6 @@ class SpadePreTrainedModel(MatchingPlans, SavesCode):
             init.normal_(module.bias, std=0.1)
         else:
             super()._init_weights(module)
-
-
-class SpadeStack(nn.Module):
-    """The layers between embeddings and heads, causal or bidirectional."""
-
-    def __init__(self, config: SpadeConfig, is_causal: bool):
-        super().__init__()
-        self.scale = math.sqrt(config.hidden_size) if config.scale_embedding else 1.0
-        self.embedding_norm = None
-        if config.embedding_norm:
-            self.embedding_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.dropout = nn.Dropout(config.embedding_dropout)
-        self.relative_bias = relative_bias(config, is_causal) if config.relative_bias_scope == "shared" else None
-        self.config = config
-        self.layers = nn.ModuleList(SpadeBlock(config, index, is_causal) for index in range(config.num_hidden_layers))
-        self.norm = None
-        if config.final_norm:
-            self.norm = build_norm(config.norm_type, config.hidden_size, config.layer_norm_epsilon)
-
-    def forward(
-        self,
-        embeddings: torch.Tensor,
-        unpadding: Unpadding | None = None,
-        seq_idx: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        every: list[torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """(B, L, d) embeddings → (B, L, d); `every` takes the states before and behind each layer."""
-        hidden_states = embeddings * self.scale
-        if self.embedding_norm is not None:
-            hidden_states = self.embedding_norm(hidden_states)
-        hidden_states = self.dropout(hidden_states)
-        bias = None if self.relative_bias is None else self.relative_bias(None)
-        for layer in self.layers[: self.config.num_hidden_layers]:  # fewer while generation exits early
-            if every is not None:
-                every.append(hidden_states)
-            # by name: gradient checkpointing takes the cache out, or a recompute would store the states twice
-            hidden_states = layer(hidden_states, bias, unpadding, seq_idx, past_key_values=past_key_values)
-        hidden_states = hidden_states if self.norm is None else self.norm(hidden_states)
-        if every is not None:
-            every.append(hidden_states)
-        return hidden_states
 
 
 class PixelEmbedding(nn.Linear):
@@ -146,62 +81,46 @@ def spade_embedding(config: SpadeConfig) -> nn.Module:
     return nn.Embedding(config.vocab_size, config.hidden_size)
 
 
+class SpadeLayers(SpadeStack, HybridModelMixin):
+    """A stack of `SpadeBlock` as the whole of a model but for its embeddings; placed before `SpadePreTrainedModel`."""
+
+    def _build_layers(self, config: SpadeConfig, is_causal: bool) -> None:
+        blocks = (SpadeBlock(config, index, is_causal) for index in range(config.num_hidden_layers))
+        self._build_stack(config, blocks, is_causal)
+        self.embedding_scale = math.sqrt(config.hidden_size) if config.scale_embedding else 1.0
+        self.gradient_checkpointing = False
+
+    def _run_layers(
+        self,
+        hidden_states: torch.Tensor,
+        packed: PackedRows,
+        unpadding: Unpadding | None,
+        past_key_values: Cache | None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if not isinstance(self.layers[0], nn.Identity):  # else a pipeline's earlier process has done it
+            hidden_states = self._enter_stack(hidden_states * self.embedding_scale)
+        bias = self._shared_bias()
+        for layer in self.layers[: self.config.num_hidden_layers]:  # fewer while generation exits early
+            # by name: gradient checkpointing takes the cache out, or a recompute would store the states twice
+            hidden_states = layer(hidden_states, bias, unpadding, packed.seq_idx, past_key_values=past_key_values)
+        return hidden_states
+
+
 @auto_docstring
-class SpadeModel(BaseOfCheckpoint, SpadePreTrainedModel):
+class SpadeModel(BaseOfCheckpoint, SpadeLayers, SpadePreTrainedModel):
     encoder_architectures = tuple(f"Spade{head}" for head in ENCODER_HEADS)
 
     def __init__(self, config: SpadeConfig):
         super().__init__(config)
         self.embed_tokens = spade_embedding(config)
-        self.decoder = SpadeStack(config, is_causal=True)
-        self.gradient_checkpointing = False
+        self._build_layers(config, is_causal=True)
         self.post_init()
-
-    @merge_with_config_defaults
-    @capture_outputs
-    @auto_docstring
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        use_cache: bool | None = None,
-        seq_idx: torch.IntTensor | None = None,
-        cu_seq_lens_q: torch.IntTensor | None = None,
-        continues_documents: bool = False,
-        **kwargs,
-    ) -> BaseModelOutputWithPast:
-        r"""
-        seq_idx (`torch.IntTensor` of shape `(batch_size, sequence_length)`, *optional*):
-            The document each token of a packed row belongs to; states and attention do not cross documents.
-        cu_seq_lens_q (`torch.IntTensor` of shape `(documents + 1,)`, *optional*):
-            Where the documents of a single packed row begin and end, instead of `seq_idx`.
-        continues_documents (`bool`, *optional*, defaults to `False`):
-            The first tokens go on with the documents in `past_key_values`, as they do in each step of `generate`.
-        """
-        refuse_attentions(self.config, kwargs.get("output_attentions"), IN_BLOCKS)
-        check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
-        if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
-        batch, length = inputs_embeds.shape[:2]
-        if use_cache or past_key_values is not None:
-            past_key_values = prepare_cache(past_key_values, self.config, batch)
-        padding = attention_mask[STATE_LAYER_TYPE] if isinstance(attention_mask, dict) else attention_mask
-        unpadding = unpadding_of(padding, batch, length)
-        inputs = (seq_idx, position_ids, padding, unpadding, past_key_values, batch, length)
-        packed = resolve_packing(*inputs, cu_seq_lens_q=cu_seq_lens_q, continues_documents=continues_documents)
-        packed.open(past_key_values)
-        hidden_states = self.decoder(inputs_embeds, unpadding, packed.seq_idx, past_key_values)
-        return BaseModelOutputWithPast(
-            last_hidden_state=hidden_states, past_key_values=past_key_values if use_cache else None
-        )
 
 
 @auto_docstring
 class SpadeForCausalLM(CausalLMHead, SpadePreTrainedModel, GenerationMixin):
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    base_model_class = SpadeModel
 
     def __init__(self, config: SpadeConfig):
         super().__init__(config)
@@ -210,14 +129,12 @@ class SpadeForCausalLM(CausalLMHead, SpadePreTrainedModel, GenerationMixin):
                 f"pixel_input={config.pixel_input} and paired_input={config.paired_input} are for classification: a "
                 "language model reads one text of tokens."
             )
-        self.model = SpadeModel(config)
-        self.lm_head: nn.Module
+
+    def _build_lm_head(self, config: SpadeConfig) -> nn.Module:  # type: ignore[override]
         if config.adaptive_cutoffs is None:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        else:
-            self._tied_weights_keys = {}  # it reads the embeddings themselves
-            self.lm_head = AdaptiveSoftmax(self.model.embed_tokens, config.adaptive_dropout)
-        self.post_init()
+            return super()._build_lm_head(config)
+        self._tied_weights_keys = {}  # it reads the embeddings themselves
+        return AdaptiveSoftmax(self.model.embed_tokens, config.adaptive_dropout)
 
     def _uses_fused_loss(self) -> bool:
         if isinstance(self.lm_head, AdaptiveSoftmax):
@@ -242,58 +159,41 @@ class SpadeForCausalLM(CausalLMHead, SpadePreTrainedModel, GenerationMixin):
         count = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
         return self.lm_head.loss(hidden_states.flatten(0, 1), targets, ignore_index) / count
 
-    @staticmethod
-    def create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values, **kwargs) -> dict:
-        """Masks made ahead of compiled decoding; a generated token is never padding."""
-        return {STATE_LAYER_TYPE: None if inputs_embeds.shape[1] == 1 else attention_mask}
+
+class SpadeEncoder(SpadeLayers, SpadePreTrainedModel):
+    """The bidirectional stack, without embeddings."""
+
+    is_bidirectional = True
+
+    def __init__(self, config: SpadeConfig):
+        super().__init__(config)
+        self._build_layers(config, is_causal=False)
+        self.post_init()
 
 
 @auto_docstring
-class SpadeEncoderModel(SpadePreTrainedModel):
-    _keys_to_ignore_on_load_unexpected = [r"decoder\.", r"lm_head\."]
+class SpadeEncoderModel(HybridModelMixin, SpadePreTrainedModel):
+    _keys_to_ignore_on_load_unexpected = NOT_OF_THE_ENCODER
+    is_bidirectional = True
+    norm = None  # the encoder's own
 
     def __init__(self, config: SpadeConfig):
         super().__init__(config)
         self.embed_tokens = spade_embedding(config)
-        self.encoder = SpadeStack(config, is_causal=False)
+        self.encoder = SpadeEncoder(config)
         self.gradient_checkpointing = False
         self.post_init()
 
-    @merge_with_config_defaults
-    @capture_outputs
-    @auto_docstring
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        seq_idx: torch.IntTensor | None = None,
-        cu_seq_lens_q: torch.IntTensor | None = None,
-        **kwargs,
-    ) -> BaseModelOutput:
-        r"""
-        seq_idx (`torch.IntTensor` of shape `(batch_size, sequence_length)`, *optional*):
-            The document each token of a packed row belongs to; states and attention do not cross documents.
-        cu_seq_lens_q (`torch.IntTensor` of shape `(documents + 1,)`, *optional*):
-            Where the documents of a single packed row begin and end, instead of `seq_idx`.
-        """
-        refuse_attentions(self.config, kwargs.get("output_attentions"), IN_BLOCKS)
-        check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
-        if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
-        batch, length = inputs_embeds.shape[:2]
-        unpadding = unpadding_of(attention_mask, batch, length)
-        inputs = (seq_idx, position_ids, attention_mask, unpadding, None, batch, length)
-        packed = resolve_packing(*inputs, cu_seq_lens_q=cu_seq_lens_q)
-        return BaseModelOutput(last_hidden_state=self.encoder(inputs_embeds, unpadding, packed.seq_idx))
+    def _run_layers(self, hidden_states: torch.Tensor, *inputs: Any, **kwargs: Any) -> torch.Tensor:
+        hidden_states = self.encoder._run_layers(hidden_states, *inputs, **kwargs)
+        return hidden_states if self.encoder.norm is None else self.encoder.norm(hidden_states)
 
 
 @auto_docstring
 class SpadeForSequenceClassification(SpadePreTrainedModel):
     """A classifier over the bidirectional encoder."""
 
-    _keys_to_ignore_on_load_unexpected = [r"decoder\.", r"lm_head\."]
+    _keys_to_ignore_on_load_unexpected = NOT_OF_THE_ENCODER
 
     def __init__(self, config: SpadeConfig):
         super().__init__(config)
@@ -313,7 +213,7 @@ class SpadeForSequenceClassification(SpadePreTrainedModel):
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.Tensor | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutput:
         r"""
         labels (`torch.Tensor` of shape `(batch_size,)`, *optional*):
@@ -358,7 +258,7 @@ class SpadeForTokenClassification(TokenClassificationHead, SpadePreTrainedModel)
     """Over the bidirectional encoder."""
 
     base_model_class = SpadeEncoderModel
-    _keys_to_ignore_on_load_unexpected = [r"decoder\.", r"lm_head\."]
+    _keys_to_ignore_on_load_unexpected = NOT_OF_THE_ENCODER
 
 
 @auto_docstring
@@ -366,7 +266,7 @@ class SpadeForQuestionAnswering(QuestionAnsweringHead, SpadePreTrainedModel):
     """Over the bidirectional encoder."""
 
     base_model_class = SpadeEncoderModel
-    _keys_to_ignore_on_load_unexpected = [r"decoder\.", r"lm_head\."]
+    _keys_to_ignore_on_load_unexpected = NOT_OF_THE_ENCODER
 
 
 def _halves_as_rows(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -4,26 +4,32 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationMixin
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
-from transformers.utils import auto_docstring, can_return_tuple
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    BaseModelOutputWithPast,
+    Seq2SeqLMOutput,
+    Seq2SeqModelOutput,
+)
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
 
 from hf_hybrid_ssm.layers.norms import build_norm
-from hf_hybrid_ssm.models.attentions import IN_BLOCKS, refuse_attentions
-from hf_hybrid_ssm.models.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint
-from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, is_recurrent_state_layer, prepare_cache
+from hf_hybrid_ssm.models.cache import is_recurrent_state_layer, prepare_cache
+from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.heads import chunked_causal_lm_loss
 from hf_hybrid_ssm.models.inputs import check_inputs, check_labels
 from hf_hybrid_ssm.models.packing import PackedRows, resolve_packing
+from hf_hybrid_ssm.models.spade.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig, SpadeSeq2SeqConfig
-from hf_hybrid_ssm.models.spade.layers_spade import SpadeFeedForward, SpadeMixer, relative_bias
+from hf_hybrid_ssm.models.spade.layers_spade import SpadeBlock, SpadeStack
 from hf_hybrid_ssm.models.spade.modeling_spade import (
+    SpadeEncoder,
     SpadeEncoderModel,
     SpadeForQuestionAnswering,
     SpadeForSequenceClassification,
     SpadeForTokenClassification,
     SpadePreTrainedModel,
-    SpadeStack,
     spade_embedding,
 )
 from hf_hybrid_ssm.models.unpadding import Unpadding, unpadding_of
@@ -36,13 +42,9 @@ class SpadeCrossAttention(nn.Module):
     def __init__(self, config: SpadeConfig, layer_idx: int, bias: bool):
         super().__init__()
         self.layer_idx = layer_idx
-        self.num_heads = config.num_attention_heads
-        self.dropout = config.attention_dropout
-        width = config.hidden_size
-        self.q_proj = nn.Linear(width, width, bias=bias)
-        self.k_proj = nn.Linear(width, width, bias=bias)
-        self.v_proj = nn.Linear(width, width, bias=bias)
-        self.o_proj = nn.Linear(width, width, bias=bias)
+        self.num_heads, self.dropout = config.num_attention_heads, config.attention_dropout
+        sizes = (config.hidden_size, config.hidden_size, bias)
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(*sizes) for _ in range(4))
 
     def forward(
         self,
@@ -74,21 +76,16 @@ def _never_replayed(num_tokens: int) -> dict[str, torch.Tensor]:
     raise AssertionError("the encoder's keys and values cover no decoder tokens that could be undone")
 
 
-class SpadeDecoderBlock(GradientCheckpointingLayer):
+class SpadeDecoderBlock(SpadeBlock):
     """Self-attention (with a state-space model where global), cross-attention, feed-forward, each with its own
     norm."""
 
     def __init__(self, config: SpadeConfig, layer_idx: int, bias: bool):
-        super().__init__()
-        self.is_pre = config.norm_position == "pre"
-        self.mixing = SpadeMixer(config, layer_idx, is_causal=True, attention_bias=bias)
+        super().__init__(config, layer_idx, is_causal=True, attention_bias=bias)
         self.cross_attn = SpadeCrossAttention(config, layer_idx, bias)
-        self.feed_forward = SpadeFeedForward(config)
-        sizes = (config.norm_type, config.hidden_size, config.layer_norm_epsilon)
-        self.mixing_norm, self.cross_attn_norm, self.feed_forward_norm = (build_norm(*sizes) for _ in range(3))
-        self.dropout = nn.Dropout(config.dropout)
+        self.cross_attn_norm = build_norm(config.norm_type, config.hidden_size, config.layer_norm_epsilon)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         hidden_states: torch.Tensor,
         encoder_states: torch.Tensor,
@@ -97,40 +94,31 @@ class SpadeDecoderBlock(GradientCheckpointingLayer):
         unpadding: Unpadding | None = None,
         past_key_values: EncoderDecoderCache | None = None,
     ) -> torch.Tensor:
-        mixing = (bias, unpadding, None, None if past_key_values is None else past_key_values.self_attention_cache)
-        hidden_states = self._residual(hidden_states, self.mixing, self.mixing_norm, *mixing)
-        cross = (encoder_states, encoder_mask, past_key_values)
-        hidden_states = self._residual(hidden_states, self.cross_attn, self.cross_attn_norm, *cross)
+        cache = None if past_key_values is None else past_key_values.self_attention_cache
+        mixing = {"bias": bias, "unpadding": unpadding, "seq_idx": None, "past_key_values": cache}
+        hidden_states = self._residual(hidden_states, self.mixing, self.mixing_norm, **mixing)
+        cross = {"encoder_states": encoder_states, "mask": encoder_mask, "past_key_values": past_key_values}
+        hidden_states = self._residual(hidden_states, self.cross_attn, self.cross_attn_norm, **cross)
         return self._residual(hidden_states, self.feed_forward, self.feed_forward_norm)
 
-    def _residual(self, x: torch.Tensor, branch: nn.Module, norm: nn.Module, *options) -> torch.Tensor:
-        if self.is_pre:
-            return x + self.dropout(branch(norm(x), *options))
-        return norm(x + self.dropout(branch(x, *options)))
 
-
-class SpadeDecoder(nn.Module):
+class SpadeDecoder(SpadeStack, SpadePreTrainedModel):
     """The decoder's layers with their positions, between embeddings and head."""
 
+    _can_record_outputs = {"hidden_states": SpadeDecoderBlock}
+
     def __init__(self, config: SpadeSeq2SeqConfig):
-        super().__init__()
         stack = config.decoder_config()
+        super().__init__(stack)
         self.positions = None
         if config.decoder_position_embedding_type == "learned":
             self.positions = nn.Embedding(config.max_target_positions, config.hidden_size)
-        self.embedding_norm = None
-        if stack.embedding_norm:
-            self.embedding_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.dropout = nn.Dropout(config.embedding_dropout)
-        self.relative_bias = relative_bias(stack, True) if stack.relative_bias_scope == "shared" else None
-        self.layers = nn.ModuleList(
-            SpadeDecoderBlock(stack, index, config.decoder_attention_bias)
-            for index in range(config.num_decoder_layers)
-        )
-        self.norm = (
-            build_norm(stack.norm_type, stack.hidden_size, stack.layer_norm_epsilon) if stack.final_norm else None
-        )
+        bias = config.decoder_attention_bias
+        blocks = (SpadeDecoderBlock(stack, index, bias) for index in range(config.num_decoder_layers))
+        self._build_stack(stack, blocks, is_causal=True)
+        self.post_init()
 
+    @capture_outputs
     def forward(
         self,
         embeddings: torch.Tensor,
@@ -138,33 +126,31 @@ class SpadeDecoder(nn.Module):
         attention_mask: torch.Tensor | None,
         encoder_mask: torch.Tensor | None,
         past_key_values: EncoderDecoderCache | None,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """(B, T, d), (B, S, d) → (B, T, d), and the states before and behind each layer."""
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPast:
+        """(B, T, d), (B, S, d) → (B, T, d)."""
         batch, length = embeddings.shape[:2]
         unpadding = unpadding_of(attention_mask, batch, length, name="decoder_attention_mask")
-        hidden_states = embeddings
         cache = None if past_key_values is None else past_key_values.self_attention_cache
         inputs = (None, None, attention_mask, unpadding, cache, batch, length)
         packed = resolve_packing(*inputs, keeps_padding=self.positions is not None)
         packed.open(cache)
         if self.positions is not None:
-            hidden_states = embeddings + self.positions(self._position_ids(packed, embeddings))
-        if self.embedding_norm is not None:
-            hidden_states = self.embedding_norm(hidden_states)
-        hidden_states = self.dropout(hidden_states)
+            embeddings = embeddings + self.positions(self._position_ids(packed, embeddings))
+        hidden_states = self._enter_stack(embeddings)
         mask = None
         if encoder_mask is not None:
             real = encoder_mask != 0
             # the weight of padding is 0, and 0 times NaN is NaN
             mask, encoder_states = real[:, None, None], torch.where(real.unsqueeze(-1), encoder_states, 0.0)
-        bias = None if self.relative_bias is None else self.relative_bias(None)
-        every = [hidden_states]
+        bias = self._shared_bias()
         for layer in self.layers:
             options = (encoder_states, mask, bias, unpadding)
             hidden_states = layer(hidden_states, *options, past_key_values=past_key_values)
-            every.append(hidden_states)
-        hidden_states = hidden_states if self.norm is None else self.norm(hidden_states)
-        return hidden_states, (*every[:-1], hidden_states)
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden_states if self.norm is None else self.norm(hidden_states),
+            past_key_values=past_key_values,
+        )
 
     def _position_ids(self, packed: PackedRows, embeddings: torch.Tensor) -> torch.Tensor:
         positions = packed.positions(embeddings.device)
@@ -200,7 +186,7 @@ class SpadeSeq2SeqModel(BaseOfCheckpoint, SpadePreTrainedModel):
     def __init__(self, config: SpadeSeq2SeqConfig):
         super().__init__(config)
         self.embed_tokens = spade_embedding(config)
-        self.encoder = SpadeStack(config, is_causal=False)
+        self.encoder = SpadeEncoder(config)
         self.decoder = SpadeDecoder(config)
         self.gradient_checkpointing = False
         self.post_init()
@@ -221,17 +207,16 @@ class SpadeSeq2SeqModel(BaseOfCheckpoint, SpadePreTrainedModel):
         inputs_embeds: torch.FloatTensor | None = None,
         decoder_inputs_embeds: torch.FloatTensor | None = None,
         use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqModelOutput:
-        refuse_attentions(self.config, kwargs.get("output_attentions"), IN_BLOCKS)
+        self._refuse_attentions(kwargs.get("output_attentions"))
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         if self.training and self.gradient_checkpointing:  # a replayed layer would store its states twice
             use_cache, past_key_values = False, None
-        wants_hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        if kwargs.get("output_hidden_states") is None:
+            kwargs["output_hidden_states"] = self.config.output_hidden_states
         if encoder_outputs is None:
-            inputs = (input_ids, attention_mask, inputs_embeds, wants_hidden)
-            encoder_outputs = self.get_encoder()(*inputs, output_attentions=kwargs.get("output_attentions"))
+            encoder_outputs = self.get_encoder()(input_ids, attention_mask, inputs_embeds, **kwargs)
         encoder_states = encoder_outputs[0]
         check_tensor("encoder_outputs[0]", encoder_states, (None, None, self.config.hidden_size), "B, S, hidden_size")
         if isinstance(attention_mask, torch.Tensor) and attention_mask.shape != encoder_states.shape[:2]:
@@ -253,11 +238,11 @@ class SpadeSeq2SeqModel(BaseOfCheckpoint, SpadePreTrainedModel):
         if isinstance(decoder_attention_mask, dict):
             decoder_attention_mask = decoder_attention_mask[STATE_LAYER_TYPE]
         inputs = (decoder_inputs_embeds, encoder_states, decoder_attention_mask, attention_mask)
-        hidden_states, every = self.decoder(*inputs, past_key_values)
+        outputs = self.decoder(*inputs, past_key_values, return_dict=True, **kwargs)
         return Seq2SeqModelOutput(
-            last_hidden_state=hidden_states,
+            last_hidden_state=outputs.last_hidden_state,
             past_key_values=past_key_values if use_cache else None,
-            decoder_hidden_states=every if wants_hidden else None,
+            decoder_hidden_states=outputs.hidden_states,
             encoder_last_hidden_state=encoder_states,
             encoder_hidden_states=getattr(encoder_outputs, "hidden_states", None),
         )
@@ -280,15 +265,12 @@ class SpadeSeq2SeqEncoder(nn.Module):
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        output_hidden_states: bool | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutput:
-        refuse_attentions(self.config, kwargs.get("output_attentions"), IN_BLOCKS)
         check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
         embeddings = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        every: list[torch.Tensor] | None = [] if output_hidden_states else None
-        hidden_states = self.encoder(embeddings, unpadding_of(attention_mask, *embeddings.shape[:2]), every=every)
-        return BaseModelOutput(last_hidden_state=hidden_states, hidden_states=None if every is None else tuple(every))
+        kwargs["return_dict"] = True
+        return self.encoder(inputs_embeds=embeddings, attention_mask=attention_mask, **kwargs)
 
 
 @auto_docstring
@@ -331,8 +313,7 @@ class SpadeForConditionalGeneration(SpadePreTrainedModel, GenerationMixin):
         decoder_inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqLMOutput:
         r"""
         labels (`torch.LongTensor` of shape `(batch_size, target_length)`, *optional*):
@@ -353,8 +334,7 @@ class SpadeForConditionalGeneration(SpadePreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             decoder_inputs_embeds=decoder_inputs_embeds,
             use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-            output_attentions=kwargs.get("output_attentions"),
+            **kwargs,
         )
         hidden_states = outputs.last_hidden_state
         logits, loss = None, None

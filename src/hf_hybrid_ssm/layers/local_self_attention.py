@@ -1,0 +1,62 @@
+"""Causal or two-sided self-attention within a window, with its projections and its state."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention
+
+
+class LocalSelfAttention(nn.Module):
+    """Multi-head `local_attention` of maps of one input.
+
+    Args:
+        hidden_size: d.
+        num_heads: H, of size d / H.
+        window, chunk_size: the keys a token sees, as `local_attention` takes them.
+        bias: biases in the four maps.
+        dropout: on the attention weights.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        window: tuple[int | None, int | None],
+        chunk_size: int | None = None,
+        bias: bool = False,
+        dropout: float = 0.0,
+    ):
+        super().__init__()
+        self.num_heads, self.window, self.chunk_size, self.dropout = num_heads, window, chunk_size, dropout
+        sizes = (hidden_size, hidden_size, bias)
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(*sizes) for _ in range(4))
+
+    def forward(
+        self, x: torch.Tensor, past: dict[str, torch.Tensor], *, capacity: int | None = None, **options: Any
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """(B, L, d), the states before it → (B, L, d), the states after it.
+
+        Args:
+            past: has the fields of `AttentionState` by name, or is empty.
+            capacity: the number of keys to make room for, where all are kept.
+            options: of `local_attention`.
+        """
+        q, k, v = (
+            layer(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        y, state = local_attention(
+            q,
+            k,
+            v,
+            window=self.window,
+            chunk_size=self.chunk_size,
+            dropout=self.dropout if self.training else 0.0,
+            initial_state=AttentionState(*(past[name] for name in AttentionState._fields)) if past else None,
+            capacity=capacity if self.window[0] is None else None,
+            **options,
+        )
+        return self.o_proj(y.transpose(1, 2).flatten(2)), {} if state is None else state._asdict()

@@ -1,0 +1,245 @@
+"""What the models of all families share: `HybridPreTrainedModel`, and the forward of their base models."""
+
+import os
+import re
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, auto_docstring
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
+from hf_hybrid_ssm.models.cache import prepare_cache
+from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
+from hf_hybrid_ssm.models.inputs import check_inputs
+from hf_hybrid_ssm.models.packing import PackedRows, resolve_packing
+from hf_hybrid_ssm.models.unpadding import Unpadding, unpadding_of
+
+LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+NARROW = (torch.bfloat16, torch.float16)
+
+
+class HybridPreTrainedModel(PreTrainedModel):
+    """Base of every family's `PreTrainedModel`: what it supports, float32 parameters, parallel plans, saved code."""
+
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_sdpa = True
+    _can_compile_fullgraph = True
+    _tp_plan: dict[str, str] | None
+    _fsdp_plan: dict[str, str] | None
+
+    def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any):
+        self._check_config(config)
+        super().__init__(config, *args, **kwargs)
+
+    def _check_config(self, config: Any) -> None:
+        """A model is built from its own family's configuration, or one derived from it, whose fields fit each other.
+
+        By the name of the family: a folder's own code has copies of the classes.
+
+        Raises:
+            TypeError: it is another family's, or none.
+            ValueError: its fields, changed since it was made, do not fit each other.
+        """
+        wanted = type(self).config_class
+        if wanted.model_type not in {getattr(kind, "model_type", None) for kind in type(config).__mro__}:
+            raise TypeError(f"{type(self).__name__} needs a {wanted.__name__}, got {type(config).__name__}.")
+        config.validate_layer_type()
+        config.validate_architecture()
+
+    def post_init(self) -> None:
+        self._keep_in_fp32_modules_strict = {
+            name
+            for module in self.modules()
+            if isinstance(module, Float32ParametersMixin)
+            for name in module.float32_parameters
+            if name in module._parameters
+        }
+        super().post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: Any) -> None:
+        """Mixers start as their papers say, known by their method: a family without mixers imports none."""
+        if hasattr(module, "initial_values"):
+            for name, value in module.initial_values().items():
+                init.copy_(module.get_parameter(name), value)
+            module.clear_kernel_cache()
+        else:
+            super()._init_weights(module)
+
+    # -- output_attentions --------------------------------------------------------------------------------------
+
+    def _why_no_attentions(self) -> str | None:
+        """Why there are no attention weights to return; None where there are."""
+        return "attention is computed in blocks, which never form a matrix of weights"
+
+    def _refuse_attentions(self, output_attentions: bool | None) -> None:
+        """Refuse to answer `output_attentions=True` with nothing.
+
+        Args:
+            output_attentions: the argument of the forward; None leaves it to `config.output_attentions`.
+
+        Raises:
+            ValueError: weights were asked for that do not exist.
+        """
+        asked = self.config.output_attentions if output_attentions is None else output_attentions
+        if asked and (reason := self._why_no_attentions()) is not None:
+            raise ValueError(
+                f"output_attentions=True cannot be answered by a {self.config.model_type!r} model: {reason}."
+            )
+
+    # -- parallel plans -----------------------------------------------------------------------------------------
+
+    def init_parallel_plans(self) -> None:
+        """A configuration's plans cover every layer that its family can have; these become those of this model.
+
+        `tp_plan` and `fsdp_plan` lose the rules that match nothing here. `fsdp_plan` gains rules where the weights are
+        narrower than float32: FSDP2 shards units of one dtype, so what shares a module with parameters that stay
+        float32 becomes units of its own. (transformers makes a unit of each module that holds such parameters.)
+        """
+        super().init_parallel_plans()
+        modules = [(LAYER_NUMBER.sub("*", name), module) for name, module in self.named_modules()]
+        linear = {name for name, module in modules if isinstance(module, nn.Linear | nn.Embedding)}
+        self._tp_plan = _matching(self._tp_plan, linear)
+        self._fsdp_plan = _matching(self._fsdp_plan, {name for name, _ in modules})
+        if self.dtype in NARROW:
+            for name, module in modules:
+                self._fsdp_plan |= dict.fromkeys(_beside_float32(name, module), "free_full_weight")
+
+    @property
+    def supports_pp_plan(self) -> bool:
+        """transformers cuts `base_model.layers`; encoders have theirs elsewhere."""
+        return super().supports_pp_plan and hasattr(self.base_model, "layers")
+
+    # -- saving with code ---------------------------------------------------------------------------------------
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, *args: Any, export_code: bool | None = None, **kwargs: Any
+    ) -> None:
+        """As in transformers; `export_code=True` adds the code that `trust_remote_code=True` loads without this
+        package, `False` leaves it out. By default a model keeps what it came with: whoever could load it can load what
+        becomes of it.
+        """
+        self._set_code(export_code, save_directory)
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    def push_to_hub(self, repo_id: str, *args: Any, export_code: bool | None = None, **kwargs: Any) -> str:
+        """As in transformers; for `export_code` see `save_pretrained`."""
+        self._set_code(export_code)
+        return super().push_to_hub(repo_id, *args, **kwargs)
+
+    def _set_code(self, export_code: bool | None, folder: str | os.PathLike | None = None) -> None:
+        exporter = None if export_code is None else self.config.code_exporter
+        if exporter is not None and export_code:
+            exporter.check_exportable(self.config.model_type, self, folder)
+            self.config.auto_map = exporter.auto_map_of(self.config.model_type)
+        elif exporter is not None and hasattr(self.config, "auto_map"):
+            del self.config.auto_map
+
+
+def _matching(plan: dict[str, str] | None, names: set[str]) -> dict[str, str]:
+    return {rule: style for rule, style in (plan or {}).items() if rule in names}
+
+
+def _beside_float32(name: str, module: nn.Module) -> list[str]:
+    """The children with parameters of a module that keeps some of its own parameters in float32."""
+    if not isinstance(module, Float32ParametersMixin):
+        return []
+    if all(module._parameters.get(kept) is None for kept in module.float32_parameters):
+        return []
+    return [f"{name}.{child}" for child, part in module.named_children() if any(True for _ in part.parameters())]
+
+
+class HybridModelMixin:
+    """The forward of a base model with `embed_tokens`, `layers` and `norm` (or None); placed before the family's
+    `PreTrainedModel`.
+    """
+
+    config: Any
+    embed_tokens: nn.Module
+    layers: nn.ModuleList
+    norm: nn.Module | None
+    is_bidirectional = False  # its tokens see the future: there is nothing to continue
+
+    @merge_with_config_defaults
+    @capture_outputs
+    @auto_docstring
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | dict[str, torch.Tensor | None] | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        seq_idx: torch.IntTensor | None = None,
+        cu_seq_lens_q: torch.IntTensor | None = None,
+        continues_documents: bool = False,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPast:
+        r"""
+        attention_mask (`torch.Tensor` of shape `(batch_size, tokens so far)`, *optional*):
+            1 for text, 0 for padding, on either side; of this forward's tokens or of all tokens so far.
+        seq_idx (`torch.IntTensor` of shape `(batch_size, sequence_length)`, *optional*):
+            The document each token of a packed row belongs to; states and attention do not cross documents.
+        cu_seq_lens_q (`torch.IntTensor` of shape `(documents + 1,)`, *optional*):
+            Where the documents of a single packed row begin and end, instead of `seq_idx`.
+        continues_documents (`bool`, *optional*, defaults to `False`):
+            The first tokens go on with the documents in `past_key_values`, as they do in each step of `generate`.
+        """
+        self._refuse_attentions(kwargs.get("output_attentions"))
+        check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        batch, length = inputs_embeds.shape[:2]
+        if self.is_bidirectional:
+            if past_key_values is not None:
+                raise ValueError(
+                    f"past_key_values cannot be used with a bidirectional {type(self).__name__}: its tokens see the "
+                    "future."
+                )
+            use_cache = False
+        if use_cache or past_key_values is not None:
+            past_key_values = prepare_cache(past_key_values, self.config, batch)
+        masks = attention_mask if isinstance(attention_mask, dict) else None  # made ahead of compiled decoding
+        padding = attention_mask if masks is None else masks[STATE_LAYER_TYPE]
+        unpadding = unpadding_of(padding, batch, length)
+        inputs = (seq_idx, position_ids, padding, unpadding, past_key_values, batch, length)
+        keeps = self._packing_options(position_ids, masks)
+        packed = resolve_packing(
+            *inputs, cu_seq_lens_q=cu_seq_lens_q, continues_documents=continues_documents, **keeps
+        )
+        packed.open(past_key_values)
+        hidden_states = self._run_layers(
+            inputs_embeds, packed, unpadding, past_key_values, position_ids=position_ids, masks=masks, **kwargs
+        )
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden_states if self.norm is None else self.norm(hidden_states),
+            past_key_values=past_key_values if use_cache else None,
+        )
+
+    def _packing_options(self, position_ids: torch.Tensor | None, masks: dict | None) -> dict[str, Any]:
+        """What `resolve_packing` keeps for the layers."""
+        return {}
+
+    def _run_layers(
+        self,
+        hidden_states: torch.Tensor,
+        packed: PackedRows,
+        unpadding: Unpadding | None,
+        past_key_values: Cache | None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """(B, L, d) embeddings → (B, L, d) before the last norm; `kwargs` are for layers with positions or masks."""
+        for layer in self.layers[: self.config.num_hidden_layers]:  # fewer while generation exits early
+            # by name: gradient checkpointing takes the cache out, or a recompute would store the states twice
+            hidden_states = layer(hidden_states, unpadding, packed.seq_idx, past_key_values=past_key_values)
+        return hidden_states
