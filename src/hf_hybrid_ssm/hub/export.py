@@ -102,7 +102,7 @@ def code_of(model_type: str) -> dict[str, str]:
     """File name → source of everything that the classes of a model type need."""
     family = _family_of(model_type)
     modules = needed_modules(sorted({module_of_class(family.package, name) for name in family.names}))
-    mixers = {module.name for module in needed_modules([f"{PACKAGE}.layers.mixers"])}
+    mixers = {module.name for module in needed_modules([f"{PACKAGE}.layers.mixers.registry"])}
 
     def file_of(module: str) -> str:
         _, floor, *rest = module.split(".")
@@ -112,7 +112,8 @@ def code_of(model_type: str) -> dict[str, str]:
             return "mixers" if module in mixers else "layers"
         if floor == "models" and len(rest) == 1:
             return f"configuration_{rest[0]}" if rest[0] == "configuration" else "model_parts"
-        return rest[-1]
+        is_listed = rest[-1].startswith(("configuration", "modeling"))
+        return rest[-1] if is_listed else f"layers_{rest[0]}"
 
     # what all configurations share goes with the family's own
     own = module_of_class(family.package, family.config).rsplit(".", 1)[1]

@@ -1,11 +1,11 @@
 """`torch.nn.LSTM` behind the interface of the long-range mixers, for ablations."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
-from hf_hybrid_ssm.layers.mixers.base import FrozenLSTM, Mixer, State
+from hf_hybrid_ssm.layers.mixers.base import FrozenLSTM, Mixer, RowOptions, State
 from hf_hybrid_ssm.ops._core.autocast import without_autocast
 from hf_hybrid_ssm.ops._core.checks import check_tensor
 
@@ -34,16 +34,10 @@ class LSTM(Mixer):
             hidden_size, width, batch_first=True, bidirectional=self.bidirectional, device=device, dtype=dtype
         )
 
-    def forward(
-        self,
-        u: torch.Tensor,
-        *,
-        initial_state: State | None = None,
-        seq_idx: torch.Tensor | None = None,
-        lengths: torch.Tensor | None = None,
-        return_final_state: bool = False,
+    def mix(
+        self, u: torch.Tensor, initial_state: State | None, **rows: Unpack[RowOptions]
     ) -> tuple[torch.Tensor, State | None]:
-        self._check_input(u, initial_state, seq_idx, lengths, return_final_state)
+        seq_idx, lengths, return_final_state = rows["seq_idx"], rows["lengths"], rows["return_final_state"]
         batch, length, _ = u.shape
         start = None
         if not self.bidirectional:

@@ -40,6 +40,7 @@ class S4(DiagonalSSM):
     learning_rate).
     """
 
+    discretizations: ClassVar[tuple[str, ...]] = ("bilinear",)
     dynamics_parameters: ClassVar[tuple[str, ...]] = ("A_log_real", "A_imag", "B", "P", "log_dt")
     float32_parameters: ClassVar[tuple[str, ...]] = ("A_log_real", "A_imag", "B", "P", "C", "log_dt", "D")
 

@@ -1,13 +1,13 @@
 """What S4, S4D and EMA share: a linear system per channel, its filter, its block form, its step."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import nn
 
-from hf_hybrid_ssm.layers.mixers.base import State
-from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer
-from hf_hybrid_ssm.layers.offloaded import fetches_weights
+from hf_hybrid_ssm.layers.mixers.base import RowOptions, State
+from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer, fold_token
+from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.ops._core.autocast import without_autocast
 from hf_hybrid_ssm.ops._core.checks import check_tensor
 from hf_hybrid_ssm.ops.linear_scan import (
@@ -29,24 +29,22 @@ class StateSpaceMixer(CachedKernelMixer):
     a state before or after them are convolved with the kernel by FFT, all others go block by block; both compute the
     same numbers. Constant kernels and block matrices are computed once, in float64 (`CachedKernelMixer`).
 
+    The state is (B, F, D, N), without `filters` (B, D, N).
+
     Args:
-        filters: F filters per channel and y (B, L, F, D), state (B, F, D, N). None: one, y (B, L, D), state (B, D, N).
         block_size: tokens per block, a power of two.
+        skip: with the D term.
     """
 
+    supports_filters: ClassVar[bool] = True
     state_size: int
     # whether the kernel that looks ahead starts at the token itself, or at the next one
     ahead_includes_token: ClassVar[bool] = False
 
-    def __init__(
-        self, hidden_size: int, *, filters: int | None = None, block_size: int = 64, skip: bool = True, **options: Any
-    ):
+    def __init__(self, hidden_size: int, *, block_size: int = 64, skip: bool = True, **options: Any):
         super().__init__(hidden_size, **options)
-        if filters is not None and filters < 1:
-            raise ValueError(f"filters must be None or at least 1, got {filters}.")
         if block_size < 1 or block_size & (block_size - 1):
             raise ValueError(f"block_size must be a power of two, got {block_size}.")
-        self.filters = filters
         self.block_size = block_size
         self.use_skip = skip
 
@@ -132,80 +130,39 @@ class StateSpaceMixer(CachedKernelMixer):
 
     # -- the interface ------------------------------------------------------------------------------------------
 
-    def forward(  # type: ignore[override]
+    def mix(
         self,
         u: torch.Tensor,
+        initial_state: State | None,
         *,
-        initial_state: torch.Tensor | None = None,
-        seq_idx: torch.Tensor | None = None,
-        lengths: torch.Tensor | None = None,
-        return_final_state: bool = False,
         stride: int | None = None,
         positions: torch.Tensor | None = None,
+        **rows: Unpack[RowOptions],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `Mixer.forward`; y only where it is asked for.
-
-        `stride=W`: at the tokens W-1, 2W-1, ..., (B, L // W, [F,] D). `positions` (B, J) int64: at these tokens,
-        (B, J, [F,] D).
-        """
-        self._check_input(u, initial_state, seq_idx, lengths, return_final_state)
         dtype = self._computing_dtype(u)
+        selection: dict[str, Any] = {"stride": stride, "positions": positions}
         if self.bidirectional:
-            y = self._two_sided(u, seq_idx, lengths, stride, positions, dtype)
-            return (y if self.filters else y.squeeze(2)), None
+            return self._squeeze(self._two_sided(u, dtype, **rows, **selection)), None
         state = self._widen(initial_state, u.shape[0]) if initial_state is not None else None
-        skip = self.skip_weight(dtype)
-        stateless = initial_state is None and not return_final_state
-        everywhere = seq_idx is None and stride is None and positions is None
-        if stateless and everywhere and u.shape[1] > self.block_size:
-            y, final = long_conv(u, self.kernel(u.shape[1], dtype), skip=skip, lengths=lengths)
+        skip, returns_state = self.skip_weight(dtype), rows["return_final_state"]
+        is_plain = all(option is None for option in (state, rows["seq_idx"], stride, positions))
+        if is_plain and not returns_state and u.shape[1] > self.block_size:
+            y, final = long_conv(u, self.kernel(u.shape[1], dtype), skip=skip, lengths=rows["lengths"])
         else:
-            y, final = channel_scan(
-                u,
-                self.system(dtype),
-                skip=skip,
-                initial_state=state,
-                seq_idx=seq_idx,
-                lengths=lengths,
-                return_final_state=return_final_state,
-                stride=stride,
-                positions=positions,
-            )
-        if return_final_state and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            y, final = channel_scan(u, self.system(dtype), skip=skip, initial_state=state, **rows, **selection)
+        if returns_state and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             # Steps will follow, compiled ones perhaps: what they need is there when they are traced.
             self._step_constants(dtype)
             self._read_out(dtype)
-        if self.filters is None:
-            y, final = y.squeeze(2), None if final is None else final.squeeze(1)
-        return y, final
+        return self._squeeze(y), final if final is None or self.filters else final.squeeze(1)
 
-    def _two_sided(
-        self,
-        u: torch.Tensor,
-        seq_idx: torch.Tensor | None,
-        lengths: torch.Tensor | None,
-        stride: int | None,
-        positions: torch.Tensor | None,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
+    def _two_sided(self, u: torch.Tensor, dtype: torch.dtype, **options: Any) -> torch.Tensor:
         back, ahead = (self.kernel(max(u.shape[1], 1), dtype, direction) for direction in (0, 1))
         if self.ahead_includes_token:
-            back = torch.cat([back[..., :1] + ahead[..., :1], back[..., 1:]], dim=-1)
-            ahead = ahead[..., 1:]
-        skip = self.skip_weight(dtype)
-        y, _ = long_conv(
-            u,
-            back,
-            future_kernel=ahead,
-            skip=skip,
-            seq_idx=seq_idx,
-            lengths=lengths,
-            stride=stride,
-            positions=positions,
-        )
-        return y
+            back, ahead = fold_token(back, ahead)
+        return long_conv(u, back, future_kernel=ahead, skip=self.skip_weight(dtype), **options)[0]
 
-    @fetches_weights
+    @with_accelerate_hooks
     def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:
         state = self.advance(u_t, state)
         return self.read(u_t, state), state
@@ -230,7 +187,7 @@ class StateSpaceMixer(CachedKernelMixer):
             y = (self._widen(state, u_t.shape[0]).to(dtype) * rows).sum(-1)
             if self.use_skip:
                 y = y + self.skip_weight(dtype) * u_t.to(dtype).unsqueeze(1)
-        return (y if self.filters else y.squeeze(1)).to(u_t.dtype)
+        return self._squeeze(y).to(u_t.dtype)
 
     def _read_out(self, dtype: torch.dtype) -> torch.Tensor:
         """The rows that `read` takes, (F, D, N)."""

@@ -13,7 +13,6 @@ from transformers.utils import auto_docstring
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from hf_hybrid_ssm.layers.lmu import ImplicitAttention
 from hf_hybrid_ssm.models.attentions import IN_BLOCKS, refuse_attentions
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, prepare_cache
 from hf_hybrid_ssm.models.configuration import check_config_class
@@ -25,6 +24,7 @@ from hf_hybrid_ssm.models.heads import (
 )
 from hf_hybrid_ssm.models.inputs import check_inputs
 from hf_hybrid_ssm.models.lmu_isa.configuration_lmu_isa import LmuIsaConfig
+from hf_hybrid_ssm.models.lmu_isa.lmu import ImplicitAttention
 from hf_hybrid_ssm.models.packing import resolve_packing
 from hf_hybrid_ssm.models.parallel_plans import MatchingPlans
 from hf_hybrid_ssm.models.saving import SavesCode

@@ -13,9 +13,7 @@ from transformers.utils import auto_docstring, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from hf_hybrid_ssm.layers.adaptive_vocabulary import AdaptiveEmbedding, AdaptiveSoftmax
 from hf_hybrid_ssm.layers.mixers.base import Mixer
-from hf_hybrid_ssm.layers.norms import ScaleNorm, build_norm
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.models.attentions import IN_BLOCKS, refuse_attentions
 from hf_hybrid_ssm.models.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint
@@ -26,8 +24,10 @@ from hf_hybrid_ssm.models.inputs import check_class_labels, check_inputs
 from hf_hybrid_ssm.models.packing import resolve_packing
 from hf_hybrid_ssm.models.parallel_plans import MatchingPlans
 from hf_hybrid_ssm.models.saving import SavesCode
+from hf_hybrid_ssm.models.spade.adaptive_vocabulary import AdaptiveEmbedding, AdaptiveSoftmax
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
 from hf_hybrid_ssm.models.spade.layers_spade import SpadeBlock, relative_bias
+from hf_hybrid_ssm.models.spade.norms import ScaleNorm, build_norm
 from hf_hybrid_ssm.models.unpadding import Unpadding, unpadding_of
 
 

@@ -8,7 +8,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
 from transformers.utils import auto_docstring, can_return_tuple
 
-from hf_hybrid_ssm.layers.norms import build_norm
 from hf_hybrid_ssm.models.attentions import IN_BLOCKS, refuse_attentions
 from hf_hybrid_ssm.models.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, is_recurrent_state_layer, prepare_cache
@@ -26,6 +25,7 @@ from hf_hybrid_ssm.models.spade.modeling_spade import (
     SpadeStack,
     spade_embedding,
 )
+from hf_hybrid_ssm.models.spade.norms import build_norm
 from hf_hybrid_ssm.models.unpadding import Unpadding, unpadding_of
 from hf_hybrid_ssm.ops._core.checks import can_read_values, check_tensor
 
