@@ -13,6 +13,7 @@ from hf_hybrid_ssm.auto import FAMILIES, Family, owner_of
 from hf_hybrid_ssm.hub.flatten import flatten
 from hf_hybrid_ssm.hub.folder import is_as_exported, read_config, seal
 from hf_hybrid_ssm.hub.sources import PACKAGE, ROOT, module_of_class, needed_modules
+from hf_hybrid_ssm.layers.mixers.registry import BUILT_IN
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,13 @@ def check_exportable(model_type: str, model: PreTrainedModel | None, folder: str
     family = _family_of(model_type)
     if model is not None and type(model).__name__ not in family.names:
         raise ValueError(f"{type(model).__name__} is no class of the family {family.model_type!r}.")
+    ssm_type = getattr(getattr(model, "config", None), "ssm_type", None)
+    if ssm_type is None and folder is not None and (Path(folder) / "config.json").is_file():
+        ssm_type = read_config(Path(folder)).get("ssm_type")
+    if ssm_type not in (None, *BUILT_IN):
+        raise ValueError(
+            f"ssm_type={ssm_type!r} is a mixer that was registered from outside: its code is not exported."
+        )
     for path in sorted(Path(folder).glob("*.py")) if folder is not None else ():
         if not is_as_exported(path):
             raise ValueError(

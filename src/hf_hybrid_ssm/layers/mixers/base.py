@@ -113,7 +113,7 @@ class Mixer(Float32ParametersMixin):
         """Drop whatever is remembered about the values of the parameters; called whenever they may have changed."""
 
     def _parameter_dtype(self, name: str) -> torch.dtype:
-        existing = self._parameters.get(name)
+        existing = dict(self.named_parameters()).get(name)
         if existing is not None:
             return existing.dtype
         dtype = self._wanted_dtype or torch.get_default_dtype()

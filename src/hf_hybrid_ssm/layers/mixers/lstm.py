@@ -34,6 +34,14 @@ class LSTM(Mixer):
             hidden_size, width, batch_first=True, bidirectional=self.bidirectional, device=device, dtype=dtype
         )
 
+    def init_parameters(self) -> dict[str, torch.Tensor]:
+        """torch's: uniform between -1 and 1 over the root of the width."""
+        bound = self.rnn.hidden_size**-0.5
+        return {
+            name: (2 * torch.rand(parameter.shape, dtype=torch.float64) - 1) * bound
+            for name, parameter in self.named_parameters()
+        }
+
     def mix(
         self, u: torch.Tensor, initial_state: State | None, **rows: Unpack[RowOptions]
     ) -> tuple[torch.Tensor, State | None]:

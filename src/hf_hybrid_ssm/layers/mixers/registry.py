@@ -20,6 +20,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "ema": EMA,
     "lstm": LSTM,
 }
+BUILT_IN = frozenset(MIXERS)
 COMMON_OPTIONS = {"trainable": "ssm_trainable", "learning_rate": "ssm_learning_rate"}
 _CONFIG_OPTIONS: dict[str, dict[str, str]] = {}  # of mixers registered with options other than their class's
 

@@ -252,7 +252,12 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
         )  # fmt: skip
         self.check_activation("hidden_act", "classifier_activation")
         self.check_choice("attention_type", ATTENTION_TYPES)
-        self.check_choice("ssm_trainable", check_mixer_fields(self).trainable_choices)
+        choices = check_mixer_fields(self).trainable_choices
+        if self.ssm_trainable not in choices:
+            known = ", ".join(map(repr, choices))
+            raise ValueError(
+                f"ssm_trainable={self.ssm_trainable!r} is not one of {known}, the choices of ssm_type={self.ssm_type!r}."
+            )
         self.check_choice("ssm_merge", ("concat", "add", "stack"))
         self.check_choice("relative_bias_scope", ("shared", "per_layer", "none"))
         self.check_choice("norm_position", ("pre", "post"))

@@ -60,10 +60,6 @@ class SpadePreTrainedModel(MatchingPlans, SavesCode):
             for name, value in module.initial_values().items():
                 init.copy_(module.get_parameter(name), value)
             module.clear_kernel_cache()
-        elif isinstance(module, nn.LSTM):
-            for parameter in module.parameters():
-                bound = 1 / math.sqrt(module.hidden_size)
-                init.uniform_(parameter, -bound, bound)
         elif isinstance(module, RelativeBias):
             init.zeros_(module.weight)
         elif isinstance(module, ScaleNorm):
