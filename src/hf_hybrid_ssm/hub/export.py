@@ -94,9 +94,7 @@ def check_exportable(model_type: str, model: PreTrainedModel | None, folder: str
     if ssm_type is None and folder is not None and (Path(folder) / "config.json").is_file():
         ssm_type = read_config(Path(folder)).get("ssm_type")
     if ssm_type not in (None, *BUILT_IN):
-        raise ValueError(
-            f"ssm_type={ssm_type!r} is a mixer that was registered from outside: its code is not exported."
-        )
+        raise ValueError(f"ssm_type={ssm_type!r} is a mixer registered from outside, whose code is not exported.")
     for path in sorted(Path(folder).glob("*.py")) if folder is not None else ():
         if not is_as_exported(path):
             raise ValueError(

@@ -22,6 +22,7 @@ from transformers.utils import auto_docstring
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from hf_hybrid_ssm.layers.feed_forward import SwiGLU
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.models.attentions import IN_BLOCKS, refuse_attentions
@@ -35,7 +36,7 @@ from hf_hybrid_ssm.models.heads import (
 )
 from hf_hybrid_ssm.models.inputs import check_inputs
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
-from hf_hybrid_ssm.models.longhorn.layers_longhorn import ShortConvolution, SwiGLU
+from hf_hybrid_ssm.models.longhorn.short_convolution import ShortConvolution
 from hf_hybrid_ssm.models.packing import PackedRows, resolve_packing
 from hf_hybrid_ssm.models.parallel_plans import MatchingPlans
 from hf_hybrid_ssm.models.saving import SavesCode

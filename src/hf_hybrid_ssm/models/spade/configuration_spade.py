@@ -254,10 +254,8 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
         self.check_choice("attention_type", ATTENTION_TYPES)
         choices = check_mixer_fields(self).trainable_choices
         if self.ssm_trainable not in choices:
-            known = ", ".join(map(repr, choices))
-            raise ValueError(
-                f"ssm_trainable={self.ssm_trainable!r} is not one of {known}, the choices of ssm_type={self.ssm_type!r}."
-            )
+            known = f"{', '.join(map(repr, choices))}, the choices of ssm_type={self.ssm_type!r}"
+            raise ValueError(f"ssm_trainable={self.ssm_trainable!r} is not one of {known}.")
         self.check_choice("ssm_merge", ("concat", "add", "stack"))
         self.check_choice("relative_bias_scope", ("shared", "per_layer", "none"))
         self.check_choice("norm_position", ("pre", "post"))

@@ -1,23 +1,9 @@
-"""The feed-forward layer of Longhorn, and the short convolution before its recurrence."""
+"""The short causal convolution in front of a recurrence, as a module."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from hf_hybrid_ssm.ops.causal_conv import causal_conv
-
-
-class SwiGLU(nn.Module):
-    """down(silu(gate(x)) · up(x)), without biases; (B, L, hidden_size) → (B, L, hidden_size)."""
-
-    def __init__(self, hidden_size: int, intermediate_size: int):
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class ShortConvolution(nn.Conv1d):
