@@ -25,7 +25,7 @@ class Mixer(Float32ParametersMixin):
 
     `forward(u)` of a whole sequence, `forward` in pieces with the returned state, and `step` token by token compute
     the same. A state is one batch-first real tensor or a tuple of them. A subclass defines `init_parameters`, `mix`,
-    `step` and `init_state`, and says in its class variables what it can do.
+    `step` and `state_shapes`, and says in its class variables what it can do.
 
     Parameters come from `initial_values()`: drawn or derived in float64, then rounded once to the parameter's dtype.
     Models that are built on the meta device call it again for the tensors that no checkpoint filled. Parameters in
@@ -40,6 +40,7 @@ class Mixer(Float32ParametersMixin):
         learning_rate: of the recurrence's or filter's parameters (`dynamics_parameters`); read by the optimizer helper
             from `parameter._optim`. None leaves the rate to the optimizer, as it is for what reads the state out
             (`output_parameters`). Both are without weight decay.
+        device, dtype: of the parameters.
     """
 
     dynamics_parameters: ClassVar[tuple[str, ...]] = ()
@@ -62,6 +63,8 @@ class Mixer(Float32ParametersMixin):
         filters: int | None = None,
         trainable: str = "all",
         learning_rate: float | None = 1e-3,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         if not isinstance(hidden_size, int) or hidden_size < 1:
@@ -80,6 +83,7 @@ class Mixer(Float32ParametersMixin):
         self.filters = filters
         self.trainable = trainable
         self.learning_rate = learning_rate
+        self._factory: dict[str, Any] = {"device": device, "dtype": dtype}  # of the parameters
 
     # -- parameters ---------------------------------------------------------------------------------------------
 
@@ -93,10 +97,11 @@ class Mixer(Float32ParametersMixin):
             values = self.init_parameters()
         return {name: value.to(self._parameter_dtype(name)) for name, value in values.items()}
 
-    def create_parameters(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+    def create_parameters(self) -> None:
         """Register the parameters with their initial values; subclasses call it once their sizes are set."""
-        self._wanted_dtype = dtype
-        where = device or torch.empty(0).device  # torch 2.6 names another default device inside `with torch.device`
+        where = (
+            self._factory["device"] or torch.empty(0).device
+        )  # torch 2.6 names another default device inside `with torch.device`
         for name, value in self.initial_values().items():
             self.register_parameter(name, nn.Parameter(value.to(where)))
 
@@ -116,7 +121,7 @@ class Mixer(Float32ParametersMixin):
         existing = dict(self.named_parameters()).get(name)
         if existing is not None:
             return existing.dtype
-        dtype = self._wanted_dtype or torch.get_default_dtype()
+        dtype = self._factory["dtype"] or torch.get_default_dtype()
         return torch.promote_types(dtype, torch.float32) if name in self.float32_parameters else dtype
 
     def _is_frozen(self, name: str) -> bool:
@@ -201,6 +206,8 @@ class Mixer(Float32ParametersMixin):
         selection: dict[str, Any] = {"stride": stride, "positions": positions} if self.supports_filters else {}
         if not selection and (stride is not None or positions is not None):
             raise ValueError(f"{name} gives outputs at all tokens: stride and positions must be None.")
+        if initial_state is not None:
+            self._check_state(initial_state, u.shape[0])
         rows: RowOptions = {"seq_idx": seq_idx, "lengths": lengths, "return_final_state": return_final_state}
         return self.mix(u, initial_state, **rows, **selection)
 
@@ -215,16 +222,33 @@ class Mixer(Float32ParametersMixin):
         """One token: u_t (B, D) and the state before it -> y_t and the state after it."""
         raise NotImplementedError
 
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of each tensor of a state, without the batch in front."""
+        raise NotImplementedError
+
     def init_state(
         self, batch: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> State:
         """The state before the first token (zeros), float32 unless `dtype` says otherwise."""
-        raise NotImplementedError
+        device = device or next((param.device for param in self.parameters()), None)
+        shapes = ((batch, *shape) for shape in self.state_shapes())
+        state = tuple(torch.zeros(shape, device=device, dtype=dtype or torch.float32) for shape in shapes)
+        return state if len(state) > 1 else state[0]
 
-    def _check_step(self, u_t: torch.Tensor) -> None:
+    def _check_step(self, u_t: torch.Tensor, state: State) -> None:
         if self.bidirectional:
             raise ValueError(f"A bidirectional {type(self).__name__} has no step: its output needs the future.")
         check_tensor("u_t", u_t, (None, self.hidden_size), "B, D")
+        self._check_state(state, u_t.shape[0])
+
+    def _check_state(self, state: State, batch: int) -> None:
+        shapes = self.state_shapes()
+        parts = state if isinstance(state, tuple) else (state,)
+        if len(parts) != len(shapes):
+            raise ValueError(f"state must be {len(shapes)} tensors for {type(self).__name__}, got {len(parts)}.")
+        for index, (part, shape) in enumerate(zip(parts, shapes)):
+            name = f"state[{index}]" if len(shapes) > 1 else "state"
+            check_tensor(name, part, (batch, *shape), "B, ..., as of state_shapes()")
 
     def _squeeze(self, y: torch.Tensor) -> torch.Tensor:
         """(..., F, D) → (..., D), where F filters were not asked for."""

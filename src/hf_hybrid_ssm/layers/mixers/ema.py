@@ -38,8 +38,6 @@ class EMA(StateSpaceMixer):
         *,
         state_size: int = default_state_size,
         activation: str | None = "silu",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         **options: Any,
     ):
         super().__init__(hidden_size, **options)
@@ -48,7 +46,7 @@ class EMA(StateSpaceMixer):
         if activation not in ("silu", None):
             raise ValueError(f"activation={activation!r} must be 'silu' or None.")
         self.state_size, self.activation = state_size, activation
-        self.create_parameters(device, dtype)
+        self.create_parameters()
 
     def init_parameters(self) -> dict[str, torch.Tensor]:
         shape = (2 if self.bidirectional else 1, self.hidden_size, self.state_size)

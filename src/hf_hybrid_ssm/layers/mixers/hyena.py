@@ -10,7 +10,6 @@ from hf_hybrid_ssm.layers.mixers.base import FrozenLinear, Mixer, RowOptions, St
 from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer, fold_token
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.ops._core.autocast import without_autocast
-from hf_hybrid_ssm.ops._core.checks import check_tensor
 from hf_hybrid_ssm.ops._core.lengths import zero_beyond
 from hf_hybrid_ssm.ops.long_conv import long_conv
 
@@ -62,8 +61,6 @@ class ImplicitLongConv(CachedKernelMixer):
         slow_decay: float = 1.5,
         decay_target: float = 0.01,
         skip: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         **options: Any,
     ):
         super().__init__(hidden_size, **options)
@@ -80,7 +77,7 @@ class ImplicitLongConv(CachedKernelMixer):
         self.filter_emb, self.filter_hidden_size, self.filter_layers = filter_emb, filter_hidden_size, filter_layers
         self.filter_freq = filter_freq
         self.decays = (math.log(1 / decay_target) / slow_decay, math.log(1 / decay_target) / fast_decay)
-        self.create_parameters(device, dtype)
+        self.create_parameters()
 
     @property
     def _outputs(self) -> int:
@@ -161,19 +158,14 @@ class ImplicitLongConv(CachedKernelMixer):
 
     def advance(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
         """The state after the token u_t (B, D), without computing its output."""
-        self._check_step(u_t)
-        wanted = (u_t.shape[0], self.filter_length - 1, self.hidden_size)
-        check_tensor("state", state, wanted, "B, filter_length - 1, D")  # type: ignore[arg-type]
+        self._check_step(u_t, state)
         return torch.cat([state, u_t.to(state.dtype).unsqueeze(1)], dim=1)[:, 1:]  # type: ignore[union-attr, list-item]
 
-    def init_state(
-        self, batch: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
-        shape = (batch, self.filter_length - 1, self.hidden_size)
-        return torch.zeros(shape, device=device or self._device, dtype=dtype or torch.float32)
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return ((self.filter_length - 1, self.hidden_size),)
 
 
-COMMON_OPTIONS = ("bidirectional", "filters", "trainable", "learning_rate")  # of every mixer
+COMMON_OPTIONS = ("bidirectional", "filters", "trainable", "learning_rate", "device", "dtype")  # of every mixer
 
 
 class Hyena(Mixer):
@@ -187,21 +179,14 @@ class Hyena(Mixer):
 
     config_options: ClassVar[dict[str, str]] = ImplicitLongConv.config_options
 
-    def __init__(
-        self,
-        hidden_size: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **options: Any,
-    ):
+    def __init__(self, hidden_size: int, **options: Any):
         common = {name: options.pop(name) for name in COMMON_OPTIONS if name in options}
         super().__init__(hidden_size, **common)
         linear = FrozenLinear if self.trainable == "none" else nn.Linear
-        self.in_proj = linear(hidden_size, 3 * hidden_size, device=device, dtype=dtype)
-        self.out_proj = linear(hidden_size, hidden_size, device=device, dtype=dtype)
-        self.filter = ImplicitLongConv(hidden_size, device=device, dtype=dtype, **common, **options)
-        self.create_parameters(device, dtype)
+        self.in_proj = linear(hidden_size, 3 * hidden_size, **self._factory)
+        self.out_proj = linear(hidden_size, hidden_size, **self._factory)
+        self.filter = ImplicitLongConv(hidden_size, **common, **options)
+        self.create_parameters()
 
     def init_parameters(self) -> dict[str, torch.Tensor]:
         channels = 3 * self.hidden_size
@@ -223,9 +208,8 @@ class Hyena(Mixer):
 
     @with_accelerate_hooks
     def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
-        self._check_step(u_t)
+        self._check_step(u_t, state)
         short, history = state
-        check_tensor("state[0]", short, (u_t.shape[0], 2, 3 * self.hidden_size), "B, 2, 3 D")
         projected = self.in_proj(u_t)
         dtype = torch.promote_types(projected.dtype, torch.float32)
         window = torch.cat([short.to(dtype), projected.to(dtype).unsqueeze(1)], dim=1)  # oldest first
@@ -234,10 +218,5 @@ class Hyena(Mixer):
         z, history = self.filter.step(p1 * v, history)
         return self.out_proj(p0 * z), (window[:, 1:].to(short.dtype), history)
 
-    def init_state(
-        self, batch: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> tuple[torch.Tensor, ...]:
-        short = torch.zeros(
-            batch, 2, 3 * self.hidden_size, device=device or self.in_proj.weight.device, dtype=dtype or torch.float32
-        )
-        return short, self.filter.init_state(batch, device=device, dtype=dtype)
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return (2, 3 * self.hidden_size), *self.filter.state_shapes()

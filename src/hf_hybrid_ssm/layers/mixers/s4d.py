@@ -116,8 +116,6 @@ class S4D(DiagonalSSM):
         *,
         init: str = "legs",
         discretization: str | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         **options: Any,
     ):
         super().__init__(hidden_size, **options)
@@ -126,7 +124,7 @@ class S4D(DiagonalSSM):
         if discretization not in (None, *self.discretizations):
             raise ValueError(f"discretization={discretization!r} must be one of {', '.join(self.discretizations)}.")
         self.init, self.discretization = init, discretization or self.discretizations[0]
-        self.create_parameters(device, dtype)
+        self.create_parameters()
 
     def init_parameters(self) -> dict[str, torch.Tensor]:
         if self.init == "legs":

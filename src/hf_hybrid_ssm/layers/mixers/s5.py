@@ -10,7 +10,6 @@ from hf_hybrid_ssm.layers.mixers.state_space import log_uniform_step
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.layers.truncated_normal import truncated_normal
 from hf_hybrid_ssm.ops._core.autocast import without_autocast
-from hf_hybrid_ssm.ops._core.checks import check_tensor
 from hf_hybrid_ssm.ops._core.lengths import zero_beyond
 from hf_hybrid_ssm.ops._core.output_positions import check_output_positions, take_outputs
 from hf_hybrid_ssm.ops.linear_scan import diagonal_scan
@@ -58,8 +57,6 @@ class S5(Mixer):
         dt_min: float = 1e-3,
         dt_max: float = 1e-1,
         skip: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         **options: Any,
     ):
         super().__init__(hidden_size, **options)
@@ -69,7 +66,7 @@ class S5(Mixer):
             raise ValueError(f"state_size must be a multiple of 2 blocks = {2 * blocks}, got {state_size}.")
         self.state_size, self.blocks, self.use_skip = state_size, blocks, skip
         self.dt_min, self.dt_max = dt_min, dt_max
-        self.create_parameters(device, dtype)
+        self.create_parameters()
 
     def init_parameters(self) -> dict[str, torch.Tensor]:
         size, blocks, channels = self.state_size, self.blocks, self.hidden_size
@@ -125,9 +122,7 @@ class S5(Mixer):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         check_output_positions(stride, positions, *u.shape[:2])
         x = zero_beyond(u.to(self._computing_dtype(u)), rows["lengths"])
-        start = None
-        if initial_state is not None:
-            start = torch.view_as_complex(self._checked(initial_state, x).unflatten(-1, (-1, 2)))
+        start = None if initial_state is None else self._complex(initial_state, x.dtype)
         with without_autocast(u.device.type):
             decay, scale = self._discretised(x.dtype)
             driven = self._project_input(x, scale)
@@ -140,32 +135,30 @@ class S5(Mixer):
         state = None if final is None else torch.view_as_real(final).flatten(-2)
         return self._squeeze(y).to(u.dtype), state
 
-    def _checked(self, state: State, u: torch.Tensor) -> torch.Tensor:
-        check_tensor("state", state, (u.shape[0], self.state_size), "B, P")  # type: ignore[arg-type]
-        return state.to(u.dtype).contiguous()  # type: ignore[union-attr]
+    def _complex(self, state: State, dtype: torch.dtype) -> torch.Tensor:
+        """(B, P) real and imaginary parts side by side → (B, P/2) complex."""
+        return torch.view_as_complex(state.to(dtype).contiguous().unflatten(-1, (-1, 2)))  # type: ignore[union-attr]
 
     @with_accelerate_hooks
     def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:
         next_state = self.advance(u_t, state)
         u = u_t.to(self._computing_dtype(u_t))
         with without_autocast(u_t.device.type):
-            y = self._project_output(torch.view_as_complex(next_state.to(u.dtype).unflatten(-1, (-1, 2))), u)
+            y = self._project_output(self._complex(next_state, u.dtype), u)
         return self._squeeze(y).to(u_t.dtype), next_state
 
     def advance(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
         """The state after the token u_t (B, D), without reading it out."""
-        self._check_step(u_t)
+        self._check_step(u_t, state)
         u = u_t.to(self._computing_dtype(u_t))
         with without_autocast(u_t.device.type):
             decay, scale = self._discretised(u.dtype)
-            h = torch.view_as_complex(self._checked(state, u).unflatten(-1, (-1, 2)))
+            h = self._complex(state, u.dtype)
             next_state = (decay * h + self._project_input(u, scale)).to(h.dtype)
             return torch.view_as_real(next_state).flatten(-2)
 
-    def init_state(
-        self, batch: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
-        return torch.zeros(batch, self.state_size, device=device or self.B.device, dtype=dtype or torch.float32)
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return ((self.state_size,),)
 
 
 def _drawn(*shape: int, variance: float) -> torch.Tensor:

@@ -1,15 +1,14 @@
 """What S4, S4D and EMA share: a linear system per channel, its filter, its block form, its step."""
 
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from hf_hybrid_ssm.layers.mixers.base import RowOptions, State
+from hf_hybrid_ssm.layers.mixers.base import State
 from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer, fold_token
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.ops._core.autocast import without_autocast
-from hf_hybrid_ssm.ops._core.checks import check_tensor
 from hf_hybrid_ssm.ops.linear_scan import (
     ChannelSystem,
     Transition,
@@ -131,25 +130,19 @@ class StateSpaceMixer(CachedKernelMixer):
     # -- the interface ------------------------------------------------------------------------------------------
 
     def mix(
-        self,
-        u: torch.Tensor,
-        initial_state: State | None,
-        *,
-        stride: int | None = None,
-        positions: torch.Tensor | None = None,
-        **rows: Unpack[RowOptions],
+        self, u: torch.Tensor, initial_state: State | None, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         dtype = self._computing_dtype(u)
-        selection: dict[str, Any] = {"stride": stride, "positions": positions}
         if self.bidirectional:
-            return self._squeeze(self._two_sided(u, dtype, **rows, **selection)), None
-        state = self._widen(initial_state, u.shape[0]) if initial_state is not None else None
-        skip, returns_state = self.skip_weight(dtype), rows["return_final_state"]
-        is_plain = all(option is None for option in (state, rows["seq_idx"], stride, positions))
-        if is_plain and not returns_state and u.shape[1] > self.block_size:
-            y, final = long_conv(u, self.kernel(u.shape[1], dtype), skip=skip, lengths=rows["lengths"])
+            return self._squeeze(self._two_sided(u, dtype, **options)), None
+        assert not isinstance(initial_state, tuple)
+        state = None if initial_state is None else self._widen(initial_state)
+        skip, returns_state = self.skip_weight(dtype), options["return_final_state"]
+        is_plain = all(options.get(name) is None for name in ("seq_idx", "stride", "positions"))
+        if is_plain and state is None and not returns_state and u.shape[1] > self.block_size:
+            y, final = long_conv(u, self.kernel(u.shape[1], dtype), skip=skip, lengths=options["lengths"])
         else:
-            y, final = channel_scan(u, self.system(dtype), skip=skip, initial_state=state, **rows, **selection)
+            y, final = channel_scan(u, self.system(dtype), skip=skip, initial_state=state, **options)
         if returns_state and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             # Steps will follow, compiled ones perhaps: what they need is there when they are traced.
             self._step_constants(dtype)
@@ -169,22 +162,22 @@ class StateSpaceMixer(CachedKernelMixer):
 
     def advance(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
         """The state after the token u_t (B, D), without reading it out."""
-        self._check_step(u_t)
+        self._check_step(u_t, state)
         assert isinstance(state, torch.Tensor)
         dtype = self._computing_dtype(u_t)
         with without_autocast(u_t.device.type):
-            wide = self._widen(state, u_t.shape[0]).to(dtype)
+            wide = self._widen(state).to(dtype)
             moved = self._advance(u_t.to(dtype).unsqueeze(1), wide, dtype)
         return moved.view(state.shape)
 
     def read(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
         """y_t, (B, D) or (B, F, D), from the token u_t (B, D) and the state after it."""
-        self._check_step(u_t)
+        self._check_step(u_t, state)
         assert isinstance(state, torch.Tensor)
         dtype = self._computing_dtype(u_t)
         rows = self._read_out(dtype)
         with without_autocast(u_t.device.type):
-            y = (self._widen(state, u_t.shape[0]).to(dtype) * rows).sum(-1)
+            y = (self._widen(state).to(dtype) * rows).sum(-1)
             if self.use_skip:
                 y = y + self.skip_weight(dtype) * u_t.to(dtype).unsqueeze(1)
         return self._squeeze(y).to(u_t.dtype)
@@ -208,19 +201,13 @@ class StateSpaceMixer(CachedKernelMixer):
         transition, vector = self._step_constants(dtype)
         return transition.apply(state.unsqueeze(-2)).squeeze(-2) + vector * u_t.unsqueeze(-1)
 
-    def _state_shape(self, batch: int) -> tuple[int, ...]:
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         filters = () if self.filters is None else (self.filters,)
-        return (batch, *filters, self.hidden_size, self.state_size)
+        return ((*filters, self.hidden_size, self.state_size),)
 
-    def _widen(self, state: torch.Tensor, batch: int) -> torch.Tensor:
+    def _widen(self, state: torch.Tensor) -> torch.Tensor:
         """The state as (B, F, D, N)."""
-        check_tensor("state", state, self._state_shape(batch), "B, [F,] D, N")
         return state.unsqueeze(1) if self.filters is None else state
-
-    def init_state(
-        self, batch: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
-        return torch.zeros(self._state_shape(batch), device=device or self._device, dtype=dtype or torch.float32)
 
 
 def log_uniform_step(shape: tuple[int, ...], smallest: float, largest: float) -> torch.Tensor:

@@ -37,14 +37,12 @@ class LMU(Mixer):
         return legendre_memory(u, order=self.order, theta=self.theta, initial_state=initial_state, **rows)
 
     def step(self, u_t: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        self._check_step(u_t)
+        self._check_step(u_t, state)
         y, state = self(u_t.unsqueeze(1), initial_state=state, return_final_state=True)
         return y[:, 0], state
 
-    def init_state(
-        self, batch: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
-        return torch.zeros(batch, self.order, self.hidden_size, device=device, dtype=dtype or torch.float32)
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return ((self.order, self.hidden_size),)
 
     def decode(self, state: torch.Tensor, delays: torch.Tensor) -> torch.Tensor:
         """What the memory holds of the tokens `delays` steps ago: x_{t-k} ≈ Σ_i P_i(2 (k + 1/2) / theta - 1) m_i.

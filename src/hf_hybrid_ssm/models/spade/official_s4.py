@@ -9,7 +9,7 @@ def convert_s4(kernel: dict[str, torch.Tensor], skip: torch.Tensor) -> dict[str,
     """Tensors of `hf_hybrid_ssm.layers.mixers.s4.S4` with the same kernel, in float32.
 
     Args:
-        kernel: the tensors of an `SSKernelNPLR` of rank one by the names of `KERNEL_TENSORS`: C (F, D, n, 2), log_dt (D,),
+        kernel: the tensors of an `SSKernelNPLR` of rank one (`KERNEL_TENSORS`): C (F, D, n, 2), log_dt (D,),
             B and P (1, S, n, 2), inv_w_real = log(-Re Lambda) and w_imag (S, n), and L, the length for which C is
             stored as C~ = (I - (Abar^L)^T) C; 0 if C is stored itself.
         skip: its D, (1, D).
