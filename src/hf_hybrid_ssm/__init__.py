@@ -9,7 +9,9 @@ from hf_hybrid_ssm.lazy import attach
 __version__ = "0.1.0"
 
 __getattr__, __dir__, __all__ = attach(
-    __name__, {name: family.package for family in FAMILIES for name in family.names}
+    __name__,
+    {name: family.package for family in FAMILIES for name in family.names}
+    | {"register_mixer": "hf_hybrid_ssm.layers.mixers.registry"},
 )
 
 register()

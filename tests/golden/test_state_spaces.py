@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from hf_hybrid_ssm.layers.lmu import LMU
 from hf_hybrid_ssm.layers.mixers.base import Mixer
 from hf_hybrid_ssm.layers.mixers.ema import EMA
 from hf_hybrid_ssm.layers.mixers.hippo import legs_dplr
 from hf_hybrid_ssm.layers.mixers.hyena import Hyena, ImplicitLongConv
 from hf_hybrid_ssm.layers.mixers.s4 import S4
-from hf_hybrid_ssm.layers.mixers.s4_official import convert_s4
 from hf_hybrid_ssm.layers.mixers.s4d import S4D
 from hf_hybrid_ssm.layers.mixers.s5 import S5
+from hf_hybrid_ssm.models.lmu_isa.lmu import LMU
+from hf_hybrid_ssm.models.spade.official_s4 import convert_s4
 from hf_hybrid_ssm.ops.legendre_memory import impulse_response, transition
 from tests.golden.values import FLOAT32, Tensors, assert_near, golden, load
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from hf_hybrid_ssm import BstConfig, BstForCausalLM
-from hf_hybrid_ssm.layers.context_states import HeadwiseLinear
 from hf_hybrid_ssm.layers.mixers.registry import build_mixer
+from hf_hybrid_ssm.models.bst.context_states import HeadwiseLinear
 
 
 @pytest.mark.parametrize("variant", ["mh", "mf"])

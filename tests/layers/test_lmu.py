@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hybrid_ssm.layers.lmu import LMU
+from hf_hybrid_ssm.models.lmu_isa.lmu import LMU
 from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
 from hf_hybrid_ssm.ops.legendre_memory import impulse_response, legendre_memory, transition
 

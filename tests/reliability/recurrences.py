@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from hf_hybrid_ssm.layers.lmu import LMU
 from hf_hybrid_ssm.layers.mixers.base import Mixer
 from hf_hybrid_ssm.layers.mixers.ema import EMA
 from hf_hybrid_ssm.layers.mixers.s4 import S4
 from hf_hybrid_ssm.layers.mixers.s4d import S4D
 from hf_hybrid_ssm.layers.mixers.s5 import S5
 from hf_hybrid_ssm.layers.mixers.state_space import StateSpaceMixer
+from hf_hybrid_ssm.models.lmu_isa.lmu import LMU
 from hf_hybrid_ssm.ops.legendre_memory import transition
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
 

@@ -24,9 +24,9 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from hf_hybrid_ssm.auto import FAMILIES
-from hf_hybrid_ssm.layers.lmu import ImplicitAttention
 from hf_hybrid_ssm.layers.mixers.base import Mixer
-from hf_hybrid_ssm.layers.recurrent_states import RecurrentStates
+from hf_hybrid_ssm.models.bst.recurrent_states import RecurrentStates
+from hf_hybrid_ssm.models.lmu_isa.lmu import ImplicitAttention
 from hf_hybrid_ssm.models.longhorn.modeling_longhorn import LonghornMixer
 from tests.memory import in_own_memory
 from tests.reliability.bits import same_bits

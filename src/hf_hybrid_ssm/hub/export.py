@@ -13,6 +13,7 @@ from hf_hybrid_ssm.auto import FAMILIES, Family, owner_of
 from hf_hybrid_ssm.hub.flatten import flatten
 from hf_hybrid_ssm.hub.folder import is_as_exported, read_config, seal
 from hf_hybrid_ssm.hub.sources import PACKAGE, module_of_class, needed_modules
+from hf_hybrid_ssm.layers.mixers.registry import BUILT_IN
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,11 @@ def check_exportable(model_type: str, model: PreTrainedModel | None, folder: str
     family = _family_of(model_type)
     if model is not None and type(model).__name__ not in family.names:
         raise ValueError(f"{type(model).__name__} is no class of the family {family.model_type!r}.")
+    ssm_type = getattr(getattr(model, "config", None), "ssm_type", None)
+    if ssm_type is None and folder is not None and (Path(folder) / "config.json").is_file():
+        ssm_type = read_config(Path(folder)).get("ssm_type")
+    if ssm_type not in (None, *BUILT_IN):
+        raise ValueError(f"ssm_type={ssm_type!r} is a mixer registered from outside, whose code is not exported.")
     for path in sorted(Path(folder).glob("*.py")) if folder is not None else ():
         if not is_as_exported(path):
             raise ValueError(
@@ -102,7 +108,7 @@ def code_of(model_type: str) -> dict[str, str]:
     """File name → source of everything that the classes of a model type need."""
     family = _family_of(model_type)
     modules = needed_modules(sorted({module_of_class(family.package, name) for name in family.names}))
-    mixers = {module.name for module in needed_modules([f"{PACKAGE}.layers.mixers"])}
+    mixers = {module.name for module in needed_modules([f"{PACKAGE}.layers.mixers.registry"])}
 
     def file_of(module: str) -> str:
         _, floor, *rest = module.split(".")
@@ -112,7 +118,8 @@ def code_of(model_type: str) -> dict[str, str]:
             return "mixers" if module in mixers else "layers"
         if floor == "models" and len(rest) == 1:
             return f"configuration_{rest[0]}" if rest[0] == "configuration" else "model_parts"
-        return rest[-1]
+        is_listed = rest[-1].startswith(("configuration", "modeling"))
+        return rest[-1] if is_listed else f"layers_{rest[0]}"
 
     # what all configurations share goes with the family's own
     own = module_of_class(family.package, family.config).rsplit(".", 1)[1]

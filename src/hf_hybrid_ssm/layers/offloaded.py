@@ -1,4 +1,4 @@
-"""Methods beside `forward` that read parameters, on a module whose parameters are kept elsewhere between its calls."""
+"""Methods other than `forward` that read parameters, on a module whose parameters are kept elsewhere between calls."""
 
 import functools
 from collections.abc import Callable
@@ -7,17 +7,20 @@ from typing import Any, TypeVar
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def fetches_weights(method: Method) -> Method:
+def with_accelerate_hooks(method: Method) -> Method:
     """Let `method` of a module find its parameters, wherever they are.
 
     accelerate (`device_map` with memory for a part of the model, `disk_offload`) leaves parameters on the meta device,
     and FSDP2 leaves a shard of them on each device; both bring them in around `forward` alone. A mixer's `step` is
     called from outside as well: there the same hooks run around it. Within `forward` the parameters are in place, and
     nothing more happens.
+
+    transformers' `force_accelerate_hooks` does not serve: it runs the hooks of named submodules around the `forward`
+    of their parent, whether they are needed or not; it leaves the arguments where they are, and FSDP2 to itself.
     """
 
     @functools.wraps(method)
-    def fetching(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def with_hooks(self: Any, *args: Any, **kwargs: Any) -> Any:
         if hasattr(self, "unshard") and _is_sharded(self):
             from torch.distributed.fsdp import register_fsdp_forward_method
 
@@ -29,7 +32,7 @@ def fetches_weights(method: Method) -> Method:
         args, kwargs = hook.pre_forward(self, *args, **kwargs)
         return hook.post_forward(self, method(self, *args, **kwargs))
 
-    return fetching  # type: ignore[return-value]
+    return with_hooks  # type: ignore[return-value]
 
 
 def _is_sharded(module: Any) -> bool:

@@ -1,1 +1,5 @@
-"""Every long-range mixer, behind one interface."""
+"""Every long-range mixer, behind one interface, by its name in a configuration."""
+
+from hf_hybrid_ssm.layers.mixers.registry import MIXERS, build_mixer, register_mixer
+
+__all__ = ["MIXERS", "build_mixer", "register_mixer"]

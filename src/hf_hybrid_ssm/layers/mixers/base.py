@@ -1,6 +1,6 @@
 """The one interface of all long-range mixers, and how their parameters survive what happens to modules."""
 
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -12,11 +12,20 @@ from hf_hybrid_ssm.ops._core.lengths import check_lengths
 State: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 
 
+class RowOptions(TypedDict):
+    """How `Mixer.mix` reads the rows: options of `Mixer.forward`, checked there."""
+
+    seq_idx: torch.Tensor | None
+    lengths: torch.Tensor | None
+    return_final_state: bool
+
+
 class Mixer(Float32ParametersMixin):
     """Base of every long-range mixer: (B, L, D) in, (B, L, D) out (or (B, L, F, D) with `filters=F`).
 
     `forward(u)` of a whole sequence, `forward` in pieces with the returned state, and `step` token by token compute
-    the same. A state is one batch-first real tensor or a tuple of them.
+    the same. A state is one batch-first real tensor or a tuple of them. A subclass defines `init_parameters`, `mix`,
+    `step` and `state_shapes`, and says in its class variables what it can do.
 
     Parameters come from `initial_values()`: drawn or derived in float64, then rounded once to the parameter's dtype.
     Models that are built on the meta device call it again for the tensors that no checkpoint filled. Parameters in
@@ -25,24 +34,37 @@ class Mixer(Float32ParametersMixin):
     Args:
         hidden_size: D.
         bidirectional: two-sided, for encoders; such a mixer has no state and no step.
+        filters: F filters per channel, y is (B, L, F, D); None: one, y is (B, L, D).
         trainable: "all"; "none" (frozen: a constant filter, gradients reach only the input); some mixers also know
             "output" (what reads the state out still trains).
         learning_rate: of the recurrence's or filter's parameters (`dynamics_parameters`); read by the optimizer helper
             from `parameter._optim`. None leaves the rate to the optimizer, as it is for what reads the state out
             (`output_parameters`). Both are without weight decay.
+        device, dtype: of the parameters.
     """
 
     dynamics_parameters: ClassVar[tuple[str, ...]] = ()
     output_parameters: ClassVar[tuple[str, ...]] = ()
     trainable_choices: ClassVar[tuple[str, ...]] = ("all", "none")
+    supports_bidirectional: ClassVar[bool] = True
+    # F filters per channel, and outputs at some tokens only (`stride`, `positions`)
+    supports_filters: ClassVar[bool] = False
+    # option of the constructor -> the configuration's field that it is read from, where the configuration has it
+    config_options: ClassVar[dict[str, str]] = {}
+    default_state_size: ClassVar[int | None] = None  # of the option `state_size`; None: there is no such option
+    conjugate_pairs: ClassVar[bool] = False  # of states, so that `state_size` is even
+    discretizations: ClassVar[tuple[str, ...]] = ()  # of a continuous system, the first is the default
 
     def __init__(
         self,
         hidden_size: int,
         *,
         bidirectional: bool = False,
+        filters: int | None = None,
         trainable: str = "all",
         learning_rate: float | None = 1e-3,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         if not isinstance(hidden_size, int) or hidden_size < 1:
@@ -50,10 +72,18 @@ class Mixer(Float32ParametersMixin):
         if trainable not in self.trainable_choices:
             choices = ", ".join(self.trainable_choices)
             raise ValueError(f"trainable={trainable!r} must be one of {choices} for {type(self).__name__}.")
+        if bidirectional and not self.supports_bidirectional:
+            raise ValueError(f"{type(self).__name__} looks back only: bidirectional must be False.")
+        if filters is not None and not self.supports_filters:
+            raise ValueError(f"filters must be None: {type(self).__name__} has one filter per channel.")
+        if filters is not None and filters < 1:
+            raise ValueError(f"filters must be None or at least 1, got {filters}.")
         self.hidden_size = hidden_size
         self.bidirectional = bidirectional
+        self.filters = filters
         self.trainable = trainable
         self.learning_rate = learning_rate
+        self._factory: dict[str, Any] = {"device": device, "dtype": dtype}  # of the parameters
 
     # -- parameters ---------------------------------------------------------------------------------------------
 
@@ -67,10 +97,11 @@ class Mixer(Float32ParametersMixin):
             values = self.init_parameters()
         return {name: value.to(self._parameter_dtype(name)) for name, value in values.items()}
 
-    def create_parameters(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+    def create_parameters(self) -> None:
         """Register the parameters with their initial values; subclasses call it once their sizes are set."""
-        self._wanted_dtype = dtype
-        where = device or torch.empty(0).device  # torch 2.6 names another default device inside `with torch.device`
+        where = (
+            self._factory["device"] or torch.empty(0).device
+        )  # torch 2.6 names another default device inside `with torch.device`
         for name, value in self.initial_values().items():
             self.register_parameter(name, nn.Parameter(value.to(where)))
 
@@ -87,10 +118,10 @@ class Mixer(Float32ParametersMixin):
         """Drop whatever is remembered about the values of the parameters; called whenever they may have changed."""
 
     def _parameter_dtype(self, name: str) -> torch.dtype:
-        existing = self._parameters.get(name)
+        existing = dict(self.named_parameters()).get(name)
         if existing is not None:
             return existing.dtype
-        dtype = self._wanted_dtype or torch.get_default_dtype()
+        dtype = self._factory["dtype"] or torch.get_default_dtype()
         return torch.promote_types(dtype, torch.float32) if name in self.float32_parameters else dtype
 
     def _is_frozen(self, name: str) -> bool:
@@ -145,6 +176,8 @@ class Mixer(Float32ParametersMixin):
         seq_idx: torch.Tensor | None = None,
         lengths: torch.Tensor | None = None,
         return_final_state: bool = False,
+        stride: int | None = None,
+        positions: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, State | None]:
         """Mix a batch of sequences.
 
@@ -152,41 +185,74 @@ class Mixer(Float32ParametersMixin):
             u: (B, L, D).
             initial_state: what an earlier call returned, or `init_state`; of the row's first document.
             seq_idx: (B, L) int, documents of a packed row: nothing passes from one to another.
-            lengths: (B,) int, the real tokens at the front of each row. Outputs behind them mean nothing but are
+            lengths: (B,) int, the real tokens at the front of each row. Outputs after them mean nothing but are
                 finite, and the final state is the one after them.
             return_final_state: also return the state.
+            stride: W, outputs at the tokens W - 1, 2 W - 1, ... only: y is (B, L // W, [F,] D). This and `positions`
+                are for mixers that take `filters`.
+            positions: (B, J) int64, outputs at these tokens only: y is (B, J, [F,] D).
 
         Returns:
             y in u's dtype and the final state, or None if it was not asked for.
         """
+        check_tensor("u", u, (None, None, self.hidden_size), "B, L, D")
+        check_seq_idx(seq_idx, u.shape[0], u.shape[1])
+        check_lengths(lengths, u.shape[0], u.shape[1])
+        name = type(self).__name__
+        if self.bidirectional and (initial_state is not None or return_final_state):
+            raise ValueError(
+                f"A bidirectional {name} has no state: initial_state must be None and return_final_state False."
+            )
+        selection: dict[str, Any] = {"stride": stride, "positions": positions} if self.supports_filters else {}
+        if not selection and (stride is not None or positions is not None):
+            raise ValueError(f"{name} gives outputs at all tokens: stride and positions must be None.")
+        if initial_state is not None:
+            self._check_state(initial_state, u.shape[0])
+        rows: RowOptions = {"seq_idx": seq_idx, "lengths": lengths, "return_final_state": return_final_state}
+        return self.mix(u, initial_state, **rows, **selection)
+
+    def mix(
+        self, u: torch.Tensor, initial_state: State | None, **rows: Unpack[RowOptions]
+    ) -> tuple[torch.Tensor, State | None]:
+        """What `forward` computes, for arguments that it has checked; with `supports_filters` there are also the
+        options `stride` and `positions`."""
         raise NotImplementedError
 
     def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
         """One token: u_t (B, D) and the state before it -> y_t and the state after it."""
         raise NotImplementedError
 
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of each tensor of a state, without the batch in front."""
+        raise NotImplementedError
+
     def init_state(
         self, batch: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> State:
         """The state before the first token (zeros), float32 unless `dtype` says otherwise."""
-        raise NotImplementedError
+        device = device or next((param.device for param in self.parameters()), None)
+        shapes = ((batch, *shape) for shape in self.state_shapes())
+        state = tuple(torch.zeros(shape, device=device, dtype=dtype or torch.float32) for shape in shapes)
+        return state if len(state) > 1 else state[0]
 
-    def _check_input(
-        self, u: torch.Tensor, initial_state: object, seq_idx: object, lengths: object, return_final_state: bool
-    ) -> None:
-        check_tensor("u", u, (None, None, self.hidden_size), "B, L, D")
-        check_seq_idx(seq_idx, u.shape[0], u.shape[1])  # type: ignore[arg-type]
-        check_lengths(lengths, u.shape[0], u.shape[1])  # type: ignore[arg-type]
-        if self.bidirectional and (initial_state is not None or return_final_state):
-            raise ValueError(
-                f"A bidirectional {type(self).__name__} has no state: initial_state must be None and "
-                "return_final_state False."
-            )
-
-    def _check_step(self, u_t: torch.Tensor) -> None:
+    def _check_step(self, u_t: torch.Tensor, state: State) -> None:
         if self.bidirectional:
             raise ValueError(f"A bidirectional {type(self).__name__} has no step: its output needs the future.")
         check_tensor("u_t", u_t, (None, self.hidden_size), "B, D")
+        self._check_state(state, u_t.shape[0])
+
+    def _check_state(self, state: State, batch: int) -> None:
+        shapes = self.state_shapes()
+        parts = state if isinstance(state, tuple) else (state,)
+        if len(parts) != len(shapes):
+            raise ValueError(f"state must be {len(shapes)} tensors for {type(self).__name__}, got {len(parts)}.")
+        for index, (part, shape) in enumerate(zip(parts, shapes)):
+            name = f"state[{index}]" if len(shapes) > 1 else "state"
+            check_tensor(name, part, (batch, *shape), "B, ..., as of state_shapes()")
+
+    def _squeeze(self, y: torch.Tensor) -> torch.Tensor:
+        """(..., F, D) → (..., D), where F filters were not asked for."""
+        return y if self.filters else y.squeeze(-2)
 
     def extra_repr(self) -> str:
         parts = [str(self.hidden_size)]
@@ -195,6 +261,19 @@ class Mixer(Float32ParametersMixin):
         if self.trainable != "all":
             parts.append(f"trainable={self.trainable!r}")
         return ", ".join(parts)
+
+
+def named_states(state: State | None) -> dict[str, torch.Tensor]:
+    """A state as a cache keeps it: its tensors by the names `ssm_0`, `ssm_1`, ...; without a state none."""
+    parts = () if state is None else (state,) if isinstance(state, torch.Tensor) else state
+    return {f"ssm_{index}": part for index, part in enumerate(parts)}
+
+
+def mixer_state(states: dict[str, torch.Tensor]) -> State | None:
+    """The state among the tensors of a cache, by the names of `named_states`; None if there is none."""
+    count = sum(name.startswith("ssm_") for name in states)
+    parts = tuple(states[f"ssm_{index}"] for index in range(count))
+    return parts if count > 1 else parts[0] if parts else None
 
 
 class _Frozen(nn.Module):

@@ -85,3 +85,9 @@ class CachedKernelMixer(Mixer):
         for param in self._own_parameters().values():
             dtype = torch.promote_types(dtype, param.dtype)
         return dtype
+
+
+def fold_token(back: torch.Tensor, ahead: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Kernels that look back and ahead from the token itself, as `long_conv` takes them: the one ahead starts at the
+    next token."""
+    return torch.cat([back[..., :1] + ahead[..., :1], back[..., 1:]], dim=-1), ahead[..., 1:]

@@ -24,6 +24,9 @@ class EMA(StateSpaceMixer):
     """
 
     ahead_includes_token: ClassVar[bool] = True
+    supports_filters: ClassVar[bool] = False
+    config_options: ClassVar[dict[str, str]] = {"state_size": "ssm_state_size", "activation": "ema_activation"}
+    default_state_size: ClassVar[int] = 16
     trainable_choices: ClassVar[tuple[str, ...]] = ("all", "output", "none")
     dynamics_parameters: ClassVar[tuple[str, ...]] = ("delta", "alpha", "beta")
     output_parameters: ClassVar[tuple[str, ...]] = ("gamma", "omega")
@@ -33,21 +36,17 @@ class EMA(StateSpaceMixer):
         self,
         hidden_size: int,
         *,
-        state_size: int = 16,
+        state_size: int = default_state_size,
         activation: str | None = "silu",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         **options: Any,
     ):
         super().__init__(hidden_size, **options)
-        if self.filters is not None:
-            raise ValueError("filters must be None: EMA has one filter per channel.")
         if state_size < 1:
             raise ValueError(f"state_size must be at least 1, got {state_size}.")
         if activation not in ("silu", None):
             raise ValueError(f"activation={activation!r} must be 'silu' or None.")
         self.state_size, self.activation = state_size, activation
-        self.create_parameters(device, dtype)
+        self.create_parameters()
 
     def init_parameters(self) -> dict[str, torch.Tensor]:
         shape = (2 if self.bidirectional else 1, self.hidden_size, self.state_size)
@@ -80,8 +79,10 @@ class EMA(StateSpaceMixer):
     def skip_weight(self, dtype: torch.dtype) -> torch.Tensor | None:
         return self.omega.to(dtype).unsqueeze(0) if self.use_skip else None
 
-    def forward(self, u: torch.Tensor, **rows: Any) -> tuple[torch.Tensor, torch.Tensor | None]:  # type: ignore[override]
-        y, state = super().forward(u, **rows)
+    def mix(
+        self, u: torch.Tensor, initial_state: State | None, **rows: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        y, state = super().mix(u, initial_state, **rows)
         return (F.silu(y) if self.activation else y), state
 
     def read(self, u_t: torch.Tensor, state: State) -> torch.Tensor:

@@ -1,16 +1,15 @@
 """Long convolutions with a free filter: the plain implicit one, and Hyena around it (Poli et al., 2023)."""
 
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import nn
 
-from hf_hybrid_ssm.layers.mixers.base import FrozenLinear, Mixer, State
-from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer
-from hf_hybrid_ssm.layers.offloaded import fetches_weights
+from hf_hybrid_ssm.layers.mixers.base import FrozenLinear, Mixer, RowOptions, State
+from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer, fold_token
+from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.ops._core.autocast import without_autocast
-from hf_hybrid_ssm.ops._core.checks import check_tensor
 from hf_hybrid_ssm.ops._core.lengths import zero_beyond
 from hf_hybrid_ssm.ops.long_conv import long_conv
 
@@ -26,13 +25,24 @@ class ImplicitLongConv(CachedKernelMixer):
 
     Args:
         filter_length: Lf.
-        filters: F filters per channel and y (B, L, F, D); None: one, y (B, L, D).
         filter_emb, filter_hidden_size, filter_layers, filter_freq: features of pe (odd), hidden width, hidden layers
             after the first, initial frequency of the sines.
         fast_decay, slow_decay, decay_target: alpha runs from ln(1 / target) / slow to ln(1 / target) / fast.
         skip: with the D term.
     """
 
+    supports_filters: ClassVar[bool] = True
+    config_options: ClassVar[dict[str, str]] = {
+        "filter_length": "filter_length",
+        "filter_emb": "filter_emb_dim",
+        "filter_hidden_size": "filter_hidden_size",
+        "filter_layers": "filter_inner_layers",
+        "filter_freq": "filter_sin_freq",
+        "fast_decay": "filter_fast_decay_pct",
+        "slow_decay": "filter_slow_decay_pct",
+        "decay_target": "filter_decay_target",
+        "skip": "ssm_skip",
+    }
     # the published filters train at 1e-3 without weight decay
     dynamics_parameters: ClassVar[tuple[str, ...]] = ("ffn_in", "ffn_in_bias", "ffn", "ffn_bias", "freq", "ffn_out")
     output_parameters: ClassVar[tuple[str, ...]] = ("D",)
@@ -43,7 +53,6 @@ class ImplicitLongConv(CachedKernelMixer):
         hidden_size: int,
         *,
         filter_length: int = 4096,
-        filters: int | None = None,
         filter_emb: int = 33,
         filter_hidden_size: int = 64,
         filter_layers: int = 2,
@@ -52,13 +61,11 @@ class ImplicitLongConv(CachedKernelMixer):
         slow_decay: float = 1.5,
         decay_target: float = 0.01,
         skip: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         **options: Any,
     ):
         super().__init__(hidden_size, **options)
-        if filter_length < 1 or (filters is not None and filters < 1):
-            raise ValueError(f"filter_length and filters must be at least 1, got {filter_length} and {filters}.")
+        if filter_length < 1:
+            raise ValueError(f"filter_length must be at least 1, got {filter_length}.")
         if filter_emb < 3 or filter_emb % 2 == 0:
             raise ValueError(f"filter_emb must be odd and at least 3 (time, cosines, sines), got {filter_emb}.")
         if not 0 < fast_decay <= slow_decay or not 0 < decay_target < 1:
@@ -66,11 +73,11 @@ class ImplicitLongConv(CachedKernelMixer):
                 "decays must satisfy 0 < fast_decay <= slow_decay and 0 < decay_target < 1, got "
                 f"{fast_decay}, {slow_decay}, {decay_target}."
             )
-        self.filter_length, self.filters, self.use_skip = filter_length, filters, skip
+        self.filter_length, self.use_skip = filter_length, skip
         self.filter_emb, self.filter_hidden_size, self.filter_layers = filter_emb, filter_hidden_size, filter_layers
         self.filter_freq = filter_freq
         self.decays = (math.log(1 / decay_target) / slow_decay, math.log(1 / decay_target) / fast_decay)
-        self.create_parameters(device, dtype)
+        self.create_parameters()
 
     @property
     def _outputs(self) -> int:
@@ -123,51 +130,22 @@ class ImplicitLongConv(CachedKernelMixer):
         alpha = torch.linspace(*self.decays, self.hidden_size, dtype=dtype, device=k.device)
         return h * torch.exp(-torch.outer(alpha, t))
 
-    def forward(  # type: ignore[override]
-        self,
-        u: torch.Tensor,
-        *,
-        initial_state: torch.Tensor | None = None,
-        seq_idx: torch.Tensor | None = None,
-        lengths: torch.Tensor | None = None,
-        return_final_state: bool = False,
-        stride: int | None = None,
-        positions: torch.Tensor | None = None,
+    def mix(
+        self, u: torch.Tensor, initial_state: State | None, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `Mixer.forward`; y only where it is asked for.
-
-        `stride=W`: at the tokens W-1, 2W-1, ..., (B, L // W, [F,] D). `positions` (B, J) int64: at these tokens,
-        (B, J, [F,] D).
-        """
-        self._check_input(u, initial_state, seq_idx, lengths, return_final_state)
         dtype = self._computing_dtype(u)
-        stateful = initial_state is not None or return_final_state
+        stateful = initial_state is not None or options["return_final_state"]
         taps = self.filter_length if stateful else max(1, min(self.filter_length, u.shape[1]))
-        kernel = self.kernel(taps, dtype)
-        ahead = None
-        if self.bidirectional:  # the token itself counts in both directions
-            ahead = self.kernel(taps, dtype, 1)
-            kernel, ahead = torch.cat([kernel[..., :1] + ahead[..., :1], kernel[..., 1:]], dim=-1), ahead[..., 1:]
-        y, state = long_conv(
-            u,
-            kernel,
-            future_kernel=ahead,
-            skip=self._skip(dtype),
-            initial_state=initial_state,
-            seq_idx=seq_idx,
-            lengths=lengths,
-            return_final_state=return_final_state,
-            stride=stride,
-            positions=positions,
-        )
-        return (y if self.filters else y.squeeze(2)), state
+        kernel, ahead = self.kernel(taps, dtype), None
+        if self.bidirectional:
+            kernel, ahead = fold_token(kernel, self.kernel(taps, dtype, 1))
+        skip = self.D.to(dtype) if self.use_skip else None
+        y, state = long_conv(u, kernel, future_kernel=ahead, skip=skip, initial_state=initial_state, **options)
+        return self._squeeze(y), state
 
-    def _skip(self, dtype: torch.dtype) -> torch.Tensor | None:
-        return self.D.to(dtype) if self.use_skip else None
-
-    @fetches_weights
+    @with_accelerate_hooks
     def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:
-        following = self.advance(u_t, state)
+        next_state = self.advance(u_t, state)
         assert isinstance(state, torch.Tensor)
         dtype = self._computing_dtype(u_t)
         kernel, u = self.kernel(self.filter_length, dtype), u_t.to(dtype)
@@ -176,20 +154,18 @@ class ImplicitLongConv(CachedKernelMixer):
             y = y + kernel[..., 0] * u.unsqueeze(1)
             if self.use_skip:
                 y = y + self.D.to(dtype) * u.unsqueeze(1)
-        return (y if self.filters else y.squeeze(1)).to(u_t.dtype), following
+        return self._squeeze(y).to(u_t.dtype), next_state
 
     def advance(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
         """The state after the token u_t (B, D), without computing its output."""
-        self._check_step(u_t)
-        wanted = (u_t.shape[0], self.filter_length - 1, self.hidden_size)
-        check_tensor("state", state, wanted, "B, filter_length - 1, D")  # type: ignore[arg-type]
+        self._check_step(u_t, state)
         return torch.cat([state, u_t.to(state.dtype).unsqueeze(1)], dim=1)[:, 1:]  # type: ignore[union-attr, list-item]
 
-    def init_state(
-        self, batch: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
-        shape = (batch, self.filter_length - 1, self.hidden_size)
-        return torch.zeros(shape, device=device or self._device, dtype=dtype or torch.float32)
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return ((self.filter_length - 1, self.hidden_size),)
+
+
+COMMON_OPTIONS = ("bidirectional", "filters", "trainable", "learning_rate", "device", "dtype")  # of every mixer
 
 
 class Hyena(Mixer):
@@ -201,66 +177,39 @@ class Hyena(Mixer):
     The state is the last two rows of W_in u, (B, 2, 3 D), and the filter's own, (B, filter_length - 1, D).
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        *,
-        bidirectional: bool = False,
-        trainable: str = "all",
-        learning_rate: float | None = 1e-3,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **filter_options: Any,
-    ):
-        common: dict[str, Any] = {
-            "bidirectional": bidirectional,
-            "trainable": trainable,
-            "learning_rate": learning_rate,
-        }
+    config_options: ClassVar[dict[str, str]] = ImplicitLongConv.config_options
+
+    def __init__(self, hidden_size: int, **options: Any):
+        common = {name: options.pop(name) for name in COMMON_OPTIONS if name in options}
         super().__init__(hidden_size, **common)
-        if filter_options.get("filters") is not None:
-            raise ValueError("filters must be None: Hyena has one filter per channel.")
-        linear = FrozenLinear if trainable == "none" else nn.Linear
-        self.in_proj = linear(hidden_size, 3 * hidden_size, device=device, dtype=dtype)
-        self.out_proj = linear(hidden_size, hidden_size, device=device, dtype=dtype)
-        self.filter = ImplicitLongConv(hidden_size, device=device, dtype=dtype, **common, **filter_options)
-        self.create_parameters(device, dtype)
+        linear = FrozenLinear if self.trainable == "none" else nn.Linear
+        self.in_proj = linear(hidden_size, 3 * hidden_size, **self._factory)
+        self.out_proj = linear(hidden_size, hidden_size, **self._factory)
+        self.filter = ImplicitLongConv(hidden_size, **common, **options)
+        self.create_parameters()
 
     def init_parameters(self) -> dict[str, torch.Tensor]:
         channels = 3 * self.hidden_size
         weight, bias = (2 * torch.rand(channels, n, dtype=torch.float64) - 1 for n in (3, 1))
         return {"short_weight": weight / math.sqrt(3), "short_bias": bias.squeeze(1) / math.sqrt(3)}
 
-    def forward(
-        self,
-        u: torch.Tensor,
-        *,
-        initial_state: State | None = None,
-        seq_idx: torch.Tensor | None = None,
-        lengths: torch.Tensor | None = None,
-        return_final_state: bool = False,
+    def mix(
+        self, u: torch.Tensor, initial_state: State | None, **rows: Unpack[RowOptions]
     ) -> tuple[torch.Tensor, State | None]:
-        self._check_input(u, initial_state, seq_idx, lengths, return_final_state)
         short, history = (None, None) if initial_state is None else initial_state
-        projected = self.in_proj(zero_beyond(u, lengths))
-        weight = self.short_weight
-        rows: dict[str, Any] = {"seq_idx": seq_idx, "lengths": lengths}
+        projected = self.in_proj(zero_beyond(u, rows["lengths"]))
+        weight, ahead = self.short_weight, None
         if self.bidirectional:
-            mixed, last = long_conv(projected, weight[:, :2], future_kernel=weight[:, 2:], **rows)
-        else:
-            mixed, last = long_conv(
-                projected, weight, initial_state=short, return_final_state=return_final_state, **rows
-            )
+            weight, ahead = weight[:, :2], weight[:, 2:]
+        mixed, last = long_conv(projected, weight, future_kernel=ahead, initial_state=short, **rows)
         p0, p1, v = (mixed + self.short_bias).to(u.dtype).chunk(3, dim=-1)
-        z, history = self.filter(p1 * v, initial_state=history, return_final_state=return_final_state, **rows)
-        state = (last, history) if return_final_state else None
-        return self.out_proj(p0 * z), state  # type: ignore[return-value]
+        z, history = self.filter(p1 * v, initial_state=history, **rows)
+        return self.out_proj(p0 * z), None if last is None else (last, history)
 
-    @fetches_weights
+    @with_accelerate_hooks
     def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
-        self._check_step(u_t)
+        self._check_step(u_t, state)
         short, history = state
-        check_tensor("state[0]", short, (u_t.shape[0], 2, 3 * self.hidden_size), "B, 2, 3 D")
         projected = self.in_proj(u_t)
         dtype = torch.promote_types(projected.dtype, torch.float32)
         window = torch.cat([short.to(dtype), projected.to(dtype).unsqueeze(1)], dim=1)  # oldest first
@@ -269,10 +218,5 @@ class Hyena(Mixer):
         z, history = self.filter.step(p1 * v, history)
         return self.out_proj(p0 * z), (window[:, 1:].to(short.dtype), history)
 
-    def init_state(
-        self, batch: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> tuple[torch.Tensor, ...]:
-        short = torch.zeros(
-            batch, 2, 3 * self.hidden_size, device=device or self.in_proj.weight.device, dtype=dtype or torch.float32
-        )
-        return short, self.filter.init_state(batch, device=device, dtype=dtype)
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return (2, 3 * self.hidden_size), *self.filter.state_shapes()

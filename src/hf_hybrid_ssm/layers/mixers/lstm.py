@@ -1,13 +1,12 @@
 """`torch.nn.LSTM` behind the interface of the long-range mixers, for ablations."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
-from hf_hybrid_ssm.layers.mixers.base import FrozenLSTM, Mixer, State
+from hf_hybrid_ssm.layers.mixers.base import FrozenLSTM, Mixer, RowOptions, State
 from hf_hybrid_ssm.ops._core.autocast import without_autocast
-from hf_hybrid_ssm.ops._core.checks import check_tensor
 
 
 class LSTM(Mixer):
@@ -17,37 +16,30 @@ class LSTM(Mixer):
     Like every recurrence it computes in the precision of its parameters, whatever autocast would take.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **options: Any,
-    ):
+    def __init__(self, hidden_size: int, **options: Any):
         super().__init__(hidden_size, **options)
         if self.bidirectional and hidden_size % 2:
             raise ValueError(f"hidden_size must be even for a bidirectional LSTM, got {hidden_size}.")
         kind = FrozenLSTM if self.trainable == "none" else nn.LSTM
         width = hidden_size // 2 if self.bidirectional else hidden_size
-        self.rnn = kind(
-            hidden_size, width, batch_first=True, bidirectional=self.bidirectional, device=device, dtype=dtype
-        )
+        self.rnn = kind(hidden_size, width, batch_first=True, bidirectional=self.bidirectional, **self._factory)
 
-    def forward(
-        self,
-        u: torch.Tensor,
-        *,
-        initial_state: State | None = None,
-        seq_idx: torch.Tensor | None = None,
-        lengths: torch.Tensor | None = None,
-        return_final_state: bool = False,
+    def init_parameters(self) -> dict[str, torch.Tensor]:
+        """torch's: uniform between -1 and 1 over the root of the width."""
+        bound = self.rnn.hidden_size**-0.5
+        return {
+            name: (2 * torch.rand(parameter.shape, dtype=torch.float64) - 1) * bound
+            for name, parameter in self.named_parameters()
+        }
+
+    def mix(
+        self, u: torch.Tensor, initial_state: State | None, **rows: Unpack[RowOptions]
     ) -> tuple[torch.Tensor, State | None]:
-        self._check_input(u, initial_state, seq_idx, lengths, return_final_state)
+        seq_idx, lengths, return_final_state = rows["seq_idx"], rows["lengths"], rows["return_final_state"]
         batch, length, _ = u.shape
         start = None
         if not self.bidirectional:
-            start = self._checked(self.init_state(batch) if initial_state is None else initial_state, batch)
+            start = self._parts(self.init_state(batch, device=u.device) if initial_state is None else initial_state)
         if batch == 0 or length == 0:
             return u, _widened(start) if return_final_state and start is not None else None
         x = u.to(self.rnn.weight_ih_l0.dtype)
@@ -98,27 +90,18 @@ class LSTM(Mixer):
         empty = (~real[:, 0]).unsqueeze(1)
         return y, tuple(torch.where(empty, old, new[0][last]) for old, new in zip(start, final))
 
-    def _checked(self, state: State, batch: int) -> tuple[torch.Tensor, ...]:
-        if not isinstance(state, tuple) or len(state) != 2:
-            raise ValueError("state must be a pair of tensors (h, c) of shape (B, D).")
-        for name, part in zip("hc", state):
-            check_tensor(f"state {name}", part, (batch, self.hidden_size), "B, D")
+    def _parts(self, state: State) -> tuple[torch.Tensor, ...]:
         return tuple(part.to(self.rnn.weight_ih_l0.dtype) for part in state)
 
     def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
-        self._check_step(u_t)
-        start = tuple(part.unsqueeze(0) for part in self._checked(state, u_t.shape[0]))
+        self._check_step(u_t, state)
+        start = tuple(part.unsqueeze(0) for part in self._parts(state))
         with without_autocast(u_t.device.type):
             y, final = self.rnn(u_t.to(self.rnn.weight_ih_l0.dtype).unsqueeze(1), start)
         return y.squeeze(1).to(u_t.dtype), _widened(tuple(part[0] for part in final))
 
-    def init_state(
-        self, batch: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> tuple[torch.Tensor, ...]:
-        device = device or self.rnn.weight_ih_l0.device
-        return tuple(
-            torch.zeros(batch, self.hidden_size, device=device, dtype=dtype or torch.float32) for _ in range(2)
-        )
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return (self.hidden_size,), (self.hidden_size,)
 
 
 def _widened(state: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

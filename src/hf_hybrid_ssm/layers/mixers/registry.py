@@ -1,5 +1,6 @@
-"""Every long-range mixer by its name in a config."""
+"""Every long-range mixer by its name in a configuration (`ssm_type`), and what it reads of one."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from hf_hybrid_ssm.layers.mixers.base import Mixer
@@ -19,6 +20,62 @@ MIXERS: dict[str, type[Mixer]] = {
     "ema": EMA,
     "lstm": LSTM,
 }
+BUILT_IN = frozenset(MIXERS)
+COMMON_OPTIONS = {"trainable": "ssm_trainable", "learning_rate": "ssm_learning_rate"}
+_CONFIG_OPTIONS: dict[str, dict[str, str]] = {}  # of mixers registered with options other than their class's
+
+
+def register_mixer(name: str, mixer: type[Mixer], *, config_options: Mapping[str, str] | None = None) -> None:
+    """Let `ssm_type=name` of SPADE and BST mean a mixer of your own.
+
+    Args:
+        name: as in a configuration.
+        mixer: a subclass of `Mixer`. One of the same module and name takes the place of an earlier one, as when the
+            cell of a notebook is run again.
+        config_options: option of its constructor → field of the configuration that holds it, a new one perhaps; an
+            option whose field a configuration lacks has its default. None: those of the class, `mixer.config_options`.
+
+    Raises:
+        TypeError: `mixer` is not a subclass of `Mixer`.
+        ValueError: another mixer has the name.
+    """
+    if not (isinstance(mixer, type) and issubclass(mixer, Mixer)):
+        raise TypeError(f"mixer must be a subclass of Mixer, got {mixer!r}.")
+    known = MIXERS.get(name, mixer)
+    if (known.__module__, known.__qualname__) != (mixer.__module__, mixer.__qualname__):
+        raise ValueError(
+            f"There is a mixer {name!r} already, {known.__module__}.{known.__qualname__}; choose another."
+        )
+    MIXERS[name] = mixer
+    _CONFIG_OPTIONS[name] = dict(mixer.config_options if config_options is None else config_options)
+
+
+def mixer_class(name: str) -> type[Mixer]:
+    """The class called `name`.
+
+    Raises:
+        ValueError: there is no such mixer.
+    """
+    if name not in MIXERS:
+        raise ValueError(f"There is no mixer {name!r}; choose one of {', '.join(sorted(MIXERS))}.")
+    return MIXERS[name]
+
+
+def check_mixer_fields(config: Any) -> type[Mixer]:
+    """The class that `config.ssm_type` names.
+
+    Raises:
+        ValueError: there is no such mixer, or `config.ssm_state_size` is odd and its states are pairs.
+    """
+    name, size = config.ssm_type, config.ssm_state_size
+    if name not in MIXERS:
+        raise ValueError(
+            f"ssm_type={name!r} is not one of {', '.join(map(repr, MIXERS))}; one of your own is made known by "
+            "hf_hybrid_ssm.register_mixer."
+        )
+    if size is not None and size % 2 and MIXERS[name].conjugate_pairs:
+        raise ValueError(f"ssm_state_size={size} must be even for ssm_type={name!r}: its states are conjugate pairs.")
+    return MIXERS[name]
 
 
 def build_mixer(name: str, hidden_size: int, *, frozen: bool = False, **options: Any) -> Mixer:
@@ -32,13 +89,21 @@ def build_mixer(name: str, hidden_size: int, *, frozen: bool = False, **options:
     Raises:
         ValueError: there is no such mixer, or it has no such option.
     """
-    if name not in MIXERS:
-        raise ValueError(f"There is no mixer {name!r}; choose one of {', '.join(sorted(MIXERS))}.")
+    mixer = mixer_class(name)
     if frozen:
         if options.get("trainable", "none") != "none":
             raise ValueError(f"frozen=True contradicts trainable={options['trainable']!r}.")
         options["trainable"] = "none"
     try:
-        return MIXERS[name](hidden_size, **options)
+        return mixer(hidden_size, **options)
     except TypeError as error:
         raise ValueError(f"The mixer {name!r} does not take these options: {error}.") from error
+
+
+def mixer_from_config(config: Any, **options: Any) -> Mixer:
+    """The mixer `config.ssm_type` of `config.hidden_size` channels, with what it reads of the configuration; `options`
+    (`bidirectional`, `filters`) are the model's."""
+    name = config.ssm_type
+    fields = COMMON_OPTIONS | _CONFIG_OPTIONS.get(name, mixer_class(name).config_options)
+    read = {option: getattr(config, field) for option, field in fields.items() if hasattr(config, field)}
+    return build_mixer(name, config.hidden_size, **read | options)

@@ -40,19 +40,13 @@ class S4(DiagonalSSM):
     learning_rate).
     """
 
+    discretizations: ClassVar[tuple[str, ...]] = ("bilinear",)
     dynamics_parameters: ClassVar[tuple[str, ...]] = ("A_log_real", "A_imag", "B", "P", "log_dt")
     float32_parameters: ClassVar[tuple[str, ...]] = ("A_log_real", "A_imag", "B", "P", "C", "log_dt", "D")
 
-    def __init__(
-        self,
-        hidden_size: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **options: Any,
-    ):
+    def __init__(self, hidden_size: int, **options: Any):
         super().__init__(hidden_size, **options)
-        self.create_parameters(device, dtype)
+        self.create_parameters()
 
     def init_parameters(self) -> dict[str, torch.Tensor]:
         eigenvalues, b, p = legs_dplr(self.state_size)

@@ -24,12 +24,21 @@ class DiagonalSSM(StateSpaceMixer):
 
     trainable_choices: ClassVar[tuple[str, ...]] = ("all", "output", "none")
     output_parameters: ClassVar[tuple[str, ...]] = ("C", "D")
+    config_options: ClassVar[dict[str, str]] = {
+        "state_size": "ssm_state_size",
+        "num_dynamics": "ssm_num_dynamics",
+        "dt_min": "ssm_dt_min",
+        "dt_max": "ssm_dt_max",
+        "skip": "ssm_skip",
+    }
+    default_state_size: ClassVar[int] = 64
+    conjugate_pairs: ClassVar[bool] = True
 
     def __init__(
         self,
         hidden_size: int,
         *,
-        state_size: int = 64,
+        state_size: int = default_state_size,
         num_dynamics: int | None = None,
         dt_min: float = 1e-3,
         dt_max: float = 1e-1,
@@ -84,14 +93,20 @@ class DiagonalSSM(StateSpaceMixer):
 class S4D(DiagonalSSM):
     r"""Diagonal S4: K_k = 2 Re sum_n C_n Bbar_n Abar_n^k.
 
-    Discretisation "zoh" (Abar = e^{dt A}, Bbar = (Abar - 1) / A B) or "bilinear". Initialisation "legs" (the normal
-    part of HiPPO-LegS, Im B clipped to [-2, 2]), "inv" (A_n = -1/2 + i N / pi (N / (2n + 1) - 1), its asymptotic form)
-    or "lin" (A_n = -1/2 + i pi n), both with B = 1.
+    Discretisation "zoh" (the default; Abar = e^{dt A}, Bbar = (Abar - 1) / A B) or "bilinear". Initialisation "legs"
+    (the normal part of HiPPO-LegS, Im B clipped to [-2, 2]), "inv" (A_n = -1/2 + i N / pi (N / (2n + 1) - 1), its
+    asymptotic form) or "lin" (A_n = -1/2 + i pi n), both with B = 1.
 
     Further arguments: `DiagonalSSM` (state_size, num_dynamics, dt_min, dt_max), `StateSpaceMixer` (filters,
     block_size, skip) and `Mixer` (bidirectional, trainable, learning_rate).
     """
 
+    config_options: ClassVar[dict[str, str]] = {
+        **DiagonalSSM.config_options,
+        "init": "ssm_init",
+        "discretization": "ssm_discretization",
+    }
+    discretizations: ClassVar[tuple[str, ...]] = ("zoh", "bilinear")
     dynamics_parameters: ClassVar[tuple[str, ...]] = ("A_log_real", "A_imag", "B", "log_dt")
     float32_parameters: ClassVar[tuple[str, ...]] = ("A_log_real", "A_imag", "B", "C", "log_dt", "D")
 
@@ -100,18 +115,16 @@ class S4D(DiagonalSSM):
         hidden_size: int,
         *,
         init: str = "legs",
-        discretization: str = "zoh",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        discretization: str | None = None,
         **options: Any,
     ):
         super().__init__(hidden_size, **options)
         if init not in INITS:
             raise ValueError(f"init={init!r} must be one of {', '.join(INITS)}.")
-        if discretization not in ("zoh", "bilinear"):
-            raise ValueError(f"discretization={discretization!r} must be one of zoh, bilinear.")
-        self.init, self.discretization = init, discretization
-        self.create_parameters(device, dtype)
+        if discretization not in (None, *self.discretizations):
+            raise ValueError(f"discretization={discretization!r} must be one of {', '.join(self.discretizations)}.")
+        self.init, self.discretization = init, discretization or self.discretizations[0]
+        self.create_parameters()
 
     def init_parameters(self) -> dict[str, torch.Tensor]:
         if self.init == "legs":

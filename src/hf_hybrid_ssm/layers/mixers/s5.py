@@ -1,16 +1,15 @@
 """S5: one diagonal state space with many inputs and outputs for all channels together (Smith et al., 2022)."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 
-from hf_hybrid_ssm.layers.mixers.base import Mixer, State
+from hf_hybrid_ssm.layers.mixers.base import Mixer, RowOptions, State
 from hf_hybrid_ssm.layers.mixers.hippo import legs_dplr_basis
 from hf_hybrid_ssm.layers.mixers.state_space import log_uniform_step
-from hf_hybrid_ssm.layers.offloaded import fetches_weights
+from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.layers.truncated_normal import truncated_normal
 from hf_hybrid_ssm.ops._core.autocast import without_autocast
-from hf_hybrid_ssm.ops._core.checks import check_tensor
 from hf_hybrid_ssm.ops._core.lengths import zero_beyond
 from hf_hybrid_ssm.ops._core.output_positions import check_output_positions, take_outputs
 from hf_hybrid_ssm.ops.linear_scan import diagonal_scan
@@ -23,16 +22,27 @@ class S5(Mixer):
 
     The `state_size` = P dimensions are P / 2 conjugate pairs with a step size each, begun as `blocks` equal HiPPO-LegS
     blocks. Parameters: `A_real`, `A_imag`, `log_dt` (P/2,), `B` (P/2, D, 2), `C` (directions F, D, P/2, 2), `D` (F,
-    D).
+    D). All F filters share the state, (B, P).
     Bidirectional: one scan each way over the same inputs with its own C; both include the token itself.
 
     Args:
-        state_size, blocks: P and the number of HiPPO blocks, which divides P into even parts.
-        filters: F outputs per channel and y (B, L, F, D); None: one, y (B, L, D). The state (B, P) is shared.
+        state_size, blocks: P and the number of HiPPO blocks, which divides P into even parts; by default 8, or the
+            largest of 4, 2, 1 that does.
         dt_min, dt_max: range of the initial step sizes.
         skip: with the D term.
     """
 
+    supports_filters: ClassVar[bool] = True
+    config_options: ClassVar[dict[str, str]] = {
+        "state_size": "ssm_state_size",
+        "blocks": "s5_blocks",
+        "dt_min": "ssm_dt_min",
+        "dt_max": "ssm_dt_max",
+        "skip": "ssm_skip",
+    }
+    default_state_size: ClassVar[int] = 256
+    conjugate_pairs: ClassVar[bool] = True
+    discretizations: ClassVar[tuple[str, ...]] = ("zoh",)
     trainable_choices: ClassVar[tuple[str, ...]] = ("all", "output", "none")
     dynamics_parameters: ClassVar[tuple[str, ...]] = ("A_real", "A_imag", "B", "log_dt")
     output_parameters: ClassVar[tuple[str, ...]] = ("C", "D")
@@ -42,24 +52,21 @@ class S5(Mixer):
         self,
         hidden_size: int,
         *,
-        state_size: int = 256,
-        blocks: int = 8,
-        filters: int | None = None,
+        state_size: int = default_state_size,
+        blocks: int | None = None,
         dt_min: float = 1e-3,
         dt_max: float = 1e-1,
         skip: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         **options: Any,
     ):
         super().__init__(hidden_size, **options)
+        if blocks is None:
+            blocks = next(count for count in (8, 4, 2, 1) if count == 1 or state_size % (2 * count) == 0)
         if blocks < 1 or state_size < 2 or state_size % (2 * blocks):
             raise ValueError(f"state_size must be a multiple of 2 blocks = {2 * blocks}, got {state_size}.")
-        if filters is not None and filters < 1:
-            raise ValueError(f"filters must be None or at least 1, got {filters}.")
-        self.state_size, self.blocks, self.filters, self.use_skip = state_size, blocks, filters, skip
+        self.state_size, self.blocks, self.use_skip = state_size, blocks, skip
         self.dt_min, self.dt_max = dt_min, dt_max
-        self.create_parameters(device, dtype)
+        self.create_parameters()
 
     def init_parameters(self) -> dict[str, torch.Tensor]:
         size, blocks, channels = self.state_size, self.blocks, self.hidden_size
@@ -104,73 +111,54 @@ class S5(Mixer):
         y = (torch.view_as_real(h).flatten(-2) @ rows.T).unflatten(-1, (-1, self.hidden_size))
         return y + self.D.to(u.dtype) * u.unsqueeze(-2) if u is not None and self.use_skip else y
 
-    def forward(  # type: ignore[override]
+    def mix(
         self,
         u: torch.Tensor,
+        initial_state: State | None,
         *,
-        initial_state: torch.Tensor | None = None,
-        seq_idx: torch.Tensor | None = None,
-        lengths: torch.Tensor | None = None,
-        return_final_state: bool = False,
         stride: int | None = None,
         positions: torch.Tensor | None = None,
+        **rows: Unpack[RowOptions],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `Mixer.forward`; y only where it is asked for.
-
-        `stride=W`: at the tokens W-1, 2W-1, ..., (B, L // W, [F,] D). `positions` (B, J) int64: at these tokens,
-        (B, J, [F,] D).
-        """
-        self._check_input(u, initial_state, seq_idx, lengths, return_final_state)
-        x = zero_beyond(u.to(self._computing_dtype(u)), lengths)
-        start = None
-        if initial_state is not None:
-            start = torch.view_as_complex(self._checked(initial_state, x).unflatten(-1, (-1, 2)))
         check_output_positions(stride, positions, *u.shape[:2])
+        x = zero_beyond(u.to(self._computing_dtype(u)), rows["lengths"])
+        start = None if initial_state is None else self._complex(initial_state, x.dtype)
         with without_autocast(u.device.type):
             decay, scale = self._discretised(x.dtype)
-            entering = self._project_input(x, scale)
-            h, final = diagonal_scan(
-                decay,
-                entering,
-                initial_state=start,
-                seq_idx=seq_idx,
-                lengths=lengths,
-                return_final_state=return_final_state,
-            )
+            driven = self._project_input(x, scale)
+            h, final = diagonal_scan(decay, driven, initial_state=start, **rows)
             y = self._project_output(take_outputs(h, stride, positions), take_outputs(x, stride, positions))
             if self.bidirectional:
-                reverse = None if seq_idx is None else -seq_idx.flip(1)
-                h, _ = diagonal_scan(decay, entering.flip(1), seq_idx=reverse)
+                reverse = None if rows["seq_idx"] is None else -rows["seq_idx"].flip(1)
+                h, _ = diagonal_scan(decay, driven.flip(1), seq_idx=reverse)
                 y = y + self._project_output(take_outputs(h.flip(1), stride, positions), None, 1)
         state = None if final is None else torch.view_as_real(final).flatten(-2)
-        return (y if self.filters else y.squeeze(-2)).to(u.dtype), state
+        return self._squeeze(y).to(u.dtype), state
 
-    def _checked(self, state: State, u: torch.Tensor) -> torch.Tensor:
-        check_tensor("state", state, (u.shape[0], self.state_size), "B, P")  # type: ignore[arg-type]
-        return state.to(u.dtype).contiguous()  # type: ignore[union-attr]
+    def _complex(self, state: State, dtype: torch.dtype) -> torch.Tensor:
+        """(B, P) real and imaginary parts side by side → (B, P/2) complex."""
+        return torch.view_as_complex(state.to(dtype).contiguous().unflatten(-1, (-1, 2)))  # type: ignore[union-attr]
 
-    @fetches_weights
+    @with_accelerate_hooks
     def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:
-        following = self.advance(u_t, state)
+        next_state = self.advance(u_t, state)
         u = u_t.to(self._computing_dtype(u_t))
         with without_autocast(u_t.device.type):
-            y = self._project_output(torch.view_as_complex(following.to(u.dtype).unflatten(-1, (-1, 2))), u)
-        return (y if self.filters else y.squeeze(-2)).to(u_t.dtype), following
+            y = self._project_output(self._complex(next_state, u.dtype), u)
+        return self._squeeze(y).to(u_t.dtype), next_state
 
     def advance(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
         """The state after the token u_t (B, D), without reading it out."""
-        self._check_step(u_t)
+        self._check_step(u_t, state)
         u = u_t.to(self._computing_dtype(u_t))
         with without_autocast(u_t.device.type):
             decay, scale = self._discretised(u.dtype)
-            h = torch.view_as_complex(self._checked(state, u).unflatten(-1, (-1, 2)))
-            following = (decay * h + self._project_input(u, scale)).to(h.dtype)
-            return torch.view_as_real(following).flatten(-2)
+            h = self._complex(state, u.dtype)
+            next_state = (decay * h + self._project_input(u, scale)).to(h.dtype)
+            return torch.view_as_real(next_state).flatten(-2)
 
-    def init_state(
-        self, batch: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
-        return torch.zeros(batch, self.state_size, device=device or self.B.device, dtype=dtype or torch.float32)
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return ((self.state_size,),)
 
 
 def _drawn(*shape: int, variance: float) -> torch.Tensor:

@@ -6,10 +6,9 @@ import torch
 from torch import nn
 
 from hf_hybrid_ssm.layers.mixers.base import State
-from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer
-from hf_hybrid_ssm.layers.offloaded import fetches_weights
+from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer, fold_token
+from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.ops._core.autocast import without_autocast
-from hf_hybrid_ssm.ops._core.checks import check_tensor
 from hf_hybrid_ssm.ops.linear_scan import (
     ChannelSystem,
     Transition,
@@ -29,24 +28,22 @@ class StateSpaceMixer(CachedKernelMixer):
     a state before or after them are convolved with the kernel by FFT, all others go block by block; both compute the
     same numbers. Constant kernels and block matrices are computed once, in float64 (`CachedKernelMixer`).
 
+    The state is (B, F, D, N), without `filters` (B, D, N).
+
     Args:
-        filters: F filters per channel and y (B, L, F, D), state (B, F, D, N). None: one, y (B, L, D), state (B, D, N).
         block_size: tokens per block, a power of two.
+        skip: with the D term.
     """
 
+    supports_filters: ClassVar[bool] = True
     state_size: int
     # whether the kernel that looks ahead starts at the token itself, or at the next one
     ahead_includes_token: ClassVar[bool] = False
 
-    def __init__(
-        self, hidden_size: int, *, filters: int | None = None, block_size: int = 64, skip: bool = True, **options: Any
-    ):
+    def __init__(self, hidden_size: int, *, block_size: int = 64, skip: bool = True, **options: Any):
         super().__init__(hidden_size, **options)
-        if filters is not None and filters < 1:
-            raise ValueError(f"filters must be None or at least 1, got {filters}.")
         if block_size < 1 or block_size & (block_size - 1):
             raise ValueError(f"block_size must be a power of two, got {block_size}.")
-        self.filters = filters
         self.block_size = block_size
         self.use_skip = skip
 
@@ -132,105 +129,58 @@ class StateSpaceMixer(CachedKernelMixer):
 
     # -- the interface ------------------------------------------------------------------------------------------
 
-    def forward(  # type: ignore[override]
-        self,
-        u: torch.Tensor,
-        *,
-        initial_state: torch.Tensor | None = None,
-        seq_idx: torch.Tensor | None = None,
-        lengths: torch.Tensor | None = None,
-        return_final_state: bool = False,
-        stride: int | None = None,
-        positions: torch.Tensor | None = None,
+    def mix(
+        self, u: torch.Tensor, initial_state: State | None, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `Mixer.forward`; y only where it is asked for.
-
-        `stride=W`: at the tokens W-1, 2W-1, ..., (B, L // W, [F,] D). `positions` (B, J) int64: at these tokens,
-        (B, J, [F,] D).
-        """
-        self._check_input(u, initial_state, seq_idx, lengths, return_final_state)
         dtype = self._computing_dtype(u)
         if self.bidirectional:
-            y = self._two_sided(u, seq_idx, lengths, stride, positions, dtype)
-            return (y if self.filters else y.squeeze(2)), None
-        state = self._widen(initial_state, u.shape[0]) if initial_state is not None else None
-        skip = self.skip_weight(dtype)
-        stateless = initial_state is None and not return_final_state
-        everywhere = seq_idx is None and stride is None and positions is None
-        if stateless and everywhere and u.shape[1] > self.block_size:
-            y, final = long_conv(u, self.kernel(u.shape[1], dtype), skip=skip, lengths=lengths)
+            return self._squeeze(self._two_sided(u, dtype, **options)), None
+        assert not isinstance(initial_state, tuple)
+        state = None if initial_state is None else self._widen(initial_state)
+        skip, returns_state = self.skip_weight(dtype), options["return_final_state"]
+        is_plain = all(options.get(name) is None for name in ("seq_idx", "stride", "positions"))
+        if is_plain and state is None and not returns_state and u.shape[1] > self.block_size:
+            y, final = long_conv(u, self.kernel(u.shape[1], dtype), skip=skip, lengths=options["lengths"])
         else:
-            y, final = channel_scan(
-                u,
-                self.system(dtype),
-                skip=skip,
-                initial_state=state,
-                seq_idx=seq_idx,
-                lengths=lengths,
-                return_final_state=return_final_state,
-                stride=stride,
-                positions=positions,
-            )
-        if return_final_state and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            y, final = channel_scan(u, self.system(dtype), skip=skip, initial_state=state, **options)
+        if returns_state and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             # Steps will follow, compiled ones perhaps: what they need is there when they are traced.
             self._step_constants(dtype)
             self._read_out(dtype)
-        if self.filters is None:
-            y, final = y.squeeze(2), None if final is None else final.squeeze(1)
-        return y, final
+        return self._squeeze(y), final if final is None or self.filters else final.squeeze(1)
 
-    def _two_sided(
-        self,
-        u: torch.Tensor,
-        seq_idx: torch.Tensor | None,
-        lengths: torch.Tensor | None,
-        stride: int | None,
-        positions: torch.Tensor | None,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
+    def _two_sided(self, u: torch.Tensor, dtype: torch.dtype, **options: Any) -> torch.Tensor:
         back, ahead = (self.kernel(max(u.shape[1], 1), dtype, direction) for direction in (0, 1))
         if self.ahead_includes_token:
-            back = torch.cat([back[..., :1] + ahead[..., :1], back[..., 1:]], dim=-1)
-            ahead = ahead[..., 1:]
-        skip = self.skip_weight(dtype)
-        y, _ = long_conv(
-            u,
-            back,
-            future_kernel=ahead,
-            skip=skip,
-            seq_idx=seq_idx,
-            lengths=lengths,
-            stride=stride,
-            positions=positions,
-        )
-        return y
+            back, ahead = fold_token(back, ahead)
+        return long_conv(u, back, future_kernel=ahead, skip=self.skip_weight(dtype), **options)[0]
 
-    @fetches_weights
+    @with_accelerate_hooks
     def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:
         state = self.advance(u_t, state)
         return self.read(u_t, state), state
 
     def advance(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
         """The state after the token u_t (B, D), without reading it out."""
-        self._check_step(u_t)
+        self._check_step(u_t, state)
         assert isinstance(state, torch.Tensor)
         dtype = self._computing_dtype(u_t)
         with without_autocast(u_t.device.type):
-            wide = self._widen(state, u_t.shape[0]).to(dtype)
+            wide = self._widen(state).to(dtype)
             moved = self._advance(u_t.to(dtype).unsqueeze(1), wide, dtype)
         return moved.view(state.shape)
 
     def read(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
         """y_t, (B, D) or (B, F, D), from the token u_t (B, D) and the state after it."""
-        self._check_step(u_t)
+        self._check_step(u_t, state)
         assert isinstance(state, torch.Tensor)
         dtype = self._computing_dtype(u_t)
         rows = self._read_out(dtype)
         with without_autocast(u_t.device.type):
-            y = (self._widen(state, u_t.shape[0]).to(dtype) * rows).sum(-1)
+            y = (self._widen(state).to(dtype) * rows).sum(-1)
             if self.use_skip:
                 y = y + self.skip_weight(dtype) * u_t.to(dtype).unsqueeze(1)
-        return (y if self.filters else y.squeeze(1)).to(u_t.dtype)
+        return self._squeeze(y).to(u_t.dtype)
 
     def _read_out(self, dtype: torch.dtype) -> torch.Tensor:
         """The rows that `read` takes, (F, D, N)."""
@@ -251,19 +201,13 @@ class StateSpaceMixer(CachedKernelMixer):
         transition, vector = self._step_constants(dtype)
         return transition.apply(state.unsqueeze(-2)).squeeze(-2) + vector * u_t.unsqueeze(-1)
 
-    def _state_shape(self, batch: int) -> tuple[int, ...]:
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         filters = () if self.filters is None else (self.filters,)
-        return (batch, *filters, self.hidden_size, self.state_size)
+        return ((*filters, self.hidden_size, self.state_size),)
 
-    def _widen(self, state: torch.Tensor, batch: int) -> torch.Tensor:
+    def _widen(self, state: torch.Tensor) -> torch.Tensor:
         """The state as (B, F, D, N)."""
-        check_tensor("state", state, self._state_shape(batch), "B, [F,] D, N")
         return state.unsqueeze(1) if self.filters is None else state
-
-    def init_state(
-        self, batch: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
-        return torch.zeros(self._state_shape(batch), device=device or self._device, dtype=dtype or torch.float32)
 
 
 def log_uniform_step(shape: tuple[int, ...], smallest: float, largest: float) -> torch.Tensor:

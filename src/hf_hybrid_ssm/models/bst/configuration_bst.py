@@ -7,12 +7,11 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from hf_hybrid_ssm.layers.mixers.registry import MIXERS, check_mixer_fields
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE, HybridConfigMixin
 
 BLOCK_TYPES = ("sliding_attention", "bst", "block_recurrent")
-# how each turns its continuous system into a discrete one; the first is the default
-DISCRETIZATIONS = {"s4d": ("zoh", "bilinear"), "s4": ("bilinear",), "s5": ("zoh",), "unstructured": ()}
-SSM_TYPES = tuple(DISCRETIZATIONS)
+STATE_SIZES = {"s4d": 16, "s4": 16}  # the paper's
 
 
 def _default_indices(config: Any) -> list[int]:
@@ -29,6 +28,11 @@ def _bst_layers(config: Any) -> list[int]:
     if config.follows("block_types"):
         return _default_indices(config)
     return [index for index, block_type in enumerate(config.block_types) if block_type == "bst"]
+
+
+def _state_size(config: Any) -> int | None:
+    default = getattr(MIXERS.get(config.ssm_type), "default_state_size", None)
+    return STATE_SIZES.get(config.ssm_type, default)
 
 
 @strict
@@ -58,9 +62,10 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
             (one a context state).
         num_context_states (`int`, *optional*, defaults to 32): S, context states of a block for `"mf"`.
         recurrent_num_states (`int`, *optional*, defaults to 512): State vectors of a `"block_recurrent"` layer.
-        ssm_type (`str`, *optional*, defaults to `"s4d"`): `"s4d"`, `"s4"`, `"unstructured"` or `"s5"`.
-        ssm_state_size (`int`, *optional*): N, real state dimensions of a channel (s5: of all channels together); 16
-            by default, 256 for s5.
+        ssm_type (`str`, *optional*, defaults to `"s4d"`): `"s4d"`, `"s4"`, `"unstructured"` or `"s5"`; with
+            `context_variant="sh"` also `"hyena"`, `"ema"`, `"lstm"` or a name given to [`register_mixer`].
+        ssm_state_size (`int`, *optional*): N, real state dimensions of a channel (s5: of all channels together); by
+            default 16 (s4d, s4, ema) or 256 (s5).
         ssm_num_dynamics (`int`, *optional*): Independent copies of A and B; one for each filter and channel by
         default.
         ssm_init (`str`, *optional*, defaults to `"legs"`): `"legs"`, `"inv"` or `"lin"`, of s4d.
@@ -135,7 +140,7 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
     derived: ClassVar[dict[str, Callable[[Any], Any]]] = {
         "block_types": _block_types,
         "ssm_layers": _bst_layers,
-        "ssm_state_size": lambda config: 256 if config.ssm_type == "s5" else 16,
+        "ssm_state_size": _state_size,
         "logit_scale": lambda config: 1 / math.sqrt(config.hidden_size) if config.hidden_size > 0 else None,
     }
 
@@ -201,34 +206,6 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
         """The kind of cache layer each block needs: always our own."""
         return [STATE_LAYER_TYPE] * self.num_hidden_layers
 
-    @property
-    def ssm_options(self) -> dict[str, Any]:
-        """What `build_mixer` takes for this `ssm_type`."""
-        options: dict[str, Any] = {
-            "skip": self.ssm_skip,
-            "learning_rate": self.ssm_learning_rate,
-            "bidirectional": self.bidirectional,
-        }
-        if self.ssm_type == "unstructured":
-            return options | {
-                "filter_length": self.filter_length,
-                "filter_emb": self.filter_emb_dim,
-                "filter_hidden_size": self.filter_hidden_size,
-                "filter_layers": self.filter_inner_layers,
-                "filter_freq": float(self.filter_sin_freq),
-                "fast_decay": self.filter_fast_decay_pct,
-                "slow_decay": self.filter_slow_decay_pct,
-                "decay_target": self.filter_decay_target,
-            }
-        options |= {"state_size": self.ssm_state_size, "dt_min": self.ssm_dt_min, "dt_max": self.ssm_dt_max}
-        if self.ssm_type == "s5":
-            size = self.ssm_state_size or 2
-            return options | {"blocks": max(b for b in (1, 2, 4, 8) if size % (2 * b) == 0)}
-        options |= {"num_dynamics": self.ssm_num_dynamics}
-        if self.ssm_type == "s4d":
-            options |= {"init": self.ssm_init, "discretization": self.ssm_discretization or DISCRETIZATIONS["s4d"][0]}
-        return options
-
     def validate_layer_type(self) -> None:
         indices, layers = self.ssm_layers, self.num_hidden_layers
         if len(set(indices)) != len(indices) or any(not 0 <= index < layers for index in indices):
@@ -252,11 +229,15 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
         self.check_dropout("dropout", "attention_dropout", "final_dropout")
         self.check_activation("hidden_act")
         self.check_choice("context_variant", ("sh", "mh", "mf"))
-        self.check_choice("ssm_type", SSM_TYPES)
         self.check_choice("ssm_init", ("legs", "inv", "lin"))
-        if self.ssm_state_size % 2:  # type: ignore[operator]
-            raise ValueError(f"ssm_state_size={self.ssm_state_size} must be even: states come in conjugate pairs.")
-        known = DISCRETIZATIONS[self.ssm_type]
+        mixer = check_mixer_fields(self)
+        if self.context_variant != "sh" and not mixer.supports_filters:
+            several = [name for name, other in MIXERS.items() if other.supports_filters]
+            raise ValueError(
+                f"context_variant={self.context_variant!r} needs several filters per channel, and ssm_type="
+                f"{self.ssm_type!r} has one: use context_variant='sh', or one of {', '.join(map(repr, several))}."
+            )
+        known = mixer.discretizations
         if self.ssm_discretization not in (None, *known):
             choices = " or ".join(map(repr, known)) or "none: it has no continuous system"
             raise ValueError(

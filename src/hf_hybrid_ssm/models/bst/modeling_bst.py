@@ -10,19 +10,17 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import auto_docstring
 
-from hf_hybrid_ssm.layers.block_grid import block_grid
-from hf_hybrid_ssm.layers.context_states import ContextStates, HeadwiseLinear, attend_context, l2_normalise
 from hf_hybrid_ssm.layers.feed_forward import FeedForward
-from hf_hybrid_ssm.layers.recurrent_states import NAMES as RECURRENT_STATES
-from hf_hybrid_ssm.layers.recurrent_states import RecurrentStates
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
-from hf_hybrid_ssm.layers.retrieval import NAMES as MEMORY_STATES
-from hf_hybrid_ssm.layers.retrieval import attend_with_memory
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.layers.truncated_normal import truncated_normal
 from hf_hybrid_ssm.models.base import HybridModelMixin, HybridPreTrainedModel
 from hf_hybrid_ssm.models.block import RecurrentMixin
+from hf_hybrid_ssm.models.bst.block_grid import BlockGrid, block_grid
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
+from hf_hybrid_ssm.models.bst.context_states import ContextStates, HeadwiseLinear, attend_context, l2_normalise
+from hf_hybrid_ssm.models.bst.recurrent_states import RecurrentStates
+from hf_hybrid_ssm.models.bst.retrieval import attend_with_memory
 from hf_hybrid_ssm.models.cache import States
 from hf_hybrid_ssm.models.heads import (
     CausalLMHead,
@@ -64,35 +62,15 @@ class BstAttention(nn.Module):
         self.recurrent: RecurrentStates | None = None
         block_type = config.block_types[layer_idx]
         if block_type == "bst":
-            self.context = ContextStates(
-                width,
-                self.num_heads,
-                self.head_dim,
-                window=config.sliding_window,
-                variant=config.context_variant,
-                num_states=config.num_context_states,
-                ssm_type=config.ssm_type,
-                ssm_options=config.ssm_options,
-                input_norm=config.ssm_input_norm,
-                key_norm=config.qk_norm,
-                eps=config.layer_norm_epsilon,
-            )
+            self.context = ContextStates(config)
             self.retrieval: dict[str, int] | None = None
             if config.retrieval_k is not None:
-                self.retrieval = {"best": config.retrieval_k, "size": config.retrieval_memory}
+                self.retrieval = {"top_k": config.retrieval_k, "capacity": config.retrieval_memory}
                 self.retrieval["stride"] = config.retrieval_stride
             inclusive = "causal" if config.cross_attention_inclusive else "strict"
             self.context_mask = None if config.context_variant == "mf" else inclusive
         elif block_type == "block_recurrent":
-            self.recurrent = RecurrentStates(
-                width,
-                self.num_heads,
-                self.head_dim,
-                window=config.sliding_window,
-                num_states=config.recurrent_num_states,
-                qk_norm=config.qk_norm,
-                eps=config.layer_norm_epsilon,
-            )
+            self.recurrent = RecurrentStates(config)
         if block_type != "sliding_attention":
             self.context_q_proj = nn.Linear(width, inner, bias=False)
             self.context_scale = nn.Parameter(torch.ones(self.num_heads)) if config.qk_norm else None
@@ -137,33 +115,30 @@ class BstAttention(nn.Module):
     ) -> tuple[torch.Tensor, States]:
         """(B, L, H, e) what the tokens find in the context states of their blocks (equations 3.3 and 3.4)."""
         queries = self._context_queries(z)
-        batch, length = x.shape[:2]
-        held = {name: past[name] for name in ("ssm", "context_key", "context_value")} if past else None
-        is_step = held is not None and length == 1 and lengths is None and seq_idx is None
+        is_step = past and x.shape[1] == 1 and lengths is None and seq_idx is None
         if is_step and self.retrieval is None:
-            return self._attend_context_of_one(queries, x, held, past["seen"])
-        grid = block_grid(
-            batch,
-            length,
-            self.window,
-            count=past["seen"] if past else None,
-            seq_idx=seq_idx,
-            lengths=lengths,
-            device=x.device,
-        )
+            return self._attend_context_of_one(queries, x, past)
+        grid = self._grid(x, past, seq_idx, lengths)
         keys, values, states = self.context(
-            x, grid, state=held, seq_idx=seq_idx, lengths=lengths, return_state=return_final_state
+            x, grid, state=past or None, seq_idx=seq_idx, lengths=lengths, return_state=return_final_state
         )
         if self.retrieval is not None:
-            remembered = {name: past[name] for name in MEMORY_STATES} if past else None
             blocks = grid.to_blocks(queries)
             found, memory = attend_with_memory(
-                blocks, keys, values, grid, remembered, causal=self.context_mask, **self.retrieval
+                blocks, keys, values, grid, past or None, causal=self.context_mask, **self.retrieval
             )
             return grid.from_blocks(found), states | memory if return_final_state else {}
-        mask = grid.occupied if self.is_bidirectional else self.context_mask
+        mask = grid.slot_mask if self.is_bidirectional else self.context_mask
         blocks = attend_context(grid.to_blocks(queries), keys, values, mask=mask)
         return grid.from_blocks(blocks), states
+
+    def _grid(
+        self, x: torch.Tensor, past: States, seq_idx: torch.Tensor | None, lengths: torch.Tensor | None
+    ) -> BlockGrid:
+        """Where the tokens of x (B, L, d) lie in the blocks of their documents."""
+        seen = past["seen"] if past else None
+        options: dict[str, Any] = {"seq_idx": seq_idx, "lengths": lengths, "device": x.device}
+        return block_grid(x.shape[0], x.shape[1], self.window, tokens_seen=seen, **options)
 
     def _context_queries(self, z: torch.Tensor) -> torch.Tensor:
         """(B, L, H, e), scaled."""
@@ -184,24 +159,22 @@ class BstAttention(nn.Module):
         return_final_state: bool,
     ) -> tuple[torch.Tensor, States]:
         """(B, L, H, e) what the tokens find in the state their block began with."""
-        batch, length = z.shape[:2]
-        places = {"count": past["seen"] if past else None, "seq_idx": seq_idx, "lengths": lengths, "device": z.device}
-        grid = block_grid(batch, length, self.window, **places)
-        held = {name: past[name] for name in RECURRENT_STATES} if past else None
-        state_keys, state_values, after = self.recurrent(keys, values, grid, held)
+        grid = self._grid(z, past, seq_idx, lengths)
+        state_keys, state_values, after = self.recurrent(keys, values, grid, past or None)
         blocks = attend_context(grid.to_blocks(self._context_queries(z)), state_keys, state_values, mask=None)
         return grid.from_blocks(blocks), after if return_final_state else {}
 
     def _attend_context_of_one(
-        self, queries: torch.Tensor, x: torch.Tensor, held: States, seen: torch.Tensor
+        self, queries: torch.Tensor, x: torch.Tensor, past: States
     ) -> tuple[torch.Tensor, States]:
         """The same for a single token, without a grid of blocks."""
-        keys, values, states = self.context.step(x[:, 0], held, seen)
+        seen = past["seen"]
+        keys, values, states = self.context.step(x[:, 0], past, seen)
         keys, values = (part.transpose(1, 2).unsqueeze(1) for part in (keys, values))  # (B, 1, W or S, H, e)
         if self.context_mask is None:
             return attend_context(queries.unsqueeze(1), keys, values, mask=None)[:, 0], states
-        slots, phase = torch.arange(self.window, device=x.device), (seen % self.window).unsqueeze(1)
-        allowed = slots <= phase if self.context_mask == "causal" else slots < phase
+        slots, offset = torch.arange(self.window, device=x.device), (seen % self.window).unsqueeze(1)
+        allowed = slots <= offset if self.context_mask == "causal" else slots < offset
         y = attend_context(queries.unsqueeze(1), keys, values, mask=allowed.unsqueeze(1))[:, 0]
         return torch.where(allowed.any(1)[:, None, None, None], y, 0.0), states
 

@@ -11,7 +11,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import auto_docstring
 
 from hf_hybrid_ssm.layers.feed_forward import FeedForward
-from hf_hybrid_ssm.layers.lmu import ImplicitAttention
 from hf_hybrid_ssm.layers.local_self_attention import LocalSelfAttention
 from hf_hybrid_ssm.models.base import HybridModelMixin, HybridPreTrainedModel
 from hf_hybrid_ssm.models.block import RecurrentMixin
@@ -23,6 +22,7 @@ from hf_hybrid_ssm.models.heads import (
     TokenClassificationHead,
 )
 from hf_hybrid_ssm.models.lmu_isa.configuration_lmu_isa import LmuIsaConfig
+from hf_hybrid_ssm.models.lmu_isa.lmu import ImplicitAttention
 from hf_hybrid_ssm.models.unpadding import Unpadding
 
 

@@ -6,11 +6,10 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from hf_hybrid_ssm.layers.mixers.registry import MIXERS, check_mixer_fields
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE, HybridConfigMixin
 
 ATTENTION_TYPES = ("window", "chunk", "full")
-SSM_TYPES = ("s4", "s4d", "s5", "hyena", "ema", "lstm")
-STATE_SIZES = {"s4": 64, "s4d": 64, "s5": 256, "ema": 16}
 
 _LRA = {"num_attention_heads": 4, "hidden_act": "silu", "attention_dropout": 0.0, "ssm_trainable": "all"}
 _LRA |= {"embedding_norm": False, "pooling": "mean", "classifier_activation": "gelu", "layer_norm_epsilon": 1e-5}
@@ -75,13 +74,14 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
             token sees `sliding_window - 1` others on each side.
         chunk_size (`int`, *optional*, defaults to 512): Tokens of a chunk, with `attention_type="chunk"`.
         ssm_layers (`list[int]`, *optional*, defaults to `[0]`): Layers with a state-space model, from 0 (bottom).
-        ssm_type (`str`, *optional*, defaults to `"s4"`): `"s4"`, `"s4d"`, `"s5"`, `"hyena"`, `"ema"` or `"lstm"`.
+        ssm_type (`str`, *optional*, defaults to `"s4"`): `"s4"`, `"s4d"`, `"s5"`, `"hyena"`, `"unstructured"`,
+            `"ema"`, `"lstm"`, or a name given to [`register_mixer`].
         ssm_state_size (`int`, *optional*): N; by default 64 (s4, s4d), 256 (s5, of all channels together), 16 (ema).
         ssm_num_dynamics (`int`, *optional*): Independent copies of A and B in s4 and s4d; one for each channel by
             default.
         ssm_dt_min, ssm_dt_max (`float`, *optional*, defaults to 1e-3 and 1e-1): Range of the initial step sizes.
-        ssm_trainable (`str`, *optional*): `"none"` (frozen; default of s4 and s4d), `"output"` (their C and D train)
-            or `"all"` (default of the others).
+        ssm_trainable (`str`, *optional*): `"none"` (frozen; default of s4 and s4d), `"output"` (of s4, s4d, s5 and
+            ema: what reads the state out trains) or `"all"` (default of the others).
         ssm_stop_gradient (`bool`, *optional*, defaults to `False`): No gradient to the input of the state-space model,
             as the released encoder trains.
         ssm_skip (`bool`, *optional*, defaults to `True`): The D term of s4, s4d, s5 and hyena.
@@ -156,7 +156,7 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
     }
 
     derived: ClassVar[dict[str, Callable[[Any], Any]]] = {
-        "ssm_state_size": lambda config: STATE_SIZES.get(config.ssm_type),
+        "ssm_state_size": lambda config: getattr(MIXERS.get(config.ssm_type), "default_state_size", None),
         "ssm_trainable": lambda config: "none" if config.ssm_type in ("s4", "s4d") else "all",
         "final_norm": lambda config: config.norm_position == "pre",
         "embedding_norm": lambda config: config.norm_position == "post",
@@ -251,15 +251,15 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
         )  # fmt: skip
         self.check_activation("hidden_act", "classifier_activation")
         self.check_choice("attention_type", ATTENTION_TYPES)
-        self.check_choice("ssm_type", SSM_TYPES)
-        self.check_choice("ssm_trainable", ("none", "output", "all"))
+        choices = check_mixer_fields(self).trainable_choices
+        if self.ssm_trainable not in choices:
+            known = f"{', '.join(map(repr, choices))}, the choices of ssm_type={self.ssm_type!r}"
+            raise ValueError(f"ssm_trainable={self.ssm_trainable!r} is not one of {known}.")
         self.check_choice("ssm_merge", ("concat", "add", "stack"))
         self.check_choice("relative_bias_scope", ("shared", "per_layer", "none"))
         self.check_choice("norm_position", ("pre", "post"))
         self.check_choice("norm_type", ("layernorm", "scalenorm", "batchnorm"))
         self.check_choice("pooling", ("first", "mean"))
-        if self.ssm_trainable == "output" and self.ssm_type not in ("s4", "s4d", "s5"):
-            raise ValueError(f'ssm_trainable="output" is for s4, s4d and s5; ssm_type is {self.ssm_type!r}.')
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads={self.num_attention_heads}."

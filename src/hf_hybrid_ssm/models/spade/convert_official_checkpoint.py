@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from hf_hybrid_ssm.layers.mixers.s4_official import convert_s4
 from hf_hybrid_ssm.models.official_state_dict import (
     check_tokens,
     load_state_dict_strict,
@@ -25,6 +24,7 @@ from hf_hybrid_ssm.models.official_state_dict import (
 )
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
 from hf_hybrid_ssm.models.spade.modeling_spade import SpadeForCausalLM
+from hf_hybrid_ssm.models.spade.official_s4 import convert_s4
 
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 LAYER_KEYS = {

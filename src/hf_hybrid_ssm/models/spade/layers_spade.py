@@ -12,13 +12,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_hybrid_ssm.layers.feed_forward import FeedForward
 from hf_hybrid_ssm.layers.local_self_attention import LocalSelfAttention
-from hf_hybrid_ssm.layers.mixers.base import Mixer, State
-from hf_hybrid_ssm.layers.mixers.registry import build_mixer
-from hf_hybrid_ssm.layers.norms import build_norm
+from hf_hybrid_ssm.layers.mixers.base import mixer_state, named_states
+from hf_hybrid_ssm.layers.mixers.registry import mixer_from_config
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.models.block import RecurrentMixin
 from hf_hybrid_ssm.models.cache import States
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
+from hf_hybrid_ssm.models.spade.norms import build_norm
 from hf_hybrid_ssm.models.unpadding import Unpadding
 
 
@@ -29,29 +29,6 @@ def attention_window(config: SpadeConfig, is_causal: bool) -> dict[str, Any]:
     size = config.chunk_size if config.attention_type == "chunk" else config.sliding_window
     window = (size - 1, 0 if is_causal else size - 1)
     return {"window": window, "chunk_size": size if config.attention_type == "chunk" else None}
-
-
-def spade_mixer(config: SpadeConfig, is_causal: bool) -> Mixer:
-    """The state-space model of a global layer."""
-    name = config.ssm_type
-    options: dict[str, Any] = {"bidirectional": not is_causal, "trainable": config.ssm_trainable}
-    if name in ("s4", "s4d", "s5"):
-        options |= {"state_size": config.ssm_state_size, "dt_min": config.ssm_dt_min, "dt_max": config.ssm_dt_max}
-        options["skip"] = config.ssm_skip
-    if name in ("s4", "s4d"):
-        options["num_dynamics"] = config.ssm_num_dynamics
-    elif name == "s5":
-        options["blocks"] = config.s5_blocks
-    elif name == "ema":
-        options |= {"state_size": config.ssm_state_size, "activation": config.ema_activation}
-    elif name == "hyena":
-        options |= {"filter_length": config.filter_length, "filter_hidden_size": config.filter_hidden_size}
-        options |= {
-            "filter_emb": config.filter_emb_dim,
-            "filter_freq": config.filter_sin_freq,
-            "skip": config.ssm_skip,
-        }
-    return build_mixer(name, config.hidden_size, **options)
 
 
 class SpadeAttention(LocalSelfAttention):
@@ -88,7 +65,7 @@ class SpadeMixer(RecurrentMixin, nn.Module):
         self.self_attn = SpadeAttention(config, is_causal, attention_bias)
         self.merge, self.weight = config.ssm_merge, config.ssm_merge_weight
         self.stop_gradient = config.ssm_stop_gradient
-        self.ssm = spade_mixer(config, is_causal) if layer_idx in config.ssm_layers else None
+        self.ssm = mixer_from_config(config, bidirectional=not is_causal) if layer_idx in config.ssm_layers else None
         if self.ssm is not None and self.merge != "stack":
             self.norm_global = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
             self.norm_local = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
@@ -116,20 +93,14 @@ class SpadeMixer(RecurrentMixin, nn.Module):
         return self.aggregate(torch.cat([g, a], dim=-1)), states
 
     def _mix_globally(self, x: torch.Tensor, past: States, options: dict[str, Any]) -> tuple[torch.Tensor, States]:
-        """The state-space model, whose state (one tensor or several) is kept under `ssm_0`, `ssm_1`, ..."""
-        held = tuple(past[name] for name in sorted(past) if name.startswith("ssm_"))
-        state: State | None = None
-        if held:
-            state = held[0] if len(held) == 1 else held
+        """The state-space model, whose state (one tensor or several) is kept by the names of `named_states`."""
+        state = mixer_state(past)
         if state is not None and x.shape[1] == 1 and options["lengths"] is None and options["seq_idx"] is None:
             y, final = self.ssm.step(x[:, 0], state)
             y = y.unsqueeze(1)
         else:
             y, final = self.ssm(x, initial_state=state, **options)
-        if final is None:
-            return y, {}
-        parts = (final,) if isinstance(final, torch.Tensor) else final
-        return y, {f"ssm_{index}": part for index, part in enumerate(parts)}
+        return y, named_states(final)
 
 
 class SpadeBlock(GradientCheckpointingLayer):

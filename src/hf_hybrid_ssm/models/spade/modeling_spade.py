@@ -12,16 +12,16 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple
 
-from hf_hybrid_ssm.layers.adaptive_vocabulary import AdaptiveEmbedding, AdaptiveSoftmax
-from hf_hybrid_ssm.layers.norms import ScaleNorm
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.models.base import HybridModelMixin, HybridPreTrainedModel
 from hf_hybrid_ssm.models.heads import CausalLMHead, QuestionAnsweringHead, TokenClassificationHead
 from hf_hybrid_ssm.models.inputs import check_class_labels
 from hf_hybrid_ssm.models.packing import PackedRows
+from hf_hybrid_ssm.models.spade.adaptive_vocabulary import AdaptiveEmbedding, AdaptiveSoftmax
 from hf_hybrid_ssm.models.spade.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
 from hf_hybrid_ssm.models.spade.layers_spade import SpadeBlock, SpadeStack
+from hf_hybrid_ssm.models.spade.norms import ScaleNorm
 from hf_hybrid_ssm.models.unpadding import Unpadding
 
 # of a language model or a decoder, in a checkpoint that an encoder is loaded from
@@ -37,11 +37,7 @@ class SpadePreTrainedModel(HybridPreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Normal maps and embeddings, no bias by distance at first; state-space models start as their papers say."""
-        if isinstance(module, nn.LSTM):
-            for parameter in module.parameters():
-                bound = 1 / math.sqrt(module.hidden_size)
-                init.uniform_(parameter, -bound, bound)
-        elif isinstance(module, RelativeBias):
+        if isinstance(module, RelativeBias):
             init.zeros_(module.weight)
         elif isinstance(module, ScaleNorm):
             init.ones_(module.scale)

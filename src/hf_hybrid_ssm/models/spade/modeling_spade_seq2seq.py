@@ -14,7 +14,6 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from hf_hybrid_ssm.layers.norms import build_norm
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer, prepare_cache
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.heads import chunked_causal_lm_loss
@@ -32,6 +31,7 @@ from hf_hybrid_ssm.models.spade.modeling_spade import (
     SpadePreTrainedModel,
     spade_embedding,
 )
+from hf_hybrid_ssm.models.spade.norms import build_norm
 from hf_hybrid_ssm.models.unpadding import Unpadding, unpadding_of
 from hf_hybrid_ssm.ops._core.checks import can_read_values, check_tensor
 

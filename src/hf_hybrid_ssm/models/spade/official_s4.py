@@ -2,14 +2,14 @@
 
 import torch
 
-NAMES = ("C", "log_dt", "B", "P", "inv_w_real", "w_imag", "L")
+KERNEL_TENSORS = ("C", "log_dt", "B", "P", "inv_w_real", "w_imag", "L")
 
 
 def convert_s4(kernel: dict[str, torch.Tensor], skip: torch.Tensor) -> dict[str, torch.Tensor]:
     """Tensors of `hf_hybrid_ssm.layers.mixers.s4.S4` with the same kernel, in float32.
 
     Args:
-        kernel: the tensors of an `SSKernelNPLR` of rank one by the names of `NAMES`: C (F, D, n, 2), log_dt (D,),
+        kernel: the tensors of an `SSKernelNPLR` of rank one (`KERNEL_TENSORS`): C (F, D, n, 2), log_dt (D,),
             B and P (1, S, n, 2), inv_w_real = log(-Re Lambda) and w_imag (S, n), and L, the length for which C is
             stored as C~ = (I - (Abar^L)^T) C; 0 if C is stored itself.
         skip: its D, (1, D).
@@ -17,7 +17,7 @@ def convert_s4(kernel: dict[str, torch.Tensor], skip: torch.Tensor) -> dict[str,
     Raises:
         ValueError: a tensor is missing or has another shape; named with what is expected.
     """
-    if missing := [name for name in NAMES if name not in kernel]:
+    if missing := [name for name in KERNEL_TENSORS if name not in kernel]:
         raise ValueError(f"The S4 kernel lacks {', '.join(missing)}.")
     if kernel["C"].dim() != 4 or kernel["C"].shape[-1] != 2:
         raise ValueError(f"C of the S4 kernel has shape {tuple(kernel['C'].shape)}, expected (F, D, n, 2).")

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_hybrid_ssm.layers.block_grid import BlockGrid
-from hf_hybrid_ssm.layers.mixers.base import State
-from hf_hybrid_ssm.layers.mixers.registry import build_mixer
-from hf_hybrid_ssm.layers.offloaded import fetches_weights
+from hf_hybrid_ssm.layers.mixers.base import State, mixer_state, named_states
+from hf_hybrid_ssm.layers.mixers.registry import mixer_from_config
+from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
+from hf_hybrid_ssm.models.bst.block_grid import BlockGrid
+from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.ops._core.transforms import attention
-
-VARIANTS = ("sh", "mh", "mf")
 
 
 def l2_normalise(x: torch.Tensor) -> torch.Tensor:
@@ -45,42 +44,21 @@ class HeadwiseLinear(nn.Module):
 
 
 class ContextStates(nn.Module):
-    """The state-space model of a layer, and the keys and values that its outputs become.
+    """The state-space model of a layer (`ssm_type`), and the keys and values that its outputs become.
 
-    Args:
-        hidden_size, num_heads, head_dim: d, H, e.
-        window: W, tokens of a block.
-        variant: "sh", "mh" or "mf".
-        num_states: S of "mf".
-        ssm_type, ssm_options: name and options of the mixer (`build_mixer`).
-        input_norm: normalise the mixer's input.
-        key_norm: L2-normalise the keys.
-        eps: of the norms.
+    Of the configuration, `num_context_states` is S of "mf"; `ssm_input_norm` normalises the input of the state-space
+    model, and `qk_norm` the keys.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        head_dim: int,
-        *,
-        window: int,
-        variant: str = "sh",
-        num_states: int = 32,
-        ssm_type: str = "s4d",
-        ssm_options: dict[str, Any] | None = None,
-        input_norm: bool = True,
-        key_norm: bool = True,
-        eps: float = 1e-6,
-    ):
+    def __init__(self, config: BstConfig):
         super().__init__()
-        if variant not in VARIANTS:
-            raise ValueError(f"variant={variant!r} must be one of {', '.join(VARIANTS)}.")
-        self.num_heads, self.head_dim, self.window = num_heads, head_dim, window
-        self.variant, self.num_states, self.key_norm = variant, num_states, key_norm
-        filters = {"sh": None, "mh": num_heads, "mf": num_states}[variant]
-        self.input_norm = RMSNorm(hidden_size, eps=eps) if input_norm else None
-        self.ssm = build_mixer(ssm_type, hidden_size, **{"filters": filters, **(ssm_options or {})})
+        hidden_size, num_heads, head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
+        eps, variant = config.layer_norm_epsilon, config.context_variant
+        filters = {"sh": None, "mh": num_heads, "mf": config.num_context_states}[variant]
+        self.num_heads, self.head_dim, self.window = num_heads, head_dim, config.sliding_window
+        self.variant, self.key_norm = variant, config.qk_norm
+        self.input_norm = RMSNorm(hidden_size, eps=eps) if config.ssm_input_norm else None
+        self.ssm = mixer_from_config(config, bidirectional=config.bidirectional, filters=filters)
         self.norm = RMSNorm(hidden_size, eps=eps)
         if variant == "mh":
             self.k_proj: nn.Module = HeadwiseLinear(num_heads, hidden_size, head_dim)
@@ -89,13 +67,8 @@ class ContextStates(nn.Module):
             self.k_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
             self.v_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
         if variant == "mf":
-            self.initial_context = nn.Parameter(torch.empty(num_states, hidden_size))
-            self.context_ids = nn.Parameter(torch.empty(num_states, hidden_size))
-
-    @property
-    def slots(self) -> int:
-        """Context states of a block: W, or S for "mf"."""
-        return self.num_states if self.variant == "mf" else self.window
+            self.initial_context = nn.Parameter(torch.empty(config.num_context_states, hidden_size))
+            self.context_ids = nn.Parameter(torch.empty(config.num_context_states, hidden_size))
 
     def forward(
         self,
@@ -112,7 +85,7 @@ class ContextStates(nn.Module):
         Args:
             x: (B, L, d), the layer's input.
             grid: the blocks of the piece.
-            state: "ssm", "context_key", "context_value" after the tokens before the piece.
+            state: the tensors that an earlier call returned, or None.
             seq_idx, lengths: as for every mixer.
             return_state: also return the state after the piece; else it is empty.
 
@@ -122,7 +95,7 @@ class ContextStates(nn.Module):
         u = x if self.input_norm is None else self.input_norm(x)
         past = (None, None) if not state else (state["context_key"], state["context_value"])
         options: dict[str, Any] = {
-            "initial_state": None if not state else state["ssm"],
+            "initial_state": None if not state else mixer_state(state),
             "seq_idx": seq_idx,
             "lengths": lengths,
             "return_final_state": return_state,
@@ -152,7 +125,7 @@ class ContextStates(nn.Module):
         y, ssm = self.ssm(u, **options, **selection)  # (B, J or L // W, S, d)
         keys: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
-        first = grid.first[..., None, None, None]
+        first = grid.is_first_block[..., None, None, None]
         for parts, new, initial, held in zip((keys, values), self._project(y), self._initial(), past):
             initial = initial.expand(u.shape[0], 1, *initial.shape)
             behind = torch.where(first[:, 1 : 1 + new.shape[1]], initial, new)
@@ -162,39 +135,39 @@ class ContextStates(nn.Module):
         after = {}
         if options["return_final_state"]:
             rows = torch.arange(u.shape[0], device=u.device)
-            after = self._state(ssm, *(part[0][rows, grid.following].transpose(1, 2) for part in (keys, values)))
-        return keys[0][:, : grid.number], values[0][:, : grid.number], after
+            after = self._state(ssm, *(part[0][rows, grid.next_block].transpose(1, 2) for part in (keys, values)))
+        return keys[0][:, : grid.num_blocks], values[0][:, : grid.num_blocks], after
 
-    @fetches_weights
+    @with_accelerate_hooks
     def step(
-        self, x: torch.Tensor, state: dict[str, torch.Tensor], count: torch.Tensor
+        self, x: torch.Tensor, state: dict[str, torch.Tensor], tokens_seen: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """One token x (B, d) of rows that hold count (B,) tokens; the state as in `forward`.
+        """One token x (B, d) of rows that hold tokens_seen (B,) tokens; the state as in `forward`.
 
         Returns:
-            keys and values (B, H, W or S, e) that the token attends to ("sh", "mh": its slots 0..count % W), and the
-            state after it.
+            keys and values (B, H, W or S, e) that the token attends to ("sh", "mh": its slots 0..tokens_seen % W), and
+            the state after it.
         """
         u = x if self.input_norm is None else self.input_norm(x)
-        phase = count % self.window
-        y, ssm = self.ssm.step(u, state["ssm"])
+        offset = tokens_seen % self.window
+        y, ssm = self.ssm.step(u, mixer_state(state))
         held = state["context_key"], state["context_value"]
         parts = [part.unsqueeze(2) if self.variant != "mf" else part.transpose(1, 2) for part in self._project(y)]
         if self.variant == "mf":
-            fresh = (count < self.window).view(-1, 1, 1, 1)
+            fresh = (tokens_seen < self.window).view(-1, 1, 1, 1)
             now = [
                 torch.where(fresh, first.transpose(0, 1), old.to(first.dtype))
                 for first, old in zip(self._initial(), held)
             ]
-            over = (phase == self.window - 1).view(-1, 1, 1, 1)
-            after = [torch.where(over, new, old) for new, old in zip(parts, now)]
+            finished = (offset == self.window - 1).view(-1, 1, 1, 1)
+            after = [torch.where(finished, new, old) for new, old in zip(parts, now)]
         else:
             slots = torch.arange(self.window, device=x.device)
-            filled = (slots < phase.unsqueeze(1))[:, None, :, None]
-            here = (slots == phase.unsqueeze(1))[:, None, :, None]
+            filled = (slots < offset.unsqueeze(1))[:, None, :, None]
+            here = (slots == offset.unsqueeze(1))[:, None, :, None]
             now = [torch.where(here, new, torch.where(filled, old, 0.0)) for new, old in zip(parts, held)]
-            over = (phase == self.window - 1).view(-1, 1, 1, 1)
-            after = [torch.where(over, 0.0, part) for part in now]
+            finished = (offset == self.window - 1).view(-1, 1, 1, 1)
+            after = [torch.where(finished, 0.0, part) for part in now]
         return now[0], now[1], self._state(ssm, *after)
 
     def _initial(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -215,14 +188,7 @@ class ContextStates(nn.Module):
         return (l2_normalise(keys) if self.key_norm else keys), values
 
     def _state(self, ssm: State | None, keys: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        assert isinstance(ssm, torch.Tensor)
-        return {"ssm": ssm, "context_key": keys, "context_value": values}
-
-    def init_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """The state before the first token."""
-        ssm = self.ssm.init_state(batch, device=device)
-        empty = torch.zeros(batch, self.num_heads, self.slots, self.head_dim, device=device, dtype=dtype)
-        return self._state(ssm, empty, empty)
+        return {**named_states(ssm), "context_key": keys, "context_value": values}
 
 
 def attend_context(

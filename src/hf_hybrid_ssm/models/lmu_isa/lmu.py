@@ -1,12 +1,12 @@
 """The Legendre Memory Unit as a layer, and implicit self-attention over it."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import nn
 
-from hf_hybrid_ssm.layers.mixers.base import Mixer
+from hf_hybrid_ssm.layers.mixers.base import Mixer, RowOptions
 from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
 from hf_hybrid_ssm.ops.legendre_memory import legendre_memory
 
@@ -24,43 +24,25 @@ class LMU(Mixer):
         theta: window, in tokens.
     """
 
-    trainable_choices = ("none",)
+    trainable_choices: ClassVar[tuple[str, ...]] = ("none",)
+    supports_bidirectional: ClassVar[bool] = False
 
     def __init__(self, hidden_size: int, *, order: int = 64, theta: float = 350.0, **options: Any):
         super().__init__(hidden_size, trainable=options.pop("trainable", "none"), **options)
-        if self.bidirectional:
-            raise ValueError("The Legendre memory looks back only: bidirectional must be False.")
         self.order, self.theta = order, theta
 
-    def forward(
-        self,
-        u: torch.Tensor,
-        *,
-        initial_state: torch.Tensor | None = None,  # type: ignore[override]
-        seq_idx: torch.Tensor | None = None,
-        lengths: torch.Tensor | None = None,
-        return_final_state: bool = False,
+    def mix(
+        self, u: torch.Tensor, initial_state: torch.Tensor | None, **rows: Unpack[RowOptions]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        self._check_input(u, initial_state, seq_idx, lengths, return_final_state)
-        return legendre_memory(
-            u,
-            order=self.order,
-            theta=self.theta,
-            initial_state=initial_state,
-            seq_idx=seq_idx,
-            lengths=lengths,
-            return_final_state=return_final_state,
-        )
+        return legendre_memory(u, order=self.order, theta=self.theta, initial_state=initial_state, **rows)
 
     def step(self, u_t: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        self._check_step(u_t)
+        self._check_step(u_t, state)
         y, state = self(u_t.unsqueeze(1), initial_state=state, return_final_state=True)
         return y[:, 0], state
 
-    def init_state(
-        self, batch: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
-        return torch.zeros(batch, self.order, self.hidden_size, device=device, dtype=dtype or torch.float32)
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return ((self.order, self.hidden_size),)
 
     def decode(self, state: torch.Tensor, delays: torch.Tensor) -> torch.Tensor:
         """What the memory holds of the tokens `delays` steps ago: x_{t-k} ≈ Σ_i P_i(2 (k + 1/2) / theta - 1) m_i.

@@ -6,10 +6,10 @@ context states of finished blocks, and a token's query takes the k that fit it b
 
 import torch
 
-from hf_hybrid_ssm.layers.block_grid import BlockGrid
+from hf_hybrid_ssm.models.bst.block_grid import BlockGrid
 
 States = dict[str, torch.Tensor]
-NAMES = ("memory_key", "memory_value", "memory_count")
+MEMORY_STATES = ("memory_key", "memory_value", "memory_count")
 
 
 def attend_with_memory(
@@ -20,8 +20,8 @@ def attend_with_memory(
     state: States | None,
     *,
     causal: str | None,
-    best: int,
-    size: int,
+    top_k: int,
+    capacity: int,
     stride: int,
 ) -> tuple[torch.Tensor, States]:
     """Cross-attention of every block's tokens to its own context states and the retrieved ones, one softmax over both.
@@ -30,10 +30,10 @@ def attend_with_memory(
         queries: (B, J, W, H, e), scaled.
         keys, values: (B, J, W or S, H, e), the context states of the blocks of a piece.
         grid: the blocks.
-        state: the tensors `NAMES` after the tokens before the piece, or None.
+        state: the tensors `MEMORY_STATES` after the tokens before the piece, or None.
         causal: "causal", "strict" or None, which of its block's own states a token sees, as for `attend_context`.
-        best: k, states that a token retrieves, for each head.
-        size: M, states that the memory holds; the oldest fall out.
+        top_k: k, states that a token retrieves, for each head.
+        capacity: M, states that the memory holds; the oldest fall out.
         stride: every `stride`-th state of a finished block is kept.
 
     Returns:
@@ -41,34 +41,34 @@ def attend_with_memory(
     """
     batch, blocks, window, heads, width = queries.shape
     if state is None:
-        memory_key = memory_value = queries.new_zeros(batch, heads, size, width)
+        memory_key = memory_value = queries.new_zeros(batch, heads, capacity, width)
         count = torch.zeros(batch, dtype=torch.int64, device=queries.device)
     else:
-        memory_key, memory_value, count = (state[name] for name in NAMES)
-    ages = torch.arange(size, 0, -1, device=queries.device)  # the newest is last
+        memory_key, memory_value, count = (state[name] for name in MEMORY_STATES)
+    ages = torch.arange(capacity, 0, -1, device=queries.device)  # the newest is last
     own = _own_mask(window, keys.shape[2], causal, queries.device)
     found = []
     for j in range(blocks):
-        count = torch.where(grid.first[:, j], 0, count)
+        count = torch.where(grid.is_first_block[:, j], 0, count)
         q, k, v = (part[:, j].transpose(1, 2) for part in (queries, keys, values))
         scores = q @ k.mT
         if own is not None:
             scores = scores.masked_fill(~own, -torch.inf)
         older = (q @ memory_key.mT).masked_fill((ages > count.unsqueeze(1))[:, None, None], -torch.inf)
-        least = older.topk(min(best, size)).values[..., -1:]
+        least = older.topk(min(top_k, capacity)).values[..., -1:]
         older = older.masked_fill(older < least, -torch.inf)
         joint = torch.cat([scores, older], -1)
         weights = torch.where(joint.isneginf().all(-1, keepdim=True), 0.0, joint).softmax(-1)
         weights = weights.masked_fill(joint.isneginf(), 0.0)  # a token that sees nothing finds nothing
         found.append((weights @ torch.cat([v, memory_value], 2)).transpose(1, 2))
-        over = j < grid.following  # (B,) this row has read the block to its end
-        memory_key = _pushed(memory_key, k[:, :, stride - 1 :: stride], over)
-        memory_value = _pushed(memory_value, v[:, :, stride - 1 :: stride], over)
-        count = torch.where(over, (count + k[:, :, stride - 1 :: stride].shape[2]).clamp(max=size), count)
+        finished = j < grid.next_block  # (B,) this row has read the block to its end
+        memory_key = _pushed(memory_key, k[:, :, stride - 1 :: stride], finished)
+        memory_value = _pushed(memory_value, v[:, :, stride - 1 :: stride], finished)
+        count = torch.where(finished, (count + k[:, :, stride - 1 :: stride].shape[2]).clamp(max=capacity), count)
     # the block behind the piece may begin a new document, whose memory is empty
     rows = torch.arange(batch, device=queries.device)
-    count = torch.where(grid.first[rows, grid.following], 0, count)
-    return torch.stack(found, 1), dict(zip(NAMES, (memory_key, memory_value, count)))
+    count = torch.where(grid.is_first_block[rows, grid.next_block], 0, count)
+    return torch.stack(found, 1), dict(zip(MEMORY_STATES, (memory_key, memory_value, count)))
 
 
 def _own_mask(window: int, slots: int, causal: str | None, device: torch.device) -> torch.Tensor | None:
@@ -77,7 +77,7 @@ def _own_mask(window: int, slots: int, causal: str | None, device: torch.device)
     return torch.ones(window, slots, dtype=torch.bool, device=device).tril(0 if causal == "causal" else -1)
 
 
-def _pushed(memory: torch.Tensor, new: torch.Tensor, over: torch.Tensor) -> torch.Tensor:
+def _pushed(memory: torch.Tensor, new: torch.Tensor, finished: torch.Tensor) -> torch.Tensor:
     """(B, H, M, e) with the states of a finished block behind the others; never a way back for gradients."""
     after = torch.cat([memory, new.detach().to(memory.dtype)], 2)[:, :, -memory.shape[2] :]
-    return torch.where(over[:, None, None, None], after, memory)
+    return torch.where(finished[:, None, None, None], after, memory)

@@ -7,14 +7,17 @@ Block-State Transformers.
 import torch
 from torch import nn
 
-from hf_hybrid_ssm.layers.block_grid import BlockGrid
-from hf_hybrid_ssm.layers.context_states import l2_normalise
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
+from hf_hybrid_ssm.models.bst.block_grid import BlockGrid
+from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
+from hf_hybrid_ssm.models.bst.context_states import l2_normalise
 from hf_hybrid_ssm.ops._core.checks import can_read_values
 from hf_hybrid_ssm.ops._core.transforms import attention
 
 States = dict[str, torch.Tensor]
-NAMES = ("recurrent", "context_key", "context_value", "block_key", "block_value", "before_key", "before_value")
+RECURRENT_STATES = (
+    "recurrent", "context_key", "context_value", "block_key", "block_value", "before_key", "before_value",
+)  # fmt: skip
 
 
 class RecurrentStates(nn.Module):
@@ -28,39 +31,30 @@ class RecurrentStates(nn.Module):
 
     Tokens are those of block i and of the one before, without a mask; before a document's first block lie zeros.
 
-    Args:
-        hidden_size, num_heads, head_dim: d, H, e.
-        window: W, tokens of a block.
-        num_states: S.
-        qk_norm: L2-normalised keys and queries with learned scales; otherwise the scale is 1 / sqrt(e).
-        eps: of the norm.
+    Of the configuration, `recurrent_num_states` is S; with `qk_norm` keys and queries are L2-normalised and have
+    learned scales, otherwise the scale is 1 / sqrt(e).
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        head_dim: int,
-        *,
-        window: int,
-        num_states: int,
-        qk_norm: bool = True,
-        eps: float = 1e-6,
-    ):
+    def __init__(self, config: BstConfig):
         super().__init__()
-        inner = num_heads * head_dim
-        self.num_heads, self.head_dim, self.window, self.num_states = num_heads, head_dim, window, num_states
+        hidden_size, num_heads, num_states = (
+            config.hidden_size,
+            config.num_attention_heads,
+            config.recurrent_num_states,
+        )
+        inner = num_heads * config.head_dim
+        self.num_heads = num_heads
         self.initial_state = nn.Parameter(torch.empty(num_states, hidden_size))
         self.state_ids = nn.Parameter(torch.empty(num_states, hidden_size))
-        self.norm = RMSNorm(hidden_size, eps=eps)
+        self.norm = RMSNorm(hidden_size, eps=config.layer_norm_epsilon)
         self.k_proj = nn.Linear(hidden_size, inner, bias=False)
         self.v_proj = nn.Linear(hidden_size, inner, bias=False)
         self.q_proj = nn.Linear(hidden_size, inner, bias=False)
         self.token_q_proj = nn.Linear(hidden_size, inner, bias=False)
         self.o_proj = nn.Linear(2 * inner, hidden_size, bias=False)
         self.gate = nn.Parameter(torch.empty(hidden_size))
-        self.scale = nn.Parameter(torch.ones(num_heads)) if qk_norm else None
-        self.token_scale = nn.Parameter(torch.ones(num_heads)) if qk_norm else None
+        self.scale = nn.Parameter(torch.ones(num_heads)) if config.qk_norm else None
+        self.token_scale = nn.Parameter(torch.ones(num_heads)) if config.qk_norm else None
 
     def forward(
         self, token_keys: torch.Tensor, token_values: torch.Tensor, grid: BlockGrid, state: States | None
@@ -70,7 +64,7 @@ class RecurrentStates(nn.Module):
         Args:
             token_keys, token_values: (B, L, H, e).
             grid: the blocks of the piece.
-            state: the tensors `NAMES` after the tokens before the piece, or None.
+            state: the tensors `RECURRENT_STATES` after the tokens before the piece, or None.
 
         Returns:
             keys and values (B, J, S, H, e), and the new state.
@@ -86,12 +80,12 @@ class RecurrentStates(nn.Module):
         befores: list[list[torch.Tensor]] = [[], []]
         initial = self.initial_state.expand(token_keys.shape[0], -1, -1)
         s = initial if state is None else state["recurrent"]
-        every, keys, values = [], [], []
-        rows_over = grid.number if self._last_block_is_over(grid) else grid.number - 1
-        for j in range(grid.number + 1):
-            first = grid.first[:, j, None, None]
+        states, keys, values = [], [], []
+        finished_blocks = grid.num_blocks if self._last_block_may_be_finished(grid) else grid.num_blocks - 1
+        for j in range(grid.num_blocks + 1):
+            first = grid.is_first_block[:, j, None, None]
             s = torch.where(first, initial, s)
-            every.append(s)
+            states.append(s)
             for index in range(2):
                 befores[index].append(torch.where(first.unsqueeze(-1), 0.0, before[index]))
             cached = None
@@ -100,17 +94,17 @@ class RecurrentStates(nn.Module):
             r, k, v = self._read(s, cached)
             keys.append(k)
             values.append(v)
-            if j < rows_over:
+            if j < finished_blocks:
                 token = [torch.cat([befores[i][j], blocks[i][:, j]], 1) for i in range(2)]
                 s = self._update(s, r, k, v, *token)
-            if j < grid.number:
+            if j < grid.num_blocks:
                 before = [part[:, j] for part in blocks]
-        after = self._after(grid, every, keys, values, befores, blocks)
+        after = self._after(grid, states, keys, values, befores, blocks)
         return torch.stack(keys[:-1], 1), torch.stack(values[:-1], 1), after
 
-    def _last_block_is_over(self, grid: BlockGrid) -> bool:
+    def _last_block_may_be_finished(self, grid: BlockGrid) -> bool:
         """False where no row finishes the last block, so that the update behind it may be left out."""
-        return not can_read_values(grid.following) or bool((grid.following >= grid.number).any())
+        return not can_read_values(grid.next_block) or bool((grid.next_block >= grid.num_blocks).any())
 
     def _read(
         self, s: torch.Tensor, cached: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
@@ -151,15 +145,15 @@ class RecurrentStates(nn.Module):
     def _after(
         self,
         grid: BlockGrid,
-        every: list[torch.Tensor],
+        states: list[torch.Tensor],
         keys: list[torch.Tensor],
         values: list[torch.Tensor],
         befores: list[list[torch.Tensor]],
         blocks: list[torch.Tensor],
     ) -> States:
         """The state of the block that goes on behind the piece, of each row."""
-        rows = torch.arange(every[0].shape[0], device=every[0].device)
-        taken = (torch.stack(parts, 1)[rows, grid.following] for parts in (every, keys, values))
+        rows = torch.arange(states[0].shape[0], device=states[0].device)
+        taken = (torch.stack(parts, 1)[rows, grid.next_block] for parts in (states, keys, values))
         unfinished = (grid.unfinished(part) for part in blocks)
-        before = (torch.stack(parts, 1)[rows, grid.following] for parts in befores)
-        return dict(zip(NAMES, (*taken, *unfinished, *before)))
+        before = (torch.stack(parts, 1)[rows, grid.next_block] for parts in befores)
+        return dict(zip(RECURRENT_STATES, (*taken, *unfinished, *before)))

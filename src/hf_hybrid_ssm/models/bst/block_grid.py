@@ -19,26 +19,26 @@ class BlockGrid:
         length: L.
         starts: (B, J + 1) int64, column of each block's first token; negative where the block began in an earlier
             piece. Blocks that a row does not have start at L.
-        first: (B, J + 1) bool, the block is the first of its document.
+        is_first_block: (B, J + 1) bool, the block is the first of its document.
         block: (B, L) int64, the block of each token.
         aligned: all rows begin at a block's first token and hold one document: the grid is a reshape.
-        count: (B,) int64, tokens of the row's last document read so far, this piece included.
-        following: (B,) int64, the block of the token that follows the piece.
+        tokens_seen: (B,) int64, tokens of the row's last document read so far, this piece included.
+        next_block: (B,) int64, the block of the token that follows the piece.
         real: (B,) int64, real tokens of the piece.
     """
 
     window: int
     length: int
     starts: torch.Tensor
-    first: torch.Tensor
+    is_first_block: torch.Tensor
     block: torch.Tensor
     aligned: bool
-    count: torch.Tensor
-    following: torch.Tensor
+    tokens_seen: torch.Tensor
+    next_block: torch.Tensor
     real: torch.Tensor
 
     @property
-    def number(self) -> int:
+    def num_blocks(self) -> int:
         """J."""
         return self.starts.shape[1] - 1
 
@@ -48,12 +48,12 @@ class BlockGrid:
         return (self.starts[:, 1:] - 1).clamp(0, self.length - 1)
 
     @property
-    def phase(self) -> torch.Tensor:
+    def offset(self) -> torch.Tensor:
         """(B,) tokens of block 0 that earlier pieces hold."""
         return (-self.starts[:, 0]).clamp(min=0)
 
     @property
-    def occupied(self) -> torch.Tensor:
+    def slot_mask(self) -> torch.Tensor:
         """(B, J, W) the slot holds a real token of this piece."""
         columns = self.starts[:, :-1, None] + torch.arange(self.window, device=self.starts.device)
         ends = torch.minimum(self.starts[:, 1:], self.real.unsqueeze(1))
@@ -66,14 +66,14 @@ class BlockGrid:
         something finite.
         """
         if self.aligned:
-            padded = F.pad(x, (0, 0) * (x.dim() - 2) + (0, self.number * self.window - self.length))
-            return padded.unflatten(1, (self.number, self.window))
+            padded = F.pad(x, (0, 0) * (x.dim() - 2) + (0, self.num_blocks * self.window - self.length))
+            return padded.unflatten(1, (self.num_blocks, self.window))
         slots = torch.arange(self.window, device=x.device)
         columns = (self.starts[:, :-1, None] + slots).clamp(0, self.length - 1)
         blocks = _take(x, columns.flatten(1)).unflatten(1, columns.shape[1:])
         if past is None:
             return blocks
-        held = _like((slots < self.phase.unsqueeze(1)), past)
+        held = _like((slots < self.offset.unsqueeze(1)), past)
         return torch.cat([torch.where(held, past, blocks[:, 0]).unsqueeze(1), blocks[:, 1:]], dim=1)
 
     def from_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
@@ -87,9 +87,9 @@ class BlockGrid:
     def unfinished(self, blocks: torch.Tensor) -> torch.Tensor:
         """From (B, J, W, ...) the block that goes on behind the piece, (B, W, ...), zero where it is not yet
         filled."""
-        last = self.following.clamp(max=self.number - 1)
+        last = self.next_block.clamp(max=self.num_blocks - 1)
         rows = torch.arange(blocks.shape[0], device=blocks.device)
-        filled = torch.arange(self.window, device=blocks.device) < (self.count % self.window).unsqueeze(1)
+        filled = torch.arange(self.window, device=blocks.device) < (self.tokens_seen % self.window).unsqueeze(1)
         kept = blocks[rows, last]
         return torch.where(_like(filled, kept), kept, 0.0)
 
@@ -99,7 +99,7 @@ def block_grid(
     length: int,
     window: int,
     *,
-    count: torch.Tensor | None = None,
+    tokens_seen: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
     device: torch.device | None = None,
@@ -107,27 +107,27 @@ def block_grid(
     """The grid of a piece.
 
     Args:
-        count: (B,) int64, tokens of each row's first document that earlier pieces hold; None: none do.
+        tokens_seen: (B,) int64, tokens of each row's first document that earlier pieces hold; None: none do.
         seq_idx: (B, L) int, documents of packed rows; padding belongs to the last one.
         lengths: (B,) int, real tokens at the front of each row.
     """
     columns = torch.arange(length, device=device)
     real = torch.full((batch,), length, device=device) if lengths is None else lengths.to(torch.int64)
-    before = torch.zeros(batch, dtype=torch.int64, device=device) if count is None else count
+    before = torch.zeros(batch, dtype=torch.int64, device=device) if tokens_seen is None else tokens_seen
     if seq_idx is not None:
         return _packed_grid(length, window, columns, before, real, seq_idx)
-    phase = before % window
-    number = -(-length // window) if count is None else (length + window - 2) // window + 1
-    indices = torch.arange(number + 1, device=device)
+    offset = before % window
+    num_blocks = -(-length // window) if tokens_seen is None else (length + window - 2) // window + 1
+    indices = torch.arange(num_blocks + 1, device=device)
     return BlockGrid(
         window=window,
         length=length,
-        starts=indices * window - phase.unsqueeze(1),
-        first=(before // window).unsqueeze(1) + indices == 0,
-        block=(columns + phase.unsqueeze(1)) // window,
-        aligned=count is None,
-        count=before + real,
-        following=(phase + real) // window,
+        starts=indices * window - offset.unsqueeze(1),
+        is_first_block=(before // window).unsqueeze(1) + indices == 0,
+        block=(columns + offset.unsqueeze(1)) // window,
+        aligned=tokens_seen is None,
+        tokens_seen=before + real,
+        next_block=(offset + real) // window,
         real=real,
     )
 
@@ -148,15 +148,15 @@ def _packed_grid(
     opens = slot == 0
     opens[:, 0] = True
     block = opens.cumsum(1) - 1
-    number = int(block.max()) + 1
-    starts = torch.full((seq_idx.shape[0], number + 1), length, device=columns.device)
+    num_blocks = int(block.max()) + 1
+    starts = torch.full((seq_idx.shape[0], num_blocks + 1), length, device=columns.device)
     starts = starts.scatter(1, block, columns - slot)
     first = torch.zeros_like(starts, dtype=torch.bool).scatter(1, block, position < window)
     last = (real - 1).clamp(min=0).unsqueeze(1)
-    count = torch.where(real > 0, position.gather(1, last).squeeze(1) + 1, before)
-    following = block.gather(1, last).squeeze(1) + (count % window == 0)
-    following = torch.where(real > 0, following, 0)
-    return BlockGrid(window, length, starts, first, block, False, count, following, real)
+    tokens_seen = torch.where(real > 0, position.gather(1, last).squeeze(1) + 1, before)
+    next_block = block.gather(1, last).squeeze(1) + (tokens_seen % window == 0)
+    next_block = torch.where(real > 0, next_block, 0)
+    return BlockGrid(window, length, starts, first, block, False, tokens_seen, next_block, real)
 
 
 def _take(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
