@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from checks import check_output
+from _lib.checks import check_output
+from _lib.settings import read_settings
+from _lib.training import Trainer, checkpoint_to_resume, perplexity, plot_loss, write_figures, write_json
 from datasets import load_dataset
 from pretrain_clm import ModelArguments, build_model
-from settings import read_settings
-from training import Trainer, checkpoint_to_resume, perplexity, plot_loss, write_figures, write_json
 from transformers import EvalPrediction, TrainingArguments, default_data_collator, set_seed
 from word_stream import Blocks, stream_of, word_tokenizer
 

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from _lib.settings import read_settings
 from pretrain_clm import ModelArguments
-from settings import read_settings
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 from word_lm import WordArguments, WordTrainer, lines_of, word_lm
 from word_stream import Blocks, stream_of, word_tokenizer

@@ -100,7 +100,7 @@ class _Flattening:
             text = "\n\n\n".join(body for module in file.modules if (body := self.body(module))) + "\n"
             texts[file.name] = self.head(file, registers_ops=LIBRARY in text) + "\n" + text
         needs = {file.name: {self.home[module].name for module, _ in file.imported} for file in self.files.values()}
-        TopologicalSorter(needs).prepare()  # a ValueError if files import each other in a circle
+        TopologicalSorter(needs).prepare()  # a ValueError if files import each other in a cycle
         return texts
 
     def origin(self, module: Module, name: str) -> Symbol:
@@ -173,8 +173,8 @@ class _Flattening:
                         yield places.edit(node, old, file.final[module.name, old])
                 case ast.Call(func=ast.Name(id="Op")):
                     # kernels stay in the package: each op runs its torch implementation
-                    optional = (keyword.value for keyword in node.keywords if keyword.arg == "optional")
-                    yield from (places.edit(value, None, "{}") for value in optional)
+                    kernels = (keyword.value for keyword in node.keywords if keyword.arg == "kernels")
+                    yield from (places.edit(value, None, "{}") for value in kernels)
                 case ast.Constant(value=str(text)) if text.startswith(f"{PACKAGE}::"):
                     yield places.edit(node, None, f'{LIBRARY} + "{text.removeprefix(PACKAGE)}"')
 
