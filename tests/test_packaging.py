@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.reading_size import files_of
+
 SOURCE = Path(__file__).parents[1] / "src"
 PACKAGE = SOURCE / "hf_hybrid_ssm"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -107,3 +109,12 @@ def test_public_names_exist():
 
     for name in hf_hybrid_ssm.__all__:
         assert getattr(hf_hybrid_ssm, name) is not None
+
+
+def test_reading_size_goes_from_the_configuration_to_the_kernels():
+    found = {path.relative_to(PACKAGE).as_posix() for path in files_of("longhorn")}
+    scan = {f"ops/longhorn_scan/{name}" for name in ("torch_backend.py", "native.c", "triton.py", "triton_kernels.py")}
+    assert {"models/longhorn/configuration_longhorn.py", "models/longhorn/modeling_longhorn.py"} | scan < found
+    assert not [path for path in found if path.startswith("layers/mixers") or "models/bst" in path]
+    assert "layers/mixers/s4d.py" in {path.relative_to(PACKAGE).as_posix() for path in files_of("bst")}
+    assert set(files_of("bst", every_mixer=True)) - set(files_of("bst")) >= {PACKAGE / "layers/mixers/lstm.py"}
