@@ -1,7 +1,7 @@
 """Which base model a checkpoint holds, where one configuration has a causal model and an encoder."""
 
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -12,16 +12,16 @@ class BaseOfCheckpoint(PreTrainedModel):
     """The class that `AutoModel` knows for a configuration, and that gives way to the encoder where the checkpoint is
     one of an encoder or of a head over it, as `config.architectures` says.
 
-    The encoder and its heads are named after this class; the encoder is in the same module. `AutoModel` always passes
-    the configuration; loaded by its own name without one, the class is itself.
+    `AutoModel` always hands over the configuration. Loaded by its own name without one, the class is itself.
     """
+
+    encoder_architectures: ClassVar[tuple[str, ...]]  # the encoder first, which is in the module of the class
 
     @classmethod
     def _class_for(cls, config: PreTrainedConfig | None) -> type[PreTrainedModel]:
-        encoders = [f"{cls.__name__.removesuffix('Model')}{head}" for head in ENCODER_HEADS]
-        if set(getattr(config, "architectures", None) or ()).isdisjoint(encoders):
+        if set(getattr(config, "architectures", None) or ()).isdisjoint(cls.encoder_architectures):
             return cls
-        encoder = getattr(sys.modules[cls.__module__], encoders[0])
+        encoder = getattr(sys.modules[cls.__module__], cls.encoder_architectures[0])
         if cls._auto_class is not None:  # a folder's own code, which is saved with the model again
             encoder.register_for_auto_class(cls._auto_class)
         return encoder

@@ -18,7 +18,7 @@ from hf_hybrid_ssm.layers.mixers.base import Mixer
 from hf_hybrid_ssm.layers.norms import ScaleNorm, build_norm
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.models.attentions import IN_BLOCKS, refuse_attentions
-from hf_hybrid_ssm.models.base_of_checkpoint import BaseOfCheckpoint
+from hf_hybrid_ssm.models.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, prepare_cache
 from hf_hybrid_ssm.models.configuration import check_config_class
 from hf_hybrid_ssm.models.heads import CausalLMHead, QuestionAnsweringHead, TokenClassificationHead
@@ -148,6 +148,8 @@ def spade_embedding(config: SpadeConfig) -> nn.Module:
 
 @auto_docstring
 class SpadeModel(BaseOfCheckpoint, SpadePreTrainedModel):
+    encoder_architectures = tuple(f"Spade{head}" for head in ENCODER_HEADS)
+
     def __init__(self, config: SpadeConfig):
         super().__init__(config)
         self.embed_tokens = spade_embedding(config)

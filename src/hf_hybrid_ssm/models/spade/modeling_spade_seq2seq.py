@@ -10,7 +10,7 @@ from transformers.utils import auto_docstring, can_return_tuple
 
 from hf_hybrid_ssm.layers.norms import build_norm
 from hf_hybrid_ssm.models.attentions import IN_BLOCKS, refuse_attentions
-from hf_hybrid_ssm.models.base_of_checkpoint import BaseOfCheckpoint
+from hf_hybrid_ssm.models.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, is_recurrent_state_layer, prepare_cache
 from hf_hybrid_ssm.models.heads import chunked_causal_lm_loss
 from hf_hybrid_ssm.models.inputs import check_inputs, check_labels
@@ -195,6 +195,7 @@ def prepare_seq2seq_cache(
 @auto_docstring
 class SpadeSeq2SeqModel(BaseOfCheckpoint, SpadePreTrainedModel):
     config: SpadeSeq2SeqConfig
+    encoder_architectures = tuple(f"SpadeSeq2Seq{head}" for head in ENCODER_HEADS)
 
     def __init__(self, config: SpadeSeq2SeqConfig):
         super().__init__(config)
