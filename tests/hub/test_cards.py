@@ -118,5 +118,5 @@ def test_bad_input(folder, tmp_path):
     with pytest.raises(ValueError, match=r"no config\.json"):
         card_of_folder(tmp_path)
     (folder / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ValueError, match="no whole safetensors file"):
+    with pytest.raises(ValueError, match="not a complete safetensors file"):
         card_of_folder(folder)

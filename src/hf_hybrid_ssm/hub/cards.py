@@ -1,4 +1,4 @@
-"""Model cards: what a checkpoint is, how it came about, what it reaches and how to load it, from its own files.
+"""Model cards: what a checkpoint is, how it was trained, its metrics and how to load it, from its own files.
 
 python -m hf_hybrid_ssm.hub.cards FOLDER    writes FOLDER/README.md
 """
@@ -55,7 +55,7 @@ def model_card(
         name: what the model is called; "FOLDER" in the code that loads it is replaced by it.
         class_name: the class of its weights; by default the language model, or the classifier of a configuration that
             is for classification alone.
-        results: figures as the recipes write them to results.json.
+        results: metrics as the recipes write them to results.json.
         dataset: what it was trained and validated on.
         recipe: the command that trains it.
         trained: there are weights to load; with results there always are.
@@ -101,7 +101,7 @@ def model_card(
 
 
 def card_of_folder(folder: str | os.PathLike, **options: Any) -> str:
-    """The card of a saved model; figures are those that a recipe left in results.json, options as in `model_card`.
+    """The card of a saved model; metrics are those that a recipe left in results.json, options as in `model_card`.
 
     Raises:
         ValueError: the folder is damaged or foreign (see `check_folder`).
@@ -138,16 +138,16 @@ def _metrics(name: str, task: str | None, results: Mapping[str, Any] | None, dat
 
 def _architecture(config: PreTrainedConfig, model: PreTrainedModel, kinds: list[str]) -> str:
     total, inner = model.num_parameters(), model.num_parameters(exclude_embeddings=True)
-    counted = f"{total:,} parameters, {inner:,} beside the embeddings"
+    counted = f"{total:,} parameters, {inner:,} of them non-embedding"
     defaults = type(config)().to_dict()
-    told = {key: getattr(config, key) for key in SIZES if hasattr(config, key)}
-    told |= {
+    shown = {key: getattr(config, key) for key in SIZES if hasattr(config, key)}
+    shown |= {
         key: value
         for key, value in config.to_dict().items()
         # a name that begins with _ holds where the model was loaded from
         if _plain(value) and key not in HIDDEN_FIELDS and key[0] != "_" and value != defaults.get(key)
     }
-    fields = "\n".join(f"| `{key}` | {value} |" for key, value in told.items())
+    fields = "\n".join(f"| `{key}` | {value} |" for key, value in shown.items())
     return (
         f"`{type(model).__name__}`: {counted}.\n\n| layers | kind |\n| --- | --- |\n{_layers(kinds)}\n\n"
         f"| field | value |\n| --- | --- |\n{fields}\n\n"
@@ -175,7 +175,7 @@ def _training(results: Mapping[str, Any] | None, dataset: str | None, recipe: st
         lines.append(f"Command: `{recipe}`.")
     if results:
         rows = [f"| {key.replace('_', ' ')} | {_number(value)} |" for key, value in results.items() if _plain(value)]
-        lines.append("\n\n| figure | value |\n| --- | ---: |\n" + "\n".join(rows))
+        lines.append("\n\n| metric | value |\n| --- | ---: |\n" + "\n".join(rows))
     elif not trained:
         lines.insert(0, "No trained weights are published yet.")
         if not recipe:

@@ -25,7 +25,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_hybrid_ssm.auto import family_of
+from hf_hybrid_ssm.auto import FAMILIES, family_of
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, Recompute, RecurrentStateLayer, States
 
 
@@ -87,9 +87,10 @@ def sum_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> N
 def _check(model: PreTrainedModel, length: int, ranks: int) -> None:
     kinds = set(model.config.layer_types)
     if family_of(model.config.model_type).recurrent_states is None or kinds != {STATE_LAYER_TYPE}:
+        able = " or ".join(family.card.name for family in FAMILIES if family.recurrent_states is not None)
         raise ValueError(
-            f"model is a {type(model).__name__} with layers of type {', '.join(sorted(kinds))}; only stacks of "
-            "Longhorn layers can be cut along the length."
+            f"model is a {type(model).__name__} with layers of type {', '.join(sorted(kinds))}; only stacks of {able} "
+            "layers can be cut along the length."
         )
     if model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise ValueError("gradient checkpointing would receive each state twice; switch it off, the pieces are short.")
