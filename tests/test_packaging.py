@@ -75,7 +75,10 @@ print(json.dumps({"seconds": time.perf_counter() - begin, "new": sorted(set(sys.
     assert not new & (OPTIONAL | {"torch"})
 
 
-@pytest.mark.parametrize("first", ["hf_hybrid_ssm", "transformers", "transformers.models.auto.modeling_auto"])
+EARLY = ["transformers", "transformers.cache_utils", "transformers.models.auto.modeling_auto"]
+
+
+@pytest.mark.parametrize("first", ["hf_hybrid_ssm", *EARLY])
 def test_registration_in_any_order(first):
     code = f"""
 import json, importlib
@@ -86,9 +89,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 small = dict(vocab_size=8, hidden_size=8, num_hidden_layers=1, state_size=2)
 model = AutoModelForCausalLM.from_config(AutoConfig.for_model("longhorn", **small))
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
-print(json.dumps([type(model).__name__, names["longhorn"]]))
+print(json.dumps([type(model).__name__, names["longhorn"], model.config.code_exporter.__name__]))
 """
-    assert fresh(code) == ["LonghornForCausalLM", "LonghornForCausalLM"]
+    assert fresh(code) == ["LonghornForCausalLM", "LonghornForCausalLM", "hf_hybrid_ssm.hub.export"]
 
 
 @pytest.mark.parametrize("first", ["hf_hybrid_ssm", "transformers.cache_utils"])

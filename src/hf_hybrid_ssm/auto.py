@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -141,14 +140,11 @@ class _RegisteringLoader(Loader):
 class _RegisteringFinder(MetaPathFinder):
     """Waits for the modules of `_REGISTRATIONS` to be imported; does nothing else, finds nothing itself."""
 
-    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if fullname not in _REGISTRATIONS:
             return None
-        sys.meta_path.remove(self)  # or the search below would end here again
-        try:
-            spec = find_spec(fullname)
-        finally:
-            sys.meta_path.insert(0, self)
+        others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((found for found in others if found is not None), None)
         if spec is not None and spec.loader is not None:
             spec.loader = _RegisteringLoader(spec.loader)
         return spec
@@ -159,8 +155,9 @@ def register() -> None:
 
     Calling it again changes nothing. A model type that transformers itself owns is never taken over.
     """
+    # first: what is registered below may import another of these modules
+    if not any(isinstance(finder, _RegisteringFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _RegisteringFinder())
     for name, registration in _REGISTRATIONS.items():
         if name in sys.modules:
             registration(sys.modules[name])
-    if not any(isinstance(finder, _RegisteringFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _RegisteringFinder())
