@@ -75,7 +75,7 @@ matrix: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.matrix.report
 
 cards: $(STAMP)
-	$(BIN)/python -m hf_hybrid_ssm.hub.cards --presets model_cards
+	$(BIN)/python tools/model_cards.py
 
 clean-room: $(STAMP)
 	HF_HYBRID_SSM_CLEAN_ROOM=1 $(RUN_TESTS) tests/hub/test_clean_environment.py

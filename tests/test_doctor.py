@@ -1,4 +1,4 @@
-"""The doctor's report: every op, the backend it takes, reasons, and the error of each kernel."""
+"""The doctor's report: every op, the backend it selects, reasons, and the error of each kernel."""
 
 import json
 import sys
@@ -10,18 +10,18 @@ from hf_hybrid_ssm.ops._core.dispatch import REGISTRY
 def test_every_op_is_examined_and_explained():
     found = doctor.examine()
     assert set(found["ops"]) >= {"longhorn_scan", "causal_conv", "local_attention", "legendre_memory"}
-    for name, places in found["ops"].items():
-        for state in places.values():
-            assert state["backends"][state["takes"]] == "runs"
+    for name, targets in found["ops"].items():
+        for state in targets.values():
+            assert state["backends"][state["selected"]] == "runs"
             assert set(state["kernel_errors"]) <= set(REGISTRY[name].kernels)
             assert all(error < 0.05 for error in state["kernel_errors"].values())
     scan = found["ops"]["longhorn_scan"]["cpu float32"]
     if found["compiler"]:
-        assert scan["takes"] == "native" and scan["kernel_errors"]["native"] < 1e-5
+        assert scan["selected"] == "native" and scan["kernel_errors"]["native"] < 1e-5
     assert scan["backends"]["triton"] != "runs"
 
 
-def test_report_names_what_is_not_taken_and_why(monkeypatch, capsys):
+def test_report_names_what_is_not_selected_and_why(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["doctor"])
     doctor.main()
     text = capsys.readouterr().out

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.reading_size import files_of
+
 SOURCE = Path(__file__).parents[1] / "src"
 PACKAGE = SOURCE / "hf_hybrid_ssm"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -73,7 +75,10 @@ print(json.dumps({"seconds": time.perf_counter() - begin, "new": sorted(set(sys.
     assert not new & (OPTIONAL | {"torch"})
 
 
-@pytest.mark.parametrize("first", ["hf_hybrid_ssm", "transformers", "transformers.models.auto.modeling_auto"])
+EARLY = ["transformers", "transformers.cache_utils", "transformers.models.auto.modeling_auto"]
+
+
+@pytest.mark.parametrize("first", ["hf_hybrid_ssm", *EARLY])
 def test_registration_in_any_order(first):
     code = f"""
 import json, importlib
@@ -84,9 +89,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 small = dict(vocab_size=8, hidden_size=8, num_hidden_layers=1, state_size=2)
 model = AutoModelForCausalLM.from_config(AutoConfig.for_model("longhorn", **small))
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
-print(json.dumps([type(model).__name__, names["longhorn"]]))
+print(json.dumps([type(model).__name__, names["longhorn"], model.config.code_exporter.__name__]))
 """
-    assert fresh(code) == ["LonghornForCausalLM", "LonghornForCausalLM"]
+    assert fresh(code) == ["LonghornForCausalLM", "LonghornForCausalLM", "hf_hybrid_ssm.hub.export"]
 
 
 @pytest.mark.parametrize("first", ["hf_hybrid_ssm", "transformers.cache_utils"])
@@ -107,3 +112,12 @@ def test_public_names_exist():
 
     for name in hf_hybrid_ssm.__all__:
         assert getattr(hf_hybrid_ssm, name) is not None
+
+
+def test_reading_size_goes_from_the_configuration_to_the_kernels():
+    found = {path.relative_to(PACKAGE).as_posix() for path in files_of("longhorn")}
+    scan = {f"ops/longhorn_scan/{name}" for name in ("torch_backend.py", "native.c", "triton.py", "triton_kernels.py")}
+    assert {"models/longhorn/configuration_longhorn.py", "models/longhorn/modeling_longhorn.py"} | scan < found
+    assert not [path for path in found if path.startswith("layers/mixers") or "models/bst" in path]
+    assert "layers/mixers/s4d.py" in {path.relative_to(PACKAGE).as_posix() for path in files_of("bst")}
+    assert set(files_of("bst", every_mixer=True)) - set(files_of("bst")) >= {PACKAGE / "layers/mixers/lstm.py"}

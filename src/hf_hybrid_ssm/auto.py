@@ -1,4 +1,4 @@
-"""The table of families, and their registration with transformers' Auto classes.
+"""The families of the package, and their registration with transformers' Auto classes and with PEFT.
 
 transformers finds its own families by name and imports a family's code when it is first asked for. Ours enter the same
 tables in the same form, so that `import hf_hybrid_ssm` imports neither torch nor any modeling file, and so that the
@@ -9,100 +9,39 @@ import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
+
+from hf_hybrid_ssm.models.family import Family
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Family:
-    """One model family.
-
-    Args:
-        model_type: the name in `config.json`.
-        config: name of the configuration class.
-        heads: name of transformers' table (without the suffix `_MAPPING`) → name of our class.
-        folder: below `hf_hybrid_ssm.models`, where it is not the model type.
-    """
-
-    model_type: str
-    config: str
-    heads: dict[str, str]
-    folder: str | None = None
-
-    @property
-    def package(self) -> str:
-        return f"hf_hybrid_ssm.models.{self.folder or self.model_type}"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((self.config, *self.heads.values())))
-
-
-FAMILIES = (
-    Family(
-        "longhorn",
-        "LonghornConfig",
-        {
-            "MODEL": "LonghornModel",
-            "MODEL_FOR_CAUSAL_LM": "LonghornForCausalLM",
-            "MODEL_FOR_SEQUENCE_CLASSIFICATION": "LonghornForSequenceClassification",
-            "MODEL_FOR_TOKEN_CLASSIFICATION": "LonghornForTokenClassification",
-            "MODEL_FOR_QUESTION_ANSWERING": "LonghornForQuestionAnswering",
-        },
-    ),
-    Family(
-        "bst",
-        "BstConfig",
-        {
-            "MODEL": "BstModel",
-            "MODEL_FOR_CAUSAL_LM": "BstForCausalLM",
-            "MODEL_FOR_SEQUENCE_CLASSIFICATION": "BstForSequenceClassification",
-            "MODEL_FOR_TOKEN_CLASSIFICATION": "BstForTokenClassification",
-            "MODEL_FOR_QUESTION_ANSWERING": "BstForQuestionAnswering",
-        },
-    ),
-    Family(
-        "lmu_isa",
-        "LmuIsaConfig",
-        {
-            "MODEL": "LmuIsaModel",
-            "MODEL_FOR_CAUSAL_LM": "LmuIsaForCausalLM",
-            "MODEL_FOR_SEQUENCE_CLASSIFICATION": "LmuIsaForSequenceClassification",
-            "MODEL_FOR_TOKEN_CLASSIFICATION": "LmuIsaForTokenClassification",
-            "MODEL_FOR_QUESTION_ANSWERING": "LmuIsaForQuestionAnswering",
-        },
-    ),
-    Family(
-        "spade",
-        "SpadeConfig",
-        {
-            "MODEL": "SpadeModel",
-            "MODEL_FOR_CAUSAL_LM": "SpadeForCausalLM",
-            "MODEL_FOR_SEQUENCE_CLASSIFICATION": "SpadeForSequenceClassification",
-            "MODEL_FOR_TOKEN_CLASSIFICATION": "SpadeForTokenClassification",
-            "MODEL_FOR_QUESTION_ANSWERING": "SpadeForQuestionAnswering",
-            "MODEL_FOR_TEXT_ENCODING": "SpadeEncoderModel",
-        },
-    ),
-    Family(
-        "spade_seq2seq",
-        "SpadeSeq2SeqConfig",
-        {
-            "MODEL": "SpadeSeq2SeqModel",
-            "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM": "SpadeForConditionalGeneration",
-            "MODEL_FOR_SEQUENCE_CLASSIFICATION": "SpadeSeq2SeqForSequenceClassification",
-            "MODEL_FOR_TOKEN_CLASSIFICATION": "SpadeSeq2SeqForTokenClassification",
-            "MODEL_FOR_QUESTION_ANSWERING": "SpadeSeq2SeqForQuestionAnswering",
-            "MODEL_FOR_TEXT_ENCODING": "SpadeSeq2SeqEncoderModel",
-        },
-        folder="spade",
-    ),
+# the folders of the families below `models/`; each declares itself in its `family.py`
+FOLDERS = (
+    "longhorn",
+    "bst",
+    "lmu_isa",
+    "spade",
 )
+FAMILIES: tuple[Family, ...] = tuple(
+    family for folder in FOLDERS for family in importlib.import_module(f"hf_hybrid_ssm.models.{folder}").FAMILIES
+)
+
+
+def family_of(model_type: str) -> Family:
+    """The declaration of a model type.
+
+    Raises:
+        ValueError: no family of this package has that type.
+    """
+    for family in FAMILIES:
+        if family.model_type == model_type:
+            return family
+    known = ", ".join(family.model_type for family in FAMILIES)
+    raise ValueError(f"model_type={model_type!r} is not a family of hf_hybrid_ssm; its families are {known}.")
 
 
 def owner_of(family: Family) -> str | None:
@@ -149,10 +88,34 @@ def _register_cache_layers(_: ModuleType) -> None:
 
 
 def _register_peft_targets(constants: ModuleType) -> None:
-    importlib.import_module("hf_hybrid_ssm.peft_targets").register(constants)
+    """`LoraConfig()` alone works for every family; what PEFT itself knows of a model type stays.
+
+    The tables of the methods like LoRA are those that agree with LoRA's on Llama.
+    """
+    lora = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    tables = [table for name, table in vars(constants).items() if name.endswith("_TARGET_MODULES_MAPPING")]
+    ia3 = constants.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING
+    feed_forward = constants.TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING
+    for family in FAMILIES:
+        for table in tables:
+            if table.get("llama") == lora["llama"]:
+                table.setdefault(family.model_type, list(family.peft.lora))
+        ia3.setdefault(family.model_type, list(family.peft.ia3))
+        feed_forward.setdefault(family.model_type, list(family.peft.ia3_feed_forward))
+
+
+def _connect_code_export(configuration: ModuleType) -> None:
+    configuration.HybridConfigMixin.code_exporter = property(_code_exporter)
+
+
+def _code_exporter(config: Any) -> ModuleType | None:
+    """Writes the code of this package's own configurations; None for a class derived elsewhere."""
+    is_ours = type(config).__module__.startswith("hf_hybrid_ssm.")
+    return importlib.import_module("hf_hybrid_ssm.hub.export") if is_ours else None
 
 
 _REGISTRATIONS: dict[str, Callable[[ModuleType], None]] = {
+    "hf_hybrid_ssm.models.configuration": _connect_code_export,
     "peft.utils.constants": _register_peft_targets,
     "transformers.cache_utils": _register_cache_layers,
     "transformers.models.auto.configuration_auto": _register_configs,
@@ -175,16 +138,13 @@ class _RegisteringLoader(Loader):
 
 
 class _RegisteringFinder(MetaPathFinder):
-    """Waits for the tables of Auto classes and of PEFT to be imported; does nothing else, finds nothing itself."""
+    """Waits for the modules of `_REGISTRATIONS` to be imported; does nothing else, finds nothing itself."""
 
-    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if fullname not in _REGISTRATIONS:
             return None
-        sys.meta_path.remove(self)  # or the search below would end here again
-        try:
-            spec = find_spec(fullname)
-        finally:
-            sys.meta_path.insert(0, self)
+        others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((found for found in others if found is not None), None)
         if spec is not None and spec.loader is not None:
             spec.loader = _RegisteringLoader(spec.loader)
         return spec
@@ -195,8 +155,9 @@ def register() -> None:
 
     Calling it again changes nothing. A model type that transformers itself owns is never taken over.
     """
+    # first: what is registered below may import another of these modules
+    if not any(isinstance(finder, _RegisteringFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _RegisteringFinder())
     for name, registration in _REGISTRATIONS.items():
         if name in sys.modules:
             registration(sys.modules[name])
-    if not any(isinstance(finder, _RegisteringFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _RegisteringFinder())

@@ -1,4 +1,4 @@
-"""What is installed, which backend each op takes on this machine and why, and whether its kernels compute rightly.
+"""What is installed, which backend each op selects on this machine and why, and how exact its kernels are.
 
 hf-hybrid-ssm-doctor [--json]
 """
@@ -7,14 +7,11 @@ import argparse
 import importlib
 import importlib.metadata
 import json
+import pkgutil
 import platform
 import shutil
 from typing import Any
 
-OPS = (
-    "causal_conv", "implicit_attention", "legendre_memory", "linear_cross_entropy", "linear_scan", "local_attention",
-    "long_conv", "longhorn_scan",
-)  # fmt: skip
 PACKAGES = ("torch", "transformers", "accelerate", "triton", "datasets", "lm_eval", "peft")
 
 
@@ -23,26 +20,27 @@ def examine() -> dict[str, Any]:
 
     Returns:
         `packages` (name → version or None), `compiler` (path or None), `devices`, and `ops`: for each op, device and
-        dtype, the backend taken, what each of the others says, and the largest relative error of its kernels on a
+        dtype, the backend selected, the status of every backend, and the largest relative error of its kernels on a
         small example against the float64 reference.
     """
     import torch
 
+    from hf_hybrid_ssm import ops as folder
     from hf_hybrid_ssm.ops._core.dispatch import PREFERENCE, REGISTRY
 
-    for name in OPS:
-        importlib.import_module(f"hf_hybrid_ssm.ops.{name}")
+    for found in pkgutil.iter_modules(folder.__path__):
+        importlib.import_module(f"{folder.__name__}.{found.name}")
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     ops: dict[str, Any] = {}
     for name, op in sorted(REGISTRY.items()):
         ops[name] = {}
         for device in devices:
             for dtype in (torch.float32, torch.bfloat16):
-                said = {b: s for b, s in op.explain(device, dtype).items() if b in op.builtin or b in op.kernels}
-                taken = next(backend for backend in PREFERENCE if said.get(backend) == "runs")
-                errors = {b: op.self_check(b, device, dtype) for b in op.kernels if said[b] == "runs"}
-                where = f"{device} {str(dtype).removeprefix('torch.')}"
-                ops[name][where] = {"takes": taken, "backends": said, "kernel_errors": errors}
+                status = {b: s for b, s in op.explain(device, dtype).items() if b in op.builtin or b in op.kernels}
+                selected = next(backend for backend in PREFERENCE if status.get(backend) == "runs")
+                errors = {b: op.self_check(b, device, dtype) for b in op.kernels if status[b] == "runs"}
+                target = f"{device} {str(dtype).removeprefix('torch.')}"
+                ops[name][target] = {"selected": selected, "backends": status, "kernel_errors": errors}
     return {
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
@@ -64,14 +62,14 @@ def report(found: dict[str, Any]) -> str:
     lines = [f"python {found['python']}"]
     lines += [f"{name} {version or 'is not installed'}" for name, version in found["packages"].items()]
     lines.append(f"C compiler: {found['compiler'] or 'none, so that the fused CPU kernels cannot be built'}")
-    for name, places in found["ops"].items():
+    for name, targets in found["ops"].items():
         lines.append(f"\n{name}")
-        for where, state in places.items():
-            lines.append(f"  {where}: {state['takes']}")
-            for backend, said in state["backends"].items():
-                if backend != "reference" and said != "runs":
-                    lines.append(f"    not {backend}: {said}")
-            for backend, error in state["kernel_errors"].items():
+        for target, op in targets.items():
+            lines.append(f"  {target}: {op['selected']}")
+            for backend, status in op["backends"].items():
+                if backend != "reference" and status != "runs":
+                    lines.append(f"    not {backend}: {status}")
+            for backend, error in op["kernel_errors"].items():
                 lines.append(f"    {backend} kernel: {error:.1e} off the float64 reference")
     return "\n".join(lines)
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfi
 import hf_hybrid_ssm
 from hf_hybrid_ssm.auto import FAMILIES
 from hf_hybrid_ssm.hub import check_folder, export_code
-from hf_hybrid_ssm.hub.export import AUTO_CLASSES, code_of
+from hf_hybrid_ssm.hub.export import auto_class_of, code_of
 from hf_hybrid_ssm.hub.folder import seal
 from hf_hybrid_ssm.ops._core.dispatch import backend
 from tests.hub.without_package import answer
@@ -114,7 +114,7 @@ def test_code_is_flat_licensed_and_harmless(model_type):
 def test_every_table_of_heads_has_its_auto_class():
     for family in FAMILIES:
         for table in family.heads:
-            assert hasattr(transformers, AUTO_CLASSES[table])
+            assert hasattr(transformers, auto_class_of(table))
 
 
 @pytest.fixture
@@ -137,9 +137,9 @@ def test_foreign_models_are_refused(saved, tmp_path):
     config = LlamaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
     model = LlamaForCausalLM(config)
     model.save_pretrained(tmp_path / "llama")
-    with pytest.raises(ValueError, match="model_type='llama' is no family"):
+    with pytest.raises(ValueError, match="model_type='llama' is not a family"):
         export_code(tmp_path / "llama")
-    with pytest.raises(ValueError, match="LlamaForCausalLM is no class of the family 'longhorn'"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM is not a class of the family 'longhorn'"):
         export_code(model, saved)
 
 

@@ -31,17 +31,17 @@ def first_shard(folder):
 def cut(folder):
     path = first_shard(folder)
     path.write_bytes(path.read_bytes()[:-5])
-    return "no whole safetensors file"
+    return "not a complete safetensors file"
 
 
 def cut_header(folder):
     first_shard(folder).write_bytes(b"\x07")
-    return "no whole safetensors file"
+    return "not a complete safetensors file"
 
 
 def pickled(folder):
     first_shard(folder).write_bytes(b"\x80\x04cposix\nsystem\n(S'true'\ntR.")
-    return "no whole safetensors file"
+    return "not a complete safetensors file"
 
 
 def lost(folder):

@@ -103,6 +103,6 @@ def test_a_process_that_does_not_save_writes_no_code(model, tmp_path):
 def test_a_derived_class_is_not_exported(tmp_path):
     kind = type(build("longhorn", "LonghornForCausalLM"))
     derived = type("Mine", (kind,), {})(build("longhorn", "LonghornForCausalLM").config)
-    with pytest.raises(ValueError, match="Mine is no class of the family 'longhorn'"):
+    with pytest.raises(ValueError, match="Mine is not a class of the family 'longhorn'"):
         derived.save_pretrained(tmp_path / "mine", export_code=True)
     assert not (tmp_path / "mine").exists()

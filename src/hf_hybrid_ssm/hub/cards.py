@@ -1,13 +1,11 @@
-"""Model cards: what a checkpoint is, how it came about, what it reaches and how to load it, from its own files.
+"""Model cards: what a checkpoint is, how it was trained, its metrics and how to load it, from its own files.
 
-python -m hf_hybrid_ssm.hub.cards FOLDER        writes FOLDER/README.md
-python -m hf_hybrid_ssm.hub.cards --presets OUT  writes a card for each language model of a paper, and an index
+python -m hf_hybrid_ssm.hub.cards FOLDER    writes FOLDER/README.md
 """
 
 import argparse
 import itertools
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,13 +16,10 @@ from huggingface_hub import EvalResult, ModelCardData
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 import hf_hybrid_ssm
-from hf_hybrid_ssm.auto import FAMILIES, Family
-from hf_hybrid_ssm.hub.export import AUTO_CLASSES
-from hf_hybrid_ssm.hub.families import CARD_TEXTS
+from hf_hybrid_ssm.auto import family_of
+from hf_hybrid_ssm.hub.export import auto_class_of
 from hf_hybrid_ssm.hub.folder import check_folder, read_json
 
-# presets without a card: tasks of the Long Range Arena, and sizes that the paper does not have
-NO_CARD = re.compile("-lra-|-rule|-deep")
 # bookkeeping, and what the table of layers says
 HIDDEN_FIELDS = {"architectures", "layer_types", "block_types", "ssm_layers", "transformers_version"}
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -58,56 +53,55 @@ def model_card(
     Args:
         config: of a family of this package.
         name: what the model is called; "FOLDER" in the code that loads it is replaced by it.
-        class_name: the class of its weights; the language model by default.
-        results: figures as the recipes write them to results.json.
+        class_name: the class of its weights; by default the language model, or the classifier of a configuration that
+            is for classification alone.
+        results: metrics as the recipes write them to results.json.
         dataset: what it was trained and validated on.
         recipe: the command that trains it.
         trained: there are weights to load; with results there always are.
         exported: it carries its code, and loads without this package.
 
     Raises:
-        ValueError: the configuration is of no family of this package, or the family has no such class.
+        ValueError: the configuration is not of a family of this package, or the family has no such class.
     """
-    family = next((family for family in FAMILIES if family.model_type == config.model_type), None)
-    if family is None:
-        raise ValueError(f"model_type={config.model_type!r} is no family of hf_hybrid_ssm.")
-    class_name = class_name or _language_model(family)
+    family = family_of(config.model_type)
+    class_name = class_name or family.main_class(config)
     if class_name not in family.heads.values():
         known = ", ".join(family.heads.values())
         raise ValueError(f"class_name={class_name!r} is not among the models of {config.model_type}: {known}.")
-    model = _on_meta(config, class_name)
+    with torch.device("meta"):
+        model = getattr(hf_hybrid_ssm, class_name)(config)
     table = next(table for table, name in family.heads.items() if name == class_name)
-    task, auto = TASKS.get(table), AUTO_CLASSES[table]
-    facts = CARD_TEXTS[config.model_type]
+    task, text = TASKS.get(table), family.card
     data = ModelCardData(
         license="apache-2.0",
         library_name="transformers",
         pipeline_tag=task,
-        tags=[config.model_type, "state-space-model", "hf-hybrid-ssm", f"arxiv:{facts.arxiv}"],
+        tags=[config.model_type, "state-space-model", "hf-hybrid-ssm", f"arxiv:{text.arxiv}"],
         **_metrics(name, task, results, dataset),
     )
     sections = [
         f"---\n{data.to_yaml().strip()}\n---",
         f"# {name}",
-        f"{facts.name} ([arXiv {facts.arxiv}](https://arxiv.org/abs/{facts.arxiv})). {facts.idea}",
+        f"{text.name} ([arXiv {text.arxiv}](https://arxiv.org/abs/{text.arxiv})). {text.idea}",
         "## Architecture",
-        _architecture(config, model, class_name),
+        _architecture(config, model, family.layer_kinds(config)),
         "## Training",
         _training(results, dataset, recipe, trained),
         "## Use",
-        _use(name, auto, exported, trained or results is not None),
+        _use(name, auto_class_of(table), exported, trained or results is not None),
         "## Limits",
-        f"{facts.limits} A model trained by these recipes was not taught to be helpful or harmless; it repeats what "
+        f"{text.limits} A model trained by these recipes was not taught to be helpful or harmless; it repeats what "
         "is in its training data, with the errors and prejudices there.",
         "## Citation",
-        f"```bibtex\n{facts.citation}\n```",
+        f"```bibtex\n{text.citation}\n```",
         "Licence of code and card: Apache-2.0.",
     ]
     return "\n\n".join(sections) + "\n"
 
 
 def card_of_folder(folder: str | os.PathLike, **options: Any) -> str:
-    """The card of a saved model; figures are those that a recipe left in results.json, options as in `model_card`.
+    """The card of a saved model; metrics are those that a recipe left in results.json, options as in `model_card`.
 
     Raises:
         ValueError: the folder is damaged or foreign (see `check_folder`).
@@ -127,43 +121,6 @@ def card_of_folder(folder: str | os.PathLike, **options: Any) -> str:
     return model_card(config, **(found | options))
 
 
-def preset_cards(recipes: Mapping[tuple[str, str], str]) -> dict[str, str]:
-    """File name → card of every language model or encoder-decoder of a paper, and README.md that lists them.
-
-    Args:
-        recipes: (model type, preset) → command that trains it at the paper's size.
-    """
-    cards, lines = {}, ["| card | family | parameters |", "| --- | --- | ---: |"]
-    for family in FAMILIES:
-        configuration = getattr(hf_hybrid_ssm, family.config)
-        for preset in configuration.presets:
-            if NO_CARD.search(preset):
-                continue
-            config = configuration.preset(preset)
-            name = preset if preset.startswith("spade") else f"{family.model_type.replace('_', '-')}-{preset}"
-            command = recipes.get((family.model_type, preset))
-            cards[f"{name}.md"] = model_card(config, name=name, recipe=command)
-            count = _on_meta(config, _language_model(family)).num_parameters()
-            lines.append(f"| [{name}]({name}.md) | {CARD_TEXTS[family.model_type].name} | {count:,} |")
-    index = "\n".join(lines)
-    cards["README.md"] = (
-        "# Model cards\n\nOne for each language model and encoder-decoder of a paper, written by `make cards`. "
-        "**No trained weights are published yet**; the cards say what would be in them, and how to "
-        f"train it.\n\n{index}\n"
-    )
-    return cards
-
-
-def _language_model(family: Family) -> str:
-    table = "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM"
-    return family.heads[table if table in family.heads else "MODEL_FOR_CAUSAL_LM"]
-
-
-def _on_meta(config: PreTrainedConfig, class_name: str) -> PreTrainedModel:
-    with torch.device("meta"):
-        return getattr(hf_hybrid_ssm, class_name)(config)
-
-
 def _metrics(name: str, task: str | None, results: Mapping[str, Any] | None, dataset: str | None) -> dict[str, Any]:
     """The Hub asks for the data set of every metric; without its name they stand in the text alone."""
     found = [(*METRICS[key], results[key]) for key in METRICS if results and key in results]
@@ -179,20 +136,20 @@ def _metrics(name: str, task: str | None, results: Mapping[str, Any] | None, dat
     return {"model_name": name, "eval_results": values}
 
 
-def _architecture(config: PreTrainedConfig, model: PreTrainedModel, class_name: str) -> str:
+def _architecture(config: PreTrainedConfig, model: PreTrainedModel, kinds: list[str]) -> str:
     total, inner = model.num_parameters(), model.num_parameters(exclude_embeddings=True)
-    counted = f"{total:,} parameters, {inner:,} beside the embeddings"
+    counted = f"{total:,} parameters, {inner:,} of them non-embedding"
     defaults = type(config)().to_dict()
-    told = {key: getattr(config, key) for key in SIZES if hasattr(config, key)}
-    told |= {
+    shown = {key: getattr(config, key) for key in SIZES if hasattr(config, key)}
+    shown |= {
         key: value
         for key, value in config.to_dict().items()
         # a name that begins with _ holds where the model was loaded from
         if _plain(value) and key not in HIDDEN_FIELDS and key[0] != "_" and value != defaults.get(key)
     }
-    fields = "\n".join(f"| `{key}` | {value} |" for key, value in told.items())
+    fields = "\n".join(f"| `{key}` | {value} |" for key, value in shown.items())
     return (
-        f"`{class_name}`: {counted}.\n\n| layers | kind |\n| --- | --- |\n{_layers(config)}\n\n"
+        f"`{type(model).__name__}`: {counted}.\n\n| layers | kind |\n| --- | --- |\n{_layers(kinds)}\n\n"
         f"| field | value |\n| --- | --- |\n{fields}\n\n"
         f"All other fields of `{type(config).__name__}` have their defaults."
     )
@@ -202,39 +159,14 @@ def _plain(value: Any) -> bool:
     return isinstance(value, bool | int | float | str) or (isinstance(value, list) and len(value) < 9)
 
 
-def _layers(config: PreTrainedConfig) -> str:
+def _layers(kinds: list[str]) -> str:
     """Neighbours of one kind share a line."""
     lines, start = [], 0
-    for kind, group in itertools.groupby(_kinds(config)):
+    for kind, group in itertools.groupby(kinds):
         end = start + len(list(group)) - 1
         lines.append(f"| {start if start == end else f'{start} to {end}'} | {kind} |")
         start = end + 1
     return "\n".join(lines)
-
-
-def _kinds(config: PreTrainedConfig) -> list[str]:
-    count = range(config.num_hidden_layers)
-    if config.model_type == "longhorn":
-        words = {"linear_attention": "Longhorn", "sliding_attention": "window attention"}
-        return [words.get(kind, "full attention") for kind in config.block_types]
-    if config.model_type == "bst":
-        words = {
-            "bst": f"window attention and context states ({config.context_variant.upper()}, {config.ssm_type})",
-            "block_recurrent": "block-recurrent attention",
-            "sliding_attention": "window attention",
-        }
-        return [words[kind] for kind in config.block_types]
-    if config.model_type == "lmu_isa":
-        before = {
-            "ffn": "feed-forward",
-            "global_attention": "global attention",
-            "window_attention": "window attention",
-        }
-        return [
-            f"{before.get(config.first_sublayer, config.first_sublayer)}, Legendre memory, implicit attention"
-        ] * len(count)
-    local = f"{config.attention_type} attention"
-    return [f"{local} and {config.ssm_type}" if index in config.ssm_layers else local for index in count]
 
 
 def _training(results: Mapping[str, Any] | None, dataset: str | None, recipe: str | None, trained: bool) -> str:
@@ -243,7 +175,7 @@ def _training(results: Mapping[str, Any] | None, dataset: str | None, recipe: st
         lines.append(f"Command: `{recipe}`.")
     if results:
         rows = [f"| {key.replace('_', ' ')} | {_number(value)} |" for key, value in results.items() if _plain(value)]
-        lines.append("\n\n| figure | value |\n| --- | ---: |\n" + "\n".join(rows))
+        lines.append("\n\n| metric | value |\n| --- | ---: |\n" + "\n".join(rows))
     elif not trained:
         lines.insert(0, "No trained weights are published yet.")
         if not recipe:
@@ -278,37 +210,13 @@ def _use(name: str, auto: str, exported: bool, trained: bool) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?")
-    parser.add_argument("--presets", metavar="OUT")
+    parser.add_argument("folder", help="a saved model")
     parser.add_argument("--dataset", help="what the model was trained and validated on")
     parser.add_argument("--recipe", help="the command that trained it")
     arguments = parser.parse_args()
-    if (arguments.folder is None) == (arguments.presets is None):
-        parser.error("give either FOLDER or --presets OUT")
     transformers.logging.set_verbosity_error()
-    if arguments.folder is not None:
-        card = card_of_folder(arguments.folder, dataset=arguments.dataset, recipe=arguments.recipe)
-        (Path(arguments.folder) / "README.md").write_text(card, encoding="utf-8")
-        return
-    out = Path(arguments.presets)
-    out.mkdir(parents=True, exist_ok=True)
-    for name, text in preset_cards(recipes_of_presets(Path("recipes"))).items():
-        (out / name).write_text(text, encoding="utf-8")
-
-
-def recipes_of_presets(folder: Path) -> dict[tuple[str, str], str]:
-    """(model type, preset) → command, read from the recipes' configurations of the papers' sizes."""
-    import yaml  # a dependency of the recipes alone
-
-    scripts = {"lra": "lra.py", "seq2seq": "pretrain_seq2seq.py", "wikitext103": "word_lm.py"}
-    found = {}
-    for path in sorted(folder.glob("configs/*/*.yaml")):
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if isinstance(settings, dict) and "preset" in settings and not path.stem.endswith("_cpu"):
-            script = scripts.get(path.stem) or scripts.get(path.parent.name, "pretrain_clm.py")
-            key = (settings.get("model_type", "spade_seq2seq"), settings["preset"])
-            found[key] = f"python {folder.name}/{script} {folder.name}/{path.relative_to(folder).as_posix()}"
-    return found
+    card = card_of_folder(arguments.folder, dataset=arguments.dataset, recipe=arguments.recipe)
+    (Path(arguments.folder) / "README.md").write_text(card, encoding="utf-8")
 
 
 if __name__ == "__main__":

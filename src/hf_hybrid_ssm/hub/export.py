@@ -7,25 +7,18 @@ from functools import cache
 from pathlib import Path
 
 from transformers import PreTrainedModel
+from transformers.models.auto import modeling_auto
 
 from hf_hybrid_ssm import __version__
-from hf_hybrid_ssm.auto import FAMILIES, Family, owner_of
+from hf_hybrid_ssm.auto import family_of, owner_of
 from hf_hybrid_ssm.hub.flatten import flatten
 from hf_hybrid_ssm.hub.folder import is_as_exported, read_config, seal
-from hf_hybrid_ssm.hub.sources import PACKAGE, module_of_class, needed_modules
+from hf_hybrid_ssm.hub.sources import PACKAGE, needed_modules
 from hf_hybrid_ssm.layers.mixers.registry import BUILT_IN
+from hf_hybrid_ssm.models.family import Family
 
 logger = logging.getLogger(__name__)
 
-AUTO_CLASSES = {
-    "MODEL": "AutoModel",
-    "MODEL_FOR_CAUSAL_LM": "AutoModelForCausalLM",
-    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM": "AutoModelForSeq2SeqLM",
-    "MODEL_FOR_SEQUENCE_CLASSIFICATION": "AutoModelForSequenceClassification",
-    "MODEL_FOR_TOKEN_CLASSIFICATION": "AutoModelForTokenClassification",
-    "MODEL_FOR_QUESTION_ANSWERING": "AutoModelForQuestionAnswering",
-    "MODEL_FOR_TEXT_ENCODING": "AutoModelForTextEncoding",
-}
 HEAD = (
     "# SPDX-License-Identifier: Apache-2.0\n"
     f"# Part of hf-hybrid-ssm {__version__}, gathered by hf_hybrid_ssm.hub.export_code.\n"
@@ -52,7 +45,7 @@ def export_code(model_or_folder: PreTrainedModel | str | os.PathLike, folder: st
         The folder.
 
     Raises:
-        ValueError: nothing was saved there, it is no family of this package, transformers has a model type of that
+        ValueError: nothing was saved there, it is not a family of this package, transformers has a model type of that
             name itself, or there are Python files that this function did not write. Nothing has been written then.
     """
     model = model_or_folder if isinstance(model_or_folder, PreTrainedModel) else None
@@ -87,9 +80,9 @@ def write_code(folder: str | os.PathLike, model_type: str) -> None:
 
 def check_exportable(model_type: str, model: PreTrainedModel | None, folder: str | os.PathLike | None) -> None:
     """A ValueError if a model is not of that family, or the folder has Python files that were not exported."""
-    family = _family_of(model_type)
+    family = _exportable(model_type)
     if model is not None and type(model).__name__ not in family.names:
-        raise ValueError(f"{type(model).__name__} is no class of the family {family.model_type!r}.")
+        raise ValueError(f"{type(model).__name__} is not a class of the family {family.model_type!r}.")
     ssm_type = getattr(getattr(model, "config", None), "ssm_type", None)
     if ssm_type is None and folder is not None and (Path(folder) / "config.json").is_file():
         ssm_type = read_config(Path(folder)).get("ssm_type")
@@ -106,9 +99,10 @@ def check_exportable(model_type: str, model: PreTrainedModel | None, folder: str
 @cache
 def code_of(model_type: str) -> dict[str, str]:
     """File name → source of everything that the classes of a model type need."""
-    family = _family_of(model_type)
-    modules = needed_modules(sorted({module_of_class(family.package, name) for name in family.names}))
+    family = _exportable(model_type)
+    modules = needed_modules(sorted({family.module_of[name] for name in family.names}))
     mixers = {module.name for module in needed_modules([f"{PACKAGE}.layers.mixers.registry"])}
+    own = _file_of_class(family, family.config)
 
     def file_of(module: str) -> str:
         _, floor, *rest = module.split(".")
@@ -116,14 +110,12 @@ def code_of(model_type: str) -> dict[str, str]:
             return "dispatch" if rest[0] == "_core" else rest[0]
         if floor == "layers":
             return "mixers" if module in mixers else "layers"
-        if floor == "models" and len(rest) == 1:
-            return f"configuration_{rest[0]}" if rest[0] == "configuration" else "model_parts"
+        if floor == "models" and len(rest) == 1:  # what all configurations share goes with the family's own
+            return own if rest[0] == "configuration" else "model_parts"
         is_listed = rest[-1].startswith(("configuration", "modeling"))
         return rest[-1] if is_listed else f"layers_{rest[0]}"
 
-    # what all configurations share goes with the family's own
-    own = module_of_class(family.package, family.config).rsplit(".", 1)[1]
-    texts = flatten(modules, lambda module: own if module.endswith("models.configuration") else file_of(module))
+    texts = flatten(modules, file_of)
     heads = dict(place.split(".") for place in auto_map_of(model_type).values() if not place.startswith(f"{own}."))
     named = "\n".join(f"    from .{file} import {name}  # noqa: F401" for file, name in sorted(heads.items()))
     texts[own] = f"from typing import TYPE_CHECKING\n\n{texts[own]}\n\n{NAMED}\n{named}\n"
@@ -132,18 +124,25 @@ def code_of(model_type: str) -> dict[str, str]:
 
 def auto_map_of(model_type: str) -> dict[str, str]:
     """Auto class → file and class, as `config.json` holds it."""
-    family = _family_of(model_type)
-    classes = {"AutoConfig": family.config} | {AUTO_CLASSES[table]: name for table, name in family.heads.items()}
-    return {
-        auto: f"{module_of_class(family.package, name).rsplit('.', 1)[1]}.{name}" for auto, name in classes.items()
-    }
+    family = _exportable(model_type)
+    classes = {"AutoConfig": family.config} | {auto_class_of(table): name for table, name in family.heads.items()}
+    return {auto: f"{_file_of_class(family, name)}.{name}" for auto, name in classes.items()}
 
 
-def _family_of(model_type: str) -> Family:
-    family = next((family for family in FAMILIES if family.model_type == model_type), None)
-    if family is None:
-        known = ", ".join(family.model_type for family in FAMILIES)
-        raise ValueError(f"model_type={model_type!r} is no family of {PACKAGE}; its families are {known}.")
+@cache
+def auto_class_of(table: str) -> str:
+    """The name of the Auto class that reads a mapping of transformers, such as "MODEL_FOR_CAUSAL_LM"."""
+    mapping = getattr(modeling_auto, f"{table}_MAPPING")
+    autos = {name: getattr(auto, "_model_mapping", None) for name, auto in vars(modeling_auto).items()}
+    return next(name for name, read in autos.items() if name.startswith("AutoModel") and read is mapping)
+
+
+def _file_of_class(family: Family, name: str) -> str:
+    return family.module_of[name].rsplit(".", 1)[1]
+
+
+def _exportable(model_type: str) -> Family:
+    family = family_of(model_type)
     if owner := owner_of(family):
         raise ValueError(
             f"transformers has a model type {model_type!r} of its own ({owner}); code exported under that name would "

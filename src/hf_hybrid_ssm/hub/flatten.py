@@ -100,7 +100,7 @@ class _Flattening:
             text = "\n\n\n".join(body for module in file.modules if (body := self.body(module))) + "\n"
             texts[file.name] = self.head(file, registers_ops=LIBRARY in text) + "\n" + text
         needs = {file.name: {self.home[module].name for module, _ in file.imported} for file in self.files.values()}
-        TopologicalSorter(needs).prepare()  # a ValueError if files import each other in a circle
+        TopologicalSorter(needs).prepare()  # a ValueError if files import each other in a cycle
         return texts
 
     def origin(self, module: Module, name: str) -> Symbol:

@@ -1,4 +1,4 @@
-"""What a checkpoint's folder holds: whole shards, unchanged code. Nothing in it is executed or unpickled.
+"""Checks of a checkpoint's folder: complete shards, unchanged code. Nothing in it is executed or unpickled.
 
 python -m hf_hybrid_ssm.hub.folder FOLDER
 """
@@ -6,6 +6,7 @@ python -m hf_hybrid_ssm.hub.folder FOLDER
 import argparse
 import hashlib
 import json
+import math
 import os
 import re
 import sys
@@ -19,7 +20,7 @@ SEAL = "# SHA-256 of this file without this line and the next: "
 
 
 def check_folder(folder: str | os.PathLike) -> dict[str, int]:
-    """Read a checkpoint's files as far as needed to know that they are whole and, if exported, unchanged.
+    """Read a checkpoint's files as far as needed to know that they are complete and, if exported, unchanged.
 
     Returns:
         Counts: `tensors`, `bytes` of them, weight `files`, and `code` files.
@@ -90,15 +91,12 @@ def _sizes(path: Path) -> dict[str, int]:
             sizes = {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118 - not a mapping
             return {name: _bytes(part.get_shape(), part.get_dtype()) for name, part in sizes.items()}
     except SafetensorError as error:
-        raise ValueError(f"{path} is no whole safetensors file: {error}") from error
+        raise ValueError(f"{path} is not a complete safetensors file: {error}") from error
 
 
 def _bytes(shape: list[int], dtype: str) -> int:
     bits = 8 if dtype == "BOOL" else int("".join(part for part in dtype.split("_")[0] if part.isdigit()))
-    count = 1
-    for size in shape:
-        count *= size
-    return count * bits // 8
+    return math.prod(shape) * bits // 8
 
 
 def _check_code(folder: Path, auto_map: dict[str, str]) -> int:

@@ -1,7 +1,6 @@
 """The modules that a class needs, found by reading their imports; nothing is imported for it."""
 
 import ast
-import importlib
 from dataclasses import dataclass
 from functools import cached_property
 from graphlib import TopologicalSorter
@@ -114,7 +113,7 @@ def needed_modules(entries: list[str]) -> list[Module]:
     """`entries` and all modules of the package that they need, each after what it imports itself.
 
     Raises:
-        ValueError: modules import each other in a circle.
+        ValueError: modules import each other in a cycle.
     """
     needs: dict[str, list[str]] = {}
     modules: dict[str, Module] = {}
@@ -126,8 +125,3 @@ def needed_modules(entries: list[str]) -> list[Module]:
             needs[name] = sorted({found.module for found in modules[name].imports.values() if found.is_ours})
             pending += needs[name]
     return [modules[name] for name in TopologicalSorter(needs).static_order()]
-
-
-def module_of_class(package: str, name: str) -> str:
-    """The module that defines the public class `name` of a family's package, read from its lazy table."""
-    return getattr(importlib.import_module(package), name).__module__

@@ -1,18 +1,12 @@
 """What the configurations of all families share: presets, derived fields, and checks."""
 
-import importlib
 import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
-
-# By name: the floor of the models does not know the room that shares them, and an exported copy of this file, which
-# transformers scans for imports, must not ask for this package.
-PACKAGE = "hf_hybrid_ssm"
 
 # Cache layers with states of fixed size; the second is window attention's, where a family must tell it from a
 # recurrence. Here rather than beside the cache, since configurations do without torch.
@@ -42,6 +36,8 @@ class HybridConfigMixin:
     presets: ClassVar[dict[str, dict]] = {}
     # field → its value, given the configuration; a field comes after those it is computed from
     derived: ClassVar[dict[str, Callable[[Any], Any]]] = {}
+    # what writes the code of a configuration next to it: set by the package, and None in an exported copy of this file
+    code_exporter: ClassVar[Any] = None
     _following: frozenset[str]
 
     def __post_init__(self, **kwargs):
@@ -86,12 +82,6 @@ class HybridConfigMixin:
         output = super().to_dict()  # type: ignore[misc]
         output.pop("_following", None)
         return output
-
-    @property
-    def code_exporter(self) -> ModuleType | None:
-        """What writes the code of this configuration; None if transformers does, as for a folder's own classes."""
-        is_of_package = type(self).__module__.startswith(f"{PACKAGE}.")
-        return importlib.import_module(f"{PACKAGE}.hub.export") if is_of_package else None
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs) -> None:
         """As in transformers; a configuration with an `auto_map` takes along the code that this names."""

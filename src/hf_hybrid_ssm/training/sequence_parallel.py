@@ -25,7 +25,8 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_hybrid_ssm.models.cache import Recompute, RecurrentStateLayer, States
+from hf_hybrid_ssm.auto import FAMILIES, family_of
+from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, Recompute, RecurrentStateLayer, States
 
 
 def forward_shard(
@@ -84,11 +85,12 @@ def sum_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> N
 
 
 def _check(model: PreTrainedModel, length: int, ranks: int) -> None:
-    kinds = set(getattr(model.config, "block_types", None) or ("none",))
-    if model.config.model_type != "longhorn" or kinds != {"linear_attention"}:
+    kinds = set(model.config.layer_types)
+    if family_of(model.config.model_type).recurrent_states is None or kinds != {STATE_LAYER_TYPE}:
+        able = " or ".join(family.card.name for family in FAMILIES if family.recurrent_states is not None)
         raise ValueError(
-            f"model is a {type(model).__name__} with layers of type {', '.join(sorted(kinds))}; only stacks of "
-            'Longhorn layers ("linear_attention") can be cut along the length.'
+            f"model is a {type(model).__name__} with layers of type {', '.join(sorted(kinds))}; only stacks of {able} "
+            "layers can be cut along the length."
         )
     if model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise ValueError("gradient checkpointing would receive each state twice; switch it off, the pieces are short.")
@@ -110,13 +112,10 @@ class _PieceLayer(RecurrentStateLayer):
     ):
         super().__init__()
         self.group, self.continues = group, continues
-        config = model.config
         weight = model.get_input_embeddings().weight
         self.wide = torch.promote_types(weight.dtype, torch.float32)
-        self.shapes = {
-            "conv": (batch, config.conv_kernel - 1, config.intermediate_size),
-            "scan": (batch, config.intermediate_size, config.state_size),
-        }
+        states = family_of(model.config.model_type).recurrent_states(model.config)  # type: ignore[misc]
+        self.shapes = {name: (batch, *shape) for name, shape in states.items()}
         self.send_token: torch.Tensor | None = None
         if dist.get_rank(group) > 0:
             self.states = _LazyStates(self, weight.device)

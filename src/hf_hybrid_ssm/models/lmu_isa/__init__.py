@@ -1,19 +1,8 @@
 """LMU-ISA: a fixed Legendre memory, and attention among its coefficients (arXiv 2110.02402)."""
 
 from hf_hybrid_ssm.lazy import attach
+from hf_hybrid_ssm.models.lmu_isa.family import FAMILY
 
-_CONFIGURATION = f"{__name__}.configuration_lmu_isa"
-_MODELING = f"{__name__}.modeling_lmu_isa"
+FAMILIES = (FAMILY,)
 
-__getattr__, __dir__, __all__ = attach(
-    __name__,
-    {
-        "LmuIsaConfig": _CONFIGURATION,
-        "LmuIsaPreTrainedModel": _MODELING,
-        "LmuIsaModel": _MODELING,
-        "LmuIsaForCausalLM": _MODELING,
-        "LmuIsaForSequenceClassification": _MODELING,
-        "LmuIsaForTokenClassification": _MODELING,
-        "LmuIsaForQuestionAnswering": _MODELING,
-    },
-)
+__getattr__, __dir__, __all__ = attach(__name__, FAMILY.module_of)

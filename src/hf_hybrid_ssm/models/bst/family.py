@@ -1,0 +1,41 @@
+"""What the package knows of the Block-State Transformer."""
+
+from typing import Any
+
+from hf_hybrid_ssm.models.family import CardText, Family, PeftTargets, usual_heads
+
+
+def _layer_kinds(config: Any) -> list[str]:
+    words = {
+        "bst": f"window attention and context states ({config.context_variant.upper()}, {config.ssm_type})",
+        "block_recurrent": "block-recurrent attention",
+        "sliding_attention": "window attention",
+    }
+    return [words[kind] for kind in config.block_types]
+
+
+FAMILY = Family(
+    model_type="bst",
+    folder="bst",
+    config="BstConfig",
+    base="BstPreTrainedModel",
+    heads=usual_heads("Bst"),
+    # "attention." tells the maps of the tokens from those of the context states, one variant of which has no nn.Linear
+    peft=PeftTargets(
+        lora=("attention.q_proj", "attention.v_proj", "attention.context_q_proj"),
+        ia3=("attention.k_proj", "attention.v_proj", "fc2"),
+        ia3_feed_forward=("fc2",),
+    ),
+    card=CardText(
+        name="Block-State Transformer",
+        idea="Attention within blocks and their window; in some layers a state-space model runs over the whole "
+        "sequence and hands each block context states of the past to attend to.",
+        limits="Beyond the window a token sees the past only through the context states.",
+        arxiv="2306.09539",
+        title="Block-State Transformers",
+        authors="Fathi, Mahan; Pilault, Jonathan; Firat, Orhan; Pal, Christopher; Bacon, Pierre-Luc; Goroshin, Ross",
+        year=2023,
+    ),
+    layer_kinds=_layer_kinds,
+    is_classifier=lambda config: config.bidirectional,
+)

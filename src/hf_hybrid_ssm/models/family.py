@@ -1,0 +1,112 @@
+"""What a family says of itself, in its own folder (`family.py`): all that the rest of the package knows of it.
+
+A declaration names classes and computes nothing, so reading one imports neither torch nor transformers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class PeftTargets:
+    """Which modules PEFT adapts when its configuration names none, as endings of module names.
+
+    They are the maps into and out of attention, those around the recurrence, and the feed-forward layers. What makes
+    the recurrence itself (time steps, decay, state matrices, filters, the memory's coefficients) is in no list:
+    adapting it changes how long a model remembers.
+
+    Args:
+        lora: for LoRA and the methods that PEFT treats like it.
+        ia3: modules whose output (for `ia3_feed_forward`: whose input) IA3 scales.
+    """
+
+    lora: tuple[str, ...]
+    ia3: tuple[str, ...]
+    ia3_feed_forward: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CardText:
+    """The family in words, for its model cards."""
+
+    name: str
+    idea: str
+    limits: str
+    arxiv: str
+    title: str
+    authors: str
+    year: int
+
+    @property
+    def citation(self) -> str:
+        """BibTeX."""
+        key = f"{self.authors.split(',')[0].lower()}{self.year}"
+        return (
+            f"@misc{{{key},\n  title = {{{self.title}}},\n  author = {{{self.authors.replace('; ', ' and ')}}},\n"
+            f"  year = {{{self.year}}},\n  eprint = {{{self.arxiv}}},\n  archivePrefix = {{arXiv}}\n}}"
+        )
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model type: the classes of a folder below `models/` that share a configuration class.
+
+    Args:
+        model_type: the name in `config.json`; the models are in `modeling_{model_type}.py`.
+        folder: its name below `hf_hybrid_ssm.models`; the configuration is in `configuration_{folder}.py`.
+        config: name of the configuration class.
+        base: name of the class that all models derive from, in `modeling_{folder}.py`.
+        heads: transformers' Auto mapping (without the suffix `_MAPPING`) → name of our class.
+        peft: PEFT's defaults.
+        card: what model cards say.
+        layer_kinds: configuration → what each layer is, in a few words.
+        is_classifier: configuration → whether it is for classification alone: it pools all tokens, or sees those that
+            follow.
+        recurrent_states: configuration → the shape, for one row, of each state of a recurrent layer, where these are
+            all that the layer keeps of the tokens before: sequence parallelism sends them. None where it keeps more.
+    """
+
+    model_type: str
+    folder: str
+    config: str
+    base: str
+    heads: dict[str, str]
+    peft: PeftTargets
+    card: CardText
+    layer_kinds: Callable[[Any], list[str]]
+    is_classifier: Callable[[Any], bool] = lambda config: False
+    recurrent_states: Callable[[Any], Shapes] | None = None
+
+    @property
+    def package(self) -> str:
+        """Where the classes can be imported from."""
+        return f"hf_hybrid_ssm.models.{self.folder}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The configuration class and the models."""
+        return (self.config, *self.heads.values())
+
+    @property
+    def module_of(self) -> dict[str, str]:
+        """Public name → the module that defines it."""
+        models = dict.fromkeys(self.heads.values(), f"{self.package}.modeling_{self.model_type}")
+        base = {self.base: f"{self.package}.modeling_{self.folder}"}
+        return {self.config: f"{self.package}.configuration_{self.folder}"} | base | models
+
+    def main_class(self, config: Any) -> str:
+        """The name of the class that a configuration is for: a classifier, an encoder-decoder or a language model."""
+        if self.is_classifier(config):
+            return self.heads["MODEL_FOR_SEQUENCE_CLASSIFICATION"]
+        return self.heads.get("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM") or self.heads["MODEL_FOR_CAUSAL_LM"]
+
+
+def usual_heads(prefix: str, **others: str) -> dict[str, str]:
+    """`Family.heads` of a decoder-only family: base model, language model, classifiers; in transformers' names."""
+    classifiers = ("SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION", "QUESTION_ANSWERING")
+    heads = {"MODEL": f"{prefix}Model", "MODEL_FOR_CAUSAL_LM": f"{prefix}ForCausalLM"}
+    heads |= {f"MODEL_FOR_{task}": f"{prefix}For{task.title().replace('_', '')}" for task in classifiers}
+    return heads | others

@@ -1,0 +1,43 @@
+"""What the package knows of Longhorn."""
+
+from typing import Any
+
+from hf_hybrid_ssm.models.family import CardText, Family, PeftTargets, Shapes, usual_heads
+
+
+def _layer_kinds(config: Any) -> list[str]:
+    words = {"linear_attention": "Longhorn", "sliding_attention": "window attention"}
+    return [words.get(kind, "full attention") for kind in config.block_types]
+
+
+def _recurrent_states(config: Any) -> Shapes:
+    return {
+        "conv": (config.conv_kernel - 1, config.intermediate_size),
+        "scan": (config.intermediate_size, config.state_size),
+    }
+
+
+FAMILY = Family(
+    model_type="longhorn",
+    folder="longhorn",
+    config="LonghornConfig",
+    base="LonghornPreTrainedModel",
+    heads=usual_heads("Longhorn"),
+    peft=PeftTargets(
+        lora=("in_proj", "out_proj", "q_proj", "v_proj"),
+        ia3=("out_proj", "k_proj", "v_proj", "down_proj"),
+        ia3_feed_forward=("out_proj", "down_proj"),
+    ),
+    card=CardText(
+        name="Longhorn",
+        idea="Blocks like Mamba's whose recurrence is the closed-form step of online associative recall: each token "
+        "moves the state so that the key recalls the value. The state has one size, however long the text.",
+        limits="What no longer fits the state is forgotten: exact copies of long passages are not to be expected.",
+        arxiv="2407.14207",
+        title="Longhorn: State Space Models are Amortized Online Learners",
+        authors="Liu, Bo; Wang, Rui; Wu, Lemeng; Feng, Yihao; Stone, Peter; Liu, Qiang",
+        year=2024,
+    ),
+    layer_kinds=_layer_kinds,
+    recurrent_states=_recurrent_states,
+)

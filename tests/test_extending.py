@@ -1,0 +1,235 @@
+"""What extending the package takes, done in a copy of it: the files touched here are all that a change needs."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_hybrid_ssm.layers.mixers import registry
+
+ROOT = Path(__file__).parents[1]
+WITHOUT_PACKAGE = ROOT / "tests/hub/without_package.py"
+
+
+class Copy:
+    """A copy of the package that can be changed, and run in a process of its own."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.package = folder, folder / "src/hf_hybrid_ssm"
+        shutil.copytree(ROOT / "src/hf_hybrid_ssm", self.package, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def add(self, path: str, text: str) -> None:
+        assert not (self.package / path).exists()
+        (self.package / path).write_text(text)
+
+    def replace(self, path: str, old: str, new: str) -> None:
+        text = (self.package / path).read_text()
+        assert text.count(old) == 1
+        (self.package / path).write_text(text.replace(old, new))
+
+    def run(self, *arguments: str) -> None:
+        environment = os.environ | {"PYTHONPATH": f"{self.folder / 'src'}{os.pathsep}{ROOT}"}
+        environment |= {"HF_MODULES_CACHE": str(self.folder / "modules"), "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, *arguments]
+        ran = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr[-4000:]
+
+    def runs_without_package(self, saved: str) -> None:
+        """What a model saved with its code answers where the package is not, by its `answers` and those left here."""
+        here = load_file(self.folder / "answers")
+        self.run(str(WITHOUT_PACKAGE), str(self.folder / saved))
+        for name, tensor in load_file(self.folder / saved / "answers").items():
+            assert torch.equal(tensor, here[name]), name
+
+
+@pytest.fixture
+def copy(tmp_path):
+    return Copy(tmp_path)
+
+
+FAMILY = """
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+import hf_hybrid_ssm
+from hf_hybrid_ssm.auto import family_of
+from hf_hybrid_ssm.hub import card_of_folder, check_folder
+from hf_hybrid_ssm.hub.export import auto_class_of
+from hf_hybrid_ssm.ops._core.dispatch import backend
+from hf_hybrid_ssm.planning import Setup, plan
+from hf_hybrid_ssm.planning.presets import preset_names
+from tests.hub.without_package import answer
+
+sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "pad_token_id": 0}
+config = AutoConfig.for_model("tinyhorn", **sizes)
+torch.manual_seed(0)
+model = AutoModelForCausalLM.from_config(config).eval()
+assert type(model) is hf_hybrid_ssm.TinyhornForCausalLM
+assert type(model).__module__ == "hf_hybrid_ssm.models.tinyhorn.modeling_tinyhorn"
+ids = torch.arange(3, 27).view(2, 12)
+settings = {"max_new_tokens": 8, "do_sample": False, "num_beams": 2, "pad_token_id": 0}
+assert torch.equal(model.generate(ids, **settings), model.generate(ids, use_cache=False, **settings))
+
+model.save_pretrained("saved", export_code=True)
+with backend("torch"):
+    found = answer(AutoModelForCausalLM.from_pretrained("saved").eval(), ids)
+    for name, tensor in answer(model, ids).items():
+        assert torch.equal(tensor, found[name])
+save_file(found, "answers")
+for table, name in family_of("tinyhorn").heads.items():
+    auto = getattr(__import__("transformers"), auto_class_of(table))
+    assert type(auto.from_pretrained("saved")).__name__ == name
+assert check_folder("saved")["code"] > 3
+card = card_of_folder("saved")
+assert "`TinyhornForCausalLM`" in card and "| 0 to 1 | Tinyhorn |" in card
+
+assert plan(config, Setup(batch=2, length=12)).parameters == model.num_parameters()
+assert "tinyhorn/125m" in preset_names()
+adapted = get_peft_model(model, LoraConfig())
+assert adapted.get_nb_trainable_parameters()[0] > 0
+"""
+
+
+def test_a_family_is_its_folder_and_one_line(copy):
+    """Longhorn under another name."""
+    source, target = copy.package / "models/longhorn", copy.package / "models/tinyhorn"
+    target.mkdir()
+    for path in source.glob("*.py"):
+        text = re.sub("longhorn(?!_scan)", "tinyhorn", path.read_text().replace("Longhorn", "Tinyhorn"))
+        (target / path.name.replace("longhorn", "tinyhorn")).write_text(text)
+    copy.replace("auto.py", '    "longhorn",\n', '    "longhorn",\n    "tinyhorn",\n')
+    copy.run("-c", FAMILY)
+    copy.runs_without_package("saved")
+
+
+BACKEND = '''"""For the test: the equation itself, counted."""
+
+from hf_hybrid_ssm.ops._core.dispatch import REGISTRY
+
+calls = 0
+
+
+def supports(device_type, dtype):
+    return None if device_type == "cpu" else "it is for CPUs"
+
+
+def long_conv_native(*arguments, **options):
+    global calls
+    calls += 1
+    return REGISTRY["long_conv"].builtin["reference"](*arguments, **options)
+
+
+run = long_conv_native
+'''
+USE_BACKEND = """
+import torch
+from hf_hybrid_ssm import doctor
+from hf_hybrid_ssm.hub.export import code_of
+from hf_hybrid_ssm.ops.long_conv import long_conv, native
+
+found = doctor.examine()["ops"]["long_conv"]
+assert found["cpu float32"]["selected"] == "native"
+assert found["cpu float32"]["kernel_errors"]["native"] < 1e-5
+native.calls = 0
+u, kernel = torch.randn(2, 9, 3), torch.randn(1, 3, 9)
+y, _ = long_conv(u, kernel)
+assert native.calls == 1
+torch.testing.assert_close(y, long_conv(u, kernel, backend="torch")[0])
+assert native.calls == 1
+assert not [name for name, text in code_of("bst").items() if "long_conv_native" in text]
+"""
+
+
+def test_a_backend_is_one_file_and_one_entry(copy):
+    copy.add("ops/long_conv/native.py", BACKEND)
+    copy.replace(
+        "ops/long_conv/__init__.py",
+        'kernels={"triton": "hf_hybrid_ssm.ops.long_conv.triton"}',
+        'kernels={"triton": "hf_hybrid_ssm.ops.long_conv.triton", "native": "hf_hybrid_ssm.ops.long_conv.native"}',
+    )
+    copy.run("-c", USE_BACKEND)
+
+
+MIXER = '''"""h_t = a h_{t-1} + (1 - a) u_t with a = sigmoid(w) for each channel."""
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from hf_hybrid_ssm.layers.mixers.base import Mixer
+from hf_hybrid_ssm.ops._core.lengths import zero_beyond
+from hf_hybrid_ssm.ops.linear_scan import diagonal_scan
+
+
+class LeakyAverage(Mixer):
+    """State: h, (B, D)."""
+
+    supports_bidirectional: ClassVar[bool] = False
+    float32_parameters: ClassVar[tuple[str, ...]] = ("w",)
+
+    def __init__(self, hidden_size, *, device=None, dtype=None, **options):
+        super().__init__(hidden_size, **options)
+        self.create_parameters(device, dtype)
+
+    def init_parameters(self):
+        return {"w": 4 * torch.rand(self.hidden_size, dtype=torch.float64)}
+
+    def mix(self, u, initial_state, *, seq_idx, lengths, return_final_state):
+        a = torch.sigmoid(self.w)
+        x = (1 - a) * zero_beyond(u, lengths).to(a.dtype)
+        options = {"seq_idx": seq_idx, "lengths": lengths, "return_final_state": return_final_state}
+        h, final = diagonal_scan(a, x, initial_state=initial_state, **options)
+        return h.to(u.dtype), final
+
+    def step(self, u_t, state):
+        a = torch.sigmoid(self.w)
+        state = a * state + (1 - a) * u_t.to(a.dtype)
+        return state.to(u_t.dtype), state
+
+    def init_state(self, batch, *, device=None, dtype=None):
+        return torch.zeros(batch, self.hidden_size, device=device or self.w.device, dtype=dtype or torch.float32)
+'''
+USE_MIXER = """
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import hf_hybrid_ssm
+from hf_hybrid_ssm.ops._core.dispatch import backend
+from hf_hybrid_ssm.planning import Setup, plan
+from tests.hub.without_package import answer
+
+sizes = dict(vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+sizes |= dict(sliding_window=5, ssm_type="leaky_average", tie_word_embeddings=False, pad_token_id=0)
+ids = torch.arange(3, 27).view(2, 12)
+settings = {"max_new_tokens": 8, "do_sample": False, "num_beams": 2, "pad_token_id": 0}
+for family, fields in {"spade": {"ssm_trainable": "all"}, "bst": {"head_dim": 8, "ssm_layers": [0]}}.items():
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **fields)).eval()
+    assert "LeakyAverage" in str(model)
+    assert torch.equal(model.generate(ids, **settings), model.generate(ids, use_cache=False, **settings))
+    assert plan(model.config, Setup(batch=2, length=12)).parameters == model.num_parameters()
+    model.save_pretrained(family, export_code=True)
+with backend("torch"):
+    save_file(answer(model, ids), "answers")
+"""
+
+
+@pytest.mark.skipif(not hasattr(registry, "register_mixer"), reason="families list their mixers themselves")
+def test_a_mixer_is_one_file_and_one_entry(copy):
+    copy.add("layers/mixers/leaky_average.py", MIXER)
+    path = "layers/mixers/registry.py"
+    anchor = "from hf_hybrid_ssm.layers.mixers.lstm import LSTM\n"
+    copy.replace(path, anchor, f"from hf_hybrid_ssm.layers.mixers.leaky_average import LeakyAverage\n{anchor}")
+    copy.replace(path, '    "lstm": LSTM,\n', '    "lstm": LSTM,\n    "leaky_average": LeakyAverage,\n')
+    copy.run("-c", USE_MIXER)
+    copy.runs_without_package("bst")

@@ -1,0 +1,97 @@
+"""How much there is to read of a family, from its configuration to its kernels: files and lines, counted over imports.
+
+python tools/reading_size.py             every model type
+python tools/reading_size.py bst --list  the files of one
+
+It follows the imports of the family's modeling file within this package, and the kernels of the ops found on the way,
+with their C sources. Every file counts whole, though a model seldom uses all of it. Of the mixers that a configuration
+chooses from, the first count follows the default one only.
+"""
+
+import argparse
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import hf_hybrid_ssm
+from hf_hybrid_ssm.auto import FAMILIES, family_of
+from hf_hybrid_ssm.hub.sources import ROOT, Module
+from hf_hybrid_ssm.layers.mixers.registry import MIXERS
+from hf_hybrid_ssm.models.family import Family
+
+
+def files_of(model_type: str, every_mixer: bool = False) -> list[Path]:
+    """All files that a reader of a family goes through, sorted.
+
+    Raises:
+        ValueError: there is no such family.
+    """
+    family = family_of(model_type)
+    left_out = set() if every_mixer else _other_mixers(family)
+    modules = _reached(sorted(set(family.module_of.values())), left_out)
+    kernels = _reached(sorted({kernel for module in modules for kernel in _kernels(module)}), left_out)
+    paths = {module.path for module in (*modules, *kernels)}
+    return sorted(paths | {source for path in paths for source in _c_sources(path)})
+
+
+def _other_mixers(family: Family) -> set[str]:
+    """The modules of the mixers that the family's default configuration does not choose."""
+    chosen = getattr(getattr(hf_hybrid_ssm, family.config)(), "ssm_type", None)
+    used = MIXERS[chosen].__module__ if chosen else None
+    return {mixer.__module__ for mixer in MIXERS.values()} - {used}
+
+
+def _reached(entries: list[str], left_out: set[str]) -> list[Module]:
+    """The modules that can be reached from `entries` by imports, without passing those left out."""
+    found: dict[str, Module] = {}
+    pending = list(entries)
+    while pending:
+        name = pending.pop()
+        if name not in found and name not in left_out:
+            found[name] = Module(name)
+            pending += [imported.module for imported in found[name].imports.values() if imported.is_ours]
+    return list(found.values())
+
+
+def _kernels(module: Module) -> Iterator[str]:
+    """The modules that an op of `module` names as its kernels."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Op":
+            named = (keyword.value for keyword in node.keywords if keyword.arg == "kernels")
+            yield from (name for value in named for name in ast.literal_eval(value).values())
+
+
+def _c_sources(path: Path) -> list[Path]:
+    """The C file of a kernel, and the headers that it includes."""
+    source = path.with_suffix(".c")
+    if not source.is_file():
+        return []
+    words = (line.split() for line in source.read_text(encoding="utf-8").splitlines() if '#include "' in line)
+    headers = [next(ROOT.rglob(Path(included.strip('"')).name)) for _, included in words]
+    return [source, *headers]
+
+
+def lines_of(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def _size(paths: list[Path]) -> str:
+    return f"{len(paths)} files, {sum(map(lines_of, paths)):,} lines"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_type", nargs="?", help=", ".join(family.model_type for family in FAMILIES))
+    parser.add_argument("--list", action="store_true", help="name the files")
+    arguments = parser.parse_args()
+    chosen = [arguments.model_type] if arguments.model_type else [family.model_type for family in FAMILIES]
+    for model_type in chosen:
+        paths = files_of(model_type)
+        if arguments.list:
+            for path in paths:
+                print(f"{lines_of(path):6}  {path.relative_to(ROOT)}")
+        print(f"{model_type}: {_size(paths)} (with every mixer: {_size(files_of(model_type, every_mixer=True))})")
+
+
+if __name__ == "__main__":
+    main()
