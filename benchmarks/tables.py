@@ -10,6 +10,13 @@ ROOT = Path(__file__).parents[1]
 WITH_HEAD = "training_step_of_one_row_of_1024_with_the_head"
 SPEED = "thousand_tokens_per_second"
 RESULTS = Path(__file__).parent / "results"
+LONGHORN_AND_PEERS = {
+    "longhorn native": "Longhorn, C kernel (default)",
+    "longhorn torch": "Longhorn, plain torch",
+    "mamba compiled, associative scan": "Mamba of transformers, `torch.compile`, associative scan",
+    "mamba eager": "Mamba of transformers, eager",
+    "llama": "Llama of transformers",
+}
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -21,14 +28,7 @@ def markdown_table(head: list[str], rows: list[list[Any]]) -> str:
 def longhorn_training(figures: dict) -> str:
     step, speed = figures["training_step"], figures["training_step"]["tokens_per_second"]
     times = step["longhorn_native_times_as_fast"]
-    names = {
-        "longhorn native": "Longhorn, C kernel (default)",
-        "longhorn torch": "Longhorn, plain torch",
-        "mamba compiled, associative scan": "Mamba of transformers, `torch.compile`, associative scan",
-        "mamba eager": "Mamba of transformers, eager",
-        "llama": "Llama of transformers",
-    }
-    rows = [[label, f"{speed[name]:,}", f"{times[name]:.1f}x"] for name, label in names.items()]
+    rows = [[label, f"{speed[name]:,}", f"{times[name]:.1f}x"] for name, label in LONGHORN_AND_PEERS.items()]
     table = markdown_table(["training step, L = 512", "tokens / s", "Longhorn is faster by"], rows)
     memory = figures["peak_megabytes_of_a_step"]
     memory_text = "; ".join(

@@ -11,7 +11,9 @@ import numpy as np
 import torch
 import transformers
 from datasets import Dataset
+from matplotlib.figure import Figure
 
+from _lib.plotting import loss_by_step, write_png
 from hf_hybrid_ssm.training.optim import parameter_groups
 from hf_hybrid_ssm.training.resume import checkpoint_defect, latest_complete_checkpoint
 
@@ -102,11 +104,10 @@ def write_lines(path: str | Path, rows: Iterable[Any]) -> None:
     write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def save_figure(figure: Any, path: str | Path) -> None:
+def save_figure(figure: Figure, path: str | Path) -> None:
     """As `write_text` does."""
     if is_first_process():
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150)
+        write_png(figure, path)
 
 
 def say(text: Any) -> None:
@@ -128,15 +129,4 @@ def perplexity(loss: float) -> float:
 
 def plot_loss(history: list[dict[str, float]], path: str | Path, levels: dict[str, float] | None = None) -> None:
     """Training and validation loss by step; `levels` are drawn as horizontal lines."""
-    from matplotlib.figure import Figure
-
-    axes = (figure := Figure(figsize=(7, 4), layout="constrained")).subplots()
-    for key, label in (("loss", "training"), ("eval_loss", "validation")):
-        points = [(entry["step"], entry[key]) for entry in history if key in entry]
-        if points:
-            axes.plot(*zip(*points), label=label, marker="o" if key == "eval_loss" else None, markersize=3)
-    for number, (label, level) in enumerate((levels or {}).items()):
-        axes.axhline(level, label=label, linestyle="--", linewidth=1, color=f"C{number + 2}")
-    axes.set(xlabel="step", ylabel="cross-entropy, nats a token")
-    axes.legend()
-    save_figure(figure, path)
+    save_figure(loss_by_step(history, levels), path)
