@@ -19,7 +19,7 @@ from _lib.documents import DataArguments, begin_of, documents_of_files, token_id
 from _lib.plotting import perplexity_by_length
 from _lib.scoring import loss_at
 from _lib.settings import read_settings
-from _lib.training import perplexity, save_figure, say, write_json
+from _lib.training import perplexity, save_figure, say, write_results
 from compare import merged
 from matplotlib.figure import Figure
 from pretrain_clm import ModelArguments, pretrain
@@ -145,7 +145,7 @@ def length_extrapolation(arguments: ExtrapolationArguments) -> dict[str, Any]:
     targets = [Path(arguments.output_dir) / "length_extrapolation"]
     targets += [Path(arguments.results)] if arguments.results else []
     for target in targets:
-        write_json(target.with_suffix(".json"), figures)
+        write_results(target.with_suffix(".json"), figures)
         save_figure(draw(figures), target.with_suffix(".png"))
     say(table(figures))
     return figures

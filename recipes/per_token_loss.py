@@ -17,7 +17,7 @@ from _lib.checks import check_checkpoint, check_columns, check_output, check_voc
 from _lib.documents import begin_of, documents_of_files, token_ids
 from _lib.plotting import measured_at, panels, style
 from _lib.settings import read_settings
-from _lib.training import save_figure, say, write_json
+from _lib.training import save_figure, say, write_results
 from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -128,7 +128,7 @@ def per_token_loss(arguments: PerTokenArguments) -> dict[str, Any]:
     targets = [Path(arguments.output_dir) / "per_token_loss"]
     targets += [Path(arguments.results)] if arguments.results else []
     for target in targets:
-        write_json(target.with_suffix(".json"), figures)
+        write_results(target.with_suffix(".json"), figures)
         save_figure(draw(figures["models"]), target.with_suffix(".png"))
     for name, found in figures["models"].items():
         say(f"{name}: loss {found['mean_loss']:.3f}, flat from position {found['flat_from_position']}")

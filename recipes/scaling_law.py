@@ -18,7 +18,7 @@ from _lib.checks import check_output
 from _lib.documents import DataArguments
 from _lib.plotting import REFERENCE, SPREAD, panels, style
 from _lib.settings import read_settings
-from _lib.training import save_figure, say, write_json
+from _lib.training import save_figure, say, write_results
 from compare import merged
 from matplotlib.figure import Figure
 from pretrain_clm import ModelArguments, pretrain
@@ -101,7 +101,7 @@ def scaling_law(arguments: ScalingArguments) -> dict[str, Any]:
         targets = [Path(arguments.output_dir) / "scaling"]
         targets += [Path(arguments.results)] if arguments.results else []
         for target in targets:
-            write_json(target.with_suffix(".json"), figures)
+            write_results(target.with_suffix(".json"), figures)
             save_figure(draw(figures["families"]), target.with_suffix(".png"))
     say(table(figures["families"]))
     return figures

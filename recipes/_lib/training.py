@@ -14,10 +14,9 @@ from datasets import Dataset
 from matplotlib.figure import Figure
 
 from _lib.plotting import loss_by_step, write_png
+from _lib.provenance import provenance, to_json
 from hf_hybrid_ssm.training.optim import parameter_groups
 from hf_hybrid_ssm.training.resume import checkpoint_defect, latest_complete_checkpoint
-
-DATA_FOLDERS = ("HF_HYBRID_SSM_DATA", "HF_HYBRID_SSM_LRA")
 
 
 class Trainer(transformers.Trainer):
@@ -91,12 +90,12 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_json(path: str | Path, content: Any) -> None:
-    """Where the data folders lie is this machine's affair: in figures they keep their variables' names."""
-    text = json.dumps(content, indent=2) + "\n"
-    for name in DATA_FOLDERS:
-        if folder := os.environ.get(name):
-            text = text.replace(json.dumps(folder)[1:-1], f"${name}")
-    write_text(path, text)
+    write_text(path, to_json(content))
+
+
+def write_results(path: str | Path, figures: dict[str, Any]) -> None:
+    """Figures that are shown elsewhere, with what they depend on."""
+    write_json(path, provenance() | figures)
 
 
 def write_lines(path: str | Path, rows: Iterable[Any]) -> None:
@@ -116,11 +115,11 @@ def say(text: Any) -> None:
         print(text)
 
 
-def write_figures(figures: Any, output_dir: str | Path, results: str | Path | None) -> None:
-    """results.json in `output_dir`, and the same in the file `results` where one is named."""
-    for path in (Path(output_dir) / "results.json", results):
-        if path is not None:
-            write_json(path, figures)
+def write_figures(figures: dict[str, Any], output_dir: str | Path, results: str | Path | None) -> None:
+    """results.json in `output_dir`, and the same with its provenance in the file `results` where one is named."""
+    write_json(Path(output_dir) / "results.json", figures)
+    if results is not None:
+        write_results(results, figures)
 
 
 def perplexity(loss: float) -> float:
