@@ -77,8 +77,8 @@ def finish(figure: Figure) -> None:
     _place_legends(figure)
     figure.draw_without_rendering()
     for axes in figure.axes:
-        _thin_labels(axes.xaxis)
-        _thin_labels(axes.yaxis)
+        _thin_labels(axes.xaxis, 0)
+        _thin_labels(axes.yaxis, 1)
 
 
 def write_png(figure: Figure, path: str | Path) -> None:
@@ -152,8 +152,8 @@ def _contain(axes: Axes) -> None:
     least = math.log1p(LEAST_RANGE) if log else LEAST_RANGE * max(abs(low), abs(high))
     low, high = (math.log(low), math.log(high)) if log else (low, high)
     half = max(high - low, least) * (0.5 + MARGIN)
-    ends = [(low + high) / 2 - half, (low + high) / 2 + half]
-    axes.set_ylim([math.exp(end) for end in ends] if log else ends)
+    bottom, top = (low + high) / 2 - half, (low + high) / 2 + half
+    axes.set_ylim((math.exp(bottom), math.exp(top)) if log else (bottom, top))
 
 
 def _plain_ticks(axis: Axis) -> None:
@@ -163,7 +163,7 @@ def _plain_ticks(axis: Axis) -> None:
     if isinstance(locator, StrCategoryLocator):  # names of bars
         return
     if isinstance(locator, FixedLocator):
-        ticks, places = [float(place) for place in locator.locs], None
+        ticks, places = [float(place) for place in locator.tick_values(low, high)], None
     elif log and (ticks := _log_ticks(low, high)):
         places = None
     else:
@@ -214,10 +214,9 @@ def _as_many_columns_as_fit(place: Callable[..., Legend], curves: Any, room: flo
         legend.remove()
 
 
-def _thin_labels(axis: Axis) -> None:
+def _thin_labels(axis: Axis, side: int) -> None:
     """Leaves out every label that would print over the last one kept; their ticks stay."""
     labels = [label for label in axis.get_majorticklabels() if label.get_text()]
-    side = 1 if axis.axis_name == "y" else 0
     begins = {label: label.get_window_extent().min[side] for label in labels}
     end = -math.inf
     for label in sorted(labels, key=lambda label: begins[label]):
