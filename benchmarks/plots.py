@@ -78,7 +78,7 @@ def streaming() -> Figure:
         places = found["tokens"] / 1000 * np.arange(1, len(losses) + 1) / len(losses)
         family, _, kind = name.partition(", ")
         # many of the curves cover each other: their markers take turns
-        look = style(number, label=f"{FAMILIES[family]}, {kind}", markevery=(number, 5))
+        look = style(number, label=f"{FAMILIES.get(family, family)}, {kind}", markevery=(number, 5))
         memory.plot(places, megabytes - megabytes[0], **look)
         loss.plot(places, losses, **look)
         changes += list(megabytes - megabytes[0])
