@@ -92,7 +92,7 @@ def check_legends(figure):
 
 def check_colours(axes):
     allowed = {to_hex(colour) for colour in (*plotting.PALETTE, plotting.REFERENCE)}
-    assert {to_hex(line.get_color()) for line in axes.lines} <= allowed
+    assert {to_hex(line.get_color()) for line in axes.lines} <= allowed, "a colour beside the palette"
 
 
 def check(figure):
@@ -250,7 +250,7 @@ def spoil_colours():
         (spoil_legend, "legend over curves"),
         (spoil_bars, "not from 0"),
         (spoil_zoom, "drama"),
-        (spoil_colours, "assert"),
+        (spoil_colours, "beside the palette"),
     ],
 )
 def test_the_checks_see_each_defect(spoilt, message):
