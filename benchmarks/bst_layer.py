@@ -20,7 +20,7 @@ LAYERS = {
     "SH": {"block_types": ["bst"], "context_variant": "sh"},
     "MH": {"block_types": ["bst"], "context_variant": "mh"},
     "MF": {"block_types": ["bst"], "context_variant": "mf"},
-    "Slide": {"block_types": ["sliding_attention"]},
+    "sliding attention": {"block_types": ["sliding_attention"]},
     "Block-Recurrent": {"block_types": ["block_recurrent"]},
 }
 
@@ -66,7 +66,9 @@ def layers(lengths: list[int], rounds: int) -> dict:
             f"SH_times_as_fast_as_block_recurrent_at_{lengths[0]}": round(
                 shortest["Block-Recurrent"] / shortest["SH"], 2
             ),
-            f"SH_times_the_time_of_slide_at_{lengths[0]}": round(shortest["SH"] / shortest["Slide"], 2),
+            f"SH_times_the_time_of_sliding_attention_at_{lengths[0]}": round(
+                shortest["SH"] / shortest["sliding attention"], 2
+            ),
             f"MF_times_the_time_of_SH_at_{lengths[0]}": round(shortest["MF"] / shortest["SH"], 2),
             "exponent": {
                 name: round(exponent([int(n) for n in by_length], [s[name] for s in by_length.values()]), 3)

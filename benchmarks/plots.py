@@ -1,58 +1,115 @@
-"""Draws benchmarks/results/by_length.png and training.png from the results; `benchmarks/run.py` calls it."""
+"""Draws every picture of benchmarks/results from the figures beside it, without measuring anything.
 
+python benchmarks/plots.py                 # all of them; `benchmarks/run.py` does so at its end
+python benchmarks/plots.py streaming ...   # some
+"""
+
+import argparse
 import json
+import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+
+import length_extrapolation
+import numpy as np
+import per_token_loss
+import scaling_law
+from _lib.plotting import REFERENCE, measured_at, panels, style, write_png
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.tables import LONGHORN_AND_PEERS
+
 RESULTS = Path(__file__).parent / "results"
+FAMILIES = {"longhorn": "Longhorn", "spade": "SPADE", "bst": "BST", "lmu_isa": "LMU-ISA"}
 
 
 def load(name: str) -> dict:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def curve(axes: Axes, label: str, seconds: dict[str, float]) -> None:
-    axes.loglog([int(length) for length in seconds], list(seconds.values()), marker="o", markersize=3, label=label)
+def curve(axes: Axes, number: int, label: str, seconds: dict[str, float]) -> None:
+    axes.plot([int(length) for length in seconds], list(seconds.values()), label=label, **style(number))
+    measured_at(axes, map(int, seconds))
 
 
 def by_length() -> Figure:
-    """Seconds of a training step or of forward and backward; a straight line of slope one is linear time."""
-    figure = Figure(figsize=(10, 3.2), layout="constrained")
-    panels = figure.subplots(1, 3)
-    for name, found in load("longhorn_training")["by_length"].items():
-        curve(panels[0], name, found["seconds"])
-    curve(panels[1], "window of 128", load("local_attention")["seconds"])
+    """Seconds of a training step or of forward and backward, beside what linear time would be."""
+    figure, row = panels("Does the time grow linearly with the length?", 3)
+    titles = ("Longhorn, training step", "window attention, forward and backward", "LMU-ISA, training step")
+    for axes, title in zip(row, titles):
+        axes.set_title(title, loc="left", fontsize=9)
+        axes.set(yscale="log", xlabel="tokens in a row", ylabel="time (s)")
+    for number, (name, found) in enumerate(load("longhorn_training")["by_length"].items()):
+        curve(row[0], number, LONGHORN_AND_PEERS[name], found["seconds"])
+    curve(row[1], 0, "window of 128", load("local_attention")["seconds"])
     steps = load("lmu_isa")["training_step_of_one_row"]
-    curve(panels[2], "LMU-ISA", steps["lmu_isa_seconds"])
-    curve(panels[2], "GPT-2 of transformers", steps["gpt2_seconds"])
-    for panel, title in zip(panels, ("Longhorn, training step", "window attention", "LMU-ISA, training step")):
-        panel.set(title=title, xlabel="tokens", ylabel="seconds")
-        panel.legend(fontsize=7)
+    curve(row[2], 0, "LMU-ISA", steps["lmu_isa_seconds"])
+    curve(row[2], 1, "GPT-2 of transformers", steps["gpt2_seconds"])
+    for axes in row:
+        lengths, seconds = axes.lines[0].get_data()
+        line = [seconds[0], seconds[0] * lengths[-1] / lengths[0]]
+        axes.plot([lengths[0], lengths[-1]], line, color=REFERENCE, linestyle="--", linewidth=1, label="linear")
     return figure
 
 
 def training() -> Figure:
     """Tokens a second of a training step of Longhorn and its peers."""
     step = load("longhorn_training")["training_step"]
-    speeds = step["tokens_per_second"]
-    figure = Figure(figsize=(7, 2.4), layout="constrained")
-    axes = figure.subplots()
-    bars = axes.barh(list(speeds), list(speeds.values()))
-    axes.bar_label(bars, fmt="{:,.0f}", fontsize=7, padding=2)
-    axes.set(xscale="log", xlabel=f"tokens a second, training step at L = {step['length']}, two CPU threads")
-    axes.set_xlim(right=2 * max(speeds.values()))
+    speeds = {LONGHORN_AND_PEERS[name].replace("`", ""): speed for name, speed in step["tokens_per_second"].items()}
+    figure, (axes,) = panels("How fast does Longhorn train next to its peers?", height=2.4)
+    bars = axes.barh(list(speeds), list(speeds.values()), color=[style(n > 1)["color"] for n in range(len(speeds))])
+    axes.bar_label(bars, fmt="{:,.0f}", fontsize=8, padding=3)
+    axes.grid(visible=False, axis="y")
+    axes.margins(x=0.16)
     axes.invert_yaxis()
+    axes.set_xlabel(f"tokens per second, training step, L = {step['length']}, two threads")
     return figure
 
 
-METRICS = {"by_length": by_length, "training": training}
+def streaming() -> Figure:
+    """The change of resident memory, on a scale of two percent of its level, and the loss."""
+    figure, (memory, loss) = panels("Are memory and loss steady however long the text?", 2)
+    changes, levels = [], []
+    for number, (name, found) in enumerate(load("streaming")["models"].items()):
+        megabytes, losses = np.array(found["resident_megabytes_by_stretch"]), found["loss_by_stretch"]
+        places = found["tokens"] / 1000 * np.arange(1, len(losses) + 1) / len(losses)
+        family, _, kind = name.partition(", ")
+        # many of the curves cover each other: their markers take turns
+        look = style(number, label=f"{FAMILIES.get(family, family)}, {kind}", markevery=(number, 5))
+        memory.plot(places, megabytes - megabytes[0], **look)
+        loss.plot(places, losses, **look)
+        changes += list(megabytes - megabytes[0])
+        levels.append(megabytes[0])
+    memory.set_ylim(min(changes) - 0.01 * max(levels), max(changes) + 0.01 * max(levels))
+    memory.set(xlabel="tokens read (thousands)", ylabel="change of resident memory (MB)")
+    memory.set_title(f"resident memory, at first {min(levels):,.0f} to {max(levels):,.0f} MB", loc="left", fontsize=9)
+    loss.set(xlabel="tokens read (thousands)", ylabel="loss (nats per token)")
+    loss.set_title("loss", loc="left", fontsize=9)
+    return figure
+
+
+FIGURES = {
+    "by_length": by_length,
+    "training": training,
+    "streaming": streaming,
+    "bst_books": lambda: length_extrapolation.draw(load("bst_books")),
+    "length_extrapolation": lambda: length_extrapolation.draw(load("length_extrapolation")),
+    "per_token_loss": lambda: per_token_loss.draw(load("per_token_loss")["models"]),
+    "scaling_law": lambda: scaling_law.draw(load("scaling_law")["families"]),
+}
 
 
 def main() -> None:
-    for name, draw in METRICS.items():
-        draw().savefig(RESULTS / f"{name}.png", dpi=120, metadata={"Software": None})
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of: {', '.join(FIGURES)}")
+    arguments = parser.parse_args()
+    if unknown := sorted(set(arguments.names) - set(FIGURES)):
+        parser.error(f"{unknown} are not among {list(FIGURES)}")
+    for name in arguments.names or FIGURES:
+        write_png(FIGURES[name](), RESULTS / f"{name}.png")
 
 
 if __name__ == "__main__":

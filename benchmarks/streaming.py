@@ -9,12 +9,14 @@ stability but says nothing of the loss. Writes benchmarks/results/streaming.json
 import argparse
 import gc
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from timing import RESULTS, write_results
+from timing import write_results
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
@@ -76,20 +78,6 @@ def text_tokens(folder: str, path: str, count: int) -> torch.Tensor:
     return torch.tensor((ids * (count // len(ids) + 1))[:count])
 
 
-def plot(figures: dict[str, dict], every: int, path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    left, right = (figure := Figure(figsize=(9, 3.5), layout="constrained")).subplots(1, 2)
-    for name, curves in figures.items():
-        places = [(index + 1) * every / 1000 for index in range(len(curves["loss_by_stretch"]))]
-        left.plot(places, curves["resident_megabytes_by_stretch"], label=name)
-        right.plot(places, curves["loss_by_stretch"], label=name)
-    left.set(xlabel="thousand tokens", ylabel="resident MB")
-    right.set(xlabel="thousand tokens", ylabel="loss, nats a token")
-    left.legend()
-    figure.savefig(path, dpi=150)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1_000_000)
@@ -109,8 +97,8 @@ def main() -> None:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **SIZES, **fields))
         figures[f"{name}, random"] = read(model, torch.randint(0, 256, (count // 5,)), arguments.piece, every)
-    plot(figures, every, RESULTS / "streaming.png")
     write_results("streaming", {"stretch": every, "models": figures})
+    subprocess.run([sys.executable, Path(__file__).with_name("plots.py"), "streaming"], check=True)
 
 
 if __name__ == "__main__":

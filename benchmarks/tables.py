@@ -10,7 +10,20 @@ ROOT = Path(__file__).parents[1]
 WITH_HEAD = "training_step_of_one_row_of_1024_with_the_head"
 SPEED = "thousand_tokens_per_second"
 RESULTS = Path(__file__).parent / "results"
+PROVENANCE = {"command", "machine", "commit"}
+UNNOTED = "recorded before commits were noted"
+LONGHORN_AND_PEERS = {
+    "longhorn native": "Longhorn, C kernel (default)",
+    "longhorn torch": "Longhorn, plain torch",
+    "mamba compiled, associative scan": "Mamba of transformers, `torch.compile`, associative scan",
+    "mamba eager": "Mamba of transformers, eager",
+    "llama": "Llama of transformers",
+}
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def load(name: str) -> dict:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def markdown_table(head: list[str], rows: list[list[Any]]) -> str:
@@ -21,14 +34,7 @@ def markdown_table(head: list[str], rows: list[list[Any]]) -> str:
 def longhorn_training(figures: dict) -> str:
     step, speed = figures["training_step"], figures["training_step"]["tokens_per_second"]
     times = step["longhorn_native_times_as_fast"]
-    names = {
-        "longhorn native": "Longhorn, C kernel (default)",
-        "longhorn torch": "Longhorn, plain torch",
-        "mamba compiled, associative scan": "Mamba of transformers, `torch.compile`, associative scan",
-        "mamba eager": "Mamba of transformers, eager",
-        "llama": "Llama of transformers",
-    }
-    rows = [[label, f"{speed[name]:,}", f"{times[name]:.1f}x"] for name, label in names.items()]
+    rows = [[label, f"{speed[name]:,}", f"{times[name]:.1f}x"] for name, label in LONGHORN_AND_PEERS.items()]
     table = markdown_table(["training step, L = 512", "tokens / s", "Longhorn is faster by"], rows)
     memory = figures["peak_megabytes_of_a_step"]
     memory_text = "; ".join(
@@ -96,7 +102,7 @@ def bst_layer(figures: dict) -> str:
     return (
         f"{markdown_table(head, rows)}\nAt L = {lengths[0]}, forward, SH is "
         f"{first[f'SH_times_as_fast_as_block_recurrent_at_{lengths[0]}']}x as fast as a Block-Recurrent layer and "
-        f"takes {first[f'SH_times_the_time_of_slide_at_{lengths[0]}']}x the time of Slide, MF "
+        f"takes {first[f'SH_times_the_time_of_sliding_attention_at_{lengths[0]}']}x the time of sliding attention, MF "
         f"{first[f'MF_times_the_time_of_SH_at_{lengths[0]}']}x that of SH. bst-80m reads "
         f"{figures['bst_80m']['prefill_tokens_per_second']} tokens a second and writes "
         f"{figures['bst_80m']['decoding_tokens_per_second']}.\n"
@@ -144,6 +150,17 @@ def lengths(figures: dict) -> str:
             cells.append(f"{point['perplexity']:.2f}{spread}")
         rows.append([name, *cells])
     return markdown_table(head, rows)
+
+
+def per_token_loss(figures: dict) -> str:
+    rows = []
+    for name, found in figures["models"].items():
+        losses = [f"{found[key]:.3f}" for key in ("mean_loss", "mean_loss_of_the_last_half")]
+        flat = found["flat_from_position"]
+        rows.append([name, found["checkpoints"], *losses, "nowhere" if flat is None else f"{flat:.0f}"])
+    return markdown_table(
+        ["model", "seeds", "loss, nats a token", "of the second half of rows", "flat from token"], rows
+    )
 
 
 def scaling_law(figures: dict) -> str:
@@ -216,19 +233,23 @@ def scitldr(figures: dict) -> str:
 
 def targets() -> str:
     """What the project set out to reach on CPU, and what it reached."""
-
-    def load(name: str) -> dict:
-        return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-
-    training, scan, decode = load("longhorn_training"), load("longhorn_scan"), load("decoding")
+    names = [
+        "longhorn_training",
+        "longhorn_scan",
+        "decoding",
+        "local_attention",
+        "spade_ssm_cost",
+        "lmu_isa",
+        "bst_layer",
+    ]
+    training, scan, decode, attention, ssm, lmu, layers = results = [load(name) for name in names]
     step = training["training_step"]["longhorn_native_times_as_fast"]
     memory = max(peak["longhorn"] / peak["llama"] for peak in training["peak_megabytes_of_a_step"].values())
-    attention, ssm, lmu = load("local_attention"), load("spade_ssm_cost"), load("lmu_isa")
     masked = attention["times_as_fast_as_masked_full_attention"]
     longt5 = attention["times_as_fast_as_longt5_local_attention_two_sided"]
     added = max(entry["added_percent"] for entry in ssm["training_step"].values())
     gpt2 = lmu["training_step_of_one_row"]["lmu_isa_times_as_fast_as_gpt2"]
-    bst = load("bst_layer")["layer"]["forward"]
+    bst = layers["layer"]["forward"]
     lines: list[tuple[str, float, str, float]] = [
         ("Longhorn step, times compiled Mamba", 2, ">=", step["mamba compiled, associative scan"]),
         ("Longhorn step, times eager Mamba", 20, ">=", step["mamba eager"]),
@@ -252,7 +273,12 @@ def targets() -> str:
             ">=",
             bst["SH_times_as_fast_as_block_recurrent_at_4096"],
         ),
-        ("BST SH at 4096, times the time of Slide", 2, "<=", bst["SH_times_the_time_of_slide_at_4096"]),
+        (
+            "BST SH at 4096, times the time of sliding attention",
+            2,
+            "<=",
+            bst["SH_times_the_time_of_sliding_attention_at_4096"],
+        ),
         ("BST MF at 4096, times the time of SH", 1.3, "<=", bst["MF_times_the_time_of_SH_at_4096"]),
         ("LMU-ISA step, times its FFT form", 1.5, ">=", lmu["training_step_at_1024"]["times_as_fast_as_fft"]),
         (
@@ -279,7 +305,8 @@ def targets() -> str:
                 "yes" if met else "no",
             ]
         )
-    return markdown_table(["target", "wanted", "measured", "met"], rows)
+    sources = "; ".join(dict.fromkeys(measured_on(result) for result in results))
+    return f"{markdown_table(['target', 'wanted', 'measured', 'met'], rows)}\n*{sources}.*\n"
 
 
 TABLES = {
@@ -289,6 +316,7 @@ TABLES = {
     "bst_books": lengths,
     "length_extrapolation": lengths,
     "scaling_law": scaling_law,
+    "per_token_loss": per_token_loss,
     "glue_spade_scratch": partial(glue, name="SPADE from scratch"),
     "glue_spade_pretrained": partial(glue, name="SPADE, pre-trained on books"),
     "mqar": mqar,
@@ -302,19 +330,32 @@ TABLES = {
 }
 
 
+def measured_on(figures: dict) -> str:
+    """The machine, the versions and the commit, as far as the results tell them."""
+    machine = figures.get("machine") or {}
+    parts = [machine["processor"], f"{machine['threads']} thread{'s' * (machine['threads'] != 1)}"] if machine else []
+    parts += [machine["accelerator"]] if "accelerator" in machine else []
+    known = {"torch": figures.get("torch")} | machine
+    versions = {"Python": "python", "torch": "torch", "transformers": "transformers"}
+    parts += [f"{label} {known[key]}" for label, key in versions.items() if known.get(key)]
+    commit = figures["commit"] if figures["commit"] == UNNOTED else f"commit {figures['commit']}"
+    return f"{', '.join(parts) or 'Machine and versions not recorded'}; {commit}"
+
+
+def source(figures: dict) -> str:
+    command = f"`{figures['command']}`: " if "command" in figures else ""  # else the page names it
+    return f"*{command}{measured_on(figures)}.*\n"
+
+
 def rendered(text: str) -> str:
-    """The document with every table made anew."""
+    """The document with every table made anew, and below each what it was measured on."""
 
     def table(match: re.Match) -> str:
         if match[2] == "targets":
-            return f"{match[1]}{targets()}\n{match[3]}"
-        figures = json.loads((RESULTS / f"{match[2]}.json").read_text(encoding="utf-8"))
-        if "machine" not in figures:  # a recipe's: the page names the command
-            return f"{match[1]}{TABLES[match[2]](figures)}{match[3]}"
-        source = (
-            f"*`{figures['command']}`: {figures['machine']['processor']}, {figures['machine']['threads']} threads.*"
-        )
-        return f"{match[1]}{TABLES[match[2]](figures)}\n{source}\n{match[3]}"
+            return f"{match[1]}{targets()}{match[3]}"
+        figures = load(match[2])
+        content = {key: value for key, value in figures.items() if key not in PROVENANCE}
+        return f"{match[1]}{TABLES[match[2]](content)}\n{source(figures)}{match[3]}"
 
     return BLOCK.sub(table, text)
 

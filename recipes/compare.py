@@ -15,7 +15,7 @@ from typing import Any
 from _lib.checks import check_output
 from _lib.documents import DataArguments
 from _lib.settings import read_settings
-from _lib.training import perplexity, say, write_json
+from _lib.training import perplexity, say, write_json, write_results
 from pretrain_clm import ModelArguments, pretrain
 from transformers import HfArgumentParser, TrainingArguments
 
@@ -62,7 +62,7 @@ def compare(arguments: CompareArguments) -> dict[str, Any]:
             figures["models"] = {name: summary(found) for name, found in runs.items() if found}
             write_json(Path(arguments.output_dir) / "comparison.json", figures)
     if arguments.results is not None:
-        write_json(arguments.results, figures)
+        write_results(arguments.results, figures)
     say(table(figures["models"]))
     return figures
 

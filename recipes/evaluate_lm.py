@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from _lib.checks import check_checkpoint, check_columns, check_vocabulary
 from _lib.documents import begin_of, documents_of_files, token_ids
+from _lib.plotting import perplexity_by_length
 from _lib.scoring import loss_at, scored_documents, sliding_loss
 from _lib.training import perplexity, save_figure, write_json
 from tqdm import tqdm
@@ -78,16 +79,6 @@ def samples(model: PreTrainedModel, tokenizer: Any, prompts: list[str], new_toke
     return answers
 
 
-def plot_extrapolation(curve: list[dict], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    axes = (figure := Figure(figsize=(6, 4), layout="constrained")).subplots()
-    axes.plot([point["length"] for point in curve], [point["perplexity"] for point in curve], marker="o")
-    axes.set(xlabel="tokens at a time", ylabel="perplexity", xscale="log")
-    axes.set_xticks([point["length"] for point in curve], [str(point["length"]) for point in curve])
-    save_figure(figure, path)
-
-
 def evaluate(arguments: EvaluationArguments) -> dict[str, Any]:
     """All figures, as they are written to evaluation.json."""
     set_seed(arguments.seed)
@@ -119,7 +110,9 @@ def evaluate(arguments: EvaluationArguments) -> dict[str, Any]:
     folder = Path(arguments.output_dir or arguments.model)
     write_json(folder / "evaluation.json", figures)
     if figures["extrapolation"]:
-        plot_extrapolation(figures["extrapolation"], folder / "extrapolation.png")
+        question = "Does perplexity stay low in longer windows?"
+        figure = perplexity_by_length(question, {figures["model"]: figures["extrapolation"]}, None)
+        save_figure(figure, folder / "extrapolation.png")
     return figures
 
 

@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from _lib.checks import check_checkpoint, check_columns, check_output, check_vocabulary
 from _lib.documents import DataArguments, begin_of, documents_of_files, token_ids
+from _lib.plotting import perplexity_by_length
 from _lib.scoring import loss_at
 from _lib.settings import read_settings
-from _lib.training import perplexity, save_figure, say, write_json
+from _lib.training import perplexity, save_figure, say, write_results
 from compare import merged
+from matplotlib.figure import Figure
 from pretrain_clm import ModelArguments, pretrain
 from tqdm import tqdm
 from transformers import (
@@ -143,8 +145,8 @@ def length_extrapolation(arguments: ExtrapolationArguments) -> dict[str, Any]:
     targets = [Path(arguments.output_dir) / "length_extrapolation"]
     targets += [Path(arguments.results)] if arguments.results else []
     for target in targets:
-        write_json(target.with_suffix(".json"), figures)
-        plot(figures, target.with_suffix(".png"))
+        write_results(target.with_suffix(".json"), figures)
+        save_figure(draw(figures), target.with_suffix(".png"))
     say(table(figures))
     return figures
 
@@ -159,18 +161,10 @@ def table(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def plot(figures: dict[str, Any], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    axes = (figure := Figure(figsize=(6.5, 4), layout="constrained")).subplots()
-    for name, found in figures["models"].items():
-        lengths = [point["length"] for point in found["points"]]
-        axes.plot(lengths, [point["perplexity"] for point in found["points"]], label=name, marker="o")
-    axes.axvline(figures["train_length"], color="0.5", linestyle="--", linewidth=1, label="length of training")
-    axes.set(xscale="log", yscale="log", xlabel="tokens at a time", ylabel="perplexity")
-    axes.set_xticks(lengths, [str(length) for length in lengths])
-    axes.legend()
-    save_figure(figure, path)
+def draw(figures: dict[str, Any]) -> Figure:
+    curves = {name: found["points"] for name, found in figures["models"].items()}
+    question = "Does perplexity stay low beyond the length of training?"
+    return perplexity_by_length(question, curves, figures["train_length"])
 
 
 if __name__ == "__main__":

@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from _lib.checks import check_output
+from _lib.plotting import measured_at, panels, style
 from _lib.settings import read_settings
 from _lib.training import Trainer, save_figure, say, write_figures
 from datasets import Dataset
+from matplotlib.figure import Figure
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -154,25 +156,23 @@ def sweep(arguments: MqarArguments, training: TrainingArguments) -> list[dict[st
                 write_figures(figures, training.output_dir, arguments.results and f"{arguments.results}.json")
     for path in (Path(training.output_dir) / "accuracy.png", arguments.results and f"{arguments.results}.png"):
         if path is not None:
-            plot(results, path)
+            save_figure(draw(results), path)
     return results
 
 
-def plot(results: list[dict[str, Any]], path: str | Path) -> None:
+def draw(results: list[dict[str, Any]]) -> Figure:
     """Accuracy by width, one panel a length."""
-    from matplotlib.figure import Figure
-
     lengths = sorted({result["length"] for result in results})
-    figure = Figure(figsize=(3.2 * len(lengths), 3), layout="constrained")
-    panels = figure.subplots(1, len(lengths), sharey=True, squeeze=False)[0]
-    for panel, length in zip(panels, lengths):
-        for model in dict.fromkeys(result["model"] for result in results):
-            points = [(r["width"], r["accuracy"]) for r in results if (r["model"], r["length"]) == (model, length)]
-            panel.plot(*zip(*points), marker="o", label=model)
-        panel.set(title=f"length {length}", xlabel="width", xscale="log", ylim=(-0.02, 1.02))
-    panels[0].set_ylabel("accuracy")
-    panels[-1].legend()
-    save_figure(figure, path)
+    figure, row = panels("Which width recalls every pair?", len(lengths))
+    for axes, length in zip(row, lengths):
+        for number, model in enumerate(dict.fromkeys(result["model"] for result in results)):
+            found = [result for result in results if (result["model"], result["length"]) == (model, length)]
+            widths, percent = [r["width"] for r in found], [100 * r["accuracy"] for r in found]
+            axes.plot(widths, percent, label=model, **style(number))
+        measured_at(axes, [result["width"] for result in results if result["length"] == length])
+        axes.set(xlabel="width", ylabel="accuracy (%)", ylim=(-3, 103))
+        axes.set_title(f"rows of {length} tokens", loc="left", fontsize=9)
+    return figure
 
 
 if __name__ == "__main__":

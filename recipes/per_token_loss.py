@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from _lib.checks import check_checkpoint, check_columns, check_output, check_vocabulary
 from _lib.documents import begin_of, documents_of_files, token_ids
+from _lib.plotting import measured_at, panels, style
 from _lib.settings import read_settings
-from _lib.training import save_figure, say, write_json
+from _lib.training import save_figure, say, write_results
+from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
@@ -126,22 +128,21 @@ def per_token_loss(arguments: PerTokenArguments) -> dict[str, Any]:
     targets = [Path(arguments.output_dir) / "per_token_loss"]
     targets += [Path(arguments.results)] if arguments.results else []
     for target in targets:
-        write_json(target.with_suffix(".json"), figures)
-        plot(figures["models"], target.with_suffix(".png"))
+        write_results(target.with_suffix(".json"), figures)
+        save_figure(draw(figures["models"]), target.with_suffix(".png"))
     for name, found in figures["models"].items():
         say(f"{name}: loss {found['mean_loss']:.3f}, flat from position {found['flat_from_position']}")
     return figures
 
 
-def plot(models: dict[str, Any], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    axes = (figure := Figure(figsize=(7, 4), layout="constrained")).subplots()
-    for name, found in models.items():
-        axes.plot(found["positions"], found["loss"], label=name)
-    axes.set(xscale="log", xlabel="position in the row", ylabel="loss, nats a token")
-    axes.legend()
-    save_figure(figure, path)
+def draw(models: dict[str, Any]) -> Figure:
+    figure, (axes,) = panels("Does a model go on learning from what it has read?")
+    for number, (name, found) in enumerate(models.items()):
+        axes.plot(found["positions"], found["loss"], label=name, **style(number))
+    last = max(found["positions"][-1] for found in models.values())
+    measured_at(axes, [2**power for power in range(int(np.log2(last)) + 1)])
+    axes.set(xlabel="position in the row (tokens)", ylabel="loss (nats per token)")
+    return figure
 
 
 if __name__ == "__main__":

@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 from _lib.checks import check_output
 from _lib.documents import DataArguments
+from _lib.plotting import REFERENCE, SPREAD, panels, style
 from _lib.settings import read_settings
-from _lib.training import save_figure, say, write_json
+from _lib.training import save_figure, say, write_results
 from compare import merged
+from matplotlib.figure import Figure
 from pretrain_clm import ModelArguments, pretrain
 from transformers import HfArgumentParser, TrainingArguments
 
@@ -99,16 +101,14 @@ def scaling_law(arguments: ScalingArguments) -> dict[str, Any]:
         targets = [Path(arguments.output_dir) / "scaling"]
         targets += [Path(arguments.results)] if arguments.results else []
         for target in targets:
-            write_json(target.with_suffix(".json"), figures)
-            plot(figures["families"], target.with_suffix(".png"))
+            write_results(target.with_suffix(".json"), figures)
+            save_figure(draw(figures["families"]), target.with_suffix(".png"))
     say(table(figures["families"]))
     return figures
 
 
-def plot(families: dict[str, Any], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    axes = (figure := Figure(figsize=(7, 4.5), layout="constrained")).subplots()
+def draw(families: dict[str, Any]) -> Figure:
+    figure, (axes,) = panels("How does the loss fall with size?", height=4.6)
     sizes: list[float] = []
     for number, (family, found) in enumerate(families.items()):
         members = found["members"].values()
@@ -117,15 +117,18 @@ def plot(families: dict[str, Any], path: Path) -> None:
         spread = [member["standard_deviation"] or 0.0 for member in members]
         losses = [member["validation_loss"] for member in members]
         label = f"{family}: alpha = {found['alpha']:.3f} ± {found['standard_error']:.3f}"
-        axes.errorbar(n, losses, spread, label=label, marker="o", linestyle="none", color=f"C{number}", capsize=3)
-        axes.plot(n, np.exp(-found["alpha"] * (np.log(n) - found["log_critical_size"])), color=f"C{number}")
+        axes.errorbar(n, losses, spread, label=label, capsize=3, **style(number, linestyle="none"))
+        line = np.exp(-found["alpha"] * (np.log(n) - found["log_critical_size"]))
+        axes.plot(n, line, **style(number, marker=""))
     ends = np.array([min(sizes), max(sizes)])
-    for number, (label, (critical, alpha)) in enumerate(PAPER.items()):
-        line = (ends / critical) ** -alpha
-        axes.plot(ends, line, linestyle="--", linewidth=1, color="0.5", label=label, alpha=1 - 0.4 * number)
-    axes.set(xscale="log", yscale="log", xlabel="parameters beside embeddings", ylabel="validation loss, nats a token")
-    axes.legend(fontsize=8)
-    save_figure(figure, path)
+    for dashes, (label, (critical, alpha)) in zip(("--", ":"), PAPER.items()):
+        label = f"{label}: alpha = {alpha}"
+        axes.plot(ends, (ends / critical) ** -alpha, linestyle=dashes, linewidth=1, color=REFERENCE, label=label)
+    axes.set_title(f"{SPREAD}; grey: the paper's fits, to another text", loc="left", fontsize=9)
+    axes.set(
+        xscale="log", yscale="log", xlabel="parameters beside embeddings", ylabel="held-out loss (nats per token)"
+    )
+    return figure
 
 
 def table(families: dict[str, Any]) -> str:

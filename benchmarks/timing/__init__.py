@@ -1,9 +1,6 @@
 """Paired timings: candidates take turns, so that a noisy machine is noisy for all; medians and ratios are compared."""
 
-import json
 import math
-import os
-import platform
 import statistics
 import sys
 import time
@@ -11,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+
+from _lib.provenance import provenance, to_json
 
 RESULTS = Path(__file__).parent.parent / "results"
 
@@ -51,27 +49,9 @@ def _status(name: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
-def machine() -> dict[str, Any]:
-    """What a figure depends on."""
-    info = Path("/proc/cpuinfo")
-    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-    return {
-        "processor": names[0] if names else platform.processor(),
-        "threads": torch.get_num_threads(),
-        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
 def write_results(name: str, figures: dict[str, Any]) -> None:
-    """benchmarks/results/NAME.json, with the machine and the command; also printed."""
-    command = f"python benchmarks/{' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}"
-    if data := os.environ.get("HF_HYBRID_SSM_DATA"):  # where the data lies is this machine's affair
-        command = command.replace(data, "$HF_HYBRID_SSM_DATA")
-    content = {"command": command, "machine": machine()}
-    text = json.dumps(content | figures, indent=2) + "\n"
+    """benchmarks/results/NAME.json, with the command, the machine and the commit; also printed."""
+    text = to_json(provenance() | figures)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(text, encoding="utf-8")
     print(text)

@@ -11,11 +11,12 @@ import numpy as np
 import torch
 import transformers
 from datasets import Dataset
+from matplotlib.figure import Figure
 
+from _lib.plotting import loss_by_step, write_png
+from _lib.provenance import provenance, to_json
 from hf_hybrid_ssm.training.optim import parameter_groups
 from hf_hybrid_ssm.training.resume import checkpoint_defect, latest_complete_checkpoint
-
-DATA_FOLDERS = ("HF_HYBRID_SSM_DATA", "HF_HYBRID_SSM_LRA")
 
 
 class Trainer(transformers.Trainer):
@@ -89,12 +90,12 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_json(path: str | Path, content: Any) -> None:
-    """Where the data folders lie is this machine's affair: in figures they keep their variables' names."""
-    text = json.dumps(content, indent=2) + "\n"
-    for name in DATA_FOLDERS:
-        if folder := os.environ.get(name):
-            text = text.replace(json.dumps(folder)[1:-1], f"${name}")
-    write_text(path, text)
+    write_text(path, to_json(content))
+
+
+def write_results(path: str | Path, figures: dict[str, Any]) -> None:
+    """Figures that are shown elsewhere, with what they depend on."""
+    write_json(path, provenance() | figures)
 
 
 def write_lines(path: str | Path, rows: Iterable[Any]) -> None:
@@ -102,11 +103,10 @@ def write_lines(path: str | Path, rows: Iterable[Any]) -> None:
     write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def save_figure(figure: Any, path: str | Path) -> None:
+def save_figure(figure: Figure, path: str | Path) -> None:
     """As `write_text` does."""
     if is_first_process():
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150)
+        write_png(figure, path)
 
 
 def say(text: Any) -> None:
@@ -115,11 +115,11 @@ def say(text: Any) -> None:
         print(text)
 
 
-def write_figures(figures: Any, output_dir: str | Path, results: str | Path | None) -> None:
-    """results.json in `output_dir`, and the same in the file `results` where one is named."""
-    for path in (Path(output_dir) / "results.json", results):
-        if path is not None:
-            write_json(path, figures)
+def write_figures(figures: dict[str, Any], output_dir: str | Path, results: str | Path | None) -> None:
+    """results.json in `output_dir`, and the same with its provenance in the file `results` where one is named."""
+    write_json(Path(output_dir) / "results.json", figures)
+    if results is not None:
+        write_results(results, figures)
 
 
 def perplexity(loss: float) -> float:
@@ -128,15 +128,4 @@ def perplexity(loss: float) -> float:
 
 def plot_loss(history: list[dict[str, float]], path: str | Path, levels: dict[str, float] | None = None) -> None:
     """Training and validation loss by step; `levels` are drawn as horizontal lines."""
-    from matplotlib.figure import Figure
-
-    axes = (figure := Figure(figsize=(7, 4), layout="constrained")).subplots()
-    for key, label in (("loss", "training"), ("eval_loss", "validation")):
-        points = [(entry["step"], entry[key]) for entry in history if key in entry]
-        if points:
-            axes.plot(*zip(*points), label=label, marker="o" if key == "eval_loss" else None, markersize=3)
-    for number, (label, level) in enumerate((levels or {}).items()):
-        axes.axhline(level, label=label, linestyle="--", linewidth=1, color=f"C{number + 2}")
-    axes.set(xlabel="step", ylabel="cross-entropy, nats a token")
-    axes.legend()
-    save_figure(figure, path)
+    save_figure(loss_by_step(history, levels), path)

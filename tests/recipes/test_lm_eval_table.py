@@ -63,7 +63,8 @@ def test_all_ten_and_resumed(data, tmp_path, monkeypatch):
     assert row["tasks"]["piqa"]["acc"] in (pytest.approx(1 / 3), pytest.approx(2 / 3))
     assert row["tasks"]["piqa"]["documents"] == 3 and row["tasks"]["wikitext"]["word_perplexity"] > 1
     assert row["average"] == pytest.approx(row["tasks"]["piqa"]["acc"])  # all eight are the same here
-    assert json.loads((tmp_path / "copy.json").read_text()) == figures
+    written = json.loads((tmp_path / "copy.json").read_text())
+    assert written | figures == written
     head, _, line = (tmp_path / "results.md").read_text().splitlines()
     assert head == (
         "| model | parameters | PIQA | Hella | Wino | ARC-e | ARC-c | OBQA | SIQA | BoolQ | avg. | LAMBADA | "

