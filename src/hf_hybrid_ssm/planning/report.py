@@ -102,33 +102,34 @@ TEXT = """# Planning a run
 
     python -m hf_hybrid_ssm.planning --preset longhorn/125m --gpus 8 --batch 8 --length 1024
 
-estimates a training step: memory of each device by kind, operations, and the state of a decoded sequence. `--dtype`,
-`--bf16`, `--optimizer`, `--sharding fsdp2`, `--checkpointing` and `--kernels torch` describe the training.
+says what a training step takes: memory of each device by kind, operations, and the state of a decoded sequence.
+`--dtype`, `--mixed`, `--optimizer`, `--sharding fsdp2`, `--checkpointing` and `--kernels torch` say how it is trained.
 From Python: `hf_hybrid_ssm.planning.plan(config, Setup(...))`, for any configuration of the families.
 
-## How it is measured
+## What the figures rest on
 
-- The model's own code runs on fake tensors, which have shapes but no memory: forward and backward, with every mixer.
-  Saved activations are counted by autograd's hooks, operations by torch's counter.
-- Parameters, gradients, optimizer state, the shards of FSDP2 and the state of a decoded sequence are exact.
-  `tests/test_planning.py` compares them with real ones, byte by byte.
-- Activations are within 5 % of what small models of every family keep on a CPU, in float32, bfloat16 and mixed
-  precision; with checkpointing they are an upper bound.
-- A multiplication and an addition count as two operations. Matrix products and attention are within 5 % of torch's
-  counter on real runs. Fused scans and Fourier transforms, which it leaves out, are counted by their formulas.
-- `--kernels fused` (the default) assumes the fused scan and attention that stores no scores, as on CPUs without
-  attention dropout. On GPUs nothing was measured.
-- Not included: fragmentation of the allocator, workspaces of libraries, temporaries of a single op, and padding (for
-  encoders with two texts and encoder-decoders). Leave some room.
+- Parameters and optimizer state are counted on the meta device, exactly; so are the shards of FSDP2 and, from the
+  configuration, the state of a decoded sequence. `tests/test_planning.py` compares them with real ones, byte by byte.
+- Activations follow formulas (`planning/activations.py`, each term with the op that keeps it). The test holds them to
+  within 1.3 of what small models of every family keep on a CPU: in float32, bfloat16 and mixed precision, with and
+  without checkpointing.
+- Operations count a multiplication and an addition as two; the backward costs twice the forward, and checkpointing
+  the layers once more. Attention is counted as it is computed, in blocks. The test holds the matrix products to within
+  3 % of torch's own counter. Recurrences and Fourier transforms, which that counter leaves out, are an estimate.
+- `--kernels fused` (the default) assumes a fused scan (on a CPU the C kernel; the Triton kernel keeps the same
+  tensors) and attention that keeps no scores. The latter holds on CPUs without attention dropout; on GPUs nothing here
+  was measured.
+- Not counted: the allocator's fragments, workspaces of libraries, the temporaries of a single op, and, for encoders
+  with two texts or an encoder-decoder, padding. Leave some room.
 
 ## Every preset
 
-One device, {batch} rows of {length} tokens (for an encoder-decoder, of source and target each), weights in {weights},
+One device, {batch} rows of {length} tokens (an encoder-decoder: of source and target each), weights in {weights},
 AdamW.
 
 {table}
 
 *`{command}`. "Step": forward and backward. "Decoding state": of one sequence of {length} tokens,
-`-` for classifiers. A model without logits computes its loss in chunks. LRA presets are classifiers; "retrieval" reads
-two texts per row.*
+`-` for classifiers. A model without logits computes its loss in chunks. LRA presets classify; "retrieval" reads two
+texts a row.*
 """
