@@ -1,4 +1,4 @@
-"""The whole way on two cores, without a network: train, evaluate, save, reload, generate, score.
+"""End to end on two cores, without a network: train, evaluate, save, reload, generate, score.
 
     make demo
 
@@ -71,7 +71,7 @@ def tokens_of(texts: Dataset, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
 
 
 def write_task(texts: Dataset, folder: Path, questions: int) -> None:
-    """An lm-eval task: which of four pieces of 80 characters goes on with the 200 before?"""
+    """An lm-eval task: which of four pieces of 80 characters continues the 200 before?"""
     choose = random.Random(0)
     pieces = []
     for text in texts["text"]:

@@ -58,7 +58,7 @@ TASKS = {
 
 @dataclass
 class GlueArguments:
-    """What is fine-tuned on what."""
+    """The model and the tasks."""
 
     tasks: list[str] = field(default_factory=lambda: list(TASKS))
     data_folder: str | None = field(default=None, metadata={"help": "TASK/{train,validation}.jsonl; else the Hub"})
@@ -72,7 +72,7 @@ class GlueArguments:
     grid: dict[str, list] = field(
         default_factory=dict, metadata={"help": "training arguments to try, such as learning_rate: [1e-5, 1e-4]"}
     )
-    results: str | None = field(default=None, metadata={"help": "a further file for the figures"})
+    results: str | None = field(default=None, metadata={"help": "another file for the figures"})
     overwrite: bool = False
 
     def __post_init__(self):
@@ -86,7 +86,7 @@ class GlueArguments:
 
 
 def load_task(name: str, data_folder: str | None) -> DatasetDict:
-    """The splits `train` and those of `TASKS[name].validation` (of these, what is there)."""
+    """The splits `train` and those of `TASKS[name].validation` (those that exist)."""
     if data_folder is None:
         return load_dataset("nyu-mll/glue", name)
     folder = Path(data_folder) / name
@@ -112,7 +112,7 @@ def check_task(name: str, splits: DatasetDict) -> None:
 
 def tokenized(rows: Dataset, task: Task, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
     """`input_ids` and `labels`; the parts of a pair end with the end-of-text token unless the tokenizer has its own
-    way. Of what is too long, the longer part is cut first."""
+    way. If they are too long, the longer part is truncated first."""
 
     def encode(batch: dict[str, list]) -> dict[str, list]:
         labels = [float(label) if task.num_labels == 1 else label for label in batch["label"]]
@@ -128,7 +128,7 @@ def tokenized(rows: Dataset, task: Task, tokenizer: PreTrainedTokenizerBase, max
 
 
 def longest_first(parts: Sequence[list[int]], length: int) -> list[list[int]]:
-    """One or two parts, together at most `length` tokens, the longer one cut first."""
+    """One or two parts, together at most `length` tokens, the longer one truncated first."""
     if len(parts) == 1:
         return [parts[0][:length]]
     first, second = parts

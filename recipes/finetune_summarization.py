@@ -1,4 +1,4 @@
-"""Fine-tune an encoder-decoder to summarize; ROUGE of what it generates.
+"""Fine-tune an encoder-decoder for summarization and measure ROUGE.
 
     python recipes/finetune_summarization.py recipes/configs/summarization/scitldr_cpu.yaml [key=value ...]
 
@@ -37,12 +37,12 @@ ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
 class SummarizationTrainer(Trainer, Seq2SeqTrainer):
-    """`Seq2SeqTrainer` with this package's groups of parameters."""
+    """`Seq2SeqTrainer` with this package's parameter groups."""
 
 
 @dataclass
 class SummarizationArguments:
-    """What is summarized by what."""
+    """The model and the texts to summarize."""
 
     train_files: list[str] = field(default_factory=list)
     validation_files: list[str] = field(default_factory=list)
@@ -68,7 +68,7 @@ class SummarizationArguments:
     max_target_length: int = 128
     max_train_rows: int | None = None
     max_eval_rows: int | None = None
-    results: str | None = field(default=None, metadata={"help": "a further file for the figures"})
+    results: str | None = field(default=None, metadata={"help": "another file for the figures"})
     overwrite: bool = False
 
     def __post_init__(self):
@@ -125,7 +125,7 @@ def tokenized(rows: Dataset, arguments: SummarizationArguments, tokenizer: PreTr
 
 
 def rouge(predictions: list[str], references: list[list[str]]) -> dict[str, float]:
-    """Mean F1 in percent; of several references the best counts, for each measure."""
+    """Mean F1 in percent; with several references, the best one counts for each measure."""
     scorer = RougeScorer(list(ROUGE), use_stemmer=True)
     scores = [scorer.score_multi(wanted, said) for wanted, said in zip(references, predictions, strict=True)]
     return {name: round(100 * float(np.mean([score[name].fmeasure for score in scores])), 2) for name in ROUGE}

@@ -4,7 +4,7 @@
 
 With `data_folder` the task files in DATA_FOLDER/lm_eval_tasks are used and nothing is fetched; without, lm-eval's own.
 Writes results.json (every measure with its standard error) and results.md to `output_dir` after every model;
-with `resume=true`, what is already there is not run again.
+with `resume=true`, finished tasks are not run again.
 """
 
 import json
@@ -51,7 +51,7 @@ class TableArguments:
     output_dir: str = "runs/lm-eval"
     resume: bool = False
     overwrite: bool = False
-    results: str | None = field(default=None, metadata={"help": "a further file for the figures"})
+    results: str | None = field(default=None, metadata={"help": "another file for the figures"})
 
     def __post_init__(self):
         if unknown := sorted(set(self.tasks) - set(COLUMNS)):

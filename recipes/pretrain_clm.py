@@ -39,17 +39,17 @@ class ModelArguments:
     model_type: str | None = field(default=None, metadata={"help": "longhorn, llama, mamba, ...: from scratch"})
     preset: str | None = field(default=None, metadata={"help": "a size of this package's families, such as 125m"})
     config: dict[str, Any] = field(default_factory=dict, metadata={"help": "fields of the configuration"})
-    model_name_or_path: str | None = field(default=None, metadata={"help": "go on from these weights instead"})
+    model_name_or_path: str | None = field(default=None, metadata={"help": "start from these weights instead"})
     embeddings_from: str | None = field(
         default=None, metadata={"help": "start with the token embeddings of this model, e.g. gpt2, of the same width"}
     )
     resume: str | None = field(
-        default=None, metadata={"help": "a checkpoint folder, or auto for the newest whole one"}
+        default=None, metadata={"help": "a checkpoint folder, or auto for the newest complete one"}
     )
     carry_segments: bool = field(
-        default=False, metadata={"help": "go on from the state of the segment before, without gradient"}
+        default=False, metadata={"help": "continue from the state of the previous segment, without gradient"}
     )
-    overwrite: bool = field(default=False, metadata={"help": "start anew in an output_dir that is not empty"})
+    overwrite: bool = field(default=False, metadata={"help": "start again in an output_dir that is not empty"})
 
     def __post_init__(self):
         if (self.model_type is None) == (self.model_name_or_path is None):
@@ -60,7 +60,7 @@ class ModelArguments:
 
 
 def build_model(arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """A new model for the tokenizer, or the one to go on with.
+    """A new model for the tokenizer, or the one to continue with.
 
     Raises:
         ValueError: the vocabulary of the configuration is smaller than the tokenizer's.

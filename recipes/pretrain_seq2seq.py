@@ -43,12 +43,12 @@ class SpanArguments:
     model_type: str | None = field(default=None, metadata={"help": "spade_seq2seq, t5, ...: from scratch"})
     preset: str | None = field(default=None, metadata={"help": "spade-base"})
     config: dict[str, Any] = field(default_factory=dict, metadata={"help": "fields of the configuration"})
-    model_name_or_path: str | None = field(default=None, metadata={"help": "go on from these weights instead"})
+    model_name_or_path: str | None = field(default=None, metadata={"help": "start from these weights instead"})
     noise_density: float = 0.15
     mean_span_length: float = 3.0
     resume: str | None = field(default=None, metadata={"help": "a checkpoint folder, or auto for the newest"})
-    overwrite: bool = field(default=False, metadata={"help": "start anew in an output_dir that is not empty"})
-    results: str | None = field(default=None, metadata={"help": "a further file for the figures"})
+    overwrite: bool = field(default=False, metadata={"help": "start again in an output_dir that is not empty"})
+    results: str | None = field(default=None, metadata={"help": "another file for the figures"})
 
     def __post_init__(self):
         if (self.model_type is None) == (self.model_name_or_path is None):
@@ -73,7 +73,7 @@ def with_sentinels(tokenizer: PreTrainedTokenizerBase, trained_here: bool) -> Pr
 
 
 def chunks(documents: Iterable[list[int]], length: int, end: int) -> Iterator[dict[str, list[int]]]:
-    """`input_ids` of `length` tokens of documents laid end to end; a last row below SHORTEST_ROW is dropped."""
+    """`input_ids` of `length` tokens of concatenated documents; a last row below SHORTEST_ROW is dropped."""
     held: list[int] = []
     for document in documents:
         held += [*document, end]
@@ -97,10 +97,10 @@ def token_rows(
 
 
 def build_model(arguments: SpanArguments, tokenizer: PreTrainedTokenizerBase, target_length: int) -> PreTrainedModel:
-    """A new model for the tokenizer, or the one to go on with.
+    """A new model for the tokenizer, or the one to continue with.
 
     Raises:
-        ValueError: its vocabulary or its target positions are too few.
+        ValueError: it has too few tokens or target positions.
     """
     if arguments.model_name_or_path is not None:
         check_checkpoint(arguments.model_name_or_path, "model_name_or_path", AutoModelForSeq2SeqLM)

@@ -1,4 +1,4 @@
-"""The rules of the house: which floor may import what, and what an import costs."""
+"""The dependency rule (which level may import what), and the cost of an import."""
 
 import ast
 import json
@@ -29,14 +29,14 @@ def imported_modules(path, top_level_only=False):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
 def test_imports_go_down_only(path):
     where = path.relative_to(PACKAGE).parts
-    floor, family = where[0], where[1] if len(where) > 2 else None
+    level, family = where[0], where[1] if len(where) > 2 else None
     below = {"ops": {"ops"}, "layers": {"ops", "layers"}, "models": {"ops", "layers", "models", "lazy"}}
     for module in imported_modules(path):
         top, *rest = module.split(".")
-        if floor in ("ops", "layers"):
+        if level in ("ops", "layers"):
             assert top != "transformers", f"{path} imports {module}"
-        if top == "hf_hybrid_ssm" and floor in below:
-            assert rest and rest[0] in below[floor], f"{path} imports {module} from a floor above"
+        if top == "hf_hybrid_ssm" and level in below:
+            assert rest and rest[0] in below[level], f"{path} imports {module} from a level above"
             if rest[0] == "models" and len(rest) > 2 and family is not None:
                 assert rest[1] == family, f"{path} imports {module} of another family"
 

@@ -1,4 +1,4 @@
-"""What is looked at before a run starts, so that a wrong setting costs seconds and not hours."""
+"""Checks before a run starts, so that a wrong setting costs seconds and not hours."""
 
 import shutil
 from collections.abc import Sequence

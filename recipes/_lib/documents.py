@@ -20,7 +20,7 @@ class DataArguments:
     """Where text comes from and how it is cut."""
 
     train_files: list[str] = field(
-        default_factory=list, metadata={"help": "txt (one document a file), jsonl, parquet"}
+        default_factory=list, metadata={"help": "txt (one document per file), jsonl, parquet"}
     )
     validation_files: list[str] = field(default_factory=list)
     dataset_name: str | None = field(default=None, metadata={"help": "a data set on the Hub instead of files"})
@@ -31,10 +31,10 @@ class DataArguments:
         default=0.1, metadata={"help": "without validation text: the share of the last training rows held out"}
     )
     text_column: str = "text"
-    max_validation_rows: int | None = field(default=None, metadata={"help": "evaluate on the first rows alone"})
+    max_validation_rows: int | None = field(default=None, metadata={"help": "evaluate on the first rows only"})
     streaming: bool = False
     shuffle_buffer: int = field(
-        default=2048, metadata={"help": "with streaming: each row is drawn from so many; 1 keeps their order"}
+        default=2048, metadata={"help": "with streaming: rows in the shuffle buffer; 1 keeps their order"}
     )
     sequence_length: int = 1024
     tokenizer: str | None = field(default=None, metadata={"help": "name or folder; without it one is trained"})
@@ -57,7 +57,7 @@ class DataArguments:
 
 
 def load_documents(data: DataArguments) -> tuple[Dataset | IterableDataset, Dataset | IterableDataset | None]:
-    """Training and validation documents, one a row, in the column `text_column`; validation may be None.
+    """Training and validation documents, one per row, in the column `text_column`; validation may be None.
 
     Raises:
         FileNotFoundError: a file name or pattern matches nothing.
@@ -80,7 +80,7 @@ def load_documents(data: DataArguments) -> tuple[Dataset | IterableDataset, Data
 
 
 def documents_of_files(patterns: Iterable[str], *, streaming: bool = False) -> Dataset | IterableDataset:
-    """The documents of local files of one kind: a text file is one document, other files have one a row."""
+    """The documents of local files of one kind: a text file is one document, other files have one per row."""
     paths = []
     for pattern in patterns:
         found = sorted(glob(pattern, recursive=True))
@@ -107,7 +107,7 @@ def get_tokenizer(data: DataArguments, documents: Dataset | IterableDataset) -> 
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE: every text has tokens, none is unknown."""
+    """A byte-level BPE: there are no unknown tokens."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -129,9 +129,9 @@ def _in_pieces(texts: Iterable[str], size: int = 100_000) -> Iterator[str]:
 
 
 def begin_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token every document is read from: the beginning-of-text token, or the end-of-text token where none is.
+    """The token every document is read from: the beginning-of-text token, or the end-of-text token if there is none.
 
-    lm-eval takes the same one as context of a text's first token, and `generate()` without a prompt starts from it.
+    lm-eval uses the same one as context of a text's first token, and `generate()` without a prompt starts from it.
     """
     return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 

@@ -14,7 +14,7 @@ from datasets import Dataset, DatasetDict, load_dataset
 
 from _lib.checks import check_columns, check_labels
 
-PAD, END, UNKNOWN = 0, 1, 2  # of ListOps; bytes of text pad with 0, which no text has
+PAD, END, UNKNOWN = 0, 1, 2  # of ListOps; bytes of text are padded with 0, which no text contains
 SYMBOLS = ("[MIN", "[MAX", "[MED", "[SM", "X", *map(str, range(10)))
 LISTOPS = {symbol: number for number, symbol in enumerate(SYMBOLS, start=3)}
 ARCHIVE = ("", "lra_release", "lra_release/lra_release")

@@ -1,4 +1,4 @@
-"""Perplexity of counting: what a model must beat to have learnt more than frequencies."""
+"""Perplexity of n-gram counts: what a model must beat to have learnt more than frequencies."""
 
 import numpy as np
 

@@ -24,7 +24,7 @@ class RowStream(torch.utils.data.IterableDataset):
 
     With a seed, for training: without end, pass after pass over the documents. The order of their files, and of the
     rows in a buffer, is drawn anew in each pass from the seed and the pass alone. So a resumed run, for which the
-    Trainer reads the stream again up to where it stopped, goes on with the same rows. Without a seed: one pass, in
+    Trainer reads the stream again up to where it stopped, continues with the same rows. Without a seed: one pass, in
     order.
 
     Workers of a data loader share the files of the documents out.
@@ -39,7 +39,7 @@ class RowStream(torch.utils.data.IterableDataset):
         self.function: Callable[[Row], Row] = dict
 
     def take(self, rows: int) -> "RowStream":
-        """The first `rows` alone."""
+        """Only the first `rows`."""
         other = copy(self)
         other.limit = rows
         return other
@@ -139,9 +139,9 @@ def pack(documents: Iterable[list[int]], length: int, begin: int, end: int) -> I
         position_ids  0     1 2 3 0     1 2 ...
 
     So the first token of a document is a target like any other, given `begin` alone: `position_ids` start again, and
-    models keep documents apart. The first token of a row is never a target. `continues` says that the row goes on with
-    the document of the row before; positions count from 0 there as well. The last row of all is filled up with tokens
-    that count for nothing.
+    models keep documents apart. The first token of a row is never a target. `continues` says that the row continues
+    the document of the previous row; positions count from 0 there as well. The last row of all is filled up with
+    tokens that are ignored.
     """
     held = np.empty((3, 0), dtype=np.int64)  # tokens, labels and positions of a row that is not yet full
     for document in filter(None, documents):

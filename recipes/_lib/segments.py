@@ -2,7 +2,7 @@
 
 Rows of a batch are lanes: lane l reads its share of the text from front to back, a segment a step, so that no document
 is shuffled. The state a lane ended with is where its next segment begins; a lane whose next document begins starts
-afresh (section 10 of Block-State Transformers' outlook; Transformer-XL's cache).
+from zero (section 10 of Block-State Transformers' outlook; Transformer-XL's cache).
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from hf_hybrid_ssm.models.cache import carry_segment
 
 
 def check_lanes(rows: Any, training: TrainingArguments) -> None:
-    """Refuse what would tear the lanes apart, before any training.
+    """Refuse settings that would break up the lanes, before any training.
 
     Raises:
         ValueError: shuffled batches, streamed data or several processes.
@@ -36,7 +36,7 @@ def in_lanes(rows: Dataset, lanes: int) -> Dataset:
     """Packed rows reordered, so that batch s holds row s of each lane, and with the column `begins`.
 
     Args:
-        rows: of `documents.packed_rows`, with `continues`: the row goes on with the document of the row before.
+        rows: of `documents.packed_rows`, with `continues`: the row continues the document of the previous row.
         lanes: the batch size; up to `lanes - 1` rows at the end are left out.
 
     Raises:
@@ -63,7 +63,7 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 class SegmentTrainer(LanguageTrainer):
-    """`Trainer` on batches of `in_lanes`. A resumed run begins its first segments without what lies before them."""
+    """`Trainer` on batches of `in_lanes`. A resumed run starts its first segments without a state."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

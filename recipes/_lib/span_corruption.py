@@ -1,4 +1,4 @@
-"""T5's span corruption (arXiv 1910.10683): spans of a text give way to sentinels, and the target says what they were.
+"""T5's span corruption (arXiv 1910.10683): spans of a text are replaced by sentinels, and the target restores them.
 
 text     Thank you for inviting me to your party last week
 input    Thank you <extra_id_0> me to your party <extra_id_1> week </s>
@@ -40,7 +40,8 @@ def text_length(input_length: int, density: float, mean_span: float) -> tuple[in
 
 
 def noise_mask(length: int, density: float, mean_span: float, random: np.random.Generator) -> np.ndarray:
-    """(length,) bool: text, noise, text, noise, ...; every division into spans of at least 1 token is as likely."""
+    """(length,) bool: text, noise, text, noise, ...; all divisions into spans of at least 1 token are equally
+    likely."""
     tokens, spans = noise_of(length, density, mean_span)
 
     def lengths(total: int) -> np.ndarray:
@@ -91,7 +92,7 @@ class SpanCorruption:
         self, tokenizer: PreTrainedTokenizerBase, length: int, density: float = 0.15, mean_span: float = 3.0, seed=0
     ):
         self.pad, self.end, self.seed = tokenizer.pad_token_id, tokenizer.eos_token_id, seed
-        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # workers that live on have to see it change
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # persistent workers have to see it change
         self.density, self.mean_span, self.sentinels = density, mean_span, sentinels_of(tokenizer)
         spans = noise_of(length, density, mean_span)[1]
         if spans > len(self.sentinels):

@@ -1,4 +1,4 @@
-"""English text that every Python carries: the topics of `pydoc` and the docstrings of the standard library."""
+"""English text that ships with Python: the topics of `pydoc` and the docstrings of the standard library."""
 
 import ast
 import sysconfig

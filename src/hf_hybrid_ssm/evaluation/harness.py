@@ -1,4 +1,4 @@
-"""lm-eval from Python, on task files that may lie anywhere."""
+"""lm-eval from Python, with task files in any folder."""
 
 from collections.abc import Sequence
 from pathlib import Path

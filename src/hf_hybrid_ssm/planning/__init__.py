@@ -1,9 +1,9 @@
-"""What a training step and a decoded sequence will take: memory by kind, and floating point operations.
+"""Memory by kind and floating-point operations of a training step, and memory of a decoded sequence.
 
     python -m hf_hybrid_ssm.planning --preset longhorn/125m --gpus 8 --batch 8 --length 1024
 
-Parameters and decoding states are counted on the meta device, where a model has shapes and no memory; activations and
-operations follow formulas that `tests/test_planning.py` compares with what small models really keep and compute.
+Parameters are counted on the meta device. Activations, operations and decoding states are measured by running the
+model on fake tensors, which have shapes but no memory; `tests/test_planning.py` compares them with real runs.
 """
 
 from hf_hybrid_ssm.planning.plan import Plan, plan

@@ -31,7 +31,7 @@ class Plan:
 
     @property
     def total(self) -> int:
-        """Bytes on each device at the backward's height: everything at once, as an upper bound."""
+        """Bytes on each device at the peak of the backward: everything at once, an upper bound."""
         return sum(self.memory.values())
 
 
@@ -80,7 +80,7 @@ def weights(model: PreTrainedModel, setup: Setup) -> dict[str, int]:
         # DDP reduces gradients in buckets, which hold them a second time
         found["buckets"] = found["gradients"] if setup.gpus > 1 else 0
     elif setup.gpus > 1:
-        # one layer's parameters and gradients stand whole, besides those outside of layers, which stay
+        # one layer's parameters and gradients are gathered at a time; those outside of layers stay gathered
         blocks = blocks_of(model)
         inside = {id(parameter) for block in blocks for parameter in block.parameters()}
         largest = max(sum(parameter.numel() for parameter in block.parameters()) for block in blocks)

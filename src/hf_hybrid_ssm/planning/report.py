@@ -1,4 +1,4 @@
-"""A plan for people: one in full, or a line for each preset."""
+"""A plan as text: in full, or one line per preset."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,12 +8,12 @@ from hf_hybrid_ssm.planning.setup import Setup
 
 EXPLANATIONS = {
     "parameters": "weights",
-    "gathered": "FSDP2: one layer's weights and gradients whole, and those outside of layers",
+    "gathered": "FSDP2: one layer's gathered weights and gradients, and those outside of layers",
     "gradients": "one for each trained weight",
-    "buckets": "DDP: gradients a second time, in the buckets that are reduced",
+    "buckets": "DDP: gradients a second time, in buckets for the reduction",
     "optimizer": "AdamW: two moments for each trained weight",
     "activations": "what the forward keeps for the backward",
-    "recomputed": "checkpointing: the largest layer, while it is computed again",
+    "recomputed": "checkpointing: the largest layer, while it is recomputed",
     "logits": "logits, log-softmax, gradient",
 }
 
@@ -43,8 +43,8 @@ def description(name: str, found: Plan, setup: Setup) -> str:
     for kind, held in found.memory.items():
         if held:
             lines.append(f"  {kind:<12}{human_bytes(held):>12}   {EXPLANATIONS[kind]}")
-    lines += [f"  {'together':<12}{human_bytes(found.total):>12}   if all stood at once", ""]
-    lines.append("operations of a forward, for each token")
+    lines += [f"  {'total':<12}{human_bytes(found.total):>12}   if everything is in memory at once", ""]
+    lines.append("operations of a forward, per token")
     tokens = setup.batch * setup.length
     lines += [f"  {kind:<20}{si(count / tokens):>12}" for kind, count in found.forward_flops.items() if count]
     lines += ["", f"operations of a step, over all devices: {si(found.step_flops)}"]

@@ -1,4 +1,4 @@
-"""How a model is trained, as far as memory and operations depend on it."""
+"""The settings of a training step that memory and operations depend on."""
 
 from dataclasses import dataclass
 

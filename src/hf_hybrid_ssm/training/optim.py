@@ -1,4 +1,4 @@
-"""Parameter groups for AdamW: what is decayed, and which parameters have a learning rate of their own."""
+"""Parameter groups for AdamW: which parameters are decayed, and which have their own learning rate."""
 
 from typing import Any
 
@@ -9,23 +9,23 @@ from torch import nn
 def parameter_groups(model: nn.Module, weight_decay: float, *, lr: float | None = None) -> list[dict[str, Any]]:
     """Groups for a torch optimizer: `torch.optim.AdamW(parameter_groups(model, 0.1, lr=1e-3))`.
 
-    Tensors of two and more dimensions decay; norms, biases (also several in one tensor, which their name tells) and
-    other vectors do not. A parameter may say otherwise by an attribute `_optim`, and a module for what it holds by a
-    method `optimizer_options(name)`, as the state-space mixers do for their own parameters: a dict of optimizer
-    options such as `{"lr": 1e-3, "weight_decay": 0.0}`, which win over the defaults. What the module says also holds
-    once FSDP has put shards in the parameters' place. Frozen parameters are left out; tied ones appear once. The order
-    depends on the model alone, so that a saved optimizer state fits again.
+    Tensors with two or more dimensions are decayed; norms, biases (also several in one tensor, recognised by name) and
+    other vectors are not. A parameter can override this with an attribute `_optim`, and a module for its own
+    parameters with a method `optimizer_options(name)`, as the state-space mixers do: a dict of optimizer options such
+    as `{"lr": 1e-3, "weight_decay": 0.0}`. The module's options also apply after FSDP has replaced the parameters by
+    shards. Frozen parameters are left out; tied ones appear once. The order depends only on the model, so that a saved
+    optimizer state can be loaded.
 
     Args:
         model: the model to train.
         weight_decay: of the decayed parameters, ≥ 0.
-        lr: learning rate of the parameters that name none; `None` leaves it to the optimizer.
+        lr: learning rate of parameters without their own; `None` leaves it to the optimizer.
 
     Returns:
         One dict for each distinct set of options, with `params` and those options.
 
     Raises:
-        ValueError: `weight_decay` or `lr` is negative, or nothing in the model can be trained.
+        ValueError: `weight_decay` or `lr` is negative, or the model has no trainable parameters.
     """
     if weight_decay < 0:
         raise ValueError(f"weight_decay={weight_decay} must be at least 0.")

@@ -1,7 +1,7 @@
-"""Which checkpoint of an interrupted `Trainer` run to go on from.
+"""Which checkpoint of an interrupted `Trainer` run to resume from.
 
-`Trainer` writes a checkpoint file by file into its final place, so a process that is killed meanwhile leaves a folder
-that looks like the newest checkpoint and is not one; `resume_from_checkpoint=True` takes it.
+`Trainer` writes a checkpoint file by file into its final place, so a process that is killed while writing leaves an
+incomplete folder as the newest checkpoint; `resume_from_checkpoint=True` would use it.
 """
 
 import json
@@ -16,9 +16,9 @@ NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
 
 
 def latest_complete_checkpoint(output_dir: str | os.PathLike) -> str | None:
-    """The folder to give to `Trainer.train(resume_from_checkpoint=...)`; None if there is none to go on from.
+    """The folder to give to `Trainer.train(resume_from_checkpoint=...)`; None if there is none to resume from.
 
-    Every file of a checkpoint is read once, newest folder first, until one is whole.
+    Every file of a checkpoint is read once, newest folder first, until one is complete.
     """
     folder = Path(output_dir)
     found = [(int(match[1]), path) for path in folder.glob("checkpoint-*") if (match := _STEP.fullmatch(path.name))]
@@ -29,9 +29,9 @@ _STEP = re.compile(r"checkpoint-(\d+)")
 
 
 def checkpoint_defect(checkpoint: str | os.PathLike) -> str | None:
-    """What keeps a `Trainer` checkpoint from being whole, in a sentence; None if nothing does.
+    """What is wrong with a `Trainer` checkpoint, in a sentence; None if it is complete.
 
-    One that was saved with `save_only_model=True` is not whole: going on from it would not repeat the run.
+    One that was saved with `save_only_model=True` is incomplete: resuming from it would not repeat the run.
     """
     folder = Path(checkpoint)
     # FSDP saves both in folders, through torch.distributed
@@ -73,5 +73,5 @@ def _archive_damage(path: Path) -> str | None:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
     except (zipfile.BadZipFile, OSError, EOFError) as error:
-        return f"{path.name} is no whole archive: {error}"
+        return f"{path.name} is not a complete archive: {error}"
     return f"{path.name} has a broken entry {broken}" if broken else None

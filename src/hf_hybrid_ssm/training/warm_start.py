@@ -1,4 +1,4 @@
-"""Token embeddings of a trained model, such as GPT-2 or T5, as the start of a new one with the same tokenizer."""
+"""Token embeddings of a trained model, such as GPT-2 or T5, as initialisation of a new one with the same tokenizer."""
 
 import os
 
