@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from hf_hybrid_ssm import LonghornConfig
 from hf_hybrid_ssm.hub import card_of_folder, model_card
 from hf_hybrid_ssm.hub.cards import main, preset_cards, recipes_of_presets
-from tests.reliability.population import build, config_of
+from tests.tiny_models import build, config_of
 
 ROOT = Path(__file__).parents[2]
 

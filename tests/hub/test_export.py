@@ -22,8 +22,8 @@ from hf_hybrid_ssm.hub.folder import seal
 from hf_hybrid_ssm.ops._core.dispatch import backend
 from tests.hub.without_package import answer
 from tests.memory import in_own_memory
-from tests.reliability.population import build
-from tests.reliability.security import findings
+from tests.reliability.test_security import findings
+from tests.tiny_models import build
 
 VARIANTS = {
     "longhorn": "longhorn + window and full attention",
@@ -97,7 +97,7 @@ def test_the_same_bytes_twice_and_few_files(folders, model_type, tmp_path):
 def test_code_is_flat_licensed_and_harmless(model_type):
     for name, text in code_of(model_type).items():
         assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n")
-        assert findings(text, Path(name)) == []
+        assert findings("--stdin-filename", name, "-", source=text) == ""
         for node in ast.walk(ast.parse(text)):
             names = []
             if isinstance(node, ast.ImportFrom):

@@ -1,59 +1,42 @@
-"""Random damage to checkpoint folders; a damaged folder must be refused, or load as what its files say."""
+"""Random damage to checkpoint folders.
 
-import atexit
+Right are an exception of a clear type, or a model whose every tensor equals what its files say, where the loading
+report names what is missing or unexpected. An `AttributeError`, `KeyError` and the like raised by this package is a
+fault. `hf_hybrid_ssm.hub.check_folder` must find a folder whole or raise a `ValueError`, and must find every fault for
+which safetensors refuses to load. A pickle whose unpickling would write a file is among the damages; it must not be
+executed.
+Not covered: a `config.json` that asks for a very large model gets one, as in all of transformers.
+"""
+
 import json
 import pickle
 import shutil
 import traceback
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from random import Random
-from tempfile import mkdtemp
 
+import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-import hf_hybrid_ssm
 from hf_hybrid_ssm.hub import check_folder
+from hf_hybrid_ssm.models.configuration import HybridConfigMixin
 from hf_hybrid_ssm.models.longhorn.convert_official_checkpoint import convert
 from tests.models.test_longhorn_conversion import official_state_dict
-from tests.reliability.population import build, classes_of
+from tests.reliability.folders import CONFIG, INDEX, WEIGHTS, Payload, saved
+from tests.reporting import THOROUGH
+from tests.tiny_models import FEW, build, class_with_loss, classes_of
 
-WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+pytestmark = pytest.mark.filterwarnings("ignore")
 OFFICIAL = "official.pt"
-VARIANTS = (
-    "longhorn + window and full attention",
-    "bst mh s4",
-    "lmu-isa",
-    "spade s5 chunk post-norm",
-    "encoder-decoder",
-)
+VARIANTS = (*FEW[:3], "spade s5 chunk post-norm", "encoder-decoder")
 CLEAR = (ValueError, OSError, RuntimeError, SafetensorError, StrictDataclassError, pickle.UnpicklingError)
 VALUES = (-1, 0, 1, 7, 2.5, 1e308, "", "other", None, True, [], {}, [[]], "../../etc")
-
-
-@cache
-def saved(variant: str, shards: bool) -> tuple[Path, type[PreTrainedModel]]:
-    """A folder with a tiny language model, in one file or several, and its class."""
-    name = next(n for n in classes_of(variant) if "CausalLM" in n or "Conditional" in n)
-    folder = Path(mkdtemp(prefix="fuzz-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    build(variant, name).save_pretrained(folder, max_shard_size="8KB" if shards else "5GB")
-    return folder, getattr(hf_hybrid_ssm, name)
-
-
-class Payload:
-    """Unpickled, it would write a file; nothing may ever do so."""
-
-    def __init__(self, mark: Path):
-        self.mark = mark
-
-    def __reduce__(self):
-        return Path.touch, (self.mark,)
+CASES = 30 if THOROUGH else 4  # of each damage
 
 
 def flip(content: bytes, random: Random, end: int | None = None) -> bytes:
@@ -181,9 +164,9 @@ def hostile_pickle(folder: Path, random: Random) -> None:
 
 def damaged_official(folder: Path, random: Random) -> None:
     """For the converter: a file of torch.save with flipped bits, cut, or with a payload."""
-    weights = official_state_dict()
+    weights: dict = official_state_dict()
     if random.random() < 0.2:
-        weights[random.choice(sorted(weights))] = Payload(folder / "executed")  # type: ignore[assignment]
+        weights[random.choice(sorted(weights))] = Payload(folder / "executed")
     torch.save(weights, folder / OFFICIAL)
     change = random.choice([lambda c: flip(c, random), lambda c: c[: random.randrange(len(c))], lambda c: c])
     _edit(folder / OFFICIAL, change)
@@ -194,54 +177,60 @@ SINGLE = (
     cut_config, hostile_pickle,
 )  # fmt: skip
 SHARDED = (changed_index, flipped_index, missing_shard, swapped_shards, cut, changed_header)
-DAMAGES: tuple[tuple[str, bool, Callable[[Path, Random], None]], ...] = (
-    *((damage.__name__.replace("_", " "), False, damage) for damage in SINGLE),
-    *((damage.__name__.replace("_", " ") + ", in shards", True, damage) for damage in SHARDED),
-    ("damaged official checkpoint", False, damaged_official),
-)
+DAMAGES = [(damage, False) for damage in (*SINGLE, damaged_official)] + [(damage, True) for damage in SHARDED]
 
 
-def file_case(seed: str, folder: Path) -> tuple[str, str, str | None]:
-    """(damage, outcome, what went wrong or None) of one damaged folder."""
-    random = Random(seed)
-    name, shards, damage = random.choice(DAMAGES)
-    source, model_class = saved(random.choice(VARIANTS), shards)
-    copy = folder / "checkpoint"
-    shutil.copytree(source, copy)
-    damage(copy, random)
-    whole, unclear = _checked(copy)
-    try:
-        outcome, fault = _load(copy, model_class, damage is damaged_official)
-    except Exception as error:
-        outcome, fault = _refused(error)
-        if whole and isinstance(error, SafetensorError):
-            fault = f"check_folder finds nothing wrong, but loading does: {error}"
-    fault = fault or unclear
-    if (copy / "executed").exists():
-        fault = "the checkpoint's code was executed"
-    return name, outcome, fault and f"{name}: {fault}"
+@pytest.mark.parametrize(("damage", "shards"), DAMAGES)
+def test_damaged_folders_are_refused_or_load_as_they_say(damage, shards, tmp_path, record_property):
+    outcomes: list[str] = []
+    for number in range(CASES):
+        random = Random(f"{damage.__name__} {shards} {number}")
+        variant, copy = random.choice(VARIANTS), tmp_path / str(number)
+        shutil.copytree(saved(variant, shards), copy)
+        damage(copy, random)
+        whole = _is_whole(copy)
+        try:
+            if damage is damaged_official:
+                outcomes.append(_convert(copy / OFFICIAL))
+            else:
+                outcomes.append(_load(copy, classes_of(variant)[class_with_loss(variant)]))
+        except CLEAR as error:
+            assert not (whole and isinstance(error, SafetensorError)), f"check_folder found nothing: {error}"
+            outcomes.append("refused")
+        except Exception as error:
+            assert not from_this_package(error), f"case {number}: {type(error).__name__}: {error}"
+            outcomes.append("refused by a dependency's error of an unclear type")
+        assert not (copy / "executed").exists(), "the checkpoint's code was executed"
+    for outcome in sorted(set(outcomes)):
+        record_property(outcome, outcomes.count(outcome))
 
 
-def _checked(folder: Path) -> tuple[bool, str | None]:
-    """(whether `check_folder` finds the folder whole, what is wrong with its answer)."""
+def _is_whole(folder: Path) -> bool:
+    """What `check_folder` says; any other exception than a ValueError is a fault."""
     try:
         check_folder(folder)
     except ValueError:
-        return False, None
-    except Exception as error:
-        return False, f"{type(error).__name__} from check_folder: {error}"
-    return True, None
+        return False
+    return True
 
 
-def _load(folder: Path, model_class: type[PreTrainedModel], official: bool) -> tuple[str, str | None]:
-    if official:
-        convert(folder / OFFICIAL)
-        return "loaded as its files say", _unequal_to_official(folder / OFFICIAL)
+def from_this_package(error: Exception) -> bool:
+    return "hf_hybrid_ssm" in traceback.extract_tb(error.__traceback__)[-1].filename
+
+
+def _load(folder: Path, model_class: type[PreTrainedModel]) -> str:
     model, told = model_class.from_pretrained(folder, output_loading_info=True)
-    fault = unfaithful(model, told, _tensors(folder))
-    return (
-        "loaded, and the report names what differs" if _names_something(told) else "loaded as its files say"
-    ), fault
+    assert (fault := unfaithful(model, told, _tensors(folder))) is None, fault
+    differs = any(told.get(kind) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return "loaded, and the report names what differs" if differs else "loaded as its files say"
+
+
+def _convert(path: Path) -> str:
+    """The converter took every tensor of the file, or the file is undamaged in what counts."""
+    model, kept = convert(path), torch.load(path, map_location="cpu", weights_only=True)
+    embedding = kept["transformer.backbone.embedding.weight"]
+    assert torch.equal(model.model.embed_tokens.weight.detach().view(torch.uint8), embedding.view(torch.uint8))
+    return "loaded as its files say"
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -250,10 +239,6 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
         return load_file(folder / WEIGHTS)
     files = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
     return {name: tensor for file in files for name, tensor in load_file(folder / file).items()}
-
-
-def _names_something(told: dict) -> bool:
-    return any(told.get(kind) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 
 
 def unfaithful(model: PreTrainedModel, told: dict, tensors: dict[str, torch.Tensor]) -> str | None:
@@ -272,19 +257,26 @@ def unfaithful(model: PreTrainedModel, told: dict, tensors: dict[str, torch.Tens
     return f"{sorted(silent)} were left out, which the report does not say" if silent else None
 
 
-def _unequal_to_official(path: Path) -> str | None:
-    """The converter took every tensor of the file, or the file is undamaged in what counts."""
-    kept = torch.load(path, map_location="cpu", weights_only=True)
-    model = convert(path)
-    embedding = kept["transformer.backbone.embedding.weight"]
-    same = torch.equal(model.model.embed_tokens.weight.detach().view(torch.uint8), embedding.view(torch.uint8))
-    return None if same else "the embedding differs from the file"
+def test_a_tensor_unlike_its_file_is_found():
+    model = build("lmu-isa")
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    told: dict[str, list] = {"missing_keys": [], "unexpected_keys": []}
+    assert unfaithful(model, told, tensors) is None
+    name = "model.norm.weight"
+    gone = {key: value for key, value in tensors.items() if key != name}
+    assert "is in no file" in unfaithful(model, told, gone)
+    assert unfaithful(model, told | {"missing_keys": [name]}, gone) is None
+    assert "were left out" in unfaithful(model, told, tensors | {"more": torch.zeros(1)})
+    tensors[name] += 1
+    assert f"{name} differs" in unfaithful(model, told, tensors)
 
 
-def _refused(error: Exception) -> tuple[str, str | None]:
-    """An exception is right if its type says that the data is bad; from this package every other type is a fault."""
-    if isinstance(error, CLEAR):
-        return "refused", None
-    ours = "hf_hybrid_ssm" in traceback.extract_tb(error.__traceback__)[-1].filename
-    fault = f"{type(error).__name__} from this package: {error}" if ours else None
-    return f"refused by a dependency's {type(error).__name__}", fault
+def test_the_payload_would_be_executed_by_an_unsafe_load(tmp_path):
+    pickle.loads(pickle.dumps(Payload(tmp_path / "executed")))
+    assert (tmp_path / "executed").exists()
+
+
+def test_an_unclear_exception_of_this_package_is_recognised():
+    with pytest.raises(AttributeError) as raised:
+        HybridConfigMixin.check_positive(object(), "size")  # type: ignore[arg-type]
+    assert from_this_package(raised.value) and not isinstance(raised.value, CLEAR)
