@@ -2,6 +2,7 @@
 
     python -m tests.reporting                       the pages whose sources changed after they were made
     python -m tests.reporting --make numerics       make a page anew (or several) from a run of its tests
+    python -m tests.reporting --stamp PAGE          say in a page that another command wrote what it was made from
 
 A page that is made takes every variant where `make test` takes a few (`THOROUGH`). Tests put figures on a page by
 pytest's `record_property`; a test with a parameter `row` is a column of a table with a line for each row.
@@ -40,17 +41,23 @@ class Page:
     processes: int = 0
 
 
-def _reliability(name: str, title: str, *about: str) -> Page:
-    test = f"tests/reliability/test_{name}.py"
-    return Page(f"reliability/{name}.md", title, (test,), (*(about or MODELS), test))
+def _reliability(name: str, title: str, *about: str, files: tuple[str, ...] = ()) -> Page:
+    tests = tuple(f"tests/reliability/test_{file}.py" for file in files or (name,))
+    return Page(f"reliability/{name}.md", title, tests, (*(about or MODELS), *tests))
 
 
+MISUSES = ("misuse_of_configurations", "misuse_of_files", "misuse_of_models", "misuse_of_ops")
 PAGES = {
     "roundtrips": _reliability("roundtrips", "Saving and loading, bit by bit"),
     "determinism": _reliability("determinism", "The same seed, the same bits"),
     "numerics": _reliability("numerics", "Finite and close"),
-    "misuse": _reliability("misuse", "What the API answers to mistakes", "src/hf_hybrid_ssm"),
-    "fuzz": _reliability("fuzz", "Random configurations, damaged files", *MODELS, "src/hf_hybrid_ssm/hub"),
+    "misuse": _reliability("misuse", "What the API answers to mistakes", "src/hf_hybrid_ssm", files=MISUSES),
+    "fuzz": _reliability(
+        "fuzz",
+        "Random configurations, damaged files",
+        *(*MODELS, "src/hf_hybrid_ssm/hub"),
+        files=("fuzz", "fuzz_files"),
+    ),
     "crash": _reliability("crash", "Training that is killed", "src/hf_hybrid_ssm/training"),
     "scale": Page(
         "reliability/scale.md",
@@ -76,6 +83,12 @@ PAGES = {
         ),
         processes=1,  # in a process of their own, which starts again after a crash
     ),
+}
+
+# pages that other commands write: the command, and what they are about
+STAMPED = {
+    "planning.md": ("make plans", *MODELS, "src/hf_hybrid_ssm/planning"),
+    "programs.md": ("make programs", *MODELS, "tests/programs"),
 }
 
 
@@ -129,6 +142,13 @@ def write_page(path: Path | str, title: str, made: str, *parts: str) -> Path:
     target.write_text("\n\n".join([f"# {title}", made, *filter(None, parts)]) + "\n", encoding="utf-8")
     print(f"wrote {target}")
     return target
+
+
+def stamp(path: Path) -> None:
+    """The line of `made_by` below the title of a page that another command wrote just now."""
+    command, *about = STAMPED[path.name]
+    title, _, text = path.read_text(encoding="utf-8").partition("\n")
+    path.write_text(f"{title}\n\n{made_by(command, about)}\n{text}", encoding="utf-8")
 
 
 def outdated(page: Path) -> str | None:
@@ -189,7 +209,8 @@ class Writer:
 def sections(reports: Iterable[pytest.TestReport]) -> list[str]:
     """Of each module its tables; then the tests that have no figures, expected failures, and failures."""
     modules: dict[str, dict[str, list]] = defaultdict(lambda: defaultdict(list))
-    counted, limits, failed, parts = [], [], [], []
+    limits: dict[tuple[str, str], list] = defaultdict(list)
+    counted, failed, parts = [], [], []
     for report in sorted(reports, key=lambda report: report.location[:2]):
         path, _, name = report.nodeid.partition("::")
         modules[path][name.split("[")[0]].append(report)
@@ -208,7 +229,7 @@ def sections(reports: Iterable[pytest.TestReport]) -> list[str]:
                 counted.append([_words(name), len(of), passed, sum(r.outcome == "skipped" for r in of)])
             for report in of:
                 if hasattr(report, "wasxfail"):
-                    limits.append([_words(report.nodeid.partition("::")[2]), report.wasxfail])
+                    limits[_words(name), report.wasxfail.partition(" (`")[0]].append(report)
                 elif report.outcome == "failed":
                     failed.append([report.nodeid, error_line(report)])
         if shown:
@@ -216,12 +237,17 @@ def sections(reports: Iterable[pytest.TestReport]) -> list[str]:
     if counted:
         parts += ["## Tests without figures", table(["test", "cases", "passed", "skipped"], counted)]
     if limits:
-        parts += ["## Expected failures", table(["cell", "the limit"], limits)]
+        rows = [[column, _where(of), of[0].wasxfail] for (column, _), of in limits.items()]
+        parts += ["## Expected failures", table(["test", "of", "the limit, and its first error"], rows)]
     return [*parts, "## Failures", table(["test", "error"], failed) if failed else "None."]
 
 
 def _parameters(report: pytest.TestReport) -> dict[str, str]:
     return dict(report.user_properties)["test"]["parameters"]
+
+
+def _where(reports: list) -> str:
+    return "; ".join(", ".join(_parameters(report).values()) for report in reports)
 
 
 def _figures(report: pytest.TestReport) -> dict[str, Any]:
@@ -283,7 +309,11 @@ def make(name: str, arguments: list[str]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--make", nargs="+", choices=PAGES, help="make these pages anew")
+    parser.add_argument("--stamp", type=Path, metavar="PAGE", help="a page that was written just now")
     options, arguments = parser.parse_known_args()
+    if options.stamp:
+        stamp(options.stamp)
+        return 0
     if options.make:
         return max(make(name, arguments) for name in options.make)
     reasons = {page: outdated(page) for page in sorted(REPORTS.rglob("*.md")) if page.name != "README.md"}
