@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from documents import train_tokenizer
+from _lib.documents import train_tokenizer
 from huggingface_hub import ModelCard
 from transformers import LlamaConfig
 

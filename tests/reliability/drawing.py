@@ -7,6 +7,12 @@ from tests.tiny_models import BST, LMU, LONGHORN, SPADE, TOKENS
 
 Fields = dict[str, Any]
 FLAG = (True, False)
+DISCRETIZATIONS = {
+    "s4d": (None, "zoh", "bilinear"),
+    "s4": (None, "bilinear"),
+    "s5": (None, "zoh"),
+    "unstructured": (None,),
+}
 # fmt: off
 # fields that fit whatever the others are, and their values
 FREE: dict[str, dict[str, tuple]] = {
@@ -72,7 +78,7 @@ def bst(random: Random) -> Fields:
     kinds = ("sliding_attention", "bst") if bidirectional else ("sliding_attention", "bst", "block_recurrent")
     block_types = [random.choice(kinds) for _ in range(layers)]
     variant = random.choice(["sh", "mh"] if bidirectional else ["sh", "mh", "mf"])
-    ssm = random.choice(["s4d", "s4", "unstructured", "s5"])
+    ssm = random.choice([*DISCRETIZATIONS])
     buckets = random.choice([4, 8] if bidirectional else [2, 6, 8])
     window = random.choice([1, 3, 6])
     fields = BST | _free("bst", random)
@@ -83,7 +89,7 @@ def bst(random: Random) -> Fields:
         "sliding_window": window,
         "context_variant": variant,
         "ssm_type": ssm,
-        "ssm_discretization": random.choice([None, "zoh", "bilinear"] if ssm == "s4d" else [None, "bilinear"]),
+        "ssm_discretization": random.choice(DISCRETIZATIONS[ssm]),
         "bidirectional": bidirectional,
         "relative_attention_num_buckets": buckets,
         "relative_attention_max_distance": random.choice([buckets // 2 + 1, 40]),

@@ -72,9 +72,8 @@ def codes(folder: Path) -> dict[str, dict[str, int | None]]:
     for path in sorted((folder / "mutants").rglob("*.meta")):
         by_name = json.loads(path.read_text(encoding="utf-8"))["exit_code_by_key"]
         if by_name:
-            found[path.relative_to(folder / "mutants" / "src" / "hf_hybrid_ssm").as_posix().removesuffix(".meta")] = (
-                by_name
-            )
+            name = path.relative_to(folder / "mutants" / "src" / "hf_hybrid_ssm").as_posix()
+            found[name.removesuffix(".meta")] = by_name
     return found
 
 
@@ -88,9 +87,8 @@ def main() -> int:
     if not (folder / "mutants").is_dir():
         folder.mkdir(exist_ok=True)
         copied(folder)
-        mutmut(
-            folder, ["hf_hybrid_ssm.ops._core.lengths.x_check_lengths__mutmut_1"]
-        )  # makes all, and finds who tests whom
+        # makes all, and finds who tests whom
+        mutmut(folder, ["hf_hybrid_ssm.ops._core.lengths.x_check_lengths__mutmut_1"])
     everything = [name for by_name in codes(folder).values() for name in by_name]
     if not everything:
         sys.exit(f"mutmut made no mutants in {folder}")

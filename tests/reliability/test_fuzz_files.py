@@ -60,18 +60,15 @@ def flipped_bits(folder: Path, random: Random) -> None:
 
 
 def flipped_header(folder: Path, random: Random) -> None:
-    def change(content: bytes) -> bytes:
-        return flip(content, random, 8 + int.from_bytes(content[:8], "little"))
-
-    _edit(_weight_file(folder, random), change)
-
-
-def flipped_header_size(folder: Path, random: Random) -> None:
-    _edit(_weight_file(folder, random), lambda content: flip(content, random, 8))
+    """Its size is in the first eight bytes."""
+    _edit(
+        _weight_file(folder, random),
+        lambda b: flip(b, random, random.choice([8, 8 + int.from_bytes(b[:8], "little")])),
+    )
 
 
 def cut(folder: Path, random: Random) -> None:
-    _edit(_weight_file(folder, random), lambda content: content[: random.randrange(len(content))])
+    _edit(random.choice([_weight_file(folder, random), folder / CONFIG]), lambda b: b[: random.randrange(len(b))])
 
 
 def extended(folder: Path, random: Random) -> None:
@@ -123,20 +120,14 @@ def changed_config(folder: Path, random: Random) -> None:
     _changed_json(folder / CONFIG, random)
 
 
-def flipped_config(folder: Path, random: Random) -> None:
-    _edit(folder / CONFIG, lambda content: flip(content, random))
-
-
-def cut_config(folder: Path, random: Random) -> None:
-    _edit(folder / CONFIG, lambda content: content[: random.randrange(len(content))])
-
-
 def changed_index(folder: Path, random: Random) -> None:
     _changed_json(folder / INDEX, random)
 
 
-def flipped_index(folder: Path, random: Random) -> None:
-    _edit(folder / INDEX, lambda content: flip(content, random))
+def flipped_json(folder: Path, random: Random) -> None:
+    _edit(
+        random.choice([path for path in (folder / CONFIG, folder / INDEX) if path.exists()]), lambda b: flip(b, random)
+    )
 
 
 def missing_shard(folder: Path, random: Random) -> None:
@@ -172,11 +163,8 @@ def damaged_official(folder: Path, random: Random) -> None:
     _edit(folder / OFFICIAL, change)
 
 
-SINGLE = (
-    flipped_bits, flipped_header, flipped_header_size, cut, extended, changed_header, changed_config, flipped_config,
-    cut_config, hostile_pickle,
-)  # fmt: skip
-SHARDED = (changed_index, flipped_index, missing_shard, swapped_shards, cut, changed_header)
+SINGLE = (flipped_bits, flipped_header, cut, extended, changed_header, changed_config, flipped_json, hostile_pickle)
+SHARDED = (changed_index, flipped_json, missing_shard, swapped_shards, cut, changed_header)
 DAMAGES = [(damage, False) for damage in (*SINGLE, damaged_official)] + [(damage, True) for damage in SHARDED]
 
 

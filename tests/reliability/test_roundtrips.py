@@ -54,23 +54,6 @@ def auto_class_of(model: PreTrainedModel) -> Any:
 # -- ways of loading ------------------------------------------------------------------------------------------------
 
 
-def plainly(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    return type(model).from_pretrained(folder, dtype=dtype)
-
-
-def by_auto_class(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """With the dtype that the folder's configuration states."""
-    return auto_class_of(model).from_pretrained(folder, dtype="auto")
-
-
-def by_device_map(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    return type(model).from_pretrained(folder, dtype=dtype, device_map="cpu")
-
-
-def with_little_memory(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    return type(model).from_pretrained(folder, dtype=dtype, low_cpu_mem_usage=True)
-
-
 def from_meta_device(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """What FSDP does: built without memory, given memory, initialised, then filled.
 
@@ -93,10 +76,16 @@ def from_meta_device(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -
 
 
 WAYS: dict[str, Callable[[PreTrainedModel, Path, torch.dtype], PreTrainedModel]] = {
-    "`from_pretrained`": plainly,
-    'Auto class, `dtype="auto"`': by_auto_class,
-    '`device_map="cpu"`': by_device_map,
-    "`low_cpu_mem_usage`": with_little_memory,
+    "`from_pretrained`": lambda model, folder, dtype: type(model).from_pretrained(folder, dtype=dtype),
+    'Auto class, `dtype="auto"`': lambda model, folder, dtype: auto_class_of(model).from_pretrained(
+        folder, dtype="auto"
+    ),
+    '`device_map="cpu"`': lambda model, folder, dtype: type(model).from_pretrained(
+        folder, dtype=dtype, device_map="cpu"
+    ),
+    "`low_cpu_mem_usage`": lambda model, folder, dtype: type(model).from_pretrained(
+        folder, dtype=dtype, low_cpu_mem_usage=True
+    ),
     "meta device, then `load_state_dict`": from_meta_device,
 }
 

@@ -21,13 +21,9 @@ from pathlib import Path
 from tests.reporting import REPORTS, made_by, table, write_page
 
 ROOT = Path(__file__).parents[2]
-LEFT_OUT = (
-    "tests/upstream",
-    "tests/distributed",
-    "tests/matrix",
-    "tests/test_documentation.py",
-    "tests/test_planning.py",
-)
+LEFT_OUT = [
+    f"tests/{name}" for name in ("upstream", "distributed", "matrix", "test_documentation.py", "test_planning.py")
+]
 SHOWN = ("torch", "transformers", "accelerate", "safetensors", "tokenizers", "peft", "datasets", "numpy")
 
 
@@ -83,12 +79,9 @@ def main() -> int:
     known[arguments.kind] = {"versions": versions_in(executable), "counts": counts, "failed": failed}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    outcomes = ("passed", "failed", "skipped")
     rows = [
-        [
-            kind,
-            *found["versions"].values(),
-            *(found["counts"].get(name, 0) for name in ("passed", "failed", "skipped")),
-        ]
+        [kind, *found["versions"].values(), *(found["counts"].get(name, 0) for name in outcomes)]
         for kind, found in known.items()
     ]
     failures = [f"- {kind}: {name}" for kind, found in known.items() for name in found["failed"]]
@@ -99,7 +92,7 @@ def main() -> int:
         "`make lowest` and `make newest` run the tests in environments of their own. What needs several processes, "
         "transformers' own tests, the documentation's, the matrix's and those of the plans are left out; `make test` "
         "runs all with pinned versions.",
-        table(["versions", "python", *SHOWN, "passed", "failed", "skipped"], rows),
+        table(["versions", "python", *SHOWN, *outcomes], rows),
         "\n".join(failures) or "Nothing failed.",
     )
     return 1 if failed else 0
