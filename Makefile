@@ -8,8 +8,10 @@
 #   make programs    thousands of random programs on models and their caches, with a report
 #   make streaming   a million tokens in constant memory, with the curve
 #   make bench       the benchmarks; results in benchmarks/results
-#   make reliability every report in docs/reliability; or one of security, roundtrips, determinism, numerics, misuse,
-#                    fuzz, crash, scale by its name
+#   make reports-status   which pages in reports/ are older than the sources they are about
+#   make reliability the pages that are made from tests; or one of roundtrips, determinism, numerics, misuse, fuzz,
+#                    crash, scale by its name
+#   make plans       memory and operations of a training step of every preset
 #   make mutation    change ops and caches at random and see whether a test notices
 #   make lowest      the tests with the lowest versions of the dependencies; make newest: with the newest
 #   make matrix      what PEFT, quantization, compiling, export and offloading do with every family
@@ -23,11 +25,12 @@ PYTEST_ARGS ?=
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 UPSTREAM = HF_HYBRID_SSM_UPSTREAM_TESTS="$$($(BIN)/python tests/upstream/fetch.py)"
-REPORT = OMP_NUM_THREADS=1 $(BIN)/python -m tests.reliability.$@
+REPORT = OMP_NUM_THREADS=1 $(BIN)/python -m tests.reporting
 RUN_TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .PHONY: demo test lint upstream invariants programs streaming bench docs install clean \
-    cards clean-room matrix reliability security roundtrips determinism numerics misuse fuzz crash scale mutation \
+    cards clean-room matrix reliability roundtrips determinism numerics misuse fuzz crash scale mutation plans \
+    reports-status \
     lowest newest
 .DEFAULT_GOAL := test
 
@@ -50,19 +53,27 @@ invariants: $(STAMP)
 
 programs: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.programs.run --cases 10000 --report reports/programs
+	$(REPORT) --stamp reports/programs.md
 
 streaming: $(STAMP)
 	$(BIN)/python benchmarks/streaming.py --tokens 1000000
 
-REPORTS = security roundtrips determinism numerics misuse fuzz crash scale
+REPORTS = roundtrips determinism numerics misuse fuzz crash scale
 reliability: $(REPORTS)
 
-security roundtrips determinism numerics misuse fuzz crash scale: $(STAMP)
-	$(REPORT)
+roundtrips determinism numerics misuse fuzz crash scale: $(STAMP)
+	$(REPORT) --make $@
+
+reports-status: $(STAMP)
+	@$(REPORT)
+
+plans: $(STAMP)
+	$(BIN)/python -m hf_hybrid_ssm.planning --markdown
+	$(REPORT) --stamp reports/planning.md
 
 mutation: $(STAMP)
 	$(BIN)/python -m pip install --quiet mutmut
-	$(REPORT) --sample 400
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.reliability.mutation --sample 400
 
 # The suite in an environment of its own with the lowest versions that pyproject.toml names, or the newest there are.
 # (What needs several processes, and transformers' own tests, belong to the pinned versions.)
@@ -72,7 +83,7 @@ lowest newest: $(STAMP)
 
 matrix: $(STAMP)
 	$(BIN)/python -m pip install --quiet -r tests/matrix/requirements.txt
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.matrix.report
+	$(REPORT) --make matrix
 
 cards: $(STAMP)
 	$(BIN)/python tools/model_cards.py

@@ -10,7 +10,8 @@ import pytest
 from benchmarks.tables import rendered
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").rglob("*.md"))
+REPORTS = sorted((ROOT / "reports").rglob("*.md"))
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *REPORTS]
 BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -61,6 +62,18 @@ def test_named_files_and_targets_exist(page):
         for word in shlex.split(command):
             if word.startswith(("recipes/", "benchmarks/")):
                 assert (ROOT / word).exists(), f"{page.name} names {word}"
+
+
+@pytest.mark.parametrize("page", REPORTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_reports_say_what_they_were_made_from(page):
+    made = re.search(
+        r"^Made by `.+` .*from commit `\w+`.* with .*transformers [\d.]+.*, on .+\. About: (.+)\.$",
+        page.read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    assert made, "no line of tests.reporting.made_by"
+    for path in re.findall(r"`([^`]+)`", made[1]):
+        assert (ROOT / path).exists(), f"{page.name} is about {path}"
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "recipes").glob("*.py")), ids=lambda path: path.name)

@@ -6,7 +6,7 @@ from hf_hybrid_ssm import LonghornConfig, LonghornForCausalLM
 from hf_hybrid_ssm.layers.mixers.base import Mixer
 from hf_hybrid_ssm.layers.mixers.registry import MIXERS
 from hf_hybrid_ssm.training.optim import parameter_groups
-from tests.small_models import CASES, built
+from tests.tiny_models import CASES, built
 
 
 def tiny_longhorn(**options):

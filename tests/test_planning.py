@@ -18,7 +18,7 @@ from hf_hybrid_ssm.planning import Setup, plan
 from hf_hybrid_ssm.planning.__main__ import main
 from hf_hybrid_ssm.planning.measurement import FORMULAS, cache_bytes
 from hf_hybrid_ssm.planning.presets import preset_config
-from tests.small_models import CASES, SIZES, SPADE, STILL, VOCABULARY, built
+from tests.tiny_models import CASES, SIZES, VOCABULARY, WIDE_SPADE, WITHOUT_DROPOUT, built
 
 BATCH, LENGTH = 4, 192
 WITHIN = 0.05
@@ -149,7 +149,7 @@ def counted_flops(model, backward):
 @EVERY_CASE
 def test_flops(case):
     """Those of real tensors; Fourier transforms and scans, which torch does not count, are left out."""
-    model = built(case, **STILL if "spade" in case else {})
+    model = built(case, **WITHOUT_DROPOUT if "spade" in case else {})
     model(**batch_for(model))  # filters that do not train are made once
     for checkpointing in (False, True):
         found = plan(model.config, setup_for(kernels="torch", checkpointing=checkpointing))
@@ -226,7 +226,7 @@ def test_refusals():
 
 @pytest.mark.parametrize("ssm_type", ["s5", "hyena", "lstm", "ema"])
 def test_every_mixer_is_planned(ssm_type):
-    config = AutoConfig.for_model("spade", **SIZES | SPADE | STILL, ssm_type=ssm_type)
+    config = AutoConfig.for_model("spade", **SIZES | WIDE_SPADE | WITHOUT_DROPOUT, ssm_type=ssm_type)
     model = AutoModelForCausalLM.from_config(config).train()
     with backend("torch"):
         measured = bytes_kept(model, batch_for(model))

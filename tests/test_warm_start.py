@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers import T5ForConditionalGeneration as T5
 
 from hf_hybrid_ssm.training.warm_start import copy_embeddings
-from tests.invariants.variants import BST, LMU, LONGHORN, SPADE
+from tests.tiny_models import BST, LMU, LONGHORN, SPADE
 
 FAMILIES = {"longhorn": LONGHORN, "bst": BST, "lmu_isa": LMU, "spade": SPADE}
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from hf_hybrid_ssm.training.optim import parameter_groups
-from tests.small_models import VOCABULARY, built
+from tests.tiny_models import VOCABULARY, built
 
 DROPOUTS = {
     "longhorn": (),

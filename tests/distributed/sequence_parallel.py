@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from hf_hybrid_ssm.training.sequence_parallel import forward_shard, sum_gradients
-from tests.small_models import VOCABULARY, built
+from tests.tiny_models import VOCABULARY, built
 
 LENGTHS = (2, 5, 33)  # pieces shorter and longer than the convolution, of different length
 DOCUMENTS = ([0] * 16 + [1] * 17, [0] * 7 + [1] * 13 + [2] * 13)  # one begins where the second of two pieces does

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrained
 from transformers.distributed import DistributedConfig
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
-from tests.small_models import built
+from tests.tiny_models import built
 
 TENSOR = ["longhorn", "longhorn hybrid", "spade", "bst mh", "bst mf", "lmu_isa", "lmu_isa global", "spade_seq2seq"]
 PIPELINE = ["longhorn", "longhorn hybrid", "bst sh", "lmu_isa", "spade chunk"]

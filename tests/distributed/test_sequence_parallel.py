@@ -7,7 +7,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_hybrid_ssm.training.sequence_parallel import forward_shard
 from tests.distributed.sequence_parallel import cases, longhorn, rows
-from tests.small_models import built
+from tests.tiny_models import built
 
 RANKS = (0, 1)
 

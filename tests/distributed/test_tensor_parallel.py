@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.distributed.tensor_parallel import PIPELINE, TENSOR, answers, text, training_loss
-from tests.small_models import CASES, built
+from tests.tiny_models import CASES, built
 
 RANKS = (0, 1)
 NEVER_IN_SMALL_MODELS = {"decoder.layers.*.mixing.aggregate"}  # an encoder-decoder's with decoder_ssm_layers

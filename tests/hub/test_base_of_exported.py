@@ -7,7 +7,7 @@ import sys
 from transformers import AutoConfig
 
 import hf_hybrid_ssm
-from tests.small_models import CASES, SIZES
+from tests.tiny_models import CASES, SIZES
 
 SCRIPT = """
 import sys

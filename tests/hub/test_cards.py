@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from hf_hybrid_ssm import LonghornConfig
 from hf_hybrid_ssm.hub import card_of_folder, model_card
 from hf_hybrid_ssm.hub.cards import main
-from tests.reliability.population import build, config_of
+from tests.tiny_models import build, config_of
 from tools.model_cards import preset_cards
 
 ROOT = Path(__file__).parents[2]

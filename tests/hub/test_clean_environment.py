@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from hf_hybrid_ssm.ops._core.dispatch import backend
 from tests.hub.test_export import SCRIPT, VARIANTS, class_of
 from tests.hub.without_package import answer
-from tests.reliability.population import build, classes_of, config_of
+from tests.tiny_models import build, classes_of, config_of
 
 ROOT = Path(__file__).parents[2]
 WANTED = "HF_HYBRID_SSM_CLEAN_ROOM"

@@ -22,8 +22,8 @@ from hf_hybrid_ssm.hub.folder import seal
 from hf_hybrid_ssm.ops._core.dispatch import backend
 from tests.hub.without_package import answer
 from tests.memory import in_own_memory
-from tests.reliability.population import build
-from tests.reliability.security import findings
+from tests.reliability.test_security import findings
+from tests.tiny_models import build
 
 VARIANTS = {
     "longhorn": "longhorn + window and full attention",
@@ -97,7 +97,7 @@ def test_the_same_bytes_twice_and_few_files(folders, model_type, tmp_path):
 def test_code_is_flat_licensed_and_harmless(model_type):
     for name, text in code_of(model_type).items():
         assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n")
-        assert findings(text, Path(name)) == []
+        assert findings("--stdin-filename", name, "-", source=text) == ""
         for node in ast.walk(ast.parse(text)):
             names = []
             if isinstance(node, ast.ImportFrom):
@@ -158,7 +158,8 @@ def test_other_code_is_not_overwritten(saved, name):
 
 
 def test_code_of_an_older_version_is_replaced(saved):
-    (saved / "_core.py").write_text(seal("# head\n", "# older\n"))
+    name = next(name for name in code_of("longhorn") if name.endswith("dispatch.py"))
+    (saved / name).write_text(seal("# head\n", "# older\n"))
     export_code(saved)
-    assert (saved / "_core.py").read_text() == code_of("longhorn")["_core.py"]
+    assert (saved / name).read_text() == code_of("longhorn")[name]
     assert check_folder(saved)["code"] == len(code_of("longhorn"))

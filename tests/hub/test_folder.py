@@ -7,7 +7,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from hf_hybrid_ssm.hub import check_folder
 from hf_hybrid_ssm.hub import folder as module
-from tests.reliability.population import build
+from tests.tiny_models import build
 
 
 @pytest.fixture

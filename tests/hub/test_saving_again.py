@@ -13,7 +13,7 @@ from hf_hybrid_ssm.hub.export import auto_map_of, code_of
 from tests.hub import saving_again
 from tests.hub.saving_again import ONLY_CONFIGURATION, check_loading, save_in_every_way, saved_folders
 from tests.hub.test_export import VARIANTS, class_of
-from tests.reliability.population import build
+from tests.tiny_models import build
 
 FAMILIES = ("longhorn", "spade_seq2seq")  # one file of models, and two; test_export.py has all families
 EVERY = pytest.mark.parametrize("model_type", FAMILIES)

@@ -2,31 +2,27 @@
 
     python -m tests.invariants.run --cases 10000
 
-Writes benchmarks/results/invariants.json and the table docs/invariants.md. Exits with 1 if a case failed.
+Writes reports/invariants.md and reports/invariants.json. Exits with 1 if a case failed.
 """
 
 import argparse
 import json
 import time
 from collections import defaultdict
-from pathlib import Path
 from random import Random
 
-import torch
 import transformers
 
 from tests.invariants.cases import CASES
-from tests.invariants.variants import VARIANTS, build
+from tests.reporting import MODELS, REPORTS, made_by, table, write_page
+from tests.tiny_models import VARIANTS, language_model
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "invariants.json"
-TABLE = ROOT / "docs" / "invariants.md"
-INTRODUCTION = """# Batching invariance, measured
-
+RESULTS = REPORTS / "invariants.json"
+ABOUT = (*MODELS, "tests/invariants", "tests/models/invariances.py", "tests/tiny_models.py")
+INTRODUCTION = """\
 Every case draws a random model input and one way of batching, padding, packing, splitting, caching, re-ordering or
 re-scoring it, and compares with one plain forward of each row alone (or, for the text rows, with greedy decoding
-without a cache). Written by `make invariants`; the raw counts are in `benchmarks/results/invariants.json`.
-"""
+without a cache)."""
 
 
 def run(cases: int, seed: int, only: list[str] | None = None) -> dict:
@@ -40,7 +36,9 @@ def run(cases: int, seed: int, only: list[str] | None = None) -> dict:
         entry = table[f"{variant} | {case}"]
         entry["cases"] += 1
         try:
-            entry["max_deviation"] = max(entry["max_deviation"], CASES[case](build(variant), Random(case_seed)))
+            entry["max_deviation"] = max(
+                entry["max_deviation"], CASES[case](language_model(variant), Random(case_seed))
+            )
         except AssertionError as error:
             entry["failures"] += 1
             first_failures.append(f"{variant}, {case}, seed {case_seed}: {str(error).strip().splitlines()[0]}")
@@ -49,29 +47,21 @@ def run(cases: int, seed: int, only: list[str] | None = None) -> dict:
         "seed": seed,
         "failures": sum(entry["failures"] for entry in table.values()),
         "max_deviation": max(entry["max_deviation"] for entry in table.values()),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "made": made_by(f"python -m tests.invariants.run --cases {cases} --seed {seed}", ABOUT),
         "table": dict(sorted(table.items())),
         "first_failures": first_failures[:20],
     }
 
 
-def markdown(result: dict) -> str:
-    lines = [
-        INTRODUCTION,
-        f"{result['cases']} cases, {result['failures']} failures, largest deviation of a float32 logit "
-        f"{result['max_deviation']:.1e} (torch {result['torch']}, transformers {result['transformers']}).",
-        "",
-        "| invariance | " + " | ".join(VARIANTS) + " |",
-        "| --- |" + " --- |" * len(VARIANTS),
-    ]
+def write(result: dict) -> None:
+    """reports/invariants.md, with a column for each variant."""
+    rows = []
     for case in CASES:
-        cells = []
-        for variant in VARIANTS:
-            entry = result["table"].get(f"{variant} | {case}")
-            cells.append("-" if entry is None else _cell(entry))
-        lines.append(f"| {case.replace('_', ' ')} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        entries = [result["table"].get(f"{variant} | {case}") for variant in VARIANTS]
+        rows.append([case.replace("_", " "), *("-" if entry is None else _cell(entry) for entry in entries)])
+    count = f"{result['cases']} cases, {result['failures']} failures, largest deviation of a float32 logit"
+    parts = (INTRODUCTION, f"{count} {result['max_deviation']:.1e}.", table(["invariance", *VARIANTS], rows))
+    write_page("invariants.md", "Batching invariance, measured", result["made"], *parts)
 
 
 def _cell(entry: dict) -> str:
@@ -89,9 +79,10 @@ def main() -> int:
     start = time.perf_counter()
     result = run(options.cases, options.seed, options.only)
     target = RESULTS.with_stem(f"invariants_{'_'.join(options.only)}") if options.only else RESULTS
+    target.parent.mkdir(exist_ok=True)
     target.write_text(json.dumps(result, indent=1) + "\n")
     if not options.only:
-        TABLE.write_text(markdown(result))
+        write(result)
     print(f"{result['cases'] - result['failures']} passed, {result['failures']} failed")
     print(f"largest deviation {result['max_deviation']:.1e}, {time.perf_counter() - start:.0f} s")
     print("\n".join(result["first_failures"]))

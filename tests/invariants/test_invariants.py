@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from tests.invariants.cases import CASES
-from tests.invariants.variants import VARIANTS, build
+from tests.tiny_models import VARIANTS, language_model
 
 DRAWS = 4
 
@@ -16,4 +16,4 @@ DRAWS = 4
 def test_invariance(case, variant):
     for draw in range(DRAWS):
         seed = zlib.crc32(f"{case} {variant} {draw}".encode())
-        CASES[case](build(variant), Random(seed))
+        CASES[case](language_model(variant), Random(seed))

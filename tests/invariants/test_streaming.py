@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from tests.invariants.variants import TOKENS
+from tests.tiny_models import TOKENS
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, **TOKENS}
 FAMILIES = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_hybrid_ssm.layers.mixers.registry import MIXERS, build_mixer
-from tests.small_models import CASES, VOCABULARY, built
+from tests.tiny_models import CASES, VOCABULARY, built
 
 LENGTH = 100  # longer than a block, and no multiple of it
 ROWS: dict[str, dict] = {

@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from tests.small_models import CASES, VOCABULARY, built
+from tests.tiny_models import CASES, VOCABULARY, built
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from hf_hybrid_ssm.layers.mixers.base import Mixer
 from hf_hybrid_ssm.layers.mixers.registry import MIXERS, build_mixer
 from tests.layers.mixer_equations import equation
 from tests.layers.shown_mixer import LeakyAverage
-from tests.marks import compiles
+from tests.tiny_models import compiles
 
 D = 6
 CASES: dict[str, tuple[str, dict]] = {

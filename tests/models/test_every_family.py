@@ -7,9 +7,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import pipeline
 
-from tests.invariants.variants import VARIANTS, build
-from tests.marks import compiles
 from tests.models import invariances as inv
+from tests.tiny_models import VARIANTS, compiles, language_model, own_language_model
 
 EVERY = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -22,7 +21,7 @@ def gradients_of(model, ids):
 
 @EVERY
 def test_lora_trains_and_merges(variant):
-    base = copy.deepcopy(build(variant))
+    base = own_language_model(variant)
     ids = inv.random_ids(base, 2, 14, 0)
     before = base(ids).logits
     model = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
@@ -40,7 +39,7 @@ def test_lora_trains_and_merges(variant):
 
 @EVERY
 def test_gradient_checkpointing_changes_no_gradient(variant):
-    model = copy.deepcopy(build(variant)).train()
+    model = own_language_model(variant).train()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -59,7 +58,7 @@ def test_gradient_checkpointing_changes_no_gradient(variant):
 @compiles
 def test_forward_compiles_into_one_graph(variant):
     torch._dynamo.reset()  # the graphs of the variant before count against a limit
-    model = build(variant)
+    model = language_model(variant)
     ids = inv.random_ids(model, 2, 14, 0)
     with torch.no_grad():
         compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -70,7 +69,7 @@ def test_forward_compiles_into_one_graph(variant):
 @EVERY
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_precisions_generate_and_stay_near(variant, dtype):
-    exact = build(variant)
+    exact = language_model(variant)
     model = copy.deepcopy(exact).to(dtype)
     ids = inv.random_ids(model, 2, 14, 0)
     with torch.no_grad():
@@ -88,7 +87,7 @@ def test_other_precisions_generate_and_stay_near(variant, dtype):
     ids=["beams", "samples", "chunks"],
 )
 def test_generates_in_many_ways(variant, options):
-    model = build(variant)
+    model = language_model(variant)
     ids = inv.random_ids(model, 2, 9, 0)
     texts = []
     for use_cache in (True, False):
@@ -102,7 +101,7 @@ def test_generates_in_many_ways(variant, options):
 
 @EVERY
 def test_trains_on_one_batch(variant):
-    model = copy.deepcopy(build(variant)).train()
+    model = own_language_model(variant).train()
     ids = inv.random_ids(model, 2, 14, 0)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     losses = []
@@ -119,7 +118,7 @@ def test_pipeline(tmp_path):
     from _lib.documents import train_tokenizer
 
     tokenizer = train_tokenizer(["one two three"], 280)
-    model = copy.deepcopy(build("longhorn"))
+    model = own_language_model("longhorn")
     model.resize_token_embeddings(len(tokenizer))
     generate = pipeline("text-generation", model=model, tokenizer=tokenizer)
     out = generate("one two", max_new_tokens=3, do_sample=False)

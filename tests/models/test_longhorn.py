@@ -17,10 +17,10 @@ from transformers import (
 
 from hf_hybrid_ssm import LonghornConfig, LonghornForCausalLM, LonghornForSequenceClassification, LonghornModel
 from hf_hybrid_ssm.models.longhorn.modeling_longhorn import LonghornMixer
-from tests.marks import compiles
 from tests.memory import in_own_memory
 from tests.models import invariances as inv
 from tests.models.strategies import SETTINGS, cuts, lengths, orders, row_lengths, seeds, sides
+from tests.tiny_models import compiles
 
 TINY = {
     "vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 3, "state_size": 5, "num_attention_heads": 4,

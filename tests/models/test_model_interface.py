@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModel
 
 import hf_hybrid_ssm
 from hf_hybrid_ssm.auto import FAMILIES
-from tests.small_models import CASES, SIZES, built
+from tests.tiny_models import CASES, SIZES, built
 
 FIELDS = dict(reversed(CASES.values()))  # the first of each
 HEADS = [(family.model_type, name) for family in FAMILIES for name in family.heads.values()]

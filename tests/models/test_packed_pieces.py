@@ -1,6 +1,5 @@
 """Packed rows: each document is what it is alone: at once, in pieces, in every head, compiled, after a rollback."""
 
-import copy
 from itertools import pairwise
 
 import pytest
@@ -16,12 +15,10 @@ from transformers import (
     StaticCache,
 )
 
-from tests.invariants.variants import TOKENS, VARIANTS, build
-from tests.marks import compiles
-from tests.matrix.rows import ROWS, SEQ2SEQ, batch_of, model_of
 from tests.models import invariances as inv
 from tests.models.test_span_and_token_heads import EVERY_HEAD, EVERY_ROW, ids_of, scores
 from tests.models.test_span_and_token_heads import build as build_head
+from tests.tiny_models import ROWS, SEQ2SEQ, TOKENS, VARIANTS, batch_of, compiles, language_model, own_language_model
 
 EVERY = pytest.mark.parametrize("variant", VARIANTS)
 FAMILIES = ["longhorn + window and full attention", "bst sh s4d", "lmu-isa + global attention", "spade s4 window"]
@@ -36,7 +33,7 @@ BY = {"seq_idx": ["seq_idx"], "positions": ["position_ids"], "both": ["seq_idx",
 
 
 def exact(variant: str) -> torch.nn.Module:
-    return copy.deepcopy(build(variant)).double()
+    return own_language_model(variant).double()
 
 
 def full_alone() -> torch.nn.Module:
@@ -218,7 +215,7 @@ def test_heads_read_packed_rows(row, head):
 @pytest.mark.parametrize("row", [row for row in ROWS if "encoder-decoder" not in row])
 def test_ends_of_documents_alone(row):
     """`cu_seq_lens_q` without `position_ids`, as a collator for FlashAttention may give it."""
-    model = model_of(row).double()
+    model = own_language_model(row).double()
     ids = inv.random_ids(model, 1, 16, 0)
     with torch.no_grad():
         logits = model(ids, cu_seq_lens_q=torch.tensor([0, 5, 6, 13, 16], dtype=torch.int32)).logits
@@ -236,7 +233,7 @@ def test_ends_of_documents_alone(row):
     ],
 )
 def test_wrong_ends_are_refused(ends, error, message):
-    model = build("longhorn")
+    model = language_model("longhorn")
     with pytest.raises(error, match=message):
         model(inv.random_ids(model, 1, 6), cu_seq_lens_q=ends)
     with pytest.raises(ValueError, match="batch of one row, got 2"):
@@ -244,7 +241,7 @@ def test_wrong_ends_are_refused(ends, error, message):
 
 
 def test_unknown_and_contradicting_documents_are_refused():
-    model = build("longhorn")
+    model = language_model("longhorn")
     ids, cache = inv.random_ids(model, 1, 6), DynamicCache(config=model.config)
     model(ids, past_key_values=cache, seq_idx=torch.tensor([[0, 0, 0, 1, 1, 1]]))
     with pytest.raises(ValueError, match=r"begins with document 0 in row 0, but .* ends with document 1"):
@@ -302,7 +299,7 @@ def test_a_mask_of_the_current_tokens(variant, side):
 @pytest.mark.parametrize("pad", [slice(0, 3), slice(3, 5), slice(6, 9)], ids=["left", "inside", "right"])
 @torch.no_grad()
 def test_nan_in_padding_stays_there(variant, pad):
-    model = build(variant)
+    model = language_model(variant)
     ids, mask = inv.random_ids(model, 2, 9, 0), torch.ones(2, 9, dtype=torch.int64)
     mask[1, pad] = 0
     clean = model.get_input_embeddings()(ids)
@@ -322,7 +319,7 @@ def test_nan_in_padding_stays_there(variant, pad):
 
 @torch.no_grad()
 def test_nan_in_the_sources_padding_does_not_reach_the_target():
-    model, batch = model_of("SPADE encoder-decoder"), batch_of("SPADE encoder-decoder")
+    model, batch = own_language_model("encoder-decoder"), batch_of("encoder-decoder")
     mask = torch.ones_like(batch["input_ids"])
     mask[1, 10:] = 0
     clean = model.get_input_embeddings()(batch["input_ids"])
@@ -348,7 +345,7 @@ def test_a_mask_of_the_current_target_tokens():
 
 @EVERY_ROW
 def test_shapes_on_the_meta_device(row):
-    model = model_of(row).to("meta")
+    model = own_language_model(row).to("meta")
     batch = {name: tensor.to("meta") for name, tensor in batch_of(row).items()}
     shape = (*batch["labels"].shape, model.config.vocab_size)
     assert model(**batch).logits.shape == shape
@@ -363,7 +360,7 @@ def test_shapes_on_the_meta_device(row):
 
 @EVERY_ROW
 def test_an_empty_batch_is_refused(row):
-    model, shape = model_of(row), (0, 5)
+    model, shape = own_language_model(row), (0, 5)
     decoder = {"decoder_input_ids": ids_of(1, 2)} if model.config.is_encoder_decoder else {}
     with pytest.raises(ValueError, match=r"input_ids must have shape \(batch ≥ 1, length ≥ 1\), got \(0, 5\)"):
         model(torch.zeros(shape, dtype=torch.int64), **decoder)

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoModelForTokenClassification, pipeline
+from transformers import AutoModelForQuestionAnswering, AutoModelForTokenClassification, pipeline
 
 from hf_hybrid_ssm.auto import FAMILIES
-from tests.invariants.variants import TOKENS
-from tests.matrix.rows import ROWS
 from tests.memory import in_own_memory
+from tests.tiny_models import EVERY, ROWS, TOKENS, config_of
 
 HEADS = {
     "TOKEN_CLASSIFICATION": (AutoModelForTokenClassification, "score"),
@@ -18,10 +17,8 @@ EVERY_HEAD = pytest.mark.parametrize("head", HEADS)
 
 
 def build(row: str, head: str):
-    model_type, fields = ROWS[row]
-    config = AutoConfig.for_model(model_type, **TOKENS, **fields, num_labels=3)
     torch.manual_seed(0)
-    model = HEADS[head][0].from_config(config).eval()
+    model = HEADS[head][0].from_config(config_of(row, num_labels=3)).eval()
     for parameter in model.get_submodule(HEADS[head][1]).parameters():
         torch.nn.init.normal_(parameter)  # so that a head that was drawn anew would show
     return model
@@ -39,7 +36,7 @@ def scores(output) -> torch.Tensor:
 @EVERY_HEAD
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
 def test_auto_class_builds_the_familys_own_class(family, head):
-    row = next(row for row, (model_type, _) in ROWS.items() if model_type == family.model_type)
+    row = next(row for row in ROWS if EVERY[row][0] == family.model_type)
     assert type(build(row, head)).__name__ == family.heads[f"MODEL_FOR_{head}"]
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_hybrid_ssm.ops.local_attention import empty_state, local_attention
-from tests.marks import compiles
+from tests.tiny_models import compiles
 
 HEADS, SIZE = 2, 3
 

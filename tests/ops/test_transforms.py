@@ -18,7 +18,7 @@ from hf_hybrid_ssm.ops.linear_scan.channel import krylov_vectors
 from hf_hybrid_ssm.ops.local_attention import local_attention
 from hf_hybrid_ssm.ops.long_conv import long_conv
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
-from tests.small_models import built
+from tests.tiny_models import built
 
 B, L, D, N = 2, 37, 3, 4
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 32, [0] * 20 + [1] * 3 + [2] * 14])

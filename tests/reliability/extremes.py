@@ -1,4 +1,4 @@
-"""Tiny models under what should not happen but does: extreme inputs, few bits, great depth, a bad batch."""
+"""Tiny models under what should not happen but does: extreme inputs, low precision, great depth, a bad batch."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from tests.reliability.population import (
+from tests.tiny_models import (
     BST,
     EVERY,
     TOKENS,
@@ -92,7 +92,7 @@ def not_finite(model: PreTrainedModel, kind: str) -> list[str]:
     return [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())]
 
 
-# -- few bits -------------------------------------------------------------------------------------------------------
+# -- low precision --------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -133,7 +133,7 @@ def gradient_sizes(model: PreTrainedModel, seed: int = 0) -> dict[str, float]:
 
 
 # The loss does not depend on them, whatever they are: a softmax takes away what all keys have in common, and a
-# LayerNorm behind every reader of the residual stream what all channels have. Their gradients are rounding.
+# LayerNorm after every reader of the residual stream what all channels have. Their gradients are rounding.
 WITHOUT_EFFECT = ("k_proj.bias", "memory.collapse_bias")
 
 
@@ -181,7 +181,7 @@ def losses_around_a_bad_batch(variant: str, bad_at: int, steps: int) -> Iterator
 
 @dataclass(frozen=True)
 class Spike:
-    """Mean losses of ten steps before a bad batch, of that batch, and of the second ten steps behind it."""
+    """Mean losses of ten steps before a bad batch, of that batch, and of the second ten steps after it."""
 
     before: float
     at: float

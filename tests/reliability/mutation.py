@@ -2,7 +2,7 @@
 
     pip install mutmut && python -m tests.reliability.mutation --sample 400
 
-Works on a copy of the sources and writes docs/reliability/mutation.md. A mutant is killed if a test fails with it.
+Works on a copy of the sources and writes reports/reliability/mutation.md. A mutant is killed if a test fails with it.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
-from tests.reliability.reporting import table, write_page
+from tests.reporting import made_by, table, write_page
 
 ROOT = Path(__file__).parents[2]
 # Kernels are out of mutmut's reach: Triton's run in a process of their own, and decorated functions are not changed.
@@ -26,7 +26,7 @@ SETTINGS = """
 [tool.mutmut]
 source_paths = ["src"]
 only_mutate = ["src/hf_hybrid_ssm/ops/*", "src/hf_hybrid_ssm/models/cache.py"]
-do_not_mutate = ["*/triton.py", "*/triton_kernels.py", "*/triton_helpers.py", "*/native.py", "*/native_library.py"]
+do_not_mutate = ["*/triton.py", "*/triton_kernels.py", "*/_core/triton*.py", "*/native.py", "*/native_library.py"]
 pytest_add_cli_args = ["-p", "no:cacheprovider", "-q", "-k", "not compil and not graph and not export and not traced"]
 pytest_add_cli_args_test_selection = [
     "tests/ops", "tests/layers/test_lmu.py", "tests/models/test_longhorn.py", "tests/models/test_lmu_isa.py",
@@ -72,9 +72,8 @@ def codes(folder: Path) -> dict[str, dict[str, int | None]]:
     for path in sorted((folder / "mutants").rglob("*.meta")):
         by_name = json.loads(path.read_text(encoding="utf-8"))["exit_code_by_key"]
         if by_name:
-            found[path.relative_to(folder / "mutants" / "src" / "hf_hybrid_ssm").as_posix().removesuffix(".meta")] = (
-                by_name
-            )
+            name = path.relative_to(folder / "mutants" / "src" / "hf_hybrid_ssm").as_posix()
+            found[name.removesuffix(".meta")] = by_name
     return found
 
 
@@ -88,9 +87,8 @@ def main() -> int:
     if not (folder / "mutants").is_dir():
         folder.mkdir(exist_ok=True)
         copied(folder)
-        mutmut(
-            folder, ["hf_hybrid_ssm.ops._core.lengths.x_check_lengths__mutmut_1"]
-        )  # makes all, and finds who tests whom
+        # makes all, and finds who tests whom
+        mutmut(folder, ["hf_hybrid_ssm.ops._core.lengths.x_check_lengths__mutmut_1"])
     everything = [name for by_name in codes(folder).values() for name in by_name]
     if not everything:
         sys.exit(f"mutmut made no mutants in {folder}")
@@ -110,9 +108,10 @@ def main() -> int:
         sys.exit(f"mutmut tried no mutant; run it in {folder} to see why")
     rows.append(["all", len(everything), tried, noticed, total["survived"], total["not covered"]])
     write_page(
-        "mutation",
+        "reliability/mutation.md",
         "What the tests of ops and caches notice",
-        f"`make mutation`: {tried} of the {len(everything):,} mutants that mutmut {version('mutmut')} makes, drawn "
+        made_by("make mutation", ("src/hf_hybrid_ssm/ops", "src/hf_hybrid_ssm/models/cache.py", "tests/ops")),
+        f"{tried} of the {len(everything):,} mutants that mutmut {version('mutmut')} makes, drawn "
         f"with seed {arguments.seed}, against the tests of the ops, of the Legendre memory, of Longhorn, LMU-ISA and "
         f"BST. **{noticed} were noticed, {noticed / tried:.1%}** (a test failed, hung or crashed).",
         table(["file", "mutants", "tried", "noticed", "survived", "not covered"], rows),

@@ -3,7 +3,7 @@
     python -m tests.reliability.versions lowest
     python -m tests.reliability.versions newest --python python3.13
 
-Makes an environment, runs the tests in it, and writes docs/reliability/versions.md (a row each). Left out are what
+Makes an environment, runs the tests in it, and writes reports/reliability/versions.md (a row each). Left out are what
 needs several processes, transformers' own tests, the documentation, the matrix and the measured plans: they belong to
 the pinned versions.
 """
@@ -18,16 +18,12 @@ import tempfile
 import tomllib
 from pathlib import Path
 
-from tests.reliability.reporting import FOLDER, table, write_page
+from tests.reporting import REPORTS, made_by, table, write_page
 
 ROOT = Path(__file__).parents[2]
-LEFT_OUT = (
-    "tests/upstream",
-    "tests/distributed",
-    "tests/matrix",
-    "tests/test_documentation.py",
-    "tests/test_planning.py",
-)
+LEFT_OUT = [
+    f"tests/{name}" for name in ("upstream", "distributed", "matrix", "test_documentation.py", "test_planning.py")
+]
 SHOWN = ("torch", "transformers", "accelerate", "safetensors", "tokenizers", "peft", "datasets", "numpy")
 
 
@@ -78,27 +74,25 @@ def main() -> int:
     folder = arguments.environment or Path(tempfile.mkdtemp(prefix=f"{arguments.kind}-"))
     executable = environment(folder, arguments.kind, arguments.python)
     counts, failed = run_tests(executable)
-    path = FOLDER / "versions.json"
+    path = REPORTS / "reliability" / "versions.json"
     known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     known[arguments.kind] = {"versions": versions_in(executable), "counts": counts, "failed": failed}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    outcomes = ("passed", "failed", "skipped")
     rows = [
-        [
-            kind,
-            *found["versions"].values(),
-            *(found["counts"].get(name, 0) for name in ("passed", "failed", "skipped")),
-        ]
+        [kind, *found["versions"].values(), *(found["counts"].get(name, 0) for name in outcomes)]
         for kind, found in known.items()
     ]
     failures = [f"- {kind}: {name}" for kind, found in known.items() for name in found["failed"]]
     write_page(
-        "versions",
+        "reliability/versions.md",
         "Lowest and newest versions",
+        made_by(f"make {arguments.kind}", ("src", "tests", "pyproject.toml")),
         "`make lowest` and `make newest` run the tests in environments of their own. What needs several processes, "
         "transformers' own tests, the documentation's, the matrix's and those of the plans are left out; `make test` "
         "runs all with pinned versions.",
-        table(["versions", "python", *SHOWN, "passed", "failed", "skipped"], rows),
+        table(["versions", "python", *SHOWN, *outcomes], rows),
         "\n".join(failures) or "Nothing failed.",
     )
     return 1 if failed else 0

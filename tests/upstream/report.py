@@ -2,7 +2,7 @@
 
     make upstream
 
-Writes tests/upstream/README.md. Exits with 1 if a test of this package's families failed.
+Writes reports/upstream.md. Exits with 1 if a test of this package's families failed.
 """
 
 import re
@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 import transformers
 
-FOLDER = Path(__file__).parent
-INTRODUCTION = f"""# transformers' own tests
+from tests.reporting import made_by, table, write_page
 
+FOLDER = Path(__file__).parent
+INTRODUCTION = f"""\
 `ModelTesterMixin`, `ConfigTester` and the training mixin come from the source distribution of transformers
 {transformers.__version__} (downloaded, not copied); its generation mixin is not in it, `generation_checks.py` checks
-the same things. Written by `make upstream`. Mamba, Jamba, Llama and T5 of transformers run under the same harness, in
+the same things. Mamba, Jamba, Llama and T5 of transformers run under the same harness, in
 their plain torch path.
 
 A skip is a test that transformers skips by itself for a model without the feature, or one of ours with the reason
@@ -26,6 +27,7 @@ given in the test file. Families without full attention skip what Mamba skips: w
 matrix of weights that `output_attentions` could return. One more than Mamba: rotary scaling, where there is no rotary
 embedding.
 """
+KINDS = ("passed", "failed", "skipped")
 
 
 class Collector:
@@ -49,25 +51,24 @@ class Collector:
             self.reasons[re.sub(r"<class '[\w.]+\.(\w+)'>", r"\1", reason.removeprefix("Skipped: "))][name] += 1
 
 
-def markdown(collector: Collector) -> str:
-    lines = ["| test class | passed | failed | skipped |", "| --- | ---: | ---: | ---: |"]
-    for name, counts in sorted(collector.outcomes.items()):
-        lines.append(f"| {name} | {counts['passed']} | {counts['failed']} | {counts['skipped']} |")
-    lines += ["", "## Failures", ""]
-    lines += [f"- {name}: {', '.join(sorted(set(tests)))}" for name, tests in sorted(collector.failed.items())]
-    lines += [] if collector.failed else ["None."]
-    lines += ["", "## Reasons of skips", ""]
+def write(collector: Collector) -> None:
+    """reports/upstream.md."""
+    rows = [[name, *(of[kind] for kind in KINDS)] for name, of in sorted(collector.outcomes.items())]
+    failures = [f"- {name}: {', '.join(sorted(set(tests)))}" for name, tests in sorted(collector.failed.items())]
+    skips = []
     for reason, classes in sorted(collector.reasons.items()):
         where = ", ".join(f"{name} {count}" if count > 1 else name for name, count in sorted(classes.items()))
-        lines.append(f"- {reason}: {where}")
-    return INTRODUCTION + "\n" + "\n".join(lines) + "\n"
+        skips.append(f"- {reason}: {where}")
+    made = made_by("make upstream", ("src/hf_hybrid_ssm/models", "src/hf_hybrid_ssm/layers", "tests/upstream"))
+    parts = (INTRODUCTION, table(["test class", *KINDS], rows), "## Failures", "\n".join(failures) or "None.")
+    write_page("upstream.md", "transformers' own tests", made, *parts, "## Reasons of skips", "\n".join(skips))
 
 
 def main() -> int:
     collector = Collector()
     files = [str(path) for path in sorted(FOLDER.glob("test_*.py"))]
     pytest.main(["-q", "-n", "2", "--dist", "worksteal", *files, str(FOLDER / "peers.py")], plugins=[collector])
-    (FOLDER / "README.md").write_text(markdown(collector), encoding="utf-8")
+    write(collector)
     return int(any(tests for name, tests in collector.failed.items() if not name.endswith("Peer")))
 
 

@@ -65,7 +65,7 @@ _AnyTag.add_multi_constructor("!", lambda loader, suffix, node: None)
 def _with_data(task: str, folder: Path, data_folder: Path) -> str | dict[str, Any]:
     """The task with absolute data files: within a group, given keys are merged into the registered task."""
     for path in folder.rglob("*.yaml"):
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_AnyTag)  # a SafeLoader
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_AnyTag)  # a SafeLoader  # noqa: S506 - `_AnyTag` is a SafeLoader
         if isinstance(content, dict) and content.get("task") == task:
             files = (content.get("dataset_kwargs") or {}).get("data_files")
             if not files:

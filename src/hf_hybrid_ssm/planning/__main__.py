@@ -18,7 +18,7 @@ COMMAND = "python -m hf_hybrid_ssm.planning --markdown"
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", metavar="FAMILY/PRESET", help=", ".join(preset_names()))
-    parser.add_argument("--markdown", type=Path, nargs="?", const=Path("docs/planning.md"), metavar="PATH")
+    parser.add_argument("--markdown", type=Path, nargs="?", const=Path("reports/planning.md"), metavar="PATH")
     for name in ("batch", "length", "gpus"):
         parser.add_argument(f"--{name}", type=int, default=getattr(Setup, name))
     choices = {"dtype": tuple(DTYPE_BYTES), "optimizer": OPTIMIZERS, "sharding": SHARDINGS, "kernels": KERNELS}

@@ -86,7 +86,7 @@ def preset_line(name: str, setup: Setup) -> Sequence[str]:
 
 
 def page(setup: Setup, command: str, names: Iterable[str] | None = None) -> str:
-    """docs/planning.md."""
+    """reports/planning.md."""
     rows = [preset_line(name, setup) for name in names or preset_names()]
     lines = ["| " + " | ".join(line) + " |" for line in (COLUMNS, ("---", *["---:"] * (len(COLUMNS) - 1)), *rows)]
     return TEXT.format(
@@ -98,31 +98,7 @@ def page(setup: Setup, command: str, names: Iterable[str] | None = None) -> str:
     )
 
 
-TEXT = """# Planning a run
-
-    python -m hf_hybrid_ssm.planning --preset longhorn/125m --gpus 8 --batch 8 --length 1024
-
-says what a training step takes: memory of each device by kind, operations, and the state of a decoded sequence.
-`--dtype`, `--mixed`, `--optimizer`, `--sharding fsdp2`, `--checkpointing` and `--kernels torch` say how it is trained.
-From Python: `hf_hybrid_ssm.planning.plan(config, Setup(...))`, for any configuration of the families.
-
-## What the figures rest on
-
-- Parameters and optimizer state are counted on the meta device, exactly; so are the shards of FSDP2 and, from the
-  configuration, the state of a decoded sequence. `tests/test_planning.py` compares them with real ones, byte by byte.
-- Activations follow formulas (`planning/activations.py`, each term with the op that keeps it). The test holds them to
-  within 1.3 of what small models of every family keep on a CPU: in float32, bfloat16 and mixed precision, with and
-  without checkpointing.
-- Operations count a multiplication and an addition as two; the backward costs twice the forward, and checkpointing
-  the layers once more. Attention is counted as it is computed, in blocks. The test holds the matrix products to within
-  3 % of torch's own counter. Recurrences and Fourier transforms, which that counter leaves out, are an estimate.
-- `--kernels fused` (the default) assumes a fused scan (on a CPU the C kernel; the Triton kernel keeps the same
-  tensors) and attention that keeps no scores. The latter holds on CPUs without attention dropout; on GPUs nothing here
-  was measured.
-- Not counted: the allocator's fragments, workspaces of libraries, the temporaries of a single op, and, for encoders
-  with two texts or an encoder-decoder, padding. Leave some room.
-
-## Every preset
+TEXT = """# Plans of every preset
 
 One device, {batch} rows of {length} tokens (an encoder-decoder: of source and target each), weights in {weights},
 AdamW.

@@ -1,0 +1,63 @@
+"""What every cell of the matrix asks of a model, and which rows a run has."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.reporting import THOROUGH
+from tests.tiny_models import ROWS, batch_of
+
+GREEDY = {"pad_token_id": 0, "do_sample": False}
+
+
+def rows(*quick: str) -> pytest.MarkDecorator:
+    """Every row on the page, these in `make test`."""
+    assert set(quick) <= set(ROWS)
+    return pytest.mark.parametrize("row", ROWS if THOROUGH else quick)
+
+
+def logits_of(model: torch.nn.Module, row: str) -> torch.Tensor:
+    """(B, L, V) of the row's batch, without gradient and without touching the loss's shortcuts."""
+    with torch.no_grad():
+        return model(**batch_of(row)).logits
+
+
+def loss_before_and_after(model: torch.nn.Module, inputs: dict, steps: int, learning_rate: float) -> tuple:
+    """A few AdamW steps on one batch, over whatever is trainable; both losses (tensors) are taken without dropout."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
+    with torch.no_grad():
+        before = model.eval()(**inputs).loss
+    model.train()
+    for _ in range(steps):
+        model(**inputs).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        return before, model.eval()(**inputs).loss
+
+
+@contextmanager
+def saved(model: PreTrainedModel) -> Iterator[str]:
+    """A folder with the checkpoint."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        yield folder
+
+
+def check_generation(model: torch.nn.Module, row: str, new_tokens: int = 4) -> None:
+    """Greedy tokens must be the same with and without the cache."""
+    ids = batch_of(row)["input_ids"]
+    length = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
+    texts = [model.generate(input_ids=ids, use_cache=cached, **length, **GREEDY) for cached in (True, False)]
+    assert texts[0].tolist() == texts[1].tolist(), "the cache changes the generated tokens"
+    assert texts[0].shape[1] >= new_tokens, f"generated {tuple(texts[0].shape)}"
+
+
+def assert_near(got: torch.Tensor, expected: torch.Tensor, tolerance: float, what: str) -> None:
+    """Largest difference, in units of the largest expected logit."""
+    error = ((got.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
+    assert error <= tolerance, f"{what}: largest difference {error:.1e} of the largest logit, allowed {tolerance:.0e}"

@@ -1,0 +1,120 @@
+"""Quantization of weights
+
+Loaded from a folder with the method's `quantization_config` and no list of modules. Every linear map of the layers is
+quantized, the head is not, and what a recurrence is made of keeps every bit, as it is not a linear map. The logits
+stay within 10% (activations too: 20%; four bits: 60%) of the largest of a random model, and generation does not depend
+on the cache.
+"""
+
+import pytest
+import torch
+from transformers import BitsAndBytesConfig, QuantoConfig, TorchAoConfig
+
+from hf_hybrid_ssm.layers.mixers.base import Mixer
+from hf_hybrid_ssm.models.longhorn.modeling_longhorn import LonghornMixer
+from tests.matrix.checks import assert_near, check_generation, logits_of, rows, saved
+from tests.tiny_models import ROWS, language_model, own_language_model
+
+INT8, INT8_ACTIVATIONS, INT4 = 0.1, 0.2, 0.6
+
+
+def _quantized(row, config, tolerance):
+    model = language_model(row, wide=True)
+    with saved(model) as folder:
+        quantized = type(model).from_pretrained(folder, quantization_config=config, device_map="cpu").eval()
+    linear = _linear(model)
+    converted = {name for name in linear if not _is_plain(quantized.get_submodule(name))}
+    assert converted, "no layer was quantized"
+    assert not [name for name in converted if "lm_head" in name], "the head was quantized"
+    layers = linear - {"lm_head"}
+    assert converted == layers, f"linear maps left as they were: {sorted(layers - converted)}"
+    _check(row, model, quantized, tolerance)
+
+
+def _check(row, model, quantized, tolerance):
+    for name, module in model.named_modules():
+        if isinstance(module, (Mixer, LonghornMixer)):
+            other = dict(quantized.get_submodule(name).named_parameters(recurse=False))
+            for key, parameter in module.named_parameters(recurse=False):
+                assert torch.equal(other[key], parameter), f"{name}.{key} changed"
+    assert_near(logits_of(quantized, row), logits_of(model, row), tolerance, "logits")
+    check_generation(quantized, row)
+
+
+def _linear(model):
+    return {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+
+
+def _is_plain(module):
+    return type(module) is torch.nn.Linear and type(module.weight.data) is torch.Tensor
+
+
+@rows("longhorn")
+def test_torchao_int8(row):
+    library = pytest.importorskip("torchao.quantization")
+    _quantized(row, TorchAoConfig(library.Int8WeightOnlyConfig()), INT8)
+
+
+@rows()
+def test_torchao_int8_activations(row):
+    library = pytest.importorskip("torchao.quantization")
+    _quantized(row, TorchAoConfig(library.Int8DynamicActivationInt8WeightConfig()), INT8_ACTIVATIONS)
+
+
+@rows("bst sh s4d")
+def test_quanto_int8(row):
+    pytest.importorskip("optimum.quanto")
+    _quantized(row, QuantoConfig(weights="int8"), INT8)
+
+
+@rows()
+def test_quanto_int4(row):
+    pytest.importorskip("optimum.quanto")
+    _quantized(row, QuantoConfig(weights="int4"), INT4)
+
+
+@rows("spade s4 window")
+def test_bitsandbytes_int8(row):
+    pytest.importorskip("bitsandbytes")
+    _quantized(row, BitsAndBytesConfig(load_in_8bit=True), INT8)
+
+
+@pytest.mark.limit(
+    "bitsandbytes",
+    r"shape '\[\d+, 0\]' is invalid",
+    "its four-bit kernel for CPUs wants inputs of at least 64 features; Longhorn's `dt_proj` has a sixteenth of the "
+    'hidden size. `llm_int8_skip_modules=["lm_head", "dt_proj"]` leaves that map alone.',
+)
+@rows()
+def test_bitsandbytes_nf4(row):
+    pytest.importorskip("bitsandbytes")
+    _quantized(row, BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"), INT4)
+
+
+@pytest.mark.limit(
+    "torch",
+    "the cache changes the generated tokens",
+    "it rounds activations by the largest value of the whole tensor, so that a token's result depends on what is "
+    "computed along with it, whatever the model.",
+)
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+@rows("lmu-isa")
+def test_torch_dynamic_int8(row):
+    """torch's own, which transformers does not know: the maps to convert are named one by one."""
+    model = language_model(row, wide=True)
+    layers = _linear(model) - {"lm_head"}
+    chosen = dict.fromkeys(layers, torch.ao.quantization.default_dynamic_qconfig)
+    quantized = torch.ao.quantization.quantize_dynamic(own_language_model(row, wide=True), chosen, dtype=torch.qint8)
+    assert not [name for name in layers if _is_plain(quantized.get_submodule(name))]
+    _check(row, model, quantized, INT8_ACTIVATIONS)
+
+
+@rows(*ROWS)
+def test_linear_maps_see_three_dimensions(row):
+    """The 8-bit ones of bitsandbytes fail on more."""
+    model, seen = own_language_model(row), []
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dim()))
+    check_generation(model, row)
+    assert seen and max(seen) <= 3

@@ -1,1 +1,0 @@
-"""Random configurations and random damage to files; `tests.reliability.fuzz` draws them and reports."""

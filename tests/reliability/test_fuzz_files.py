@@ -1,0 +1,270 @@
+"""Random damage to checkpoint folders.
+
+Right are an exception of a clear type, or a model whose every tensor equals what its files say, where the loading
+report names what is missing or unexpected. An `AttributeError`, `KeyError` and the like raised by this package is a
+fault. `hf_hybrid_ssm.hub.check_folder` must find a folder whole or raise a `ValueError`, and must find every fault for
+which safetensors refuses to load. A pickle whose unpickling would write a file is among the damages; it must not be
+executed.
+Not covered: a `config.json` that asks for a very large model gets one, as in all of transformers.
+"""
+
+import json
+import pickle
+import shutil
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from hf_hybrid_ssm.hub import check_folder
+from hf_hybrid_ssm.models.configuration import HybridConfigMixin
+from hf_hybrid_ssm.models.longhorn.convert_official_checkpoint import convert
+from tests.models.test_longhorn_conversion import official_state_dict
+from tests.reliability.folders import CONFIG, INDEX, WEIGHTS, Payload, saved
+from tests.reporting import THOROUGH
+from tests.tiny_models import FEW, build, class_with_loss, classes_of
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+OFFICIAL = "official.pt"
+VARIANTS = (*FEW[:3], "spade s5 chunk post-norm", "encoder-decoder")
+CLEAR = (ValueError, OSError, RuntimeError, SafetensorError, StrictDataclassError, pickle.UnpicklingError)
+VALUES = (-1, 0, 1, 7, 2.5, 1e308, "", "other", None, True, [], {}, [[]], "../../etc")
+CASES = 30 if THOROUGH else 4  # of each damage
+
+
+def flip(content: bytes, random: Random, end: int | None = None) -> bytes:
+    """One to eight bits of the first `end` bytes turned over."""
+    changed = bytearray(content)
+    for _ in range(random.randint(1, 8)):
+        changed[random.randrange(min(end or len(changed), len(changed)))] ^= 1 << random.randrange(8)
+    return bytes(changed)
+
+
+def _edit(path: Path, change: Callable[[bytes], bytes]) -> None:
+    path.write_bytes(change(path.read_bytes()))
+
+
+def _weight_file(folder: Path, random: Random) -> Path:
+    return random.choice(sorted(folder.glob("*.safetensors")))
+
+
+def flipped_bits(folder: Path, random: Random) -> None:
+    _edit(_weight_file(folder, random), lambda content: flip(content, random))
+
+
+def flipped_header(folder: Path, random: Random) -> None:
+    """Its size is in the first eight bytes."""
+    _edit(
+        _weight_file(folder, random),
+        lambda b: flip(b, random, random.choice([8, 8 + int.from_bytes(b[:8], "little")])),
+    )
+
+
+def cut(folder: Path, random: Random) -> None:
+    _edit(random.choice([_weight_file(folder, random), folder / CONFIG]), lambda b: b[: random.randrange(len(b))])
+
+
+def extended(folder: Path, random: Random) -> None:
+    _edit(_weight_file(folder, random), lambda content: content + random.randbytes(random.randint(1, 99)))
+
+
+def changed_header(folder: Path, random: Random) -> None:
+    """A tensor is renamed, dropped, doubled, or has another dtype, shape or place."""
+
+    def change(content: bytes) -> bytes:
+        size = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + size])
+        name = random.choice([key for key in header if key != "__metadata__"])
+        entry = header[name]
+        kind = random.choice(["rename", "drop", "double", "dtype", "shape", "place", "value"])
+        if kind in ("rename", "drop"):
+            header.pop(name)
+        if kind in ("rename", "double"):
+            header[name + random.choice(["s", ".weight", "é", " "])] = entry
+        elif kind == "dtype":
+            entry["dtype"] = random.choice(["F16", "BF16", "I32", "U8", "F64", "F12", ""])
+        elif kind == "shape":
+            entry["shape"] = random.choice([[], [0], entry["shape"][::-1], [*entry["shape"], 1], [2**40, 2**40], [-1]])
+        elif kind == "place":
+            begin, end = entry["data_offsets"]
+            entry["data_offsets"] = random.choice([[end, begin], [begin + 4, end + 4], [0, 2**50], [begin, begin]])
+        elif kind == "value":
+            entry[random.choice(sorted(entry))] = random.choice(VALUES)
+        rewritten = json.dumps(header).encode()
+        return len(rewritten).to_bytes(8, "little") + rewritten + content[8 + size :]
+
+    _edit(_weight_file(folder, random), change)
+
+
+def _changed_json(path: Path, random: Random) -> None:
+    content = json.loads(path.read_text())
+    place = content
+    if isinstance(content.get("weight_map"), dict) and random.random() < 0.8:
+        place = content["weight_map"]
+    name = random.choice(sorted(place))
+    if random.random() < 0.3:
+        del place[name]
+    else:
+        place[name] = random.choice(VALUES)
+    path.write_text(json.dumps(content))
+
+
+def changed_config(folder: Path, random: Random) -> None:
+    _changed_json(folder / CONFIG, random)
+
+
+def changed_index(folder: Path, random: Random) -> None:
+    _changed_json(folder / INDEX, random)
+
+
+def flipped_json(folder: Path, random: Random) -> None:
+    _edit(
+        random.choice([path for path in (folder / CONFIG, folder / INDEX) if path.exists()]), lambda b: flip(b, random)
+    )
+
+
+def missing_shard(folder: Path, random: Random) -> None:
+    _weight_file(folder, random).unlink()
+
+
+def swapped_shards(folder: Path, random: Random) -> None:
+    first, second = random.sample(sorted(folder.glob("*.safetensors")), 2)
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+
+
+def hostile_pickle(folder: Path, random: Random) -> None:
+    """A pickle that executes something, raw or in torch's archive, under any name that might be read."""
+    payload = Payload(folder / "executed")
+    name = random.choice([WEIGHTS, "pytorch_model.bin", "training_args.bin", "tf_model.h5", "optimizer.pt"])
+    if name == "pytorch_model.bin" or random.random() < 0.5:
+        (folder / WEIGHTS).unlink()
+    if random.random() < 0.5:
+        (folder / name).write_bytes(pickle.dumps(payload))
+    else:
+        torch.save(random.choice([payload, {"lm_head.weight": payload}]), folder / name)
+
+
+def damaged_official(folder: Path, random: Random) -> None:
+    """For the converter: a file of torch.save with flipped bits, cut, or with a payload."""
+    weights: dict = official_state_dict()
+    if random.random() < 0.2:
+        weights[random.choice(sorted(weights))] = Payload(folder / "executed")
+    torch.save(weights, folder / OFFICIAL)
+    change = random.choice([lambda c: flip(c, random), lambda c: c[: random.randrange(len(c))], lambda c: c])
+    _edit(folder / OFFICIAL, change)
+
+
+SINGLE = (flipped_bits, flipped_header, cut, extended, changed_header, changed_config, flipped_json, hostile_pickle)
+SHARDED = (changed_index, flipped_json, missing_shard, swapped_shards, cut, changed_header)
+DAMAGES = [(damage, False) for damage in (*SINGLE, damaged_official)] + [(damage, True) for damage in SHARDED]
+
+
+@pytest.mark.parametrize(("damage", "shards"), DAMAGES)
+def test_damaged_folders_are_refused_or_load_as_they_say(damage, shards, tmp_path, record_property):
+    outcomes: list[str] = []
+    for number in range(CASES):
+        random = Random(f"{damage.__name__} {shards} {number}")
+        variant, copy = random.choice(VARIANTS), tmp_path / str(number)
+        shutil.copytree(saved(variant, shards), copy)
+        damage(copy, random)
+        whole = _is_whole(copy)
+        try:
+            if damage is damaged_official:
+                outcomes.append(_convert(copy / OFFICIAL))
+            else:
+                outcomes.append(_load(copy, classes_of(variant)[class_with_loss(variant)]))
+        except CLEAR as error:
+            assert not (whole and isinstance(error, SafetensorError)), f"check_folder found nothing: {error}"
+            outcomes.append("refused")
+        except Exception as error:
+            assert not from_this_package(error), f"case {number}: {type(error).__name__}: {error}"
+            outcomes.append("refused by a dependency's error of an unclear type")
+        assert not (copy / "executed").exists(), "the checkpoint's code was executed"
+    for outcome in sorted(set(outcomes)):
+        record_property(outcome, outcomes.count(outcome))
+
+
+def _is_whole(folder: Path) -> bool:
+    """What `check_folder` says; any other exception than a ValueError is a fault."""
+    try:
+        check_folder(folder)
+    except ValueError:
+        return False
+    return True
+
+
+def from_this_package(error: Exception) -> bool:
+    return "hf_hybrid_ssm" in traceback.extract_tb(error.__traceback__)[-1].filename
+
+
+def _load(folder: Path, model_class: type[PreTrainedModel]) -> str:
+    model, told = model_class.from_pretrained(folder, output_loading_info=True)
+    assert (fault := unfaithful(model, told, _tensors(folder))) is None, fault
+    differs = any(told.get(kind) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return "loaded, and the report names what differs" if differs else "loaded as its files say"
+
+
+def _convert(path: Path) -> str:
+    """The converter took every tensor of the file, or the file is undamaged in what counts."""
+    model, kept = convert(path), torch.load(path, map_location="cpu", weights_only=True)
+    embedding = kept["transformer.backbone.embedding.weight"]
+    assert torch.equal(model.model.embed_tokens.weight.detach().view(torch.uint8), embedding.view(torch.uint8))
+    return "loaded as its files say"
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """What the weight files say, read without transformers."""
+    if not (folder / INDEX).is_file():
+        return load_file(folder / WEIGHTS)
+    files = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+    return {name: tensor for file in files for name, tensor in load_file(folder / file).items()}
+
+
+def unfaithful(model: PreTrainedModel, told: dict, tensors: dict[str, torch.Tensor]) -> str | None:
+    """Where a loaded model differs from its files without the loading report saying so."""
+    state = model.state_dict()
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    for name, value in state.items():
+        if name in tied:
+            continue
+        if name not in tensors:
+            if name not in told["missing_keys"]:
+                return f"{name} is in no file, which the report does not say"
+        elif not torch.equal(*(t.contiguous().view(torch.uint8) for t in (value, tensors[name].to(value.dtype)))):
+            return f"{name} differs from the file"
+    silent = tensors.keys() - state.keys() - set(told["unexpected_keys"])
+    return f"{sorted(silent)} were left out, which the report does not say" if silent else None
+
+
+def test_a_tensor_unlike_its_file_is_found():
+    model = build("lmu-isa")
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    told: dict[str, list] = {"missing_keys": [], "unexpected_keys": []}
+    assert unfaithful(model, told, tensors) is None
+    name = "model.norm.weight"
+    gone = {key: value for key, value in tensors.items() if key != name}
+    assert "is in no file" in unfaithful(model, told, gone)
+    assert unfaithful(model, told | {"missing_keys": [name]}, gone) is None
+    assert "were left out" in unfaithful(model, told, tensors | {"more": torch.zeros(1)})
+    tensors[name] += 1
+    assert f"{name} differs" in unfaithful(model, told, tensors)
+
+
+def test_the_payload_would_be_executed_by_an_unsafe_load(tmp_path):
+    pickle.loads(pickle.dumps(Payload(tmp_path / "executed")))
+    assert (tmp_path / "executed").exists()
+
+
+def test_an_unclear_exception_of_this_package_is_recognised():
+    with pytest.raises(AttributeError) as raised:
+        HybridConfigMixin.check_positive(object(), "size")  # type: ignore[arg-type]
+    assert from_this_package(raised.value) and not isinstance(raised.value, CLEAR)

@@ -1,0 +1,75 @@
+"""A page tells every outcome of the run it is made from, and pages older than their sources are listed."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests import reporting
+
+TESTS = '''"""What is asked
+
+More of it.
+"""
+
+import pytest
+
+
+@pytest.mark.parametrize("row", ["one", "two", "three"])
+@pytest.mark.limit("pytest", "it cannot", "a reason.")
+def test_a_column(row):
+    assert row != "two", "wrong | here"
+    if row == "three":
+        raise ValueError("it cannot")
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_figures(size, record_property):
+    """What is measured."""
+    record_property("error", size / 2)
+
+
+def test_without_figures():
+    pass
+'''
+RUN = """
+import sys, pytest
+from tests import reporting
+
+class Shown(reporting.Writer):
+    def pytest_sessionfinish(self):
+        print("\\n\\n".join(reporting.sections(self.reports)))
+
+plugins = ["-p", "tests.reporting", "-p", "tests.matrix.conftest", "-p", "no:cacheprovider"]
+pytest.main([sys.argv[1], "-q", *plugins], plugins=[Shown(reporting.PAGES["matrix"], "matrix")])
+"""
+
+
+def test_a_page_tells_every_outcome(tmp_path):
+    (tmp_path / "test_it.py").write_text(TESTS)
+    command = [sys.executable, "-c", RUN, str(tmp_path / "test_it.py")]
+    page = subprocess.run(command, cwd=reporting.ROOT, capture_output=True, text=True, check=True).stdout
+    assert "## What is asked\n\nMore of it." in page
+    assert "|  | a column |\n| --- | --- |\n| one | yes |\n| two | no |\n| three | limit |" in page
+    assert (
+        "### figures\n\nWhat is measured.\n\n| size | error | passed |\n| --- | --- | --- |\n| 3 | 1.5 | yes |" in page
+    )
+    assert "| without figures | 1 | 1 | 0 |" in page
+    assert f"| a column | three | pytest {pytest.__version__}: a reason. (`ValueError: it cannot`) |" in page
+    assert "test_a_column[two] | AssertionError: wrong \\| here" in page
+
+
+def test_pages_older_than_their_sources_are_found(tmp_path):
+    page, commits = tmp_path / "page.md", reporting.git("log", "--format=%h", "--", "src").split()
+    if len(commits) < 2:
+        pytest.skip("there is no history")
+    for commit, about, answer in (
+        (reporting.git("log", "-1", "--format=%h"), "src", None),
+        (commits[1], "src", "its sources changed in"),
+        ("0123456", "src", "is not in this repository"),
+    ):
+        page.write_text(f"# Page\n\nMade by `it` from commit `{commit}` with python. About: `{about}`.\n")
+        told = reporting.outdated(page)
+        assert told is None if answer is None else answer in told
+    page.write_text("# Page\n")
+    assert "does not say" in reporting.outdated(page)
