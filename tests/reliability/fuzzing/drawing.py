@@ -5,6 +5,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+from hf_hybrid_ssm.layers.mixers import MIXERS
 from tests.invariants.variants import BST, LMU, LONGHORN, SPADE, TOKENS
 
 Fields = dict[str, Any]
@@ -47,7 +48,7 @@ def bst(random: Random) -> Fields:
     kinds = ("sliding_attention", "bst") if bidirectional else ("sliding_attention", "bst", "block_recurrent")
     block_types = [random.choice(kinds) for _ in range(layers)]
     variant = random.choice(["sh", "mh"] if bidirectional else ["sh", "mh", "mf"])
-    ssm = random.choice(["s4d", "s4", "unstructured", "s5"])
+    ssm = random.choice(["s4d", "s4", "unstructured", "s5"] + ["ema", "hyena", "lstm"] * (variant == "sh"))
     buckets = random.choice([4, 8] if bidirectional else [2, 6, 8])
     window = random.choice([1, 3, 6])
     fields = {
@@ -66,7 +67,7 @@ def bst(random: Random) -> Fields:
         "ssm_state_size": random.choice([2, 4, 8]),
         "ssm_num_dynamics": random.choice([None, 1, 2]),
         "ssm_init": random.choice(["legs", "inv", "lin"]),
-        "ssm_discretization": random.choice([None, "zoh", "bilinear"] if ssm == "s4d" else [None, "bilinear"]),
+        "ssm_discretization": random.choice([None, *MIXERS[ssm].discretizations]),
         "ssm_input_norm": random.choice(FLAG),
         "ssm_skip": random.choice(FLAG),
         "ssm_learning_rate": random.choice([None, 1e-3]),
@@ -119,7 +120,7 @@ def lmu_isa(random: Random) -> Fields:
 
 def spade(random: Random) -> Fields:
     layers = random.randint(1, 3)
-    ssm = random.choice(["s4", "s4d", "s5", "hyena", "ema", "lstm"])
+    ssm = random.choice(["s4", "s4d", "s5", "hyena", "unstructured", "ema", "lstm"])
     buckets = random.choice([4, 8, 32])
     return {
         **SPADE,
@@ -132,7 +133,9 @@ def spade(random: Random) -> Fields:
         "ssm_type": ssm,
         "ssm_state_size": random.choice([4, 8]),
         "ssm_num_dynamics": random.choice([None, 1, 2]),
-        "ssm_trainable": random.choice([None, "none", "all"] + ["output"] * (ssm in ("s4", "s4d", "s5"))),
+        "ssm_trainable": random.choice(
+            [None, "none", "all"] + ["output"] * ("output" in MIXERS[ssm].trainable_choices)
+        ),
         "ssm_stop_gradient": random.choice(FLAG),
         "ssm_skip": random.choice(FLAG),
         "ssm_merge": random.choice(["concat", "add", "stack"]),
