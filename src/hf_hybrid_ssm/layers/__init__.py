@@ -1,1 +1,1 @@
-"""Floor 2: modules built from ops. They know shapes and parameters, nothing of transformers' models."""
+"""Modules built from ops. They know shapes and parameters, nothing of transformers' models."""

@@ -1,4 +1,4 @@
-"""Every long-range mixer, behind one interface, by its name in a configuration."""
+"""Every long-range mixer, by its name in a configuration."""
 
 from hf_hybrid_ssm.layers.mixers.registry import MIXERS, build_mixer, register_mixer
 

@@ -1,4 +1,4 @@
-"""`torch.nn.LSTM` behind the interface of the long-range mixers, for ablations."""
+"""`torch.nn.LSTM` with the interface of the long-range mixers, for ablations."""
 
 from typing import Any, Unpack
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True)
 class BlockGrid:
-    """The blocks 0..J-1 that a piece (B, L) touches, and block J behind them.
+    """The blocks 0..J-1 that a piece (B, L) touches, and block J after them.
 
     Args:
         window: W.
@@ -62,7 +62,7 @@ class BlockGrid:
     def to_blocks(self, x: torch.Tensor, past: torch.Tensor | None = None) -> torch.Tensor:
         """x (B, L, ...) → (B, J, W, ...), slot by slot.
 
-        `past` (B, W, ...) fills the slots of block 0 that earlier pieces hold. Slots behind a document's end hold
+        `past` (B, W, ...) fills the slots of block 0 that earlier pieces hold. Slots after a document's end hold
         something finite.
         """
         if self.aligned:
@@ -85,7 +85,7 @@ class BlockGrid:
         return _take(flat, self.block * self.window + slot)
 
     def unfinished(self, blocks: torch.Tensor) -> torch.Tensor:
-        """From (B, J, W, ...) the block that goes on behind the piece, (B, W, ...), zero where it is not yet
+        """From (B, J, W, ...) the block that goes on after the piece, (B, W, ...), zero where it is not yet
         filled."""
         last = self.next_block.clamp(max=self.num_blocks - 1)
         rows = torch.arange(blocks.shape[0], device=blocks.device)

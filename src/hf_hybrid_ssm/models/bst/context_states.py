@@ -128,10 +128,10 @@ class ContextStates(nn.Module):
         first = grid.is_first_block[..., None, None, None]
         for parts, new, initial, held in zip((keys, values), self._project(y), self._initial(), past):
             initial = initial.expand(u.shape[0], 1, *initial.shape)
-            behind = torch.where(first[:, 1 : 1 + new.shape[1]], initial, new)
+            later = torch.where(first[:, 1 : 1 + new.shape[1]], initial, new)
             # before the first block is over, a cache may hold anything
             start = initial if held is None else torch.where(first[:, :1], initial, held.transpose(1, 2).unsqueeze(1))
-            parts.append(torch.cat([start, behind], dim=1))
+            parts.append(torch.cat([start, later], dim=1))
         after = {}
         if options["return_final_state"]:
             rows = torch.arange(u.shape[0], device=u.device)

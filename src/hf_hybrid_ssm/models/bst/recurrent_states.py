@@ -103,7 +103,7 @@ class RecurrentStates(nn.Module):
         return torch.stack(keys[:-1], 1), torch.stack(values[:-1], 1), after
 
     def _last_block_may_be_finished(self, grid: BlockGrid) -> bool:
-        """False where no row finishes the last block, so that the update behind it may be left out."""
+        """False where no row finishes the last block, so that the update after it may be left out."""
         return not can_read_values(grid.next_block) or bool((grid.next_block >= grid.num_blocks).any())
 
     def _read(
@@ -151,7 +151,7 @@ class RecurrentStates(nn.Module):
         befores: list[list[torch.Tensor]],
         blocks: list[torch.Tensor],
     ) -> States:
-        """The state of the block that goes on behind the piece, of each row."""
+        """The state of the block that goes on after the piece, of each row."""
         rows = torch.arange(states[0].shape[0], device=states[0].device)
         taken = (torch.stack(parts, 1)[rows, grid.next_block] for parts in (states, keys, values))
         unfinished = (grid.unfinished(part) for part in blocks)

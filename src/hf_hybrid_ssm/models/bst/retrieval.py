@@ -65,7 +65,7 @@ def attend_with_memory(
         memory_key = _pushed(memory_key, k[:, :, stride - 1 :: stride], finished)
         memory_value = _pushed(memory_value, v[:, :, stride - 1 :: stride], finished)
         count = torch.where(finished, (count + k[:, :, stride - 1 :: stride].shape[2]).clamp(max=capacity), count)
-    # the block behind the piece may begin a new document, whose memory is empty
+    # the block after the piece may begin a new document, whose memory is empty
     rows = torch.arange(batch, device=queries.device)
     count = torch.where(grid.is_first_block[rows, grid.next_block], 0, count)
     return torch.stack(found, 1), dict(zip(MEMORY_STATES, (memory_key, memory_value, count)))
@@ -78,6 +78,6 @@ def _own_mask(window: int, slots: int, causal: str | None, device: torch.device)
 
 
 def _pushed(memory: torch.Tensor, new: torch.Tensor, finished: torch.Tensor) -> torch.Tensor:
-    """(B, H, M, e) with the states of a finished block behind the others; never a way back for gradients."""
+    """(B, H, M, e) with the states of a finished block after the others; never a way back for gradients."""
     after = torch.cat([memory, new.detach().to(memory.dtype)], 2)[:, :, -memory.shape[2] :]
     return torch.where(finished[:, None, None, None], after, memory)
