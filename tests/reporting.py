@@ -69,7 +69,7 @@ PAGES = {
         "matrix.md",
         "The ecosystem, cell by cell",
         ("tests/matrix",),
-        (*MODELS, "src/hf_hybrid_ssm/peft_targets.py", "tests/matrix"),
+        (*MODELS, "src/hf_hybrid_ssm/auto.py", "tests/matrix"),
         (
             "accelerate",
             "peft",

@@ -11,11 +11,10 @@ import sys
 
 import pytest
 import torch
-from hf_hybrid_ssm.peft_targets import TARGETS
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from peft.utils import constants
 
-from hf_hybrid_ssm.auto import register
+from hf_hybrid_ssm.auto import FAMILIES, register
 from tests.matrix.checks import assert_near, check_generation, logits_of, loss_before_and_after, rows, saved
 from tests.memory import in_own_memory
 from tests.tiny_models import ROWS, batch_of, own_language_model
@@ -97,7 +96,7 @@ def test_families_enter_tables_that_are_there_already(monkeypatch):
     tables = [name for name in vars(constants) if name.endswith(("_TARGET_MODULES_MAPPING", "_MODULES_MAPPING"))]
     full = {name: dict(getattr(constants, name)) for name in tables}
     for name in tables:
-        known = {key: value for key, value in full[name].items() if key not in TARGETS}
+        known = {key: value for key, value in full[name].items() if key not in {family.model_type for family in FAMILIES}}
         monkeypatch.setattr(constants, name, known | {"bst": ["PEFT's own"]} if "IA3" in name else known)
     register()
     for name in tables:

@@ -326,6 +326,21 @@ def test_classifier_loads_the_encoder_of_an_encoder_decoder(tmp_path):
     assert torch.equal(classifier.model.embed_tokens.weight, model.model.embed_tokens.weight)
 
 
+def test_an_encoder_takes_the_embeddings_of_a_language_model(tmp_path):
+    model = build(SpadeForCausalLM, SpadeConfig(**TINY | {"norm_position": "post", "final_norm": True}))
+    model.save_pretrained(tmp_path)
+    encoder, report = SpadeEncoderModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert torch.equal(encoder.embed_tokens.weight, model.model.embed_tokens.weight)
+    assert not report["unexpected_keys"] and report["missing_keys"]
+    assert all(key.startswith("encoder.") for key in report["missing_keys"])
+
+
+def test_only_the_language_model_has_a_pipeline_plan():
+    config, both = SpadeConfig(**TINY), SpadeSeq2SeqConfig(**TINY, num_decoder_layers=1)
+    assert SpadeForCausalLM(config).supports_pp_plan
+    assert not SpadeEncoderModel(config).supports_pp_plan and not SpadeForConditionalGeneration(both).supports_pp_plan
+
+
 def test_pixels():
     config = SpadeConfig(**TINY | {"vocab_size": 256, "pixel_input": True, "norm_type": "batchnorm", "num_labels": 4})
     model = SpadeForSequenceClassification(config)

@@ -106,43 +106,55 @@ class CausalLMHead:
         return hidden_states
 
     def _uses_fused_loss(self) -> bool:
-        # A wrapped head (LoRA, quantization) has more than a weight, and tensor parallelism holds a shard of it: then
-        # it is called, as any module.
-        plain_head = type(self.lm_head) is nn.Linear and type(self.lm_head.weight) is nn.Parameter
-        return self.training and self.config.use_linear_cross_entropy and plain_head
+        return self.training and self.config.use_linear_cross_entropy and is_plain_linear(self.lm_head)
 
-    def _fused_loss(self, hidden_states: torch.Tensor, labels: torch.Tensor, **kwargs) -> torch.Tensor:
-        return chunked_causal_lm_loss(hidden_states, self.lm_head, labels, **kwargs)
+    def _fused_loss(
+        self,
+        hidden_states: torch.Tensor,
+        labels: torch.Tensor,
+        *,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """transformers' `ForCausalLMLoss` without ever holding all logits.
+
+        Args:
+            hidden_states: (B, L, D), the input of the head.
+            labels: (B, L), shifted here unless `shift_labels` is given.
+            num_items_in_batch: number of targets over all accumulation steps; the sum is divided by it.
+        """
+        if shift_labels is None:
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        return fused_cross_entropy(
+            hidden_states, self.lm_head, shift_labels.to(hidden_states.device), num_items_in_batch, ignore_index
+        )
 
 
-def chunked_causal_lm_loss(
+def is_plain_linear(head: nn.Module) -> bool:
+    """A wrapped head (LoRA, quantization) has more than a weight, and tensor parallelism holds a shard of it: then it
+    is called, as any module."""
+    return type(head) is nn.Linear and type(head.weight) is nn.Parameter
+
+
+def fused_cross_entropy(
     hidden_states: torch.Tensor,
-    lm_head: nn.Linear,
-    labels: torch.Tensor,
-    *,
-    num_items_in_batch: torch.Tensor | int | None = None,
+    lm_head: nn.Module,
+    targets: torch.Tensor,
+    num_items: torch.Tensor | int | None = None,
     ignore_index: int = -100,
-    shift_labels: torch.Tensor | None = None,
-    **kwargs,
 ) -> torch.Tensor:
-    """transformers' `ForCausalLMLoss` without ever holding all logits.
+    """Of (B, L, D) and (B, L): the mean over the targets, or the sum divided by `num_items`.
 
-    Args:
-        hidden_states: (B, L, D), the input of `lm_head`.
-        labels: (B, L), shifted here unless `shift_labels` is given.
-        num_items_in_batch: number of targets over all accumulation steps; the sum is divided by it.
+    A head with a `loss` of its own (an adaptive softmax) computes the sum itself.
     """
-    if shift_labels is None:
-        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    return linear_cross_entropy(
-        hidden_states,
-        lm_head.weight,
-        shift_labels.to(hidden_states.device),
-        bias=lm_head.bias,
-        ignore_index=ignore_index,
-        reduction="mean" if num_items_in_batch is None else "sum",
-        num_items=num_items_in_batch,
-    )
+    if isinstance(lm_head, nn.Linear):
+        reduction = "mean" if num_items is None else "sum"
+        options = {"bias": lm_head.bias, "ignore_index": ignore_index, "reduction": reduction, "num_items": num_items}
+        return linear_cross_entropy(hidden_states, lm_head.weight, targets, **options)
+    count = (targets != ignore_index).sum() if num_items is None else num_items
+    return lm_head.loss(hidden_states.flatten(0, 1), targets.flatten(), ignore_index) / count
 
 
 class SequenceClassificationHead:

@@ -133,27 +133,8 @@ class SpadeForCausalLM(CausalLMHead, SpadePreTrainedModel, GenerationMixin):
         return AdaptiveSoftmax(self.model.embed_tokens, config.adaptive_dropout)
 
     def _uses_fused_loss(self) -> bool:
-        if isinstance(self.lm_head, AdaptiveSoftmax):
-            return self.training and self.config.use_linear_cross_entropy
-        return super()._uses_fused_loss()
-
-    def _fused_loss(
-        self,
-        hidden_states: torch.Tensor,
-        labels: torch.Tensor,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        ignore_index: int = -100,
-        shift_labels: torch.Tensor | None = None,
-        **kwargs,
-    ) -> torch.Tensor:
-        options = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
-        if not isinstance(self.lm_head, AdaptiveSoftmax):
-            return super()._fused_loss(hidden_states, labels, shift_labels=shift_labels, **options)
-        if shift_labels is None:
-            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        targets = shift_labels.flatten().to(hidden_states.device)
-        count = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
-        return self.lm_head.loss(hidden_states.flatten(0, 1), targets, ignore_index) / count
+        is_adaptive = self.training and isinstance(self.lm_head, AdaptiveSoftmax)
+        return self.config.use_linear_cross_entropy if is_adaptive else super()._uses_fused_loss()
 
 
 class SpadeEncoder(SpadeLayers, SpadePreTrainedModel):

@@ -16,7 +16,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer, prepare_cache
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
-from hf_hybrid_ssm.models.heads import chunked_causal_lm_loss
+from hf_hybrid_ssm.models.heads import fused_cross_entropy, is_plain_linear
 from hf_hybrid_ssm.models.inputs import check_inputs, check_labels
 from hf_hybrid_ssm.models.packing import PackedRows, resolve_packing
 from hf_hybrid_ssm.models.spade.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint
@@ -338,11 +338,10 @@ class SpadeForConditionalGeneration(SpadePreTrainedModel, GenerationMixin):
         )
         hidden_states = outputs.last_hidden_state
         logits, loss = None, None
-        chunked = self.training and self.config.use_linear_cross_entropy and type(self.lm_head) is nn.Linear
         num_items = kwargs.get("num_items_in_batch")
-        if labels is not None and chunked:
-            options = {"num_items_in_batch": num_items, "shift_labels": labels}
-            loss = chunked_causal_lm_loss(hidden_states, self.lm_head, labels, **options)
+        is_fused = self.training and self.config.use_linear_cross_entropy and is_plain_linear(self.lm_head)
+        if labels is not None and is_fused:
+            loss = fused_cross_entropy(hidden_states, self.lm_head, labels.to(hidden_states.device), num_items)
         else:
             logits = self.lm_head(hidden_states)
             if labels is not None:
