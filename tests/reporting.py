@@ -194,16 +194,17 @@ class Writer:
     """Collects the reports of a run and writes the page at its end."""
 
     def __init__(self, page: Page, name: str):
-        self.page, self.name = page, name
+        self.page = page
         self.reports: list[pytest.TestReport] = []
+        # of the sources as they are when the run begins
+        self.made = made_by(f"python -m tests.reporting --make {name}", page.about, page.libraries)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
             self.reports.append(report)
 
     def pytest_sessionfinish(self) -> None:
-        made = made_by(f"python -m tests.reporting --make {self.name}", self.page.about, self.page.libraries)
-        write_page(self.page.path, self.page.title, made, *sections(self.reports))
+        write_page(self.page.path, self.page.title, self.made, *sections(self.reports))
 
 
 def sections(reports: Iterable[pytest.TestReport]) -> list[str]:

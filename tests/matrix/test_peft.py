@@ -96,7 +96,9 @@ def test_families_enter_tables_that_are_there_already(monkeypatch):
     tables = [name for name in vars(constants) if name.endswith(("_TARGET_MODULES_MAPPING", "_MODULES_MAPPING"))]
     full = {name: dict(getattr(constants, name)) for name in tables}
     for name in tables:
-        known = {key: value for key, value in full[name].items() if key not in {family.model_type for family in FAMILIES}}
+        known = {
+            key: value for key, value in full[name].items() if key not in {family.model_type for family in FAMILIES}
+        }
         monkeypatch.setattr(constants, name, known | {"bst": ["PEFT's own"]} if "IA3" in name else known)
     register()
     for name in tables:
