@@ -94,6 +94,7 @@ assert lora["llama"] == ["q_proj", "v_proj"]
 
 def test_families_enter_tables_that_are_there_already(monkeypatch):
     tables = [name for name in vars(constants) if name.endswith(("_TARGET_MODULES_MAPPING", "_MODULES_MAPPING"))]
+    ours = {family.model_type for family in FAMILIES}
     full = {name: dict(getattr(constants, name)) for name in tables}
     for name in tables:
         known = {
