@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 
 from hf_hybrid_ssm.layers.mixers.hippo import legs_dplr
-from hf_hybrid_ssm.layers.mixers.state_space import StateSpaceMixer, complex_pairs, log_uniform_step
+from hf_hybrid_ssm.layers.mixers.state_space import SSM_FIELDS, StateSpaceMixer, complex_pairs, log_uniform_step
 from hf_hybrid_ssm.ops.linear_scan import Transition
 
 INITS = ("legs", "inv", "lin")
@@ -24,13 +24,7 @@ class DiagonalSSM(StateSpaceMixer):
 
     trainable_choices: ClassVar[tuple[str, ...]] = ("all", "output", "none")
     output_parameters: ClassVar[tuple[str, ...]] = ("C", "D")
-    config_options: ClassVar[dict[str, str]] = {
-        "state_size": "ssm_state_size",
-        "num_dynamics": "ssm_num_dynamics",
-        "dt_min": "ssm_dt_min",
-        "dt_max": "ssm_dt_max",
-        "skip": "ssm_skip",
-    }
+    config_options: ClassVar[dict[str, str]] = SSM_FIELDS | {"num_dynamics": "ssm_num_dynamics"}
     default_state_size: ClassVar[int] = 64
     conjugate_pairs: ClassVar[bool] = True
 
@@ -101,8 +95,7 @@ class S4D(DiagonalSSM):
     block_size, skip) and `Mixer` (bidirectional, trainable, learning_rate).
     """
 
-    config_options: ClassVar[dict[str, str]] = {
-        **DiagonalSSM.config_options,
+    config_options: ClassVar[dict[str, str]] = DiagonalSSM.config_options | {
         "init": "ssm_init",
         "discretization": "ssm_discretization",
     }

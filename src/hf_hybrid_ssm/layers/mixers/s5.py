@@ -6,7 +6,7 @@ import torch
 
 from hf_hybrid_ssm.layers.mixers.base import Mixer, RowOptions, State
 from hf_hybrid_ssm.layers.mixers.hippo import legs_dplr_basis
-from hf_hybrid_ssm.layers.mixers.state_space import log_uniform_step
+from hf_hybrid_ssm.layers.mixers.state_space import SSM_FIELDS, log_uniform_step
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.layers.truncated_normal import truncated_normal
 from hf_hybrid_ssm.ops._core.autocast import without_autocast
@@ -33,13 +33,7 @@ class S5(Mixer):
     """
 
     supports_filters: ClassVar[bool] = True
-    config_options: ClassVar[dict[str, str]] = {
-        "state_size": "ssm_state_size",
-        "blocks": "s5_blocks",
-        "dt_min": "ssm_dt_min",
-        "dt_max": "ssm_dt_max",
-        "skip": "ssm_skip",
-    }
+    config_options: ClassVar[dict[str, str]] = SSM_FIELDS | {"blocks": "s5_blocks"}
     default_state_size: ClassVar[int] = 256
     conjugate_pairs: ClassVar[bool] = True
     discretizations: ClassVar[tuple[str, ...]] = ("zoh",)

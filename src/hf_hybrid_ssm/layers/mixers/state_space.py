@@ -20,6 +20,9 @@ from hf_hybrid_ssm.ops.linear_scan import (
 )
 from hf_hybrid_ssm.ops.long_conv import long_conv
 
+# what state-space models read of a configuration
+SSM_FIELDS = {"state_size": "ssm_state_size", "dt_min": "ssm_dt_min", "dt_max": "ssm_dt_max", "skip": "ssm_skip"}
+
 
 class StateSpaceMixer(CachedKernelMixer):
     r"""F real linear systems of N dimensions on each of the D channels, y_t = C s_t + D u_t, s_t = A s_{t-1} + B u_t.
