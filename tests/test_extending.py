@@ -158,46 +158,6 @@ def test_a_backend_is_one_file_and_one_entry(copy):
     copy.run("-c", USE_BACKEND)
 
 
-MIXER = '''"""h_t = a h_{t-1} + (1 - a) u_t with a = sigmoid(w) for each channel."""
-
-from typing import ClassVar
-
-import torch
-from torch import nn
-
-from hf_hybrid_ssm.layers.mixers.base import Mixer
-from hf_hybrid_ssm.ops._core.lengths import zero_beyond
-from hf_hybrid_ssm.ops.linear_scan import diagonal_scan
-
-
-class LeakyAverage(Mixer):
-    """State: h, (B, D)."""
-
-    supports_bidirectional: ClassVar[bool] = False
-    float32_parameters: ClassVar[tuple[str, ...]] = ("w",)
-
-    def __init__(self, hidden_size, *, device=None, dtype=None, **options):
-        super().__init__(hidden_size, **options)
-        self.create_parameters(device, dtype)
-
-    def init_parameters(self):
-        return {"w": 4 * torch.rand(self.hidden_size, dtype=torch.float64)}
-
-    def mix(self, u, initial_state, *, seq_idx, lengths, return_final_state):
-        a = torch.sigmoid(self.w)
-        x = (1 - a) * zero_beyond(u, lengths).to(a.dtype)
-        options = {"seq_idx": seq_idx, "lengths": lengths, "return_final_state": return_final_state}
-        h, final = diagonal_scan(a, x, initial_state=initial_state, **options)
-        return h.to(u.dtype), final
-
-    def step(self, u_t, state):
-        a = torch.sigmoid(self.w)
-        state = a * state + (1 - a) * u_t.to(a.dtype)
-        return state.to(u_t.dtype), state
-
-    def init_state(self, batch, *, device=None, dtype=None):
-        return torch.zeros(batch, self.hidden_size, device=device or self.w.device, dtype=dtype or torch.float32)
-'''
 USE_MIXER = """
 import torch
 from safetensors.torch import save_file
@@ -226,7 +186,9 @@ with backend("torch"):
 
 @pytest.mark.skipif(not hasattr(registry, "register_mixer"), reason="families list their mixers themselves")
 def test_a_mixer_is_one_file_and_one_entry(copy):
-    copy.add("layers/mixers/leaky_average.py", MIXER)
+    """The one that docs/extending.md shows."""
+    blocks = re.findall("```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)
+    copy.add("layers/mixers/leaky_average.py", next(block for block in blocks if "class LeakyAverage(" in block))
     path = "layers/mixers/registry.py"
     anchor = "from hf_hybrid_ssm.layers.mixers.lstm import LSTM\n"
     copy.replace(path, anchor, f"from hf_hybrid_ssm.layers.mixers.leaky_average import LeakyAverage\n{anchor}")
