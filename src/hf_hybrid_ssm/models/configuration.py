@@ -26,6 +26,9 @@ class HybridConfigMixin:
 
     A derived field follows the fields it is computed from until someone sets it; setting it to its default (`None`)
     makes it follow again. It always holds its value, so `config.json` is complete.
+
+    Arguments are documented by hand: transformers' `auto_docstring` fills in those of its own models, whose defaults
+    and meanings (of windows, dropouts, state sizes) are not ours.
     """
 
     base_model_pp_plan: ClassVar[dict[str, tuple[list[str], list[str]]] | None] = {
