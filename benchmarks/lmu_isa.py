@@ -82,7 +82,7 @@ def with_head(rounds: int) -> dict:
 
 
 def decoding(rounds: int) -> dict:
-    """Milliseconds a token behind prompts of different lengths."""
+    """Milliseconds per token after prompts of different lengths."""
     model = build("chunked").eval()
     token, candidates = torch.zeros(1, 1, dtype=torch.long), {}
     for length in (16, 4096):

@@ -57,7 +57,7 @@ def training_step(model: PreTrainedModel, length: int, kernel: str | None = None
 
 
 def speed(length: int, rounds: int) -> dict:
-    """Tokens a second of each model at one length, all in turns."""
+    """Tokens/s of each model at one length, all in turns."""
     mamba = build("mamba_compiled")
     steps = {
         "longhorn native": training_step(build("longhorn"), length),
@@ -79,7 +79,7 @@ def speed(length: int, rounds: int) -> dict:
 
 
 def forward_speed(length: int, rows: int, rounds: int) -> dict:
-    """Tokens a second without gradients, prompts of several rows."""
+    """Tokens/s without gradients, prompts of several rows."""
     model = build("longhorn").eval()
     tokens = torch.randint(0, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(0))
 

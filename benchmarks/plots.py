@@ -56,7 +56,7 @@ def by_length() -> Figure:
 
 
 def training() -> Figure:
-    """Tokens a second of a training step of Longhorn and its peers."""
+    """Tokens/s of a training step of Longhorn and its peers."""
     step = load("longhorn_training")["training_step"]
     speeds = {LONGHORN_AND_PEERS[name].replace("`", ""): speed for name, speed in step["tokens_per_second"].items()}
     figure, (axes,) = panels("How fast does Longhorn train next to its peers?", height=2.4)

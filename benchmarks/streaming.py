@@ -37,7 +37,7 @@ def resident_megabytes() -> float:
 
 
 def stream(model: PreTrainedModel, tokens: torch.Tensor, piece: int) -> Iterator[tuple[float, float]]:
-    """Mean loss of each piece and resident memory behind it; nothing is kept but the cache."""
+    """Mean loss of each piece and resident memory after it; nothing is kept but the cache."""
     cache = DynamicCache(config=model.config)
     last = None
     with torch.inference_mode():

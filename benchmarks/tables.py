@@ -104,7 +104,7 @@ def bst_layer(figures: dict) -> str:
         f"{first[f'SH_times_as_fast_as_block_recurrent_at_{lengths[0]}']}x as fast as a Block-Recurrent layer and "
         f"takes {first[f'SH_times_the_time_of_sliding_attention_at_{lengths[0]}']}x the time of sliding attention, MF "
         f"{first[f'MF_times_the_time_of_SH_at_{lengths[0]}']}x that of SH. bst-80m reads "
-        f"{figures['bst_80m']['prefill_tokens_per_second']} tokens a second and writes "
+        f"{figures['bst_80m']['prefill_tokens_per_second']} tokens/s and writes "
         f"{figures['bst_80m']['decoding_tokens_per_second']}.\n"
     )
 
@@ -114,7 +114,7 @@ def comparison(figures: dict) -> str:
         [name, f"{found['parameters']:,}", f"{found['validation_loss']:.3f} ± {found['standard_deviation']:.3f}"]
         for name, found in figures["models"].items()
     ]
-    return markdown_table(["model", "parameters", "held-out loss, nats a token"], rows)
+    return markdown_table(["model", "parameters", "held-out loss, nats per token"], rows)
 
 
 def spade_ssm_cost(figures: dict) -> str:
@@ -139,7 +139,7 @@ def spade_ssm_cost(figures: dict) -> str:
 
 def lengths(figures: dict) -> str:
     found = figures["models"]
-    head = ["perplexity on held-out books, read so many tokens at a time", *next(iter(found.values()))["points"]]
+    head = ["perplexity on held-out books, by evaluation context length", *next(iter(found.values()))["points"]]
     head[1:] = [f"{point['length']:,}" for point in head[1:]]
     rows = []
     for name, model in found.items():
@@ -174,7 +174,7 @@ def scaling_law(figures: dict) -> str:
         f"{found['standard_deviation_of_alpha']:.4f})"
         for family, found in figures["families"].items()
     )
-    head = ["model", "parameters beside embeddings", "held-out loss, nats a token"]
+    head = ["model", "non-embedding parameters", "held-out loss, nats per token"]
     return f"{markdown_table(head, rows)}\nSlopes alpha of loss = (N / N_c)^-alpha: {slopes}.\n"
 
 
@@ -253,7 +253,7 @@ def targets() -> str:
     lines: list[tuple[str, float, str, float]] = [
         ("Longhorn step, times compiled Mamba", 2, ">=", step["mamba compiled, associative scan"]),
         ("Longhorn step, times eager Mamba", 20, ">=", step["mamba eager"]),
-        ("Longhorn forward, thousand tokens a second", 100, ">=", training["forward"]["tokens_per_second"] / 1000),
+        ("Longhorn forward, thousand tokens/s", 100, ">=", training["forward"]["tokens_per_second"] / 1000),
         ("memory of a step, share of Llama's", 2, "<=", memory),
         ("scan, share of a layer's time", 0.15, "<=", scan["share_of_the_block"]["share"]),
         ("scan forward, times the copy", 3, "<=", scan["forward"]["C_times_the_copy"]),

@@ -28,7 +28,7 @@ class CompareArguments:
     variants: dict[str, dict[str, Any]] = field(metadata={"help": "name: settings that differ"})
     output_dir: str = "runs/compare"
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
-    results: str | None = field(default=None, metadata={"help": "a further file for the figures"})
+    results: str | None = field(default=None, metadata={"help": "another file for the figures"})
     overwrite: bool = False
 
     def __post_init__(self):
@@ -48,7 +48,7 @@ def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare(arguments: CompareArguments) -> dict[str, Any]:
-    """All runs, in turns of seeds so that an interrupted comparison is still a fair one."""
+    """All runs, seed by seed, so that an interrupted comparison is still fair."""
     check_output(arguments.output_dir, arguments.overwrite)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.variants}
     figures: dict[str, Any] = {}

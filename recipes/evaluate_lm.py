@@ -3,8 +3,8 @@
     python recipes/evaluate_lm.py --model runs/longhorn-books --files text.jsonl --length 512
 
 Documents are scored as pretrain_clm.py trains them: each alone, its first token given the beginning-of-text token (the
-end-of-text token, where the tokenizer has no other), and the end-of-text token last. For growing windows the text is
-rows of one document each, the same for every window; windows longer than every document are left out. Writes
+end-of-text token, if the tokenizer has no other), and the end-of-text token last. For growing windows the text is rows
+of one document each, the same for every window; windows longer than every document are left out. Writes
 evaluation.json and extrapolation.png to `--output_dir` (the model's folder by default).
 """
 
@@ -68,7 +68,7 @@ def extrapolation(
 
 
 def samples(model: PreTrainedModel, tokenizer: Any, prompts: list[str], new_tokens: int) -> list[dict[str, str]]:
-    """What the model writes after each prompt, which is read as the beginning of a document."""
+    """What the model generates after each prompt, which is read as the beginning of a document."""
     answers = []
     for prompt in prompts:
         ids = torch.tensor([[begin_of(tokenizer), *token_ids([prompt], tokenizer)[0]]], device=model.device)

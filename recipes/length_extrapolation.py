@@ -4,7 +4,7 @@
 
 `models` names trained checkpoints; `variants` are trained first, by pretrain_clm.py with the settings of `base` and
 what differs. Every length is scored on exactly the same tokens, so that only the context changes. Writes
-length_extrapolation.json and .png to `output_dir`, and both to `results` (a path without ending) too.
+length_extrapolation.json and .png to `output_dir`, and both to `results` (a path without extension).
 """
 
 import math
@@ -51,7 +51,7 @@ class ExtrapolationArguments:
     seeds: list[int] = field(default_factory=lambda: [0], metadata={"help": "of the variants"})
     text_column: str = "text"
     output_dir: str = "runs/length-extrapolation"
-    results: str | None = field(default=None, metadata={"help": "a further path, without ending, for the figures"})
+    results: str | None = field(default=None, metadata={"help": "another path, without extension, for the figures"})
     overwrite: bool = False
 
     def __post_init__(self):
@@ -70,7 +70,7 @@ class ExtrapolationArguments:
 
 
 def train(arguments: ExtrapolationArguments) -> dict[str, list[str]]:
-    """The variants' checkpoints, one a seed."""
+    """The variants' checkpoints, one per seed."""
     parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
     runs: dict[str, list[str]] = {name: [] for name in arguments.variants}
     settings = []

@@ -47,7 +47,7 @@ class MqarArguments:
     train_rows: int = 100_000
     test_rows: int = 3_000
     enough: float = field(default=0.99, metadata={"help": "test accuracy at which a run stops"})
-    results: str | None = field(default=None, metadata={"help": "a further path, without ending, for the figures"})
+    results: str | None = field(default=None, metadata={"help": "another path, without extension, for the figures"})
     overwrite: bool = False
 
     def __post_init__(self):
@@ -65,7 +65,7 @@ def check_sizes(length: int, pairs: int, vocab_size: int) -> None:
 def recall_rows(length: int, pairs: int, rows: int, vocab_size: int, seed: int) -> dict[str, np.ndarray]:
     """Token rows and labels, (rows, length + 1) int64 each, as transformers' causal models take them.
 
-    A row starts with key, value, key, value, ...; later every key comes once more, and the label behind it is its
+    A row starts with key, value, key, value, ...; later every key comes once more, and the label after it is its
     value. Keys are the lower half of the vocabulary without 0, values the upper half, and 0 fills all else. The place
     of a query is drawn without replacement, near ones more often: p(j) ~ j^(0.01 - 1) over every second position.
     """

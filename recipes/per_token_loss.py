@@ -1,10 +1,10 @@
-"""Loss by position in a row: does a model go on learning from what it has read, or is its memory soon full?
+"""Loss by position in a row: does more context keep helping a model, or does its loss flatten?
 
     python recipes/per_token_loss.py recipes/configs/lmu_isa/per_token_cpu.yaml [key=value ...]
 
 Reads trained causal language models and held-out text, averages the loss at each position over rows of one document
-each, smooths in logarithmic bins, and says from where on it falls by less than 0.01 nat as the position doubles.
-Writes per_token_loss.json and .png to `output_dir`, and both to `results` (a path without ending) too.
+each, smooths in logarithmic bins, and finds the position after which it falls by less than 0.01 nat per doubling.
+Writes per_token_loss.json and .png to `output_dir`, and both to `results` (a path without extension).
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
 
-FLAT = 0.01  # nats a doubling
+FLAT = 0.01  # nats per doubling
 
 
 @dataclass
@@ -33,11 +33,11 @@ class PerTokenArguments:
     models: dict[str, list[str]] = field(metadata={"help": "name: checkpoints (such as seeds) to average over"})
     files: list[str] = field(metadata={"help": "held-out text: txt, jsonl or parquet"})
     sequence_length: int = 1024
-    rows: int = field(default=1000, metadata={"help": "at most so many rows"})
+    rows: int = field(default=1000, metadata={"help": "at most this many rows"})
     batch_size: int = 8
     text_column: str = "text"
     output_dir: str = "runs/per-token-loss"
-    results: str | None = field(default=None, metadata={"help": "a further path, without ending, for the figures"})
+    results: str | None = field(default=None, metadata={"help": "another path, without extension, for the figures"})
     overwrite: bool = False
 
     def __post_init__(self):
@@ -86,7 +86,7 @@ def binned(losses: np.ndarray, bins_a_doubling: int = 2) -> dict[str, list[float
 
 
 def flat_from(curve: dict[str, list[float]], doublings: int = 2, bins_a_doubling: int = 2) -> float | None:
-    """The first position behind which the loss falls by less than FLAT a doubling, to the end; None if nowhere.
+    """The first position after which the loss falls by less than FLAT per doubling, to the end; None if there is none.
 
     Slopes are taken over `doublings` doublings, since single bins are noisy.
     """

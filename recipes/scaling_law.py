@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from pretrain_clm import ModelArguments, pretrain
 from transformers import HfArgumentParser, TrainingArguments
 
-# (N / N_c)^-alpha of arXiv 2110.02402 on OpenWebText2, nats a token
+# (N / N_c)^-alpha of arXiv 2110.02402 on OpenWebText2, nats per token
 PAPER = {"LMU-ISA, the paper": (1.95e14, 0.072), "LMU-ISA with attention, the paper": (3.80e14, 0.069)}
 
 
@@ -36,7 +36,7 @@ class ScalingArguments:
     families: dict[str, dict[str, dict[str, Any]]] = field(metadata={"help": "family: member: settings that differ"})
     output_dir: str = "runs/scaling-law"
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
-    results: str | None = field(default=None, metadata={"help": "a further path, without ending, for the figures"})
+    results: str | None = field(default=None, metadata={"help": "another path, without extension, for the figures"})
     overwrite: bool = False
 
     def __post_init__(self):
@@ -84,7 +84,7 @@ def ladder(points: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def scaling_law(arguments: ScalingArguments) -> dict[str, Any]:
-    """All runs, seed by seed, so that an interrupted ladder is a whole one with fewer seeds."""
+    """All runs, seed by seed, so that an interrupted ladder is a complete one with fewer seeds."""
     check_output(arguments.output_dir, arguments.overwrite)
     parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
     points: dict[str, list[dict[str, Any]]] = {family: [] for family in arguments.families}
@@ -125,9 +125,7 @@ def draw(families: dict[str, Any]) -> Figure:
         label = f"{label}: alpha = {alpha}"
         axes.plot(ends, (ends / critical) ** -alpha, linestyle=dashes, linewidth=1, color=REFERENCE, label=label)
     axes.set_title(f"{SPREAD}; grey: the paper's fits, to another text", loc="left", fontsize=9)
-    axes.set(
-        xscale="log", yscale="log", xlabel="parameters beside embeddings", ylabel="held-out loss (nats per token)"
-    )
+    axes.set(xscale="log", yscale="log", xlabel="non-embedding parameters", ylabel="held-out loss (nats per token)")
     return figure
 
 

@@ -1,11 +1,11 @@
-"""Pre-train and score a language model of words on one unbroken stream, by fairseq's protocol for WikiText-103.
+"""Pre-train and score a language model of words on one continuous stream, with fairseq's protocol for WikiText-103.
 
     python recipes/word_lm.py recipes/configs/spade/wikitext103.yaml [key=value ...]
 
-Blocks of `sequence_length` words ignore where lines and articles end; the state starts anew in each. Validation and
-test are scored with `context` words before every block but the first, each word once; perplexity is per word (a line's
-end counts as one, unknown words as `<unk>`). Writes to `output_dir`: model and tokenizer, checkpoints, results.json,
-history.json and loss.png.
+Blocks of `sequence_length` words ignore where lines and articles end; the state starts from zero in each. Validation
+and test are scored with `context` words before every block but the first, each word once; perplexity is per word (a
+line's end counts as one, unknown words as `<unk>`). Writes to `output_dir`: model and tokenizer, checkpoints,
+results.json, history.json and loss.png.
 """
 
 from collections.abc import Iterable
@@ -43,7 +43,7 @@ class WordArguments:
     sequence_length: int = field(default=3072, metadata={"help": "words of a block"})
     context: int = field(default=400, metadata={"help": "words of a block that evaluation reads without scoring them"})
     momentum: float = field(default=0.99, metadata={"help": "Nesterov's, with optim=sgd"})
-    results: str | None = field(default=None, metadata={"help": "a further file for the figures"})
+    results: str | None = field(default=None, metadata={"help": "another file for the figures"})
 
     def __post_init__(self):
         if bool(self.train_files) == (self.dataset_name is not None):
@@ -100,7 +100,7 @@ def per_word(prediction: EvalPrediction) -> dict[str, float]:
 def word_lm(arguments: ModelArguments, words: WordArguments, training: TrainingArguments) -> dict[str, Any]:
     """Train, score and save; returns what is written to results.json."""
     if arguments.carry_segments:
-        raise ValueError("carry_segments=True: every block begins with a new state here; pretrain_clm.py carries it.")
+        raise ValueError("carry_segments=True: blocks do not carry their state here; use pretrain_clm.py.")
     check_output(training.output_dir, arguments.overwrite, arguments.resume)
     set_seed(training.seed)
     training.per_device_eval_batch_size = 1  # a row's mean times its words is its sum

@@ -1,4 +1,4 @@
-"""What recipes add to transformers' Trainer: AdamW groups, and a run's figures as JSON and a picture."""
+"""What recipes add to transformers' Trainer: AdamW groups, and a run's figures as JSON and a plot."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from hf_hybrid_ssm.training.resume import checkpoint_defect, latest_complete_che
 
 
 class Trainer(transformers.Trainer):
-    """`transformers.Trainer` that decays matrices only and heeds the options parameters name for themselves."""
+    """`transformers.Trainer` that decays only matrices and respects the optimizer options of parameters."""
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         if self.optimizer is None:  # type: ignore[has-type]
@@ -31,10 +31,10 @@ class Trainer(transformers.Trainer):
         return self.optimizer
 
     def predictions(self, rows: Dataset) -> np.ndarray:
-        """What the model predicts for each row, in their order.
+        """The model's prediction for each row, in the order of the rows.
 
-        Neither grouped by length, as evaluation is where training is, nor with the rows that several processes repeat
-        to fill their last batch.
+        Rows are not grouped by length, even if training groups them, and those that several processes repeat to fill
+        their last batch are left out.
         """
         self.args.train_sampling_strategy = "sequential"
         found = self.predict(rows).predictions
@@ -44,8 +44,8 @@ class Trainer(transformers.Trainer):
 class LanguageTrainer(Trainer):
     """`Trainer` whose evaluation loss is the mean over all targets, in any number of processes.
 
-    transformers averages the batches' means, so that a last batch of few rows counts as much as a full one, and rows
-    that several processes repeat to fill it count twice. For labels whose every entry but -100 is a target.
+    transformers averages the batches' means, so that a small last batch counts as much as a full one, and rows that
+    several processes repeat to fill it count twice. Every label other than -100 must be a target.
     """
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any):
@@ -74,11 +74,11 @@ def is_first_process() -> bool:
 
 
 def checkpoint_to_resume(resume: str | None, output_dir: str) -> str | None:
-    """The folder to go on from: `resume` itself, or with "auto" the newest whole one in `output_dir`, if any."""
+    """The folder to resume from: `resume` itself, or with "auto" the newest complete one in `output_dir`, if any."""
     if resume == "auto":
         return latest_complete_checkpoint(output_dir)
     if resume is not None and (reason := checkpoint_defect(resume)):
-        raise ValueError(f"resume={resume!r} is no checkpoint to go on from: {reason}.")
+        raise ValueError(f"resume={resume!r} is not a checkpoint to resume from: {reason}.")
     return resume
 
 
@@ -99,7 +99,7 @@ def write_results(path: str | Path, figures: dict[str, Any]) -> None:
 
 
 def write_lines(path: str | Path, rows: Iterable[Any]) -> None:
-    """JSON, one a line."""
+    """JSON, one per line."""
     write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 

@@ -45,7 +45,7 @@ def family_of(model_type: str) -> Family:
 
 
 def owner_of(family: Family) -> str | None:
-    """The configuration class of transformers' own that has the family's model type; None where the name is ours."""
+    """The configuration class of transformers' own that has the family's model type; None if the name is ours."""
     configuration_auto = importlib.import_module("transformers.models.auto.configuration_auto")
     registered = configuration_auto.CONFIG_MAPPING._modules.get(family.model_type)
     is_ours = getattr(registered, "__name__", None) == family.package

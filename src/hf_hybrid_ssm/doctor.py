@@ -58,7 +58,7 @@ def _version(package: str) -> str | None:
 
 
 def report(found: dict[str, Any]) -> str:
-    """The findings for people."""
+    """The findings as text."""
     lines = [f"python {found['python']}"]
     lines += [f"{name} {version or 'is not installed'}" for name, version in found["packages"].items()]
     lines.append(f"C compiler: {found['compiler'] or 'none, so that the fused CPU kernels cannot be built'}")

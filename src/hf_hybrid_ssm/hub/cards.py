@@ -31,7 +31,7 @@ TASKS = {
     "MODEL_FOR_QUESTION_ANSWERING": "question-answering",
 }
 METRICS = {
-    "validation_loss": ("loss", "cross-entropy, nats a token"),
+    "validation_loss": ("loss", "cross-entropy, nats per token"),
     "validation_perplexity": ("perplexity", "perplexity"),
     "accuracy": ("accuracy", "accuracy"),
 }
@@ -54,7 +54,7 @@ def model_card(
         config: of a family of this package.
         name: what the model is called; "FOLDER" in the code that loads it is replaced by it.
         class_name: the class of its weights; by default the language model, or the classifier of a configuration that
-            is for classification alone.
+            is only for classification.
         results: metrics as the recipes write them to results.json.
         dataset: what it was trained and validated on.
         recipe: the command that trains it.
@@ -122,7 +122,7 @@ def card_of_folder(folder: str | os.PathLike, **options: Any) -> str:
 
 
 def _metrics(name: str, task: str | None, results: Mapping[str, Any] | None, dataset: str | None) -> dict[str, Any]:
-    """The Hub asks for the data set of every metric; without its name they stand in the text alone."""
+    """The Hub asks for the data set of every metric; without its name they are only in the text."""
     found = [(*METRICS[key], results[key]) for key in METRICS if results and key in results]
     if dataset is None or not found:
         return {}
@@ -160,7 +160,7 @@ def _plain(value: Any) -> bool:
 
 
 def _layers(kinds: list[str]) -> str:
-    """Neighbours of one kind share a line."""
+    """Consecutive layers of one kind share a line."""
     lines, start = [], 0
     for kind, group in itertools.groupby(kinds):
         end = start + len(list(group)) - 1

@@ -1,4 +1,4 @@
-"""Checkpoints that carry their code, for people who have transformers and torch alone."""
+"""Checkpoints that carry their code, for people who have only transformers and torch."""
 
 import json
 import logging
@@ -67,8 +67,8 @@ def export_code(model_or_folder: PreTrainedModel | str | os.PathLike, folder: st
 def write_code(folder: str | os.PathLike, model_type: str) -> None:
     """Write the code of a model type into a folder that exists.
 
-    This also happens whenever a model that carries its code is saved, at the end of a long training say. So a file of
-    the same name that was not exported stays as it is, and a warning is logged; `export_code` refuses it.
+    This also happens whenever a model that carries its code is saved, for instance at the end of a long training run.
+    So a file of the same name that was not exported stays as it is, and a warning is logged; `export_code` refuses it.
     """
     for name, text in code_of(model_type).items():
         path = Path(folder) / name
@@ -105,12 +105,12 @@ def code_of(model_type: str) -> dict[str, str]:
     own = _file_of_class(family, family.config)
 
     def file_of(module: str) -> str:
-        _, floor, *rest = module.split(".")
-        if floor == "ops":  # a file for each op, and one for what they share
+        _, level, *rest = module.split(".")
+        if level == "ops":  # a file for each op, and one for what they share
             return "dispatch" if rest[0] == "_core" else rest[0]
-        if floor == "layers":
+        if level == "layers":
             return "mixers" if module in mixers else "layers"
-        if floor == "models" and len(rest) == 1:  # what all configurations share goes with the family's own
+        if level == "models" and len(rest) == 1:  # what all configurations share goes with the family's own
             return own if rest[0] == "configuration" else "model_parts"
         is_listed = rest[-1].startswith(("configuration", "modeling"))
         return rest[-1] if is_listed else f"layers_{rest[0]}"

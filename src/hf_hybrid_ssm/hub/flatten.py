@@ -1,8 +1,8 @@
 """Modules merged into few flat files that import each other by one dot, all that transformers' remote code can load.
 
-The text stays as it was written, comments included, but for: imports (gathered at the head of each file), names that
-two merged modules both define (qualified by their module: `reference.run` becomes `reference_run`), and the names of
-custom ops.
+The text stays as it was written, comments included, except for: imports (gathered at the head of each file), names
+that two merged modules both define (qualified by their module: `reference.run` becomes `reference_run`), and the names
+of custom ops.
 """
 
 import ast
@@ -184,7 +184,7 @@ class _Flattening:
 
 
 class _Places:
-    """Where the nodes of a module stand in its text."""
+    """The positions of a module's nodes in its text."""
 
     def __init__(self, module: Module):
         self.module = module
@@ -199,10 +199,8 @@ class _Places:
             start += len(re.match(rb"(async def|def|class) +", self.text[start:])[0])  # type: ignore[index]
             end = start + len(old)
         if old and not self.text[start:end].startswith(old.encode()):
-            raise ValueError(
-                f"{self.module.name}:{node.lineno}: {old} stands in a formatted string over several lines."
-            )
-        # nothing is known here of scopes: a name that is replaced must have one meaning in the whole module
+            raise ValueError(f"{self.module.name}:{node.lineno}: {old} is in a formatted string over several lines.")
+        # scopes are not analysed: a name that is replaced must have one meaning in the whole module
         if old and old != new and (meant := self.module.bound[1] & {old, new}):
             raise ValueError(f"{self.module.name}: {meant} means something else inside a function.")
         return start, end, new

@@ -44,7 +44,7 @@ class Module:
     def path(self) -> Path:
         found = _path(self.name)
         if found is None:
-            raise ValueError(f"{self.name} is no module of {PACKAGE}.")
+            raise ValueError(f"{self.name} is not a module of {PACKAGE}.")
         return found
 
     @cached_property
@@ -57,7 +57,7 @@ class Module:
 
     @cached_property
     def imports(self) -> dict[str, Import]:
-        """By local name, in the order of the source. Ours stand at the top level only (a test holds that)."""
+        """By local name, in the order of the source. Ours are at the top level only (enforced by a test)."""
         found = []
         for node in self.tree.body:
             if isinstance(node, ast.Import):

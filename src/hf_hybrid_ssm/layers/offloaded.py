@@ -8,7 +8,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def with_accelerate_hooks(method: Method) -> Method:
-    """Let `method` of a module find its parameters, wherever they are.
+    """Make `method` of a module fetch its parameters, wherever they are.
 
     accelerate (`device_map` with memory for a part of the model, `disk_offload`) leaves parameters on the meta device,
     and FSDP2 leaves a shard of them on each device; both bring them in around `forward` alone. A mixer's `step` is

@@ -1,1 +1,1 @@
-"""Floor 3: the model families, one folder each, in transformers' own form."""
+"""The model families, one folder each, organised as in transformers."""

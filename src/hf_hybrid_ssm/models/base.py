@@ -46,7 +46,7 @@ class HybridPreTrainedModel(PreTrainedModel):
         By the name of the family: a folder's own code has copies of the classes.
 
         Raises:
-            TypeError: it is another family's, or none.
+            TypeError: it is not a configuration of that family.
             ValueError: its fields, changed since it was made, do not fit each other.
         """
         wanted = type(self).config_class
@@ -82,7 +82,7 @@ class HybridPreTrainedModel(PreTrainedModel):
         return "attention is computed in blocks, which never form a matrix of weights"
 
     def _refuse_attentions(self, output_attentions: bool | None) -> None:
-        """Refuse to answer `output_attentions=True` with nothing.
+        """Refuse `output_attentions=True` where there are no weights to return.
 
         Args:
             output_attentions: the argument of the forward; None leaves it to `config.output_attentions`.

@@ -30,7 +30,8 @@ class RecurrentMixin:
         raise NotImplementedError
 
     def states_after(self, *rows: torch.Tensor, **options: Any) -> States:
-        """The states that `mix` returns, for rollback; a layer overrides it where they cost less alone."""
+        """The states that `mix` returns, for rollback; a layer overrides it where they are cheaper to compute
+        alone."""
         return self.mix(*rows, **options)[1]
 
     def mix_with_cache(

@@ -105,7 +105,7 @@ class RecurrentStateLayer(CacheLayerMixin):
         """Before a forward: rows whose first token begins a document start from zeros.
 
         Args:
-            begins: (B,) bool, or None where no row does.
+            begins: (B,) bool, or None if no row does.
             next_notes: `next_notes(n)` are the notes after the first n tokens of the forward; None leaves them alone.
             waiting_after: `waiting_after(n)` are the rows (B,) bool of `begins` whose first n columns are padding.
         """
@@ -290,14 +290,14 @@ def is_recurrent_state_layer(layer: object) -> TypeGuard[RecurrentStateLayer]:
 def carry_segment(past_key_values: Cache, begins: torch.Tensor) -> None:
     """Make a cache, in place, the one that the next segment of every row starts from.
 
-    No gradient goes back through it, and rows whose next segment begins a document start afresh.
+    No gradient goes back through it, and rows whose next segment begins a document start from zero.
 
     Args:
         past_key_values: what a forward with `use_cache=True` returned.
         begins: (B,) bool.
 
     Raises:
-        ValueError: a layer keeps keys and values of all tokens (full attention), which cannot forget one row alone; or
+        ValueError: a layer keeps keys and values of all tokens (full attention), which cannot reset a single row; or
             `begins` has another shape or dtype.
     """
     for index, layer in enumerate(past_key_values.layers):
@@ -353,7 +353,7 @@ def prepare_cache(past_key_values: Cache | None, config: PreTrainedConfig, batch
     A `DynamicCache()` that was made without a config gets the layers of `config` while it is still empty.
 
     Raises:
-        TypeError: `past_key_values` is no `Cache`.
+        TypeError: `past_key_values` is not a `Cache`.
         ValueError: it was made for another model, or holds another batch size.
     """
     if past_key_values is None:

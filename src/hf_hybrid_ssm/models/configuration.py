@@ -116,7 +116,7 @@ class HybridConfigMixin:
         return cls(**{**cls.presets[name], **overrides})  # type: ignore[return-value]
 
     def check_positive(self, *names: str) -> None:
-        """Each named field must be > 0 and finite (None is let pass)."""
+        """Each named field must be > 0 and finite (None is allowed)."""
         for name in names:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -159,7 +159,7 @@ class HybridConfigMixin:
             value = getattr(self, name)
             if value not in ACT2FN:
                 known = ", ".join(map(repr, sorted(ACT2FN)))
-                raise ValueError(f"{name}={value!r} is no activation; transformers has {known}.")
+                raise ValueError(f"{name}={value!r} is not an activation of transformers, which are {known}.")
 
     def check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         """The named field must be one of `choices`."""

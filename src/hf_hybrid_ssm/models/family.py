@@ -1,4 +1,4 @@
-"""What a family says of itself, in its own folder (`family.py`): all that the rest of the package knows of it.
+"""The declaration of a family, in its own folder (`family.py`): all that the rest of the package knows about it.
 
 A declaration names classes and computes nothing, so reading one imports neither torch nor transformers.
 """
@@ -63,7 +63,7 @@ class Family:
         peft: PEFT's defaults.
         card: what model cards say.
         layer_kinds: configuration → what each layer is, in a few words.
-        is_classifier: configuration → whether it is for classification alone: it pools all tokens, or sees those that
+        is_classifier: configuration → whether it is only for classification: it pools all tokens, or sees those that
             follow.
         recurrent_states: configuration → the shape, for one row, of each state of a recurrent layer, where these are
             all that the layer keeps of the tokens before: sequence parallelism sends them. None where it keeps more.

@@ -218,7 +218,7 @@ class SequenceClassificationHead:
 
 
 class TokenClassificationHead(GenericForTokenClassification):
-    """transformers' head, one class a token, over the family's base model `base_model_class`.
+    """transformers' head, one class per token, over the family's base model `base_model_class`.
 
     The generic head asks `AutoModel` for the base model, which code exported with a checkpoint cannot do.
     """
@@ -279,7 +279,7 @@ class QuestionAnsweringHead(GenericForQuestionAnswering):
     ) -> QuestionAnsweringModelOutput:
         r"""
         start_positions, end_positions (`torch.LongTensor` of shape `(batch_size,)`, *optional*):
-            The first and the last token of the answer; a row with one behind its end does not count.
+            The first and the last token of the answer; rows whose answer lies beyond their end are ignored.
         """
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is not None:
@@ -289,7 +289,7 @@ class QuestionAnsweringHead(GenericForQuestionAnswering):
 
 
 def _classifier_dropout(config: PreTrainedConfig) -> float:
-    """The first that the configuration has; 0.1, as in transformers, where it has none."""
+    """The first that the configuration has; 0.1, as in transformers, if it has none."""
     for name in ("classifier_dropout", "final_dropout", "hidden_dropout"):
         if getattr(config, name, None) is not None:
             return getattr(config, name)

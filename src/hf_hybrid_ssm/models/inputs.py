@@ -1,4 +1,4 @@
-"""Checks of what every model is given, before the first layer."""
+"""Checks of every model's inputs, before the first layer."""
 
 import torch
 
@@ -6,7 +6,7 @@ from hf_hybrid_ssm.ops._core.checks import can_read_values
 
 
 def check_token_ids(name: str, ids: torch.Tensor, vocab_size: int, *, ignore_index: int | None = None) -> None:
-    """Token ids must be integers within the vocabulary (checked on CPU only, where looking costs nothing).
+    """Token ids must be integers within the vocabulary (checked on CPU only, where reading values is cheap).
 
     Raises:
         TypeError: `ids` is not an integer tensor.
@@ -29,7 +29,7 @@ def check_token_ids(name: str, ids: torch.Tensor, vocab_size: int, *, ignore_ind
 
 
 def check_labels(labels: torch.Tensor, vocab_size: int, shape: tuple[int, int] | None) -> None:
-    """Token ids to predict, -100 where none is; of the input's `shape`, where that is known.
+    """Token ids to predict, -100 to ignore a position; of the input's `shape`, if that is known.
 
     Raises:
         TypeError: `labels` is not an integer tensor.
@@ -45,10 +45,10 @@ def check_labels(labels: torch.Tensor, vocab_size: int, shape: tuple[int, int] |
 
 
 def check_class_labels(labels: torch.Tensor, logits: torch.Tensor, problem_type: str | None) -> None:
-    """The labels of a classifier with `logits` (B, C): class indices (B,), or values where it is no single choice.
+    """The labels of a classifier with `logits` (B, C): class indices (B,), or values if it is not a single choice.
 
     Raises:
-        TypeError: `labels` is no tensor, or class indices are not integers.
+        TypeError: `labels` is not a tensor, or class indices are not integers.
         ValueError: wrong shape, or a class index outside of 0 … C - 1.
     """
     if not isinstance(labels, torch.Tensor):
@@ -77,10 +77,10 @@ def check_class_labels(labels: torch.Tensor, logits: torch.Tensor, problem_type:
 
 
 def check_token_classes(labels: torch.Tensor, shape: tuple[int, int], classes: int) -> None:
-    """A class 0 … C - 1 for each token of the input's `shape`, -100 where none is.
+    """A class 0 … C - 1 for each token of the input's `shape`, -100 to ignore it.
 
     Raises:
-        TypeError: `labels` is no integer tensor.
+        TypeError: `labels` is not an integer tensor.
         ValueError: another shape, or a class that does not exist.
     """
     _check_integers("labels", labels)
@@ -96,10 +96,10 @@ def check_token_classes(labels: torch.Tensor, shape: tuple[int, int], classes: i
 
 
 def check_span(start_positions: torch.Tensor | None, end_positions: torch.Tensor | None, batch: int) -> None:
-    """Both ends of each row's span, or neither; a position behind the row's end is ignored, as in transformers.
+    """Both ends of each row's span, or neither; a position beyond the row's end is ignored, as in transformers.
 
     Raises:
-        TypeError: one is no integer tensor.
+        TypeError: one is not an integer tensor.
         ValueError: one is missing, has another shape than (B,) or (B, 1), or a negative position.
     """
     if start_positions is None and end_positions is None:

@@ -1,4 +1,4 @@
-"""What converters of official checkpoints share: reading tensors, loading all of them or none, the command line."""
+"""What converters of official checkpoints share: reading tensors, strict loading, the command line."""
 
 import argparse
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str
     model that fairseq saves beside them (none in other files).
 
     Raises:
-        ValueError: the file is truncated, holds anything but tensors where tensors belong, or is no state dict.
+        ValueError: the file is truncated, holds anything but tensors where tensors belong, or is not a state dict.
     """
     try:
         if str(path).endswith(".safetensors"):
@@ -100,7 +100,7 @@ def run_command_line(
     if options.target.exists() and (not options.target.is_dir() or any(options.target.iterdir())):
         parser.error(f"{options.target} is not empty")
     if not options.source.is_file():
-        parser.error(f"{options.source} is no file")
+        parser.error(f"{options.source} is not a file")
     given = {name: value for name in (*TOKENS, *(extra or {})) if (value := getattr(options, name)) is not None}
     model = convert(options.source, **given)
     model.save_pretrained(options.target)

@@ -1,8 +1,8 @@
-"""Packed unpadding: the document of each token, in one forward and over the pieces that a cache has read.
+"""Packed rows: the document of each token, in one forward and over the pieces that a cache has read.
 
-Within a piece, `seq_idx`, `cu_seq_lens_q` or positions that do not count on say where documents begin. Whether the
-first token of a piece goes on with the row's last document needs more: its number, or a position of 0. What later
-pieces must know is kept beside the states (`RecurrentStateLayer.notes`):
+Within a piece, `seq_idx`, `cu_seq_lens_q` or positions that restart say where documents begin. Whether the first token
+of a piece continues the row's last document depends on its number, or on a position of 0. What later pieces must know
+is kept beside the states (`RecurrentStateLayer.notes`):
 
     document  (B,) int64, 2 seq_idx + 1 of the row's last token; 0 where no seq_idx was given
     start     (B,) int64, the column of all tokens so far where the row's last document begins
@@ -32,7 +32,7 @@ class PackedRows:
         seq_idx: (B, L) int, never decreasing; None where each row is one document. The first may have begun earlier.
         starts: (B, L) int64, the column of all tokens so far where each token's document begins; None where that is 0.
         real: (B, past + L) bool, the columns so far that are not padding; None where all are real.
-        begins: (B,) bool, the row's first token begins a document though the cache holds tokens; None where none does.
+        begins: (B,) bool, the row's first token begins a document though the cache holds tokens; None if no row does.
         notes_after: n → the notes after the first n tokens.
         waiting_after: n → (B,) bool, rows that begin a document, but not with one of the first n columns, which are
             padding; None where no row does both.
@@ -53,7 +53,7 @@ class PackedRows:
         """Before the layers: rows that begin a document start from zeros, and what later pieces need will be kept.
 
         Raises:
-            ValueError: what would be needed was not kept, since a model of full attention alone has no states.
+            ValueError: what would be needed was not kept, since a model with only full attention has no states.
         """
         if past_key_values is None:
             return
@@ -92,10 +92,11 @@ def resolve_packing(
     """The documents of this forward.
 
     Args:
-        seq_idx: (B, L) int, says it outright; over pieces, another number than the row's last one begins a document.
+        seq_idx: (B, L) int, gives it explicitly; over pieces, another number than the row's last one begins a
+            document.
         position_ids: (B or 1, L) int; without `seq_idx` and `attention_mask`, a position that is not the one before
-            plus 1 begins a document, and so does a position of 0 at the front of a piece. (With a mask positions say
-            nothing: they also jump over padding.)
+            plus 1 begins a document, and so does a position of 0 at the front of a piece. (With a mask, positions are
+            not used: they also skip padding.)
         attention_mask: (B, T), nonzero for real tokens, T = L or all tokens so far.
         unpadding: what `unpadding_of` made of the mask.
         cu_seq_lens_q: (N + 1,) int, where the documents of one row begin and end, as FlashAttention takes it.
@@ -121,7 +122,7 @@ def resolve_packing(
         numbered, seq_idx = False, None
     if cu_seq_lens_q is not None and not numbered and position_ids is None and has_past and not continues_documents:
         raise ValueError(
-            "cu_seq_lens_q alone does not say whether a piece goes on with the document that past_key_values ends "
+            "cu_seq_lens_q alone does not say whether a piece continues the document that past_key_values ends "
             "with: give position_ids or seq_idx too."
         )
     if numbered and current is not None:
@@ -209,7 +210,7 @@ def _over_padding(seq_idx: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
 def _begins(
     seq_idx: torch.Tensor | None, position_ids: torch.Tensor | None, last: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """(B,) bool, the first token of the piece begins a document; None: none does."""
+    """(B,) bool, the first token of the piece begins a document; None if no row does."""
     at_zero = None if position_ids is None else position_ids[:, 0] == 0
     if seq_idx is None or last is None:
         return at_zero
@@ -315,7 +316,7 @@ def _refuse(is_held: torch.Tensor | None, what: str, remedy: str) -> None:
     if is_held is None:
         return
     message = (
-        f"past_key_values holds {what}, and a model of full attention alone does not keep where: {remedy}, or use a "
+        f"past_key_values holds {what}, and a model with only full attention does not keep where: {remedy}, or use a "
         "new cache."
     )
     if not can_read_values(is_held):

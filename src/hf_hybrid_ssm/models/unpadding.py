@@ -1,4 +1,4 @@
-"""Padding: a row's real tokens are moved to its front, so that every layer sees the row as if it stood alone.
+"""Unpadding: a row's real tokens are moved to its front, so that every layer sees the row as if it were alone.
 
 One code path then serves left, right and scattered padding, in the first forward and in every later one: windows,
 blocks and decays count real tokens only, and a state passes padding unchanged.
@@ -14,9 +14,9 @@ class Unpadding:
     """How the tokens of a padded batch move.
 
     Args:
-        order: (B, L) int64, `order[b, i]` is the column of the i-th token of the compacted row b; real tokens come
+        order: (B, L) int64, `order[b, i]` is the column of the i-th token of the unpadded row b; real tokens come
             first and keep their order, padding follows.
-        inverse: (B, L) int64, the way back.
+        inverse: (B, L) int64, the inverse permutation.
         lengths: (B,) int64, number of real tokens of each row.
     """
 
@@ -60,7 +60,7 @@ def check_mask_shape(
         name: of the mask, in messages.
 
     Raises:
-        TypeError: the mask is no tensor.
+        TypeError: the mask is not a tensor.
         ValueError: another shape.
     """
     if not isinstance(attention_mask, torch.Tensor):
@@ -86,7 +86,7 @@ def unpadding_of(
         name: of the mask, in messages.
 
     Raises:
-        TypeError: the mask is no tensor.
+        TypeError: the mask is not a tensor.
         ValueError: the mask does not fit the input, or has other values than 0 and 1.
     """
     if attention_mask is None:

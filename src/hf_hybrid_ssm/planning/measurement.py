@@ -1,7 +1,7 @@
-"""A step run on fake tensors: every op sees its shapes, dtypes and device, nothing is allocated and nothing computed.
+"""A step run on fake tensors: every op sees shapes, dtypes and devices, but nothing is allocated or computed.
 
-What autograd saves, what a cache holds and how many operations there are is then counted, not predicted: the same code
-runs as in training, so whatever a configuration can build can be planned.
+What autograd saves, what a cache holds and the number of operations are counted, not predicted: the same code runs as
+in training, so every configuration that can be built can be planned.
 """
 
 import importlib
@@ -25,10 +25,10 @@ from hf_hybrid_ssm.planning.setup import Setup
 
 
 class SavedBytes:
-    """Bytes of what autograd saves while `recording()`, weights apart, each storage once; in the base model and after.
+    """Bytes that autograd saves while `recording()`, without weights, each storage once; in the base model and after.
 
-    With `checkpoints`, the tensors that these modules are called with count too: that is what checkpointing holds
-    outside of autograd's sight.
+    With `checkpoints`, the tensors that these modules are called with count too: checkpointing keeps them where
+    autograd does not see them.
     """
 
     def __init__(self, model: PreTrainedModel, checkpoints: tuple[nn.Module, ...] = ()):
@@ -81,7 +81,7 @@ class Measurement:
     """One training step on one device.
 
     Args:
-        activations: bytes that the forward keeps for the backward, logits apart.
+        activations: bytes that the forward keeps for the backward, except logits.
         recomputed: bytes that the largest layer keeps once checkpointing computes it again; 0 without checkpointing.
         logits: bytes of logits, of what the loss keeps of them, and of a gradient; 0 where no logits are formed.
         forward_flops: operations of the forward by kind.
@@ -103,7 +103,7 @@ def measure_step(config: PreTrainedConfig, setup: Setup) -> Measurement:
         _leave_out_rare_bands(model)
         inputs = _inputs(config, setup.batch, setup.length)
         with torch.no_grad():
-            model(**inputs)  # filters that do not train are made once and kept
+            model(**inputs)  # filters that do not train are computed once and cached
         recomputed, blocks = 0, blocks_of(model) if setup.checkpointing else ()
         if blocks:
             recomputed = max(_saved_by_blocks(model, blocks, inputs, setup))
@@ -160,7 +160,7 @@ def blocks_of(model: PreTrainedModel) -> tuple[nn.Module, ...]:
 
 @contextmanager
 def _fake_tensors(kernels: str) -> Iterator[None]:
-    # constants that modules made before (HiPPO matrices, tables) are taken for what they are
+    # constants that modules made before (HiPPO matrices, tables) are used as they are
     with FakeTensorMode(allow_non_fake_inputs=True), backend("torch" if kernels == "torch" else None):
         yield
 
@@ -176,7 +176,7 @@ def _inputs(config: PreTrainedConfig, rows: int, length: int) -> dict[str, torch
 
 
 def _leave_out_rare_bands(model: PreTrainedModel) -> None:
-    """How many tokens an adaptive softmax computes a rare band for is known to real targets only."""
+    """How many tokens an adaptive softmax computes a rare band for depends on the real targets."""
     head = getattr(model, "lm_head", None)
     if isinstance(head, AdaptiveSoftmax):
         model._fused_loss = lambda hidden_states, *_, **__: head.first_band(hidden_states).sum()
@@ -185,7 +185,7 @@ def _leave_out_rare_bands(model: PreTrainedModel) -> None:
 def _saved_by_blocks(
     model: PreTrainedModel, blocks: tuple[nn.Module, ...], inputs: dict[str, torch.Tensor], setup: Setup
 ) -> Iterator[int]:
-    """Bytes that each layer keeps for its backward: the difference between what stands after and before it."""
+    """Bytes that each layer keeps for its backward: the difference between the totals after and before it."""
     saved, sizes = SavedBytes(model), []
     hooks = [block.register_forward_pre_hook(lambda *_: sizes.append(-saved.total)) for block in blocks]
     hooks += [block.register_forward_hook(lambda *_: sizes.append(saved.total)) for block in blocks]

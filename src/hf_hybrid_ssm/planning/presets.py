@@ -24,7 +24,7 @@ def preset_config(name: str) -> PreTrainedConfig:
 
 
 def is_classifier(config: PreTrainedConfig) -> bool:
-    """Whether a configuration is for classification alone."""
+    """Whether a configuration is only for classification."""
     return family_of(config.model_type).is_classifier(config)
 
 

@@ -38,7 +38,7 @@ def si(count: float) -> str:
 
 def description(name: str, found: Plan, setup: Setup) -> str:
     """A plan, line by line."""
-    lines = [f"{name}: {found.parameters:,} parameters, of which {found.trainable:,} train", ""]
+    lines = [f"{name}: {found.parameters:,} parameters, {found.trainable:,} of them trainable", ""]
     lines.append(f"memory of each of {setup.gpus} devices, {setup.batch} rows of {setup.length} tokens on each")
     for kind, held in found.memory.items():
         if held:

@@ -1,20 +1,20 @@
-"""Rows too long for one device: Longhorn on several processes, each of which holds one piece of every row.
+"""Sequence parallelism: Longhorn on several processes, each of which holds one shard of every row.
 
-A layer of Longhorn needs of the tokens before a piece only the last inputs of its short convolution and the state of
-its scan. So a process receives these two from the one before, layer by layer, and hands its own on; the backward sends
-their gradients the other way. Memory of activations and logits falls with the number of processes.
+To continue a sequence, a Longhorn layer needs only the last inputs of its short convolution and the state of its scan.
+A process receives these two from the previous one, layer by layer, and sends its own to the next; the backward sends
+their gradients the other way. The memory for activations and logits is divided by the number of processes.
 
     outputs = forward_shard(model, input_ids, labels=labels)  # the whole rows, on every process
     outputs.loss.backward()
     sum_gradients(model)
 
-Within one layer the processes work one after the other, since that is what a recurrence is. But a process goes on to
-its next layer as soon as it has handed on its state, so that with R processes and N layers all of them work after
-R - 1 layers: a forward would take (N + R - 1) / (N R) of the time of one process, if sending took none. That is
-arithmetic; it was not measured.
+Within a layer the processes work one after the other, because a recurrence is sequential. But a process continues with
+its next layer as soon as it has sent its state, so that with R processes and N layers all of them are busy after R - 1
+layers: if sending took no time, a forward would take (N + R - 1) / (N R) of the time of one process. This is an
+estimate, not a measurement.
 
-Only stacks of Longhorn layers: attention would need the keys of every piece before. No padding, no gradient
-checkpointing, which would receive the states a second time.
+Only for stacks of Longhorn layers: attention would need the keys of all earlier shards. Padding and gradient
+checkpointing, which would receive the states a second time, are not supported.
 """
 
 from typing import Any
@@ -37,18 +37,18 @@ def forward_shard(
     seq_idx: torch.Tensor | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> CausalLMOutputWithPast:
-    """The forward of this process's piece of every row. All processes of the group call it with the same arguments.
+    """The forward of this process's shard of every row. All processes of the group call it with the same arguments.
 
     Args:
         model: a `LonghornForCausalLM` whose layers are all recurrent, the same on every process.
         input_ids: (B, L) whole rows without padding, L at least the number of processes.
-        labels: (B, L), usually `input_ids`; the last token of a piece predicts the first one of the next.
+        labels: (B, L), usually `input_ids`; the last token of a shard predicts the first one of the next.
         seq_idx: (B, L) int, documents of packed rows.
-        group: the processes, in the order of the pieces; all of them by default.
+        group: the processes, in the order of the shards; all of them by default.
 
     Returns:
-        `logits` of the piece; `loss`, the piece's share of the mean over the rows (the shares of all processes add up
-        to it); `past_key_values`, on the last process alone: the state behind the rows, to decode from.
+        `logits` of the shard; `loss`, the shard's share of the mean over the rows (the shares of all processes add up
+        to it); `past_key_values`, on the last process only: the state after the rows, to decode from.
 
     Raises:
         ValueError: attention layers, gradient checkpointing, or rows shorter than the number of processes.
@@ -59,7 +59,7 @@ def forward_shard(
     begin, end = rank * length // ranks, (rank + 1) * length // ranks
     continues = None if seq_idx is None or rank == 0 else seq_idx[:, begin - 1] == seq_idx[:, begin]
     cache = DynamicCache(config=model.config)
-    cache.layers = [_PieceLayer(model, batch, group, continues) for _ in cache.layers]
+    cache.layers = [_ShardLayer(model, batch, group, continues) for _ in cache.layers]
     options: dict[str, Any] = {} if seq_idx is None else {"seq_idx": seq_idx[:, begin:end]}
     if labels is not None:
         shifted = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
@@ -71,8 +71,8 @@ def forward_shard(
     if receipts:  # a backward from the loss, or without labels from the logits, must reach the states that were sent
         loss = None if loss is None else _AttachBackward.apply(loss, *receipts)
         logits = logits if loss is not None else _AttachBackward.apply(logits, *receipts)
-    behind = _behind(model, cache, length) if rank == ranks - 1 else None
-    return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=behind)
+    final_cache = _final_cache(model, cache, length) if rank == ranks - 1 else None
+    return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=final_cache)
 
 
 def sum_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -90,16 +90,16 @@ def _check(model: PreTrainedModel, length: int, ranks: int) -> None:
         able = " or ".join(family.card.name for family in FAMILIES if family.recurrent_states is not None)
         raise ValueError(
             f"model is a {type(model).__name__} with layers of type {', '.join(sorted(kinds))}; only stacks of {able} "
-            "layers can be cut along the length."
+            "layers can be sharded along the sequence."
         )
     if model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        raise ValueError("gradient checkpointing would receive each state twice; switch it off, the pieces are short.")
+        raise ValueError("gradient checkpointing would receive each state twice: disable it.")
     if length < ranks:
         raise ValueError(f"input_ids has {length} tokens a row for {ranks} processes; each needs at least one.")
 
 
-class _PieceLayer(RecurrentStateLayer):
-    """A layer's states: read, they come from the process before; stored, they go to the one behind."""
+class _ShardLayer(RecurrentStateLayer):
+    """A layer's states: reading receives them from the previous process, storing sends them to the next one."""
 
     _layer_type = None  # type: ignore[assignment]  # no cache builds it by itself
 
@@ -121,7 +121,7 @@ class _PieceLayer(RecurrentStateLayer):
             self.states = _LazyStates(self, weight.device)
 
     def receive(self, device: torch.device) -> States:
-        """Both states in one message, zero where a document begins with the piece."""
+        """Both states in one message, zero where a document begins with the shard."""
         sizes = [torch.Size(shape).numel() for shape in self.shapes.values()]
         trigger = torch.zeros((), device=device, requires_grad=torch.is_grad_enabled())
         message = _Receive.apply(trigger, sum(sizes), self.wide, self.group)
@@ -139,9 +139,9 @@ class _PieceLayer(RecurrentStateLayer):
 
 
 class _LazyStates(dict):
-    """States that are not here yet: empty until one of them is asked for, which waits for the process before."""
+    """States that are not here yet: empty until one of them is asked for, which waits for the previous process."""
 
-    def __init__(self, layer: _PieceLayer, device: torch.device):
+    def __init__(self, layer: _ShardLayer, device: torch.device):
         super().__init__()
         self.layer, self.device = layer, device
 
@@ -152,13 +152,13 @@ class _LazyStates(dict):
 
 
 def _neighbour(group: dist.ProcessGroup | None, step: int) -> int:
-    """The global rank of the process before (-1) or behind (1)."""
+    """The global rank of the previous (-1) or next (1) process."""
     place = dist.get_rank(group) + step
     return place if group is None else dist.get_global_rank(group, place)
 
 
 class _Send(torch.autograd.Function):
-    """A message to the process behind; the gradient comes back from it. Returns a zero that stands for the message."""
+    """A message to the next process; the gradient comes back from it. Returns a zero that stands for the message."""
 
     @staticmethod
     def forward(ctx: Any, message: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:  # type: ignore[override]
@@ -174,7 +174,7 @@ class _Send(torch.autograd.Function):
 
 
 class _Receive(torch.autograd.Function):
-    """The message of the process before; its gradient goes back there."""
+    """The message of the previous process; its gradient goes back there."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -204,13 +204,13 @@ class _AttachBackward(torch.autograd.Function):
         return gradient, *(torch.zeros((), dtype=dtype, device=device) for dtype, device in ctx.receipts)
 
 
-def _behind(model: PreTrainedModel, pieces: DynamicCache, length: int) -> DynamicCache:
-    """An ordinary cache with the states behind the rows."""
+def _final_cache(model: PreTrainedModel, shards: DynamicCache, length: int) -> DynamicCache:
+    """An ordinary cache with the states after the rows."""
     cache = DynamicCache(config=model.config)
-    for layer, piece in zip(cache.layers, pieces.layers):
-        layer.update_states(length, piece.states, _cannot_replay)
+    for layer, shard in zip(cache.layers, shards.layers):
+        layer.update_states(length, shard.states, _cannot_replay)
     return cache
 
 
 def _cannot_replay(num_tokens: int) -> States:
-    raise RuntimeError("the tokens of the other processes cannot be undone")
+    raise RuntimeError("a cache from sequence parallelism cannot be rolled back into the rows")

@@ -1,4 +1,4 @@
-"""The one interface of all long-range mixers, and how their parameters survive what happens to modules."""
+"""The interface of all long-range mixers, and how their parameters survive casts, meta devices and loading."""
 
 from typing import Any, ClassVar, TypeAlias, TypedDict, Unpack
 
@@ -88,7 +88,7 @@ class Mixer(Float32ParametersMixin):
     # -- parameters ---------------------------------------------------------------------------------------------
 
     def init_parameters(self) -> dict[str, torch.Tensor]:
-        """Fresh float64 values of the parameters this class defines itself, by name. Random ones are drawn anew."""
+        """Fresh float64 values of the parameters this class defines itself, by name. Random ones are drawn again."""
         return {}
 
     def initial_values(self) -> dict[str, torch.Tensor]:
@@ -107,7 +107,7 @@ class Mixer(Float32ParametersMixin):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw all parameters anew, in place."""
+        """Re-initialise all parameters, in place."""
         for name, value in self.initial_values().items():
             self.get_parameter(name).copy_(value)
         for child in self.children():
@@ -115,7 +115,7 @@ class Mixer(Float32ParametersMixin):
         self.clear_kernel_cache()
 
     def clear_kernel_cache(self) -> None:
-        """Drop whatever is remembered about the values of the parameters; called whenever they may have changed."""
+        """Drop everything cached about the values of the parameters; called whenever they may have changed."""
 
     def _parameter_dtype(self, name: str) -> torch.dtype:
         existing = dict(self.named_parameters()).get(name)
@@ -128,7 +128,7 @@ class Mixer(Float32ParametersMixin):
         return self.trainable == "none" or (self.trainable == "output" and name not in self.output_parameters)
 
     def optimizer_options(self, name: str) -> dict[str, float]:
-        """What the optimizer helper shall do with a parameter; empty where it is like any other."""
+        """Optimizer options of a parameter; empty for an ordinary one."""
         if name not in self.dynamics_parameters and name not in self.output_parameters:
             return {}
         has_own_rate = name in self.dynamics_parameters and self.learning_rate is not None
@@ -185,8 +185,8 @@ class Mixer(Float32ParametersMixin):
             u: (B, L, D).
             initial_state: what an earlier call returned, or `init_state`; of the row's first document.
             seq_idx: (B, L) int, documents of a packed row: nothing passes from one to another.
-            lengths: (B,) int, the real tokens at the front of each row. Outputs after them mean nothing but are
-                finite, and the final state is the one after them.
+            lengths: (B,) int, the real tokens at the front of each row. Outputs after them are meaningless but finite,
+                and the final state is the one after them.
             return_final_state: also return the state.
             stride: W, outputs at the tokens W - 1, 2 W - 1, ... only: y is (B, L // W, [F,] D). This and `positions`
                 are for mixers that take `filters`.

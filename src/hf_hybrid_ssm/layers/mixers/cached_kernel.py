@@ -15,7 +15,7 @@ class CachedKernelMixer(Mixer):
     What is remembered is computed in float64, is not part of the state dict, and is forgotten when a parameter is
     written, loaded, replaced, moved or cast. Inside `torch.compile` writes cannot be seen; there only frozen
     parameters count as constants, and the ways that weights change outside of it (loading, moving, casting,
-    `reset_parameters`) still make it forget. Inside a function transform (`torch.func`, forward-mode differentiation)
+    `reset_parameters`) still drop it. Inside a function transform (`torch.func`, forward-mode differentiation)
     no parameter counts as a constant.
     """
 
@@ -34,7 +34,7 @@ class CachedKernelMixer(Mixer):
         return any(params[name].requires_grad for name in names if name in params)
 
     def _cached(self, key: Any, names: tuple[str, ...], compute: Any) -> Any:
-        """`compute()`, remembered under `key` while the parameters `names` are constants."""
+        """`compute()`, cached under `key` while the parameters `names` are constants."""
         leave: Any = contextlib.nullcontext()
         trains = self._trains(names) and (torch.compiler.is_compiling() or torch.is_grad_enabled())
         if trains or is_transforming():

@@ -20,9 +20,9 @@ LARGEST_REAL = -1e-4  # eigenvalues are kept left of it, so that the recurrence 
 class S5(Mixer):
     r"""s_t = Abar s_{t-1} + Bbar u_t, y_t = 2 Re(C s_t) + D u_t, with Abar = e^{dt A}, Bbar = (Abar - 1) / A B.
 
-    The `state_size` = P dimensions are P / 2 conjugate pairs with a step size each, begun as `blocks` equal HiPPO-LegS
-    blocks. Parameters: `A_real`, `A_imag`, `log_dt` (P/2,), `B` (P/2, D, 2), `C` (directions F, D, P/2, 2), `D` (F,
-    D). All F filters share the state, (B, P).
+    The `state_size` = P dimensions are P / 2 conjugate pairs with a step size each, initialised as `blocks` equal
+    HiPPO-LegS blocks. Parameters: `A_real`, `A_imag`, `log_dt` (P/2,), `B` (P/2, D, 2), `C` (directions F, D, P/2, 2),
+    `D` (F, D). All F filters share the state, (B, P).
     Bidirectional: one scan each way over the same inputs with its own C; both include the token itself.
 
     Args:
@@ -85,7 +85,7 @@ class S5(Mixer):
     def _discretised(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Abar in complex128 and (Abar - 1) / A in the dtype, (P/2,); a few numbers, taken in float64.
 
-        Rounded to float32, an Abar near the unit circle would remember for another time.
+        Rounded to float32, an Abar near the unit circle would decay at a different rate.
         """
         eigenvalues = torch.complex(self.A_real.double().clamp(max=LARGEST_REAL), self.A_imag.double())
         z = torch.exp(self.log_dt.double()) * eigenvalues

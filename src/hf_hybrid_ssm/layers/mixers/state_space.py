@@ -114,8 +114,8 @@ class StateSpaceMixer(CachedKernelMixer):
     def kernel(self, length: int, dtype: torch.dtype = torch.float32, direction: int = 0) -> torch.Tensor:
         """K_0 .. K_{length-1} (F, D, length), K_k = C A^k B, of the filter that looks back (0) or ahead (1).
 
-        A constant kernel is remembered at the greatest length so far, rounded up to a power of two: shorter ones are
-        its beginning.
+        A constant kernel is cached for the greatest length so far, rounded up to a power of two: shorter ones are its
+        beginning.
         """
         key, names = ("kernel", dtype, direction), (*self.dynamics_parameters, *self.output_parameters)
         known = self._kernel_cache.get(key)

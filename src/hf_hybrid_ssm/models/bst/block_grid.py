@@ -1,7 +1,7 @@
 """Where the tokens of a piece lie in the blocks of W tokens that every document is cut into.
 
-Blocks count from the first token of a document, wherever a piece of it begins and whatever stands beside it in a
-packed row. A fresh batch is the plain case: blocks are then a reshape.
+Blocks count from the first token of a document, wherever a piece of it begins and whatever else its packed row holds.
+In a fresh batch, blocks are simply a reshape.
 """
 
 from dataclasses import dataclass

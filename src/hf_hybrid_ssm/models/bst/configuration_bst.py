@@ -58,8 +58,8 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
             default from
             `ssm_layers`.
         ssm_layers (`list[int]`, *optional*): Layers of type `"bst"`, from 0; `[0, 6, 8]` by default.
-        context_variant (`str`, *optional*, defaults to `"sh"`): `"sh"` (one filter), `"mh"` (one a head) or `"mf"`
-            (one a context state).
+        context_variant (`str`, *optional*, defaults to `"sh"`): `"sh"` (one filter), `"mh"` (one per head) or `"mf"`
+            (one per context state).
         num_context_states (`int`, *optional*, defaults to 32): S, context states of a block for `"mf"`.
         recurrent_num_states (`int`, *optional*, defaults to 512): State vectors of a `"block_recurrent"` layer.
         ssm_type (`str`, *optional*, defaults to `"s4d"`): `"s4d"`, `"s4"`, `"unstructured"` or `"s5"`; with
@@ -88,11 +88,12 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
         retrieval_k (`int`, *optional*): Context states of finished blocks that each token retrieves, for each head,
             into the softmax over its block's own; none by default.
         retrieval_memory (`int`, *optional*, defaults to 1024): States of finished blocks that a layer remembers.
-        retrieval_stride (`int`, *optional*, defaults to 1): It keeps every so many of a block's states.
-        qk_norm (`bool`, *optional*, defaults to `True`): L2-normalised queries and keys with a learned scale a head;
+        retrieval_stride (`int`, *optional*, defaults to 1): It keeps every n-th of a block's states.
+        qk_norm (`bool`, *optional*, defaults to `True`): L2-normalised queries and keys with a learned scale per head;
             otherwise the scale is `1 / sqrt(head_dim)`.
         attend_self (`bool`, *optional*, defaults to `False`): A token attends to itself too, besides the W before it.
-        zero_kv_sink (`bool`, *optional*, defaults to `True`): Places before the first token hold zero keys and values.
+        zero_kv_sink (`bool`, *optional*, defaults to `True`): Positions before the first token hold zero keys and
+            values.
         relative_attention_num_buckets, relative_attention_max_distance (`int`, *optional*, defaults to 32 and 128):
             T5's relative bias.
         dropout, attention_dropout, final_dropout (`float`, *optional*, defaults to 0.05): Before attention and after
@@ -116,7 +117,7 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
 
     model_type = "bst"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
-    # heads meet their biases, scales and context states whole: projections are gathered, their outputs split again
+    # heads need their biases, scales and context states unsharded: projections are gathered, their outputs split
     base_model_tp_plan: ClassVar[dict[str, str]] = {
         "layers.*.attention.q_proj": "colwise_gather_output",
         "layers.*.attention.k_proj": "colwise_gather_output",
@@ -247,7 +248,7 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
         if self.bidirectional and (self.context_variant == "mf" or "block_recurrent" in (self.block_types or [])):
             raise ValueError(
                 "bidirectional=True has no meaning for context_variant='mf' or 'block_recurrent' layers, whose states "
-                f"come from earlier blocks alone; got context_variant={self.context_variant!r} and "
+                f"come only from earlier blocks; got context_variant={self.context_variant!r} and "
                 f"block_types={self.block_types}."
             )
         self._check_retrieval()

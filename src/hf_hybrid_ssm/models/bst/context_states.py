@@ -182,7 +182,7 @@ class ContextStates(nn.Module):
         if self.variant == "mh":
             keys, values = self.k_proj(z), self.v_proj(z)
         else:
-            flat = z.flatten(0, -2)  # once for both; 8-bit maps of bitsandbytes know no more than three dimensions
+            flat = z.flatten(0, -2)  # once for both; bitsandbytes' 8-bit linear layers take at most three dimensions
             heads = (*z.shape[:-1], self.num_heads, self.head_dim)
             keys, values = self.k_proj(flat).view(heads), self.v_proj(flat).view(heads)
         return (l2_normalise(keys) if self.key_norm else keys), values

@@ -1,4 +1,4 @@
-"""What the package knows of the Block-State Transformer."""
+"""The declaration of the Block-State Transformer family."""
 
 from typing import Any
 

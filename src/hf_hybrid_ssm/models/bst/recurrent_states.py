@@ -24,7 +24,7 @@ class RecurrentStates(nn.Module):
     """S state vectors: keys and values that the tokens of a block attend to, and their update at its end.
 
     With r_i = norm(s_i) + ids and keys, values and two queries from r_i (keys and queries L2-normalised, a learned
-    scale a head on each query):
+    scale per head on each query):
 
         v_i     = W [attention(q_i, state keys, state values) ; attention(q'_i, token keys, token values)]
         s_{i+1} = g s_i + (1 - g) v_i,      g = sigmoid(b)

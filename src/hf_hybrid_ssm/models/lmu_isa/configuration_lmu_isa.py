@@ -69,17 +69,18 @@ class LmuIsaConfig(HybridConfigMixin, PreTrainedConfig):
             `"global_attention"`, or `"window_attention"`.
         pre_intermediate_size (`int`, *optional*): Width of the first feed-forward layer; `1.5 * hidden_size` by
             default.
-        post_intermediate_size (`int`, *optional*, defaults to 469): Width of the one behind the memory.
+        post_intermediate_size (`int`, *optional*, defaults to 469): Width of the one after the memory.
         num_attention_heads (`int`, *optional*, defaults to 12): Heads of the attention before the memory.
-        sliding_window (`int`, *optional*, defaults to 256): Tokens that `"window_attention"` sees, itself included.
+        sliding_window (`int`, *optional*, defaults to 256): Tokens that `"window_attention"` sees, including the
+            current one.
         hidden_act (`str`, *optional*, defaults to `"gelu"`): Activation of feed-forward layers and of queries, keys
             and values.
         use_bias (`bool`, *optional*, defaults to `True`): Biases everywhere.
-        attention_scale (`float`, *optional*, defaults to 1.0): Scale of the logits of the implicit attention, of which
-            the paper has none; `hidden_size ** -0.5` serves wide models.
+        attention_scale (`float`, *optional*, defaults to 1.0): Scale of the logits of the implicit attention; the
+            paper does not scale them, `hidden_size ** -0.5` suits wide models.
         layer_norm_epsilon (`float`, *optional*, defaults to 1e-5): Epsilon of the LayerNorms.
-        initializer_range (`float`, *optional*, defaults to 0.02): Standard deviation of initial weights, but for the
-            reductions (`lmu_order ** -0.5`) and the collapse (`lmu_reduced_order ** -0.5`).
+        initializer_range (`float`, *optional*, defaults to 0.02): Standard deviation of initial weights, except for
+            the reductions (`lmu_order ** -0.5`) and the collapse (`lmu_reduced_order ** -0.5`).
         hidden_dropout (`float`, *optional*, defaults to 0.0): Dropout of each branch.
         attention_dropout (`float`, *optional*, defaults to 0.0): Dropout of the attention weights before the memory.
         tie_word_embeddings (`bool`, *optional*, defaults to `True`): Share embedding and language-model head.
@@ -99,7 +100,7 @@ class LmuIsaConfig(HybridConfigMixin, PreTrainedConfig):
 
     model_type = "lmu_isa"
     keys_to_ignore_at_inference = ["past_key_values"]
-    # the memory and its implicit attention run whole on every device
+    # the memory and its implicit attention are replicated on every device
     base_model_tp_plan: ClassVar[dict[str, str]] = {
         "layers.*.attention.q_proj": "colwise_gather_output",
         "layers.*.attention.k_proj": "colwise_gather_output",

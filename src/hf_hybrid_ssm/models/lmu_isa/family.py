@@ -1,4 +1,4 @@
-"""What the package knows of LMU-ISA."""
+"""The declaration of the LMU-ISA family."""
 
 from typing import Any
 

@@ -52,7 +52,7 @@ class LMU(Mixer):
             delays: (K,) how many tokens back, from 0 to theta.
 
         Returns:
-            (..., K, D). Frequencies above q / (pi theta) cycles a token are not in the memory.
+            (..., K, D). Frequencies above q / (pi theta) cycles per token are not in the memory.
         """
         z = 2 * (delays.to(state.dtype) + 0.5) / self.theta - 1
         polynomials = [torch.ones_like(z), z]

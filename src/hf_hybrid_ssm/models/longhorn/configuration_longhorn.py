@@ -52,7 +52,8 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
         block_types (`list[str]`, *optional*): One entry for each layer: `"linear_attention"` (Longhorn),
             `"sliding_attention"` or `"full_attention"`. All Longhorn by default. Also accepted under the name
             `layer_types`.
-        sliding_window (`int`, *optional*, defaults to 2048): Tokens a sliding-attention layer sees, itself included.
+        sliding_window (`int`, *optional*, defaults to 2048): Tokens a sliding-attention layer sees, including the
+            current one.
         num_attention_heads (`int`, *optional*): Heads of the attention layers; of size 64 by default where that
             divides `hidden_size`, else one.
         num_key_value_heads (`int`, *optional*): Key/value heads of the attention layers; as many as heads by default.
@@ -74,7 +75,7 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
 
     model_type = "longhorn"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
-    # the scan runs whole on every device: its inputs are gathered, its output is split again
+    # the scan is replicated on every device: its inputs are gathered, its output is split again
     base_model_tp_plan: ClassVar[dict[str, str]] = {
         "layers.*.mixer.in_proj": "colwise_gather_output",
         "layers.*.mixer.x_proj": "rowwise_split_input",

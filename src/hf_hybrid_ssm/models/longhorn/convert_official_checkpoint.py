@@ -5,7 +5,7 @@
 IN is a file of tensors: what the official `train.py` saves (a dict with the state dict under "model"), a bare state
 dict, or the same as safetensors. Every tensor must be known and none may be missing; sizes are read off the shapes.
 Only tensors and plain values are unpickled (`weights_only=True`). The official runs use GPT-2's vocabulary, whose one
-special token is 50256; with a vocabulary of another size there is none unless it is given.
+special token is 50256; with a vocabulary of another size none is set unless given.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""What the package knows of Longhorn."""
+"""The declaration of the Longhorn family."""
 
 from typing import Any
 

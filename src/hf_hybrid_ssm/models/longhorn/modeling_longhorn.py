@@ -58,7 +58,7 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
         self.conv1d = ShortConvolution(channels, config.conv_kernel, bias=config.use_conv_bias)
         self.x_proj = nn.Linear(channels, sum(self.projection_sizes), bias=False)
         self.dt_proj = nn.Linear(rank, channels, bias=False)
-        # The scan adds this bias in float32, hence it is no part of `dt_proj`.
+        # The scan adds this bias in float32, so it is not part of `dt_proj`.
         self.dt_bias = nn.Parameter(torch.zeros(channels))
         self.D = nn.Parameter(torch.ones(channels))
         self.scan_norm = RMSNorm(channels, eps=SCAN_NORM_EPSILON) if config.use_scan_norm else None
@@ -100,7 +100,7 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
 class LonghornRotaryEmbedding(Float32ParametersMixin, LlamaRotaryEmbedding):
     """Llama's rotary positions, whose frequencies a cast of the model does not round.
 
-    No checkpoint holds them: rounded ones would come back exact, and a reloaded model would answer otherwise.
+    No checkpoint holds them: rounded ones would come back exact, and a reloaded model would compute something else.
     """
 
     float32_parameters = ("inv_freq", "original_inv_freq")
@@ -165,7 +165,7 @@ class LonghornAttention(nn.Module):
 
 
 class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
-    """Attention to the last `sliding_window` tokens, the token itself among them; padding takes no place in it."""
+    """Attention to the last `sliding_window` tokens, including the current one; padding does not count."""
 
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **options: Any
@@ -324,7 +324,7 @@ class LonghornModel(HybridModelMixin, LonghornPreTrainedModel):
         self.post_init()
 
     def _packing_options(self, position_ids: torch.Tensor | None, masks: dict | None) -> dict[str, Any]:
-        # prepared masks know of padding, and a note that grows would have every compiled step compiled anew
+        # prepared masks contain the padding, and a note that grows would recompile every compiled step
         keeps_padding = self.has_attention and (masks is None or position_ids is None)
         return {"keeps_columns": self.has_attention, "keeps_padding": keeps_padding}
 
@@ -364,7 +364,7 @@ def _attention_masks(
 ) -> dict[str, torch.Tensor | None]:
     """The masks of the attention layers, by layer type.
 
-    Documents are told apart by `packed` alone: given positions, the library would look for them a second time.
+    Documents are found by `packed` only: given positions, transformers would look for them again.
     """
     if "full_attention" not in config.layer_types:
         return {}

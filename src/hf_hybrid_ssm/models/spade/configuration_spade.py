@@ -44,7 +44,7 @@ def _lra_presets() -> dict[str, dict[str, Any]]:
 
 
 def _stack_tp_plan(*stacks: str) -> dict[str, str]:
-    """Heads meet their biases whole: their projections are gathered, their outputs split again. A model has one of the
+    """Heads need their biases unsharded: projections are gathered, their outputs split again. A model has one of the
     stacks, or two."""
     styles = {f"mixing.self_attn.{name}_proj": "colwise_gather_output" for name in "qkv"}
     styles |= {"mixing.self_attn.o_proj": "rowwise_split_input", "mixing.aggregate": "colwise_gather_output"}
@@ -70,7 +70,7 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
         num_hidden_layers (`int`, *optional*, defaults to 16): Number of layers.
         num_attention_heads (`int`, *optional*, defaults to 8): Attention heads, of size `hidden_size / heads`.
         attention_type (`str`, *optional*, defaults to `"window"`): `"window"`, `"chunk"` or `"full"`.
-        sliding_window (`int`, *optional*, defaults to 512): Tokens that a token sees, itself among them; an encoder's
+        sliding_window (`int`, *optional*, defaults to 512): Tokens that a token sees, including itself; an encoder's
             token sees `sliding_window - 1` others on each side.
         chunk_size (`int`, *optional*, defaults to 512): Tokens of a chunk, with `attention_type="chunk"`.
         ssm_layers (`list[int]`, *optional*, defaults to `[0]`): Layers with a state-space model, from 0 (bottom).
@@ -92,14 +92,14 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
         filter_length, filter_hidden_size, filter_emb_dim (`int`, *optional*, defaults to 4096, 64 and 33): Taps,
             and width and features of the network of the filter.
         filter_sin_freq (`float`, *optional*, defaults to 14.0): Its sine frequency.
-        ema_activation (`str`, *optional*, defaults to `"silu"`): Behind the moving average.
+        ema_activation (`str`, *optional*, defaults to `"silu"`): Applied to the moving average.
         relative_attention_num_buckets, relative_attention_max_distance (`int`, *optional*, defaults to 32 and 128):
             T5's relative position bias.
         relative_bias_scope (`str`, *optional*, defaults to `"shared"`): One table for all layers, `"per_layer"`, or
             `"none"`.
         norm_position (`str`, *optional*, defaults to `"pre"`): `"pre"` or `"post"`.
         norm_type (`str`, *optional*, defaults to `"layernorm"`): `"layernorm"`, `"scalenorm"` or `"batchnorm"`.
-        final_norm (`bool`, *optional*): A norm behind the last layer; by default with `norm_position="pre"`.
+        final_norm (`bool`, *optional*): A norm after the last layer; by default with `norm_position="pre"`.
         embedding_norm (`bool`, *optional*): A LayerNorm on the embeddings; by default with `norm_position="post"`.
         layer_norm_epsilon (`float`, *optional*, defaults to 1e-5): Epsilon of the norms.
         hidden_act (`str`, *optional*, defaults to `"relu"`): Activation of the feed-forward layers.
@@ -311,7 +311,7 @@ class SpadeSeq2SeqConfig(SpadeConfig):
         max_target_positions (`int`, *optional*, defaults to 1024): Learned positions.
         decoder_start_token_id (`int`, *optional*, defaults to 0): The token every target starts with.
 
-    All other arguments are those of [`SpadeConfig`], of which the encoder makes the same use.
+    All other arguments are those of [`SpadeConfig`], which the encoder uses in the same way.
     """
 
     model_type = "spade_seq2seq"

@@ -1,4 +1,4 @@
-"""What the package knows of SPADE: one stack (a language model or an encoder), and the encoder-decoder."""
+"""The declaration of the SPADE family: one stack (a language model or an encoder), and the encoder-decoder."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""PyTorch SPADE encoder-decoder (arXiv 2212.08136): T5-like, for summarization and other text to text."""
+"""PyTorch SPADE encoder-decoder (arXiv 2212.08136): T5-like, for summarization and other text-to-text tasks."""
 
 import torch
 import torch.nn.functional as F
@@ -289,7 +289,7 @@ class SpadeForConditionalGeneration(SpadePreTrainedModel, GenerationMixin):
         return self.model.get_encoder()
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
-        """Labels (B, T) moved one to the right, behind the start token; -100 becomes padding."""
+        """Labels (B, T) shifted one to the right, after the start token; -100 becomes padding."""
         start, padding = self.config.decoder_start_token_id, self.config.pad_token_id
         if start is None or padding is None:
             raise ValueError(
@@ -373,7 +373,7 @@ class SpadeSeq2SeqForSequenceClassification(SpadeForSequenceClassification):
 
 
 class SpadeSeq2SeqForTokenClassification(SpadeForTokenClassification):
-    """One class a token, over the encoder of an encoder-decoder."""
+    """One class per token, over the encoder of an encoder-decoder."""
 
     config: SpadeSeq2SeqConfig
 

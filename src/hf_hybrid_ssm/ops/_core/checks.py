@@ -1,4 +1,4 @@
-"""Checks at the entry of every op: one sentence that names the argument, what came and what was wanted."""
+"""Checks at the entry of every op: one sentence that names the argument, what was given and what was expected."""
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -7,7 +7,7 @@ from hf_hybrid_ssm.ops._core.transforms import is_batched
 
 
 def can_read_values(tensor: torch.Tensor) -> bool:
-    """Whether looking at values is possible and cheap: on CPU, outside of tracing and vmap, where there are any."""
+    """Whether reading values is possible and cheap: on CPU, outside of tracing and vmap, and not on meta."""
     return (
         tensor.device.type == "cpu"
         and not torch.compiler.is_compiling()

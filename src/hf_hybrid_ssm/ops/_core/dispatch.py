@@ -1,8 +1,8 @@
 """Which implementation of an op runs, and why.
 
 An op is a folder of implementations with one meaning: `reference` (the equation, step by step), `torch` (vectorised,
-runs everywhere), and, where they pay, `native` (CPU) and `triton` (CUDA). The first of `PREFERENCE` that can run is
-taken. `HF_HYBRID_SSM_BACKEND=torch` or `with backend("torch"):` forces one for every op, `backend="torch"` for one
+runs everywhere), and, where they pay off, `native` (CPU) and `triton` (CUDA). The first of `PREFERENCE` that can run
+is taken. `HF_HYBRID_SSM_BACKEND=torch` or `with backend("torch"):` forces one for every op, `backend="torch"` for one
 call; a forced implementation that cannot run raises and says why, it is never replaced silently.
 """
 
@@ -35,7 +35,7 @@ class Op:
         kernels: modules that need an optional package, by backend name. Each has a function named after op and
             backend (`causal_conv_native`) of the same signature and a function
             `supports(device_type, dtype) -> str | None`: None if it can run, else the reason it cannot. They are
-            imported on first use, so that a missing or broken package costs time, not the import.
+            imported on first use, so that a missing or broken package never breaks the import.
         self_check_inputs: arguments on which a kernel is checked against the reference before its first use.
         opaque: names in `builtin` that are more than plain torch operations, and so, like every kernel, cannot run
             inside a function transform.
@@ -83,7 +83,7 @@ class Op:
             self._errors[key] = 0.0  # the check itself must not ask for a check
             try:
                 self._errors[key] = largest_error(kernel, reference, inputs, device_type, dtype)  # type: ignore[arg-type]
-            except Exception as error:  # whatever a kernel does, the torch path goes on
+            except Exception as error:  # whatever a kernel does, the torch backend must work
                 self._errors[key] = f"{type(error).__name__}: {error}"
             if reason := self._failed_check(name, device_type, dtype):
                 logger.warning("%s: the %s backend will not be used: %s.", self.name, name, reason)
@@ -120,7 +120,7 @@ class Op:
         return self.builtin[name] if name in self.builtin else self._loaded[name]  # type: ignore[return-value]
 
     def explain(self, device_type: str, dtype: torch.dtype) -> dict[str, str]:
-        """What each backend would say to such tensors: "runs" or the reason it does not."""
+        """For each backend "runs", or the reason it cannot run on such tensors."""
         return {name: self.unavailable(name, device_type, dtype) or "runs" for name in BACKENDS}
 
     def _load(self, name: str) -> None:

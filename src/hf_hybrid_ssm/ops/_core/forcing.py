@@ -1,4 +1,4 @@
-"""Which backend the user forces, here and now."""
+"""Which backend the user has forced."""
 
 import os
 import threading

@@ -30,7 +30,7 @@ def zero_beyond(x: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:
 
 
 def extend_last_document(seq_idx: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """seq_idx (B, L) with the padding of each row counted to its last real document, so that no state resets there."""
+    """seq_idx (B, L) with each row's padding assigned to its last real document, so that no state resets there."""
     last = seq_idx.gather(1, (lengths.long() - 1).clamp(min=0).unsqueeze(1))
     real = torch.arange(seq_idx.shape[1], device=seq_idx.device) < lengths.unsqueeze(1)
     return torch.where(real, seq_idx, last)

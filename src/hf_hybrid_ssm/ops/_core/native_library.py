@@ -1,9 +1,9 @@
 """Compiles a C file of this package on first use and loads it.
 
-No compiler, no native backend: that costs time, nothing else. The compiled file is kept in the user's cache folder
-(HF_HYBRID_SSM_CACHE, else XDG_CACHE_HOME or ~/.cache) under a name that holds a hash of source, headers, compiler,
-flags and processor, and it ends with a hash of itself: what is damaged is compiled again. Code in a folder that
-somebody else may write to is not loaded; then this process compiles for itself alone.
+Without a compiler there is no native backend, and the torch backend runs instead. The compiled file is kept in the
+user's cache folder (HF_HYBRID_SSM_CACHE, else XDG_CACHE_HOME or ~/.cache) under a name that holds a hash of source,
+headers, compiler, flags and processor, and it ends with a hash of itself: a damaged file is compiled again. Code in a
+folder that others can write to is not loaded; this process then compiles its own copy.
 """
 
 import atexit
@@ -88,14 +88,14 @@ def compile_and_load(source: Path) -> ctypes.CDLL:
     if _is_whole(target):
         try:
             return ctypes.CDLL(str(target))
-        except OSError as error:  # a library that it was linked to has gone, say
+        except OSError as error:  # for example, a library it was linked to is gone
             logger.warning("%s does not load (%s); it is compiled again.", target, error)
     _compile(source, target)
     return ctypes.CDLL(str(target))
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether the file ends with the hash of what precedes: loading a truncated one would end the process."""
+    """Whether the file ends with the hash of what precedes: loading a truncated one would crash the process."""
     try:
         content = library.read_bytes()
     except FileNotFoundError:
@@ -114,7 +114,7 @@ def _cache_folder() -> Path:
         reason = str(error)
     if reason is None:
         return folder
-    logger.warning("Compiled code cannot be kept in %s: %s. This process compiles for itself alone.", folder, reason)
+    logger.warning("Compiled code cannot be kept in %s: %s. This process compiles its own copy.", folder, reason)
     return _private_folder()
 
 
@@ -146,7 +146,7 @@ def _fingerprint(source: Path) -> str:
 
 
 def _openmp() -> list[str]:
-    """torch's own OpenMP runtime, so that both share one pool of threads; the system's where torch carries none."""
+    """torch's own OpenMP runtime, so that both share one pool of threads; the system's if torch ships none."""
     carried = sorted(Path(torch.__file__).parent.joinpath("lib").glob("libgomp*.so*"))
     return [str(carried[0]), f"-Wl,-rpath,{carried[0].parent}"] if carried else ["-fopenmp"]
 

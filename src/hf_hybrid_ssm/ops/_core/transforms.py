@@ -1,4 +1,4 @@
-"""Is a function transform at work, which kernels and hand-written gradients know nothing of?"""
+"""Is a function transform active? Kernels and hand-written gradients have no rules for them."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 def is_transforming() -> bool:
     """Whether forward-mode differentiation or a `torch.func` transform (grad, jvp, vmap, ...) is active.
 
-    Compiled kernels and autograd functions with a backward of their own have rules for neither; where this is True,
-    ops compute by plain torch operations, which have them all. `torch.compile` guards on the answer.
+    Compiled kernels and autograd functions with a backward of their own have no rules for them; if this is True, ops
+    use plain torch operations, which do. `torch.compile` guards on the answer.
     """
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 

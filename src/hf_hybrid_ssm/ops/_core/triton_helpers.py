@@ -25,7 +25,7 @@ def supports(device_type: str, dtype: torch.dtype) -> str | None:
 
 
 def device_guard(tensor: Tensor) -> AbstractContextManager:
-    """Makes the tensor's card the current one: Triton launches on the current device, whatever its arguments say."""
+    """Makes the tensor's GPU the current device: Triton launches on the current device, whatever its arguments say."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 

@@ -17,7 +17,7 @@ __all__ = ["causal_conv_native", "supports"]
 
 def causal_conv_native(x, weight, bias=None, *, activation=None, initial_state=None, seq_idx=None, lengths=None):
     """As `hf_hybrid_ssm.ops.causal_conv.causal_conv`; always returns the final state."""
-    if x.shape[1] == 1:  # a token alone costs less in torch than a call into C
+    if x.shape[1] == 1:  # a single token costs less in torch than a call into C
         options = {"activation": activation, "initial_state": initial_state, "seq_idx": seq_idx, "lengths": lengths}
         return causal_conv_torch(x, weight, bias, **options)
     inputs = (prepared(x), prepared(weight.t()), prepared(bias), prepared(initial_state))

@@ -1,4 +1,4 @@
-"""A small convolution on which kernels are checked: longer than a tile, channels that fill none."""
+"""A small convolution on which kernels are checked: longer than a tile, with channels that do not fill one."""
 
 import torch
 

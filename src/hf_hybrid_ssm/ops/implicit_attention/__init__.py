@@ -48,7 +48,7 @@ def implicit_attention(
         theta: the memory's window, in tokens.
         activation: of queries, keys and values.
         scale: of the logits; 1 in the paper.
-        form: "chunked" (blocks of matrix products), "fft" (the paper's; a given state is taken in by blocks instead)
+        form: "chunked" (blocks of matrix products), "fft" (the paper's; with an initial state, blocks instead)
             or "recurrent". All compute the same.
         initial_state, seq_idx, lengths, return_final_state, backend: as for `ops.legendre_memory.legendre_memory`.
 

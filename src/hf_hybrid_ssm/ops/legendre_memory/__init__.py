@@ -34,12 +34,12 @@ def legendre_memory(
 
     Args:
         x: (B, L, D).
-        weight: W (r, q), what to read of the memory; None for all of it.
+        weight: W (r, q), what to read from the memory; None for all of it.
         order: q, number of polynomials.
         theta: window, in tokens.
         initial_state: (B, q, D) memory before the first token; of the row's first document.
         seq_idx: (B, L) int, documents of a packed row; the memory is empty before each.
-        lengths: (B,) int, real tokens at the front of each row; outputs after them mean nothing but are finite, and
+        lengths: (B,) int, real tokens at the front of each row; outputs after them are meaningless but finite, and
             the final state is the one after them.
         return_final_state: also return the memory.
         backend: force one implementation (see `hf_hybrid_ssm.ops._core.dispatch`).

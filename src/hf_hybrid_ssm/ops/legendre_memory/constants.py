@@ -1,7 +1,7 @@
-"""The matrices of the Legendre Memory Unit, computed in float64 and remembered by device and dtype.
+"""The matrices of the Legendre Memory Unit, computed in float64 and cached per device and dtype.
 
-They are functions of (order, theta) alone, so they are not part of any module: nothing that happens to a module, a
-change of dtype, a start on the meta device, loading a checkpoint, can harm them.
+They are functions of (order, theta) alone, so they belong to no module: casting a module, creating it on the meta
+device or loading a checkpoint cannot change them.
 """
 
 from functools import lru_cache

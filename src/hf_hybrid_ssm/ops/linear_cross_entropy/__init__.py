@@ -24,7 +24,7 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """`cross_entropy(hidden @ weight.T + bias, labels)` with memory for `chunk_size` rows of logits.
 
-    The gradients of a chunk are computed beside its loss, so that backward only scales them.
+    The gradients of a chunk are computed with its loss, so that backward only scales them.
 
     Args:
         hidden: (..., D).

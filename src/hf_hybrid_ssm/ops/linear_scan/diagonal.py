@@ -28,8 +28,8 @@ def diagonal_scan(
         h_t = a h_{t-1} + x_t
 
     Args:
-        decay: (M,) a, of x's dtype, or twice as precise: then its powers are taken so and rounded once. An a near 1
-            rounded to float32 forgets at another rate than a, by as many roundings as it remembers tokens.
+        decay: (M,) a, of x's dtype, or twice as precise: its powers are then computed in that precision and rounded
+            once. If an a near 1 were rounded to float32, the state would decay at a different rate.
         x: (B, L, M), real (float32, float64) or complex (complex64, complex128).
         initial_state: (B, M) the state before the first token, of the row's first document (zeros when None).
         seq_idx: (B, L) int, documents of a packed row; the state starts at zero where it changes.

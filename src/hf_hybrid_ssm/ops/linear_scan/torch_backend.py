@@ -190,7 +190,7 @@ def _states_from_zero(tokens: torch.Tensor, powers: torch.Tensor, documents: tor
         rows = tokens.permute(3, 0, 1, 2).reshape(size, batch * blocks, block)
         return torch.bmm(rows, matrix).view(size, batch, blocks, block).permute(1, 2, 3, 0)
     half, h = 1, tokens
-    while half < block:  # the state at the end of the left half enters the right half where its document goes on
+    while half < block:  # the state at the end of the left half enters the right half if its document continues
         pairs = h.reshape(batch, blocks, block // (2 * half), 2, half, size)
         spans = documents.reshape(batch, blocks, block // (2 * half), 2, half)
         same = (spans[..., 1, :] == spans[..., 0, -1:]).unsqueeze(-1)

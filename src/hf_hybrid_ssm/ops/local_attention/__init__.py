@@ -50,7 +50,7 @@ def local_attention(
         initial_state: what an earlier call returned: its keys come before the row's first token, as part of the row's
             first document.
         seq_idx: (B, L) int, documents of a packed row.
-        lengths: (B,) int, real tokens at the front of each row; outputs after them mean nothing but are finite, and
+        lengths: (B,) int, real tokens at the front of each row; outputs after them are meaningless but finite, and
             the final state is the one after them.
         return_final_state: also return what the next tokens need.
         capacity: number of keys the final state holds, at least what the window needs (the default); with left = None

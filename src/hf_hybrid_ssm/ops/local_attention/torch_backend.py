@@ -21,7 +21,7 @@ def local_attention_torch(
     (left, right), length = window, q.shape[2]
     seen = None if state is None else state.seen
     ranges = distance_ranges(length, window, chunk_size, seen=seen, seq_idx=seq_idx, lengths=lengths, device=q.device)
-    if lengths is not None:  # a NaN in the padding must not reach a product with a real token
+    if lengths is not None:  # a NaN in the padding must not be multiplied with a real token
         real = (torch.arange(length, device=q.device) < lengths.unsqueeze(1))[:, None, :, None]
         k, v = torch.where(real, k, 0.0), torch.where(real, v, 0.0)
     two_sided = right is None or right > 0

@@ -11,9 +11,9 @@ from hf_hybrid_ssm.ops.long_conv.torch_backend import DIRECT, long_conv_torch
 __all__ = ["long_conv_triton", "supports"]
 
 TILE = {"N": 64, "M": 64, "num_warps": 4}
-# Products grow with the square of the length, an FFT's passes over memory with the length. At 8,192 the 2 L^2 flops a
-# channel and row still cost less than moving some 40 complex numbers a token, by the arithmetic and the bandwidth
-# of a data-centre card; on a card not measured.
+# Products grow with the square of the length, an FFT's passes over memory with the length. At 8,192 the 2 L^2 flops
+# per channel and row still cost less than moving some 40 complex numbers per token, by the arithmetic and the
+# bandwidth of a data-centre card; not measured on a GPU.
 LONGEST = 8192
 
 

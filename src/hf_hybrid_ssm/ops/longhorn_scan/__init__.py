@@ -1,4 +1,4 @@
-"""The Longhorn scan: online associative recall, one closed-form step a token."""
+"""The Longhorn scan: online associative recall, one closed-form step per token."""
 
 import torch
 
@@ -55,8 +55,8 @@ def longhorn_scan(
         initial_state: (B, D, N), the state before the first token; zero by default.
         seq_idx: (B, L) int, the document of each token; the state is zero where a document begins, `initial_state`
             belongs to the document of the row's first token.
-        lengths: (B,) int, real tokens at the front of each row; what follows is padding: its outputs mean nothing and
-            it does not touch the state.
+        lengths: (B,) int, real tokens at the front of each row; what follows is padding: its outputs are meaningless
+            and it does not change the state.
         return_final_state: also return the state after the last real token.
         backend: force one implementation (see `hf_hybrid_ssm.ops._core.dispatch`).
 

@@ -1,4 +1,4 @@
-"""A small Longhorn scan on which kernels are checked: longer than a block, channels that fill no tile."""
+"""A small Longhorn scan on which kernels are checked: longer than a block, with channels that do not fill a tile."""
 
 import torch
 

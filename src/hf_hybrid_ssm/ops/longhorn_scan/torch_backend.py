@@ -72,7 +72,7 @@ def _blocks(tensor: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _flat(blocks: torch.Tensor, length: int) -> torch.Tensor:
-    """The way back, (C, B, G, X) → (B, L, X)."""
+    """The inverse, (C, B, G, X) → (B, L, X)."""
     size, batch, count, width = blocks.shape
     return blocks.permute(1, 2, 0, 3).reshape(batch, count * size, width)[:, :length]
 

@@ -41,7 +41,7 @@ def longhorn_scan_triton(
 
 
 def time_splits(batch: int, channels: int, length: int, device: torch.device) -> int:
-    """In how many programs to cut a row, so that batch · channels · splits lanes fill the card.
+    """In how many programs to cut a row, so that batch · channels · splits lanes fill the GPU.
 
     A split costs a second pass over its tokens, so it has at least four blocks of them.
     """

@@ -264,7 +264,7 @@ def backward_kernel(
                     dskip += g * x_t
                     grad_state = (1.0 - delta[None, :] * (k_t * k_t)[:, None]) * lam
                     grad_state = grad_state * keeps_state(seq_idx, row, t, L, HAS_DOCUMENTS)
-            tl.debug_barrier()  # the next block writes the scratch states anew
+            tl.debug_barrier()  # the next block overwrites the scratch states
     summed = (row * num_splits + split) * channels + d
     if HAS_BIAS:
         tl.store(dbias_parts + summed, dbias, mask=is_channel)
