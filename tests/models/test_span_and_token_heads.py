@@ -84,7 +84,7 @@ def test_learns_one_batch(row, head):
 
 
 def test_ignored_labels_do_not_count():
-    model, ids = build("Longhorn", "TOKEN_CLASSIFICATION"), ids_of(2, 9)
+    model, ids = build("longhorn", "TOKEN_CLASSIFICATION"), ids_of(2, 9)
     labels = ids % 3
     with torch.no_grad():
         logits = model(ids).logits
@@ -98,7 +98,7 @@ def test_pipeline_classifies_tokens():
     from _lib.documents import train_tokenizer
 
     tokenizer = train_tokenizer(["one two three"], 280)
-    model = build("SPADE, S4", "TOKEN_CLASSIFICATION")
+    model = build("spade s4 window", "TOKEN_CLASSIFICATION")
     model.resize_token_embeddings(len(tokenizer))
     found = pipeline("token-classification", model=model, tokenizer=tokenizer)("one two three")
     assert found and {entity["entity"] for entity in found} <= {"LABEL_0", "LABEL_1", "LABEL_2"}
