@@ -15,7 +15,8 @@ TEXTS = {
     "The team lost again. Its coach resigned this morning.": "The coach left.",
 }
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_decoder_layers": 1}
-TINY |= {"num_attention_heads": 2, "sliding_window": 5, "ssm_state_size": 8, "dropout": 0.0, "attention_dropout": 0.0}
+TINY |= {"num_attention_heads": 2, "sliding_window": 5, "ssm_state_size": 8}
+TINY |= {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def test_memorises_what_it_is_shown(settings, tmp_path):
         tokenizer_vocab_size=300,
     )
     training = Seq2SeqTrainingArguments(
-        str(tmp_path / "run"), max_steps=60, per_device_train_batch_size=4, learning_rate=1e-2, save_strategy="no",
+        str(tmp_path / "run"), max_steps=100, per_device_train_batch_size=4, learning_rate=1e-2, save_strategy="no",
         report_to="none", use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False,
     )  # fmt: skip
     results = summarize(arguments, training)
