@@ -211,7 +211,7 @@ CACHES = [
     (lambda: model("bst sh s4d")(IDS, past_key_values=filled("bst mh s4")),
      "ValueError: state must have shape"),
     (lambda: model("bst s5 bidirectional", "BstModel")(IDS, past_key_values=DynamicCache()),
-     "ValueError: past_key_values cannot be used with bidirectional=True"),
+     "ValueError: past_key_values cannot be used with a bidirectional BstModel"),
     (lambda: model()(IDS, mask(2, 9), past_key_values=filled()),
      r"ValueError: attention_mask .*\(2, 12\), got \(2, 9\): 6 tokens are in the cache, 6 are given"),
     (lambda: filled("longhorn").crop(-2), "RuntimeError: crop needs the recorded past: call `activate_past_recording"),

@@ -19,7 +19,7 @@ from tests.reliability.refusals import assert_refused, mistakes
 X = torch.zeros(2, 6, 4)  # B, L, D
 KEYS = torch.zeros(2, 6, 3)  # B, L, N
 HEADS = torch.zeros(2, 4, 6, 8)  # B, H, L, E
-ONE_WAY = {"nearest": 0, "farthest": 2}
+ONE_WAY = {"window": (2, 0)}
 
 
 def force(name):
@@ -35,9 +35,9 @@ OPS = [
     (lambda: longhorn_scan(X, X, KEYS[:, :5], KEYS), r"ValueError: k .*got \(2, 5, 3\)"),
     (lambda: longhorn_scan(X, X, KEYS, X), r"ValueError: q .*got \(2, 6, 4\)"),
     (lambda: longhorn_scan(X, X, KEYS.double(), KEYS), "TypeError: k must have dtype"),
-    (lambda: longhorn_scan(X, KEYS, KEYS, KEYS), r"ValueError: dt .*got \(2, 6, 3\)"),
-    (lambda: longhorn_scan(X, X, KEYS, KEYS, dt_bias=torch.zeros(5)),
-     r"ValueError: dt_bias must have shape \(D\) = \(4\), got \(5,\)"),
+    (lambda: longhorn_scan(X, KEYS, KEYS, KEYS), r"ValueError: beta_logit .*got \(2, 6, 3\)"),
+    (lambda: longhorn_scan(X, X, KEYS, KEYS, beta_bias=torch.zeros(5)),
+     r"ValueError: beta_bias must have shape \(D\) = \(4\), got \(5,\)"),
     (lambda: longhorn_scan(X, X, KEYS, KEYS, initial_state=torch.zeros(3, 4, 3)),
      r"ValueError: initial_state .*got \(3, 4, 3\)"),
     (lambda: longhorn_scan(X, X, KEYS, KEYS, lengths=torch.tensor([6, 7])),
@@ -62,21 +62,21 @@ OPS = [
     (lambda: long_conv(X, X[0].T, method="fast"), "ValueError: method='fast' must be"),
     (lambda: long_conv(X, X[0].T, future_kernel=X[0].T, return_final_state=True),
      "ValueError: return_final_state need a causal convolution"),
-    (lambda: long_conv(X, X[0].T, every=2, at=torch.zeros(2, 1, dtype=torch.long)),
-     "ValueError: every=2 and at are two ways"),
-    (lambda: long_conv(X, X[0].T, at=torch.full((2, 1), 6)), r"ValueError: at must lie in 0..5, got 6..6"),
-    (lambda: long_conv(X, X[0].T, every=0), "ValueError: every must be at least 1, got 0"),
+    (lambda: long_conv(X, X[0].T, stride=2, positions=torch.zeros(2, 1, dtype=torch.long)),
+     "ValueError: stride=2 and positions are two ways"),
+    (lambda: long_conv(X, X[0].T, positions=torch.full((2, 1), 6)), r"ValueError: positions must lie in 0..5, got 6..6"),
+    (lambda: long_conv(X, X[0].T, stride=0), "ValueError: stride must be at least 1, got 0"),
     (lambda: diagonal_scan(torch.ones(3), X), r"ValueError: decay .*\(4\), got \(3,\)"),
     (lambda: diagonal_scan(torch.ones(4), X.half()), "TypeError: x must be float32.*float16"),
     (lambda: local_attention(HEADS, HEADS[:, :3], HEADS[:, :3], **ONE_WAY),
      "ValueError: q must have a multiple of k's 3 heads, got 4"),
-    (lambda: local_attention(HEADS, HEADS, HEADS, nearest=3, farthest=1),
-     "ValueError: farthest=1 must be at least nearest=3"),
+    (lambda: local_attention(HEADS, HEADS, HEADS, window=(1, -3)),
+     r"ValueError: window=\(1, -3\): left must be at least 0, and at least -right"),
     (lambda: local_attention(HEADS, HEADS, HEADS, chunk_size=0, **ONE_WAY),
      "ValueError: chunk_size must be at least 1, got 0"),
-    (lambda: local_attention(HEADS, HEADS, HEADS, nearest=-2, farthest=2, return_final_state=True),
-     "ValueError: nearest=-2 looks ahead"),
-    (lambda: local_attention(HEADS, HEADS, HEADS, nearest=-2, farthest=2, bias=torch.zeros(4, 4)),
+    (lambda: local_attention(HEADS, HEADS, HEADS, window=(2, 2), return_final_state=True),
+     r"ValueError: window=\(2, 2\) looks ahead"),
+    (lambda: local_attention(HEADS, HEADS, HEADS, window=(2, 2), bias=torch.zeros(4, 4)),
      "ValueError: odd number of distances, got 4"),
     (lambda: local_attention(HEADS, HEADS, HEADS, capacity=1, return_final_state=True, **ONE_WAY),
      "ValueError: capacity=1 is too small: the window needs the last 2"),
