@@ -108,13 +108,13 @@ def run_command_line(
     print(f"{options.target}: {model.num_parameters():,} parameters, {tokens}")
 
 
-def check_tokens(config: Any) -> None:
-    """The special tokens lie in the vocabulary.
+def check_tokens(config: Any, given: dict[str, Any]) -> None:
+    """The special tokens lie in the vocabulary: those of `config`, and those `given`, which it may have replaced.
 
     Raises:
         ValueError: one does not.
     """
     for name in TOKENS:
-        token = getattr(config, name)
+        token = given.get(name, getattr(config, name))
         if token is not None and not 0 <= token < config.vocab_size:
             raise ValueError(f"{name}={token} must lie in the checkpoint's vocabulary of {config.vocab_size} tokens.")

@@ -104,7 +104,7 @@ def infer_config(converted: dict[str, torch.Tensor], **overrides) -> LonghornCon
         tie_word_embeddings=head is None or torch.equal(head, converted["model.embed_tokens.weight"]),
         **overrides,
     )
-    check_tokens(config)
+    check_tokens(config, overrides)
     return config
 
 

@@ -155,7 +155,7 @@ def infer_config(
     if "no_scale_embedding" in settings:
         said["scale_embedding"] = not settings["no_scale_embedding"]
     config = SpadeConfig(**{**SpadeConfig.presets["spade-lm-wt103"], **said, **sizes, **overrides})
-    check_tokens(config)
+    check_tokens(config, overrides)
     return config
 
 
