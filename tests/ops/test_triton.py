@@ -22,7 +22,7 @@ def test_kernels_agree_with_the_reference():
 
 POINTERS_TO_INPUTS = {"x", "beta_logit", "z", "k", "q", "grad_o", "o", "dx", "dlogit", "dz", "grad_y", "y", "weight"}
 NUMBERS = {"L", "channels", "num_states", "num_blocks", "blocks_per_split", "size", "num_splits", "T", "W", "FIRST"}
-NUMBERS |= {"input_channels", "num_rows"}
+NUMBERS |= {"input_channels", "num_rows", "num_tiles"}
 
 
 def compile_for(kernel, capability: int, constants: dict, num_warps: int):

@@ -43,11 +43,12 @@ def toeplitz(x: Tensor, taps: Tensor, first: int, length: int) -> Tensor:
     y = torch.zeros(rows, taps.shape[0], length, dtype=torch.float32, device=x.device)
     if y.numel() and x.numel() and taps.numel():
         blocks = triton.cdiv(length, TILE["N"])
-        grid = (triton.cdiv(rows * blocks, TILE["M"]), taps.shape[0])
+        tiles = triton.cdiv(rows * blocks, TILE["M"])
+        # one axis: the others end at 65,535, which training reaches with 8 rows and 8,192 filters
         with device_guard(x):
-            kernels.toeplitz_kernel[grid](
+            kernels.toeplitz_kernel[(tiles * taps.shape[0],)](
                 x, taps, y, *strides(x, y), time, taps.shape[1], length, first,
-                channels, rows, blocks, **TILE,
+                channels, rows, blocks, tiles, **TILE,
             )  # fmt: skip
     return y
 
@@ -67,12 +68,15 @@ def _backward(ctx, grad_y):
     x, taps = ctx.saved_tensors
     rows, channels, time = x.shape
     filters, width = taps.shape
-    dx = toeplitz(grad_y, taps.flip(-1), -(ctx.first + width - 1), time)
-    dx = dx.unflatten(1, (filters // channels, channels)).sum(1)
-    # of each row a convolution of its own, with the row's input for a filter
-    inputs = x.repeat(1, filters // channels, 1).flatten(0, 1).flip(-1)
-    dtaps = toeplitz(grad_y.reshape(1, rows * filters, -1), inputs, 1 - time - ctx.first, width)
-    return dx, dtaps.view(rows, filters, width).sum(0), None, None
+    dx = dtaps = None
+    if ctx.needs_input_grad[0]:
+        dx = toeplitz(grad_y, taps.flip(-1), -(ctx.first + width - 1), time)
+        dx = dx.unflatten(1, (filters // channels, channels)).sum(1)
+    if ctx.needs_input_grad[1]:  # of each row a convolution of its own, with the row's input for a filter
+        inputs = x.repeat(1, filters // channels, 1).flatten(0, 1).flip(-1)
+        dtaps = toeplitz(grad_y.reshape(1, rows * filters, -1), inputs, 1 - time - ctx.first, width)
+        dtaps = dtaps.view(rows, filters, width).sum(0)
+    return dx, dtaps, None, None
 
 
 toeplitz.register_autograd(_backward, setup_context=_save_for_backward)

@@ -15,14 +15,15 @@ import triton.language as tl
 @triton.jit
 def toeplitz_kernel(
     x, taps, y, x_row, x_step, y_row, y_step, T, W, L, FIRST, input_channels, num_rows, num_blocks,
-    N: tl.constexpr, M: tl.constexpr,
+    num_tiles, N: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """y[r, c, t] = sum_j taps[c, t - j - FIRST] x[r, c % input_channels, j] for 0 <= t < L, 0 <= j < T.
 
-    Program (p, c): M blocks of N outputs of channel c. `x_row` and `x_step` are the strides of row and channel.
+    Program c num_tiles + p: M blocks of N outputs of channel c. `x_row` and `x_step` are the strides of row and
+    channel.
     """
-    channel = tl.program_id(1)
-    place = tl.program_id(0) * M + tl.arange(0, M)
+    channel = tl.program_id(0) // num_tiles
+    place = (tl.program_id(0) % num_tiles) * M + tl.arange(0, M)
     row, block = (place // num_blocks).to(tl.int64), place % num_blocks
     is_block = row < num_rows
     n, o = tl.arange(0, N), tl.arange(0, N)
