@@ -17,7 +17,8 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, ModelCard
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -67,12 +68,20 @@ class Hub:
     def __enter__(self) -> None:
         names = ("create_commit", "upload_folder", "create_repo")
         self.patches = [mock.patch.object(HfApi, name, getattr(self, name)) for name in names]
+        self.patches.append(mock.patch.object(ModelCard, "load", _local_card))
         for patch in self.patches:
             patch.start()
 
     def __exit__(self, *error: object) -> None:
         for patch in self.patches:
             patch.stop()
+
+
+def _local_card(place: object, **options: object) -> ModelCard:
+    """transformers first asks for the repository's card, for minutes where there is no network."""
+    if not Path(str(place)).is_file():
+        raise LocalEntryNotFoundError(f"{place} has no card")
+    return ModelCard(Path(str(place)).read_text(encoding="utf-8"))
 
 
 def save_in_every_way(source: Path, target: Path) -> None:
