@@ -1,5 +1,6 @@
 """What recipes add to transformers' Trainer: AdamW groups, and a run's figures as JSON and a plot."""
 
+import atexit
 import json
 import math
 import os
@@ -17,6 +18,13 @@ from _lib.plotting import loss_by_step, write_png
 from _lib.provenance import provenance, to_json
 from hf_hybrid_ssm.training.optim import parameter_groups
 from hf_hybrid_ssm.training.resume import checkpoint_defect, latest_complete_checkpoint
+
+
+@atexit.register
+def _leave_process_group() -> None:
+    """Gloo's threads must end before the interpreter does: a process that still holds them may abort at its exit."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 class Trainer(transformers.Trainer):
