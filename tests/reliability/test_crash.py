@@ -1,7 +1,10 @@
 """A half-written checkpoint is never taken for a whole one; a killed run ends with the bits of one left alone.
 
-Every process is forked from this one, which has imported everything already, and goes on from
-`hf_hybrid_ssm.training.resume.latest_complete_checkpoint`.
+Runs are forked from a process that has imported everything already, and go on from
+`hf_hybrid_ssm.training.resume.latest_complete_checkpoint`. It is not the process of the tests, since autograd refuses
+to run in the fork of one whose backward passes have started threads:
+
+    python -m tests.reliability.test_crash FAMILY KILLS FOLDER
 """
 
 import hashlib
@@ -10,6 +13,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -31,6 +35,7 @@ from tests.tiny_models import config_of
 
 FAMILIES = {"longhorn": "longhorn", "bst": "bst mh s4", "lmu_isa": "lmu-isa", "spade": "spade s4 window"}
 STEPS, SAVE_EVERY = 24, 2
+ROOT = Path(__file__).parents[2]
 
 
 def train(family: str, output_dir: Path) -> None:
@@ -206,8 +211,16 @@ def test_killed_runs_end_like_one_left_alone(family, tmp_path, record_property):
     A half-written newest checkpoint is what `Trainer.train(resume_from_checkpoint=True)` would take.
     """
     kills = 13 if THOROUGH else 4
-    found = crash(family, kills, tmp_path, random.Random(1))
+    command = [sys.executable, "-m", "tests.reliability.test_crash", family, str(kills), str(tmp_path)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    found = Counter(json.loads(ran.stdout.splitlines()[-1]))
     for name, count in found.items():
         record_property(name, count)
     assert found["kills"] == kills and found["finished runs, equal to the bit"] >= 1
     assert found["finished runs that differ"] == found["runs that did not go on"] == 0
+
+
+if __name__ == "__main__":
+    name, number, folder = sys.argv[1:]
+    print(json.dumps(crash(name, int(number), Path(folder), random.Random(1))))
