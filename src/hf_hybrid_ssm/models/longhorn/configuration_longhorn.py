@@ -60,6 +60,9 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
         head_dim (`int`, *optional*): Size of an attention head; `hidden_size // num_attention_heads` by default.
         rope_parameters (`RopeParameters`, *optional*): Rotary embedding of the attention layers.
         attention_dropout (`float`, *optional*, defaults to 0.0): Dropout of the attention weights.
+        attention_bias (`bool`, *optional*, defaults to `False`): Bias in the projections of the attention layers.
+        use_qk_norm (`bool`, *optional*, defaults to `False`): RMSNorm of each head's queries and keys before the
+            rotation, as in Qwen3.
         mlp_intermediate_size (`int`, *optional*): Width of a SwiGLU after each mixer; none by default, as in
             the paper.
         max_position_embeddings (`int`, *optional*, defaults to 2048): Training length. Not a limit of Longhorn layers;
@@ -135,6 +138,8 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
     head_dim: int | None = None
     rope_parameters: RopeParameters | dict | None = None
     attention_dropout: float | int = 0.0
+    attention_bias: bool = False
+    use_qk_norm: bool = False
     mlp_intermediate_size: int | None = None
     max_position_embeddings: int = 2048
     pad_token_id: int | None = None

@@ -119,10 +119,13 @@ class LonghornAttention(nn.Module):
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
         queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+        bias, eps = config.attention_bias, config.layer_norm_epsilon
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=bias)
+        self.q_norm = RMSNorm(self.head_dim, eps=eps) if config.use_qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, eps=eps) if config.use_qk_norm else None
 
     def forward(
         self,
@@ -159,6 +162,8 @@ class LonghornAttention(nn.Module):
             layer(hidden_states).unflatten(-1, (-1, self.head_dim))
             for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
+        if self.q_norm is not None and self.k_norm is not None:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
         queries, keys = apply_rotary_pos_emb(queries, keys, *position_embeddings, unsqueeze_dim=2)
         # under autocast the angles are float32 and would widen what they turn
         return queries.to(values.dtype), keys.to(values.dtype), values

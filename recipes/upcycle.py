@@ -1,0 +1,248 @@
+"""Turn a pretrained Llama, Mistral or Qwen into a Longhorn hybrid whose memory grows in few layers, or in none.
+
+    python recipes/upcycle.py recipes/configs/upcycle/books_cpu.yaml [key=value ...]
+
+Stages, each optional and resumable: `align` (every new mixer imitates the attention it replaces, given the teacher's
+own input to it), `distil` (the student imitates the teacher's distribution of the next token) and `finetune` (next
+token, on text). Before anything is trained, the weights that do not carry over are listed. Writes to `output_dir` the
+student with tokenizer, code and card, results.json, and gap.png: the way to the teacher's loss.
+"""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from _lib.checks import check_checkpoint, check_output, check_vocabulary
+from _lib.documents import DataArguments, get_tokenizer, load_documents
+from _lib.rows import packed_rows, split_rows
+from _lib.settings import read_settings
+from _lib.training import LanguageTrainer, checkpoint_to_resume, perplexity, plot_loss, say, write_json
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
+
+from hf_hybrid_ssm import LonghornForCausalLM
+from hf_hybrid_ssm.hub import card_of_folder
+from hf_hybrid_ssm.hub.folder import read_json
+from hf_hybrid_ssm.upcycle import alignment_losses, attention_sensitivity, check_teacher, distillation_loss, upcycle
+
+STAGES = ("align", "distil", "finetune")
+
+
+@dataclass
+class UpcycleArguments:
+    """Which teacher, what remains of it, and how the student learns."""
+
+    teacher: str = field(metadata={"help": "a checkpoint: folder or Hub name"})
+    keep: Any = field(default=0.25, metadata={"help": "attention layers that stay: their share, or a list of indices"})
+    keep_by: str = field(default="even", metadata={"help": "with a share: evenly spaced (even), or sensitivity"})
+    keep_as: str | None = field(
+        default=None, metadata={"help": "full_attention or sliding_attention; as in the teacher by default"}
+    )
+    init: str = field(default="projections", metadata={"help": "of new mixers: projections or random"})
+    config: dict[str, Any] = field(default_factory=dict, metadata={"help": "fields of LonghornConfig"})
+    align: dict[str, Any] | None = field(default=None, metadata={"help": "settings of this stage's training"})
+    distil: dict[str, Any] | None = field(default=None, metadata={"help": "the same"})
+    finetune: dict[str, Any] | None = field(default=None, metadata={"help": "the same"})
+    temperature: float = field(default=1.0, metadata={"help": "of the distributions in distil"})
+    lora_rank: int | None = field(
+        default=None, metadata={"help": "in distil and finetune: train the new mixers, and LoRA on all else"}
+    )
+    teacher_device_map: str | None = field(
+        default=None, metadata={"help": 'where the teacher lies: "auto", "cuda:1", ...'}
+    )
+    resume: bool = field(default=True, metadata={"help": "go on where a killed run stopped"})
+    overwrite: bool = field(default=False, metadata={"help": "start again in an output_dir that is not empty"})
+
+    def __post_init__(self):
+        if self.keep_by not in ("even", "sensitivity"):
+            raise ValueError(f"keep_by={self.keep_by!r} must be 'even' or 'sensitivity'.")
+        if self.keep_by == "sensitivity" and not isinstance(self.keep, float):
+            raise ValueError(f"keep_by='sensitivity' chooses a share of the layers, got keep={self.keep!r}.")
+        if not self.temperature > 0:
+            raise ValueError(f"temperature={self.temperature} must be positive.")
+
+
+class StageTrainer(LanguageTrainer):
+    """Trains by the loss of a stage; evaluates by the next token's loss, whatever the stage."""
+
+    def __init__(self, *args: Any, stage: str, teacher: PreTrainedModel, temperature: float, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.stage, self.teacher, self.temperature = stage, teacher, temperature
+        if stage != "finetune":
+            self.model_accepts_loss_kwargs = False  # the Trainer divides by the accumulation steps itself
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        if self.stage == "finetune" or not model.training:
+            return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
+        if self.stage == "align":
+            losses = alignment_losses(self.accelerator.unwrap_model(model), self.teacher, **inputs)
+            return torch.stack(list(losses.values())).mean()
+        given = {name: value for name, value in inputs.items() if name != "labels"}
+        with torch.no_grad():
+            wanted = self.teacher(**given, use_cache=False).logits
+        return distillation_loss(model(**given).logits, wanted, self.temperature)
+
+
+def stage_arguments(training: TrainingArguments, stage: str, settings: dict[str, Any]) -> TrainingArguments:
+    """The shared settings, with those of the stage, in a folder of its own."""
+    return replace(training, output_dir=str(Path(training.output_dir) / stage), **settings)
+
+
+def chosen_layers(arguments: UpcycleArguments, teacher: PreTrainedModel, rows: Any) -> Any:
+    """`keep`; by sensitivity, the layers whose attention the teacher misses most on a few rows of text."""
+    if arguments.keep_by == "even":
+        return arguments.keep
+    batches = [{"input_ids": torch.tensor([row["input_ids"]], device=teacher.device)} for row in rows.select(range(8))]
+    rises = attention_sensitivity(teacher, batches)
+    say(f"loss without a layer's attention, minus the teacher's: {[round(rise, 3) for rise in rises]}")
+    count = round(arguments.keep * len(rises))
+    return sorted(sorted(range(len(rises)), key=lambda index: -rises[index])[:count])
+
+
+def frozen_beside_mixers(student: LonghornForCausalLM, rank: int) -> Any:
+    """The student with LoRA of `rank` on what came from the teacher, its new mixers trained whole."""
+    from peft import LoraConfig, get_peft_model
+
+    names = [
+        name
+        for name, module in student.named_modules()
+        if isinstance(module, torch.nn.Linear) and ".mixer." not in name and name != "lm_head"
+    ]
+    whole = [f"model.layers.{index}.mixer" for index, layer in enumerate(student.model.layers) if layer.is_recurrent]
+    return get_peft_model(student, LoraConfig(r=rank, target_modules=names, modules_to_save=whole or None))
+
+
+def upcycle_model(arguments: UpcycleArguments, data: DataArguments, training: TrainingArguments) -> dict[str, Any]:
+    """Make, train, evaluate and save the student; returns what is written to results.json."""
+    folder = Path(training.output_dir)
+    check_output(training.output_dir, arguments.overwrite, "auto" if arguments.resume else None)
+    check_checkpoint(arguments.teacher, "teacher", AutoModelForCausalLM)
+    stages = {
+        stage: stage_arguments(training, stage, getattr(arguments, stage))
+        for stage in STAGES
+        if getattr(arguments, stage) is not None
+    }
+    if "align" in stages and training.world_size > 1:
+        raise ValueError(f"align runs in one process, this is one of {training.world_size}: leave it out here.")
+    set_seed(training.seed)
+    options = {} if arguments.teacher_device_map is None else {"device_map": arguments.teacher_device_map}
+    teacher = AutoModelForCausalLM.from_pretrained(arguments.teacher, dtype=torch.float32, **options)
+    check_teacher(teacher.config)
+    teacher.eval().requires_grad_(False)
+    if not options:
+        teacher.to(training.device)
+    data.tokenizer = data.tokenizer or arguments.teacher
+    with training.main_process_first(desc="data"):
+        texts, validation_texts = load_documents(data)
+        tokenizer = get_tokenizer(data, texts)
+        check_vocabulary(teacher, tokenizer)
+        train = packed_rows(texts, tokenizer, data, training.seed)
+        validation = None if validation_texts is None else packed_rows(validation_texts, tokenizer, data)
+    train, validation = split_rows(train, validation, data)
+
+    keep = chosen_layers(arguments, teacher, train)
+    student, report = upcycle(teacher, keep, arguments.keep_as, arguments.init, **arguments.config)
+    say(report)
+
+    def trainer_of(model: Any, stage: str, settings: TrainingArguments) -> StageTrainer:
+        return StageTrainer(
+            model=model, args=settings, train_dataset=train, eval_dataset=validation, processing_class=tokenizer,
+            data_collator=default_data_collator, stage=stage, teacher=teacher, temperature=arguments.temperature,
+        )  # fmt: skip
+
+    judge = replace(training, output_dir=str(folder / "evaluation"))
+    teacher_loss = trainer_of(teacher, "finetune", judge).evaluate()["eval_loss"]
+    results: dict[str, Any] = {
+        "teacher": Path(arguments.teacher).name,
+        "teacher_loss": teacher_loss,
+        "kept_attention_layers": [
+            i for i, kind in enumerate(student.config.block_types) if kind != "linear_attention"
+        ],
+        "init": arguments.init,
+        "parameters": student.num_parameters(),
+        "loss_before_training": trainer_of(student, "finetune", judge).evaluate()["eval_loss"],
+    }
+    history: list[dict[str, float]] = []
+    steps = tokens = 0
+    for stage, settings in stages.items():
+        done = Path(settings.output_dir) / "stage.json"
+        if done.is_file() and arguments.resume and not arguments.overwrite:
+            student = LonghornForCausalLM.from_pretrained(settings.output_dir, dtype=torch.float32)
+            record = read_json(done)
+        else:
+            record, student = run_stage(arguments, stage, settings, student, trainer_of)
+            student.save_pretrained(settings.output_dir)
+            write_json(done, record)
+        history += [entry | {"step": entry["step"] + steps} for entry in record["history"]]
+        steps += record["steps"]
+        tokens += (
+            record["steps"]
+            * data.sequence_length
+            * settings.train_batch_size
+            * (settings.gradient_accumulation_steps * settings.world_size)
+        )
+        results[f"loss_after_{stage}"] = record["loss"]
+    loss = next((results[f"loss_after_{stage}"] for stage in reversed(stages)), results["loss_before_training"])
+    results |= {
+        "steps": steps,
+        "tokens": tokens,
+        "validation_loss": loss,
+        "validation_perplexity": perplexity(loss),
+        "perplexity_over_teachers": perplexity(loss - teacher_loss),
+    }
+    save(student, tokenizer, folder, results, arguments, training)
+    plot_loss([entry for entry in history if "eval_loss" in entry], folder / "gap.png", {"teacher": teacher_loss})
+    say(results)
+    return results
+
+
+def run_stage(
+    arguments: UpcycleArguments, stage: str, settings: TrainingArguments, student: LonghornForCausalLM, trainer_of: Any
+) -> tuple[dict[str, Any], LonghornForCausalLM]:
+    """Train one stage; what to remember of it, and the student after it."""
+    model: Any = student
+    if stage == "align":  # gradients reach the mixers alone; an optimizer need not hold the rest
+        for name, parameter in student.named_parameters():
+            parameter.requires_grad_(".mixer." in name)
+    elif arguments.lora_rank is not None:
+        model = frozen_beside_mixers(student, arguments.lora_rank)
+    model.config.use_cache = False
+    trainer = trainer_of(model, stage, settings)
+    trainer.train(
+        resume_from_checkpoint=checkpoint_to_resume("auto" if arguments.resume else None, settings.output_dir)
+    )
+    loss = trainer.evaluate()["eval_loss"]
+    student = model if model is student else model.merge_and_unload()
+    student.requires_grad_(True)
+    student.config.use_cache = True
+    kept = ("step", "loss", "eval_loss", "learning_rate")
+    history = [{key: entry[key] for key in kept if key in entry} for entry in trainer.state.log_history]
+    return {"stage": stage, "steps": trainer.state.global_step, "loss": loss, "history": history}, student
+
+
+def save(
+    student: LonghornForCausalLM,
+    tokenizer: Any,
+    folder: Path,
+    results: dict[str, Any],
+    arguments: UpcycleArguments,
+    training: TrainingArguments,
+) -> None:
+    """An ordinary checkpoint, whose card names the teacher and the gap."""
+    if not training.should_save:
+        return
+    student.save_pretrained(folder, export_code=True)
+    tokenizer.save_pretrained(folder)
+    write_json(folder / "results.json", results)
+    card = card_of_folder(folder, recipe=f"python recipes/upcycle.py CONFIG.yaml teacher={results['teacher']}")
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    upcycle_model(*read_settings("upcycle.py", (UpcycleArguments, DataArguments, TrainingArguments)))

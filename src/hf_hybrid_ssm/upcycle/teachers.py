@@ -1,0 +1,53 @@
+"""Which models can be upcycled, and what their configurations say of attention."""
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+TEACHERS = ("llama", "mistral", "qwen2", "qwen3")
+LACKING = {
+    "gemma": "norms that multiply by 1 + weight, and scaled embeddings",
+    "gemma2": "norms after each layer, and scores and logits that are capped",
+    "gemma3_text": "norms after each layer, and two rotary bases",
+    "gpt2": "learned positions, LayerNorm and a feed-forward layer without a gate",
+    "gpt_neox": "LayerNorm, parallel layers and partly rotated heads",
+    "mixtral": "experts",
+    "olmo2": "norms after each layer",
+    "phi": "LayerNorm, parallel layers and partly rotated heads",
+    "phi3": "fused projections",
+    "qwen3_moe": "experts",
+}
+"""What a Longhorn hybrid would need, by model type; for models that people ask about."""
+
+
+def check_teacher(config: PreTrainedConfig) -> None:
+    """Refuse a model whose layers a Longhorn hybrid cannot hold.
+
+    Raises:
+        ValueError: names what is missing.
+    """
+    kind = config.model_type
+    if kind not in TEACHERS:
+        reason = LACKING.get(kind, "it is not known to be made of RMSNorm, rotary attention and a gated SiLU layer")
+        raise ValueError(f"model_type={kind!r} cannot be upcycled: {reason}. Known: {', '.join(TEACHERS)}.")
+    for name, wanted in (("hidden_act", "silu"), ("mlp_bias", False), ("partial_rotary_factor", 1.0)):
+        if (found := getattr(config, name, None)) not in (None, wanted):
+            raise ValueError(f"{name}={found!r} of the teacher cannot be carried over; only {wanted!r} can.")
+
+
+def attention_types(config: PreTrainedConfig) -> list[str]:
+    """ "full_attention" or "sliding_attention" for each layer of the teacher."""
+    count = config.num_hidden_layers
+    if (named := getattr(config, "layer_types", None)) is not None:
+        return list(named)
+    slides = config.model_type == "mistral" and config.sliding_window is not None
+    return ["sliding_attention" if slides else "full_attention"] * count
+
+
+def has_attention_bias(config: PreTrainedConfig) -> bool:
+    """Qwen2 has biases on queries, keys and values without saying so."""
+    return config.model_type == "qwen2" or bool(getattr(config, "attention_bias", False))
+
+
+def head_dim_of(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -1,0 +1,116 @@
+"""The recipe: every stage narrows the gap, a killed run goes on, and the result is an ordinary checkpoint."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from _lib.documents import DataArguments
+from _lib.standard_text import standard_documents
+from pretrain_clm import ModelArguments, pretrain
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, TrainingArguments
+from upcycle import UpcycleArguments, upcycle_model
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    train, held_out = standard_documents()
+    for name, documents in (("train", train.select(range(20))), ("held_out", held_out.select(range(4)))):
+        rows = (json.dumps({"text": text[:3000]}) for text in documents["text"])
+        (folder / f"{name}.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    return folder
+
+
+def data_of(texts):
+    return DataArguments(
+        [f"{texts}/train.jsonl"], [f"{texts}/held_out.jsonl"], sequence_length=64, tokenizer_vocab_size=400
+    )
+
+
+def training(output, **options):
+    fixed = {"per_device_train_batch_size": 4, "report_to": "none", "use_cpu": True, "disable_tqdm": True}
+    fixed |= {"logging_steps": 10, "save_steps": 10, "dataloader_pin_memory": False, "learning_rate": 3e-3}
+    return TrainingArguments(str(output), **(fixed | options))
+
+
+@pytest.fixture(scope="module")
+def teacher(texts, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("teacher")
+    pretrain(ModelArguments(model_type="llama", config=SIZES), data_of(texts), training(folder, max_steps=60))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def arguments(teacher):
+    stages = {"align": {"max_steps": 20}, "distil": {"max_steps": 20, "eval_strategy": "steps", "eval_steps": 10}}
+    return UpcycleArguments(str(teacher), keep=0.25, config={"state_size": 8}, **stages)
+
+
+@pytest.fixture(scope="module")
+def whole(arguments, texts, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("student")
+    return folder, upcycle_model(arguments, data_of(texts), training(folder))
+
+
+def test_every_stage_narrows_the_gap(whole):
+    folder, results = whole
+    for stage in ("align", "distil"):
+        first, last = (
+            entry["loss"]
+            for entry in json.loads((folder / stage / "stage.json").read_text())["history"]
+            if "loss" in entry
+        )
+        assert last < first
+    assert results["validation_loss"] == results["loss_after_distil"] < results["loss_before_training"]
+    assert results["kept_attention_layers"] == [2] and results["steps"] == 40 and results["tokens"] == 40 * 4 * 64
+    assert json.loads((folder / "results.json").read_text()) == results
+    assert (folder / "gap.png").stat().st_size > 1000
+
+
+def test_the_result_is_an_ordinary_checkpoint_whose_card_names_the_teacher(whole, teacher):
+    folder, _ = whole
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.config.block_types.count("linear_attention") == 3
+    card = (folder / "README.md").read_text()
+    assert f"| teacher | {teacher.name} |" in card and "perplexity over teachers" in card
+    assert (folder / "modeling_longhorn.py").is_file()
+
+
+def test_a_killed_run_goes_on_to_the_same_bits(whole, arguments, texts, tmp_path):
+    folder, results = whole
+    shutil.copytree(folder / "align", tmp_path / "align")
+    (tmp_path / "distil").mkdir()
+    shutil.copytree(folder / "distil/checkpoint-10", tmp_path / "distil/checkpoint-10")
+    again = upcycle_model(arguments, data_of(texts), training(tmp_path))
+    assert again == results
+    first, second = (load_file(where / "model.safetensors") for where in (folder, tmp_path))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_lora_leaves_what_came_from_the_teacher_merged(arguments, texts, teacher, tmp_path):
+    light = replace(
+        arguments, align=None, distil=None, finetune={"max_steps": 4}, lora_rank=2, keep_by="sensitivity", keep=0.5
+    )
+    results = upcycle_model(light, data_of(texts), training(tmp_path))
+    assert len(results["kept_attention_layers"]) == 2 and results["steps"] == 4
+    old, new = (load_file(where / "model.safetensors") for where in (teacher, tmp_path))
+    assert torch.equal(old["model.embed_tokens.weight"], new["model.embed_tokens.weight"])
+    assert not torch.equal(old["model.layers.0.mlp.up_proj.weight"], new["model.layers.0.mlp.up_proj.weight"])
+    assert not any("lora" in key for key in new)
+
+
+def test_refusals(teacher, texts, tmp_path):
+    with pytest.raises(ValueError, match="keep_by='best'"):
+        UpcycleArguments(str(teacher), keep_by="best")
+    with pytest.raises(ValueError, match=r"got keep=\[1\]"):
+        UpcycleArguments(str(teacher), keep=[1], keep_by="sensitivity")
+    with pytest.raises(ValueError, match="temperature=0"):
+        UpcycleArguments(str(teacher), temperature=0)
+    (tmp_path / "model.safetensors").write_text("something")
+    with pytest.raises(FileExistsError, match="output_dir"):
+        upcycle_model(UpcycleArguments(str(teacher), resume=False), data_of(texts), training(tmp_path))
