@@ -12,6 +12,7 @@ from pretrain_clm import ModelArguments, pretrain
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainingArguments
 from upcycle import UpcycleArguments, upcycle_model
+from upcycling_gaps import GapArguments, gaps
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 
@@ -114,3 +115,20 @@ def test_refusals(teacher, texts, tmp_path):
     (tmp_path / "model.safetensors").write_text("something")
     with pytest.raises(FileExistsError, match="output_dir"):
         upcycle_model(UpcycleArguments(str(teacher), resume=False), data_of(texts), training(tmp_path))
+
+
+def test_gaps_compare_students_with_their_teacher(teacher, texts, tmp_path):
+    base = {"teacher": str(teacher), "config": {"state_size": 4}, "sequence_length": 32, "use_cpu": True}
+    base |= {"train_files": [f"{texts}/train.jsonl"], "validation_files": [f"{texts}/held_out.jsonl"]}
+    base |= {"per_device_train_batch_size": 2, "report_to": "none", "distil": {"max_steps": 2, "learning_rate": 1e-3}}
+    variants = {"all": {"keep": 1.0, "distil": {"learning_rate": 0.0}}, "none": {"keep": 0.0}}
+    variants |= {"scratch": {"keep": 0.0, "from_scratch": True}}
+    held_out = [f"{texts}/held_out.jsonl"]
+    figures = gaps(GapArguments(base, variants, held_out, [0], 4, 512, str(tmp_path), str(tmp_path / "figures")))
+    students = figures["students"]
+    assert students["all"]["loss"] == pytest.approx(figures["teacher"]["loss"], abs=1e-5)
+    assert students["all"]["perplexity_over_teachers"] == pytest.approx(1.0, abs=1e-5)
+    assert students["all"]["cache_bytes"] == figures["teacher"]["cache_bytes"] > students["none"]["cache_bytes"]
+    assert students["none"]["loss"] < students["scratch"]["loss"]
+    assert json.loads((tmp_path / "figures.json").read_text())["students"] == json.loads(json.dumps(students))
+    assert (tmp_path / "figures.png").stat().st_size > 1000
