@@ -108,7 +108,8 @@ def publish(arguments: PublishArguments) -> dict[str, Any]:
     figures, curve = measured(model, tokenizer, arguments)
     known = golden(model, tokenizer, arguments.prompt)
     results = trained | figures
-    write_json(folder / "results.json", results | {"perplexity_by_length": curve})
+    by_length = {str(point["length"]): point["perplexity"] for point in curve}
+    write_json(folder / "results.json", results | {"perplexity_by_length": by_length})
     write_json(folder / "golden.json", known)
     question = "Does perplexity stay low in longer windows?"
     save_figure(perplexity_by_length(question, {folder.name: curve}, arguments.length), folder / "extrapolation.png")
