@@ -59,14 +59,16 @@ class ModelArguments:
             )
 
 
-def build_model(arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+def build_model(
+    arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase, auto_class: Any = AutoModelForCausalLM
+) -> PreTrainedModel:
     """A new model for the tokenizer, or the one to continue with.
 
     Raises:
         ValueError: the vocabulary of the configuration is smaller than the tokenizer's.
     """
     if arguments.model_name_or_path is not None:
-        model = AutoModelForCausalLM.from_pretrained(arguments.model_name_or_path)
+        model = auto_class.from_pretrained(arguments.model_name_or_path)
     else:
         special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("eos", "pad")}
         values = {"vocab_size": len(tokenizer), "bos_token_id": begin_of(tokenizer)} | special | arguments.config
@@ -74,7 +76,7 @@ def build_model(arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase) -
             config = AutoConfig.for_model(arguments.model_type, **values)
         else:
             config = CONFIG_MAPPING[arguments.model_type].preset(arguments.preset, **values)
-        model = AutoModelForCausalLM.from_config(config)
+        model = auto_class.from_config(config)
     if arguments.embeddings_from is not None:
         copy_embeddings(model, arguments.embeddings_from)
     check_vocabulary(model, tokenizer)

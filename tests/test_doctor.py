@@ -1,9 +1,9 @@
 """The doctor's report: every op, the backend it selects, reasons, and the error of each kernel."""
 
 import json
-import sys
 
 from hf_hybrid_ssm import doctor
+from hf_hybrid_ssm.cli import main
 from hf_hybrid_ssm.ops._core.dispatch import REGISTRY
 
 
@@ -21,14 +21,12 @@ def test_every_op_is_examined_and_explained():
     assert scan["backends"]["triton"] != "runs"
 
 
-def test_report_names_what_is_not_selected_and_why(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["doctor"])
-    doctor.main()
+def test_report_names_what_is_not_selected_and_why(capsys):
+    assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert "longhorn_scan" in text and "not triton:" in text and "transformers 5." in text
 
 
-def test_json(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["doctor", "--json"])
-    doctor.main()
+def test_json(capsys):
+    assert main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ops"]["longhorn_scan"]["cpu float32"]["backends"]["torch"] == "runs"

@@ -106,6 +106,7 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
     from mqar import MqarArguments
     from per_token_loss import PerTokenArguments
     from pretrain_clm import ModelArguments
+    from pretrain_mlm import MaskingArguments
     from pretrain_seq2seq import SpanArguments
     from scaling_law import ScalingArguments
     from transformers import CONFIG_MAPPING, HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
@@ -138,6 +139,9 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
     elif config.parent.name == "seq2seq":
         classes = (SpanArguments, DataArguments, TrainingArguments)
         models.append(read_settings("pretrain_seq2seq.py", classes, [str(config), *training])[0])
+    elif config.parent.name == "mlm":
+        classes = (MaskingArguments, DataArguments, TrainingArguments)
+        models.append(read_settings("pretrain_mlm.py", classes, [str(config), *training])[0])
     elif config.stem == "wikitext103":
         classes = (ModelArguments, WordArguments, TrainingArguments)
         models.append(read_settings("word_lm.py", classes, [str(config), *training])[0])

@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_hybrid_ssm.ops._core.dispatch import backend
 from hf_hybrid_ssm.planning import Setup, plan
-from hf_hybrid_ssm.planning.__main__ import main
 from hf_hybrid_ssm.planning.measurement import FORMULAS, cache_bytes
 from hf_hybrid_ssm.planning.presets import preset_config
 from tests.tiny_models import CASES, SIZES, VOCABULARY, WIDE_SPADE, WITHOUT_DROPOUT, built
@@ -201,18 +200,6 @@ def test_presets_have_plans_in_seconds(name):
     assert found.parameters >= found.trainable > 0 and found.step_flops > 0
     assert found.total > 4 * found.trainable  # a quarter each of weights, gradients and two moments, in float32
     assert found.memory["recomputed"] > 0
-
-
-def test_command_line(capsys, tmp_path):
-    main(["--preset", "longhorn/125m", "--gpus", "8", "--batch", "8", "--length", "1024", "--sharding", "fsdp2"])
-    said = capsys.readouterr().out
-    found = plan(preset_config("longhorn/125m"), Setup(gpus=8, sharding="fsdp2"))
-    assert f"{found.parameters:,} parameters" in said and "gathered" in said and "buckets" not in said
-    with pytest.raises(SystemExit):
-        main(["--preset", "longhorn/1"])
-    assert "has no preset '1'" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["--preset", "longhorn/125m", "--markdown", str(tmp_path / "page.md")])
 
 
 def test_refusals():

@@ -108,18 +108,17 @@ def classes_of(variant: str) -> dict[str, type[PreTrainedModel]]:
     """Class name → class, all that a variant's configuration can build."""
     family = next(family for family in FAMILIES if family.model_type == EVERY[variant][0])
     names = list(dict.fromkeys(family.heads.values()))
-    if EVERY[variant][1].get("bidirectional"):  # looks ahead, hence no language model
-        names = [name for name in names if "CausalLM" not in name]
+    if "BstForMaskedLM" in names:  # one predicts from the past, the other from both sides
+        names.remove("BstForCausalLM" if EVERY[variant][1].get("bidirectional") else "BstForMaskedLM")
     if "adaptive_cutoffs" in EVERY[variant][1]:
-        names = [name for name in names if "CausalLM" in name]
+        names = [name for name in names if "CausalLM" in name or "MaskedLM" in name]
     return {name: getattr(hf_hybrid_ssm, name) for name in names}
 
 
 def class_with_loss(variant: str) -> str:
     """The class that a variant is most trained as: the one that generates, else the classifier."""
     names = classes_of(variant)
-    generating = [name for name in names if "ForCausal" in name or "ForCond" in name]
-    return (generating or [name for name in names if "Classification" in name])[0]
+    return next(name for kind in ("ForCausal", "ForCond", "Classification") for name in names if kind in name)
 
 
 COMBINATIONS = [(variant, name) for variant in EVERY for name in classes_of(variant)]

@@ -78,28 +78,16 @@ def sentinels_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return found
 
 
-class SpanCorruption:
-    """Data collator: rows of tokens → `input_ids`, `attention_mask`, `labels`.
+class MaskingCollator:
+    """Data collator: rows of tokens, of which `corrupted` hides some → `input_ids`, `attention_mask`, `labels`.
 
     What is masked depends on the seed, the epoch and the row's number alone, so that a resumed run sees what an
     uninterrupted one does, in any order and with any number of workers. Rows that have `labels` are taken as they are.
-
-    Raises:
-        ValueError: the tokenizer has too few sentinels for rows of `length` tokens.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, length: int, density: float = 0.15, mean_span: float = 3.0, seed=0
-    ):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int):
         self.pad, self.end, self.seed = tokenizer.pad_token_id, tokenizer.eos_token_id, seed
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # persistent workers have to see it change
-        self.density, self.mean_span, self.sentinels = density, mean_span, sentinels_of(tokenizer)
-        spans = noise_of(length, density, mean_span)[1]
-        if spans > len(self.sentinels):
-            raise ValueError(
-                f"rows of {length} tokens have {spans} spans, but the tokenizer knows {len(self.sentinels)} sentinels "
-                "(<extra_id_0>, <extra_id_1>, ...)."
-            )
 
     @property
     def epoch(self) -> int:
@@ -109,18 +97,43 @@ class SpanCorruption:
     def epoch(self, epoch: int) -> None:
         self._epoch.fill_(epoch)
 
+    def random_of(self, row: dict[str, Any]) -> np.random.Generator:
+        return np.random.default_rng([self.seed, self.epoch, row["row"]])
+
     def corrupted(self, row: dict[str, Any]) -> dict[str, list[int]]:
-        """One row of `input_ids` and `row`, its number."""
-        random = np.random.default_rng([self.seed, self.epoch, row["row"]])
-        mask = noise_mask(len(row["input_ids"]), self.density, self.mean_span, random)
-        inputs, target = corrupt(row["input_ids"], mask, self.sentinels, self.end)
-        return {"input_ids": inputs, "labels": target}
+        """One row of `input_ids` and `row`, its number → what the model reads, and its labels."""
+        raise NotImplementedError
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         rows = [row if "labels" in row else self.corrupted(row) for row in rows]
         inputs = _padded([row["input_ids"] for row in rows], self.pad)
         mask = _padded([[1] * len(row["input_ids"]) for row in rows], 0)
         return {"input_ids": inputs, "attention_mask": mask, "labels": _padded([row["labels"] for row in rows], -100)}
+
+
+class SpanCorruption(MaskingCollator):
+    """Spans are replaced by sentinels, and the labels are the spans.
+
+    Raises:
+        ValueError: the tokenizer has too few sentinels for rows of `length` tokens.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, length: int, density: float = 0.15, mean_span: float = 3.0, seed=0
+    ):
+        super().__init__(tokenizer, seed)
+        self.density, self.mean_span, self.sentinels = density, mean_span, sentinels_of(tokenizer)
+        spans = noise_of(length, density, mean_span)[1]
+        if spans > len(self.sentinels):
+            raise ValueError(
+                f"rows of {length} tokens have {spans} spans, but the tokenizer knows {len(self.sentinels)} sentinels "
+                "(<extra_id_0>, <extra_id_1>, ...)."
+            )
+
+    def corrupted(self, row: dict[str, Any]) -> dict[str, list[int]]:
+        mask = noise_mask(len(row["input_ids"]), self.density, self.mean_span, self.random_of(row))
+        inputs, target = corrupt(row["input_ids"], mask, self.sentinels, self.end)
+        return {"input_ids": inputs, "labels": target}
 
 
 def _padded(rows: list[list[int]], fill: int) -> torch.Tensor:
@@ -131,7 +144,7 @@ def _padded(rows: list[list[int]], fill: int) -> torch.Tensor:
 class NewMasksEachEpoch(TrainerCallback):
     """Tells the collator which epoch it is."""
 
-    def __init__(self, collator: SpanCorruption):
+    def __init__(self, collator: MaskingCollator):
         self.collator = collator
 
     def on_epoch_begin(self, args, state, control, **kwargs):

@@ -67,6 +67,19 @@ def _free_families() -> Iterator[Family]:
             )
 
 
+def _name_in_library(_: ModuleType) -> None:
+    """`transformers.LonghornForCausalLM`: servers and pipelines look a class up by the name in `config.json`.
+
+    The library finds a name in one of its modules, which it imports when the name is first asked for; ours are all in
+    one that stands for this package. Names of its own stay its own.
+    """
+    library = sys.modules["transformers"]  # which replaces itself while it is imported
+    sys.modules["transformers.hf_hybrid_ssm"] = sys.modules["hf_hybrid_ssm"]
+    for family in FAMILIES:
+        for name in family.names:
+            library._class_to_module.setdefault(name, "hf_hybrid_ssm")
+
+
 def _register_configs(configuration_auto: ModuleType) -> None:
     for family in _free_families():
         configuration_auto.CONFIG_MAPPING._modules[family.model_type] = importlib.import_module(family.package)
@@ -114,9 +127,19 @@ def _code_exporter(config: Any) -> ModuleType | None:
     return importlib.import_module("hf_hybrid_ssm.hub.export") if is_ours else None
 
 
+def _connect_weight_check(base: ModuleType) -> None:
+    base.HybridPreTrainedModel.check_weight_files = staticmethod(_check_weight_files)
+
+
+def _check_weight_files(folder: Any) -> None:
+    importlib.import_module("hf_hybrid_ssm.hub.folder").check_weights_if_local(folder)
+
+
 _REGISTRATIONS: dict[str, Callable[[ModuleType], None]] = {
+    "hf_hybrid_ssm.models.base": _connect_weight_check,
     "hf_hybrid_ssm.models.configuration": _connect_code_export,
     "peft.utils.constants": _register_peft_targets,
+    "transformers": _name_in_library,
     "transformers.cache_utils": _register_cache_layers,
     "transformers.models.auto.configuration_auto": _register_configs,
     "transformers.models.auto.modeling_auto": _register_models,

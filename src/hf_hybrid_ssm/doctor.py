@@ -1,12 +1,7 @@
-"""What is installed, which backend each op selects on this machine and why, and how exact its kernels are.
+"""What is installed, which backend each op selects on this machine and why, and how exact its kernels are."""
 
-hf-hybrid-ssm-doctor [--json]
-"""
-
-import argparse
 import importlib
 import importlib.metadata
-import json
 import pkgutil
 import platform
 import shutil
@@ -72,15 +67,3 @@ def report(found: dict[str, Any]) -> str:
             for backend, error in op["kernel_errors"].items():
                 lines.append(f"    {backend} kernel: {error:.1e} off the float64 reference")
     return "\n".join(lines)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="for programs")
-    arguments = parser.parse_args()
-    found = examine()
-    print(json.dumps(found, indent=2) if arguments.json else report(found))
-
-
-if __name__ == "__main__":
-    main()

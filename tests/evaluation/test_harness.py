@@ -91,7 +91,7 @@ def test_unknown_task(folder):
 def test_command_line_registers_the_families(folder):
     arguments = ["run", "--model", "hf", "--model_args", f"pretrained={folder / 'model'}", "--tasks", "counting_here"]
     arguments += ["--include_path", str(folder / "tasks"), "--device", "cpu", "--output_path", str(folder / "scores")]
-    command = [sys.executable, "-m", "hf_hybrid_ssm.evaluation.command_line", *arguments]
+    command = [sys.executable, "-m", "hf_hybrid_ssm", "eval", *arguments]
     path = os.pathsep.join(p for p in sys.path if p)
     run = subprocess.run(
         command, cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False

@@ -12,8 +12,8 @@ from huggingface_hub import ModelCard
 from transformers import LlamaConfig
 
 from hf_hybrid_ssm import LonghornConfig
+from hf_hybrid_ssm.cli import main
 from hf_hybrid_ssm.hub import card_of_folder, model_card
-from hf_hybrid_ssm.hub.cards import main
 from tests.tiny_models import build, config_of
 from tools.model_cards import preset_cards
 
@@ -64,10 +64,9 @@ def folder(tmp_path):
     return tmp_path / "small-longhorn"
 
 
-def test_card_of_a_trained_model(folder, monkeypatch):
+def test_card_of_a_trained_model(folder):
     options = ["--dataset", "two old books", "--recipe", "python recipes/demo.py"]
-    monkeypatch.setattr("sys.argv", ["cards", str(folder), *options])
-    main()
+    assert main(["card", str(folder), *options]) == 0
     card = ModelCard.load(folder / "README.md")
     measured = {result.metric_type: result.metric_value for result in card.data.eval_results}
     assert measured == {"loss": 1.25, "perplexity": 3.4903}

@@ -5,8 +5,8 @@ import json
 import pytest
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from hf_hybrid_ssm.cli import main
 from hf_hybrid_ssm.hub import check_folder
-from hf_hybrid_ssm.hub import folder as module
 from tests.tiny_models import build
 
 
@@ -142,26 +142,15 @@ DAMAGE = (
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda function: function.__name__)
-def test_damage_is_named(sharded, damage, monkeypatch, capsys):
+def test_damage_is_named(sharded, damage, capsys):
     expected = damage(sharded)
     with pytest.raises(ValueError, match=expected):
         check_folder(sharded)
-    monkeypatch.setattr("sys.argv", ["folder", str(sharded)])
-    with pytest.raises(SystemExit, match="refused: "):
-        module.main()
+    assert main(["check", str(sharded)]) == 1
+    assert capsys.readouterr().err.startswith("refused: ")
 
 
 def test_code_that_another_repository_holds_is_not_looked_for(sharded):
     lost_all_code(sharded)
     edit_auto_map(sharded, {"AutoModel": "someone/longhorn--modeling_longhorn.LonghornModel"})
     assert check_folder(sharded)["code"] == 0
-
-
-def test_command(sharded, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["folder", str(sharded)])
-    module.main()
-    assert "tensors" in capsys.readouterr().out
-    monkeypatch.setattr("sys.argv", ["folder", "--help"])
-    with pytest.raises(SystemExit, match="0"):
-        module.main()
-    assert "usage:" in capsys.readouterr().out

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from hf_hybrid_ssm.models.longhorn.convert_official_checkpoint import convert, main
+from hf_hybrid_ssm.cli import main
+from hf_hybrid_ssm.models.longhorn.convert_official_checkpoint import convert
 from hf_hybrid_ssm.models.official_state_dict import read_checkpoint
 
 V, M, D, N, K, R, LAYERS = 24, 16, 32, 4, 4, 2, 2
@@ -69,8 +70,8 @@ def official_logits(weights: dict[str, torch.Tensor], ids: list[int]) -> torch.T
 def test_converted_logits_equal_the_official_mathematics(tmp_path):
     weights = official_state_dict()
     torch.save({"model": weights, "iter_num": 5}, tmp_path / "ckpt.pt")
-    module = "hf_hybrid_ssm.models.longhorn.convert_official_checkpoint"
-    command = [sys.executable, "-m", module, str(tmp_path / "ckpt.pt"), str(tmp_path / "out")]
+    command = [sys.executable, "-m", "hf_hybrid_ssm", "convert", "longhorn"]
+    command += [str(tmp_path / "ckpt.pt"), str(tmp_path / "out")]
     subprocess.run(command, check=True, capture_output=True)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").double().eval()
     ids = [3, 1, 4, 1, 5, 9, 2, 6, 23, 0, 8]
@@ -118,7 +119,8 @@ def test_special_tokens_follow_the_vocabulary(tmp_path):
     assert (config.bos_token_id, config.eos_token_id) == (50256, 50256)
     config = save_and_convert(tmp_path, lambda weights: None).config  # of 24 tokens: none is known
     assert (config.bos_token_id, config.pad_token_id, config.eos_token_id) == (None, None, None)
-    main([str(tmp_path / "ckpt.pt"), str(tmp_path / "out"), "--bos-token-id", "1", "--eos-token-id", "2"])
+    options = ["--bos-token-id", "1", "--eos-token-id", "2"]
+    main(["convert", "longhorn", str(tmp_path / "ckpt.pt"), str(tmp_path / "out"), *options])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert (model.config.bos_token_id, model.generation_config.eos_token_id) == (1, 2)
     with pytest.raises(ValueError, match="eos_token_id=50256 must lie in the checkpoint's vocabulary of 24"):

@@ -18,7 +18,9 @@ CAUSAL = [case for case in CASES if "classifier" not in case]
 def test_auto_model_is_the_base_of_a_checkpoint(model_type, name, tmp_path):
     """With its trained weights, all of them, whichever class was saved."""
     torch.manual_seed(0)
-    model = getattr(hf_hybrid_ssm, name)(AutoConfig.for_model(model_type, **SIZES | FIELDS[model_type])).eval()
+    sides = {"bidirectional": True} if name == "BstForMaskedLM" else {}
+    config = AutoConfig.for_model(model_type, **SIZES | FIELDS[model_type] | sides)
+    model = getattr(hf_hybrid_ssm, name)(config).eval()
     model.save_pretrained(tmp_path)
     loaded, report = AutoModel.from_pretrained(tmp_path, output_loading_info=True)
     base = model.base_model

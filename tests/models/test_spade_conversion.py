@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_hybrid_ssm import SpadeConfig, SpadeForCausalLM
+from hf_hybrid_ssm.cli import main
 from hf_hybrid_ssm.layers.mixers.s4 import S4
 from hf_hybrid_ssm.models.spade import convert_official_checkpoint as converter
 from hf_hybrid_ssm.models.spade.official_s4 import convert_s4
@@ -197,7 +198,8 @@ def test_round_trip(form, tmp_path):
         torch.save({"args": None, "cfg": {"model": SAVED, "bpe": None}, "model": tensors}, source)
     else:  # before fairseq 0.10
         torch.save({"args": argparse.Namespace(arch="spade_lm_wiki103", **SAVED), "model": tensors}, source)
-    converter.main([str(source), str(tmp_path / "out"), *([] if with_settings else ["--sliding-window", "4"])])
+    options = [] if with_settings else ["--set", "sliding_window=4"]
+    main(["convert", "spade", str(source), str(tmp_path / "out"), *options])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     ids = torch.arange(2, 26).view(2, 12)
     assert torch.equal(in_own_memory(model)(ids).logits, original(ids).logits)
@@ -218,7 +220,7 @@ def test_checkpoint_that_fairseq_wrote(tmp_path):
     --decoder-ffn-embed-dim 16 --decoder-layers 2 --decoder-attention-heads 2 --adaptive-{input,softmax}-cutoff 20,40
     --adaptive-{input,softmax}-factor 2 --tokens-per-sample 12 --no-save-optimizer-state, a dictionary of 60 symbols.
     """
-    converter.main([str(GOLDEN / "fairseq_spade_lm.pt"), str(tmp_path / "out")])
+    main(["convert", "spade", str(GOLDEN / "fairseq_spade_lm.pt"), str(tmp_path / "out")])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert model.config.sliding_window == 4
     assert model.config.ssm_num_dynamics == 4
@@ -251,7 +253,7 @@ def test_checkpoint_without_adaptive_vocabulary(tmp_path):
 
 def test_special_tokens_can_be_given(tmp_path):
     source = str(GOLDEN / "fairseq_spade_lm.pt")
-    converter.main([source, str(tmp_path / "out"), "--eos-token-id", "5", "--pad-token-id", "0"])
+    main(["convert", "spade", source, str(tmp_path / "out"), "--eos-token-id", "5", "--pad-token-id", "0"])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -286,4 +288,4 @@ def test_bad_checkpoints_are_refused(original, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     with pytest.raises(SystemExit):
-        converter.main([str(tmp_path / "cut.safetensors"), str(tmp_path / "full")])
+        main(["convert", "spade", str(tmp_path / "cut.safetensors"), str(tmp_path / "full")])

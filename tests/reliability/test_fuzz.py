@@ -34,8 +34,11 @@ def class_for(model_type: str, fields: Fields, random: Random) -> type[PreTraine
     heads = HEADS[model_type]
     classifies = heads["MODEL_FOR_SEQUENCE_CLASSIFICATION"]
     generates = heads.get("MODEL_FOR_CAUSAL_LM") or heads["MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM"]
-    if fields.get("bidirectional") or fields.get("pixel_input") or fields.get("paired_input"):
+    masked = heads.get("MODEL_FOR_MASKED_LM", classifies)
+    if fields.get("pixel_input") or fields.get("paired_input"):
         name = classifies
+    elif fields.get("bidirectional"):
+        name = random.choice([classifies, masked])
     elif fields.get("adaptive_cutoffs"):
         name = generates
     else:

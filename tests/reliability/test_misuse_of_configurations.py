@@ -180,7 +180,7 @@ OTHERS = [
     (lambda: hf_hybrid_ssm.SpadeForConditionalGeneration(config_of("spade s4 window")),
      "TypeError: SpadeForConditionalGeneration.*SpadeSeq2SeqConfig.*got SpadeConfig"),
     (lambda: hf_hybrid_ssm.BstForCausalLM(config_of("bst s5 bidirectional")),
-     "ValueError: bidirectional=True is for classification"),
+     "ValueError: BstForCausalLM needs bidirectional=False"),
 ]
 # fmt: on
 FIELDS = [(family, name) for family, groups in BROKEN.items() for _, names in groups for name in names.split()]

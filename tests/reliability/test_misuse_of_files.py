@@ -107,15 +107,15 @@ def conversion_of(write: Callable[[Path], object], name: str = "official.pt") ->
 
 # fmt: off
 SINGLE = [
-    (bytes_of(lambda b: b[: len(b) // 2]), "SafetensorError: Error while deserializing header.*not fully covered"),
-    (bytes_of(lambda b: b[:20]), "SafetensorError: Error while deserializing header.*invalid header length"),
-    (bytes_of(lambda b: b""), "SafetensorError: Error while deserializing header.*too small"),
-    (bytes_of(lambda b: b + b"more"), "SafetensorError: Error while deserializing header.*not fully covered"),
+    (bytes_of(lambda b: b[: len(b) // 2]), "ValueError: model.safetensors is not a complete.*not fully covered"),
+    (bytes_of(lambda b: b[:20]), "ValueError: model.safetensors is not a complete.*invalid header length"),
+    (bytes_of(lambda b: b""), "ValueError: model.safetensors is not a complete.*too small"),
+    (bytes_of(lambda b: b + b"more"), "ValueError: model.safetensors is not a complete.*not fully covered"),
     (bytes_of(lambda b: (2**60).to_bytes(8, "little") + b[8:]),
-     "SafetensorError: Error while deserializing header.*large"),
-    (bytes_of(lambda b: b[:8] + bytes([b[8] ^ 1]) + b[9:]), "SafetensorError: Error while deserializing header.*JSON"),
-    (pickled(WEIGHTS), "SafetensorError: Error while deserializing header"),
-    (torch_saved(WEIGHTS), "SafetensorError: Error while deserializing header"),
+     "ValueError: model.safetensors is not a complete.*large"),
+    (bytes_of(lambda b: b[:8] + bytes([b[8] ^ 1]) + b[9:]), "ValueError: model.safetensors is not a complete.*JSON"),
+    (pickled(WEIGHTS), "ValueError: model.safetensors is not a complete"),
+    (torch_saved(WEIGHTS), "ValueError: model.safetensors is not a complete"),
     (pickled("pytorch_model.bin"), "UnpicklingError: [Ww]eights.only"),
     (torch_saved("pytorch_model.bin"), "UnpicklingError: [Ww]eights.only"),
     (without(WEIGHTS), "OSError: no file named model.safetensors"),

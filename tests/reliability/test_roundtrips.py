@@ -35,6 +35,7 @@ SHARDS = {"one file": "1GB", "sharded": "8KB"}
 AUTO_CLASSES = {
     "MODEL": transformers.AutoModel,
     "MODEL_FOR_CAUSAL_LM": transformers.AutoModelForCausalLM,
+    "MODEL_FOR_MASKED_LM": transformers.AutoModelForMaskedLM,
     "MODEL_FOR_SEQUENCE_CLASSIFICATION": transformers.AutoModelForSequenceClassification,
     "MODEL_FOR_TOKEN_CLASSIFICATION": transformers.AutoModelForTokenClassification,
     "MODEL_FOR_QUESTION_ANSWERING": transformers.AutoModelForQuestionAnswering,

@@ -1,17 +1,18 @@
 """transformers' own tests on the Block-State Transformer: one filter, a filter for each context state, Slide,
-Block-Recurrent layers, and retrieval."""
+Block-Recurrent layers, retrieval, and the bidirectional encoder."""
 
 import unittest
 
 from hf_hybrid_ssm import (
     BstConfig,
     BstForCausalLM,
+    BstForMaskedLM,
     BstForQuestionAnswering,
     BstForSequenceClassification,
     BstForTokenClassification,
     BstModel,
 )
-from tests.upstream.harness import CausalFamilyTests
+from tests.upstream.harness import CausalFamilyTests, CausalTester, ConfigTester, ModelTesterMixin
 
 
 class BstTest(CausalFamilyTests, unittest.TestCase):
@@ -64,3 +65,25 @@ class BlockRecurrentTest(BstTest):
 
 class BstRetrievalTest(BstTest):
     tester_config = BstTest.tester_config | {"retrieval_k": 2, "retrieval_memory": 8}
+
+
+class BstEncoderTest(ModelTesterMixin, unittest.TestCase):
+    all_model_classes = (
+        BstModel,
+        BstForMaskedLM,
+        BstForSequenceClassification,
+        BstForTokenClassification,
+        BstForQuestionAnswering,
+    )
+    has_attentions = False
+    test_resize_embeddings = True
+
+    def setUp(self):
+        fields = BstTest.tester_config | {"bidirectional": True}
+        self.model_tester = CausalTester(self, BstConfig, **fields)
+        self.model_tester.is_training = False  # a bare encoder has no loss
+        common = {"common_properties": ["hidden_size", "num_hidden_layers"], "hidden_size": 32}
+        self.config_tester = ConfigTester(self, config_class=BstConfig, **common)
+
+    def test_config(self):
+        self.config_tester.run_common_tests()

@@ -9,6 +9,7 @@ from hf_hybrid_ssm import (
     SpadeEncoderModel,
     SpadeForCausalLM,
     SpadeForConditionalGeneration,
+    SpadeForMaskedLM,
     SpadeForQuestionAnswering,
     SpadeForSequenceClassification,
     SpadeForTokenClassification,
@@ -59,6 +60,7 @@ class EncoderTester(CausalTester):
 class SpadeEncoderTest(ModelTesterMixin, unittest.TestCase):
     all_model_classes = (
         SpadeEncoderModel,
+        SpadeForMaskedLM,
         SpadeForSequenceClassification,
         SpadeForTokenClassification,
         SpadeForQuestionAnswering,

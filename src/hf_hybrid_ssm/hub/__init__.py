@@ -6,6 +6,7 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "export_code": f"{__name__}.export",
+        "check_contents": f"{__name__}.contents",
         "check_folder": f"{__name__}.folder",
         "model_card": f"{__name__}.cards",
         "card_of_folder": f"{__name__}.cards",

@@ -1,9 +1,5 @@
-"""Model cards: what a checkpoint is, how it was trained, its metrics and how to load it, from its own files.
+"""Model cards: what a checkpoint is, how it was trained, its metrics and how to load it, from its own files."""
 
-python -m hf_hybrid_ssm.hub.cards FOLDER    writes FOLDER/README.md
-"""
-
-import argparse
 import itertools
 import os
 from collections.abc import Mapping
@@ -11,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from huggingface_hub import EvalResult, ModelCardData
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
@@ -26,6 +21,7 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"
 TASKS = {
     "MODEL_FOR_CAUSAL_LM": "text-generation",
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM": "text-generation",
+    "MODEL_FOR_MASKED_LM": "fill-mask",
     "MODEL_FOR_SEQUENCE_CLASSIFICATION": "text-classification",
     "MODEL_FOR_TOKEN_CLASSIFICATION": "token-classification",
     "MODEL_FOR_QUESTION_ANSWERING": "question-answering",
@@ -206,18 +202,3 @@ def _use(name: str, auto: str, exported: bool, trained: bool) -> str:
     )
     note = "\n\nOnce `hf_hybrid_ssm` is imported, its own classes load it, with their kernels; trust is not needed."
     return f"```python\n{code}```{note if exported else ''}"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", help="a saved model")
-    parser.add_argument("--dataset", help="what the model was trained and validated on")
-    parser.add_argument("--recipe", help="the command that trained it")
-    arguments = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    card = card_of_folder(arguments.folder, dataset=arguments.dataset, recipe=arguments.recipe)
-    (Path(arguments.folder) / "README.md").write_text(card, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,15 +1,10 @@
-"""Checks of a checkpoint's folder: complete shards, unchanged code. Nothing in it is executed or unpickled.
+"""Checks of a checkpoint's folder: complete shards, unchanged code. Nothing in it is executed or unpickled."""
 
-python -m hf_hybrid_ssm.hub.folder FOLDER
-"""
-
-import argparse
 import hashlib
 import json
 import math
 import os
 import re
-import sys
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -68,28 +63,47 @@ def is_as_exported(path: Path) -> bool:
 
 def check_weights(folder: Path) -> dict[str, dict[str, int]]:
     """Weight file → name of a tensor → bytes; the errors of `check_folder`."""
+    return {name: {key: _bytes(*of) for key, of in tensors.items()} for name, tensors in _tensors(folder).items()}
+
+
+def check_weights_if_local(folder: object) -> None:
+    """The errors of `check_weights` for a folder of this machine that holds safetensors; nothing for other names."""
+    if not isinstance(folder, str | os.PathLike):
+        return
+    where = Path(folder)
+    if any((where / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
+        _tensors(where)
+
+
+def shapes_of(folder: Path) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Weight file → name of a tensor → shape; the errors of `check_folder`."""
+    return {name: {key: tuple(of[0]) for key, of in tensors.items()} for name, tensors in _tensors(folder).items()}
+
+
+def _tensors(folder: Path) -> dict[str, dict[str, tuple[list[int], str]]]:
+    """Weight file → name of a tensor → shape and dtype."""
     index = folder / SAFE_WEIGHTS_INDEX_NAME
-    if not index.is_file():
-        return {SAFE_WEIGHTS_NAME: _sizes(folder / SAFE_WEIGHTS_NAME)}
+    if (folder / SAFE_WEIGHTS_NAME).is_file() or not index.is_file():  # what transformers reads first
+        return {SAFE_WEIGHTS_NAME: _header(folder / SAFE_WEIGHTS_NAME)}
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise ValueError(f"{index} has no weight_map from tensors to files.")
     if outside := sorted({name for name in places.values() if Path(name).name != name}):
         raise ValueError(f"{index} points outside its folder: {outside[0]!r}.")
-    found = {name: _sizes(folder / name) for name in sorted(set(places.values()))}
+    found = {name: _header(folder / name) for name in sorted(set(places.values()))}
     for tensor, name in places.items():
         if tensor not in found[name]:
             raise ValueError(f"{folder / name} lacks the tensor {tensor!r} that {index.name} places there.")
     return found
 
 
-def _sizes(path: Path) -> dict[str, int]:
+def _header(path: Path) -> dict[str, tuple[list[int], str]]:
     if not path.is_file():
         raise ValueError(f"{path} is missing.")
     try:
         with safe_open(path, framework="pt") as weights:  # checks header, offsets and length; maps the rest
-            sizes = {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118 - not a mapping
-            return {name: _bytes(part.get_shape(), part.get_dtype()) for name, part in sizes.items()}
+            parts = {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118 - not a mapping
+            return {name: (part.get_shape(), part.get_dtype()) for name, part in parts.items()}
     except SafetensorError as error:
         raise ValueError(f"{path} is not a complete safetensors file: {error}") from error
 
@@ -120,17 +134,3 @@ def _check_code(folder: Path, auto_map: dict[str, str]) -> int:
         imported = re.findall(r"^\s*from\s+\.(\w+)\s+import", text, re.MULTILINE)
         wanted = {f"{module}.py": name for module in imported} | wanted
     return len(code)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", help="a saved model")
-    try:
-        found = check_folder(parser.parse_args().folder)
-    except ValueError as error:
-        sys.exit(f"refused: {error}")
-    print(", ".join(f"{count:,} {kind}" for kind, count in found.items()))
-
-
-if __name__ == "__main__":
-    main()

@@ -2,7 +2,8 @@
 
 import os
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -118,6 +119,24 @@ class HybridPreTrainedModel(PreTrainedModel):
     def supports_pp_plan(self) -> bool:
         """transformers cuts `base_model.layers`; encoders have theirs elsewhere."""
         return super().supports_pp_plan and hasattr(self.base_model, "layers")
+
+    # -- loading ------------------------------------------------------------------------------------------------
+
+    # refuses a folder whose weight files are incomplete: set by the package, and None in an exported copy of this file
+    check_weight_files: ClassVar[Callable[[Any], None] | None] = None
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; a folder with a missing or truncated weight file is refused by the file's name, before
+        any is read.
+
+        Raises:
+            ValueError: names the file.
+        """
+        reads_others = {"subfolder", "variant", "gguf_file", "state_dict"} & kwargs.keys()
+        if cls.check_weight_files is not None and not reads_others and kwargs.get("use_safetensors") is not False:
+            cls.check_weight_files(pretrained_model_name_or_path)
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
     # -- saving with code ---------------------------------------------------------------------------------------
 

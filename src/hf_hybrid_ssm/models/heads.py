@@ -6,6 +6,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_layers import GenericForQuestionAnswering, GenericForTokenClassification
 from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
+    MaskedLMOutput,
     QuestionAnsweringModelOutput,
     SequenceClassifierOutputWithPast,
     TokenClassifierOutput,
@@ -19,8 +20,8 @@ from hf_hybrid_ssm.models.inputs import check_class_labels, check_labels, check_
 from hf_hybrid_ssm.ops.linear_cross_entropy import linear_cross_entropy
 
 
-class CausalLMHead:
-    """Next-token prediction over the family's base model; placed before the pretrained class, like all heads here."""
+class LMHead:
+    """A prediction of tokens over the family's base model; placed before the pretrained class, like all heads here."""
 
     base_model_class: type[nn.Module]
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -34,6 +35,17 @@ class CausalLMHead:
 
     def _build_lm_head(self, config: PreTrainedConfig) -> nn.Module:
         return nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def _pre_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What a family does to (B, L, D) between the last norm and the head; nothing here."""
+        return hidden_states
+
+    def _uses_fused_loss(self) -> bool:
+        return self.training and self.config.use_linear_cross_entropy and is_plain_linear(self.lm_head)
+
+
+class CausalLMHead(LMHead):
+    """Next-token prediction."""
 
     @can_return_tuple
     def forward(
@@ -101,13 +113,6 @@ class CausalLMHead:
         """
         return {STATE_LAYER_TYPE: None if inputs_embeds.shape[1] == 1 else attention_mask}
 
-    def _pre_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """What a family does to (B, L, D) between the last norm and the head; nothing here."""
-        return hidden_states
-
-    def _uses_fused_loss(self) -> bool:
-        return self.training and self.config.use_linear_cross_entropy and is_plain_linear(self.lm_head)
-
     def _fused_loss(
         self,
         hidden_states: torch.Tensor,
@@ -129,6 +134,51 @@ class CausalLMHead:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         return fused_cross_entropy(
             hidden_states, self.lm_head, shift_labels.to(hidden_states.device), num_items_in_batch, ignore_index
+        )
+
+
+class MaskedLMHead(LMHead):
+    """Prediction of masked tokens over a base model whose tokens see both sides."""
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        seq_idx: torch.IntTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> MaskedLMOutput:
+        r"""
+        labels (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
+            The token that belongs at each masked position; -100 elsewhere.
+        seq_idx (`torch.IntTensor` of shape `(batch_size, sequence_length)`, *optional*):
+            The document each token of a packed row belongs to; states and attention do not cross documents.
+        """
+        if labels is not None:
+            given = input_ids if inputs_embeds is None else inputs_embeds
+            check_labels(labels, self.config.vocab_size, None if given is None else given.shape[:2])
+        outputs = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            seq_idx=seq_idx,
+            **kwargs,
+        )
+        hidden_states = self._pre_head(outputs.last_hidden_state)
+        logits, loss = None, None
+        if labels is not None and self._uses_fused_loss():
+            targets, num_items = labels.to(hidden_states.device), kwargs.get("num_items_in_batch")
+            loss = fused_cross_entropy(hidden_states, self.lm_head, targets, num_items)
+        else:
+            logits = self.lm_head(hidden_states)
+            if labels is not None:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return MaskedLMOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
 
 

@@ -1,14 +1,12 @@
-"""What converters of official checkpoints share: reading tensors, strict loading, the command line."""
+"""What converters of official checkpoints share: reading tensors, strict loading, checks."""
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import PreTrainedModel
 
 PREFIXES = ("_orig_mod.", "module.", "transformer.")
 TOKENS = ("bos_token_id", "pad_token_id", "eos_token_id")
@@ -71,41 +69,6 @@ def load_state_dict_strict(model: nn.Module, tensors: dict[str, torch.Tensor]) -
         if key not in expected or tensor.shape != expected[key]:
             raise ValueError(f"{key} has shape {tuple(tensor.shape)}, but the model has {expected.get(key)}.")
     model.load_state_dict(tensors)
-
-
-def run_command_line(
-    convert: Callable[..., PreTrainedModel],
-    description: str,
-    arguments: list[str] | None = None,
-    extra: dict[str, str] | None = None,
-) -> None:
-    """`IN OUT [--bos-token-id N] [--pad-token-id N] [--eos-token-id N]` and the options of `extra`: convert and save.
-
-    Args:
-        convert: makes the model of a file; takes the given options as keywords.
-        description: the first line of the help.
-        arguments: of the command line; the process's own by default.
-        extra: more fields of the configuration that are integers, each with its help.
-    """
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("source", metavar="IN", type=Path, help="checkpoint file (.pt, .bin or .safetensors)")
-    parser.add_argument("target", metavar="OUT", type=Path, help="folder to write; must not exist or be empty")
-    for name in TOKENS:
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=int, metavar="ID", help="in the checkpoint's vocabulary"
-        )
-    for name, text in (extra or {}).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
-    options = parser.parse_args(arguments)
-    if options.target.exists() and (not options.target.is_dir() or any(options.target.iterdir())):
-        parser.error(f"{options.target} is not empty")
-    if not options.source.is_file():
-        parser.error(f"{options.source} is not a file")
-    given = {name: value for name in (*TOKENS, *(extra or {})) if (value := getattr(options, name)) is not None}
-    model = convert(options.source, **given)
-    model.save_pretrained(options.target)
-    tokens = ", ".join(f"{name}={getattr(model.config, name)}" for name in TOKENS)
-    print(f"{options.target}: {model.num_parameters():,} parameters, {tokens}")
 
 
 def check_tokens(config: Any, given: dict[str, Any]) -> None:

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 
-from hf_hybrid_ssm.planning.plan import Plan, plan
 from hf_hybrid_ssm.planning.presets import preset_config, preset_names
 from hf_hybrid_ssm.planning.setup import Setup
+from hf_hybrid_ssm.planning.training_step import Plan, plan
 
 EXPLANATIONS = {
     "parameters": "weights",

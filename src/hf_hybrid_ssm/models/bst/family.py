@@ -19,7 +19,7 @@ FAMILY = Family(
     folder="bst",
     config="BstConfig",
     base="BstPreTrainedModel",
-    heads=usual_heads("Bst"),
+    heads=usual_heads("Bst", MODEL_FOR_MASKED_LM="BstForMaskedLM"),
     # "attention." tells the maps of the tokens from those of the context states, one variant of which has no nn.Linear
     peft=PeftTargets(
         lora=("attention.q_proj", "attention.v_proj", "attention.context_q_proj"),

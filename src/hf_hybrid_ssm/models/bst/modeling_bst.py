@@ -24,6 +24,8 @@ from hf_hybrid_ssm.models.bst.retrieval import attend_with_memory
 from hf_hybrid_ssm.models.cache import States
 from hf_hybrid_ssm.models.heads import (
     CausalLMHead,
+    LMHead,
+    MaskedLMHead,
     QuestionAnsweringHead,
     SequenceClassificationHead,
     TokenClassificationHead,
@@ -258,18 +260,37 @@ class BstModel(HybridModelMixin, BstPreTrainedModel):
         self.post_init()
 
 
-@auto_docstring
-class BstForCausalLM(CausalLMHead, BstPreTrainedModel, GenerationMixin):
-    base_model_class = BstModel
+class BstLMHead(LMHead):
+    """The head of language models, causal or masked: dropout and a factor on the logits."""
+
+    needs_bidirectional: bool
 
     def __init__(self, config: BstConfig):
         super().__init__(config)
-        if config.bidirectional:
-            raise ValueError("bidirectional=True is for classification: a language model must not see the future.")
+        if config.bidirectional != self.needs_bidirectional:
+            reason = "predicts a token from both sides" if self.needs_bidirectional else "must not see the future"
+            raise ValueError(
+                f"{type(self).__name__} needs bidirectional={self.needs_bidirectional}, got bidirectional="
+                f"{config.bidirectional}: it {reason}."
+            )
         self.dropout = nn.Dropout(config.final_dropout)
 
     def _pre_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.dropout(hidden_states) * self.config.logit_scale
+
+
+@auto_docstring
+class BstForCausalLM(BstLMHead, CausalLMHead, BstPreTrainedModel, GenerationMixin):
+    base_model_class = BstModel
+    needs_bidirectional = False
+
+
+@auto_docstring
+class BstForMaskedLM(BstLMHead, MaskedLMHead, BstPreTrainedModel):
+    """Needs `bidirectional=True`."""
+
+    base_model_class = BstModel
+    needs_bidirectional = True
 
 
 @auto_docstring
@@ -289,6 +310,7 @@ class BstForQuestionAnswering(QuestionAnsweringHead, BstPreTrainedModel):
 
 __all__ = [
     "BstForCausalLM",
+    "BstForMaskedLM",
     "BstForQuestionAnswering",
     "BstForSequenceClassification",
     "BstForTokenClassification",

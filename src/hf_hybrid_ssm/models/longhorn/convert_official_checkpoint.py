@@ -1,6 +1,6 @@
 """Official Longhorn training checkpoints → a folder that `from_pretrained` loads.
 
-    python -m hf_hybrid_ssm.models.longhorn.convert_official_checkpoint IN OUT [--eos-token-id N] [--bos-token-id N]
+    hf-hybrid-ssm convert longhorn IN OUT [--eos-token-id N] [--bos-token-id N]
 
 IN is a file of tensors: what the official `train.py` saves (a dict with the state dict under "model"), a bare state
 dict, or the same as safetensors. Every tensor must be known and none may be missing; sizes are read off the shapes.
@@ -15,12 +15,7 @@ import torch
 
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.longhorn.modeling_longhorn import LonghornForCausalLM
-from hf_hybrid_ssm.models.official_state_dict import (
-    check_tokens,
-    load_state_dict_strict,
-    read_checkpoint,
-    run_command_line,
-)
+from hf_hybrid_ssm.models.official_state_dict import check_tokens, load_state_dict_strict, read_checkpoint
 
 GPT2_VOCABULARIES = (50257, 50304)  # as it is, and padded as the official train.py does
 
@@ -125,11 +120,3 @@ def convert(source: str | Path, **overrides) -> LonghornForCausalLM:
     model = LonghornForCausalLM(config)
     load_state_dict_strict(model, converted)
     return model
-
-
-def main(arguments: list[str] | None = None) -> None:
-    run_command_line(convert, "Convert an official Longhorn checkpoint.", arguments)
-
-
-if __name__ == "__main__":
-    main()

@@ -5,7 +5,8 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-ENCODER_HEADS = ("EncoderModel", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+ENCODER_HEADS = ("EncoderModel", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
+ENCODER_HEADS += ("ForQuestionAnswering",)
 
 
 class BaseOfCheckpoint(PreTrainedModel):

@@ -1,6 +1,6 @@
 """Official SPADE language models (fairseq) → a folder that `from_pretrained` loads.
 
-    python -m hf_hybrid_ssm.models.spade.convert_official_checkpoint IN OUT [--local-radius 511] [--eos-token-id 2]
+    hf-hybrid-ssm convert spade IN OUT [--eos-token-id 2] [--set sliding_window=512]
 
 IN is what fairseq's trainer saves, a dict with the state dict under "model" and its settings under "cfg" (or "args"),
 or a bare state dict, or safetensors. Only tensors, plain values and the namespace of the settings are unpickled
@@ -16,12 +16,7 @@ from typing import Any
 
 import torch
 
-from hf_hybrid_ssm.models.official_state_dict import (
-    check_tokens,
-    load_state_dict_strict,
-    read_checkpoint,
-    run_command_line,
-)
+from hf_hybrid_ssm.models.official_state_dict import check_tokens, load_state_dict_strict, read_checkpoint
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
 from hf_hybrid_ssm.models.spade.modeling_spade import SpadeForCausalLM
 from hf_hybrid_ssm.models.spade.official_s4 import convert_s4
@@ -195,12 +190,3 @@ def convert(source: str | Path, **overrides: Any) -> SpadeForCausalLM:
     model = SpadeForCausalLM(infer_config(converted, settings, **overrides))
     load_state_dict_strict(model, converted)
     return model
-
-
-def main(arguments: list[str] | None = None) -> None:
-    extra = {"sliding_window": "keys that a token sees, itself among them; by default the file's, or 512"}
-    run_command_line(convert, "Convert an official SPADE language model.", arguments, extra)
-
-
-if __name__ == "__main__":
-    main()

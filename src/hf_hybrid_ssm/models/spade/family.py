@@ -32,7 +32,7 @@ STACK = Family(
     folder="spade",
     config="SpadeConfig",
     base="SpadePreTrainedModel",
-    heads=usual_heads("Spade", MODEL_FOR_TEXT_ENCODING="SpadeEncoderModel"),
+    heads=usual_heads("Spade", MODEL_FOR_MASKED_LM="SpadeForMaskedLM", MODEL_FOR_TEXT_ENCODING="SpadeEncoderModel"),
     peft=PEFT,
     card=CARD,
     layer_kinds=_layer_kinds,

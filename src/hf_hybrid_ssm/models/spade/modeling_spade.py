@@ -14,7 +14,13 @@ from transformers.utils import TransformersKwargs, auto_docstring, can_return_tu
 
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.models.base import HybridModelMixin, HybridPreTrainedModel
-from hf_hybrid_ssm.models.heads import CausalLMHead, QuestionAnsweringHead, TokenClassificationHead
+from hf_hybrid_ssm.models.heads import (
+    CausalLMHead,
+    LMHead,
+    MaskedLMHead,
+    QuestionAnsweringHead,
+    TokenClassificationHead,
+)
 from hf_hybrid_ssm.models.inputs import check_class_labels
 from hf_hybrid_ssm.models.packing import PackedRows
 from hf_hybrid_ssm.models.spade.adaptive_vocabulary import AdaptiveEmbedding, AdaptiveSoftmax
@@ -114,9 +120,8 @@ class SpadeModel(BaseOfCheckpoint, SpadeLayers, SpadePreTrainedModel):
         self.post_init()
 
 
-@auto_docstring
-class SpadeForCausalLM(CausalLMHead, SpadePreTrainedModel, GenerationMixin):
-    base_model_class = SpadeModel
+class SpadeLMHead(LMHead):
+    """The head of SPADE's language models, causal or masked, whose vocabulary may be adaptive."""
 
     def __init__(self, config: SpadeConfig):
         super().__init__(config)
@@ -135,6 +140,11 @@ class SpadeForCausalLM(CausalLMHead, SpadePreTrainedModel, GenerationMixin):
     def _uses_fused_loss(self) -> bool:
         is_adaptive = self.training and isinstance(self.lm_head, AdaptiveSoftmax)
         return self.config.use_linear_cross_entropy if is_adaptive else super()._uses_fused_loss()
+
+
+@auto_docstring
+class SpadeForCausalLM(SpadeLMHead, CausalLMHead, SpadePreTrainedModel, GenerationMixin):
+    base_model_class = SpadeModel
 
 
 class SpadeEncoder(SpadeLayers, SpadePreTrainedModel):
@@ -164,6 +174,13 @@ class SpadeEncoderModel(HybridModelMixin, SpadePreTrainedModel):
     def _run_layers(self, hidden_states: torch.Tensor, *inputs: Any, **kwargs: Any) -> torch.Tensor:
         hidden_states = self.encoder._run_layers(hidden_states, *inputs, **kwargs)
         return hidden_states if self.encoder.norm is None else self.encoder.norm(hidden_states)
+
+
+@auto_docstring
+class SpadeForMaskedLM(SpadeLMHead, MaskedLMHead, SpadePreTrainedModel):
+    """Over the bidirectional encoder."""
+
+    base_model_class = SpadeEncoderModel
 
 
 @auto_docstring
@@ -258,6 +275,7 @@ def _halves_as_rows(name: str, tensor: torch.Tensor | None) -> torch.Tensor | No
 __all__ = [
     "SpadeEncoderModel",
     "SpadeForCausalLM",
+    "SpadeForMaskedLM",
     "SpadeForQuestionAnswering",
     "SpadeForSequenceClassification",
     "SpadeForTokenClassification",

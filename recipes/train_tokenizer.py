@@ -1,0 +1,40 @@
+"""Train the byte-level BPE tokenizer that the checkpoints share.
+
+    python recipes/train_tokenizer.py FOLDER FILE [FILE ...] --vocab-size 4096
+
+One tokenizer serves all objectives: `<|endoftext|>` begins and ends documents, `<|pad|>` and `<|mask|>` are for masked
+language modelling, and `<extra_id_0>`, `<extra_id_1>`, ... for span corruption.
+"""
+
+import argparse
+
+from _lib.documents import documents_of_files, train_tokenizer
+
+SENTINELS = 32  # spans of three tokens at a density of 15 %: enough for inputs of 600 tokens
+MAX_LENGTH = 1_000_000_000_000  # the models have no longest text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", help="where the tokenizer goes")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="txt (one document per file), jsonl or parquet")
+    parser.add_argument("--vocab-size", type=int, default=4096, help="special tokens included (default: 4096)")
+    parser.add_argument("--text-column", default="text")
+    options = parser.parse_args()
+    documents = documents_of_files(options.files)
+    special = {
+        "pad_token": "<|pad|>",
+        "mask_token": "<|mask|>",
+        "additional_special_tokens": [f"<extra_id_{number}>" for number in range(SENTINELS)],
+    }
+    added = 2 + SENTINELS
+    texts = (document[options.text_column] for document in documents)
+    tokenizer = train_tokenizer(texts, options.vocab_size - added)
+    tokenizer.add_special_tokens(special)
+    tokenizer.model_max_length = MAX_LENGTH
+    tokenizer.save_pretrained(options.folder)
+    print(f"{options.folder}: {len(tokenizer)} tokens")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Convert an official checkpoint of a family to a folder that from_pretrained loads:
+
+hf-hybrid-ssm convert longhorn checkpoint.pt FOLDER
+hf-hybrid-ssm convert spade checkpoint_best.pt FOLDER --set sliding_window=512
+"""
+
+import importlib
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+from hf_hybrid_ssm.auto import FAMILIES
+from hf_hybrid_ssm.cli.parsing import parser_of
+
+TOKENS = ("bos_token_id", "pad_token_id", "eos_token_id")
+
+
+def main(arguments: list[str]) -> int:
+    parser = parser_of("convert", __doc__)
+    parser.add_argument("family", choices=_converters(), help="which family's official code wrote the file")
+    parser.add_argument("source", metavar="IN", type=Path, help="checkpoint file (.pt, .bin or .safetensors)")
+    parser.add_argument("target", metavar="OUT", type=Path, help="folder to write; must not exist or be empty")
+    for name in TOKENS:
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=int, metavar="ID", help="in the checkpoint's vocabulary"
+        )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="a field of the configuration that the file does not tell; may be repeated",
+    )
+    given = parser.parse_args(arguments)
+    if given.target.exists() and (not given.target.is_dir() or any(given.target.iterdir())):
+        parser.error(f"{given.target} is not empty")
+    if not given.source.is_file():
+        parser.error(f"{given.source} is not a file")
+    fields = {name: value for name in TOKENS if (value := getattr(given, name)) is not None}
+    for pair in given.set:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            parser.error(f"--set {pair}: FIELD=VALUE was expected")
+        fields[name] = _value(value)
+    converter = importlib.import_module(_module(given.family))
+    model = converter.convert(given.source, **fields)
+    model.save_pretrained(given.target)
+    tokens = ", ".join(f"{name}={getattr(model.config, name)}" for name in TOKENS)
+    print(f"{given.target}: {model.num_parameters():,} parameters, {tokens}")
+    return 0
+
+
+def _module(folder: str) -> str:
+    return f"hf_hybrid_ssm.models.{folder}.convert_official_checkpoint"
+
+
+def _converters() -> list[str]:
+    folders = dict.fromkeys(family.folder for family in FAMILIES)
+    return [folder for folder in folders if importlib.util.find_spec(_module(folder)) is not None]
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,59 @@
+"""Run a script, a module or an installed command in which transformers knows the families of this package:
+
+    hf-hybrid-ssm run run_clm.py --model_name_or_path FOLDER ...    a script, unchanged
+    hf-hybrid-ssm run -m lm_eval run --model hf ...                 a module, as python -m
+    hf-hybrid-ssm run transformers serve FOLDER                     a command of this environment
+
+Exactly `python SCRIPT ...` after `import hf_hybrid_ssm`. A launcher of several processes comes first:
+
+    accelerate launch -m hf_hybrid_ssm run SCRIPT.py ...
+    torchrun --nproc-per-node 8 -m hf_hybrid_ssm run SCRIPT.py ...
+"""
+
+import runpy  # runs what the user names on the command line, and nothing else  # noqa: TID251
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from hf_hybrid_ssm.cli.parsing import parser_of
+
+
+def run_file(path: Path, arguments: list[str]) -> int:
+    """`python PATH ARGUMENTS` in this process."""
+    sys.argv = [str(path), *arguments]
+    sys.path.insert(0, str(path.resolve().parent))
+    runpy.run_path(str(path), run_name="__main__")
+    return 0
+
+
+def run_module(name: str, arguments: list[str]) -> int:
+    """`python -m NAME ARGUMENTS` in this process."""
+    sys.argv = [name, *arguments]  # the first becomes the module's path
+    sys.path.insert(0, str(Path.cwd()))
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+    return 0
+
+
+def run_command(name: str, arguments: list[str]) -> int:
+    """The installed command NAME in this process.
+
+    Raises:
+        SystemExit: with the command's own status.
+    """
+    (command,) = entry_points(group="console_scripts", name=name)
+    sys.argv = [name, *arguments]
+    sys.exit(command.load()())
+
+
+def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["-m"] and len(arguments) > 1:
+        return run_module(arguments[1], arguments[2:])
+    parser = parser_of("run", __doc__)
+    parser.usage = "%(prog)s SCRIPT.py ... | -m MODULE ... | COMMAND ..."
+    parser.add_argument("target", metavar="SCRIPT", help="a file; or, if there is none of that name, a command")
+    given = parser.parse_args(arguments[:1])
+    if Path(given.target).is_file():
+        return run_file(Path(given.target), arguments[1:])
+    if entry_points(group="console_scripts", name=given.target):
+        return run_command(given.target, arguments[1:])
+    parser.error(f"{given.target} is neither a file nor a command of this environment")

@@ -1,0 +1,296 @@
+"""`hf-hybrid-ssm`: what each command prints and returns, and how little its help imports."""
+
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+import hf_hybrid_ssm
+from hf_hybrid_ssm import cli
+from hf_hybrid_ssm.cli import COMMANDS, main
+from hf_hybrid_ssm.planning import Setup, plan
+from hf_hybrid_ssm.planning.presets import preset_config
+from tests.cli.folders import TEXT, environment, python, save_checkpoint
+from tests.tiny_models import build, config_of
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("cli") / "longhorn")
+
+
+@pytest.fixture
+def copy(checkpoint, tmp_path):
+    return shutil.copytree(checkpoint, tmp_path / "copy")
+
+
+# -- the door ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_is_quick_and_says_what_to_type(command):
+    code = f"""
+import sys
+from hf_hybrid_ssm.cli import main
+try:
+    main({[*([command] if command else []), "--help"]})
+except SystemExit as end:
+    assert not end.code
+sys.exit(bool({{"torch", "transformers", "numpy"}} & sys.modules.keys()))
+"""
+    shown = python("-c", code)
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    assert shown.stdout.startswith("usage: hf-hybrid-ssm " + command)
+    for other in COMMANDS if not command else ():
+        assert f"  {other} " in shown.stdout
+
+
+def test_wrong_usage_is_status_2(capsys):
+    for arguments in ([], ["trian"], ["run", "no_such_script.py"], ["check"], ["plan", "--gpus", "many"]):
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        assert end.value.code == 2
+    assert "neither a file nor a command" in capsys.readouterr().err
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert hf_hybrid_ssm.__version__ in capsys.readouterr().out
+
+
+def test_errors_are_one_line_and_status_1(tmp_path, capsys):
+    for arguments in (["export", str(tmp_path)], ["card", str(tmp_path)], ["plan", "longhorn/1"]):
+        assert main(arguments) == 1
+        said = capsys.readouterr()
+        assert said.err.startswith(f"hf-hybrid-ssm {arguments[0]}: ") and said.out == ""
+
+
+# -- generate ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["longhorn", "encoder-decoder"])
+def test_generate_streams_what_the_model_says(variant, tmp_path, capsys):
+    folder = save_checkpoint(tmp_path / variant, variant)
+    auto = AutoModelForSeq2SeqLM if variant == "encoder-decoder" else AutoModelForCausalLM
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), auto.from_pretrained(folder).eval()
+    inputs = tokenizer("one two", return_tensors="pt", return_token_type_ids=False)
+    expected = model.generate(**inputs, max_new_tokens=7)[0]
+    expected = expected[1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1] :]
+    text = tokenizer.decode(expected, skip_special_tokens=True)
+    capsys.readouterr()
+    command = ["generate", str(folder), "--prompt", "one two", "--max-new-tokens", "7"]
+    assert main(command) == 0
+    assert capsys.readouterr().out == text + "\n"
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["text"] == text and found["prompt"] == "one two" and found["new_tokens"] == len(expected)
+
+
+def test_generate_samples_by_seed_and_reads_the_input(checkpoint, capsys, monkeypatch):
+    texts = []
+    for seed in (1, 1, 2):
+        monkeypatch.setattr("sys.stdin", io.StringIO(TEXT + "\n"))
+        command = ["generate", str(checkpoint), "--temperature", "1.5", "--top-k", "200", "--seed", str(seed)]
+        assert main([*command, "--max-new-tokens", "20", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["prompt"] == TEXT
+        texts.append(found["text"])
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_generate_without_a_prompt_begins_a_text(checkpoint, capsys):
+    assert main(["generate", str(checkpoint), "--prompt", "", "--max-new-tokens", "3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["new_tokens"] in (1, 2, 3)
+
+
+def test_generate_refuses_what_cannot(copy, tmp_path, capsys):
+    build("longhorn", "LonghornForSequenceClassification").save_pretrained(tmp_path / "classifier")
+    assert main(["generate", str(tmp_path / "classifier"), "--prompt", "a"]) == 1
+    assert "LonghornForSequenceClassification, which generates no text" in capsys.readouterr().err
+    (copy / "model.safetensors").write_bytes((copy / "model.safetensors").read_bytes()[:-9])
+    assert main(["generate", str(copy), "--prompt", "a"]) == 1
+    assert "model.safetensors is not a complete safetensors file" in capsys.readouterr().err
+
+
+# -- check ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variant", "class_name"),
+    [
+        ("longhorn", "LonghornForCausalLM"),
+        ("bst s5 bidirectional", "BstForMaskedLM"),
+        ("spade s4 window", "SpadeForSequenceClassification"),
+        ("spade adaptive", "SpadeForCausalLM"),
+        ("spade batchnorm", "SpadeModel"),
+        ("encoder-decoder", "SpadeForConditionalGeneration"),
+        ("lmu-isa untied", "LmuIsaForQuestionAnswering"),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"max_shard_size": "8KB"}, {"export_code": True}], ids=str)
+def test_check_accepts_every_folder(variant, class_name, options, tmp_path, capsys):
+    build(variant, class_name).save_pretrained(tmp_path, **options)
+    assert main(["check", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["complete"] and found["tensors"] > 0 and bool(found["code"]) == ("export_code" in options)
+
+
+def edit_tensors(change):
+    def edit(folder):
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return edit
+
+
+def edit_config(**fields):
+    def edit(folder):
+        content = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(content | fields))
+
+    return edit
+
+
+DAMAGE = {
+    "missing weights": (lambda f: (f / "model.safetensors").unlink(), r"model\.safetensors is missing"),
+    "truncated tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), r"tokenizer\.json is not valid JSON"),
+    "foreign tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), r"tokenizer\.json holds no tokenizer"),
+    "pickled weights beside": (
+        lambda f: (f / "pytorch_model.bin").write_bytes(b"x"),
+        r"pytorch_model\.bin is left from another save",
+    ),
+    "shard beside": (
+        lambda f: shutil.copy(f / "model.safetensors", f / "model-00001-of-00002.safetensors"),
+        r"model-00001-of-00002\.safetensors is left from another save",
+    ),
+    "missing tensor": (
+        edit_tensors(lambda t: t.pop("model.norm.weight")),
+        r"no weight file holds model\.norm\.weight",
+    ),
+    "foreign tensor": (
+        edit_tensors(lambda t: t.update({"encoder.x": torch.zeros(2)})),
+        r"model\.safetensors holds encoder\.x, which LonghornForCausalLM does not have",
+    ),
+    "foreign shape": (
+        edit_tensors(lambda t: t.update({"model.norm.weight": torch.zeros(7)})),
+        r"model\.safetensors: model\.norm\.weight has shape \(7,\), but LonghornForCausalLM needs \(24,\)",
+    ),
+    "foreign architecture": (
+        edit_config(architectures=["MambaForCausalLM"]),
+        r"config\.json names the architecture 'MambaForCausalLM', but 'longhorn' has LonghornModel",
+    ),
+    "foreign family": (edit_config(model_type="llama"), "model_type='llama' is not a family"),
+    "small vocabulary": (edit_config(vocab_size=200), r"no weight file|has shape \(\d+, 24\), but"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_check_names_the_file(copy, damage, capsys):
+    edit, expected = DAMAGE[damage]
+    edit(copy)
+    assert main(["check", str(copy)]) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith("refused: ")
+    assert re.search(expected, said.err), said.err
+    assert main(["check", str(copy), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["complete"] is False
+
+
+def test_a_tokenizer_of_more_tokens_than_the_model_has(copy, capsys):
+    tokenizer = AutoTokenizer.from_pretrained(copy)
+    tokenizer.add_tokens([f"new{number}" for number in range(9)])
+    tokenizer.save_pretrained(copy)
+    assert main(["check", str(copy)]) == 1
+    assert "it belongs to another model" in capsys.readouterr().err
+
+
+def test_our_from_pretrained_names_the_file(copy, tmp_path):
+    (copy / "model.safetensors").write_bytes((copy / "model.safetensors").read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a complete safetensors file"):
+        AutoModelForCausalLM.from_pretrained(copy)
+    build("longhorn").save_pretrained(tmp_path / "sharded", max_shard_size="8KB")
+    next((tmp_path / "sharded").glob("model-00002*")).unlink()
+    with pytest.raises(ValueError, match=r"model-00002-of-\d+\.safetensors is missing"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "sharded")
+
+
+# -- the others -------------------------------------------------------------------------------------------------------
+
+
+def test_export_and_card(copy, capsys):
+    assert main(["export", str(copy)]) == 0
+    assert "code files" in capsys.readouterr().out and (copy / "modeling_longhorn.py").is_file()
+    assert main(["card", str(copy), "--stdout"]) == 0
+    printed = capsys.readouterr().out
+    assert not (copy / "README.md").exists() and "trust_remote_code=True" in printed
+    assert main(["card", str(copy)]) == 0
+    assert (copy / "README.md").read_text(encoding="utf-8") + "\n" == printed
+
+
+def test_plan(capsys, tmp_path):
+    sharded = ["plan", "longhorn/125m", "--gpus", "8", "--batch", "8", "--length", "1024", "--sharding", "fsdp2"]
+    assert main(sharded) == 0
+    said = capsys.readouterr().out
+    found = plan(preset_config("longhorn/125m"), Setup(gpus=8, sharding="fsdp2"))
+    assert f"{found.parameters:,} parameters" in said and "gathered" in said and "buckets" not in said
+    assert main([*sharded, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["total"] == found.total
+    assert main(["plan"]) == 0
+    assert "longhorn/125m" in capsys.readouterr().out.splitlines()
+    with pytest.raises(SystemExit):
+        main(["plan", "longhorn/125m", "--markdown", str(tmp_path / "page.md")])
+
+
+def test_convert_wants_pairs(tmp_path, capsys):
+    (tmp_path / "in.pt").touch()
+    for arguments in (["--set", "sliding_window"], []):
+        with pytest.raises(SystemExit) as end:
+            main(["convert", "bst" if not arguments else "spade", str(tmp_path / "in.pt"), "out", *arguments])
+        assert end.value.code == 2
+    assert "FIELD=VALUE was expected" in capsys.readouterr().err
+
+
+def test_eval_hands_over(monkeypatch):
+    seen = []
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: seen.append(list(sys.argv)))
+    assert main(["eval", "run", "--tasks", "piqa"]) == 0
+    assert seen == [["lm_eval", "run", "--tasks", "piqa"]]
+
+
+def test_demo_runs_the_recipe(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr("hf_hybrid_ssm.cli.demo.run_file", lambda *given: seen.append(given) or 0)
+    assert main(["demo", "--output", str(tmp_path), "--steps", "3"]) == 0
+    ((path, options),) = seen
+    assert path.name == "demo.py" and path.is_file() and (path.parent / "_lib").is_dir()
+    assert options == [f"--output={tmp_path}", "--steps=3", "--questions=200"]
+
+
+def test_the_installed_recipes_come_first(monkeypatch, tmp_path):
+    """A wheel carries them inside of the package."""
+    (tmp_path / "lib/hf_hybrid_ssm/cli").mkdir(parents=True)
+    monkeypatch.setattr("hf_hybrid_ssm.cli.demo.__file__", str(tmp_path / "lib/hf_hybrid_ssm/cli/demo.py"))
+    with pytest.raises(FileNotFoundError, match="no recipes"):
+        cli.demo.recipes_folder()
+    for folder in ("lib/hf_hybrid_ssm/recipes", "recipes"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "demo.py").touch()
+    assert cli.demo.recipes_folder() == tmp_path / "lib/hf_hybrid_ssm/recipes"
+
+
+def test_the_module_is_the_command(checkpoint):
+    ran = subprocess.run(
+        [sys.executable, "-m", "hf_hybrid_ssm", "check", str(checkpoint)],
+        env=environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0 and "tensors" in ran.stdout
+    assert config_of("longhorn").model_type == "longhorn"

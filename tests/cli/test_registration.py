@@ -1,0 +1,164 @@
+"""Stock scripts, unchanged: `hf-hybrid-ssm run`, `enable`, and the plain import."""
+
+import json
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.cli.folders import ROOT, environment, python, save_checkpoint
+
+SCRIPT = Path(__file__).with_name("stock_training.py")
+OPTIONS = ["--max_steps", "2", "--report_to", "none", "--use_cpu", "--save_strategy", "no", "--seed", "3"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("stock") / "longhorn")
+
+
+def training(checkpoint: Path, output: Path) -> list[str]:
+    text = output.with_suffix(".txt")
+    text.write_text("\n".join(["one two three four five six seven"] * 30), encoding="utf-8")
+    data = ["--model_name_or_path", str(checkpoint), "--train_file", str(text), "--output_dir", str(output)]
+    return [*data, *OPTIONS]
+
+
+def test_the_stock_script_does_not_know_the_families(checkpoint, tmp_path):
+    ran = python(SCRIPT, *training(checkpoint, tmp_path / "out"))
+    assert ran.returncode != 0 and "longhorn" in ran.stderr
+
+
+def test_run_is_the_plain_import(checkpoint, tmp_path):
+    """The same weights as by the script after an import, to the bit; from a checkpoint and from scratch."""
+    ran = python("-m", "hf_hybrid_ssm", "run", SCRIPT, *training(checkpoint, tmp_path / "run"))
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert json.loads((tmp_path / "run/eval_results.json").read_text())["perplexity"] > 1
+    code = f"import hf_hybrid_ssm, runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    ran = python("-c", code, *training(checkpoint, tmp_path / "import"))
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "import"))
+    assert first.keys() == second.keys() and all(first[key].equal(second[key]) for key in first)
+
+
+def test_run_from_scratch_by_model_type(checkpoint, tmp_path):
+    given = training(checkpoint, tmp_path / "new")
+    given[:2] = ["--model_type", "longhorn", "--tokenizer_name", str(checkpoint), "--config_overrides"]
+    given.insert(5, "vocab_size=300,hidden_size=16,num_hidden_layers=1,state_size=4")
+    ran = python("-m", "hf_hybrid_ssm", "run", SCRIPT, *given)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert json.loads((tmp_path / "new/config.json").read_text())["model_type"] == "longhorn"
+
+
+def test_run_of_modules_commands_and_statuses(checkpoint, tmp_path):
+    """What runs is as if it ran alone: its name, its arguments, its neighbours, its exit status."""
+    (tmp_path / "neighbour.py").write_text("NAME = 'here'\n")
+    (tmp_path / "script.py").write_text(
+        "import sys, neighbour\nfrom transformers import AutoConfig\n"
+        "if __name__ == '__main__':\n    print(__file__.endswith('script.py'), sys.argv[1:], neighbour.NAME,"
+        " AutoConfig.from_pretrained(sys.argv[1]).model_type)\n    sys.exit(7)\n"
+    )
+    for target in ([str(tmp_path / "script.py")], ["-m", "script"]):
+        ran = python("-m", "hf_hybrid_ssm", "run", *target, checkpoint, "--help", cwd=tmp_path)
+        assert ran.returncode == 7, ran.stderr
+        assert ran.stdout.split() == ["True", f"['{checkpoint}',", "'--help']", "here", "longhorn"]
+    ran = python("-m", "hf_hybrid_ssm", "run", "transformers", "version", cwd=tmp_path)
+    assert ran.returncode == 0 and ran.stdout.strip()[0].isdigit()
+    (tmp_path / "broken.py").write_text("raise ValueError('of the script')\n")
+    ran = python("-m", "hf_hybrid_ssm", "run", "broken.py", cwd=tmp_path)
+    assert ran.returncode == 1 and "Traceback" in ran.stderr and "of the script" in ran.stderr
+
+
+# -- enable -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def other_python(tmp_path_factory):
+    """An environment of its own with everything that is installed here, and these sources."""
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    is_windows = sys.platform == "win32"
+    (site,) = folder.glob("Lib/site-packages" if is_windows else "lib/python*/site-packages")
+    paths = [str(ROOT / "src"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    (site / "sources.pth").write_text("\n".join(dict.fromkeys(paths)) + "\n")
+    return str(folder / ("Scripts/python.exe" if is_windows else "bin/python")), site
+
+
+def there(other_python, *arguments):
+    without_path = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
+    return python(*arguments, python=other_python[0], env=without_path)
+
+
+def files(site):
+    return {path.relative_to(site) for path in site.rglob("*")}
+
+
+def test_enable_and_disable(other_python, checkpoint, tmp_path):
+    site, before = other_python[1], files(other_python[1])
+    ran = there(other_python, SCRIPT, *training(checkpoint, tmp_path / "no"))
+    assert ran.returncode != 0
+    enabled = there(other_python, "-m", "hf_hybrid_ssm", "enable", "--json")
+    assert json.loads(enabled.stdout)["enabled"] and len(files(site) - before) == 1
+    try:
+        ran = there(other_python, SCRIPT, *training(checkpoint, tmp_path / "yes"))
+        assert ran.returncode == 0, ran.stderr[-2000:]
+        assert "already" not in there(other_python, "-m", "hf_hybrid_ssm", "enable").stderr  # twice does no harm
+        assert len(files(site) - before) == 1
+    finally:
+        disabled = there(other_python, "-m", "hf_hybrid_ssm", "disable")
+    assert disabled.stdout.startswith("Removed") and files(site) == before
+    assert "not enabled" in there(other_python, "-m", "hf_hybrid_ssm", "disable").stdout
+    assert there(other_python, SCRIPT, *training(checkpoint, tmp_path / "no")).returncode != 0
+
+
+def modules_after(other_python, code: str) -> set[str]:
+    ran = there(other_python, "-c", f"{code}\nimport sys\nprint(' '.join(sys.modules))")
+    assert ran.returncode == 0, ran.stderr
+    return set(ran.stdout.split())
+
+
+def test_enabled_costs_a_start_nothing(other_python):
+    """Not a module more, until transformers is imported; then the declarations, and neither torch nor a model."""
+    plain, library = (modules_after(other_python, code) for code in ("", "import transformers"))
+    there(other_python, "-m", "hf_hybrid_ssm", "enable")
+    try:
+        assert modules_after(other_python, "") == plain
+        added = modules_after(other_python, "import transformers") - library
+        assert "hf_hybrid_ssm.auto" in added and "torch" not in added
+        assert not [name for name in added if "modeling" in name or "configuration_" in name]
+        finders = "import sys; print([f for f in sys.meta_path if 'Hybrid' in repr(f)])"
+        assert "HfHybridSsmEnabled" in there(other_python, "-c", finders).stdout
+        assert "HfHybridSsmEnabled" not in there(other_python, "-c", f"import transformers; {finders}").stdout
+        code = "import transformers.models.auto as auto; print(auto.AutoConfig.for_model('bst').model_type)"
+        assert there(other_python, "-c", code).stdout.strip() == "bst"
+        # the package is gone, the file is not: nothing happens
+        (sources,) = other_python[1].glob("sources.pth")
+        text = sources.read_text()
+        sources.write_text("\n".join(text.splitlines()[1:]) + "\n")
+        try:
+            left = there(other_python, "-c", "import transformers; print(transformers.__version__)")
+            assert left.returncode == 0 and left.stderr == ""
+        finally:
+            sources.write_text(text)
+    finally:
+        there(other_python, "-m", "hf_hybrid_ssm", "disable")
+
+
+def test_classes_are_found_by_their_names_in_the_library():
+    """Servers and pipelines look up `architectures`; transformers' own names stay its own."""
+    code = """
+import hf_hybrid_ssm, transformers
+from hf_hybrid_ssm.auto import FAMILIES
+import sys
+assert "torch" not in sys.modules
+for family in FAMILIES:
+    for name in family.names:
+        assert getattr(transformers, name) is getattr(hf_hybrid_ssm, name), name
+assert transformers.LlamaConfig.__module__.startswith("transformers.")
+"""
+    for first in ("", "import transformers"):
+        ran = python("-c", first + code)
+        assert ran.returncode == 0, ran.stderr
