@@ -44,7 +44,29 @@ class LMHead:
         return self.training and self.config.use_linear_cross_entropy and is_plain_linear(self.lm_head)
 
 
-class CausalLMHead(LMHead):
+class WithoutContinuousBatching:
+    """Refuses `generate_batch`: its paged cache holds keys and values of single tokens, which states are not.
+
+    `transformers serve --continuous-batching` asks whether a model has `init_continuous_batching`, and falls back to
+    generating request by request where it has not.
+    """
+
+    def continuous_batching_context_manager(self, *args, **kwargs):
+        raise ValueError(
+            f"{type(self).__name__} has no continuous batching (generate_batch): its paged cache holds the keys and "
+            "values of single tokens, and this model's layers keep states. Call generate with a left-padded batch and "
+            "its attention_mask, which gives the same text as each prompt alone."
+        )
+
+    def generate_batch(self, *args, **kwargs):
+        return self.continuous_batching_context_manager()
+
+    @property
+    def init_continuous_batching(self):
+        raise AttributeError
+
+
+class CausalLMHead(WithoutContinuousBatching, LMHead):
     """Next-token prediction."""
 
     @can_return_tuple
