@@ -39,6 +39,7 @@ AUTO_CLASSES = {
     "MODEL_FOR_SEQUENCE_CLASSIFICATION": transformers.AutoModelForSequenceClassification,
     "MODEL_FOR_TOKEN_CLASSIFICATION": transformers.AutoModelForTokenClassification,
     "MODEL_FOR_QUESTION_ANSWERING": transformers.AutoModelForQuestionAnswering,
+    "MODEL_FOR_MULTIPLE_CHOICE": transformers.AutoModelForMultipleChoice,
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM": transformers.AutoModelForSeq2SeqLM,
     "MODEL_FOR_TEXT_ENCODING": transformers.AutoModelForTextEncoding,
 }

@@ -26,6 +26,7 @@ from hf_hybrid_ssm.models.heads import (
     CausalLMHead,
     LMHead,
     MaskedLMHead,
+    MultipleChoiceHead,
     QuestionAnsweringHead,
     SequenceClassificationHead,
     TokenClassificationHead,
@@ -299,6 +300,11 @@ class BstForSequenceClassification(SequenceClassificationHead, BstPreTrainedMode
 
 
 @auto_docstring
+class BstForMultipleChoice(MultipleChoiceHead, BstForSequenceClassification):
+    """One score for each text."""
+
+
+@auto_docstring
 class BstForTokenClassification(TokenClassificationHead, BstPreTrainedModel):
     base_model_class = BstModel
 
@@ -311,6 +317,7 @@ class BstForQuestionAnswering(QuestionAnsweringHead, BstPreTrainedModel):
 __all__ = [
     "BstForCausalLM",
     "BstForMaskedLM",
+    "BstForMultipleChoice",
     "BstForQuestionAnswering",
     "BstForSequenceClassification",
     "BstForTokenClassification",

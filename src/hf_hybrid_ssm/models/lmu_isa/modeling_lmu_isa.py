@@ -17,6 +17,7 @@ from hf_hybrid_ssm.models.block import RecurrentMixin
 from hf_hybrid_ssm.models.cache import States
 from hf_hybrid_ssm.models.heads import (
     CausalLMHead,
+    MultipleChoiceHead,
     QuestionAnsweringHead,
     SequenceClassificationHead,
     TokenClassificationHead,
@@ -135,6 +136,11 @@ class LmuIsaForSequenceClassification(SequenceClassificationHead, LmuIsaPreTrain
 
 
 @auto_docstring
+class LmuIsaForMultipleChoice(MultipleChoiceHead, LmuIsaForSequenceClassification):
+    """One score for each text."""
+
+
+@auto_docstring
 class LmuIsaForTokenClassification(TokenClassificationHead, LmuIsaPreTrainedModel):
     base_model_class = LmuIsaModel
 
@@ -146,6 +152,7 @@ class LmuIsaForQuestionAnswering(QuestionAnsweringHead, LmuIsaPreTrainedModel):
 
 __all__ = [
     "LmuIsaForCausalLM",
+    "LmuIsaForMultipleChoice",
     "LmuIsaForQuestionAnswering",
     "LmuIsaForSequenceClassification",
     "LmuIsaForTokenClassification",

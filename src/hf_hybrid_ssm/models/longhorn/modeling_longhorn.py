@@ -27,6 +27,7 @@ from hf_hybrid_ssm.models.block import RecurrentMixin
 from hf_hybrid_ssm.models.cache import States
 from hf_hybrid_ssm.models.heads import (
     CausalLMHead,
+    MultipleChoiceHead,
     QuestionAnsweringHead,
     SequenceClassificationHead,
     TokenClassificationHead,
@@ -403,6 +404,11 @@ class LonghornForSequenceClassification(SequenceClassificationHead, LonghornPreT
 
 
 @auto_docstring
+class LonghornForMultipleChoice(MultipleChoiceHead, LonghornForSequenceClassification):
+    """One score for each text."""
+
+
+@auto_docstring
 class LonghornForTokenClassification(TokenClassificationHead, LonghornPreTrainedModel):
     base_model_class = LonghornModel
 
@@ -414,6 +420,7 @@ class LonghornForQuestionAnswering(QuestionAnsweringHead, LonghornPreTrainedMode
 
 __all__ = [
     "LonghornForCausalLM",
+    "LonghornForMultipleChoice",
     "LonghornForQuestionAnswering",
     "LonghornForSequenceClassification",
     "LonghornForTokenClassification",
