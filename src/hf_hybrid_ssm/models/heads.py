@@ -1,5 +1,8 @@
 """What the heads of all families share."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
@@ -24,6 +27,8 @@ from hf_hybrid_ssm.ops.linear_cross_entropy import linear_cross_entropy
 class LMHead:
     """A prediction of tokens over the family's base model; placed before the pretrained class, like all heads here."""
 
+    config: Any
+    training: bool
     base_model_class: type[nn.Module]
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
@@ -339,7 +344,7 @@ class TokenClassificationHead(GenericForTokenClassification):
     The generic head asks `AutoModel` for the base model, which code exported with a checkpoint cannot do.
     """
 
-    base_model_class: type[nn.Module]
+    base_model_class: Callable[[Any], nn.Module]
 
     def __init__(self, config: PreTrainedConfig):
         super(GenericForTokenClassification, self).__init__(config)
@@ -374,7 +379,7 @@ class TokenClassificationHead(GenericForTokenClassification):
 class QuestionAnsweringHead(GenericForQuestionAnswering):
     """transformers' head, start and end of a span, over the family's base model `base_model_class`."""
 
-    base_model_class: type[nn.Module]
+    base_model_class: Callable[[Any], nn.Module]
 
     def __init__(self, config: PreTrainedConfig):
         super(GenericForQuestionAnswering, self).__init__(config)

@@ -5,8 +5,14 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-ENCODER_HEADS = ("EncoderModel", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
-ENCODER_HEADS += ("ForQuestionAnswering", "ForMultipleChoice")
+ENCODER_HEADS = (
+    "EncoderModel",
+    "ForMaskedLM",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+)
 
 
 class BaseOfCheckpoint(PreTrainedModel):
