@@ -26,11 +26,11 @@ from hf_hybrid_ssm.models.heads import (
     CausalLMHead,
     LMHead,
     MaskedLMHead,
-    MultipleChoiceHead,
     QuestionAnsweringHead,
     SequenceClassificationHead,
     TokenClassificationHead,
 )
+from hf_hybrid_ssm.models.multiple_choice import MultipleChoiceHead
 from hf_hybrid_ssm.models.unpadding import Unpadding
 from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention
 

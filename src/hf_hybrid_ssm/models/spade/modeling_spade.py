@@ -18,11 +18,11 @@ from hf_hybrid_ssm.models.heads import (
     CausalLMHead,
     LMHead,
     MaskedLMHead,
-    MultipleChoiceHead,
     QuestionAnsweringHead,
     TokenClassificationHead,
 )
 from hf_hybrid_ssm.models.inputs import check_class_labels
+from hf_hybrid_ssm.models.multiple_choice import MultipleChoiceHead
 from hf_hybrid_ssm.models.packing import PackedRows
 from hf_hybrid_ssm.models.spade.adaptive_vocabulary import AdaptiveEmbedding, AdaptiveSoftmax
 from hf_hybrid_ssm.models.spade.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint, StackOfCheckpoint
