@@ -68,7 +68,7 @@ reports-status: $(STAMP)
 	@$(REPORT)
 
 plans: $(STAMP)
-	$(BIN)/python -m hf_hybrid_ssm.planning --markdown
+	$(BIN)/python -m hf_hybrid_ssm plan --markdown reports/planning.md
 	$(REPORT) --stamp reports/planning.md
 
 mutation: $(STAMP)

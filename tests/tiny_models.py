@@ -169,6 +169,8 @@ def batch_of(variant: str, rows: int = 2, length: int = 14) -> dict[str, torch.T
 def inputs_for(model: PreTrainedModel, seed: int = 0, rows: int = 2, length: int = 12) -> dict[str, torch.Tensor]:
     """Token ids that the model takes; the target too where it has a decoder."""
     ids = torch.randint(3, TOKENS["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(seed))
+    if "MultipleChoice" in type(model).__name__:
+        return {"input_ids": torch.stack((ids, ids.flip(1)), 1)}
     decodes = model.config.is_encoder_decoder and "Classification" not in type(model).__name__
     decodes = decodes and "Encoder" not in type(model).__name__
     return {"input_ids": ids} | ({"decoder_input_ids": ids[:, :5]} if decodes else {})
@@ -176,6 +178,8 @@ def inputs_for(model: PreTrainedModel, seed: int = 0, rows: int = 2, length: int
 
 def labels_for(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     """What the model can learn from ids (B, L): a class of each row, its first half as a target, or the ids."""
+    if "MultipleChoice" in type(model).__name__:
+        return ids[:, 0, 0] % 2
     if "Classification" in type(model).__name__:
         return ids[:, 0] % 2
     return ids[:, : ids.shape[1] // 2] if model.config.is_encoder_decoder else ids

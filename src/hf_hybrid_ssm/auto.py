@@ -140,6 +140,7 @@ _REGISTRATIONS: dict[str, Callable[[ModuleType], None]] = {
     "hf_hybrid_ssm.models.configuration": _connect_code_export,
     "peft.utils.constants": _register_peft_targets,
     "transformers": _name_in_library,
+    "transformers.processing_utils": _name_in_library,  # which puts a second module of the library in its place
     "transformers.cache_utils": _register_cache_layers,
     "transformers.models.auto.configuration_auto": _register_configs,
     "transformers.models.auto.modeling_auto": _register_models,

@@ -158,6 +158,8 @@ for family in FAMILIES:
     for name in family.names:
         assert getattr(transformers, name) is getattr(hf_hybrid_ssm, name), name
 assert transformers.LlamaConfig.__module__.startswith("transformers.")
+import transformers.processing_utils  # puts another module `transformers` in the place of this one
+assert sys.modules["transformers"].BstForMaskedLM is transformers.BstForMaskedLM is hf_hybrid_ssm.BstForMaskedLM
 """
     for first in ("", "import transformers"):
         ran = python("-c", first + code)

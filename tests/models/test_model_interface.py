@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModel
 
 import hf_hybrid_ssm
 from hf_hybrid_ssm.auto import FAMILIES
-from tests.tiny_models import CASES, SIZES, built
+from tests.tiny_models import CASES, ROWS, SIZES, built, language_model
 
 FIELDS = dict(reversed(CASES.values()))  # the first of each
 HEADS = [(family.model_type, name) for family in FAMILIES for name in family.heads.values()]
@@ -117,3 +117,18 @@ def test_the_encoder_is_a_module_of_the_model():
     torch.testing.assert_close(given.logits, whole.logits)
     encoder.requires_grad_(False)  # what a freezing recipe does
     assert not any(parameter.requires_grad for parameter in model.model.encoder.parameters())
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_continuous_batching_is_refused_and_a_left_padded_batch_gives_the_same_text(row):
+    model, prompts = language_model(row), [list(range(3, 3 + length)) for length in (9, 4, 1)]
+    with pytest.raises(ValueError, match=r"no continuous batching \(generate_batch\).*left-padded"):
+        model.generate_batch(prompts, max_new_tokens=5)
+    with pytest.raises(ValueError, match="no continuous batching"), model.continuous_batching_context_manager():
+        pass
+    assert not hasattr(model, "init_continuous_batching")  # what `transformers serve` asks
+    settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    ids = torch.tensor([[0] * (9 - len(prompt)) + prompt for prompt in prompts])
+    together = model.generate(ids, attention_mask=(ids != 0).long(), **settings)[:, -8:]
+    for prompt, text in zip(prompts, together, strict=True):
+        assert torch.equal(model.generate(torch.tensor([prompt]), **settings)[0, -8:], text)

@@ -39,6 +39,7 @@ AUTO_CLASSES = {
     "MODEL_FOR_SEQUENCE_CLASSIFICATION": transformers.AutoModelForSequenceClassification,
     "MODEL_FOR_TOKEN_CLASSIFICATION": transformers.AutoModelForTokenClassification,
     "MODEL_FOR_QUESTION_ANSWERING": transformers.AutoModelForQuestionAnswering,
+    "MODEL_FOR_MULTIPLE_CHOICE": transformers.AutoModelForMultipleChoice,
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM": transformers.AutoModelForSeq2SeqLM,
     "MODEL_FOR_TEXT_ENCODING": transformers.AutoModelForTextEncoding,
 }
@@ -192,10 +193,15 @@ def exchanges(variant: str, class_name: str, dtype: torch.dtype) -> Iterator[tup
         for target_name, target_class in classes_of(variant).items():
             if target_name == class_name:
                 continue
-            target, faults, shared = target_class.from_pretrained(folder, dtype=dtype), [], 0
+            # a head of as many classes comes over; multiple choice has one score instead
+            target = target_class.from_pretrained(folder, dtype=dtype, ignore_mismatched_sizes=True)
+            faults, shared = [], 0
             for name, tensor in tensors_of(target).items():
                 inner = _without_prefix(name)
-                if inner in old:
+                is_other_head = inner.startswith(("score.", "classifier.")) and "MultipleChoice" in (
+                    class_name + target_name
+                )
+                if inner in old and not is_other_head:
                     shared += 1
                     unrounded = inner in kept or inner not in {_without_prefix(n) for n in source.state_dict()}
                     wanted = old[inner] if unrounded or not old[inner].is_floating_point() else old[inner].to(dtype)

@@ -92,6 +92,7 @@ class CausalTester:
     seq_length = 7
     is_training = True
     num_labels = 3
+    num_choices = 2
 
     def __init__(self, parent, config_class, **config):
         self.parent = parent

@@ -7,6 +7,7 @@ from hf_hybrid_ssm import (
     BstConfig,
     BstForCausalLM,
     BstForMaskedLM,
+    BstForMultipleChoice,
     BstForQuestionAnswering,
     BstForSequenceClassification,
     BstForTokenClassification,
@@ -22,6 +23,7 @@ class BstTest(CausalFamilyTests, unittest.TestCase):
         BstForCausalLM,
         BstForSequenceClassification,
         BstForTokenClassification,
+        BstForMultipleChoice,
         BstForQuestionAnswering,
     )
     tester_config = {
@@ -73,6 +75,7 @@ class BstEncoderTest(ModelTesterMixin, unittest.TestCase):
         BstForMaskedLM,
         BstForSequenceClassification,
         BstForTokenClassification,
+        BstForMultipleChoice,
         BstForQuestionAnswering,
     )
     has_attentions = False

@@ -5,6 +5,7 @@ import unittest
 from hf_hybrid_ssm import (
     LmuIsaConfig,
     LmuIsaForCausalLM,
+    LmuIsaForMultipleChoice,
     LmuIsaForQuestionAnswering,
     LmuIsaForSequenceClassification,
     LmuIsaForTokenClassification,
@@ -20,6 +21,7 @@ class LmuIsaTest(CausalFamilyTests, unittest.TestCase):
         LmuIsaForCausalLM,
         LmuIsaForSequenceClassification,
         LmuIsaForTokenClassification,
+        LmuIsaForMultipleChoice,
         LmuIsaForQuestionAnswering,
     )
     tester_config = {

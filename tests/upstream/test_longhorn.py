@@ -7,6 +7,7 @@ import torch
 from hf_hybrid_ssm import (
     LonghornConfig,
     LonghornForCausalLM,
+    LonghornForMultipleChoice,
     LonghornForQuestionAnswering,
     LonghornForSequenceClassification,
     LonghornForTokenClassification,
@@ -19,6 +20,7 @@ CLASSES = (
     LonghornForCausalLM,
     LonghornForSequenceClassification,
     LonghornForTokenClassification,
+    LonghornForMultipleChoice,
     LonghornForQuestionAnswering,
 )
 

@@ -10,6 +10,7 @@ from hf_hybrid_ssm import (
     SpadeForCausalLM,
     SpadeForConditionalGeneration,
     SpadeForMaskedLM,
+    SpadeForMultipleChoice,
     SpadeForQuestionAnswering,
     SpadeForSequenceClassification,
     SpadeForTokenClassification,
@@ -63,6 +64,7 @@ class SpadeEncoderTest(ModelTesterMixin, unittest.TestCase):
         SpadeForMaskedLM,
         SpadeForSequenceClassification,
         SpadeForTokenClassification,
+        SpadeForMultipleChoice,
         SpadeForQuestionAnswering,
     )
     has_attentions = False

@@ -106,7 +106,7 @@ class Family:
 
 def usual_heads(prefix: str, **others: str) -> dict[str, str]:
     """`Family.heads` of a decoder-only family: base model, language model, classifiers; in transformers' names."""
-    classifiers = ("SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION", "QUESTION_ANSWERING")
+    classifiers = ("SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION", "QUESTION_ANSWERING", "MULTIPLE_CHOICE")
     heads = {"MODEL": f"{prefix}Model", "MODEL_FOR_CAUSAL_LM": f"{prefix}ForCausalLM"}
     heads |= {f"MODEL_FOR_{task}": f"{prefix}For{task.title().replace('_', '')}" for task in classifiers}
     return heads | others

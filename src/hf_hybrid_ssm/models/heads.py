@@ -1,5 +1,8 @@
 """What the heads of all families share."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
@@ -23,6 +26,8 @@ from hf_hybrid_ssm.ops.linear_cross_entropy import linear_cross_entropy
 class LMHead:
     """A prediction of tokens over the family's base model; placed before the pretrained class, like all heads here."""
 
+    config: Any
+    training: bool
     base_model_class: type[nn.Module]
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
@@ -44,7 +49,29 @@ class LMHead:
         return self.training and self.config.use_linear_cross_entropy and is_plain_linear(self.lm_head)
 
 
-class CausalLMHead(LMHead):
+class WithoutContinuousBatching:
+    """Refuses `generate_batch`: its paged cache holds keys and values of single tokens, which states are not.
+
+    `transformers serve --continuous-batching` asks whether a model has `init_continuous_batching`, and falls back to
+    generating request by request where it has not.
+    """
+
+    def continuous_batching_context_manager(self, *args, **kwargs):
+        raise ValueError(
+            f"{type(self).__name__} has no continuous batching (generate_batch): its paged cache holds the keys and "
+            "values of single tokens, and this model's layers keep states. Call generate with a left-padded batch and "
+            "its attention_mask, which gives the same text as each prompt alone."
+        )
+
+    def generate_batch(self, *args, **kwargs):
+        return self.continuous_batching_context_manager()
+
+    @property
+    def init_continuous_batching(self):
+        raise AttributeError
+
+
+class CausalLMHead(WithoutContinuousBatching, LMHead):
     """Next-token prediction."""
 
     @can_return_tuple
@@ -220,8 +247,11 @@ class SequenceClassificationHead:
         super().__init__(config)  # type: ignore[call-arg]
         self.num_labels = config.num_labels
         self.model = self.base_model_class(config)
-        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.score = nn.Linear(config.hidden_size, self._num_scores(config), bias=False)
         self.post_init()
+
+    def _num_scores(self, config: PreTrainedConfig) -> int:
+        return config.num_labels
 
     @can_return_tuple
     def forward(
@@ -273,7 +303,7 @@ class TokenClassificationHead(GenericForTokenClassification):
     The generic head asks `AutoModel` for the base model, which code exported with a checkpoint cannot do.
     """
 
-    base_model_class: type[nn.Module]
+    base_model_class: Callable[[Any], nn.Module]
 
     def __init__(self, config: PreTrainedConfig):
         super(GenericForTokenClassification, self).__init__(config)
@@ -308,7 +338,7 @@ class TokenClassificationHead(GenericForTokenClassification):
 class QuestionAnsweringHead(GenericForQuestionAnswering):
     """transformers' head, start and end of a span, over the family's base model `base_model_class`."""
 
-    base_model_class: type[nn.Module]
+    base_model_class: Callable[[Any], nn.Module]
 
     def __init__(self, config: PreTrainedConfig):
         super(GenericForQuestionAnswering, self).__init__(config)

@@ -83,8 +83,9 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
             and 0.01): Its decay rates.
         cross_attention_inclusive (`bool`, *optional*, defaults to `True`): A token sees the context state of its own
             position (`"sh"`, `"mh"`).
-        bidirectional (`bool`, *optional*, defaults to `False`): For classification: the W tokens on each side and the
-            token itself, a two-sided state-space model, and all context states of the block (`"sh"`, `"mh"`).
+        bidirectional (`bool`, *optional*, defaults to `False`): For classification and masked language models: the W
+            tokens on each side and the token itself, a two-sided state-space model, and all context states of the
+            block (`"sh"`, `"mh"`).
         retrieval_k (`int`, *optional*): Context states of finished blocks that each token retrieves, for each head,
             into the softmax over its block's own; none by default.
         retrieval_memory (`int`, *optional*, defaults to 1024): States of finished blocks that a layer remembers.

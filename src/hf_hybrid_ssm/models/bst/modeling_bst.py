@@ -30,6 +30,7 @@ from hf_hybrid_ssm.models.heads import (
     SequenceClassificationHead,
     TokenClassificationHead,
 )
+from hf_hybrid_ssm.models.multiple_choice import MultipleChoiceHead
 from hf_hybrid_ssm.models.unpadding import Unpadding
 from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention
 
@@ -299,6 +300,11 @@ class BstForSequenceClassification(SequenceClassificationHead, BstPreTrainedMode
 
 
 @auto_docstring
+class BstForMultipleChoice(MultipleChoiceHead, BstForSequenceClassification):
+    """One score for each text."""
+
+
+@auto_docstring
 class BstForTokenClassification(TokenClassificationHead, BstPreTrainedModel):
     base_model_class = BstModel
 
@@ -311,6 +317,7 @@ class BstForQuestionAnswering(QuestionAnsweringHead, BstPreTrainedModel):
 __all__ = [
     "BstForCausalLM",
     "BstForMaskedLM",
+    "BstForMultipleChoice",
     "BstForQuestionAnswering",
     "BstForSequenceClassification",
     "BstForTokenClassification",

@@ -23,6 +23,7 @@ from hf_hybrid_ssm.models.heads import (
 )
 from hf_hybrid_ssm.models.lmu_isa.configuration_lmu_isa import LmuIsaConfig
 from hf_hybrid_ssm.models.lmu_isa.lmu import ImplicitAttention
+from hf_hybrid_ssm.models.multiple_choice import MultipleChoiceHead
 from hf_hybrid_ssm.models.unpadding import Unpadding
 
 
@@ -135,6 +136,11 @@ class LmuIsaForSequenceClassification(SequenceClassificationHead, LmuIsaPreTrain
 
 
 @auto_docstring
+class LmuIsaForMultipleChoice(MultipleChoiceHead, LmuIsaForSequenceClassification):
+    """One score for each text."""
+
+
+@auto_docstring
 class LmuIsaForTokenClassification(TokenClassificationHead, LmuIsaPreTrainedModel):
     base_model_class = LmuIsaModel
 
@@ -146,6 +152,7 @@ class LmuIsaForQuestionAnswering(QuestionAnsweringHead, LmuIsaPreTrainedModel):
 
 __all__ = [
     "LmuIsaForCausalLM",
+    "LmuIsaForMultipleChoice",
     "LmuIsaForQuestionAnswering",
     "LmuIsaForSequenceClassification",
     "LmuIsaForTokenClassification",

@@ -33,6 +33,7 @@ from hf_hybrid_ssm.models.heads import (
 )
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.longhorn.short_convolution import ShortConvolution
+from hf_hybrid_ssm.models.multiple_choice import MultipleChoiceHead
 from hf_hybrid_ssm.models.packing import PackedRows, resolve_packing
 from hf_hybrid_ssm.models.unpadding import Unpadding
 from hf_hybrid_ssm.ops.local_attention import AttentionState, append_to_window, local_attention
@@ -408,6 +409,11 @@ class LonghornForSequenceClassification(SequenceClassificationHead, LonghornPreT
 
 
 @auto_docstring
+class LonghornForMultipleChoice(MultipleChoiceHead, LonghornForSequenceClassification):
+    """One score for each text."""
+
+
+@auto_docstring
 class LonghornForTokenClassification(TokenClassificationHead, LonghornPreTrainedModel):
     base_model_class = LonghornModel
 
@@ -419,6 +425,7 @@ class LonghornForQuestionAnswering(QuestionAnsweringHead, LonghornPreTrainedMode
 
 __all__ = [
     "LonghornForCausalLM",
+    "LonghornForMultipleChoice",
     "LonghornForQuestionAnswering",
     "LonghornForSequenceClassification",
     "LonghornForTokenClassification",

@@ -1,12 +1,18 @@
-"""Which base model a checkpoint holds, where one configuration has a causal model and an encoder."""
+"""Which stack a checkpoint holds, where one configuration has a causal model and an encoder."""
 
 import sys
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-ENCODER_HEADS = ("EncoderModel", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
-ENCODER_HEADS += ("ForQuestionAnswering",)
+ENCODER_HEADS = (
+    "EncoderModel",
+    "ForMaskedLM",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+)
 
 
 class BaseOfCheckpoint(PreTrainedModel):
@@ -20,7 +26,8 @@ class BaseOfCheckpoint(PreTrainedModel):
 
     @classmethod
     def _class_for(cls, config: PreTrainedConfig | None) -> type[PreTrainedModel]:
-        if set(getattr(config, "architectures", None) or ()).isdisjoint(cls.encoder_architectures):
+        architectures = set(getattr(config, "architectures", None) or ())
+        if getattr(config, "causal_classifier", None) or architectures.isdisjoint(cls.encoder_architectures):
             return cls
         encoder = getattr(sys.modules[cls.__module__], cls.encoder_architectures[0])
         if cls._auto_class is not None:  # a folder's own code, which is saved with the model again
@@ -38,3 +45,25 @@ class BaseOfCheckpoint(PreTrainedModel):
         chosen = cls._class_for(config)
         build = super()._from_config if chosen is cls else chosen._from_config
         return build(config, **kwargs)
+
+
+class StackOfCheckpoint(PreTrainedModel):
+    """A classifier that reads the stack which its checkpoint holds: over the weights of a causal language model it is
+    causal, unless `causal_classifier=False` asks for an encoder, which then starts anew.
+    """
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args: Any, **kwargs: Any):
+        config = kwargs.get("config")
+        if config is None:
+            given = {name: value for name, value in kwargs.items() if name != "state_dict"}
+            found = cls.config_class.get_config_dict(pretrained_model_name_or_path, **given)[0]
+            if found.get("causal_classifier") is None and _is_causal(found.get("architectures")):
+                kwargs.setdefault("causal_classifier", True)
+        elif getattr(config, "causal_classifier", False) is None and _is_causal(config.architectures):
+            config.causal_classifier = True
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+
+
+def _is_causal(architectures: list[str] | None) -> bool:
+    return not {"SpadeForCausalLM", "SpadeModel"}.isdisjoint(architectures or ())

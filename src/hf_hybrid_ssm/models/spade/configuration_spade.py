@@ -110,8 +110,10 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
             the last; tokens are then sorted by frequency. The language model returns log-probabilities as logits.
         adaptive_factor (`int`, *optional*, defaults to 4): Each band's embeddings are narrower by this factor.
         adaptive_dropout (`float`, *optional*, defaults to 0.2): Dropout in the adaptive softmax.
-        pooling (`str`, *optional*, defaults to `"first"`): What the classifier reads, the first real token or the
-            `"mean"` of all.
+        causal_classifier (`bool`, *optional*): Classifiers read the causal stack, as a language model trains it; by
+            default where they are loaded from a language model's checkpoint, and else the bidirectional encoder.
+        pooling (`str`, *optional*): What the classifier reads: the `"first"` real token (default), the `"last"`
+            (default of a causal one), or the `"mean"` of all.
         classifier_hidden_size (`int`, *optional*): Width of its hidden layer; `hidden_size` by default.
         classifier_activation (`str`, *optional*, defaults to `"tanh"`): Activation of its hidden layer.
         classifier_dropout (`float`, *optional*): Its dropout; `dropout` by default.
@@ -160,6 +162,7 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
         "ssm_trainable": lambda config: "none" if config.ssm_type in ("s4", "s4d") else "all",
         "final_norm": lambda config: config.norm_position == "pre",
         "embedding_norm": lambda config: config.norm_position == "post",
+        "pooling": lambda config: "last" if config.causal_classifier else "first",
         "classifier_hidden_size": lambda config: config.hidden_size,
         "classifier_dropout": lambda config: config.dropout,
     }
@@ -206,7 +209,8 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
     adaptive_cutoffs: list[int] | None = None
     adaptive_factor: int = 4
     adaptive_dropout: float | int = 0.2
-    pooling: str = "first"
+    causal_classifier: bool | None = None
+    pooling: str | None = None
     classifier_hidden_size: int | None = None
     classifier_activation: str = "tanh"
     classifier_dropout: float | int | None = None
@@ -259,7 +263,9 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
         self.check_choice("relative_bias_scope", ("shared", "per_layer", "none"))
         self.check_choice("norm_position", ("pre", "post"))
         self.check_choice("norm_type", ("layernorm", "scalenorm", "batchnorm"))
-        self.check_choice("pooling", ("first", "mean"))
+        self.check_choice("pooling", ("first", "last", "mean"))
+        if self.causal_classifier and self.pooling == "first":
+            raise ValueError("pooling='first' with causal_classifier=True would read a token that has seen no other.")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads={self.num_attention_heads}."
@@ -365,6 +371,8 @@ class SpadeSeq2SeqConfig(SpadeConfig):
             raise ValueError(
                 f"decoder_start_token_id={self.decoder_start_token_id} must lie below vocab_size={self.vocab_size}."
             )
+        if self.causal_classifier:
+            raise ValueError("causal_classifier=True belongs to SpadeConfig: classifiers read this model's encoder.")
         super().validate_architecture()
         self.check_positive("num_decoder_layers", "max_target_positions")
         self.check_choice("decoder_attention_type", ATTENTION_TYPES)

@@ -22,9 +22,10 @@ from hf_hybrid_ssm.models.heads import (
     TokenClassificationHead,
 )
 from hf_hybrid_ssm.models.inputs import check_class_labels
+from hf_hybrid_ssm.models.multiple_choice import MultipleChoiceHead
 from hf_hybrid_ssm.models.packing import PackedRows
 from hf_hybrid_ssm.models.spade.adaptive_vocabulary import AdaptiveEmbedding, AdaptiveSoftmax
-from hf_hybrid_ssm.models.spade.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint
+from hf_hybrid_ssm.models.spade.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint, StackOfCheckpoint
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
 from hf_hybrid_ssm.models.spade.layers_spade import SpadeBlock, SpadeStack
 from hf_hybrid_ssm.models.spade.norms import ScaleNorm
@@ -183,22 +184,30 @@ class SpadeForMaskedLM(SpadeLMHead, MaskedLMHead, SpadePreTrainedModel):
     base_model_class = SpadeEncoderModel
 
 
+def classified_stack(config: SpadeConfig) -> SpadePreTrainedModel:
+    """What a classifier reads: the encoder, or with `causal_classifier` the stack of the language model."""
+    return SpadeModel(config) if config.causal_classifier else SpadeEncoderModel(config)
+
+
 @auto_docstring
-class SpadeForSequenceClassification(SpadePreTrainedModel):
-    """A classifier over the bidirectional encoder."""
+class SpadeForSequenceClassification(StackOfCheckpoint, SpadePreTrainedModel):
+    """A classifier over the bidirectional encoder, or over the causal stack of a language model."""
 
     _keys_to_ignore_on_load_unexpected = NOT_OF_THE_ENCODER
 
     def __init__(self, config: SpadeConfig):
         super().__init__(config)
         self.num_labels = config.num_labels
-        self.model = SpadeEncoderModel(config)
+        self.model = classified_stack(config)
         width = config.hidden_size * (2 if config.paired_input else 1)
         self.dense = nn.Linear(width, config.classifier_hidden_size)
         self.activation = ACT2FN[config.classifier_activation]
         self.dropout = nn.Dropout(config.classifier_dropout)
-        self.classifier = nn.Linear(config.classifier_hidden_size, config.num_labels)
+        self.classifier = nn.Linear(config.classifier_hidden_size, self._num_scores(config))
         self.post_init()
+
+    def _num_scores(self, config: SpadeConfig) -> int:
+        return config.num_labels
 
     @can_return_tuple
     def forward(
@@ -234,7 +243,7 @@ class SpadeForSequenceClassification(SpadePreTrainedModel):
         )
 
     def _pool(self, hidden_states: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
-        """(B, L, d) → (B, d): the first real token, or the mean of all."""
+        """(B, L, d) → (B, d): the first real token, the last, or the mean of all."""
         if self.config.pooling == "mean":
             if real is None:
                 return hidden_states.mean(1)
@@ -242,24 +251,36 @@ class SpadeForSequenceClassification(SpadePreTrainedModel):
             total = torch.where(real.unsqueeze(-1), hidden_states, 0.0).sum(1)
             return total / weights.sum(1).clamp(min=1)
         if real is None:
-            return hidden_states[:, 0]
-        first = real.to(torch.uint8).argmax(1)
-        return hidden_states[torch.arange(hidden_states.shape[0], device=hidden_states.device), first]
+            return hidden_states[:, 0 if self.config.pooling == "first" else -1]
+        places = real.to(torch.int64)
+        if self.config.pooling == "last":
+            places = places * torch.arange(places.shape[1], device=places.device)
+        return hidden_states[torch.arange(hidden_states.shape[0], device=hidden_states.device), places.argmax(1)]
 
 
 @auto_docstring
-class SpadeForTokenClassification(TokenClassificationHead, SpadePreTrainedModel):
-    """Over the bidirectional encoder."""
+class SpadeForMultipleChoice(MultipleChoiceHead, SpadeForSequenceClassification):
+    """One score for each text."""
 
-    base_model_class = SpadeEncoderModel
+    def __init__(self, config: SpadeConfig):
+        if config.paired_input:
+            raise ValueError("paired_input=True compares two texts, where SpadeForMultipleChoice scores each.")
+        super().__init__(config)
+
+
+@auto_docstring
+class SpadeForTokenClassification(StackOfCheckpoint, TokenClassificationHead, SpadePreTrainedModel):
+    """Over the bidirectional encoder, or over the causal stack of a language model."""
+
+    base_model_class = staticmethod(classified_stack)
     _keys_to_ignore_on_load_unexpected = NOT_OF_THE_ENCODER
 
 
 @auto_docstring
-class SpadeForQuestionAnswering(QuestionAnsweringHead, SpadePreTrainedModel):
-    """Over the bidirectional encoder."""
+class SpadeForQuestionAnswering(StackOfCheckpoint, QuestionAnsweringHead, SpadePreTrainedModel):
+    """Over the bidirectional encoder, or over the causal stack of a language model."""
 
-    base_model_class = SpadeEncoderModel
+    base_model_class = staticmethod(classified_stack)
     _keys_to_ignore_on_load_unexpected = NOT_OF_THE_ENCODER
 
 
@@ -276,6 +297,7 @@ __all__ = [
     "SpadeEncoderModel",
     "SpadeForCausalLM",
     "SpadeForMaskedLM",
+    "SpadeForMultipleChoice",
     "SpadeForQuestionAnswering",
     "SpadeForSequenceClassification",
     "SpadeForTokenClassification",

@@ -16,7 +16,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer, prepare_cache
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
-from hf_hybrid_ssm.models.heads import fused_cross_entropy, is_plain_linear
+from hf_hybrid_ssm.models.heads import WithoutContinuousBatching, fused_cross_entropy, is_plain_linear
 from hf_hybrid_ssm.models.inputs import check_inputs, check_labels
 from hf_hybrid_ssm.models.packing import PackedRows, resolve_packing
 from hf_hybrid_ssm.models.spade.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint
@@ -274,7 +274,7 @@ class SpadeSeq2SeqEncoder(nn.Module):
 
 
 @auto_docstring
-class SpadeForConditionalGeneration(SpadePreTrainedModel, GenerationMixin):
+class SpadeForConditionalGeneration(WithoutContinuousBatching, SpadePreTrainedModel, GenerationMixin):
     config: SpadeSeq2SeqConfig
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}

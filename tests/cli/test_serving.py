@@ -1,0 +1,117 @@
+"""`transformers serve` and `transformers chat` with an exported folder and the package: OpenAI's requests."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.cli.folders import environment, save_checkpoint
+
+for needed in ("fastapi", "uvicorn", "openai", "starlette", "rich"):  # what `transformers[serving]` installs
+    pytest.importorskip(needed, reason=f"transformers serve needs {needed}")
+
+PROMPT, TOKENS = "one two", 12
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+SERVER_SECONDS = 180
+
+
+def with_our_paths(**more: str) -> dict[str, str]:
+    env = environment(**more)  # what serving needs may lie on this process's path alone
+    return env | {"PYTHONPATH": os.pathsep.join([env["PYTHONPATH"], *filter(None, sys.path)])}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = save_checkpoint(tmp_path_factory.mktemp("serving") / "longhorn", export_code=True)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    letters = set(
+        tokenizer.convert_tokens_to_ids(list("abcdefghijklmnopqrstuvwxyz"))
+    )  # no end, no part of a character
+    model.generation_config.suppress_tokens = [token for token in range(len(tokenizer)) if token not in letters]
+    model.save_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    inputs = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
+    out = model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    return tokenizer.decode(out, skip_special_tokens=True)
+
+
+@pytest.fixture(scope="module")
+def server(folder, tmp_path_factory):
+    """Started with --continuous-batching, which must fall back."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = tmp_path_factory.mktemp("log") / "server.txt"
+    command = [sys.executable, "-m", "hf_hybrid_ssm", "run", "transformers", "serve", str(folder)]
+    command += ["--port", str(port), "--host", "127.0.0.1", "--device", "cpu", "--continuous-batching"]
+    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out, env=with_our_paths()) as process:
+        address = f"http://127.0.0.1:{port}"
+        try:
+            for _ in range(SERVER_SECONDS):
+                try:
+                    urllib.request.urlopen(f"{address}/health", timeout=5)
+                    break
+                except (urllib.error.URLError, OSError):
+                    assert process.poll() is None, log.read_text()[-3000:]
+                    time.sleep(1)
+            yield address, log
+        finally:
+            process.kill()
+
+
+def asked(address: str, path: str, **content) -> str:
+    body = json.dumps(content).encode()
+    request = urllib.request.Request(f"{address}/v1/{path}", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return answer.read().decode()
+
+
+def events(text: str) -> list[dict]:
+    lines = (line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: "))
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def test_completions(server, folder, expected):
+    content = {"model": str(folder), "prompt": PROMPT, "max_tokens": TOKENS}
+    answer = json.loads(asked(server[0], "completions", **content))
+    assert answer["choices"][0]["text"] == expected and answer["usage"]["completion_tokens"] == TOKENS
+    parts = events(asked(server[0], "completions", **content, stream=True))
+    assert len(parts) > 3 and "".join(part["choices"][0]["text"] for part in parts) == expected
+
+
+def test_chat(server, folder, expected):
+    messages = [{"role": "user", "content": PROMPT}]
+    content = {"model": str(folder), "messages": messages, "max_tokens": TOKENS}
+    answer = json.loads(asked(server[0], "chat/completions", **content))
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": expected}
+    parts = events(asked(server[0], "chat/completions", **content, stream=True))
+    assert "".join(part["choices"][0]["delta"].get("content") or "" for part in parts) == expected
+
+
+def test_chat_in_the_terminal(server, folder, expected, tmp_path):
+    env = with_our_paths(HF_HUB_DISABLE_UPDATE_CHECK="1", NO_PROXY="127.0.0.1", COLUMNS="200")
+    del env["HF_HUB_OFFLINE"]  # the client would refuse its own machine too
+    command = [sys.executable, "-m", "transformers.cli.transformers", "chat", str(folder), server[0]]
+    chat = subprocess.run(
+        [*command, f"max_new_tokens={TOKENS}", "do_sample=False"],
+        input=f"{PROMPT}\nn\n!exit\n", capture_output=True, text=True, env=env, cwd=tmp_path, timeout=180,
+    )  # fmt: skip
+    assert expected in chat.stdout, chat.stdout + chat.stderr
+
+
+def test_continuous_batching_falls_back(server):
+    assert "does not support continuous batching" in server[1].read_text()
