@@ -88,8 +88,8 @@ SCANS = {
 @pytest.mark.parametrize("case", SCANS.values(), ids=SCANS.keys())
 def test_scan_agrees_with_reference(case, monkeypatch):
     case = {"dtype": torch.float32, "packed": False, "lengths": None, "splits": 1, "optional": True} | case
-    monkeypatch.setattr(launcher, "BLOCK", 8)
-    monkeypatch.setattr(launcher, "time_splits", lambda *_: case["splits"])
+    monkeypatch.setattr(launcher.triton_sizes, "BLOCK", 8)
+    monkeypatch.setattr(launcher.triton_sizes, "time_splits", lambda *_: case["splits"])
     batch, length = case["shape"][:2]
     inputs = scan_inputs(*case["shape"], case["dtype"], case["optional"])
     options = {"seq_idx": documents(batch, length) if case["packed"] else None, "lengths": None}
@@ -140,8 +140,8 @@ def test_extreme_steps_and_keys():
 
 
 def test_gradients_repeat_bit_for_bit(monkeypatch):
-    monkeypatch.setattr(launcher, "BLOCK", 8)
-    monkeypatch.setattr(launcher, "time_splits", lambda *_: 2)
+    monkeypatch.setattr(launcher.triton_sizes, "BLOCK", 8)
+    monkeypatch.setattr(launcher.triton_sizes, "time_splits", lambda *_: 2)
     inputs = scan_inputs(2, 17, 5, 3, torch.float32)
     first, second = (gradients(longhorn_scan, inputs, None, backend="triton") for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)

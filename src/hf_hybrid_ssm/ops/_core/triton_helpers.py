@@ -3,6 +3,7 @@
 Kernels run on CUDA devices, or on any device when Triton interprets them in Python.
 """
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -10,16 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-INTERPRETING = bool(triton.knobs.runtime.interpret)  # read once, as `triton.jit` does when it wraps a kernel
+# read once, as `triton.jit` does when it wraps a kernel; Triton 3.3 has no knobs yet
+INTERPRETING = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y"))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-THREADS_PER_MULTIPROCESSOR = 8 * 32  # eight warps hide the latency of the loads of a scan
 
 
 def supports(device_type: str, dtype: torch.dtype) -> str | None:
     """None if a Triton kernel can run on such tensors, else the reason it cannot."""
     if dtype not in DTYPES:
         return f"the Triton kernels take float32, bfloat16 and float16, not {dtype}"
-    if device_type != "cuda" and not INTERPRETING:
+    if device_type != "cuda" and not INTERPRETING.value:
         return f"the Triton kernels run on CUDA devices, not on {device_type}"
     return None
 
@@ -29,11 +30,9 @@ def device_guard(tensor: Tensor) -> AbstractContextManager:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
-def target_threads(device: torch.device) -> int:
-    """How many threads keep the device busy."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count * THREADS_PER_MULTIPROCESSOR
+def multiprocessors(device: torch.device) -> int:
+    """How many the device has; where Triton interprets, one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def dense_rows(*tensors: Tensor | None) -> list:
@@ -55,3 +54,25 @@ def strides(*tensors: Tensor | None) -> list[int]:
 def load(pointers, mask):
     """In float32, 0 where there is nothing to be read."""
     return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def exponential(x):
+    """exp(x) of float32 in two instructions; what is below 1e-38 becomes 0."""
+    if INTERPRETING:
+        return tl.exp(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * 1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x of float32 in one instruction, off by one unit in the last place; 0 where x is above 8e37."""
+    if INTERPRETING:
+        return 1.0 / x
+    else:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )

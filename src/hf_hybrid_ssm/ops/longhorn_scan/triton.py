@@ -1,9 +1,5 @@
-"""The Longhorn scan on CUDA: launches of the Triton kernels, registered as torch.library ops with autograd.
+"""The Longhorn scan on CUDA: launches of the Triton kernels, registered as torch.library ops with autograd."""
 
-Sizes of tiles depend on N alone, never on the length: a kernel is compiled once per set of dtypes and options.
-"""
-
-import math
 from typing import List  # noqa: UP035
 
 import torch
@@ -15,16 +11,18 @@ from hf_hybrid_ssm.ops._core.triton_helpers import (
     contiguous,
     dense_rows,
     device_guard,
+    multiprocessors,
     strides,
     supports,
-    target_threads,
 )
+from hf_hybrid_ssm.ops.longhorn_scan import triton_backward_kernels as backward_kernels
 from hf_hybrid_ssm.ops.longhorn_scan import triton_kernels as kernels
+from hf_hybrid_ssm.ops.longhorn_scan import triton_sizes
 
 __all__ = ["longhorn_scan_triton", "supports"]
 
-BLOCK = 64  # tokens between checkpoints
 CHAIN_BLOCK = 512
+SHARED_TOKENS = 32  # of a program that prepares, or adds up, what all channels share
 
 
 def longhorn_scan_triton(
@@ -40,23 +38,63 @@ def longhorn_scan_triton(
     return o, final_state
 
 
-def time_splits(batch: int, channels: int, length: int, device: torch.device) -> int:
-    """In how many programs to cut a row, so that batch · channels · splits lanes fill the GPU.
+class _Launch:
+    """What the launches of one direction share: sizes, grids, and the tensors that all channels read."""
 
-    A split costs a second pass over its tokens, so it has at least four blocks of them.
-    """
-    return max(1, min(math.ceil(target_threads(device) / (batch * channels)), length // (4 * BLOCK)))
+    def __init__(self, x: Tensor, k: Tensor, q: Tensor, seq_idx: Tensor | None, *, backward: bool):
+        (self.batch, self.length, self.channels), self.num_states = x.shape, k.shape[-1]
+        device = torch.cuda.get_device_name(x.device) if x.is_cuda else ""
+        self.sizes = triton_sizes.tile_sizes(
+            self.num_states,
+            backward=backward,
+            rows=self.batch * self.channels,
+            length=self.length,
+            dtype=str(x.dtype),
+            device=device,
+        )
+        self.block = self.sizes["BLOCK"]
+        self.blocks = triton.cdiv(self.length, self.block)
+        self.tiles = triton.cdiv(self.channels, self.sizes["BD"])
+        lanes = self.batch * self.tiles * 32 * self.sizes["num_warps"]
+        self.splits = triton_sizes.time_splits(lanes, self.length, multiprocessors(x.device))
+        self.grid = (self.tiles * self.splits * self.batch,)
+        # states as the op has them, (B, D, N), and checkpoints as lanes hold them, (N, D)
+        self.shape = (self.length, self.channels, self.num_states, self.tiles, self.splits, self.blocks)
+        self.shape += (triton.cdiv(self.blocks, self.splits), self.num_states, 1)
+        self.check_strides = (1, self.channels)
+        self.exact = {"dtype": torch.float32, "device": x.device}
+        self._prepare(k, q, seq_idx)
 
+    def _prepare(self, k: Tensor, q: Tensor, seq_idx: Tensor | None) -> None:
+        self.padded = self.blocks * self.block
+        self.width = self.sizes["S"] * self.sizes["P"]
+        keys, queries = (torch.empty(self.batch, self.padded, self.width, **self.exact) for _ in range(2))
+        norms = torch.empty(self.batch, self.padded, **self.exact)
+        keeps = None if seq_idx is None else torch.empty_like(norms)
+        self.shared = keys, queries, norms, keeps
+        kernels.prepare_kernel[self.shared_grid](
+            k, q, seq_idx, keys, queries, norms, keeps,
+            *strides(k, q), self.length, self.padded, self.num_states, self.shared_grid[0] // self.batch,
+            HAS_DOCUMENTS=seq_idx is not None, T=SHARED_TOKENS, BN=self.width, num_warps=4,
+        )  # fmt: skip
 
-def tile_sizes(num_states: int, *, backward: bool) -> dict[str, int]:
-    """The tile [BN, BD] of a program: one warp, so that sums over either axis need neither barriers nor spilling.
+    @property
+    def shared_grid(self) -> tuple[int]:
+        return (triton.cdiv(self.padded, SHARED_TOKENS) * self.batch,)
 
-    Compiled for sm_90 at N = 16, the kernels take 124 and 253 of a lane's 255 registers; a lane of the backward kernel
-    holds one channel, as it keeps the states of S tokens at once.
-    """
-    states = max(2, triton.next_power_of_2(num_states))
-    sizes = {"BN": states, "BD": 64 if states <= 16 and not backward else 32, "num_warps": 1, "enable_fp_fusion": True}
-    return sizes | {"S": max(1, min(4, 64 // states))} if backward else sizes
+    def between_splits(self) -> list[Tensor]:
+        """Room for each split's product and end state."""
+        return [torch.empty(self.batch, self.splits, self.channels, self.num_states, **self.exact) for _ in range(2)]
+
+    def chain(self, products: Tensor, ends: Tensor, state: Tensor | None, *, reverse: bool) -> Tensor:
+        """The state that enters each split, (B, splits, D, N)."""
+        size, entering = self.channels * self.num_states, torch.empty_like(products)
+        tiles = triton.cdiv(size, CHAIN_BLOCK)
+        kernels.chain_kernel[(tiles * self.batch,)](
+            products, ends, state, entering, size, self.splits, tiles,
+            HAS_STATE=state is not None, REVERSE=reverse, BLOCK=CHAIN_BLOCK,
+        )  # fmt: skip
+        return entering
 
 
 @torch.library.custom_op("hf_hybrid_ssm::longhorn_scan_triton", mutates_args=())
@@ -76,30 +114,29 @@ def scan(
     (batch, length, channels), num_states = x.shape, k.shape[-1]
     x, beta_logit, k, q, z = dense_rows(x, beta_logit, k, q, z)
     beta_bias, D, seq_idx = contiguous(beta_bias, D, seq_idx)
-    blocks = triton.cdiv(length, BLOCK)
+    blocks = triton.cdiv(length, triton_sizes.BLOCK)
     o = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    state = {"dtype": torch.float32, "device": x.device}
-    final_state = torch.empty(batch, channels, num_states, **state)
-    checkpoints = torch.empty((batch, blocks, num_states, channels) if save else (0,), **state)
+    exact = {"dtype": torch.float32, "device": x.device}
+    final_state = torch.empty(batch, channels, num_states, **exact)
+    checkpoints = torch.empty((batch, blocks, num_states, channels) if save else (0,), **exact)
     if final_state.numel() == 0 or length == 0:
         final_state = torch.zeros_like(final_state) if initial_state is None else initial_state.float().clone()
         return o, final_state, checkpoints
-    states = None if initial_state is None else initial_state.float().transpose(1, 2).contiguous()
-    splits = time_splits(batch, channels, length, x.device)
-    sizes, flags = tile_sizes(num_states, backward=False), _flags(beta_bias, seq_idx)
-    shape = (length, channels, num_states, blocks, triton.cdiv(blocks, splits))
-    grid = (triton.cdiv(channels, sizes["BD"]), splits, batch)
+    states = None if initial_state is None else initial_state.float().contiguous()
+    flags = {"HAS_BIAS": beta_bias is not None, "HAS_DOCUMENTS": seq_idx is not None}
     with device_guard(x):
-        if splits > 1:
-            products, ends = (torch.empty(batch, splits, num_states, channels, **state) for _ in range(2))
-            kernels.forward_summary_kernel[grid](
-                x, beta_logit, k, beta_bias, seq_idx, products, ends,
-                *strides(x, beta_logit, k), *shape, **flags, **sizes, T=BLOCK,
+        launch = _Launch(x, k, q, seq_idx, backward=False)
+        keys, queries, norms, keeps = launch.shared
+        if launch.splits > 1:
+            products, ends = launch.between_splits()
+            kernels.forward_summary_kernel[launch.grid](
+                x, beta_logit, keys, norms, keeps, beta_bias, products, ends,
+                *strides(x, beta_logit), *launch.shape, **flags, **launch.sizes,
             )  # fmt: skip
-            states = _chain(products, ends, states, reverse=False)
-        kernels.forward_kernel[grid](
-            x, beta_logit, z, k, q, beta_bias, D, seq_idx, states, o, final_state, checkpoints,
-            *strides(x, beta_logit, z, k, q), *shape, **flags, **sizes, T=BLOCK,
+            states = launch.chain(products, ends, states, reverse=False)
+        kernels.forward_kernel[launch.grid](
+            x, beta_logit, z, keys, queries, norms, keeps, beta_bias, D, states, o, final_state, checkpoints,
+            *strides(x, beta_logit, z), *launch.shape, *launch.check_strides, **flags, **launch.sizes,
             HAS_SKIP=D is not None, HAS_GATE=z is not None, HAS_STATES=states is not None, SAVE=save,
         )  # fmt: skip
     return o, final_state, checkpoints
@@ -109,7 +146,8 @@ def scan(
 def _(x, beta_logit, k, q, beta_bias, D, z, initial_state, seq_idx, save):
     (batch, length, channels), num_states = x.shape, k.shape[-1]
     state = {"dtype": torch.float32, "device": x.device}
-    checkpoints = (batch, (length + BLOCK - 1) // BLOCK, num_states, channels) if save else (0,)
+    blocks = (length + triton_sizes.BLOCK - 1) // triton_sizes.BLOCK
+    checkpoints = (batch, blocks, num_states, channels) if save else (0,)
     return (
         torch.empty(x.shape, dtype=x.dtype, device=x.device),
         torch.empty(batch, channels, num_states, **state),
@@ -135,45 +173,46 @@ def scan_backward(
     (batch, length, channels), num_states = x.shape, k.shape[-1]
     x, beta_logit, k, q, z, grad_o = dense_rows(x, beta_logit, k, q, z, grad_o)
     beta_bias, D, seq_idx = contiguous(beta_bias, D, seq_idx)
-    blocks = triton.cdiv(length, BLOCK)
-    splits = time_splits(batch, channels, length, x.device) if x.numel() else 1
-    sizes, flags = tile_sizes(num_states, backward=True), _flags(beta_bias, seq_idx)
-    tiles = triton.cdiv(channels, sizes["BD"])
-    state = {"dtype": torch.float32, "device": x.device}
-    dx, dlogit, dz = (
-        torch.empty(t.shape if t is not None else (0,), dtype=x.dtype, device=x.device) for t in (x, beta_logit, z)
+    dx, dlogit, dk, dq, dz = (
+        torch.empty(t.shape if t is not None else (0,), dtype=x.dtype, device=x.device)
+        for t in (x, beta_logit, k, q, z)
     )
-    dk_parts, dq_parts = (torch.empty(tiles, batch, length, num_states, **state) for _ in range(2))
-    dbias, dskip = (
-        torch.empty((batch * splits, channels) if t is not None else (0,), **state) for t in (beta_bias, D)
-    )
-    dinitial = torch.empty(batch, channels, num_states, **state)
+    exact = {"dtype": torch.float32, "device": x.device}
+    dinitial = torch.empty(batch, channels, num_states, **exact)
     if dinitial.numel() == 0 or length == 0:
         dinitial = torch.zeros_like(dinitial) if grad_final_state is None else grad_final_state.float().clone()
-        splits = 0
-        dbias, dskip = dbias[:0], dskip[:0]
-    else:
-        grad_states = None if grad_final_state is None else grad_final_state.float().transpose(1, 2).contiguous()
-        scratch = torch.empty(batch * splits * tiles * (BLOCK // sizes["S"]) * sizes["BN"] * sizes["BD"], **state)
-        shape = (length, channels, num_states, blocks, triton.cdiv(blocks, splits))
-        grid = (tiles, splits, batch)
-        with device_guard(x):
-            if splits > 1:
-                summary_sizes = {key: size for key, size in sizes.items() if key != "S"}
-                products, ends = (torch.empty(batch, splits, num_states, channels, **state) for _ in range(2))
-                kernels.backward_summary_kernel[grid](
-                    beta_logit, z, k, q, grad_o, beta_bias, seq_idx, products, ends,
-                    *strides(beta_logit, z, k, q, grad_o), *shape, **flags, **summary_sizes, T=BLOCK,
-                    HAS_GATE=z is not None,
-                )  # fmt: skip
-                grad_states = _chain(products, ends, grad_states, reverse=True)
-            kernels.backward_kernel[grid](
-                x, beta_logit, z, k, q, grad_o, beta_bias, D, seq_idx, checkpoints, grad_states, scratch,
-                dx, dlogit, dz, dk_parts, dq_parts, dbias, dskip, dinitial,
-                *strides(x, beta_logit, z, k, q, grad_o), *shape, **flags, **sizes, T=BLOCK,
-                HAS_SKIP=D is not None, HAS_GATE=z is not None, HAS_GRAD_STATES=grad_states is not None,
+        sums = [torch.zeros(channels if t is not None else 0, **exact) for t in (beta_bias, D)]
+        return [dx, dlogit, dk.zero_(), dq.zero_(), *sums, dz, dinitial]
+    grads = None if grad_final_state is None else grad_final_state.float().contiguous()
+    flags = {"HAS_BIAS": beta_bias is not None, "HAS_DOCUMENTS": seq_idx is not None, "HAS_GATE": z is not None}
+    with device_guard(x):
+        launch = _Launch(x, k, q, seq_idx, backward=True)
+        keys, queries, norms, keeps = launch.shared
+        if launch.splits > 1:
+            products, ends = launch.between_splits()
+            backward_kernels.backward_summary_kernel[launch.grid](
+                beta_logit, z, grad_o, keys, queries, norms, keeps, beta_bias, products, ends,
+                *strides(beta_logit, z, grad_o), *launch.shape, **flags, **launch.sizes,
             )  # fmt: skip
-    dk, dq = dk_parts.sum(0).to(k.dtype), dq_parts.sum(0).to(q.dtype)
+            grads = launch.chain(products, ends, grads, reverse=True)
+        sizes, tiles, tokens = launch.sizes, launch.tiles, (batch, launch.padded)
+        dq_parts, dk_parts = (torch.empty(tiles, *tokens, launch.width, **exact) for _ in range(2))
+        norm_parts = torch.empty(tiles, *tokens, **exact)
+        dbias, dskip = (
+            torch.empty((batch * launch.splits, channels) if t is not None else (0,), **exact) for t in (beta_bias, D)
+        )
+        scratch = torch.empty(*launch.grid, launch.block // sizes["T"], launch.width, sizes["BD"], **exact)
+        backward_kernels.backward_kernel[launch.grid](
+            x, beta_logit, z, grad_o, keys, queries, norms, keeps, beta_bias, D, checkpoints, grads, scratch,
+            dx, dlogit, dz, dq_parts, dk_parts, norm_parts, dbias, dskip, dinitial,
+            *strides(x, beta_logit, z, grad_o), *launch.shape, *launch.check_strides, 1, sizes["BD"], batch,
+            **flags, **sizes, HAS_SKIP=D is not None, HAS_GRAD_STATES=grads is not None,
+            PRECISE=x.dtype == torch.float32,
+        )  # fmt: skip
+        backward_kernels.finish_kernel[launch.shared_grid](
+            dq_parts, dk_parts, norm_parts, keys, dq, dk, length, launch.padded, num_states,
+            launch.shared_grid[0] // batch, tiles, batch, T=SHARED_TOKENS, BN=launch.width, num_warps=4,
+        )  # fmt: skip
     return [dx, dlogit, dk, dq, *(t.sum(0) if t.dim() == 2 else t for t in (dbias, dskip)), dz, dinitial]
 
 
@@ -204,18 +243,3 @@ def _backward(ctx, grad_o, grad_final_state, _):
 
 
 scan.register_autograd(_backward, setup_context=_save_for_backward)
-
-
-def _chain(products: Tensor, ends: Tensor, states: Tensor | None, *, reverse: bool) -> Tensor:
-    """The state that enters each split, (B, splits, N, D)."""
-    batch, splits, num_states, channels = products.shape
-    initial_states = torch.empty_like(products)
-    kernels.chain_kernel[(triton.cdiv(num_states * channels, CHAIN_BLOCK), batch)](
-        products, ends, states, initial_states, num_states * channels, splits,
-        HAS_STATE=states is not None, REVERSE=reverse, BLOCK=CHAIN_BLOCK,
-    )  # fmt: skip
-    return initial_states
-
-
-def _flags(beta_bias: Tensor | None, seq_idx: Tensor | None) -> dict[str, bool]:
-    return {"HAS_BIAS": beta_bias is not None, "HAS_DOCUMENTS": seq_idx is not None}

@@ -1,274 +1,211 @@
-"""Triton kernels of the Longhorn scan: the state stays in registers while a program walks through time.
+"""Triton kernels of the Longhorn scan: tiles of tokens arrive asynchronously, the states stay in registers.
 
-A program holds the state of BD channels, [BN, BD] with the state index first, so that a lane owns whole channels and
-sums over the state index need no exchange between lanes. Time is cut into blocks of T tokens; the state before each
-block is the checkpoint from which the backward kernel computes the states again. Buffers of states that only these
-kernels see are (..., N, D), channels last, so that they load in full lines.
+A program walks through time with BD channels. Its states are [S, BD, P]: state n = p S + s, where a lane holds S
+states of a channel and P lanes share one, so that with P = 1 sums over states need no exchange between lanes. The inputs
+of the next tiles of T tokens are on their way to shared memory (`num_stages`) while T steps run from registers.
+
+What all channels share is prepared once by `prepare_kernel`: keys and queries in float32, their order that of the lanes,
+|k|² and where documents go on. The states before every `BLOCK` tokens are checkpoints; the backward computes the states
+between them again, first those before every T tokens (to `scratch`), then those of T tokens, in registers.
 
 A row may be split over time between programs: `*_summary_kernel` finds what each split does to the state that enters
 it (a product of decays and an end state from zero), `chain_kernel` chains the splits, and the main kernel starts each
-split from the right state.
+split from the right state. Offsets of tokens are 64-bit. Strides of states are known at run time only: the compiler
+would otherwise choose the layout of the registers after that of the memory.
 """
 
 import triton
 import triton.language as tl
 
-from hf_hybrid_ssm.ops._core.triton_helpers import load
+from hf_hybrid_ssm.ops._core.triton_helpers import exponential, load, reciprocal
+
+STRIDES = ["state_d", "state_n", "check_d", "check_n", "scratch_d", "scratch_n"]
 
 
 @triton.jit
 def compute_delta(logit, squared_norm):
-    """Delta = 1 / (1 + E + |k|²) and E · Delta, E = exp(-logit); the clamp keeps E · Delta finite."""
-    e = tl.exp(-tl.maximum(logit, -80.0))
-    delta = 1.0 / (1.0 + e + squared_norm)
-    return delta, e * delta
+    """Delta = 1 / (1 + E + |k|²) and E = exp(-logit); the clamp keeps E finite."""
+    e = exponential(-tl.maximum(logit, -80.0))
+    return reciprocal(1.0 + e + squared_norm), e
 
 
 @triton.jit
-def keeps_state(seq_idx, row, t, L, HAS_DOCUMENTS: tl.constexpr):
-    """1.0 where token t continues the document of token t - 1 or lies after the row's end, else 0.0."""
+def pick(tile, index, i):
+    """Row i of a tile; the compiler folds it away where the first axis lies in a lane's registers."""
+    bits = tl.where(index == i, tile.to(tl.int32, bitcast=True), 0)
+    return tl.sum(bits, 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def dot_states(a, b, index, total, S: tl.constexpr):
+    """total + sum over s of a b, one multiply-add after the other."""
+    for s in tl.static_range(S):
+        total += pick(a, index, s) * pick(b, index, s)
+    return total
+
+
+@triton.jit
+def place(program, tiles, num_splits):
+    """Which channels, split and row a program has; one axis of the grid, so that none is too short."""
+    rest = program // tiles
+    return program % tiles, rest % num_splits, (rest // num_splits).to(tl.int64)
+
+
+@triton.jit
+def spread(tile, T: tl.constexpr, BD: tl.constexpr, P: tl.constexpr):
+    """[T, BD] to all lanes of a channel."""
+    return tl.broadcast_to(tile[:, :, None], [T, BD, P])
+
+
+@triton.jit
+def prepare_kernel(
+    k, q, seq_idx, keys, queries, norms, keeps,
+    k_row, k_step, q_row, q_step, L, padded, num_states, tiles,
+    HAS_DOCUMENTS: tl.constexpr, T: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """keys, queries (B, padded, BN) with zeros around; norms |k|² and keeps (B, padded).
+
+    keeps is 1 where a token continues the document of the one before it, or lies beyond the row's end, else 0.
+    """
+    tile, _, row = place(tl.program_id(0), tiles, 1)
+    t, n = tile * T + row * 0 + tl.arange(0, T), tl.arange(0, BN)
+    real = (t < L)[:, None] & (n < num_states)[None, :]
+    k_t = load(k + row * k_row + t[:, None] * k_step + n[None, :], real)
+    q_t = load(q + row * q_row + t[:, None] * q_step + n[None, :], real)
+    inside, at = t < padded, row * padded + t
+    tl.store(keys + at[:, None] * BN + n[None, :], k_t, mask=inside[:, None])
+    tl.store(queries + at[:, None] * BN + n[None, :], q_t, mask=inside[:, None])
+    tl.store(norms + at, tl.sum(k_t * k_t, 1), mask=inside)
     if HAS_DOCUMENTS:
-        here = tl.minimum(t, L - 1)
-        before = tl.where(t < L, tl.maximum(t - 1, 0), here)
-        continues = tl.load(seq_idx + row * L + here) == tl.load(seq_idx + row * L + before)
-        return tl.where(continues, 1.0, 0.0)
-    else:
-        return 1.0
+        follows = (t > 0) & (t < L)
+        here = tl.load(seq_idx + row * L + t, mask=follows, other=0)
+        before = tl.load(seq_idx + row * L + t - 1, mask=follows, other=0)
+        tl.store(keeps + at, tl.where(here == before, 1.0, 0.0), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=STRIDES)
 def forward_kernel(
-    x, beta_logit, z, k, q, beta_bias, skip, seq_idx, initial_states, o, final_state, checkpoints,
-    x_row, x_step, logit_row, logit_step, z_row, z_step, k_row, k_step, q_row, q_step,
-    L, channels, num_states, num_blocks, blocks_per_split,
+    x, beta_logit, z, keys, queries, norms, keeps, beta_bias, skip, initial_states, o, final_state, checkpoints,
+    x_row, x_step, logit_row, logit_step, z_row, z_step,
+    L, channels, num_states, tiles, num_splits, num_blocks, blocks_per_split, state_d, state_n, check_d, check_n,
     HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     HAS_STATES: tl.constexpr, SAVE: tl.constexpr,
-    T: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    BLOCK: tl.constexpr, T: tl.constexpr, S: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """h = a h + b, o = (q·h + D x) silu(z), one split of one row for BD channels."""
-    split, num_splits, row = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
-    d, n = tl.program_id(0) * BD + tl.arange(0, BD), tl.arange(0, BN)
-    is_channel, is_state = d < channels, n < num_states
-    in_tile = is_state[:, None] & is_channel[None, :]
-    tile = n[:, None] * channels + d[None, :]
-    size = num_states * channels
+    """h += k (Delta x - Delta k h), o = (q·h + D x) silu(z): one split of one row for BD channels."""
+    tile, split, row = place(tl.program_id(0), tiles, num_splits)
+    d, t, wide = tile * BD + tl.arange(0, BD), tl.arange(0, T), row * 0  # makes what it is added to 64-bit
+    is_channel = d < channels
+    s3, p3 = tl.arange(0, S)[:, None, None], tl.arange(0, P)[None, None, :]
+    n3, d3, t3, t4 = p3 * S + s3, d[None, :, None], t[:, None, None], t[:, None, None, None]
+    in_tile, size = (n3 < num_states) & (d3 < channels), num_states * channels
+    in_keys = (t3 * P + p3) * S + tl.arange(0, S)[None, :, None]
     bias = load(beta_bias + d, is_channel) if HAS_BIAS else 0.0
     through = load(skip + d, is_channel) if HAS_SKIP else 0.0
-    h = tl.zeros([BN, BD], tl.float32)
+    h = tl.zeros([S, BD, P], tl.float32)
     if HAS_STATES:
-        h = tl.load(initial_states + (row * num_splits + split) * size + tile, mask=in_tile, other=0.0)
-    for block in range(split * blocks_per_split, tl.minimum((split + 1) * blocks_per_split, num_blocks)):
-        if SAVE:
-            tl.store(checkpoints + (row * num_blocks + block) * size + tile, h, mask=in_tile)
-        for t in range(block * T, tl.minimum(block * T + T, L)):
-            k_t = load(k + row * k_row + t * k_step + n, is_state)
-            q_t = load(q + row * q_row + t * q_step + n, is_state)
-            x_t = load(x + row * x_row + t * x_step + d, is_channel)
-            logit = load(beta_logit + row * logit_row + t * logit_step + d, is_channel) + bias
-            delta, _ = compute_delta(logit, tl.sum(k_t * k_t))
-            h = h * keeps_state(seq_idx, row, t, L, HAS_DOCUMENTS)
-            h = (1.0 - delta[None, :] * (k_t * k_t)[:, None]) * h + (delta * x_t)[None, :] * k_t[:, None]
-            o_t = tl.sum(h * q_t[:, None], 0) + through * x_t
-            if HAS_GATE:
-                z_t = load(z + row * z_row + t * z_step + d, is_channel)
-                o_t = o_t * z_t * tl.sigmoid(z_t)
-            tl.store(o + (row * L + t) * channels + d, o_t, mask=is_channel)
+        entering = initial_states + (row * num_splits + split) * size
+        h = tl.load(entering + (d3 * state_d + n3 * state_n), mask=in_tile, other=0.0)
+    last = tl.minimum((split + 1) * blocks_per_split, num_blocks) * (BLOCK // T)
+    for step in tl.range(split * blocks_per_split * (BLOCK // T), last, num_stages=STAGES):
+        first = step * T + wide
+        shared = row * num_blocks * BLOCK + first
+        real = (t < L - first)[:, None] & is_channel[None, :]
+        x_t = load(x + row * x_row + first * x_step + (t[:, None] * x_step + d[None, :]), real)
+        logit = load(
+            beta_logit + row * logit_row + first * logit_step + (t[:, None] * logit_step + d[None, :]), real
+        )
+        key, query = tl.load(keys + shared * (S * P) + in_keys), tl.load(queries + shared * (S * P) + in_keys)
+        delta, _ = compute_delta(logit + bias, tl.load(norms + shared + t)[:, None])
+        key, query = (
+            tl.broadcast_to(key[:, :, None, :], [T, S, BD, P]),
+            tl.broadcast_to(query[:, :, None, :], [T, S, BD, P]),
+        )
+        deltas, writes = spread(delta, T, BD, P), spread(delta * x_t, T, BD, P)
+        if HAS_DOCUMENTS:
+            keep = spread(tl.broadcast_to(tl.load(keeps + shared + t)[:, None], [T, BD]), T, BD, P)
+        if SAVE and step % (BLOCK // T) == 0:
+            here = checkpoints + (row * num_blocks + step // (BLOCK // T)) * size
+            tl.store(here + (d3 * check_d + n3 * check_n), h, mask=in_tile)
+        y = tl.zeros([T, BD, P], tl.float32)
+        for i in tl.static_range(T):
+            k_i = pick(key, t4, i)
+            if HAS_DOCUMENTS:
+                h = h * pick(keep, t3, i)[None, :, :]
+            h += k_i * (pick(writes, t3, i)[None, :, :] - pick(deltas, t3, i)[None, :, :] * k_i * h)
+            y_i = dot_states(h, pick(query, t4, i), s3, tl.zeros([BD, P], tl.float32), S)
+            y = tl.where(t3 == i, y_i[None, :, :], y)
+        o_t = tl.sum(y, 2) + through * x_t
+        if HAS_GATE:
+            z_t = load(z + row * z_row + first * z_step + (t[:, None] * z_step + d[None, :]), real)
+            o_t = o_t * z_t * reciprocal(1.0 + exponential(-z_t))
+        tl.store(o + (row * L + first) * channels + (t[:, None] * channels + d[None, :]), o_t, mask=real)
     if split == num_splits - 1:
-        public = d[None, :] * num_states + n[:, None]
-        tl.store(final_state + row * size + public, h, mask=in_tile)
+        tl.store(final_state + row * size + (d3 * state_d + n3 * state_n), h, mask=in_tile)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=STRIDES)
 def forward_summary_kernel(
-    x, beta_logit, k, beta_bias, seq_idx, products, ends,
-    x_row, x_step, logit_row, logit_step, k_row, k_step,
-    L, channels, num_states, num_blocks, blocks_per_split,
+    x, beta_logit, keys, norms, keeps, beta_bias, products, ends,
+    x_row, x_step, logit_row, logit_step,
+    L, channels, num_states, tiles, num_splits, num_blocks, blocks_per_split, state_d, state_n,
     HAS_BIAS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
-    T: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    BLOCK: tl.constexpr, T: tl.constexpr, S: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Of one split: the product of its decays and its end state if it started from zero, both (B, splits, N, D)."""
-    split, num_splits, row = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
-    d, n = tl.program_id(0) * BD + tl.arange(0, BD), tl.arange(0, BN)
-    is_channel, is_state = d < channels, n < num_states
+    """Of one split: the product of its decays and its end state if it started from zero, both (B, splits, D, N)."""
+    tile, split, row = place(tl.program_id(0), tiles, num_splits)
+    d, t, wide = tile * BD + tl.arange(0, BD), tl.arange(0, T), row * 0  # makes what it is added to 64-bit
+    is_channel = d < channels
+    s3, p3 = tl.arange(0, S)[:, None, None], tl.arange(0, P)[None, None, :]
+    n3, d3, t3, t4 = p3 * S + s3, d[None, :, None], t[:, None, None], t[:, None, None, None]
+    in_keys = (t3 * P + p3) * S + tl.arange(0, S)[None, :, None]
     bias = load(beta_bias + d, is_channel) if HAS_BIAS else 0.0
-    h = tl.zeros([BN, BD], tl.float32)
-    product = tl.full([BN, BD], 1.0, tl.float32)
-    last = tl.minimum((split + 1) * blocks_per_split, num_blocks) * T
-    for t in range(split * blocks_per_split * T, tl.minimum(last, L)):
-        k_t = load(k + row * k_row + t * k_step + n, is_state)
-        x_t = load(x + row * x_row + t * x_step + d, is_channel)
-        logit = load(beta_logit + row * logit_row + t * logit_step + d, is_channel) + bias
-        delta, _ = compute_delta(logit, tl.sum(k_t * k_t))
-        decay = 1.0 - delta[None, :] * (k_t * k_t)[:, None]
-        decay = decay * keeps_state(seq_idx, row, t, L, HAS_DOCUMENTS)
-        h = decay * h + (delta * x_t)[None, :] * k_t[:, None]
-        product = product * decay
-    in_tile = is_state[:, None] & is_channel[None, :]
-    here = (row * num_splits + split) * num_states * channels + n[:, None] * channels + d[None, :]
+    h = tl.zeros([S, BD, P], tl.float32)
+    product = tl.full([S, BD, P], 1.0, tl.float32)
+    last = tl.minimum((split + 1) * blocks_per_split, num_blocks) * (BLOCK // T)
+    for step in tl.range(split * blocks_per_split * (BLOCK // T), last, num_stages=STAGES):
+        first = step * T + wide
+        shared = row * num_blocks * BLOCK + first
+        real = (t < L - first)[:, None] & is_channel[None, :]
+        x_t = load(x + row * x_row + first * x_step + (t[:, None] * x_step + d[None, :]), real)
+        logit = load(
+            beta_logit + row * logit_row + first * logit_step + (t[:, None] * logit_step + d[None, :]), real
+        )
+        delta, _ = compute_delta(logit + bias, tl.load(norms + shared + t)[:, None])
+        key = tl.broadcast_to(tl.load(keys + shared * (S * P) + in_keys)[:, :, None, :], [T, S, BD, P])
+        deltas, writes = spread(delta, T, BD, P), spread(delta * x_t, T, BD, P)
+        if HAS_DOCUMENTS:
+            keep = spread(tl.broadcast_to(tl.load(keeps + shared + t)[:, None], [T, BD]), T, BD, P)
+        for i in tl.static_range(T):
+            k_i = pick(key, t4, i)
+            delta_k = pick(deltas, t3, i)[None, :, :] * k_i
+            if HAS_DOCUMENTS:
+                keep_i = pick(keep, t3, i)[None, :, :]
+                h = h * keep_i
+                product = product * keep_i
+            h += k_i * (pick(writes, t3, i)[None, :, :] - delta_k * h)
+            product = product * (1.0 - delta_k * k_i)
+    in_tile, size = (n3 < num_states) & (d3 < channels), num_states * channels
+    here = (row * num_splits + split) * size + (d3 * state_d + n3 * state_n)
     tl.store(products + here, product, mask=in_tile)
     tl.store(ends + here, h, mask=in_tile)
 
 
 @triton.jit
-def backward_summary_kernel(
-    beta_logit, z, k, q, grad_o, beta_bias, seq_idx, products, ends,
-    logit_row, logit_step, z_row, z_step, k_row, k_step, q_row, q_step, g_row, g_step,
-    L, channels, num_states, num_blocks, blocks_per_split,
-    HAS_BIAS: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
-    T: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
-    """As `forward_summary_kernel`, for the gradient that runs backwards through time."""
-    split, num_splits, row = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
-    d, n = tl.program_id(0) * BD + tl.arange(0, BD), tl.arange(0, BN)
-    is_channel, is_state = d < channels, n < num_states
-    bias = load(beta_bias + d, is_channel) if HAS_BIAS else 0.0
-    grad_state = tl.zeros([BN, BD], tl.float32)
-    product = tl.full([BN, BD], 1.0, tl.float32)
-    first = split * blocks_per_split * T
-    last = tl.minimum(tl.minimum((split + 1) * blocks_per_split, num_blocks) * T, L)
-    for step in range(0, last - first):
-        t = last - 1 - step
-        k_t = load(k + row * k_row + t * k_step + n, is_state)
-        q_t = load(q + row * q_row + t * q_step + n, is_state)
-        g = load(grad_o + row * g_row + t * g_step + d, is_channel)
-        logit = load(beta_logit + row * logit_row + t * logit_step + d, is_channel) + bias
-        if HAS_GATE:
-            z_t = load(z + row * z_row + t * z_step + d, is_channel)
-            g = g * z_t * tl.sigmoid(z_t)
-        delta, _ = compute_delta(logit, tl.sum(k_t * k_t))
-        decay = 1.0 - delta[None, :] * (k_t * k_t)[:, None]
-        decay = decay * keeps_state(seq_idx, row, t, L, HAS_DOCUMENTS)
-        grad_state = decay * (grad_state + g[None, :] * q_t[:, None])
-        product = product * decay
-    in_tile = is_state[:, None] & is_channel[None, :]
-    here = (row * num_splits + split) * num_states * channels + n[:, None] * channels + d[None, :]
-    tl.store(products + here, product, mask=in_tile)
-    tl.store(ends + here, grad_state, mask=in_tile)
-
-
-@triton.jit
 def chain_kernel(
-    products, ends, outer_state, initial_states, size, num_splits,
+    products, ends, outer_state, initial_states, size, num_splits, tiles,
     HAS_STATE: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What enters each split: `outer_state` (B, N, D) the first (the last if REVERSE), then product · state + end."""
-    row, i = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """What enters each split: `outer_state` (B, D, N) the first (the last if REVERSE), then product · state + end."""
+    tile, _, row = place(tl.program_id(0), tiles, 1)
+    i = tile * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
     state = tl.zeros([BLOCK], tl.float32)
     if HAS_STATE:
         state = tl.load(outer_state + row * size + i, mask=inside, other=0.0)
-    for step in range(0, num_splits):
+    for step in tl.range(0, num_splits, num_stages=4):
         split = num_splits - 1 - step if REVERSE else step
         here = (row * num_splits + split) * size + i
         tl.store(initial_states + here, state, mask=inside)
         product = tl.load(products + here, mask=inside, other=0.0)
         state = product * state + tl.load(ends + here, mask=inside, other=0.0)
-
-
-@triton.jit
-def backward_kernel(
-    x, beta_logit, z, k, q, grad_o, beta_bias, skip, seq_idx, checkpoints, grad_states, scratch,
-    dx, dlogit, dz, dk_parts, dq_parts, dbias_parts, dskip_parts, dinitial,
-    x_row, x_step, logit_row, logit_step, z_row, z_step, k_row, k_step, q_row, q_step, g_row, g_step,
-    L, channels, num_states, num_blocks, blocks_per_split,
-    HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
-    HAS_GRAD_STATES: tl.constexpr,
-    T: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
-    """All gradients of one split of one row for BD channels.
-
-    For each block, last first: the states before every S-th token go to `scratch` (private to the program), then each
-    S tokens are walked forwards, keeping their states in registers, and backwards. `grad_state` is what dL/dh_t
-    gets from later tokens. Sums over channels are written per channel tile and added up afterwards, in fixed order.
-    """
-    pid, split, num_splits, row = tl.program_id(0), tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
-    d, n = pid * BD + tl.arange(0, BD), tl.arange(0, BN)
-    is_channel, is_state = d < channels, n < num_states
-    in_tile = is_state[:, None] & is_channel[None, :]
-    tile = n[:, None] * channels + d[None, :]
-    size = num_states * channels
-    own = scratch + ((row * num_splits + split) * tl.num_programs(0) + pid) * (T // S) * BN * BD
-    own_tile = n[:, None] * BD + tl.arange(0, BD)[None, :]
-    bias = load(beta_bias + d, is_channel) if HAS_BIAS else 0.0
-    through = load(skip + d, is_channel) if HAS_SKIP else 0.0
-    grad_state = tl.zeros([BN, BD], tl.float32)
-    if HAS_GRAD_STATES:
-        grad_state = tl.load(grad_states + (row * num_splits + split) * size + tile, mask=in_tile, other=0.0)
-    dbias = tl.zeros([BD], tl.float32)
-    dskip = tl.zeros([BD], tl.float32)
-    parts = (pid.to(tl.int64) * tl.num_programs(2) + row) * L * num_states
-    first = split * blocks_per_split
-    last = tl.minimum((split + 1) * blocks_per_split, num_blocks)
-    for block_step in range(0, last - first):
-        block = last - 1 - block_step
-        if block * T < L:
-            h = tl.load(checkpoints + (row * num_blocks + block) * size + tile, mask=in_tile, other=0.0)
-            for sub in range(0, T // S):
-                tl.store(own + sub * BN * BD + own_tile, h)
-                if sub < T // S - 1:
-                    for t in range(block * T + sub * S, tl.minimum(block * T + sub * S + S, L)):
-                        k_t = load(k + row * k_row + t * k_step + n, is_state)
-                        x_t = load(x + row * x_row + t * x_step + d, is_channel)
-                        logit = load(beta_logit + row * logit_row + t * logit_step + d, is_channel) + bias
-                        delta, _ = compute_delta(logit, tl.sum(k_t * k_t))
-                        h = h * keeps_state(seq_idx, row, t, L, HAS_DOCUMENTS)
-                        h = (1.0 - delta[None, :] * (k_t * k_t)[:, None]) * h + (delta * x_t)[None, :] * k_t[:, None]
-            tl.debug_barrier()  # the lanes that read a state below may not be those that wrote it
-            for back in range(0, T // S):
-                base = block * T + (T // S - 1 - back) * S
-                h = tl.load(own + (T // S - 1 - back) * BN * BD + own_tile)
-                before = ()  # the states that the tokens base .. base + S - 1 meet
-                for s in tl.static_range(S):
-                    t = base + s
-                    real_n = n < tl.where(t < L, num_states, 0)
-                    real_d = d < tl.where(t < L, channels, 0)
-                    k_t = load(k + row * k_row + t * k_step + n, real_n)
-                    x_t = tl.load(x + row * x_row + t * x_step + d, mask=real_d, other=0.0)
-                    logit = tl.load(beta_logit + row * logit_row + t * logit_step + d, mask=real_d, other=0.0)
-                    delta, _ = compute_delta(logit.to(tl.float32) + bias, tl.sum(k_t * k_t))
-                    h = h * keeps_state(seq_idx, row, t, L, HAS_DOCUMENTS)
-                    before = before + (h,)  # type: ignore[assignment]  # noqa: RUF005 - the compiler knows no unpacking
-                    step = (delta * x_t.to(tl.float32))[None, :] * k_t[:, None]
-                    h = (1.0 - delta[None, :] * (k_t * k_t)[:, None]) * h + step
-                for s in tl.static_range(S - 1, -1, -1):
-                    t = base + s
-                    real_n = n < tl.where(t < L, num_states, 0)
-                    real_d = d < tl.where(t < L, channels, 0)
-                    k_t = load(k + row * k_row + t * k_step + n, real_n)
-                    q_t = load(q + row * q_row + t * q_step + n, real_n)
-                    x_t = load(x + row * x_row + t * x_step + d, real_d)
-                    logit = load(beta_logit + row * logit_row + t * logit_step + d, real_d) + bias
-                    g = load(grad_o + row * g_row + t * g_step + d, real_d)
-                    delta, e_delta = compute_delta(logit, tl.sum(k_t * k_t))
-                    error = x_t[None, :] - k_t[:, None] * before[s]
-                    h_t = before[s] + delta[None, :] * k_t[:, None] * error
-                    at = (row * L + t) * channels + d
-                    if HAS_GATE:
-                        z_t = load(z + row * z_row + t * z_step + d, real_d)
-                        open_ = tl.sigmoid(z_t)
-                        y_t = tl.sum(h_t * q_t[:, None], 0) + through * x_t
-                        tl.store(dz + at, g * y_t * open_ * (1.0 + z_t * (1.0 - open_)), mask=real_d)
-                        g = g * z_t * open_
-                    lam = grad_state + g[None, :] * q_t[:, None]
-                    lam_k = lam * k_t[:, None]
-                    ddelta = tl.sum(lam_k * error, 0)
-                    dlogit_t = ddelta * delta * e_delta
-                    tl.store(dx + at, g * through + delta * tl.sum(lam_k, 0), mask=real_d)
-                    tl.store(dlogit + at, dlogit_t, mask=real_d)
-                    dq_t = tl.sum(g[None, :] * h_t, 1)
-                    dk_t = tl.sum(delta[None, :] * lam * (error - k_t[:, None] * before[s]), 1)
-                    dk_t -= 2.0 * k_t * tl.sum(delta * delta * ddelta)
-                    tl.store(dq_parts + parts + t * num_states + n, dq_t, mask=real_n)
-                    tl.store(dk_parts + parts + t * num_states + n, dk_t, mask=real_n)
-                    dbias += dlogit_t
-                    dskip += g * x_t
-                    grad_state = (1.0 - delta[None, :] * (k_t * k_t)[:, None]) * lam
-                    grad_state = grad_state * keeps_state(seq_idx, row, t, L, HAS_DOCUMENTS)
-            tl.debug_barrier()  # the next block overwrites the scratch states
-    summed = (row * num_splits + split) * channels + d
-    if HAS_BIAS:
-        tl.store(dbias_parts + summed, dbias, mask=is_channel)
-    if HAS_SKIP:
-        tl.store(dskip_parts + summed, dskip, mask=is_channel)
-    if split == 0:
-        tl.store(dinitial + row * size + d[None, :] * num_states + n[:, None], grad_state, mask=in_tile)

@@ -1,0 +1,75 @@
+"""Tile sizes of the Triton scan: a table by N, and what `triton_tune` measured on this machine.
+
+They depend on the length in no way that compiles a kernel anew: only the number of splits does.
+"""
+
+import functools
+import json
+import math
+import os
+from pathlib import Path
+
+import triton
+
+BLOCK = 64  # tokens between checkpoints
+SCHEDULERS = 4  # of a multiprocessor, each of which issues from one warp at a time
+NAMES = ("BD", "T", "S", "num_warps", "STAGES")
+# by N up to: what the compiler's reports of every class in reports/kernel_evidence.md speak for
+FORWARD = {
+    16: {"BD": 32, "T": 8, "S": 16, "num_warps": 1, "STAGES": 3},
+    32: {"BD": 32, "T": 8, "S": 16, "num_warps": 2, "STAGES": 3},
+    64: {"BD": 32, "T": 8, "S": 16, "num_warps": 4, "STAGES": 3},
+    math.inf: {"BD": 16, "T": 4, "S": 16, "num_warps": 8, "STAGES": 2},
+}
+BACKWARD = {
+    16: {"BD": 32, "T": 4, "S": 16, "num_warps": 1, "STAGES": 2},
+    32: {"BD": 32, "T": 4, "S": 16, "num_warps": 2, "STAGES": 2},
+    64: {"BD": 32, "T": 4, "S": 16, "num_warps": 4, "STAGES": 2},
+    math.inf: {"BD": 16, "T": 4, "S": 16, "num_warps": 8, "STAGES": 2},
+}
+
+
+def tile_sizes(num_states: int, *, backward: bool, rows: int = 1, length: int = 1, dtype: str = "", device: str = ""):
+    """Constants of the kernels for rows = B · D; measured ones if `device` was tuned for this class."""
+    states = max(16 if backward else 2, triton.next_power_of_2(num_states))
+    table = BACKWARD if backward else FORWARD
+    found = next(sizes for largest, sizes in table.items() if states <= largest)
+    found = found | tuned(device).get(shape_class(rows, length, num_states, dtype, backward=backward), {})
+    lanes = min(found["S"], states)
+    return found | {"S": lanes, "P": states // lanes, "BLOCK": BLOCK, "enable_fp_fusion": True}
+
+
+def shape_class(rows: int, length: int, num_states: int, dtype: str, *, backward: bool) -> str:
+    """The key of a measured entry: powers of two of B · D, L and N."""
+    exponents = (max(1, size).bit_length() for size in (rows, length, max(1, num_states - 1)))
+    return " ".join(["backward" if backward else "forward", *map(str, exponents), dtype])
+
+
+def time_splits(lanes: int, length: int, multiprocessors: int) -> int:
+    """In how many programs to cut a row, where a row's programs need `lanes` threads.
+
+    A second pass costs most of a first, so a row is cut only where less than half of the schedulers would have a warp;
+    then so often that each has two. A split has at least four blocks.
+    """
+    warps, schedulers = lanes / 32, multiprocessors * SCHEDULERS
+    if warps >= schedulers / 2:
+        return 1
+    return max(1, min(math.ceil(2 * schedulers / warps), length // (4 * BLOCK)))
+
+
+def tuned_path(device: str) -> Path:
+    """Where the measured sizes of a device are kept: in the folder of compiled kernels."""
+    folder = Path(os.environ.get("HF_HYBRID_SSM_CACHE") or Path.home() / ".cache" / "hf_hybrid_ssm")
+    return folder / f"longhorn_scan_{'_'.join(device.split())}.json"
+
+
+@functools.cache
+def tuned(device: str) -> dict[str, dict[str, int]]:
+    """Measured sizes by shape class; none where nobody tuned, or the file is not of this form."""
+    if not device:
+        return {}
+    try:
+        entries = json.loads(tuned_path(device).read_text(encoding="utf-8"))["sizes"]
+        return {name: {key: int(sizes[key]) for key in NAMES} for name, sizes in entries.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
