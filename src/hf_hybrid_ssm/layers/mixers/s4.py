@@ -40,6 +40,7 @@ class S4(DiagonalSSM):
     learning_rate).
     """
 
+    is_diagonal: ClassVar[bool] = False
     discretizations: ClassVar[tuple[str, ...]] = ("bilinear",)
     dynamics_parameters: ClassVar[tuple[str, ...]] = ("A_log_real", "A_imag", "B", "P", "log_dt")
     float32_parameters: ClassVar[tuple[str, ...]] = ("A_log_real", "A_imag", "B", "P", "C", "log_dt", "D")
@@ -62,16 +63,20 @@ class S4(DiagonalSSM):
         norm = (p.conj() * p * resolvent).real.sum(-1, keepdim=True)
         return _BilinearStep(resolvent, rate + eigenvalues, p, b, 1 / (1 + 2 * norm))
 
+    def dynamics(self, dtype: torch.dtype, direction: int = 0) -> tuple[Transition, torch.Tensor]:
+        size, filters = self.state_size, self.filters or 1
+        basis = torch.eye(size + 1, size, dtype=dtype, device=self._device)[:, None, None]
+        token = torch.zeros(size + 1, 1, 1, 1, dtype=dtype, device=self._device)
+        token[-1] = 1.0
+        columns = self._discretised(dtype).advance(basis.expand(-1, filters, self.hidden_size, -1), token)
+        rows = columns.permute(1, 2, 0, 3)  # row k: A e_k, and the last one B
+        return Transition(rows[..., :-1, :].contiguous(), "dense"), rows[..., -1, :].contiguous()
+
     def transition(self, dtype: torch.dtype, direction: int = 0) -> Transition:
-        basis = torch.eye(self.state_size, dtype=dtype, device=self._device)[:, None, None]  # (N, 1, 1, N)
-        filters = self.filters or 1
-        basis = basis.expand(-1, filters, self.hidden_size, -1).contiguous()
-        columns = self._discretised(dtype).advance(basis, 0.0)  # row k: A e_k
-        return Transition(columns.permute(1, 2, 0, 3).contiguous(), "dense")
+        return self.dynamics(dtype, direction)[0]
 
     def input_vector(self, dtype: torch.dtype, direction: int = 0) -> torch.Tensor:
-        zero = torch.zeros(self.filters or 1, self.hidden_size, self.state_size, dtype=dtype, device=self._device)
-        return self._discretised(dtype).advance(zero, 1.0)
+        return self.dynamics(dtype, direction)[1]
 
     def _step_constants(self, dtype: torch.dtype) -> _BilinearStep:
         def compute(exact: bool) -> _BilinearStep:
