@@ -16,13 +16,14 @@ from hf_hybrid_ssm.ops.linear_scan.custom_ops import channel_op, diagonal_op, ru
 __all__ = ["channel_scan_triton", "diagonal_scan_triton", "supports"]
 
 FORWARD, DERIVATIVE, BACKWARD = range(3)
-DIAGONAL_TILE = {"BD": 32, "num_warps": 1}
+BLOCK = {"BITS": 5}  # 32 tokens
+DIAGONAL_TILE = {"BD": 32, "num_warps": 1, **BLOCK}
 
 
 def channel_tile(states: int) -> dict[str, int]:
     """One warp, so that sums over the states need no barrier; 256 numbers are eight to a lane, or fewer."""
     size = triton.next_power_of_2(states)
-    return {"BN": size, "BD": max(4, 256 // size), "num_warps": 1}
+    return {"BN": size, "BD": max(4, 256 // size), "num_warps": 1, **BLOCK}
 
 
 def channel_scan_triton(

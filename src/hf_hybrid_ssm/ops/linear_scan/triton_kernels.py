@@ -1,16 +1,12 @@
 """Triton kernels of the recurrences with a diagonal transition: states stay in registers, one token after the other.
 
 Numbers are pairs of tensors, real and imaginary parts (`COMPLEX`), or one. Decays come in float64: the recurrence runs
-in float32, and after every T tokens what the rounding of the decay did to the state they began with is put right.
+in float32, and after every T = 2^BITS tokens what the rounding of the decay did to the state they began with is put right.
 Tokens are fetched a group of four ahead, so that their loads are under way while the states advance.
 """
 
 import triton
 import triton.language as tl
-
-
-BITS = tl.constexpr(5)
-T = tl.constexpr(32)  # 2^BITS tokens
 
 
 @triton.jit
@@ -22,8 +18,8 @@ def times(ar, ai, br, bi, COMPLEX: tl.constexpr):
 
 
 @triton.jit
-def block_power(ar, ai, COMPLEX: tl.constexpr):
-    """a^T and a^(T - 1)."""
+def block_power(ar, ai, BITS: tl.constexpr, COMPLEX: tl.constexpr):
+    """a^T and a^(T - 1) for T = 2^BITS."""
     less_r, less_i = ar * 0.0 + 1.0, ai * 0.0
     for _ in tl.static_range(BITS):
         less_r, less_i = times(less_r, less_i, ar, ai, COMPLEX)
@@ -32,28 +28,29 @@ def block_power(ar, ai, COMPLEX: tl.constexpr):
 
 
 @triton.jit
-def drifts(ar, ai, COMPLEX: tl.constexpr):
-    """What T steps of the decay rounded to float32 leave out, of a state and of its derivative by the decay."""
-    pr, pi, lr, li = block_power(ar, ai, COMPLEX)
+def drifts(ar, ai, BITS: tl.constexpr, COMPLEX: tl.constexpr):
+    """What T = 2^BITS steps of the decay rounded to float32 leave out, of a state and of its derivative by the decay."""
+    pr, pi, lr, li = block_power(ar, ai, BITS, COMPLEX)
     rr, ri = ar.to(tl.float32).to(tl.float64), ai.to(tl.float32).to(tl.float64)
-    qr, qi, mr, mi = block_power(rr, ri, COMPLEX)
+    qr, qi, mr, mi = block_power(rr, ri, BITS, COMPLEX)
+    T: tl.constexpr = 1 << BITS
     dr, di, er, ei = pr - qr, pi - qi, T * (lr - mr), T * (li - mi)
     return dr.to(tl.float32), di.to(tl.float32), er.to(tl.float32), ei.to(tl.float32)
 
 
 @triton.jit
-def fetch(signal, weight, seq_idx, offset, weight_offset, t, q, end, step, weight_step, mask, BACKWARDS: tl.constexpr,
-          WEIGHED: tl.constexpr, DOCUMENTS: tl.constexpr):  # fmt: skip
+def fetch(signal, weight, seq_idx, offset, weight_offset, t, q, end, step, weight_step, d, channels,
+          BACKWARDS: tl.constexpr, WEIGHED: tl.constexpr, DOCUMENTS: tl.constexpr):  # fmt: skip
     """Token number q of the walk: its signal, its weight, and 1.0 where it goes on with the document of the last."""
-    alive = q < end
-    x = tl.load(signal + offset + t.to(tl.int64) * step, mask=mask & alive, other=0.0).to(tl.float32)
+    inside = d < tl.where(q < end, channels, 0)
+    x = tl.load(signal + offset + t.to(tl.int64) * step, mask=inside, other=0.0).to(tl.float32)
     w = x
     if WEIGHED:
-        w = tl.load(weight + weight_offset + t.to(tl.int64) * weight_step, mask=mask & alive, other=0.0).to(tl.float32)
+        w = tl.load(weight + weight_offset + t.to(tl.int64) * weight_step, mask=inside, other=0.0).to(tl.float32)
     keep = 1.0
     if DOCUMENTS:
         last = t + 1 if BACKWARDS else t - 1
-        has_last = alive & (q > 0)
+        has_last = tl.where(q < end, q, 0) > 0
         here = tl.load(seq_idx + t, mask=has_last, other=0)
         keep = tl.where(here == tl.load(seq_idx + last, mask=has_last, other=0), 1.0, 0.0)
     return x, w, keep
@@ -64,7 +61,7 @@ def channel_kernel(
     signal, weight, decay, entering, reading, skip, seq_idx, lengths, start, final_grad, out, final, sums, more_sums,
     dskip, s_row, s_step, s_filter, w_row, w_step, w_filter, L, channels, filters, num_states,
     PASS: tl.constexpr, COMPLEX: tl.constexpr, DOCUMENTS: tl.constexpr, LENGTHS: tl.constexpr, START: tl.constexpr,
-    SKIP: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    SKIP: tl.constexpr, BITS: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """A row through one filter of BD channels, states [BN, BD]; passes as in native.c.
 
@@ -95,7 +92,7 @@ def channel_kernel(
             i = tl.load(start + state + 1, mask=in_tile, other=0.0)
     if PASS == 2:
         ai = -ai
-    dr, di, er, ei = drifts(ar, ai, COMPLEX)
+    dr, di, er, ei = drifts(ar, ai, BITS, COMPLEX)
     ar, ai = ar.to(tl.float32), ai.to(tl.float32)
     through = tl.load(skip + f * channels + d, mask=is_channel, other=0.0) if SKIP else tl.zeros([BD], tl.float32)
     pr, pi, sr, si, qr, qi = r * 0.0, r * 0.0, r * 0.0, r * 0.0, r * 0.0, r * 0.0
@@ -104,19 +101,20 @@ def channel_kernel(
     offset, weight_offset = row * s_row + f * s_filter + d, row * w_row + f * w_filter + d
     target = (row * L * filters + f) * channels + d
     documents = seq_idx + row * L if DOCUMENTS else seq_idx
+    T: tl.constexpr = 1 << BITS
     GROUP: tl.constexpr = 4
     first = end - 1 if PASS == 2 else 0
     sign: tl.constexpr = -1 if PASS == 2 else 1
     BACKWARDS: tl.constexpr = PASS == 2
     WEIGHED: tl.constexpr = PASS > 0
-    x0, w0, k0 = fetch(signal, weight, documents, offset, weight_offset, first, 0, end, s_step, w_step, is_channel,
+    x0, w0, k0 = fetch(signal, weight, documents, offset, weight_offset, first, 0, end, s_step, w_step, d, channels,
                        BACKWARDS, WEIGHED, DOCUMENTS)  # fmt: skip
     x1, w1, k1 = fetch(signal, weight, documents, offset, weight_offset, first + sign, 1, end, s_step, w_step,
-                       is_channel, BACKWARDS, WEIGHED, DOCUMENTS)  # fmt: skip
+                       d, channels, BACKWARDS, WEIGHED, DOCUMENTS)  # fmt: skip
     x2, w2, k2 = fetch(signal, weight, documents, offset, weight_offset, first + 2 * sign, 2, end, s_step, w_step,
-                       is_channel, BACKWARDS, WEIGHED, DOCUMENTS)  # fmt: skip
+                       d, channels, BACKWARDS, WEIGHED, DOCUMENTS)  # fmt: skip
     x3, w3, k3 = fetch(signal, weight, documents, offset, weight_offset, first + 3 * sign, 3, end, s_step, w_step,
-                       is_channel, BACKWARDS, WEIGHED, DOCUMENTS)  # fmt: skip
+                       d, channels, BACKWARDS, WEIGHED, DOCUMENTS)  # fmt: skip
     for begin in range(0, end, T):
         start_r, start_i, start_pr, start_pi, intact = r, i, pr, pi, 1.0
         for group in range(0, T // GROUP):
@@ -126,7 +124,7 @@ def channel_kernel(
                 x, w, keep = x0, w0, k0
                 x0, w0, k0, x1, w1, k1, x2, w2, k2 = x1, w1, k1, x2, w2, k2, x3, w3, k3
                 x3, w3, k3 = fetch(signal, weight, documents, offset, weight_offset, t + GROUP * sign, q + GROUP, end,
-                                   s_step, w_step, is_channel, BACKWARDS, WEIGHED, DOCUMENTS)  # fmt: skip
+                                   s_step, w_step, d, channels, BACKWARDS, WEIGHED, DOCUMENTS)  # fmt: skip
                 alive = q < end
                 intact *= tl.where(alive, keep, 0.0)
                 if DOCUMENTS:
@@ -146,7 +144,7 @@ def channel_kernel(
                 if PASS != 1:
                     y = tl.sum(cr * r + ci * i, 0) if COMPLEX else tl.sum(cr * r, 0)
                     tl.store(out + target + t.to(tl.int64) * filters * channels, y + through * x,
-                             mask=is_channel & alive)  # fmt: skip
+                             mask=d < tl.where(alive, channels, 0))  # fmt: skip
                 if PASS > 0:
                     sr += r * w[None, :]
                     si += i * w[None, :]
@@ -190,7 +188,8 @@ def channel_kernel(
 @triton.jit
 def diagonal_kernel(
     x, h, decay, start, seq_idx, out, final, ddecay, L, channels,
-    BACKWARDS: tl.constexpr, COMPLEX: tl.constexpr, DOCUMENTS: tl.constexpr, START: tl.constexpr, BD: tl.constexpr,
+    BACKWARDS: tl.constexpr, COMPLEX: tl.constexpr, DOCUMENTS: tl.constexpr, START: tl.constexpr, BITS: tl.constexpr,
+    BD: tl.constexpr,
 ):  # fmt: skip
     """out_t = a out_{t-1} + x_t for BD numbers of a row.
 
@@ -216,9 +215,10 @@ def diagonal_kernel(
         ai = -ai
     else:
         r, i = r0, i0
-    dr, di, _, _ = drifts(ar, ai, COMPLEX)
+    dr, di, _, _ = drifts(ar, ai, BITS, COMPLEX)
     ar, ai = ar.to(tl.float32), ai.to(tl.float32)
     sum_r, sum_i = r * 0.0, r * 0.0
+    T: tl.constexpr = 1 << BITS
     documents = seq_idx + row * L if DOCUMENTS else seq_idx
     first = L - 1 if BACKWARDS else 0
     sign: tl.constexpr = -1 if BACKWARDS else 1
@@ -229,11 +229,12 @@ def diagonal_kernel(
             t = first + sign * q
             alive = q < L
             at = (row * L + t) * channels * WIDTH + d * WIDTH
-            xr = tl.load(x + at, mask=mask & alive, other=0.0)
-            xi = tl.load(x + at + 1, mask=mask & alive, other=0.0) if COMPLEX else xr * 0.0
+            inside = d < tl.where(alive, channels, 0)
+            xr = tl.load(x + at, mask=inside, other=0.0)
+            xi = tl.load(x + at + 1, mask=inside, other=0.0) if COMPLEX else xr * 0.0
             keep = 1.0
             if DOCUMENTS:
-                has_last = alive & (q > 0)
+                has_last = tl.where(alive, q, 0) > 0
                 here = tl.load(documents + t, mask=has_last, other=0)
                 keep = tl.where(here == tl.load(documents + t - sign, mask=has_last, other=0), 1.0, 0.0)
             intact *= tl.where(alive, keep, 0.0)
@@ -245,21 +246,20 @@ def diagonal_kernel(
                 r += intact * moved_r
                 if COMPLEX:
                     i += intact * moved_i
-            tl.store(out + at, r, mask=mask & alive)
+            tl.store(out + at, r, mask=inside)
             if COMPLEX:
-                tl.store(out + at + 1, i, mask=mask & alive)
+                tl.store(out + at + 1, i, mask=inside)
             if BACKWARDS:
-                goes_on = 1.0
+                goes_on, before_it = 1.0, tl.where(alive, t, 0) > 0
                 if DOCUMENTS:
-                    has_before = alive & (t > 0)
-                    here = tl.load(documents + t, mask=has_before, other=0)
-                    goes_on = tl.where(here == tl.load(documents + t - 1, mask=has_before, other=0), 1.0, 0.0)
+                    here = tl.load(documents + t, mask=before_it, other=0)
+                    goes_on = tl.where(here == tl.load(documents + t - 1, mask=before_it, other=0), 1.0, 0.0)
                 before = at - channels * WIDTH
-                hr = tl.load(h + before, mask=mask & alive & (t > 0), other=0.0)
+                hr = tl.load(h + before, mask=d < tl.where(before_it, channels, 0), other=0.0)
                 hr = tl.where(t > 0, hr * goes_on, r0)
                 sum_r += tl.where(alive, r * hr, 0.0)
                 if COMPLEX:
-                    hi = tl.load(h + before + 1, mask=mask & alive & (t > 0), other=0.0)
+                    hi = tl.load(h + before + 1, mask=d < tl.where(before_it, channels, 0), other=0.0)
                     hi = tl.where(t > 0, hi * goes_on, i0)
                     sum_r += tl.where(alive, i * hi, 0.0)
                     sum_i += tl.where(alive, i * hr - r * hi, 0.0)
