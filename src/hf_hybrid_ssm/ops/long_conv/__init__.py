@@ -66,7 +66,7 @@ def long_conv(
     check_seq_idx(seq_idx, batch, length)
     check_lengths(lengths, batch, length)
     check_output_positions(stride, positions, batch, length)
-    dtype = torch.promote_types(torch.promote_types(u.dtype, kernel.dtype), torch.float32)
+    dtype = torch.float64 if torch.float64 in (u.dtype, kernel.dtype) else torch.float32
     filters = _expand(kernel, channels).to(dtype)
     future = None if future_kernel is None else _expand(future_kernel, channels).to(dtype)
     if skip is not None:
