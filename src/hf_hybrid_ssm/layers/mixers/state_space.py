@@ -134,10 +134,11 @@ class StateSpaceMixer(CachedKernelMixer):
         assert not isinstance(initial_state, tuple)
         state = None if initial_state is None else self._widen(initial_state)
         skip, returns_state = self.skip_weight(dtype), options["return_final_state"]
-        is_plain = all(options.get(name) is None for name in ("seq_idx", "stride", "positions"))
-        is_long = is_plain and state is None and not returns_state and u.shape[1] > self.block_size
-        if is_long and not (self.is_diagonal and has_fused_scan(u.device.type, dtype)):
-            y, final = long_conv(u, self.kernel(u.shape[1], dtype), skip=skip, lengths=options["lengths"])
+        asks_for_all = options.get("stride") is None and options.get("positions") is None
+        is_whole = asks_for_all and state is None and not returns_state and u.shape[1] > self.block_size
+        if is_whole and not (self.is_diagonal and has_fused_scan(u.device.type, dtype)):
+            rows = {"lengths": options["lengths"], "seq_idx": options["seq_idx"]}
+            y, final = long_conv(u, self.kernel(u.shape[1], dtype), skip=skip, **rows)
         else:
             y, final = channel_scan(u, self.system(dtype), skip=skip, initial_state=state, **options)
         if returns_state and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
