@@ -135,10 +135,13 @@ class StateSpaceMixer(CachedKernelMixer):
         state = None if initial_state is None else self._widen(initial_state)
         skip, returns_state = self.skip_weight(dtype), options["return_final_state"]
         asks_for_all = options.get("stride") is None and options.get("positions") is None
-        is_whole = asks_for_all and state is None and not returns_state and u.shape[1] > 1
+        is_whole = asks_for_all and state is None and u.shape[1] > 1
         if is_whole and not (self.is_diagonal and has_fused_scan(u.device.type, dtype)):
             rows = {"lengths": options["lengths"], "seq_idx": options["seq_idx"]}
             y, final = long_conv(u, self.kernel(u.shape[1], dtype), skip=skip, **rows)
+            if returns_state:  # no outputs, the state alone
+                nothing = u.shape[1] + 1
+                _, final = channel_scan(u, self.system(dtype), stride=nothing, return_final_state=True, **rows)
         else:
             y, final = channel_scan(u, self.system(dtype), skip=skip, initial_state=state, **options)
         if returns_state and not torch.is_grad_enabled() and not torch.compiler.is_compiling():

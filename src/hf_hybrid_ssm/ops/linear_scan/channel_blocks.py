@@ -67,6 +67,7 @@ def channel_scan_torch(
     x = zero_beyond(u.to(output.dtype), lengths)
     batch, length, channels = x.shape
     filters, _, size = output.shape
+    is_fresh = initial_state is None
     if initial_state is None:
         initial_state = x.new_zeros(batch, filters, channels, size)
     if length == 0 or batch == 0:
@@ -76,6 +77,13 @@ def channel_scan_torch(
     system = block_matrices(Transition(decay, form), vector, output, BLOCK) if blocks is None else blocks()
     number = -(-length // system.block)
     gap = number * system.block - length
+    if gap and is_fresh and lengths is None and positions is None and (stride is None or stride > length):
+        # zeros change nothing before the first token, and the last one then ends a block
+        x, length, first = F.pad(x, (0, 0, gap, 0)), length + gap, gap
+        seq_idx = None if seq_idx is None else torch.cat([seq_idx[:, :1].expand(-1, gap), seq_idx], dim=1)
+        stride, gap = None if stride is None else length + 1, 0
+    else:
+        first = 0
     tokens = channels_first(F.pad(x, (0, 0, 0, gap)) if gap else x).view(channels, batch, number, system.block)
     documents = document_blocks(seq_idx, system.block)
     starts = _block_starts(tokens, system, initial_state, documents)  # (F, D, B, n + 1, N)
@@ -87,7 +95,7 @@ def channel_scan_torch(
     if skip is not None:
         y = torch.addcmul(y, skip, take_outputs(x, stride, positions).unsqueeze(2))
     final = _final_state(x, system, starts, seq_idx, lengths) if return_final_state else None
-    return y.to(u.dtype), final
+    return y[:, first:].to(u.dtype), final
 
 
 def _block_starts(
