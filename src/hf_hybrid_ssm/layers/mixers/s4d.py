@@ -69,7 +69,8 @@ class DiagonalSSM(StateSpaceMixer):
         copies, pairs = value.shape
         if copies == 1:
             return value.expand(filters * self.hidden_size, pairs).view(filters, self.hidden_size, pairs)
-        return value.repeat(filters * self.hidden_size // copies, 1).view(filters, self.hidden_size, pairs)
+        value = value if copies == filters * self.hidden_size else value.repeat(filters * self.hidden_size // copies, 1)
+        return value.view(filters, self.hidden_size, pairs)
 
     def _eigenvalues(self, dtype: torch.dtype) -> torch.Tensor:
         return self._tiled(torch.complex(-torch.exp(self.A_log_real.to(dtype)), self.A_imag.to(dtype)))  # type: ignore[operator]
@@ -133,9 +134,8 @@ class S4D(DiagonalSSM):
         b = self._tiled(complex_pairs(self.B, dtype))  # type: ignore[arg-type]
         z = dt * eigenvalues
         if self.discretization == "zoh":
-            root = torch.exp(z / 2)
-            # expm1 as 2 e^{z/2} sinh(z/2): the difference e^z - 1 loses the digits of a small step
-            decay, entering = root * root, 2 * root * torch.sinh(z / 2) / eigenvalues
+            growth = torch.expm1(z)  # the difference e^z - 1 loses the digits of a small step
+            decay, entering = growth + 1, growth / eigenvalues
         else:
             decay, entering = (1 + z / 2) / (1 - z / 2), dt / (1 - z / 2)
         vector = torch.view_as_real(entering * b).flatten(-2)

@@ -89,9 +89,9 @@ class S5(Mixer):
         """
         eigenvalues = torch.complex(self.A_real.double().clamp(max=LARGEST_REAL), self.A_imag.double())
         z = torch.exp(self.log_dt.double()) * eigenvalues
-        scale = 2 * torch.exp(z / 2) * torch.sinh(z / 2) / eigenvalues
+        growth = torch.expm1(z)  # the difference e^z - 1 loses the digits of a small step
         wide = torch.complex64 if dtype == torch.float32 else torch.complex128
-        return torch.exp(z), scale.to(wide)
+        return growth + 1, (growth / eigenvalues).to(wide)
 
     def _project_input(self, u: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """Bbar u, complex (..., P/2), for u (..., D), by one real product."""
