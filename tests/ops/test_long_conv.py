@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_hybrid_ssm.ops.long_conv import long_conv
+from hf_hybrid_ssm.ops.long_conv.choice import choose, fft_cost, monarch_cost, toeplitz_cost
 from hf_hybrid_ssm.ops.long_conv.fft import fast_length
 
 METHODS = ("auto", "direct", "fft", "block")
@@ -158,6 +159,48 @@ def test_fast_lengths(minimum):
         return n == 1
 
     assert fast_length(minimum) == next(n for n in range(minimum, 2 * minimum + 1) if smooth(n))
+
+
+def test_the_form_is_that_of_least_cost():
+    """Products win up to some length, longer where they need not keep float32; transforms win after it for good."""
+    lengths = [2**k for k in range(6, 17)]
+    for is_coarse, border in ((False, 1024), (True, 2048)):
+        forms = [choose(length, length, is_coarse=is_coarse) for length in lengths]
+        assert forms == ["toeplitz" if length <= border else "fft" for length in lengths]
+    assert choose(65536, 16) == "direct" and choose(65536, 9, 9) == "toeplitz"  # few taps reach few tiles
+    assert choose(1024, 1024, 1023) == "fft"  # as many again that look ahead
+    for length in lengths:
+        products, transform, monarch = (cost(length, length) for cost in (toeplitz_cost, fft_cost, monarch_cost))
+        assert monarch.bytes > transform.bytes > products.bytes
+        assert monarch.seconds() > transform.seconds()
+
+
+def test_toeplitz_cost_counts_tiles():
+    """Of 64 tokens: the pairs of blocks that some tap connects."""
+    for length, taps, future in ((640, 640, 0), (640, 65, 0), (640, 66, 3), (640, 200, 639), (64, 1, 0)):
+        blocks = range(-(-length // 64))
+        tiles = sum(
+            1
+            for out in blocks
+            for source in blocks
+            if 64 * (out - source) - 63 < taps and 64 * (source - out) - 63 <= future
+        )
+        assert toeplitz_cost(length, taps, future).matrix_flops == 3 * 2 * 64 * tiles / len(blocks)
+
+
+def test_documents_of_unequal_length_are_not_padded(monkeypatch):
+    """Rows of one long document and many short ones go by halves; equal ones become rows of their own."""
+    from hf_hybrid_ssm.ops.long_conv import torch_backend
+
+    called = []
+    block_conv = torch_backend.block_conv
+    monkeypatch.setattr(torch_backend, "block_conv", lambda *args: called.append(1) or block_conv(*args))
+    u, kernel = draw(1, 120, 2), draw(2, 40, seed=1)
+    unequal = torch.tensor([[0] * 100 + list(range(1, 21))])
+    for seq_idx, halves in ((torch.arange(120).unsqueeze(0) // 30, 0), (unequal, 1)):
+        y, _ = long_conv(u, kernel, seq_idx=seq_idx)
+        assert_near(y, long_conv(u, kernel, seq_idx=seq_idx, backend="reference")[0])
+        assert len(called) == halves
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from hf_hybrid_ssm.ops.causal_conv import causal_conv
 from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
 from hf_hybrid_ssm.ops.legendre_memory import legendre_memory
 from hf_hybrid_ssm.ops.linear_cross_entropy import linear_cross_entropy
-from hf_hybrid_ssm.ops.linear_scan import Transition, channel_scan, diagonal_scan, prepare_powers, prepare_system
-from hf_hybrid_ssm.ops.linear_scan.channel import krylov_vectors
+from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition, channel_scan, diagonal_scan
 from hf_hybrid_ssm.ops.local_attention import local_attention
 from hf_hybrid_ssm.ops.long_conv import long_conv
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
@@ -25,8 +24,7 @@ DOCUMENTS = torch.tensor([[0] * 5 + [1] * 32, [0] * 20 + [1] * 3 + [2] * 14])
 
 
 def filtered(u, diagonal, entering, output):
-    powers = prepare_powers(Transition(diagonal.sigmoid(), "real"), 8)
-    return channel_scan(u, prepare_system(powers, krylov_vectors(powers, entering), output))[0]
+    return channel_scan(u, ChannelSystem(Transition(diagonal.sigmoid(), "real"), entering, output))[0]
 
 
 def labels_of(hidden):

@@ -227,11 +227,11 @@ def test_long_convolution_runs_the_kernel(monkeypatch):
     u, kernel = random(1, 30, 2, seed=1), random(2, 30, seed=2)
     long_conv(u, kernel, backend="triton")
     assert len(launched) == 1
-    monkeypatch.setattr(long_launcher, "LONGEST", 29)
-    long_conv(u, kernel, backend="triton")
     long_conv(u[:, :20], kernel[:, :20], seq_idx=documents(1, 20), backend="triton")
     long_conv(u[:, :20], kernel[:, :5], backend="triton")
     long_conv(u[:, :20], kernel[:, :20], method="fft", backend="triton")
+    monkeypatch.setattr(long_launcher, "choose", lambda *_, **__: "fft")
+    long_conv(u, kernel, backend="triton")
     assert len(launched) == 1
 
 

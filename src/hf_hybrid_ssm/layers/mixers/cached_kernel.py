@@ -81,10 +81,8 @@ class CachedKernelMixer(Mixer):
         return next(iter(self._own_parameters().values())).device
 
     def _computing_dtype(self, u: torch.Tensor) -> torch.dtype:
-        dtype = torch.promote_types(u.dtype, torch.float32)
-        for param in self._own_parameters().values():
-            dtype = torch.promote_types(dtype, param.dtype)
-        return dtype
+        dtypes = (u.dtype, *(param.dtype for param in self._own_parameters().values()))
+        return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def fold_token(back: torch.Tensor, ahead: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

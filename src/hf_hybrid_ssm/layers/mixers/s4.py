@@ -40,6 +40,7 @@ class S4(DiagonalSSM):
     learning_rate).
     """
 
+    is_diagonal: ClassVar[bool] = False
     discretizations: ClassVar[tuple[str, ...]] = ("bilinear",)
     dynamics_parameters: ClassVar[tuple[str, ...]] = ("A_log_real", "A_imag", "B", "P", "log_dt")
     float32_parameters: ClassVar[tuple[str, ...]] = ("A_log_real", "A_imag", "B", "P", "C", "log_dt", "D")
@@ -62,16 +63,25 @@ class S4(DiagonalSSM):
         norm = (p.conj() * p * resolvent).real.sum(-1, keepdim=True)
         return _BilinearStep(resolvent, rate + eigenvalues, p, b, 1 / (1 + 2 * norm))
 
+    def dynamics(self, dtype: torch.dtype, direction: int = 0) -> tuple[Transition, torch.Tensor]:
+        r"""With R = 1 / (2 / dt - Lambda) and c the correction, Abar h = R (2 / dt + Lambda) h - R P Re(k h), where
+        k = 8 c / dt R P^*: the two products of rank one of `_BilinearStep.advance` read the same sum."""
+        step, rate = self._discretised(dtype), 2 / self._dt(dtype)
+        left, decay = step.resolvent * step.p, step.resolvent * step.expanded
+        right = 4 * step.correction * rate * (step.resolvent * step.p.conj())
+        vector = 2 * step.resolvent * step.b - left * ((right * step.b).real.sum(-1, keepdim=True) / rate)
+        pairs = self.state_size // 2
+        turned = torch.view_as_real(torch.stack([decay, 1j * decay], dim=-1))  # (F, D, n, 2, 2): of 1 and of i
+        places = torch.eye(pairs, dtype=dtype, device=self._device)[:, None, :, None]
+        diagonal = (turned.unsqueeze(-2) * places).flatten(-2).flatten(-3, -2)  # (F, D, N, N), row k: of e_k
+        read, written = (_side_by_side(part).unsqueeze(dim) for part, dim in ((right.conj(), -1), (left, -2)))
+        return Transition(torch.addcmul(diagonal, read, written, value=-1), "dense"), _side_by_side(vector)
+
     def transition(self, dtype: torch.dtype, direction: int = 0) -> Transition:
-        basis = torch.eye(self.state_size, dtype=dtype, device=self._device)[:, None, None]  # (N, 1, 1, N)
-        filters = self.filters or 1
-        basis = basis.expand(-1, filters, self.hidden_size, -1).contiguous()
-        columns = self._discretised(dtype).advance(basis, 0.0)  # row k: A e_k
-        return Transition(columns.permute(1, 2, 0, 3).contiguous(), "dense")
+        return self.dynamics(dtype, direction)[0]
 
     def input_vector(self, dtype: torch.dtype, direction: int = 0) -> torch.Tensor:
-        zero = torch.zeros(self.filters or 1, self.hidden_size, self.state_size, dtype=dtype, device=self._device)
-        return self._discretised(dtype).advance(zero, 1.0)
+        return self.dynamics(dtype, direction)[1]
 
     def _step_constants(self, dtype: torch.dtype) -> _BilinearStep:
         def compute(exact: bool) -> _BilinearStep:
@@ -83,3 +93,8 @@ class S4(DiagonalSSM):
 
     def _advance(self, u_t: torch.Tensor, state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return self._step_constants(dtype).advance(state.contiguous(), u_t.unsqueeze(-1))
+
+
+def _side_by_side(numbers: torch.Tensor) -> torch.Tensor:
+    """(..., n) complex → (..., 2 n), real and imaginary parts next to each other."""
+    return torch.view_as_real(numbers.resolve_conj()).flatten(-2)

@@ -69,7 +69,8 @@ class DiagonalSSM(StateSpaceMixer):
         copies, pairs = value.shape
         if copies == 1:
             return value.expand(filters * self.hidden_size, pairs).view(filters, self.hidden_size, pairs)
-        return value.repeat(filters * self.hidden_size // copies, 1).view(filters, self.hidden_size, pairs)
+        value = value if copies == filters * self.hidden_size else value.repeat(filters * self.hidden_size // copies, 1)
+        return value.view(filters, self.hidden_size, pairs)
 
     def _eigenvalues(self, dtype: torch.dtype) -> torch.Tensor:
         return self._tiled(torch.complex(-torch.exp(self.A_log_real.to(dtype)), self.A_imag.to(dtype)))  # type: ignore[operator]
@@ -128,19 +129,20 @@ class S4D(DiagonalSSM):
         eigenvalues = torch.complex(torch.full_like(order, -0.5), frequencies)
         return self._draw_common(eigenvalues, torch.ones_like(eigenvalues))
 
-    def transition(self, dtype: torch.dtype, direction: int = 0) -> Transition:
-        z = self._dt(dtype) * self._eigenvalues(dtype)
-        bar = torch.exp(z) if self.discretization == "zoh" else (1 + z / 2) / (1 - z / 2)
-        return Transition(torch.view_as_real(bar), "complex")
-
-    def input_vector(self, dtype: torch.dtype, direction: int = 0) -> torch.Tensor:
+    def dynamics(self, dtype: torch.dtype, direction: int = 0) -> tuple[Transition, torch.Tensor]:
         dt, eigenvalues = self._dt(dtype), self._eigenvalues(dtype)
         b = self._tiled(complex_pairs(self.B, dtype))  # type: ignore[arg-type]
         z = dt * eigenvalues
-        # expm1 as 2 e^{z/2} sinh(z/2): the difference e^z - 1 loses the digits of a small step
-        bar = (
-            2 * torch.exp(z / 2) * torch.sinh(z / 2) / eigenvalues
-            if self.discretization == "zoh"
-            else dt / (1 - z / 2)
-        )
-        return torch.view_as_real(bar * b).flatten(-2)
+        if self.discretization == "zoh":
+            growth = torch.expm1(z)  # the difference e^z - 1 loses the digits of a small step
+            decay, entering = growth + 1, growth / eigenvalues
+        else:
+            decay, entering = (1 + z / 2) / (1 - z / 2), dt / (1 - z / 2)
+        vector = torch.view_as_real(entering * b).flatten(-2)
+        return Transition(torch.view_as_real(decay), "complex"), vector
+
+    def transition(self, dtype: torch.dtype, direction: int = 0) -> Transition:
+        return self.dynamics(dtype, direction)[0]
+
+    def input_vector(self, dtype: torch.dtype, direction: int = 0) -> torch.Tensor:
+        return self.dynamics(dtype, direction)[1]

@@ -6,7 +6,7 @@ import torch
 
 from hf_hybrid_ssm.layers.mixers.base import Mixer, RowOptions, State
 from hf_hybrid_ssm.layers.mixers.hippo import legs_dplr_basis
-from hf_hybrid_ssm.layers.mixers.state_space import SSM_FIELDS, log_uniform_step
+from hf_hybrid_ssm.layers.mixers.state_space import SSM_FIELDS, complex_pairs, log_uniform_step
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.layers.truncated_normal import truncated_normal
 from hf_hybrid_ssm.ops._core.autocast import without_autocast
@@ -80,7 +80,7 @@ class S5(Mixer):
         return {name: value.contiguous() for name, value in values.items()}
 
     def _computing_dtype(self, u: torch.Tensor) -> torch.dtype:
-        return torch.promote_types(torch.promote_types(u.dtype, self.B.dtype), torch.float32)
+        return torch.float64 if torch.float64 in (u.dtype, self.B.dtype) else torch.float32
 
     def _discretised(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Abar in complex128 and (Abar - 1) / A in the dtype, (P/2,); a few numbers, taken in float64.
@@ -89,21 +89,23 @@ class S5(Mixer):
         """
         eigenvalues = torch.complex(self.A_real.double().clamp(max=LARGEST_REAL), self.A_imag.double())
         z = torch.exp(self.log_dt.double()) * eigenvalues
-        scale = 2 * torch.exp(z / 2) * torch.sinh(z / 2) / eigenvalues
+        growth = torch.expm1(z)  # the difference e^z - 1 loses the digits of a small step
         wide = torch.complex64 if dtype == torch.float32 else torch.complex128
-        return torch.exp(z), scale.to(wide)
+        return growth + 1, (growth / eigenvalues).to(wide)
 
     def _project_input(self, u: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Bbar u, complex (..., P/2), for u (..., D)."""
-        matrix = self.B.to(u.dtype).transpose(1, 2).reshape(-1, self.hidden_size)  # (P, D): real and imaginary rows
-        return scale * torch.view_as_complex((u @ matrix.T).unflatten(-1, (-1, 2)))
+        """Bbar u, complex (..., P/2), for u (..., D), by one real product."""
+        b = scale.unsqueeze(1) * complex_pairs(self.B, scale.real.dtype)  # (P/2, D)
+        matrix = torch.view_as_real(b).transpose(1, 2).flatten(0, 1)  # (P, D): real and imaginary rows
+        return torch.view_as_complex(_product(u, matrix, u.dtype).unflatten(-1, (-1, 2)))
 
-    def _project_output(self, h: torch.Tensor, u: torch.Tensor | None, direction: int = 0) -> torch.Tensor:
-        """2 Re(C h) + D u, (..., F, D)."""
-        c = self.C.to(u.dtype if u is not None else h.real.dtype).unflatten(0, (-1, self.filters or 1))[direction]
-        rows = (c * c.new_tensor([2.0, -2.0])).reshape(-1, self.state_size)  # (F D, P)
-        y = (torch.view_as_real(h).flatten(-2) @ rows.T).unflatten(-1, (-1, self.hidden_size))
-        return y + self.D.to(u.dtype) * u.unsqueeze(-2) if u is not None and self.use_skip else y
+    def _project_output(self, h: torch.Tensor, u: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """2 Re(C h) + D u, (..., F, D), for h (..., P/2), of both directions one after the other, with products in
+        `dtype`."""
+        c = self.C.to(h.real.dtype).unflatten(0, (-1, self.filters or 1))
+        rows = (c * c.new_tensor([2.0, -2.0])).permute(1, 2, 0, 3, 4).reshape(-1, 2 * h.shape[-1])  # (F D, P)
+        y = _product(torch.view_as_real(h).flatten(-2), rows, dtype or u.dtype).unflatten(-1, (-1, self.hidden_size))
+        return torch.addcmul(y, self.D.to(y.dtype), u.to(y.dtype).unsqueeze(-2)) if self.use_skip else y
 
     def mix(
         self,
@@ -115,19 +117,25 @@ class S5(Mixer):
         **rows: Unpack[RowOptions],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         check_output_positions(stride, positions, *u.shape[:2])
-        x = zero_beyond(u.to(self._computing_dtype(u)), rows["lengths"])
-        start = None if initial_state is None else self._complex(initial_state, x.dtype)
+        dtype, x = self._computing_dtype(u), zero_beyond(u, rows["lengths"])
+        x = x if u.dtype == torch.bfloat16 else x.to(dtype)
+        start = None if initial_state is None else self._complex(initial_state, dtype)
         with without_autocast(u.device.type):
-            decay, scale = self._discretised(x.dtype)
+            decay, scale = self._discretised(dtype)
             driven = self._project_input(x, scale)
-            h, final = diagonal_scan(decay, driven, initial_state=start, **rows)
-            y = self._project_output(take_outputs(h, stride, positions), take_outputs(x, stride, positions))
             if self.bidirectional:
-                reverse = None if rows["seq_idx"] is None else -rows["seq_idx"].flip(1)
-                h, _ = diagonal_scan(decay, driven.flip(1), seq_idx=reverse)
-                y = y + self._project_output(take_outputs(h.flip(1), stride, positions), None, 1)
+                h, final = self._both_ways(decay, driven, rows["seq_idx"]), None
+            else:
+                h, final = diagonal_scan(decay, driven, initial_state=start, **rows)
+            y = self._project_output(take_outputs(h, stride, positions), take_outputs(x, stride, positions))
         state = None if final is None else torch.view_as_real(final).flatten(-2)
         return self._squeeze(y).to(u.dtype), state
+
+    def _both_ways(self, decay: torch.Tensor, x: torch.Tensor, seq_idx: torch.Tensor | None) -> torch.Tensor:
+        """(B, L, P): the states of the scan that looks back, and of the one that looks ahead, as more rows of one."""
+        documents = None if seq_idx is None else torch.cat([seq_idx, -seq_idx.flip(1)])
+        back, ahead = diagonal_scan(decay, torch.cat([x, x.flip(1)]), seq_idx=documents)[0].chunk(2)
+        return torch.cat([back, ahead.flip(1)], dim=-1)
 
     def _complex(self, state: State, dtype: torch.dtype) -> torch.Tensor:
         """(B, P) real and imaginary parts side by side → (B, P/2) complex."""
@@ -153,6 +161,14 @@ class S5(Mixer):
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         return ((self.state_size,),)
+
+
+def _product(x: torch.Tensor, matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x M^T in float32 or wider. In a bfloat16 model the factors are rounded to bfloat16, the sums are not: states, which
+    must not lose what they add up, stay in float32 between the two products."""
+    if dtype == torch.bfloat16:
+        return (x.to(dtype) @ matrix.to(dtype).T).to(matrix.dtype)
+    return x.to(matrix.dtype) @ matrix.T
 
 
 def _drawn(*shape: int, variance: float) -> torch.Tensor:

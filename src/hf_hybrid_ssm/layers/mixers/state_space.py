@@ -10,13 +10,13 @@ from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer, fold_to
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.ops._core.autocast import without_autocast
 from hf_hybrid_ssm.ops.linear_scan import (
+    BlockMatrices,
     ChannelSystem,
     Transition,
+    block_matrices,
     channel_scan,
-    krylov_vectors,
+    has_fused_scan,
     long_kernel,
-    prepare_powers,
-    prepare_system,
 )
 from hf_hybrid_ssm.ops.long_conv import long_conv
 
@@ -28,8 +28,8 @@ class StateSpaceMixer(CachedKernelMixer):
     r"""F real linear systems of N dimensions on each of the D channels, y_t = C s_t + D u_t, s_t = A s_{t-1} + B u_t.
 
     A subclass gives its discretised matrices (`transition`, `input_vector`, `output_rows`, `skip`). Rows without
-    a state before or after them are convolved with the kernel by FFT, all others go block by block; both compute the
-    same numbers. Constant kernels and block matrices are computed once, in float64 (`CachedKernelMixer`).
+    a state before or after them are convolved with the kernel where no fused scan runs, all others are scanned; both
+    compute the same numbers. Constant kernels and block matrices are computed once, in float64 (`CachedKernelMixer`).
 
     The state is (B, F, D, N), without `filters` (B, D, N).
 
@@ -40,6 +40,7 @@ class StateSpaceMixer(CachedKernelMixer):
 
     supports_filters: ClassVar[bool] = True
     state_size: int
+    is_diagonal: ClassVar[bool] = True  # A is a diagonal matrix
     # whether the kernel that looks ahead starts at the token itself, or at the next one
     ahead_includes_token: ClassVar[bool] = False
 
@@ -68,48 +69,42 @@ class StateSpaceMixer(CachedKernelMixer):
         """D (F, D), or None."""
         return self.D.to(dtype) if self.use_skip else None  # type: ignore[operator]
 
-    # -- the system in block form -------------------------------------------------------------------------------
+    def dynamics(self, dtype: torch.dtype, direction: int = 0) -> tuple[Transition, torch.Tensor]:
+        """A and B; a subclass that computes both from the same numbers says here how."""
+        return self.transition(dtype, direction), self.input_vector(dtype, direction)
 
-    def _dynamics(self, dtype: torch.dtype, direction: int) -> tuple[tuple[Transition, ...], torch.Tensor]:
-        """Powers of A and the vectors A^j B of one block."""
+    # -- filters and block matrices -----------------------------------------------------------------------------
 
-        def compute(exact: bool) -> tuple[tuple[Transition, ...], torch.Tensor]:
-            inner = torch.float64 if exact else dtype
-            powers = prepare_powers(self.transition(inner, direction), self.block_size)
-            krylov = krylov_vectors(powers, self.input_vector(inner, direction))
-            if exact:
-                powers = tuple(Transition(power.value.to(dtype), power.form) for power in powers)
-            return powers, krylov.to(dtype)
+    def _matrices(
+        self, dtype: torch.dtype, direction: int, exact: bool
+    ) -> tuple[Transition, torch.Tensor, torch.Tensor]:
+        """A, B, C. A diagonal A is taken in float64, a few numbers whose powers must not drift; with `exact`, all."""
+        wide = torch.float64 if exact or self.is_diagonal else dtype
+        transition, vector = self.dynamics(wide, direction)
+        rows = self.output_rows(torch.float64 if exact else dtype)[direction]
+        return transition, vector if exact else vector.to(dtype), rows
 
-        return self._cached(("dynamics", dtype, direction), self.dynamics_parameters, compute)
-
-    def _exact_system(self, direction: int) -> ChannelSystem:
-        powers = prepare_powers(self.transition(torch.float64, direction), self.block_size)
-        krylov = krylov_vectors(powers, self.input_vector(torch.float64, direction))
-        return prepare_system(powers, krylov, self.output_rows(torch.float64)[direction])
-
-    def _strides(self, dtype: torch.dtype, length: int, direction: int) -> tuple[Transition, ...]:
-        """A^w, A^{2w}, A^{4w}, ... as far as a kernel of this length needs them."""
-        steps = 1 << (-(-length // self.block_size) - 1).bit_length()
-        return self._cached(
-            ("strides", dtype, steps, direction),
-            self.dynamics_parameters,
-            lambda exact: prepare_powers(self._dynamics(dtype, direction)[0][-1], steps),
-        )
+    @property
+    def _all_parameters(self) -> tuple[str, ...]:
+        return (*self.dynamics_parameters, *self.output_parameters)
 
     def system(self, dtype: torch.dtype, direction: int = 0) -> ChannelSystem:
-        """The block matrices in `dtype` (float32 or float64)."""
+        """The system in `dtype` (float32 or float64); its block matrices are made where they are asked for."""
 
         def compute(exact: bool) -> ChannelSystem:
-            if not exact:
-                return prepare_system(*self._dynamics(dtype, direction), self.output_rows(dtype)[direction])
-            system = self._exact_system(direction)
-            powers = tuple(Transition(power.value.to(dtype), power.form) for power in system.powers)
-            return ChannelSystem(powers, *(part.to(dtype) for part in system[1:]))
+            transition, vector, rows = self._matrices(dtype, direction, exact)
+            transition = transition if self.is_diagonal else transition.to(dtype)
+            return ChannelSystem(transition, vector.to(dtype), rows.to(dtype))
 
-        return self._cached(
-            ("system", dtype, direction), (*self.dynamics_parameters, *self.output_parameters), compute
-        )
+        system = self._cached(("system", dtype, direction), self._all_parameters, compute)
+        return system._replace(blocks=lambda: self._blocks(dtype, direction, system))
+
+    def _blocks(self, dtype: torch.dtype, direction: int, system: ChannelSystem) -> BlockMatrices:
+        def compute(exact: bool) -> BlockMatrices:
+            matrices = self._matrices(dtype, direction, exact) if exact else system[:3]
+            return block_matrices(*matrices, self.block_size).to(dtype)
+
+        return self._cached(("blocks", dtype, direction), self._all_parameters, compute)
 
     def kernel(self, length: int, dtype: torch.dtype = torch.float32, direction: int = 0) -> torch.Tensor:
         """K_0 .. K_{length-1} (F, D, length), K_k = C A^k B, of the filter that looks back (0) or ahead (1).
@@ -117,18 +112,16 @@ class StateSpaceMixer(CachedKernelMixer):
         A constant kernel is cached for the greatest length so far, rounded up to a power of two: shorter ones are its
         beginning.
         """
-        key, names = ("kernel", dtype, direction), (*self.dynamics_parameters, *self.output_parameters)
+        key = ("kernel", dtype, direction)
         known = self._kernel_cache.get(key)
         if known is not None and known.shape[-1] < length:
             del self._kernel_cache[key]
 
         def compute(exact: bool) -> torch.Tensor:
-            if not exact:
-                return long_kernel(self.system(dtype, direction), length, self._strides(dtype, length, direction))
-            rounded = 1 << (length - 1).bit_length()
-            return long_kernel(self._exact_system(direction), rounded).to(dtype)
+            taps = 1 << (length - 1).bit_length() if exact else length
+            return long_kernel(*self._matrices(dtype, direction, exact), taps).to(dtype)
 
-        return self._cached(key, names, compute)[..., :length]
+        return self._cached(key, self._all_parameters, compute)[..., :length]
 
     # -- the interface ------------------------------------------------------------------------------------------
 
@@ -141,9 +134,14 @@ class StateSpaceMixer(CachedKernelMixer):
         assert not isinstance(initial_state, tuple)
         state = None if initial_state is None else self._widen(initial_state)
         skip, returns_state = self.skip_weight(dtype), options["return_final_state"]
-        is_plain = all(options.get(name) is None for name in ("seq_idx", "stride", "positions"))
-        if is_plain and state is None and not returns_state and u.shape[1] > self.block_size:
-            y, final = long_conv(u, self.kernel(u.shape[1], dtype), skip=skip, lengths=options["lengths"])
+        asks_for_all = options.get("stride") is None and options.get("positions") is None
+        is_whole = asks_for_all and state is None and u.shape[1] > 1
+        if is_whole and not (self.is_diagonal and has_fused_scan(u.device.type, dtype)):
+            rows = {"lengths": options["lengths"], "seq_idx": options["seq_idx"]}
+            y, final = long_conv(u, self.kernel(u.shape[1], dtype), skip=skip, **rows)
+            if returns_state:  # no outputs, the state alone
+                nothing = u.shape[1] + 1
+                _, final = channel_scan(u, self.system(dtype), stride=nothing, return_final_state=True, **rows)
         else:
             y, final = channel_scan(u, self.system(dtype), skip=skip, initial_state=state, **options)
         if returns_state and not torch.is_grad_enabled() and not torch.compiler.is_compiling():

@@ -30,11 +30,12 @@ class PackedSequences:
 
     def unpack(self, x: torch.Tensor) -> torch.Tensor:
         """(B, L, ...) → (N, T, ...), zero after the end of each document."""
-        return zero_beyond(x.flatten(0, 1)[self.gather_index], self.lengths)
+        rows = x.flatten(0, 1).index_select(0, self.gather_index.flatten())
+        return zero_beyond(rows.unflatten(0, self.gather_index.shape), self.lengths)
 
     def pack(self, y: torch.Tensor) -> torch.Tensor:
         """(N, T, ...) → (B, L, ...)."""
-        return y.flatten(0, 1)[self.scatter_index]
+        return y.flatten(0, 1).index_select(0, self.scatter_index.flatten()).unflatten(0, self.scatter_index.shape)
 
     def unpack_state(self, state: torch.Tensor | None) -> torch.Tensor | None:
         """(B, ...) → (N, ...): a row's state belongs to its first document, the others start from zero."""

@@ -1,23 +1,17 @@
-"""Linear recurrences in block form: matrix products inside a block, the state carried from block to block."""
+"""Linear recurrences: a diagonal one whose states are the result, and a small system for every channel."""
 
-from hf_hybrid_ssm.ops.linear_scan.channel import (
-    ChannelSystem,
-    channel_scan,
-    krylov_vectors,
-    long_kernel,
-    prepare_powers,
-    prepare_system,
-)
+from hf_hybrid_ssm.ops.linear_scan.channel import ChannelSystem, channel_scan, has_fused_scan, long_kernel
+from hf_hybrid_ssm.ops.linear_scan.channel_blocks import BlockMatrices, block_matrices
 from hf_hybrid_ssm.ops.linear_scan.diagonal import diagonal_scan
 from hf_hybrid_ssm.ops.linear_scan.transition import Transition
 
 __all__ = [
+    "BlockMatrices",
     "ChannelSystem",
     "Transition",
+    "block_matrices",
     "channel_scan",
     "diagonal_scan",
-    "krylov_vectors",
+    "has_fused_scan",
     "long_kernel",
-    "prepare_powers",
-    "prepare_system",
 ]

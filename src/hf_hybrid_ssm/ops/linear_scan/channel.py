@@ -2,12 +2,14 @@ r"""One small linear system per channel, read out without ever storing its state
 
     s_t = A s_{t-1} + B u_t,    y_t = C s_t + D u_t        for each filter f and channel c on its own
 
-The states of every token would be L times N numbers per channel. A row is cut into blocks of w tokens instead: the
-kernel K_j = C A^j B acts inside a block as a Toeplitz matrix, A^{w-1-p} B takes its tokens into the state at its end,
+The states of every token would be L times N numbers per channel. The kernels for diagonal transitions keep the states
+of one token in registers. Elsewhere (`channel_blocks`) a row is cut into blocks of w tokens: the filter
+K_j = C A^j B acts inside a block as a Toeplitz matrix, A^{w-1-p} B takes its tokens into the state at its end,
 C A^{p+1} reads the state at its start. Only the state at block borders exists, and it is what makes pieces,
 documents, ragged rows and one-token steps one and the same computation.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,59 +17,38 @@ import torch
 from hf_hybrid_ssm.ops._core.autocast import without_autocast
 from hf_hybrid_ssm.ops._core.checks import check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops._core.dispatch import Op
-from hf_hybrid_ssm.ops._core.lengths import check_lengths, zero_beyond
-from hf_hybrid_ssm.ops._core.output_positions import check_output_positions, take_outputs
-from hf_hybrid_ssm.ops._core.toeplitz import causal_toeplitz
+from hf_hybrid_ssm.ops._core.lengths import check_lengths
+from hf_hybrid_ssm.ops._core.output_positions import check_output_positions
+from hf_hybrid_ssm.ops.linear_scan.channel_blocks import BlockMatrices, channel_scan_torch
 from hf_hybrid_ssm.ops.linear_scan.reference import channel_scan_reference
-from hf_hybrid_ssm.ops.linear_scan.torch_backend import channel_scan_torch
+from hf_hybrid_ssm.ops.linear_scan.self_check_inputs import channel_inputs
 from hf_hybrid_ssm.ops.linear_scan.transition import Transition
 
-_OP = Op("channel_scan", builtin={"torch": channel_scan_torch, "reference": channel_scan_reference})
+_OP = Op(
+    "channel_scan",
+    builtin={"torch": channel_scan_torch, "reference": channel_scan_reference},
+    kernels={
+        "native": "hf_hybrid_ssm.ops.linear_scan.native",
+        "triton": "hf_hybrid_ssm.ops.linear_scan.triton",
+    },
+    self_check_inputs=channel_inputs,
+)
 
 
 class ChannelSystem(NamedTuple):
-    """The matrices of a block of w tokens, all real, of F filters for each of D channels (see `prepare_system`)."""
+    """F filters for each of D channels: A, B, C.
 
-    powers: tuple[Transition, ...]  # A^1, A^2, A^4, ..., A^w
-    krylov: torch.Tensor  # (F, D, w, N): A^j B
-    output: torch.Tensor  # (F, D, N): C
-    kernel: torch.Tensor  # (F, D, w): C A^j B
-    state_to_output: torch.Tensor  # (F, D, w, N): C A^{j+1}
-    input_to_state: torch.Tensor  # (D, w, F N): A^{w-1-p} B, token p of a block into the state at its end
-    intra_block: torch.Tensor  # (D, w, F w): the kernel as a Toeplitz matrix, token p of a block to its outputs
+    Args:
+        transition: A. A diagonal one may be in float64 whatever the rest is: its powers are then rounded once.
+        vector: B (F, D, N).
+        output: C (F, D, N); the scan computes in its dtype (float32 or float64).
+        blocks: gives `block_matrices` of them, from a cache perhaps; asked only where blocks are what is computed.
+    """
 
-    @property
-    def block(self) -> int:
-        """w, a power of two."""
-        return self.kernel.shape[-1]
-
-
-def prepare_powers(transition: Transition, block: int) -> tuple[Transition, ...]:
-    """A^1, A^2, A^4, ..., A^block by repeated squaring; `block` is a power of two."""
-    if block < 1 or block & (block - 1):
-        raise ValueError(f"block must be a power of two, got {block}.")
-    powers = [transition]
-    while 1 << (len(powers) - 1) < block:
-        powers.append(powers[-1].squared())
-    return tuple(powers)
-
-
-def krylov_vectors(powers: tuple[Transition, ...], first: torch.Tensor, *, transposed: bool = False) -> torch.Tensor:
-    """(F, D, w, N): first, A first, ..., A^{w-1} first, doubling from the powers (A^T with `transposed`)."""
-    rows = first.unsqueeze(-2)
-    for power in powers[:-1]:
-        rows = torch.cat([rows, power.apply(rows, transposed=transposed)], dim=-2)
-    return rows
-
-
-def prepare_system(powers: tuple[Transition, ...], krylov: torch.Tensor, output: torch.Tensor) -> ChannelSystem:
-    """The block matrices, from `prepare_powers`, `krylov_vectors(powers, B)` and the output row C (F, D, N)."""
-    kernel = torch.matmul(krylov, output.unsqueeze(-1)).squeeze(-1)
-    shifted = powers[0].apply(output.unsqueeze(-2), transposed=True).squeeze(-2)
-    state_to_output = krylov_vectors(powers, shifted, transposed=True)
-    input_to_state = krylov.flip(-2).permute(1, 2, 0, 3).flatten(2).contiguous()
-    intra_block = causal_toeplitz(kernel).permute(1, 2, 0, 3).flatten(2).contiguous()
-    return ChannelSystem(powers, krylov, output, kernel, state_to_output, input_to_state, intra_block)
+    transition: Transition
+    vector: torch.Tensor
+    output: torch.Tensor
+    blocks: Callable[[], BlockMatrices] | None = None
 
 
 def channel_scan(
@@ -86,8 +67,8 @@ def channel_scan(
     r"""Run the systems over a batch of sequences.
 
     Args:
-        u: (B, L, D), any floating dtype; computed in the dtype of `system` (float32 or float64).
-        system: from `prepare_system`, F filters on each of the D channels, N real state dimensions each.
+        u: (B, L, D), any floating dtype; computed in the dtype of `system.output` (float32 or float64).
+        system: F filters on each of the D channels, N real state dimensions each.
         skip: (F, D), the D term; None leaves it out.
         initial_state: (B, F, D, N) the state before the first token (zeros when None), of the row's first document.
         seq_idx: (B, L) int, documents of a packed row; the state starts at zero where it changes.
@@ -111,25 +92,31 @@ def channel_scan(
     check_lengths(lengths, batch, length)
     check_output_positions(stride, positions, batch, length)
     dtype = system.output.dtype
-    run = _OP.select(u.device.type, u.dtype, backend)
+    run = _OP.select(u.device.type, dtype, backend)
     with without_autocast(u.device.type):
-        x = zero_beyond(u.to(dtype), lengths)
-        if initial_state is None:
-            initial_state = x.new_zeros(batch, filters, channels, size)
-        y, state = run(x, system, initial_state.to(dtype), seq_idx, lengths, return_final_state, stride, positions)
-        if skip is not None:
-            y = y + skip.to(dtype) * take_outputs(x, stride, positions).unsqueeze(2)
-    return y.to(u.dtype), state
+        return run(
+            u, system.transition.value, system.vector, system.output,
+            *(None if part is None else part.to(dtype) for part in (skip, initial_state)),
+            seq_idx, lengths, return_final_state, stride, positions,
+            form=system.transition.form, blocks=system.blocks,
+        )  # fmt: skip
 
 
-def long_kernel(system: ChannelSystem, length: int, strides: tuple[Transition, ...] | None = None) -> torch.Tensor:
-    """K_0 .. K_{length-1}, (F, D, length): one product of the rows C A^{iw} with the block's vectors A^j B.
+def has_fused_scan(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether a kernel runs the recurrence of a diagonal system itself, without block matrices or a filter."""
+    return _OP.select(device_type, dtype) is not channel_scan_torch
 
-    `strides`: A^w, A^{2w}, A^{4w}, ... if they are known already.
+
+def long_kernel(transition: Transition, vector: torch.Tensor, output: torch.Tensor, length: int) -> torch.Tensor:
+    """K_0 .. K_{length-1}, (F, D, length): one product of the rows C A^{iw} with the vectors A^j B, j < w.
+
+    w is a power of two near the root of the length, so that both tables are small.
     """
-    if length <= system.block:
-        return system.kernel[..., :length]
-    if strides is None:
-        strides = prepare_powers(system.powers[-1], 1 << (-(-length // system.block) - 1).bit_length())
-    rows = krylov_vectors(strides, system.output, transposed=True)  # (F, D, steps, N)
-    return torch.matmul(rows, system.krylov.mT).flatten(-2)[..., :length]
+    block = 1 << ((length - 1).bit_length() + 1) // 2
+    steps = -(-length // block)
+    if transition.form == "dense":
+        krylov, power = transition.doubled(vector.unsqueeze(-2), block)
+        rows = power.doubled(output.unsqueeze(-2), 1 << (steps - 1).bit_length(), transposed=True)[0][..., :steps, :]
+    else:
+        krylov, rows = transition.orbit(vector, block), transition.orbit(output, steps, step=block, transposed=True)
+    return torch.matmul(rows, krylov.mT).flatten(-2)[..., :length]

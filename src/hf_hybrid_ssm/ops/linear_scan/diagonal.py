@@ -7,10 +7,20 @@ from hf_hybrid_ssm.ops._core.checks import check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops._core.dispatch import Op
 from hf_hybrid_ssm.ops._core.lengths import check_lengths
 from hf_hybrid_ssm.ops.linear_scan.reference import diagonal_scan_reference
+from hf_hybrid_ssm.ops.linear_scan.self_check_inputs import diagonal_inputs
 from hf_hybrid_ssm.ops.linear_scan.torch_backend import diagonal_scan_torch
 
-_OP = Op("diagonal_scan", builtin={"torch": diagonal_scan_torch, "reference": diagonal_scan_reference})
+_OP = Op(
+    "diagonal_scan",
+    builtin={"torch": diagonal_scan_torch, "reference": diagonal_scan_reference},
+    kernels={
+        "native": "hf_hybrid_ssm.ops.linear_scan.native",
+        "triton": "hf_hybrid_ssm.ops.linear_scan.triton",
+    },
+    self_check_inputs=diagonal_inputs,
+)
 _WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+_PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 def diagonal_scan(
@@ -51,13 +61,23 @@ def diagonal_scan(
     check_tensor("initial_state", initial_state, (batch, size), "B, M", like=x, optional=True)
     check_seq_idx(seq_idx, batch, length)
     check_lengths(lengths, batch, length)
-    start = x.new_zeros(batch, size) if initial_state is None else initial_state
-    scan = _OP.select(x.device.type, x.dtype, backend)
+    scan = _OP.select(x.device.type, _PARTS.get(x.dtype, x.dtype), backend)
     with without_autocast(x.device.type):
-        h = scan(decay, x, start, seq_idx)
+        h = x
+        if x.numel():
+            parts = (_real_parts(part) for part in (decay, x, initial_state))
+            h = scan(*parts, seq_idx)  # type: ignore[call-arg]
+            h = torch.view_as_complex(h) if x.is_complex() else h
     if not return_final_state:
         return h, None
-    if lengths is None:
-        return h, h[:, -1] if length else start
+    if lengths is None and length:
+        return h, h[:, -1]
+    start = x.new_zeros(batch, size) if initial_state is None else initial_state
     states = torch.cat([start.unsqueeze(1), h], dim=1)
-    return h, states.gather(1, lengths.to(torch.int64).view(-1, 1, 1).expand(-1, 1, size)).squeeze(1)
+    counts = torch.zeros(batch, dtype=torch.int64, device=x.device) if lengths is None else lengths.to(torch.int64)
+    return h, states.gather(1, counts.view(-1, 1, 1).expand(-1, 1, size)).squeeze(1)
+
+
+def _real_parts(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """(..., M) complex → (..., M, 2) real; a real one as it is."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor is not None and tensor.is_complex() else tensor

@@ -5,6 +5,14 @@ from typing import NamedTuple
 import torch
 
 
+def power(base: torch.Tensor, exponent: int | torch.Tensor) -> torch.Tensor:
+    """base^k for k >= 0. Complex powers go through the logarithm of a square, which 0 and what underflows do not have;
+    they are taken as a number that is too small to matter."""
+    if base.is_complex():
+        base = base + (1e-150 if base.dtype == torch.complex128 else 1e-17)
+    return torch.pow(base, exponent)
+
+
 class Transition(NamedTuple):
     """A linear map on real states (..., N), batched over leading dimensions.
 
@@ -18,21 +26,67 @@ class Transition(NamedTuple):
     value: torch.Tensor
     form: str
 
+    def to(self, dtype: torch.dtype) -> "Transition":
+        """The same, of real and imaginary parts in `dtype`."""
+        return Transition(self.value.to(dtype), self.form)
+
+    def diagonal(self) -> torch.Tensor:
+        """(..., N) real or (..., N / 2) complex; not for a dense one."""
+        return torch.view_as_complex(self.value) if self.form == "complex" else self.value
+
+    def power(self, exponent: int | torch.Tensor) -> "Transition":
+        """A^k of a diagonal one; a tensor of exponents broadcasts against the diagonal."""
+        powers = power(self.diagonal(), exponent)
+        return Transition(torch.view_as_real(powers) if self.form == "complex" else powers, self.form)
+
     def apply(self, rows: torch.Tensor, *, transposed: bool = False) -> torch.Tensor:
         """A s (or A^T s) for every row s of `rows` (..., M, N)."""
         if self.form == "dense":
             return torch.matmul(rows, self.value.mT if transposed else self.value)
+        diagonal = self.diagonal().unsqueeze(-2)
         if self.form == "real":
-            return rows * self.value.unsqueeze(-2)
-        diagonal = torch.view_as_complex(self.value).unsqueeze(-2)
+            return rows * diagonal
         state = torch.view_as_complex(rows.unflatten(-1, (-1, 2)))
         return torch.view_as_real(state * (diagonal.conj() if transposed else diagonal)).flatten(-2)
 
-    def squared(self) -> "Transition":
-        """A^2."""
+    def orbit(
+        self, vectors: torch.Tensor, count: int, *, start: int = 0, step: int = 1, transposed: bool = False
+    ) -> torch.Tensor:
+        """A^{start + step j} v for j < count, (..., count, N) of v (..., N): one product with a table of powers.
+
+        The powers of a diagonal are taken in its own precision and rounded once to that of the vectors. Of a dense
+        matrix (`start` 0, `step` 1, a power of two for `count`) they come by doubling.
+        """
         if self.form == "dense":
-            return Transition(torch.matmul(self.value, self.value), self.form)
+            return self.doubled(vectors.unsqueeze(-2), count, transposed=transposed)[0]
+        exponents = torch.arange(start, start + step * count, step, device=self.value.device).unsqueeze(-1)
+        powers = power(self.diagonal().unsqueeze(-2), exponents)
         if self.form == "real":
-            return Transition(self.value * self.value, self.form)
-        diagonal = torch.view_as_complex(self.value)
-        return Transition(torch.view_as_real(diagonal * diagonal), self.form)
+            return powers.to(vectors.dtype) * vectors.unsqueeze(-2)
+        states = torch.view_as_complex(vectors.unflatten(-1, (-1, 2))).unsqueeze(-2)
+        powers = (powers.conj() if transposed else powers).to(states.dtype)
+        return torch.view_as_real(powers * states).flatten(-2)
+
+    def doubled(
+        self, rows: torch.Tensor, count: int, *, transposed: bool = False
+    ) -> tuple[torch.Tensor, "Transition"]:
+        """Of a dense one, `rows` (..., M, N) times A^0, A^1, ..., A^{count - 1}, and A^count; `count` a power of two.
+
+        Rows and power stand in one matrix, so that each doubling is one product.
+        """
+        size = rows.shape[-1]
+        stack = torch.cat([rows, self.value.mT if transposed else self.value], dim=-2)
+        for _ in range(count.bit_length() - 1):
+            product = torch.matmul(stack, stack[..., -size:, :])
+            stack = torch.cat([stack[..., :-size, :], product], dim=-2)
+        last = stack[..., -size:, :]
+        return stack[..., :-size, :], Transition(last.mT if transposed else last, self.form)
+
+    def powers_of_two(self, largest: int) -> tuple["Transition", ...]:
+        """A^1, A^2, A^4, ..., A^largest."""
+        if self.form != "dense":
+            return tuple(self.power(1 << bit) for bit in range(largest.bit_length()))
+        powers = [self.value]
+        while 1 << len(powers) <= largest:
+            powers.append(torch.matmul(powers[-1], powers[-1]))
+        return tuple(Transition(value, self.form) for value in powers)

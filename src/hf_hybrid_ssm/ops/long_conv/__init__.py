@@ -66,7 +66,7 @@ def long_conv(
     check_seq_idx(seq_idx, batch, length)
     check_lengths(lengths, batch, length)
     check_output_positions(stride, positions, batch, length)
-    dtype = torch.promote_types(torch.promote_types(u.dtype, kernel.dtype), torch.float32)
+    dtype = torch.float64 if torch.float64 in (u.dtype, kernel.dtype) else torch.float32
     filters = _expand(kernel, channels).to(dtype)
     future = None if future_kernel is None else _expand(future_kernel, channels).to(dtype)
     if skip is not None:
@@ -78,15 +78,15 @@ def long_conv(
         raise ValueError("initial_state and return_final_state need a causal convolution, got a future_kernel.")
     run = _OP.select(u.device.type, u.dtype, backend)
     with without_autocast(u.device.type):
-        x = zero_beyond(u.to(dtype), lengths)
-        history = x.new_zeros(batch, 0, channels) if initial_state is None else initial_state.to(dtype)
+        x = zero_beyond(u, lengths)
+        history = filters.new_zeros(batch, 0, channels) if initial_state is None else initial_state.to(dtype)
         if (stride is None and positions is None) or future is not None:
             y = run(x, filters, future, skip, history, seq_idx, method)
             if stride is not None or positions is not None:
                 y = take_outputs(y.flatten(2), stride, positions).unflatten(-1, y.shape[2:])
         else:
-            y = sampled(x, filters, skip, history, seq_idx, stride, positions)
-        final = last_inputs(x, past + 1, initial_state, seq_idx, lengths) if return_final_state else None
+            y = sampled(x.to(dtype), filters, skip, history, seq_idx, stride, positions)
+        final = last_inputs(x.to(dtype), past + 1, initial_state, seq_idx, lengths) if return_final_state else None
     return (y.squeeze(2) if kernel.dim() == 2 else y).to(u.dtype), final
 
 

@@ -8,6 +8,7 @@ def long_conv_reference(u, kernel, future_kernel, skip, history, seq_idx, method
 
     Shapes as in `long_conv_torch`. One row and one pair of positions at a time; `method` has no meaning here.
     """
+    u = u.to(kernel.dtype)
     batch, length, _ = u.shape
     past = history.shape[1]
     rows = []

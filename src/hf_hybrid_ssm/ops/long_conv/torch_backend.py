@@ -8,17 +8,24 @@ on the right output make packed rows exact, with fixed shapes and in O(L log^2 L
 import torch
 import torch.nn.functional as F
 
+from hf_hybrid_ssm.ops._core.checks import can_read_values
 from hf_hybrid_ssm.ops._core.output_positions import take_outputs
+from hf_hybrid_ssm.ops._core.packing import packed_sequences
 from hf_hybrid_ssm.ops._core.toeplitz import toeplitz
+from hf_hybrid_ssm.ops.long_conv.choice import DIRECT
 from hf_hybrid_ssm.ops.long_conv.fft import fast_length, fft_conv
 
 BASE = 8  # below this size a few shifted products are cheaper than a matrix product
 LARGEST_MATRIX = 64  # above this size a half is convolved by FFT instead of by its Toeplitz matrix
-DIRECT = 16  # kernels up to this length are summed tap by tap
+PADDING = 3  # times the tokens, up to which FFTs of padded documents cost less than halves
 
 
 def long_conv_torch(u, kernel, future_kernel, skip, history, seq_idx, method):
-    """y (B, L, F, D) of u (B, L, D) with kernels (F, D, K), skip (F, D), history (B, H, D), seq_idx (B, L)."""
+    """y (B, L, F, D) of u (B, L, D) with kernels (F, D, K), skip (F, D), history (B, H, D), seq_idx (B, L).
+
+    Computed in the kernels' dtype, which skip and history have too.
+    """
+    u = u.to(kernel.dtype)
     batch, length, channels = u.shape
     past = history.shape[1]
     if length == 0 or batch == 0:
@@ -29,6 +36,10 @@ def long_conv_torch(u, kernel, future_kernel, skip, history, seq_idx, method):
     taps = kernel.shape[-1] + (0 if future_kernel is None else future_kernel.shape[-1])
     if method == "auto":
         method = "direct" if taps <= DIRECT else "fft" if documents is None else "block"
+        if method == "block" and can_read_values(seq_idx):
+            y = _by_document(torch.cat([history, u], dim=1), kernel, future_kernel, documents)
+            if y is not None:
+                return y[:, past:] if skip is None else torch.addcmul(y[:, past:], skip, u.unsqueeze(2))
     if method == "fft" and documents is None:
         y = fft_conv(torch.cat([history, u], dim=1) if past else u, kernel, future_kernel)[:, past:]
         return y if skip is None else torch.addcmul(y, skip, u.unsqueeze(2))
@@ -39,6 +50,17 @@ def long_conv_torch(u, kernel, future_kernel, skip, history, seq_idx, method):
         y = block_conv(x, kernel, future_kernel, documents)
     y = y[..., past:].permute(0, 3, 1, 2)
     return y if skip is None else torch.addcmul(y, skip, u.unsqueeze(2))
+
+
+def _by_document(
+    x: torch.Tensor, kernel: torch.Tensor, future_kernel: torch.Tensor | None, documents: torch.Tensor
+) -> torch.Tensor | None:
+    """y (B, T, F, D) of x (B, T, D) with every document as a row of its own; None where they are too unequal in
+    length, and halves cost less than the padding."""
+    packed = packed_sequences(documents, None)
+    if packed.gather_index.numel() > PADDING * documents.numel():
+        return None
+    return packed.pack(fft_conv(packed.unpack(x), kernel, future_kernel))
 
 
 def sampled(

@@ -6,37 +6,36 @@ from torch import Tensor
 
 from hf_hybrid_ssm.ops._core.triton_helpers import device_guard, strides, supports
 from hf_hybrid_ssm.ops.long_conv import triton_kernels as kernels
-from hf_hybrid_ssm.ops.long_conv.torch_backend import DIRECT, long_conv_torch
+from hf_hybrid_ssm.ops.long_conv.choice import choose
+from hf_hybrid_ssm.ops.long_conv.torch_backend import long_conv_torch
 
 __all__ = ["long_conv_triton", "supports"]
 
-TILE = {"N": 64, "M": 64, "num_warps": 4}
-# Products grow with the square of the length, an FFT's passes over memory with the length. At 8,192 the 2 L^2 flops
-# per channel and row still cost less than moving some 40 complex numbers per token, by the arithmetic and the
-# bandwidth of a data-centre card; not measured on a GPU.
-LONGEST = 8192
+TILE = {"N": 64, "M": 64, "num_warps": 4, "PRECISION": "tf32x3"}
 
 
 def long_conv_triton(u, kernel, future_kernel, skip, history, seq_idx, method):
     """As `long_conv_torch`, which takes over what this form does not pay for: packed rows, long rows, few taps."""
     future = 0 if future_kernel is None else future_kernel.shape[-1]
     past, length = history.shape[1], u.shape[1]
-    few = kernel.shape[-1] + future <= DIRECT
-    if method != "auto" or seq_idx is not None or few or past + length > LONGEST or u.dtype == torch.float64:
+    is_coarse = u.dtype == torch.bfloat16
+    form = choose(past + length, kernel.shape[-1], future, is_coarse=is_coarse)
+    if method != "auto" or seq_idx is not None or form != "toeplitz" or u.dtype == torch.float64:
         return long_conv_torch(u, kernel, future_kernel, skip, history, seq_idx, method)
-    x = torch.cat([history, u], dim=1).transpose(1, 2).contiguous().float()
+    x = torch.cat([history.to(u.dtype), u], dim=1).transpose(1, 2).float().contiguous()
     taps = kernel if future_kernel is None else torch.cat([future_kernel.flip(-1), kernel], dim=-1)
     # output t of the row is input past + t: lags count from the history's first token
-    y = toeplitz(x, taps.flatten(0, 1).contiguous().float(), -future - past, length)
+    y = toeplitz(x, taps.flatten(0, 1).contiguous().float(), -future - past, length, is_coarse)
     y = y.unflatten(1, taps.shape[:2]).permute(0, 3, 1, 2)
-    return y if skip is None else torch.addcmul(y, skip, u.unsqueeze(2))
+    return y if skip is None else torch.addcmul(y, skip, u.unsqueeze(2).to(y.dtype))
 
 
 @torch.library.custom_op("hf_hybrid_ssm::long_conv_triton", mutates_args=())
-def toeplitz(x: Tensor, taps: Tensor, first: int, length: int) -> Tensor:
+def toeplitz(x: Tensor, taps: Tensor, first: int, length: int, is_coarse: bool = False) -> Tensor:
     """y (R, G, length): y[r, g, t] = sum_j taps[g, t - j - first] x[r, g % C, j], of x (R, C, T) and taps (G, W).
 
-    `first` is the lag of the first tap; a lag is the place of the output less that of the input.
+    `first` is the lag of the first tap; a lag is the place of the output less that of the input. `is_coarse` takes
+    one tf32 product, as precise as bfloat16 inputs; else three, as float32.
     """
     x, taps = x.contiguous(), taps.contiguous()
     rows, channels, time = x.shape
@@ -48,18 +47,18 @@ def toeplitz(x: Tensor, taps: Tensor, first: int, length: int) -> Tensor:
         with device_guard(x):
             kernels.toeplitz_kernel[(tiles * taps.shape[0],)](
                 x, taps, y, *strides(x, y), time, taps.shape[1], length, first,
-                channels, rows, blocks, tiles, **TILE,
+                channels, rows, blocks, tiles, **TILE | {"PRECISION": "tf32" if is_coarse else "tf32x3"},
             )  # fmt: skip
     return y
 
 
 @toeplitz.register_fake
-def _(x, taps, first, length):
+def _(x, taps, first, length, is_coarse=False):
     return torch.empty(x.shape[0], taps.shape[0], length, dtype=torch.float32, device=x.device)
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
-    x, taps, ctx.first, _ = inputs
+    x, taps, ctx.first, _, ctx.is_coarse = inputs
     ctx.save_for_backward(x, taps)
 
 
@@ -70,13 +69,13 @@ def _backward(ctx, grad_y):
     filters, width = taps.shape
     dx = dtaps = None
     if ctx.needs_input_grad[0]:
-        dx = toeplitz(grad_y, taps.flip(-1), -(ctx.first + width - 1), time)
+        dx = toeplitz(grad_y, taps.flip(-1), -(ctx.first + width - 1), time, ctx.is_coarse)
         dx = dx.unflatten(1, (filters // channels, channels)).sum(1)
     if ctx.needs_input_grad[1]:  # of each row a convolution of its own, with the row's input for a filter
         inputs = x.repeat(1, filters // channels, 1).flatten(0, 1).flip(-1)
-        dtaps = toeplitz(grad_y.reshape(1, rows * filters, -1), inputs, 1 - time - ctx.first, width)
+        dtaps = toeplitz(grad_y.reshape(1, rows * filters, -1), inputs, 1 - time - ctx.first, width, ctx.is_coarse)
         dtaps = dtaps.view(rows, filters, width).sum(0)
-    return dx, dtaps, None, None
+    return dx, dtaps, None, None, None
 
 
 toeplitz.register_autograd(_backward, setup_context=_save_for_backward)

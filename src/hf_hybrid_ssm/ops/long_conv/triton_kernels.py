@@ -15,17 +15,18 @@ import triton.language as tl
 @triton.jit
 def toeplitz_kernel(
     x, taps, y, x_row, x_step, y_row, y_step, T, W, L, FIRST, input_channels, num_rows, num_blocks,
-    num_tiles, N: tl.constexpr, M: tl.constexpr,
+    num_tiles, N: tl.constexpr, M: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """y[r, c, t] = sum_j taps[c, t - j - FIRST] x[r, c % input_channels, j] for 0 <= t < L, 0 <= j < T.
 
-    Program c num_tiles + p: M blocks of N outputs of channel c. `x_row` and `x_step` are the strides of row and
-    channel.
+    Program c num_tiles + p: M blocks of N outputs of channel c, those of all rows at one place of the row side by
+    side, so that a causal filter's tiles end with the same block. `x_row` and `x_step` are the strides of row and
+    channel. PRECISION is that of the products: "tf32x3" keeps float32, "tf32" keeps what bfloat16 numbers have.
     """
     channel = tl.program_id(0) // num_tiles
     place = (tl.program_id(0) % num_tiles) * M + tl.arange(0, M)
-    row, block = (place // num_blocks).to(tl.int64), place % num_blocks
-    is_block = row < num_rows
+    row, block = (place % num_rows).to(tl.int64), place // num_rows
+    is_block = block < num_blocks
     n, o = tl.arange(0, N), tl.arange(0, N)
     source = x + row * x_row + (channel % input_channels) * x_step
     filter_ = taps + channel.to(tl.int64) * W
@@ -40,7 +41,7 @@ def toeplitz_kernel(
         tile = tl.load(source[:, None] + j, mask=is_block[:, None] & (j >= 0) & (j < T), other=0.0)
         lag = k * N + o[None, :] - n[:, None] - FIRST
         matrix = tl.load(filter_ + lag, mask=(lag >= 0) & (lag < W), other=0.0)
-        total = tl.dot(tile.to(tl.float32), matrix, total, input_precision="tf32x3")  # three products: float32
+        total = tl.dot(tile.to(tl.float32), matrix, total, input_precision=PRECISION)
     t = block[:, None] * N + o[None, :]
     target = y + row * y_row + channel.to(tl.int64) * y_step
     tl.store(target[:, None] + t, total, mask=is_block[:, None] & (t < L))

@@ -1,0 +1,85 @@
+"""Operations that a training step dispatches, forward and backward: no change may raise them unseen.
+
+Counts are those of `tests/counting.py`: views and allocations are free, a kernel of this package counts once. They are
+taken at two lengths: a count that grows with the length is a loop over it. (On a CPU the FFT of a long convolution
+goes by groups of channels that fit into the cache; these layers are too narrow for a second one.)
+"""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_hybrid_ssm.layers.mixers.registry import build_mixer
+from hf_hybrid_ssm.ops._core.native_library import missing_compiler
+from tests.counting import count_operations
+from tests.tiny_models import TOKENS, VARIANTS
+
+pytestmark = pytest.mark.skipif(missing_compiler() is not None, reason="the counts are those of the C kernels")
+
+# of a mixer alone: the most operations of whole rows, and of packed ones
+MIXERS = {
+    "s4d": (59, 65),
+    "s5": (72, 78),
+    "ema": (44, 50),
+    "hyena": (164, 226),
+    "unstructured": (134, 176),
+}
+S4 = {False: (303, 348), True: (29, 80)}  # frozen or not, at 2,048 tokens; powers of the dense matrix come by doubling
+# of a model's layer: the variant, its fields, the most operations
+SSM = {"ssm_state_size": 8, "s5_blocks": 2}
+TRAINING = {
+    "spade s5": ("spade s4 window", {**SSM, "ssm_layers": [0], "ssm_type": "s5", "ssm_trainable": "all"}, 275),
+    "spade frozen s4": ("spade s4 window", {"ssm_layers": [0]}, 270),
+    "bst sh s4d": ("bst sh s4d", {}, 453),
+    "bst sh s5": ("bst sh s4d", {**SSM, "ssm_type": "s5"}, 468),
+}
+
+
+def of_a_mixer(name: str, length: int, packed: bool, **options) -> int:
+    mixer = build_mixer(name, 8, **options)
+    u = torch.randn(2, length, 8, requires_grad=True)
+    seq_idx = (torch.arange(length) // (length // 2)).expand(2, -1) if packed else None
+
+    def step() -> None:
+        mixer(u, seq_idx=seq_idx)[0].sum().backward()
+
+    step()  # what is made once for frozen parameters
+    return count_operations(step).total()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", MIXERS)
+def test_mixers(name, packed):
+    options = {"filter_length": 2048} if name in ("hyena", "unstructured") else {}
+    short, long = (of_a_mixer(name, length, packed, **options) for length in (64, 2048))
+    assert short == long <= MIXERS[name][packed]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_s4(frozen, packed):
+    assert of_a_mixer("s4", 2048, packed, frozen=frozen) <= S4[frozen][packed]
+
+
+def of_a_layer(variant: str, fields: dict, length: int) -> float:
+    def of_a_model(depth: int) -> int:
+        model_type, own = VARIANTS[variant]
+        layers = {"num_hidden_layers": depth, "ssm_layers": list(range(depth))}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **TOKENS | own | fields | layers))
+        ids = torch.ones(2, length, dtype=torch.long)
+
+        def step() -> None:
+            model.zero_grad()
+            model(ids, labels=ids, use_cache=False).loss.backward()
+
+        step()
+        return count_operations(step).total()
+
+    return (of_a_model(4) - of_a_model(2)) / 2
+
+
+@pytest.mark.parametrize("layer", TRAINING)
+def test_layers(layer):
+    variant, fields, most = TRAINING[layer]
+    short, long = (of_a_layer(variant, fields, length) for length in (66, 264))
+    assert short == long <= most
