@@ -11,10 +11,16 @@ from hf_hybrid_ssm.ops._core.dispatch import Op
 from hf_hybrid_ssm.ops._core.lengths import check_lengths
 from hf_hybrid_ssm.ops._core.packing import run_by_document
 from hf_hybrid_ssm.ops.implicit_attention.reference import implicit_attention_reference
+from hf_hybrid_ssm.ops.implicit_attention.self_check_inputs import self_check_inputs
 from hf_hybrid_ssm.ops.implicit_attention.torch_backend import implicit_attention_torch
 from hf_hybrid_ssm.ops.legendre_memory import check_memory
 
-_OP = Op("implicit_attention", builtin={"torch": implicit_attention_torch, "reference": implicit_attention_reference})
+_OP = Op(
+    "implicit_attention",
+    builtin={"torch": implicit_attention_torch, "reference": implicit_attention_reference},
+    kernels={"native": "hf_hybrid_ssm.ops.implicit_attention.native"},
+    self_check_inputs=self_check_inputs,
+)
 FORMS = ("chunked", "fft", "recurrent")
 
 
@@ -79,9 +85,9 @@ def implicit_attention(
         activation=activation,
         scale=scale,
         form=form,
+        needs_state=return_final_state,
     )
-    y, final = run_by_document(run, x, initial_state, seq_idx, lengths)
-    return y, final if return_final_state else None
+    return run_by_document(run, x, initial_state, seq_idx, lengths)
 
 
 __all__ = ["implicit_attention"]

@@ -12,7 +12,7 @@ GROUP = 2**21  # entries of queries, keys and values that are held at a time
 
 
 def implicit_attention_torch(
-    x, *, weight, bias, collapse, collapse_bias, activation, scale, theta, state, lengths, form
+    x, *, weight, bias, collapse, collapse_bias, activation, scale, theta, state, lengths, form, needs_state
 ):
     """See `hf_hybrid_ssm.ops.implicit_attention.implicit_attention`."""
     dtype = torch.promote_types(x.dtype, torch.float32)

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+NEGLIGIBLE = 2.0**-26  # what the taps left out may add up to, of all of them: a quarter of float32's rounding
+
 
 class BlockOperators(NamedTuple):
     """What blocks of C tokens need.
@@ -64,6 +66,21 @@ def block_operators(
 def step_matrix(order: int, theta: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """(q, q) one token's transition, in `dtype` on `device`."""
     return _block_operators(order, float(theta), 1, dtype, str(device)).advance
+
+
+@lru_cache
+def _finite_response(order: int, theta: float, horizon: int) -> torch.Tensor:
+    with _disable_current_modes(), torch.inference_mode(False), torch.device("cpu"), torch.no_grad():
+        response = impulse_response(order, theta, horizon)
+        left = response.abs().flip(1).cumsum(1).flip(1)  # from each tap on
+        count = int((left > NEGLIGIBLE * left[:, :1]).any(0).sum())
+        return response[:, :count].float()
+
+
+def finite_response(order: int, theta: float, length: int) -> torch.Tensor:
+    """(q, T) float32 on CPU: `impulse_response` up to the tap from which on float32 sees none, T <= length."""
+    horizon = 2 ** max(5, (length - 1).bit_length())  # the same for many lengths
+    return _finite_response(order, float(theta), horizon)[:, :length]
 
 
 def impulse_response(order: int, theta: float, length: int) -> torch.Tensor:
