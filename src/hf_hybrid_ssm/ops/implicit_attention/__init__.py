@@ -21,7 +21,7 @@ _OP = Op(
     kernels={"native": "hf_hybrid_ssm.ops.implicit_attention.native"},
     self_check_inputs=self_check_inputs,
 )
-FORMS = ("chunked", "fft", "recurrent")
+FORMS = ("auto", "chunked", "fft", "recurrent")
 
 
 def implicit_attention(
@@ -34,7 +34,7 @@ def implicit_attention(
     theta: float,
     activation: Callable[[torch.Tensor], torch.Tensor] = F.gelu,
     scale: float = 1.0,
-    form: str = "chunked",
+    form: str = "auto",
     initial_state: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
@@ -55,7 +55,8 @@ def implicit_attention(
         activation: of queries, keys and values.
         scale: of the logits; 1 in the paper.
         form: "chunked" (blocks of matrix products), "fft" (the paper's; with an initial state, blocks instead)
-            or "recurrent". All compute the same.
+            or "recurrent"; "auto" takes the faster of the first two, "fft" with the C kernel and "chunked" without.
+            All compute the same, but "fft" to rounding: it does not multiply the future by exact zeros.
         initial_state, seq_idx, lengths, return_final_state, backend: as for `ops.legendre_memory.legendre_memory`.
 
     Returns:

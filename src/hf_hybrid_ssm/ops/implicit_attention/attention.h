@@ -11,8 +11,8 @@
 #define BLOCK 4  /* rows whose products are summed in registers: BLOCK squared sums */
 
 typedef struct {
-    const float *bias, *collapse; /* (3 R) or null, (R) */
-    float scale;                  /* of the logits */
+    const float *bias, *collapse, *offset; /* (3 R) or null, (R), (1) or null */
+    float scale;                           /* of the logits */
     int64_t D, R, threads;
     int64_t tiles, vectors; /* of 2 LANES channels, of LANES */
     int64_t padded, width;  /* R rounded up to BLOCK, to LANES */
@@ -117,7 +117,7 @@ static void attend_tokens(const attention *a, int64_t count, float *m) {
             collapse_weights(a, weights, of_values);
             const vec *values = active + 2 * a->padded * V;
             for (int64_t v = 0; v < V; v++) {
-                vec sum = {0};
+                vec sum = broadcast(a->offset ? *a->offset : 0);
                 for (int64_t j = 0; j < a->R; j++) sum += of_values[j] * values[j * V + v];
                 store(m + t * a->D + v * LANES, sum, lanes_of(v * LANES, a->D));
             }

@@ -92,11 +92,12 @@ static void fill_rows(
  * last two are changed in place; of rows that advance new_s holds the new memory, and of the others a copy if any row
  * advances or `copies` is not 0: `is_new` (1) says whether. Returns 0, or 1 if memory ran out. */
 int implicit_attention_step(
-    const float *x, const float *weight, const float *bias, const float *collapse, const float *scale,
+    const float *x, const float *weight, const float *bias, const float *collapse, const float *offset,
+    const float *scale,
     const float *powers, const float *impulse, const float *push, const float *s, float *recent, int64_t *pending,
     float *m, float *new_s, int64_t *is_new, int64_t B, int64_t D, int64_t R, int64_t q, int64_t C, int64_t copies,
     int64_t threads) {
-    attention a = {bias, collapse, *scale, D, R, threads};
+    attention a = {bias, collapse, offset, *scale, D, R, threads};
     const memory o = {weight, powers, impulse, push, q, C};
     const int64_t longest = q > C ? q : C, rows = q > 3 * R ? q : 3 * R;
     float *read_out = malloc(3 * R * (q + C) * sizeof(float)), *taps = read_out + 3 * R * q;

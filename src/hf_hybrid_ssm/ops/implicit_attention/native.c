@@ -91,9 +91,10 @@ static int close_problem(problem *p, int failed) {
 
 /* Returns 0, or 1 if memory ran out. */
 int implicit_attention_forward(
-    const float *x, const float *taps, const float *bias, const float *collapse, const float *scale, float *m,
+    const float *x, const float *taps, const float *bias, const float *collapse, const float *offset,
+    const float *scale, float *m,
     int64_t B, int64_t L, int64_t D, int64_t R, int64_t T, int64_t points, int64_t S, int64_t threads) {
-    problem p = {{bias, collapse, *scale, D, R, threads}, x, taps, B, L, T, points, S};
+    problem p = {{bias, collapse, offset, *scale, D, R, threads}, x, taps, B, L, T, points, S};
     if (!open_problem(&p)) return close_problem(&p, 1);
     for (int64_t b = 0; b < B; b++)
         for (int64_t begin = 0; begin < L; begin += S) {
@@ -162,10 +163,11 @@ static void gradient_of_taps(const problem *p, const gradients *g) {
 
 /* dx and sums are zero at the start; sums (ceil(S / CHUNK), 4 R). Returns 0, or 1 if memory ran out. */
 int implicit_attention_backward(
-    const float *x, const float *taps, const float *bias, const float *collapse, const float *scale, const float *dm,
+    const float *x, const float *taps, const float *bias, const float *collapse, const float *offset,
+    const float *scale, const float *dm,
     float *dx, float *dtaps, float *sums, int64_t B, int64_t L, int64_t D, int64_t R, int64_t T, int64_t points,
     int64_t S, int64_t threads) {
-    problem p = {{bias, collapse, *scale, D, R, threads}, x, taps, B, L, T, points, S};
+    problem p = {{bias, collapse, offset, *scale, D, R, threads}, x, taps, B, L, T, points, S};
     gradients g = {dx, dtaps, 0};
     if (!open_problem(&p)) return close_problem(&p, 1);
     g.dspectra = calloc(p.a.tiles * 3 * R * points * 2, sizeof(float));

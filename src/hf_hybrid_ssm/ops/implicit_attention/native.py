@@ -1,43 +1,33 @@
-"""The fused CPU backend: convolution by Fourier transforms, and the attention of each token, in `native.c`."""
+"""The fused CPU backend: convolution by Fourier transforms, attention of each token, and decoding, in `native.c`."""
 
 import ctypes
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import List  # noqa: UP035
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hf_hybrid_ssm.ops._core.native_library import call, compile_and_load, prepared, supports
+from hf_hybrid_ssm.ops.implicit_attention.decoding import is_exact_gelu
 from hf_hybrid_ssm.ops.implicit_attention.torch_backend import implicit_attention_torch
-from hf_hybrid_ssm.ops.legendre_memory.constants import finite_response
+from hf_hybrid_ssm.ops.legendre_memory.constants import BlockOperators, block_operators, finite_response
 
 __all__ = ["implicit_attention_native", "supports"]
 
 CHUNK = 16  # as in native.c
-POINTS = tuple(2**k for k in range(5, 18))  # of one transform
+POINTS = tuple(2**k for k in range(5, 22))  # that a transform may have
+NAMES = ("weight", "bias", "collapse", "collapse_bias")
 
 
-def implicit_attention_native(x, *, weight, bias, collapse, collapse_bias, activation, theta, state, form, **options):
+def implicit_attention_native(x, *, activation, theta, state, lengths, scale, form, needs_state, **parameters):
     """See `hf_hybrid_ssm.ops.implicit_attention.implicit_attention`; what the kernel does not do runs in torch."""
-    if form != "fft" or state is not None or x.shape[1] == 0 or not is_exact_gelu(activation):
-        parameters = {"weight": weight, "bias": bias, "collapse": collapse, "collapse_bias": collapse_bias}
-        return implicit_attention_torch(
-            x, **parameters, activation=activation, theta=theta, state=state, form=form, **options
-        )
-    inputs = [prepared(tensor) for tensor in (x, weight, bias, collapse)]
-    y, final = _forward(*inputs, options["lengths"], options["scale"], theta, options["needs_state"])
-    if collapse_bias is not None:
-        y = y + collapse_bias.float()
-    return y.to(x.dtype), final if options["needs_state"] else None
-
-
-def is_exact_gelu(activation) -> bool:
-    """Whether it is `F.gelu` without the approximation by tanh, as a function or one of the usual modules."""
-    function = getattr(activation, "act", activation)  # transformers' GELUActivation holds it
-    is_module = isinstance(function, torch.nn.GELU) and function.approximate == "none"
-    return function is F.gelu or is_module
+    if form not in ("auto", "fft") or state is not None or x.shape[1] == 0 or not is_exact_gelu(activation):
+        options = {"theta": theta, "state": state, "lengths": lengths, "scale": scale, "needs_state": needs_state}
+        return implicit_attention_torch(x, activation=activation, form=form, **options, **parameters)
+    inputs = [prepared(tensor) for tensor in (x, *(parameters[name] for name in NAMES))]
+    y, final = _forward(*inputs, lengths, scale, theta, needs_state)
+    return y.to(x.dtype), final if needs_state else None
 
 
 def transform_sizes(length: int, taps: int) -> tuple[int, int]:
@@ -51,23 +41,29 @@ def _library() -> ctypes.CDLL:
     return compile_and_load(Path(__file__).with_name("native.c"))
 
 
+@lru_cache
+def _scalar(value: float) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor([value], dtype=torch.float32, device="cpu")
+
+
 class _Problem:
     """What forward and backward share: filters, sizes, and the arguments in the order of C."""
 
-    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, collapse: Tensor, scale: float, theta: float):
-        self.batch, self.length, channels = x.shape
+    def __init__(self, x, weight, bias, collapse, collapse_bias, scale, theta):
         rows, order = weight.shape[1:]
-        self.response = finite_response(order, theta, self.length)
+        self.response = finite_response(order, theta, x.shape[1])
         self.taps = weight.flatten(0, 1) @ self.response
-        points, self.segment = transform_sizes(self.length, self.taps.shape[1])
-        self.tensors = (x, self.taps, bias, collapse, x.new_tensor([scale]))
+        points, self.segment = transform_sizes(x.shape[1], self.taps.shape[1])
+        self.tensors = (x, self.taps, bias, collapse, collapse_bias, _scalar(scale))
         self.sizes = (*x.shape, rows, self.taps.shape[1], points, self.segment)
 
-    def window(self, lengths: Tensor | None) -> Tensor | None:
-        """(B, T) the token that lies k steps before a row's last, negative before its first; None: all rows end together."""
+    def steps_back(self, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(B, T, 1) the token k steps before each row's last, and whether there is one."""
         if lengths is None:
-            return None
-        return lengths.unsqueeze(1) - 1 - torch.arange(self.taps.shape[1])
+            lengths = torch.full((x.shape[0],), x.shape[1])
+        index = lengths.unsqueeze(1) - 1 - torch.arange(self.taps.shape[1])
+        return index.clamp(min=0).unsqueeze(2).expand(-1, -1, x.shape[2]), (index >= 0).unsqueeze(2)
 
 
 @torch.library.custom_op("hf_hybrid_ssm::implicit_attention_native", mutates_args=(), device_types="cpu")
@@ -76,26 +72,26 @@ def _forward(
     weight: Tensor,
     bias: Tensor | None,
     collapse: Tensor,
+    collapse_bias: Tensor | None,
     lengths: Tensor | None,
     scale: float,
     theta: float,
     needs_state: bool,
 ) -> tuple[Tensor, Tensor]:
-    """y (B, L, D) without the bias of the collapse, and the memory (B, q, D), empty if it is not needed."""
-    problem, y = _Problem(x, weight, bias, collapse, scale, theta), torch.empty_like(x)
+    """y (B, L, D) and the memory (B, q, D), empty if it is not needed."""
+    problem, y = _Problem(x, weight, bias, collapse, collapse_bias, scale, theta), torch.empty_like(x)
     call(_library().implicit_attention_forward, (*problem.tensors, y), *problem.sizes)
     if not needs_state:
         return y, x.new_empty(0)
-    back = problem.window(lengths)
-    if back is None:
+    if lengths is None:
         last = x[:, -problem.taps.shape[1] :]
         return y, problem.response[:, : last.shape[1]].flip(1) @ last
-    seen = x.gather(1, back.clamp(min=0).unsqueeze(2).expand(-1, -1, x.shape[2]))
-    return y, problem.response @ torch.where((back >= 0).unsqueeze(2), seen, 0.0)
+    index, is_real = problem.steps_back(x, lengths)
+    return y, problem.response @ torch.where(is_real, x.gather(1, index), 0.0)
 
 
 @_forward.register_fake
-def _(x, weight, bias, collapse, lengths, scale, theta, needs_state):
+def _(x, weight, bias, collapse, collapse_bias, lengths, scale, theta, needs_state):
     final = x.new_empty(x.shape[0], weight.shape[2], x.shape[2]) if needs_state else x.new_empty(0)
     return torch.empty_like(x), final
 
@@ -112,35 +108,91 @@ def _backward(
     scale: float,
     theta: float,
 ) -> List[Tensor]:  # noqa: UP006 - all that torch 2.6 reads
-    """Gradients of x, weight, bias and collapse; dfinal is empty if the memory was not asked for."""
-    problem, rows = _Problem(x, weight, bias, collapse, scale, theta), weight.shape[1]
+    """Gradients of x, weight, bias, collapse and collapse_bias; dfinal is empty if the memory was not asked for."""
+    problem, rows = _Problem(x, weight, bias, collapse, None, scale, theta), weight.shape[1]
     dx, dtaps = torch.zeros_like(x), torch.empty_like(problem.taps)
     sums = x.new_zeros(-(-problem.segment // CHUNK), 4 * rows)
     call(_library().implicit_attention_backward, (*problem.tensors, dy, dx, dtaps, sums), *problem.sizes)
     if dfinal.numel():
-        dwindow = problem.response.mT @ dfinal  # (B, T, D)
-        back = problem.window(torch.full((x.shape[0],), x.shape[1]) if lengths is None else lengths)
-        dwindow = torch.where((back >= 0).unsqueeze(2), dwindow, 0.0)
-        dx.scatter_add_(1, back.clamp(min=0).unsqueeze(2).expand_as(dwindow), dwindow)
+        index, is_real = problem.steps_back(x, lengths)
+        dx.scatter_add_(1, index, torch.where(is_real, problem.response.mT @ dfinal, 0.0))
     dbias, dcollapse = sums.sum(0).split([3 * rows, rows])
-    return [dx, (dtaps @ problem.response.mT).view_as(weight), dbias.view(3, rows).clone(), dcollapse.clone()]
+    dweight = (dtaps @ problem.response.mT).view_as(weight)
+    return [dx, dweight, dbias.view(3, rows).clone(), dcollapse.clone(), dy.sum().view(1)]
 
 
 @_backward.register_fake
 def _(x, weight, bias, collapse, lengths, dy, dfinal, scale, theta):
-    return [torch.empty_like(x), torch.empty_like(weight), weight.new_empty(weight.shape[:2]), torch.empty_like(collapse)]
+    sizes = (weight.shape, weight.shape[:2], weight.shape[1:2], (1,))
+    return [torch.empty_like(x), *(x.new_empty(size) for size in sizes)]
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.scale, ctx.theta, ctx.needs_state = inputs
-    ctx.save_for_backward(*tensors)
+    *tensors, collapse_bias, lengths, ctx.scale, ctx.theta, ctx.needs_state = inputs
+    ctx.save_for_backward(*tensors, lengths)
+    ctx.has_biases = tensors[2] is not None, collapse_bias is not None
 
 
 def _gradient(ctx, dy, dfinal):
     saved = ctx.saved_tensors  # once: checkpointing unpacks them once
     dfinal = dfinal.contiguous() if ctx.needs_state else dy.new_empty(0)
-    dx, dweight, dbias, dcollapse = _backward(*saved, dy.contiguous(), dfinal, ctx.scale, ctx.theta)
-    return dx, dweight, None if saved[2] is None else dbias, dcollapse, None, None, None, None
+    dx, dweight, dbias, dcollapse, doffset = _backward(*saved, dy.contiguous(), dfinal, ctx.scale, ctx.theta)
+    dbias, doffset = (grad if given else None for grad, given in zip((dbias, doffset), ctx.has_biases))
+    return dx, dweight, dbias, dcollapse, doffset, None, None, None, None
 
 
 _forward.register_autograd(_gradient, setup_context=_setup_context)
+
+
+def decode_token(x, memory, recent, pending, *, weight, bias, collapse, collapse_bias, scale, theta):
+    """One token x (B, D), without gradients: its output and the states after it, see `decoding`."""
+    parameters = [prepared(tensor) for tensor in (weight, bias, collapse, collapse_bias)]
+    is_plain = type(x) is Tensor and not torch.compiler.is_compiling()
+    compute = _step_without_copies if is_plain else _step
+    y, *states = compute(x.float().contiguous(), *parameters, memory, recent, pending, scale, theta)
+    return y.to(x.dtype), *states
+
+
+implicit_attention_native.decode_token = decode_token  # type: ignore[attr-defined] - what `decoding` looks for
+
+def _compute_step(x, weight, bias, collapse, collapse_bias, memory, recent, pending, scale, theta, copies):
+    """As `_step`; whether the memory is a new one."""
+    batch, block, channels = recent.shape
+    rows, order = weight.shape[1:]
+    operators = BlockOperators(*block_operators(order, theta, block, x.dtype, x.device))
+    y, recent, pending = torch.empty_like(x), recent.clone(), pending.clone()
+    after, is_new = torch.empty_like(memory), torch.empty(1, dtype=torch.int64)
+    parameters = (weight, bias, collapse, collapse_bias, _scalar(scale))
+    tensors = (x, *parameters, operators.powers, operators.impulse, operators.push, memory.contiguous())
+    sizes = (batch, channels, rows, order, block, copies)
+    call(_library().implicit_attention_step, (*tensors, recent, pending, y, after, is_new), *sizes)
+    # read from memory: `is_new.item()` would be a synchronisation to all that counts them
+    return y, after, recent, pending, ctypes.c_int64.from_address(is_new.data_ptr()).value
+
+
+def _step_without_copies(*inputs):
+    """As `_step`, for plain tensors: a memory that stays as it is is not copied."""
+    y, after, recent, pending, is_new = _compute_step(*inputs, False)
+    return y, after if is_new else inputs[5], recent, pending
+
+
+@torch.library.custom_op("hf_hybrid_ssm::implicit_attention_step_native", mutates_args=(), device_types="cpu")
+def _step(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    collapse: Tensor,
+    collapse_bias: Tensor | None,
+    memory: Tensor,
+    recent: Tensor,
+    pending: Tensor,
+    scale: float,
+    theta: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y (B, D) and the states after the token."""
+    return _compute_step(x, weight, bias, collapse, collapse_bias, memory, recent, pending, scale, theta, True)[:4]
+
+
+@_step.register_fake
+def _(x, weight, bias, collapse, collapse_bias, memory, recent, pending, scale, theta):
+    return tuple(torch.empty_like(tensor) for tensor in (x, memory, recent, pending))

@@ -62,10 +62,32 @@ def block_operators(
     return tuple(_block_operators(order, float(theta), block, dtype, str(device)))
 
 
+@lru_cache
+def _doubled_advances(
+    order: int, theta: float, block: int, count: int, dtype: torch.dtype, device: str
+) -> tuple[torch.Tensor, ...]:
+    with _disable_current_modes(), torch.inference_mode(False), torch.device("cpu"), torch.no_grad():
+        powers = [torch.linalg.matrix_power(transition(order, theta), block)]
+        for _ in range(count - 1):
+            powers.append(powers[-1] @ powers[-1])
+        return tuple(power.to(device, dtype) for power in powers)
+
+
 @torch.compiler.assume_constant_result
-def step_matrix(order: int, theta: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """(q, q) one token's transition, in `dtype` on `device`."""
-    return _block_operators(order, float(theta), 1, dtype, str(device)).advance
+def doubled_advances(
+    order: int, theta: float, block: int, count: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """(q, q) A^C, A^{2C}, A^{4C}, ... (`count` of them) for blocks of C tokens, in `dtype` on `device`."""
+    return _doubled_advances(order, float(theta), block, count, dtype, str(device))
+
+
+@torch.compiler.assume_constant_result
+def step_matrices(
+    order: int, theta: float, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(q, q) A and (q, 1) B, one token's step, in `dtype` on `device`."""
+    operators = _block_operators(order, float(theta), 1, dtype, str(device))
+    return operators.advance, operators.push
 
 
 @lru_cache
