@@ -155,6 +155,7 @@ def decode_token(x, memory, recent, pending, *, weight, bias, collapse, collapse
 
 implicit_attention_native.decode_token = decode_token  # type: ignore[attr-defined] - what `decoding` looks for
 
+
 def _compute_step(x, weight, bias, collapse, collapse_bias, memory, recent, pending, scale, theta, copies):
     """As `_step`; whether the memory is a new one."""
     batch, block, channels = recent.shape

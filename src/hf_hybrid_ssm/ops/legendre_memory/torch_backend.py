@@ -80,9 +80,7 @@ def states_between(
     return torch.stack([even, odd], 2).flatten(1, 2), after
 
 
-def advanced(
-    state: torch.Tensor, x: torch.Tensor, tokens: torch.Tensor, operators: BlockOperators
-) -> torch.Tensor:
+def advanced(state: torch.Tensor, x: torch.Tensor, tokens: torch.Tensor, operators: BlockOperators) -> torch.Tensor:
     """(B, q, D) the state after the first `tokens` (B,), 0 … C, of x (B, C, D)."""
     block = operators.impulse.shape[1]
     lag = tokens.unsqueeze(1) - 1 - torch.arange(block, device=x.device)  # (B, C)
