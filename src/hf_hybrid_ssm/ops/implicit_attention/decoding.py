@@ -1,8 +1,8 @@
 """Decoding from a memory that lags behind the tokens: what a cache keeps of a layer, and one token from there.
 
-Advancing a memory by one token costs 2 q² operations a channel; to read the 3 q' rows of the j-th token after it out of
-it costs 6 q' q, W A^{j+1} times the memory. So the C kernel advances it once in a block of C tokens and keeps the tokens
-since. Every other backend advances it with every token, and gets these states settled.
+Advancing a memory by one token costs 2 q² operations a channel; to read the 3 q' rows of the j-th token after it out
+of it, W A^{j+1} times the memory, costs 6 q' q. So the C kernel advances it once in a block of C tokens and keeps the
+tokens since. Every other backend advances it with every token, and gets these states settled.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from hf_hybrid_ssm.ops._core.dispatch import REGISTRY
 from hf_hybrid_ssm.ops.legendre_memory.constants import BlockOperators, block_operators
 from hf_hybrid_ssm.ops.legendre_memory.torch_backend import BLOCK, advanced
 
+DECODE = "decode_token"  # what a backend is given that does
 LAGGING = ("memory", "recent", "pending")
 
 
@@ -28,7 +29,7 @@ def is_exact_gelu(activation: Callable) -> bool:
 def decoder(x: torch.Tensor, activation: Callable) -> Callable | None:
     """What decodes tokens like x (B, L, D) from a lagging memory, if the backend that runs here does."""
     run = REGISTRY["implicit_attention"].select(x.device.type, x.dtype)
-    return getattr(run, "decode_token", None) if is_exact_gelu(activation) else None
+    return getattr(run, DECODE, None) if is_exact_gelu(activation) else None
 
 
 def lagging(memory: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_hybrid_ssm.ops._core.native_library import call, compile_and_load, prepared, supports
-from hf_hybrid_ssm.ops.implicit_attention.decoding import is_exact_gelu
+from hf_hybrid_ssm.ops.implicit_attention.decoding import DECODE, is_exact_gelu
 from hf_hybrid_ssm.ops.implicit_attention.torch_backend import implicit_attention_torch
 from hf_hybrid_ssm.ops.legendre_memory.constants import BlockOperators, block_operators, finite_response
 
@@ -153,10 +153,12 @@ def decode_token(x, memory, recent, pending, *, weight, bias, collapse, collapse
     return y.to(x.dtype), *states
 
 
-implicit_attention_native.decode_token = decode_token  # type: ignore[attr-defined] - what `decoding` looks for
+setattr(implicit_attention_native, DECODE, decode_token)
 
 
-def _compute_step(x, weight, bias, collapse, collapse_bias, memory, recent, pending, scale, theta, copies):
+def _compute_step(
+    x, weight, bias, collapse, collapse_bias, memory, recent, pending, scale, theta, *, copies
+) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
     """As `_step`; whether the memory is a new one."""
     batch, block, channels = recent.shape
     rows, order = weight.shape[1:]
@@ -173,7 +175,7 @@ def _compute_step(x, weight, bias, collapse, collapse_bias, memory, recent, pend
 
 def _step_without_copies(*inputs):
     """As `_step`, for plain tensors: a memory that stays as it is is not copied."""
-    y, after, recent, pending, is_new = _compute_step(*inputs, False)
+    y, after, recent, pending, is_new = _compute_step(*inputs, copies=False)
     return y, after if is_new else inputs[5], recent, pending
 
 
@@ -191,7 +193,8 @@ def _step(
     theta: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y (B, D) and the states after the token."""
-    return _compute_step(x, weight, bias, collapse, collapse_bias, memory, recent, pending, scale, theta, True)[:4]
+    states = (memory, recent, pending)
+    return _compute_step(x, weight, bias, collapse, collapse_bias, *states, scale, theta, copies=True)[:4]
 
 
 @_step.register_fake
