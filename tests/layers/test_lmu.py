@@ -8,9 +8,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hybrid_ssm.models.lmu_isa.lmu import LMU
-from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
+from hf_hybrid_ssm.models.lmu_isa.lmu import LMU, ImplicitAttention
+from hf_hybrid_ssm.ops._core.native_library import missing_compiler
+from hf_hybrid_ssm.ops.implicit_attention import implicit_attention, native, torch_backend
+from hf_hybrid_ssm.ops.implicit_attention.decoding import lagging, settled
 from hf_hybrid_ssm.ops.legendre_memory import impulse_response, legendre_memory, transition
+from hf_hybrid_ssm.ops.legendre_memory.constants import finite_response
 
 PRESETS = [(50, 350.0), (65, 350.0), (90, 350.0), (110, 350.0), (150, 350.0), (220, 350.0)]
 GOLDEN = {
@@ -167,6 +170,132 @@ def test_forms_equal_the_reference_with_gradients(form, problem):
         results.append((y, state, *gradients))
     for got, want in zip(*results):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
+
+
+needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
+
+
+def results_of(leaves, options, **extra):
+    """Output, memory and gradients, in float64."""
+    y, state = implicit_attention(**leaves, **options, **extra, return_final_state=True)
+    y = real(y, options.get("lengths"))
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    loss = (y * weights).sum() + state.sin().sum()
+    wanted = [leaf for leaf in leaves.values() if leaf is not None]
+    gradients = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
+    return [result.detach().double() for result in (y, state, *gradients)]
+
+
+@needs_compiler
+@pytest.mark.parametrize("tokens", [None, 37])  # of one transform; many transforms a row if few
+@settings(max_examples=30, deadline=None)
+@given(problem=problems(), order=st.sampled_from([6, 33]), rows=st.sampled_from([3, 22]), channels=st.integers(1, 70))
+def test_kernel_equals_the_reference_with_gradients(tokens, problem, order, rows, channels):
+    arguments, options = problem
+    options = {name: value for name, value in options.items() if name != "initial_state"}
+    random = torch.Generator().manual_seed(rows)
+    shapes = {"x": (*arguments["x"].shape[:2], channels), "weight": (3, rows, order), "collapse": (rows,)}
+    shapes |= {"bias": (3, rows), "collapse_bias": (1,)} if arguments["bias"] is not None else {}
+    tensors = {name: torch.randn(shape, generator=random) / shape[-1] ** 0.5 for name, shape in shapes.items()}
+    leaves = {name: None if t is None else tensors[name].requires_grad_() for name, t in arguments.items()}
+    wide = {name: None if t is None else t.detach().double().requires_grad_() for name, t in leaves.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        if tokens is not None:
+            patch.setattr(native, "transform_sizes", lambda length, taps: (256, min(length, tokens)))
+        got = results_of(leaves, options, backend="native", form="fft")
+    for g, want in zip(got, results_of(wide, options, backend="reference")):
+        torch.testing.assert_close(g, want, rtol=1e-4, atol=2e-5 * max(1.0, want.abs().max().item()))
+
+
+@needs_compiler
+def test_kernel_of_the_largest_preset_is_as_exact_as_float32():
+    random = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(1, 900, 40, generator=random), torch.randn(3, 22, 220, generator=random) * 220**-0.5
+    collapse = torch.randn(22, generator=random)
+    y, _ = implicit_attention(x, weight, None, collapse, theta=350.0, backend="native", form="fft")
+    exact, _ = implicit_attention(x.double(), weight.double(), None, collapse.double(), theta=350.0)
+    product, _ = implicit_attention(x, weight, None, collapse, theta=350.0, backend="torch")
+    assert (y - exact).norm() <= 2 * (product - exact).norm()
+
+
+@needs_compiler
+@pytest.mark.parametrize(("channels", "order", "rows"), [(3, 6, 2), (40, 33, 5), (70, 50, 22)])
+def test_decoding_from_a_memory_that_lags(channels, order, rows):
+    """More tokens than a block, rows that are not in step, and the memory settled in between."""
+    torch.manual_seed(0)
+    layer, batch = ImplicitAttention(order, rows, 30.0, activation=F.gelu), 2
+    x = torch.randn(batch, 80, channels)
+    with torch.no_grad():
+        expected, _ = layer.double()(x.double())
+        layer.float()
+        _, states = layer.continue_from({}, x[:, :5], return_final_state=True)
+        for t in range(5, 80):
+            before = {name: state.clone() for name, state in states.items()}
+            y, after = layer.continue_from(states, x[:, t : t + 1], return_final_state=True)
+            assert all(torch.equal(states[name], before[name]) for name in before)  # another may go on from these
+            torch.testing.assert_close(y[:, 0].double(), expected[:, t], rtol=1e-4, atol=1e-5)
+            states = after
+            if t == 20:  # settle the second row alone, so that the rows advance at different tokens
+                memory = settled(states, layer.theta)
+                states = {name: torch.stack([states[name][0], lagging(memory)[name][1]]) for name in states}
+    _, exact = layer.double()(x.double(), return_final_state=True)
+    torch.testing.assert_close(settled(states, 30.0).double(), exact, rtol=1e-4, atol=1e-5)
+
+
+@needs_compiler
+def test_decoding_compiled_equals_eager():
+    torch.manual_seed(0)
+    layer = ImplicitAttention(20, 4, 30.0, activation=F.gelu)
+    run = torch.compile(layer.continue_from, fullgraph=True)
+    with torch.no_grad():
+        _, states = layer.continue_from({}, torch.randn(2, 40, 9), return_final_state=True)
+        x = torch.randn(2, 1, 9)
+        (y, after), (want, wanted) = (f(states, x, return_final_state=True) for f in (run, layer.continue_from))
+    torch.testing.assert_close(y, want)
+    torch.testing.assert_close(after, wanted)
+
+
+@pytest.mark.parametrize("length", [1, 7, 64, 700, 1024, 3000, 16384, 300_000])
+@pytest.mark.parametrize("taps", [1, 64, 700, 9000])
+def test_transforms_cover_a_row(length, taps):
+    taps = min(taps, length)
+    points, tokens = native.transform_sizes(length, taps)
+    assert points & (points - 1) == 0 and 1 <= tokens <= length and points >= taps - 1 + tokens
+
+
+def test_filters_end_where_float32_sees_no_more():
+    whole, kept = impulse_response(50, 350.0, 4096), finite_response(50, 350.0, 4096)
+    assert 500 < kept.shape[1] < 1100
+    assert (whole[:, kept.shape[1] :].abs().sum(1) <= 2.0**-26 * whole.abs().sum(1)).all()
+    assert torch.equal(kept, whole[:, : kept.shape[1]].float())
+    assert finite_response(50, 350.0, 100).shape == (50, 100)
+
+
+@pytest.mark.parametrize("length", [70, 300])
+def test_products_in_bfloat16_stay_near_float64(length):
+    """The error is that of rounding what is read, it does not grow with the length: states are float32."""
+    random = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(1, length, 16, generator=random), torch.randn(3, 4, 50, generator=random) * 50**-0.5
+    low = [t.bfloat16().requires_grad_() for t in (x, weight, torch.randn(4, generator=random))]
+    wide = [t.detach().double().requires_grad_() for t in low]
+    results = []
+    for x, weight, collapse in (low, wide):
+        y, _ = implicit_attention(x, weight, None, collapse, theta=60.0, scale=0.25, backend="torch")
+        results.append([y, *torch.autograd.grad(y.double().square().sum(), (x, weight, collapse))])
+    for got, want in zip(*results):
+        assert (got.double() - want).norm() < 2e-2 * want.norm()
+
+
+def test_groups_computed_again_equal_all_at_once(monkeypatch):
+    x, weight, collapse, options = golden_layer()
+    x = torch.cat([x, x.flip(1), x], 1).requires_grad_()
+    results = []
+    for held in (2**26, 0):
+        monkeypatch.setattr(torch_backend, "HELD", held)
+        monkeypatch.setattr(torch_backend, "GROUP", 1)
+        y, _ = implicit_attention(x, weight, None, collapse, **options, backend="torch")
+        results.append((y.detach(), *torch.autograd.grad(y.square().sum(), x)))
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
 @settings(max_examples=30, deadline=None)

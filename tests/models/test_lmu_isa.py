@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from hf_hybrid_ssm import LmuIsaConfig, LmuIsaForCausalLM, LmuIsaForSequenceClassification
+from hf_hybrid_ssm.ops._core.native_library import missing_compiler
 from hf_hybrid_ssm.ops.legendre_memory import transition
 from tests.memory import in_own_memory
 from tests.models import invariances as inv
@@ -180,7 +181,8 @@ def test_state_is_constant_in_length():
     for length in (40, 400):
         layers = model(inv.random_ids(model, 1, length, 0), use_cache=True).past_key_values.layers
         sizes.append(sum(t.numel() for layer in layers for t in layer.states.values()))
-    assert sizes[0] == sizes[1] == 2 * 10 * 24
+    memory, recent, pending = 10 * 24, 32 * 24, 1  # the C kernel decodes from a memory that lags
+    assert sizes[0] == sizes[1] == 2 * (memory + (0 if missing_compiler() else recent + pending))
 
 
 def test_gradients_reach_everything():

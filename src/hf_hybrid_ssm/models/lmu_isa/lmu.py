@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from hf_hybrid_ssm.layers.mixers.base import Mixer, RowOptions
+from hf_hybrid_ssm.models.cache import States
 from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
+from hf_hybrid_ssm.ops.implicit_attention.decoding import LAGGING, decoder, lagging, settled
 from hf_hybrid_ssm.ops.legendre_memory import legendre_memory
 
 
@@ -73,7 +75,7 @@ class ImplicitAttention(nn.Module):
         theta: window of the memory, in tokens.
         activation: of queries, keys and values.
         scale: of the logits.
-        form: "chunked", "fft" or "recurrent".
+        form: "auto", "chunked", "fft" or "recurrent".
         bias: a bias for each row of the reductions, and one of the output.
     """
 
@@ -85,7 +87,7 @@ class ImplicitAttention(nn.Module):
         *,
         activation: Callable[[torch.Tensor], torch.Tensor],
         scale: float = 1.0,
-        form: str = "chunked",
+        form: str = "auto",
         bias: bool = True,
     ):
         super().__init__()
@@ -97,17 +99,26 @@ class ImplicitAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(B, L, D) → (B, L, D) and the memory (B, q, D) or None; options as of `ops.implicit_attention`."""
+        options |= {"activation": self.activation, "form": self.form}
+        return implicit_attention(x, **self._parameters_in(x.dtype), **options)
+
+    def continue_from(
+        self, states: States, x: torch.Tensor, *, return_final_state: bool, **options: Any
+    ) -> tuple[torch.Tensor, States]:
+        """As `forward`, from and to what a cache keeps: a memory, which may lag behind the tokens (`decoding`)."""
+        decode_token = decoder(x, self.activation) if return_final_state and self.form == "auto" else None
+        is_plain = options.get("lengths") is None and not torch.is_grad_enabled()
+        if decode_token is not None and "recent" in states and x.shape[1] == 1 and is_plain:
+            y, *after = decode_token(x[:, 0], *(states[name] for name in LAGGING), **self._parameters_in(x.dtype))
+            return y.unsqueeze(1), dict(zip(LAGGING, after))
+        memory = settled(states, self.theta)
+        y, memory = self(x, initial_state=memory, return_final_state=return_final_state, **options)
+        if memory is None:
+            return y, {}
+        return y, lagging(memory) if decode_token is not None or "recent" in states else {"memory": memory}
+
+    def _parameters_in(self, dtype: torch.dtype) -> dict[str, Any]:
         parameters = (self.reduce_weight, self.reduce_bias, self.collapse_weight, self.collapse_bias)
-        weight, bias, collapse, collapse_bias = (None if p is None else p.to(x.dtype) for p in parameters)
-        return implicit_attention(
-            x,
-            weight,
-            bias,
-            collapse,
-            collapse_bias,
-            theta=self.theta,
-            activation=self.activation,
-            scale=self.scale,
-            form=self.form,
-            **options,
-        )
+        weight, bias, collapse, collapse_bias = (None if p is None else p.to(dtype) for p in parameters)
+        arrays = {"weight": weight, "bias": bias, "collapse": collapse, "collapse_bias": collapse_bias}
+        return {**arrays, "theta": self.theta, "scale": self.scale}

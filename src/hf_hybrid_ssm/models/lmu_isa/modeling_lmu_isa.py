@@ -75,8 +75,8 @@ class LmuIsaBlock(RecurrentMixin, GradientCheckpointingLayer):
         else:
             first, states = self.attention(self.pre_norm(x), past, capacity=capacity, **options)
         x = x + self.dropout(first)
-        y, memory = self.memory(self.memory_norm(x), initial_state=past.get("memory"), **options)
-        return x + self.dropout(y), states if memory is None else states | {"memory": memory}
+        y, memory = self.memory.continue_from(past, self.memory_norm(x), **options)
+        return x + self.dropout(y), states | memory
 
     def forward(
         self,

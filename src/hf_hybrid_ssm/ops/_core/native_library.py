@@ -140,7 +140,8 @@ def _fingerprint(source: Path) -> str:
     flags = [
         line for line in processor.read_text().splitlines() if line.startswith(("flags", "Features", "model name"))
     ]
-    code = [path.read_bytes() for path in (source, *sorted(INCLUDES.glob("*.h")))]
+    headers = (*sorted(INCLUDES.glob("*.h")), *sorted(source.parent.glob("*.h")))
+    code = [path.read_bytes() for path in (source, *headers)]
     parts = (*code, " ".join(_compiler() or ()), *FLAGS, *sorted(set(flags)), torch.__version__)
     return hashlib.sha256(b"\0".join(p if isinstance(p, bytes) else p.encode() for p in parts)).hexdigest()[:16]
 

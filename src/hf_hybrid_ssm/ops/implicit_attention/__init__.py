@@ -11,11 +11,17 @@ from hf_hybrid_ssm.ops._core.dispatch import Op
 from hf_hybrid_ssm.ops._core.lengths import check_lengths
 from hf_hybrid_ssm.ops._core.packing import run_by_document
 from hf_hybrid_ssm.ops.implicit_attention.reference import implicit_attention_reference
+from hf_hybrid_ssm.ops.implicit_attention.self_check_inputs import self_check_inputs
 from hf_hybrid_ssm.ops.implicit_attention.torch_backend import implicit_attention_torch
 from hf_hybrid_ssm.ops.legendre_memory import check_memory
 
-_OP = Op("implicit_attention", builtin={"torch": implicit_attention_torch, "reference": implicit_attention_reference})
-FORMS = ("chunked", "fft", "recurrent")
+_OP = Op(
+    "implicit_attention",
+    builtin={"torch": implicit_attention_torch, "reference": implicit_attention_reference},
+    kernels={"native": "hf_hybrid_ssm.ops.implicit_attention.native"},
+    self_check_inputs=self_check_inputs,
+)
+FORMS = ("auto", "chunked", "fft", "recurrent")
 
 
 def implicit_attention(
@@ -28,7 +34,7 @@ def implicit_attention(
     theta: float,
     activation: Callable[[torch.Tensor], torch.Tensor] = F.gelu,
     scale: float = 1.0,
-    form: str = "chunked",
+    form: str = "auto",
     initial_state: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
@@ -49,7 +55,8 @@ def implicit_attention(
         activation: of queries, keys and values.
         scale: of the logits; 1 in the paper.
         form: "chunked" (blocks of matrix products), "fft" (the paper's; with an initial state, blocks instead)
-            or "recurrent". All compute the same.
+            or "recurrent"; "auto" takes the faster of the first two, "fft" with the C kernel and "chunked" without.
+            All compute the same, but "fft" to rounding: it does not multiply the future by exact zeros.
         initial_state, seq_idx, lengths, return_final_state, backend: as for `ops.legendre_memory.legendre_memory`.
 
     Returns:
@@ -79,9 +86,9 @@ def implicit_attention(
         activation=activation,
         scale=scale,
         form=form,
+        needs_state=return_final_state,
     )
-    y, final = run_by_document(run, x, initial_state, seq_idx, lengths)
-    return y, final if return_final_state else None
+    return run_by_document(run, x, initial_state, seq_idx, lengths)
 
 
 __all__ = ["implicit_attention"]

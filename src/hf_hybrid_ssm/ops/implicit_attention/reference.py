@@ -6,7 +6,7 @@ from hf_hybrid_ssm.ops.legendre_memory.reference import legendre_memory_referenc
 
 
 def implicit_attention_reference(
-    x, *, weight, bias, collapse, collapse_bias, activation, scale, theta, state, lengths, form
+    x, *, weight, bias, collapse, collapse_bias, activation, scale, theta, state, lengths, form, needs_state
 ):
     """See `hf_hybrid_ssm.ops.implicit_attention.implicit_attention`; float32, or float64 for float64 inputs."""
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -22,4 +22,4 @@ def implicit_attention_reference(
         )  # (B, q', D) each
         mixed = (scale * q @ k.transpose(1, 2)).softmax(-1) @ v
         y.append(collapse.to(dtype) @ mixed + (0 if collapse_bias is None else collapse_bias.to(dtype)))
-    return (torch.stack(y, 1) if y else x).to(x.dtype), final
+    return (torch.stack(y, 1) if y else x).to(x.dtype), final if needs_state else None

@@ -1,4 +1,7 @@
-"""Implicit self-attention in torch: groups of blocks at a time, computed again in the backward."""
+"""Implicit self-attention in torch: all rows by one batched product, or groups of blocks computed again in the
+backward where they would take too much memory."""
+
+from functools import partial
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -6,63 +9,90 @@ from torch.utils.checkpoint import checkpoint
 from hf_hybrid_ssm.ops._core.autocast import without_autocast
 from hf_hybrid_ssm.ops._core.transforms import is_transforming
 from hf_hybrid_ssm.ops.legendre_memory.constants import impulse_response
-from hf_hybrid_ssm.ops.legendre_memory.torch_backend import Blocks, by_steps, read_out_matrix
+from hf_hybrid_ssm.ops.legendre_memory.torch_backend import Blocks, by_steps, product, read_out_matrices
 
-GROUP = 2**21  # entries of queries, keys and values that are held at a time
+# Entries of queries, keys and values that a call holds for its backward (twice, so half a gigabyte in float32); a
+# longer one computes them again in groups. Holding them takes a quarter off a training step.
+HELD = 2**26
+GROUP = 2**21
 
 
 def implicit_attention_torch(
-    x, *, weight, bias, collapse, collapse_bias, activation, scale, theta, state, lengths, form
+    x, *, weight, bias, collapse, collapse_bias, activation, scale, theta, state, lengths, form, needs_state
 ):
     """See `hf_hybrid_ssm.ops.implicit_attention.implicit_attention`."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    batch, length, channels = x.shape
     rows, order = weight.shape[1:]
-    u, stacked = x.to(dtype), weight.to(dtype).reshape(3 * rows, order)
-    bias, collapse, collapse_bias = (None if p is None else p.to(dtype) for p in (bias, collapse, collapse_bias))
+    stacked = weight.to(dtype).flatten(0, 1)
 
     def attend(y: torch.Tensor) -> torch.Tensor:
         return _attend(y.unflatten(-2, (3, rows)), bias, collapse, collapse_bias, activation, scale)
 
     with without_autocast(x.device.type):
-        if form == "recurrent" or length <= 2:
-            y, final = by_steps(u, stacked, order, theta, state, lengths)
-            return attend(y).to(x.dtype), final
-        blocks = Blocks(u, order, theta, state)
+        if form == "recurrent" or x.shape[1] <= 2:
+            y, final = by_steps(x.to(dtype), stacked, order, theta, state, lengths)
+            return attend(y).to(x.dtype), final if needs_state else None
+        blocks = None
         if form == "fft" and state is None:
-            y = _convolved(u, stacked, order, theta)
-            return attend(y).to(x.dtype), blocks.final_state(lengths)
-        matrix = read_out_matrix(stacked, blocks.operators)
-
-        def group(matrix: torch.Tensor, x: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-            y = matrix @ torch.cat([x, states], 2)
-            return attend(y.unflatten(2, (blocks.block, 3 * rows)))  # (B, J', C, D)
-
-        size = max(1, GROUP // max(1, batch * blocks.block * 3 * rows * channels))
-        again = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_transforming()
-        parts = []
-        for x_part, states in zip(blocks.x.split(size, 1), blocks.states.split(size, 1)):
-            inputs = (matrix, x_part, states)
-            parts.append(checkpoint(group, *inputs, use_reentrant=False) if again else group(*inputs))
-        y = torch.cat(parts, 1).flatten(1, 2)[:, :length]
+            y = attend(_convolved(x.to(dtype), stacked, order, theta))
+        else:
+            blocks = Blocks(x.to(dtype), order, theta, state)
+            y = _read_and_attend(blocks, stacked, x.dtype, attend)[:, : x.shape[1]]
+        if not needs_state:
+            return y.to(x.dtype), None
+        blocks = Blocks(x.to(dtype), order, theta, None) if blocks is None else blocks
         return y.to(x.dtype), blocks.final_state(lengths)
 
 
+def _read_and_attend(blocks, weight, dtype, attend):
+    """(B, J C, D) from all blocks. The products are made in `dtype`: states are never rounded, what reads them is."""
+    batch, _, block, channels = blocks.x.shape
+    x, states = (part.flatten(0, 1).to(dtype) for part in (blocks.x, blocks.states))
+    from_inputs, from_state = (matrix.to(dtype) for matrix in read_out_matrices(weight, blocks.operators))
+
+    def group(from_inputs, from_state, x, states):
+        y = product(from_inputs, x, product(from_state, states))
+        return attend(y.unflatten(1, (block, -1)))  # (n, C, D)
+
+    entries = block * weight.shape[0] * channels
+    is_held = len(x) * entries <= HELD or torch.compiler.is_compiling() or is_transforming()
+    run = partial(checkpoint, group, use_reentrant=False) if torch.is_grad_enabled() and not is_held else group
+    size = max(1, (GROUP if x.is_cpu else HELD) // entries)
+    pairs = zip(x.split(size), states.split(size))
+    return torch.cat([run(from_inputs, from_state, *pair) for pair in pairs]).view(batch, -1, channels)
+
+
 def _attend(y, bias, collapse, collapse_bias, activation, scale):
-    """(..., 3, q', D) → (..., D): p (S V) = (p S) V, so that S V is never formed."""
+    """(..., 3, q', D) → (..., D): p (S V) = (p S) V, so that S V is never formed; softmax in float32 or wider."""
     if bias is not None:
-        y = y + bias.unsqueeze(-1)
+        y = y + bias.to(y.dtype).unsqueeze(-1)
     q, k, v = activation(y).unbind(-3)
-    weights = (scale * (q @ k.transpose(-1, -2))).softmax(-1)  # (..., q', q')
-    m = (collapse @ weights).unsqueeze(-2) @ v
+    wide = torch.promote_types(y.dtype, torch.float32)
+    logits = q @ k.transpose(-1, -2)
+    weights = (logits if scale == 1 else scale * logits).softmax(-1, dtype=wide)  # (..., q', q')
+    m = (collapse.to(wide) @ weights).to(v.dtype).unsqueeze(-2) @ v
     m = m.squeeze(-2)
-    return m if collapse_bias is None else m + collapse_bias
+    return m if collapse_bias is None else m + collapse_bias.to(m.dtype)
 
 
 def _convolved(x, weight, order, theta):
-    """W m_t for all t by FFT, as in the paper's appendix A.1: (B, L, 3 q', D)."""
-    length = x.shape[1]
+    """W m_t for all t by FFT, as in the paper's appendix A.1: (B, L, 3 q', D).
+
+    Channels go through it in groups, and again in the backward, so that spectra stay small: all of them at once are
+    3 q' times as large as two copies of x.
+    """
+    batch, length = x.shape[:2]
     kernel = weight @ impulse_response(order, theta, length).to(x.device, x.dtype)  # (r, L)
-    size = 2 * length
-    spectrum = torch.fft.rfft(x, size, dim=1).unsqueeze(2) * torch.fft.rfft(kernel, size).T[None, :, :, None]
-    return torch.fft.irfft(spectrum, size, dim=1)[:, :length]
+    spectrum = torch.fft.rfft(kernel, 2 * length)
+
+    def group(x, spectrum):
+        products = torch.fft.rfft(x.transpose(1, 2), 2 * length).unsqueeze(2) * spectrum  # (B, D', r, L + 1)
+        return torch.fft.irfft(products, 2 * length)[..., :length]
+
+    again = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_transforming()
+    size = max(1, GROUP // max(1, batch * len(weight) * 2 * length))
+    parts = (
+        checkpoint(group, part, spectrum, use_reentrant=False) if again else group(part, spectrum)
+        for part in x.split(size, 2)
+    )
+    return torch.cat(list(parts), 1).permute(0, 3, 2, 1)

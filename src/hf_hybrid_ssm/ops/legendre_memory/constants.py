@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+NEGLIGIBLE = 2.0**-26  # what the taps left out may add up to, of all of them: a quarter of float32's rounding
+
 
 class BlockOperators(NamedTuple):
     """What blocks of C tokens need.
@@ -60,10 +62,47 @@ def block_operators(
     return tuple(_block_operators(order, float(theta), block, dtype, str(device)))
 
 
+@lru_cache
+def _doubled_advances(
+    order: int, theta: float, block: int, count: int, dtype: torch.dtype, device: str
+) -> tuple[torch.Tensor, ...]:
+    with _disable_current_modes(), torch.inference_mode(False), torch.device("cpu"), torch.no_grad():
+        powers = [torch.linalg.matrix_power(transition(order, theta), block)]
+        for _ in range(count - 1):
+            powers.append(powers[-1] @ powers[-1])
+        return tuple(power.to(device, dtype) for power in powers)
+
+
 @torch.compiler.assume_constant_result
-def step_matrix(order: int, theta: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """(q, q) one token's transition, in `dtype` on `device`."""
-    return _block_operators(order, float(theta), 1, dtype, str(device)).advance
+def doubled_advances(
+    order: int, theta: float, block: int, count: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """(q, q) A^C, A^{2C}, A^{4C}, ... (`count` of them) for blocks of C tokens, in `dtype` on `device`."""
+    return _doubled_advances(order, float(theta), block, count, dtype, str(device))
+
+
+@torch.compiler.assume_constant_result
+def step_matrices(
+    order: int, theta: float, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(q, q) A and (q, 1) B, one token's step, in `dtype` on `device`."""
+    operators = _block_operators(order, float(theta), 1, dtype, str(device))
+    return operators.advance, operators.push
+
+
+@lru_cache
+def _finite_response(order: int, theta: float, horizon: int) -> torch.Tensor:
+    with _disable_current_modes(), torch.inference_mode(False), torch.device("cpu"), torch.no_grad():
+        response = impulse_response(order, theta, horizon)
+        left = response.abs().flip(1).cumsum(1).flip(1)  # from each tap on
+        count = int((left > NEGLIGIBLE * left[:, :1]).any(0).sum())
+        return response[:, :count].float()
+
+
+def finite_response(order: int, theta: float, length: int) -> torch.Tensor:
+    """(q, T) float32 on CPU: `impulse_response` up to the tap from which on float32 sees none, T <= length."""
+    horizon = 2 ** max(5, (length - 1).bit_length())  # the same for many lengths
+    return _finite_response(order, float(theta), horizon)[:, :length]
 
 
 def impulse_response(order: int, theta: float, length: int) -> torch.Tensor:

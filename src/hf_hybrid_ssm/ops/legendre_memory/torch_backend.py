@@ -5,7 +5,12 @@ import torch.nn.functional as F
 
 from hf_hybrid_ssm.ops._core.autocast import without_autocast
 from hf_hybrid_ssm.ops._core.toeplitz import causal_toeplitz
-from hf_hybrid_ssm.ops.legendre_memory.constants import BlockOperators, block_operators, step_matrix
+from hf_hybrid_ssm.ops.legendre_memory.constants import (
+    BlockOperators,
+    block_operators,
+    doubled_advances,
+    step_matrices,
+)
 
 BLOCK = 32
 
@@ -19,36 +24,71 @@ def legendre_memory_torch(x, *, weight, order, theta, state, lengths):
             y, final = by_steps(x.to(dtype), weight, order, theta, state, lengths)
         else:
             blocks = Blocks(x.to(dtype), order, theta, state)
-            y = blocks.read_out(read_out_matrix(weight, blocks.operators), slice(None))
+            from_inputs, from_state = read_out_matrices(weight, blocks.operators)
+            y = product(from_inputs, blocks.x.flatten(0, 1), product(from_state, blocks.states.flatten(0, 1)))
             y = y.view(x.shape[0], -1, weight.shape[0], x.shape[2])[:, : x.shape[1]]
             final = blocks.final_state(lengths)
         return y.to(x.dtype), final
 
 
 def by_steps(x, weight, order, theta, state, lengths):
-    """Token by token, for one or two of them: A (m - e_0 x) + e_0 x is A m + B x."""
-    a = step_matrix(order, theta, x.dtype, x.device)
+    """Token by token, for one or two of them: m ← A m + B x."""
+    a, b = step_matrices(order, theta, x.dtype, x.device)
     m = x.new_zeros(x.shape[0], order, x.shape[2]) if state is None else state.to(x.dtype)
     y = []
     for t in range(x.shape[1]):
-        u = F.pad(x[:, t, None], (0, 0, 0, order - 1))
-        after = a @ (m - u) + u
+        after = product(a, m, b * x[:, t, None])
         m = after if lengths is None else torch.where((t < lengths)[:, None, None], after, m)
-        y.append(weight @ m)
+        y.append(product(weight, m))
     rows = torch.stack(y, 1) if y else x.new_zeros(x.shape[0], 0, weight.shape[0], x.shape[2])
     return rows, m
 
 
-def read_out_matrix(weight: torch.Tensor, operators: BlockOperators) -> torch.Tensor:
-    """[T | R], (C r, C + q): outputs of a block from its inputs and the state before it.
+def read_out_matrices(weight: torch.Tensor, operators: BlockOperators) -> tuple[torch.Tensor, torch.Tensor]:
+    """T (C r, C) and R (C r, q): outputs of a block from its inputs, and from the state before it.
 
     Output j is W A^{j+1} s + Σ_{i ≤ j} (W A^{j-i} B) x_i.
     """
-    rows, block = weight.shape[0], operators.impulse.shape[1]
     from_state = torch.tensordot(weight, operators.powers, 1).transpose(0, 1)  # (C, r, q)
-    taps = weight @ operators.impulse  # (r, C)
-    from_inputs = causal_toeplitz(taps).permute(2, 0, 1)  # (C, r, C)
-    return torch.cat([from_inputs, from_state], 2).reshape(block * rows, -1)
+    from_inputs = causal_toeplitz(weight @ operators.impulse).permute(2, 0, 1)  # (C, r, C)
+    return from_inputs.flatten(0, 1), from_state.flatten(0, 1)
+
+
+def product(matrix: torch.Tensor, x: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
+    """matrix (m, k) times each of x (n, k, D), plus (n, m, D): one batched product, whose results lie row by row."""
+    matrix = matrix.expand(x.shape[0], -1, -1)
+    return torch.bmm(matrix, x) if added is None else torch.baddbmm(added, matrix, x)
+
+
+def states_between(
+    push: torch.Tensor, state: torch.Tensor, advances: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """s_{j+1} = A^C s_j + push_j: the states before each block (B, J, q, D), and the one after the last.
+
+    By pairs of blocks, then pairs of pairs: as many products as log2 J takes instead of one after the other.
+    """
+    count, shape = push.shape[1], state.shape[1:]
+    if count == 1:
+        return state.unsqueeze(1), product(advances[0], state, push[:, 0])
+    if count % 2:
+        states, last = states_between(push[:, :-1], state, advances)
+        return torch.cat([states, last.unsqueeze(1)], 1), product(advances[0], last, push[:, -1])
+    first, second = (part.reshape(-1, *shape) for part in (push[:, 0::2], push[:, 1::2]))
+    both = product(advances[0], first, second).view(-1, count // 2, *shape)
+    even, after = states_between(both, state, advances[1:])
+    odd = product(advances[0], even.reshape(-1, *shape), first).view_as(even)
+    return torch.stack([even, odd], 2).flatten(1, 2), after
+
+
+def advanced(state: torch.Tensor, x: torch.Tensor, tokens: torch.Tensor, operators: BlockOperators) -> torch.Tensor:
+    """(B, q, D) the state after the first `tokens` (B,), 0 … C, of x (B, C, D)."""
+    block = operators.impulse.shape[1]
+    lag = tokens.unsqueeze(1) - 1 - torch.arange(block, device=x.device)  # (B, C)
+    push = torch.where(lag >= 0, operators.impulse[:, lag.clamp(min=0)], 0.0)  # (q, B, C)
+    real = torch.where((lag >= 0).unsqueeze(2), x, 0.0)  # nothing after a row's end may reach its state
+    power = operators.powers[:, (tokens - 1).clamp(min=0)].transpose(0, 1)  # (B, q, q)
+    kept = torch.where((tokens > 0)[:, None, None], power @ state, state)
+    return kept + push.transpose(0, 1) @ real
 
 
 class Blocks:
@@ -62,21 +102,13 @@ class Blocks:
     def __init__(self, x: torch.Tensor, order: int, theta: float, state: torch.Tensor | None, block: int = BLOCK):
         batch, length, channels = x.shape
         self.operators = BlockOperators(*block_operators(order, theta, block, x.dtype, x.device))
-        self.order, self.block, self.length = order, block, length
+        self.block, self.length = block, length
         self.count = -(-length // block)
         self.x = F.pad(x, (0, 0, 0, self.count * block - length)).view(batch, self.count, block, channels)
-        pushed = self.operators.push @ self.x  # (B, J, q, D)
-        s = x.new_zeros(batch, order, channels) if state is None else state.to(x.dtype)
-        states = []
-        for push in pushed.unbind(1):  # not by index: the gradient of each index would be a whole tensor of zeros
-            states.append(s)
-            s = torch.baddbmm(push, self.operators.advance.expand(batch, -1, -1), s)
-        self.states = torch.stack(states, 1)  # (B, J, q, D)
-        self.after = s
-
-    def read_out(self, matrix: torch.Tensor, which: slice) -> torch.Tensor:
-        """(B, J', C r, D): all outputs of the blocks `which`."""
-        return matrix @ torch.cat([self.x[:, which], self.states[:, which]], 2)
+        push = product(self.operators.push, self.x.flatten(0, 1)).view(batch, self.count, order, channels)
+        state = x.new_zeros(batch, order, channels) if state is None else state.to(x.dtype)
+        advances = doubled_advances(order, theta, block, self.count.bit_length(), x.dtype, x.device)
+        self.states, self.after = states_between(push, state, advances)
 
     def final_state(self, lengths: torch.Tensor | None) -> torch.Tensor:
         """(B, q, D) after each row's last real token."""
@@ -85,13 +117,7 @@ class Blocks:
         batch = self.x.shape[0]
         if lengths is None:
             lengths = torch.full((batch,), self.length, device=self.x.device)
-        index = torch.clamp(lengths // self.block, max=self.count - 1)
-        tokens = lengths - index * self.block  # of the block that is not finished, 0 … C
+        index = torch.clamp(lengths // self.block, max=self.count - 1)  # the block that is not finished
         rows = torch.arange(batch, device=self.x.device)
-        s, x = self.states[rows, index], self.x[rows, index]
-        lag = tokens.unsqueeze(1) - 1 - torch.arange(self.block, device=self.x.device)  # (B, C)
-        push = torch.where(lag >= 0, self.operators.impulse[:, lag.clamp(min=0)], 0.0)  # (q, B, C)
-        real = torch.where((lag >= 0).unsqueeze(2), x, 0.0)  # nothing after a row's end may reach its state
-        power = self.operators.powers[:, (tokens - 1).clamp(min=0)].transpose(0, 1)  # (B, q, q)
-        advanced = torch.where((tokens > 0)[:, None, None], power @ s, s)
-        return advanced + push.transpose(0, 1) @ real
+        tokens = lengths - index * self.block
+        return advanced(self.states[rows, index], self.x[rows, index], tokens, self.operators)

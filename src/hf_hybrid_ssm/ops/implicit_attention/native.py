@@ -1,0 +1,202 @@
+"""The fused CPU backend: convolution by Fourier transforms, attention of each token, and decoding, in `native.c`."""
+
+import ctypes
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import List  # noqa: UP035
+
+import torch
+from torch import Tensor
+
+from hf_hybrid_ssm.ops._core.native_library import call, compile_and_load, prepared, supports
+from hf_hybrid_ssm.ops.implicit_attention.decoding import DECODE, is_exact_gelu
+from hf_hybrid_ssm.ops.implicit_attention.torch_backend import implicit_attention_torch
+from hf_hybrid_ssm.ops.legendre_memory.constants import BlockOperators, block_operators, finite_response
+
+__all__ = ["implicit_attention_native", "supports"]
+
+CHUNK = 16  # as in native.c
+POINTS = tuple(2**k for k in range(5, 22))  # that a transform may have
+NAMES = ("weight", "bias", "collapse", "collapse_bias")
+
+
+def implicit_attention_native(x, *, activation, theta, state, lengths, scale, form, needs_state, **parameters):
+    """See `hf_hybrid_ssm.ops.implicit_attention.implicit_attention`; what the kernel does not do runs in torch."""
+    if form not in ("auto", "fft") or state is not None or x.shape[1] == 0 or not is_exact_gelu(activation):
+        options = {"theta": theta, "state": state, "lengths": lengths, "scale": scale, "needs_state": needs_state}
+        return implicit_attention_torch(x, activation=activation, form=form, **options, **parameters)
+    inputs = [prepared(tensor) for tensor in (x, *(parameters[name] for name in NAMES))]
+    y, final = _forward(*inputs, lengths, scale, theta, needs_state)
+    return y.to(x.dtype), final if needs_state else None
+
+
+def transform_sizes(length: int, taps: int) -> tuple[int, int]:
+    """Points of the transforms and new tokens in each, so that a row of `length` tokens costs least."""
+    sizes = [(points, min(length, points - taps + 1)) for points in POINTS if points >= taps]
+    return min(sizes, key=lambda size: -(-length // size[1]) * size[0] * size[0].bit_length())
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    return compile_and_load(Path(__file__).with_name("native.c"))
+
+
+@lru_cache
+def _scalar(value: float) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor([value], dtype=torch.float32, device="cpu")
+
+
+class _Problem:
+    """What forward and backward share: filters, sizes, and the arguments in the order of C."""
+
+    def __init__(self, x, weight, bias, collapse, collapse_bias, scale, theta):
+        rows, order = weight.shape[1:]
+        self.response = finite_response(order, theta, x.shape[1])
+        self.taps = weight.flatten(0, 1) @ self.response
+        points, self.segment = transform_sizes(x.shape[1], self.taps.shape[1])
+        self.tensors = (x, self.taps, bias, collapse, collapse_bias, _scalar(scale))
+        self.sizes = (*x.shape, rows, self.taps.shape[1], points, self.segment)
+
+    def steps_back(self, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(B, T, 1) the token k steps before each row's last, and whether there is one."""
+        if lengths is None:
+            lengths = torch.full((x.shape[0],), x.shape[1])
+        index = lengths.unsqueeze(1) - 1 - torch.arange(self.taps.shape[1])
+        return index.clamp(min=0).unsqueeze(2).expand(-1, -1, x.shape[2]), (index >= 0).unsqueeze(2)
+
+
+@torch.library.custom_op("hf_hybrid_ssm::implicit_attention_native", mutates_args=(), device_types="cpu")
+def _forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    collapse: Tensor,
+    collapse_bias: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+    theta: float,
+    needs_state: bool,
+) -> tuple[Tensor, Tensor]:
+    """y (B, L, D) and the memory (B, q, D), empty if it is not needed."""
+    problem, y = _Problem(x, weight, bias, collapse, collapse_bias, scale, theta), torch.empty_like(x)
+    call(_library().implicit_attention_forward, (*problem.tensors, y), *problem.sizes)
+    if not needs_state:
+        return y, x.new_empty(0)
+    if lengths is None:
+        last = x[:, -problem.taps.shape[1] :]
+        return y, problem.response[:, : last.shape[1]].flip(1) @ last
+    index, is_real = problem.steps_back(x, lengths)
+    return y, problem.response @ torch.where(is_real, x.gather(1, index), 0.0)
+
+
+@_forward.register_fake
+def _(x, weight, bias, collapse, collapse_bias, lengths, scale, theta, needs_state):
+    final = x.new_empty(x.shape[0], weight.shape[2], x.shape[2]) if needs_state else x.new_empty(0)
+    return torch.empty_like(x), final
+
+
+@torch.library.custom_op("hf_hybrid_ssm::implicit_attention_native_backward", mutates_args=(), device_types="cpu")
+def _backward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    collapse: Tensor,
+    lengths: Tensor | None,
+    dy: Tensor,
+    dfinal: Tensor,
+    scale: float,
+    theta: float,
+) -> List[Tensor]:  # noqa: UP006 - all that torch 2.6 reads
+    """Gradients of x, weight, bias, collapse and collapse_bias; dfinal is empty if the memory was not asked for."""
+    problem, rows = _Problem(x, weight, bias, collapse, None, scale, theta), weight.shape[1]
+    dx, dtaps = torch.zeros_like(x), torch.empty_like(problem.taps)
+    sums = x.new_zeros(-(-problem.segment // CHUNK), 4 * rows)
+    call(_library().implicit_attention_backward, (*problem.tensors, dy, dx, dtaps, sums), *problem.sizes)
+    if dfinal.numel():
+        index, is_real = problem.steps_back(x, lengths)
+        dx.scatter_add_(1, index, torch.where(is_real, problem.response.mT @ dfinal, 0.0))
+    dbias, dcollapse = sums.sum(0).split([3 * rows, rows])
+    dweight = (dtaps @ problem.response.mT).view_as(weight)
+    return [dx, dweight, dbias.view(3, rows).clone(), dcollapse.clone(), dy.sum().view(1)]
+
+
+@_backward.register_fake
+def _(x, weight, bias, collapse, lengths, dy, dfinal, scale, theta):
+    sizes = (weight.shape, weight.shape[:2], weight.shape[1:2], (1,))
+    return [torch.empty_like(x), *(x.new_empty(size) for size in sizes)]
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, collapse_bias, lengths, ctx.scale, ctx.theta, ctx.needs_state = inputs
+    ctx.save_for_backward(*tensors, lengths)
+    ctx.has_biases = tensors[2] is not None, collapse_bias is not None
+
+
+def _gradient(ctx, dy, dfinal):
+    saved = ctx.saved_tensors  # once: checkpointing unpacks them once
+    dfinal = dfinal.contiguous() if ctx.needs_state else dy.new_empty(0)
+    dx, dweight, dbias, dcollapse, doffset = _backward(*saved, dy.contiguous(), dfinal, ctx.scale, ctx.theta)
+    dbias, doffset = (grad if given else None for grad, given in zip((dbias, doffset), ctx.has_biases))
+    return dx, dweight, dbias, dcollapse, doffset, None, None, None, None
+
+
+_forward.register_autograd(_gradient, setup_context=_setup_context)
+
+
+def decode_token(x, memory, recent, pending, *, weight, bias, collapse, collapse_bias, scale, theta):
+    """One token x (B, D), without gradients: its output and the states after it, see `decoding`."""
+    parameters = [prepared(tensor) for tensor in (weight, bias, collapse, collapse_bias)]
+    is_plain = type(x) is Tensor and not torch.compiler.is_compiling()
+    compute = _step_without_copies if is_plain else _step
+    y, *states = compute(x.float().contiguous(), *parameters, memory, recent, pending, scale, theta)
+    return y.to(x.dtype), *states
+
+
+setattr(implicit_attention_native, DECODE, decode_token)
+
+
+def _compute_step(
+    x, weight, bias, collapse, collapse_bias, memory, recent, pending, scale, theta, *, copies
+) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+    """As `_step`; whether the memory is a new one."""
+    batch, block, channels = recent.shape
+    rows, order = weight.shape[1:]
+    operators = BlockOperators(*block_operators(order, theta, block, x.dtype, x.device))
+    y, recent, pending = torch.empty_like(x), recent.clone(), pending.clone()
+    after, is_new = torch.empty_like(memory), torch.empty(1, dtype=torch.int64)
+    parameters = (weight, bias, collapse, collapse_bias, _scalar(scale))
+    tensors = (x, *parameters, operators.powers, operators.impulse, operators.push, memory.contiguous())
+    sizes = (batch, channels, rows, order, block, copies)
+    call(_library().implicit_attention_step, (*tensors, recent, pending, y, after, is_new), *sizes)
+    # read from memory: `is_new.item()` would be a synchronisation to all that counts them
+    return y, after, recent, pending, ctypes.c_int64.from_address(is_new.data_ptr()).value
+
+
+def _step_without_copies(*inputs):
+    """As `_step`, for plain tensors: a memory that stays as it is is not copied."""
+    y, after, recent, pending, is_new = _compute_step(*inputs, copies=False)
+    return y, after if is_new else inputs[5], recent, pending
+
+
+@torch.library.custom_op("hf_hybrid_ssm::implicit_attention_step_native", mutates_args=(), device_types="cpu")
+def _step(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    collapse: Tensor,
+    collapse_bias: Tensor | None,
+    memory: Tensor,
+    recent: Tensor,
+    pending: Tensor,
+    scale: float,
+    theta: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y (B, D) and the states after the token."""
+    states = (memory, recent, pending)
+    return _compute_step(x, weight, bias, collapse, collapse_bias, *states, scale, theta, copies=True)[:4]
+
+
+@_step.register_fake
+def _(x, weight, bias, collapse, collapse_bias, memory, recent, pending, scale, theta):
+    return tuple(torch.empty_like(tensor) for tensor in (x, memory, recent, pending))
