@@ -18,6 +18,8 @@
 #   make cards       the model cards of the papers' language models
 #   make clean-room  exported folders in a new environment that lacks the package, lm-eval's own command included
 #   make docs        run what README.md and docs/ show, and check their links
+#   make site        the documentation as a site in build/site, with the API reference
+#   make build       the wheel and the source distribution in dist/
 
 VENV ?= .venv
 JOBS ?= 2
@@ -28,7 +30,7 @@ UPSTREAM = HF_HYBRID_SSM_UPSTREAM_TESTS="$$($(BIN)/python tests/upstream/fetch.p
 REPORT = OMP_NUM_THREADS=1 $(BIN)/python -m tests.reporting
 RUN_TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-.PHONY: demo test lint upstream invariants programs streaming bench docs install clean \
+.PHONY: demo test lint upstream invariants programs streaming bench docs site build install clean \
     cards clean-room matrix reliability roundtrips determinism numerics misuse fuzz crash scale mutation plans \
     reports-status \
     lowest newest
@@ -73,11 +75,11 @@ plans: $(STAMP)
 
 mutation: $(STAMP)
 	$(BIN)/python -m pip install --quiet mutmut
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.reliability.mutation --sample 400
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.mutation --sample 400
 
 # The suite in an environment of its own with the lowest versions that pyproject.toml names, or the newest there are.
 # (What needs several processes, and transformers' own tests, belong to the pinned versions.)
-VERSIONS = nice $(BIN)/python -m tests.reliability.versions
+VERSIONS = nice $(BIN)/python -m tools.versions
 lowest newest: $(STAMP)
 	$(VERSIONS) $@
 
@@ -97,6 +99,12 @@ bench: $(STAMP)
 docs: $(STAMP)
 	$(RUN_TESTS) tests/test_documentation.py
 
+site: $(STAMP)
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -c docs/site . build/site
+
+build: $(STAMP)
+	$(BIN)/python -m hatchling build
+
 install: $(STAMP)
 
 # torch comes first: with the pin, a local CPU build of that version is preferred where an index offers one.
@@ -113,7 +121,7 @@ $(STAMP): pyproject.toml constraints.txt
 	fi; \
 	[ -x $(BIN)/python ] || $$python -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[train,eval,dev]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[train,eval,sft,docs,notebook,dev]"
 	@touch $@
 
 clean:
