@@ -100,7 +100,7 @@ docs: $(STAMP)
 	$(RUN_TESTS) tests/test_documentation.py
 
 site: $(STAMP)
-	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -c docs/site . build/site
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -c docs . build/site
 
 build: $(STAMP)
 	$(BIN)/python -m hatchling build

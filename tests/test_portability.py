@@ -12,9 +12,9 @@ ROOT = Path(__file__).parents[1]
 SPECIAL = "vocab_size=32, pad_token_id=0, bos_token_id=None, eos_token_id=None, hidden_size=16, num_hidden_layers=2"
 FAMILIES = {
     "longhorn": {},
-    "bst": dict(num_attention_heads=2, head_dim=8, sliding_window=4, intermediate_size=32),
-    "spade": dict(num_attention_heads=2, sliding_window=5, intermediate_size=32),
-    "lmu_isa": dict(lmu_order=10, lmu_theta=20.0, num_attention_heads=2, post_intermediate_size=32),
+    "bst": {"num_attention_heads": 2, "head_dim": 8, "sliding_window": 4, "intermediate_size": 32},
+    "spade": {"num_attention_heads": 2, "sliding_window": 5, "intermediate_size": 32},
+    "lmu_isa": {"lmu_order": 10, "lmu_theta": 20.0, "num_attention_heads": 2, "post_intermediate_size": 32},
 }
 STEP = f"""
 import json, logging, sys, torch
