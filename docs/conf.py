@@ -16,7 +16,7 @@ import hf_hybrid_ssm
 
 project = "hf-hybrid-ssm"
 author = "hf-hybrid-ssm contributors"
-copyright = author  # noqa: A001 - Sphinx's name
+copyright = author
 release = version = hf_hybrid_ssm.__version__
 
 root_doc = "README"
@@ -51,12 +51,13 @@ CONTENTS = {
         "Use": ["docs/README", "docs/choosing", "docs/generating", "docs/batching", "docs/faq"],
         "Train": ["docs/training", "docs/parallel", "docs/planning", "docs/sharing"],
         "Families": FAMILIES,
-        "Measurements": ["docs/performance", "docs/experiments", "docs/reproducing", "reports/*", "reports/reliability/*"],
+        "Measurements": ["docs/performance", "docs/experiments", "docs/reproducing"],
+        "Reports": ["reports/*", "reports/reliability/*"],
         "Reference": ["docs/reference", "docs/kernels", "docs/extending", "model_cards/README"],
         "Project": ["CONTRIBUTING", "CHANGELOG", "SECURITY"],
     },
     "model_cards/README": {"Cards": ["model_cards/*"]},
-}  # fmt: skip
+}
 
 
 listed = {page for pages in CONTENTS["README"].values() for page in pages}
@@ -79,10 +80,8 @@ def read_markdown(app, what, name, obj, options, lines):
     text = re.sub(r"\):\n +(?=\w)", "): ", text)  # an argument whose description begins on the next line
     text = re.sub(r"(?ms)^( *)```(\w+)\n(.*?)^ *```$", _code_block, text)
     # a bar stands for itself, unless it is in code
-    lines[:] = [
-        line if line[:1] in ("", " ") else re.sub(r"\|(?=[^`]*(?:`[^`]*`[^`]*)*$)", r"\\|", line)
-        for line in text.split("\n")
-    ]
+    bar = re.compile(r"\|(?=[^`]*(?:`[^`]*`[^`]*)*$)")
+    lines[:] = [line if line[:1] in ("", " ") else bar.sub(r"\\|", line) for line in text.split("\n")]
 
 
 def _code_block(found):

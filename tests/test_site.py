@@ -81,7 +81,7 @@ def known(page, fragment):
 
 def test_nothing_is_loaded_from_elsewhere(pages):
     """Neither fonts nor scripts: the site works without a network, and tells nobody who reads it."""
-    for path, page in pages.items():
+    for path in pages:
         text = path.read_text(encoding="utf-8")
         assert 'src="http' not in text and 'rel="stylesheet" href="http' not in text, path
 
