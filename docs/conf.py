@@ -48,7 +48,7 @@ napoleon_numpy_docstring = False
 FAMILIES = [f"docs/families/{name}" for name in ("longhorn", "spade", "bst", "lmu_isa")]
 CONTENTS = {
     "README": {
-        "Use": ["docs/README", "docs/choosing", "docs/generating", "docs/batching", "docs/faq"],
+        "Use": ["docs/README", "docs/choosing", "docs/text", "docs/generating", "docs/batching", "docs/faq"],
         "Train": ["docs/training", "docs/parallel", "docs/planning", "docs/sharing"],
         "Families": FAMILIES,
         "Measurements": ["docs/performance", "docs/experiments", "docs/reproducing"],

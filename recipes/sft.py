@@ -54,6 +54,11 @@ class SftArguments:
     overwrite: bool = field(default=False, metadata={"help": "start again in an output_dir that is not empty"})
 
     def __post_init__(self):
+        if self.model_name_or_path is None or not self.train_files:
+            raise ValueError(
+                f"give model_name_or_path and train_files, got model_name_or_path={self.model_name_or_path!r} and "
+                f"train_files={self.train_files}."
+            )
         if self.lora_rank < 0:
             raise ValueError(f"lora_rank={self.lora_rank} must be at least 0.")
 
