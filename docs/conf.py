@@ -70,7 +70,14 @@ def add_contents(app, name, source):
     for caption, pages in CONTENTS.get(name, {}).items():
         entries = "\n".join(f"/{page}" for page in pages)
         parts.append(f"```{{toctree}}\n:hidden:\n:glob:\n:caption: {caption}\n\n{entries}\n```")
-    source[0] = "\n\n".join(parts)
+    source[0] = re.sub(r"<!-- classes: (\w+) -->", _classes_of, "\n\n".join(parts))
+
+
+def _classes_of(found):
+    """The public classes of a family, configurations and bodies first."""
+    names = [name for name in hf_hybrid_ssm.__all__ if name.startswith(found[1])]
+    names.sort(key=lambda name: ("For" in name, not name.endswith("Config"), name))
+    return "\n".join(["```{eval-rst}", *(f".. autoclass:: hf_hybrid_ssm.{name}" for name in names), "```"])
 
 
 def read_markdown(app, what, name, obj, options, lines):
