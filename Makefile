@@ -30,7 +30,7 @@ UPSTREAM = HF_HYBRID_SSM_UPSTREAM_TESTS="$$($(BIN)/python tests/upstream/fetch.p
 REPORT = OMP_NUM_THREADS=1 $(BIN)/python -m tests.reporting
 RUN_TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-.PHONY: demo test lint upstream invariants programs streaming bench docs site build install clean \
+.PHONY: demo test lint upstream invariants programs streaming bench docs install clean \
     cards clean-room matrix reliability roundtrips determinism numerics misuse fuzz crash scale mutation plans \
     reports-status \
     lowest newest
@@ -99,6 +99,7 @@ bench: $(STAMP)
 docs: $(STAMP)
 	$(RUN_TESTS) tests/test_documentation.py
 
+.PHONY: site build
 site: $(STAMP)
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -c docs . build/site
 

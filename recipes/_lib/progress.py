@@ -22,7 +22,7 @@ class TokenProgress(TrainerCallback):
     """
 
     def __init__(self, disable_bar: bool = False):
-        self.tokens = 0
+        self.tokens, self._reported, self._reported_tokens = 0, 0.0, 0
         self._bar: Any = None
         self._is_terminal = not disable_bar and sys.stderr.isatty()
 
@@ -40,6 +40,9 @@ class TokenProgress(TrainerCallback):
         if self._bar is not None:
             self._bar.update(state.global_step - self._bar.n)
             self._bar.set_description(f"{self._rate:,.0f} tokens/s", refresh=False)
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self._reported, self._reported_tokens = time.perf_counter(), self.tokens  # it trains on nothing meanwhile
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero or not logs:
