@@ -119,6 +119,8 @@ print(json.dumps([hf_hybrid_ssm.__file__, hf_hybrid_ssm.__version__]))
 
 @pytest.mark.parametrize("recipe", ["demo.py", "pretrain_clm.py", "sft.py"])
 def test_installed_recipes_start(installed, tmp_path, recipe):
+    if recipe == "sft.py":
+        pytest.importorskip("trl")
     script = installed / "hf_hybrid_ssm/recipes" / recipe
     assert "usage" in run(sys.executable, script, "--help", cwd=tmp_path, path=installed)
 

@@ -96,7 +96,9 @@ def main() -> int:
     verdicts = {name for by_name in codes(folder).values() for name, code in by_name.items() if code is not None}
     if sample - verdicts:
         mutmut(folder, sorted(sample - verdicts))
-    rows, total, survivors = [], Counter(), []
+    rows: list[list] = []
+    survivors: list[str] = []
+    total: Counter[str] = Counter()
     for file, by_name in codes(folder).items():
         found = Counter(status(code) for name, code in by_name.items() if name in sample and code is not None)
         survivors += [name for name, code in by_name.items() if name in sample and code == 0]
