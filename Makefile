@@ -18,6 +18,8 @@
 #   make cards       the model cards of the papers' language models
 #   make clean-room  exported folders in a new environment that lacks the package, lm-eval's own command included
 #   make docs        run what README.md and docs/ show, and check their links
+#   make site        the documentation as a site in build/site, with the API reference
+#   make build       the wheel and the source distribution in dist/
 
 VENV ?= .venv
 JOBS ?= 2
@@ -73,11 +75,11 @@ plans: $(STAMP)
 
 mutation: $(STAMP)
 	$(BIN)/python -m pip install --quiet mutmut
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.reliability.mutation --sample 400
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.mutation --sample 400
 
 # The suite in an environment of its own with the lowest versions that pyproject.toml names, or the newest there are.
 # (What needs several processes, and transformers' own tests, belong to the pinned versions.)
-VERSIONS = nice $(BIN)/python -m tests.reliability.versions
+VERSIONS = nice $(BIN)/python -m tools.versions
 lowest newest: $(STAMP)
 	$(VERSIONS) $@
 
@@ -97,6 +99,13 @@ bench: $(STAMP)
 docs: $(STAMP)
 	$(RUN_TESTS) tests/test_documentation.py
 
+.PHONY: site build
+site: $(STAMP)
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -c docs . build/site
+
+build: $(STAMP)
+	$(BIN)/python -m hatchling build
+
 install: $(STAMP)
 
 # torch comes first: with the pin, a local CPU build of that version is preferred where an index offers one.
@@ -113,7 +122,7 @@ $(STAMP): pyproject.toml constraints.txt
 	fi; \
 	[ -x $(BIN)/python ] || $$python -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[train,eval,dev]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[train,eval,sft,docs,notebook,dev]"
 	@touch $@
 
 clean:

@@ -116,5 +116,21 @@ def evaluate(arguments: EvaluationArguments) -> dict[str, Any]:
     return figures
 
 
+def table_of(figures: dict[str, Any]) -> str:
+    """What a person reads at the end; evaluation.json has every digit."""
+    sliding = figures["sliding"]
+    rows = [("window", "perplexity", "loss", "tokens scored")]
+    window = f"{sliding['length']:,} (sliding by {sliding['stride']:,})"
+    rows.append((window, f"{sliding['perplexity']:.2f}", f"{sliding['loss']:.4f}", f"{figures['tokens']:,}"))
+    for point in figures["extrapolation"]:
+        figured = f"{point['perplexity']:.2f}", f"{point['loss']:.4f}", f"{point['scored_tokens']:,}"
+        rows.append((f"{point['length']:,}", *figured))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    title = f"{figures['model']}: {figures['documents']:,} documents, {sliding['bits_per_byte']:.4f} bits per byte"
+    texts = [f"{sample['prompt']!r} →\n{sample['continuation']!r}" for sample in figures["samples"]]
+    return "\n".join([title, "", *lines, "", *texts])
+
+
 if __name__ == "__main__":
-    print(evaluate(HfArgumentParser(EvaluationArguments).parse_args_into_dataclasses()[0]))
+    print(table_of(evaluate(HfArgumentParser(EvaluationArguments).parse_args_into_dataclasses()[0])))

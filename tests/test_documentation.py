@@ -25,6 +25,8 @@ WITH_PYTHON = [page for page in PAGES if python_of(page)]
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_python_runs(page, tmp_path, monkeypatch):
     """The blocks of a page, one after the other."""
+    if "from trl import" in page.read_text(encoding="utf-8"):
+        pytest.importorskip("trl")
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "documentation"}
     for block in python_of(page):
@@ -158,6 +160,13 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
         read_settings(
             "finetune_glue.py", classes, [str(config), *training, "model_name_or_path=null", "model_type=longhorn"]
         )
+    elif config.parent.name == "sft":
+        pytest.importorskip("trl")
+        from sft import SftArguments, SFTConfig
+
+        read_settings("sft.py", (SftArguments, SFTConfig), [str(config), *training, "model_name_or_path=FOLDER"])
+        with pytest.raises(ValueError, match="model_name_or_path"):
+            read_settings("sft.py", (SftArguments, SFTConfig), [str(config), *training])
     elif config.parent.name == "summarization":
         classes = (SummarizationArguments, Seq2SeqTrainingArguments)
         arguments, _ = read_settings("finetune_summarization.py", classes, [str(config), *training])

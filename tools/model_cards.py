@@ -34,10 +34,12 @@ def preset_cards() -> dict[str, str]:
             count = re.search(r"([\d,]+) parameters", card)[1]  # type: ignore[index]
             lines.append(f"| [{name}]({name}.md) | {family.card.name} | {count} |")
     index = "\n".join(lines)
+    citations = "\n\n".join(dict.fromkeys(family.card.citation for family in FAMILIES))
     cards["README.md"] = (
         "# Model cards\n\nOne for each language model and encoder-decoder of a paper, written by `make cards`. "
         "**No trained weights are published yet**; the cards say what would be in them, and how to "
-        f"train it.\n\n{index}\n"
+        'train it. Configurations: `LonghornConfig.preset("125m")`; `.presets` of a configuration class lists all.\n\n'
+        f"{index}\n\n## Citations\n\n```bibtex\n{citations}\n```\n"
     )
     return cards
 

@@ -27,6 +27,8 @@ def to_json(content: Any) -> str:
 
 def _commit() -> str:
     """Of the sources, with "+" where they differ from it; "unknown" outside a repository."""
+    if not (ROOT / ".git").exists():  # installed, perhaps inside another project's repository
+        return "unknown"
     git = ["git", "-C", str(ROOT)]
     sources = [":/src", ":/recipes", ":/benchmarks/*.py"]
     try:

@@ -3,8 +3,9 @@
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ def read_settings(recipe: str, classes: Sequence[type], arguments: Sequence[str]
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] in ("-h", "--help"):
-        known = "\n".join(f"  {cls.__name__}: {', '.join(sorted(f.name for f in fields(cls)))}" for cls in classes)
-        usage = f"usage: python recipes/{recipe} CONFIG.yaml [key=value ...]\n\nkeys:\n{known}"
+        usage = f"usage: python recipes/{recipe} CONFIG.yaml [key=value ...]"
+        usage = "\n\n".join([usage, *map(_described, classes)])
         if not arguments:
             raise SystemExit(usage)
         print(usage)
@@ -43,6 +44,38 @@ def read_settings(recipe: str, classes: Sequence[type], arguments: Sequence[str]
     if unknown := sorted(set(settings) - allowed):
         raise ValueError(f"unknown settings {unknown}; the recipe knows {sorted(allowed)}.")
     return HfArgumentParser(classes).parse_dict(_expand(settings))
+
+
+def _described(cls: type) -> str:
+    """A group of keys with their types, defaults and meaning; of transformers' and TRL's many only the names."""
+    title = (cls.__doc__ or "").strip().split("\n")[0]
+    own = [field for field in fields(cls) if field.init]
+    if cls.__module__.partition(".")[0] in ("transformers", "trl"):
+        names = textwrap.fill(
+            ", ".join(sorted(field.name for field in own)), 110, initial_indent="  ", subsequent_indent="  "
+        )
+        return f"{cls.__name__}, as documented by {cls.__module__.partition('.')[0]}:\n{names}"
+    lines = []
+    for field in own:
+        kind = getattr(field.type, "__name__", str(field.type)) if isinstance(field.type, type) else str(field.type)
+        if field.default is not MISSING:
+            kind += f" = {field.default!r}"
+        elif field.default_factory is not MISSING:
+            kind += f" = {field.default_factory()!r}"
+        else:
+            kind += ", required"
+        kind = kind.replace("typing.", "")
+        meaning = str(field.metadata.get("help", ""))
+        indent = " " * 32
+        first = f"  {field.name}: {kind}"
+        if meaning and len(first) < len(indent) - 1:
+            lines.append(
+                textwrap.fill(meaning, 110, initial_indent=first.ljust(len(indent)), subsequent_indent=indent)
+            )
+        else:
+            lines.append(first)
+            lines += textwrap.wrap(meaning, 110, initial_indent=indent, subsequent_indent=indent)
+    return "\n".join([f"{cls.__name__}: {title}", *lines])
 
 
 def _value(text: str) -> Any:

@@ -15,6 +15,7 @@ from datasets import Dataset
 from matplotlib.figure import Figure
 
 from _lib.plotting import loss_by_step, write_png
+from _lib.progress import REPLACED, TokenProgress
 from _lib.provenance import provenance, to_json
 from hf_hybrid_ssm.training.optim import parameter_groups
 from hf_hybrid_ssm.training.resume import checkpoint_defect, latest_complete_checkpoint
@@ -28,7 +29,22 @@ def _leave_process_group() -> None:
 
 
 class Trainer(transformers.Trainer):
-    """`transformers.Trainer` that decays only matrices and respects the optimizer options of parameters."""
+    """`transformers.Trainer` that decays only matrices, respects the optimizer options of parameters, and reports its
+    progress in tokens."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if self.args.device.type == "cpu":
+            self.args.dataloader_pin_memory = False  # there is nothing to pin for, and torch would warn of it
+        self._progress = TokenProgress(self.args.disable_tqdm)
+        for kind in REPLACED:
+            self.remove_callback(kind)
+        self.add_callback(self._progress)
+
+    def training_step(self, model, inputs, *args: Any, **kwargs: Any):
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        self._progress.tokens += inputs["input_ids"].numel() * self.args.world_size
+        return loss
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         if self.optimizer is None:  # type: ignore[has-type]

@@ -42,11 +42,11 @@ def test_metadata_and_parameters():
 @pytest.mark.parametrize(
     "variant, expected",
     [
-        ("bst mh s4", "| 1 | window attention |"),
-        ("bst block-recurrent", "| 0 | block-recurrent attention |"),
-        ("lmu-isa + global attention", "| 0 to 1 | global attention, Legendre memory, implicit attention |"),
-        ("longhorn + window and full attention", "| 2 | full attention |"),
-        ("spade s4 window", "| 0 | window attention and s4 |"),
+        ("bst mh s4", "layer 1: window attention"),
+        ("bst block-recurrent", "Layer 0: block-recurrent attention"),
+        ("lmu-isa + global attention", "Layers 0 to 1: global attention, Legendre memory, implicit attention."),
+        ("longhorn + window and full attention", "layer 2: full attention"),
+        ("spade s4 window", "Layer 0: window attention and s4"),
         ("encoder-decoder", "`SpadeForConditionalGeneration`"),
     ],
 )

@@ -103,10 +103,15 @@ def _page(result: dict) -> str:
         "",
         f"**{result['programs']} programs, {result['failures']} failures**; {result['tokens_compared']} outputs "
         f"compared, largest deviation {largest}.",
+        "",
+        "| | programs |",
+        "| --- | --- |",
     ]
     for title, counter in result["counts"].items():
-        lines += ["", f"| {title} | programs | failed |", "| --- | ---: | ---: |"]
-        lines += [f"| {name} | {count} | {failed} |" for name, (count, failed) in counter.items()]
+        each = (
+            f"{name} {count}{f' ({failed} failed)' if failed else ''}" for name, (count, failed) in counter.items()
+        )
+        lines.append(f"| {title} | {'; '.join(each)} |")
     if result["failed"]:
         lines += ["", "## Failures", "", *(f"- seed {seed}, {text}" for seed, text in result["failed"].items())]
     return "\n".join(lines) + "\n"

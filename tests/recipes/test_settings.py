@@ -11,7 +11,9 @@ from _lib.training import write_json
 
 @dataclass
 class First:
-    size: int = 1
+    """What it is made of."""
+
+    size: int = field(default=1, metadata={"help": "how large it is"})
     config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -80,6 +82,19 @@ def test_help_is_printed_and_no_failure(capsys):
             read_settings("some.py", (First, Second), [flag])
         printed = capsys.readouterr()
         assert stop.value.code == 0 and not printed.err
-        assert "usage: python recipes/some.py CONFIG.yaml" in printed.out and "First: config, size" in printed.out
+        assert "usage: python recipes/some.py CONFIG.yaml" in printed.out
+        assert "size: int = 1" in printed.out and "how large it is" in printed.out
+        assert "config: dict[str, Any] = {}" in printed.out and "files: list[str] = []" in printed.out
     with pytest.raises(SystemExit, match=r"usage: python recipes/some\.py"):
         read_settings("some.py", (First, Second), [])
+
+
+def test_help_has_groups_and_only_names_of_what_others_document(capsys):
+    from transformers import TrainingArguments
+
+    with pytest.raises(SystemExit):
+        read_settings("some.py", (First, TrainingArguments), ["--help"])
+    printed = capsys.readouterr().out
+    assert "First: What it is made of." in printed
+    assert "TrainingArguments, as documented by transformers:" in printed and "learning_rate" in printed
+    assert max(map(len, printed.splitlines())) < 120

@@ -39,7 +39,7 @@ class Collector:
         self.failed: dict[str, list[str]] = defaultdict(list)
 
     def pytest_runtest_logreport(self, report):
-        name = report.nodeid.split("::")[1]
+        name = report.nodeid.split("::")[1].partition("[")[0]
         is_part = type(report).__name__ == "SubtestReport"  # counted where it fails: its test is counted by itself
         if report.outcome != "failed" and (is_part or (report.when != "call" and report.outcome == "passed")):
             return

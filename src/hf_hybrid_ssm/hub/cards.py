@@ -76,6 +76,10 @@ def model_card(
         tags=[config.model_type, "state-space-model", "hf-hybrid-ssm", f"arxiv:{text.arxiv}"],
         **_metrics(name, task, results, dataset),
     )
+    has_weights = trained or results is not None
+    limits = (
+        f"{text.limits} A model trained by these recipes was not taught to be helpful or harmless; it repeats what "
+    )
     sections = [
         f"---\n{data.to_yaml().strip()}\n---",
         f"# {name}",
@@ -84,13 +88,10 @@ def model_card(
         _architecture(config, model, family.layer_kinds(config)),
         "## Training",
         _training(results, dataset, recipe, trained),
-        "## Use",
-        _use(name, auto_class_of(table), exported, trained or results is not None),
+        *(["## Use", _use(name, auto_class_of(table), exported)] if has_weights else []),
         "## Limits",
-        f"{text.limits} A model trained by these recipes was not taught to be helpful or harmless; it repeats what "
-        "is in its training data, with the errors and prejudices there.",
-        "## Citation",
-        f"```bibtex\n{text.citation}\n```",
+        f"{limits}is in its training data, with the errors and prejudices there.",
+        *(["## Citation", f"```bibtex\n{text.citation}\n```"] if has_weights else []),
         "Licence of code and card: Apache-2.0.",
     ]
     return "\n\n".join(sections) + "\n"
@@ -143,11 +144,10 @@ def _architecture(config: PreTrainedConfig, model: PreTrainedModel, kinds: list[
         # a name that begins with _ holds where the model was loaded from
         if _plain(value) and key not in HIDDEN_FIELDS and key[0] != "_" and value != defaults.get(key)
     }
-    fields = "\n".join(f"| `{key}` | {value} |" for key, value in shown.items())
+    fields = ", ".join(f"`{key}` {value}" for key, value in shown.items())
     return (
-        f"`{type(model).__name__}`: {counted}.\n\n| layers | kind |\n| --- | --- |\n{_layers(kinds)}\n\n"
-        f"| field | value |\n| --- | --- |\n{fields}\n\n"
-        f"All other fields of `{type(config).__name__}` have their defaults."
+        f"`{type(model).__name__}`: {counted}. {_layers(kinds)}\n\n"
+        f"{fields}; all other fields of `{type(config).__name__}` have their defaults."
     )
 
 
@@ -156,13 +156,14 @@ def _plain(value: Any) -> bool:
 
 
 def _layers(kinds: list[str]) -> str:
-    """Consecutive layers of one kind share a line."""
-    lines, start = [], 0
+    """Consecutive layers of one kind are named together."""
+    parts, start = [], 0
     for kind, group in itertools.groupby(kinds):
         end = start + len(list(group)) - 1
-        lines.append(f"| {start if start == end else f'{start} to {end}'} | {kind} |")
+        parts.append(f"layer {start}: {kind}" if start == end else f"layers {start} to {end}: {kind}")
         start = end + 1
-    return "\n".join(lines)
+    text = "; ".join(parts)
+    return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
 def _training(results: Mapping[str, Any] | None, dataset: str | None, recipe: str | None, trained: bool) -> str:
@@ -189,9 +190,7 @@ def _number(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
-def _use(name: str, auto: str, exported: bool, trained: bool) -> str:
-    if not trained:
-        return f"With hf-hybrid-ssm installed from its source: `import hf_hybrid_ssm`, then `transformers.{auto}`."
+def _use(name: str, auto: str, exported: bool) -> str:
     # without its configuration, AutoTokenizer asks whether to run the code that config.json names
     trust, config = (", trust_remote_code=True", ", config=model.config") if exported else ("", "")
     first = "" if exported else "import hf_hybrid_ssm  # installed from its source\n"

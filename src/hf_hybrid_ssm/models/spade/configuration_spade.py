@@ -103,8 +103,9 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
         embedding_norm (`bool`, *optional*): A LayerNorm on the embeddings; by default with `norm_position="post"`.
         layer_norm_epsilon (`float`, *optional*, defaults to 1e-5): Epsilon of the norms.
         hidden_act (`str`, *optional*, defaults to `"relu"`): Activation of the feed-forward layers.
-        dropout, attention_dropout, activation_dropout, embedding_dropout (`float`, *optional*, defaults to 0.1, 0.1,
-            0.0 and 0.1): Dropout of branches, attention weights, inside the feed-forward layers, and of embeddings.
+        dropout, attention_dropout, embedding_dropout (`float`, *optional*, defaults to 0.1): Dropout of branches,
+            attention weights, and embeddings.
+        activation_dropout (`float`, *optional*, defaults to 0.0): Dropout inside the feed-forward layers.
         scale_embedding (`bool`, *optional*, defaults to `False`): Multiply embeddings by `sqrt(hidden_size)`.
         adaptive_cutoffs (`list[int]`, *optional*): Adaptive input and softmax: ids that end each frequency band but
             the last; tokens are then sorted by frequency. The language model returns log-probabilities as logits.

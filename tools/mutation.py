@@ -1,6 +1,6 @@
 """Do the tests notice when ops and caches are changed? Mutants by mutmut, a random sample of them.
 
-    pip install mutmut && python -m tests.reliability.mutation --sample 400
+    pip install mutmut && python -m tools.mutation --sample 400
 
 Works on a copy of the sources and writes reports/reliability/mutation.md. A mutant is killed if a test fails with it.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tests.reporting import made_by, table, write_page
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 # Kernels are out of mutmut's reach: Triton's run in a process of their own, and decorated functions are not changed.
 # So are tests that compile: its detours around every function are none that torch traces.
 SETTINGS = """
@@ -96,7 +96,9 @@ def main() -> int:
     verdicts = {name for by_name in codes(folder).values() for name, code in by_name.items() if code is not None}
     if sample - verdicts:
         mutmut(folder, sorted(sample - verdicts))
-    rows, total, survivors = [], Counter(), []
+    rows: list[list] = []
+    survivors: list[str] = []
+    total: Counter[str] = Counter()
     for file, by_name in codes(folder).items():
         found = Counter(status(code) for name, code in by_name.items() if name in sample and code is not None)
         survivors += [name for name, code in by_name.items() if name in sample and code == 0]

@@ -1,7 +1,7 @@
 """The tests with the lowest versions of the dependencies that pyproject.toml names, or with the newest there are.
 
-    python -m tests.reliability.versions lowest
-    python -m tests.reliability.versions newest --python python3.13
+    python -m tools.versions lowest
+    python -m tools.versions newest --python python3.13
 
 Makes an environment, runs the tests in it, and writes reports/reliability/versions.md (a row each). Left out are what
 needs several processes, transformers' own tests, the documentation, the matrix and the measured plans: they belong to
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tests.reporting import REPORTS, made_by, table, write_page
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 LEFT_OUT = [
     f"tests/{name}" for name in ("upstream", "distributed", "matrix", "test_documentation.py", "test_planning.py")
 ]

@@ -1,0 +1,120 @@
+"""The site, by Sphinx: `make site` writes it to build/site.
+
+Sphinx with MyST and Furo, because it reads the pages as they are (links to files beside docs/ included), takes the API
+reference from the docstrings, and searches without a server. The sources are the repository's root, so that README.md
+is the front page.
+"""
+
+import re
+import shutil
+from pathlib import Path
+
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
+
+import hf_hybrid_ssm
+
+project = "hf-hybrid-ssm"
+author = "hf-hybrid-ssm contributors"
+copyright = author
+release = version = hf_hybrid_ssm.__version__
+
+root_doc = "README"
+include_patterns = ["*.md", "docs/**.md", "reports/**.md", "model_cards/**.md"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+myst_heading_anchors = 4
+myst_enable_extensions = ["dollarmath"]
+myst_fence_as_directive = ["math"]
+default_role = "literal"  # docstrings name code between single backticks
+html_math_renderer = "mathml"
+suppress_warnings = ["myst.header"]  # generated cards begin their sections at the second level
+nitpicky = False
+
+html_theme = "furo"
+html_css_files = ["narrow.css"]
+html_static_path = ["_static"]
+html_title = f"{project} {release}"
+html_show_sphinx = False
+html_theme_options = {"navigation_with_keys": True}
+
+autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+
+# what Sphinx calls a table of contents, which pages need not show where they are read without Sphinx
+FAMILIES = [f"docs/families/{name}" for name in ("longhorn", "spade", "bst", "lmu_isa")]
+CONTENTS = {
+    "README": {
+        "Use": ["docs/README", "docs/choosing", "docs/text", "docs/generating", "docs/batching", "docs/faq"],
+        "Train": ["docs/training", "docs/parallel", "docs/planning", "docs/sharing"],
+        "Families": FAMILIES,
+        "Measurements": ["docs/performance", "docs/experiments", "docs/reproducing"],
+        "Reports": ["reports/*", "reports/reliability/*"],
+        "Reference": ["docs/reference", "docs/kernels", "docs/extending", "model_cards/README"],
+        "Project": ["CONTRIBUTING", "CHANGELOG", "SECURITY"],
+    },
+    "model_cards/README": {"Cards": ["model_cards/*"]},
+}
+
+
+listed = {page for pages in CONTENTS["README"].values() for page in pages}
+others = sorted(f"docs/{path.stem}" for path in Path(__file__).parent.glob("*.md"))
+CONTENTS["README"]["Use"] += [page for page in others if page not in listed]
+
+
+def add_contents(app, name, source):
+    parts = [source[0]]
+    for caption, pages in CONTENTS.get(name, {}).items():
+        entries = "\n".join(f"/{page}" for page in pages)
+        parts.append(f"```{{toctree}}\n:hidden:\n:glob:\n:caption: {caption}\n\n{entries}\n```")
+    source[0] = re.sub(r"<!-- classes: (\w+) -->", _classes_of, "\n\n".join(parts))
+
+
+def _classes_of(found):
+    """The public classes of a family, configurations and bodies first."""
+    names = [name for name in hf_hybrid_ssm.__all__ if name.startswith(found[1])]
+    names.sort(key=lambda name: ("For" in name, not name.endswith("Config"), name))
+    return "\n".join(["```{eval-rst}", *(f".. autoclass:: hf_hybrid_ssm.{name}" for name in names), "```"])
+
+
+def read_markdown(app, what, name, obj, options, lines):
+    """Docstrings are nearly reStructuredText: equations are indented, and code stands between fences."""
+    text = "\n".join(lines)
+    text = re.sub(r"(?m)^( *)(?!Args|Raises|Returns|Example)(\S.*[^:\n]):\n\n(?=\1 +\S)", r"\1\2::\n\n", text)
+    text = re.sub(r"\):\n +(?=\w)", "): ", text)  # an argument whose description begins on the next line
+    text = re.sub(r"(?ms)^( *)```(\w+)\n(.*?)^ *```$", _code_block, text)
+    # a bar stands for itself, unless it is in code
+    bar = re.compile(r"\|(?=[^`]*(?:`[^`]*`[^`]*)*$)")
+    lines[:] = [line if line[:1] in ("", " ") else bar.sub(r"\\|", line) for line in text.split("\n")]
+
+
+def _code_block(found):
+    indent, language, code = found.groups()
+    inside = "\n".join(f"    {line}" if line.strip() else "" for line in code.split("\n"))
+    return f"\n{indent}.. code-block:: {language}\n\n{inside}\n"
+
+
+def write_math(translator, node):
+    """As MathML, which browsers draw by themselves: nothing is loaded from elsewhere."""
+    as_block = isinstance(node, nodes.math_block)
+    code = re.sub(r"\\[bB]ig+[lr]?(?![a-z])", "", node.astext().strip())  # brackets grow by themselves
+    if as_block and r"\\" in code and r"\begin" not in code:
+        code = rf"\begin{{aligned}}{code}\end{{aligned}}"
+    translator.body.append(tex2mathml(code, as_block=as_block))
+    raise nodes.SkipNode
+
+
+def make_index(app, exception):
+    """The front page under the name that servers look for."""
+    if exception is None and app.builder.name == "html":
+        shutil.copyfile(Path(app.outdir, "README.html"), Path(app.outdir, "index.html"))
+
+
+def setup(app):
+    app.add_html_math_renderer("mathml", (write_math, None), (write_math, None))
+    app.connect("autodoc-process-docstring", read_markdown, priority=400)  # before napoleon
+    app.connect("source-read", add_contents)
+    app.connect("build-finished", make_index)

@@ -1,0 +1,175 @@
+"""Supervised fine-tuning of a causal language model with TRL: conversations, prompts with completions, or texts.
+
+    pip install trl peft
+    python recipes/sft.py recipes/configs/sft/local.yaml model_name_or_path=FOLDER [key=value ...]
+
+Rows have one of these columns: `messages` (a list of {"role": ..., "content": ...}), `prompt` and `completion`, or
+`text`. With `packing: true`, documents share rows without seeing each other; the loss is that of padded rows. With
+`lora_rank`, adapters are trained: `output_dir` then holds them, and `output_dir`/merged the whole model.
+
+Writes the model or the adapters, tokenizer and chat template, results.json and answers.jsonl to `output_dir`.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from _lib.chat import set_chat_template
+from _lib.checks import check_checkpoint, check_output, check_vocabulary
+from _lib.documents import documents_of_files
+from _lib.settings import read_settings
+from _lib.training import Trainer, perplexity, say, write_figures, write_lines
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from trl import SFTConfig, SFTTrainer
+
+import hf_hybrid_ssm  # noqa: F401 - registers the families
+
+FORMATS = ({"messages"}, {"prompt", "completion"}, {"text"})
+
+
+class InstructionTrainer(Trainer, SFTTrainer):
+    """`SFTTrainer` with this package's parameter groups."""
+
+
+@dataclass
+class SftArguments:
+    """The model, the rows, and which weights train."""
+
+    model_name_or_path: str = field(metadata={"help": "the language model to start from"})
+    train_files: list[str] = field(metadata={"help": "jsonl or parquet"})
+    validation_files: list[str] = field(default_factory=list, metadata={"help": "rows that are not trained on"})
+    max_train_rows: int | None = field(default=None, metadata={"help": "the first ones; all by default"})
+    chat_template: str | None = field(
+        default=None, metadata={"help": "a Jinja file; by default the tokenizer's own, or a plain one if it has none"}
+    )
+    lora_rank: int = field(default=0, metadata={"help": "of the adapters; 0 trains all weights"})
+    lora_alpha: int = field(default=16, metadata={"help": "their scale is lora_alpha / lora_rank"})
+    lora_dropout: float = field(default=0.0, metadata={"help": "dropout before the adapters"})
+    answers: int = field(default=4, metadata={"help": "of how many validation rows answers are generated"})
+    new_tokens: int = field(default=64, metadata={"help": "length of such an answer"})
+    results: str | None = field(default=None, metadata={"help": "another file for the figures"})
+    overwrite: bool = field(default=False, metadata={"help": "start again in an output_dir that is not empty"})
+
+    def __post_init__(self):
+        if self.model_name_or_path is None or not self.train_files:
+            raise ValueError(
+                f"give model_name_or_path and train_files, got model_name_or_path={self.model_name_or_path!r} and "
+                f"train_files={self.train_files}."
+            )
+        if self.lora_rank < 0:
+            raise ValueError(f"lora_rank={self.lora_rank} must be at least 0.")
+
+
+def rows_of(files: list[str], limit: int | None = None) -> Dataset:
+    """The rows, with the columns of their format alone.
+
+    Raises:
+        ValueError: they have the columns of none.
+    """
+    rows = documents_of_files(files)
+    wanted = next((columns for columns in FORMATS if columns <= set(rows.column_names)), None)
+    if wanted is None:
+        known = "; ".join(" and ".join(sorted(columns)) for columns in FORMATS)
+        raise ValueError(f"{files} have the columns {rows.column_names}, but rows need one of: {known}.")
+    rows = rows.select_columns(sorted(wanted))
+    return rows if limit is None else rows.select(range(min(limit, len(rows))))
+
+
+def trainer_of(
+    arguments: SftArguments,
+    training: SFTConfig,
+    train: Dataset,
+    validation: Dataset | None,
+    tokenizer: PreTrainedTokenizerBase,
+) -> InstructionTrainer:
+    """TRL's trainer for the model, with adapters if they are asked for."""
+    model = AutoModelForCausalLM.from_pretrained(arguments.model_name_or_path)
+    check_vocabulary(model, tokenizer)
+    adapters = None
+    if arguments.lora_rank:
+        adapters = LoraConfig(
+            r=arguments.lora_rank,
+            lora_alpha=arguments.lora_alpha,
+            lora_dropout=arguments.lora_dropout,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+        )
+    return InstructionTrainer(
+        model=model,
+        args=training,
+        train_dataset=train,
+        eval_dataset=validation,
+        processing_class=tokenizer,
+        peft_config=adapters,
+    )
+
+
+def question_of(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
+    """What the model is asked: a conversation up to its last answer, a prompt, or the first words of a text."""
+    if "text" in row:
+        return " ".join(row["text"].split()[:8])
+    asked = row["messages"] if "messages" in row else row["prompt"]
+    if isinstance(asked, str):
+        return asked
+    if "messages" in row:
+        asked = asked[:-1]
+    return tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+
+
+@torch.inference_mode()
+def answers_of(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, questions: list[str], new_tokens: int
+) -> list[str]:
+    """Greedy answers to all questions at once; padding on the left changes none."""
+    tokenizer.padding_side = "left"
+    batch = tokenizer(questions, return_tensors="pt", padding=True, return_token_type_ids=False).to(model.device)
+    model.eval()
+    texts = model.generate(**batch, max_new_tokens=new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+    return tokenizer.batch_decode(texts[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def finetune(arguments: SftArguments, training: SFTConfig) -> dict[str, Any]:
+    """Train, evaluate, save; returns what is written to results.json."""
+    check_output(training.output_dir, arguments.overwrite)
+    check_checkpoint(arguments.model_name_or_path, "model_name_or_path", AutoModelForCausalLM)
+    set_seed(training.seed)
+    train = rows_of(arguments.train_files, arguments.max_train_rows)
+    validation = rows_of(arguments.validation_files) if arguments.validation_files else None
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path)
+    set_chat_template(tokenizer, arguments.chat_template)
+    trainer = trainer_of(arguments, training, train, validation, tokenizer)
+    run = trainer.train()
+    results: dict[str, Any] = {
+        "rows": len(train),
+        "steps": trainer.state.global_step,
+        "trained_parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+        "train_loss": run.training_loss,
+        "seconds": run.metrics["train_runtime"],
+    }
+    if validation is not None:
+        results["validation_loss"] = trainer.evaluate()["eval_loss"]
+        results["validation_perplexity"] = perplexity(results["validation_loss"])
+    trainer.save_model()
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if arguments.lora_rank:
+        model = model.merge_and_unload()
+        if trainer.is_world_process_zero():
+            model.save_pretrained(Path(training.output_dir, "merged"))
+            tokenizer.save_pretrained(Path(training.output_dir, "merged"))
+    write_figures(results, training.output_dir, arguments.results)
+    if validation is not None and arguments.answers:
+        questions = [
+            question_of(row, tokenizer) for row in validation.select(range(min(arguments.answers, len(validation))))
+        ]
+        said = answers_of(model, tokenizer, questions, arguments.new_tokens)
+        lines = [{"question": question, "answer": answer} for question, answer in zip(questions, said, strict=True)]
+        write_lines(Path(training.output_dir) / "answers.jsonl", lines)
+    say(results)
+    return results
+
+
+if __name__ == "__main__":
+    finetune(*read_settings("sft.py", (SftArguments, SFTConfig)))

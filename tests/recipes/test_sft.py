@@ -1,0 +1,144 @@
+"""Supervised fine-tuning: formats, the chat template, and packed rows with the loss and the weights of padded ones."""
+
+import json
+
+import pytest
+import torch
+from _lib.chat import PLAIN, set_chat_template
+from _lib.documents import train_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+pytest.importorskip("trl")
+pytest.importorskip("peft")
+
+from sft import SftArguments, SFTConfig, finetune, question_of, rows_of, trainer_of
+
+TALKS = [
+    [("user", f"How much is {a} and {b}?"), ("assistant", f"It is {a + b}, of course." + " Truly so." * (a % 4))]
+    for a in range(6)
+    for b in range(4)
+]
+VARIANTS = {
+    "longhorn": {},
+    "bst": {"num_attention_heads": 2, "head_dim": 8, "sliding_window": 8, "intermediate_size": 32},
+    "spade": {"num_attention_heads": 2, "sliding_window": 8, "intermediate_size": 32},
+    "lmu_isa": {"lmu_order": 10, "lmu_theta": 20.0, "num_attention_heads": 2, "post_intermediate_size": 32},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer([text for talk in TALKS for _, text in talk] + ["User: Assistant: System:"], 320)
+
+
+@pytest.fixture
+def checkpoint(tmp_path, tokenizer):
+    """A small model of a family with its tokenizer."""
+
+    def make(family="longhorn"):
+        torch.manual_seed(0)
+        ids = {f"{name}_token_id": tokenizer.eos_token_id for name in ("bos", "eos", "pad")}
+        sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "num_hidden_layers": 2}
+        config = AutoConfig.for_model(family, **sizes, **ids, **VARIANTS[family])
+        for name in config.to_dict():
+            if name.endswith("dropout"):
+                setattr(config, name, 0.0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / family)
+        tokenizer.save_pretrained(tmp_path / family)
+        return str(tmp_path / family)
+
+    return make
+
+
+@pytest.fixture
+def files(tmp_path):
+    talks = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in TALKS]
+    for name, rows in (("train", talks[4:]), ("validation", talks[:4])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return {"train_files": [str(tmp_path / "train.jsonl")], "validation_files": [str(tmp_path / "validation.jsonl")]}
+
+
+def settings(folder, **options):
+    given = {"learning_rate": 1e-2, "report_to": "none", "use_cpu": True, "bf16": False, "disable_tqdm": True}
+    given |= {"save_strategy": "no", "logging_steps": 1, "dataloader_pin_memory": False, "max_length": 2048}
+    return SFTConfig(str(folder), **(given | options))
+
+
+@pytest.mark.parametrize("family", VARIANTS)
+@pytest.mark.parametrize("only_answers", [False, True])
+def test_packed_and_padded_rows_have_the_same_loss_and_gradients(family, only_answers, checkpoint, files, tmp_path):
+    arguments = SftArguments(checkpoint(family), **files)
+    rows = rows_of(arguments.train_files, 12)
+    found = {}
+    for packing in (False, True):
+        tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path)
+        set_chat_template(tokenizer)
+        options = {"packing": packing, "per_device_train_batch_size": 1 if packing else 12, "max_steps": 1}
+        options |= {"optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0}
+        training = settings(tmp_path / "run", assistant_only_loss=only_answers, **options)
+        trainer = trainer_of(arguments, training, rows, None, tokenizer)
+        batch = next(iter(trainer.get_train_dataloader()))
+        assert batch["input_ids"].shape[0] == (1 if packing else 12)
+        trainer.train()
+        found[packing] = trainer.state.log_history[0]["loss"], trainer.model.state_dict()
+    assert found[True][0] == pytest.approx(found[False][0], rel=1e-5)
+    for name, value in found[False][1].items():  # one step away, by the gradient itself
+        torch.testing.assert_close(found[True][1][name], value, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_trains_and_answers(lora_rank, checkpoint, files, tmp_path):
+    from peft import PeftModel
+
+    base = checkpoint()
+    arguments = SftArguments(base, **files, lora_rank=lora_rank, new_tokens=8)
+    run = settings(tmp_path / "run", packing=True, num_train_epochs=12, per_device_train_batch_size=1, max_length=512)
+    figures = finetune(arguments, run)
+    losses = [loss for loss in figures.values() if isinstance(loss, float)]
+    assert figures["steps"] > 0 and all(torch.tensor(losses).isfinite())
+    lines = (tmp_path / "run/answers.jsonl").read_text(encoding="utf-8").splitlines()
+    answers = [json.loads(line) for line in lines]
+    assert len(answers) == 4 and answers[0]["question"] == "User: How much is 0 and 0?\nAssistant:"
+    assert json.loads((tmp_path / "run/results.json").read_text()) == figures
+    folder = tmp_path / "run" / ("merged" if lora_rank else "")
+    whole = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert AutoTokenizer.from_pretrained(folder).chat_template == PLAIN
+    if lora_rank:
+        assert figures["trained_parameters"] < 0.5 * whole.num_parameters()
+        adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "run").eval()
+        ids = torch.arange(3, 23).view(2, 10)
+        torch.testing.assert_close(whole(ids).logits, adapted(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_the_plain_template(tokenizer):
+    set_chat_template(tokenizer)
+    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    asked = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+    assert asked == "System: Be brief.\nUser: Hi\nAssistant:"
+    talk.append({"role": "assistant", "content": "Hello."})
+    answered = tokenizer.apply_chat_template([*talk, talk[1]], tokenize=False)
+    assert answered == f"{asked} Hello.{tokenizer.eos_token}\nUser: Hi\n"
+    masked = tokenizer.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)
+    trained = [token for token, one in zip(masked["input_ids"], masked["assistant_masks"], strict=True) if one]
+    assert tokenizer.decode(trained) == f" Hello.{tokenizer.eos_token}"
+
+
+def test_a_template_of_ones_own(tokenizer, tmp_path):
+    (tmp_path / "mine.jinja").write_text("{{ messages[0]['content'] }}", encoding="utf-8")
+    set_chat_template(tokenizer, str(tmp_path / "mine.jinja"))
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == "Hi"
+    tokenizer.chat_template = None
+
+
+def test_formats_of_rows(tmp_path, tokenizer):
+    def rows(**row):
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+        return rows_of([str(tmp_path / "rows.jsonl")])
+
+    row = rows(prompt="2 + 2 =", completion=" 4", note="x")[0]
+    assert row == {"completion": " 4", "prompt": "2 + 2 ="} and question_of(row, tokenizer) == "2 + 2 ="
+    assert question_of(rows(text="one two three four five six seven eight nine")[0], tokenizer).endswith("eight")
+    with pytest.raises(ValueError, match="messages; completion and prompt; text"):
+        rows(question="?")
+    with pytest.raises(ValueError, match="lora_rank=-1"):
+        SftArguments("x", ["y"], lora_rank=-1)

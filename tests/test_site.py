@@ -1,0 +1,154 @@
+"""The site is built without a warning, its links lead somewhere, and a phone shows it without scrolling sideways."""
+
+import functools
+import http.server
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import urllib.parse
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import hf_hybrid_ssm
+
+for package in ("sphinx", "myst_parser", "furo"):
+    pytest.importorskip(package)
+
+ROOT = Path(__file__).parents[1]
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+PHONE = {"width": 390, "height": 844}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """As `make site` builds it; a warning is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", "-c", "docs", "."]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "TRANSFORMERS_VERBOSITY": "error"}
+    built = subprocess.run([*command, folder], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr[-4000:]
+    return folder
+
+
+class Page(HTMLParser):
+    """The targets of a page, its anchors, and whether it adapts to narrow screens."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.targets, self.anchors, self.adapts = [], set(), False
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        self.anchors.update(given[name] for name in ("id", "name") if given.get(name))
+        self.targets += [given[name] for name in ("href", "src") if given.get(name)]
+        self.adapts |= given.get("name") == "viewport" and "width=device-width" in given.get("content", "")
+
+
+@pytest.fixture(scope="module")
+def pages(site):
+    return {path: Page(path) for path in sorted(site.rglob("*.html")) if "_static" not in path.parts}
+
+
+def test_every_page_is_there(site):
+    assert (site / "index.html").read_bytes() == (site / "README.html").read_bytes()
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "reports").rglob("*.md")]:
+        assert (site / path.relative_to(ROOT)).with_suffix(".html").is_file()
+
+
+def test_links_and_pictures_lead_somewhere(site, pages):
+    missing, inside = [], 0
+    for path, page in pages.items():
+        assert page.adapts, f"{path} does not adapt to a phone's width"
+        for target in page.targets:
+            parts = urllib.parse.urlsplit(target)
+            if parts.scheme or target.startswith(("//", "data:")):
+                continue
+            found = (path.parent / urllib.parse.unquote(parts.path)).resolve() if parts.path else path
+            inside += 1
+            if not found.exists() or (parts.fragment and found in pages and not known(pages[found], parts.fragment)):
+                missing.append(f"{path.relative_to(site)}: {target}")
+    assert inside > 1000 and not missing, missing
+
+
+def known(page, fragment):
+    return urllib.parse.unquote(fragment) in page.anchors
+
+
+def test_nothing_is_loaded_from_elsewhere(pages):
+    """Neither fonts nor scripts: the site works without a network, and tells nobody who reads it."""
+    for path in pages:
+        text = path.read_text(encoding="utf-8")
+        assert 'src="http' not in text and 'rel="stylesheet" href="http' not in text, path
+
+
+def test_the_reference_has_every_public_name(pages, site):
+    anchors = pages[site / "docs/reference.html"].anchors
+    missing = {name for name in hf_hybrid_ssm.__all__ if not any(anchor.split(".")[-1] == name for anchor in anchors)}
+    assert not missing
+    assert "hf_hybrid_ssm.ops.longhorn_scan.longhorn_scan" in anchors
+
+
+def test_the_search_knows_words_of_pages_and_docstrings(site):
+    index = (site / "searchindex.js").read_text(encoding="utf-8")
+    for word in ("longhorn", "perplex", "seq_idx", "quantiz"):
+        assert word in index
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Debian's chromium or an installed Chrome, driven by playwright."""
+    api = pytest.importorskip("playwright.sync_api")
+    executable = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if executable is None:
+        pytest.skip(f"none of the browsers {', '.join(BROWSERS)} is installed")
+    with api.sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+@pytest.fixture(scope="module")
+def address(site):
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *arguments):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=site)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+READ = """() => ({
+    width: document.documentElement.scrollWidth,
+    broken: [...document.images].filter(image => image.complete && !image.naturalWidth).map(image => image.src),
+})"""
+
+
+def test_a_browser_shows_every_page_on_a_phone(site, pages, browser, address):
+    phone = browser.new_page(viewport=PHONE)
+    problems = []
+    phone.on("pageerror", lambda error: problems.append(f"{phone.url}: {error}"))
+    phone.on("response", lambda answer: answer.status < 400 or problems.append(f"{answer.url}: {answer.status}"))
+    for path in pages:
+        if "_modules" in path.parts:
+            continue
+        phone.goto(f"{address}/{path.relative_to(site).as_posix()}", wait_until="load")
+        found = phone.evaluate(READ)
+        if found["width"] > PHONE["width"] or found["broken"]:
+            problems.append(f"{path.relative_to(site)}: {found}")
+    phone.close()
+    assert not problems, "\n".join(problems)
+
+
+def test_a_browser_searches(browser, address):
+    page = browser.new_page()
+    page.goto(f"{address}/search.html?q=rollback")
+    page.wait_for_selector("#search-results li a", timeout=20_000)
+    assert "batching" in page.inner_text("#search-results").lower()
+    page.close()
