@@ -1,4 +1,4 @@
-"""Sharing: checkpoints that carry their code, what a folder holds, and model cards."""
+"""Sharing: checkpoints that carry their code, kernels that travel, what a folder holds, and model cards."""
 
 from hf_hybrid_ssm.lazy import attach
 
@@ -6,6 +6,7 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "export_code": f"{__name__}.export",
+        "export_kernels": f"{__name__}.kernels",
         "check_folder": f"{__name__}.folder",
         "model_card": f"{__name__}.cards",
         "card_of_folder": f"{__name__}.cards",
