@@ -225,7 +225,7 @@ def main() -> None:
     figures = {
         "shape": {"width": WIDTH, "state": STATE, "length": length, "dtype": "float32"},
         "forward": forward(length, rounds, device),
-        "forward_and_backward": forward_and_backward(length, rounds, device),
+        "forward_and_backward": forward_and_backward(length, max(3, rounds // 2), device),
         "long": against_copies(arguments.long, max(3, rounds // 2), device),
         "share_of_the_block": share_of_the_block(length, rounds, device),
         "mamba_layer_forward_milliseconds": round(1000 * mamba_loop(length, device), 1),

@@ -103,8 +103,12 @@ def _status(name: str) -> int:
 
 
 def write_results(name: str, figures: dict[str, Any], device: str = "cpu") -> None:
-    """benchmarks/results/NAME.json (gpu_NAME.json on CUDA) with the command, machine and commit; also printed."""
+    """benchmarks/results/NAME.json (gpu_NAME.json on CUDA) with the command, machine and commit; also printed.
+
+    A quick run is printed alone: its sizes are not those of the figures that documents show.
+    """
     text = to_json(provenance() | figures)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{'gpu_' if device == 'cuda' else ''}{name}.json").write_text(text, encoding="utf-8")
     print(text)
+    if "--quick" not in sys.argv:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{'gpu_' if device == 'cuda' else ''}{name}.json").write_text(text, encoding="utf-8")
