@@ -222,11 +222,14 @@ class _Places:
                 yield self.starts[node.lineno - 1], self.starts[int(node.end_lineno or node.lineno)] - 1, ""
 
 
-def kernel_modules(module: Module) -> list[str]:
-    """The modules of Triton kernels that the ops of `module` name."""
-    calls = [node for node in ast.walk(module.tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "Op"]
-    kernels = [keyword.value for call in calls for keyword in call.keywords if keyword.arg == "kernels"]
-    return [named["triton"] for named in map(ast.literal_eval, kernels) if "triton" in named]
+def triton_kernels(module: Module) -> Iterator[Symbol]:
+    """The Triton implementations, by module and function, of the ops that `module` defines."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Op":
+            arguments = {keyword.arg: keyword.value for keyword in node.keywords}
+            named = ast.literal_eval(arguments["kernels"]) if "kernels" in arguments else {}
+            if "triton" in named:
+                yield named["triton"], f"{ast.literal_eval(node.args[0])}_triton"
 
 
 def kernel_file(module: str) -> str:

@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 
 from hf_hybrid_ssm import __version__
-from hf_hybrid_ssm.hub.flatten import KERNELS, flatten, kernel_file, kernel_modules
+from hf_hybrid_ssm.hub.flatten import KERNELS, flatten, kernel_file, triton_kernels
 from hf_hybrid_ssm.hub.sources import PACKAGE, ROOT, Module, needed_modules
 
 VARIANT = "torch-universal"
@@ -59,16 +59,17 @@ def export_kernels(folder: str | os.PathLike) -> Path:
 
 def code_of_kernels() -> dict[str, str]:
     """File name → source."""
-    ops = sorted(path.parent.name for path in (ROOT / "ops").glob("[a-z]*/__init__.py"))
-    entries = {op: kernel_modules(Module(f"{PACKAGE}.ops.{op}")) for op in ops}
-    functions = [(module, f"{op}_triton") for op, modules in entries.items() for module in modules]
+    paths = sorted((ROOT / "ops").rglob("*.py"))
+    names = [".".join((PACKAGE, *path.relative_to(ROOT).with_suffix("").parts)) for path in paths]
+    modules = [Module(name.removesuffix(".__init__")) for name in names]
+    functions = [found for module in modules for found in triton_kernels(module)]
     needed = needed_modules([module for module, _ in functions])
     offered = [*functions, *((module, "supports") for module, _ in functions)]
     texts = flatten(needed, kernel_file, offered)
     imports = "".join(f"from .{kernel_file(module)} import {name}\n" for module, name in functions)
-    names = "".join(f'    "{name}",\n' for _, name in functions)
+    listed = "".join(f'    "{name}",\n' for _, name in functions)
     title = '"""Triton kernels of hf-hybrid-ssm: functions of tensors, as its ops document them."""'
-    texts["__init__"] = f"{title}\n\nimport sys\n\n{imports}\n__all__ = [\n{names}]\n{PUBLISH}"
+    texts["__init__"] = f"{title}\n\nimport sys\n\n{imports}\n__all__ = [\n{listed}]\n{PUBLISH}"
     return {f"{name}.py": HEAD + texts[name] for name in sorted(texts)}
 
 
