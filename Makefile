@@ -8,6 +8,7 @@
 #   make programs    thousands of random programs on models and their caches, with a report
 #   make streaming   a million tokens in constant memory, with the curve
 #   make bench       the benchmarks; results in benchmarks/results
+#   make gpu         checks and benchmarks on a GPU, without a network or an environment; GPU_PYTHON names the Python
 #   make reports-status   which pages in reports/ are older than the sources they are about
 #   make reliability the pages that are made from tests; or one of roundtrips, determinism, numerics, misuse, fuzz,
 #                    crash, scale by its name
@@ -30,7 +31,7 @@ UPSTREAM = HF_HYBRID_SSM_UPSTREAM_TESTS="$$($(BIN)/python tests/upstream/fetch.p
 REPORT = OMP_NUM_THREADS=1 $(BIN)/python -m tests.reporting
 RUN_TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-.PHONY: demo test lint upstream invariants programs streaming bench docs install clean \
+.PHONY: demo test lint upstream invariants programs streaming bench gpu docs install clean \
     cards clean-room matrix reliability roundtrips determinism numerics misuse fuzz crash scale mutation plans \
     reports-status \
     lowest newest
@@ -95,6 +96,12 @@ clean-room: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py
+
+# On a bare CUDA image: its own Python with torch and Triton, nothing installed.
+GPU_PYTHON ?= python3
+GPU_ARGS ?=
+gpu:
+	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.gpu $(GPU_ARGS)
 
 docs: $(STAMP)
 	$(RUN_TESTS) tests/test_documentation.py

@@ -1,5 +1,5 @@
-"""Window attention, forward and backward on CPU: is it linear, and how does it compare with a masked full attention
-and with the local attention of transformers' LongT5?
+"""Is window attention, forward and backward, linear, and how does it compare with a masked full attention and with the
+local attention of transformers' LongT5?
 
 Window 128 (causal: the token and the 127 before it), 12 heads of 64, float32, one row.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from timing import exponent, paired_seconds, peak_megabytes_of, write_results
+from timing import exponent, machine_arguments, paired_seconds, peak_megabytes_of, write_results
 from torch import nn
 from transformers import LongT5Config
 from transformers.models.longt5.modeling_longt5 import LongT5LocalAttention
@@ -22,14 +22,14 @@ HEADS, SIZE, WINDOW = 12, 64, 128
 WIDTH = HEADS * SIZE
 
 
-def inputs(length: int) -> list[torch.Tensor]:
+def inputs(length: int, device: str) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(1, HEADS, length, SIZE, generator=generator).requires_grad_() for _ in range(3)]
+    return [torch.randn(1, HEADS, length, SIZE, generator=generator).to(device).requires_grad_() for _ in range(3)]
 
 
-def window(length: int) -> Callable[[], None]:
+def window(length: int, device: str) -> Callable[[], None]:
     """This package's op."""
-    q, k, v = inputs(length)
+    q, k, v = inputs(length, device)
 
     def run() -> None:
         local_attention(q, k, v, window=(WINDOW - 1, 0))[0].sum().backward()
@@ -37,10 +37,10 @@ def window(length: int) -> Callable[[], None]:
     return run
 
 
-def masked(length: int) -> Callable[[], None]:
+def masked(length: int, device: str) -> Callable[[], None]:
     """`scaled_dot_product_attention` over all keys, with the window as a mask."""
-    q, k, v = inputs(length)
-    position = torch.arange(length)
+    q, k, v = inputs(length, device)
+    position = torch.arange(length, device=device)
     distance = position[:, None] - position
     mask = (distance >= 0) & (distance < WINDOW)
 
@@ -64,8 +64,9 @@ class WindowSublayer(nn.Module):
         return self.o(y.transpose(1, 2).flatten(2))
 
 
-def sublayer(module: nn.Module, length: int) -> Callable[[], None]:
-    x = torch.randn(1, length, WIDTH, generator=torch.Generator().manual_seed(0)).requires_grad_()
+def sublayer(module: nn.Module, length: int, device: str) -> Callable[[], None]:
+    x = torch.randn(1, length, WIDTH, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
+    module.to(device)
     is_longt5 = isinstance(module, LongT5LocalAttention)
 
     def run() -> None:
@@ -87,8 +88,8 @@ def without_projections(module: nn.Module) -> nn.Module:
     return module
 
 
-def memory_in_own_process(name: str, length: int) -> float:
-    command = [sys.executable, __file__, "--memory", name, "--length", str(length)]
+def memory_in_own_process(name: str, length: int, device: str) -> float:
+    command = [sys.executable, __file__, "--memory", name, "--length", str(length), "--device", device]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
@@ -97,25 +98,28 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="short lengths, few rounds")
     parser.add_argument("--memory", choices=["window", "masked"], help=argparse.SUPPRESS)
     parser.add_argument("--length", type=int, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    torch.set_num_threads(2)
+    arguments = machine_arguments(parser)
+    device = arguments.device
     if arguments.memory:
-        {"window": window, "masked": masked}[arguments.memory](256)()
-        print(peak_megabytes_of({"window": window, "masked": masked}[arguments.memory](arguments.length)))
+        measured = {"window": window, "masked": masked}[arguments.memory]
+        measured(256, device)()
+        print(peak_megabytes_of(measured(arguments.length, device), device))
         return
     lengths = [512, 1024] if arguments.quick else [1024, 2048, 4096, 8192, 16384]
     compared = lengths[-1:] if arguments.quick else [4096, 16384]
     rounds = 3 if arguments.quick else 7
-    seconds = paired_seconds({str(length): window(length) for length in lengths}, rounds=rounds)
+    seconds = paired_seconds({str(length): window(length, device) for length in lengths}, rounds=rounds, device=device)
     against_mask, against_longt5, whole_sublayer = {}, {}, {}
     for length in compared:
-        pair = paired_seconds({"window": window(length), "masked": masked(length)}, rounds=3, warm_up=1)
+        pair = paired_seconds(
+            {"window": window(length, device), "masked": masked(length, device)}, rounds=3, warm_up=1, device=device
+        )
         against_mask[str(length)] = round(pair["masked"] / pair["window"], 1)
     for length in compared[:1]:
         for ratios, change in ((against_longt5, without_projections), (whole_sublayer, lambda module: module)):
             modules = {"window": change(WindowSublayer()), "longt5": change(longt5_sublayer())}
-            steps = {name: sublayer(module, length) for name, module in modules.items()}
-            pair = paired_seconds(steps, rounds=rounds, warm_up=2)
+            steps = {name: sublayer(module, length, device) for name, module in modules.items()}
+            pair = paired_seconds(steps, rounds=rounds, warm_up=2, device=device)
             ratios[str(length)] = round(pair["longt5"] / pair["window"], 2)
     figures = {
         "shape": {"heads": HEADS, "head_dim": SIZE, "window": WINDOW, "batch": 1, "dtype": "float32"},
@@ -125,11 +129,11 @@ def main() -> None:
         "times_as_fast_as_longt5_local_attention_two_sided": against_longt5,
         "times_as_fast_as_longt5_local_attention_two_sided_with_projections": whole_sublayer,
         "peak_megabytes": {
-            str(length): {name: round(memory_in_own_process(name, length), 1) for name in ("window", "masked")}
+            str(length): {name: round(memory_in_own_process(name, length, device), 1) for name in ("window", "masked")}
             for length in compared
         },
     }
-    write_results("local_attention", figures)
+    write_results("local_attention", figures, device)
 
 
 if __name__ == "__main__":

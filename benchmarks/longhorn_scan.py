@@ -1,58 +1,69 @@
-"""The Longhorn scan on CPU: C kernel, torch and torch compiled, against the machine's own limits and transformers'
-Mamba; three ways to write such a kernel; and the scan's share of a whole block.
+"""How far is the Longhorn scan from the time of moving its bytes, how far ahead of plain torch and of Mamba's in
+transformers; what does it take of a whole block?
 
-Width 1536 (a model of 768), state 16, one row of 2048, float32. The copy moves as many bytes as the scan must, which
-reads x, dt, k and q and writes y. "numba" is the same scan written for that compiler, forward only.
+Width 1536 (a model of 768), state 16, one row of 2048, float32; the kernel is C on a CPU and Triton on CUDA. The copy
+moves as many bytes as the scan must, which reads x, dt, k and q and writes y; its backward reads these and the
+gradient of y, and writes four gradients. "numba" is the same scan written for that compiler, forward only, where it is
+installed.
 """
 
 import argparse
+import importlib.util
+from collections.abc import Callable
 
-import numba
-import numpy as np
 import torch
-from timing import paired_seconds, write_results
+from timing import machine_arguments, paired_seconds, write_results
 from transformers import MambaConfig
 from transformers.models.mamba.modeling_mamba import MambaMixer
 
 from hf_hybrid_ssm import LonghornConfig, LonghornModel
+from hf_hybrid_ssm.ops._core.dispatch import KERNEL_OF
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
 
 WIDTH, STATE = 1536, 16
 LANES = 16
+LABEL = {"cpu": "C", "cuda": "Triton"}
 
 
-@numba.njit(fastmath=True, parallel=True)
-def numba_scan(x, dt, k, q, y):
-    """x, dt, y (L, D); k, q (L, N): sixteen channels at a time, one thread a group of channels."""
-    length, width = x.shape
-    states = k.shape[1]
-    for tile in numba.prange(width // LANES):
-        first = tile * LANES
-        h = np.zeros((states, LANES), np.float32)
-        for t in range(length):
-            norm = np.float32(0)
-            for n in range(states):
-                norm += k[t, n] * k[t, n]
-            delta = np.empty(LANES, np.float32)
-            out = np.zeros(LANES, np.float32)
-            for i in range(LANES):
-                delta[i] = np.float32(1) / (np.exp(-dt[t, first + i]) + np.float32(1) + norm)
-            for n in range(states):
+def numba_scan() -> Callable:
+    """The scan of x, dt, y (L, D) and k, q (L, N): sixteen channels at a time, one thread a group of channels."""
+    import numba
+    import numpy as np
+
+    @numba.njit(fastmath=True, parallel=True)
+    def scan(x, dt, k, q, y):
+        length, width = x.shape
+        states = k.shape[1]
+        for tile in numba.prange(width // LANES):
+            first = tile * LANES
+            h = np.zeros((states, LANES), np.float32)
+            for t in range(length):
+                norm = np.float32(0)
+                for n in range(states):
+                    norm += k[t, n] * k[t, n]
+                delta = np.empty(LANES, np.float32)
+                out = np.zeros(LANES, np.float32)
                 for i in range(LANES):
-                    h[n, i] += delta[i] * k[t, n] * (x[t, first + i] - h[n, i] * k[t, n])
-                    out[i] += h[n, i] * q[t, n]
-            for i in range(LANES):
-                y[t, first + i] = out[i]
+                    delta[i] = np.float32(1) / (np.exp(-dt[t, first + i]) + np.float32(1) + norm)
+                for n in range(states):
+                    for i in range(LANES):
+                        h[n, i] += delta[i] * k[t, n] * (x[t, first + i] - h[n, i] * k[t, n])
+                        out[i] += h[n, i] * q[t, n]
+                for i in range(LANES):
+                    y[t, first + i] = out[i]
+
+    numba.set_num_threads(torch.get_num_threads())
+    return scan
 
 
-def inputs(length: int) -> list[torch.Tensor]:
+def inputs(length: int, device: str = "cpu") -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     sizes = [(1, length, WIDTH)] * 2 + [(1, length, STATE)] * 2
-    return [torch.randn(size, generator=generator).requires_grad_() for size in sizes]
+    return [torch.randn(size, generator=generator).to(device).requires_grad_() for size in sizes]
 
 
-def scan(length: int, backend: str, backward: bool):
-    tensors = inputs(length)
+def scan(length: int, backend: str, backward: bool, device: str = "cpu"):
+    tensors = inputs(length, device)
 
     def run() -> None:
         with torch.set_grad_enabled(backward):
@@ -63,19 +74,36 @@ def scan(length: int, backend: str, backward: bool):
     return run
 
 
+def copy(elements: int, device: str) -> Callable[[], None]:
+    """Reads and writes `elements` float32 numbers in all."""
+    source = torch.zeros(elements // 2, device=device)
+    target = torch.zeros_like(source)
+
+    def run() -> None:
+        target.copy_(source)
+
+    return run
+
+
+def moved(length: int, backward: bool = False) -> int:
+    """Numbers that a forward reads or writes at least, or a forward and its backward."""
+    return length * (8 * WIDTH + 6 * STATE if backward else 3 * WIDTH + 2 * STATE)
+
+
 def on_one_thread(run):
-    """Many small operations may be faster so than on threads that wake for each of them."""
+    """Many small operations may be faster so than on threads that wait in a loop for each other."""
+    threads = torch.get_num_threads()
 
     def alone() -> None:
         torch.set_num_threads(1)
         run()
-        torch.set_num_threads(2)
+        torch.set_num_threads(threads)
 
     return alone
 
 
-def compiled_scan(length: int):
-    tensors = [tensor.detach() for tensor in inputs(length)]
+def compiled_scan(length: int, device: str):
+    tensors = [tensor.detach() for tensor in inputs(length, device)]
     compiled = torch.compile(lambda *t: longhorn_scan(*t, backend="torch")[0])
 
     def run() -> None:
@@ -85,92 +113,124 @@ def compiled_scan(length: int):
     return run
 
 
-def forward(length: int, rounds: int) -> dict:
-    """Seconds of a forward, and what the machine could do at best."""
+def checked_numba(length: int) -> dict[str, Callable]:
+    if importlib.util.find_spec("numba") is None:
+        return {}
     x, dt, k, q = (tensor.detach() for tensor in inputs(length))
-    y = torch.empty_like(x)
+    y, compiled = torch.empty_like(x), numba_scan()
     expected = longhorn_scan(x, dt, k, q, backend="reference")[0]
     arrays = [tensor.squeeze(0).numpy() for tensor in (x, dt, k, q, y)]
-    numba_scan(*arrays)
+    compiled(*arrays)
     torch.testing.assert_close(y, expected, atol=1e-4, rtol=1e-4)
-    moved = sum(tensor.numel() for tensor in (x, dt, k, q, y))
-    source = torch.empty(moved // 2)
-    target = torch.empty_like(source)
+    return {"numba": lambda: compiled(*arrays)}
+
+
+def forward(length: int, rounds: int, device: str) -> dict:
+    """Seconds of a forward, and what the machine could do at best."""
+    kernel = LABEL[device]
     candidates = {
-        "C": scan(length, "native", False),
-        "numba": lambda: numba_scan(*arrays),
-        "torch": scan(length, "torch", False),
-        "torch, one thread": on_one_thread(scan(length, "torch", False)),
-        "torch, compiled": compiled_scan(length),
-        "copy of as many bytes": lambda: target.copy_(source),
+        kernel: scan(length, KERNEL_OF[device], False, device),
+        "torch": scan(length, "torch", False, device),
     }
-    seconds = paired_seconds(candidates, rounds=rounds, warm_up=3)
+    if device == "cpu":
+        candidates["torch, one thread"] = on_one_thread(candidates["torch"])
+        candidates |= checked_numba(length)
+    candidates |= {
+        "torch, compiled": compiled_scan(length, device),
+        "copy of as many bytes": copy(moved(length), device),
+    }
+    seconds = paired_seconds(candidates, rounds=rounds, warm_up=3, device=device)
+    torch_seconds = min(value for name, value in seconds.items() if name in ("torch", "torch, one thread"))
     return {
-        "milliseconds": {name: round(1000 * value, 3) for name, value in seconds.items()},
-        "megabytes_moved_at_least": round(4 * moved / 1e6, 1),
-        "C_gigabytes_per_second": round(4 * moved / seconds["C"] / 1e9, 1),
-        "C_times_the_copy": round(seconds["C"] / seconds["copy of as many bytes"], 2),
-        "C_times_as_fast_as_torch": round(min(seconds["torch"], seconds["torch, one thread"]) / seconds["C"], 1),
+        "milliseconds": milliseconds(seconds),
+        "megabytes_moved_at_least": round(4 * moved(length) / 1e6, 1),
+        f"{kernel}_gigabytes_per_second": round(4 * moved(length) / seconds[kernel] / 1e9, 1),
+        f"{kernel}_times_the_copy": round(seconds[kernel] / seconds["copy of as many bytes"], 2),
+        f"{kernel}_times_as_fast_as_torch": round(torch_seconds / seconds[kernel], 1),
     }
 
 
-def forward_and_backward(length: int, rounds: int) -> dict:
-    candidates = {"C": scan(length, "native", True), "torch": scan(length, "torch", True)}
-    candidates["torch, one thread"] = on_one_thread(candidates["torch"])
-    seconds = paired_seconds(candidates, rounds=rounds)
+def forward_and_backward(length: int, rounds: int, device: str) -> dict:
+    kernel = LABEL[device]
+    candidates = {kernel: scan(length, KERNEL_OF[device], True, device), "torch": scan(length, "torch", True, device)}
+    if device == "cpu":
+        candidates["torch, one thread"] = on_one_thread(candidates["torch"])
+    seconds = paired_seconds(candidates, rounds=rounds, device=device)
+    best = min(value for name, value in seconds.items() if name != kernel)
     return {
-        "milliseconds": {name: round(1000 * value, 2) for name, value in seconds.items()},
-        "C_times_as_fast_as_torch": round(min(seconds["torch"], seconds["torch, one thread"]) / seconds["C"], 1),
+        "milliseconds": milliseconds(seconds),
+        f"{kernel}_times_as_fast_as_torch": round(best / seconds[kernel], 1),
     }
 
 
-def share_of_the_block(length: int, rounds: int) -> dict:
+def against_copies(length: int, rounds: int, device: str) -> dict:
+    """Where nothing stays in a cache: a forward over its bytes' copy, and with the backward over theirs."""
+    candidates = {
+        "forward": scan(length, KERNEL_OF[device], False, device),
+        "copy of its bytes": copy(moved(length), device),
+        "forward and backward": scan(length, KERNEL_OF[device], True, device),
+        "copy of their bytes": copy(moved(length, backward=True), device),
+    }
+    seconds = paired_seconds(candidates, rounds=rounds, device=device)
+    return {
+        "length": length,
+        "milliseconds": milliseconds(seconds),
+        "forward_times_the_copy": round(seconds["forward"] / seconds["copy of its bytes"], 2),
+        "forward_and_backward_times_the_copy": round(
+            seconds["forward and backward"] / seconds["copy of their bytes"], 2
+        ),
+    }
+
+
+def share_of_the_block(length: int, rounds: int, device: str) -> dict:
     """The scan within one layer of width 768, forward and backward."""
     torch.manual_seed(0)
     config = LonghornConfig(vocab_size=8, hidden_size=WIDTH // 2, num_hidden_layers=1, state_size=STATE)
-    block = LonghornModel(config).layers[0].train()
-    x = torch.randn(1, length, WIDTH // 2, requires_grad=True)
+    block = LonghornModel(config).layers[0].train().to(device)
+    x = torch.randn(1, length, WIDTH // 2, device=device, requires_grad=True)
 
     def whole() -> None:
         y = block(x)
         (y[0] if isinstance(y, tuple) else y).sum().backward()
 
-    seconds = paired_seconds({"block": whole, "scan": scan(length, "native", True)}, rounds=rounds)
-    return {
-        "milliseconds": {name: round(1000 * value, 2) for name, value in seconds.items()},
-        "share": round(seconds["scan"] / seconds["block"], 3),
-    }
+    candidates = {"block": whole, "scan": scan(length, KERNEL_OF[device], True, device)}
+    seconds = paired_seconds(candidates, rounds=rounds, device=device)
+    return {"milliseconds": milliseconds(seconds), "share": round(seconds["scan"] / seconds["block"], 3)}
 
 
-def mamba_loop(length: int) -> float:
+def mamba_loop(length: int, device: str) -> float:
     """Seconds of the layer of transformers' Mamba in its plain torch path, scan and projections; run twice."""
     torch.manual_seed(0)
     config = MambaConfig(hidden_size=WIDTH // 2, state_size=STATE, num_hidden_layers=1, use_mambapy=False)
-    mixer, x = MambaMixer(config, 0), torch.randn(1, length, WIDTH // 2)
+    mixer, x = MambaMixer(config, 0).to(device), torch.randn(1, length, WIDTH // 2, device=device)
 
     def run() -> None:
         with torch.inference_mode():
             mixer(x)
 
-    return paired_seconds({"mamba": run}, rounds=2, warm_up=1)["mamba"]
+    return paired_seconds({"mamba": run}, rounds=2, warm_up=1, device=device)["mamba"]
+
+
+def milliseconds(seconds: dict[str, float]) -> dict[str, float]:
+    return {name: round(1000 * value, 3) for name, value in seconds.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--long", type=int, default=16384, help="length of the comparison with copies")
     parser.add_argument("--rounds", type=int, default=15)
-    arguments = parser.parse_args()
-    torch.set_num_threads(2)
-    numba.set_num_threads(2)
-    length, rounds = arguments.length, arguments.rounds
+    arguments = machine_arguments(parser)
+    device, length, rounds = arguments.device, arguments.length, arguments.rounds
     figures = {
         "shape": {"width": WIDTH, "state": STATE, "length": length, "dtype": "float32"},
-        "forward": forward(length, rounds),
-        "forward_and_backward": forward_and_backward(length, rounds),
-        "share_of_the_block": share_of_the_block(length, rounds),
-        "mamba_layer_forward_milliseconds": round(1000 * mamba_loop(length), 1),
+        "forward": forward(length, rounds, device),
+        "forward_and_backward": forward_and_backward(length, max(3, rounds // 2), device),
+        "long": against_copies(arguments.long, max(3, rounds // 2), device),
+        "share_of_the_block": share_of_the_block(length, rounds, device),
+        "mamba_layer_forward_milliseconds": round(1000 * mamba_loop(length, device), 1),
     }
-    write_results("longhorn_scan", figures)
+    write_results("longhorn_scan", figures, device)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 python benchmarks/run.py            # all of them, in order
 python benchmarks/run.py --list     # what there is, and the question each answers
 python benchmarks/run.py longhorn_scan decoding
+python benchmarks/run.py --device cuda decoding     # on a GPU: results/gpu_NAME.json, no tables
 """
 
 import argparse
@@ -24,7 +25,9 @@ BENCHMARKS = (
     "bst_layer",
     "longhorn_training",
     "lmu_isa",
+    "training",
     "decoding",
+    "weight_only",
     "start_up",
 )
 
@@ -39,6 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of: {', '.join(BENCHMARKS)}")
     parser.add_argument("--list", action="store_true", help="say what there is, run nothing")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     arguments = parser.parse_args()
     if unknown := sorted(set(arguments.names) - set(BENCHMARKS)):
         parser.error(f"{unknown} are not among {list(BENCHMARKS)}")
@@ -48,10 +52,11 @@ def main() -> None:
         if arguments.list:
             continue
         begin = time.perf_counter()
-        if subprocess.run([sys.executable, FOLDER / f"{name}.py"], check=False, env=ENVIRONMENT).returncode:
+        command = [sys.executable, FOLDER / f"{name}.py", "--device", arguments.device]
+        if subprocess.run(command, check=False, env=ENVIRONMENT).returncode:
             failed.append(name)
         print(f"== {name}: {time.perf_counter() - begin:.0f} s", flush=True)
-    if not arguments.list:
+    if not arguments.list and arguments.device == "cpu":
         for script in ("tables.py", "plots.py"):
             subprocess.run([sys.executable, FOLDER / script], check=True)
     if failed:

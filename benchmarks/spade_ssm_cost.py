@@ -1,4 +1,4 @@
-"""What does SPADE's state-space model cost on CPU? The frozen S4's share of a training step, and prefill in pieces.
+"""What does SPADE's state-space model cost? The frozen S4's share of a training step, and prefill in pieces.
 
 Width 768, 12 heads, window 129, S4 of state 64 in the bottom of 4 layers, float32, one row. SPADE base has 12 layers
 on the same S4: its share there is a third. The stack without it is the same but for the missing branch.
@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Callable
 
 import torch
-from timing import paired_seconds, write_results
+from timing import machine_arguments, paired_seconds, write_results
 
 from hf_hybrid_ssm import SpadeConfig, SpadeForCausalLM
 
@@ -25,18 +25,18 @@ SHAPE = {
 }
 
 
-def build(**fields) -> SpadeForCausalLM:
+def build(device: str, **fields) -> SpadeForCausalLM:
     torch.manual_seed(0)
-    return SpadeForCausalLM(SpadeConfig(**SHAPE | fields))
+    return SpadeForCausalLM(SpadeConfig(**SHAPE | fields)).to(device)
 
 
-def tokens(length: int) -> torch.Tensor:
-    return torch.randint(0, 512, (1, length), generator=torch.Generator().manual_seed(0))
+def tokens(length: int, device: torch.device) -> torch.Tensor:
+    return torch.randint(0, 512, (1, length), generator=torch.Generator().manual_seed(0)).to(device)
 
 
 def training_step(model: SpadeForCausalLM, length: int) -> Callable[[], None]:
     """Forward, loss, backward."""
-    ids = tokens(length)
+    ids = tokens(length, model.device)
     model.train()
 
     def step() -> None:
@@ -49,7 +49,7 @@ def training_step(model: SpadeForCausalLM, length: int) -> Callable[[], None]:
 def prefill(model: SpadeForCausalLM, length: int, piece: int) -> Callable[[], None]:
     """The prompt in pieces of `piece` tokens into one cache, with the logits of the last token of each."""
     model.eval()
-    pieces = tokens(length).split(piece, dim=1)
+    pieces = tokens(length, model.device).split(piece, dim=1)
 
     @torch.no_grad()
     def run() -> None:
@@ -63,23 +63,23 @@ def prefill(model: SpadeForCausalLM, length: int, piece: int) -> Callable[[], No
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="two layers, short, few rounds")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)  # two threads wait for each other wherever anything else runs
+    arguments = machine_arguments(parser, threads=1)  # two threads wait for each other wherever anything else runs
+    device = arguments.device
     length, piece, rounds = (512, 128, 3) if arguments.quick else (1024, 256, 5)
     depth = {"num_hidden_layers": 2} if arguments.quick else {}
-    with_s4, without = build(**depth), build(**depth, ssm_layers=[])
+    with_s4, without = build(device, **depth), build(device, **depth, ssm_layers=[])
     lengths = [length]
     share = {}
     for size in lengths:
         steps = {"with": training_step(with_s4, size), "without": training_step(without, size)}
-        seconds = paired_seconds(steps, rounds=rounds, warm_up=1)
+        seconds = paired_seconds(steps, rounds=rounds, warm_up=1, device=device)
         share[str(size)] = {
             "seconds": {name: round(value, 3) for name, value in seconds.items()},
             "added_percent": round(100 * (seconds["with"] / seconds["without"] - 1), 1),
         }
     length, piece = 2 * length, 2 * piece
     runs = {"whole": prefill(with_s4, length, length), "pieces": prefill(with_s4, length, piece)}
-    seconds = paired_seconds(runs, rounds=rounds, warm_up=1)
+    seconds = paired_seconds(runs, rounds=rounds, warm_up=1, device=device)
     figures = {
         "shape": SHAPE | depth | {"ssm_state_size": 64, "batch": 1, "dtype": "float32"},
         "training_step": share,
@@ -90,7 +90,7 @@ def main() -> None:
             "pieces_to_whole": round(seconds["pieces"] / seconds["whole"], 2),
         },
     }
-    write_results("spade_ssm_cost", figures)
+    write_results("spade_ssm_cost", figures, device)
 
 
 if __name__ == "__main__":

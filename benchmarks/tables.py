@@ -2,9 +2,14 @@
 
 import json
 import re
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import targets as target_list
 
 ROOT = Path(__file__).parents[1]
 WITH_HEAD = "training_step_of_one_row_of_1024_with_the_head"
@@ -59,8 +64,20 @@ def decoding(figures: dict) -> str:
     rows = [[name, f"{value:.1f}"] for name, value in figures["milliseconds_per_token"].items()]
     head = f"{shape['num_hidden_layers']} layers of width {shape['hidden_size']}, one row"
     share = figures["share_of_the_matrix_product_limit"]
-    return (
+    text = (
         f"{markdown_table([head, 'ms / token'], rows)}\nLonghorn decodes at {share:.0%} of the bare products' speed.\n"
+    )
+    if "families" not in figures:
+        return text
+    families = figures["families"]
+    small = f"{families['shape']['num_hidden_layers']} layers of width {families['shape']['hidden_size']}, one row"
+    over = [
+        [name, f"{value:.1f}", f"{families['time_over_llama'][name]:.2f}x"]
+        for name, value in families["milliseconds_per_token"].items()
+    ]
+    limit = ", ".join(f"{name} at {value:.0%}" for name, value in figures["weights_limit"]["share"].items())
+    return (
+        f"{text}\n{markdown_table([small, 'ms / token', 'time over Llama'], over)}\nOf the weights' limit: {limit}.\n"
     )
 
 
@@ -233,80 +250,45 @@ def scitldr(figures: dict) -> str:
 
 def targets() -> str:
     """What the project set out to reach on CPU, and what it reached."""
-    names = [
-        "longhorn_training",
-        "longhorn_scan",
-        "decoding",
-        "local_attention",
-        "spade_ssm_cost",
-        "lmu_isa",
-        "bst_layer",
+    measured = "; ".join(dict.fromkeys(measured_on(load(name)) for name in target_list.sources()))
+    return f"{markdown_table(['target', 'wanted', 'measured', 'met'], target_list.rows())}\n*{measured}.*\n"
+
+
+def training(figures: dict) -> str:
+    step, shape, sizes = figures["against_llama"], figures["shape"], figures["context_states"]
+    rows = [
+        [name, f"{speed:,}", f"{step['times_as_fast_as_llama'].get(name, 1.0):.2f}x"]
+        for name, speed in step["tokens_per_second"].items()
     ]
-    training, scan, decode, attention, ssm, lmu, layers = results = [load(name) for name in names]
-    step = training["training_step"]["longhorn_native_times_as_fast"]
-    memory = max(peak["longhorn"] / peak["llama"] for peak in training["peak_megabytes_of_a_step"].values())
-    masked = attention["times_as_fast_as_masked_full_attention"]
-    longt5 = attention["times_as_fast_as_longt5_local_attention_two_sided"]
-    added = max(entry["added_percent"] for entry in ssm["training_step"].values())
-    gpt2 = lmu["training_step_of_one_row"]["lmu_isa_times_as_fast_as_gpt2"]
-    bst = layers["layer"]["forward"]
-    lines: list[tuple[str, float, str, float]] = [
-        ("Longhorn step, times compiled Mamba", 2, ">=", step["mamba compiled, associative scan"]),
-        ("Longhorn step, times eager Mamba", 20, ">=", step["mamba eager"]),
-        ("Longhorn forward, thousand tokens/s", 100, ">=", training["forward"]["tokens_per_second"] / 1000),
-        ("memory of a step, share of Llama's", 2, "<=", memory),
-        ("scan, share of a layer's time", 0.15, "<=", scan["share_of_the_block"]["share"]),
-        ("scan forward, times the copy", 3, "<=", scan["forward"]["C_times_the_copy"]),
-        ("scan forward, times torch", 20, ">=", scan["forward"]["C_times_as_fast_as_torch"]),
-        ("scan with backward, times torch", 8, ">=", scan["forward_and_backward"]["C_times_as_fast_as_torch"]),
-        ("decoding, times Mamba", 2, ">=", decode["longhorn_times_as_fast_as_mamba"]),
-        ("decoding, share of the matrix products' speed", 0.7, ">=", decode["share_of_the_matrix_product_limit"]),
-        ("window attention, exponent", 1.1, "<=", attention["exponent"]),
-        ("window attention, times masked at 4096", 5, ">=", masked["4096"]),
-        ("window attention, times masked at 16384", 15, ">=", masked["16384"]),
-        ("window attention, times LongT5's at 4096", 2, ">=", longt5["4096"]),
-        ("S4 in SPADE's bottom layer, added percent of a step", 15, "<=", added),
-        ("SPADE's prefill in pieces, times in one", 1.3, "<=", ssm["prefill"]["pieces_to_whole"]),
-        (
-            "BST SH at 4096, times a Block-Recurrent layer",
-            10,
-            ">=",
-            bst["SH_times_as_fast_as_block_recurrent_at_4096"],
-        ),
-        (
-            "BST SH at 4096, times the time of sliding attention",
-            2,
-            "<=",
-            bst["SH_times_the_time_of_sliding_attention_at_4096"],
-        ),
-        ("BST MF at 4096, times the time of SH", 1.3, "<=", bst["MF_times_the_time_of_SH_at_4096"]),
-        ("LMU-ISA step, times its FFT form", 1.5, ">=", lmu["training_step_at_1024"]["times_as_fast_as_fft"]),
-        (
-            "LMU-ISA memory, share of the FFT form's",
-            0.25,
-            "<=",
-            lmu["training_step_at_1024"]["share_of_the_memory_of_fft"],
-        ),
-        ("LMU-ISA exponent", 1.1, "<=", lmu["training_step_of_one_row"]["exponent"]),
-        *(
-            (f"LMU-ISA, times GPT-2 at {length}", 0.5 if length == "1024" else 1, ">=", gpt2[length])
-            for length in ("1024", "8192")
-            if length in gpt2
-        ),
+    head = f"training step, width {shape['hidden_size']}, L = {step['length']}"
+    return (
+        f"{markdown_table([head, 'tokens / s', 'times as fast as Llama'], rows)}\nWith {sizes['num_hidden_layers']} "
+        f"layers and {sizes['length']:,} tokens BST SH takes {sizes['sh_time_over_sliding']:.2f}x the time of the "
+        "same stack without context states.\n"
+    )
+
+
+def weight_only(figures: dict) -> str:
+    forms = list(
+        dict.fromkeys(form for found in figures["families"].values() for form in found["milliseconds_per_token"])
+    )
+    rows = [
+        [name, *(found["milliseconds_per_token"].get(form, "") for form in forms)]
+        for name, found in figures["families"].items()
     ]
-    rows = []
-    for name, wanted, relation, found in lines:
-        met = found <= wanted if relation == "<=" else found >= wanted
-        rows.append(
-            [
-                name,
-                f"{'at most' if relation == '<=' else 'at least'} {wanted:g}",
-                f"{found:.3g}",
-                "yes" if met else "no",
-            ]
-        )
-    sources = "; ".join(dict.fromkeys(measured_on(result) for result in results))
-    return f"{markdown_table(['target', 'wanted', 'measured', 'met'], rows)}\n*{sources}.*\n"
+    shape = figures["shape"]
+    head = f"ms / token, width {shape['hidden_size']}, {shape['num_hidden_layers']} layers"
+    return markdown_table([head, *forms], rows)
+
+
+def start_up(figures: dict) -> str:
+    rows = [[name, found["seconds"]] for name, found in figures["on top of torch and transformers"].items()]
+    for name, found in figures.get("first forward", {}).items():
+        rows += [[f"{name}, {which} forward", seconds] for which, seconds in found.items()]
+    if loaded := figures.get("largest preset"):
+        label = f"{loaded['preset']}, {loaded['megabytes']:,} MB"
+        rows += [[f"{label}, {which}", seconds] for which, seconds in loaded["seconds"].items()]
+    return markdown_table(["start-up", "s"], rows)
 
 
 TABLES = {
@@ -327,6 +309,9 @@ TABLES = {
     "local_attention": local_attention,
     "decoding": decoding,
     "lmu_isa": lmu_isa,
+    "training": training,
+    "weight_only": weight_only,
+    "start_up": start_up,
 }
 
 
@@ -353,6 +338,8 @@ def rendered(text: str) -> str:
     def table(match: re.Match) -> str:
         if match[2] == "targets":
             return f"{match[1]}{targets()}{match[3]}"
+        if not (RESULTS / f"{match[2]}.json").is_file():
+            return f"{match[1]}Not measured: `python benchmarks/{match[2]}.py` does it.\n{match[3]}"
         figures = load(match[2])
         content = {key: value for key, value in figures.items() if key not in PROVENANCE}
         return f"{match[1]}{TABLES[match[2]](content)}\n{source(figures)}{match[3]}"

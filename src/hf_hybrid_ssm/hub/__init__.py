@@ -1,4 +1,4 @@
-"""Sharing: checkpoints that carry their code, what a folder holds, and model cards."""
+"""Sharing: checkpoints that carry their code, kernels that travel, what a folder holds, and model cards."""
 
 from hf_hybrid_ssm.lazy import attach
 
@@ -7,6 +7,7 @@ __getattr__, __dir__, __all__ = attach(
     {
         "export_code": f"{__name__}.export",
         "check_contents": f"{__name__}.contents",
+        "export_kernels": f"{__name__}.kernels",
         "check_folder": f"{__name__}.folder",
         "model_card": f"{__name__}.cards",
         "card_of_folder": f"{__name__}.cards",

@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 HEAD = (
     "# SPDX-License-Identifier: Apache-2.0\n"
     f"# Part of hf-hybrid-ssm {__version__}, gathered by hf_hybrid_ssm.hub.export_code.\n"
-    "# Plain torch: the kernels stay in the package, which transformers takes instead when it is installed.\n"
+    "# Plain torch, and on CUDA the Triton kernels of hf_hybrid_ssm_kernels where that can be imported. transformers\n"
+    "# takes the package instead when it is installed.\n"
 )
 NAMED = (
     "# transformers copies the files that a file names; a configuration that is saved alone brings its models along\n"

@@ -7,6 +7,7 @@ of custom ops.
 
 import ast
 import builtins
+import json
 import re
 import sys
 import textwrap
@@ -19,6 +20,8 @@ from itertools import accumulate
 from hf_hybrid_ssm.hub.sources import PACKAGE, Import, Module
 
 WIDTH = 119
+KERNELS = f"{PACKAGE}_kernels"
+"""The package of Triton kernels that exported code imports where there is one."""
 Symbol = tuple[str, str]
 """A module and a name that it defines."""
 Edit = tuple[int, int, str]
@@ -61,17 +64,22 @@ class _File:
             raise ValueError(f"{self.name}: {repeated} would be ambiguous.")
 
 
-def flatten(modules: list[Module], file_of: Callable[[str], str]) -> dict[str, str]:
+def flatten(modules: list[Module], file_of: Callable[[str], str], offered: Iterable[Symbol] = ()) -> dict[str, str]:
     """Python source by file name (without `.py`).
 
     Args:
         modules: closed under imports, each after what it imports.
         file_of: name of a module → name of the file that takes it in.
+        offered: names of modules that others will look up in their files, also those only imported there.
 
     Raises:
         ValueError: the modules use what cannot be flattened; the message says where.
     """
-    return _Flattening(modules, file_of).texts()
+    flattening = _Flattening(modules, file_of)
+    for module, name in offered:
+        symbol = flattening.origin(flattening.modules[module], name)
+        flattening.name_in(flattening.home[module], symbol, name)
+    return flattening.texts()
 
 
 def _qualified(symbol: Symbol) -> str:
@@ -172,9 +180,9 @@ class _Flattening:
                     if old in module.bound[0]:
                         yield places.edit(node, old, file.final[module.name, old])
                 case ast.Call(func=ast.Name(id="Op")):
-                    # kernels stay in the package: each op runs its torch implementation
+                    # C stays in the package, Triton in a folder that may be installed or not
                     kernels = (keyword.value for keyword in node.keywords if keyword.arg == "kernels")
-                    yield from (places.edit(value, None, "{}") for value in kernels)
+                    yield from (places.edit(value, None, _travelling(value)) for value in kernels)
                 case ast.Constant(value=str(text)) if text.startswith(f"{PACKAGE}::"):
                     yield places.edit(node, None, f'{LIBRARY} + "{text.removeprefix(PACKAGE)}"')
 
@@ -212,6 +220,31 @@ class _Places:
             is_all = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
             if is_docstring or is_all or isinstance(node, ast.Import | ast.ImportFrom):
                 yield self.starts[node.lineno - 1], self.starts[int(node.end_lineno or node.lineno)] - 1, ""
+
+
+def triton_kernels(module: Module) -> Iterator[Symbol]:
+    """The Triton implementations, by module and function, of the ops that `module` defines."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Op":
+            arguments = {keyword.arg: keyword.value for keyword in node.keywords}
+            named = ast.literal_eval(arguments["kernels"]) if "kernels" in arguments else {}
+            if "triton" in named:
+                yield named["triton"], f"{ast.literal_eval(node.args[0])}_triton"
+
+
+def kernel_file(module: str) -> str:
+    """The file, without `.py`, of a module of ops in the folder of kernels."""
+    return "_".join(module.removeprefix(f"{PACKAGE}.ops.").split("."))
+
+
+def _travelling(kernels: ast.expr) -> str:
+    """What an op's `kernels` are in exported code: those of the folder that `hub.kernels` writes."""
+    found = {
+        backend: f"{KERNELS}.{kernel_file(module)}"
+        for backend, module in ast.literal_eval(kernels).items()
+        if backend == "triton"
+    }
+    return json.dumps(found)
 
 
 def _title(module: Module) -> str:

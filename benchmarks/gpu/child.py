@@ -1,0 +1,67 @@
+"""The process that runs the cases: each is recorded as soon as it has ended, with its figures or its error."""
+
+import gc
+import importlib
+import time
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+
+import torch
+
+from benchmarks.gpu.comparing import is_fatal, one_line
+from benchmarks.gpu.settings import Settings
+from benchmarks.gpu.store import Store
+
+# in this order: what is wrong is found before anything is timed
+PARTS = {
+    "doctor": "what is installed, and every kernel's self-check",
+    "peaks": "copy bandwidth and rate of matrix products",
+    "parity": "every kernel against float64",
+    "models": "every family against the CPU",
+    "syncs": "nothing waits for the GPU",
+    "scan": "the Longhorn scan",
+    "long_convolution": "the long convolution",
+    "window_attention": "window attention",
+    "decoding": "a decoded token",
+    "training": "a training step and its memory",
+    "learning": "loss curves of short runs",
+}
+INTERPRETED = ("doctor", "parity")  # of a rehearsal; the rest runs in torch
+DONE, OUT_OF_TIME, FATAL = 0, 3, 4
+
+
+def run_cases(settings: Settings, store: Store, parts: Iterable[str], until: float) -> int:
+    """DONE, OUT_OF_TIME (`until`, in seconds since the epoch, has come) or FATAL: the GPU needs a new process."""
+    for part in parts:
+        known = store.cases(part)
+        for case, run in importlib.import_module(f"benchmarks.gpu.{part}").cases(settings):
+            if case in known:
+                continue
+            if time.time() > until:
+                return OUT_OF_TIME
+            store.begin(part, case)
+            if settings.device == "cuda":  # the models of the case before
+                gc.collect()
+                torch.cuda.empty_cache()
+            begin = time.perf_counter()
+            figures, fatal = attempt(run, settings, part)
+            wall = round(time.perf_counter() - begin, 2)
+            store.record(part, case, figures | {"wall_seconds": wall})
+            print(f"{part}: {case}: {figures.get('error', 'ok')} ({wall:.1f} s)", flush=True)
+            if fatal:
+                return FATAL
+    return DONE
+
+
+def attempt(run: Callable[[], dict], settings: Settings, part: str) -> tuple[dict, bool]:
+    """The figures, or the error; and whether this process can go on."""
+    try:
+        with settings.plain_torch() if part not in INTERPRETED else nullcontext():
+            figures = run()
+        if settings.device == "cuda":
+            torch.cuda.synchronize()
+        return figures, False
+    except Exception as error:  # whatever a case does, the others are measured
+        return {"error": one_line(error)}, is_fatal(error)
+    finally:
+        torch.compiler.reset()

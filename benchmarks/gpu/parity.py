@@ -1,0 +1,198 @@
+"""(b) Outputs and gradients of every kernel on this device against float64, odd shapes and very long rows included.
+
+Errors are relative to the largest entry, and bounded as in the kernels' self-check.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.settings import Settings
+from hf_hybrid_ssm.ops._core.self_check import BOUNDS
+from hf_hybrid_ssm.ops.causal_conv import causal_conv
+from hf_hybrid_ssm.ops.local_attention import local_attention
+from hf_hybrid_ssm.ops.long_conv import long_conv
+from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
+
+Inputs = dict[str, torch.Tensor]
+# batch, length, channels, states
+SCANS = [(1, 1, 1, 1), (2, 13, 5, 3), (3, 67, 130, 17), (1, 513, 70, 64), (2, 2048, 1536, 16), (1, 129, 33, 256)]
+EVERY_KIND = [(3, 67, 130, 17), (2, 2048, 1536, 16)]
+ROWS = ("plain", "padded", "packed")
+CONVOLUTIONS = [(1, 1, 1, 2), (3, 67, 130, 4), (2, 2048, 1536, 4)]  # batch, length, channels, taps
+LONG_CONVOLUTIONS = [(1, 90, 3, 70), (8, 2048, 24, 2048), (2, 8192, 8, 8192), (1, 20000, 4, 4096)]
+TINY_LONG_CONVOLUTIONS = [(1, 70, 2, 66)]
+WINDOWS = [(1, 2, 37, 16, 5), (2, 12, 1024, 64, 128), (1, 8, 4096, 128, 512)]  # batch, heads, length, size, window
+TINY_WINDOWS = [(1, 2, 13, 8, 5)]
+LONG = 300_000
+WIDE = 8192  # elements from token to token: the last offset of a row exceeds 2^31
+
+
+def cases(settings: Settings) -> Iterator[tuple[str, Callable[[], dict]]]:
+    kernel = "triton" if settings.has_triton else "torch"
+    for dtype, scans, convolutions in by_dtype(settings):
+        name = str(dtype).removeprefix("torch.")
+        for shape, kinds in scans.items():
+            for rows in kinds:
+                yield f"scan {shape} {rows} {name}", lambda s=shape, r=rows, d=dtype: scan(settings, s, r, d, kernel)
+        for shape in convolutions:
+            for rows in ("plain", "packed"):
+                yield (
+                    f"short convolution {shape} {rows} {name}",
+                    lambda s=shape, r=rows, d=dtype: short(settings, s, r, d, kernel),
+                )
+    for shape in settings.pick(LONG_CONVOLUTIONS, TINY_LONG_CONVOLUTIONS):
+        for rows in ("plain", "packed"):
+            yield f"long convolution {shape} {rows}", lambda s=shape, r=rows: long(settings, s, r, kernel)
+    for shape in settings.pick(WINDOWS, TINY_WINDOWS):
+        for extra in ("bare", "biased", "zero sink", "packed"):
+            yield f"window attention {shape} {extra}", lambda s=shape, e=extra: window(settings, s, e)
+    length = settings.pick(LONG, 40)
+    for rows in (1, 2):
+        yield f"scan over {length} tokens, {rows} rows", lambda b=rows: long_scan(settings, b, length, kernel)
+    yield f"short convolution over {length} tokens", lambda: long_short(settings, length, kernel)
+
+
+def by_dtype(settings: Settings) -> Iterator[tuple[torch.dtype, dict[tuple, tuple[str, ...]], list[tuple]]]:
+    """Scans with the kinds of their rows, and short convolutions; each kind and dtype is compiled anew, so few."""
+    if settings.rehearse:
+        yield torch.float32, {SCANS[0]: ("plain",), (2, 5, 3, 3): ROWS}, [(2, 5, 3, 4)]
+        return
+    yield torch.float32, {shape: ROWS if shape in EVERY_KIND else ("plain",) for shape in SCANS}, CONVOLUTIONS
+    yield torch.bfloat16, dict.fromkeys(EVERY_KIND, ROWS), CONVOLUTIONS
+    yield torch.float16, {SCANS[1]: ("plain",)}, CONVOLUTIONS[:1]
+
+
+def random(*shape: int, seed: int, device: str = "cpu") -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def documents(batch: int, length: int) -> torch.Tensor:
+    starts = torch.rand(batch, length, generator=torch.Generator().manual_seed(9)) < 3 / max(length, 6)
+    return starts.int().cumsum(1)
+
+
+def outputs_and_gradients(op: Callable, inputs: Inputs, options: dict, device: str, dtype: torch.dtype) -> Inputs:
+    placed = {name: t.detach().to(device, dtype).requires_grad_() for name, t in inputs.items()}
+    options = {name: o.to(device) if isinstance(o, torch.Tensor) else o for name, o in options.items()}
+    found = op(**placed, **options)
+    outputs = {f"output {i}": o for i, o in enumerate(found) if isinstance(o, torch.Tensor)}
+    weights = {name: random(*o.shape, seed=90).to(o.device, o.dtype) for name, o in outputs.items()}
+    loss = sum((o * weights[name]).sum() for name, o in outputs.items())
+    gradients = torch.autograd.grad(loss, list(placed.values()), allow_unused=True)
+    return outputs | {f"d{name}": g for name, g in zip(placed, gradients) if g is not None}
+
+
+def compared(op: Callable, inputs: Inputs, options: dict, settings: Settings, dtype: torch.dtype, **how: Any) -> dict:
+    """Errors by tensor. `how`: keyword arguments of the op as it is tested; the other side is float64.
+
+    That runs as the reference, token by token, or for `by_blocks` as the vectorised torch implementation.
+    """
+    exact = {"backend": "torch" if how.pop("by_blocks", False) else "reference"}
+    rounded = {name: t.to(dtype) for name, t in inputs.items()}
+    got = outputs_and_gradients(op, rounded, options | how, settings.device, dtype)
+    want = outputs_and_gradients(op, rounded, options | exact, settings.device, torch.float64)
+    errors = {name: relative(got[name], want[name]) for name in want if want[name].numel()}
+    return judged(errors, dtype)
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    if got.shape != want.shape or not bool(got.isfinite().all()):
+        return float("inf")
+    return float((got.double() - want).detach().abs().max() / want.detach().abs().max().clamp(min=1e-3))
+
+
+def row_options(rows: str, batch: int, length: int) -> dict:
+    if rows == "packed":
+        return {"seq_idx": documents(batch, length)}
+    if rows == "padded":
+        return {"lengths": torch.linspace(length // 2, length, batch).long()}
+    return {}
+
+
+def scan(settings: Settings, shape: tuple, rows: str, dtype: torch.dtype, kernel: str) -> dict:
+    batch, length, channels, states = shape
+    inputs = {name: random(batch, length, channels, seed=i) for i, name in enumerate(("x", "beta_logit", "z"))}
+    inputs |= {name: random(batch, length, states, seed=3 + i) for i, name in enumerate("kq")}
+    inputs |= {"beta_bias": random(channels, seed=6), "D": random(channels, seed=7)}
+    inputs["initial_state"] = random(batch, channels, states, seed=8)
+    options = row_options(rows, batch, length) | {"return_final_state": True}
+    if rows == "padded":  # outputs there are meaningless, and gradients of the gate with them
+        real = torch.arange(length) < options["lengths"].unsqueeze(1)
+        inputs["z"] = inputs["z"] * real.unsqueeze(2)
+        return compared(masked(longhorn_scan, real), inputs, options, settings, dtype, backend=kernel)
+    return compared(longhorn_scan, inputs, options, settings, dtype, backend=kernel, by_blocks=length > 1000)
+
+
+def masked(op: Callable, real: torch.Tensor) -> Callable:
+    """The op with outputs of padding set to zero, and its gate's gradient there with them."""
+
+    def run(**arguments: Any) -> tuple:
+        y, state = op(**arguments)
+        return y.masked_fill(~real.to(y.device).unsqueeze(2), 0.0), state
+
+    return run
+
+
+def short(settings: Settings, shape: tuple, rows: str, dtype: torch.dtype, kernel: str) -> dict:
+    batch, length, channels, taps = shape
+    inputs = {"x": random(batch, length, channels, seed=1), "weight": random(channels, taps, seed=2)}
+    inputs |= {"bias": random(channels, seed=3), "initial_state": random(batch, taps - 1, channels, seed=4)}
+    options = row_options(rows, batch, length) | {"activation": "silu", "return_final_state": True}
+    return compared(causal_conv, inputs, options, settings, dtype, backend=kernel, by_blocks=length > 1000)
+
+
+def long(settings: Settings, shape: tuple, rows: str, kernel: str) -> dict:
+    batch, length, channels, taps = shape
+    decay = torch.exp(-torch.arange(taps) / taps * 4)
+    inputs = {"u": random(batch, length, channels, seed=1), "kernel": random(channels, taps, seed=2) * decay}
+    inputs["skip"] = random(channels, seed=3)
+    options = row_options(rows, batch, length)
+    return compared(
+        long_conv, inputs, options, settings, torch.float32, backend=kernel, by_blocks=length * taps > 10**6
+    )
+
+
+def window(settings: Settings, shape: tuple, extra: str) -> dict:
+    """The backend that is taken by itself: on CUDA it depends on what is asked."""
+    batch, heads, length, size, width = shape
+    inputs = {name: random(batch, heads, length, size, seed=i) for i, name in enumerate("qkv")}
+    if extra in ("biased", "zero sink"):
+        inputs["bias"] = random(heads, width, seed=4)
+    options = {"window": (width - 1, 0), "zero_kv_sink": extra == "zero sink"}
+    options |= row_options("packed", batch, length) if extra == "packed" else {}
+    return compared(local_attention, inputs, options, settings, torch.float32, by_blocks=length > 200)
+
+
+def wide_view(rows: int, length: int, channels: int, settings: Settings, seed: int) -> torch.Tensor:
+    """(rows, length, channels) in bfloat16 whose tokens lie `WIDE` elements apart."""
+    step = settings.pick(WIDE, 16)
+    memory = torch.zeros(rows, length, step, dtype=torch.bfloat16, device=settings.device)
+    memory[..., :channels] = random(rows, length, channels, seed=seed).to(settings.device, torch.bfloat16)
+    return memory[..., :channels]
+
+
+def long_scan(settings: Settings, rows: int, length: int, kernel: str) -> dict:
+    """Rows of which the last token's offset needs 64 bits; the exact side reads dense copies in float64."""
+    channels, states = 8, 4
+    x, beta_logit = (wide_view(rows, length, channels, settings, seed) for seed in (1, 2))
+    k, q = (random(rows, length, states, seed=seed).to(settings.device, torch.bfloat16) for seed in (3, 4))
+    got, state = longhorn_scan(x, beta_logit, k, q, return_final_state=True, backend=kernel)
+    exact = [t.double().contiguous() for t in (x, beta_logit, k, q)]
+    want, want_state = longhorn_scan(*exact, return_final_state=True, backend="torch")
+    return judged({"y": relative(got, want), "state": relative(state, want_state)}, torch.bfloat16)
+
+
+def long_short(settings: Settings, length: int, kernel: str) -> dict:
+    x = wide_view(1, length, 8, settings, seed=1)
+    weight = random(8, 4, seed=2).to(settings.device, torch.bfloat16)
+    got, _ = causal_conv(x, weight, backend=kernel)
+    want, _ = causal_conv(x.double().contiguous(), weight.double(), backend="torch")
+    return judged({"y": relative(got, want)}, torch.bfloat16)
+
+
+def judged(errors: dict[str, float], dtype: torch.dtype) -> dict:
+    worst = max(errors.values())
+    failed = {} if worst <= BOUNDS[dtype] else {"error": f"off by more than the bound: {errors}"}
+    return {"largest_error": worst, "bound": BOUNDS[dtype]} | failed

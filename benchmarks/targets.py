@@ -1,0 +1,208 @@
+"""Is each of the project's targets of speed met? Reads the results, measures nothing.
+
+python benchmarks/targets.py            # every target, the figure, met or not
+python benchmarks/targets.py --commands # the commands that make the figures
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+COMMANDS = (
+    "python benchmarks/run.py longhorn_scan decoding training start_up",
+    "python benchmarks/run.py longhorn_training local_attention spade_ssm_cost bst_layer lmu_isa",
+    "python benchmarks/lmu_isa.py --forms",
+)
+LLAMA = ("decoding", "families", "time_over_llama")
+STEP = ("training", "against_llama", "times_as_fast_as_llama")
+SHARE = ("decoding", "weights_limit", "share")
+PEERS = ("longhorn_training", "training_step", "longhorn_native_times_as_fast")
+BST = ("bst_layer", "layer", "forward")
+GPT2 = ("lmu_isa", "training_step_of_one_row", "lmu_isa_times_as_fast_as_gpt2")
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Target:
+    """
+    Args:
+        name: what is measured.
+        relation: "<=" or ">=".
+        wanted: the limit.
+        path: the file of results, and keys down to the figure.
+        of: makes a number of what is found there.
+    """
+
+    name: str
+    relation: str
+    wanted: float
+    path: tuple[str, ...]
+    of: Callable[[Any], float] = float
+
+    def found(self) -> float | None:
+        """The figure; None where it has not been measured."""
+        file = RESULTS / f"{self.path[0]}.json"
+        if not file.is_file():
+            return None
+        value = json.loads(file.read_text(encoding="utf-8"))
+        for key in self.path[1:]:
+            if not isinstance(value, dict) or key not in value:
+                return None
+            value = value[key]
+        return self.of(value)
+
+    def met(self) -> bool | None:
+        found = self.found()
+        if found is None:
+            return None
+        return found <= self.wanted if self.relation == "<=" else found >= self.wanted
+
+
+def _memory(peaks: Figures) -> float:
+    return max(peak["longhorn"] / peak["llama"] for peak in peaks.values())
+
+
+def _added(steps: Figures) -> float:
+    return max(step["added_percent"] for step in steps.values())
+
+
+def _best_but_fft(speeds: Figures) -> float:
+    return max(speed for form, speed in speeds.items() if form != "fft")
+
+
+def _least_share(rates: Figures) -> float:
+    return min(found["share"] for found in rates.values())
+
+
+def _slowest(forwards: Figures) -> float:
+    return max(times["first"] for times in forwards.values())
+
+
+TARGETS = (
+    Target("Longhorn step, times compiled Mamba", ">=", 2, (*PEERS, "mamba compiled, associative scan")),
+    Target("Longhorn step, times eager Mamba", ">=", 20, (*PEERS, "mamba eager")),
+    Target(
+        "Longhorn forward, thousand tokens/s", ">=", 100, ("longhorn_training", "forward", "tokens_per_second"),
+        lambda tokens: tokens / 1000,
+    ),
+    Target("memory of a step, share of Llama's", "<=", 2, ("longhorn_training", "peak_megabytes_of_a_step"), _memory),
+    Target("scan, share of a layer's time", "<=", 0.15, ("longhorn_scan", "share_of_the_block", "share")),
+    Target("scan forward, times the copy", "<=", 3, ("longhorn_scan", "forward", "C_times_the_copy")),
+    Target("scan forward at 16,384, times the copy", "<=", 3, ("longhorn_scan", "long", "forward_times_the_copy")),
+    Target(
+        "scan with backward at 16,384, times the copy", "<=", 6,
+        ("longhorn_scan", "long", "forward_and_backward_times_the_copy"),
+    ),
+    Target("scan forward, times torch", ">=", 20, ("longhorn_scan", "forward", "C_times_as_fast_as_torch")),
+    Target(
+        "scan with backward, times torch", ">=", 8,
+        ("longhorn_scan", "forward_and_backward", "C_times_as_fast_as_torch"),
+    ),
+    Target("decoding, times Mamba", ">=", 2, ("decoding", "longhorn_times_as_fast_as_mamba")),
+    Target(
+        "decoding, share of the matrix products' speed", ">=", 0.7, ("decoding", "share_of_the_matrix_product_limit")
+    ),
+    Target("decoding, width 512: SPADE's time over Llama's", "<=", 1.0, (*LLAMA, "SPADE")),
+    Target("decoding, width 512: BST sliding's time over Llama's", "<=", 1.0, (*LLAMA, "BST sliding")),
+    Target("decoding, width 512: BST SH's time over Llama's", "<=", 1.3, (*LLAMA, "BST SH")),
+    Target("decoding, width 512: BST MF's time over Llama's", "<=", 1.3, (*LLAMA, "BST MF")),
+    Target("decoding, width 512: Block-Recurrent's time over Llama's", "<=", 1.6, (*LLAMA, "Block-Recurrent")),
+    Target("decoding, width 512: LMU-ISA's time over Llama's", "<=", 1.0, (*LLAMA, "LMU-ISA")),
+    Target("decoding, width 512: Longhorn's time over Llama's", "<=", 0.8, (*LLAMA, "Longhorn")),
+    Target("decoding, width 1024: Longhorn's share of the weights' limit", ">=", 0.85, (*SHARE, "Longhorn")),
+    Target("decoding, width 1024: BST SH's share of the weights' limit", ">=", 0.65, (*SHARE, "BST SH")),
+    Target("decoding, width 1024: SPADE's share of the weights' limit", ">=", 0.65, (*SHARE, "SPADE")),
+    Target("step of 1024 tokens, width 512: SPADE, times Llama", ">=", 1.5, (*STEP, "SPADE")),
+    Target("step of 1024 tokens, width 512: BST sliding, times Llama", ">=", 1.3, (*STEP, "BST sliding")),
+    Target("step of 1024 tokens, width 512: BST SH, times Llama", ">=", 1.1, (*STEP, "BST SH")),
+    Target("step of 1024 tokens, width 512: Longhorn, times Llama", ">=", 1.2, (*STEP, "Longhorn")),
+    Target(
+        "step of 4096 tokens: BST SH, times the time of sliding attention", "<=", 1.6,
+        ("training", "context_states", "sh_time_over_sliding"),
+    ),
+    Target("window attention, exponent", "<=", 1.1, ("local_attention", "exponent")),
+    Target(
+        "window attention, times masked at 4096", ">=", 5,
+        ("local_attention", "times_as_fast_as_masked_full_attention", "4096"),
+    ),
+    Target(
+        "window attention, times masked at 16384", ">=", 15,
+        ("local_attention", "times_as_fast_as_masked_full_attention", "16384"),
+    ),
+    Target(
+        "window attention, times LongT5's at 4096", ">=", 2,
+        ("local_attention", "times_as_fast_as_longt5_local_attention_two_sided", "4096"),
+    ),
+    Target(
+        "S4 in SPADE's bottom layer, added percent of a step", "<=", 15, ("spade_ssm_cost", "training_step"), _added
+    ),
+    Target("SPADE's prefill in pieces, times in one", "<=", 1.3, ("spade_ssm_cost", "prefill", "pieces_to_whole")),
+    Target(
+        "BST SH at 4096, times a Block-Recurrent layer", ">=", 10,
+        (*BST, "SH_times_as_fast_as_block_recurrent_at_4096"),
+    ),
+    Target(
+        "BST SH at 4096, times the time of sliding attention", "<=", 2,
+        (*BST, "SH_times_the_time_of_sliding_attention_at_4096"),
+    ),
+    Target("BST MF at 4096, times the time of SH", "<=", 1.3, (*BST, "MF_times_the_time_of_SH_at_4096")),
+    Target(
+        "LMU-ISA step, times its FFT form", ">=", 1.5, ("lmu_isa", "training_step_at_1024", "times_as_fast_as_fft")
+    ),
+    Target(
+        "LMU-ISA memory, share of the FFT form's", "<=", 0.25,
+        ("lmu_isa", "training_step_at_1024", "share_of_the_memory_of_fft"),
+    ),
+    Target("LMU-ISA exponent", "<=", 1.1, ("lmu_isa", "training_step_of_one_row", "exponent")),
+    Target("LMU-ISA, times GPT-2 at 1024", ">=", 0.5, (*GPT2, "1024")),
+    Target("LMU-ISA, times GPT-2 at 8192", ">=", 1, (*GPT2, "8192")),
+    Target(
+        "LMU-ISA step, tokens/s: twice the 843 before its kernels", ">=", 1686,
+        ("lmu_isa", "training_step_at_1024", "tokens_per_second"), _best_but_fft,
+    ),
+    Target(
+        "LMU-ISA's matrix products, share of one product's rate", ">=", 0.85,
+        ("lmu_isa_forms", "matrix_products", "gigaflops"), _least_share,
+    ),
+    Target("slowest first forward, kernels compiled, seconds", "<=", 1, ("start_up", "first forward"), _slowest),
+)  # fmt: skip
+
+
+def rows() -> list[list[str]]:
+    """name, wanted, measured, met: the cells of a table."""
+    found = []
+    for target in TARGETS:
+        value, met = target.found(), target.met()
+        wanted = f"{'at most' if target.relation == '<=' else 'at least'} {target.wanted:g}"
+        figure = "not measured" if value is None else f"{value:.3g}"
+        found.append([target.name, wanted, figure, {None: "", True: "yes", False: "no"}[met]])
+    return found
+
+
+def sources() -> list[str]:
+    """The files of results, in the order of the targets."""
+    return [
+        name for name in dict.fromkeys(target.path[0] for target in TARGETS) if (RESULTS / f"{name}.json").is_file()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--commands", action="store_true", help="the commands that make the figures")
+    if parser.parse_args().commands:
+        print("\n".join(COMMANDS))
+        return
+    cells = rows()
+    widths = [max(len(row[column]) for row in cells) for column in range(4)]
+    for row in cells:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    judged = [target.met() for target in TARGETS]
+    print(f"{judged.count(True)} met, {judged.count(False)} missed, {judged.count(None)} not measured")
+
+
+if __name__ == "__main__":
+    main()
