@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
-from hf_hybrid_ssm.models.bst.block_grid import BlockGrid
+from hf_hybrid_ssm.models.bst.block_grid import AlignedGrid, FreeGrid
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.bst.context_states import l2_normalise
 from hf_hybrid_ssm.ops._core.checks import can_read_values
@@ -57,7 +57,7 @@ class RecurrentStates(nn.Module):
         self.token_scale = nn.Parameter(torch.ones(num_heads)) if config.qk_norm else None
 
     def forward(
-        self, token_keys: torch.Tensor, token_values: torch.Tensor, grid: BlockGrid, state: States | None
+        self, token_keys: torch.Tensor, token_values: torch.Tensor, grid: AlignedGrid | FreeGrid, state: States | None
     ) -> tuple[torch.Tensor, torch.Tensor, States]:
         """Keys and values of the state for each block that a piece touches, and the state after the piece.
 
@@ -102,7 +102,7 @@ class RecurrentStates(nn.Module):
         after = self._after(grid, states, keys, values, befores, blocks)
         return torch.stack(keys[:-1], 1), torch.stack(values[:-1], 1), after
 
-    def _last_block_may_be_finished(self, grid: BlockGrid) -> bool:
+    def _last_block_may_be_finished(self, grid: AlignedGrid | FreeGrid) -> bool:
         """False where no row finishes the last block, so that the update after it may be left out."""
         return not can_read_values(grid.next_block) or bool((grid.next_block >= grid.num_blocks).any())
 
@@ -144,7 +144,7 @@ class RecurrentStates(nn.Module):
 
     def _after(
         self,
-        grid: BlockGrid,
+        grid: AlignedGrid | FreeGrid,
         states: list[torch.Tensor],
         keys: list[torch.Tensor],
         values: list[torch.Tensor],
