@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from transformers import DynamicCache
+
 from tests.host_syncs import as_on_an_accelerator, host_syncs
 from tests.tiny_models import COMBINATIONS, EVERY, FEW, VARIANTS, batch_of, build, labels_for
-from transformers import DynamicCache
 
 # cuDNN takes the lengths of its rows from the host
 TRAINED = [variant for variant in EVERY if variant != "spade lstm"]
@@ -120,9 +121,10 @@ def test_generated_texts_read_nothing_but_the_stop(variant):
 def test_reads_are_found():
     """Each way to wait is one that the count knows."""
     x = torch.arange(6.0)
-    for read in (lambda: x.sum().item(), lambda: bool(x.any()), lambda: x[x > 2], lambda: x.nonzero(),
-                 lambda: x.unique(), lambda: x.tolist(), lambda: x.numpy(), lambda: torch.equal(x, x),
-                 lambda: x.repeat_interleave(x.long()), lambda: x.masked_select(x > 2), lambda: int(x.max())):  # fmt: skip
+    masked = (lambda: x[x > 2], lambda: x.nonzero(), lambda: x.masked_select(x > 2), lambda: x.unique())
+    values = (lambda: x.sum().item(), lambda: int(x.max()), lambda: bool(x.any()), lambda: torch.equal(x, x))
+    copies = (lambda: x.tolist(), lambda: x.numpy(), lambda: x.repeat_interleave(x.long()))
+    for read in (*masked, *values, *copies):
         assert len(host_syncs(read)) >= 1
     assert host_syncs(lambda: torch.where(x > 2, x, 0.0)[x.long()].cumsum(0)) == []
 

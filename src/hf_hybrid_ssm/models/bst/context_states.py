@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_hybrid_ssm.layers.l2_normalise import l2_normalise
 from hf_hybrid_ssm.layers.mixers.base import State, mixer_state, named_states
 from hf_hybrid_ssm.layers.mixers.registry import mixer_from_config
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
@@ -20,12 +21,6 @@ from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.models.bst.block_grid import AlignedGrid, FreeGrid
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.ops._core.transforms import attention
-
-
-def l2_normalise(x: torch.Tensor) -> torch.Tensor:
-    """x / sqrt(|x|² + 1e-6) over the last dimension, in float32 or wider."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 class HeadwiseLinear(nn.Module):

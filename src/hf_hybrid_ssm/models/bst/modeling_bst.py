@@ -11,6 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import auto_docstring
 
 from hf_hybrid_ssm.layers.feed_forward import FeedForward
+from hf_hybrid_ssm.layers.l2_normalise import l2_normalise
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.layers.truncated_normal import truncated_normal
@@ -22,7 +23,6 @@ from hf_hybrid_ssm.models.bst.context_states import (
     ContextStates,
     HeadwiseLinear,
     attend_context,
-    l2_normalise,
     newest_last,
     slot_by_slot,
 )
@@ -325,7 +325,7 @@ class BstModel(HybridModelMixin, BstPreTrainedModel):
     ) -> torch.Tensor:
         # the more documents, the more blocks: where a layer has to know how many, they are counted here, once
         kinds, has_memory = set(self.config.block_types), self.config.retrieval_k is not None
-        counts = "block_recurrent" in kinds or "bst" in kinds and (self.config.context_variant == "mf" or has_memory)
+        counts = "block_recurrent" in kinds or ("bst" in kinds and (self.config.context_variant == "mf" or has_memory))
         documents = packed.most_documents() if counts else None
         for layer in self.layers[: self.config.num_hidden_layers]:  # fewer while generation exits early
             # by name: gradient checkpointing takes the cache out, or a recompute would store the states twice

@@ -89,10 +89,8 @@ def local_attention(
     capacity = capacity if capacity is not None else left
     if initial_state is not None:
         initial_state = _check_state(initial_state, k, v, left)
-    if two_sided or not return_final_state:
-        capacity = 0  # nothing is kept, so nothing is copied
     run = _OP.select(q.device.type, q.dtype, backend)
-    y, final_state = run(
+    y = run(
         q,
         k,
         v,
@@ -105,9 +103,9 @@ def local_attention(
         state=initial_state,
         seq_idx=seq_idx,
         lengths=lengths,
-        capacity=capacity,
     )
-    return y, final_state if return_final_state else None
+    final = append_to_window(initial_state, k, v, capacity, seq_idx, lengths) if return_final_state else None
+    return y, final
 
 
 def empty_state(
