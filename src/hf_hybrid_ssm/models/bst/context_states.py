@@ -141,17 +141,14 @@ class ContextStates(nn.Module):
         is_aligned = isinstance(grid, AlignedGrid)
         selection: dict[str, Any] = {"stride": self.window} if is_aligned else {"positions": grid.ends}
         y, ssm = self.ssm(u, **options, **selection)  # (B, J or L // W, S, d)
-        contexts = []
-        first = None if is_aligned else grid.is_first_block[..., None, None, None]
-        for later, initial, held in zip(self._project(y), self._initial(), past):
-            initial = initial.expand(u.shape[0], 1, *initial.shape)
-            start = initial
-            if first is not None:
-                later = torch.where(first[:, 1:], initial, later)
-                # before the first block is over, a cache may hold anything
-                held = initial if held is None else held.transpose(1, 2).unsqueeze(1)
-                start = torch.where(first[:, :1], initial, held)
-            contexts.append(torch.cat([start, later], dim=1))
+        first = None if is_aligned else grid.is_first_block[..., None, None]
+        initial = self.initial_context.to(y.dtype).expand(u.shape[0], 1, -1, -1)
+        y = y if first is None else torch.where(first[:, 1:], initial, y)
+        contexts = self._project(torch.cat([initial, y], dim=1))
+        if past[0] is not None:  # before the first block is over, a cache may hold anything
+            held = (part.transpose(1, 2).unsqueeze(1) for part in past)
+            starts = (torch.where(first[:, :1, None], new[:, :1], old) for new, old in zip(contexts, held))
+            contexts = tuple(torch.cat([start, new[:, 1:]], 1) for start, new in zip(starts, contexts))
         after = {}
         if options["return_final_state"]:
             rows = torch.arange(u.shape[0], device=u.device)

@@ -124,7 +124,7 @@ class BstAttention(nn.Module):
         x: torch.Tensor,
         past: States,
         *,
-        documents: int | None,
+        documents: int | None = None,
         seq_idx: torch.Tensor | None,
         lengths: torch.Tensor | None,
         return_final_state: bool,
@@ -209,16 +209,17 @@ class BstAttention(nn.Module):
         values: torch.Tensor,
         past: States,
         *,
-        documents: int | None,
+        documents: int | None = None,
         seq_idx: torch.Tensor | None,
         lengths: torch.Tensor | None,
         return_final_state: bool,
     ) -> tuple[torch.Tensor, States]:
         """(B, L, H, e) what the tokens find in the state their block began with."""
         grid = self._grid(z, past, seq_idx, lengths, documents)
-        state_keys, state_values, after = self.recurrent(keys, values, grid, past or None)
+        state = past or None
+        state_keys, state_values, after = self.recurrent(keys, values, grid, state, return_state=return_final_state)
         blocks = attend_context(grid.to_blocks(self._context_queries(z)), state_keys, state_values, mask=None)
-        return grid.from_blocks(blocks), after if return_final_state else {}
+        return grid.from_blocks(blocks), after
 
     def _attend_context_of_one(
         self, queries: torch.Tensor, x: torch.Tensor, past: States
