@@ -7,9 +7,15 @@ from hf_hybrid_ssm.ops._core.dispatch import Op
 from hf_hybrid_ssm.ops._core.lengths import check_lengths
 from hf_hybrid_ssm.ops.local_attention.distance_range import AttentionState, Window, append_to_window
 from hf_hybrid_ssm.ops.local_attention.reference import local_attention_reference
+from hf_hybrid_ssm.ops.local_attention.self_check_inputs import self_check_inputs
 from hf_hybrid_ssm.ops.local_attention.torch_backend import local_attention_torch
 
-_OP = Op("local_attention", builtin={"torch": local_attention_torch, "reference": local_attention_reference})
+_OP = Op(
+    "local_attention",
+    builtin={"torch": local_attention_torch, "reference": local_attention_reference},
+    kernels={"triton": "hf_hybrid_ssm.ops.local_attention.triton"},
+    self_check_inputs=self_check_inputs,
+)
 
 
 def local_attention(

@@ -20,13 +20,13 @@ def local_attention_torch(q, k, v, *, window, chunk_size, bias, scale, zero_kv_s
     seen = None if state is None else state.seen
     uniform = {"chunk_size": chunk_size, "zero_kv_sink": zero_kv_sink}
     if has_uniform_blocks(q, k, window=window, state=state, seq_idx=seq_idx, **uniform):
-        k, v = _without_padding(k, lengths), _without_padding(v, lengths)
+        k, v = without_padding(k, lengths), without_padding(v, lengths)
         dtype = _computed_in(q)
         inputs = (q.to(dtype), k.to(dtype), v.to(dtype))
         y = uniform_attention(*inputs, left=left, right=right, bias=bias, scale=scale, dropout=dropout, **uniform)
         return y.to(q.dtype)
     ranges = distance_ranges(length, window, chunk_size, seen=seen, seq_idx=seq_idx, lengths=lengths, device=q.device)
-    k, v = _without_padding(k, lengths), _without_padding(v, lengths)
+    k, v = without_padding(k, lengths), without_padding(v, lengths)
     two_sided = right is None or right > 0
     dtype = _computed_in(q)
     sink = None
@@ -53,7 +53,7 @@ def _computed_in(q: torch.Tensor) -> torch.dtype:
     return torch.float32 if q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16) else q.dtype
 
 
-def _without_padding(x: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:
+def without_padding(x: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:
     """x (B, G, L, E), zero after each row's length: a NaN in the padding must not be multiplied with a real token."""
     if lengths is None:
         return x
