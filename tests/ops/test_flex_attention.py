@@ -8,7 +8,7 @@ from torch.nn.attention import flex_attention as flex
 from hf_hybrid_ssm.ops.local_attention import local_attention, triton
 from hf_hybrid_ssm.ops.local_attention.self_check_inputs import self_check_inputs
 
-pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called", "ignore:return_lse")
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called")
 CASES = {
     "window with bias": {"window": (20, 0), "bias": 21},
     "short table": {"window": (33, 0), "bias": 5},

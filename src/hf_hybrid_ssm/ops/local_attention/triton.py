@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -18,6 +19,10 @@ from hf_hybrid_ssm.ops.local_attention.torch_backend import local_attention_torc
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK = 128  # tokens of a side of what is visited or skipped as a whole
 LEAST_HEAD = 16  # what a tensor core multiplies at once
+# newer versions of torch ask otherwise for the log of the summed weights
+LOG_SUM: dict[str, Any] = (
+    {"return_aux": flex.AuxRequest(lse=True)} if hasattr(flex, "AuxRequest") else {"return_lse": True}
+)
 
 
 def supports(device_type: str, dtype: torch.dtype) -> str | None:
@@ -45,7 +50,7 @@ def local_attention_triton(
     rows = {"seen": None, "seq_idx": seq_idx, "lengths": lengths, "device": q.device}
     ranges = distance_ranges(length, window, chunk_size, **rows)
     k, v = without_padding(k, lengths), without_padding(v, lengths)
-    first, last = (limit.expand(q.shape[0], -1) for limit in torch.broadcast_tensors(ranges.first, ranges.last))
+    first, last = (limit.expand(q.shape[0], length).contiguous() for limit in ranges[:2])  # of one layout: one kernel
 
     def sees(row, head, i, j):
         return (i - j >= first[row, i]) & (i - j <= last[row, i])
@@ -57,11 +62,13 @@ def local_attention_triton(
     visited, indices = _visited(length, window, q.device)
     blocks = BlockMask.from_kv_blocks(visited, indices, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(length, length))
     options: dict[str, Any] = {"score_mod": None if bias is None else with_bias, "block_mask": blocks, "scale": scale}
-    y, total = _flex(q)(q, k, v, enable_gqa=q.shape[1] != k.shape[1], return_lse=True, **options)
-    if zero_kv_sink:
-        sink = zero_key_logits(bias, ranges.rank, left, right, total.new_empty(0))
-        y = y * torch.sigmoid(total - sink).unsqueeze(-1).to(y.dtype)
-    return y
+    options["enable_gqa"] = q.shape[1] != k.shape[1]
+    if not zero_kv_sink:
+        return _flex(q)(q, k, v, **options)
+    y, total = _flex(q)(q, k, v, **options, **LOG_SUM)
+    total = total if isinstance(total, torch.Tensor) else total.lse
+    sink = zero_key_logits(bias, ranges.rank, left, right, total.new_empty(0))
+    return y * torch.sigmoid(total - sink).unsqueeze(-1).to(y.dtype)
 
 
 @lru_cache(maxsize=16)
