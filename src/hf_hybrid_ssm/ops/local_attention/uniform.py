@@ -26,9 +26,14 @@ def has_uniform_blocks(q, k, *, window, chunk_size, zero_kv_sink, state, seq_idx
 def uniform_attention(q, k, v, *, left, right, chunk_size, bias, scale, zero_kv_sink, dropout):
     """`local_attention` of q (B, H, L, E), k (B, G, L, E), v (B, G, L, V), where `has_uniform_blocks`."""
     length = q.shape[2]
+    if chunk_size is None and not zero_kv_sink:
+        left = min(left, length - 1)
     size = chunk_size or max(left, 16)
+    if chunk_size is None and length % size and length % (left + 1) == 0 and left >= 16:
+        size = left + 1  # a window of W tokens that counts the query: rows are more often multiples of W
     size = min(size, length)
-    before = left if chunk_size is None else 0
+    if _runs_by_equation(q, k, dropout) and scale != 1.0:
+        q, scale = q * scale, 1.0
     count = -(-length // size)
     gap = count * size - length
     queries = _padded(q, 0, gap).unflatten(2, (count, size))
@@ -36,12 +41,17 @@ def uniform_attention(q, k, v, *, left, right, chunk_size, bias, scale, zero_kv_
     options = {"scale": scale, "dropout": dropout}
     if chunk_size is not None:
         mask = _mask(core, left, right, size, 0, size, q)
-        y = _attend(queries, _padded(k, 0, gap).unflatten(2, (count, size)).mT,
-                    _padded(v, 0, gap).unflatten(2, (count, size)).mT, mask, **options)  # fmt: skip
-    elif zero_kv_sink:
-        mask = _mask(core, left, right, size, before, size + left + right, q)
-        keys, values = (_padded(x, left, gap + right).unfold(2, size + left + right, size) for x in (k, v))
-        y = _attend(queries, keys, values, mask, **options)
+        chunks = (_padded(x, 0, gap).unflatten(2, (count, size)).mT for x in (k, v))
+        y = _attend(queries, *chunks, mask, **options)
+    elif zero_kv_sink or _runs_by_equation(q, k, dropout):
+        width = size + left + right
+        mask = _mask(core, left, right, size, left, width, q)
+        keys, values = (_padded(x, left, gap + right).unfold(2, width, size) for x in (k, v))
+        absent = None
+        if not zero_kv_sink:  # size ≥ left: only the first block reaches before the row
+            absent = q.new_zeros(count, 1, width)
+            absent[0, :, :left] = -math.inf
+        y = _attend(queries, keys, values, mask, absent, **options)
     else:
         y = _attend_from_start(queries, _padded(k, 0, gap), _padded(v, 0, gap), core, left, **options)
     return y.flatten(2, 3)[:, :, :length]
@@ -68,6 +78,11 @@ def _attend_from_start(queries, k, v, core, left, *, scale, dropout):
     return torch.cat(blocks, 2) if count > 1 else blocks[0]
 
 
+def _runs_by_equation(q: torch.Tensor, k: torch.Tensor, dropout: float) -> bool:
+    """Whether torch's attention would fall back to products and a softmax, which then need no detour through it."""
+    return dropout > 0 and q.device.type == "cpu" and q.shape[1] == k.shape[1]
+
+
 def _padded(x: torch.Tensor, before: int, after: int) -> torch.Tensor:
     """x (B, H, L, E) with zeros around it."""
     return F.pad(x, (0, 0, before, after)) if before or after else x
@@ -92,14 +107,16 @@ def _mask(
     return core.unfold(1, width, 1).flip(2)
 
 
-def _attend(q, k, v, mask, *, scale, dropout):
-    """softmax(scale q kᵀ + mask) v of blocks q (B, H, n, Q, E), k (B, G, n, E, K), v (B, G, n, V, K)."""
+def _attend(q, k, v, mask, absent=None, *, scale, dropout):
+    """softmax(scale q kᵀ + mask) v of blocks q (B, H, n, Q, E), k (B, G, n, E, K), v (B, G, n, V, K).
+
+    By equation, q is scaled already, and absent (n, 1, K) may be added too.
+    """
     batch, heads, count = q.shape[:3]
-    is_plain = heads == k.shape[1] and q.device.type == "cpu"
-    if is_plain and dropout:  # what torch's own attention would do, on three-dimensional products
-        logits = torch.matmul(q if scale == 1.0 else q * scale, k)
-        weights = F.dropout((logits + mask.unsqueeze(1)).softmax(-1), dropout)
-        return torch.matmul(weights, v.mT)
+    if _runs_by_equation(q, k, dropout):
+        logits = torch.matmul(q, k) + mask.unsqueeze(1)
+        logits = logits if absent is None else logits + absent
+        return torch.matmul(F.dropout(logits.softmax(-1), dropout), v.mT)
     rows = (q, k.mT, v.mT)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in rows)
     mask = mask.unsqueeze(0)
