@@ -138,10 +138,11 @@ class ContextStates(nn.Module):
         options: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """C_0 learned, C_i = y at the last token of block i - 1: read out there only, all filters at once."""
-        is_aligned = isinstance(grid, AlignedGrid)
-        selection: dict[str, Any] = {"stride": self.window} if is_aligned else {"positions": grid.ends}
+        first = None
+        selection: dict[str, Any] = {"stride": self.window}
+        if isinstance(grid, FreeGrid):
+            first, selection = grid.is_first_block[..., None, None], {"positions": grid.ends}
         y, ssm = self.ssm(u, **options, **selection)  # (B, J or L // W, S, d)
-        first = None if is_aligned else grid.is_first_block[..., None, None]
         initial = self.initial_context.to(y.dtype).expand(u.shape[0], 1, -1, -1)
         y = y if first is None else torch.where(first[:, 1:], initial, y)
         contexts = self._project(torch.cat([initial, y], dim=1))

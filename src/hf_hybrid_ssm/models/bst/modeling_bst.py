@@ -164,8 +164,8 @@ class BstAttention(nn.Module):
         )
         state = None
         if past:
-            held = (newest_last(past[name], past["seen"]) for name in ("context_key", "context_value"))
-            state = AttentionState(*held, past["seen"])
+            held = [newest_last(past[name], past["seen"]) for name in ("context_key", "context_value")]
+            state = AttentionState(held[0], held[1], past["seen"])
         right = self.window - 1 if self.is_bidirectional else 0 if self.context_mask == "causal" else -1
         y, after = local_attention(
             *(part.transpose(1, 2) for part in (queries, keys, values)),

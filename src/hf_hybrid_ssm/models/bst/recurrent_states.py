@@ -110,7 +110,7 @@ class RecurrentStates(nn.Module):
             keys.append(k)
             values.append(v)
             if j < updates:
-                s = self._update(s, queries, k, v, *(part[j] for part in tokens), blend)
+                s = self._update(s, queries, (k, v), (tokens[0][j], tokens[1][j]), blend)
         after = self._after(grid, states, keys, values, befores, blocks) if return_state else {}
         count = grid.num_blocks
         return torch.stack(keys[:count], 1), torch.stack(values[:count], 1), after
@@ -156,14 +156,13 @@ class RecurrentStates(nn.Module):
         self,
         s: torch.Tensor,
         queries: list[torch.Tensor],
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        token_keys: torch.Tensor,
-        token_values: torch.Tensor,
+        own: tuple[torch.Tensor, torch.Tensor],
+        of_tokens: tuple[torch.Tensor, torch.Tensor],
         blend: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        itself, tokens = self._attend(queries[0], keys, values), self._attend(queries[1], token_keys, token_values)
-        return blend(s, torch.cat([itself, tokens], -1))
+        """The states after a block, from keys and values of their own and of the tokens."""
+        found = (self._attend(q, keys, values) for q, (keys, values) in zip(queries, (own, of_tokens)))
+        return blend(s, torch.cat([*found], -1))
 
     def _attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """(B, S, H, e), (B, M, H, e) twice → (B, S, H e), without a mask."""

@@ -43,9 +43,9 @@ def local_attention_triton(
     would not fill a block."""
     few = q.shape[2] < BLOCK or min(q.shape[3], v.shape[3]) < LEAST_HEAD
     if few or dropout or state is not None:
-        options = {"bias": bias, "scale": scale, "zero_kv_sink": zero_kv_sink, "dropout": dropout, "state": state}
-        rows = {"seq_idx": seq_idx, "lengths": lengths}
-        return local_attention_torch(q, k, v, window=window, chunk_size=chunk_size, **options, **rows)
+        given = {"bias": bias, "scale": scale, "zero_kv_sink": zero_kv_sink, "dropout": dropout, "state": state}
+        given |= {"window": window, "chunk_size": chunk_size, "seq_idx": seq_idx, "lengths": lengths}
+        return local_attention_torch(q, k, v, **given)
     (left, right), length = window, q.shape[2]
     rows = {"seen": None, "seq_idx": seq_idx, "lengths": lengths, "device": q.device}
     ranges = distance_ranges(length, window, chunk_size, **rows)

@@ -41,8 +41,8 @@ def uniform_attention(q, k, v, *, left, right, chunk_size, bias, scale, zero_kv_
     options = {"scale": scale, "dropout": dropout}
     if chunk_size is not None:
         mask = _mask(core, left, right, size, 0, size, q)
-        chunks = (_padded(x, 0, gap).unflatten(2, (count, size)).mT for x in (k, v))
-        y = _attend(queries, *chunks, mask, **options)
+        keys, values = (_padded(x, 0, gap).unflatten(2, (count, size)).mT for x in (k, v))
+        y = _attend(queries, keys, values, mask, **options)
     elif zero_kv_sink or _runs_by_equation(q, k, dropout):
         width = size + left + right
         mask = _mask(core, left, right, size, left, width, q)
@@ -62,19 +62,12 @@ def _attend_from_start(queries, k, v, core, left, *, scale, dropout):
     count, size = queries.shape[2:4]
     mask = _mask(core, left, 0, size, left, size + left, queries)
     first, others = queries.split([1, count - 1], 2)
-    blocks = [
-        _attend(
-            first,
-            *(x[:, :, :size].unsqueeze(2).mT for x in (k, v)),
-            mask[..., left:],
-            scale=scale,
-            dropout=dropout,
-        )
-    ]
+    keys, values = (x[:, :, :size].unsqueeze(2).mT for x in (k, v))
+    blocks = [_attend(first, keys, values, mask[..., left:], scale=scale, dropout=dropout)]
     if count > 1:
-        skipped = size - left  # more than 0 only where a window is shorter than the least block
-        windows = (x[:, :, skipped:].unfold(2, size + left, size) for x in (k, v))
-        blocks.append(_attend(others, *windows, mask, scale=scale, dropout=dropout))
+        skipped = size - left  # of a block that is longer than the window
+        keys, values = (x[:, :, skipped:].unfold(2, size + left, size) for x in (k, v))
+        blocks.append(_attend(others, keys, values, mask, scale=scale, dropout=dropout))
     return torch.cat(blocks, 2) if count > 1 else blocks[0]
 
 
