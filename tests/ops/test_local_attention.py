@@ -277,3 +277,20 @@ def test_bad_input(options, message):
 def test_a_window_is_a_pair():
     with pytest.raises(TypeError, match=r"window must be a pair \(left, right\), got 5"):
         local_attention(*random_inputs(2, 8, 0), window=5)
+
+
+@pytest.mark.parametrize("length", [1, 15, 64, 100])
+@pytest.mark.parametrize("window", [(20, 0), (32, 0), (31, 0), (20, -1), (3, 0)])
+@pytest.mark.parametrize("options", [{}, {"zero_kv_sink": True}, {"chunk_size": 8}, {"lengths": torch.tensor([9, 0])}])
+def test_dropout_of_nothing_changes_nothing(options, window, length):
+    """With dropout there is no fused kernel on a CPU, and attention runs by its equation."""
+    options = {**options, "window": window, "bias": torch.randn(HEADS, 7, dtype=torch.float64, requires_grad=True)}
+    if "lengths" in options:
+        options["lengths"] = options["lengths"].clamp(max=length)
+    leaves = [x.requires_grad_() for x in random_inputs(2, length, 0)]
+    results = []
+    for dropout in (0.0, 1e-15):
+        y, _ = local_attention(*leaves, **options, dropout=dropout)
+        y = real_tokens(y, options.get("lengths"))
+        results.append([y, *torch.autograd.grad((y * y.detach().cos()).sum(), [*leaves, options["bias"]])])
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)

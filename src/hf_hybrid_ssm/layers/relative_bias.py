@@ -1,14 +1,14 @@
 """T5's relative position bias: a learned number for each head and bucket of distances."""
 
 import math
-from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from hf_hybrid_ssm.ops._core.tables import table
 
-@torch.compiler.assume_constant_result
-@lru_cache
+
 def distance_buckets(num_buckets: int, max_distance: int, count: int) -> tuple[int, ...]:
     """The bucket of the distances 0 … count - 1 on one side.
 
@@ -24,6 +24,16 @@ def distance_buckets(num_buckets: int, max_distance: int, count: int) -> tuple[i
         return min(exact + int(share * (num_buckets - exact)), num_buckets - 1)
 
     return tuple(bucket(distance) for distance in range(count))
+
+
+def two_sided_buckets(num_buckets: int, max_distance: int, count: int) -> tuple[int, ...]:
+    """The same for the distances 1 - count … count - 1; tokens ahead have the later half of the buckets."""
+    half = num_buckets // 2
+    back = distance_buckets(half, max_distance, count)
+    return (*(half + bucket for bucket in reversed(back[1:])), *back)
+
+
+_CAUSAL, _TWO_SIDED = table(distance_buckets), table(two_sided_buckets)
 
 
 class RelativeBias(nn.Embedding):
@@ -48,10 +58,6 @@ class RelativeBias(nn.Embedding):
             reach: the farthest distance to be asked for; None for all. Distances beyond the table share its ends.
         """
         count = self.max_distance + 1 if reach is None else min(reach, self.max_distance) + 1
-        if not self.bidirectional:
-            buckets = list(distance_buckets(self.num_embeddings, self.max_distance, count))
-        else:
-            half = self.num_embeddings // 2
-            back = distance_buckets(half, self.max_distance, count)
-            buckets = [*(half + bucket for bucket in reversed(back[1:])), *back]  # the later half: tokens ahead
-        return self.weight[torch.tensor(buckets, device=self.weight.device)].T
+        buckets = _TWO_SIDED if self.bidirectional else _CAUSAL
+        columns = buckets(self.num_embeddings, self.max_distance, count, device=self.weight.device)
+        return F.embedding(columns, self.weight).T

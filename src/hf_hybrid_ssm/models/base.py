@@ -212,7 +212,8 @@ class HybridModelMixin:
         cu_seq_lens_q (`torch.IntTensor` of shape `(documents + 1,)`, *optional*):
             Where the documents of a single packed row begin and end, instead of `seq_idx`.
         continues_documents (`bool`, *optional*, defaults to `False`):
-            The first tokens go on with the documents in `past_key_values`, as they do in each step of `generate`.
+            The first tokens go on with the documents in `past_key_values`, as they do in each step of `generate`. A
+            single token that does is not padding.
         """
         self._refuse_attentions(kwargs.get("output_attentions"))
         check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
@@ -230,7 +231,8 @@ class HybridModelMixin:
             past_key_values = prepare_cache(past_key_values, self.config, batch)
         masks = attention_mask if isinstance(attention_mask, dict) else None  # made ahead of compiled decoding
         padding = attention_mask if masks is None else masks[STATE_LAYER_TYPE]
-        unpadding = unpadding_of(padding, batch, length)
+        is_generated = continues_documents and length == 1  # and real, whatever is known of the tokens before it
+        unpadding = None if is_generated else unpadding_of(padding, batch, length)
         inputs = (seq_idx, position_ids, padding, unpadding, past_key_values, batch, length)
         keeps = self._packing_options(position_ids, masks)
         packed = resolve_packing(

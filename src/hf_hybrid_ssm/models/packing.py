@@ -37,6 +37,7 @@ class PackedRows:
         waiting_after: n → (B,) bool, rows that begin a document, but not with one of the first n columns, which are
             padding; None where no row does both.
         covers_past: the attention mask was one of all tokens so far.
+        num_documents: of the row, where the caller said so.
     """
 
     length: int
@@ -48,6 +49,7 @@ class PackedRows:
     notes_after: Recompute | None = None
     waiting_after: Callable[[int], torch.Tensor] | None = None
     covers_past: bool = False
+    num_documents: int | None = None
 
     def open(self, past_key_values: Cache | None) -> None:
         """Before the layers: rows that begin a document start from zeros, and what later pieces need will be kept.
@@ -62,6 +64,15 @@ class PackedRows:
             layer.open(self.begins, self.notes_after, self.waiting_after)
         if not layers:
             _check_without_states(past_key_values, self)
+
+    def most_documents(self) -> int | None:
+        """The most documents that a row of this forward holds; None where each row is one document.
+
+        Where only the values of `seq_idx` tell, this waits for the device: `cu_seq_lens_q` tells by its shape.
+        """
+        if self.seq_idx is None or self.num_documents is not None:
+            return self.num_documents
+        return int((self.seq_idx[:, 1:] != self.seq_idx[:, :-1]).sum(1).max()) + 1
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """(B or 1, L) int64, the real tokens before each token in its document."""
@@ -143,6 +154,7 @@ def resolve_packing(
         _real(attention_mask, current, notes.get("real"), past, batch, length) if keeps_padding else None,
         begins,
         covers_past=attention_mask is not None and attention_mask.shape[1] > length,
+        num_documents=None if cu_seq_lens_q is None or numbered else len(cu_seq_lens_q) - 1,
     )
 
     def notes_after(num_tokens: int) -> States:

@@ -13,19 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_hybrid_ssm.layers.l2_normalise import l2_normalise
 from hf_hybrid_ssm.layers.mixers.base import State, mixer_state, named_states
 from hf_hybrid_ssm.layers.mixers.registry import mixer_from_config
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
-from hf_hybrid_ssm.models.bst.block_grid import BlockGrid
+from hf_hybrid_ssm.models.bst.block_grid import AlignedGrid, FreeGrid
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.ops._core.transforms import attention
-
-
-def l2_normalise(x: torch.Tensor) -> torch.Tensor:
-    """x / sqrt(|x|² + 1e-6) over the last dimension, in float32 or wider."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 class HeadwiseLinear(nn.Module):
@@ -73,7 +68,7 @@ class ContextStates(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        grid: BlockGrid,
+        grid: AlignedGrid | FreeGrid,
         *,
         state: dict[str, torch.Tensor] | None = None,
         seq_idx: torch.Tensor | None = None,
@@ -92,14 +87,8 @@ class ContextStates(nn.Module):
         Returns:
             keys and values (B, J, W or S, H, e), and the state.
         """
-        u = x if self.input_norm is None else self.input_norm(x)
         past = (None, None) if not state else (state["context_key"], state["context_value"])
-        options: dict[str, Any] = {
-            "initial_state": None if not state else mixer_state(state),
-            "seq_idx": seq_idx,
-            "lengths": lengths,
-            "return_final_state": return_state,
-        }
+        u, options = self._ssm_inputs(x, state, seq_idx, lengths, return_state)
         if self.variant == "mf":
             return self._shifted(u, grid, past, options)
         y, ssm = self.ssm(u, **options)
@@ -110,33 +99,63 @@ class ContextStates(nn.Module):
         after = {}
         if return_state:
             unfinished = (grid.unfinished(part).transpose(1, 2) for part in (keys, values))
-            after = self._state(ssm, *unfinished)
+            after = self.named_states(ssm, *unfinished)
         return keys, values, after
+
+    def along_rows(
+        self,
+        x: torch.Tensor,
+        *,
+        state: dict[str, torch.Tensor] | None,
+        seq_idx: torch.Tensor | None,
+        lengths: torch.Tensor | None,
+        return_state: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, State | None]:
+        """As `forward` for "sh" and "mh", but token by token: keys and values (B, L, H, e), and the state of the
+        state-space model. No shape depends on where the blocks of documents begin."""
+        u, options = self._ssm_inputs(x, state, seq_idx, lengths, return_state)
+        y, ssm = self.ssm(u, **options)
+        return *self._project(y), ssm
+
+    def _ssm_inputs(
+        self,
+        x: torch.Tensor,
+        state: dict[str, torch.Tensor] | None,
+        seq_idx: torch.Tensor | None,
+        lengths: torch.Tensor | None,
+        return_state: bool,
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        initial_state = mixer_state(state) if state else None
+        options = {"initial_state": initial_state, "seq_idx": seq_idx, "lengths": lengths}
+        u = x if self.input_norm is None else self.input_norm(x)
+        return u, options | {"return_final_state": return_state}
 
     def _shifted(
         self,
         u: torch.Tensor,
-        grid: BlockGrid,
+        grid: AlignedGrid | FreeGrid,
         past: tuple[torch.Tensor | None, torch.Tensor | None],
         options: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """C_0 learned, C_i = y at the last token of block i - 1: read out there only, all filters at once."""
-        selection: dict[str, Any] = {"stride": self.window} if grid.aligned else {"positions": grid.ends}
+        first = None
+        selection: dict[str, Any] = {"stride": self.window}
+        if isinstance(grid, FreeGrid):
+            first, selection = grid.is_first_block[..., None, None], {"positions": grid.ends}
         y, ssm = self.ssm(u, **options, **selection)  # (B, J or L // W, S, d)
-        keys: list[torch.Tensor] = []
-        values: list[torch.Tensor] = []
-        first = grid.is_first_block[..., None, None, None]
-        for parts, new, initial, held in zip((keys, values), self._project(y), self._initial(), past):
-            initial = initial.expand(u.shape[0], 1, *initial.shape)
-            later = torch.where(first[:, 1 : 1 + new.shape[1]], initial, new)
-            # before the first block is over, a cache may hold anything
-            start = initial if held is None else torch.where(first[:, :1], initial, held.transpose(1, 2).unsqueeze(1))
-            parts.append(torch.cat([start, later], dim=1))
+        initial = self.initial_context.to(y.dtype).expand(u.shape[0], 1, -1, -1)
+        y = y if first is None else torch.where(first[:, 1:], initial, y)
+        contexts = self._project(torch.cat([initial, y], dim=1))
+        if past[0] is not None:  # before the first block is over, a cache may hold anything
+            held = (part.transpose(1, 2).unsqueeze(1) for part in past)
+            starts = (torch.where(first[:, :1, None], new[:, :1], old) for new, old in zip(contexts, held))
+            contexts = tuple(torch.cat([start, new[:, 1:]], 1) for start, new in zip(starts, contexts))
         after = {}
         if options["return_final_state"]:
             rows = torch.arange(u.shape[0], device=u.device)
-            after = self._state(ssm, *(part[0][rows, grid.next_block].transpose(1, 2) for part in (keys, values)))
-        return keys[0][:, : grid.num_blocks], values[0][:, : grid.num_blocks], after
+            after = self.named_states(ssm, *(part[rows, grid.next_block].transpose(1, 2) for part in contexts))
+        keys, values = (part[:, : grid.num_blocks] for part in contexts)
+        return keys, values, after
 
     @with_accelerate_hooks
     def step(
@@ -168,7 +187,7 @@ class ContextStates(nn.Module):
             now = [torch.where(here, new, torch.where(filled, old, 0.0)) for new, old in zip(parts, held)]
             finished = (offset == self.window - 1).view(-1, 1, 1, 1)
             after = [torch.where(finished, 0.0, part) for part in now]
-        return now[0], now[1], self._state(ssm, *after)
+        return now[0], now[1], self.named_states(ssm, *after)
 
     def _initial(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values (S, H, e) of the learned context of a document's first block."""
@@ -187,8 +206,30 @@ class ContextStates(nn.Module):
             keys, values = self.k_proj(flat).view(heads), self.v_proj(flat).view(heads)
         return (l2_normalise(keys) if self.key_norm else keys), values
 
-    def _state(self, ssm: State | None, keys: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    @staticmethod
+    def named_states(ssm: State | None, keys: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What later pieces need: of the state-space model, and keys and values (B, H, W or S, e) of the block."""
         return {**named_states(ssm), "context_key": keys, "context_value": values}
+
+
+def newest_last(slots: torch.Tensor, tokens_seen: torch.Tensor) -> torch.Tensor:
+    """(B, H, W, e) of the slots of an unfinished block of rows that hold tokens_seen (B,) → the same with the newest
+    in the last place, as `AttentionState` has them."""
+    return _rolled(slots, -tokens_seen)
+
+
+def slot_by_slot(newest: torch.Tensor, tokens_seen: torch.Tensor) -> torch.Tensor:
+    """The inverse of `newest_last`, zero in slots that are not yet filled."""
+    window = newest.shape[2]
+    filled = torch.arange(window, device=newest.device) < (tokens_seen % window).unsqueeze(1)
+    return torch.where(filled[:, None, :, None], _rolled(newest, tokens_seen), 0.0)
+
+
+def _rolled(x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """x (B, H, W, e), each row moved on by shift (B,) places, around the end."""
+    window = x.shape[2]
+    source = (torch.arange(window, device=x.device) - shift.unsqueeze(1)) % window
+    return x.gather(2, source[:, None, :, None].expand_as(x))
 
 
 def attend_context(

@@ -11,14 +11,21 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import auto_docstring
 
 from hf_hybrid_ssm.layers.feed_forward import FeedForward
+from hf_hybrid_ssm.layers.l2_normalise import l2_normalise
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.layers.truncated_normal import truncated_normal
 from hf_hybrid_ssm.models.base import HybridModelMixin, HybridPreTrainedModel
 from hf_hybrid_ssm.models.block import RecurrentMixin
-from hf_hybrid_ssm.models.bst.block_grid import BlockGrid, block_grid
+from hf_hybrid_ssm.models.bst.block_grid import AlignedGrid, FreeGrid, block_grid
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
-from hf_hybrid_ssm.models.bst.context_states import ContextStates, HeadwiseLinear, attend_context, l2_normalise
+from hf_hybrid_ssm.models.bst.context_states import (
+    ContextStates,
+    HeadwiseLinear,
+    attend_context,
+    newest_last,
+    slot_by_slot,
+)
 from hf_hybrid_ssm.models.bst.recurrent_states import RecurrentStates
 from hf_hybrid_ssm.models.bst.retrieval import attend_with_memory
 from hf_hybrid_ssm.models.cache import States
@@ -31,6 +38,7 @@ from hf_hybrid_ssm.models.heads import (
     TokenClassificationHead,
 )
 from hf_hybrid_ssm.models.multiple_choice import MultipleChoiceHead
+from hf_hybrid_ssm.models.packing import PackedRows
 from hf_hybrid_ssm.models.unpadding import Unpadding
 from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention
 
@@ -79,8 +87,15 @@ class BstAttention(nn.Module):
             self.context_scale = nn.Parameter(torch.ones(self.num_heads)) if config.qk_norm else None
         self.o_proj = nn.Linear(inner if block_type == "sliding_attention" else 2 * inner, width, bias=False)
 
-    def forward(self, z: torch.Tensor, x: torch.Tensor, past: States, **options: Any) -> tuple[torch.Tensor, States]:
-        """(B, L, d) normalised and raw inputs, the states before them → (B, L, d), the states after them."""
+    def forward(
+        self, z: torch.Tensor, x: torch.Tensor, past: States, *, documents: int | None = None, **options: Any
+    ) -> tuple[torch.Tensor, States]:
+        """(B, L, d) normalised and raw inputs, the states before them → (B, L, d), the states after them.
+
+        Args:
+            documents: as of `block_grid`.
+            options: as of `RecurrentMixin.mix`.
+        """
         q, k, v = (layer(z).unflatten(2, (self.num_heads, -1)) for layer in (self.q_proj, self.k_proj, self.v_proj))
         bias = self.relative_bias(self.window)
         if self.scale is not None:
@@ -99,9 +114,9 @@ class BstAttention(nn.Module):
         y = y.transpose(1, 2)
         states: States = {} if state is None else state._asdict()
         if self.context is not None:
-            crossed, more = self._attend_context(z, x, past, **options)
+            crossed, more = self._attend_context(z, x, past, documents=documents, **options)
         elif self.recurrent is not None:
-            crossed, more = self._attend_recurrent(z, k, v, past, **options)
+            crossed, more = self._attend_recurrent(z, k, v, past, documents=documents, **options)
         else:
             return self.o_proj(y.flatten(2)), states
         return self.o_proj(torch.cat([y.flatten(2), crossed.flatten(2)], dim=2)), states | more
@@ -112,6 +127,7 @@ class BstAttention(nn.Module):
         x: torch.Tensor,
         past: States,
         *,
+        documents: int | None = None,
         seq_idx: torch.Tensor | None,
         lengths: torch.Tensor | None,
         return_final_state: bool,
@@ -121,7 +137,10 @@ class BstAttention(nn.Module):
         is_step = past and x.shape[1] == 1 and lengths is None and seq_idx is None
         if is_step and self.retrieval is None:
             return self._attend_context_of_one(queries, x, past)
-        grid = self._grid(x, past, seq_idx, lengths)
+        if (past or seq_idx is not None) and self.context_mask is not None and self.retrieval is None:
+            options = {"seq_idx": seq_idx, "lengths": lengths, "return_final_state": return_final_state}
+            return self._attend_context_along_rows(queries, x, past, options)
+        grid = self._grid(x, past, seq_idx, lengths, documents)
         keys, values, states = self.context(
             x, grid, state=past or None, seq_idx=seq_idx, lengths=lengths, return_state=return_final_state
         )
@@ -135,12 +154,48 @@ class BstAttention(nn.Module):
         blocks = attend_context(grid.to_blocks(queries), keys, values, mask=mask)
         return grid.from_blocks(blocks), states
 
+    def _attend_context_along_rows(
+        self, queries: torch.Tensor, x: torch.Tensor, past: States, options: dict[str, Any]
+    ) -> tuple[torch.Tensor, States]:
+        """The same where blocks begin anywhere: a block's tokens and its states are the same columns of the row."""
+        keys, values, ssm = self.context.along_rows(
+            x,
+            state=past or None,
+            seq_idx=options["seq_idx"],
+            lengths=options["lengths"],
+            return_state=options["return_final_state"],
+        )
+        state = None
+        if past:
+            held = [newest_last(past[name], past["seen"]) for name in ("context_key", "context_value")]
+            state = AttentionState(held[0], held[1], past["seen"])
+        right = self.window - 1 if self.is_bidirectional else 0 if self.context_mask == "causal" else -1
+        y, after = local_attention(
+            *(part.transpose(1, 2) for part in (queries, keys, values)),
+            window=(self.window - 1, right),
+            chunk_size=self.window,
+            scale=1.0,
+            initial_state=state,
+            capacity=self.window,
+            **options,
+        )
+        states: States = {}
+        if after is not None:
+            unfinished = (slot_by_slot(part, after.seen) for part in (after.keys, after.values))
+            states = self.context.named_states(ssm, *unfinished)
+        return y.transpose(1, 2), states
+
     def _grid(
-        self, x: torch.Tensor, past: States, seq_idx: torch.Tensor | None, lengths: torch.Tensor | None
-    ) -> BlockGrid:
+        self,
+        x: torch.Tensor,
+        past: States,
+        seq_idx: torch.Tensor | None,
+        lengths: torch.Tensor | None,
+        documents: int | None,
+    ) -> AlignedGrid | FreeGrid:
         """Where the tokens of x (B, L, d) lie in the blocks of their documents."""
         seen = past["seen"] if past else None
-        options: dict[str, Any] = {"seq_idx": seq_idx, "lengths": lengths, "device": x.device}
+        options: dict[str, Any] = {"seq_idx": seq_idx, "lengths": lengths, "documents": documents, "device": x.device}
         return block_grid(x.shape[0], x.shape[1], self.window, tokens_seen=seen, **options)
 
     def _context_queries(self, z: torch.Tensor) -> torch.Tensor:
@@ -157,15 +212,17 @@ class BstAttention(nn.Module):
         values: torch.Tensor,
         past: States,
         *,
+        documents: int | None = None,
         seq_idx: torch.Tensor | None,
         lengths: torch.Tensor | None,
         return_final_state: bool,
     ) -> tuple[torch.Tensor, States]:
         """(B, L, H, e) what the tokens find in the state their block began with."""
-        grid = self._grid(z, past, seq_idx, lengths)
-        state_keys, state_values, after = self.recurrent(keys, values, grid, past or None)
+        grid = self._grid(z, past, seq_idx, lengths, documents)
+        state = past or None
+        state_keys, state_values, after = self.recurrent(keys, values, grid, state, return_state=return_final_state)
         blocks = attend_context(grid.to_blocks(self._context_queries(z)), state_keys, state_values, mask=None)
-        return grid.from_blocks(blocks), after if return_final_state else {}
+        return grid.from_blocks(blocks), after
 
     def _attend_context_of_one(
         self, queries: torch.Tensor, x: torch.Tensor, past: States
@@ -204,9 +261,11 @@ class BstBlock(RecurrentMixin, GradientCheckpointingLayer):
         hidden_states: torch.Tensor,
         unpadding: Unpadding | None = None,
         seq_idx: torch.Tensor | None = None,
+        documents: int | None = None,
         past_key_values: Cache | None = None,
     ) -> torch.Tensor:
         options = {"unpadding": unpadding, "seq_idx": seq_idx, "past_key_values": past_key_values}
+        options["documents"] = documents
         hidden_states = hidden_states + self.mix_with_cache(hidden_states, **options)
         return hidden_states + self.dropout(self.feed_forward(self.feed_forward_norm(hidden_states)))
 
@@ -259,6 +318,24 @@ class BstModel(HybridModelMixin, BstPreTrainedModel):
         self.is_bidirectional = config.bidirectional
         self.gradient_checkpointing = False
         self.post_init()
+
+    def _run_layers(
+        self,
+        hidden_states: torch.Tensor,
+        packed: PackedRows,
+        unpadding: Unpadding | None,
+        past_key_values: Cache | None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        # the more documents, the more blocks: where a layer has to know how many, they are counted here, once
+        kinds, has_memory = set(self.config.block_types), self.config.retrieval_k is not None
+        counts = "block_recurrent" in kinds or ("bst" in kinds and (self.config.context_variant == "mf" or has_memory))
+        documents = packed.most_documents() if counts else None
+        for layer in self.layers[: self.config.num_hidden_layers]:  # fewer while generation exits early
+            # by name: gradient checkpointing takes the cache out, or a recompute would store the states twice
+            options = (unpadding, packed.seq_idx, documents)
+            hidden_states = layer(hidden_states, *options, past_key_values=past_key_values)
+        return hidden_states
 
 
 class BstLMHead(LMHead):

@@ -4,13 +4,16 @@ The cell is the paper's with a fixed gate and no feed-forward layer on the state
 Block-State Transformers.
 """
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from hf_hybrid_ssm.layers.l2_normalise import l2_normalise
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
-from hf_hybrid_ssm.models.bst.block_grid import BlockGrid
+from hf_hybrid_ssm.models.bst.block_grid import AlignedGrid, FreeGrid
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
-from hf_hybrid_ssm.models.bst.context_states import l2_normalise
 from hf_hybrid_ssm.ops._core.checks import can_read_values
 from hf_hybrid_ssm.ops._core.transforms import attention
 
@@ -57,7 +60,13 @@ class RecurrentStates(nn.Module):
         self.token_scale = nn.Parameter(torch.ones(num_heads)) if config.qk_norm else None
 
     def forward(
-        self, token_keys: torch.Tensor, token_values: torch.Tensor, grid: BlockGrid, state: States | None
+        self,
+        token_keys: torch.Tensor,
+        token_values: torch.Tensor,
+        grid: AlignedGrid | FreeGrid,
+        state: States | None,
+        *,
+        return_state: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, States]:
         """Keys and values of the state for each block that a piece touches, and the state after the piece.
 
@@ -65,95 +74,134 @@ class RecurrentStates(nn.Module):
             token_keys, token_values: (B, L, H, e).
             grid: the blocks of the piece.
             state: the tensors `RECURRENT_STATES` after the tokens before the piece, or None.
+            return_state: also return the state after the piece; else it is empty.
 
         Returns:
             keys and values (B, J, S, H, e), and the new state.
         """
-        held = None if state is None else (state["block_key"], state["block_value"])
-        blocks = [
-            grid.to_blocks(part, None if held is None else held[index])
-            for index, part in enumerate((token_keys, token_values))
-        ]
-        before = [torch.zeros_like(part[:, 0]) for part in blocks]
-        if state is not None:
-            before = [state["before_key"], state["before_value"]]
-        befores: list[list[torch.Tensor]] = [[], []]
+        starts_anew = (
+            isinstance(grid, AlignedGrid) and not return_state
+        )  # then only block 0 is the first of a document
+        blocks, befores = [], []
+        if starts_anew:
+            tokens = [_windows(part, grid).unbind(1) for part in (token_keys, token_values)]
+        else:
+            for part, name in ((token_keys, "key"), (token_values, "value")):
+                held = (None, None) if state is None else (state[f"block_{name}"], state[f"before_{name}"])
+                blocks.append(grid.to_blocks(part, held[0]))
+                befores.append(_blocks_before(blocks[-1], held[1], grid.is_first_block))
+            pairs = zip(befores, blocks)
+            tokens = [torch.cat([before[:, :-1], block], 2).unbind(1) for before, block in pairs]
         initial = self.initial_state.expand(token_keys.shape[0], -1, -1)
         s = initial if state is None else state["recurrent"]
         states, keys, values = [], [], []
-        finished_blocks = grid.num_blocks if self._last_block_may_be_finished(grid) else grid.num_blocks - 1
-        for j in range(grid.num_blocks + 1):
-            first = grid.is_first_block[:, j, None, None]
-            s = torch.where(first, initial, s)
+        updates = grid.num_blocks - 1
+        if return_state and self._last_block_may_be_finished(grid):
+            updates = grid.num_blocks
+        project, scales, blend = self._projection(), self._scales(), self._blending()
+        for j in range(grid.num_blocks + return_state):
+            first = None if starts_anew else grid.is_first_block[:, j, None, None]
+            s = s if first is None else torch.where(first, initial, s)
             states.append(s)
-            for index in range(2):
-                befores[index].append(torch.where(first.unsqueeze(-1), 0.0, before[index]))
-            cached = None
-            if j == 0 and state is not None:
-                cached = state["context_key"], state["context_value"], first.unsqueeze(-1)
-            r, k, v = self._read(s, cached)
+            k, v, *queries = self._read(s, project, scales)
+            if j == 0 and state is not None:  # what the block began with; the state may have been rounded since
+                held = state["context_key"], state["context_value"]
+                k, v = (torch.where(first.unsqueeze(-1), new, old) for new, old in zip((k, v), held))
             keys.append(k)
             values.append(v)
-            if j < finished_blocks:
-                token = [torch.cat([befores[i][j], blocks[i][:, j]], 1) for i in range(2)]
-                s = self._update(s, r, k, v, *token)
-            if j < grid.num_blocks:
-                before = [part[:, j] for part in blocks]
-        after = self._after(grid, states, keys, values, befores, blocks)
-        return torch.stack(keys[:-1], 1), torch.stack(values[:-1], 1), after
+            if j < updates:
+                s = self._update(s, queries, (k, v), (tokens[0][j], tokens[1][j]), blend)
+        after = self._after(grid, states, keys, values, befores, blocks) if return_state else {}
+        count = grid.num_blocks
+        return torch.stack(keys[:count], 1), torch.stack(values[:count], 1), after
 
-    def _last_block_may_be_finished(self, grid: BlockGrid) -> bool:
+    def _last_block_may_be_finished(self, grid: AlignedGrid | FreeGrid) -> bool:
         """False where no row finishes the last block, so that the update after it may be left out."""
         return not can_read_values(grid.next_block) or bool((grid.next_block >= grid.num_blocks).any())
 
+    def _projection(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """(B, S, d) → (B, S, 4 H e): keys, both queries, values, as one product where the four maps are plain."""
+        layers = (self.k_proj, self.q_proj, self.token_q_proj, self.v_proj)
+        if all(_is_plain(layer) for layer in layers):
+            weight = torch.cat([layer.weight for layer in layers])
+            return lambda r: F.linear(r, weight)
+        return lambda r: torch.cat([layer(r) for layer in layers], -1)
+
+    def _blending(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """s (B, S, d) and what it found (B, S, 2 H e) → g s + (1 - g) W found, the product and the sum as one."""
+        gate = self.gate.sigmoid()
+        if not _is_plain(self.o_proj) or torch.is_autocast_enabled(gate.device.type):
+            return lambda s, found: gate * s + (1 - gate) * self.o_proj(found)
+        weight = ((1 - gate).unsqueeze(1) * self.o_proj.weight).T
+        return lambda s, found: torch.addmm((gate * s).flatten(0, 1), found.flatten(0, 1), weight).view_as(s)
+
+    def _scales(self) -> torch.Tensor | None:
+        """(3, H, 1), of keys and both queries."""
+        if self.scale is None or self.token_scale is None:
+            return None
+        return torch.stack([torch.ones_like(self.scale), self.scale.abs(), self.token_scale.abs()]).unsqueeze(-1)
+
     def _read(
-        self, s: torch.Tensor, cached: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """s (B, S, d) → r (B, S, d), keys and values (B, S, H, e), taken from the cache where that holds them."""
-        r = self.norm(s) + self.state_ids
-        keys, values = (layer(r).unflatten(-1, (self.num_heads, -1)) for layer in (self.k_proj, self.v_proj))
-        keys = keys if self.scale is None else l2_normalise(keys)
-        if cached is not None:
-            keys, values = (torch.where(cached[2], new, old) for new, old in zip((keys, values), cached))
-        return r, keys, values
+        self, s: torch.Tensor, project: Callable[[torch.Tensor], torch.Tensor], scales: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """s (B, S, d) → keys, values and both queries (B, S, H, e)."""
+        parts = project(self.norm(s) + self.state_ids).unflatten(-1, (4, self.num_heads, -1))
+        compared, values = parts.split([3, 1], 2)
+        if scales is not None:
+            compared = l2_normalise(compared) * scales.to(parts.dtype)
+        keys, queries, token_queries = compared.unbind(2)
+        return keys, values.squeeze(2), queries, token_queries
 
     def _update(
         self,
         s: torch.Tensor,
-        r: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        token_keys: torch.Tensor,
-        token_values: torch.Tensor,
+        queries: list[torch.Tensor],
+        own: tuple[torch.Tensor, torch.Tensor],
+        of_tokens: tuple[torch.Tensor, torch.Tensor],
+        blend: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        itself = self._attend(self.q_proj(r), self.scale, keys, values)
-        tokens = self._attend(self.token_q_proj(r), self.token_scale, token_keys, token_values)
-        gate = self.gate.sigmoid()
-        return gate * s + (1 - gate) * self.o_proj(torch.cat([itself, tokens], -1))
+        """The states after a block, from keys and values of their own and of the tokens."""
+        found = (self._attend(q, keys, values) for q, (keys, values) in zip(queries, (own, of_tokens)))
+        return blend(s, torch.cat([*found], -1))
 
-    def _attend(
-        self, queries: torch.Tensor, scale: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
-        """(B, S, H e), (B, M, H, e) twice → (B, S, H e), without a mask."""
-        q = queries.unflatten(-1, (self.num_heads, -1))
-        factor = None
-        if scale is not None:
-            q, factor = l2_normalise(q) * scale.abs().to(q.dtype).unsqueeze(1), 1.0
-        q, k, v = (part.transpose(1, 2) for part in (q, keys, values))
-        return attention(q, k, v, scale=factor).transpose(1, 2).flatten(2)
+    def _attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """(B, S, H, e), (B, M, H, e) twice → (B, S, H e), without a mask."""
+        q, k, v = (part.transpose(1, 2) for part in (queries, keys, values))
+        return attention(q, k, v, scale=None if self.scale is None else 1.0).transpose(1, 2).flatten(2)
 
     def _after(
         self,
-        grid: BlockGrid,
+        grid: AlignedGrid | FreeGrid,
         states: list[torch.Tensor],
         keys: list[torch.Tensor],
         values: list[torch.Tensor],
-        befores: list[list[torch.Tensor]],
+        befores: list[torch.Tensor],
         blocks: list[torch.Tensor],
     ) -> States:
         """The state of the block that goes on after the piece, of each row."""
         rows = torch.arange(states[0].shape[0], device=states[0].device)
         taken = (torch.stack(parts, 1)[rows, grid.next_block] for parts in (states, keys, values))
         unfinished = (grid.unfinished(part) for part in blocks)
-        before = (torch.stack(parts, 1)[rows, grid.next_block] for parts in befores)
+        before = (part[rows, grid.next_block] for part in befores)
         return dict(zip(RECURRENT_STATES, (*taken, *unfinished, *before)))
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """A layer that is wrapped (LoRA, quantization), hooked (offloading) or sharded is called as any module."""
+    is_hooked = layer._forward_hooks or layer._forward_pre_hooks or hasattr(layer, "_hf_hook")
+    return type(layer) is nn.Linear and type(layer.weight) is nn.Parameter and not is_hooked
+
+
+def _windows(x: torch.Tensor, grid: AlignedGrid) -> torch.Tensor:
+    """x (B, L, H, e) → (B, J, 2 W, H, e), each block after the one before it, and block 0 after zeros."""
+    gap = grid.num_blocks * grid.window - grid.length
+    padded = F.pad(x, (0, 0, 0, 0, grid.window, gap))
+    return padded.unfold(1, 2 * grid.window, grid.window).permute(0, 1, 4, 2, 3)
+
+
+def _blocks_before(blocks: torch.Tensor, held: torch.Tensor | None, is_first: torch.Tensor) -> torch.Tensor:
+    """(B, J + 1, W, H, e) the block before each of blocks (B, J, W, H, e) and before the one after them; before block
+    0 the one that is held (B, W, H, e), and zeros before the first of a document."""
+    held = torch.zeros_like(blocks[:, 0]) if held is None else held.to(blocks.dtype)
+    before = torch.cat([held.unsqueeze(1), blocks], 1)
+    return torch.where(is_first[..., None, None, None], 0.0, before)

@@ -36,6 +36,7 @@ from hf_hybrid_ssm.models.longhorn.short_convolution import ShortConvolution
 from hf_hybrid_ssm.models.multiple_choice import MultipleChoiceHead
 from hf_hybrid_ssm.models.packing import PackedRows, resolve_packing
 from hf_hybrid_ssm.models.unpadding import Unpadding
+from hf_hybrid_ssm.ops._core.checks import can_read_values
 from hf_hybrid_ssm.ops.local_attention import AttentionState, append_to_window, local_attention
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
 
@@ -380,7 +381,8 @@ def _attention_masks(
         inputs_embeds=inputs_embeds,
         attention_mask=packed.real,
         past_key_values=past_key_values,
-        allow_is_causal_skip=not inputs_embeds.is_meta,  # it looks at the padding's values
+        # it looks at the padding's values
+        allow_is_causal_skip=not inputs_embeds.is_meta and (packed.real is None or can_read_values(packed.real)),
         and_mask_function=None if starts is None else lambda row, head, q, key: key >= starts[row, q - past],
     )
     return {"full_attention": mask}

@@ -6,10 +6,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 from hf_hybrid_ssm.ops._core.transforms import is_batched
 
 
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Whether the host can read values without waiting for a device."""
+    return tensor.device.type == "cpu"
+
+
 def can_read_values(tensor: torch.Tensor) -> bool:
-    """Whether reading values is possible and cheap: on CPU, outside of tracing and vmap, and not on meta."""
+    """Whether reading values is possible and cheap: on CPU, outside of tracing and vmap, and not on meta.
+
+    Every look at values asks here first: elsewhere it would be a wait for the device, in each layer or token.
+    """
     return (
-        tensor.device.type == "cpu"
+        is_on_host(tensor)
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
         and not isinstance(tensor, FakeTensor)

@@ -7,9 +7,15 @@ from hf_hybrid_ssm.ops._core.dispatch import Op
 from hf_hybrid_ssm.ops._core.lengths import check_lengths
 from hf_hybrid_ssm.ops.local_attention.distance_range import AttentionState, Window, append_to_window
 from hf_hybrid_ssm.ops.local_attention.reference import local_attention_reference
+from hf_hybrid_ssm.ops.local_attention.self_check_inputs import self_check_inputs
 from hf_hybrid_ssm.ops.local_attention.torch_backend import local_attention_torch
 
-_OP = Op("local_attention", builtin={"torch": local_attention_torch, "reference": local_attention_reference})
+_OP = Op(
+    "local_attention",
+    builtin={"torch": local_attention_torch, "reference": local_attention_reference},
+    kernels={"triton": "hf_hybrid_ssm.ops.local_attention.triton"},
+    self_check_inputs=self_check_inputs,
+)
 
 
 def local_attention(
@@ -89,10 +95,8 @@ def local_attention(
     capacity = capacity if capacity is not None else left
     if initial_state is not None:
         initial_state = _check_state(initial_state, k, v, left)
-    if two_sided or not return_final_state:
-        capacity = 0  # nothing is kept, so nothing is copied
     run = _OP.select(q.device.type, q.dtype, backend)
-    y, final_state = run(
+    y = run(
         q,
         k,
         v,
@@ -105,9 +109,9 @@ def local_attention(
         state=initial_state,
         seq_idx=seq_idx,
         lengths=lengths,
-        capacity=capacity,
     )
-    return y, final_state if return_final_state else None
+    final = append_to_window(initial_state, k, v, capacity, seq_idx, lengths) if return_final_state else None
+    return y, final
 
 
 def empty_state(

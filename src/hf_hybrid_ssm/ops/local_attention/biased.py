@@ -28,45 +28,43 @@ def can_use_cpu_flash_with_bias(
 
 
 def biased_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.Tensor, bias: torch.Tensor, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """softmax(scale q kᵀ + bias) v over the allowed keys; every query must have one.
+    """softmax(scale q kᵀ + mask) v.
 
     Args:
         q: (R, H, Q, E).
         k, v: (R, H, K, E).
-        allowed: (R or 1, 1, Q, K) bool.
-        bias: (1, H, Q, K) in q's dtype, with a gradient.
+        mask: (R or 1, H, Q, K) in q's dtype, with a gradient; -inf for a key that a query does not see, but not for
+            all of its keys.
 
     Returns:
         (R, H, Q, E).
     """
-    return _BiasedAttention.apply(q, k, v, allowed, bias, scale)
+    return _BiasedAttention.apply(q, k, v, mask, scale)
 
 
 class _BiasedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q, k, v, allowed, bias, scale):
-        mask = torch.where(allowed, bias, float("-inf"))
+    def forward(ctx: Any, q, k, v, mask, scale):
         y, logsumexp = _FORWARD(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
-        ctx.save_for_backward(q, k, v, allowed, bias, y, logsumexp)
+        ctx.save_for_backward(q, k, v, mask, y, logsumexp)
         ctx.scale = scale
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad):
-        q, k, v, allowed, bias, y, logsumexp = ctx.saved_tensors
-        mask = torch.where(allowed, bias, float("-inf"))
+        q, k, v, mask, y, logsumexp = ctx.saved_tensors
         grads = _BACKWARD(grad, q, k, v, y, logsumexp, 0.0, False, attn_mask=mask, scale=ctx.scale)
         shift = (grad * y).sum(-1, keepdim=True)
-        total = torch.zeros_like(bias)
-        rows = max(1, _SLICE // bias.numel())
+        total = torch.zeros_like(mask)
+        rows = max(1, _SLICE // mask[0].numel())
         for begin in range(0, q.shape[0], rows):
             part = slice(begin, begin + rows)
-            of_part = mask if mask.shape[0] == 1 else mask[part]
+            of_part = slice(None) if mask.shape[0] == 1 else part
             logits = (q[part] * ctx.scale) @ k[part].transpose(2, 3)
-            weights = logits.add_(of_part).sub_(logsumexp[part].unsqueeze(-1)).exp_()
-            change = (grad[part] @ v[part].transpose(2, 3)).sub_(shift[part])
-            total += change.mul_(weights).sum(0, keepdim=True)
-        return *grads, None, total, None
+            weights = logits.add_(mask[of_part]).sub_(logsumexp[part].unsqueeze(-1)).exp_()
+            change = (grad[part] @ v[part].transpose(2, 3)).sub_(shift[part]).mul_(weights)
+            total[of_part] += change.sum(0, keepdim=True) if mask.shape[0] == 1 else change
+        return *grads, total, None

@@ -2,11 +2,9 @@
 
 import torch
 
-from hf_hybrid_ssm.ops.local_attention.distance_range import append_to_window
-
 
 def local_attention_reference(
-    q, k, v, *, window, chunk_size, bias, scale, zero_kv_sink, dropout, state, seq_idx, lengths, capacity
+    q, k, v, *, window, chunk_size, bias, scale, zero_kv_sink, dropout, state, seq_idx, lengths
 ):
     """See `hf_hybrid_ssm.ops.local_attention.local_attention`; computes in float32, or float64 for float64 inputs."""
     if dropout:
@@ -44,7 +42,7 @@ def local_attention_reference(
                     seen_values.append(torch.zeros_like(y[b, :, 0]))
             if logits:
                 y[b, :, i - held] = (torch.stack(logits).softmax(0).unsqueeze(-1) * torch.stack(seen_values)).sum(0)
-    return y.to(q.dtype), append_to_window(state, k, v, capacity, seq_idx, lengths)
+    return y.to(q.dtype)
 
 
 def _bias(bias, distance, two_sided, heads, dtype):

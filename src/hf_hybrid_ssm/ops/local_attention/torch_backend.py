@@ -7,25 +7,28 @@ from hf_hybrid_ssm.ops._core.transforms import attention
 from hf_hybrid_ssm.ops.local_attention.biased import biased_attention, can_use_cpu_flash_with_bias
 from hf_hybrid_ssm.ops.local_attention.distance_range import (
     DistanceRange,
-    append_to_window,
     bias_by_distance,
     distance_ranges,
     zero_key_logits,
 )
+from hf_hybrid_ssm.ops.local_attention.uniform import has_uniform_blocks, uniform_attention
 
 
-def local_attention_torch(
-    q, k, v, *, window, chunk_size, bias, scale, zero_kv_sink, dropout, state, seq_idx, lengths, capacity
-):
+def local_attention_torch(q, k, v, *, window, chunk_size, bias, scale, zero_kv_sink, dropout, state, seq_idx, lengths):
     """See `hf_hybrid_ssm.ops.local_attention.local_attention`."""
     (left, right), length = window, q.shape[2]
     seen = None if state is None else state.seen
+    uniform = {"chunk_size": chunk_size, "zero_kv_sink": zero_kv_sink}
+    if has_uniform_blocks(q, k, window=window, state=state, seq_idx=seq_idx, **uniform):
+        k, v = without_padding(k, lengths), without_padding(v, lengths)
+        dtype = _computed_in(q)
+        inputs = (q.to(dtype), k.to(dtype), v.to(dtype))
+        y = uniform_attention(*inputs, left=left, right=right, bias=bias, scale=scale, dropout=dropout, **uniform)
+        return y.to(q.dtype)
     ranges = distance_ranges(length, window, chunk_size, seen=seen, seq_idx=seq_idx, lengths=lengths, device=q.device)
-    if lengths is not None:  # a NaN in the padding must not be multiplied with a real token
-        real = (torch.arange(length, device=q.device) < lengths.unsqueeze(1))[:, None, :, None]
-        k, v = torch.where(real, k, 0.0), torch.where(real, v, 0.0)
+    k, v = without_padding(k, lengths), without_padding(v, lengths)
     two_sided = right is None or right > 0
-    dtype = torch.promote_types(q.dtype, torch.float32) if q.device.type == "cpu" else q.dtype
+    dtype = _computed_in(q)
     sink = None
     if zero_kv_sink:
         sink = zero_key_logits(bias, ranges.rank, left, right, q.new_empty(0, dtype=dtype))
@@ -42,7 +45,20 @@ def local_attention_torch(
         size = max(span // 2, 16) if two_sided else span
         inner = (-(-left // size), (length - max(right, 0)) // size) if is_plain and chunk_size is None else None
         y = _blocks(*inputs, state, ranges, window, size, inner=inner, window=window, **options)
-    return y.to(q.dtype), append_to_window(state, k, v, capacity, seq_idx, lengths)
+    return y.to(q.dtype)
+
+
+def _computed_in(q: torch.Tensor) -> torch.dtype:
+    """The dtype of the products: on a CPU, where narrow ones are slow and less exact, at least float32."""
+    return torch.float32 if q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16) else q.dtype
+
+
+def without_padding(x: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:
+    """x (B, G, L, E), zero after each row's length: a NaN in the padding must not be multiplied with a real token."""
+    if lengths is None:
+        return x
+    real = torch.arange(x.shape[2], device=x.device) < lengths.unsqueeze(1)
+    return torch.where(real[:, None, :, None], x, 0.0)
 
 
 def _dense(q, k, v, state, ranges: DistanceRange, *, bias, two_sided, sink, scale, dropout):
@@ -142,7 +158,8 @@ def _attend(q, k, v, allowed, logits, sink, scale, dropout):
         empty = ~allowed.any(-1, keepdim=True)
         mask = allowed | empty  # a softmax over nothing is not finite; such rows are overwritten below
         if can_use_cpu_flash_with_bias(q, k, v, logits, dropout):
-            return torch.where(empty, 0.0, biased_attention(q, k, v, mask, logits.to(q.dtype), scale))
+            mask = torch.where(mask, logits.to(q.dtype), float("-inf"))
+            return torch.where(empty, 0.0, biased_attention(q, k, v, mask, scale))
     if logits is not None or sink is not None:
         zero = torch.zeros((), dtype=q.dtype, device=q.device) if logits is None else logits.to(q.dtype)
         mask = torch.where(mask, zero, float("-inf"))

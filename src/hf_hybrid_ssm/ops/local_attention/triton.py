@@ -1,0 +1,96 @@
+"""Local attention on CUDA: FlexAttention, one kernel that holds neither copies of the keys nor a matrix of logits.
+
+Bias and mask are functions of the indices of tokens; blocks outside of the window are never visited. The zero sink
+scales the result: beside keys of total weight exp(l), one of weight exp(s) leaves them exp(l) / (exp(l) + exp(s)).
+"""
+
+import importlib.util
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hf_hybrid_ssm.ops.local_attention.distance_range import Window, distance_ranges, zero_key_logits
+from hf_hybrid_ssm.ops.local_attention.torch_backend import local_attention_torch, without_padding
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BLOCK = 128  # tokens of a side of what is visited or skipped as a whole
+LEAST_HEAD = 16  # what a tensor core multiplies at once
+# newer versions of torch ask otherwise for the log of the summed weights
+LOG_SUM: dict[str, Any] = (
+    {"return_aux": flex.AuxRequest(lse=True)} if hasattr(flex, "AuxRequest") else {"return_lse": True}
+)
+
+
+def supports(device_type: str, dtype: torch.dtype) -> str | None:
+    """None if FlexAttention can be compiled for such tensors, else the reason it cannot."""
+    if dtype not in DTYPES:
+        return f"FlexAttention takes float32, bfloat16 and float16, not {dtype}"
+    if device_type != "cuda":
+        return f"FlexAttention has gradients on CUDA devices, not on {device_type}"
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 8):
+        return f"FlexAttention of torch {torch.__version__} is too old: 2.8 has gradients for the bias and the log-sum"
+    return None if importlib.util.find_spec("triton") else "FlexAttention is compiled by Triton, which is missing"
+
+
+def local_attention_triton(
+    q, k, v, *, window, chunk_size, bias, scale, zero_kv_sink, dropout, state, seq_idx, lengths
+):
+    """As `local_attention_torch`, which takes over what FlexAttention has not: dropout, pieces that go on, and what
+    would not fill a block."""
+    few = q.shape[2] < BLOCK or min(q.shape[3], v.shape[3]) < LEAST_HEAD
+    if few or dropout or state is not None:
+        given = {"bias": bias, "scale": scale, "zero_kv_sink": zero_kv_sink, "dropout": dropout, "state": state}
+        given |= {"window": window, "chunk_size": chunk_size, "seq_idx": seq_idx, "lengths": lengths}
+        return local_attention_torch(q, k, v, **given)
+    (left, right), length = window, q.shape[2]
+    rows = {"seen": None, "seq_idx": seq_idx, "lengths": lengths, "device": q.device}
+    ranges = distance_ranges(length, window, chunk_size, **rows)
+    k, v = without_padding(k, lengths), without_padding(v, lengths)
+    first, last = (limit.expand(q.shape[0], length).contiguous() for limit in ranges[:2])  # of one layout: one kernel
+
+    def sees(row, head, i, j):
+        return (i - j >= first[row, i]) & (i - j <= last[row, i])
+
+    def with_bias(score, row, head, i, j):
+        column = i - j + (bias.shape[1] // 2 if right is None or right > 0 else 0)
+        return score + bias[head, column.clamp(0, bias.shape[1] - 1)].to(score.dtype)
+
+    visited, indices = _visited(length, window, q.device)
+    blocks = BlockMask.from_kv_blocks(visited, indices, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(length, length))
+    options: dict[str, Any] = {"score_mod": None if bias is None else with_bias, "block_mask": blocks, "scale": scale}
+    options["enable_gqa"] = q.shape[1] != k.shape[1]
+    if not zero_kv_sink:
+        return _flex(q)(q, k, v, **options)
+    y, total = _flex(q)(q, k, v, **options, **LOG_SUM)
+    total = total if isinstance(total, torch.Tensor) else total.lse
+    sink = zero_key_logits(bias, ranges.rank, left, right, total.new_empty(0))
+    return y * torch.sigmoid(total - sink).unsqueeze(-1).to(y.dtype)
+
+
+@lru_cache(maxsize=16)
+def _visited(length: int, window: Window, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many blocks of keys each block of queries visits, (1, 1, n), and which, (1, 1, n, n); both int32."""
+    with torch.inference_mode(False), _disable_current_modes():
+        begin = torch.arange(0, length, BLOCK, device=device)
+        count = len(begin)
+        lowest, highest = torch.zeros_like(begin), torch.full_like(begin, count - 1)
+        if window[0] is not None:
+            lowest = ((begin - window[0]) // BLOCK).clamp(min=0)
+        if window[1] is not None:
+            highest = ((begin + BLOCK - 1 + window[1]) // BLOCK).clamp(max=count - 1)
+        indices = (lowest.unsqueeze(1) + torch.arange(count, device=device)).clamp(max=count - 1)
+        return (highest - lowest + 1).int()[None, None], indices.int()[None, None]
+
+
+def _flex(q: torch.Tensor) -> Any:
+    """FlexAttention, compiled unless a compiler is at work already; on a CPU, where only tests run it, as it is."""
+    return flex_attention if torch.compiler.is_compiling() or q.device.type == "cpu" else _compiled()
+
+
+@lru_cache
+def _compiled() -> Any:
+    return torch.compile(flex_attention, fullgraph=True)  # else it would silently hold all logits

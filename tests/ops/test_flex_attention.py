@@ -1,0 +1,110 @@
+"""FlexAttention computes what local attention is. On a CPU it runs as plain torch, whose gradients torch withholds
+from users because they are not compiled."""
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as flex
+
+from hf_hybrid_ssm.ops.local_attention import local_attention, triton
+from hf_hybrid_ssm.ops.local_attention.self_check_inputs import self_check_inputs
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called")
+CASES = {
+    "window with bias": {"window": (20, 0), "bias": 21},
+    "short table": {"window": (33, 0), "bias": 5},
+    "zero sink": {"window": (20, 0), "bias": 21, "zero_kv_sink": True},
+    "zero sink without itself": {"window": (20, -1), "bias": 40, "zero_kv_sink": True},
+    "without itself": {"window": (20, -1)},
+    "two-sided": {"window": (9, 30), "bias": 61},
+    "chunks": {"window": (9, 0), "chunk_size": 10, "bias": 10},
+    "all": {"window": (None, 0), "bias": 8},
+    "both ways, all": {"window": (None, None)},
+    "shared keys": {"window": (20, 0), "bias": 21, "groups": 1},
+}
+ROWS = ["plain", "packed", "padded", "packed and padded"]
+
+
+@pytest.fixture
+def without_compiler(monkeypatch):
+    monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
+    monkeypatch.setattr(triton, "supports", lambda device_type, dtype: None)
+    monkeypatch.setattr(triton, "LEAST_HEAD", 1)
+    monkeypatch.setattr("hf_hybrid_ssm.ops.local_attention._OP.unavailable", lambda *arguments: None)
+    monkeypatch.setitem(_loaded(), "triton", triton.local_attention_triton)
+
+
+def _loaded() -> dict:
+    from hf_hybrid_ssm.ops.local_attention import _OP
+
+    return _OP._loaded
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_torch_implementation(without_compiler, case, rows):
+    """In float64, outputs and gradients, that of the bias included."""
+    options = dict(CASES[case])
+    generator = torch.Generator().manual_seed(0)
+    length, groups, size = 150, options.pop("groups", 2), options.pop("bias", None)
+    shapes = [(2, 2, length, 4), (2, groups, length, 4), (2, groups, length, 6)]
+    shapes += [] if size is None else [(2, size)]
+    leaves = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    options["bias"] = None if size is None else leaves[3]
+    if "packed" in rows:
+        options["seq_idx"] = (torch.rand(2, length, generator=generator) < 0.05).cumsum(1)
+    real = torch.ones(2, length, dtype=torch.bool)
+    if "padded" in rows:
+        options["lengths"] = torch.tensor([length - 22, 0 if rows == "padded" else 40])
+        real = torch.arange(length) < options["lengths"].unsqueeze(1)
+    results = []
+    for backend in ("triton", "torch"):
+        y, _ = local_attention(*leaves[:3], **options, backend=backend)
+        y = torch.where(real[:, None, :, None], y, 0.0)
+        weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
+        results.append([y, *torch.autograd.grad((y * weights).sum(), leaves)])
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-10)
+
+
+def test_what_it_has_not_is_left_to_torch(without_compiler, monkeypatch):
+    """Dropout, a state and short rows; everything else is its own."""
+    calls = []
+    monkeypatch.setattr(triton, "local_attention_torch", lambda *arguments, **options: calls.append(options))
+    q = torch.randn(1, 1, 130, 4)
+    options = {"chunk_size": None, "bias": None, "scale": 1.0, "zero_kv_sink": False, "state": None}
+    options |= {"window": (3, 0), "seq_idx": None, "lengths": None, "dropout": 0.0}
+    assert triton.local_attention_triton(q, q, q, **options).shape == q.shape and calls == []
+    triton.local_attention_triton(q, q, q, **options | {"dropout": 0.1})
+    triton.local_attention_triton(q, q, q, **options | {"state": ()})
+    triton.local_attention_triton(*[q[:, :, :5]] * 3, **options)
+    assert [(call["dropout"], call["state"]) for call in calls] == [(0.1, None), (0.0, ()), (0.0, None)]
+
+
+@pytest.mark.parametrize("window", [(5, 0), (200, -1), (128, 0), (127, 300), (None, 0), (3, None)])
+def test_no_block_of_a_window_is_left_out(window):
+    """Each key that a query sees lies in a block that is visited, and each block that is visited holds one."""
+    length = 700
+    count, indices = (table[0, 0] for table in triton._visited(length, window, torch.device("cpu")))
+    distance = torch.arange(length).unsqueeze(1) - torch.arange(length)
+    left, right = (length if limit is None else limit for limit in window)
+    seen = (distance <= left) & (distance >= -right)
+    seen = torch.nn.functional.pad(seen, (0, -length % 128, 0, -length % 128))
+    wanted = seen.unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).any(3).any(1)
+    visited = torch.stack([torch.isin(torch.arange(6), row[:size]) for row, size in zip(indices, count)])
+    assert torch.equal(visited, wanted)
+
+
+def test_only_what_can_be_compiled():
+    assert "not torch.float64" in triton.supports("cuda", torch.float64)
+    assert "not on cpu" in triton.supports("cpu", torch.float32)
+
+
+def test_self_check_covers_more_than_a_block(without_compiler):
+    inputs = self_check_inputs()
+    assert inputs["q"].shape[2] > triton.BLOCK and inputs["zero_kv_sink"] and inputs["bias"] is not None
+    y = triton.local_attention_triton(**inputs)
+    expected, _ = local_attention(
+        *(inputs[name] for name in "qkv"),
+        **{name: inputs[name] for name in ("window", "bias", "scale", "zero_kv_sink")},
+        backend="reference",
+    )
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
