@@ -13,5 +13,5 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(hidden_size, eps=eps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        dtype = torch.promote_types(x.dtype, torch.float32)
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         return F.rms_norm(x.to(dtype), self.normalized_shape, self.weight.to(dtype), self.eps).to(self.weight.dtype)

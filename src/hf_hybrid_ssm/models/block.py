@@ -29,6 +29,17 @@ class RecurrentMixin:
         """
         raise NotImplementedError
 
+    def step(
+        self, *rows: torch.Tensor, past: States, capacity: int | None, **options: Any
+    ) -> tuple[torch.Tensor, States]:
+        """`mix` of rows (B, 1, ...) of one token after earlier ones, without gradients.
+
+        It may overwrite the tensors of `past`: nobody asks for them again. A layer overrides it where one token is
+        cheaper on its own.
+        """
+        rest = {"seq_idx": None, "lengths": None, "return_final_state": True}
+        return self.mix(*rows, past=past, capacity=capacity, **rest, **options)
+
     def states_after(self, *rows: torch.Tensor, **options: Any) -> States:
         """The states that `mix` returns, for rollback; a layer overrides it where they are cheaper to compute
         alone."""
@@ -43,12 +54,18 @@ class RecurrentMixin:
         **options: Any,
     ) -> torch.Tensor:
         """`mix` of rows (B, L, ...) in columns as given, from the cache's states to the cache's states."""
+        cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        is_step = cache is not None and unpadding is None and seq_idx is None and rows[0].shape[1] == 1
+        if is_step and cache.may_overwrite():
+            capacity = getattr(cache, "max_cache_len", None)
+            y, states = self.step(*rows, past=cache.states, capacity=capacity, **options)
+            cache.step_states(states)
+            return y
         lengths = None
         if unpadding is not None:
             rows, lengths = tuple(unpadding.unpad(row) for row in rows), unpadding.lengths
             # padding now follows the last document: let it belong there
             seq_idx = None if seq_idx is None else unpadding.unpad(seq_idx).cummax(1).values
-        cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         options |= {
             "past": {} if cache is None else cache.states,
             "return_final_state": cache is not None,

@@ -70,6 +70,7 @@ class RecurrentStateLayer(CacheLayerMixin):
         self.record_past = False
         self.notes: States = {}
         self.history: list[_Forward] = []
+        self._made_without_gradient = False
         self._before: States | None = None
         self._next_notes: Recompute | None = None
         self._waiting_after: Callable[[int], torch.Tensor] | None = None
@@ -95,6 +96,27 @@ class RecurrentStateLayer(CacheLayerMixin):
         self.seen_tokens += num_tokens
         self.is_initialized = True
         self.device = next(iter(states.values())).device
+        self._made_without_gradient = not torch.is_grad_enabled()
+
+    def may_overwrite(self) -> bool:
+        """Whether the states are this layer's alone, so that a step may compute the next ones in their place.
+
+        They are not where the past is recorded or a graph of autograd may hold them, nor where torch forbids it
+        (tensors made in inference mode, outside of it).
+        """
+        if torch.is_grad_enabled() or self.record_past or not (self.states and self._made_without_gradient):
+            return False
+        if torch.compiler.is_compiling():
+            return self.is_compileable
+        inference = torch.is_inference_mode_enabled()
+        return inference or not any(state.is_inference() for state in self.states.values())
+
+    def step_states(self, states: States) -> None:
+        """The states after one more token, which may be the present ones, overwritten (see `may_overwrite`)."""
+        self._take_notes(1)
+        self._before = self._waiting_after = None
+        self.states = states
+        self.seen_tokens += 1
 
     def open(
         self,
@@ -122,7 +144,9 @@ class RecurrentStateLayer(CacheLayerMixin):
     def _take_notes(self, num_tokens: int) -> Recompute:
         """Notes move on by `num_tokens`; returns what replays them."""
         notes = self.notes
-        next_notes, self._next_notes = self._next_notes or (lambda num_tokens: notes), None
+        if self._next_notes is None:
+            return lambda num_tokens: notes
+        next_notes, self._next_notes = self._next_notes, None
         self.notes = next_notes(num_tokens)
         return next_notes
 
@@ -231,9 +255,17 @@ class StaticRecurrentStateLayer(RecurrentStateLayer):
         self._take_notes(num_tokens)
         if not self.is_initialized:
             self._allocate(states)
+        self._made_without_gradient = True  # they are copies
         for name, state in states.items():
             self.states[name].copy_(state)
         self.seen_tokens.add_(num_tokens)  # type: ignore[union-attr]
+
+    def step_states(self, states: States) -> None:
+        self._take_notes(1)
+        for name, state in states.items():
+            if state is not self.states[name]:
+                self.states[name].copy_(state)
+        self.seen_tokens.add_(1)  # type: ignore[union-attr]
 
     def _restart(self, rows: torch.Tensor) -> None:
         for state in self.states.values():

@@ -36,7 +36,7 @@ from hf_hybrid_ssm.models.longhorn.short_convolution import ShortConvolution
 from hf_hybrid_ssm.models.packing import PackedRows, resolve_packing
 from hf_hybrid_ssm.models.unpadding import Unpadding
 from hf_hybrid_ssm.ops.local_attention import AttentionState, append_to_window, local_attention
-from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
+from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan, longhorn_step
 
 SCAN_NORM_EPSILON = 1e-6
 
@@ -91,6 +91,18 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
         if self.scan_norm is not None:
             y = self.scan_norm(y) * F.silu(gate)
         return self.out_proj(y), {"conv": conv_state, "scan": scan_state} if return_final_state else {}
+
+    def step(  # type: ignore[override]
+        self, hidden_states: torch.Tensor, *, past: States, **options: Any
+    ) -> tuple[torch.Tensor, States]:
+        raw, gate = self.in_proj(hidden_states)[:, 0].chunk(2, dim=-1)  # (B, D) each
+        x, _ = self.conv1d(raw, overwritten=past["conv"])
+        dt, k, q = self.x_proj(x).split(self.projection_sizes, dim=-1)
+        z = gate if self.scan_norm is None else None
+        y = longhorn_step(x, self.dt_proj(dt), k, q, past["scan"], beta_bias=self.dt_bias, D=self.D, z=z)
+        if self.scan_norm is not None:
+            y = self.scan_norm(y) * F.silu(gate)
+        return self.out_proj(y).unsqueeze(1), past
 
     def forward(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
         """(B, L, M) → (B, L, M); options as of `mix_with_cache`."""

@@ -32,6 +32,12 @@ static inline void store(float *to, vec v, int lanes) {
     else for (int i = 0; i < lanes; i++) to[i] = v[i];
 }
 
+static inline float sum(vec v) {
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) v[i] += v[i + half];
+    return v[0];
+}
+
 static inline vec clamp(vec v, float low, float high) {
     const vec l = broadcast(low), h = broadcast(high);
     const ivec below = v < l, above = v > h;

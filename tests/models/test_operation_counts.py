@@ -1,0 +1,22 @@
+"""Operations that a layer dispatches, decoding a token and in a training step: no change may raise them unseen.
+
+A layer's count is the difference of two depths, so that embeddings and heads are no part of it. A kernel of this
+package counts once. `python -m tests.models.operation_counts` writes the table of today.
+"""
+
+import pytest
+
+from hf_hybrid_ssm.ops._core.native_library import missing_compiler
+from tests.models.operation_counts import decoding_count
+
+pytestmark = pytest.mark.skipif(missing_compiler() is not None, reason="the counts are those of the C kernels")
+
+# the most operations of a decoded token, by layer
+DECODE = {
+    "longhorn": 10,
+}
+
+
+@pytest.mark.parametrize("layer", DECODE)
+def test_decoding(layer):
+    assert decoding_count(layer) <= DECODE[layer]
