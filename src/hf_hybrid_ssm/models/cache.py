@@ -104,7 +104,7 @@ class RecurrentStateLayer(CacheLayerMixin):
         They are not where the past is recorded or a graph of autograd may hold them, nor where torch forbids it
         (tensors made in inference mode, outside of it).
         """
-        if torch.is_grad_enabled() or self.record_past or not (self.states and self._made_without_gradient):
+        if self.record_past or not self._made_without_gradient:
             return False
         if torch.compiler.is_compiling():
             return self.is_compileable
@@ -273,7 +273,10 @@ class StaticRecurrentStateLayer(RecurrentStateLayer):
 
     def _allocate(self, states: States) -> None:
         self.device = next(iter(states.values())).device
-        self.states = {name: torch.zeros_like(state, requires_grad=False) for name, state in states.items()}
+        self.states = {
+            name: torch.zeros_like(state, requires_grad=False, memory_format=torch.contiguous_format)
+            for name, state in states.items()
+        }
         self.seen_tokens = torch.zeros((), dtype=torch.int64, device=self.device)
         if not torch.compiler.is_compiling():
             for tensor in (*self.states.values(), self.seen_tokens):

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from hf_hybrid_ssm.layers.mixers.base import Mixer
+from hf_hybrid_ssm.ops._core.autocast import without_autocast
 from hf_hybrid_ssm.ops._core.transforms import is_transforming
 
 
@@ -36,7 +37,7 @@ class CachedKernelMixer(Mixer):
     def _cached(self, key: Any, names: tuple[str, ...], compute: Any) -> Any:
         """`compute()`, cached under `key` while the parameters `names` are constants."""
         leave: Any = contextlib.nullcontext()
-        trains = self._trains(names) and (torch.compiler.is_compiling() or torch.is_grad_enabled())
+        trains = (torch.compiler.is_compiling() or torch.is_grad_enabled()) and self._trains(names)
         if trains or is_transforming():
             if not torch.compiler.is_compiling():
                 self._kernel_cache.pop(key, None)  # FSDP writes into gathered parameters without a trace
@@ -53,8 +54,7 @@ class CachedKernelMixer(Mixer):
 
     def _without_autocast(self) -> contextlib.AbstractContextManager:
         """Powers and kernels keep the precision of their parameters, whatever the model around computes in."""
-        device = self._device.type
-        return contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
+        return without_autocast(self._device.type)
 
     def _clear_if_changed(self) -> None:
         """Writes into a parameter leave no other trace than its version; a replaced parameter is another object."""
@@ -81,10 +81,8 @@ class CachedKernelMixer(Mixer):
         return next(iter(self._own_parameters().values())).device
 
     def _computing_dtype(self, u: torch.Tensor) -> torch.dtype:
-        dtype = torch.promote_types(u.dtype, torch.float32)
-        for param in self._own_parameters().values():
-            dtype = torch.promote_types(dtype, param.dtype)
-        return dtype
+        dtypes = (u.dtype, *(param.dtype for param in self._own_parameters().values()))
+        return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def fold_token(back: torch.Tensor, ahead: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

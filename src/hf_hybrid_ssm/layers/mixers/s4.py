@@ -73,13 +73,19 @@ class S4(DiagonalSSM):
         zero = torch.zeros(self.filters or 1, self.hidden_size, self.state_size, dtype=dtype, device=self._device)
         return self._discretised(dtype).advance(zero, 1.0)
 
-    def _step_constants(self, dtype: torch.dtype) -> _BilinearStep:
-        def compute(exact: bool) -> _BilinearStep:
-            wide = {torch.float32: torch.complex64, torch.float64: torch.complex128}[dtype]
-            step = self._discretised(torch.float64 if exact else dtype)
-            return _BilinearStep(*(part.to(wide if part.is_complex() else dtype) for part in step))
-
-        return self._cached(("step", dtype), self.dynamics_parameters, compute)
-
-    def _advance(self, u_t: torch.Tensor, state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return self._step_constants(dtype).advance(state.contiguous(), u_t.unsqueeze(-1))
+    def step_system(
+        self, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+        r"""With R = 1 / (2 / dt - Lambda) and c the correction, Abar h = R (2 / dt + Lambda) h - R P Re(k · h), where
+        k = 8 c / dt R P^*: both products of rank one of `_BilinearStep.advance` read the same sum."""
+        step = self._discretised(dtype)
+        right = 4 * step.correction * (2 / self._dt(dtype)) * step.resolvent * step.p.conj()
+        decay, left, right = (
+            torch.view_as_real(part.resolve_conj()).flatten(-2)
+            for part in (
+                step.resolvent * step.expanded,
+                step.resolvent * step.p,
+                right.conj(),
+            )  # Re(k h) of real parts
+        )
+        return decay, self.input_vector(dtype), (left, right)

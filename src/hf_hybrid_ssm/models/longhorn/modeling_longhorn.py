@@ -35,6 +35,7 @@ from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.longhorn.short_convolution import ShortConvolution
 from hf_hybrid_ssm.models.packing import PackedRows, resolve_packing
 from hf_hybrid_ssm.models.unpadding import Unpadding
+from hf_hybrid_ssm.ops.attention_step import window_step
 from hf_hybrid_ssm.ops.local_attention import AttentionState, append_to_window, local_attention
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan, longhorn_step
 
@@ -203,6 +204,21 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
             **options,
         )
         return self.o_proj(output.transpose(1, 2).flatten(2)), {} if state is None else state._asdict()
+
+    def step(  # type: ignore[override]
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        past: States,
+        capacity: int | None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, States]:
+        window, rows = (self.config.sliding_window - 1, 0), (part[:, 0] for part in (queries, keys, values))
+        where = {"keeps_address": capacity is not None, "window": window, "scale": self.scaling}
+        output, state = window_step(*rows, AttentionState(**past), **where)
+        return self.o_proj(output.flatten(1).unsqueeze(1)), state._asdict()
 
     def states_after(  # type: ignore[override]
         self,

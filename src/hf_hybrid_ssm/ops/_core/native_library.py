@@ -79,7 +79,7 @@ def is_plain_call(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and not torch.compiler.is_compiling() and not is_in_torch_dispatch_mode()
 
 
-def call(function: Callable[..., int], tensors: Iterable[torch.Tensor | None], *numbers: int) -> None:
+def call(function: Callable[..., int], tensors: Iterable[torch.Tensor | None], *numbers: float) -> None:
     """Call a C function with the data of contiguous tensors (null for None), the numbers, and that of the threads.
 
     Raises:
@@ -87,7 +87,8 @@ def call(function: Callable[..., int], tensors: Iterable[torch.Tensor | None], *
     """
     pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     if not function.argtypes:  # type: ignore[attr-defined]
-        types = [ctypes.c_void_p] * len(pointers) + [ctypes.c_int64] * (len(numbers) + 1)
+        types: list = [ctypes.c_void_p] * len(pointers)
+        types += [ctypes.c_double if isinstance(number, float) else ctypes.c_int64 for number in (*numbers, 1)]
         function.argtypes = types  # type: ignore[attr-defined]
     if function(*pointers, *numbers, torch.get_num_threads()):
         raise MemoryError(f"{function.__name__} ran out of memory for its temporary sums.")
