@@ -99,12 +99,12 @@ def window_step(
     keys, values, seen = state
     if keeps_address and keys.shape[2] > 0:
         y = attention_step(q, k, v, keys, values, seen, shift=True, **options)
-        return y, AttentionState(keys, values, seen.add_(1))
+        return y, AttentionState(keys, values, seen + 1)
     wide = with_free_slot(keys), with_free_slot(values)
     y = attention_step(q, k, v, *wide, seen, **options)
     if options["window"][0] is not None:
         wide = shifted(wide[0]), shifted(wide[1])
-    return y, AttentionState(*wide, seen.add_(1))
+    return y, AttentionState(*wide, seen + 1)
 
 
 __all__ = ["attention_step", "shifted", "window_step", "with_free_slot"]
