@@ -13,7 +13,23 @@ pytestmark = pytest.mark.skipif(missing_compiler() is not None, reason="the coun
 
 # the most operations of a decoded token, by layer
 DECODE = {
-    "longhorn": 10,
+    "longhorn": 9,
+    "longhorn, sliding attention": 27,
+    "bst, sliding attention": 16,
+    "bst SH, S4D": 24,
+    "bst SH, S5": 27,
+    "bst MH, S4": 24,
+    "bst MF, S4D": 28,
+    "bst MF, unstructured": 30,
+    "block-recurrent": 50,
+    "spade, window": 14,
+    "spade, chunk": 14,
+    "spade, full": 14,
+    "spade, S4 and window": 19,
+    "spade, S5 and window": 22,
+    "spade, Hyena and window": 26,
+    "spade, EMA and window": 19,
+    "lmu-isa": 30,
 }
 
 

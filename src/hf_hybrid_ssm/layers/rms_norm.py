@@ -13,5 +13,7 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(hidden_size, eps=eps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype == self.weight.dtype == torch.float32:  # a cast to the same dtype costs a call, and there are many
+            return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         return F.rms_norm(x.to(dtype), self.normalized_shape, self.weight.to(dtype), self.eps).to(self.weight.dtype)

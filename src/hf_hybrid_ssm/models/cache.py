@@ -409,17 +409,18 @@ def prepare_cache(past_key_values: Cache | None, config: PreTrainedConfig, batch
             f"model ({len(wanted)} layers, layer_types={config.layer_types}); make it with "
             "`DynamicCache(config=model.config)`."
         )
+    model_type = config.model_type
     for index, layer in enumerate(layers):
         if is_recurrent_state_layer(layer) and layer.states and layer.batch_size != batch_size:
             raise ValueError(
                 f"past_key_values holds a batch of {layer.batch_size} (layer {index}), but the input has a batch of "
                 f"{batch_size}."
             )
-        _check_owner(layer, index, config, batch_size)
+        _check_owner(layer, index, model_type, batch_size)
     return past_key_values
 
 
-def _check_owner(layer: CacheLayerMixin, index: int, config: PreTrainedConfig, batch_size: int) -> None:
+def _check_owner(layer: CacheLayerMixin, index: int, model_type: str, batch_size: int) -> None:
     """A filled layer must be this family's, and hold this batch; an empty one becomes this family's."""
     if torch.compiler.is_compiling():
         return
@@ -431,9 +432,9 @@ def _check_owner(layer: CacheLayerMixin, index: int, config: PreTrainedConfig, b
                 f"{batch_size}."
             )
         return
-    if layer.states and layer.model_type not in (None, config.model_type):
+    if layer.states and layer.model_type not in (None, model_type):
         raise ValueError(
             f"past_key_values was filled by a model of the family {layer.model_type!r} (layer {index}), this model "
-            f"is of the family {config.model_type!r}; make a new one with `DynamicCache(config=model.config)`."
+            f"is of the family {model_type!r}; make a new one with `DynamicCache(config=model.config)`."
         )
-    layer.model_type = config.model_type
+    layer.model_type = model_type

@@ -62,12 +62,16 @@ def supports(device_type: str, dtype: torch.dtype) -> str | None:
 
 def prepared(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """In the form that C takes: contiguous float32."""
-    return None if tensor is None else tensor.float().contiguous()
+    if tensor is None or (tensor.dtype == torch.float32 and tensor.is_contiguous()):
+        return tensor
+    return tensor.float().contiguous()
 
 
 def prepared_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """Float32 (B, D) whose rows are contiguous, but may lie apart."""
-    return None if tensor is None else tensor.float() if tensor.stride(-1) == 1 else tensor.float().contiguous()
+    if tensor is None or (tensor.dtype == torch.float32 and tensor.stride(-1) == 1):
+        return tensor
+    return tensor.float().contiguous()
 
 
 def is_plain_call(tensor: torch.Tensor) -> bool:
