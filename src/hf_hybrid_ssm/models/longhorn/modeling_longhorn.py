@@ -215,9 +215,15 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
         capacity: int | None,
         **options: Any,
     ) -> tuple[torch.Tensor, States]:
-        window, rows = (self.config.sliding_window - 1, 0), (part[:, 0] for part in (queries, keys, values))
-        where = {"keeps_address": capacity is not None, "window": window, "scale": self.scaling}
-        output, state = window_step(*rows, AttentionState(**past), **where)
+        output, state = window_step(
+            queries[:, 0],
+            keys[:, 0],
+            values[:, 0],
+            AttentionState(**past),
+            keeps_address=capacity is not None,
+            window=(self.config.sliding_window - 1, 0),
+            scale=self.scaling,
+        )
         return self.o_proj(output.flatten(1).unsqueeze(1)), state._asdict()
 
     def states_after(  # type: ignore[override]

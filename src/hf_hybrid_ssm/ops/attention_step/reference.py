@@ -14,9 +14,9 @@ def attention_step_reference(
         bias = None if bias is None else bias * factor
     y = torch.zeros(*q.shape[:2], values.shape[3], dtype=dtype)
     for b in range(q.shape[0]):
-        of_row = (None, None) if k is None else (k[b], v[b])
+        own = None if k is None else (k[b], v[b])
         rank = 0 if seen is None else int(seen[b])
-        visible = _visible(keys[b].clone(), values[b].clone(), *of_row, rank, window, chunk_size, block, shift)
+        visible = _visible(keys[b].clone(), values[b].clone(), own, rank, window, chunk_size, block, shift)
         for h in range(q.shape[1]):
             g = h // (q.shape[1] // keys.shape[1])
             logits, seen_values = [], []
@@ -34,10 +34,10 @@ def attention_step_reference(
     return y.to(output_dtype), keys, values
 
 
-def _visible(keys, values, key, value, rank, window, chunk_size, block, shift):
+def _visible(keys, values, own, rank, window, chunk_size, block, shift):
     """(key, value, distance) of what the token sees."""
     slots = keys.shape[1]
-    if key is None:
+    if own is None:
         return [(keys[:, j], values[:, j], 0) for j in range(slots)]
     left, right = window
     if block:
@@ -45,7 +45,7 @@ def _visible(keys, values, key, value, rank, window, chunk_size, block, shift):
     else:
         before = slots if shift else slots - 1
         held = [(keys[:, j], values[:, j], before - j) for j in range(before) if before - j <= rank]
-    known = [*held, (key, value, 0)]
+    known = [*held, (*own, 0)]
     if block:
         return [part for part in known if part[2] >= -right]
     reach = rank if left is None else left

@@ -17,7 +17,7 @@ def attention_step_torch(
         q, k = _normalised(q, dtype) * factor, None if k is None else _normalised(k, dtype)
         bias = None if bias is None else bias * factor
     mask = sink = None
-    used = keys, values
+    used = [keys, values]
     if k is not None and block:
         slot = (seen % keys.shape[2]).unsqueeze(1)
         for held, new in ((keys, k), (values, v)):
@@ -25,7 +25,7 @@ def attention_step_torch(
             held.scatter_(2, index, new.to(held.dtype).unsqueeze(2))
         mask = torch.arange(-right, keys.shape[2] - right, device=q.device) <= slot
     elif k is not None:
-        used = tuple(_joined(held, new, shift) for held, new in ((keys, k), (values, v)))
+        used = [_joined(held, new, shift) for held, new in ((keys, k), (values, v))]
         distance = torch.arange(used[0].shape[2] - 1, -1, -1, device=q.device)
         reach = seen.unsqueeze(1) if left is None else seen.unsqueeze(1).clamp(max=left)
         reach = reach if chunk_size is None else torch.minimum(reach, seen.unsqueeze(1) % chunk_size)
@@ -34,14 +34,17 @@ def attention_step_torch(
         if zero_kv_sink:
             sink = zero_key_logits(bias, seen.unsqueeze(1), left, right, q.new_empty(0, dtype=dtype))
         bias = None if bias is None else bias[:, distance.clamp(max=bias.shape[1] - 1)].unsqueeze(1)
-    y = _attend(q.to(dtype), *(part.to(dtype) for part in used), mask, bias, sink, scale, may_see_none=right < 0)
+    used_keys, used_values = used
+    y = _attend(
+        q.to(dtype), used_keys.to(dtype), used_values.to(dtype), mask, bias, sink, scale, may_see_none=right < 0
+    )
     if k is not None and block:
         over = slot.view(-1, 1, 1, 1) == keys.shape[2] - 1
         keys.masked_fill_(over, 0.0)
         values.masked_fill_(over, 0.0)
     elif shift:
-        keys.copy_(used[0][:, :, 1:])
-        values.copy_(used[1][:, :, 1:])
+        keys.copy_(used_keys[:, :, 1:])
+        values.copy_(used_values[:, :, 1:])
     return y.to(output_dtype), keys, values
 
 
