@@ -8,6 +8,8 @@
 #include <math.h>
 #include "vectors.h"
 
+#define TOGETHER 4 /* vectors of a value */
+
 typedef uint16_t narrow_vec __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
 typedef struct {
@@ -64,6 +66,21 @@ static inline float bias_of(const problem *p, int64_t h, int64_t distance, float
     return factor * p->bias[h * p->bias_head + smaller(distance, p->R - 1) * p->bias_column];
 }
 
+/* y = share * (sum of scores times values) of `vectors` vectors of entries from e on; the own value's score is last */
+static inline __attribute__((always_inline)) void weighted(
+    const problem *p, float *y, const char *values, int64_t e, const float *scores, int64_t first, int64_t held,
+    const float *own_value, float share, const int vectors, int lanes) {
+    vec out[TOGETHER];
+    for (int j = 0; j < vectors; j++) out[j] = broadcast(0);
+    for (int64_t i = 0; i < held; i++)
+        for (int j = 0; j < vectors; j++)
+            out[j] += scores[i] * load_held(values, (first + i) * p->value_slot + e + j * LANES, lanes, p->narrow);
+    for (int j = 0; j < vectors; j++) {
+        if (own_value) out[j] += scores[held] * load(own_value + e + j * LANES, lanes);
+        store(y + j * LANES, out[j] * share, lanes);
+    }
+}
+
 /* y of one head; `held` slots from `first` on have the distances `far`, far - 1, ...; `own`: the token's key too.
  * scores: space for M + 1 + LANES floats. */
 static void attend(
@@ -98,14 +115,11 @@ static void attend(
     }
     for (int64_t i = 0; i < count; i++) total += scores[i];
     const float share = count ? 1.0f / total : 0.0f; /* a token that sees no key gets 0 */
-    for (int64_t e = 0; e < p->V; e += LANES) {
-        const int lanes = lanes_of(e, p->V);
-        vec out = broadcast(0);
-        for (int64_t i = 0; i < held; i++)
-            out += scores[i] * load_held(values, (first + i) * p->value_slot + e, lanes, p->narrow);
-        if (own_key) out += scores[held] * load(own_value + e, lanes);
-        store(y + e, out * share, lanes);
-    }
+    int64_t e = 0;
+    for (; e + TOGETHER * LANES <= p->V; e += TOGETHER * LANES) /* sums that do not wait for each other */
+        weighted(p, y + e, values, e, scores, first, held, own_key ? own_value : 0, share, TOGETHER, LANES);
+    for (; e < p->V; e += LANES)
+        weighted(p, y + e, values, e, scores, first, held, own_key ? own_value : 0, share, 1, lanes_of(e, p->V));
 }
 
 /* a token's key or value into its slot of M, or, where a block is over, zeros into all slots */
