@@ -53,7 +53,7 @@ class LocalSelfAttention(nn.Module):
             options: of `local_attention`.
         """
         if overwrite:
-            return self._step(x, past, capacity, **options)
+            return self._step(x, past, capacity, options.get("bias"))
         q, k, v = (
             layer(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
             for layer in (self.q_proj, self.k_proj, self.v_proj)
@@ -72,7 +72,7 @@ class LocalSelfAttention(nn.Module):
         return self.o_proj(y.transpose(1, 2).flatten(2)), {} if state is None else state._asdict()
 
     def _step(
-        self, x: torch.Tensor, past: dict[str, torch.Tensor], capacity: int | None, bias: torch.Tensor | None = None
+        self, x: torch.Tensor, past: dict[str, torch.Tensor], capacity: int | None, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """`forward` of one token, x (B, 1, d)."""
         heads = (x.shape[0], self.num_heads, -1)

@@ -55,6 +55,9 @@ class RecurrentStateLayer(CacheLayerMixin):
     and prompt lookup do) the layer keeps, once `activate_past_recording()` was called, the states before each forward
     and a function that replays the first tokens of that forward.
 
+    While no past is recorded, a forward of one token without gradients may overwrite the states or move along a buffer
+    that holds them: who wants to come back to them takes a copy (`copy.deepcopy` of the cache).
+
     `notes` says which document each row is in (see `hf_hybrid_ssm.models.packing`); it is empty until rows are packed.
     """
 
