@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from hf_hybrid_ssm.ops._core.dispatch import backend
 from tests.counting import count_operations
 from tests.reporting import MODELS, made_by, table, write_page
 from tests.tiny_models import TOKENS, VARIANTS
@@ -60,14 +61,17 @@ def _of_a_layer(count: Any, layer: str) -> float:
     return (deep - shallow) / 2
 
 
-def decoding_count(layer: str) -> float:
-    """Of a token after a prompt that is longer than the windows, in inference mode: the mean of two blocks of 6."""
+def decoding_count(layer: str, implementation: str | None = None) -> float:
+    """Of a token after a prompt that is longer than the windows, in inference mode: the mean of two blocks of 6.
+
+    `implementation` forces a backend, as `hf_hybrid_ssm.ops._core.dispatch.backend` does.
+    """
 
     def count(model: PreTrainedModel) -> Any:
         model.eval()
         cache = DynamicCache(config=model.config)
         token = torch.ones(1, 1, dtype=torch.long)
-        with torch.inference_mode():
+        with torch.inference_mode(), backend(implementation):
             for ids in (token.expand(1, 20), token):
                 model(ids, past_key_values=cache)
             return count_operations(lambda: [model(token, past_key_values=cache) for _ in range(12)])
@@ -87,16 +91,30 @@ def training_count(layer: str) -> float:
 
 def main() -> None:
     made = made_by("python -m tests.models.operation_counts", MODELS)
-    rows = [[layer, f"{decoding_count(layer):.0f}", f"{training_count(layer):.0f}"] for layer in LAYERS]
+    rows = [
+        [
+            layer,
+            *(
+                f"{count:.0f}"
+                for count in (decoding_count(layer), decoding_count(layer, "torch"), training_count(layer))
+            ),
+        ]
+        for layer in LAYERS
+    ]
     text = (
         "Dispatched operations of one layer of a tiny model on the CPU: the difference of two depths, so that "
         "embeddings and heads are no part of it. Views and allocations are free, and a kernel of this package counts "
         "once. Decoding is the mean of 12 tokens, two blocks of the block transformers, with a dynamic cache in "
-        "inference mode; training is the forward and backward of two rows of 64 tokens. "
+        "inference mode, with the C kernels and with torch alone; training is the forward and backward of two rows of "
+        "64 tokens. "
         "`tests/models/test_operation_counts.py` keeps the bounds."
     )
     write_page(
-        "operation_counts.md", "Operations of a layer", made, text, table(["layer", "decoding", "training"], rows)
+        "operation_counts.md",
+        "Operations of a layer",
+        made,
+        text,
+        table(["layer", "decoding", "decoding, torch", "training"], rows),
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 from hf_hybrid_ssm.ops._core.native_library import missing_compiler
 from tests.models.operation_counts import decoding_count
 
-pytestmark = pytest.mark.skipif(missing_compiler() is not None, reason="the counts are those of the C kernels")
+needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason="the counts are those of the C kernels")
 
 # the most operations of a decoded token, by layer
 DECODE = {
@@ -30,9 +30,27 @@ DECODE = {
     "spade, Hyena and window": 26,
     "spade, EMA and window": 19,
     "lmu-isa": 30,
+    "lmu-isa, window attention": 34,
+}
+# without kernels, which is what a device without kernels for single tokens launches
+DECODE_IN_TORCH = {
+    "longhorn": 28,
+    "bst, sliding attention": 40,
+    "bst SH, S4D": 70,
+    "bst MH, S4": 70,
+    "bst MF, S4D": 70,
+    "block-recurrent": 90,
+    "spade, window": 40,
+    "spade, S4 and window": 45,
 }
 
 
+@needs_compiler
 @pytest.mark.parametrize("layer", DECODE)
 def test_decoding(layer):
     assert decoding_count(layer) <= DECODE[layer]
+
+
+@pytest.mark.parametrize("layer", DECODE_IN_TORCH)
+def test_decoding_in_torch(layer):
+    assert decoding_count(layer, "torch") <= DECODE_IN_TORCH[layer]
