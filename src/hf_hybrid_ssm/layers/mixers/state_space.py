@@ -176,6 +176,7 @@ class StateSpaceMixer(CachedKernelMixer):
 
     @with_accelerate_hooks
     def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:
+        self._check_step(u_t, state)
         assert isinstance(state, torch.Tensor)
         if not torch.is_grad_enabled() and not is_transforming():
             return self.step_(u_t, state.clone())
