@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_hybrid_ssm.ops.attention_step import window_step
 from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention
 
 
@@ -35,15 +36,24 @@ class LocalSelfAttention(nn.Module):
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(*sizes) for _ in range(4))
 
     def forward(
-        self, x: torch.Tensor, past: dict[str, torch.Tensor], *, capacity: int | None = None, **options: Any
+        self,
+        x: torch.Tensor,
+        past: dict[str, torch.Tensor],
+        *,
+        capacity: int | None = None,
+        overwrite: bool = False,
+        **options: Any,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """(B, L, d), the states before it → (B, L, d), the states after it.
 
         Args:
             past: has the fields of `AttentionState` by name, or is empty.
             capacity: the number of keys to make room for, where all are kept.
+            overwrite: x is one token after earlier ones, and its states may be computed in place of `past`.
             options: of `local_attention`.
         """
+        if overwrite:
+            return self._step(x, past, capacity, options.get("bias"))
         q, k, v = (
             layer(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
             for layer in (self.q_proj, self.k_proj, self.v_proj)
@@ -60,3 +70,14 @@ class LocalSelfAttention(nn.Module):
             **options,
         )
         return self.o_proj(y.transpose(1, 2).flatten(2)), {} if state is None else state._asdict()
+
+    def _step(
+        self, x: torch.Tensor, past: dict[str, torch.Tensor], capacity: int | None, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """`forward` of one token, x (B, 1, d)."""
+        heads = (x.shape[0], self.num_heads, -1)
+        q, k, v = (layer(x).view(heads) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        state = AttentionState(past["keys"], past["values"], past["seen"])
+        options = {"window": self.window, "chunk_size": self.chunk_size, "bias": bias}
+        y, state = window_step(q, k, v, state, keeps_address=capacity is not None, **options)
+        return self.o_proj(y.flatten(1).unsqueeze(1)), state._asdict()

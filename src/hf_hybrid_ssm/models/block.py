@@ -7,6 +7,7 @@ from transformers import Cache
 
 from hf_hybrid_ssm.models.cache import States
 from hf_hybrid_ssm.models.unpadding import Unpadding
+from hf_hybrid_ssm.ops._core.transforms import is_transforming
 
 
 class RecurrentMixin:
@@ -29,6 +30,17 @@ class RecurrentMixin:
         """
         raise NotImplementedError
 
+    def step(
+        self, *rows: torch.Tensor, past: States, capacity: int | None, **options: Any
+    ) -> tuple[torch.Tensor, States]:
+        """`mix` of rows (B, 1, ...) of one token after earlier ones, without gradients.
+
+        It may overwrite the tensors of `past`: nobody asks for them again. A layer overrides it where one token is
+        cheaper on its own.
+        """
+        rest = {"seq_idx": None, "lengths": None, "return_final_state": True}
+        return self.mix(*rows, past=past, capacity=capacity, **rest, **options)
+
     def states_after(self, *rows: torch.Tensor, **options: Any) -> States:
         """The states that `mix` returns, for rollback; a layer overrides it where they are cheaper to compute
         alone."""
@@ -43,12 +55,15 @@ class RecurrentMixin:
         **options: Any,
     ) -> torch.Tensor:
         """`mix` of rows (B, L, ...) in columns as given, from the cache's states to the cache's states."""
+        cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        is_step = unpadding is None and seq_idx is None and rows[0].shape[1] == 1
+        if is_step and cache is not None and cache.states and not torch.is_grad_enabled() and not is_transforming():
+            return self._step_with_cache(cache, *rows, **options)
         lengths = None
         if unpadding is not None:
             rows, lengths = tuple(unpadding.unpad(row) for row in rows), unpadding.lengths
             # padding now follows the last document: let it belong there
             seq_idx = None if seq_idx is None else unpadding.unpad(seq_idx).cummax(1).values
-        cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         options |= {
             "past": {} if cache is None else cache.states,
             "return_final_state": cache is not None,
@@ -67,3 +82,19 @@ class RecurrentMixin:
 
             cache.update_states(rows[0].shape[1], states, recompute)
         return y if unpadding is None else unpadding.repad(y)
+
+    def _step_with_cache(self, cache: Any, *rows: torch.Tensor, **options: Any) -> torch.Tensor:
+        """`mix_with_cache` of one token after earlier ones, where no gradient is wanted."""
+        options["capacity"] = getattr(cache, "max_cache_len", None)
+        if cache.may_overwrite():
+            y, states = self.step(*rows, past=cache.states, **options)
+            cache.step_states(states)
+        else:
+            past = {name: state.clone() for name, state in cache.states.items()}
+            y, states = self.step(*rows, past=past, **options)
+            cache.update_states(1, states, _of_no_token)
+        return y
+
+
+def _of_no_token(num_tokens: int) -> States:
+    raise AssertionError("one token is undone by going back to the states before it")

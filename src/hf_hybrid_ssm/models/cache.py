@@ -55,6 +55,9 @@ class RecurrentStateLayer(CacheLayerMixin):
     and prompt lookup do) the layer keeps, once `activate_past_recording()` was called, the states before each forward
     and a function that replays the first tokens of that forward.
 
+    While no past is recorded, a forward of one token without gradients may overwrite the states or move along a buffer
+    that holds them: who wants to come back to them takes a copy (`copy.deepcopy` of the cache).
+
     `notes` says which document each row is in (see `hf_hybrid_ssm.models.packing`); it is empty until rows are packed.
     """
 
@@ -70,6 +73,7 @@ class RecurrentStateLayer(CacheLayerMixin):
         self.record_past = False
         self.notes: States = {}
         self.history: list[_Forward] = []
+        self._made_without_gradient = False
         self._before: States | None = None
         self._next_notes: Recompute | None = None
         self._waiting_after: Callable[[int], torch.Tensor] | None = None
@@ -95,6 +99,27 @@ class RecurrentStateLayer(CacheLayerMixin):
         self.seen_tokens += num_tokens
         self.is_initialized = True
         self.device = next(iter(states.values())).device
+        self._made_without_gradient = not torch.is_grad_enabled()
+
+    def may_overwrite(self) -> bool:
+        """Whether the states are this layer's alone, so that a step may compute the next ones in their place.
+
+        They are not where the past is recorded or a graph of autograd may hold them, nor where torch forbids it
+        (tensors made in inference mode, outside of it).
+        """
+        if self.record_past or not self._made_without_gradient:
+            return False
+        if torch.compiler.is_compiling():
+            return self.is_compileable
+        inference = torch.is_inference_mode_enabled()
+        return inference or not any(state.is_inference() for state in self.states.values())
+
+    def step_states(self, states: States) -> None:
+        """The states after one more token, which may be the present ones, overwritten (see `may_overwrite`)."""
+        self._take_notes(1)
+        self._before = self._waiting_after = None
+        self.states = states
+        self.seen_tokens += 1
 
     def open(
         self,
@@ -122,7 +147,9 @@ class RecurrentStateLayer(CacheLayerMixin):
     def _take_notes(self, num_tokens: int) -> Recompute:
         """Notes move on by `num_tokens`; returns what replays them."""
         notes = self.notes
-        next_notes, self._next_notes = self._next_notes or (lambda num_tokens: notes), None
+        if self._next_notes is None:
+            return lambda num_tokens: notes
+        next_notes, self._next_notes = self._next_notes, None
         self.notes = next_notes(num_tokens)
         return next_notes
 
@@ -231,9 +258,17 @@ class StaticRecurrentStateLayer(RecurrentStateLayer):
         self._take_notes(num_tokens)
         if not self.is_initialized:
             self._allocate(states)
+        self._made_without_gradient = True  # they are copies
         for name, state in states.items():
             self.states[name].copy_(state)
         self.seen_tokens.add_(num_tokens)  # type: ignore[union-attr]
+
+    def step_states(self, states: States) -> None:
+        self._take_notes(1)
+        for name, state in states.items():
+            if state is not self.states[name]:
+                self.states[name].copy_(state)
+        self.seen_tokens.add_(1)  # type: ignore[union-attr]
 
     def _restart(self, rows: torch.Tensor) -> None:
         for state in self.states.values():
@@ -241,7 +276,10 @@ class StaticRecurrentStateLayer(RecurrentStateLayer):
 
     def _allocate(self, states: States) -> None:
         self.device = next(iter(states.values())).device
-        self.states = {name: torch.zeros_like(state, requires_grad=False) for name, state in states.items()}
+        self.states = {
+            name: torch.zeros_like(state, requires_grad=False, memory_format=torch.contiguous_format)
+            for name, state in states.items()
+        }
         self.seen_tokens = torch.zeros((), dtype=torch.int64, device=self.device)
         if not torch.compiler.is_compiling():
             for tensor in (*self.states.values(), self.seen_tokens):
@@ -374,17 +412,18 @@ def prepare_cache(past_key_values: Cache | None, config: PreTrainedConfig, batch
             f"model ({len(wanted)} layers, layer_types={config.layer_types}); make it with "
             "`DynamicCache(config=model.config)`."
         )
+    model_type = config.model_type
     for index, layer in enumerate(layers):
         if is_recurrent_state_layer(layer) and layer.states and layer.batch_size != batch_size:
             raise ValueError(
                 f"past_key_values holds a batch of {layer.batch_size} (layer {index}), but the input has a batch of "
                 f"{batch_size}."
             )
-        _check_owner(layer, index, config, batch_size)
+        _check_owner(layer, index, model_type, batch_size)
     return past_key_values
 
 
-def _check_owner(layer: CacheLayerMixin, index: int, config: PreTrainedConfig, batch_size: int) -> None:
+def _check_owner(layer: CacheLayerMixin, index: int, model_type: str, batch_size: int) -> None:
     """A filled layer must be this family's, and hold this batch; an empty one becomes this family's."""
     if torch.compiler.is_compiling():
         return
@@ -396,9 +435,9 @@ def _check_owner(layer: CacheLayerMixin, index: int, config: PreTrainedConfig, b
                 f"{batch_size}."
             )
         return
-    if layer.states and layer.model_type not in (None, config.model_type):
+    if layer.states and layer.model_type not in (None, model_type):
         raise ValueError(
             f"past_key_values was filled by a model of the family {layer.model_type!r} (layer {index}), this model "
-            f"is of the family {config.model_type!r}; make a new one with `DynamicCache(config=model.config)`."
+            f"is of the family {model_type!r}; make a new one with `DynamicCache(config=model.config)`."
         )
-    layer.model_type = config.model_type
+    layer.model_type = model_type

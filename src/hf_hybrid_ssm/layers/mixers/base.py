@@ -222,6 +222,14 @@ class Mixer(Float32ParametersMixin):
         """One token: u_t (B, D) and the state before it -> y_t and the state after it."""
         raise NotImplementedError
 
+    def step_(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
+        """`step` without gradients, which may compute the next state in place of `state`."""
+        return self.step(u_t, state)
+
+    def advance_(self, u_t: torch.Tensor, state: State) -> State:
+        """The state after the token alone, under the same terms."""
+        return self.step_(u_t, state)[1]
+
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shape of each tensor of a state, without the batch in front."""
         raise NotImplementedError

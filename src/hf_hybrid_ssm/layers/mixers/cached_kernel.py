@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from hf_hybrid_ssm.layers.mixers.base import Mixer
+from hf_hybrid_ssm.ops._core.autocast import without_autocast
 from hf_hybrid_ssm.ops._core.transforms import is_transforming
 
 
@@ -21,7 +22,7 @@ class CachedKernelMixer(Mixer):
 
     def __init__(self, *args: Any, **kwargs: Any):
         self._kernel_cache: dict[Any, Any] = {}
-        self._versions: tuple[Any, ...] = ()
+        self._versions: list[Any] = []
         super().__init__(*args, **kwargs)
 
     def _own_parameters(self) -> dict[str, torch.Tensor]:
@@ -36,7 +37,7 @@ class CachedKernelMixer(Mixer):
     def _cached(self, key: Any, names: tuple[str, ...], compute: Any) -> Any:
         """`compute()`, cached under `key` while the parameters `names` are constants."""
         leave: Any = contextlib.nullcontext()
-        trains = self._trains(names) and (torch.compiler.is_compiling() or torch.is_grad_enabled())
+        trains = (torch.compiler.is_compiling() or torch.is_grad_enabled()) and self._trains(names)
         if trains or is_transforming():
             if not torch.compiler.is_compiling():
                 self._kernel_cache.pop(key, None)  # FSDP writes into gathered parameters without a trace
@@ -53,28 +54,24 @@ class CachedKernelMixer(Mixer):
 
     def _without_autocast(self) -> contextlib.AbstractContextManager:
         """Powers and kernels keep the precision of their parameters, whatever the model around computes in."""
-        device = self._device.type
-        return contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
+        return without_autocast(self._device.type)
 
     def _clear_if_changed(self) -> None:
         """Writes into a parameter leave no other trace than its version; a replaced parameter is another object."""
-        seen = tuple(
-            (param, param.data_ptr(), -1 if param.is_inference() else param._version)
+        seen = [
+            (id(param), param.data_ptr(), -1 if param.is_inference() else param._version, param)
             for param in self._own_parameters().values()
-        )
-        same = len(seen) == len(self._versions) and all(
-            new[0] is old[0] and new[1:] == old[1:] for new, old in zip(seen, self._versions)
-        )
-        if not same:
+        ]
+        if [mark[:3] for mark in seen] != [mark[:3] for mark in self._versions]:
             self._kernel_cache = {}
-            self._versions = seen
+            self._versions = seen  # which keeps the parameters: no other can have the id of one of them
 
     def clear_kernel_cache(self) -> None:
         self._kernel_cache = {}
-        self._versions = ()
+        self._versions = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kernel_cache": {}, "_versions": ()}
+        return {**self.__dict__, "_kernel_cache": {}, "_versions": []}
 
     @property
     def _device(self) -> torch.device:

@@ -46,6 +46,7 @@ class EMA(StateSpaceMixer):
         if activation not in ("silu", None):
             raise ValueError(f"activation={activation!r} must be 'silu' or None.")
         self.state_size, self.activation = state_size, activation
+        self.applies_silu = activation is not None  # a step does; `mix` applies it to whole rows
         self.create_parameters()
 
     def init_parameters(self) -> dict[str, torch.Tensor]:
@@ -84,7 +85,3 @@ class EMA(StateSpaceMixer):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         y, state = super().mix(u, initial_state, **rows)
         return (F.silu(y) if self.activation else y), state
-
-    def read(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
-        y = super().read(u_t, state)
-        return F.silu(y) if self.activation else y

@@ -11,6 +11,8 @@ from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer, fold_to
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.ops._core.autocast import without_autocast
 from hf_hybrid_ssm.ops._core.lengths import zero_beyond
+from hf_hybrid_ssm.ops.attention_step import shifted, with_free_slot
+from hf_hybrid_ssm.ops.causal_conv import causal_conv_step
 from hf_hybrid_ssm.ops.long_conv import long_conv
 
 
@@ -145,21 +147,50 @@ class ImplicitLongConv(CachedKernelMixer):
 
     @with_accelerate_hooks
     def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:
-        next_state = self.advance(u_t, state)
+        self._check_step(u_t, state)
         assert isinstance(state, torch.Tensor)
-        dtype = self._computing_dtype(u_t)
-        kernel, u = self.kernel(self.filter_length, dtype), u_t.to(dtype)
-        with without_autocast(u_t.device.type):
-            y = torch.einsum("fdk,bkd->bfd", kernel[..., 1:].flip(-1), state.to(dtype))
-            y = y + kernel[..., 0] * u.unsqueeze(1)
-            if self.use_skip:
-                y = y + self.D.to(dtype) * u.unsqueeze(1)
-        return self._squeeze(y).to(u_t.dtype), next_state
+        seen = torch.cat([state, u_t.to(state.dtype).unsqueeze(1)], dim=1)
+        return self._read(u_t, seen), seen[:, 1:]
+
+    @with_accelerate_hooks
+    def step_(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:
+        seen = self._append_(u_t, state)
+        return self._read(u_t, seen), shifted(seen)
+
+    def advance_(self, u_t: torch.Tensor, state: State) -> State:
+        return shifted(self._append_(u_t, state))
 
     def advance(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
         """The state after the token u_t (B, D), without computing its output."""
         self._check_step(u_t, state)
         return torch.cat([state, u_t.to(state.dtype).unsqueeze(1)], dim=1)[:, 1:]  # type: ignore[union-attr, list-item]
+
+    def _append_(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
+        """The inputs that the filter reaches (B, Lf, D), this one last; the state moves along its buffer."""
+        self._check_step(u_t, state)
+        assert isinstance(state, torch.Tensor)
+        seen = with_free_slot(state)
+        seen[:, -1].copy_(u_t)
+        return seen
+
+    def _read(self, u_t: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """y_t of the inputs (B, Lf, D)."""
+        dtype = self._computing_dtype(u_t)
+        taps = self._step_taps(dtype)
+        with without_autocast(u_t.device.type):
+            y = torch.linalg.vecdot(seen.to(dtype).unsqueeze(1), taps, dim=2)
+        return self._squeeze(y).to(u_t.dtype)
+
+    def _step_taps(self, dtype: torch.dtype) -> torch.Tensor:
+        """The filters (F, Lf, D), the token's own tap last, with the skip in it."""
+
+        def compute(exact: bool) -> torch.Tensor:
+            kernel = self.kernel(self.filter_length, dtype)
+            if self.use_skip:
+                kernel = torch.cat([kernel[..., :1] + self.D.to(dtype).unsqueeze(-1), kernel[..., 1:]], -1)
+            return kernel.flip(-1).mT.contiguous()
+
+        return self._cached(("step", dtype), (*self.dynamics_parameters, *self.output_parameters), compute)
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         return ((self.filter_length - 1, self.hidden_size),)
@@ -217,6 +248,15 @@ class Hyena(Mixer):
         p0, p1, v = (mixed + self.short_bias).to(u_t.dtype).chunk(3, dim=-1)
         z, history = self.filter.step(p1 * v, history)
         return self.out_proj(p0 * z), (window[:, 1:].to(short.dtype), history)
+
+    @with_accelerate_hooks
+    def step_(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
+        self._check_step(u_t, state)
+        short, history = state
+        mixed = causal_conv_step(self.in_proj(u_t), short, self.short_weight.flip(1), self.short_bias)
+        p0, p1, v = mixed.to(u_t.dtype).chunk(3, dim=-1)
+        z, history = self.filter.step_(p1 * v, history)
+        return self.out_proj(p0 * z), (short, history)
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         return (2, 3 * self.hidden_size), *self.filter.state_shapes()

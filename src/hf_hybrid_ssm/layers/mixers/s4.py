@@ -11,21 +11,13 @@ from hf_hybrid_ssm.ops.linear_scan import Transition
 
 
 class _BilinearStep(NamedTuple):
-    """The constants of one exact step of 5 n complex numbers instead of a dense N x N product."""
+    """The constants of one exact step, 5 n complex numbers instead of a dense N x N matrix."""
 
     resolvent: torch.Tensor  # 1 / (2 / dt - Lambda)
     expanded: torch.Tensor  # 2 / dt + Lambda
     p: torch.Tensor
     b: torch.Tensor
     correction: torch.Tensor  # 1 / (1 + 2 Re sum |P|^2 / (2 / dt - Lambda))
-
-    def advance(self, state: torch.Tensor, u: torch.Tensor | float) -> torch.Tensor:
-        """h' from h (..., F, D, N), real and imaginary parts side by side, and u (..., F, D, 1)."""
-        h = torch.view_as_complex(state.unflatten(-1, (-1, 2)))
-        low_rank = 2 * (self.p.conj() * h).real.sum(-1, keepdim=True)
-        z = self.expanded * h - self.p * low_rank + 2 * self.b * u
-        low_rank = 2 * (self.p.conj() * self.resolvent * z).real.sum(-1, keepdim=True)
-        return torch.view_as_real(self.resolvent * (z - self.p * (self.correction * low_rank))).flatten(-2)
 
 
 class S4(DiagonalSSM):
@@ -63,16 +55,24 @@ class S4(DiagonalSSM):
         norm = (p.conj() * p * resolvent).real.sum(-1, keepdim=True)
         return _BilinearStep(resolvent, rate + eigenvalues, p, b, 1 / (1 + 2 * norm))
 
-    def dynamics(self, dtype: torch.dtype, direction: int = 0) -> tuple[Transition, torch.Tensor]:
-        r"""With R = 1 / (2 / dt - Lambda) and c the correction, Abar h = R (2 / dt + Lambda) h - R P Re(k h), where
-        k = 8 c / dt R P^*: the two products of rank one of `_BilinearStep.advance` read the same sum."""
+    def _rank_one(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        r"""Decay, left, right and vector (F, D, n), complex, of h' = decay h - left Re(right · h) + vector u.
+
+        With z = (2 / dt + Lambda) h - P 2 Re(P^* h) + 2 B u, R = 1 / (2 / dt - Lambda) and c the correction, a step is
+        h' = R (z - c P 2 Re(P^* R z)). Both products of rank one read the same sum of h, so that
+        Abar h = R (2 / dt + Lambda) h - R P Re(k h) with k = 8 c / dt R P^*.
+        """
         step, rate = self._discretised(dtype), 2 / self._dt(dtype)
         left, decay = step.resolvent * step.p, step.resolvent * step.expanded
         right = 4 * step.correction * rate * (step.resolvent * step.p.conj())
         vector = 2 * step.resolvent * step.b - left * ((right * step.b).real.sum(-1, keepdim=True) / rate)
-        pairs = self.state_size // 2
+        return decay, left, right, vector
+
+    def dynamics(self, dtype: torch.dtype, direction: int = 0) -> tuple[Transition, torch.Tensor]:
+        """Abar and Bbar, real and imaginary parts side by side."""
+        decay, left, right, vector = self._rank_one(dtype)
         turned = torch.view_as_real(torch.stack([decay, 1j * decay], dim=-1))  # (F, D, n, 2, 2): of 1 and of i
-        places = torch.eye(pairs, dtype=dtype, device=self._device)[:, None, :, None]
+        places = torch.eye(self.state_size // 2, dtype=dtype, device=self._device)[:, None, :, None]
         diagonal = (turned.unsqueeze(-2) * places).flatten(-2).flatten(-3, -2)  # (F, D, N, N), row k: of e_k
         read, written = (_side_by_side(part).unsqueeze(dim) for part, dim in ((right.conj(), -1), (left, -2)))
         return Transition(torch.addcmul(diagonal, read, written, value=-1), "dense"), _side_by_side(vector)
@@ -83,16 +83,12 @@ class S4(DiagonalSSM):
     def input_vector(self, dtype: torch.dtype, direction: int = 0) -> torch.Tensor:
         return self.dynamics(dtype, direction)[1]
 
-    def _step_constants(self, dtype: torch.dtype) -> _BilinearStep:
-        def compute(exact: bool) -> _BilinearStep:
-            wide = {torch.float32: torch.complex64, torch.float64: torch.complex128}[dtype]
-            step = self._discretised(torch.float64 if exact else dtype)
-            return _BilinearStep(*(part.to(wide if part.is_complex() else dtype) for part in step))
-
-        return self._cached(("step", dtype), self.dynamics_parameters, compute)
-
-    def _advance(self, u_t: torch.Tensor, state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return self._step_constants(dtype).advance(state.contiguous(), u_t.unsqueeze(-1))
+    def step_system(
+        self, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+        decay, left, right, vector = self._rank_one(dtype)
+        low_rank = _side_by_side(left), _side_by_side(right.conj())  # Re(k h) of real parts
+        return _side_by_side(decay), _side_by_side(vector), low_rank
 
 
 def _side_by_side(numbers: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,8 @@ from typing import Any, ClassVar, Unpack
 
 import torch
 
-from hf_hybrid_ssm.layers.mixers.base import Mixer, RowOptions, State
+from hf_hybrid_ssm.layers.mixers.base import RowOptions, State
+from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer
 from hf_hybrid_ssm.layers.mixers.hippo import legs_dplr_basis
 from hf_hybrid_ssm.layers.mixers.state_space import SSM_FIELDS, complex_pairs, log_uniform_step
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
@@ -17,7 +18,7 @@ from hf_hybrid_ssm.ops.linear_scan import diagonal_scan
 LARGEST_REAL = -1e-4  # eigenvalues are kept left of it, so that the recurrence stays stable whatever training does
 
 
-class S5(Mixer):
+class S5(CachedKernelMixer):
     r"""s_t = Abar s_{t-1} + Bbar u_t, y_t = 2 Re(C s_t) + D u_t, with Abar = e^{dt A}, Bbar = (Abar - 1) / A B.
 
     The `state_size` = P dimensions are P / 2 conjugate pairs with a step size each, initialised as `blocks` equal
@@ -79,9 +80,6 @@ class S5(Mixer):
             values["D"] = torch.randn(self.filters or 1, channels, dtype=torch.float64)
         return {name: value.contiguous() for name, value in values.items()}
 
-    def _computing_dtype(self, u: torch.Tensor) -> torch.dtype:
-        return torch.float64 if torch.float64 in (u.dtype, self.B.dtype) else torch.float32
-
     def _discretised(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Abar in complex128 and (Abar - 1) / A in the dtype, (P/2,); a few numbers, taken in float64.
 
@@ -129,6 +127,8 @@ class S5(Mixer):
                 h, final = diagonal_scan(decay, driven, initial_state=start, **rows)
             y = self._project_output(take_outputs(h, stride, positions), take_outputs(x, stride, positions))
         state = None if final is None else torch.view_as_real(final).flatten(-2)
+        if state is not None and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._step_constants(dtype)  # steps will follow, compiled ones perhaps
         return self._squeeze(y).to(u.dtype), state
 
     def _both_ways(self, decay: torch.Tensor, x: torch.Tensor, seq_idx: torch.Tensor | None) -> torch.Tensor:
@@ -144,20 +144,43 @@ class S5(Mixer):
     @with_accelerate_hooks
     def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:
         next_state = self.advance(u_t, state)
-        u = u_t.to(self._computing_dtype(u_t))
+        dtype = self._computing_dtype(u_t)
+        *_, rows, skip = self._step_constants(dtype)
         with without_autocast(u_t.device.type):
-            y = self._project_output(self._complex(next_state, u.dtype), u)
+            y = (next_state @ rows).unflatten(-1, (-1, self.hidden_size))
+            y = y if skip is None else torch.addcmul(y, skip, u_t.to(dtype).unsqueeze(1))
         return self._squeeze(y).to(u_t.dtype), next_state
 
+    @with_accelerate_hooks
     def advance(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
         """The state after the token u_t (B, D), without reading it out."""
         self._check_step(u_t, state)
-        u = u_t.to(self._computing_dtype(u_t))
+        dtype = self._computing_dtype(u_t)
+        decay, matrix, *_ = self._step_constants(dtype)
         with without_autocast(u_t.device.type):
-            decay, scale = self._discretised(u.dtype)
-            h = self._complex(state, u.dtype)
-            next_state = (decay * h + self._project_input(u, scale)).to(h.dtype)
-            return torch.view_as_real(next_state).flatten(-2)
+            driven = self._complex(u_t.to(dtype) @ matrix, dtype)
+            return torch.view_as_real(torch.addcmul(driven, decay, self._complex(state, dtype))).flatten(-2)
+
+    def advance_(self, u_t: torch.Tensor, state: State) -> State:
+        return self.advance(u_t, state)
+
+    def _step_constants(
+        self, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Abar (P/2,) complex; Bbar (D, P) and 2 Re C (P, F D) as real matrices, D (F, D) or None."""
+
+        def compute(exact: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+            inner = torch.float64 if exact else dtype
+            decay, scale = self._discretised(inner)
+            b = scale.unsqueeze(1) * complex_pairs(self.B, inner)  # (P/2, D)
+            matrix = torch.view_as_real(b).transpose(1, 2).flatten(0, 1).T  # (D, P)
+            c = self.C.to(inner).unflatten(0, (-1, self.filters or 1))[0]
+            rows = (c * c.new_tensor([2.0, -2.0])).reshape(-1, self.state_size).T
+            wide = torch.complex64 if dtype == torch.float32 else torch.complex128
+            skip = self.D.to(dtype) if self.use_skip else None
+            return decay.to(wide), matrix.to(dtype).contiguous(), rows.to(dtype).contiguous(), skip
+
+        return self._cached(("step", dtype), (*self.dynamics_parameters, *self.output_parameters), compute)
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         return ((self.state_size,),)

@@ -1,14 +1,16 @@
 """What S4, S4D and EMA share: a linear system per channel, its filter, its block form, its step."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from hf_hybrid_ssm.layers.mixers.base import State
 from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer, fold_token
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.ops._core.autocast import without_autocast
+from hf_hybrid_ssm.ops._core.transforms import is_transforming
 from hf_hybrid_ssm.ops.linear_scan import (
     BlockMatrices,
     ChannelSystem,
@@ -18,10 +20,16 @@ from hf_hybrid_ssm.ops.linear_scan import (
     has_fused_scan,
     long_kernel,
 )
+from hf_hybrid_ssm.ops.linear_step import linear_step
 from hf_hybrid_ssm.ops.long_conv import long_conv
 
 # what state-space models read of a configuration
 SSM_FIELDS = {"state_size": "ssm_state_size", "dt_min": "ssm_dt_min", "dt_max": "ssm_dt_max", "skip": "ssm_skip"}
+
+StepConstants: TypeAlias = tuple[
+    torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None, torch.Tensor, torch.Tensor | None
+]
+"""decay, input vector, low-rank product, output rows, skip."""
 
 
 class StateSpaceMixer(CachedKernelMixer):
@@ -43,6 +51,7 @@ class StateSpaceMixer(CachedKernelMixer):
     is_diagonal: ClassVar[bool] = True  # A is a diagonal matrix
     # whether the kernel that looks ahead starts at the token itself, or at the next one
     ahead_includes_token: ClassVar[bool] = False
+    applies_silu = False  # to the output
 
     def __init__(self, hidden_size: int, *, block_size: int = 64, skip: bool = True, **options: Any):
         super().__init__(hidden_size, **options)
@@ -72,6 +81,14 @@ class StateSpaceMixer(CachedKernelMixer):
     def dynamics(self, dtype: torch.dtype, direction: int = 0) -> tuple[Transition, torch.Tensor]:
         """A and B; a subclass that computes both from the same numbers says here how."""
         return self.transition(dtype, direction), self.input_vector(dtype, direction)
+
+    def step_system(
+        self, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+        """a, b, and l, r or None, (F, D, N) each, of s_t = a s_{t-1} - l (r · s_{t-1}) + b u_t (see `linear_step`)."""
+        transition = self.transition(dtype)
+        decay = transition.value.flatten(-2) if transition.form == "complex" else transition.value
+        return decay, self.input_vector(dtype), None
 
     # -- filters and block matrices -----------------------------------------------------------------------------
 
@@ -147,7 +164,6 @@ class StateSpaceMixer(CachedKernelMixer):
         if returns_state and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             # Steps will follow, compiled ones perhaps: what they need is there when they are traced.
             self._step_constants(dtype)
-            self._read_out(dtype)
         return self._squeeze(y), final if final is None or self.filters else final.squeeze(1)
 
     def _two_sided(self, u: torch.Tensor, dtype: torch.dtype, **options: Any) -> torch.Tensor:
@@ -158,49 +174,77 @@ class StateSpaceMixer(CachedKernelMixer):
 
     @with_accelerate_hooks
     def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:
+        self._check_step(u_t, state)
+        assert isinstance(state, torch.Tensor)
+        if not torch.is_grad_enabled() and not is_transforming():
+            return self.step_(u_t, state.clone())
         state = self.advance(u_t, state)
         return self.read(u_t, state), state
+
+    @with_accelerate_hooks
+    def step_(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self._run_step(u_t, state, with_output=True)
+        assert isinstance(y, torch.Tensor) and isinstance(state, torch.Tensor)
+        return self._squeeze(y), state
+
+    @with_accelerate_hooks
+    def advance_(self, u_t: torch.Tensor, state: State) -> State:
+        self._run_step(u_t, state, with_output=False)
+        return state
+
+    def _run_step(self, u_t: torch.Tensor, state: State, *, with_output: bool) -> torch.Tensor | None:
+        self._check_step(u_t, state)
+        assert isinstance(state, torch.Tensor)
+        decay, vector, low_rank, rows, skip = self._step_constants(self._computing_dtype(u_t))
+        options: dict[str, Any] = {"low_rank": low_rank, "is_complex": self.conjugate_pairs}
+        if with_output:
+            options |= {"output_rows": rows, "skip": skip, "silu": self.applies_silu}
+        with without_autocast(u_t.device.type):
+            return linear_step(u_t, self._widen(state), decay, vector, **options)
 
     def advance(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
         """The state after the token u_t (B, D), without reading it out."""
         self._check_step(u_t, state)
         assert isinstance(state, torch.Tensor)
         dtype = self._computing_dtype(u_t)
+        decay, vector, low_rank, _, _ = self._step_constants(dtype)
         with without_autocast(u_t.device.type):
             wide = self._widen(state).to(dtype)
-            moved = self._advance(u_t.to(dtype).unsqueeze(1), wide, dtype)
-        return moved.view(state.shape)
+            moved = decay * wide
+            if self.conjugate_pairs:
+                moved = torch.view_as_real(complex_pairs(decay.unflatten(-1, (-1, 2)), dtype) * _paired(wide)).flatten(
+                    -2
+                )
+            if low_rank is not None:
+                moved = moved - low_rank[0] * (low_rank[1] * wide).sum(-1, keepdim=True)
+            return (moved + vector * u_t.to(dtype)[:, None, :, None]).view(state.shape)
 
     def read(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
         """y_t, (B, D) or (B, F, D), from the token u_t (B, D) and the state after it."""
         self._check_step(u_t, state)
         assert isinstance(state, torch.Tensor)
         dtype = self._computing_dtype(u_t)
-        rows = self._read_out(dtype)
+        *_, rows, skip = self._step_constants(dtype)
         with without_autocast(u_t.device.type):
             y = (self._widen(state).to(dtype) * rows).sum(-1)
-            if self.use_skip:
-                y = y + self.skip_weight(dtype) * u_t.to(dtype).unsqueeze(1)
+            y = y if skip is None else y + skip * u_t.to(dtype).unsqueeze(1)
+            y = F.silu(y) if self.applies_silu else y
         return self._squeeze(y).to(u_t.dtype)
 
-    def _read_out(self, dtype: torch.dtype) -> torch.Tensor:
-        """The rows that `read` takes, (F, D, N)."""
-        return self._cached(("rows", dtype), self.output_parameters, lambda exact: self.output_rows(dtype)[0])
+    def _step_constants(self, dtype: torch.dtype) -> StepConstants:
+        """What one token needs beside the state and itself."""
 
-    def _step_constants(self, dtype: torch.dtype) -> Any:
-        """What `_advance` needs beside the state and the token."""
-
-        def compute(exact: bool) -> tuple[Transition, torch.Tensor]:
+        def compute(exact: bool) -> StepConstants:
             inner = torch.float64 if exact else dtype
-            transition, vector = self.transition(inner), self.input_vector(inner)
-            return Transition(transition.value.to(dtype), transition.form), vector.to(dtype)
+            decay, vector, low_rank = self.step_system(inner)
+            parts = (decay, vector, self.output_rows(inner)[0])
+            decay, vector, rows = (part.to(dtype).contiguous() for part in parts)
+            if low_rank is not None:
+                low_rank = low_rank[0].to(dtype).contiguous(), low_rank[1].to(dtype).contiguous()
+            skip = self.skip_weight(inner)
+            return decay, vector, low_rank, rows, None if skip is None else skip.to(dtype).contiguous()
 
-        return self._cached(("step", dtype), self.dynamics_parameters, compute)
-
-    def _advance(self, u_t: torch.Tensor, state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A s + B u for s (B, F, D, N) and u (B, 1, D)."""
-        transition, vector = self._step_constants(dtype)
-        return transition.apply(state.unsqueeze(-2)).squeeze(-2) + vector * u_t.unsqueeze(-1)
+        return self._cached(("step", dtype), (*self.dynamics_parameters, *self.output_parameters), compute)
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         filters = () if self.filters is None else (self.filters,)
@@ -222,3 +266,8 @@ def log_uniform_step(shape: tuple[int, ...], smallest: float, largest: float) ->
 def complex_pairs(param: nn.Parameter | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A parameter (..., 2) of real and imaginary parts as complex numbers in the precision of `dtype`."""
     return torch.view_as_complex(param.to(dtype).contiguous())
+
+
+def _paired(state: torch.Tensor) -> torch.Tensor:
+    """(..., N) real and imaginary parts side by side → (..., N / 2) complex."""
+    return torch.view_as_complex(state.contiguous().unflatten(-1, (-1, 2)))

@@ -20,7 +20,23 @@ from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.models.bst.block_grid import AlignedGrid, FreeGrid
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
+from hf_hybrid_ssm.ops._core.checks import can_read_values
 from hf_hybrid_ssm.ops._core.transforms import attention
+from hf_hybrid_ssm.ops.attention_step import attention_step
+
+
+def boundaries(seen: torch.Tensor, window: int) -> tuple[bool, bool]:
+    """Whether some row's next token is the first of its document, and the last of its block; where that is not known
+    without a wait for the device, it may be.
+
+    Args:
+        seen: (B,) int64, tokens so far.
+        window: W.
+    """
+    if not can_read_values(seen):
+        return True, True
+    ranks = seen.tolist()
+    return 0 in ranks, any(rank % window == window - 1 for rank in ranks)
 
 
 class HeadwiseLinear(nn.Module):
@@ -159,35 +175,46 @@ class ContextStates(nn.Module):
 
     @with_accelerate_hooks
     def step(
-        self, x: torch.Tensor, state: dict[str, torch.Tensor], tokens_seen: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """One token x (B, d) of rows that hold tokens_seen (B,) tokens; the state as in `forward`.
+        self, queries: torch.Tensor, x: torch.Tensor, state: dict[str, torch.Tensor], *, right: int, **scales: Any
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """One token of each row after earlier ones, without gradients; the tensors of `state` are overwritten.
+
+        Args:
+            queries: (B, H, e), not yet scaled.
+            x: (B, d), the layer's input.
+            state: as in `forward`, with the tokens before this one, `seen` (B,).
+            right: 0 if the token sees its own slot, else -1.
+            scales: `scale` and `head_scale` of `attention_step`.
 
         Returns:
-            keys and values (B, H, W or S, e) that the token attends to ("sh", "mh": its slots 0..tokens_seen % W), and
-            the state after it.
+            What the token finds (B, H, e), and the state after it.
         """
         u = x if self.input_norm is None else self.input_norm(x)
-        offset = tokens_seen % self.window
-        y, ssm = self.ssm.step(u, mixer_state(state))
-        held = state["context_key"], state["context_value"]
-        parts = [part.unsqueeze(2) if self.variant != "mf" else part.transpose(1, 2) for part in self._project(y)]
+        held, seen = (state["context_key"], state["context_value"]), state["seen"]
         if self.variant == "mf":
-            fresh = (tokens_seen < self.window).view(-1, 1, 1, 1)
-            now = [
-                torch.where(fresh, first.transpose(0, 1), old.to(first.dtype))
-                for first, old in zip(self._initial(), held)
-            ]
-            finished = (offset == self.window - 1).view(-1, 1, 1, 1)
-            after = [torch.where(finished, new, old) for new, old in zip(parts, now)]
-        else:
-            slots = torch.arange(self.window, device=x.device)
-            filled = (slots < offset.unsqueeze(1))[:, None, :, None]
-            here = (slots == offset.unsqueeze(1))[:, None, :, None]
-            now = [torch.where(here, new, torch.where(filled, old, 0.0)) for new, old in zip(parts, held)]
-            finished = (offset == self.window - 1).view(-1, 1, 1, 1)
-            after = [torch.where(finished, 0.0, part) for part in now]
-        return now[0], now[1], self.named_states(ssm, *after)
+            return self._shifted_step(queries, u, state, **scales)
+        y, ssm = self.ssm.step_(u, mixer_state(state))
+        z = self.norm(y)  # a step normalises the keys itself
+        k, v = (layer(z).view(queries.shape) for layer in (self.k_proj, self.v_proj))
+        found = attention_step(queries, k, v, *held, seen, window=(None, right), block=True, **scales)
+        return found, self.named_states(ssm, *held)
+
+    def _shifted_step(
+        self, queries: torch.Tensor, u: torch.Tensor, state: dict[str, torch.Tensor], **scales: Any
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The context stays the same within a block: where the ranks can be read, little is left to do."""
+        held, seen = [state["context_key"], state["context_value"]], state["seen"]
+        begins, ends = boundaries(seen, self.window)
+        if begins:  # a cache may hold anything before the first block of a document
+            fresh = (seen == 0).view(-1, 1, 1, 1)
+            held = [torch.where(fresh, new.transpose(0, 1), old) for new, old in zip(self._initial(), held)]
+        found = attention_step(queries, None, None, *held, **scales)
+        if not ends:
+            return found, self.named_states(self.ssm.advance_(u, mixer_state(state)), *held)
+        y, ssm = self.ssm.step_(u, mixer_state(state))
+        over = (seen % self.window == self.window - 1).view(-1, 1, 1, 1)
+        after = (torch.where(over, new.transpose(1, 2).to(old.dtype), old) for new, old in zip(self._project(y), held))
+        return found, self.named_states(ssm, *after)
 
     def _initial(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values (S, H, e) of the learned context of a document's first block."""

@@ -12,6 +12,7 @@ from transformers.utils import auto_docstring
 
 from hf_hybrid_ssm.layers.feed_forward import FeedForward
 from hf_hybrid_ssm.layers.l2_normalise import l2_normalise
+from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.layers.truncated_normal import truncated_normal
@@ -40,6 +41,7 @@ from hf_hybrid_ssm.models.heads import (
 from hf_hybrid_ssm.models.multiple_choice import MultipleChoiceHead
 from hf_hybrid_ssm.models.packing import PackedRows
 from hf_hybrid_ssm.models.unpadding import Unpadding
+from hf_hybrid_ssm.ops.attention_step import window_step
 from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention
 
 
@@ -134,9 +136,6 @@ class BstAttention(nn.Module):
     ) -> tuple[torch.Tensor, States]:
         """(B, L, H, e) what the tokens find in the context states of their blocks (equations 3.3 and 3.4)."""
         queries = self._context_queries(z)
-        is_step = past and x.shape[1] == 1 and lengths is None and seq_idx is None
-        if is_step and self.retrieval is None:
-            return self._attend_context_of_one(queries, x, past)
         if (past or seq_idx is not None) and self.context_mask is not None and self.retrieval is None:
             options = {"seq_idx": seq_idx, "lengths": lengths, "return_final_state": return_final_state}
             return self._attend_context_along_rows(queries, x, past, options)
@@ -224,19 +223,39 @@ class BstAttention(nn.Module):
         blocks = attend_context(grid.to_blocks(self._context_queries(z)), state_keys, state_values, mask=None)
         return grid.from_blocks(blocks), after
 
-    def _attend_context_of_one(
-        self, queries: torch.Tensor, x: torch.Tensor, past: States
+    @with_accelerate_hooks
+    def step(
+        self, z: torch.Tensor, x: torch.Tensor, past: States, *, keeps_address: bool
     ) -> tuple[torch.Tensor, States]:
-        """The same for a single token, without a grid of blocks."""
-        seen = past["seen"]
-        keys, values, states = self.context.step(x[:, 0], past, seen)
-        keys, values = (part.transpose(1, 2).unsqueeze(1) for part in (keys, values))  # (B, 1, W or S, H, e)
-        if self.context_mask is None:
-            return attend_context(queries.unsqueeze(1), keys, values, mask=None)[:, 0], states
-        slots, offset = torch.arange(self.window, device=x.device), (seen % self.window).unsqueeze(1)
-        allowed = slots <= offset if self.context_mask == "causal" else slots < offset
-        y = attend_context(queries.unsqueeze(1), keys, values, mask=allowed.unsqueeze(1))[:, 0]
-        return torch.where(allowed.any(1)[:, None, None, None], y, 0.0), states
+        """`forward` of one token (B, 1, d) after earlier ones, without gradients; `past` is overwritten."""
+        heads = (x.shape[0], self.num_heads, self.head_dim)
+        q, k, v = (layer(z).view(heads) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        states, crossed = dict(past), None
+        scale = 1.0 if self.qk_norm else None
+        if self.context is not None:
+            queries, right = self.context_q_proj(z).view(heads), 0 if self.context_mask == "causal" else -1
+            scales: dict[str, Any] = {"scale": scale, "head_scale": self.context_scale}
+            crossed, more = self.context.step(queries, x[:, 0], past, right=right, **scales)
+            states |= more
+        elif self.recurrent is not None:
+            queries, scales = self.context_q_proj(z).view(heads), {"scale": scale, "head_scale": self.context_scale}
+            key = k if self.scale is None else l2_normalise(k)
+            crossed, more = self.recurrent.step(queries, key, v, past, **scales)
+            states |= more
+        y, state = window_step(
+            q,
+            k,
+            v,
+            AttentionState(past["keys"], past["values"], past["seen"]),
+            keeps_address=keeps_address,
+            window=(self.window, self.right),
+            bias=self.relative_bias(self.window),
+            scale=scale,
+            head_scale=self.scale,
+            zero_kv_sink=self.zero_kv_sink,
+        )
+        y = y if crossed is None else torch.cat([y.flatten(1), crossed.flatten(1)], 1)
+        return self.o_proj(y.flatten(1).unsqueeze(1)), states | state._asdict()
 
 
 class BstBlock(RecurrentMixin, GradientCheckpointingLayer):
@@ -256,6 +275,13 @@ class BstBlock(RecurrentMixin, GradientCheckpointingLayer):
     def mix(self, x: torch.Tensor, *, capacity: int | None, **options: Any) -> tuple[torch.Tensor, States]:
         return self.attention(self.dropout(self.attention_norm(x)), x, **options)
 
+    def step(  # type: ignore[override]
+        self, x: torch.Tensor, *, past: States, capacity: int | None, **options: Any
+    ) -> tuple[torch.Tensor, States]:
+        if self.attention.context is not None and self.attention.retrieval is not None:
+            return super().step(x, past=past, capacity=capacity, **options)
+        return self.attention.step(self.attention_norm(x), x, past, keeps_address=capacity is not None)
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -267,7 +293,8 @@ class BstBlock(RecurrentMixin, GradientCheckpointingLayer):
         options = {"unpadding": unpadding, "seq_idx": seq_idx, "past_key_values": past_key_values}
         options["documents"] = documents
         hidden_states = hidden_states + self.mix_with_cache(hidden_states, **options)
-        return hidden_states + self.dropout(self.feed_forward(self.feed_forward_norm(hidden_states)))
+        y = self.feed_forward(self.feed_forward_norm(hidden_states))
+        return hidden_states + (self.dropout(y) if self.training else y)
 
 
 @auto_docstring

@@ -5,17 +5,21 @@ Block-State Transformers.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from hf_hybrid_ssm.layers.l2_normalise import l2_normalise
+from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.models.bst.block_grid import AlignedGrid, FreeGrid
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
+from hf_hybrid_ssm.models.bst.context_states import boundaries
 from hf_hybrid_ssm.ops._core.checks import can_read_values
 from hf_hybrid_ssm.ops._core.transforms import attention
+from hf_hybrid_ssm.ops.attention_step import attention_step
 
 States = dict[str, torch.Tensor]
 RECURRENT_STATES = (
@@ -114,6 +118,47 @@ class RecurrentStates(nn.Module):
         after = self._after(grid, states, keys, values, befores, blocks) if return_state else {}
         count = grid.num_blocks
         return torch.stack(keys[:count], 1), torch.stack(values[:count], 1), after
+
+    @with_accelerate_hooks
+    def step(
+        self, queries: torch.Tensor, key: torch.Tensor, value: torch.Tensor, state: States, **scales: Any
+    ) -> tuple[torch.Tensor, States]:
+        """One token of each row after earlier ones, without gradients; the tensors of `state` are overwritten.
+
+        Args:
+            queries: (B, H, e), not yet scaled.
+            key, value: (B, H, e), the token's.
+            state: the tensors `RECURRENT_STATES`, and `seen` (B,), the tokens before this one.
+            scales: `scale` and `head_scale` of `attention_step`.
+
+        Returns:
+            What the token finds (B, H, e), and the state after it.
+        """
+        s, keys, values, *blocks, old_key, old_value = (state[name] for name in RECURRENT_STATES)
+        seen, window = state["seen"], state["block_key"].shape[1]
+        begins, ends = boundaries(seen, window)
+        if begins:  # a cache may hold zeros before the first block of a document
+            fresh = (seen == 0).view(-1, 1, 1)
+            s = torch.where(fresh, self.initial_state, s)
+            new = self._read(self.initial_state.unsqueeze(0), self._projection(), self._scales())
+            keys, values = (torch.where(fresh.unsqueeze(-1), n, old) for n, old in zip(new, (keys, values)))
+        found = attention_step(queries, None, None, keys.transpose(1, 2), values.transpose(1, 2), **scales)
+        slot = (seen % window).view(-1, 1, 1, 1)
+        for block, token in zip(blocks, (key, value)):
+            block.scatter_(1, slot.expand(-1, 1, *block.shape[2:]), token.to(block.dtype).unsqueeze(1))
+        before = [old_key, old_value]
+        if ends:
+            over = slot == window - 1
+            token_keys, token_values = (torch.cat([old, block], 1) for old, block in zip(before, blocks))
+            project, scales_of_state = self._projection(), self._scales()
+            _, _, *state_queries = self._read(s, project, scales_of_state)
+            rewritten = self._update(s, state_queries, (keys, values), (token_keys, token_values), self._blending())
+            s = torch.where(over[..., 0], rewritten.to(s.dtype), s)
+            new = self._read(s, project, scales_of_state)
+            keys, values = (torch.where(over, n, old) for n, old in zip(new, (keys, values)))
+            before = [torch.where(over, block, old) for block, old in zip(blocks, before)]
+            blocks = [block.masked_fill(over, 0.0) for block in blocks]
+        return found, dict(zip(RECURRENT_STATES, (s, keys, values, *blocks, *before)))
 
     def _last_block_may_be_finished(self, grid: AlignedGrid | FreeGrid) -> bool:
         """False where no row finishes the last block, so that the update after it may be left out."""

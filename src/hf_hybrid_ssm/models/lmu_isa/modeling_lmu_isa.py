@@ -66,17 +66,20 @@ class LmuIsaBlock(RecurrentMixin, GradientCheckpointingLayer):
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def mix(
-        self, x: torch.Tensor, *, past: States, capacity: int | None, **options: Any
+        self, x: torch.Tensor, *, past: States, capacity: int | None, overwrite: bool = False, **options: Any
     ) -> tuple[torch.Tensor, States]:
-        """The first two branches."""
+        """The first two branches; with `overwrite`, the attention's states may be computed in place of `past`."""
         states: States = {}
         if self.pre_feed_forward is not None:
             first = self.pre_feed_forward(self.pre_norm(x))
         else:
-            first, states = self.attention(self.pre_norm(x), past, capacity=capacity, **options)
+            first, states = self.attention(self.pre_norm(x), past, capacity=capacity, overwrite=overwrite, **options)
         x = x + self.dropout(first)
         y, memory = self.memory.continue_from(past, self.memory_norm(x), **options)
         return x + self.dropout(y), states | memory
+
+    def step(self, x: torch.Tensor, **options: Any) -> tuple[torch.Tensor, States]:  # type: ignore[override]
+        return super().step(x, overwrite=True, **options)
 
     def forward(
         self,

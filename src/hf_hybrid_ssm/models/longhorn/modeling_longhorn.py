@@ -37,8 +37,9 @@ from hf_hybrid_ssm.models.multiple_choice import MultipleChoiceHead
 from hf_hybrid_ssm.models.packing import PackedRows, resolve_packing
 from hf_hybrid_ssm.models.unpadding import Unpadding
 from hf_hybrid_ssm.ops._core.checks import can_read_values
+from hf_hybrid_ssm.ops.attention_step import window_step
 from hf_hybrid_ssm.ops.local_attention import AttentionState, append_to_window, local_attention
-from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
+from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan, longhorn_step
 
 SCAN_NORM_EPSILON = 1e-6
 
@@ -93,6 +94,18 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
         if self.scan_norm is not None:
             y = self.scan_norm(y) * F.silu(gate)
         return self.out_proj(y), {"conv": conv_state, "scan": scan_state} if return_final_state else {}
+
+    def step(  # type: ignore[override]
+        self, hidden_states: torch.Tensor, *, past: States, **options: Any
+    ) -> tuple[torch.Tensor, States]:
+        raw, gate = self.in_proj(hidden_states)[:, 0].chunk(2, dim=-1)  # (B, D) each
+        x, _ = self.conv1d(raw, overwritten=past["conv"])
+        dt, k, q = self.x_proj(x).split(self.projection_sizes, dim=-1)
+        z = gate if self.scan_norm is None else None
+        y = longhorn_step(x, self.dt_proj(dt), k, q, past["scan"], beta_bias=self.dt_bias, D=self.D, z=z)
+        if self.scan_norm is not None:
+            y = self.scan_norm(y) * F.silu(gate)
+        return self.out_proj(y).unsqueeze(1), past
 
     def forward(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
         """(B, L, M) → (B, L, M); options as of `mix_with_cache`."""
@@ -198,6 +211,27 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
             **options,
         )
         return self.o_proj(output.transpose(1, 2).flatten(2)), {} if state is None else state._asdict()
+
+    def step(  # type: ignore[override]
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        past: States,
+        capacity: int | None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, States]:
+        output, state = window_step(
+            queries[:, 0],
+            keys[:, 0],
+            values[:, 0],
+            AttentionState(**past),
+            keeps_address=capacity is not None,
+            window=(self.config.sliding_window - 1, 0),
+            scale=self.scaling,
+        )
+        return self.o_proj(output.flatten(1).unsqueeze(1)), state._asdict()
 
     def states_after(  # type: ignore[override]
         self,

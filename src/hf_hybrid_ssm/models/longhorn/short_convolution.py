@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from hf_hybrid_ssm.ops.causal_conv import causal_conv
+from hf_hybrid_ssm.ops.causal_conv import causal_conv, causal_conv_step
 
 
 class ShortConvolution(nn.Conv1d):
@@ -15,6 +15,12 @@ class ShortConvolution(nn.Conv1d):
     def __init__(self, channels: int, kernel_size: int, bias: bool = True):
         super().__init__(channels, channels, kernel_size, groups=channels, bias=bias)
 
-    def forward(self, x: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor | None]:  # type: ignore[override]
-        """`options` (initial_state, seq_idx, lengths, return_final_state) as of `hf_hybrid_ssm.ops.causal_conv`."""
+    def forward(  # type: ignore[override]
+        self, x: torch.Tensor, *, overwritten: torch.Tensor | None = None, **options
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`options` (initial_state, seq_idx, lengths, return_final_state) as of `hf_hybrid_ssm.ops.causal_conv`; for
+        one token x (B, D) after earlier ones instead the state that the new one is to overwrite."""
+        if overwritten is not None:
+            y = causal_conv_step(x, overwritten, self.weight.squeeze(1), self.bias, activation="silu")
+            return y, overwritten
         return causal_conv(x, self.weight.squeeze(1), self.bias, activation="silu", **options)

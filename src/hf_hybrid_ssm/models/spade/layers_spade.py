@@ -84,13 +84,24 @@ class SpadeMixer(RecurrentMixin, nn.Module):
             return self.self_attn(x, past, **attention_options)
         g, ssm_states = self._mix_globally(x.detach() if self.stop_gradient else x, past, options)
         a, states = self.self_attn(g if self.merge == "stack" else x, past, **attention_options)
-        states = states | ssm_states
+        return self._merged(g, a), states | ssm_states
+
+    def _merged(self, g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        """What the state-space model and the attention say together, each (B, L, d)."""
         if self.merge == "stack":
-            return a, states
+            return a
         g, a = self.norm_global(g), self.norm_local(a)
         if self.merge == "add":
-            return self.weight * g + (1 - self.weight) * a, states
-        return self.aggregate(torch.cat([g, a], dim=-1)), states
+            return self.weight * g + (1 - self.weight) * a
+        return self.aggregate(torch.cat([g, a], dim=-1))
+
+    def step(self, x: torch.Tensor, *, past: States, **options: Any) -> tuple[torch.Tensor, States]:  # type: ignore[override]
+        if self.ssm is None:
+            return self.self_attn(x, past, overwrite=True, **options)
+        g, state = self.ssm.step_(x[:, 0], mixer_state(past))
+        g = g.unsqueeze(1)
+        a, states = self.self_attn(g if self.merge == "stack" else x, past, overwrite=True, **options)
+        return self._merged(g, a), states | named_states(state)
 
     def _mix_globally(self, x: torch.Tensor, past: States, options: dict[str, Any]) -> tuple[torch.Tensor, States]:
         """The state-space model, whose state (one tensor or several) is kept by the names of `named_states`."""
@@ -129,9 +140,9 @@ class SpadeBlock(GradientCheckpointingLayer):
         return self._residual(hidden_states, self.feed_forward, self.feed_forward_norm)
 
     def _residual(self, x: torch.Tensor, branch: nn.Module, norm: nn.Module, **options: Any) -> torch.Tensor:
-        if self.is_pre:
-            return x + self.dropout(branch(norm(x), **options))
-        return norm(x + self.dropout(branch(x, **options)))
+        y = branch(norm(x) if self.is_pre else x, **options)
+        x = x + (self.dropout(y) if self.training else y)
+        return x if self.is_pre else norm(x)
 
 
 class SpadeStack:

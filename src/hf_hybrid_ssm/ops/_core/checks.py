@@ -44,14 +44,22 @@ def check_tensor(
         return
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor of shape ({letters}), got {type(value).__name__}.")
-    have = tuple(value.shape)
-    if have != shape and not (len(have) == len(shape) and all(w is None or h == w for h, w in zip(have, shape))):
+    if not _fits(value.shape, shape):
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name} must have shape ({letters}) = ({wanted}), got {tuple(value.shape)}.")
     if like is not None and value.dtype != like.dtype:
         raise TypeError(f"{name} must have dtype {like.dtype} like the other inputs, got {value.dtype}.")
     if like is not None and value.device != like.device:
         raise ValueError(f"{name} must be on {like.device} like the other inputs, got {value.device}.")
+
+
+def _fits(have: torch.Size, shape: tuple[int | None, ...]) -> bool:
+    if len(have) != len(shape):
+        return False
+    for size, wanted in zip(have, shape):  # noqa: SIM110 - a generator costs more than what it compares
+        if wanted is not None and size != wanted:
+            return False
+    return True
 
 
 def check_seq_idx(seq_idx: torch.Tensor | None, batch: int, length: int) -> None:

@@ -39,6 +39,7 @@ class Op:
         self_check_inputs: arguments on which a kernel is checked against the reference before its first use.
         opaque: names in `builtin` that are more than plain torch operations, and so, like every kernel, cannot run
             inside a function transform.
+        differentiable: False for an op of decoding, which overwrites its state and has no gradients to be checked.
 
     Raises:
         ValueError: there are kernels, but no inputs on which to check them.
@@ -49,6 +50,7 @@ class Op:
     kernels: dict[str, str] = field(default_factory=dict)
     self_check_inputs: Callable[[], dict] | None = None
     opaque: tuple[str, ...] = ()
+    differentiable: bool = True
     _loaded: dict[str, Callable | str] = field(default_factory=dict, repr=False)
     _supports: dict[str, Callable] = field(default_factory=dict, repr=False)
     _errors: dict[tuple, float | str] = field(default_factory=dict, repr=False)
@@ -82,7 +84,8 @@ class Op:
             kernel, reference, inputs = self._loaded[name], self.builtin["reference"], self.self_check_inputs
             self._errors[key] = 0.0  # the check itself must not ask for a check
             try:
-                self._errors[key] = largest_error(kernel, reference, inputs, device_type, dtype)  # type: ignore[arg-type]
+                options = {"gradients": self.differentiable}
+                self._errors[key] = largest_error(kernel, reference, inputs, device_type, dtype, **options)  # type: ignore[arg-type]
             except Exception as error:  # whatever a kernel does, the torch backend must work
                 self._errors[key] = f"{type(error).__name__}: {error}"
             if reason := self._failed_check(name, device_type, dtype):

@@ -23,6 +23,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 logger = logging.getLogger(__name__)
 
@@ -61,17 +62,39 @@ def supports(device_type: str, dtype: torch.dtype) -> str | None:
 
 def prepared(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """In the form that C takes: contiguous float32."""
-    return None if tensor is None else tensor.float().contiguous()
+    if tensor is None or (tensor.dtype == torch.float32 and tensor.is_contiguous()):
+        return tensor
+    return tensor.float().contiguous()
 
 
-def call(function: Callable[..., int], tensors: Iterable[torch.Tensor | None], *numbers: int) -> None:
+def prepared_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Float32 (B, D) whose rows are contiguous, but may lie apart."""
+    if tensor is None or (tensor.dtype == torch.float32 and tensor.stride(-1) == 1):
+        return tensor
+    return tensor.float().contiguous()
+
+
+def is_plain_call(tensor: torch.Tensor) -> bool:
+    """Whether C may be called without torch.library in between, which takes longer than the functions of decoding.
+
+    Not while something traces or watches the calls (`torch.compile`, a dispatch mode), nor for a subclass of tensors.
+    The caller knows that no gradient is wanted.
+    """
+    return type(tensor) is torch.Tensor and not torch.compiler.is_compiling() and not is_in_torch_dispatch_mode()
+
+
+def call(function: Callable[..., int], tensors: Iterable[torch.Tensor | None], *numbers: float) -> None:
     """Call a C function with the data of contiguous tensors (null for None), the numbers, and that of the threads.
 
     Raises:
         MemoryError: it returned something else than 0.
     """
-    pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
-    if function(*pointers, *map(ctypes.c_int64, (*numbers, torch.get_num_threads()))):
+    pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    if not function.argtypes:  # type: ignore[attr-defined]
+        types: list = [ctypes.c_void_p] * len(pointers)
+        types += [ctypes.c_double if isinstance(number, float) else ctypes.c_int64 for number in (*numbers, 1)]
+        function.argtypes = types  # type: ignore[attr-defined]
+    if function(*pointers, *numbers, torch.get_num_threads()):
         raise MemoryError(f"{function.__name__} ran out of memory for its temporary sums.")
 
 

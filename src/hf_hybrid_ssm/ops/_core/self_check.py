@@ -15,11 +15,18 @@ BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 def largest_error(
-    kernel: Callable, reference: Callable, inputs: Callable[[], dict], device_type: str, dtype: torch.dtype
+    kernel: Callable,
+    reference: Callable,
+    inputs: Callable[[], dict],
+    device_type: str,
+    dtype: torch.dtype,
+    *,
+    gradients: bool = True,
 ) -> float:
     """The largest relative error of `kernel` in outputs and gradients; NaN counts as infinite.
 
-    `inputs()` gives keyword arguments of the op: float32 CPU tensors, which are differentiated, and options.
+    `inputs()` gives keyword arguments of the op: float32 CPU tensors, which are differentiated if `gradients`, tensors
+    of whole numbers, and options.
     """
     # the first use may lie inside a trace, no_grad, autocast, a default device, or a checkpoint (which counts tensors)
     surroundings = (
@@ -34,14 +41,27 @@ def largest_error(
         for context in surroundings:
             stack.enter_context(context)
         arguments = inputs()
-        got = _outputs_and_gradients(kernel, arguments, torch.device(device_type), dtype)
-        rounded = {name: t.to(dtype) if isinstance(t, torch.Tensor) else t for name, t in arguments.items()}
-        want = _outputs_and_gradients(reference, rounded, torch.device("cpu"), torch.float64)
+        run = _outputs_and_gradients if gradients else _outputs
+        got = run(kernel, arguments, torch.device(device_type), dtype)
+        rounded = {name: t.to(dtype) if _is_real(t) else t for name, t in arguments.items()}
+        want = run(reference, rounded, torch.device("cpu"), torch.float64)
         return max(_relative(g, w) for g, w in zip(got, want))
 
 
 def _identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _outputs(op: Callable, arguments: dict, device: torch.device, dtype: torch.dtype) -> list:
+    """Of an op that may overwrite its arguments."""
+    tensors = {name: t.to(device, copy=True) for name, t in arguments.items() if isinstance(t, torch.Tensor)}
+    tensors = {name: t.to(dtype) if _is_real(t) else t for name, t in tensors.items()}
+    with torch.no_grad():
+        return [t.cpu().double() for t in op(**(arguments | tensors))]
 
 
 def _outputs_and_gradients(op: Callable, arguments: dict, device: torch.device, dtype: torch.dtype) -> list:

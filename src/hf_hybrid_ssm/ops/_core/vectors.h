@@ -32,6 +32,13 @@ static inline void store(float *to, vec v, int lanes) {
     else for (int i = 0; i < lanes; i++) to[i] = v[i];
 }
 
+static inline float sum(vec v) {
+    v += __builtin_shuffle(v, (ivec){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
+    v += __builtin_shuffle(v, (ivec){4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
+    v += __builtin_shuffle(v, (ivec){2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13});
+    return v[0] + v[1];
+}
+
 static inline vec clamp(vec v, float low, float high) {
     const vec l = broadcast(low), h = broadcast(high);
     const ivec below = v < l, above = v > h;

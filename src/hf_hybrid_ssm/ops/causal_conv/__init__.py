@@ -8,9 +8,9 @@ from hf_hybrid_ssm.ops._core.last_inputs import last_inputs
 from hf_hybrid_ssm.ops._core.lengths import check_lengths
 from hf_hybrid_ssm.ops.causal_conv.reference import causal_conv_reference
 from hf_hybrid_ssm.ops.causal_conv.self_check_inputs import self_check_inputs
+from hf_hybrid_ssm.ops.causal_conv.step import ACTIVATIONS, causal_conv_step
 from hf_hybrid_ssm.ops.causal_conv.torch_backend import causal_conv_torch
 
-ACTIVATIONS = (None, "silu")
 _OP = Op(
     "causal_conv",
     builtin={"torch": causal_conv_torch, "reference": causal_conv_reference},
@@ -75,3 +75,6 @@ def causal_conv(
         x, weight, bias, activation=activation, initial_state=initial_state, seq_idx=seq_idx, lengths=lengths
     )
     return y, final_state if return_final_state else None
+
+
+__all__ = ["causal_conv", "causal_conv_step"]

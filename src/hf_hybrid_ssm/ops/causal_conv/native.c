@@ -57,6 +57,30 @@ static inline __attribute__((always_inline)) void forward_tile(
     }
 }
 
+/* One token of each row; weight is (D, K) here. state (B, K - 1, D) moves on by the token; rows of x lie apart as said. */
+int causal_conv_step(
+    const float *x, const float *weight, const float *bias, float *state, float *y, int64_t x_row, int64_t silu,
+    int64_t B, int64_t K, int64_t D, int64_t threads) {
+    (void)threads;
+    for (int64_t b = 0; b < B; b++) {
+        for (int64_t d = 0; d < D; d += LANES) {
+            const int lanes = lanes_of(d, D);
+            float *held = state + b * (K - 1) * D + d;
+            vec out = bias ? load(bias + d, lanes) : broadcast(0);
+            for (int64_t j = 0; j < K; j++) {
+                vec w = {0};
+                for (int i = 0; i < lanes; i++) w[i] = weight[(d + i) * K + j];
+                const vec input = j < K - 1 ? load(held + j * D, lanes) : load(x + b * x_row + d, lanes);
+                out += w * input;
+                if (j) store(held + (j - 1) * D, input, lanes);
+            }
+            if (silu) out *= sigmoid(out);
+            store(y + b * D + d, out, lanes);
+        }
+    }
+    return 0;
+}
+
 /* Returns 0, or 1 if memory ran out. */
 int causal_conv_forward(
     const float *x, const float *weight, const float *bias, const float *initial, const int64_t *seq_idx, float *y,

@@ -1,6 +1,7 @@
 """The fused CPU backend: `native.c`, compiled on first use and called through two custom ops."""
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import List  # noqa: UP035
@@ -9,15 +10,22 @@ import torch
 from torch import Tensor
 
 from hf_hybrid_ssm.ops._core.last_inputs import last_inputs
-from hf_hybrid_ssm.ops._core.native_library import call, compile_and_load, prepared, supports
+from hf_hybrid_ssm.ops._core.native_library import (
+    call,
+    compile_and_load,
+    is_plain_call,
+    prepared,
+    prepared_rows,
+    supports,
+)
 from hf_hybrid_ssm.ops.causal_conv.torch_backend import causal_conv_torch
 
-__all__ = ["causal_conv_native", "supports"]
+__all__ = ["causal_conv_native", "causal_conv_step_native", "supports"]
 
 
 def causal_conv_native(x, weight, bias=None, *, activation=None, initial_state=None, seq_idx=None, lengths=None):
     """As `hf_hybrid_ssm.ops.causal_conv.causal_conv`; always returns the final state."""
-    if x.shape[1] == 1:  # a single token costs less in torch than a call into C
+    if x.shape[1] == 1:  # a single token costs less in torch than a call through torch.library
         options = {"activation": activation, "initial_state": initial_state, "seq_idx": seq_idx, "lengths": lengths}
         return causal_conv_torch(x, weight, bias, **options)
     inputs = (prepared(x), prepared(weight.t()), prepared(bias), prepared(initial_state))
@@ -86,3 +94,31 @@ def _gradient(ctx, dy):
 
 
 _forward.register_autograd(_gradient, setup_context=_setup_context)
+
+
+def causal_conv_step_native(x, state, weight, bias=None, *, activation=None):
+    """As `hf_hybrid_ssm.ops.causal_conv.causal_conv_step`."""
+    wide = prepared(state)
+    step: Callable = _compute_step if is_plain_call(x) else _step
+    y = step(prepared_rows(x), wide, prepared(weight), prepared(bias), activation == "silu")
+    if wide is not state:
+        state.copy_(wide)
+    return y.to(x.dtype), state
+
+
+def _compute_step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+    """y (B, D); weight is (D, K); float32, the rows of x may lie apart."""
+    y = torch.empty(x.shape, dtype=x.dtype)
+    (channels, width), batch = weight.shape, x.shape[0]
+    call(_library().causal_conv_step, (x, weight, bias, state, y), x.stride(0), silu, batch, width, channels)
+    return y
+
+
+_step = torch.library.custom_op(
+    "hf_hybrid_ssm::causal_conv_step_native", _compute_step, mutates_args=("state",), device_types="cpu"
+)
+
+
+@_step.register_fake
+def _(x, state, weight, bias, silu):
+    return x.new_empty(x.shape)

@@ -7,6 +7,7 @@ from hf_hybrid_ssm.ops._core.dispatch import Op
 from hf_hybrid_ssm.ops._core.lengths import check_lengths, extend_last_document
 from hf_hybrid_ssm.ops.longhorn_scan.reference import longhorn_scan_reference
 from hf_hybrid_ssm.ops.longhorn_scan.self_check_inputs import self_check_inputs
+from hf_hybrid_ssm.ops.longhorn_scan.step import longhorn_step
 from hf_hybrid_ssm.ops.longhorn_scan.torch_backend import longhorn_scan_torch
 
 _OP = Op(
@@ -94,3 +95,6 @@ def _check(x, beta_logit, k, q, beta_bias, D, z, initial_state) -> None:
     check_tensor("beta_bias", beta_bias, (channels,), "D", optional=True)
     check_tensor("D", D, (channels,), "D", optional=True)
     check_tensor("initial_state", initial_state, (batch, channels, k.shape[2]), "B, D, N", optional=True)
+
+
+__all__ = ["longhorn_scan", "longhorn_step"]

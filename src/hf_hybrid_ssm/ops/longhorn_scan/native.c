@@ -13,12 +13,6 @@
 /* unrolled, so that the states of a tile stay in registers where N is known */
 #define EACH_STATE _Pragma("GCC unroll 16") for (int64_t n = 0; n < N; n++)
 
-static inline float sum(vec v) {
-    float total = 0;
-    for (int i = 0; i < LANES; i++) total += v[i];
-    return total;
-}
-
 /* what every token of a tile needs: delta = beta / (1 + beta kk), and E = 1 / beta - 1 for its gradient */
 static inline vec compute_delta(const float *beta_logit, const float *beta_bias, float kk, int lanes, vec *e) {
     vec logit = load(beta_logit, lanes);
@@ -140,6 +134,45 @@ int longhorn_forward(
         free(h);
     }
     return failed;
+}
+
+/* One token of each row, its state (B, D, N) overwritten; rows of x, beta_logit, z and of k, q lie apart as said. */
+int longhorn_step(
+    const float *x, const float *beta_logit, const float *k, const float *q, const float *z, const float *beta_bias,
+    const float *skip, float *state, float *y, int64_t x_row, int64_t logit_row, int64_t k_row, int64_t q_row,
+    int64_t z_row, int64_t B, int64_t D, int64_t N, int64_t threads) {
+    const int64_t tiles = ceil_div(D, LANES);
+#pragma omp parallel for num_threads(threads) if (threads > 1 && B * D * N > 1 << 18)
+    for (int64_t task = 0; task < B * tiles; task++) {
+        const int64_t b = task / tiles, d = task % tiles * LANES;
+        const int lanes = lanes_of(d, D);
+        const float *key = k + b * k_row, *query = q + b * q_row;
+        float kk = 0;
+        for (int64_t n = 0; n < N; n++) kk += key[n] * key[n];
+        vec e, value = load(x + b * x_row + d, lanes);
+        const vec delta = compute_delta(beta_logit + b * logit_row + d, beta_bias ? beta_bias + d : 0, kk, lanes, &e);
+        vec out = broadcast(0);
+        if (skip) out = load(skip + d, lanes) * value;
+        for (int i = 0; i < lanes; i++) { /* here a vector is LANES states of one channel */
+            float *h = state + (b * D + d + i) * N;
+            vec read = broadcast(0);
+            for (int64_t n = 0; n < N; n += LANES) {
+                const int states = lanes_of(n, N);
+                const vec of_key = load(key + n, states);
+                vec after = load(h + n, states);
+                after += delta[i] * of_key * (value[i] - after * of_key);
+                store(h + n, after, states);
+                read += after * load(query + n, states);
+            }
+            out[i] += sum(read);
+        }
+        if (z) {
+            const vec gate = load(z + b * z_row + d, lanes);
+            out *= gate * sigmoid(gate);
+        }
+        store(y + b * D + d, out, lanes);
+    }
+    return 0;
 }
 
 typedef struct {

@@ -10,9 +10,16 @@ import torch
 from torch import Tensor
 
 from hf_hybrid_ssm.ops._core.lengths import zero_beyond
-from hf_hybrid_ssm.ops._core.native_library import call, compile_and_load, prepared, supports
+from hf_hybrid_ssm.ops._core.native_library import (
+    call,
+    compile_and_load,
+    is_plain_call,
+    prepared,
+    prepared_rows,
+    supports,
+)
 
-__all__ = ["longhorn_scan_native", "supports"]
+__all__ = ["longhorn_scan_native", "longhorn_step_native", "supports"]
 
 
 def longhorn_scan_native(
@@ -22,9 +29,7 @@ def longhorn_scan_native(
     sequences = (zero_beyond(part, lengths) for part in (x, beta_logit, k))
     inputs = [prepared(tensor) for tensor in (*sequences, q, z, beta_bias, D, initial_state)]
     keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-    # while decoding, torch.library's way to the same function takes longer than the function
-    is_plain = not keeps and type(x) is Tensor and not torch.compiler.is_compiling()
-    forward: Callable = _compute if is_plain else _forward
+    forward: Callable = _compute if not keeps and is_plain_call(x) else _forward
     y, final_state, _ = forward(*inputs, None if seq_idx is None else seq_idx.long().contiguous(), keeps)
     return y.to(x.dtype), final_state
 
@@ -125,3 +130,41 @@ def _gradient(ctx, dy, dfinal, _):
 
 
 _forward.register_autograd(_gradient, setup_context=_setup_context)
+
+
+def longhorn_step_native(x, beta_logit, k, q, state, *, beta_bias=None, D=None, z=None):
+    """As `hf_hybrid_ssm.ops.longhorn_scan.longhorn_step`."""
+    rows = (prepared_rows(part) for part in (x, beta_logit, k, q, z))
+    wide = prepared(state)
+    step: Callable = _compute_step if is_plain_call(x) else _step
+    y = step(*rows, prepared(beta_bias), prepared(D), wide)
+    if wide is not state:
+        state.copy_(wide)
+    return y.to(x.dtype), state
+
+
+def _compute_step(
+    x: Tensor,
+    beta_logit: Tensor,
+    k: Tensor,
+    q: Tensor,
+    z: Tensor | None,
+    beta_bias: Tensor | None,
+    skip: Tensor | None,
+    state: Tensor,
+) -> Tensor:
+    """y (B, D); float32, of the first five the rows may lie apart."""
+    y = torch.empty(x.shape, dtype=x.dtype)
+    apart = (0 if part is None else part.stride(0) for part in (x, beta_logit, k, q, z))
+    call(_library().longhorn_step, (x, beta_logit, k, q, z, beta_bias, skip, state, y), *apart, *state.shape)
+    return y
+
+
+_step = torch.library.custom_op(
+    "hf_hybrid_ssm::longhorn_step_native", _compute_step, mutates_args=("state",), device_types="cpu"
+)
+
+
+@_step.register_fake
+def _(x, beta_logit, k, q, z, beta_bias, skip, state):
+    return x.new_empty(x.shape)

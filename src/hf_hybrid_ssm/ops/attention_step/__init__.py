@@ -1,0 +1,110 @@
+"""Attention of one token to held keys and values, in decoding: what is held is overwritten, nothing has a gradient."""
+
+from typing import Any
+
+import torch
+
+from hf_hybrid_ssm.ops._core.checks import check_tensor
+from hf_hybrid_ssm.ops._core.dispatch import Op
+from hf_hybrid_ssm.ops.attention_step.free_slots import shifted, with_free_slot
+from hf_hybrid_ssm.ops.attention_step.reference import attention_step_reference
+from hf_hybrid_ssm.ops.attention_step.self_check_inputs import self_check_inputs
+from hf_hybrid_ssm.ops.attention_step.torch_backend import attention_step_torch
+from hf_hybrid_ssm.ops.local_attention.distance_range import AttentionState
+
+_OP = Op(
+    "attention_step",
+    builtin={"torch": attention_step_torch, "reference": attention_step_reference},
+    kernels={"native": "hf_hybrid_ssm.ops.attention_step.native"},
+    self_check_inputs=self_check_inputs,
+    differentiable=False,
+)
+
+
+def attention_step(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    seen: torch.Tensor | None = None,
+    *,
+    window: tuple[int | None, int] = (None, 0),
+    chunk_size: int | None = None,
+    block: bool = False,
+    bias: torch.Tensor | None = None,
+    scale: float | None = None,
+    head_scale: torch.Tensor | None = None,
+    zero_kv_sink: bool = False,
+    shift: bool = False,
+    backend: str | None = None,
+) -> torch.Tensor:
+    r"""`local_attention` of one token of each row: y = Σ_j softmax_j( scale · q·k_j + bias(i - j) ) v_j.
+
+    Its own key and value are put among the held ones, in place. The M slots hold, newest last, the keys before it: in
+    all of them, and then they move up by one (`shift`), or in all but the last one, which is free. With `block`, they
+    are those of a block of M tokens instead: token i has slot i mod M, sees the slots 0 .. i mod M, and the block's
+    last token leaves zeros. Without k and v, the token sees all slots, and nothing is kept.
+
+    Args:
+        q: (B, H, E).
+        k, v: (B, G, E) and (B, G, V), or None; H / G heads in a row share keys and values.
+        keys, values: (B, G, M, E) and (B, G, M, V), entries dense.
+        seen: (B,) int64, tokens so far of the row's document, this one not included.
+        window: (left, right) with right ≤ 0: the distances it sees are -right .. left; None for all. (0 or -1 with
+            `block`.)
+        chunk_size: C, it sees only tokens of its chunk, floor(i / C).
+        bias: (H, R), by distance, added to the logits; distances beyond the table take its last value.
+        scale: of q·k; E**-0.5 by default.
+        head_scale: (H,): first q and k are L2-normalised (x / sqrt(|x|² + 1e-6)); q and bias are multiplied by its
+            absolute value.
+        zero_kv_sink: distances that reach before the document's start hold keys and values that are 0.
+        backend: force one implementation (see `hf_hybrid_ssm.ops._core.dispatch`).
+
+    Returns:
+        y (B, H, V) in the dtype of q, 0 where a token sees nothing.
+
+    Raises:
+        TypeError, ValueError: an argument of wrong type, dtype, shape or device; an unknown or unusable backend.
+    """
+    check_tensor("q", q, (None, None, None), "B, H, E")
+    batch, heads, size = q.shape
+    check_tensor("keys", keys, (batch, None, None, size), "B, G, M, E")
+    groups, slots = keys.shape[1:3]
+    check_tensor("values", values, (batch, groups, slots, None), "B, G, M, V", like=keys)
+    if k is not None:
+        check_tensor("k", k, (batch, groups, size), "B, G, E", like=q)
+        check_tensor("v", v, (batch, groups, values.shape[3]), "B, G, V", like=q)
+        check_tensor("seen", seen, (batch,), "B")
+    if heads % groups:
+        raise ValueError(f"q must have a multiple of the {groups} heads of keys, got {heads}.")
+    if window[1] > 0:
+        raise ValueError(f"window={window} looks ahead of the token: right must be at most 0.")
+    run = _OP.select(q.device.type, keys.dtype, backend)
+    options = {"window": window, "chunk_size": chunk_size, "block": block, "bias": bias, "head_scale": head_scale}
+    options |= {"scale": size**-0.5 if scale is None else scale, "zero_kv_sink": zero_kv_sink, "shift": shift}
+    return run(q, k, v, keys, values, seen, **options)[0]
+
+
+def window_step(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: AttentionState, *, keeps_address: bool, **options: Any
+) -> tuple[torch.Tensor, AttentionState]:
+    """`attention_step` from a state of `local_attention` to the next one, which overwrites it.
+
+    Args:
+        keeps_address: the keys stay where they are, and move up by one; otherwise they may lie in a longer buffer, and
+            the window moves along it.
+        options: of `attention_step`.
+    """
+    keys, values, seen = state
+    if keeps_address and keys.shape[2] > 0:
+        y = attention_step(q, k, v, keys, values, seen, shift=True, **options)
+        return y, AttentionState(keys, values, seen + 1)
+    wide = with_free_slot(keys), with_free_slot(values)
+    y = attention_step(q, k, v, *wide, seen, **options)
+    if options["window"][0] is not None:
+        wide = shifted(wide[0]), shifted(wide[1])
+    return y, AttentionState(*wide, seen + 1)
+
+
+__all__ = ["attention_step", "shifted", "window_step", "with_free_slot"]

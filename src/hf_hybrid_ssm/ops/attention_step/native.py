@@ -1,0 +1,72 @@
+"""The fused CPU backend: `native.c`, compiled on first use and called directly or through a custom op."""
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import List  # noqa: UP035
+
+import torch
+from torch import Tensor
+
+from hf_hybrid_ssm.ops._core import native_library
+from hf_hybrid_ssm.ops._core.native_library import call, compile_and_load, is_plain_call, prepared
+
+__all__ = ["attention_step_native", "supports"]
+
+
+def supports(device_type: str, dtype: torch.dtype) -> str | None:
+    """None if the C kernel can run on such tensors, else the reason it cannot."""
+    if dtype == torch.float16:
+        return "it holds keys and values in float32 or bfloat16, not in float16"
+    return native_library.supports(device_type, dtype)
+
+
+def attention_step_native(
+    q, k, v, keys, values, seen, *, window, chunk_size, block, bias, scale, head_scale, zero_kv_sink, shift
+):
+    """As `hf_hybrid_ssm.ops.attention_step.attention_step`."""
+    left, right = window
+    numbers = (-1 if left is None else left, right, chunk_size or 0, int(block), int(shift), int(zero_kv_sink))
+    step: Callable = _compute if is_plain_call(q) else _step
+    rows = (prepared(q), prepared(k), prepared(v))
+    factors = (None if bias is None else bias.float(), prepared(head_scale))
+    return step(*rows, keys, values, seen, *factors, float(scale), numbers).to(q.dtype), keys, values
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    return compile_and_load(Path(__file__).with_name("native.c"))
+
+
+def _compute(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    seen: Tensor | None,
+    bias: Tensor | None,
+    head_scale: Tensor | None,
+    scale: float,
+    numbers: List[int],  # noqa: UP006 - all that torch 2.6 reads
+) -> Tensor:
+    """y (B, H, V); the numbers are left (-1: no limit), right, chunk (0: none), block, shift, sink."""
+    (batch, heads, size), (_, groups, held, width) = q.shape, values.shape
+    y = torch.empty((batch, heads, width), dtype=q.dtype)
+    apart = (*keys.stride()[:3], *values.stride()[:3])
+    of_bias = (0, 0, 0) if bias is None else (*bias.stride(), bias.shape[1])
+    tensors = (q, k, v, keys, values, seen, bias, head_scale, y)
+    sizes = (batch, heads, groups, held, size, width)
+    call(_library().attention_step, tensors, scale, *apart, *of_bias, *numbers, keys.dtype != torch.float32, *sizes)
+    return y
+
+
+_step = torch.library.custom_op(
+    "hf_hybrid_ssm::attention_step_native", _compute, mutates_args=("keys", "values"), device_types="cpu"
+)
+
+
+@_step.register_fake
+def _(q, k, v, keys, values, seen, bias, head_scale, scale, numbers):
+    return q.new_empty(q.shape[0], q.shape[1], values.shape[3])

@@ -1,0 +1,68 @@
+"""One token of diagonal linear systems, and of diagonal ones plus a product of rank one, with their outputs."""
+
+import torch
+
+from hf_hybrid_ssm.ops._core.checks import check_tensor
+from hf_hybrid_ssm.ops._core.dispatch import Op
+from hf_hybrid_ssm.ops.linear_step.reference import linear_step_reference
+from hf_hybrid_ssm.ops.linear_step.self_check_inputs import self_check_inputs
+from hf_hybrid_ssm.ops.linear_step.torch_backend import linear_step_torch
+
+_OP = Op(
+    "linear_step",
+    builtin={"torch": linear_step_torch, "reference": linear_step_reference},
+    kernels={"native": "hf_hybrid_ssm.ops.linear_step.native"},
+    self_check_inputs=self_check_inputs,
+    differentiable=False,
+)
+
+
+def linear_step(
+    u: torch.Tensor,
+    state: torch.Tensor,
+    decay: torch.Tensor,
+    input_vector: torch.Tensor,
+    *,
+    output_rows: torch.Tensor | None = None,
+    low_rank: tuple[torch.Tensor, torch.Tensor] | None = None,
+    skip: torch.Tensor | None = None,
+    is_complex: bool = False,
+    silu: bool = False,
+    backend: str | None = None,
+) -> torch.Tensor | None:
+    r"""s = a s - l (r · s) + b u,  y = act(c · s + d u), for F systems of N real numbers on each of D channels.
+
+    `state` becomes s in place; nothing has a gradient.
+
+    Args:
+        u: (B, D).
+        state: (B, F, D, N).
+        decay, input_vector: a and b, (F, D, N), all constants in one dtype, float32 or float64; with `is_complex` the
+            N numbers are N / 2 pairs of a real and an imaginary part, and a s is a complex product (all others real).
+        output_rows: c, (F, D, N); without it there is no output.
+        low_rank: l and r, (F, D, N) each.
+        skip: d, (F, D).
+        silu: act is SiLU instead of nothing.
+        backend: force one implementation (see `hf_hybrid_ssm.ops._core.dispatch`).
+
+    Returns:
+        y (B, F, D) in the dtype of u, or None.
+
+    Raises:
+        TypeError, ValueError: an argument of wrong type or shape; an unknown or unusable backend.
+    """
+    check_tensor("u", u, (None, None), "B, D")
+    check_tensor("state", state, (u.shape[0], None, u.shape[1], None), "B, F, D, N")
+    shape = tuple(state.shape[1:])
+    check_tensor("decay", decay, shape, "F, D, N")
+    check_tensor("input_vector", input_vector, shape, "F, D, N", like=decay)
+    check_tensor("output_rows", output_rows, shape, "F, D, N", like=decay, optional=True)
+    check_tensor("skip", skip, shape[:2], "F, D", like=decay, optional=True)
+    for name, part in zip(("low_rank[0]", "low_rank[1]"), low_rank or ()):
+        check_tensor(name, part, shape, "F, D, N", like=decay)
+    run = _OP.select(u.device.type, decay.dtype, backend)
+    options = {"output_rows": output_rows, "low_rank": low_rank, "skip": skip, "is_complex": is_complex, "silu": silu}
+    return run(u, state, decay, input_vector, **options)[0]
+
+
+__all__ = ["linear_step"]

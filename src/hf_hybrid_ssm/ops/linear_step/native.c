@@ -1,0 +1,58 @@
+/* One token of linear systems of N real numbers on a CPU: B rows, D channels of S = F D systems, a system at a time.
+ *
+ * state (B, S, N), u (B, D), y (B, S); decay, input, left, right, output (S, N); skip (S). All are contiguous float32.
+ * Complex numbers lie as pairs of a real and an imaginary part.
+ */
+#include "vectors.h"
+
+static const ivec SWAPPED = {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14};
+static const ivec REAL = {0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10, 12, 12, 14, 14};
+static const ivec IMAGINARY = {1, 1, 3, 3, 5, 5, 7, 7, 9, 9, 11, 11, 13, 13, 15, 15};
+static const vec SIGNS = {-1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1};
+
+static inline vec times(vec a, vec h, int64_t is_complex) {
+    if (!is_complex) return a * h;
+    return __builtin_shuffle(a, REAL) * h + SIGNS * __builtin_shuffle(a, IMAGINARY) * __builtin_shuffle(h, SWAPPED);
+}
+
+/* h = a h - left (right . h) + input u; returns output . h. left or output may be null. */
+static inline float system_step(
+    float *h, const float *decay, const float *input, const float *left, const float *right, const float *output,
+    float u, int64_t N, int64_t is_complex) {
+    float through = 0;
+    if (left) {
+        vec total = broadcast(0);
+        for (int64_t n = 0; n < N; n += LANES) {
+            const int lanes = lanes_of(n, N);
+            total += load(right + n, lanes) * load(h + n, lanes);
+        }
+        through = sum(total);
+    }
+    vec total = broadcast(0);
+    for (int64_t n = 0; n < N; n += LANES) {
+        const int lanes = lanes_of(n, N);
+        vec after = times(load(decay + n, lanes), load(h + n, lanes), is_complex) + load(input + n, lanes) * u;
+        if (left) after -= load(left + n, lanes) * through;
+        store(h + n, after, lanes);
+        if (output) total += load(output + n, lanes) * after;
+    }
+    return sum(total);
+}
+
+int linear_step(
+    const float *u, float *state, const float *decay, const float *input, const float *left, const float *right,
+    const float *output, const float *skip, float *y, int64_t is_complex, int64_t silu, int64_t B, int64_t S, int64_t D,
+    int64_t N, int64_t threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && B * S * N > 1 << 17)
+    for (int64_t row = 0; row < B * S; row++) {
+        const int64_t b = row / S, s = row % S, at = s * N;
+        const float value = u[b * D + s % D];
+        float out = system_step(
+            state + row * N, decay + at, input + at, left ? left + at : 0, right ? right + at : 0,
+            output ? output + at : 0, value, N, is_complex);
+        if (!output) continue;
+        if (skip) out += skip[s] * value;
+        y[row] = silu ? out * sigmoid(broadcast(out))[0] : out;
+    }
+    return 0;
+}

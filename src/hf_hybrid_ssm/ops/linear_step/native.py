@@ -1,0 +1,59 @@
+"""The fused CPU backend: `native.c`, compiled on first use and called directly or through a custom op."""
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hf_hybrid_ssm.ops._core.native_library import call, compile_and_load, is_plain_call, prepared, supports
+
+__all__ = ["linear_step_native", "supports"]
+
+
+def linear_step_native(u, state, decay, input_vector, *, output_rows, low_rank, skip, is_complex, silu):
+    """As `hf_hybrid_ssm.ops.linear_step.linear_step`."""
+    wide = prepared(state)
+    step: Callable = _compute if is_plain_call(u) else _step
+    constants = (prepared(part) for part in (decay, input_vector, *(low_rank or (None, None)), output_rows, skip))
+    y = step(prepared(u), wide, *constants, is_complex, silu)
+    if wide is not state:
+        state.copy_(wide)
+    return None if output_rows is None else y.to(u.dtype), state
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    return compile_and_load(Path(__file__).with_name("native.c"))
+
+
+def _compute(
+    u: Tensor,
+    state: Tensor,
+    decay: Tensor,
+    input_vector: Tensor,
+    left: Tensor | None,
+    right: Tensor | None,
+    output_rows: Tensor | None,
+    skip: Tensor | None,
+    is_complex: bool,
+    silu: bool,
+) -> Tensor:
+    """y (B, F, D), empty without output rows; all contiguous float32."""
+    batch, filters, channels, states = state.shape
+    y = torch.empty((batch, filters if output_rows is not None else 0, channels), dtype=u.dtype)
+    tensors = (u, state, decay, input_vector, left, right, output_rows, skip, y)
+    call(_library().linear_step, tensors, is_complex, silu, batch, filters * channels, channels, states)
+    return y
+
+
+_step = torch.library.custom_op(
+    "hf_hybrid_ssm::linear_step_native", _compute, mutates_args=("state",), device_types="cpu"
+)
+
+
+@_step.register_fake
+def _(u, state, decay, input_vector, left, right, output_rows, skip, is_complex, silu):
+    return u.new_empty(state.shape[0], state.shape[1] if output_rows is not None else 0, state.shape[2])

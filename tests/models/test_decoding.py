@@ -1,0 +1,182 @@
+"""One token at a time: every family's step equals the full forward, whatever happened to the cache before."""
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
+from hf_hybrid_ssm.ops._core.dispatch import backend
+from tests.tiny_models import VARIANTS, language_model, own_language_model
+
+PROMPT, STEPS = 9, 14
+
+
+def text(rows: int, length: int = PROMPT + STEPS, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 61, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def steps(model, cache, ids, **options):
+    """Logits of ids (B, T), token by token."""
+    logits = [model(ids[:, t : t + 1], past_key_values=cache, **options).logits for t in range(ids.shape[1])]
+    return torch.cat(logits, 1)
+
+
+def close(got, want):
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5)
+
+
+@pytest.fixture(params=VARIANTS)
+def model(request):
+    return language_model(request.param)
+
+
+@pytest.mark.parametrize("implementation", [None, "torch"])
+@torch.inference_mode()
+def test_padded_rows(model, implementation):
+    """Rows of different lengths, so that no two end a block at the same time."""
+    lengths, ids = [2, 6, PROMPT], text(3)
+    padded, mask = torch.zeros(3, PROMPT, dtype=torch.long), torch.zeros(3, PROMPT, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        padded[row, PROMPT - length :], mask[row, PROMPT - length :] = ids[row, :length], 1
+    cache = DynamicCache(config=model.config)
+    with backend(implementation):
+        model(padded, attention_mask=mask, past_key_values=cache)
+        got = steps(model, cache, torch.stack([ids[row, n : n + STEPS] for row, n in enumerate(lengths)]))
+    for row, length in enumerate(lengths):
+        close(got[row], model(ids[row : row + 1, : length + STEPS]).logits[0, length:])
+
+
+@torch.inference_mode()
+def test_static_cache(model):
+    ids = text(2)
+    cache = StaticCache(config=model.config, max_cache_len=PROMPT + STEPS)
+    model(ids[:, :PROMPT], past_key_values=cache)
+    states = [layer.states for layer in cache.layers if is_recurrent_state_layer(layer)]
+    places = [state.data_ptr() for layer in states for state in layer.values()]
+    close(steps(model, cache, ids[:, PROMPT:]), model(ids).logits[:, PROMPT:])
+    assert places == [state.data_ptr() for layer in states for state in layer.values()]
+
+
+@torch.inference_mode()
+def test_new_documents(model):
+    """A row begins a document in the midst of the steps: nothing of the earlier one is left."""
+    ids = text(2)
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :PROMPT], past_key_values=cache, seq_idx=torch.zeros(2, PROMPT, dtype=torch.long))
+    rows = []
+    for t in range(STEPS):
+        document = torch.tensor([[int(t >= 3)], [int(t >= 8)]])
+        rows.append(model(ids[:, PROMPT + t : PROMPT + t + 1], past_key_values=cache, seq_idx=document).logits)
+    got = torch.cat(rows, 1)
+    for row, start in enumerate((3, 8)):
+        close(got[row, start:], model(ids[row : row + 1, PROMPT + start :]).logits[0])
+
+
+@torch.inference_mode()
+def test_restarted_rows_without_numbers(model):
+    """The same by positions, after which steps are written for one token again."""
+    ids = text(2)
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :PROMPT], past_key_values=cache)
+    position = torch.tensor([[0], [PROMPT]])
+    first = model(ids[:, PROMPT : PROMPT + 1], past_key_values=cache, position_ids=position).logits
+    got = torch.cat([first, steps(model, cache, ids[:, PROMPT + 1 :])], 1)
+    close(got[0], model(ids[:1, PROMPT:]).logits[0])
+    close(got[1], model(ids[1:]).logits[0, PROMPT:])
+
+
+@torch.inference_mode()
+def test_longer_pieces_between_steps(model):
+    """What steps leave is what a forward of several tokens starts from, and the other way round."""
+    ids = text(2, 30)
+    cache, got, start = DynamicCache(config=model.config), [], 0
+    for size in (5, 1, 1, 4, 1, 7, 1, 1, 1, 1, 7):
+        got.append(model(ids[:, start : start + size], past_key_values=cache).logits)
+        start += size
+    close(torch.cat(got, 1), model(ids).logits)
+
+
+@torch.inference_mode()
+def test_a_copy_goes_its_own_way(model):
+    """What one cache overwrites is not the other's."""
+    ids, other = text(2), text(2, seed=1)
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :PROMPT], past_key_values=cache)
+    steps(model, cache, ids[:, PROMPT : PROMPT + 3])
+    twin = copy.deepcopy(cache)
+    got = steps(model, cache, ids[:, PROMPT + 3 :])
+    turn = steps(model, twin, other[:, : STEPS - 3])
+    close(got, model(ids).logits[:, PROMPT + 3 :])
+    close(turn, model(torch.cat([ids[:, : PROMPT + 3], other[:, : STEPS - 3]], 1)).logits[:, PROMPT + 3 :])
+
+
+@torch.inference_mode()
+def test_beams_and_rollback(model):
+    """Rows change places; a recorded past is gone back to, and later steps overwrite nothing of it."""
+    ids, places = text(3), torch.tensor([2, 0, 0])
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :PROMPT], past_key_values=cache)
+    steps(model, cache, ids[:, PROMPT : PROMPT + 2])
+    cache.reorder_cache(places)
+    rows = torch.cat([ids[places, : PROMPT + 2], ids[:, PROMPT + 2 :]], 1)
+    close(steps(model, cache, rows[:, PROMPT + 2 : PROMPT + 4]), model(rows).logits[:, PROMPT + 2 : PROMPT + 4])
+    for layer in cache.layers:
+        layer.activate_past_recording() if hasattr(layer, "activate_past_recording") else None
+    steps(model, cache, text(3, 4, seed=1))
+    cache.crop(-4)
+    close(steps(model, cache, rows[:, PROMPT + 4 :]), model(rows).logits[:, PROMPT + 4 :])
+
+
+def test_a_graph_keeps_its_states():
+    """Steps without gradients, after a forward with them, leave alone what its backward reads."""
+    for variant in ("longhorn", "bst sh s4d", "spade s4 window"):
+        model, ids, gradients = language_model(variant), text(1), []
+        for decodes in (False, True):
+            model.zero_grad()
+            cache = DynamicCache(config=model.config)
+            model(ids[:, :PROMPT], past_key_values=cache)
+            loss = model(ids[:, PROMPT : PROMPT + 4], past_key_values=cache).logits.square().sum()
+            if decodes:
+                with torch.no_grad():
+                    steps(model, cache, ids[:, PROMPT + 4 :])
+            loss.backward()
+            gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        model.zero_grad()
+        for got, want in zip(*gradients):
+            assert torch.equal(got, want)
+
+
+def test_inference_mode_may_end():
+    """States made in inference mode may not be written outside of it."""
+    for variant in ("longhorn", "bst mf unstructured", "spade s4 window"):
+        model, ids = language_model(variant), text(2)
+        cache = DynamicCache(config=model.config)
+        with torch.inference_mode():
+            model(ids[:, :PROMPT], past_key_values=cache)
+            steps(model, cache, ids[:, PROMPT : PROMPT + 2])
+        with torch.no_grad():
+            close(steps(model, cache, ids[:, PROMPT + 2 :]), model(ids).logits[:, PROMPT + 2 :])
+
+
+@pytest.mark.parametrize("variant", ["bst sh s4d", "spade s4 trained", "bst mf unstructured"])
+def test_precomputed_constants_follow_the_weights(variant):
+    """Discretised matrices and filters are made anew when their parameters were written, loaded or cast."""
+    model, ids = own_language_model(variant), text(1)
+
+    @torch.inference_mode()
+    def check(model):
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :PROMPT], past_key_values=cache)
+        close(steps(model, cache, ids[:, PROMPT:]), model(ids).logits[:, PROMPT:])
+
+    check(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".ssm." in name:
+                parameter.mul_(1.1)
+    check(model)
+    model.load_state_dict(language_model(variant).state_dict())
+    check(model)
+    check(model.double())

@@ -1,0 +1,224 @@
+"""The ops of decoding: one token of each row equals the op for whole rows, in place, in every backend."""
+
+import pytest
+import torch
+
+from hf_hybrid_ssm.ops._core.dispatch import REGISTRY
+from hf_hybrid_ssm.ops._core.native_library import missing_compiler
+from hf_hybrid_ssm.ops.attention_step import attention_step, shifted, window_step, with_free_slot
+from hf_hybrid_ssm.ops.causal_conv import causal_conv, causal_conv_step
+from hf_hybrid_ssm.ops.linear_step import linear_step
+from hf_hybrid_ssm.ops.local_attention import empty_state, local_attention
+from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan, longhorn_step
+
+NATIVE = pytest.param("native", marks=pytest.mark.skipif(missing_compiler() is not None, reason="no C compiler"))
+BACKENDS = ["reference", "torch", NATIVE]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2}
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def check(got, want, dtype):
+    for value, expected in zip(got, want):
+        assert value.dtype == expected.dtype
+        torch.testing.assert_close(value.double(), expected.double(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def dtypes(backend):
+    return (torch.float32, torch.bfloat16) if backend == "native" else tuple(TOLERANCE)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("batch, channels, width", [(1, 16, 4), (3, 37, 1), (2, 5, 2)])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_step_of_the_convolution(backend, batch, channels, width, activation):
+    for dtype in dtypes(backend):
+        x = draw(batch, 2 * channels, dtype=dtype)[:, channels:]  # rows that lie apart, as a projection's half does
+        weight, bias = draw(channels, width, dtype=dtype), draw(channels, dtype=dtype)
+        state = draw(batch, width - 1, channels, seed=1, dtype=dtype)
+        options = {"activation": activation, "initial_state": state.clone(), "return_final_state": True}
+        want = causal_conv(x.unsqueeze(1), weight, bias, backend="reference", **options)
+        y = causal_conv_step(x, state, weight, bias, activation=activation, backend=backend)
+        check((y, state), (want[0][:, 0], want[1]), dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("batch, channels, states", [(1, 16, 16), (3, 37, 5), (2, 5, 33)])
+@pytest.mark.parametrize("plain", [True, False])
+def test_step_of_the_scan(backend, batch, channels, states, plain):
+    for dtype in dtypes(backend):
+        x, z = draw(batch, 2 * channels, dtype=dtype).chunk(2, -1)
+        k, q = draw(batch, 2 * states, seed=1, dtype=dtype).chunk(2, -1)
+        logit = draw(batch, channels, seed=2, dtype=dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        state = draw(batch, channels, states, seed=3, dtype=wide)
+        options = {} if plain else {"beta_bias": draw(channels, dtype=wide), "D": draw(channels, seed=4, dtype=wide)}
+        rows = {} if plain else {"z": z.unsqueeze(1)}
+        inputs = [part.unsqueeze(1) for part in (x, logit, k, q)]
+        held = {"initial_state": state.clone(), "return_final_state": True}
+        want = longhorn_scan(*inputs, **options, **rows, **held, backend="reference")
+        options |= {} if plain else {"z": z}
+        y = longhorn_step(x, logit, k, q, state, **options, backend=backend)
+        check((y, state), (want[0][:, 0], want[1]), dtype)
+
+
+WINDOWS = {
+    "window": {"window": (5, 0)},
+    "strict": {"window": (5, -1)},
+    "far": {"window": (5, -2)},
+    "chunk": {"window": (5, 0), "chunk_size": 4},
+    "all": {"window": (None, 0)},
+    "sink": {"window": (5, 0), "zero_kv_sink": True},
+    "strict sink": {"window": (5, -1), "zero_kv_sink": True},
+    "no key but its own": {"window": (0, 0)},
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("keeps_address", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_step_of_the_window(backend, name, keeps_address, has_bias):
+    """Thirty steps of rows that began at different times equal the attention of whole rows."""
+    options, (left, _) = WINDOWS[name], WINDOWS[name]["window"]
+    for dtype in dtypes(backend):
+        q, k, v = draw(2, 4, 30, 18, dtype=dtype), draw(2, 2, 30, 18, seed=1, dtype=dtype), draw(2, 2, 30, 5, seed=2)
+        v = v.to(dtype)
+        bias = draw(5, 4, seed=3, dtype=dtype).T if has_bias else None
+        want, _ = local_attention(q, k, v, **options, bias=bias, backend="reference")
+        state = empty_state(2, 2, 30 if left is None and keeps_address else left or 0, 18, value_dim=5, dtype=dtype)
+        rows = []
+        for t in range(30):
+            step = (part[:, :, t] for part in (q, k, v))
+            y, state = window_step(*step, state, keeps_address=keeps_address, bias=bias, **options, backend=backend)
+            rows.append(y)
+        check((torch.stack(rows, 2),), (want,), dtype)
+        held = left if left is not None else 30
+        assert state.seen.tolist() == [30, 30] and state.keys.shape[2] == held
+        assert torch.equal(state.keys, k[:, :, 30 - held :]) and torch.equal(state.values, v[:, :, 30 - held :])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_that_began_at_different_times(backend):
+    """A document that began later sees nothing of what is held from before it."""
+    q, k, v = draw(2, 4, 3), draw(2, 4, 3, seed=1), draw(2, 4, 3, seed=2)
+    keys, values = draw(2, 4, 6, 3, seed=3), draw(2, 4, 6, 3, seed=4)
+    seen = torch.tensor([2, 40])
+    y = attention_step(q, k, v, keys.clone(), values.clone(), seen, window=(5, 0), backend=backend)
+    keys[0, :, :3], values[0, :, :3] = torch.nan, torch.nan
+    got = attention_step(q, k, v, keys, values, seen, window=(5, 0), backend="reference")
+    torch.testing.assert_close(y, got, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("right", [0, -1])
+def test_step_of_blocks(backend, right):
+    """Token i of a block sees its slots up to i (strictly before it), and the block's end leaves zeros."""
+    for dtype in dtypes(backend):
+        k, v, q = draw(2, 3, 14, 8, dtype=dtype), draw(2, 3, 14, 8, seed=1, dtype=dtype), draw(2, 3, 14, 8, seed=2)
+        q = q.to(dtype)
+        options = {"window": (4, right), "chunk_size": 5, "scale": 1.0}
+        want, _ = local_attention(q, k, v, **options, backend="reference")
+        held = [torch.zeros(2, 5, 3, 8, dtype=dtype).transpose(1, 2) for _ in "kv"]
+        for t in range(14):
+            token, seen = (part[:, :, t] for part in (q, k, v)), torch.full((2,), t)
+            y = attention_step(*token, *held, seen, window=(None, right), block=True, scale=1.0, backend=backend)
+            check((y,), (want[:, :, t],), dtype)
+            filled = (t + 1) % 5
+            assert torch.equal(held[0][:, :, :filled], k[:, :, t + 1 - filled : t + 1])
+            assert not held[0][:, :, filled:].any() and not held[1][:, :, filled:].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_normalised_queries_and_keys(backend):
+    q, k, v = draw(2, 4, 8), draw(2, 2, 8, seed=1), draw(2, 2, 8, seed=2)
+    keys, values, scale = draw(2, 2, 5, 8, seed=3), draw(2, 2, 5, 8, seed=4), draw(4, seed=5)
+    bias, seen = draw(4, 6, seed=6), torch.tensor([9, 2])
+
+    def normalised(x):
+        return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+    factor = scale.abs().unsqueeze(1)
+    options = {"window": (4, 0), "scale": 1.0, "backend": "reference"}
+    want = attention_step(
+        normalised(q) * factor, normalised(k), v, keys.clone(), values.clone(), seen, bias=bias * factor, **options
+    )
+    options |= {"head_scale": scale, "backend": backend}
+    y = attention_step(q, k, v, keys, values, seen, bias=bias, **options)
+    check((y, keys[:, :, -1]), (want, normalised(k)), torch.float32)
+    fixed = attention_step(q, None, None, keys, values, **options)
+    options |= {"head_scale": None, "backend": "reference"}
+    check((fixed,), (attention_step(normalised(q) * factor, None, None, keys, values, **options),), torch.float32)
+
+
+def test_a_window_moves_along_its_buffer():
+    """No copy but where the buffer is used up, and what an older window holds stays as it is."""
+    held, moved = torch.arange(12.0).view(1, 1, 6, 2), 0
+    for token in range(40):
+        wide = with_free_slot(held)
+        moved += wide.untyped_storage().data_ptr() != held.untyped_storage().data_ptr()
+        before = held.clone()
+        wide[:, :, -1] = 100.0 + token
+        assert torch.equal(held, before) and torch.equal(wide[:, :, :-1], before)
+        held = shifted(wide)
+    assert moved == 3 and held[0, 0, :, 0].tolist() == [134.0, 135.0, 136.0, 137.0, 138.0, 139.0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("states", [2, 16, 22])
+@pytest.mark.parametrize("is_complex", [False, True])
+@pytest.mark.parametrize("plain", [False, True])
+def test_step_of_linear_systems(backend, states, is_complex, plain):
+    """Against the matrix that it stands for."""
+    for dtype in set(dtypes(backend)) - {torch.bfloat16}:
+        shape = (2, 3, states)
+        a, b, c, left, right = (draw(*shape, seed=seed, dtype=dtype) for seed in range(5))
+        u, state, skip = draw(2, 3, dtype=dtype), draw(2, *shape, seed=6, dtype=dtype), draw(2, 3, seed=7, dtype=dtype)
+        matrix = torch.diag_embed(a)
+        if is_complex:
+            real, imaginary = a.unflatten(-1, (-1, 2)).unbind(-1)
+            matrix = torch.diag_embed(real.repeat_interleave(2, -1))
+            for n in range(states // 2):
+                matrix[..., 2 * n, 2 * n + 1], matrix[..., 2 * n + 1, 2 * n] = -imaginary[..., n], imaginary[..., n]
+        options = {"is_complex": is_complex, "backend": backend}
+        if not plain:
+            matrix = matrix - left.unsqueeze(-1) * right.unsqueeze(-2)
+            options |= {"low_rank": (left, right), "skip": skip, "silu": True}
+        after = (matrix @ state.unsqueeze(-1)).squeeze(-1) + b * u[:, None, :, None]
+        want = (c * after).sum(-1)
+        want = want if plain else torch.nn.functional.silu(want + skip * u.unsqueeze(1))
+        unread = state.clone()
+        y = linear_step(u, state, a, b, output_rows=c, **options)
+        check((y / 8, state / 8), (want / 8, after / 8), dtype)
+        assert linear_step(u, unread, a, b, **options) is None
+        check((unread / 8,), (after / 8,), dtype)
+
+
+@pytest.mark.parametrize("name", ["causal_conv_step", "longhorn_step", "attention_step", "linear_step"])
+def test_self_checks(name):
+    op = REGISTRY[name]
+    for got, want in zip(
+        op.builtin["torch"](**op.self_check_inputs()), op.builtin["reference"](**op.self_check_inputs())
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    if missing_compiler() is None:
+        assert op.explain("cpu", torch.float32)["native"] == "runs"
+
+
+def test_steps_name_what_does_not_fit():
+    with pytest.raises(ValueError, match=r"state must have shape \(B, K - 1, D\) = \(1, 3, 4\)"):
+        causal_conv_step(draw(1, 4), draw(1, 2, 4), draw(4, 4))
+    with pytest.raises(ValueError, match="activation='relu'"):
+        causal_conv_step(draw(1, 4), draw(1, 3, 4), draw(4, 4), activation="relu")
+    with pytest.raises(ValueError, match=r"k must have shape \(B, N\) = \(1, 3\)"):
+        longhorn_step(draw(1, 4), draw(1, 4), draw(1, 2), draw(1, 3), draw(1, 4, 3))
+    with pytest.raises(ValueError, match=r"values must have shape"):
+        attention_step(draw(1, 2, 4), None, None, draw(1, 2, 3, 4), draw(1, 1, 3, 4))
+    with pytest.raises(ValueError, match="looks ahead"):
+        attention_step(draw(1, 2, 4), None, None, draw(1, 2, 3, 4), draw(1, 2, 3, 4), window=(1, 1))
+    with pytest.raises(ValueError, match=r"input_vector must have shape"):
+        linear_step(draw(1, 4), draw(1, 1, 4, 2), draw(1, 4, 2), draw(1, 3, 2))
+    with pytest.raises(TypeError, match="q must have dtype"):
+        longhorn_step(draw(1, 4), draw(1, 4), draw(1, 3), draw(1, 3).double(), draw(1, 4, 3))
