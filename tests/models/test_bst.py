@@ -195,7 +195,8 @@ def test_what_a_token_depends_on(variant, ssm):
     for t in (0, 5, 6, 11, 19):
         x = torch.randn(1, 20, 16, dtype=torch.float64, requires_grad=True)
         (gradient,) = torch.autograd.grad(layer(x)[0, t].sum(), x)
-        depends = gradient[0].abs().sum(-1) > 0
+        size = gradient[0].abs().sum(-1)
+        depends = size > 1e-12 * size.max()  # Fourier transforms leave rounding
         position = torch.arange(20)
         near = (position <= t) & (position >= t - window)
         if variant != "mf":
