@@ -50,8 +50,8 @@ class LMHead:
 
 
 class WithoutContinuousBatching:
-    """Refuses `generate_batch`, whose paged cache holds keys and values of single tokens. `transformers serve` asks for
-    `init_continuous_batching`, and generates request by request where it is missing.
+    """Refuses `generate_batch`, whose paged cache holds keys and values of single tokens. `transformers serve` asks
+    for `init_continuous_batching`, and generates request by request where it is missing.
     """
 
     def continuous_batching_context_manager(self, *args, **kwargs):
