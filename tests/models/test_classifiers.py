@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForMultipleChoice,
@@ -52,6 +53,9 @@ def test_spade_classifiers_stay_what_they_are(row, tmp_path):
     assert type(direct.model).__name__ == "SpadeModel" and direct.config.causal_classifier
     assert direct.config.pooling == "last" and direct.config.num_labels == 4
     direct.save_pretrained(tmp_path / "classifier")
+    given = AutoConfig.from_pretrained(tmp_path / "lm")
+    AutoModelForSequenceClassification.from_pretrained(tmp_path / "lm", config=given)
+    assert given.causal_classifier is None  # the caller's own stays as it was
     again, report = AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "classifier", output_loading_info=True
     )

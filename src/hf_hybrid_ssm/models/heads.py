@@ -50,10 +50,8 @@ class LMHead:
 
 
 class WithoutContinuousBatching:
-    """Refuses `generate_batch`: its paged cache holds keys and values of single tokens, which states are not.
-
-    `transformers serve --continuous-batching` asks whether a model has `init_continuous_batching`, and falls back to
-    generating request by request where it has not.
+    """Refuses `generate_batch`, whose paged cache holds keys and values of single tokens. `transformers serve` asks
+    for `init_continuous_batching`, and generates request by request where it is missing.
     """
 
     def continuous_batching_context_manager(self, *args, **kwargs):

@@ -1,5 +1,6 @@
 """Which stack a checkpoint holds, where one configuration has a causal model and an encoder."""
 
+import copy
 import sys
 from typing import Any, ClassVar
 
@@ -61,7 +62,8 @@ class StackOfCheckpoint(PreTrainedModel):
             if found.get("causal_classifier") is None and _is_causal(found.get("architectures")):
                 kwargs.setdefault("causal_classifier", True)
         elif getattr(config, "causal_classifier", False) is None and _is_causal(config.architectures):
-            config.causal_classifier = True
+            kwargs["config"] = copy.deepcopy(config)
+            kwargs["config"].causal_classifier = True
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
 
