@@ -5,6 +5,7 @@ import torch.nn.functional as F
 
 from hf_hybrid_ssm.ops._core.autocast import without_autocast
 from hf_hybrid_ssm.ops._core.toeplitz import causal_toeplitz
+from hf_hybrid_ssm.ops._core.transforms import is_transforming
 from hf_hybrid_ssm.ops.legendre_memory.constants import (
     BlockOperators,
     block_operators,
@@ -67,6 +68,8 @@ def read_out(
 
     The second product adds to the first in place: copies of this size cost more than the smaller product.
     """
+    if is_transforming():  # vmap has no rule for the product in place
+        return product(from_inputs, x, product(from_state, states))
     return product(from_state, states).baddbmm_(from_inputs.expand(x.shape[0], -1, -1), x)
 
 
