@@ -342,6 +342,14 @@ def test_gradcheck():
     torch.autograd.gradcheck(lambda *a: implicit_attention(*a, theta=5.0)[0], leaves)
 
 
+def test_constants_first_needed_inside_a_transform_serve_outside_of_it():
+    x, options = torch.ones(1, 70, 2, dtype=torch.float64), {"order": 7, "theta": 11.25}
+    torch.func.grad(lambda x: legendre_memory(x, **options)[0].sum())(x)
+    y, expected = (legendre_memory(x, **options, backend=name)[0] for name in ("torch", "reference"))
+    torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-11)
+    assert not torch._C._functorch.is_functorch_wrapped_tensor(transition(7, 11.25))
+
+
 def test_the_future_is_multiplied_by_exact_zeros():
     x, weight, collapse, options = golden_layer()
     changed = x.clone()

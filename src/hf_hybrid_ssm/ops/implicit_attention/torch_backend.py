@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_hybrid_ssm.ops._core.autocast import without_autocast
 from hf_hybrid_ssm.ops._core.transforms import is_transforming
 from hf_hybrid_ssm.ops.legendre_memory.constants import impulse_response
-from hf_hybrid_ssm.ops.legendre_memory.torch_backend import Blocks, by_steps, product, read_out_matrices
+from hf_hybrid_ssm.ops.legendre_memory.torch_backend import Blocks, by_steps, read_out, read_out_matrices
 
 # Entries of queries, keys and values that a call holds for its backward (twice, so half a gigabyte in float32); a
 # longer one computes them again in groups. Holding them takes a quarter off a training step.
@@ -51,7 +51,7 @@ def _read_and_attend(blocks, weight, dtype, attend):
     from_inputs, from_state = (matrix.to(dtype) for matrix in read_out_matrices(weight, blocks.operators))
 
     def group(from_inputs, from_state, x, states):
-        y = product(from_inputs, x, product(from_state, states))
+        y = read_out(from_inputs, from_state, x, states)
         return attend(y.unflatten(1, (block, -1)))  # (n, C, D)
 
     entries = block * weight.shape[0] * channels

@@ -4,6 +4,8 @@ They are functions of (order, theta) alone, so they belong to no module: casting
 device or loading a checkpoint cannot change them.
 """
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -29,10 +31,20 @@ class BlockOperators(NamedTuple):
     impulse: torch.Tensor
 
 
+@contextmanager
+def plain_tensors() -> Iterator[None]:
+    """Whatever is active where a constant is first needed (a trace, inference mode, a transform), all may use it."""
+    outside = (_disable_current_modes(), torch._C._DisableFuncTorch(), torch.inference_mode(False))
+    with ExitStack() as stack:
+        for context in (*outside, torch.device("cpu"), torch.no_grad()):
+            stack.enter_context(context)
+        yield
+
+
 @lru_cache
 def transition(order: int, theta: float) -> torch.Tensor:
     """(q, q) exp(A) in float64 on CPU, A_ij = (2i+1)/theta · (-1 if i < j else (-1)^(i-j+1)): one token's step."""
-    with _disable_current_modes(), torch.inference_mode(False), torch.device("cpu"), torch.no_grad():
+    with plain_tensors():
         i = torch.arange(order, dtype=torch.float64)
         sign = torch.where((i[:, None] - i) % 2 == 0, -1.0, 1.0)
         matrix = (2 * i[:, None] + 1) / theta * torch.where(i[:, None] < i, -1.0, sign)
@@ -42,7 +54,7 @@ def transition(order: int, theta: float) -> torch.Tensor:
 @lru_cache
 def _block_operators(order: int, theta: float, block: int, dtype: torch.dtype, device: str) -> BlockOperators:
     step = transition(order, theta)
-    with _disable_current_modes(), torch.inference_mode(False), torch.device("cpu"), torch.no_grad():
+    with plain_tensors():
         powers = [step]
         for _ in range(block - 1):
             powers.append(powers[-1] @ step)
@@ -66,7 +78,7 @@ def block_operators(
 def _doubled_advances(
     order: int, theta: float, block: int, count: int, dtype: torch.dtype, device: str
 ) -> tuple[torch.Tensor, ...]:
-    with _disable_current_modes(), torch.inference_mode(False), torch.device("cpu"), torch.no_grad():
+    with plain_tensors():
         powers = [torch.linalg.matrix_power(transition(order, theta), block)]
         for _ in range(count - 1):
             powers.append(powers[-1] @ powers[-1])
@@ -92,7 +104,7 @@ def step_matrices(
 
 @lru_cache
 def _finite_response(order: int, theta: float, horizon: int) -> torch.Tensor:
-    with _disable_current_modes(), torch.inference_mode(False), torch.device("cpu"), torch.no_grad():
+    with plain_tensors():
         response = impulse_response(order, theta, horizon)
         left = response.abs().flip(1).cumsum(1).flip(1)  # from each tap on
         count = int((left > NEGLIGIBLE * left[:, :1]).any(0).sum())

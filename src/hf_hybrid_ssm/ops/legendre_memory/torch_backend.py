@@ -5,6 +5,7 @@ import torch.nn.functional as F
 
 from hf_hybrid_ssm.ops._core.autocast import without_autocast
 from hf_hybrid_ssm.ops._core.toeplitz import causal_toeplitz
+from hf_hybrid_ssm.ops._core.transforms import is_transforming
 from hf_hybrid_ssm.ops.legendre_memory.constants import (
     BlockOperators,
     block_operators,
@@ -25,7 +26,7 @@ def legendre_memory_torch(x, *, weight, order, theta, state, lengths):
         else:
             blocks = Blocks(x.to(dtype), order, theta, state)
             from_inputs, from_state = read_out_matrices(weight, blocks.operators)
-            y = product(from_inputs, blocks.x.flatten(0, 1), product(from_state, blocks.states.flatten(0, 1)))
+            y = read_out(from_inputs, from_state, blocks.x.flatten(0, 1), blocks.states.flatten(0, 1))
             y = y.view(x.shape[0], -1, weight.shape[0], x.shape[2])[:, : x.shape[1]]
             final = blocks.final_state(lengths)
         return y.to(x.dtype), final
@@ -58,6 +59,18 @@ def product(matrix: torch.Tensor, x: torch.Tensor, added: torch.Tensor | None = 
     """matrix (m, k) times each of x (n, k, D), plus (n, m, D): one batched product, whose results lie row by row."""
     matrix = matrix.expand(x.shape[0], -1, -1)
     return torch.bmm(matrix, x) if added is None else torch.baddbmm(added, matrix, x)
+
+
+def read_out(
+    from_inputs: torch.Tensor, from_state: torch.Tensor, x: torch.Tensor, states: torch.Tensor
+) -> torch.Tensor:
+    """(n, C r, D): outputs of blocks x (n, C, D) with the states (n, q, D) before them.
+
+    The second product adds to the first in place: copies of this size cost more than the smaller product.
+    """
+    if is_transforming():  # vmap has no rule for the product in place
+        return product(from_inputs, x, product(from_state, states))
+    return product(from_state, states).baddbmm_(from_inputs.expand(x.shape[0], -1, -1), x)
 
 
 def states_between(
