@@ -110,6 +110,14 @@ def test_no_case_begins_after_the_end_of_a_slice(part, tmp_path):
     assert ran == []
 
 
+def test_no_case_begins_after_the_command_was_killed(part, tmp_path, monkeypatch):
+    ran, _ = part
+    parents = iter([1, 1, 2])
+    monkeypatch.setattr(child.os, "getppid", lambda: next(parents))
+    assert run(Store(tmp_path, {"device": "cpu"})) == child.OUT_OF_TIME
+    assert ran == ["first"]
+
+
 def test_results_of_another_card_are_not_taken(part, tmp_path):
     ran, _ = part
     run(Store(tmp_path, {"device": "one"}))

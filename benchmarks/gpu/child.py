@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -31,13 +32,17 @@ DONE, OUT_OF_TIME, FATAL = 0, 3, 4
 
 
 def run_cases(settings: Settings, store: Store, parts: Iterable[str], until: float) -> int:
-    """DONE, OUT_OF_TIME (`until`, in seconds since the epoch, has come) or FATAL: the GPU needs a new process."""
+    """DONE, OUT_OF_TIME (`until`, in seconds since the epoch, has come) or FATAL: the GPU needs a new process.
+
+    When the process that started this one has been killed, the next run does the rest: two must not measure at once.
+    """
+    parent = os.getppid()
     for part in parts:
         known = store.cases(part)
         for case, run in importlib.import_module(f"benchmarks.gpu.{part}").cases(settings):
             if case in known:
                 continue
-            if time.time() > until:
+            if time.time() > until or os.getppid() != parent:
                 return OUT_OF_TIME
             store.begin(part, case)
             if settings.device == "cuda":  # the models of the case before
