@@ -1,7 +1,7 @@
 """Which form of the long convolution costs least on a card? Counted, not measured: flops and bytes by length.
 
-For one output token of one channel, forward, with as many taps as tokens; the seconds are those of a data-centre card's
-rates (`hf_hybrid_ssm.ops.long_conv.choice.CARD`), where arithmetic and memory overlap.
+For one output token of one channel, forward, with as many taps as tokens; the seconds are those of a data-centre
+card's rates (`hf_hybrid_ssm.ops.long_conv.choice.CARD`), where arithmetic and memory overlap.
 """
 
 import argparse
