@@ -59,6 +59,17 @@ def local_attention(figures: dict) -> str:
     return f"{table}\nTime grows as L^{figures['exponent']:.2f} up to L = {list(figures['seconds'])[-1]}.\n"
 
 
+def long_conv_counts(figures: dict) -> str:
+    rows = []
+    for length, row in figures["by_length"].items():
+        costs = [
+            f"{row[form]['flops']:,} / {row[form]['bytes']} / {row[form]['picoseconds']}" for form in figures["forms"]
+        ]
+        rows.append([f"{int(length):,}", *costs, row["choice"]["float32"], row["choice"]["bfloat16"]])
+    head = ["taps", *figures["forms"], "choice, float32", "choice, bfloat16"]
+    return markdown_table(head, rows)
+
+
 def decoding(figures: dict) -> str:
     shape = figures["shape"]
     rows = [[name, f"{value:.1f}"] for name, value in figures["milliseconds_per_token"].items()]
@@ -305,6 +316,7 @@ TABLES = {
     "lm_eval": lm_eval,
     "scitldr": scitldr,
     "longhorn_scan": longhorn_scan,
+    "long_conv_counts": long_conv_counts,
     "longhorn_training": longhorn_training,
     "local_attention": local_attention,
     "decoding": decoding,

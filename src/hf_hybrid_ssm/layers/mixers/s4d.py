@@ -69,7 +69,9 @@ class DiagonalSSM(StateSpaceMixer):
         copies, pairs = value.shape
         if copies == 1:
             return value.expand(filters * self.hidden_size, pairs).view(filters, self.hidden_size, pairs)
-        value = value if copies == filters * self.hidden_size else value.repeat(filters * self.hidden_size // copies, 1)
+        value = (
+            value if copies == filters * self.hidden_size else value.repeat(filters * self.hidden_size // copies, 1)
+        )
         return value.view(filters, self.hidden_size, pairs)
 
     def _eigenvalues(self, dtype: torch.dtype) -> torch.Tensor:

@@ -187,8 +187,8 @@ class S5(CachedKernelMixer):
 
 
 def _product(x: torch.Tensor, matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x M^T in float32 or wider. In a bfloat16 model the factors are rounded to bfloat16, the sums are not: states, which
-    must not lose what they add up, stay in float32 between the two products."""
+    """x M^T as float32 or wider numbers. In a bfloat16 model factors and results are rounded to bfloat16, as in every
+    linear layer; the states between the two products are not, since they must not lose what they add up."""
     if dtype == torch.bfloat16:
         return (x.to(dtype) @ matrix.to(dtype).T).to(matrix.dtype)
     return x.to(matrix.dtype) @ matrix.T

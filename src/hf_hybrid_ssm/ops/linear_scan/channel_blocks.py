@@ -131,7 +131,8 @@ def _numbers(states: torch.Tensor, form: str) -> torch.Tensor:
 def _dense_scan(
     step: Transition, inputs: torch.Tensor, first: torch.Tensor, documents: torch.Tensor | None
 ) -> torch.Tensor:
-    """s_i = P s_{i-1} + x_i, where P is `step`, over blocks, (B, n, F, D, N), in log n products: what is 1, 2, 4, ... blocks back."""
+    """s_i = P s_{i-1} + x_i over blocks, (B, n, F, D, N), where P is `step`: in log n products, each adding what came
+    1, 2, 4, ... blocks before."""
     batch, blocks = inputs.shape[:2]
     s = torch.cat([first.unsqueeze(1), inputs], dim=1).permute(2, 3, 0, 1, 4)  # (F, D, B, n + 1, N)
     if documents is not None:

@@ -83,8 +83,8 @@ def _fake_channel_backward(
 def diagonal_op(backend: str, forward: Callable, backward: Callable, device_types: str | None = None) -> Callable:
     """The op of a backend that computes
 
-        forward: h, of x's shape (B, L, M) or (B, L, M, 2), float32;
-        backward: from dh and h, the gradients of x, the decay (M) or (M, 2), float64, and the initial state.
+    forward: h, of x's shape (B, L, M) or (B, L, M, 2), float32;
+    backward: from dh and h, the gradients of x, the decay (M) or (M, 2), float64, and the initial state.
     """
 
     def run(x: Tensor, decay: Tensor, initial_state: Tensor | None, seq_idx: Tensor | None) -> Tensor:

@@ -38,9 +38,7 @@ def _channel_forward(u, decay, vector, output, skip, initial_state, seq_idx, len
     return y, final
 
 
-def _channel_backward(
-    u, decay, vector, output, skip, initial_state, seq_idx, lengths, dy, dfinal, is_complex, trains
-):
+def _channel_backward(u, decay, vector, output, skip, initial_state, seq_idx, lengths, dy, dfinal, is_complex, trains):
     (batch, length, channels), (filters, _, size) = u.shape, output.shape
     of_system = [torch.zeros_like(tensor) for tensor in (decay, vector, output)]
     gradients = [torch.empty_like(u), *of_system, u.new_empty(filters, channels), torch.empty_like(dfinal)]

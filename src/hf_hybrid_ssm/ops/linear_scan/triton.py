@@ -77,9 +77,7 @@ def _channel_forward(u, decay, vector, output, skip, initial_state, seq_idx, len
     return y, final
 
 
-def _channel_backward(
-    u, decay, vector, output, skip, initial_state, seq_idx, lengths, dy, dfinal, is_complex, trains
-):
+def _channel_backward(u, decay, vector, output, skip, initial_state, seq_idx, lengths, dy, dfinal, is_complex, trains):
     (batch, _, channels), filters = u.shape, output.shape[0]
     make = dy.new_empty if lengths is None else dy.new_zeros
     du, dinitial, dskip = make(dy.shape), torch.empty_like(dfinal), u.new_empty(batch, filters, channels)
@@ -87,9 +85,7 @@ def _channel_backward(
     rows = (seq_idx, lengths)
     if trains:
         outputs = (None, None, doutput, ddecay, None)
-        _launch(
-            DERIVATIVE, u, dy, (decay, vector, output), None, *rows, initial_state, dfinal, outputs, is_complex
-        )
+        _launch(DERIVATIVE, u, dy, (decay, vector, output), None, *rows, initial_state, dfinal, outputs, is_complex)
     outputs = (du, dinitial, dvector, None, dskip)
     _launch(BACKWARD, dy, u, (decay, output, vector), skip, *rows, dfinal, None, outputs, is_complex)
     of_system = (part.sum(0) for part in (ddecay, dvector, doutput))

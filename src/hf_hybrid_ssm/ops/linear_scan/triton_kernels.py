@@ -1,8 +1,8 @@
 """Triton kernels of the recurrences with a diagonal transition: states stay in registers, one token after the other.
 
 Numbers are pairs of tensors, real and imaginary parts (`COMPLEX`), or one. Decays come in float64: the recurrence runs
-in float32, and after every T = 2^BITS tokens what the rounding of the decay did to the state they began with is put right.
-Tokens are fetched a group of four ahead, so that their loads are under way while the states advance.
+in float32, and after every T = 2^BITS tokens what the rounding of the decay did to the state they began with is put
+right. Tokens are fetched a group of four ahead, so that their loads are under way while the states advance.
 """
 
 import triton
@@ -29,7 +29,7 @@ def block_power(ar, ai, BITS: tl.constexpr, COMPLEX: tl.constexpr):
 
 @triton.jit
 def drifts(ar, ai, BITS: tl.constexpr, COMPLEX: tl.constexpr):
-    """What T = 2^BITS steps of the decay rounded to float32 leave out, of a state and of its derivative by the decay."""
+    """What T = 2^BITS steps of the decay rounded to float32 leave out, of a state and of its derivative."""
     pr, pi, lr, li = block_power(ar, ai, BITS, COMPLEX)
     rr, ri = ar.to(tl.float32).to(tl.float64), ai.to(tl.float32).to(tl.float64)
     qr, qi, mr, mi = block_power(rr, ri, BITS, COMPLEX)

@@ -74,8 +74,8 @@ def monarch_cost(length: int, taps: int) -> Cost:
 
 
 def choose(length: int, taps: int, future: int = 0, *, is_coarse: bool = False) -> str:
-    """ "direct", "toeplitz" or "fft" for rows of this length; "monarch" moves more than "fft" at any length, unless one
-    kernel does all of its stages, and is only counted."""
+    """The form of least cost: "direct", "toeplitz" or "fft". "monarch" is only counted: unless one kernel did all of
+    its stages, it moves more than "fft" at any length."""
     if taps + future <= DIRECT:
         return "direct"
     toeplitz = toeplitz_cost(length, taps, future, is_coarse=is_coarse).seconds()
