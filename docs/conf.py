@@ -31,8 +31,7 @@ suppress_warnings = ["myst.header"]  # generated cards begin their sections at t
 nitpicky = False
 
 html_theme = "furo"
-html_css_files = ["narrow.css"]
-html_static_path = ["_static"]
+html_use_index = html_domain_indices = False  # too wide for a phone, and the search knows all names
 html_title = f"{project} {release}"
 html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}

@@ -21,11 +21,15 @@ from _lib.documents import documents_of_files
 from _lib.settings import read_settings
 from _lib.training import Trainer, perplexity, say, write_figures, write_lines
 from datasets import Dataset
-from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
-from trl import SFTConfig, SFTTrainer
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
+
+try:
+    from peft import LoraConfig
+    from trl import SFTConfig, SFTTrainer
+except ImportError as error:
+    raise SystemExit(f"{error.name} is needed: pip install 'hf-hybrid-ssm[train,sft]'.") from error
 
 FORMATS = ({"messages"}, {"prompt", "completion"}, {"text"})
 

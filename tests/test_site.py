@@ -125,7 +125,7 @@ def address(site):
 
 
 READ = """() => ({
-    width: document.documentElement.scrollWidth,
+    width: Math.max(...[...document.querySelectorAll("html, .content")].map(element => element.scrollWidth)),
     broken: [...document.images].filter(image => image.complete && !image.naturalWidth).map(image => image.src),
 })"""
 
