@@ -10,8 +10,8 @@ between them again, first those before every T tokens (to `scratch`), then those
 
 A row may be split over time between programs: `*_summary_kernel` finds what each split does to the state that enters
 it (a product of decays and an end state from zero), `chain_kernel` chains the splits, and the main kernel starts each
-split from the right state. Offsets of tokens are 64-bit. Strides of states are known at run time only: the compiler
-would otherwise choose the layout of the registers after that of the memory.
+split from the right state. Offsets of tokens are 64-bit. Strides of states over channels are known at run time only:
+the compiler would otherwise choose the layout of the registers after that of the memory.
 """
 
 import triton
@@ -19,7 +19,7 @@ import triton.language as tl
 
 from hf_hybrid_ssm.ops._core.triton_helpers import exponential, load, reciprocal
 
-STRIDES = ["state_d", "state_n", "check_d", "check_n", "scratch_d", "scratch_n"]
+STRIDES = ["state_d", "state_n", "lane"]
 
 
 @triton.jit
@@ -58,6 +58,12 @@ def spread(tile, T: tl.constexpr, BD: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
+def in_checkpoint(d, n, num_states, lane, WIDTH: tl.constexpr):
+    """Where a state lies in a checkpoint (D / WIDTH, N, WIDTH); `lane` is 1, which the compiler must not know."""
+    return (d // WIDTH) * (num_states * WIDTH) + n * WIDTH + (d % WIDTH) * lane
+
+
+@triton.jit
 def prepare_kernel(
     k, q, seq_idx, keys, queries, norms, keeps,
     k_row, k_step, q_row, q_step, L, padded, num_states, tiles,
@@ -87,9 +93,9 @@ def prepare_kernel(
 def forward_kernel(
     x, beta_logit, z, keys, queries, norms, keeps, beta_bias, skip, initial_states, o, final_state, checkpoints,
     x_row, x_step, logit_row, logit_step, z_row, z_step,
-    L, channels, num_states, tiles, num_splits, num_blocks, blocks_per_split, state_d, state_n, check_d, check_n,
+    L, channels, num_states, tiles, num_splits, num_blocks, blocks_per_split, state_d, state_n, lane,
     HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
-    HAS_STATES: tl.constexpr, SAVE: tl.constexpr,
+    HAS_STATES: tl.constexpr, SAVE: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, T: tl.constexpr, S: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """h += k (Delta x - Delta k h), o = (q·h + D x) silu(z): one split of one row for BD channels."""
@@ -125,8 +131,8 @@ def forward_kernel(
         if HAS_DOCUMENTS:
             keep = spread(tl.broadcast_to(tl.load(keeps + shared + t)[:, None], [T, BD]), T, BD, P)
         if SAVE and step % (BLOCK // T) == 0:
-            here = checkpoints + (row * num_blocks + step // (BLOCK // T)) * size
-            tl.store(here + (d3 * check_d + n3 * check_n), h, mask=in_tile)
+            here = checkpoints + (row * num_blocks + step // (BLOCK // T)) * tl.cdiv(channels, WIDTH) * num_states * WIDTH
+            tl.store(here + in_checkpoint(d3, n3, num_states, lane, WIDTH), h, mask=in_tile)
         y = tl.zeros([T, BD, P], tl.float32)
         for i in tl.static_range(T):
             k_i = pick(key, t4, i)
