@@ -7,6 +7,7 @@ and the share of memory bandwidth that follows. No card is needed, and nothing h
 
     python benchmarks/kernel_evidence.py                    writes reports/kernel_evidence.json and .md
     python benchmarks/kernel_evidence.py --capability 90    of one generation only, printed
+    python benchmarks/kernel_evidence.py --pages A B        the pages of records that were printed so
 """
 
 import argparse
@@ -34,8 +35,30 @@ SHAPES = {"B=8, L=2048, D=1536": (8, 2048, 1536), "B=1, L=65536, D=1536": (1, 65
 IN_INPUT_DTYPE = {"x", "beta_logit", "z", "k", "q", "u", "grad_o", "o", "dx", "dlogit", "dz", "dk", "dq"}
 IN_INPUT_DTYPE |= {"grad_y", "y", "weight"}
 NUMBERS = {"L", "channels", "num_states", "num_blocks", "blocks_per_split", "size", "num_splits", "T", "W", "FIRST"}
-NUMBERS |= {"input_channels", "num_rows", "num_tiles", "tiles", "padded", "parts", "rows", "lane", "state_d", "state_n"}
-UNALIGNED = {"L", "lane", "state_d", "state_n", "tiles", "num_blocks", "blocks_per_split", "num_splits", "parts", "rows"}
+NUMBERS |= {
+    "input_channels",
+    "num_rows",
+    "num_tiles",
+    "tiles",
+    "padded",
+    "parts",
+    "rows",
+    "lane",
+    "state_d",
+    "state_n",
+}
+UNALIGNED = {
+    "L",
+    "lane",
+    "state_d",
+    "state_n",
+    "tiles",
+    "num_blocks",
+    "blocks_per_split",
+    "num_splits",
+    "parts",
+    "rows",
+}
 
 
 def compile_for(kernel, capability: int, constants: dict, *, dtype: str = "bf16", **options):
@@ -166,9 +189,13 @@ def bandwidth(report: dict, sizes: dict, capability: int, shape: tuple[int, int,
     (batch, length, channels), warps = shape, sizes["num_warps"]
     programs = batch * math.ceil(channels / sizes["BD"])
     splits = triton_sizes.time_splits(programs * warps * 32, length, processors)
-    resident = min(registers // (report["registers"] * 32 * warps), 227 * 1024 // max(report["shared"], 1024), 64 // warps)
+    resident = min(
+        registers // (report["registers"] * 32 * warps), 227 * 1024 // max(report["shared"], 1024), 64 // warps
+    )
     on_one = math.ceil(programs * splits / processors)
-    issued = math.ceil(on_one * warps / 4) * report["inner instructions per tile"] * math.ceil(length / splits / sizes["T"])
+    issued = (
+        math.ceil(on_one * warps / 4) * report["inner instructions per tile"] * math.ceil(length / splits / sizes["T"])
+    )
     busy = min(on_one, resident)
     tiles_in_flight = busy * (sizes["STAGES"] - 1) * sizes["BD"] * sizes["T"] * 2 * (4 if backward else 3)
     least = batch * length * channels * 2 * (7 if backward else 4)  # bytes that have to move
@@ -179,7 +206,9 @@ def bandwidth(report: dict, sizes: dict, capability: int, shape: tuple[int, int,
     return {
         "splits": splits,
         "microseconds at least": round(ideal * 1e6, 1),
-        "instructions per token and channel": round(report["inner instructions per tile"] / sizes["T"] * warps * 32 / sizes["BD"], 1),
+        "instructions per token and channel": round(
+            report["inner instructions per tile"] / sizes["T"] * warps * 32 / sizes["BD"], 1
+        ),
         "bytes in flight": tiles_in_flight,
         "bytes wanted": round(rate * LATENCY / processors),
         "share by issue": round(min(1.0, by_issue), 3),
@@ -197,7 +226,10 @@ def evidence(capabilities: list[int]) -> list[dict]:
             report = read_machine_code(compile_for(kernel, capability, constants, **options))
             name = {"op": op, "kernel": kernel.fn.__name__, "class": shape_class, "sm": capability}
             records.append({**name, "sizes": _plain_sizes(constants), **report})
-            print(f"{op} {name['kernel']} {shape_class} sm_{capability}: {report['registers']} registers", file=sys.stderr)
+            print(
+                f"{op} {name['kernel']} {shape_class} sm_{capability}: {report['registers']} registers",
+                file=sys.stderr,
+            )
     for record in records:
         if record["op"] == "longhorn_scan" and record["kernel"] in ("forward_kernel", "backward_kernel"):
             record["bandwidth"] = _scan_shares(record, records)
@@ -210,7 +242,9 @@ def _plain_sizes(constants: dict) -> dict:
 
 def _scan_shares(record: dict, records: list[dict]) -> dict:
     backward = record["kernel"] == "backward_kernel"
-    same = [r for r in records if r["op"] == record["op"] and r["sm"] == record["sm"] and r["class"] == record["class"]]
+    same = [
+        r for r in records if r["op"] == record["op"] and r["sm"] == record["sm"] and r["class"] == record["class"]
+    ]
     name = record["kernel"].replace("_kernel", "_summary_kernel")
     summary = sum(next(r for r in same if r["kernel"] == name)["inner loops"])
     inner = sum(record["inner loops"])
@@ -222,14 +256,14 @@ def _scan_shares(record: dict, records: list[dict]) -> dict:
 
 
 PAGE = f"""
-The compiler's report on every Triton kernel of the package, for cards that were not there: **nothing on this page was
-measured on one.** Spills are reads and writes of local memory in the machine code, in brackets those inside inner loops.
+The compiler's report on every Triton kernel of the package, for cards that were not there: **nothing on this page
+was measured on one.** Spills are reads and writes of local memory, in brackets those inside inner loops.
 
 Shares of memory bandwidth are estimates for bfloat16 with a gate. The bytes that have to move (forward x, logit, z, o;
 backward twice x, logit, z and the output's gradient) over the time that the instructions of the inner loops take, if
 the busiest scheduler issues in {ISSUE:.0%} of its cycles; and bytes of tiles in flight on a multiprocessor over those
-that {LATENCY * 1e9:.0f} ns of latency ask for (Little's law). The smaller one counts. A row that is cut into splits pays
-for a second pass. Sizes, and all figures, are in `kernel_evidence.json`.
+that {LATENCY * 1e9:.0f} ns of latency ask for (Little's law). The smaller one counts. A row that is cut into splits
+pays for a second pass. Sizes, and all figures, are in `kernel_evidence.json`.
 """
 
 
@@ -264,8 +298,12 @@ def write_page(records: list[dict]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capability", type=int, choices=CARDS, help="only this one, and write no page")
+    parser.add_argument("--pages", nargs="+", type=Path, metavar="FILE", help="records to write the pages of")
     options = parser.parse_args()
-    records = evidence([options.capability] if options.capability else list(CARDS))
+    if options.pages:
+        records = [record for file in options.pages for record in json.loads(file.read_text(encoding="utf-8"))]
+    else:
+        records = evidence([options.capability] if options.capability else list(CARDS))
     if options.capability:
         print(json.dumps(records, indent=1))
     else:

@@ -114,7 +114,7 @@ def scan(
     seq_idx: Tensor | None,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """→ output (B, L, D), final state (B, D, N), and with `save` the checkpoints (B, L / BLOCK, D / WIDTH, N, WIDTH), else empty."""
+    """→ output (B, L, D), final state (B, D, N), and with `save` checkpoints (B, L / BLOCK, D / WIDTH, N, WIDTH)."""
     (batch, length, channels), num_states = x.shape, k.shape[-1]
     x, beta_logit, k, q, z = dense_rows(x, beta_logit, k, q, z)
     beta_bias, D, seq_idx = contiguous(beta_bias, D, seq_idx)
@@ -140,14 +140,15 @@ def scan(
         kernels.forward_kernel[launch.grid](
             x, beta_logit, z, keys, queries, norms, keeps, beta_bias, D, states, o, final_state, checkpoints,
             *strides(x, beta_logit, z), *launch.shape, 1, **flags, **launch.sizes,
-            HAS_SKIP=D is not None, HAS_GATE=z is not None, HAS_STATES=states is not None, SAVE=save, WIDTH=triton_sizes.WIDTH,
+            HAS_SKIP=D is not None, HAS_GATE=z is not None, HAS_STATES=states is not None, SAVE=save,
+            WIDTH=triton_sizes.WIDTH,
         )  # fmt: skip
     return o, final_state, checkpoints
 
 
 @scan.register_fake
 def _(x, beta_logit, k, q, beta_bias, D, z, initial_state, seq_idx, save):
-    (batch, length, channels), num_states = x.shape, k.shape[-1]
+    (batch, _, channels), num_states = x.shape, k.shape[-1]
     state = {"dtype": torch.float32, "device": x.device}
     checkpoints = _checkpoint_shape(x, k) if save else (0,)
     return (

@@ -73,7 +73,7 @@ def backward_kernel(
         block = last_block - 1 - turn
         here = checkpoints + (row * num_blocks + block) * tl.cdiv(channels, WIDTH) * num_states * WIDTH
         h = tl.load(here + in_checkpoint(d3, n3, num_states, lane, WIDTH), mask=in_tile, other=0.0)
-        for sub in tl.range(0, SUBS - 1, num_stages=1):
+        for sub in tl.range(0, SUBS - 1, num_stages=STAGES):
             tl.store(own + sub * (N * BD) + own_tile, h)
             first = block * BLOCK + sub * T + wide
             shared = row * num_blocks * BLOCK + first
@@ -220,9 +220,7 @@ def backward_summary_kernel(
         first = (end - 1 - turn) * T + wide
         shared = row * num_blocks * BLOCK + first
         real = (t < L - first)[:, None] & is_channel[None, :]
-        logit = load(
-            beta_logit + row * logit_row + first * logit_step + (t[:, None] * logit_step + d[None, :]), real
-        )
+        logit = load(beta_logit + row * logit_row + first * logit_step + (t[:, None] * logit_step + d[None, :]), real)
         g_t = load(grad_o + row * g_row + first * g_step + (t[:, None] * g_step + d[None, :]), real)
         key, query = tl.load(keys + shared * (S * P) + in_keys), tl.load(queries + shared * (S * P) + in_keys)
         if HAS_GATE:
