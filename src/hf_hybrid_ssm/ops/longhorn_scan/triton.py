@@ -58,8 +58,9 @@ class _Launch:
         lanes = self.batch * self.tiles * 32 * self.sizes["num_warps"]
         self.splits = triton_sizes.time_splits(lanes, self.length, multiprocessors(x.device))
         self.grid = (self.tiles * self.splits * self.batch,)
-        self.shape = (self.length, self.channels, self.num_states, self.tiles, self.splits, self.blocks)
-        self.shape += (triton.cdiv(self.blocks, self.splits), self.num_states, 1)
+        state_strides = (self.num_states, 1)
+        counts = (self.tiles, self.splits, self.blocks, triton.cdiv(self.blocks, self.splits))
+        self.shape = (self.length, self.channels, self.num_states, *counts, *state_strides)
         self.exact = {"dtype": torch.float32, "device": x.device}
         self._prepare(k, q, seq_idx)
 

@@ -10,9 +10,6 @@ import os
 from pathlib import Path
 
 import triton
-from triton.compiler.errors import CompilationError
-
-__all__ = ["CompilationError", "shape_class", "tile_sizes", "time_splits", "tuned", "tuned_path"]
 
 BLOCK = 64  # tokens between checkpoints
 SCHEDULERS = 4  # of a multiprocessor, each of which issues from one warp at a time

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterator
 
 import torch
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources
 
 from hf_hybrid_ssm.ops.longhorn_scan import triton_sizes
 
@@ -25,10 +27,10 @@ def candidates(num_states: int, *, backward: bool) -> Iterator[dict[str, int]]:
     first = {name: table[name] for name in triton_sizes.NAMES}
     yield first
     states = table["S"] * table["P"]
-    for lane_states in (size for size in (4, 8, 16) if size <= states):
+    for lane_states in sorted({min(size, states) for size in (4, 8, 16)}):
         for width in (16, 32, 64):
             lanes = states // lane_states * width  # of a program, if a lane has one channel
-            for num_warps in {max(1, lanes // 32), max(1, lanes // 64)}:
+            for num_warps in sorted({max(1, lanes // 32), max(1, lanes // 64)}):
                 for tokens in (2, 4, 8) if backward else (4, 8, 16):
                     for stages in (2, 3):
                         sizes = dict(zip(triton_sizes.NAMES, (width, tokens, lane_states, num_warps, stages)))
@@ -46,7 +48,7 @@ def tune(batch: int, length: int, width: int, num_states: int, dtype: torch.dtyp
     """The fastest sizes of both directions, written to the file that the launches read; → what was written.
 
     Raises:
-        RuntimeError: there is no CUDA device.
+        RuntimeError: there is no CUDA device, or no candidate ran.
     """
     if not torch.cuda.is_available():
         raise RuntimeError(
@@ -66,10 +68,12 @@ def tune(batch: int, length: int, width: int, num_states: int, dtype: torch.dtyp
                 for got, want in zip(values, expected):
                     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2 * float(want.abs().max()))
                 times.append((_milliseconds(inputs, backward), sizes))
-            except (RuntimeError, AssertionError, triton_sizes.CompilationError) as error:
+            except (RuntimeError, AssertionError, CompilationError, OutOfResources) as error:
                 print(f"{name} {sizes}: {type(error).__name__}", file=sys.stderr)
             finally:
                 del triton_sizes.MEASURING[name]
+        if not times:
+            raise RuntimeError(f"No candidate for {name} ran; see above.")
         best, found[name] = min(times, key=lambda entry: entry[0])
         print(f"{name}: {best:.3f} ms with {found[name]}, {times[0][0]:.3f} ms with the table's")
     path = triton_sizes.tuned_path(device)
