@@ -10,13 +10,24 @@ import torch
 
 from hf_hybrid_ssm.ops.causal_conv import causal_conv
 from hf_hybrid_ssm.ops.causal_conv import triton as conv_launcher
+from hf_hybrid_ssm.ops.causal_conv.triton_step import causal_conv_step_triton
 from hf_hybrid_ssm.ops.long_conv import long_conv
 from hf_hybrid_ssm.ops.long_conv import triton as long_launcher
-from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
+from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan, triton_sizes
 from hf_hybrid_ssm.ops.longhorn_scan import triton as launcher
+from hf_hybrid_ssm.ops.longhorn_scan.triton_step import longhorn_step_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}  # relative to the largest entry
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """As the interpreter takes its time over every operation; lanes that share a channel are P = 4 and more."""
+    monkeypatch.setattr(triton_sizes, "BLOCK", 8)
+    for table in ("FORWARD", "BACKWARD"):
+        sizes = {states: entry | {"S": 4, "T": 4} for states, entry in getattr(triton_sizes, table).items()}
+        monkeypatch.setattr(triton_sizes, table, sizes)
 
 
 @pytest.fixture(autouse=True)
@@ -71,15 +82,15 @@ SCANS = {
     "one-token": {"shape": (2, 1, 3, 4)},
     "ragged": {"shape": (2, 13, 5, 3)},
     "bare": {"shape": (1, 9, 3, 4), "optional": False},
-    "many-channels": {"shape": (1, 5, 70, 5)},
+    "many-channels": {"shape": (1, 5, 35, 5)},
     "many-states": {"shape": (1, 5, 3, 17)},
     "one-state": {"shape": (1, 9, 2, 1)},
-    "packed": {"shape": (2, 19, 3, 3), "packed": True},
+    "packed": {"shape": (2, 13, 3, 3), "packed": True},
     "padded": {"shape": (3, 11, 3, 4), "lengths": [11, 4, 0]},
     "packed-padded": {"shape": (2, 11, 3, 4), "packed": True, "lengths": [11, 6]},
-    "split": {"shape": (2, 37, 3, 3), "splits": 3},
-    "split-packed": {"shape": (1, 37, 3, 3), "splits": 2, "packed": True},
-    "split-bare": {"shape": (1, 33, 3, 3), "splits": 4, "optional": False},
+    "split": {"shape": (2, 21, 3, 3), "splits": 3},
+    "split-packed": {"shape": (1, 21, 3, 3), "splits": 2, "packed": True},
+    "split-bare": {"shape": (1, 25, 3, 3), "splits": 4, "optional": False},
     "bfloat16": {"shape": (1, 13, 5, 3), "dtype": torch.bfloat16},
     "float16": {"shape": (1, 13, 5, 3), "dtype": torch.float16, "splits": 2},
 }
@@ -88,8 +99,7 @@ SCANS = {
 @pytest.mark.parametrize("case", SCANS.values(), ids=SCANS.keys())
 def test_scan_agrees_with_reference(case, monkeypatch):
     case = {"dtype": torch.float32, "packed": False, "lengths": None, "splits": 1, "optional": True} | case
-    monkeypatch.setattr(launcher.triton_sizes, "BLOCK", 8)
-    monkeypatch.setattr(launcher.triton_sizes, "time_splits", lambda *_: case["splits"])
+    monkeypatch.setattr(triton_sizes, "time_splits", lambda *_: case["splits"])
     batch, length = case["shape"][:2]
     inputs = scan_inputs(*case["shape"], case["dtype"], case["optional"])
     options = {"seq_idx": documents(batch, length) if case["packed"] else None, "lengths": None}
@@ -140,11 +150,47 @@ def test_extreme_steps_and_keys():
 
 
 def test_gradients_repeat_bit_for_bit(monkeypatch):
-    monkeypatch.setattr(launcher.triton_sizes, "BLOCK", 8)
-    monkeypatch.setattr(launcher.triton_sizes, "time_splits", lambda *_: 2)
+    monkeypatch.setattr(triton_sizes, "time_splits", lambda *_: 2)
     inputs = scan_inputs(2, 17, 5, 3, torch.float32)
     first, second = (gradients(longhorn_scan, inputs, None, backend="triton") for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("bare", [False, True])
+def test_step_of_the_scan_agrees_with_reference(dtype, bare):
+    """One token after another, the state overwritten; the inputs' rows lie apart."""
+    batch, length, channels, states = 2, 3, 21, 5
+    inputs = {name: t.detach() for name, t in scan_inputs(batch, length, channels, states, dtype, not bare).items()}
+    state = inputs.pop("initial_state", torch.zeros(batch, channels, states, device=DEVICE)).clone()
+    options = {name: inputs.pop(name) for name in ("beta_bias", "D") if not bare}
+    exact = {name: t.double() for name, t in (inputs | options).items()}
+    want, final = longhorn_scan(**exact, initial_state=state.double(), return_final_state=True, backend="reference")
+    address, tokens = state.data_ptr(), []
+    for t in range(length):
+        token = {name: values[:, t] for name, values in inputs.items()}
+        y, after = longhorn_step_triton(
+            *(token.pop(n) for n in ("x", "beta_logit", "k", "q")), state, **token, **options
+        )
+        assert after is state and y.dtype == dtype
+        tokens.append(y)
+    assert state.data_ptr() == address
+    assert_agree({"y": torch.stack(tokens, 1), "state": state}, {"y": want, "state": final}, BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_step_of_the_convolution_agrees_with_reference(dtype, width):
+    batch, length, channels = 2, 4, 130
+    x = random(batch, length, channels + 3, seed=1).to(dtype)[..., :channels]  # rows that lie apart
+    weight, bias = random(channels, width, seed=2).to(dtype), random(channels, seed=3).to(dtype)
+    state = random(batch, width - 1, channels, seed=4).to(dtype)
+    exact = (t.double() for t in (x, weight, bias))
+    options = {"activation": "silu", "initial_state": state.double(), "return_final_state": True}
+    want, final = causal_conv(*exact, **options, backend="reference")
+    tokens = [causal_conv_step_triton(x[:, t], state, weight, bias, activation="silu")[0] for t in range(length)]
+    bounds = {"y": torch.stack(tokens, 1), "state": state}, {"y": want, "state": final}, BOUNDS[dtype]
+    assert_agree(*bounds)
 
 
 CONVOLUTIONS = {

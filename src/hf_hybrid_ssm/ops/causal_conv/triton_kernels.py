@@ -1,4 +1,7 @@
-"""Triton kernels of the short causal convolution: tiles of BT tokens by BD channels, K shifted loads each."""
+"""Triton kernels of the short causal convolution: tiles of BT tokens by BD channels, K shifted loads each.
+
+`row * 0` makes the tokens' numbers 64-bit, and so what they are multiplied with.
+"""
 
 import triton
 import triton.language as tl
@@ -57,7 +60,7 @@ def forward_kernel(
 ):  # fmt: skip
     """y_t = silu(bias + sum_j w_j x_{t-K+1+j})."""
     row = tl.program_id(2).to(tl.int64)
-    t, d = tl.program_id(1) * BT + tl.arange(0, BT), tl.program_id(0) * BD + tl.arange(0, BD)
+    t, d = row * 0 + tl.program_id(1) * BT + tl.arange(0, BT), tl.program_id(0) * BD + tl.arange(0, BD)
     is_channel = d < channels
     total = taps_sum(
         x, weight, bias, state, seq_idx, row, t, d, x_row, x_step, L, channels,
@@ -77,7 +80,7 @@ def weight_gradient_kernel(
 ):  # fmt: skip
     """The gradient of the sum before silu (computed again from x), and this tile's share of those of the weights."""
     row = tl.program_id(2).to(tl.int64)
-    t, d = tl.program_id(1) * BT + tl.arange(0, BT), tl.program_id(0) * BD + tl.arange(0, BD)
+    t, d = row * 0 + tl.program_id(1) * BT + tl.arange(0, BT), tl.program_id(0) * BD + tl.arange(0, BD)
     is_channel = d < channels
     ok = (t < L)[:, None] & is_channel[None, :]
     g = load(grad_y + row * g_row + t[:, None] * g_step + d[None, :], ok)
@@ -106,7 +109,7 @@ def input_gradient_kernel(
 ):  # fmt: skip
     """dx_t = sum_j w_j g_{t+K-1-j}, from the first token of the state (t = -(K - 1)) on."""
     row = tl.program_id(2).to(tl.int64)
-    t = tl.program_id(1) * BT + tl.arange(0, BT) - (K - 1)
+    t = row * 0 + tl.program_id(1) * BT + tl.arange(0, BT) - (K - 1)
     d = tl.program_id(0) * BD + tl.arange(0, BD)
     is_channel = d < channels
     total = tl.zeros([BT, BD], tl.float32)

@@ -58,10 +58,9 @@ class _Launch:
         lanes = self.batch * self.tiles * 32 * self.sizes["num_warps"]
         self.splits = triton_sizes.time_splits(lanes, self.length, multiprocessors(x.device))
         self.grid = (self.tiles * self.splits * self.batch,)
-        # states as the op has them, (B, D, N), and checkpoints as lanes hold them, (N, D)
-        self.shape = (self.length, self.channels, self.num_states, self.tiles, self.splits, self.blocks)
-        self.shape += (triton.cdiv(self.blocks, self.splits), self.num_states, 1)
-        self.check_strides = (1, self.channels)
+        state_strides = (self.num_states, 1)
+        counts = (self.tiles, self.splits, self.blocks, triton.cdiv(self.blocks, self.splits))
+        self.shape = (self.length, self.channels, self.num_states, *counts, *state_strides)
         self.exact = {"dtype": torch.float32, "device": x.device}
         self._prepare(k, q, seq_idx)
 
@@ -97,6 +96,12 @@ class _Launch:
         return entering
 
 
+def _checkpoint_shape(x: Tensor, k: Tensor) -> tuple:
+    (batch, length, channels), num_states = x.shape, k.shape[-1]
+    block, width = triton_sizes.BLOCK, triton_sizes.WIDTH
+    return batch, (length + block - 1) // block, (channels + width - 1) // width, num_states, width
+
+
 @torch.library.custom_op("hf_hybrid_ssm::longhorn_scan_triton", mutates_args=())
 def scan(
     x: Tensor,
@@ -110,15 +115,14 @@ def scan(
     seq_idx: Tensor | None,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """→ output (B, L, D), final state (B, D, N), and with `save` the checkpoints (B, L / BLOCK, N, D), else empty."""
+    """→ output (B, L, D), final state (B, D, N), and with `save` checkpoints (B, L / BLOCK, D / WIDTH, N, WIDTH)."""
     (batch, length, channels), num_states = x.shape, k.shape[-1]
     x, beta_logit, k, q, z = dense_rows(x, beta_logit, k, q, z)
     beta_bias, D, seq_idx = contiguous(beta_bias, D, seq_idx)
-    blocks = triton.cdiv(length, triton_sizes.BLOCK)
     o = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     exact = {"dtype": torch.float32, "device": x.device}
     final_state = torch.empty(batch, channels, num_states, **exact)
-    checkpoints = torch.empty((batch, blocks, num_states, channels) if save else (0,), **exact)
+    checkpoints = torch.empty(_checkpoint_shape(x, k) if save else (0,), **exact)
     if final_state.numel() == 0 or length == 0:
         final_state = torch.zeros_like(final_state) if initial_state is None else initial_state.float().clone()
         return o, final_state, checkpoints
@@ -136,18 +140,18 @@ def scan(
             states = launch.chain(products, ends, states, reverse=False)
         kernels.forward_kernel[launch.grid](
             x, beta_logit, z, keys, queries, norms, keeps, beta_bias, D, states, o, final_state, checkpoints,
-            *strides(x, beta_logit, z), *launch.shape, *launch.check_strides, **flags, **launch.sizes,
+            *strides(x, beta_logit, z), *launch.shape, 1, **flags, **launch.sizes,
             HAS_SKIP=D is not None, HAS_GATE=z is not None, HAS_STATES=states is not None, SAVE=save,
+            WIDTH=triton_sizes.WIDTH,
         )  # fmt: skip
     return o, final_state, checkpoints
 
 
 @scan.register_fake
 def _(x, beta_logit, k, q, beta_bias, D, z, initial_state, seq_idx, save):
-    (batch, length, channels), num_states = x.shape, k.shape[-1]
+    (batch, _, channels), num_states = x.shape, k.shape[-1]
     state = {"dtype": torch.float32, "device": x.device}
-    blocks = (length + triton_sizes.BLOCK - 1) // triton_sizes.BLOCK
-    checkpoints = (batch, blocks, num_states, channels) if save else (0,)
+    checkpoints = _checkpoint_shape(x, k) if save else (0,)
     return (
         torch.empty(x.shape, dtype=x.dtype, device=x.device),
         torch.empty(batch, channels, num_states, **state),
@@ -205,9 +209,9 @@ def scan_backward(
         backward_kernels.backward_kernel[launch.grid](
             x, beta_logit, z, grad_o, keys, queries, norms, keeps, beta_bias, D, checkpoints, grads, scratch,
             dx, dlogit, dz, dq_parts, dk_parts, norm_parts, dbias, dskip, dinitial,
-            *strides(x, beta_logit, z, grad_o), *launch.shape, *launch.check_strides, 1, sizes["BD"], batch,
+            *strides(x, beta_logit, z, grad_o), *launch.shape, 1, batch,
             **flags, **sizes, HAS_SKIP=D is not None, HAS_GRAD_STATES=grads is not None,
-            PRECISE=x.dtype == torch.float32,
+            PRECISE=x.dtype == torch.float32, WIDTH=triton_sizes.WIDTH,
         )  # fmt: skip
         backward_kernels.finish_kernel[launch.shared_grid](
             dq_parts, dk_parts, norm_parts, keys, dq, dk, length, launch.padded, num_states,

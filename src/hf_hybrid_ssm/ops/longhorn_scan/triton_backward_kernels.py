@@ -4,22 +4,32 @@ import triton
 import triton.language as tl
 
 from hf_hybrid_ssm.ops._core.triton_helpers import exponential, load, reciprocal
-from hf_hybrid_ssm.ops.longhorn_scan.triton_kernels import STRIDES, compute_delta, dot_states, pick, place, spread
+from hf_hybrid_ssm.ops.longhorn_scan.triton_kernels import (
+    STRIDES,
+    compute_delta,
+    dot_states,
+    in_checkpoint,
+    pick,
+    place,
+    spread,
+)
 
 
 @triton.jit
 def sum_channels(values, total, column: tl.constexpr, N: tl.constexpr, BD: tl.constexpr, PRECISE: tl.constexpr):
-    """Adds the sums over channels of values [S, BD, P] to a column of total [N, 16], on tensor cores.
+    """Puts the sums over channels of values [S, BD, P] into a column of total [N, 16], by tensor cores.
 
-    A product with ones rounds a value to tf32's eleven bits; PRECISE takes the rest in a second product.
+    A product with ones rounds a value to tf32's eleven bits; PRECISE adds the rest, of which eleven bits count.
     """
     values = tl.reshape(tl.permute(values, (0, 2, 1)), [N, BD])
-    ones = tl.where(tl.broadcast_to(tl.arange(0, 16)[None, :] == column, [BD, 16]), 1.0, 0.0)
+    ones = tl.full([BD, 16], 1.0, tl.float32)
     if PRECISE:
         high = (values.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-        total = tl.dot(values - high, ones, total, input_precision="tf32")
-        values = high
-    return tl.dot(values, ones, total, input_precision="tf32")
+        rest = tl.dot(values - high, ones, input_precision="tf32")
+        sums = tl.dot(high, ones, rest, input_precision="tf32")
+    else:
+        sums = tl.dot(values, ones, input_precision="tf32")
+    return tl.where(tl.arange(0, 16)[None, :] == column, sums, total)
 
 
 @triton.jit(do_not_specialize=STRIDES)
@@ -27,10 +37,10 @@ def backward_kernel(
     x, beta_logit, z, grad_o, keys, queries, norms, keeps, beta_bias, skip, checkpoints, grad_states, scratch,
     dx, dlogit, dz, dq_parts, dk_parts, norm_parts, dbias_parts, dskip_parts, dinitial,
     x_row, x_step, logit_row, logit_step, z_row, z_step, g_row, g_step,
-    L, channels, num_states, tiles, num_splits, num_blocks, blocks_per_split, state_d, state_n, check_d, check_n,
-    scratch_d, scratch_n, rows,
+    L, channels, num_states, tiles, num_splits, num_blocks, blocks_per_split, state_d, state_n, lane,
+    rows,
     HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
-    HAS_GRAD_STATES: tl.constexpr, PRECISE: tl.constexpr,
+    HAS_GRAD_STATES: tl.constexpr, PRECISE: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, T: tl.constexpr, S: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """All gradients of one split of one row for BD channels, blocks of tokens from last to first.
@@ -48,7 +58,7 @@ def backward_kernel(
     in_tile, size = (n3 < num_states) & (d3 < channels), num_states * channels
     in_keys = (t3 * P + p3) * S + tl.arange(0, S)[None, :, None]
     own = scratch + tl.program_id(0).to(tl.int64) * SUBS * N * BD
-    own_tile = tl.arange(0, BD)[None, :, None] * scratch_d + n3 * scratch_n
+    own_tile = tl.arange(0, BD)[None, :, None] * lane + n3 * BD
     line, column = tl.arange(0, N)[:, None], tl.arange(0, 16)[None, :]
     in_parts = (column % T) * N + (line % P) * S + line // P
     bias = load(beta_bias + d, is_channel) if HAS_BIAS else 0.0
@@ -61,8 +71,8 @@ def backward_kernel(
     first_block, last_block = split * blocks_per_split, tl.minimum((split + 1) * blocks_per_split, num_blocks)
     for turn in range(0, last_block - first_block):
         block = last_block - 1 - turn
-        here = checkpoints + (row * num_blocks + block) * size
-        h = tl.load(here + (d3 * check_d + n3 * check_n), mask=in_tile, other=0.0)
+        here = checkpoints + (row * num_blocks + block) * tl.cdiv(channels, WIDTH) * num_states * WIDTH
+        h = tl.load(here + in_checkpoint(d3, n3, num_states, lane, WIDTH), mask=in_tile, other=0.0)
         for sub in tl.range(0, SUBS - 1, num_stages=STAGES):
             tl.store(own + sub * (N * BD) + own_tile, h)
             first = block * BLOCK + sub * T + wide
@@ -210,9 +220,7 @@ def backward_summary_kernel(
         first = (end - 1 - turn) * T + wide
         shared = row * num_blocks * BLOCK + first
         real = (t < L - first)[:, None] & is_channel[None, :]
-        logit = load(
-            beta_logit + row * logit_row + first * logit_step + (t[:, None] * logit_step + d[None, :]), real
-        )
+        logit = load(beta_logit + row * logit_row + first * logit_step + (t[:, None] * logit_step + d[None, :]), real)
         g_t = load(grad_o + row * g_row + first * g_step + (t[:, None] * g_step + d[None, :]), real)
         key, query = tl.load(keys + shared * (S * P) + in_keys), tl.load(queries + shared * (S * P) + in_keys)
         if HAS_GATE:

@@ -1,25 +1,25 @@
 """Triton kernels of the Longhorn scan: tiles of tokens arrive asynchronously, the states stay in registers.
 
 A program walks through time with BD channels. Its states are [S, BD, P]: state n = p S + s, where a lane holds S
-states of a channel and P lanes share one, so that with P = 1 sums over states need no exchange between lanes. The inputs
-of the next tiles of T tokens are on their way to shared memory (`num_stages`) while T steps run from registers.
+states of a channel and P lanes share one, so that with P = 1 sums over states need no exchange between lanes. The
+inputs of the next tiles of T tokens are on their way to shared memory (`num_stages`) while T steps run from registers.
 
-What all channels share is prepared once by `prepare_kernel`: keys and queries in float32, their order that of the lanes,
-|k|² and where documents go on. The states before every `BLOCK` tokens are checkpoints; the backward computes the states
-between them again, first those before every T tokens (to `scratch`), then those of T tokens, in registers.
+What all channels share is prepared once by `prepare_kernel`: keys and queries in float32, |k|² and where documents go
+on. The states before every `BLOCK` tokens are checkpoints; the backward computes the states between them again, first
+those before every T tokens (to `scratch`), then those of T tokens, in registers.
 
 A row may be split over time between programs: `*_summary_kernel` finds what each split does to the state that enters
 it (a product of decays and an end state from zero), `chain_kernel` chains the splits, and the main kernel starts each
-split from the right state. Offsets of tokens are 64-bit. Strides of states are known at run time only: the compiler
-would otherwise choose the layout of the registers after that of the memory.
+split from the right state. Offsets of tokens are 64-bit. Strides of states over channels are known at run time only:
+the compiler would otherwise choose the layout of the registers after that of the memory.
 """
 
 import triton
 import triton.language as tl
 
-from hf_hybrid_ssm.ops._core.triton_helpers import exponential, load, reciprocal
+from hf_hybrid_ssm.ops._core.triton_helpers import INTERPRETING, exponential, load, reciprocal
 
-STRIDES = ["state_d", "state_n", "check_d", "check_n", "scratch_d", "scratch_n"]
+STRIDES = ["state_d", "state_n", "lane"]
 
 
 @triton.jit
@@ -38,9 +38,12 @@ def pick(tile, index, i):
 
 @triton.jit
 def dot_states(a, b, index, total, S: tl.constexpr):
-    """total + sum over s of a b, one multiply-add after the other."""
-    for s in tl.static_range(S):
-        total += pick(a, index, s) * pick(b, index, s)
+    """total + sum over s of a b, one multiply-add after the other (the interpreter would take long over those)."""
+    if INTERPRETING:
+        total += tl.sum(a * b, 0)
+    else:
+        for s in tl.static_range(S):
+            total += pick(a, index, s) * pick(b, index, s)
     return total
 
 
@@ -55,6 +58,12 @@ def place(program, tiles, num_splits):
 def spread(tile, T: tl.constexpr, BD: tl.constexpr, P: tl.constexpr):
     """[T, BD] to all lanes of a channel."""
     return tl.broadcast_to(tile[:, :, None], [T, BD, P])
+
+
+@triton.jit
+def in_checkpoint(d, n, num_states, lane, WIDTH: tl.constexpr):
+    """Where a state lies in a checkpoint (D / WIDTH, N, WIDTH); `lane` is 1, which the compiler must not know."""
+    return (d // WIDTH) * (num_states * WIDTH) + n * WIDTH + (d % WIDTH) * lane
 
 
 @triton.jit
@@ -87,9 +96,9 @@ def prepare_kernel(
 def forward_kernel(
     x, beta_logit, z, keys, queries, norms, keeps, beta_bias, skip, initial_states, o, final_state, checkpoints,
     x_row, x_step, logit_row, logit_step, z_row, z_step,
-    L, channels, num_states, tiles, num_splits, num_blocks, blocks_per_split, state_d, state_n, check_d, check_n,
+    L, channels, num_states, tiles, num_splits, num_blocks, blocks_per_split, state_d, state_n, lane,
     HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
-    HAS_STATES: tl.constexpr, SAVE: tl.constexpr,
+    HAS_STATES: tl.constexpr, SAVE: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, T: tl.constexpr, S: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """h += k (Delta x - Delta k h), o = (q·h + D x) silu(z): one split of one row for BD channels."""
@@ -112,9 +121,7 @@ def forward_kernel(
         shared = row * num_blocks * BLOCK + first
         real = (t < L - first)[:, None] & is_channel[None, :]
         x_t = load(x + row * x_row + first * x_step + (t[:, None] * x_step + d[None, :]), real)
-        logit = load(
-            beta_logit + row * logit_row + first * logit_step + (t[:, None] * logit_step + d[None, :]), real
-        )
+        logit = load(beta_logit + row * logit_row + first * logit_step + (t[:, None] * logit_step + d[None, :]), real)
         key, query = tl.load(keys + shared * (S * P) + in_keys), tl.load(queries + shared * (S * P) + in_keys)
         delta, _ = compute_delta(logit + bias, tl.load(norms + shared + t)[:, None])
         key, query = (
@@ -125,8 +132,10 @@ def forward_kernel(
         if HAS_DOCUMENTS:
             keep = spread(tl.broadcast_to(tl.load(keeps + shared + t)[:, None], [T, BD]), T, BD, P)
         if SAVE and step % (BLOCK // T) == 0:
-            here = checkpoints + (row * num_blocks + step // (BLOCK // T)) * size
-            tl.store(here + (d3 * check_d + n3 * check_n), h, mask=in_tile)
+            here = (
+                checkpoints + (row * num_blocks + step // (BLOCK // T)) * tl.cdiv(channels, WIDTH) * num_states * WIDTH
+            )
+            tl.store(here + in_checkpoint(d3, n3, num_states, lane, WIDTH), h, mask=in_tile)
         y = tl.zeros([T, BD, P], tl.float32)
         for i in tl.static_range(T):
             k_i = pick(key, t4, i)
@@ -168,9 +177,7 @@ def forward_summary_kernel(
         shared = row * num_blocks * BLOCK + first
         real = (t < L - first)[:, None] & is_channel[None, :]
         x_t = load(x + row * x_row + first * x_step + (t[:, None] * x_step + d[None, :]), real)
-        logit = load(
-            beta_logit + row * logit_row + first * logit_step + (t[:, None] * logit_step + d[None, :]), real
-        )
+        logit = load(beta_logit + row * logit_row + first * logit_step + (t[:, None] * logit_step + d[None, :]), real)
         delta, _ = compute_delta(logit + bias, tl.load(norms + shared + t)[:, None])
         key = tl.broadcast_to(tl.load(keys + shared * (S * P) + in_keys)[:, :, None, :], [T, S, BD, P])
         deltas, writes = spread(delta, T, BD, P), spread(delta * x_t, T, BD, P)

@@ -13,20 +13,22 @@ import triton
 
 BLOCK = 64  # tokens between checkpoints
 SCHEDULERS = 4  # of a multiprocessor, each of which issues from one warp at a time
+WIDTH = 16  # channels that lie together in a checkpoint
 NAMES = ("BD", "T", "S", "num_warps", "STAGES")
-# by N up to: what the compiler's reports of every class in reports/kernel_evidence.md speak for
+# by N up to: what the compiler's reports in reports/kernel_evidence.md speak for
 FORWARD = {
     16: {"BD": 32, "T": 8, "S": 16, "num_warps": 1, "STAGES": 3},
     32: {"BD": 32, "T": 8, "S": 16, "num_warps": 2, "STAGES": 3},
     64: {"BD": 32, "T": 8, "S": 16, "num_warps": 4, "STAGES": 3},
-    math.inf: {"BD": 16, "T": 4, "S": 16, "num_warps": 8, "STAGES": 2},
+    math.inf: {"BD": 16, "T": 4, "S": 16, "num_warps": 4, "STAGES": 2},
 }
 BACKWARD = {
-    16: {"BD": 32, "T": 4, "S": 16, "num_warps": 1, "STAGES": 2},
-    32: {"BD": 32, "T": 4, "S": 16, "num_warps": 2, "STAGES": 2},
-    64: {"BD": 32, "T": 4, "S": 16, "num_warps": 4, "STAGES": 2},
-    math.inf: {"BD": 16, "T": 4, "S": 16, "num_warps": 8, "STAGES": 2},
+    16: {"BD": 16, "T": 4, "S": 4, "num_warps": 2, "STAGES": 3},
+    32: {"BD": 16, "T": 2, "S": 4, "num_warps": 4, "STAGES": 3},
+    64: {"BD": 16, "T": 2, "S": 4, "num_warps": 8, "STAGES": 3},
+    math.inf: {"BD": 16, "T": 2, "S": 8, "num_warps": 8, "STAGES": 2},
 }
+MEASURING: dict[str, dict[str, int]] = {}  # what `triton_tune` is trying, by shape class
 
 
 def tile_sizes(num_states: int, *, backward: bool, rows: int = 1, length: int = 1, dtype: str = "", device: str = ""):
@@ -34,7 +36,8 @@ def tile_sizes(num_states: int, *, backward: bool, rows: int = 1, length: int = 
     states = max(16 if backward else 2, triton.next_power_of_2(num_states))
     table = BACKWARD if backward else FORWARD
     found = next(sizes for largest, sizes in table.items() if states <= largest)
-    found = found | tuned(device).get(shape_class(rows, length, num_states, dtype, backward=backward), {})
+    name = shape_class(rows, length, num_states, dtype, backward=backward)
+    found = found | (MEASURING.get(name) or tuned(device).get(name, {}))
     lanes = min(found["S"], states)
     return found | {"S": lanes, "P": states // lanes, "BLOCK": BLOCK, "enable_fp_fusion": True}
 

@@ -1,0 +1,318 @@
+"""What the compiler says of every Triton kernel of the package, for cards that are not here.
+
+Compiles each kernel for each shape class and generation of cards, and reads from the machine code: registers, stack,
+spills, shared memory, and the instructions of each loop. For the scan it adds what these allow: bytes in flight on a
+multiprocessor against what the memory's latency asks for, instructions per token and channel against the issue rate,
+and the share of memory bandwidth that follows. No card is needed, and nothing here was measured on one.
+
+    python benchmarks/kernel_evidence.py                    writes reports/kernel_evidence.json and .md
+    python benchmarks/kernel_evidence.py --capability 90    of one generation only, printed
+    python benchmarks/kernel_evidence.py --pages A B        the pages of records that were printed so
+"""
+
+import argparse
+import json
+import math
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).parents[1]
+LATENCY = 700e-9  # seconds that a load from memory takes under load, assumed
+ISSUE = 0.85  # share of a scheduler's cycles that issue an instruction while it has a warp, assumed
+# name, multiprocessors, clock (Hz), bytes a second, registers of a multiprocessor
+CARDS = {
+    80: ("A100", 108, 1.41e9, 2.0e12, 65536),
+    90: ("H200", 132, 1.98e9, 4.8e12, 65536),
+    100: ("B200", 148, 1.97e9, 8.0e12, 65536),
+}
+SHAPES = {"B=8, L=2048, D=1536": (8, 2048, 1536), "B=1, L=65536, D=1536": (1, 65536, 1536)}
+IN_INPUT_DTYPE = {"x", "beta_logit", "z", "k", "q", "u", "grad_o", "o", "dx", "dlogit", "dz", "dk", "dq"}
+IN_INPUT_DTYPE |= {"grad_y", "y", "weight"}
+NUMBERS = {"L", "channels", "num_states", "num_blocks", "blocks_per_split", "size", "num_splits", "T", "W", "FIRST"}
+NUMBERS |= {
+    "input_channels",
+    "num_rows",
+    "num_tiles",
+    "tiles",
+    "padded",
+    "parts",
+    "rows",
+    "lane",
+    "state_d",
+    "state_n",
+}
+UNALIGNED = {
+    "L",
+    "lane",
+    "state_d",
+    "state_n",
+    "tiles",
+    "num_blocks",
+    "blocks_per_split",
+    "num_splits",
+    "parts",
+    "rows",
+}
+
+
+def compile_for(kernel, capability: int, constants: dict, *, dtype: str = "bf16", **options):
+    """The compiled kernel, its pointers and strides as aligned as those of whole tensors; needs no card."""
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {parameter.name: kind(parameter, dtype) for parameter in kernel.params}
+    constants = {name: value for name, value in constants.items() if signature.get(name) == "constexpr"}
+    constants |= {n: True for n, k in signature.items() if k == "constexpr" and n not in constants}
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, (name, k) in enumerate(signature.items())
+        if k != "constexpr" and name not in UNALIGNED
+    }
+    target = GPUTarget("cuda", capability, 32)
+    options = {"enable_fp_fusion": True, **options}
+    return compile(ASTSource(kernel, signature, constants, aligned), target=target, options=options)
+
+
+def kind(parameter, dtype: str) -> str:
+    """The type of a kernel's parameter, by its name."""
+    if parameter.is_constexpr:
+        return "constexpr"
+    if parameter.name in NUMBERS or parameter.name.endswith(("_row", "_step")):
+        return "i32"
+    if parameter.name == "seq_idx":
+        return "*i64"
+    return f"*{dtype}" if parameter.name in IN_INPUT_DTYPE else "*fp32"
+
+
+def kernels_of(module: ModuleType) -> dict:
+    """The kernels of a module that are its own, by name."""
+    found = {name: value for name, value in vars(module).items() if name.endswith("_kernel")}
+    return {name: kernel for name, kernel in found.items() if kernel.fn.__module__ == module.__name__}
+
+
+def cases() -> Iterator[tuple[str, str, object, dict]]:
+    """Op, shape class, kernel and constants, num_warps among them, of everything that is launched."""
+    from hf_hybrid_ssm.ops.causal_conv import triton as conv
+    from hf_hybrid_ssm.ops.causal_conv import triton_kernels as conv_kernels
+    from hf_hybrid_ssm.ops.causal_conv import triton_step_kernels as conv_step_kernels
+    from hf_hybrid_ssm.ops.long_conv import triton as long_conv
+    from hf_hybrid_ssm.ops.long_conv import triton_kernels as long_kernels
+    from hf_hybrid_ssm.ops.longhorn_scan import triton as scan
+    from hf_hybrid_ssm.ops.longhorn_scan import triton_backward_kernels, triton_kernels, triton_sizes
+    from hf_hybrid_ssm.ops.longhorn_scan import triton_step as scan_step
+    from hf_hybrid_ssm.ops.longhorn_scan import triton_step_kernels as scan_step_kernels
+
+    plain = {"HAS_DOCUMENTS": False, "WIDTH": triton_sizes.WIDTH, "PRECISE": False}
+    shared = {"T": scan.SHARED_TOKENS, "BN": 16, "num_warps": 4}
+    others = {
+        "prepare_kernel": shared,
+        "finish_kernel": shared,
+        "chain_kernel": {"BLOCK": scan.CHAIN_BLOCK, "num_warps": 4},
+    }
+    for states in (16, 32, 64):
+        for module, backward in ((triton_kernels, False), (triton_backward_kernels, True)):
+            for name, kernel in kernels_of(module).items():
+                sizes = others.get(name) or triton_sizes.tile_sizes(states, backward=backward)
+                if name not in others:
+                    yield "longhorn_scan", f"N={states}", kernel, plain | sizes
+                elif states == 16:
+                    yield "longhorn_scan", "", kernel, plain | sizes | {"HAS_DOCUMENTS": True}
+        for kernel in kernels_of(scan_step_kernels).values():
+            yield "longhorn_step", f"N={states}", kernel, scan_step.tile_sizes(states)
+    for kernel in (*kernels_of(conv_kernels).values(), *kernels_of(conv_step_kernels).values()):
+        yield "causal_conv", "K=4", kernel, {"K": 4, "BLOCK": 128, **conv.TILE}
+    for kernel in kernels_of(long_kernels).values():
+        yield "long_conv", "", kernel, dict(long_conv.TILE)
+
+
+def tool(name: str) -> str:
+    import triton
+
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
+
+
+def read_machine_code(compiled) -> dict:
+    """Registers, bytes of stack, instructions, and those of each loop: of the loop itself, without loops inside it."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        run = {"capture_output": True, "text": True, "check": True}
+        usage = subprocess.run([tool("cuobjdump"), "-res-usage", file.name], **run).stdout
+        text = subprocess.run([tool("nvdisasm"), "-c", file.name], **run).stdout
+    labels, instructions = {}, []
+    for line in text.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(instructions)
+        elif found := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
+            instructions.append(found[1].strip())
+    loops = []
+    body = instructions.index("EXIT") if "EXIT" in instructions else len(instructions)
+    for end, instruction in enumerate(instructions[:body]):  # after it are only what waits, and jumps back
+        target = re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction)
+        if target and labels.get(target[1], end) < end:
+            loops.append((labels[target[1]], end + 1))
+    loops = sorted(loop for loop in loops if loop[1] - loop[0] > 8)
+    inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    return {
+        "registers": int(re.search(r"REG:(\d+)", usage)[1]),
+        "stack": int(re.search(r"STACK:(\d+)", usage)[1]),
+        "shared": compiled.metadata.shared,
+        "warps": compiled.metadata.num_warps,
+        "instructions": len(instructions),
+        "inner loops": [end - start for start, end in inner],
+        "spills in inner loops": sum(_is_local(i) for start, end in inner for i in instructions[start:end]),
+        "spills": sum(map(_is_local, instructions)),
+        "loads wider than 4 bytes": sum(bool(re.search(r"LDG\S*\.(64|128)", i)) for i in instructions),
+        "most frequent": dict(Counter(map(_opcode, instructions)).most_common(8)),
+    }
+
+
+def _opcode(instruction: str) -> str:
+    return re.sub(r"^@!?U?P\w+\s+", "", instruction).split()[0].split(".")[0]
+
+
+def _is_local(instruction: str) -> bool:
+    return _opcode(instruction) in ("LDL", "STL")
+
+
+def bandwidth(report: dict, sizes: dict, capability: int, shape: tuple[int, int, int], *, backward: bool) -> dict:
+    """What the machine code of the scan allows at (B, L, D), bfloat16, with a gate: see the page."""
+    from hf_hybrid_ssm.ops.longhorn_scan import triton_sizes
+
+    _, processors, clock, rate, registers = CARDS[capability]
+    (batch, length, channels), warps = shape, sizes["num_warps"]
+    programs = batch * math.ceil(channels / sizes["BD"])
+    splits = triton_sizes.time_splits(programs * warps * 32, length, processors)
+    resident = min(
+        registers // (report["registers"] * 32 * warps), 227 * 1024 // max(report["shared"], 1024), 64 // warps
+    )
+    on_one = math.ceil(programs * splits / processors)
+    issued = (
+        math.ceil(on_one * warps / 4) * report["inner instructions per tile"] * math.ceil(length / splits / sizes["T"])
+    )
+    busy = min(on_one, resident)
+    tiles_in_flight = busy * (sizes["STAGES"] - 1) * sizes["BD"] * sizes["T"] * 2 * (4 if backward else 3)
+    least = batch * length * channels * 2 * (7 if backward else 4)  # bytes that have to move
+    ideal = least / rate
+    second = 1.0 if splits == 1 else 1.0 + report["summary share"]
+    by_issue = ideal / (issued * second / clock / ISSUE)
+    by_latency = tiles_in_flight / (rate * LATENCY / processors)
+    return {
+        "splits": splits,
+        "microseconds at least": round(ideal * 1e6, 1),
+        "instructions per token and channel": round(
+            report["inner instructions per tile"] / sizes["T"] * warps * 32 / sizes["BD"], 1
+        ),
+        "bytes in flight": tiles_in_flight,
+        "bytes wanted": round(rate * LATENCY / processors),
+        "share by issue": round(min(1.0, by_issue), 3),
+        "share by bytes in flight": round(min(1.0, by_latency), 3),
+        "share": round(min(1.0, by_issue, by_latency), 3),
+    }
+
+
+def evidence(capabilities: list[int]) -> list[dict]:
+    """A record of each kernel, class and generation."""
+    records = []
+    for capability in capabilities:
+        for op, shape_class, kernel, constants in cases():
+            options = {"num_warps": constants.get("num_warps", 4)}
+            report = read_machine_code(compile_for(kernel, capability, constants, **options))
+            name = {"op": op, "kernel": kernel.fn.__name__, "class": shape_class, "sm": capability}
+            records.append({**name, "sizes": _plain_sizes(constants), **report})
+            print(
+                f"{op} {name['kernel']} {shape_class} sm_{capability}: {report['registers']} registers",
+                file=sys.stderr,
+            )
+    for record in records:
+        if record["op"] == "longhorn_scan" and record["kernel"] in ("forward_kernel", "backward_kernel"):
+            record["bandwidth"] = _scan_shares(record, records)
+    return records
+
+
+def _plain_sizes(constants: dict) -> dict:
+    return {name: value for name, value in constants.items() if type(value) is int}
+
+
+def _scan_shares(record: dict, records: list[dict]) -> dict:
+    backward = record["kernel"] == "backward_kernel"
+    same = [
+        r for r in records if r["op"] == record["op"] and r["sm"] == record["sm"] and r["class"] == record["class"]
+    ]
+    name = record["kernel"].replace("_kernel", "_summary_kernel")
+    summary = sum(next(r for r in same if r["kernel"] == name)["inner loops"])
+    inner = sum(record["inner loops"])
+    report = record | {"inner instructions per tile": inner, "summary share": summary / inner}
+    return {
+        shape: bandwidth(report, record["sizes"], record["sm"], numbers, backward=backward)
+        for shape, numbers in SHAPES.items()
+    }
+
+
+PAGE = f"""
+The compiler's report on every Triton kernel of the package, for cards that were not there: **nothing on this page
+was measured on one.** Spills are reads and writes of local memory, in brackets those inside inner loops.
+
+Shares of memory bandwidth are estimates for bfloat16 with a gate. The bytes that have to move (forward x, logit, z, o;
+backward twice x, logit, z and the output's gradient) over the time that the instructions of the inner loops take, if
+the busiest scheduler issues in {ISSUE:.0%} of its cycles; and bytes of tiles in flight on a multiprocessor over those
+that {LATENCY * 1e9:.0f} ns of latency ask for (Little's law). The smaller one counts. A row that is cut into splits
+pays for a second pass. A multiply-add of a lane counts as one instruction: with 4 for each state the recurrence alone
+takes 64 at N = 16, and its gradients more than three times as many. Sizes, and all figures, are in
+`kernel_evidence.json`.
+"""
+
+
+def write_page(records: list[dict]) -> None:
+    sys.path.insert(0, str(ROOT))
+    from tests import reporting
+
+    about = ("src/hf_hybrid_ssm/ops", "benchmarks/kernel_evidence.py")
+    made = reporting.made_by("python benchmarks/kernel_evidence.py", about, ("triton",))
+    (ROOT / "reports" / "kernel_evidence.json").write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    columns = ("registers", "stack", "shared", "warps", "instructions")
+    rows = (
+        [f"{r['op']}.{r['kernel']}", r["class"], f"sm_{r['sm']}", *(r[c] for c in columns),
+         f"{r['spills']} ({r['spills in inner loops']})", " + ".join(map(str, r["inner loops"]))]
+        for r in records
+    )  # fmt: skip
+    shares = (
+        [r["kernel"], r["class"], CARDS[r["sm"]][0], shape, b["splits"], b["microseconds at least"],
+         b["instructions per token and channel"], f"{b['bytes in flight']:,} of {b['bytes wanted']:,}",
+         f"{b['share by issue']:.0%}", f"{b['share by bytes in flight']:.0%}", f"{b['share']:.0%}"]
+        for r in records
+        for shape, b in r.get("bandwidth", {}).items()
+    )  # fmt: skip
+    head = ["kernel", "class", "for", *columns, "spills", "inner loops, instructions"]
+    share_head = ["scan", "class", "card", "shape", "splits", "least µs", "instructions a token and channel"]
+    share_head += ["bytes in flight", "by issue", "by bytes in flight", "share of bandwidth"]
+    parts = (PAGE.strip(), "## The scan's share of bandwidth, on paper", reporting.table(share_head, shares))
+    parts += ("## Kernels", reporting.table(head, rows))
+    reporting.write_page("kernel_evidence.md", "Triton kernels: what the compiler says", made, *parts)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--capability", type=int, choices=CARDS, help="only this one, and write no page")
+    parser.add_argument("--pages", nargs="+", type=Path, metavar="FILE", help="records to write the pages of")
+    options = parser.parse_args()
+    if options.pages:
+        records = [record for file in options.pages for record in json.loads(file.read_text(encoding="utf-8"))]
+    else:
+        records = evidence([options.capability] if options.capability else list(CARDS))
+    if options.capability:
+        print(json.dumps(records, indent=1))
+    else:
+        write_page(records)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

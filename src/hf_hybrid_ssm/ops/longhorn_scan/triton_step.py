@@ -1,0 +1,53 @@
+"""One token of the Longhorn scan on CUDA: the launch, as a torch.library op that overwrites the state."""
+
+import torch
+import triton
+from torch import Tensor
+
+from hf_hybrid_ssm.ops._core.triton_helpers import contiguous, dense_rows, device_guard, supports
+from hf_hybrid_ssm.ops.longhorn_scan import triton_step_kernels as kernels
+
+__all__ = ["longhorn_step_triton", "supports"]
+
+TILE_NUMBERS = 512  # of a program's states: sixteen of each lane
+
+
+def longhorn_step_triton(x, beta_logit, k, q, state, *, beta_bias=None, D=None, z=None):
+    """As `hf_hybrid_ssm.ops.longhorn_scan.longhorn_step`; → y and the state (B, D, N), which is overwritten."""
+    return step(*dense_rows(x, beta_logit, k, q, z), *contiguous(beta_bias, D), state), state
+
+
+def tile_sizes(num_states: int) -> dict[str, int]:
+    states = max(2, triton.next_power_of_2(num_states))
+    return {"BN": states, "BD": max(1, TILE_NUMBERS // states), "num_warps": 1}
+
+
+@torch.library.custom_op("hf_hybrid_ssm::longhorn_step_triton", mutates_args=("state",))
+def step(
+    x: Tensor,
+    beta_logit: Tensor,
+    k: Tensor,
+    q: Tensor,
+    z: Tensor | None,
+    beta_bias: Tensor | None,
+    skip: Tensor | None,
+    state: Tensor,
+) -> Tensor:
+    """y (B, D); the rows of the first five may lie apart."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    (batch, channels, num_states), sizes = state.shape, tile_sizes(state.shape[2])
+    if y.numel() == 0:
+        return y
+    tiles = triton.cdiv(channels, sizes["BD"])
+    rows = (0 if t is None else t.stride(0) for t in (x, beta_logit, k, q, z))
+    with device_guard(x):
+        kernels.step_kernel[(tiles * batch,)](
+            x, beta_logit, k, q, z, beta_bias, skip, state, y, *rows, channels, num_states, tiles,
+            HAS_BIAS=beta_bias is not None, HAS_SKIP=skip is not None, HAS_GATE=z is not None, **sizes,
+        )  # fmt: skip
+    return y
+
+
+@step.register_fake
+def _(x, beta_logit, k, q, z, beta_bias, skip, state):
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
