@@ -12,6 +12,7 @@ from hf_hybrid_ssm.layers.truncated_normal import truncated_normal
 from hf_hybrid_ssm.ops._core.autocast import without_autocast
 from hf_hybrid_ssm.ops._core.lengths import zero_beyond
 from hf_hybrid_ssm.ops._core.output_positions import check_output_positions, take_outputs
+from hf_hybrid_ssm.ops._core.tables import twice_conjugate
 from hf_hybrid_ssm.ops.linear_scan import diagonal_scan
 
 LARGEST_REAL = -1e-4  # eigenvalues are kept left of it, so that the recurrence stays stable whatever training does
@@ -101,7 +102,7 @@ class S5(Mixer):
     def _project_output(self, h: torch.Tensor, u: torch.Tensor | None, direction: int = 0) -> torch.Tensor:
         """2 Re(C h) + D u, (..., F, D)."""
         c = self.C.to(u.dtype if u is not None else h.real.dtype).unflatten(0, (-1, self.filters or 1))[direction]
-        rows = (c * c.new_tensor([2.0, -2.0])).reshape(-1, self.state_size)  # (F D, P)
+        rows = (c * twice_conjugate(device=c.device)).reshape(-1, self.state_size)  # (F D, P)
         y = (torch.view_as_real(h).flatten(-2) @ rows.T).unflatten(-1, (-1, self.hidden_size))
         return y + self.D.to(u.dtype) * u.unsqueeze(-2) if u is not None and self.use_skip else y
 
