@@ -25,6 +25,8 @@ def _reads(operation, args: tuple, kwargs: dict) -> bool:
         return operation._overloadname == "Tensor" and kwargs.get("output_size") is None
     if name in ("index", "index_put", "index_put_", "_index_put_impl_"):  # a mask's shape is the number of its ones
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    if name == "lift_fresh":  # a table made of numbers of the host is copied, while a single number travels alone
+        return args[0].dim() > 0 and args[0].numel() > 0
     return name in READS
 
 

@@ -14,6 +14,7 @@ from transformers import (
     DynamicCache,
     StaticCache,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hybrid_ssm import LonghornConfig, LonghornForCausalLM, LonghornForSequenceClassification, LonghornModel
 from hf_hybrid_ssm.models.longhorn.modeling_longhorn import LonghornMixer
@@ -409,3 +410,41 @@ def test_a_static_cache_says_that_it_cannot_go_back(model):
     model(ids, past_key_values=cache)
     with pytest.raises(RuntimeError, match="static cache cannot go back"):
         cache.crop(-1)
+
+
+def window_as_flash_attention(module, queries, keys, values, mask, *, dropout, scaling, sliding_window):
+    """What transformers' flash-attention takes and returns, by its equation."""
+    assert mask is None and dropout == 0.0
+    shared, distance = queries.shape[1] // keys.shape[1], torch.arange(queries.shape[2])
+    distance = distance.unsqueeze(1) - distance
+    logits = scaling * queries @ keys.repeat_interleave(shared, 1).mT
+    logits = logits.masked_fill((distance < 0) | (distance >= sliding_window), -torch.inf)
+    return (logits.softmax(-1) @ values.repeat_interleave(shared, 1)).transpose(1, 2), None
+
+
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_flash_attention_runs_windows_from_their_start(monkeypatch, with_mask):
+    """A row's first forward, padded or not; the steps after it go on from the same states."""
+    model = build({**HYBRID, "block_types": ["linear_attention", "sliding_attention", "sliding_attention"]}).double()
+    ids = torch.randint(3, 61, (2, 20))
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    inputs = {"attention_mask": mask} if with_mask else {}
+    expected, calls = model(ids, **inputs).logits, []
+
+    def flash(*arguments, **options):
+        calls.append(arguments[0].layer_idx)
+        return window_as_flash_attention(*arguments, **options)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", flash)
+    model.config._attn_implementation = "flash_attention_2"
+    cache = DynamicCache(config=model.config)
+    first = model(ids[:, :15], past_key_values=cache, **{name: given[:, :15] for name, given in inputs.items()}).logits
+    assert calls == [1, 2]
+    rest = model(ids[:, 15:], past_key_values=cache, **inputs).logits
+    packed = model(ids, seq_idx=torch.zeros_like(ids)).logits
+    assert calls == [1, 2]
+    real = mask.bool() if with_mask else torch.ones_like(mask).bool()
+    torch.testing.assert_close(torch.cat([first, rest], 1)[real], expected[real], rtol=1e-9, atol=1e-11)
+    if not with_mask:
+        torch.testing.assert_close(packed, expected, rtol=1e-9, atol=1e-11)

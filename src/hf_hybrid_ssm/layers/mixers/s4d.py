@@ -7,6 +7,7 @@ import torch
 
 from hf_hybrid_ssm.layers.mixers.hippo import legs_dplr
 from hf_hybrid_ssm.layers.mixers.state_space import SSM_FIELDS, StateSpaceMixer, complex_pairs, log_uniform_step
+from hf_hybrid_ssm.ops._core.tables import twice_conjugate
 from hf_hybrid_ssm.ops.linear_scan import Transition
 
 INITS = ("legs", "inv", "lin")
@@ -83,7 +84,7 @@ class DiagonalSSM(StateSpaceMixer):
     def output_rows(self, dtype: torch.dtype) -> torch.Tensor:
         """2 Re(C s) as a row over the real and imaginary parts of s: (2 Re C, -2 Im C)."""
         c = self.C.to(dtype)  # type: ignore[operator]
-        rows = c * c.new_tensor([2.0, -2.0])
+        rows = c * twice_conjugate(device=c.device)
         return rows.flatten(-2).view(-1, self.filters or 1, self.hidden_size, self.state_size)
 
 

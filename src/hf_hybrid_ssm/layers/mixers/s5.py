@@ -13,6 +13,7 @@ from hf_hybrid_ssm.layers.truncated_normal import truncated_normal
 from hf_hybrid_ssm.ops._core.autocast import without_autocast
 from hf_hybrid_ssm.ops._core.lengths import zero_beyond
 from hf_hybrid_ssm.ops._core.output_positions import check_output_positions, take_outputs
+from hf_hybrid_ssm.ops._core.tables import twice_conjugate
 from hf_hybrid_ssm.ops.linear_scan import diagonal_scan
 
 LARGEST_REAL = -1e-4  # eigenvalues are kept left of it, so that the recurrence stays stable whatever training does
@@ -101,7 +102,7 @@ class S5(CachedKernelMixer):
         """2 Re(C h) + D u, (..., F, D), for h (..., P/2), of both directions one after the other, with products in
         `dtype`."""
         c = self.C.to(h.real.dtype).unflatten(0, (-1, self.filters or 1))
-        rows = (c * c.new_tensor([2.0, -2.0])).permute(1, 2, 0, 3, 4).reshape(-1, 2 * h.shape[-1])  # (F D, P)
+        rows = (c * twice_conjugate(device=c.device)).permute(1, 2, 0, 3, 4).reshape(-1, 2 * h.shape[-1])  # (F D, P)
         y = _product(torch.view_as_real(h).flatten(-2), rows, dtype or u.dtype).unflatten(-1, (-1, self.hidden_size))
         return torch.addcmul(y, self.D.to(y.dtype), u.to(y.dtype).unsqueeze(-2)) if self.use_skip else y
 

@@ -237,7 +237,7 @@ def _is_plain(layer: nn.Module) -> bool:
     return type(layer) is nn.Linear and type(layer.weight) is nn.Parameter and not is_hooked
 
 
-def _windows(x: torch.Tensor, grid: AlignedGrid) -> torch.Tensor:
+def _windows(x: torch.Tensor, grid: AlignedGrid | FreeGrid) -> torch.Tensor:
     """x (B, L, H, e) → (B, J, 2 W, H, e), each block after the one before it, and block 0 after zeros."""
     gap = grid.num_blocks * grid.window - grid.length
     padded = F.pad(x, (0, 0, 0, 0, grid.window, gap))

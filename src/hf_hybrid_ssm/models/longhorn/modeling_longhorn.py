@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import (
     eager_attention_forward,
 )
 from transformers.utils import auto_docstring
+from transformers.utils.generic import is_flash_attention_requested
 
 from hf_hybrid_ssm.layers.feed_forward import SwiGLU
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
@@ -202,6 +203,8 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
         capacity: int | None,
         **options: Any,
     ) -> tuple[torch.Tensor, States]:
+        if not past and options["seq_idx"] is None and is_flash_attention_requested(self.config):
+            return self._mix_with_flash_attention(queries, keys, values, **options)
         output, state = local_attention(
             *(x.transpose(1, 2) for x in (queries, keys, values)),
             window=(self.config.sliding_window - 1, 0),
@@ -232,6 +235,31 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
             scale=self.scaling,
         )
         return self.o_proj(output.flatten(1).unsqueeze(1)), state._asdict()
+
+    def _mix_with_flash_attention(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        seq_idx: None,
+        lengths: torch.Tensor | None,
+        return_final_state: bool,
+    ) -> tuple[torch.Tensor, States]:
+        """Rows of one document from their start, by the kernel that was asked for; padding comes after all tokens that
+        look back."""
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        output, _ = attend(
+            self,
+            *(x.transpose(1, 2) for x in (queries, keys, values)),
+            None,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self.config.sliding_window,
+        )
+        options: dict[str, Any] = {"past": {}, "seq_idx": None, "lengths": lengths}
+        states = self.states_after(queries, keys, values, **options) if return_final_state else {}
+        return self.o_proj(output.flatten(2)), states
 
     def states_after(  # type: ignore[override]
         self,

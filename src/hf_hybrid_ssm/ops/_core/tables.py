@@ -25,3 +25,7 @@ def table(make: Callable[..., Sequence]) -> Callable[..., torch.Tensor]:
         return kept(*sizes, device=device)
 
     return get
+
+
+twice_conjugate = table(lambda: (2.0, -2.0))
+"""By which real and imaginary part of c are multiplied so that c · s becomes 2 Re(c s) of the parts of s."""
