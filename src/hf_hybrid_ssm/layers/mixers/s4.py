@@ -79,13 +79,7 @@ class S4(DiagonalSSM):
         r"""With R = 1 / (2 / dt - Lambda) and c the correction, Abar h = R (2 / dt + Lambda) h - R P Re(k · h), where
         k = 8 c / dt R P^*: both products of rank one of `_BilinearStep.advance` read the same sum."""
         step = self._discretised(dtype)
-        right = 4 * step.correction * (2 / self._dt(dtype)) * step.resolvent * step.p.conj()
-        decay, left, right = (
-            torch.view_as_real(part.resolve_conj()).flatten(-2)
-            for part in (
-                step.resolvent * step.expanded,
-                step.resolvent * step.p,
-                right.conj(),
-            )  # Re(k h) of real parts
-        )
+        right = 4 * step.correction * (2 / self._dt(dtype)) * step.resolvent.conj() * step.p  # Re(k · h): of k^*
+        parts = (step.resolvent * step.expanded, step.resolvent * step.p, right)
+        decay, left, right = (torch.view_as_real(part.resolve_conj()).flatten(-2) for part in parts)
         return decay, self.input_vector(dtype), (left, right)

@@ -77,14 +77,6 @@ class StateSpaceMixer(CachedKernelMixer):
         """D (F, D), or None."""
         return self.D.to(dtype) if self.use_skip else None  # type: ignore[operator]
 
-    def step_system(
-        self, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
-        """a, b, and l, r or None, (F, D, N) each, of s_t = a s_{t-1} - l (r · s_{t-1}) + b u_t (see `linear_step`)."""
-        transition = self.transition(dtype)
-        decay = transition.value.flatten(-2) if transition.form == "complex" else transition.value
-        return decay, self.input_vector(dtype), None
-
     # -- the system in block form -------------------------------------------------------------------------------
 
     def _dynamics(self, dtype: torch.dtype, direction: int) -> tuple[tuple[Transition, ...], torch.Tensor]:
@@ -232,6 +224,14 @@ class StateSpaceMixer(CachedKernelMixer):
             y = y if skip is None else y + skip * u_t.to(dtype).unsqueeze(1)
             y = F.silu(y) if self.applies_silu else y
         return self._squeeze(y).to(u_t.dtype)
+
+    def step_system(
+        self, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+        """a, b, and l, r or None, (F, D, N) each, of s_t = a s_{t-1} - l (r · s_{t-1}) + b u_t (see `linear_step`)."""
+        transition = self.transition(dtype)
+        decay = transition.value.flatten(-2) if transition.form == "complex" else transition.value
+        return decay, self.input_vector(dtype), None
 
     def _step_constants(self, dtype: torch.dtype) -> StepConstants:
         """What one token needs beside the state and itself."""

@@ -127,7 +127,7 @@ class RecurrentStates(nn.Module):
         if begins:  # a cache may hold zeros before the first block of a document
             fresh = (seen == 0).view(-1, 1, 1)
             s = torch.where(fresh, self.initial_state, s)
-            new = self._read(self.initial_state.unsqueeze(0), None)[1:]
+            new = self._keys_and_values(self.initial_state.unsqueeze(0))
             keys, values = (torch.where(fresh.unsqueeze(-1), n, old) for n, old in zip(new, (keys, values)))
         found = attention_step(queries, None, None, keys.transpose(1, 2), values.transpose(1, 2), **scales)
         slot = (seen % window).view(-1, 1, 1, 1)
@@ -137,12 +137,28 @@ class RecurrentStates(nn.Module):
         if ends:
             over = slot == window - 1
             tokens = (torch.cat([old, block], 1) for old, block in zip(before, blocks))
-            r = self.norm(s) + self.state_ids
-            s = torch.where(over[..., 0], self._update(s, r, keys, values, *tokens).to(s.dtype), s)
-            keys, values = (torch.where(over, new, old) for new, old in zip(self._read(s, None)[1:], (keys, values)))
+            after = self._after_block(s, keys, values, *tokens).to(s.dtype)
+            s, new = torch.where(over[..., 0], after, s), self._keys_and_values(after)
+            keys, values = (torch.where(over, part, old) for part, old in zip(new, (keys, values)))
             before = [torch.where(over, block, old) for block, old in zip(blocks, before)]
             blocks = [block.masked_fill(over, 0.0) for block in blocks]
         return found, dict(zip(RECURRENT_STATES, (s, keys, values, *blocks, *before)))
+
+    def _keys_and_values(self, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """s (B, S, d) → (B, S, H, e) each."""
+        _, keys, values = self._read(s, None)
+        return keys, values
+
+    def _after_block(
+        self,
+        s: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        token_keys: torch.Tensor,
+        token_values: torch.Tensor,
+    ) -> torch.Tensor:
+        """The states after a block that began with s, whose keys and values are given."""
+        return self._update(s, self.norm(s) + self.state_ids, keys, values, token_keys, token_values)
 
     def _last_block_may_be_finished(self, grid: BlockGrid) -> bool:
         """False where no row finishes the last block, so that the update after it may be left out."""
