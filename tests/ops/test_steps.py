@@ -186,6 +186,7 @@ def test_step_of_linear_systems(backend, states, is_complex, plain):
         if not plain:
             matrix = matrix - left.unsqueeze(-1) * right.unsqueeze(-2)
             options |= {"low_rank": (left, right), "skip": skip, "silu": True}
+        matrix = matrix + torch.eye(states, dtype=dtype)
         after = (matrix @ state.unsqueeze(-1)).squeeze(-1) + b * u[:, None, :, None]
         want = (c * after).sum(-1)
         want = want if plain else torch.nn.functional.silu(want + skip * u.unsqueeze(1))

@@ -106,8 +106,9 @@ def test_float32_states_stay_with_float64(name):
     assert drift(name, "ones", [16_000])[0] < 1e-5
 
 
-def test_decoding_stays_with_float64():
-    assert decoding_drift("S5", "ones", 2000) < 1e-5
+@pytest.mark.parametrize("name", ["S4", "S4D, 50 times less decay", "S5"])
+def test_decoding_stays_with_float64(name):
+    assert decoding_drift(name, "ones", 2000) < 1e-5
 
 
 def test_s5_remembers_for_as_long_as_its_parameters_say():

@@ -81,6 +81,9 @@ class S5(CachedKernelMixer):
             values["D"] = torch.randn(self.filters or 1, channels, dtype=torch.float64)
         return {name: value.contiguous() for name, value in values.items()}
 
+    def _computing_dtype(self, u: torch.Tensor) -> torch.dtype:
+        return torch.promote_types(torch.promote_types(u.dtype, self.B.dtype), torch.float32)
+
     def _discretised(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Abar in complex128 and (Abar - 1) / A in the dtype, (P/2,); a few numbers, taken in float64.
 
@@ -160,7 +163,8 @@ class S5(CachedKernelMixer):
         decay, matrix, *_ = self._step_constants(dtype)
         with without_autocast(u_t.device.type):
             driven = self._complex(u_t.to(dtype) @ matrix, dtype)
-            return torch.view_as_real(torch.addcmul(driven, decay, self._complex(state, dtype))).flatten(-2)
+            after = (decay * self._complex(state, dtype) + driven).to(driven.dtype)
+            return torch.view_as_real(after).flatten(-2)
 
     def advance_(self, u_t: torch.Tensor, state: State) -> State:
         return self.advance(u_t, state)
@@ -168,7 +172,7 @@ class S5(CachedKernelMixer):
     def _step_constants(
         self, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Abar (P/2,) complex; Bbar (D, P) and 2 Re C (P, F D) as real matrices, D (F, D) or None."""
+        """Abar (P/2,) in complex128; Bbar (D, P) and 2 Re C (P, F D) as real matrices, D (F, D) or None."""
 
         def compute(exact: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
             inner = torch.float64 if exact else dtype
@@ -176,10 +180,9 @@ class S5(CachedKernelMixer):
             b = scale.unsqueeze(1) * complex_pairs(self.B, inner)  # (P/2, D)
             matrix = torch.view_as_real(b).transpose(1, 2).flatten(0, 1).T  # (D, P)
             c = self.C.to(inner).unflatten(0, (-1, self.filters or 1))[0]
-            rows = (c * c.new_tensor([2.0, -2.0])).reshape(-1, self.state_size).T
-            wide = torch.complex64 if dtype == torch.float32 else torch.complex128
+            rows = (c * twice_conjugate(device=c.device)).reshape(-1, self.state_size).T
             skip = self.D.to(dtype) if self.use_skip else None
-            return decay.to(wide), matrix.to(dtype).contiguous(), rows.to(dtype).contiguous(), skip
+            return decay, matrix.to(dtype).contiguous(), rows.to(dtype).contiguous(), skip
 
         return self._cached(("step", dtype), (*self.dynamics_parameters, *self.output_parameters), compute)
 

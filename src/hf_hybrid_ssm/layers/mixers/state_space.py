@@ -29,7 +29,7 @@ SSM_FIELDS = {"state_size": "ssm_state_size", "dt_min": "ssm_dt_min", "dt_max": 
 StepConstants: TypeAlias = tuple[
     torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None, torch.Tensor, torch.Tensor | None
 ]
-"""decay, input vector, low-rank product, output rows, skip."""
+"""Decay minus 1, input vector, low-rank product, output rows, skip."""
 
 
 class StateSpaceMixer(CachedKernelMixer):
@@ -195,29 +195,29 @@ class StateSpaceMixer(CachedKernelMixer):
     def _run_step(self, u_t: torch.Tensor, state: State, *, with_output: bool) -> torch.Tensor | None:
         self._check_step(u_t, state)
         assert isinstance(state, torch.Tensor)
-        decay, vector, low_rank, rows, skip = self._step_constants(self._computing_dtype(u_t))
+        change, vector, low_rank, rows, skip = self._step_constants(self._computing_dtype(u_t))
         options: dict[str, Any] = {"low_rank": low_rank, "is_complex": self.conjugate_pairs}
         if with_output:
             options |= {"output_rows": rows, "skip": skip, "silu": self.applies_silu}
         with without_autocast(u_t.device.type):
-            return linear_step(u_t, self._widen(state), decay, vector, **options)
+            return linear_step(u_t, self._widen(state), change, vector, **options)
 
     def advance(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
         """The state after the token u_t (B, D), without reading it out."""
         self._check_step(u_t, state)
         assert isinstance(state, torch.Tensor)
         dtype = self._computing_dtype(u_t)
-        decay, vector, low_rank, _, _ = self._step_constants(dtype)
+        change, vector, low_rank, _, _ = self._step_constants(dtype)
         with without_autocast(u_t.device.type):
             wide = self._widen(state).to(dtype)
-            moved = decay * wide
+            moved = change * wide
             if self.conjugate_pairs:
-                moved = torch.view_as_real(complex_pairs(decay.unflatten(-1, (-1, 2)), dtype) * _paired(wide)).flatten(
-                    -2
-                )
+                moved = torch.view_as_real(
+                    complex_pairs(change.unflatten(-1, (-1, 2)), dtype) * _paired(wide)
+                ).flatten(-2)
             if low_rank is not None:
                 moved = moved - low_rank[0] * (low_rank[1] * wide).sum(-1, keepdim=True)
-            return (moved + vector * u_t.to(dtype)[:, None, :, None]).view(state.shape)
+            return (wide + moved + vector * u_t.to(dtype)[:, None, :, None]).view(state.shape)
 
     def read(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
         """y_t, (B, D) or (B, F, D), from the token u_t (B, D) and the state after it."""
@@ -231,18 +231,29 @@ class StateSpaceMixer(CachedKernelMixer):
             y = F.silu(y) if self.applies_silu else y
         return self._squeeze(y).to(u_t.dtype)
 
+    def step_system(
+        self, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+        """a, b, and l, r or None, (F, D, N) each, of s_t = a s_{t-1} - l (r · s_{t-1}) + b u_t (see `linear_step`)."""
+        transition = self.transition(dtype)
+        decay = transition.value.flatten(-2) if transition.form == "complex" else transition.value
+        return decay, self.input_vector(dtype), None
+
     def _step_constants(self, dtype: torch.dtype) -> StepConstants:
         """What one token needs beside the state and itself."""
 
         def compute(exact: bool) -> StepConstants:
             inner = torch.float64 if exact else dtype
             decay, vector, low_rank = self.step_system(inner)
-            parts = (decay, vector, self.output_rows(inner)[0])
-            decay, vector, rows = (part.to(dtype).contiguous() for part in parts)
+            ones = torch.ones_like(decay)
+            if self.conjugate_pairs:
+                ones[..., 1::2] = 0.0  # imaginary parts
+            parts = (decay - ones, vector, self.output_rows(inner)[0])
+            change, vector, rows = (part.to(dtype).contiguous() for part in parts)
             if low_rank is not None:
                 low_rank = low_rank[0].to(dtype).contiguous(), low_rank[1].to(dtype).contiguous()
             skip = self.skip_weight(inner)
-            return decay, vector, low_rank, rows, None if skip is None else skip.to(dtype).contiguous()
+            return change, vector, low_rank, rows, None if skip is None else skip.to(dtype).contiguous()
 
         return self._cached(("step", dtype), (*self.dynamics_parameters, *self.output_parameters), compute)
 

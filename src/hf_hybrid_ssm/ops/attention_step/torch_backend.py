@@ -29,14 +29,15 @@ def attention_step_torch(
         values.masked_fill_(over, 0.0)
     else:
         used = [_joined(held, new, shift) for held, new in ((keys, k), (values, v))]
-        y = _attend_window(q, *used, seen.unsqueeze(1), window, chunk_size, bias, zero_kv_sink, **options)
+        where = {"seen": seen.unsqueeze(1), "window": window, "chunk_size": chunk_size}
+        y = _attend_window(q, used[0], used[1], bias, zero_kv_sink, **where, **options)
         if shift:
             keys.copy_(used[0][:, :, 1:])
             values.copy_(used[1][:, :, 1:])
     return y.to(output_dtype), keys, values
 
 
-def _attend_window(q, keys, values, seen, window, chunk_size, bias, zero_kv_sink, **options):
+def _attend_window(q, keys, values, bias, zero_kv_sink, *, seen, window, chunk_size, **options):
     """Of the slots, whose last is the token's own, those at the distances of the window are taken as a view."""
     left, right = window
     farthest = keys.shape[2] - 1 if left is None else min(left, keys.shape[2] - 1)

@@ -20,7 +20,7 @@ _OP = Op(
 def linear_step(
     u: torch.Tensor,
     state: torch.Tensor,
-    decay: torch.Tensor,
+    change: torch.Tensor,
     input_vector: torch.Tensor,
     *,
     output_rows: torch.Tensor | None = None,
@@ -30,14 +30,15 @@ def linear_step(
     silu: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor | None:
-    r"""s = a s - l (r · s) + b u,  y = act(c · s + d u), for F systems of N real numbers on each of D channels.
+    r"""s = s + a s - l (r · s) + b u,  y = act(c · s + d u), for F systems of N real numbers on each of D channels.
 
-    `state` becomes s in place; nothing has a gradient.
+    `state` becomes s in place; nothing has a gradient. (What a token changes is small where memories are long: its
+    digits would be lost in a factor near 1.)
 
     Args:
         u: (B, D).
         state: (B, F, D, N).
-        decay, input_vector: a and b, (F, D, N), all constants in one dtype, float32 or float64; with `is_complex` the
+        change, input_vector: a and b, (F, D, N), all constants in one dtype, float32 or float64; with `is_complex` the
             N numbers are N / 2 pairs of a real and an imaginary part, and a s is a complex product (all others real).
         output_rows: c, (F, D, N); without it there is no output.
         low_rank: l and r, (F, D, N) each.
@@ -54,15 +55,15 @@ def linear_step(
     check_tensor("u", u, (None, None), "B, D")
     check_tensor("state", state, (u.shape[0], None, u.shape[1], None), "B, F, D, N")
     shape = tuple(state.shape[1:])
-    check_tensor("decay", decay, shape, "F, D, N")
-    check_tensor("input_vector", input_vector, shape, "F, D, N", like=decay)
-    check_tensor("output_rows", output_rows, shape, "F, D, N", like=decay, optional=True)
-    check_tensor("skip", skip, shape[:2], "F, D", like=decay, optional=True)
+    check_tensor("change", change, shape, "F, D, N")
+    check_tensor("input_vector", input_vector, shape, "F, D, N", like=change)
+    check_tensor("output_rows", output_rows, shape, "F, D, N", like=change, optional=True)
+    check_tensor("skip", skip, shape[:2], "F, D", like=change, optional=True)
     for name, part in zip(("low_rank[0]", "low_rank[1]"), low_rank or ()):
-        check_tensor(name, part, shape, "F, D, N", like=decay)
-    run = _OP.select(u.device.type, decay.dtype, backend)
+        check_tensor(name, part, shape, "F, D, N", like=change)
+    run = _OP.select(u.device.type, change.dtype, backend)
     options = {"output_rows": output_rows, "low_rank": low_rank, "skip": skip, "is_complex": is_complex, "silu": silu}
-    return run(u, state, decay, input_vector, **options)[0]
+    return run(u, state, change, input_vector, **options)[0]
 
 
 __all__ = ["linear_step"]

@@ -1,6 +1,6 @@
 /* One token of linear systems of N real numbers on a CPU: B rows, D channels of S = F D systems, a system at a time.
  *
- * state (B, S, N), u (B, D), y (B, S); decay, input, left, right, output (S, N); skip (S). All are contiguous float32.
+ * state (B, S, N), u (B, D), y (B, S); change, input, left, right, output (S, N); skip (S). All are contiguous float32.
  * Complex numbers lie as pairs of a real and an imaginary part.
  */
 #include "vectors.h"
@@ -15,9 +15,9 @@ static inline vec times(vec a, vec h, int64_t is_complex) {
     return __builtin_shuffle(a, REAL) * h + SIGNS * __builtin_shuffle(a, IMAGINARY) * __builtin_shuffle(h, SWAPPED);
 }
 
-/* h = a h - left (right . h) + input u; returns output . h. left or output may be null. */
+/* h = h + change h - left (right . h) + input u; returns output . h. left or output may be null. */
 static inline float system_step(
-    float *h, const float *decay, const float *input, const float *left, const float *right, const float *output,
+    float *h, const float *change, const float *input, const float *left, const float *right, const float *output,
     float u, int64_t N, int64_t is_complex) {
     float through = 0;
     if (left) {
@@ -31,7 +31,8 @@ static inline float system_step(
     vec total = broadcast(0);
     for (int64_t n = 0; n < N; n += LANES) {
         const int lanes = lanes_of(n, N);
-        vec after = times(load(decay + n, lanes), load(h + n, lanes), is_complex) + load(input + n, lanes) * u;
+        const vec before = load(h + n, lanes);
+        vec after = before + (times(load(change + n, lanes), before, is_complex) + load(input + n, lanes) * u);
         if (left) after -= load(left + n, lanes) * through;
         store(h + n, after, lanes);
         if (output) total += load(output + n, lanes) * after;
@@ -40,7 +41,7 @@ static inline float system_step(
 }
 
 int linear_step(
-    const float *u, float *state, const float *decay, const float *input, const float *left, const float *right,
+    const float *u, float *state, const float *change, const float *input, const float *left, const float *right,
     const float *output, const float *skip, float *y, int64_t is_complex, int64_t silu, int64_t B, int64_t S, int64_t D,
     int64_t N, int64_t threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1 && B * S * N > 1 << 17)
@@ -48,7 +49,7 @@ int linear_step(
         const int64_t b = row / S, s = row % S, at = s * N;
         const float value = u[b * D + s % D];
         float out = system_step(
-            state + row * N, decay + at, input + at, left ? left + at : 0, right ? right + at : 0,
+            state + row * N, change + at, input + at, left ? left + at : 0, right ? right + at : 0,
             output ? output + at : 0, value, N, is_complex);
         if (!output) continue;
         if (skip) out += skip[s] * value;

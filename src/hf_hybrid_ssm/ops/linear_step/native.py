@@ -13,11 +13,11 @@ from hf_hybrid_ssm.ops._core.native_library import call, compile_and_load, is_pl
 __all__ = ["linear_step_native", "supports"]
 
 
-def linear_step_native(u, state, decay, input_vector, *, output_rows, low_rank, skip, is_complex, silu):
+def linear_step_native(u, state, change, input_vector, *, output_rows, low_rank, skip, is_complex, silu):
     """As `hf_hybrid_ssm.ops.linear_step.linear_step`."""
     wide = prepared(state)
     step: Callable = _compute if is_plain_call(u) else _step
-    constants = (prepared(part) for part in (decay, input_vector, *(low_rank or (None, None)), output_rows, skip))
+    constants = (prepared(part) for part in (change, input_vector, *(low_rank or (None, None)), output_rows, skip))
     y = step(prepared(u), wide, *constants, is_complex, silu)
     if wide is not state:
         state.copy_(wide)
@@ -32,7 +32,7 @@ def _library() -> ctypes.CDLL:
 def _compute(
     u: Tensor,
     state: Tensor,
-    decay: Tensor,
+    change: Tensor,
     input_vector: Tensor,
     left: Tensor | None,
     right: Tensor | None,
@@ -44,7 +44,7 @@ def _compute(
     """y (B, F, D), empty without output rows; all contiguous float32."""
     batch, filters, channels, states = state.shape
     y = torch.empty((batch, filters if output_rows is not None else 0, channels), dtype=u.dtype)
-    tensors = (u, state, decay, input_vector, left, right, output_rows, skip, y)
+    tensors = (u, state, change, input_vector, left, right, output_rows, skip, y)
     call(_library().linear_step, tensors, is_complex, silu, batch, filters * channels, channels, states)
     return y
 
@@ -55,5 +55,5 @@ _step = torch.library.custom_op(
 
 
 @_step.register_fake
-def _(u, state, decay, input_vector, left, right, output_rows, skip, is_complex, silu):
+def _(u, state, change, input_vector, left, right, output_rows, skip, is_complex, silu):
     return u.new_empty(state.shape[0], state.shape[1] if output_rows is not None else 0, state.shape[2])

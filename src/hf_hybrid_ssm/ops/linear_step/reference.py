@@ -3,10 +3,10 @@
 import torch
 
 
-def linear_step_reference(u, state, decay, input_vector, *, output_rows, low_rank, skip, is_complex, silu):
+def linear_step_reference(u, state, change, input_vector, *, output_rows, low_rank, skip, is_complex, silu):
     """See `hf_hybrid_ssm.ops.linear_step.linear_step`; computes in float32, or in float64 for float64 inputs."""
     dtype = torch.promote_types(u.dtype, torch.float32)
-    h, value, a, b = state.to(dtype), u.to(dtype)[:, None, :, None], decay.to(dtype), input_vector.to(dtype)
+    h, value, a, b = state.to(dtype), u.to(dtype)[:, None, :, None], change.to(dtype), input_vector.to(dtype)
     if is_complex:
         (real, imaginary), (x, y) = a.unflatten(-1, (-1, 2)).unbind(-1), h.unflatten(-1, (-1, 2)).unbind(-1)
         moved = torch.stack([real * x - imaginary * y, real * y + imaginary * x], -1).flatten(-2)
@@ -15,7 +15,7 @@ def linear_step_reference(u, state, decay, input_vector, *, output_rows, low_ran
     if low_rank is not None:
         left, right = (part.to(dtype) for part in low_rank)
         moved = moved - left * (right * h).sum(-1, keepdim=True)
-    after = moved + b * value
+    after = h + (moved + b * value)
     state.copy_(after)
     if output_rows is None:
         return None, state

@@ -4,17 +4,17 @@ import torch
 import torch.nn.functional as F
 
 
-def linear_step_torch(u, state, decay, input_vector, *, output_rows, low_rank, skip, is_complex, silu):
+def linear_step_torch(u, state, change, input_vector, *, output_rows, low_rank, skip, is_complex, silu):
     """See `hf_hybrid_ssm.ops.linear_step.linear_step`."""
-    h, value = state.to(decay.dtype), u.to(decay.dtype)[:, None, :, None]
+    h, value = state.to(change.dtype), u.to(change.dtype)[:, None, :, None]
     if is_complex:
-        moved = torch.view_as_real(_complex(decay) * _complex(h)).flatten(-2)
+        moved = torch.view_as_real(_complex(change) * _complex(h)).flatten(-2)
     else:
-        moved = decay * h
+        moved = change * h
     if low_rank is not None:
         left, right = low_rank
         moved = torch.addcmul(moved, left, torch.linalg.vecdot(right, h).unsqueeze(-1), value=-1)
-    after = torch.addcmul(moved, input_vector, value)
+    after = h + torch.addcmul(moved, input_vector, value)
     state.copy_(after)
     if output_rows is None:
         return None, state
