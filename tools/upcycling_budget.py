@@ -1,6 +1,6 @@
 """Memory of distilling and decoding upcycled models of two common sizes, for docs/upcycling.md.
 
-    python tools/upcycling_budget.py
+python tools/upcycling_budget.py
 """
 
 from transformers import LlamaConfig

@@ -82,14 +82,6 @@ class StateSpaceMixer(CachedKernelMixer):
         """A and B; a subclass that computes both from the same numbers says here how."""
         return self.transition(dtype, direction), self.input_vector(dtype, direction)
 
-    def step_system(
-        self, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
-        """a, b, and l, r or None, (F, D, N) each, of s_t = a s_{t-1} - l (r · s_{t-1}) + b u_t (see `linear_step`)."""
-        transition = self.transition(dtype)
-        decay = transition.value.flatten(-2) if transition.form == "complex" else transition.value
-        return decay, self.input_vector(dtype), None
-
     # -- filters and block matrices -----------------------------------------------------------------------------
 
     def _matrices(
