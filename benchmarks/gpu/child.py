@@ -12,6 +12,7 @@ import torch
 from benchmarks.gpu.comparing import is_fatal, one_line
 from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.store import Store
+from benchmarks.timing.models import FAMILIES, PEERS
 
 # in this order: what is wrong is found before anything is timed
 PARTS = {
@@ -36,7 +37,7 @@ def run_cases(settings: Settings, store: Store, parts: Iterable[str], until: flo
 
     When the process that started this one has been killed, the next run does the rest: two must not measure at once.
     """
-    parent = os.getppid()
+    parent, subject = os.getppid(), ""
     for part in parts:
         known = store.cases(part)
         for case, run in importlib.import_module(f"benchmarks.gpu.{part}").cases(settings):
@@ -45,6 +46,9 @@ def run_cases(settings: Settings, store: Store, parts: Iterable[str], until: flo
             if time.time() > until or os.getppid() != parent:
                 return OUT_OF_TIME
             store.begin(part, case)
+            previous, subject = subject, subject_of(case)
+            if subject != previous:
+                torch.compiler.reset()  # of a function, torch keeps few compiled forms; one family needs few
             if settings.device == "cuda":  # the models of the case before
                 gc.collect()
                 torch.cuda.empty_cache()
@@ -68,5 +72,8 @@ def attempt(run: Callable[[], dict], settings: Settings, part: str) -> tuple[dic
         return figures, False
     except Exception as error:  # whatever a case does, the others are measured
         return {"error": one_line(error)}, is_fatal(error)
-    finally:
-        torch.compiler.reset()
+
+
+def subject_of(case: str) -> str:
+    """The family, or the case itself where it is not about one."""
+    return next((name for name in (*FAMILIES, *PEERS) if case.startswith(name)), case)
