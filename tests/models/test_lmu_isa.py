@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from hf_hybrid_ssm import LmuIsaConfig, LmuIsaForCausalLM, LmuIsaForSequenceClassification
 from hf_hybrid_ssm.ops._core.native_library import missing_compiler
 from hf_hybrid_ssm.ops.legendre_memory import transition
+from tests.counting import count_operations
 from tests.memory import in_own_memory
 from tests.models import invariances as inv
 from tests.models.strategies import SETTINGS, cuts, lengths, orders, row_lengths, seeds, sides
@@ -183,6 +184,24 @@ def test_state_is_constant_in_length():
         sizes.append(sum(t.numel() for layer in layers for t in layer.states.values()))
     memory, recent, pending = 10 * 24, 32 * 24, 1  # the C kernel decodes from a memory that lags
     assert sizes[0] == sizes[1] == 2 * (memory + (0 if missing_compiler() else recent + pending))
+
+
+def operations(depth):
+    """Of a decoded token and of a training step, the C kernels counted once each."""
+    model = build(num_hidden_layers=depth)
+    ids = inv.random_ids(model, 2, 70, 0)
+    with torch.inference_mode():
+        cache = model(ids, use_cache=True).past_key_values
+        model(ids[:, :1], past_key_values=cache)
+        token = count_operations(lambda: model(ids[:, :1], past_key_values=cache)).total()
+    model.train()
+    return token, count_operations(lambda: model(ids, labels=ids).loss.backward()).total()
+
+
+@pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
+def test_operations_a_layer():
+    (token, step), (tokens, steps) = operations(1), operations(2)
+    assert tokens - token <= 17 and steps - step <= 37
 
 
 def test_gradients_reach_everything():
