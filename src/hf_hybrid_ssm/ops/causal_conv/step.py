@@ -41,7 +41,7 @@ def self_check_inputs() -> dict:
 _OP = Op(
     "causal_conv_step",
     builtin={"torch": causal_conv_step_torch, "reference": causal_conv_step_reference},
-    kernels={"native": "hf_hybrid_ssm.ops.causal_conv.native"},
+    kernels={"native": "hf_hybrid_ssm.ops.causal_conv.native", "triton": "hf_hybrid_ssm.ops.causal_conv.triton_step"},
     self_check_inputs=self_check_inputs,
     differentiable=False,
 )
