@@ -81,6 +81,7 @@ def cases() -> Iterator[tuple[str, str, object, dict]]:
     """Op, shape class, kernel and constants, num_warps among them, of everything that is launched."""
     from hf_hybrid_ssm.ops.causal_conv import triton as conv
     from hf_hybrid_ssm.ops.causal_conv import triton_kernels as conv_kernels
+    from hf_hybrid_ssm.ops.causal_conv import triton_step as conv_step
     from hf_hybrid_ssm.ops.causal_conv import triton_step_kernels as conv_step_kernels
     from hf_hybrid_ssm.ops.linear_scan import triton as linear
     from hf_hybrid_ssm.ops.linear_scan import triton_kernels as linear_kernels
@@ -108,10 +109,11 @@ def cases() -> Iterator[tuple[str, str, object, dict]]:
                     yield "longhorn_scan", "", kernel, plain | sizes | {"HAS_DOCUMENTS": True}
         for kernel in kernels_of(scan_step_kernels).values():
             yield "longhorn_step", f"N={states}", kernel, scan_step.tile_sizes(states)
-    for kernel in (*kernels_of(conv_kernels).values(), *kernels_of(conv_step_kernels).values()):
-        yield "causal_conv", "K=4", kernel, {"K": 4, "BLOCK": 128, **conv.TILE}
-    for kernel in kernels_of(long_kernels).values():
-        yield "long_conv", "", kernel, dict(long_conv.TILE)
+    for kernel in kernels_of(conv_kernels).values():
+        yield "causal_conv", "K=4", kernel, {"K": 4, **conv.TILE}
+    yield "causal_conv_step", "K=4", conv_step_kernels.step_kernel, {"K": 4, "BLOCK": conv_step.BLOCK, "num_warps": 4}
+    for inputs, precision in (("float32", "tf32x3"), ("bfloat16", "tf32")):
+        yield "long_conv", inputs, long_kernels.toeplitz_kernel, long_conv.TILE | {"PRECISION": precision}
     passes = {"forward": linear.FORWARD, "derivative": linear.DERIVATIVE, "backward": linear.BACKWARD}
     for states in (8, 16, 32):
         for name, number in passes.items():
@@ -246,7 +248,8 @@ def _scan_shares(record: dict, records: list[dict]) -> dict:
 
 PAGE = f"""
 The compiler's report on every Triton kernel of the package, for cards that were not there: **nothing on this page
-was measured on one.** Spills are reads and writes of local memory, in brackets those inside inner loops.
+was measured on one.** Spills are reads and writes of local memory, in brackets those inside inner loops. The linear
+scans are compiled for complex states with every option on.
 
 Shares of memory bandwidth are estimates for bfloat16 with a gate. The bytes that have to move (forward x, logit, z, o;
 backward twice x, logit, z and the output's gradient) over the time that the instructions of the inner loops take, if
