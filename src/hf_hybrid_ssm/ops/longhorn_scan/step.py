@@ -45,7 +45,10 @@ def self_check_inputs() -> dict:
 _OP = Op(
     "longhorn_step",
     builtin={"torch": longhorn_step_torch, "reference": longhorn_step_reference},
-    kernels={"native": "hf_hybrid_ssm.ops.longhorn_scan.native", "triton": "hf_hybrid_ssm.ops.longhorn_scan.triton_step"},
+    kernels={
+        "native": "hf_hybrid_ssm.ops.longhorn_scan.native",
+        "triton": "hf_hybrid_ssm.ops.longhorn_scan.triton_step",
+    },
     self_check_inputs=self_check_inputs,
     differentiable=False,
 )
