@@ -34,31 +34,10 @@ CARDS = {
 SHAPES = {"B=8, L=2048, D=1536": (8, 2048, 1536), "B=1, L=65536, D=1536": (1, 65536, 1536)}
 IN_INPUT_DTYPE = {"x", "beta_logit", "z", "k", "q", "u", "grad_o", "o", "dx", "dlogit", "dz", "dk", "dq"}
 IN_INPUT_DTYPE |= {"grad_y", "y", "weight"}
-NUMBERS = {"L", "channels", "num_states", "num_blocks", "blocks_per_split", "size", "num_splits", "T", "W", "FIRST"}
-NUMBERS |= {
-    "input_channels",
-    "num_rows",
-    "num_tiles",
-    "tiles",
-    "padded",
-    "parts",
-    "rows",
-    "lane",
-    "state_d",
-    "state_n",
-}
-UNALIGNED = {
-    "L",
-    "lane",
-    "state_d",
-    "state_n",
-    "tiles",
-    "num_blocks",
-    "blocks_per_split",
-    "num_splits",
-    "parts",
-    "rows",
-}
+IN_FLOAT32 = ("linear_scan", "long_conv")  # ops that convert what they are given before the launch
+TYPES = {"seq_idx": "*i64", "lengths": "*i64", "decay": "*fp64"}
+NUMBER = r"L|size|\w+_row"  # the first of a kernel's numbers, which follow its pointers
+ALIGNED = r"\w+_(row|step|filter|states|channels)|channels|padded|size|W"  # of the numbers: multiples of 16
 
 
 def compile_for(kernel, capability: int, constants: dict, *, dtype: str = "bf16", **options):
@@ -67,28 +46,29 @@ def compile_for(kernel, capability: int, constants: dict, *, dtype: str = "bf16"
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    signature = {parameter.name: kind(parameter, dtype) for parameter in kernel.params}
-    constants = {name: value for name, value in constants.items() if signature.get(name) == "constexpr"}
-    constants |= {n: True for n, k in signature.items() if k == "constexpr" and n not in constants}
+    signature = types(kernel, dtype)
+    constants = {name: constants.get(name, True) for name, what in signature.items() if what == "constexpr"}
     aligned = {
         (index,): [["tt.divisibility", 16]]
-        for index, (name, k) in enumerate(signature.items())
-        if k != "constexpr" and name not in UNALIGNED
+        for index, (name, what) in enumerate(signature.items())
+        if what.startswith("*") or (what == "i32" and re.fullmatch(ALIGNED, name))
     }
     target = GPUTarget("cuda", capability, 32)
     options = {"enable_fp_fusion": True, **options}
     return compile(ASTSource(kernel, signature, constants, aligned), target=target, options=options)
 
 
-def kind(parameter, dtype: str) -> str:
-    """The type of a kernel's parameter, by its name."""
-    if parameter.is_constexpr:
-        return "constexpr"
-    if parameter.name in NUMBERS or parameter.name.endswith(("_row", "_step")):
-        return "i32"
-    if parameter.name == "seq_idx":
-        return "*i64"
-    return f"*{dtype}" if parameter.name in IN_INPUT_DTYPE else "*fp32"
+def types(kernel, dtype: str) -> dict[str, str]:
+    """The type of each parameter of a kernel: pointers come first, then numbers, then constants."""
+    inputs = () if kernel.fn.__module__.split(".")[-2] in IN_FLOAT32 else IN_INPUT_DTYPE
+    found, pointer = {}, True
+    for parameter in kernel.params:
+        name = parameter.name
+        pointer = pointer and not re.fullmatch(NUMBER, name)
+        found[name] = TYPES.get(name, f"*{dtype}" if name in inputs else "*fp32") if pointer else "i32"
+        if parameter.is_constexpr:
+            found[name] = "constexpr"
+    return found
 
 
 def kernels_of(module: ModuleType) -> dict:
@@ -101,7 +81,10 @@ def cases() -> Iterator[tuple[str, str, object, dict]]:
     """Op, shape class, kernel and constants, num_warps among them, of everything that is launched."""
     from hf_hybrid_ssm.ops.causal_conv import triton as conv
     from hf_hybrid_ssm.ops.causal_conv import triton_kernels as conv_kernels
+    from hf_hybrid_ssm.ops.causal_conv import triton_step as conv_step
     from hf_hybrid_ssm.ops.causal_conv import triton_step_kernels as conv_step_kernels
+    from hf_hybrid_ssm.ops.linear_scan import triton as linear
+    from hf_hybrid_ssm.ops.linear_scan import triton_kernels as linear_kernels
     from hf_hybrid_ssm.ops.long_conv import triton as long_conv
     from hf_hybrid_ssm.ops.long_conv import triton_kernels as long_kernels
     from hf_hybrid_ssm.ops.longhorn_scan import triton as scan
@@ -126,10 +109,17 @@ def cases() -> Iterator[tuple[str, str, object, dict]]:
                     yield "longhorn_scan", "", kernel, plain | sizes | {"HAS_DOCUMENTS": True}
         for kernel in kernels_of(scan_step_kernels).values():
             yield "longhorn_step", f"N={states}", kernel, scan_step.tile_sizes(states)
-    for kernel in (*kernels_of(conv_kernels).values(), *kernels_of(conv_step_kernels).values()):
-        yield "causal_conv", "K=4", kernel, {"K": 4, "BLOCK": 128, **conv.TILE}
-    for kernel in kernels_of(long_kernels).values():
-        yield "long_conv", "", kernel, dict(long_conv.TILE)
+    for kernel in kernels_of(conv_kernels).values():
+        yield "causal_conv", "K=4", kernel, {"K": 4, **conv.TILE}
+    yield "causal_conv_step", "K=4", conv_step_kernels.step_kernel, {"K": 4, "BLOCK": conv_step.BLOCK, "num_warps": 4}
+    for inputs, precision in (("float32", "tf32x3"), ("bfloat16", "tf32")):
+        yield "long_conv", inputs, long_kernels.toeplitz_kernel, long_conv.TILE | {"PRECISION": precision}
+    passes = {"forward": linear.FORWARD, "derivative": linear.DERIVATIVE, "backward": linear.BACKWARD}
+    for states in (8, 16, 32):
+        for name, number in passes.items():
+            sizes = linear.channel_tile(states) | {"PASS": number}
+            yield "linear_scan", f"N={states}, {name}", linear_kernels.channel_kernel, sizes
+    yield "linear_scan", "", linear_kernels.diagonal_kernel, dict(linear.DIAGONAL_TILE)
 
 
 def tool(name: str) -> str:
@@ -258,7 +248,8 @@ def _scan_shares(record: dict, records: list[dict]) -> dict:
 
 PAGE = f"""
 The compiler's report on every Triton kernel of the package, for cards that were not there: **nothing on this page
-was measured on one.** Spills are reads and writes of local memory, in brackets those inside inner loops.
+was measured on one.** Spills are reads and writes of local memory, in brackets those inside inner loops. The linear
+scans are compiled for complex states with every option on.
 
 Shares of memory bandwidth are estimates for bfloat16 with a gate. The bytes that have to move (forward x, logit, z, o;
 backward twice x, logit, z and the output's gradient) over the time that the instructions of the inner loops take, if

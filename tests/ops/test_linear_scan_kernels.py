@@ -1,6 +1,6 @@
 """The kernels of the linear scans against the float64 reference: C, or Triton where it runs or is interpreted.
 
-`test_triton_linear_scan.py` runs this file once more, in Triton's interpreter.
+`test_triton.py` runs this file once more, in Triton's interpreter.
 """
 
 import os

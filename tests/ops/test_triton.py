@@ -14,18 +14,19 @@ import torch
 
 import hf_hybrid_ssm.ops
 
-pytest.importorskip("triton", minversion="3.3")
+pytest.importorskip("triton", minversion="3.4")
 from benchmarks import kernel_evidence
 
-CASES = Path(__file__).with_name("triton_cases.py")
 # what keeps the compiler's time short; states that lie in lanes and in registers, and several tokens, remain
 SMALL = {"T": 2, "S": 4, "P": 4, "BD": 16, "BLOCK": 8, "num_warps": 2, "STAGES": 2}
 
 
-def test_kernels_agree_with_the_reference():
+@pytest.mark.parametrize("cases", ["triton_cases.py", "test_linear_scan_kernels.py"])
+def test_kernels_agree_with_the_reference(cases):
     """In a process of its own: whether Triton interprets is decided when it is imported."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(CASES)]
+    file = str(Path(__file__).with_name(cases))
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout
@@ -42,12 +43,14 @@ def test_every_kernel_has_evidence():
 
 
 def small_cases():
+    """A case of each kernel, and of each pass of those that have several."""
     seen = {}
     for op, _, kernel, constants in kernel_evidence.cases():
         small = SMALL if op == "longhorn_scan" and "STAGES" in constants else {}
         documents = {"HAS_DOCUMENTS": True} if op == "longhorn_scan" else {}
-        seen.setdefault(kernel.fn, (kernel, constants | small | documents))
-    return [pytest.param(*case, id=f"{case[0].fn.__module__}.{case[0].fn.__name__}") for case in seen.values()]
+        name = f"{kernel.fn.__module__}.{kernel.fn.__name__}"
+        seen.setdefault(f"{name}-{constants.get('PASS', '')}".rstrip("-"), (kernel, constants | small | documents))
+    return [pytest.param(*case, id=name) for name, case in seen.items()]
 
 
 @pytest.mark.parametrize("kernel, constants", small_cases())
@@ -81,12 +84,11 @@ def test_32_bit_products_are_found():
 
 def test_older_cards(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    scan = [
-        c.values for c in small_cases() if c.id.endswith((".forward_kernel", ".backward_kernel")) and "scan" in c.id
-    ]
-    assert len(scan) == 2
-    for kernel, constants in scan:
-        assert kernel_evidence.compile_for(kernel, 80, constants, num_warps=2).asm["cubin"]
+    scans = r"longhorn_scan\.\w+\.(forward|backward)_kernel|linear_scan\.\w+\.(channel|diagonal)_kernel"
+    found = [case.values for case in small_cases() if re.search(scans, case.id)]
+    assert len(found) == 2 + 3 + 1
+    for kernel, constants in found:
+        assert kernel_evidence.compile_for(kernel, 80, constants, num_warps=constants["num_warps"]).asm["cubin"]
 
 
 def test_the_page_of_evidence_is_of_these_kernels():

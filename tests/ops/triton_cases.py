@@ -8,14 +8,12 @@ import warnings
 import pytest
 import torch
 
-from hf_hybrid_ssm.ops.causal_conv import causal_conv
+from hf_hybrid_ssm.ops.causal_conv import causal_conv, causal_conv_step
 from hf_hybrid_ssm.ops.causal_conv import triton as conv_launcher
-from hf_hybrid_ssm.ops.causal_conv.triton_step import causal_conv_step_triton
 from hf_hybrid_ssm.ops.long_conv import long_conv
 from hf_hybrid_ssm.ops.long_conv import triton as long_launcher
-from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan, triton_sizes
+from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan, longhorn_step, triton_sizes
 from hf_hybrid_ssm.ops.longhorn_scan import triton as launcher
-from hf_hybrid_ssm.ops.longhorn_scan.triton_step import longhorn_step_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}  # relative to the largest entry
@@ -166,15 +164,13 @@ def test_step_of_the_scan_agrees_with_reference(dtype, bare):
     options = {name: inputs.pop(name) for name in ("beta_bias", "D") if not bare}
     exact = {name: t.double() for name, t in (inputs | options).items()}
     want, final = longhorn_scan(**exact, initial_state=state.double(), return_final_state=True, backend="reference")
-    address, tokens = state.data_ptr(), []
+    tokens = []
     for t in range(length):
         token = {name: values[:, t] for name, values in inputs.items()}
-        y, after = longhorn_step_triton(
-            *(token.pop(n) for n in ("x", "beta_logit", "k", "q")), state, **token, **options
-        )
-        assert after is state and y.dtype == dtype
+        leading = (token.pop(name) for name in ("x", "beta_logit", "k", "q"))
+        y = longhorn_step(*leading, state, **token, **options, backend="triton")
+        assert y.dtype == dtype
         tokens.append(y)
-    assert state.data_ptr() == address
     assert_agree({"y": torch.stack(tokens, 1), "state": state}, {"y": want, "state": final}, BOUNDS[dtype])
 
 
@@ -188,7 +184,8 @@ def test_step_of_the_convolution_agrees_with_reference(dtype, width):
     exact = (t.double() for t in (x, weight, bias))
     options = {"activation": "silu", "initial_state": state.double(), "return_final_state": True}
     want, final = causal_conv(*exact, **options, backend="reference")
-    tokens = [causal_conv_step_triton(x[:, t], state, weight, bias, activation="silu")[0] for t in range(length)]
+    options = {"activation": "silu", "backend": "triton"}
+    tokens = [causal_conv_step(x[:, t], state, weight, bias, **options) for t in range(length)]
     bounds = {"y": torch.stack(tokens, 1), "state": state}, {"y": want, "state": final}, BOUNDS[dtype]
     assert_agree(*bounds)
 
