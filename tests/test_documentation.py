@@ -27,6 +27,7 @@ def test_python_runs(page, tmp_path, monkeypatch):
     """The blocks of a page, one after the other."""
     if "from trl import" in page.read_text(encoding="utf-8"):
         pytest.importorskip("trl")
+    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "documentation"}
     for block in python_of(page):
@@ -34,6 +35,7 @@ def test_python_runs(page, tmp_path, monkeypatch):
 
 
 def test_the_first_example_warns_of_nothing(tmp_path, monkeypatch, capfd):
+    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
     monkeypatch.chdir(tmp_path)
     exec(compile(python_of(ROOT / "README.md")[0], "README.md", "exec"), {"__name__": "documentation"})
     assert "token_id" not in capfd.readouterr().err
@@ -123,6 +125,18 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
         for over in arguments.variants.values():
             settings = merged(arguments.base, over) | {"use_cpu": True, "output_dir": str(tmp_path)}
             models.append(HfArgumentParser(pretraining).parse_dict(settings)[0])
+    elif config.parent.name == "upcycle":
+        from upcycle import UpcycleArguments
+        from upcycling_gaps import GapArguments
+
+        classes = (UpcycleArguments, DataArguments, TrainingArguments)
+        if config.stem.startswith("gaps"):
+            (arguments,) = read_settings("upcycling_gaps.py", (GapArguments,), [str(config)])
+            for over in arguments.variants.values():
+                settings = merged(arguments.base, over) | {"bf16": False, "use_cpu": True, "output_dir": str(tmp_path)}
+                HfArgumentParser(classes).parse_dict({k: v for k, v in settings.items() if k != "from_scratch"})
+        else:
+            read_settings("upcycle.py", classes, [str(config), *training])
     elif config.parent.name == "mqar":
         arguments, _ = read_settings("mqar.py", (MqarArguments, TrainingArguments), [str(config), *training])
         for fields in map(dict, arguments.models.values()):

@@ -87,7 +87,7 @@ for table, name in family_of("tinyhorn").heads.items():
     assert type(auto.from_pretrained("saved")).__name__ == name
 assert check_folder("saved")["code"] > 3
 card = card_of_folder("saved")
-assert "`TinyhornForCausalLM`" in card and "| 0 to 1 | Tinyhorn |" in card
+assert "`TinyhornForCausalLM`" in card and "Layers 0 to 1: Tinyhorn." in card
 
 assert plan(config, Setup(batch=2, length=12)).parameters == model.num_parameters()
 assert "tinyhorn/125m" in preset_names()
@@ -101,7 +101,7 @@ def test_a_family_is_its_folder_and_one_line(copy):
     source, target = copy.package / "models/longhorn", copy.package / "models/tinyhorn"
     target.mkdir()
     for path in source.glob("*.py"):
-        text = re.sub("longhorn(?!_scan)", "tinyhorn", path.read_text().replace("Longhorn", "Tinyhorn"))
+        text = re.sub("longhorn(?!_scan|_step)", "tinyhorn", path.read_text().replace("Longhorn", "Tinyhorn"))
         (target / path.name.replace("longhorn", "tinyhorn")).write_text(text)
     copy.replace("auto.py", '    "longhorn",\n', '    "longhorn",\n    "tinyhorn",\n')
     copy.run("-c", FAMILY)

@@ -200,4 +200,4 @@ def test_a_filter_that_depends_on_the_length_before_is_found(monkeypatch):
         return original(self, length, dtype, direction) * (1 + self.longest * 1e-5)
 
     monkeypatch.setattr(StateSpaceMixer, "kernel", forgetful)
-    assert different_forwards(build("spade s4 window")) == [("without", 70)]
+    assert ("without", 70) in different_forwards(build("spade s4 window"))

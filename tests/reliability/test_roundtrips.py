@@ -349,7 +349,7 @@ def test_a_remembered_filter_is_found():
     tensors = {key: value.clone() for key, value in tensors_of(after).items()}
     with torch.no_grad():
         mixer.C.mul_(2)
-        after(input_ids=torch.tensor([[3, 4, 5]]))  # remembers the filter of the doubled C
+        after(input_ids=torch.arange(3, 60).unsqueeze(0))  # remembers the filter of the doubled C
         remembered = dict(mixer._kernel_cache)
         after.load_state_dict(tensors, strict=False)
     mixer._clear_if_changed()

@@ -60,9 +60,10 @@ class LonghornHybridTest(CausalFamilyTests, unittest.TestCase):
         config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
         for model_class in self.all_model_classes:
             model = model_class._from_config(config, attn_implementation="eager").eval()
+            given = self._prepare_for_class(inputs, model_class)
             with torch.no_grad():
-                attentions = model(**inputs, output_attentions=True).attentions
-            batch, length = inputs["input_ids"].shape
+                attentions = model(**given, output_attentions=True).attentions
+            batch, length = given["input_ids"].flatten(0, -2).shape
             assert [tuple(weights.shape) for weights in attentions] == [(batch, 4, length, length)]
             torch.testing.assert_close(attentions[0].sum(-1), torch.ones(batch, 4, length))
 
