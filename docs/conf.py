@@ -20,7 +20,7 @@ copyright = author
 release = version = hf_hybrid_ssm.__version__
 
 root_doc = "README"
-include_patterns = ["*.md", "docs/**.md", "reports/**.md", "model_cards/**.md"]
+include_patterns = ["*.md", "docs/**.md", "reports/**.md", "model_cards/**.md", "checkpoints/**.md"]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 myst_heading_anchors = 4
 myst_enable_extensions = ["dollarmath"]
@@ -50,12 +50,13 @@ CONTENTS = {
         "Use": ["docs/README", "docs/choosing", "docs/text", "docs/generating", "docs/batching", "docs/faq"],
         "Train": ["docs/training", "docs/parallel", "docs/planning", "docs/sharing"],
         "Families": FAMILIES,
-        "Measurements": ["docs/performance", "docs/experiments", "docs/reproducing"],
+        "Measurements": ["docs/performance", "docs/experiments", "docs/reproducing", "checkpoints/README"],
         "Reports": ["reports/*", "reports/reliability/*"],
         "Reference": ["docs/reference", "docs/kernels", "docs/extending", "model_cards/README"],
         "Project": ["CONTRIBUTING", "CHANGELOG", "SECURITY"],
     },
     "model_cards/README": {"Cards": ["model_cards/*"]},
+    "checkpoints/README": {"Cards": ["checkpoints/*/README"]},
 }
 
 
