@@ -99,6 +99,7 @@ def publish(arguments: PublishArguments) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(run)
     model = AutoModelForCausalLM.from_pretrained(run, dtype=torch.bfloat16)
     ours = model.config.model_type in {family.model_type for family in FAMILIES}
+    model.generation_config.update(do_sample=True, temperature=0.8, top_p=0.95)  # greedy text of small models repeats
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if ours:
