@@ -243,6 +243,38 @@ def test_decoding_from_a_memory_that_lags(channels, order, rows):
 
 
 @needs_compiler
+def test_decoding_states_in_any_layout():
+    """What reorders a cache may leave states that are not contiguous."""
+    torch.manual_seed(0)
+    layer, x = ImplicitAttention(20, 4, 30.0, activation=F.gelu), torch.randn(3, 1, 9)
+    with torch.no_grad():
+        _, states = layer.continue_from({}, torch.randn(3, 40, 9), return_final_state=True)
+        other = {name: state.movedim(0, -1).contiguous().movedim(-1, 0) for name, state in states.items()}
+        assert not other["memory"].is_contiguous() and not other["recent"].is_contiguous()
+        for _ in range(3):
+            (y, states), (found, other) = (layer.continue_from(s, x, return_final_state=True) for s in (states, other))
+            torch.testing.assert_close((found, other), (y, states), rtol=0, atol=0)
+
+
+@needs_compiler
+def test_kernel_keeps_float32_under_autocast():
+    """In the forward, the backward, and decoding."""
+    torch.manual_seed(0)
+    layer, x = ImplicitAttention(20, 4, 30.0, activation=F.gelu), torch.randn(2, 40, 9, requires_grad=True)
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            y, memory = layer(x, return_final_state=True)
+            results.append(
+                [y, memory, *torch.autograd.grad(y.square().sum() + memory.sum(), [x, *layer.parameters()])]
+            )
+            with torch.no_grad():
+                _, states = layer.continue_from({}, x, return_final_state=True)
+                results[-1].append(layer.continue_from(states, x[:, :1], return_final_state=True))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@needs_compiler
 def test_decoding_compiled_equals_eager():
     torch.manual_seed(0)
     layer = ImplicitAttention(20, 4, 30.0, activation=F.gelu)

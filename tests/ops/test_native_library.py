@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_hybrid_ssm.ops._core import native_library
 
@@ -155,3 +157,31 @@ def test_what_fails_to_compile_leaves_nothing(source, tmp_path):
     with pytest.raises(OSError, match="nothing"):
         native_library.compile_and_load(source)
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def fake():
+    with FakeTensorMode():
+        return torch.empty(3)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("make", [
+    lambda: torch.empty(3, device="meta"),
+    fake,
+    lambda: torch.empty(3, dtype=torch.bfloat16),
+    lambda: torch.empty(3, dtype=torch.int32),
+    lambda: torch.empty(3, 2).t(),
+], ids=["meta", "fake", "bfloat16", "int32", "transposed"])  # fmt: skip
+def test_c_gets_no_tensor_that_it_would_misread(source, make):
+    """A weight left on the meta device would be a null pointer, a narrow one would be read beyond its end."""
+    answer = native_library.compile_and_load(source).answer
+    with pytest.raises(TypeError, match="a C kernel takes contiguous tensors in the memory"):
+        native_library.call(answer, [None, torch.empty(3), make()])
+
+
+def test_c_may_be_told_of_strides():
+    rows = torch.empty(6, 4, dtype=torch.bfloat16)[::2]
+    assert native_library.address(rows, is_strided=True) == rows.data_ptr()
+    for wrong in (rows.to("meta"), rows.int()):
+        with pytest.raises(TypeError, match="a C kernel takes tensors in the memory"):
+            native_library.address(wrong, is_strided=True)

@@ -93,7 +93,7 @@ OPS = [
     (lambda: implicit_attention(X, torch.zeros(2, 3, 5), None, torch.zeros(3), theta=9.0),
      r"ValueError: weight must have shape \(3, q', q\).*got \(2, 3, 5\)"),
     (lambda: implicit_attention(X, torch.zeros(3, 3, 5), None, torch.zeros(3), theta=9.0, form="rk4"),
-     "ValueError: form='rk4' must be one of 'chunked'"),
+     "ValueError: form='rk4' must be one of 'auto', 'chunked', 'fft', 'recurrent'"),
     (lambda: linear_cross_entropy(X, torch.zeros(9, 5), KEYS[..., 0].long()),
      r"ValueError: weight must have shape .*\(any, 4\), got \(9, 5\)"),
     (lambda: linear_cross_entropy(X, torch.zeros(9, 4), torch.zeros(2, 5, dtype=torch.long)),

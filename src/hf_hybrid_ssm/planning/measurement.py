@@ -127,13 +127,16 @@ def measure_step(config: PreTrainedConfig, setup: Setup) -> Measurement:
     )
 
 
-def decoding_state_bytes(config: PreTrainedConfig, length: int, dtype: str) -> int:
-    """Bytes of the cache of one sequence after `length` tokens (an encoder-decoder: of source and target each)."""
+def decoding_state_bytes(config: PreTrainedConfig, length: int, dtype: str, kernels: str) -> int:
+    """Bytes of the cache of one sequence after `length` tokens (an encoder-decoder: of source and target each).
+
+    A fused kernel may keep more than plain torch does: LMU-ISA's also keeps the tokens since its memory.
+    """
     if is_classifier(config):
         return 0
     model = meta_model(config, dtype)
     names = ("input_ids", "decoder_input_ids") if config.is_encoder_decoder else ("input_ids",)
-    with _fake_tensors("torch"), torch.no_grad():
+    with _fake_tensors(kernels), torch.no_grad():
         model.to_empty(device="cpu").eval()
         ids = torch.zeros(1, length, dtype=torch.int64)
         # logits of one token: a cache does not depend on them

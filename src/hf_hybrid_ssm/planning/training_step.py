@@ -19,7 +19,7 @@ class Plan:
         memory: kind → bytes on each device.
         forward_flops: kind → operations of the forward of one device's batch.
         step_flops: of forward and backward, over all devices.
-        state: bytes of one decoded sequence of the row's length; 0 for a classifier.
+        state: bytes of one decoded sequence of the row's length, as the kernels keep it; 0 for a classifier.
     """
 
     parameters: int
@@ -51,7 +51,7 @@ def plan(config: PreTrainedConfig, setup: Setup | None = None) -> Plan:
         memory=weights(model, setup) | held,
         forward_flops=step.forward_flops,
         step_flops=step.step_flops * setup.gpus,
-        state=decoding_state_bytes(config, setup.length, setup.dtype),
+        state=decoding_state_bytes(config, setup.length, setup.dtype, setup.kernels),
     )
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hf_hybrid_ssm.layers.mixers.base import Mixer, RowOptions
+from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.models.cache import States
 from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
 from hf_hybrid_ssm.ops.implicit_attention.decoding import LAGGING, decoder, lagging, settled
@@ -109,13 +110,17 @@ class ImplicitAttention(nn.Module):
         decode_token = decoder(x, self.activation) if return_final_state and self.form == "auto" else None
         is_plain = options.get("lengths") is None and not torch.is_grad_enabled()
         if decode_token is not None and "recent" in states and x.shape[1] == 1 and is_plain:
-            y, *after = decode_token(x[:, 0], *(states[name] for name in LAGGING), **self._parameters_in(x.dtype))
+            y, *after = self._decode(decode_token, x[:, 0], *(states[name] for name in LAGGING))
             return y.unsqueeze(1), dict(zip(LAGGING, after))
         memory = settled(states, self.theta)
         y, memory = self(x, initial_state=memory, return_final_state=return_final_state, **options)
         if memory is None:
             return y, {}
         return y, lagging(memory) if decode_token is not None or "recent" in states else {"memory": memory}
+
+    @with_accelerate_hooks
+    def _decode(self, decode_token: Callable, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return decode_token(*tensors, **self._parameters_in(tensors[0].dtype))
 
     def _parameters_in(self, dtype: torch.dtype) -> dict[str, Any]:
         parameters = (self.reduce_weight, self.reduce_bias, self.collapse_weight, self.collapse_bias)

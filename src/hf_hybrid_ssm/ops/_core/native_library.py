@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 logger = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CONTIGUOUS_DTYPES = (torch.float32, torch.float64, torch.int64)  # what C reads without being told
 INCLUDES = Path(__file__).parent  # of the headers that the C files share
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fopenmp")
 
@@ -83,13 +84,34 @@ def is_plain_call(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and not torch.compiler.is_compiling() and not is_in_torch_dispatch_mode()
 
 
-def call(function: Callable[..., int], tensors: Iterable[torch.Tensor | None], *numbers: float) -> None:
+def address(tensor: torch.Tensor, *, is_strided: bool = False) -> int:
+    """Where C finds the numbers of a contiguous tensor, or of one whose strides it is told.
+
+    Raises:
+        TypeError: not in the memory of the CPU (a meta or fake tensor has none), of another dtype, or not contiguous.
+    """
+    at = tensor.data_ptr() if tensor.is_cpu else None
+    dtypes = DTYPES if is_strided else CONTIGUOUS_DTYPES
+    is_right = tensor.dtype in dtypes and (is_strided or tensor.is_contiguous())
+    if at is None or not is_right or (at == 0 and tensor.numel()):
+        raise TypeError(
+            f"a C kernel takes {'' if is_strided else 'contiguous '}tensors in the memory of the CPU, one of "
+            f"{', '.join(map(str, dtypes))}; got {tensor.dtype}, strides {tensor.stride()}, on {tensor.device}, "
+            f"address {at}."
+        )
+    return at
+
+
+def call(function: Callable[..., int], tensors: Iterable[torch.Tensor | int | None], *numbers: float) -> None:
     """Call a C function with the data of contiguous tensors (null for None), the numbers, and that of the threads.
+
+    An integer among the tensors is the `address` of one whose strides are among the numbers.
 
     Raises:
         MemoryError: it returned something else than 0.
+        TypeError: a tensor that C cannot read, see `address`.
     """
-    pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    pointers = [address(part) if isinstance(part, torch.Tensor) else part for part in tensors]
     if not function.argtypes:  # type: ignore[attr-defined]
         types: list = [ctypes.c_void_p] * len(pointers)
         types += [ctypes.c_double if isinstance(number, float) else ctypes.c_int64 for number in (*numbers, 1)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_hybrid_ssm.ops._core import native_library
-from hf_hybrid_ssm.ops._core.native_library import call, compile_and_load, is_plain_call, prepared
+from hf_hybrid_ssm.ops._core.native_library import address, call, compile_and_load, is_plain_call, prepared
 
 __all__ = ["attention_step_native", "supports"]
 
@@ -56,7 +56,9 @@ def _compute(
     y = torch.empty((batch, heads, width), dtype=q.dtype)
     apart = (*keys.stride()[:3], *values.stride()[:3])
     of_bias = (0, 0, 0) if bias is None else (*bias.stride(), bias.shape[1])
-    tensors = (q, k, v, keys, values, seen, bias, head_scale, y)
+    held_at = (address(keys, is_strided=True), address(values, is_strided=True))
+    bias_at = None if bias is None else address(bias, is_strided=True)
+    tensors = (q, k, v, *held_at, seen, bias_at, head_scale, y)
     sizes = (batch, heads, groups, held, size, width)
     call(_library().attention_step, tensors, scale, *apart, *of_bias, *numbers, keys.dtype != torch.float32, *sizes)
     return y

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_hybrid_ssm.ops._core.last_inputs import last_inputs
 from hf_hybrid_ssm.ops._core.native_library import (
+    address,
     call,
     compile_and_load,
     is_plain_call,
@@ -110,7 +111,8 @@ def _compute_step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None,
     """y (B, D); weight is (D, K); float32, the rows of x may lie apart."""
     y = torch.empty(x.shape, dtype=x.dtype)
     (channels, width), batch = weight.shape, x.shape[0]
-    call(_library().causal_conv_step, (x, weight, bias, state, y), x.stride(0), silu, batch, width, channels)
+    tensors = (address(x, is_strided=True), weight, bias, state, y)
+    call(_library().causal_conv_step, tensors, x.stride(0), silu, batch, width, channels)
     return y
 
 

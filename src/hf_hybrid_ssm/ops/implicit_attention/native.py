@@ -8,7 +8,8 @@ from typing import List  # noqa: UP035
 import torch
 from torch import Tensor
 
-from hf_hybrid_ssm.ops._core.native_library import call, compile_and_load, prepared, supports
+from hf_hybrid_ssm.ops._core.autocast import without_autocast
+from hf_hybrid_ssm.ops._core.native_library import call, compile_and_load, is_plain_call, prepared, supports
 from hf_hybrid_ssm.ops.implicit_attention.decoding import DECODE, is_exact_gelu
 from hf_hybrid_ssm.ops.implicit_attention.torch_backend import implicit_attention_torch
 from hf_hybrid_ssm.ops.legendre_memory.constants import BlockOperators, block_operators, finite_response
@@ -26,7 +27,8 @@ def implicit_attention_native(x, *, activation, theta, state, lengths, scale, fo
         options = {"theta": theta, "state": state, "lengths": lengths, "scale": scale, "needs_state": needs_state}
         return implicit_attention_torch(x, activation=activation, form=form, **options, **parameters)
     inputs = [prepared(tensor) for tensor in (x, *(parameters[name] for name in NAMES))]
-    y, final = _forward(*inputs, lengths, scale, theta, needs_state)
+    with without_autocast(x.device.type):
+        y, final = _forward(*inputs, lengths, scale, theta, needs_state)
     return y.to(x.dtype), final if needs_state else None
 
 
@@ -136,7 +138,8 @@ def _setup_context(ctx, inputs, output):
 def _gradient(ctx, dy, dfinal):
     saved = ctx.saved_tensors  # once: checkpointing unpacks them once
     dfinal = dfinal.contiguous() if ctx.needs_state else dy.new_empty(0)
-    dx, dweight, dbias, dcollapse, doffset = _backward(*saved, dy.contiguous(), dfinal, ctx.scale, ctx.theta)
+    with without_autocast(dy.device.type):  # which may be active around backward() as well
+        dx, dweight, dbias, dcollapse, doffset = _backward(*saved, dy.contiguous(), dfinal, ctx.scale, ctx.theta)
     dbias, doffset = (grad if given else None for grad, given in zip((dbias, doffset), ctx.has_biases))
     return dx, dweight, dbias, dcollapse, doffset, None, None, None, None
 
@@ -146,10 +149,9 @@ _forward.register_autograd(_gradient, setup_context=_setup_context)
 
 def decode_token(x, memory, recent, pending, *, weight, bias, collapse, collapse_bias, scale, theta):
     """One token x (B, D), without gradients: its output and the states after it, see `decoding`."""
-    parameters = [prepared(tensor) for tensor in (weight, bias, collapse, collapse_bias)]
-    is_plain = type(x) is Tensor and not torch.compiler.is_compiling()
-    compute = _step_without_copies if is_plain else _step
-    y, *states = compute(x.float().contiguous(), *parameters, memory, recent, pending, scale, theta)
+    inputs = [prepared(tensor) for tensor in (x, weight, bias, collapse, collapse_bias, memory, recent)]
+    compute = _step_without_copies if is_plain_call(x) else _step
+    y, *states = compute(*inputs, pending, scale, theta)
     return y.to(x.dtype), *states
 
 
@@ -163,10 +165,10 @@ def _compute_step(
     batch, block, channels = recent.shape
     rows, order = weight.shape[1:]
     operators = BlockOperators(*block_operators(order, theta, block, x.dtype, x.device))
-    y, recent, pending = torch.empty_like(x), recent.clone(), pending.clone()
+    y, recent, pending = torch.empty_like(x), recent.clone(), pending.clone().contiguous()
     after, is_new = torch.empty_like(memory), torch.empty(1, dtype=torch.int64)
     parameters = (weight, bias, collapse, collapse_bias, _scalar(scale))
-    tensors = (x, *parameters, operators.powers, operators.impulse, operators.push, memory.contiguous())
+    tensors = (x, *parameters, operators.powers, operators.impulse, operators.push, memory)
     sizes = (batch, channels, rows, order, block, copies)
     call(_library().implicit_attention_step, (*tensors, recent, pending, y, after, is_new), *sizes)
     # read from memory: `is_new.item()` would be a synchronisation to all that counts them

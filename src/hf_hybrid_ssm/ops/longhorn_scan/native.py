@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_hybrid_ssm.ops._core.lengths import zero_beyond
 from hf_hybrid_ssm.ops._core.native_library import (
+    address,
     call,
     compile_and_load,
     is_plain_call,
@@ -155,8 +156,10 @@ def _compute_step(
 ) -> Tensor:
     """y (B, D); float32, of the first five the rows may lie apart."""
     y = torch.empty(x.shape, dtype=x.dtype)
-    apart = (0 if part is None else part.stride(0) for part in (x, beta_logit, k, q, z))
-    call(_library().longhorn_step, (x, beta_logit, k, q, z, beta_bias, skip, state, y), *apart, *state.shape)
+    rows = (x, beta_logit, k, q, z)
+    rows_at = (None if part is None else address(part, is_strided=True) for part in rows)
+    apart = (0 if part is None else part.stride(0) for part in rows)
+    call(_library().longhorn_step, (*rows_at, beta_bias, skip, state, y), *apart, *state.shape)
     return y
 
 
