@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -170,6 +171,9 @@ def test_fourier_transforms_and_scans_are_counted():
     assert (
         scanned == longhorn.num_hidden_layers * 9 * BATCH * LENGTH * longhorn.intermediate_size * longhorn.state_size
     )
+    bst = built("bst sh").config
+    scanned = plan(bst, setup_for()).forward_flops["recurrence"]
+    assert scanned > 0 and scanned % (7 * BATCH * LENGTH * bst.hidden_size) == 0
     with FakeTensorMode(), FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
         torch.fft.irfft(torch.fft.rfft(torch.zeros(3, 64)))
     assert counter.get_total_flops() == 2 * 3 * 2.5 * 64 * 6
@@ -187,6 +191,29 @@ def test_decoding_state(case, dtype):
             cache = model(ids, use_cache=True, **targets).past_key_values
         planned = plan(model.config, dataclasses.replace(setup_for(dtype=dtype), length=length))
         assert planned.state == cache_bytes(cache) > 0
+
+
+class OwnOps(TorchDispatchMode):
+    """The ops of this package that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.called = set()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.namespace == "hf_hybrid_ssm":
+            self.called.add(op.overloadpacket)
+        return op(*args, **kwargs or {})
+
+
+@EVERY_CASE
+def test_operations_of_every_kernel_are_counted(case):
+    """An op without a formula counts as nothing; the short convolutions are left out like other small products."""
+    model = built(case)
+    model(**batch_for(model, rows=1))  # kernels check themselves before their first use
+    with OwnOps() as ops:
+        model(**batch_for(model, rows=1)).loss.backward()
+    assert {op for op in ops.called - set(FORMULAS) if "causal_conv" not in str(op)} == set()
 
 
 LARGEST = ["longhorn/1.3b", "bst/1.3b", "lmu_isa/100m-deep-global", "spade/spade-lm-wt103", "spade_seq2seq/spade-base"]

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_hybrid_ssm.ops._core.transforms import is_transforming
 
@@ -27,10 +28,14 @@ class RMSNorm(nn.RMSNorm):
 
 
 def _has_no_fused_kernel(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether torch would train this norm operation by operation: on a CPU, as it is and without a compiler."""
-    is_plain = type(x) is torch.Tensor and type(weight) is nn.Parameter and x.device.type == "cpu"
-    is_trained = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return is_plain and is_trained and not torch.compiler.is_compiling() and not is_transforming()
+    """Whether torch would train this norm operation by operation: on a CPU, as it is and without a compiler.
+
+    Fake tensors count as what they stand for: a plan must see what a training step keeps. Other subclasses do not.
+    """
+    if torch.compiler.is_compiling() or is_transforming() or x.device.type != "cpu":
+        return False
+    is_plain = type(x) in (torch.Tensor, FakeTensor) and type(weight) in (nn.Parameter, FakeTensor)
+    return is_plain and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
 
 
 class _RMSNorm(torch.autograd.Function):

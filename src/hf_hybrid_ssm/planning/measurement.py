@@ -20,6 +20,8 @@ from transformers import Cache, EncoderDecoderCache, PreTrainedConfig, PreTraine
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
 from hf_hybrid_ssm.models.spade.adaptive_vocabulary import AdaptiveSoftmax
 from hf_hybrid_ssm.ops._core.dispatch import backend
+from hf_hybrid_ssm.ops.implicit_attention.native import transform_sizes
+from hf_hybrid_ssm.ops.legendre_memory.constants import finite_response
 from hf_hybrid_ssm.planning.presets import is_classifier, meta_model
 from hf_hybrid_ssm.planning.setup import Setup
 
@@ -221,35 +223,82 @@ def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any
     return 2.5 * _attention(query, key, value)  # scores once more, then four products
 
 
-def _scan(x: Any, dt: Any, k: Any, *_: Any, **__: Any) -> int:
+def _longhorn_scan(x: Any, dt: Any, k: Any, *_: Any, **__: Any) -> int:
     """Each number of the state: square of the key, decay (2), written value (2), update (2), read-out (2)."""
     return 9 * math.prod(x) * k[-1]
 
 
-def _scan_backward(*arguments: Any, **__: Any) -> int:
-    return 2 * _scan(*arguments)
+def _channel_scan(u: Any, decay: Any, vector: Any, *_: Any, **__: Any) -> int:
+    """Each real number of the state: decay (1, of a complex number 3), written value (2), read-out (2)."""
+    is_complex = len(decay) > len(vector)
+    return (7 if is_complex else 5) * u[0] * u[1] * math.prod(vector)
+
+
+def _diagonal_scan(x: Any, decay: Any, *_: Any, **__: Any) -> int:
+    """Each real number of the state: decay (1, of a complex number 3), input (1)."""
+    return (4 if len(decay) == 2 else 2) * math.prod(x)
+
+
+def _diagonal_scan_backward(dh: Any, h: Any, decay: Any, *_: Any, **__: Any) -> int:
+    return 2 * _diagonal_scan(h, decay)
+
+
+def _implicit_attention(x: Any, weight: Any, *rest: Any, **__: Any) -> float:
+    *_, theta, _ = rest
+    return sum(_implicit_parts(x, weight, theta))
+
+
+def _implicit_attention_backward(x: Any, weight: Any, *rest: Any, **__: Any) -> float:
+    convolution, attention = _implicit_parts(x, weight, theta=rest[-1])
+    return 2 * convolution + 3 * attention  # forward once more; then transforms back, and two products of attention
+
+
+def _implicit_parts(x: Any, weight: Any, theta: float) -> tuple[float, float]:
+    """Convolution: a real transform of x and of each of the 3 R rows, and their products with the filters' spectra.
+    Attention of each token: the logits, and the values' sum."""
+    (batch, length, channels), (_, rows, order) = x, weight
+    points, segment = transform_sizes(length, finite_response(order, theta, length).shape[1])
+    transforms = (1 + 3 * rows) * _fourier((points,), (0,), 2.5) + 3 * rows * 3 * points
+    return batch * -(-length // segment) * channels * transforms, 2 * batch * length * channels * rows * (rows + 1)
+
+
+def _twice(formula: Callable) -> Callable:
+    return lambda *arguments, **options: 2 * formula(*arguments, **options)
 
 
 def _formulas() -> dict[Any, Callable]:
-    """What torch's own counter leaves out: Fourier transforms, the CPU's fused attention, the fused scan."""
-    aten = torch.ops.aten
-    found: dict[Any, Callable] = {
+    """What torch's own counter leaves out: Fourier transforms, the CPU's fused attention, and our own kernels."""
+    aten, own = torch.ops.aten, torch.ops.hf_hybrid_ssm
+    for module in ("longhorn_scan.torch_backend", "longhorn_scan.native", "linear_scan.native"):
+        importlib.import_module(f"hf_hybrid_ssm.ops.{module}")  # registers its ops
+    return {
         aten._fft_r2c: _real_fourier,
         aten._fft_c2r: _real_fourier,
         aten._fft_c2c: _complex_fourier,
         aten._scaled_dot_product_flash_attention_for_cpu: _attention,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+        own.longhorn_scan_torch: _longhorn_scan,
+        own.longhorn_scan_torch_backward: _twice(_longhorn_scan),
+        own.longhorn_scan_native: _longhorn_scan,
+        own.longhorn_scan_native_backward: _twice(_longhorn_scan),
+        own.channel_scan_native: _channel_scan,
+        own.channel_scan_native_backward: _twice(_channel_scan),
+        own.diagonal_scan_native: _diagonal_scan,
+        own.diagonal_scan_native_backward: _diagonal_scan_backward,
+        own.implicit_attention_native: _implicit_attention,
+        own.implicit_attention_native_backward: _implicit_attention_backward,
     }
-    for name in ("torch_backend", "native"):
-        importlib.import_module(f"hf_hybrid_ssm.ops.longhorn_scan.{name}")  # registers its ops
-    for name in ("torch", "native"):
-        found[getattr(torch.ops.hf_hybrid_ssm, f"longhorn_scan_{name}")] = _scan
-        found[getattr(torch.ops.hf_hybrid_ssm, f"longhorn_scan_{name}_backward")] = _scan_backward
-    return found
 
 
 FORMULAS = _formulas()
-KINDS = {"_fft": "Fourier transforms", "_scaled_dot_product": "attention", "longhorn_scan": "recurrence"}
+KINDS = {
+    "_fft": "Fourier transforms",
+    "_scaled_dot_product": "attention",
+    "implicit_attention": "attention",
+    "longhorn_scan": "recurrence",
+    "channel_scan": "recurrence",
+    "diagonal_scan": "recurrence",
+}
 
 
 def _by_kind(counter: FlopCounterMode, model: PreTrainedModel) -> dict[str, float]:
