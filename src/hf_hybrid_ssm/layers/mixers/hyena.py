@@ -4,6 +4,7 @@ import math
 from typing import Any, ClassVar, Unpack
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from hf_hybrid_ssm.layers.mixers.base import FrozenLinear, Mixer, RowOptions, State
@@ -120,17 +121,18 @@ class ImplicitLongConv(CachedKernelMixer):
         """(directions, F, D, length)."""
         k = torch.arange(length, dtype=dtype, device=self.freq.device)
         t = k / max(self.filter_length - 1, 1)
-        bands = (self.filter_emb - 1) // 2
-        frequencies = torch.linspace(1e-4, bands - 1, bands, dtype=dtype, device=k.device)
-        angles = torch.outer(2 * math.pi * k / self.filter_length, frequencies)
+        bands, unit = (self.filter_emb - 1) // 2, 2 * math.pi / self.filter_length
+        frequencies = torch.linspace(1e-4 * unit, (bands - 1) * unit, bands, dtype=dtype, device=k.device)
+        angles = torch.outer(k, frequencies)
         x = torch.cat([t.unsqueeze(1), torch.cos(angles), -torch.sin(angles)], dim=1)
         freq = self.freq.to(dtype)
-        x = torch.sin(freq * (x @ self.ffn_in.to(dtype).T + self.ffn_in_bias.to(dtype)))
+        x = torch.sin(freq * F.linear(x, self.ffn_in.to(dtype), self.ffn_in_bias.to(dtype)))
         for weight, bias in zip(self.ffn.to(dtype).unbind(), self.ffn_bias.to(dtype).unbind()):
-            x = torch.sin(freq * (x @ weight.T + bias))
+            x = torch.sin(freq * F.linear(x, weight, bias))
         h = (self.ffn_out.to(dtype) @ x.T).view(-1, self.filters or 1, self.hidden_size, length)
-        alpha = torch.linspace(*self.decays, self.hidden_size, dtype=dtype, device=k.device)
-        return h * torch.exp(-torch.outer(alpha, t))
+        slowest, fastest = self.decays
+        rates = torch.linspace(-slowest, -fastest, self.hidden_size, dtype=dtype, device=k.device)
+        return h * torch.exp(torch.outer(rates, t))
 
     def mix(
         self, u: torch.Tensor, initial_state: State | None, **options: Any
