@@ -5,8 +5,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_hybrid_ssm.ops._core.transforms import is_transforming
+
+PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)  # the last, so that a plan counts what is kept in truth
 
 
 class RMSNorm(nn.RMSNorm):
@@ -28,7 +31,7 @@ class RMSNorm(nn.RMSNorm):
 
 def _has_no_fused_kernel(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether torch would train this norm operation by operation: on a CPU, as it is and without a compiler."""
-    is_plain = type(x) is torch.Tensor and type(weight) is nn.Parameter and x.device.type == "cpu"
+    is_plain = type(x) in PLAIN and type(weight) in PLAIN and x.device.type == "cpu"
     is_trained = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return is_plain and is_trained and not torch.compiler.is_compiling() and not is_transforming()
 
