@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+# Part of hf-hybrid-ssm 0.1.0, gathered by hf_hybrid_ssm.hub.export_code.
+# Plain torch, and on CUDA the Triton kernels of hf_hybrid_ssm_kernels where that can be imported. transformers
+# takes the package instead when it is installed.
+# SHA-256 of this file without this line and the next: 7792fbce9e12eac0252648318bf2230e79518b10515e6ea73ddcdb2adc5ff99f
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .dispatch import is_transforming
+
+
+# ---- layers/feed_forward.py -----------------------------------------------------------------------------------------
+# Position-wise feed-forward layers, (B, L, hidden_size) → (B, L, hidden_size).
+
+class FeedForward(nn.Module):
+    """W_2 dropout(activation(W_1 x + b_1)) + b_2."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        bias: bool = True,
+        dropout: float = 0.0,
+    ):
+        super().__init__()
+        self.fc1 = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.fc2 = nn.Linear(intermediate_size, hidden_size, bias=bias)
+        self.activation = activation
+        self.dropout = nn.Dropout(dropout) if dropout else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.activation(self.fc1(x))
+        return self.fc2(x if self.dropout is None else self.dropout(x))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) · up(x)), without biases."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+# ---- layers/rms_norm.py ---------------------------------------------------------------------------------------------
+# Root-mean-square normalisation that computes in float32 whatever the input.
+
+class RMSNorm(nn.RMSNorm):
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension, in float32 or wider; the output has the weight's
+    dtype."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6):
+        super().__init__(hidden_size, eps=eps)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled() and x.dtype == self.weight.dtype == torch.float32:
+            return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)  # decoding makes this call often
+        dtype = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+        wide, weight = x.to(dtype), self.weight.to(dtype)
+        if _has_no_fused_kernel(wide, self.weight):
+            return _RMSNorm.apply(wide, weight, self.eps).to(self.weight.dtype)
+        return F.rms_norm(wide, self.normalized_shape, weight, self.eps).to(self.weight.dtype)
+
+
+def _has_no_fused_kernel(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether torch would train this norm operation by operation: on a CPU, as it is and without a compiler.
+
+    Fake tensors count as what they stand for: a plan must see what a training step keeps. Other subclasses do not.
+    """
+    if torch.compiler.is_compiling() or is_transforming() or x.device.type != "cpu":
+        return False
+    is_plain = type(x) in (torch.Tensor, FakeTensor) and type(weight) in (nn.Parameter, FakeTensor)
+    return is_plain and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """With n = x / sqrt(mean(x²) + eps): dx = (w dy - n mean(n · w dy)) / sqrt(mean(x²) + eps)."""
+
+    @staticmethod
+    def forward(ctx: Any, x, weight, eps):
+        scale = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+        ctx.save_for_backward(x, weight, scale)
+        ctx.eps = eps
+        return x * scale * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad):
+        x, weight, scale = ctx.saved_tensors
+        if torch.is_grad_enabled():  # this gradient is to be differentiated too
+            scale = (x.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
+        n = x * scale
+        of_weight = (grad * n).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        if not ctx.needs_input_grad[0]:
+            return None, of_weight, None
+        grad = grad * weight
+        shift = (grad * n).mean(-1, keepdim=True)
+        return torch.addcmul(grad, n, shift, value=-1) * scale, of_weight, None

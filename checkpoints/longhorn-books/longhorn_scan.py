@@ -1,0 +1,461 @@
+# SPDX-License-Identifier: Apache-2.0
+# Part of hf-hybrid-ssm 0.1.0, gathered by hf_hybrid_ssm.hub.export_code.
+# Plain torch, and on CUDA the Triton kernels of hf_hybrid_ssm_kernels where that can be imported. transformers
+# takes the package instead when it is installed.
+# SHA-256 of this file without this line and the next: 80c3dc6291a3c55057e36905e4c649cec0263b2aaa738678aa7fd46194b4bb1c
+
+import re
+from typing import List
+
+import torch
+import torch.nn.functional as F
+
+from .dispatch import Op, check_lengths, check_seq_idx, check_tensor, extend_last_document, zero_beyond
+
+_LIBRARY = "hf_hybrid_ssm_" + re.sub(r"\W", "_", __name__)  # each loaded copy registers ops of its own
+
+
+# ---- ops/longhorn_scan/reference.py ---------------------------------------------------------------------------------
+# The Longhorn recurrence, token by token (section 3 of arXiv 2407.14207, equations 8 and 9).
+
+def longhorn_scan_reference(
+    x, beta_logit, k, q, *, beta_bias=None, D=None, z=None, initial_state=None, seq_idx=None, lengths=None
+):
+    """See `hf_hybrid_ssm.ops.longhorn_scan.longhorn_scan`; computes in float32, or in float64 for float64 inputs."""
+    dtype, output_dtype = torch.promote_types(x.dtype, torch.float32), x.dtype
+    x, k, q, beta_logit = x.to(dtype), k.to(dtype), q.to(dtype), beta_logit.to(dtype)
+    beta = torch.sigmoid(beta_logit if beta_bias is None else beta_logit + beta_bias)
+    h = x.new_zeros(x.shape[0], x.shape[2], k.shape[2]) if initial_state is None else initial_state.to(dtype)
+    rows = []
+    for t in range(x.shape[1]):
+        if seq_idx is not None and t > 0:
+            h = h * (seq_idx[:, t] == seq_idx[:, t - 1])[:, None, None]
+        kk = (k[:, t] ** 2).sum(-1, keepdim=True)
+        delta = (beta[:, t] / (1 + beta[:, t] * kk))[:, :, None]  # (B, D, 1)
+        key = k[:, t, None, :]  # (B, 1, N)
+        after = (1 - delta * key**2) * h + delta * x[:, t, :, None] * key
+        rows.append((after * q[:, t, None, :]).sum(-1))
+        h = after if lengths is None else torch.where((t < lengths)[:, None, None], after, h)
+    y = torch.stack(rows, 1) if rows else torch.zeros_like(x)
+    if D is not None:
+        y = y + D * x
+    if z is not None:
+        y = y * torch.nn.functional.silu(z.to(dtype))
+    return y.to(output_dtype), h
+
+
+# ---- ops/longhorn_scan/self_check_inputs.py -------------------------------------------------------------------------
+# A small Longhorn scan on which kernels are checked: longer than a block, with channels that do not fill a tile.
+
+def self_check_inputs_self_check_inputs() -> dict:
+    random = torch.Generator().manual_seed(0)
+    shapes: dict[str, tuple] = dict.fromkeys(("x", "beta_logit", "z"), (1, 67, 18)) | dict.fromkeys("kq", (1, 67, 16))
+    shapes |= {"beta_bias": (18,), "D": (18,), "initial_state": (1, 18, 16)}
+    return {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
+
+
+# ---- ops/longhorn_scan/step.py --------------------------------------------------------------------------------------
+# One token of the Longhorn scan: the state is overwritten, and nothing has a gradient.
+
+def longhorn_step_reference(x, beta_logit, k, q, state, *, beta_bias=None, D=None, z=None):
+    """See `longhorn_step`; computes in float32, or in float64 for float64 inputs."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    value, key, query = x.to(dtype), k.to(dtype).unsqueeze(1), q.to(dtype).unsqueeze(1)
+    beta = torch.sigmoid(beta_logit.to(dtype) if beta_bias is None else beta_logit.to(dtype) + beta_bias)
+    delta = (beta / (1 + beta * key.square().sum(-1))).unsqueeze(-1)
+    state.copy_((1 - delta * key.square()) * state + delta * value.unsqueeze(-1) * key)
+    y = (state * query).sum(-1)
+    y = y if D is None else y + D * value
+    return (y if z is None else y * F.silu(z.to(dtype))).to(x.dtype), state
+
+
+def longhorn_step_torch(x, beta_logit, k, q, state, *, beta_bias=None, D=None, z=None):
+    """See `longhorn_step`."""
+    dtype = x.dtype if x.dtype == torch.float64 else torch.float32
+    value, key = x.to(dtype), k.to(dtype)
+    beta = torch.sigmoid(beta_logit.to(dtype) if beta_bias is None else beta_logit + beta_bias)
+    # beta / (1 + beta |k|^2), times k
+    write = (beta / torch.addcmul(beta.new_ones(()), beta, key.square().sum(-1, keepdim=True))).unsqueeze(-1)
+    write = write * key.unsqueeze(1)
+    held = state if state.dtype == dtype else state.to(dtype)
+    state.copy_(torch.addcmul(held, write, torch.addcmul(value.unsqueeze(-1), held, key.unsqueeze(1), value=-1)))
+    y = (state.to(dtype) @ q.to(dtype).unsqueeze(-1)).squeeze(-1)
+    y = y if D is None else torch.addcmul(y, value, D.to(dtype))
+    return (y if z is None else y * F.silu(z.to(dtype))).to(x.dtype), state
+
+
+def step_self_check_inputs() -> dict:
+    """Two rows, and neither channels nor states fill a vector."""
+    random = torch.Generator().manual_seed(0)
+    shapes: dict[str, tuple] = dict.fromkeys(("x", "beta_logit", "z"), (2, 18)) | dict.fromkeys("kq", (2, 21))
+    shapes |= {"beta_bias": (18,), "D": (18,), "state": (2, 18, 21)}
+    return {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
+
+
+_STEP_OP = Op(
+    "longhorn_step",
+    builtin={"torch": longhorn_step_torch, "reference": longhorn_step_reference},
+    kernels={"triton": "hf_hybrid_ssm_kernels.longhorn_scan_triton_step"},
+    self_check_inputs=step_self_check_inputs,
+    differentiable=False,
+)
+
+
+def longhorn_step(
+    x: torch.Tensor,
+    beta_logit: torch.Tensor,
+    k: torch.Tensor,
+    q: torch.Tensor,
+    state: torch.Tensor,
+    *,
+    beta_bias: torch.Tensor | None = None,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """`longhorn_scan` of one token of each row, without gradients; `state` becomes the one after it, in place.
+
+    Args:
+        x, beta_logit, z: (B, D), one dtype.
+        k, q: (B, N), of the same dtype.
+        state: (B, D, N), contiguous, in any floating point dtype; computed with in float32 or wider.
+        beta_bias, D: (D,).
+        backend: force one implementation (see `hf_hybrid_ssm.ops._core.dispatch`).
+
+    Returns:
+        y (B, D) in the dtype of x.
+
+    Raises:
+        TypeError, ValueError: an argument of wrong type, dtype, shape or device; an unknown or unusable backend.
+    """
+    check_tensor("state", state, (x.shape[0], x.shape[-1], None), "B, D, N")
+    batch, channels, states = state.shape
+    check_tensor("x", x, (batch, channels), "B, D")
+    check_tensor("beta_logit", beta_logit, (batch, channels), "B, D", like=x)
+    check_tensor("k", k, (batch, states), "B, N", like=x)
+    check_tensor("q", q, (batch, states), "B, N", like=x)
+    check_tensor("z", z, (batch, channels), "B, D", like=x, optional=True)
+    check_tensor("beta_bias", beta_bias, (channels,), "D", optional=True)
+    check_tensor("D", D, (channels,), "D", optional=True)
+    run = _STEP_OP.select(x.device.type, x.dtype, backend)
+    return run(x, beta_logit, k, q, state, beta_bias=beta_bias, D=D, z=z)[0]
+
+
+# ---- ops/longhorn_scan/torch_backend.py -----------------------------------------------------------------------------
+# The Longhorn scan in torch, without a loop over time.
+#
+# Time is cut into G blocks of C tokens. All blocks advance together, one token position at a time: first from a zero
+# state, which yields each block's decay and own contribution; then the G boundary states follow one from the other; then
+# once more with the right start. Backward recomputes the states, for a slice of channels at a time, so that memory stays
+# linear in the length and no (B, L, D, N) tensor outlives a slice. Both directions are custom ops, one node each for
+# `torch.compile` and export.
+
+SLICE_NUMBERS = 2**23  # numbers of one (B, L, D slice, N) tensor in backward
+
+
+def longhorn_scan_torch(
+    x, beta_logit, k, q, *, beta_bias=None, D=None, z=None, initial_state=None, seq_idx=None, lengths=None
+):
+    """See `hf_hybrid_ssm.ops.longhorn_scan.longhorn_scan`."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    values, logits, keys = (zero_beyond(part, lengths).to(dtype) for part in (x, beta_logit, k))
+    queries = q.to(dtype)
+    logits = logits if beta_bias is None else logits + beta_bias
+    state = None if initial_state is None else initial_state.to(dtype)
+    if x.shape[1] == 1:
+        y, final_state = _one_token(values, logits, keys, queries, state)
+    else:
+        y, final_state = scan(values, logits, keys, queries, state, _keep_mask(seq_idx, dtype))
+    if D is not None:
+        y = y + D * values
+    if z is not None:
+        y = y * torch.nn.functional.silu(z.to(dtype))
+    return y.to(x.dtype), final_state
+
+
+def _keep_mask(seq_idx: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """m (B, L): 0 where a document begins, else 1. The initial state belongs to the document of the first token."""
+    if seq_idx is None:
+        return None
+    same = seq_idx[:, 1:] == seq_idx[:, :-1]
+    return torch.cat([torch.ones_like(same[:, :1]), same], 1).to(dtype)
+
+
+def _one_token(x, beta_logit, k, q, state):
+    """All tensors (B, 1, ...)."""
+    delta = compute_delta(beta_logit, k).transpose(1, 2)  # (B, D, 1)
+    write = delta * k  # (B, D, N)
+    value = x.transpose(1, 2)
+    after = write * value if state is None else state + write * (value - state * k)
+    return (after @ q.transpose(1, 2)).transpose(1, 2), after
+
+
+def compute_delta(beta_logit: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Δ = β / (1 + β |k|²) with β = sigmoid(beta_logit); (B, L, D)."""
+    beta = torch.sigmoid(beta_logit)
+    return beta / (1 + beta * (k * k).sum(-1, keepdim=True))
+
+
+def _block_length(length: int) -> int:
+    """C about √L: 2C + G steps over time instead of L."""
+    return 1 << (max(length, 1).bit_length() // 2)
+
+
+def _blocks(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """(B, L, X) → (C, B, G, X), zero padded: a token with k = 0 leaves the state as it is."""
+    batch, length, width = tensor.shape
+    padded = torch.nn.functional.pad(tensor, (0, 0, 0, -length % size))
+    return padded.view(batch, -1, size, width).permute(2, 0, 1, 3).contiguous()
+
+
+def _flat(blocks: torch.Tensor, length: int) -> torch.Tensor:
+    """The inverse, (C, B, G, X) → (B, L, X)."""
+    size, batch, count, width = blocks.shape
+    return blocks.permute(1, 2, 0, 3).reshape(batch, count * size, width)[:, :length]
+
+
+class _ChannelSlice:
+    """Some channels of one call, cut into blocks.
+
+    value, delta (C, B, G, D); key, query (C, B, G, N); keep (C, B, G, 1, 1) or None.
+    """
+
+    def __init__(self, x, delta, k, q, keep_mask):
+        size = _block_length(x.shape[1])
+        self.value, self.delta, self.key, self.query = (_blocks(tensor, size) for tensor in (x, delta, k, q))
+        self.size = size
+        self.keep = None
+        if keep_mask is not None:
+            padded = torch.nn.functional.pad(keep_mask, (0, -keep_mask.shape[1] % size), value=1.0)
+            self.keep = padded.view(keep_mask.shape[0], -1, size).permute(2, 0, 1)[..., None, None].contiguous()
+
+    def decay(self, c: int) -> torch.Tensor:
+        """m a of the c-th token of every block, (B, G, D, N)."""
+        decay = 1 - self.delta[c].unsqueeze(-1) * self.key[c].square().unsqueeze(-2)
+        return decay if self.keep is None else decay * self.keep[c]
+
+    def write(self, c: int) -> torch.Tensor:
+        """Δ x k of the c-th token of every block, (B, G, D, N)."""
+        return (self.delta[c] * self.value[c]).unsqueeze(-1) * self.key[c].unsqueeze(-2)
+
+    def initial_states(self, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """States before each block (B, G, D, N), the final state (B, D, N), and each block's decay."""
+        h, product = self.write(0), self.decay(0)
+        for c in range(1, self.size):
+            decay = self.decay(c)
+            h = torch.addcmul(self.write(c), decay, h)
+            product = product * decay
+        state, states = torch.zeros_like(h[:, 0]) if state is None else state, []
+        for g in range(h.shape[1]):
+            states.append(state)
+            state = torch.addcmul(h[:, g], product[:, g], state)
+        return torch.stack(states, 1), state, product
+
+
+def _slices(x: torch.Tensor, k: torch.Tensor) -> list[slice]:
+    (batch, length, channels), states = x.shape, k.shape[-1]
+    width = max(1, SLICE_NUMBERS // max(1, batch * length * states))
+    return [slice(start, min(start + width, channels)) for start in range(0, channels, width)]
+
+
+@torch.library.custom_op(_LIBRARY + "::longhorn_scan_torch", mutates_args=())
+def scan(
+    x: torch.Tensor,
+    beta_logit: torch.Tensor,
+    k: torch.Tensor,
+    q: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    keep_mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """y (B, L, D) without skip and gate, and the final state (B, D, N); all inputs of one dtype, L ≥ 1."""
+    y, final = torch.empty_like(x), x.new_empty(x.shape[0], x.shape[2], k.shape[2])
+    delta = compute_delta(beta_logit, k)
+    for channels in _slices(x, k):
+        part = _ChannelSlice(x[..., channels], delta[..., channels], k, q, keep_mask)
+        h, final[:, channels], _ = part.initial_states(None if initial_state is None else initial_state[:, channels])
+        rows = []
+        for c in range(part.size):
+            h = torch.addcmul(part.write(c), part.decay(c), h)
+            rows.append((h @ part.query[c].unsqueeze(-1)).squeeze(-1))
+        y[..., channels] = _flat(torch.stack(rows), x.shape[1])
+    return y, final
+
+
+@scan.register_fake
+def _(x, beta_logit, k, q, initial_state, keep_mask):
+    return torch.empty_like(x), x.new_empty(x.shape[0], x.shape[2], k.shape[2])
+
+
+@torch.library.custom_op(_LIBRARY + "::longhorn_scan_torch_backward", mutates_args=())
+def scan_backward(
+    x: torch.Tensor,
+    beta_logit: torch.Tensor,
+    k: torch.Tensor,
+    q: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    keep_mask: torch.Tensor | None,
+    dy: torch.Tensor,
+    dfinal: torch.Tensor,
+) -> List[torch.Tensor]:  # noqa: UP006 - all that torch 2.6 reads
+    """Gradients of x, beta_logit, k, q and the initial state."""
+    dx, ddelta, dinitial = torch.empty_like(x), torch.empty_like(x), torch.empty_like(dfinal)
+    dk, dq = torch.zeros_like(k), torch.zeros_like(q)
+    delta = compute_delta(beta_logit, k)
+    for channels in _slices(x, k):
+        part = _ChannelSlice(x[..., channels], delta[..., channels], k, q, keep_mask)
+        state = None if initial_state is None else initial_state[:, channels]
+        gradients = _slice_backward(part, state, _blocks(dy[..., channels], part.size), dfinal[:, channels])
+        dvalue, dslice, dkey, dquery, dinitial[:, channels] = gradients
+        dx[..., channels], ddelta[..., channels] = _flat(dvalue, x.shape[1]), _flat(dslice, x.shape[1])
+        dk += _flat(dkey, x.shape[1])
+        dq += _flat(dquery, x.shape[1])
+    # Δ = β / (1 + β |k|²):  dΔ/dlogit = Δ² (1 - β)/β = Δ (1 - β)/(1 + β |k|²),  dΔ/d|k|² = -Δ²
+    beta = torch.sigmoid(beta_logit)
+    dlogit = ddelta * delta * torch.sigmoid(-beta_logit) / (1 + beta * (k * k).sum(-1, keepdim=True))
+    dk -= 2 * k * (delta * delta * ddelta).sum(-1, keepdim=True)
+    return [dx, dlogit, dk, dq, dinitial]
+
+
+def _slice_backward(part: _ChannelSlice, state, dy: torch.Tensor, dfinal: torch.Tensor):
+    """Gradients of value, delta, key (through writes and decays), query, in blocks, and of the initial state.
+
+    λ_t = dL/dh_t obeys λ_t = dy_t q_t + m_{t+1} a_{t+1} λ_{t+1}: the same recurrence, backwards.
+    """
+    start, _, product = part.initial_states(state)
+    before, after, h = [], [], start
+    for c in range(part.size):
+        before.append(h if part.keep is None else h * part.keep[c])
+        h = torch.addcmul(part.write(c), part.decay(c), h)
+        after.append(h)
+    # λ that enters each block from later ones: local sums from zero, then the boundaries, last block first
+    local = torch.zeros_like(start)
+    for c in reversed(range(part.size)):
+        local = part.decay(c) * torch.addcmul(local, dy[c].unsqueeze(-1), part.query[c].unsqueeze(-2))
+    grad_states, grad_state = [], dfinal
+    for g in reversed(range(start.shape[1])):
+        grad_states.append(grad_state)
+        grad_state = torch.addcmul(local[:, g], product[:, g], grad_state)
+    lam = torch.stack(grad_states[::-1], 1)
+    rows = []
+    for c in reversed(range(part.size)):
+        key, delta, out = part.key[c].unsqueeze(-2), part.delta[c].unsqueeze(-1), dy[c].unsqueeze(-1)
+        lam = torch.addcmul(lam, out, part.query[c].unsqueeze(-2))
+        recalled = before[c] * key  # k h', what each coordinate predicts alone
+        error = part.value[c].unsqueeze(-1) - recalled
+        along = lam * key
+        rows.append(
+            (
+                part.delta[c] * along.sum(-1),
+                (along * error).sum(-1),
+                (delta * lam * (error - recalled)).sum(-2),
+                (out * after[c]).sum(-2),
+            )
+        )
+        lam = lam * part.decay(c)
+    value, delta, key, query = (torch.stack(row[::-1]) for row in zip(*rows))
+    return value, delta, key, query, grad_state
+
+
+@scan_backward.register_fake
+def _(x, beta_logit, k, q, initial_state, keep_mask, dy, dfinal):
+    return [torch.empty_like(tensor) for tensor in (x, beta_logit, k, q, dfinal)]
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _gradient(ctx, dy, dfinal):
+    *inputs, initial_state, keep_mask = ctx.saved_tensors
+    *gradients, dinitial = scan_backward(*inputs, initial_state, keep_mask, dy.contiguous(), dfinal.contiguous())
+    return (*gradients, None if initial_state is None else dinitial, None)
+
+
+scan.register_autograd(_gradient, setup_context=_setup_context)
+
+
+# ---- ops/longhorn_scan/__init__.py ----------------------------------------------------------------------------------
+# The Longhorn scan: online associative recall, one closed-form step per token.
+
+_LONGHORN_SCAN_OP = Op(
+    "longhorn_scan",
+    builtin={"torch": longhorn_scan_torch, "reference": longhorn_scan_reference},
+    kernels={"triton": "hf_hybrid_ssm_kernels.longhorn_scan_triton"},
+    self_check_inputs=self_check_inputs_self_check_inputs,
+    opaque=("torch",),
+)
+
+
+def longhorn_scan(
+    x: torch.Tensor,
+    beta_logit: torch.Tensor,
+    k: torch.Tensor,
+    q: torch.Tensor,
+    *,
+    beta_bias: torch.Tensor | None = None,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    initial_state: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    return_final_state: bool = False,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    r"""Each channel keeps a linear predictor h of its value from the key and refits it at every token:
+
+        Δ_t = β_t / (1 + β_t |k_t|²),   β_t = sigmoid(beta_logit_t + beta_bias)
+        h_t = (1 - Δ_t k_t²) h_{t-1} + Δ_t x_t k_t
+        y_t = (h_t · q_t + D x_t) · silu(z_t)
+
+    (arXiv 2407.14207, equations 8 and 9; all products with k elementwise, |k|² summed in float32.) A token with k = 0
+    leaves the state exactly as it is.
+
+    Args:
+        x: values (B, L, D).
+        beta_logit: logit of β without its bias, (B, L, D).
+        k, q: keys and queries (B, L, N), shared by all channels.
+        beta_bias: (D,), added to the logit in float32.
+        D: skip weight (D,).
+        z: output gate (B, L, D).
+        initial_state: (B, D, N), the state before the first token; zero by default.
+        seq_idx: (B, L) int, the document of each token; the state is zero where a document begins, `initial_state`
+            belongs to the document of the row's first token.
+        lengths: (B,) int, real tokens at the front of each row; what follows is padding: its outputs are meaningless
+            and it does not change the state.
+        return_final_state: also return the state after the last real token.
+        backend: force one implementation (see `hf_hybrid_ssm.ops._core.dispatch`).
+
+    Returns:
+        y (B, L, D) in the dtype of x, and the final state (B, D, N) in float32 (float64 for float64 inputs), or None.
+
+    Raises:
+        TypeError, ValueError: an argument of wrong type, dtype, shape or device; an unknown or unusable backend.
+    """
+    _check(x, beta_logit, k, q, beta_bias, D, z, initial_state)
+    batch, length, channels = x.shape
+    check_seq_idx(seq_idx, batch, length)
+    check_lengths(lengths, batch, length)
+    if length == 0:
+        state = x.new_zeros(batch, channels, k.shape[2], dtype=torch.promote_types(x.dtype, torch.float32))
+        state = state if initial_state is None else initial_state.to(state.dtype)
+        return torch.zeros_like(x), state if return_final_state else None
+    if seq_idx is not None and lengths is not None:
+        seq_idx = extend_last_document(seq_idx, lengths)
+    run = _LONGHORN_SCAN_OP.select(x.device.type, x.dtype, backend)
+    options = {"beta_bias": beta_bias, "D": D, "z": z, "initial_state": initial_state}
+    y, final_state = run(x, beta_logit, k, q, **options, seq_idx=seq_idx, lengths=lengths)
+    return y, final_state if return_final_state else None
+
+
+def _check(x, beta_logit, k, q, beta_bias, D, z, initial_state) -> None:
+    check_tensor("x", x, (None, None, None), "B, L, D")
+    if not x.is_floating_point():
+        raise TypeError(f"x must have a floating point dtype, got {x.dtype}.")
+    batch, length, channels = x.shape
+    check_tensor("k", k, (batch, length, None), "B, L, N", like=x)
+    check_tensor("q", q, (batch, length, k.shape[2]), "B, L, N", like=x)
+    check_tensor("beta_logit", beta_logit, (batch, length, channels), "B, L, D", like=x)
+    check_tensor("z", z, (batch, length, channels), "B, L, D", like=x, optional=True)
+    check_tensor("beta_bias", beta_bias, (channels,), "D", optional=True)
+    check_tensor("D", D, (channels,), "D", optional=True)
+    check_tensor("initial_state", initial_state, (batch, channels, k.shape[2]), "B, D, N", optional=True)

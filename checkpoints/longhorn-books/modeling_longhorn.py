@@ -1,0 +1,483 @@
+# SPDX-License-Identifier: Apache-2.0
+# Part of hf-hybrid-ssm 0.1.0, gathered by hf_hybrid_ssm.hub.export_code.
+# Plain torch, and on CUDA the Triton kernels of hf_hybrid_ssm_kernels where that can be imported. transformers
+# takes the package instead when it is installed.
+# SHA-256 of this file without this line and the next: 9379267236e88ae0f0e4fce4ff6c5350c832f06a111b983a6cea504bab161211
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import Cache, GenerationMixin, initialization as init
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaRotaryEmbedding, apply_rotary_pos_emb, eager_attention_forward,
+)
+from transformers.utils import auto_docstring
+from transformers.utils.generic import is_flash_attention_requested
+
+from .attention_step import window_step
+from .configuration_longhorn import LonghornConfig
+from .dispatch import can_read_values
+from .layers import RMSNorm, SwiGLU
+from .layers_longhorn import ShortConvolution
+from .local_attention import AttentionState, append_to_window, local_attention
+from .longhorn_scan import longhorn_scan, longhorn_step
+from .mixers import Float32ParametersMixin
+from .model_parts import (
+    CausalLMHead, HybridModelMixin, HybridPreTrainedModel, MultipleChoiceHead, PackedRows, QuestionAnsweringHead,
+    RecurrentMixin, SequenceClassificationHead, States, TokenClassificationHead, Unpadding, resolve_packing,
+)
+
+
+# ---- models/longhorn/modeling_longhorn.py ---------------------------------------------------------------------------
+# PyTorch Longhorn model (arXiv 2407.14207).
+
+SCAN_NORM_EPSILON = 1e-6
+
+
+class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
+    """The Longhorn block: projections, short convolution, and the online-recall scan (section 3, algorithm 1).
+
+    x, z = in_proj(u); x = silu(conv(x)); d, k, q = x_proj(x); out_proj(scan(x, dt_proj(d), k, q) · silu(z)).
+    """
+
+    float32_parameters = ("D", "dt_bias")
+
+    def __init__(self, config: LonghornConfig, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        channels, rank = config.intermediate_size, int(config.time_step_rank)
+        self.projection_sizes = [rank, config.state_size, config.state_size]
+        self.in_proj = nn.Linear(config.hidden_size, 2 * channels, bias=config.use_bias)
+        self.conv1d = ShortConvolution(channels, config.conv_kernel, bias=config.use_conv_bias)
+        self.x_proj = nn.Linear(channels, sum(self.projection_sizes), bias=False)
+        self.dt_proj = nn.Linear(rank, channels, bias=False)
+        # The scan adds this bias in float32, so it is not part of `dt_proj`.
+        self.dt_bias = nn.Parameter(torch.zeros(channels))
+        self.D = nn.Parameter(torch.ones(channels))
+        self.scan_norm = RMSNorm(channels, eps=SCAN_NORM_EPSILON) if config.use_scan_norm else None
+        self.out_proj = nn.Linear(channels, config.hidden_size, bias=config.use_bias)
+
+    def mix(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        past: States,
+        capacity: int | None,
+        return_final_state: bool,
+        **options: Any,
+    ) -> tuple[torch.Tensor, States]:
+        raw, gate = self.in_proj(hidden_states).chunk(2, dim=-1)  # (B, L, D) each
+        options["return_final_state"] = return_final_state
+        x, conv_state = self.conv1d(raw, initial_state=past.get("conv"), **options)
+        dt, k, q = self.x_proj(x).split(self.projection_sizes, dim=-1)
+        y, scan_state = longhorn_scan(
+            x,
+            self.dt_proj(dt),
+            k,
+            q,
+            beta_bias=self.dt_bias,
+            D=self.D,
+            z=gate if self.scan_norm is None else None,
+            initial_state=past.get("scan"),
+            **options,
+        )
+        if self.scan_norm is not None:
+            y = self.scan_norm(y) * F.silu(gate)
+        return self.out_proj(y), {"conv": conv_state, "scan": scan_state} if return_final_state else {}
+
+    def step(  # type: ignore[override]
+        self, hidden_states: torch.Tensor, *, past: States, **options: Any
+    ) -> tuple[torch.Tensor, States]:
+        raw, gate = self.in_proj(hidden_states)[:, 0].chunk(2, dim=-1)  # (B, D) each
+        x, _ = self.conv1d(raw, overwritten=past["conv"])
+        dt, k, q = self.x_proj(x).split(self.projection_sizes, dim=-1)
+        z = gate if self.scan_norm is None else None
+        y = longhorn_step(x, self.dt_proj(dt), k, q, past["scan"], beta_bias=self.dt_bias, D=self.D, z=z)
+        if self.scan_norm is not None:
+            y = self.scan_norm(y) * F.silu(gate)
+        return self.out_proj(y).unsqueeze(1), past
+
+    def forward(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
+        """(B, L, M) → (B, L, M); options as of `mix_with_cache`."""
+        return self.mix_with_cache(hidden_states, **options)
+
+
+class LonghornRotaryEmbedding(Float32ParametersMixin, LlamaRotaryEmbedding):
+    """Llama's rotary positions, whose frequencies a cast of the model does not round.
+
+    No checkpoint holds them: rounded ones would come back exact, and a reloaded model would compute something else.
+    """
+
+    float32_parameters = ("inv_freq", "original_inv_freq")
+
+
+class LonghornAttention(nn.Module):
+    """Grouped-query attention with rotary positions, for hybrid stacks."""
+
+    def __init__(self, config: LonghornConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = True
+        queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        bias, eps = config.attention_bias, config.layer_norm_epsilon
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=bias)
+        self.q_norm = RMSNorm(self.head_dim, eps=eps) if config.use_qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, eps=eps) if config.use_qk_norm else None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        unpadding: Unpadding | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if unpadding is not None:  # the weight of padding is 0, and 0 times NaN is NaN
+            hidden_states = torch.where(unpadding.real.unsqueeze(-1), hidden_states, 0.0)
+        queries, keys, values = (x.transpose(1, 2) for x in self._heads(hidden_states, position_embeddings))
+        if past_key_values is not None:
+            keys, values = past_key_values.update(keys, values, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        output, weights = attend(
+            self,
+            queries,
+            keys,
+            values,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights
+
+    def _heads(
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values, each (B, L, heads, head_dim)."""
+        queries, keys, values = (
+            layer(hidden_states).unflatten(-1, (-1, self.head_dim))
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        queries, keys = apply_rotary_pos_emb(queries, keys, *position_embeddings, unsqueeze_dim=2)
+        # under autocast the angles are float32 and would widen what they turn
+        return queries.to(values.dtype), keys.to(values.dtype), values
+
+
+class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
+    """Attention to the last `sliding_window` tokens, including the current one; padding does not count."""
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **options: Any
+    ) -> tuple[torch.Tensor, None]:
+        return self.mix_with_cache(*self._heads(hidden_states, position_embeddings), **options), None
+
+    def mix(  # type: ignore[override]
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        past: States,
+        capacity: int | None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, States]:
+        if not past and options["seq_idx"] is None and is_flash_attention_requested(self.config):
+            return self._mix_with_flash_attention(queries, keys, values, **options)
+        output, state = local_attention(
+            *(x.transpose(1, 2) for x in (queries, keys, values)),
+            window=(self.config.sliding_window - 1, 0),
+            scale=self.scaling,
+            dropout=self.attention_dropout if self.training else 0.0,
+            initial_state=AttentionState(**past) if past else None,
+            **options,
+        )
+        return self.o_proj(output.transpose(1, 2).flatten(2)), {} if state is None else state._asdict()
+
+    def step(  # type: ignore[override]
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        past: States,
+        capacity: int | None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, States]:
+        output, state = window_step(
+            queries[:, 0],
+            keys[:, 0],
+            values[:, 0],
+            AttentionState(**past),
+            keeps_address=capacity is not None,
+            window=(self.config.sliding_window - 1, 0),
+            scale=self.scaling,
+        )
+        return self.o_proj(output.flatten(1).unsqueeze(1)), state._asdict()
+
+    def _mix_with_flash_attention(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        seq_idx: None,
+        lengths: torch.Tensor | None,
+        return_final_state: bool,
+    ) -> tuple[torch.Tensor, States]:
+        """Rows of one document from their start, by the kernel that was asked for; padding comes after all tokens that
+        look back."""
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        output, _ = attend(
+            self,
+            *(x.transpose(1, 2) for x in (queries, keys, values)),
+            None,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self.config.sliding_window,
+        )
+        options: dict[str, Any] = {"past": {}, "seq_idx": None, "lengths": lengths}
+        states = self.states_after(queries, keys, values, **options) if return_final_state else {}
+        return self.o_proj(output.flatten(2)), states
+
+    def states_after(  # type: ignore[override]
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        past: States,
+        seq_idx: torch.Tensor | None,
+        lengths: torch.Tensor | None,
+        **options: Any,
+    ) -> States:
+        """The last keys and values, without attending."""
+        before = AttentionState(**past) if past else None
+        reach = self.config.sliding_window - 1
+        return append_to_window(
+            before, keys.transpose(1, 2), values.transpose(1, 2), reach, seq_idx, lengths
+        )._asdict()
+
+
+class LonghornBlock(GradientCheckpointingLayer):
+    """Pre-norm residual layer around a Longhorn mixer or attention, optionally followed by a SwiGLU."""
+
+    def __init__(self, config: LonghornConfig, layer_idx: int):
+        super().__init__()
+        self.residual_in_fp32 = config.residual_in_fp32
+        self.norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.is_recurrent = config.block_types[layer_idx] == "linear_attention"
+        if self.is_recurrent:
+            self.mixer = LonghornMixer(config, layer_idx)
+        else:
+            self.is_sliding = config.block_types[layer_idx] == "sliding_attention"
+            attention = LonghornSlidingAttention if self.is_sliding else LonghornAttention
+            self.self_attn = attention(config, layer_idx)
+        if config.mlp_intermediate_size is None:
+            self.mlp = None
+        else:
+            self.mlp_norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+            self.mlp = SwiGLU(config.hidden_size, config.mlp_intermediate_size)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        unpadding: Unpadding | None = None,
+        seq_idx: torch.Tensor | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        if self.residual_in_fp32:
+            hidden_states = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
+        normed = self.norm(hidden_states)
+        recurrence = {"unpadding": unpadding, "seq_idx": seq_idx, "past_key_values": past_key_values}
+        if self.is_recurrent:
+            mixed = self.mixer(normed, **recurrence)
+        elif self.is_sliding:
+            mixed, _ = self.self_attn(normed, position_embeddings, **recurrence)
+        else:
+            mixed, _ = self.self_attn(
+                normed, position_embeddings, attention_mask, unpadding, past_key_values, **kwargs
+            )
+        hidden_states = hidden_states + mixed
+        if self.mlp is not None:
+            hidden_states = hidden_states + self.mlp(self.mlp_norm(hidden_states))
+        return hidden_states
+
+
+@auto_docstring
+class LonghornPreTrainedModel(HybridPreTrainedModel):
+    config: LonghornConfig
+    _no_split_modules = ["LonghornBlock"]
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _can_record_outputs = {"hidden_states": LonghornBlock, "attentions": LonghornAttention}
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """The official initialisation: torch's own for projections and convolution, scaled output projections."""
+        super()._init_weights(module)
+        if isinstance(module, LonghornMixer):
+            init.zeros_(module.dt_bias)
+            init.ones_(module.D)
+            for projection in (module.in_proj, module.x_proj, module.dt_proj):
+                _uniform_fan_in(projection)
+            bound = 1 / math.sqrt(module.conv1d.kernel_size[0])
+            init.uniform_(module.conv1d.weight, -bound, bound)
+            if module.conv1d.bias is not None:
+                init.uniform_(module.conv1d.bias, -bound, bound)
+            _uniform_fan_in(module.out_proj, self._residual_scale())
+        elif isinstance(module, LonghornAttention):
+            for projection in (module.q_proj, module.k_proj, module.v_proj):
+                _uniform_fan_in(projection)
+            _uniform_fan_in(module.o_proj, self._residual_scale())
+        elif isinstance(module, SwiGLU):
+            _uniform_fan_in(module.gate_proj)
+            _uniform_fan_in(module.up_proj)
+            _uniform_fan_in(module.down_proj, self._residual_scale())
+
+    def post_init(self) -> None:
+        super().post_init()
+        if self._why_no_attentions() is not None:  # the class can return them, this model cannot
+            self._can_record_outputs = {"hidden_states": LonghornBlock}
+
+    def _why_no_attentions(self) -> str | None:
+        attending = set(self.config.block_types) - {"linear_attention"}
+        if not attending:
+            return "no token attends to another"
+        return None if attending == {"full_attention"} else f"window {super()._why_no_attentions()}"
+
+    def _residual_scale(self) -> float:
+        return 1 / math.sqrt(self.config.num_hidden_layers) if self.config.rescale_prenorm_residual else 1.0
+
+
+def _uniform_fan_in(linear: nn.Linear, scale: float = 1.0) -> None:
+    bound = scale / math.sqrt(linear.in_features)
+    init.uniform_(linear.weight, -bound, bound)
+
+
+@auto_docstring
+class LonghornModel(HybridModelMixin, LonghornPreTrainedModel):
+    def __init__(self, config: LonghornConfig):
+        super().__init__(config)
+        # no padding_idx: text often ends with the token that also pads, and its embedding must be learnt
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(LonghornBlock(config, index) for index in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.has_attention = config.has_attention
+        self.rotary_emb = LonghornRotaryEmbedding(config) if self.has_attention else None
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def _packing_options(self, position_ids: torch.Tensor | None, masks: dict | None) -> dict[str, Any]:
+        # prepared masks contain the padding, and a note that grows would recompile every compiled step
+        keeps_padding = self.has_attention and (masks is None or position_ids is None)
+        return {"keeps_columns": self.has_attention, "keeps_padding": keeps_padding}
+
+    def _run_layers(
+        self,
+        hidden_states: torch.Tensor,
+        packed: PackedRows,
+        unpadding: Unpadding | None,
+        past_key_values: Cache | None,
+        *,
+        position_ids: torch.Tensor | None = None,
+        masks: dict[str, torch.Tensor | None] | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        position_embeddings = None
+        if self.has_attention:
+            if position_ids is None:
+                position_ids = packed.positions(hidden_states.device)
+            position_embeddings = self.rotary_emb(hidden_states, position_ids)
+            if masks is None:
+                masks = _attention_masks(self.config, hidden_states, packed, past_key_values)
+        for layer, layer_type in zip(self.layers, self.config.layer_types):
+            hidden_states = layer(
+                hidden_states,
+                attention_mask=None if masks is None else masks.get(layer_type),
+                unpadding=unpadding,
+                seq_idx=packed.seq_idx,
+                position_embeddings=position_embeddings,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+        return hidden_states
+
+
+def _attention_masks(
+    config: LonghornConfig, inputs_embeds: torch.Tensor, packed: PackedRows, past_key_values: Cache | None
+) -> dict[str, torch.Tensor | None]:
+    """The masks of the attention layers, by layer type.
+
+    Documents are found by `packed` only: given positions, transformers would look for them again.
+    """
+    if "full_attention" not in config.layer_types:
+        return {}
+    starts, past = packed.starts, packed.past
+    mask = create_causal_mask(
+        config=config,
+        inputs_embeds=inputs_embeds,
+        attention_mask=packed.real,
+        past_key_values=past_key_values,
+        # it looks at the padding's values
+        allow_is_causal_skip=not inputs_embeds.is_meta and (packed.real is None or can_read_values(packed.real)),
+        and_mask_function=None if starts is None else lambda row, head, q, key: key >= starts[row, q - past],
+    )
+    return {"full_attention": mask}
+
+
+@auto_docstring
+class LonghornForCausalLM(CausalLMHead, LonghornPreTrainedModel, GenerationMixin):
+    base_model_class = LonghornModel
+
+    @staticmethod
+    def create_masks_for_generate(
+        config, inputs_embeds, attention_mask, past_key_values, position_ids=None, is_first_iteration=False, **kwargs
+    ) -> dict:
+        """Masks made ahead of compiled decoding; a generated token is never padding."""
+        batch, length = inputs_embeds.shape[:2]
+        inputs = (None, position_ids, attention_mask, None, past_key_values, batch, length)
+        packed = resolve_packing(*inputs, continues_documents=not is_first_iteration, keeps_columns=True)
+        packed = replace(packed, real=None if attention_mask is None else attention_mask != 0)
+        padding = CausalLMHead.create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values)
+        return _attention_masks(config, inputs_embeds, packed, past_key_values) | padding
+
+
+@auto_docstring
+class LonghornForSequenceClassification(SequenceClassificationHead, LonghornPreTrainedModel):
+    base_model_class = LonghornModel
+
+
+@auto_docstring
+class LonghornForMultipleChoice(MultipleChoiceHead, LonghornForSequenceClassification):
+    """One score for each text."""
+
+
+@auto_docstring
+class LonghornForTokenClassification(TokenClassificationHead, LonghornPreTrainedModel):
+    base_model_class = LonghornModel
+
+
+@auto_docstring
+class LonghornForQuestionAnswering(QuestionAnsweringHead, LonghornPreTrainedModel):
+    base_model_class = LonghornModel
