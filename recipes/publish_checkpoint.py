@@ -8,25 +8,28 @@ tell when a later version reads the weights differently.
 """
 
 import hashlib
-import math
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from _lib.documents import begin_of, documents_of_files, token_ids
+from _lib.documents import documents_of_files
 from _lib.plotting import perplexity_by_length
-from _lib.scoring import scored_documents, sliding_loss
-from _lib.training import perplexity, save_figure, write_json
+from _lib.publishing import CausalObjective, held_out_texts, objective_of
+from _lib.scoring import scored_documents
+from _lib.training import save_figure, write_json
 from evaluate_lm import extrapolation
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedModel
+from transformers import AutoTokenizer, HfArgumentParser, PreTrainedModel
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
 from hf_hybrid_ssm.auto import FAMILIES
 from hf_hybrid_ssm.hub import card_of_folder, check_folder, export_code
+from hf_hybrid_ssm.hub.folder import read_json
 
 SUMS = "SHA256SUMS"
+# not taught to converse: the messages follow each other as paragraphs, and the model goes on
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n\n{% endfor %}"
 DATA = (
     "novels and tales of Standard Ebooks (public domain in the USA; the editions CC0 1.0) and OpenStax textbooks (CC "
     "BY 4.0: College Success, Introduction to Anthropology, Introduction to Business, Introduction to Intellectual "
@@ -45,33 +48,21 @@ class PublishArguments:
     length: int = field(default=512, metadata={"help": "the training length"})
 
 
-def measured(model: PreTrainedModel, tokenizer: Any, arguments: PublishArguments) -> tuple[dict[str, float], list]:
-    """Per text: loss in nats per token, perplexity, bits per byte; and the loss in windows of growing length."""
+def measured(
+    model: PreTrainedModel, tokenizer: Any, objective: Any, arguments: PublishArguments
+) -> tuple[dict[str, float], list]:
+    """Per text: loss in nats per token, perplexity, and bits per byte; for language models also the perplexity of the
+    first text in windows of growing length."""
     figures: dict[str, float] = {}
     curve: list = []
-    for pair in arguments.held_out:
-        name, _, path = pair.partition("=")
+    for name, path in held_out_texts(arguments.held_out).items():
         texts = list(documents_of_files([path])["text"])
-        documents, num_bytes = scored_documents(texts, tokenizer, arguments.max_tokens)
-        tokens = sum(len(document) - 1 for document in documents)
-        loss = sliding_loss(model, documents, arguments.length, arguments.length // 2)
-        figures |= {
-            f"{name}_loss": loss,
-            f"{name}_perplexity": perplexity(loss),
-            f"{name}_bits_per_byte": loss * tokens / num_bytes / math.log(2),
-        }
-        curve = curve or extrapolation(model, documents, arguments.length, [1, 2, 4, 8, 16])
+        found = objective.figures(model, tokenizer, texts, arguments.length, arguments.max_tokens)
+        figures |= {f"{name}_{what}": value for what, value in found.items()}
+        if isinstance(objective, CausalObjective) and not curve:
+            documents, _ = scored_documents(texts, tokenizer, arguments.max_tokens)
+            curve = extrapolation(model, documents, arguments.length, [1, 2, 4, 8, 16])
     return figures, curve
-
-
-@torch.inference_mode()
-def golden(model: PreTrainedModel, tokenizer: Any, prompt: str) -> dict[str, Any]:
-    """Greedy text after the prompt, and every 64th logit after its last token, in float32."""
-    ids = torch.tensor([[begin_of(tokenizer), *token_ids([prompt], tokenizer)[0]]])
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=32, do_sample=False)
-    logits = model(ids).logits[0, -1, ::64]
-    text = tokenizer.decode(output[0, ids.shape[1] :])
-    return {"prompt": prompt, "input_ids": ids[0].tolist(), "greedy": text, "every_64th_logit": logits.tolist()}
 
 
 def write_sums(folder: Path) -> None:
@@ -96,49 +87,53 @@ def publish(arguments: PublishArguments) -> dict[str, Any]:
     if folder.exists():
         raise ValueError(f"folder={arguments.folder!r} exists; a published checkpoint is written once.")
     check_folder(run)
+    objective = objective_of(run)
     tokenizer = AutoTokenizer.from_pretrained(run)
-    model = AutoModelForCausalLM.from_pretrained(run, dtype=torch.bfloat16)
+    model = objective.auto_class.from_pretrained(run, dtype=torch.bfloat16)
     ours = model.config.model_type in {family.model_type for family in FAMILIES}
-    model.generation_config.update(do_sample=True, temperature=0.8, top_p=0.95)  # greedy text of small models repeats
+    if isinstance(objective, CausalObjective):  # greedy text of small models repeats itself
+        model.generation_config.update(do_sample=True, temperature=0.8, top_p=0.95)
+        tokenizer.chat_template = CHAT_TEMPLATE
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if ours:
         export_code(folder)
-    trained = check_results(run)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    figures, curve = measured(model, tokenizer, arguments)
-    known = golden(model, tokenizer, arguments.prompt)
-    results = trained | figures
-    by_length = {str(point["length"]): point["perplexity"] for point in curve}
-    write_json(folder / "results.json", results | {"perplexity_by_length": by_length})
+    model = objective.auto_class.from_pretrained(folder, dtype=torch.float32).eval()
+    figures, curve = measured(model, tokenizer, objective, arguments)
+    with torch.inference_mode():
+        known = objective.golden(model, tokenizer, arguments.prompt)
+    results = trained_results(run) | figures
+    by_length = {"perplexity_by_length": {str(point["length"]): point["perplexity"] for point in curve}}
+    write_json(folder / "results.json", results | (by_length if curve else {}))
     write_json(folder / "golden.json", known)
-    question = "Does perplexity stay low in longer windows?"
-    save_figure(perplexity_by_length(question, {folder.name: curve}, arguments.length), folder / "extrapolation.png")
     shutil.copy(run / "loss.png", folder / "loss.png")
-    recipe = f"python recipes/pretrain_clm.py {arguments.config}"
+    if curve:
+        question = "Does perplexity stay low in longer windows?"
+        figure = perplexity_by_length(question, {folder.name: curve}, arguments.length)
+        save_figure(figure, folder / "extrapolation.png")
+    recipe = f"python recipes/{objective.recipe} {arguments.config}"
     if ours:
         card = card_of_folder(folder, dataset=DATA, recipe=recipe)
     else:
         card = peer_card(folder.name, model, results, recipe)
-    (folder / "README.md").write_text(card + sample_section(known), encoding="utf-8")
+    (folder / "README.md").write_text(card + sample_section(folder, known), encoding="utf-8")
     write_sums(folder)
     return results
 
 
-def check_results(run: Path) -> dict[str, Any]:
+def trained_results(run: Path) -> dict[str, Any]:
     """What the recipe measured while it trained, without what depends on the machine."""
-    from hf_hybrid_ssm.hub.folder import read_json
-
-    kept = ("parameters", "parameters_beside_embeddings", "steps", "tokens", "train_loss")
+    kept = ("parameters", "parameters_beside_embeddings", "steps", "tokens", "text_tokens", "train_loss")
     return {key: value for key, value in read_json(run / "results.json").items() if key in kept}
 
 
-def sample_section(known: dict[str, Any]) -> str:
-    return (
-        f'\n## What it writes\n\nGreedy, after "{known["prompt"]}":\n\n> {known["prompt"]}'
-        f"{' '.join(known['greedy'].split(chr(10)))}\n\n![loss while training](loss.png)\n"
-        "![perplexity by evaluation context length](extrapolation.png)\n"
-    )
+def sample_section(folder: Path, known: dict[str, Any]) -> str:
+    plots = {"loss.png": "loss while training", "extrapolation.png": "perplexity by evaluation context length"}
+    shown = "\n".join(f"![{text}]({name})" for name, text in plots.items() if (folder / name).is_file())
+    prompt, written = known["prompt"], " ".join(known["greedy"].split("\n"))
+    if "<" in prompt:  # a mask or a sentinel
+        return f"\n## What it restores\n\n`{prompt}`: `{written}`\n\n{shown}\n"
+    return f'\n## What it writes\n\nGreedy, after "{prompt}":\n\n> {prompt}{written}\n\n{shown}\n'
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ On CUDA every run is timed by events on its stream, after a write that empties t
 """
 
 import argparse
+import ctypes
 import functools
 import gc
 import math
@@ -20,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 
 from _lib.provenance import provenance, to_json
 
+from hf_hybrid_ssm.training.memory import keep_freed_memory
+
 RESULTS = Path(__file__).parent.parent / "results"
 DEVICES = ("cpu", "cuda")
 LARGER_THAN_A_CACHE = 256 * 1024 * 1024  # bytes
@@ -35,6 +38,8 @@ def machine_arguments(parser: argparse.ArgumentParser, threads: int = 2) -> argp
     parser.add_argument("--threads", type=int, default=threads, help=f"of torch on a CPU (default: {threads})")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    if arguments.device == "cpu":
+        keep_freed_memory()  # for every candidate, as the recipes do
     if arguments.device == "cuda" and not torch.cuda.is_available():
         sys.exit(f"--device cuda: torch {torch.__version__} sees no GPU.")
     return arguments
@@ -91,6 +96,7 @@ def peak_megabytes_of(run: Callable[[], Any], device: str = "cpu") -> float:
         run()
         torch.cuda.synchronize()
         return (torch.cuda.max_memory_allocated() - begin) / 2**20
+    ctypes.CDLL(None).malloc_trim(0)  # what was kept of earlier runs is no use of this one
     Path("/proc/self/clear_refs").write_text("5")  # starts the high-water mark again
     before = _status("VmRSS")
     run()

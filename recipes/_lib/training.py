@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from _lib.plotting import loss_by_step, write_png
 from _lib.progress import REPLACED, TokenProgress
 from _lib.provenance import provenance, to_json
+from hf_hybrid_ssm.training.memory import keep_freed_memory
 from hf_hybrid_ssm.training.optim import parameter_groups
 from hf_hybrid_ssm.training.resume import checkpoint_defect, latest_complete_checkpoint
 
@@ -36,6 +37,7 @@ class Trainer(transformers.Trainer):
         super().__init__(*args, **kwargs)
         if self.args.device.type == "cpu":
             self.args.dataloader_pin_memory = False  # there is nothing to pin for, and torch would warn of it
+            keep_freed_memory()
         self._progress = TokenProgress(self.args.disable_tqdm)
         for kind in REPLACED:
             self.remove_callback(kind)

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+)
 
 from hf_hybrid_ssm.hub import check_folder
 
@@ -39,18 +45,48 @@ def test_every_file_is_the_one_that_was_published(folder):
     assert check_folder(folder)["bytes"] > 0
 
 
+def loaded(folder: Path):
+    """The checkpoint in float32, its tokenizer, and what its objective is."""
+    config = AutoConfig.from_pretrained(folder)
+    heads = {"CausalLM": AutoModelForCausalLM, "MaskedLM": AutoModelForMaskedLM}
+    objective = config.architectures[0].partition("For")[2]
+    auto_class = heads.get(objective, AutoModelForSeq2SeqLM)
+    tokenizer = AutoTokenizer.from_pretrained(folder, config=config)
+    return auto_class.from_pretrained(folder, dtype=torch.float32).eval(), tokenizer, objective
+
+
 @named
 def test_logits_and_greedy_text_are_golden(folder):
     known = golden_of(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder, config=AutoConfig.from_pretrained(folder))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model, tokenizer, objective = loaded(folder)
     ids = torch.tensor([known["input_ids"]])
-    assert tokenizer.decode(ids[0, 1:]) == known["prompt"]
+    assert tokenizer.decode(ids[0, 1:] if objective == "CausalLM" else ids[0]) == known["prompt"]
+    attention = {"attention_mask": torch.ones_like(ids)}
     with torch.no_grad():
-        logits = model(ids).logits[0, -1, ::64]
-    torch.testing.assert_close(logits, torch.tensor(known["every_64th_logit"]), atol=1e-3, rtol=1e-3)
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=32, do_sample=False)
-    assert tokenizer.decode(output[0, ids.shape[1] :]) == known["greedy"]
+        if objective == "MaskedLM":
+            logits = model(ids).logits[ids == tokenizer.mask_token_id][0]
+        elif objective == "CausalLM":
+            logits = model(ids).logits[0, -1]
+        else:
+            start = torch.tensor([[model.config.decoder_start_token_id]])
+            logits = model(ids, decoder_input_ids=start).logits[0, -1]
+    torch.testing.assert_close(logits[::64], torch.tensor(known["every_64th_logit"]), atol=1e-3, rtol=1e-3)
+    if objective == "MaskedLM":
+        text = tokenizer.decode([logits.argmax()])
+    elif objective == "CausalLM":
+        text = tokenizer.decode(model.generate(ids, **attention, max_new_tokens=32, do_sample=False)[0, ids.shape[1] :])
+    else:
+        text = tokenizer.decode(model.generate(ids, **attention, max_new_tokens=8, do_sample=False)[0])
+    assert text == known["greedy"]
+
+
+@named
+def test_language_models_can_be_chatted_with(folder):
+    """`transformers serve` and pipelines with messages need a template."""
+    _, tokenizer, objective = loaded(folder)
+    if objective == "CausalLM":
+        messages = [{"role": "user", "content": "It was late."}, {"role": "assistant", "content": "Yes."}]
+        assert tokenizer.apply_chat_template(messages, tokenize=False) == "It was late.\n\nYes.\n\n"
 
 
 @named
@@ -59,7 +95,9 @@ def test_the_card_quotes_what_was_measured(folder):
     results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     for name in ("novels_perplexity", "tales_perplexity", "textbooks_perplexity", "books_perplexity"):
         assert f"{results[name]:.4g}" in card
-    for picture in ("loss.png", "extrapolation.png"):
+    pictures = {"loss.png"} | ({"extrapolation.png"} if "perplexity_by_length" in results else set())
+    assert {path.name for path in folder.glob("*.png")} == pictures
+    for picture in pictures:
         assert f"({picture})" in card and (folder / picture).stat().st_size > 1000
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from hf_hybrid_ssm.ops._core.native_library import call, compile_and_load, supports
+from hf_hybrid_ssm.ops._core.output_positions import take_outputs
 from hf_hybrid_ssm.ops.linear_scan.channel_blocks import channel_scan_torch
 from hf_hybrid_ssm.ops.linear_scan.custom_ops import channel_op, diagonal_op, run_channel_op, run_diagonal_op
 
@@ -22,11 +23,19 @@ def channel_scan_native(
     u, decay, vector, output, skip, initial_state, seq_idx, lengths, return_final_state, stride, positions, *,
     form, blocks=None
 ):  # fmt: skip
-    """As `channel_scan_torch`, which takes over dense transitions and outputs at some tokens only."""
+    """As `channel_scan_torch`, which takes over dense transitions.
+
+    Outputs at some tokens only are taken of all of them. The block matrices of many filters that train would cost
+    more; those of constant filters are known already, and their products are faster.
+    """
     tensors = (u, decay, vector, output, skip, initial_state, seq_idx, lengths)
-    if form == "dense" or stride is not None or positions is not None:
+    asks_for_all = stride is None and positions is None
+    trains = torch.is_grad_enabled() and any(part.requires_grad for part in (decay, vector, output))
+    if form == "dense" or not (asks_for_all or trains):
         return channel_scan_torch(*tensors, return_final_state, stride, positions, form=form, blocks=blocks)
     y, final = run_channel_op(_channel, *tensors, is_complex=form == "complex")
+    if not asks_for_all:
+        y = take_outputs(y.flatten(2), stride, positions).unflatten(2, y.shape[2:])
     return y, final if return_final_state else None
 
 

@@ -13,6 +13,16 @@ def power(base: torch.Tensor, exponent: int | torch.Tensor) -> torch.Tensor:
     return torch.pow(base, exponent)
 
 
+def power_table(base: torch.Tensor, start: int, step: int, count: int) -> torch.Tensor:
+    """base^{start + step j} for j < count, (..., count, N) of base (..., N), by doubling: complex numbers multiply
+    many times faster than `torch.pow` raises them."""
+    table, ratio = power(base, start).unsqueeze(-2), power(base, step).unsqueeze(-2)
+    while table.shape[-2] < count:
+        table = torch.cat([table, table * ratio], dim=-2)
+        ratio = ratio * ratio
+    return table[..., :count, :]
+
+
 class Transition(NamedTuple):
     """A linear map on real states (..., N), batched over leading dimensions.
 
@@ -54,13 +64,12 @@ class Transition(NamedTuple):
     ) -> torch.Tensor:
         """A^{start + step j} v for j < count, (..., count, N) of v (..., N): one product with a table of powers.
 
-        The powers of a diagonal are taken in its own precision and rounded once to that of the vectors. Of a dense
-        matrix (`start` 0, `step` 1, a power of two for `count`) they come by doubling.
+        The powers of a diagonal are taken in its own precision and rounded at the end to that of the vectors. Of a
+        dense matrix (`start` 0, `step` 1, a power of two for `count`) they come by doubling.
         """
         if self.form == "dense":
             return self.doubled(vectors.unsqueeze(-2), count, transposed=transposed)[0]
-        exponents = torch.arange(start, start + step * count, step, device=self.value.device).unsqueeze(-1)
-        powers = power(self.diagonal().unsqueeze(-2), exponents)
+        powers = power_table(self.diagonal(), start, step, count)
         if self.form == "real":
             return powers.to(vectors.dtype) * vectors.unsqueeze(-2)
         states = torch.view_as_complex(vectors.unflatten(-1, (-1, 2))).unsqueeze(-2)
