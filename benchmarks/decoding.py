@@ -54,11 +54,14 @@ def families(width: int, depth: int, rounds: int, options: dict) -> dict:
     """Every family and Llama in turns; Longhorn has twice the layers, which is the same number of weights."""
     models = {name: build(name, width, depth, **options) for name in ("Llama", *FAMILIES)}
     candidates = {name: decoder(model, STEPS) for name, model in models.items()}
-    seconds = per_token(candidates, rounds, options["device"])
+    products = {f"{name} products": bare_products(model, STEPS) for name, model in models.items()}
+    timed = per_token(candidates | products, rounds, options["device"])
+    seconds, least = ({name: timed[f"{name}{suffix}"] for name in models} for suffix in ("", " products"))
     return {
         "shape": {"hidden_size": width, "num_hidden_layers": depth, "vocab_size": VOCABULARY},
         "milliseconds_per_token": milliseconds(seconds),
         "time_over_llama": {name: round(value / seconds["Llama"], 2) for name, value in seconds.items()},
+        "products_over_llama": {name: round(value / seconds["Llama"], 2) for name, value in least.items()},
     }
 
 
