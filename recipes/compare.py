@@ -2,10 +2,15 @@
 
     python recipes/compare.py recipes/configs/compare/spade_books.yaml [key=value ...]
 
-`base` holds settings of pretrain_clm.py, each of `variants` what differs. Writes comparison.json (every run, mean and
-standard deviation) to `output_dir` and, with `results`, to that file too.
+`base` holds settings of pretrain_clm.py, each of `variants` what differs. With `learning_rates`, each variant first
+tries these for `search_steps` steps with the first seed, and keeps the best. Writes comparison.json (every run, mean
+and standard deviation, and with `reference` the paired differences to that variant) and comparison.png (loss against
+tokens and CPU time, where runs were evaluated as they went) to `output_dir` and, with `results`, to that file and one
+beside it. A comparison that was killed goes on with the runs it lacks.
 """
 
+import json
+import math
 import statistics
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -14,10 +19,17 @@ from typing import Any
 
 from _lib.checks import check_output
 from _lib.documents import DataArguments
+from _lib.plotting import panels, style
 from _lib.settings import read_settings
-from _lib.training import perplexity, say, write_json, write_results
+from _lib.training import perplexity, save_figure, say, write_json, write_results
+from matplotlib.figure import Figure
 from pretrain_clm import ModelArguments, pretrain
+from scipy.stats import t as student
 from transformers import HfArgumentParser, TrainingArguments
+
+from hf_hybrid_ssm.hub.folder import read_json
+
+SETTINGS = "settings.json"
 
 
 @dataclass
@@ -28,6 +40,9 @@ class CompareArguments:
     variants: dict[str, dict[str, Any]] = field(metadata={"help": "name: settings that differ"})
     output_dir: str = "runs/compare"
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    reference: str | None = field(default=None, metadata={"help": "the variant that differences are taken to"})
+    learning_rates: list[float] = field(default_factory=list, metadata={"help": "to choose from, for each variant"})
+    search_steps: int = field(default=0, metadata={"help": "of a run that tries a learning rate"})
     results: str | None = field(default=None, metadata={"help": "another file for the figures"})
     overwrite: bool = False
 
@@ -36,6 +51,10 @@ class CompareArguments:
             raise ValueError(f"variants={list(self.variants)} must name at least two.")
         if not self.seeds:
             raise ValueError("seeds=[] must name at least one.")
+        if self.reference is not None and self.reference not in self.variants:
+            raise ValueError(f"reference={self.reference!r} must be one of variants={list(self.variants)}.")
+        if self.learning_rates and self.search_steps < 1:
+            raise ValueError(f"learning_rates are tried for search_steps={self.search_steps}, which must be positive.")
 
 
 def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -47,24 +66,83 @@ def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def settings_of(arguments: CompareArguments) -> dict[str, Any]:
+    kept = ("base", "variants", "learning_rates", "search_steps")
+    return {name: getattr(arguments, name) for name in kept if getattr(arguments, name)}
+
+
+def prepare_output(arguments: CompareArguments) -> None:
+    """Runs in the folder are kept if they were made with the same settings.
+
+    Raises:
+        FileExistsError: it holds something else.
+    """
+    known, settings = Path(arguments.output_dir) / SETTINGS, settings_of(arguments)
+    if arguments.overwrite or not known.is_file() or read_json(known) != settings:
+        check_output(arguments.output_dir, arguments.overwrite)
+        for old in Path(arguments.output_dir).glob("*/results.json"):
+            old.unlink()
+        write_json(known, settings)
+
+
+def run(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The results of a run, which is made unless it was."""
+    if not (folder / "results.json").is_file():
+        parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
+        return pretrain(*parser.parse_dict(settings | {"output_dir": str(folder), "overwrite": True}))
+    return read_json(folder / "results.json")
+
+
+def search(arguments: CompareArguments, name: str) -> dict[str, float]:
+    """The validation loss of each learning rate."""
+    settings = merged(arguments.base, arguments.variants[name]) | {"seed": arguments.seeds[0]}
+    settings |= {"max_steps": arguments.search_steps, "eval_strategy": "no"}
+    losses = {}
+    for rate in arguments.learning_rates:
+        folder = Path(arguments.output_dir) / f"{name}-rate-{rate:g}"
+        losses[f"{rate:g}"] = run(folder, settings | {"learning_rate": rate})["validation_loss"]
+    return losses
+
+
 def compare(arguments: CompareArguments) -> dict[str, Any]:
     """All runs, seed by seed, so that an interrupted comparison is still fair."""
-    check_output(arguments.output_dir, arguments.overwrite)
+    prepare_output(arguments)
+    settings = {name: merged(arguments.base, over) for name, over in arguments.variants.items()}
+    tried = {name: search(arguments, name) for name in settings if arguments.learning_rates}
+    for name, losses in tried.items():
+        settings[name]["learning_rate"] = float(min(losses, key=losses.__getitem__))
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.variants}
     figures: dict[str, Any] = {}
     for seed in arguments.seeds:
-        for name, over in arguments.variants.items():
+        for name, chosen in settings.items():
             folder = Path(arguments.output_dir) / f"{name}-{seed}"
-            settings = merged(arguments.base, over) | {"seed": seed, "output_dir": str(folder)} | {"overwrite": True}
-            parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
-            runs[name].append({"seed": seed, **pretrain(*parser.parse_dict(settings))})
-            figures = {"settings": {"base": arguments.base, "variants": arguments.variants}}
+            found = run(folder, chosen | {"seed": seed})
+            runs[name].append({"seed": seed, **found, "curve": curve_of(folder, found)})
+            figures = {"settings": settings_of(arguments)} | ({"learning_rates": tried} if tried else {})
             figures["models"] = {name: summary(found) for name, found in runs.items() if found}
+            if arguments.reference is not None:
+                figures["reference"] = arguments.reference
+                figures["differences"] = differences(runs, arguments.reference)
             write_json(Path(arguments.output_dir) / "comparison.json", figures)
-    if arguments.results is not None:
-        write_results(arguments.results, figures)
-    say(table(figures["models"]))
+    targets = [Path(arguments.output_dir) / "comparison.json"]
+    targets += [Path(arguments.results)] if arguments.results else []
+    for target in targets:
+        write_results(target, figures)
+        if any(run["curve"] for found in runs.values() for run in found):
+            save_figure(draw(figures["models"]), target.with_suffix(".png"))
+    say(table(figures))
     return figures
+
+
+def curve_of(folder: Path, results: dict[str, Any]) -> list[dict[str, float]]:
+    """Validation loss against tokens and CPU time, which is spread evenly over the steps."""
+    history = json.loads((folder / "history.json").read_text(encoding="utf-8"))
+    entries = [entry for entry in history if "eval_loss" in entry]
+    done = [(entry["step"] / results["steps"], entry["eval_loss"]) for entry in entries]
+    return [
+        {"tokens": round(part * results["tokens"]), "cpu_seconds": round(part * results["cpu_seconds"]), "loss": loss}
+        for part, loss in dict(done).items()
+    ]
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -78,13 +156,55 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def table(models: dict[str, Any]) -> str:
+def differences(runs: dict[str, list[dict[str, Any]]], reference: str) -> dict[str, Any]:
+    """Loss minus the reference's of the same seed: the mean, and half the width of its 95 % interval (Student's t)."""
+    base = {run["seed"]: run["validation_loss"] for run in runs[reference]}
+    found = {}
+    for name, others in runs.items():
+        pairs = [run["validation_loss"] - base[run["seed"]] for run in others if run["seed"] in base]
+        if name == reference or not pairs:
+            continue
+        spread = statistics.stdev(pairs) / math.sqrt(len(pairs)) if len(pairs) > 1 else None
+        width = None if spread is None else float(student.ppf(0.975, len(pairs) - 1)) * spread
+        found[name] = {"mean": statistics.mean(pairs), "half_width_of_95_percent": width, "pairs": len(pairs)}
+    return found
+
+
+def table(figures: dict[str, Any]) -> str:
+    compared = figures.get("differences", {})
     lines = ["| model | parameters | validation loss | perplexity |", "| --- | ---: | ---: | ---: |"]
-    for name, found in models.items():
+    if compared:
+        lines = [f"{lines[0]} minus {figures['reference']}'s loss |", f"{lines[1]} ---: |"]
+    for name, found in figures["models"].items():
         spread = "" if found["standard_deviation"] is None else f" ± {found['standard_deviation']:.4f}"
         loss = f"{found['validation_loss']:.4f}{spread}"
-        lines.append(f"| {name} | {found['parameters']:,} | {loss} | {found['validation_perplexity']:.2f} |")
+        line = f"| {name} | {found['parameters']:,} | {loss} | {found['validation_perplexity']:.2f} |"
+        lines.append(line + (f" {_difference(compared.get(name))} |" if compared else ""))
     return "\n".join(lines)
+
+
+def _difference(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    width = found["half_width_of_95_percent"]
+    return f"{found['mean']:+.4f}" + ("" if width is None else f" ± {width:.4f}")
+
+
+def draw(models: dict[str, Any]) -> Figure:
+    """The mean curve of each model, against tokens and against CPU time."""
+    figure, axes = panels("Which model learns most from the same tokens, and in the same time?", 2)
+    for number, (name, found) in enumerate(models.items()):
+        points = list(zip(*(run["curve"] for run in found["runs"])))
+        losses = [statistics.mean(point["loss"] for point in same) for same in points]
+        for place, key in zip(axes, ("tokens", "cpu_seconds")):
+            at = [statistics.mean(point[key] for point in same) for same in points]
+            scale = 1e6 if key == "tokens" else 60
+            place.plot(
+                [value / scale for value in at], losses, label=name if key == "tokens" else None, **style(number)
+            )
+    axes[0].set(xlabel="million tokens", ylabel="validation loss (nats per token)")
+    axes[1].set(xlabel="minutes of CPU time")
+    return figure
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@
 Writes to `output_dir`: the model and tokenizer, checkpoints, results.json, history.json and loss.png.
 """
 
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,7 @@ def pretrain(
         processing_class=tokenizer,
         data_collator=collator,
     )
+    begin = time.process_time()
     run = trainer.train(resume_from_checkpoint=checkpoint_to_resume(model_arguments.resume, training.output_dir))
     model.config.use_cache = True
     trainer.save_model()
@@ -140,6 +142,7 @@ def pretrain(
         "validation_loss": validation_loss,
         "validation_perplexity": perplexity(validation_loss),
         "seconds": run.metrics["train_runtime"],
+        "cpu_seconds": time.process_time() - begin,
         "torch": torch.__version__,
     }
     if trainer.is_world_process_zero():

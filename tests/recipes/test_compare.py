@@ -2,7 +2,9 @@
 
 import json
 import statistics
+from pathlib import Path
 
+import compare as compare_module
 import pytest
 from compare import CompareArguments, compare, merged
 
@@ -13,27 +15,84 @@ def test_merging_goes_into_mappings_and_changes_nothing():
     assert base == {"a": 1, "config": {"x": 1, "y": [1, 2]}}
 
 
-def test_runs_and_summary(tmp_path):
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
     texts = [json.dumps({"text": f"a short text about the number {number} and no more"}) for number in range(60)]
-    (tmp_path / "texts.jsonl").write_text("\n".join(texts), encoding="utf-8")
+    (folder / "texts.jsonl").write_text("\n".join(texts), encoding="utf-8")
     base = {
         "model_type": "longhorn", "config": {"hidden_size": 8, "num_hidden_layers": 1, "state_size": 2},
-        "train_files": [f"{tmp_path}/texts.jsonl"], "sequence_length": 32, "tokenizer_vocab_size": 280,
+        "train_files": [f"{folder}/texts.jsonl"], "sequence_length": 32, "tokenizer_vocab_size": 280,
         "max_steps": 2, "save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True,
+        "eval_strategy": "steps", "eval_steps": 1,
     }  # fmt: skip
-    variants = {"narrow": {}, "wide": {"config": {"hidden_size": 16}}}
-    arguments = CompareArguments(base, variants, str(tmp_path / "runs"), [0, 1], str(tmp_path / "results.json"))
+    return {"base": base, "variants": {"narrow": {}, "wide": {"config": {"hidden_size": 16}}}, "seeds": [0, 1]}
+
+
+def test_runs_and_summary(settings, tmp_path):
+    output = {"output_dir": str(tmp_path / "runs"), "results": str(tmp_path / "results.json"), "reference": "narrow"}
+    arguments = CompareArguments(**settings, **output)
     figures = compare(arguments)
     written = json.loads((tmp_path / "results.json").read_text())
-    assert written | figures == written
+    assert written | figures == written and (tmp_path / "results.png").is_file()
     for found in figures["models"].values():
         losses = [run["validation_loss"] for run in found["runs"]]
         assert [run["seed"] for run in found["runs"]] == [0, 1] and losses[0] != losses[1]
         assert found["validation_loss"] == pytest.approx(statistics.mean(losses))
+        assert [point["tokens"] for point in found["runs"][0]["curve"]] == [256, 512]
     assert figures["models"]["wide"]["parameters"] > figures["models"]["narrow"]["parameters"]
+    pairs = [
+        wide["validation_loss"] - narrow["validation_loss"]
+        for narrow, wide in zip(*(figures["models"][name]["runs"] for name in ("narrow", "wide")))
+    ]
+    difference = figures["differences"]["wide"]
+    assert difference["mean"] == pytest.approx(statistics.mean(pairs))
+    assert difference["half_width_of_95_percent"] == pytest.approx(12.706 * abs(pairs[0] - pairs[1]) / 2, rel=1e-4)
 
 
-@pytest.mark.parametrize("options", [{"variants": {"a": {}}}, {"variants": {"a": {}, "b": {}}, "seeds": []}])
+def test_a_killed_comparison_goes_on_with_the_runs_it_lacks(settings, tmp_path, monkeypatch):
+    arguments = CompareArguments(**settings, output_dir=str(tmp_path))
+    figures = compare(arguments)
+    missing = tmp_path / "wide-1" / "results.json"
+    missing.unlink()
+    made = []
+    pretrain = compare_module.pretrain
+    monkeypatch.setattr(
+        compare_module, "pretrain", lambda *given: made.append(given[2].output_dir) or pretrain(*given)
+    )
+    again = compare(arguments)
+    assert made == [str(missing.parent)]
+    assert again["models"]["wide"]["validation_loss"] == figures["models"]["wide"]["validation_loss"]
+    other = CompareArguments(settings["base"] | {"max_steps": 1}, settings["variants"], str(tmp_path))
+    with pytest.raises(FileExistsError, match="output_dir"):
+        compare(other)
+
+
+def test_each_variant_trains_at_its_best_learning_rate(settings, tmp_path, monkeypatch):
+    rates = {}
+    pretrain = compare_module.pretrain
+
+    def noted(*given):
+        rates[Path(given[2].output_dir).name] = (given[2].learning_rate, given[2].max_steps)
+        return pretrain(*given)
+
+    monkeypatch.setattr(compare_module, "pretrain", noted)
+    arguments = CompareArguments(
+        **settings | {"seeds": [0]}, output_dir=str(tmp_path), learning_rates=[1e-9, 1e-2], search_steps=1
+    )
+    assert all(losses["0.01"] < losses["1e-09"] for losses in compare(arguments)["learning_rates"].values())
+    assert rates["wide-0"] == rates["narrow-0"] == (1e-2, 2) and rates["wide-rate-1e-09"] == (1e-9, 1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"variants": {"a": {}}},
+        {"seeds": []},
+        {"reference": "c"},
+        {"learning_rates": [1e-3]},
+    ],
+)
 def test_bad_settings(options):
-    with pytest.raises(ValueError, match=r"variants|seeds"):
-        CompareArguments({}, **options)
+    with pytest.raises(ValueError, match=next(iter(options))):
+        CompareArguments(**{"base": {}, "variants": {"a": {}, "b": {}}} | options)
