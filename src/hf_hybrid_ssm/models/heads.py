@@ -10,6 +10,7 @@ from transformers.modeling_layers import GenericForQuestionAnswering, GenericFor
 from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
     MaskedLMOutput,
+    MultipleChoiceModelOutput,
     QuestionAnsweringModelOutput,
     SequenceClassifierOutputWithPast,
     TokenClassifierOutput,
@@ -46,7 +47,54 @@ class LMHead:
         return hidden_states
 
     def _uses_fused_loss(self) -> bool:
-        return self.training and self.config.use_linear_cross_entropy and is_plain_linear(self.lm_head)
+        """Not with a wrapped head (LoRA, quantization), which has more than a weight, nor with a shard of it (tensor
+        parallelism): such a head is called, as any module."""
+        is_plain = type(self.lm_head) is nn.Linear and type(self.lm_head.weight) is nn.Parameter
+        return self.training and self.config.use_linear_cross_entropy and is_plain
+
+    def _predict(
+        self,
+        hidden_states: torch.Tensor,
+        labels: torch.Tensor | None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(B, L, D) of the base model and labels (B, L) → logits and loss; a fused loss never holds all logits."""
+        hidden_states = self._pre_head(hidden_states)
+        if labels is not None and self._uses_fused_loss():
+            return None, self._fused_loss(hidden_states, labels, **kwargs)
+        logits = self.lm_head(slice_logits_to_keep(hidden_states, logits_to_keep))
+        if labels is None:
+            return logits, None
+        return logits, self.loss_function(
+            logits=logits, labels=labels.contiguous(), vocab_size=self.config.vocab_size, **kwargs
+        )
+
+    def _fused_loss(
+        self,
+        hidden_states: torch.Tensor,
+        labels: torch.Tensor,
+        *,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = -100,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """The mean over the targets, or their sum divided by `num_items_in_batch`, as transformers' losses.
+
+        A head with a `loss` of its own (an adaptive softmax) computes the sum itself.
+
+        Args:
+            hidden_states: (B, L, D), the input of the head.
+            labels: (B, L), the token that belongs at each position.
+            num_items_in_batch: number of targets over all accumulation steps.
+        """
+        head, labels = self.lm_head, labels.to(hidden_states.device)
+        if isinstance(head, nn.Linear):
+            options = {"bias": head.bias, "ignore_index": ignore_index, "num_items": num_items_in_batch}
+            options["reduction"] = "mean" if num_items_in_batch is None else "sum"
+            return linear_cross_entropy(hidden_states, head.weight, labels, **options)
+        count = (labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+        return head.loss(hidden_states.flatten(0, 1), labels.flatten(), ignore_index) / count
 
 
 class WithoutContinuousBatching:
@@ -108,14 +156,7 @@ class CausalLMHead(WithoutContinuousBatching, LMHead):
             seq_idx=seq_idx,
             **kwargs,
         )
-        hidden_states = self._pre_head(outputs.last_hidden_state)
-        logits, loss = None, None
-        if labels is not None and self._uses_fused_loss():
-            loss = self._fused_loss(hidden_states, labels, **kwargs)
-        else:
-            logits = self.lm_head(slice_logits_to_keep(hidden_states, logits_to_keep))
-            if labels is not None:
-                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        logits, loss = self._predict(outputs.last_hidden_state, labels, logits_to_keep, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -143,23 +184,14 @@ class CausalLMHead(WithoutContinuousBatching, LMHead):
         hidden_states: torch.Tensor,
         labels: torch.Tensor,
         *,
-        num_items_in_batch: torch.Tensor | int | None = None,
         ignore_index: int = -100,
         shift_labels: torch.Tensor | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> torch.Tensor:
-        """transformers' `ForCausalLMLoss` without ever holding all logits.
-
-        Args:
-            hidden_states: (B, L, D), the input of the head.
-            labels: (B, L), shifted here unless `shift_labels` is given.
-            num_items_in_batch: number of targets over all accumulation steps; the sum is divided by it.
-        """
+        """Labels (B, L) are shifted here unless `shift_labels` is given."""
         if shift_labels is None:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        return fused_cross_entropy(
-            hidden_states, self.lm_head, shift_labels.to(hidden_states.device), num_items_in_batch, ignore_index
-        )
+        return super()._fused_loss(hidden_states, shift_labels, ignore_index=ignore_index, **kwargs)
 
 
 class MaskedLMHead(LMHead):
@@ -193,43 +225,10 @@ class MaskedLMHead(LMHead):
             seq_idx=seq_idx,
             **kwargs,
         )
-        hidden_states = self._pre_head(outputs.last_hidden_state)
-        logits, loss = None, None
-        if labels is not None and self._uses_fused_loss():
-            targets, num_items = labels.to(hidden_states.device), kwargs.get("num_items_in_batch")
-            loss = fused_cross_entropy(hidden_states, self.lm_head, targets, num_items)
-        else:
-            logits = self.lm_head(hidden_states)
-            if labels is not None:
-                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        logits, loss = self._predict(outputs.last_hidden_state, labels, **kwargs)
         return MaskedLMOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
-
-
-def is_plain_linear(head: nn.Module) -> bool:
-    """A wrapped head (LoRA, quantization) has more than a weight, and tensor parallelism holds a shard of it: then it
-    is called, as any module."""
-    return type(head) is nn.Linear and type(head.weight) is nn.Parameter
-
-
-def fused_cross_entropy(
-    hidden_states: torch.Tensor,
-    lm_head: nn.Module,
-    targets: torch.Tensor,
-    num_items: torch.Tensor | int | None = None,
-    ignore_index: int = -100,
-) -> torch.Tensor:
-    """Of (B, L, D) and (B, L): the mean over the targets, or the sum divided by `num_items`.
-
-    A head with a `loss` of its own (an adaptive softmax) computes the sum itself.
-    """
-    if isinstance(lm_head, nn.Linear):
-        reduction = "mean" if num_items is None else "sum"
-        options = {"bias": lm_head.bias, "ignore_index": ignore_index, "reduction": reduction, "num_items": num_items}
-        return linear_cross_entropy(hidden_states, lm_head.weight, targets, **options)
-    count = (targets != ignore_index).sum() if num_items is None else num_items
-    return lm_head.loss(hidden_states.flatten(0, 1), targets.flatten(), ignore_index) / count
 
 
 class SequenceClassificationHead:
@@ -292,6 +291,46 @@ class SequenceClassificationHead:
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+        )
+
+
+class MultipleChoiceHead:
+    """Which of several texts is right: each gets one score; placed before a sequence classifier's head, which gives
+    it."""
+
+    def _num_scores(self, config: PreTrainedConfig) -> int:
+        return 1
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> MultipleChoiceModelOutput:
+        r"""
+        input_ids (`torch.LongTensor` of shape `(batch_size, num_choices, sequence_length)`, *optional*):
+            The texts to choose from; `attention_mask` and `inputs_embeds` have the choices in the same place.
+        labels (`torch.LongTensor` of shape `(batch_size,)`, *optional*):
+            The number of the right one.
+        """
+        texts = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
+        for name, tensor in texts.items():
+            if tensor is not None and tensor.dim() != (4 if name == "inputs_embeds" else 3):
+                shape = "(batch, choices, length" + (", hidden_size)" if name == "inputs_embeds" else ")")
+                raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}.")
+        choices = next((tensor.shape[1] for tensor in texts.values() if tensor is not None), 1)
+        rows = {name: None if tensor is None else tensor.flatten(0, 1) for name, tensor in texts.items()}
+        outputs = super().forward(**rows, **kwargs | {"return_dict": True})  # type: ignore[misc]
+        logits = outputs.logits.view(-1, choices)
+        loss = None
+        if labels is not None:
+            check_class_labels(labels, logits, "single_label_classification")
+            loss = nn.functional.cross_entropy(logits.float(), labels.to(logits.device))
+        return MultipleChoiceModelOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
 
 

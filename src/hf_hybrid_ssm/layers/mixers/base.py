@@ -8,6 +8,7 @@ from torch import nn
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
 from hf_hybrid_ssm.ops._core.checks import check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops._core.lengths import check_lengths
+from hf_hybrid_ssm.ops._core.transforms import is_transforming
 
 State: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -24,8 +25,8 @@ class Mixer(Float32ParametersMixin):
     """Base of every long-range mixer: (B, L, D) in, (B, L, D) out (or (B, L, F, D) with `filters=F`).
 
     `forward(u)` of a whole sequence, `forward` in pieces with the returned state, and `step` token by token compute
-    the same. A state is one batch-first real tensor or a tuple of them. A subclass defines `init_parameters`, `mix`,
-    `step` and `state_shapes`, and says in its class variables what it can do.
+    the same. A state is one batch-first real tensor or a tuple of them. A subclass defines `init_parameters`, `mix`
+    and `state_shapes`, and says in its class variables what it can do.
 
     Parameters come from `initial_values()`: drawn or derived in float64, then rounded once to the parameter's dtype.
     Models that are built on the meta device call it again for the tensors that no checkpoint filled. Parameters in
@@ -220,11 +221,20 @@ class Mixer(Float32ParametersMixin):
 
     def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
         """One token: u_t (B, D) and the state before it -> y_t and the state after it."""
-        raise NotImplementedError
+        self._check_step(u_t, state)
+        if torch.is_grad_enabled() or is_transforming():
+            return self._forward_token(u_t, state)
+        copies = tuple(part.clone() for part in state) if isinstance(state, tuple) else state.clone()
+        return self.step_(u_t, copies)
 
     def step_(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
-        """`step` without gradients, which may compute the next state in place of `state`."""
-        return self.step(u_t, state)
+        """`step` without gradients, which may compute the next state in place of `state`: what decoding calls. A
+        subclass overrides it where one token is cheaper on its own."""
+        return self._forward_token(u_t, state)
+
+    def _forward_token(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
+        y, after = self(u_t.unsqueeze(1), initial_state=state, return_final_state=True)
+        return y[:, 0], after
 
     def advance_(self, u_t: torch.Tensor, state: State) -> State:
         """The state after the token alone, under the same terms."""

@@ -93,13 +93,6 @@ class LSTM(Mixer):
     def _parts(self, state: State) -> tuple[torch.Tensor, ...]:
         return tuple(part.to(self.rnn.weight_ih_l0.dtype) for part in state)
 
-    def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
-        self._check_step(u_t, state)
-        start = tuple(part.unsqueeze(0) for part in self._parts(state))
-        with without_autocast(u_t.device.type):
-            y, final = self.rnn(u_t.to(self.rnn.weight_ih_l0.dtype).unsqueeze(1), start)
-        return y.squeeze(1).to(u_t.dtype), _widened(tuple(part[0] for part in final))
-
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         return (self.hidden_size,), (self.hidden_size,)
 

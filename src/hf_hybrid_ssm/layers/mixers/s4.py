@@ -77,12 +77,6 @@ class S4(DiagonalSSM):
         read, written = (_side_by_side(part).unsqueeze(dim) for part, dim in ((right.conj(), -1), (left, -2)))
         return Transition(torch.addcmul(diagonal, read, written, value=-1), "dense"), _side_by_side(vector)
 
-    def transition(self, dtype: torch.dtype, direction: int = 0) -> Transition:
-        return self.dynamics(dtype, direction)[0]
-
-    def input_vector(self, dtype: torch.dtype, direction: int = 0) -> torch.Tensor:
-        return self.dynamics(dtype, direction)[1]
-
     def step_system(
         self, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:

@@ -143,9 +143,3 @@ class S4D(DiagonalSSM):
             decay, entering = (1 + z / 2) / (1 - z / 2), dt / (1 - z / 2)
         vector = torch.view_as_real(entering * b).flatten(-2)
         return Transition(torch.view_as_real(decay), "complex"), vector
-
-    def transition(self, dtype: torch.dtype, direction: int = 0) -> Transition:
-        return self.dynamics(dtype, direction)[0]
-
-    def input_vector(self, dtype: torch.dtype, direction: int = 0) -> torch.Tensor:
-        return self.dynamics(dtype, direction)[1]

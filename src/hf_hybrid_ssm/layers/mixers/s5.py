@@ -146,8 +146,8 @@ class S5(CachedKernelMixer):
         return torch.view_as_complex(state.to(dtype).contiguous().unflatten(-1, (-1, 2)))  # type: ignore[union-attr]
 
     @with_accelerate_hooks
-    def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:
-        next_state = self.advance(u_t, state)
+    def step_(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:
+        next_state = self.advance_(u_t, state)
         dtype = self._computing_dtype(u_t)
         *_, rows, skip = self._step_constants(dtype)
         with without_autocast(u_t.device.type):
@@ -156,8 +156,7 @@ class S5(CachedKernelMixer):
         return self._squeeze(y).to(u_t.dtype), next_state
 
     @with_accelerate_hooks
-    def advance(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
-        """The state after the token u_t (B, D), without reading it out."""
+    def advance_(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
         self._check_step(u_t, state)
         dtype = self._computing_dtype(u_t)
         decay, matrix, *_ = self._step_constants(dtype)
@@ -165,9 +164,6 @@ class S5(CachedKernelMixer):
             driven = self._complex(u_t.to(dtype) @ matrix, dtype)
             after = (decay * self._complex(state, dtype) + driven).to(driven.dtype)
             return torch.view_as_real(after).flatten(-2)
-
-    def advance_(self, u_t: torch.Tensor, state: State) -> State:
-        return self.advance(u_t, state)
 
     def _step_constants(
         self, dtype: torch.dtype
