@@ -563,10 +563,10 @@ def test_output_mode_trains_what_reads_out():
 def test_recurrence_parameters_carry_their_optimizer_settings():
     mixer = build("s4", dtype=torch.float32)
     for survivor in (mixer, copy.deepcopy(mixer), mixer.double(), mixer.to_empty(device="cpu")):
-        for name, value in survivor.named_parameters():
+        for name, _ in survivor.named_parameters():
             own_rate = {} if name in ("C", "D") else {"lr": 1e-3}
-            assert value._optim == {"weight_decay": 0.0} | own_rate
-    assert build("s4d-frozen", learning_rate=None).A_imag._optim == {"weight_decay": 0.0}
+            assert survivor.optimizer_options(name) == {"weight_decay": 0.0} | own_rate
+    assert build("s4d-frozen", learning_rate=None).optimizer_options("A_imag") == {"weight_decay": 0.0}
 
 
 # -- torch.compile --------------------------------------------------------------------------------------------------

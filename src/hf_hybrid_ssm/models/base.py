@@ -176,6 +176,26 @@ def _beside_float32(name: str, module: nn.Module) -> list[str]:
     return [f"{name}.{child}" for child, part in module.named_children() if any(True for _ in part.parameters())]
 
 
+class WithoutContinuousBatching:
+    """Refuses `generate_batch`, whose paged cache holds keys and values of single tokens. `transformers serve` asks
+    for `init_continuous_batching`, and generates request by request where it is missing.
+    """
+
+    def continuous_batching_context_manager(self, *args, **kwargs):
+        raise ValueError(
+            f"{type(self).__name__} has no continuous batching (generate_batch): its paged cache holds the keys and "
+            "values of single tokens, and this model's layers keep states. Call generate with a left-padded batch and "
+            "its attention_mask, which gives the same text as each prompt alone."
+        )
+
+    def generate_batch(self, *args, **kwargs):
+        return self.continuous_batching_context_manager()
+
+    @property
+    def init_continuous_batching(self):
+        raise AttributeError
+
+
 class HybridModelMixin:
     """The forward of a base model with `embed_tokens`, `layers` and `norm` (or None); placed before the family's
     `PreTrainedModel`.
@@ -219,7 +239,6 @@ class HybridModelMixin:
         check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        batch, length = inputs_embeds.shape[:2]
         if self.is_bidirectional:
             if past_key_values is not None:
                 raise ValueError(
@@ -228,12 +247,11 @@ class HybridModelMixin:
                 )
             use_cache = False
         if use_cache or past_key_values is not None:
-            past_key_values = prepare_cache(past_key_values, self.config, batch)
+            past_key_values = prepare_cache(past_key_values, self.config, inputs_embeds.shape[0])
         masks = attention_mask if isinstance(attention_mask, dict) else None  # made ahead of compiled decoding
         rows = resolve_packing(
-            batch,
-            length,
-            *tokens_and_notes(past_key_values),
+            inputs_embeds.shape[:2],
+            tokens_and_notes(past_key_values),
             attention_mask=attention_mask if masks is None else masks[STATE_LAYER_TYPE],
             position_ids=position_ids,
             seq_idx=seq_idx,

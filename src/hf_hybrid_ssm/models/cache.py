@@ -306,7 +306,7 @@ def tokens_and_notes(past_key_values: Cache | None) -> tuple[int | torch.Tensor,
     That is not always the first one: with pipeline parallelism the earlier layers are on other devices. A static
     cache's count is a tensor where reading it would cost (on an accelerator, while compiling).
     """
-    layers = [layer for layer in past_key_values.layers if layer.is_initialized] if past_key_values is not None else []
+    layers = [layer for layer in getattr(past_key_values, "layers", ()) if layer.is_initialized]
     seen = layers[0].get_seq_length() if layers else 0
     if isinstance(seen, torch.Tensor) and seen.is_cpu and not torch.compiler.is_compiling():
         seen = int(seen)
@@ -376,7 +376,7 @@ def check_cache_without_states(past_key_values: Cache | None, rows: PackedRows) 
     if past_key_values is None or any(map(is_recurrent_state_layer, past_key_values.layers)):
         return
     layer = past_key_values.layers[0]
-    unkept: States = getattr(layer, "unkept", {})
+    unkept = getattr(layer, "unkept", {})
     if not isinstance(rows.past, int) or rows.past > 0:
         _refuse(unkept.get("documents"), "several documents of packed rows", "read packed rows at once")
         if not rows.covers_past:

@@ -19,6 +19,7 @@ from transformers.modeling_utils import slice_logits_to_keep
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
+from hf_hybrid_ssm.models.base import WithoutContinuousBatching
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.inputs import check_class_labels, check_labels, check_span, check_token_classes
 from hf_hybrid_ssm.ops.linear_cross_entropy import linear_cross_entropy
@@ -70,6 +71,10 @@ class LMHead:
             logits=logits, labels=labels.contiguous(), vocab_size=self.config.vocab_size, **kwargs
         )
 
+    def _targets(self, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """(B, L) labels → the token that belongs at each position."""
+        return labels
+
     def _fused_loss(
         self,
         hidden_states: torch.Tensor,
@@ -79,42 +84,19 @@ class LMHead:
         ignore_index: int = -100,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """The mean over the targets, or their sum divided by `num_items_in_batch`, as transformers' losses.
+        """Of (B, L, D), the input of the head: the mean over the targets, or their sum divided by `num_items_in_batch`
+        (targets over all accumulation steps), as transformers' losses.
 
         A head with a `loss` of its own (an adaptive softmax) computes the sum itself.
-
-        Args:
-            hidden_states: (B, L, D), the input of the head.
-            labels: (B, L), the token that belongs at each position.
-            num_items_in_batch: number of targets over all accumulation steps.
         """
-        head, labels = self.lm_head, labels.to(hidden_states.device)
+        head = self.lm_head
+        targets = self._targets(labels, ignore_index=ignore_index, **kwargs).to(hidden_states.device)
         if isinstance(head, nn.Linear):
             options = {"bias": head.bias, "ignore_index": ignore_index, "num_items": num_items_in_batch}
             options["reduction"] = "mean" if num_items_in_batch is None else "sum"
-            return linear_cross_entropy(hidden_states, head.weight, labels, **options)
-        count = (labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
-        return head.loss(hidden_states.flatten(0, 1), labels.flatten(), ignore_index) / count
-
-
-class WithoutContinuousBatching:
-    """Refuses `generate_batch`, whose paged cache holds keys and values of single tokens. `transformers serve` asks
-    for `init_continuous_batching`, and generates request by request where it is missing.
-    """
-
-    def continuous_batching_context_manager(self, *args, **kwargs):
-        raise ValueError(
-            f"{type(self).__name__} has no continuous batching (generate_batch): its paged cache holds the keys and "
-            "values of single tokens, and this model's layers keep states. Call generate with a left-padded batch and "
-            "its attention_mask, which gives the same text as each prompt alone."
-        )
-
-    def generate_batch(self, *args, **kwargs):
-        return self.continuous_batching_context_manager()
-
-    @property
-    def init_continuous_batching(self):
-        raise AttributeError
+            return linear_cross_entropy(hidden_states, head.weight, targets, **options)
+        count = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+        return head.loss(hidden_states.flatten(0, 1), targets.flatten(), ignore_index) / count
 
 
 class CausalLMHead(WithoutContinuousBatching, LMHead):
@@ -179,19 +161,12 @@ class CausalLMHead(WithoutContinuousBatching, LMHead):
         """
         return {STATE_LAYER_TYPE: None if inputs_embeds.shape[1] == 1 else attention_mask}
 
-    def _fused_loss(
-        self,
-        hidden_states: torch.Tensor,
-        labels: torch.Tensor,
-        *,
-        ignore_index: int = -100,
-        shift_labels: torch.Tensor | None = None,
-        **kwargs: Any,
+    def _targets(
+        self, labels: torch.Tensor, shift_labels: torch.Tensor | None = None, ignore_index: int = -100, **kwargs: Any
     ) -> torch.Tensor:
-        """Labels (B, L) are shifted here unless `shift_labels` is given."""
         if shift_labels is None:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        return super()._fused_loss(hidden_states, shift_labels, ignore_index=ignore_index, **kwargs)
+        return shift_labels
 
 
 class MaskedLMHead(LMHead):
@@ -346,7 +321,8 @@ class TokenClassificationHead(GenericForTokenClassification):
         super(GenericForTokenClassification, self).__init__(config)
         self.num_labels = config.num_labels
         self.model = self.base_model_class(config)
-        self.dropout = nn.Dropout(_classifier_dropout(config))
+        rates = (getattr(config, name, None) for name in ("classifier_dropout", "final_dropout", "hidden_dropout"))
+        self.dropout = nn.Dropout(next((rate for rate in rates if rate is not None), 0.1))  # as in transformers
         self.score = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
@@ -403,14 +379,6 @@ class QuestionAnsweringHead(GenericForQuestionAnswering):
             check_span(start_positions, end_positions, given.shape[0])
         inputs = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)
         return super().forward(*inputs, start_positions, end_positions, **kwargs)
-
-
-def _classifier_dropout(config: PreTrainedConfig) -> float:
-    """The first that the configuration has; 0.1, as in transformers, if it has none."""
-    for name in ("classifier_dropout", "final_dropout", "hidden_dropout"):
-        if getattr(config, name, None) is not None:
-            return getattr(config, name)
-    return 0.1
 
 
 def last_real_token(

@@ -26,7 +26,7 @@ from hf_hybrid_ssm.ops._core.checks import can_read_values, check_seq_idx
 States = dict[str, torch.Tensor]
 
 
-@dataclass
+@dataclass(eq=False)
 class PackedRows:
     """Padding and documents of the tokens of one forward; by default there is no padding, and a row is one document.
 
@@ -179,10 +179,8 @@ def with_zero_rows(state: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def resolve_packing(
-    batch: int,
-    length: int,
-    past: int | torch.Tensor = 0,
-    before: States | None = None,
+    shape: torch.Size | tuple[int, ...],
+    held: tuple[int | torch.Tensor, States],
     *,
     attention_mask: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
@@ -196,8 +194,8 @@ def resolve_packing(
     """The rows of one forward.
 
     Args:
-        batch, length: B rows of L tokens.
-        past, before: tokens that the cache holds, and its notes.
+        shape: (B, L), rows and tokens of this forward.
+        held: the tokens before them, and what is noted about these (`cache.tokens_and_notes`).
         attention_mask: (B, T), 1 for real tokens and 0 for padding, T = L or all tokens so far.
         position_ids: (B or 1, L) int; without `seq_idx` and `attention_mask`, a position that is not the one before
             plus 1 begins a document, and so does a position of 0 at the front of a piece. (With a mask, positions are
@@ -214,6 +212,7 @@ def resolve_packing(
     Raises:
         TypeError, ValueError: an argument of another type, dtype or shape, or documents that contradict each other.
     """
+    (batch, length), (past, before) = shape, held
     has_past = not isinstance(past, int) or past > 0
     real = None
     if attention_mask is not None:
@@ -234,7 +233,6 @@ def resolve_packing(
         )
     if is_numbered and real is not None:
         seq_idx = _over_padding(seq_idx, real)
-    before = before or {}
     begins = None
     if has_past and not continues_documents:
         begins = _begins(seq_idx if is_numbered else None, position_ids, before.get("document"))

@@ -39,7 +39,7 @@ class Mixer(Float32ParametersMixin):
         trainable: "all"; "none" (frozen: a constant filter, gradients reach only the input); some mixers also know
             "output" (what reads the state out still trains).
         learning_rate: of the recurrence's or filter's parameters (`dynamics_parameters`); read by the optimizer helper
-            from `parameter._optim`. None leaves the rate to the optimizer, as it is for what reads the state out
+            from `optimizer_options`. None leaves the rate to the optimizer, as it is for what reads the state out
             (`output_parameters`). Both are without weight decay.
         device, dtype: of the parameters.
     """
@@ -129,43 +129,17 @@ class Mixer(Float32ParametersMixin):
         return self.trainable == "none" or (self.trainable == "output" and name not in self.output_parameters)
 
     def optimizer_options(self, name: str) -> dict[str, float]:
-        """Optimizer options of a parameter; empty for an ordinary one."""
+        """Optimizer options of a parameter, read by `hf_hybrid_ssm.training.optim`; empty for an ordinary one."""
         if name not in self.dynamics_parameters and name not in self.output_parameters:
             return {}
         has_own_rate = name in self.dynamics_parameters and self.learning_rate is not None
         return {"weight_decay": 0.0} | ({"lr": self.learning_rate} if has_own_rate else {})  # type: ignore[dict-item]
 
-    def _tag_optimizer_options(self, name: str, param: nn.Parameter) -> None:
-        if options := self.optimizer_options(name):
-            param._optim = options  # type: ignore[attr-defined]
-
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Also reached by `setattr`, which is how checkpoints are loaded: the marks must follow the new tensor."""
+        """Also reached by `setattr`, which is how checkpoints are loaded: what is frozen stays frozen."""
         super().register_parameter(name, param)
-        if param is not None:
-            self._tag_optimizer_options(name, param)
-            if self._is_frozen(name):
-                param.requires_grad_(False)
-        self.clear_kernel_cache()
-
-    def _apply(self, fn: Any, recurse: bool = True) -> "Mixer":
-        super()._apply(fn, recurse)
-        self._retag_optimizer_options()
-        return self
-
-    def _retag_optimizer_options(self) -> None:
-        for name, param in self._parameters.items():
-            if param is not None:
-                self._tag_optimizer_options(name, param)
-        self.clear_kernel_cache()
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self._retag_optimizer_options()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:  # deepcopy and unpickling make new tensors
-        super().__setstate__(state)
-        self._retag_optimizer_options()
+        if param is not None and self._is_frozen(name):
+            param.requires_grad_(False)
 
     # -- computing ----------------------------------------------------------------------------------------------
 

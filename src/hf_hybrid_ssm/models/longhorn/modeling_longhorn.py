@@ -233,8 +233,11 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
     def step(  # type: ignore[override]
         self, *heads: torch.Tensor, past: States, capacity: int | None
     ) -> tuple[torch.Tensor, States]:
+        queries, keys, values = (x[:, 0] for x in heads)
         output, state = window_step(
-            *(x[:, 0] for x in heads),
+            queries,
+            keys,
+            values,
             AttentionState(**past),
             keeps_address=capacity is not None,
             window=(self.config.sliding_window - 1, 0),
@@ -415,10 +418,14 @@ class LonghornForCausalLM(CausalLMHead, LonghornPreTrainedModel, GenerationMixin
         config, inputs_embeds, attention_mask, past_key_values, position_ids=None, is_first_iteration=False, **kwargs
     ) -> dict:
         """Masks made ahead of compiled decoding; a generated token is never padding."""
-        continues = {"continues_documents": not is_first_iteration, "keeps_starts": True}
-        shape, held = inputs_embeds.shape[:2], tokens_and_notes(past_key_values)
-        inputs = {"attention_mask": attention_mask, "position_ids": position_ids}
-        rows = resolve_packing(*shape, *held, **inputs, **continues)
+        rows = resolve_packing(
+            inputs_embeds.shape[:2],
+            tokens_and_notes(past_key_values),
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            continues_documents=not is_first_iteration,
+            keeps_starts=True,
+        )
         rows = replace(rows, real_so_far=None if attention_mask is None else attention_mask != 0)
         padding = CausalLMHead.create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values)
         return _attention_masks(config, inputs_embeds, rows, past_key_values) | padding

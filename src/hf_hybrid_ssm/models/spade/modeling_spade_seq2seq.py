@@ -14,9 +14,10 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
+from hf_hybrid_ssm.models.base import WithoutContinuousBatching
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer, prepare_cache, tokens_and_notes
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
-from hf_hybrid_ssm.models.heads import LMHead, WithoutContinuousBatching
+from hf_hybrid_ssm.models.heads import LMHead
 from hf_hybrid_ssm.models.inputs import check_inputs, check_labels
 from hf_hybrid_ssm.models.packing import PackedRows, resolve_packing
 from hf_hybrid_ssm.models.spade.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint
@@ -129,8 +130,8 @@ class SpadeDecoder(SpadeStack, SpadePreTrainedModel):
         """(B, T, d), (B, S, d) → (B, T, d)."""
         cache = None if past_key_values is None else past_key_values.self_attention_cache
         rows = resolve_packing(
-            *embeddings.shape[:2],
-            *tokens_and_notes(cache),
+            embeddings.shape[:2],
+            tokens_and_notes(cache),
             attention_mask=attention_mask,
             keeps_padding=self.positions is not None,
             mask_name="decoder_attention_mask",
