@@ -39,7 +39,7 @@ class RecurrentStateLayer(CacheLayerMixin):
 
     Unlike keys and values, a state of fixed size forgets how it came about. To go back (`crop`, as assisted generation
     and prompt lookup do) the layer keeps, once `activate_past_recording()` was called, the states before each forward
-    and a function that replays the first tokens of that forward.
+    and a function that recomputes those after the first tokens of that forward.
 
     While no past is recorded, a forward of one token without gradients may overwrite the states or move along a buffer
     that holds them: who wants to come back to them takes a copy (`copy.deepcopy` of the cache).

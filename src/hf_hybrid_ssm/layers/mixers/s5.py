@@ -68,8 +68,10 @@ class S5(CachedKernelMixer):
         size, blocks, channels = self.state_size, self.blocks, self.hidden_size
         eigenvalues, basis = legs_dplr_basis(size // blocks)  # (p,), (2p, p): p pairs in each block
         outputs = (2 if self.bidirectional else 1) * (self.filters or 1)
-        b = _drawn(blocks, size // blocks, channels, variance=1 / size)
-        c = torch.complex(*(_drawn(outputs, channels, blocks, size // blocks, variance=1 / size) for _ in "ri"))
+        b = _truncated_normal(blocks, size // blocks, channels, variance=1 / size)
+        c = torch.complex(
+            *(_truncated_normal(outputs, channels, blocks, size // blocks, variance=1 / size) for _ in "ri")
+        )
         values = {
             "A_real": eigenvalues.real.repeat(blocks),
             "A_imag": eigenvalues.imag.repeat(blocks),
@@ -193,5 +195,5 @@ def _product(x: torch.Tensor, matrix: torch.Tensor, dtype: torch.dtype) -> torch
     return x.to(matrix.dtype) @ matrix.T
 
 
-def _drawn(*shape: int, variance: float) -> torch.Tensor:
+def _truncated_normal(*shape: int, variance: float) -> torch.Tensor:
     return torch.nn.init.trunc_normal_(torch.empty(shape, dtype=torch.float64), **truncated_normal(variance))

@@ -241,10 +241,10 @@ class SpadeForSequenceClassification(StackOfCheckpoint, SpadePreTrainedModel):
             return total / weights.sum(1).clamp(min=1)
         if real is None:
             return hidden_states[:, 0 if self.config.pooling == "first" else -1]
-        places = real.to(torch.int64)
+        columns = real.to(torch.int64)
         if self.config.pooling == "last":
-            places = places * torch.arange(places.shape[1], device=places.device)
-        return hidden_states[torch.arange(hidden_states.shape[0], device=hidden_states.device), places.argmax(1)]
+            columns = columns * torch.arange(columns.shape[1], device=columns.device)
+        return hidden_states[torch.arange(hidden_states.shape[0], device=hidden_states.device), columns.argmax(1)]
 
 
 @auto_docstring

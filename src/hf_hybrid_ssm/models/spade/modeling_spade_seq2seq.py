@@ -61,7 +61,7 @@ class SpadeCrossAttention(nn.Module):
             k, v = self._heads(self.k_proj(encoder_states)), self._heads(self.v_proj(encoder_states))
             if past_key_values is not None:
                 layer = past_key_values.cross_attention_cache.layers[self.layer_idx]
-                layer.update_states(PackedRows(k.shape[2]), {"keys": k, "values": v}, _never_replayed)
+                layer.update_states(PackedRows(k.shape[2]), {"keys": k, "values": v}, _never_recomputed)
                 past_key_values.is_updated[self.layer_idx] = True
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
@@ -71,7 +71,7 @@ class SpadeCrossAttention(nn.Module):
         return x.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
 
 
-def _never_replayed(first: PackedRows) -> dict[str, torch.Tensor]:
+def _never_recomputed(first: PackedRows) -> dict[str, torch.Tensor]:
     raise AssertionError("the encoder's keys and values cover no decoder tokens that could be undone")
 
 
@@ -211,7 +211,7 @@ class SpadeSeq2SeqModel(BaseOfCheckpoint, SpadePreTrainedModel):
     ) -> Seq2SeqModelOutput:
         self._refuse_attentions(kwargs.get("output_attentions"))
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
-        if self.training and self.gradient_checkpointing:  # a replayed layer would store its states twice
+        if self.training and self.gradient_checkpointing:  # a layer run again would store its states twice
             use_cache, past_key_values = False, None
         if kwargs.get("output_hidden_states") is None:
             kwargs["output_hidden_states"] = self.config.output_hidden_states
