@@ -79,17 +79,6 @@ def test_biases_never_decay(case):
         assert any(name.endswith("reduce_weight") for name in decayed)
 
 
-@pytest.mark.parametrize("name", sorted(MIXERS))
-def test_recurrence_parameters_of_every_mixer_keep_their_own_rate_and_never_decay(name):
-    mixer = MIXERS[name](8)
-    by_id = {id(p): group for group in parameter_groups(mixer, 0.1, lr=3e-4) for p in group["params"]}
-    for parameter in mixer.parameters():
-        marked = getattr(parameter, "_optim", None)
-        if marked is not None:
-            assert by_id[id(parameter)]["weight_decay"] == 0.0
-            assert by_id[id(parameter)]["lr"] == marked.get("lr", 3e-4)
-
-
 def test_groups_step_and_restore():
     torch.manual_seed(0)
     model = tiny_longhorn()

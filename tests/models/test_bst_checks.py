@@ -75,7 +75,7 @@ def test_perturbed_filters_stay_stable(ssm):
     mixer = build_mixer(ssm, 4, state_size=16)
     for parameter in mixer.parameters():
         parameter.data += 0.5 * torch.randn_like(parameter)
-    matrices = mixer.transition(torch.float64)[0]
+    matrices = mixer.dynamics(torch.float64)[0][0]
     if ssm == "s4":
         assert torch.linalg.eigvals(matrices).abs().max() < 1
     else:

@@ -15,6 +15,7 @@ from transformers import (
     StaticCache,
 )
 
+from hf_hybrid_ssm.models.packing import resolve_packing
 from tests.models import invariances as inv
 from tests.models.test_span_and_token_heads import EVERY_HEAD, EVERY_ROW, ids_of, scores
 from tests.models.test_span_and_token_heads import build as build_head
@@ -148,6 +149,20 @@ def test_rollback_over_a_border(variant, removed):
         start = 0 if kept <= 5 else 5
         text = torch.cat([ids[:, start:kept], tail], 1)
         assert_exact(logits, inv.whole(model, text)[:, -3:])
+
+
+def test_the_first_tokens_of_padded_rows():
+    """What a rollback sees: a row that has only read padding has not begun its next document."""
+    held = 3, {"document": torch.tensor([1, 1]), "start": torch.tensor([0, 0])}
+    given = {"seq_idx": torch.ones(2, 4, dtype=torch.int64), "attention_mask": torch.tensor([[0, 0, 1, 1], [1] * 4])}
+    rows = resolve_packing((2, 4), held, **given, keeps_starts=True)
+    assert rows.begins.tolist() == [True, True] and rows.notes["document"].tolist() == [3, 3]
+    first, state = rows.first(2), {"state": torch.ones(2, 1)}
+    assert first.begins.tolist() == [False, True] and first.lengths.tolist() == [0, 2]
+    assert first.notes["document"].tolist() == [1, 3] and first.notes["start"].tolist() == [0, 3]
+    assert first.continued(state)["state"].tolist() == [[1.0], [0.0]]
+    moved = rows.to("meta")  # as accelerate does for a layer on another device
+    assert moved.order.is_meta and moved.notes["document"].is_meta and not rows.order.is_meta
 
 
 @EVERY

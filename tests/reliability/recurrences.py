@@ -66,7 +66,7 @@ def _largest_eigenvalue(mixer: Mixer) -> float:
         values = mixer._discretised(torch.float64)[0]
     else:
         assert isinstance(mixer, StateSpaceMixer)
-        step = mixer.transition(torch.float64)
+        step = mixer.dynamics(torch.float64)[0]
         values = step.value
         if step.form != "real":
             values = torch.linalg.eigvals(values) if step.form == "dense" else torch.view_as_complex(values)

@@ -114,8 +114,6 @@ MIXERS = [
     (lambda: build_mixer("s4", "8"), "ValueError: hidden_size must be a positive integer, got '8'"),
     (lambda: build_mixer("s4d", 8, state_size=3), "ValueError: state_size must be even.*got 3"),
     (lambda: build_mixer("lstm", 7, bidirectional=True), "ValueError: even.*got 7"),
-    (lambda: build_mixer("s4", 8, frozen=True, trainable="all"),
-     "ValueError: frozen=True contradicts trainable='all'"),
     (lambda: build_mixer("lstm", 8, trainable="output"), "ValueError: trainable='output' must be one of"),
     (lambda: build_mixer("s4", 8)(X), r"ValueError: u must have shape .*got \(2, 6, 4\)"),
     (lambda: build_mixer("s4", 8, bidirectional=True).step(X[:, 0], None), "ValueError: bidirectional S4 has no"),

@@ -51,13 +51,13 @@ class RelativeBias(nn.Embedding):
         self.max_distance = max_distance
         self.bidirectional = bidirectional
 
-    def forward(self, reach: int | None) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, left: int | None) -> torch.Tensor:  # type: ignore[override]
         """(H, R): column c is distance c; two-sided, the middle column is 0 and later ones look back.
 
         Args:
-            reach: the farthest distance to be asked for; None for all. Distances beyond the table share its ends.
+            left: the greatest distance to be asked for; None for all. Distances beyond the table share its ends.
         """
-        count = self.max_distance + 1 if reach is None else min(reach, self.max_distance) + 1
+        count = self.max_distance + 1 if left is None else min(left, self.max_distance) + 1
         buckets = _TWO_SIDED if self.bidirectional else _CAUSAL
         columns = buckets(self.num_embeddings, self.max_distance, count, device=self.weight.device)
         return F.embedding(columns, self.weight).T

@@ -16,11 +16,10 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
-from hf_hybrid_ssm.models.cache import prepare_cache
+from hf_hybrid_ssm.models.cache import check_cache_without_states, prepare_cache, tokens_and_notes
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.inputs import check_inputs
 from hf_hybrid_ssm.models.packing import PackedRows, resolve_packing
-from hf_hybrid_ssm.models.unpadding import Unpadding, unpadding_of
 
 LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 NARROW = (torch.bfloat16, torch.float16)
@@ -177,6 +176,26 @@ def _beside_float32(name: str, module: nn.Module) -> list[str]:
     return [f"{name}.{child}" for child, part in module.named_children() if any(True for _ in part.parameters())]
 
 
+class WithoutContinuousBatching:
+    """Refuses `generate_batch`, whose paged cache holds keys and values of single tokens. `transformers serve` asks
+    for `init_continuous_batching`, and generates request by request where it is missing.
+    """
+
+    def continuous_batching_context_manager(self, *args, **kwargs):
+        raise ValueError(
+            f"{type(self).__name__} has no continuous batching (generate_batch): its paged cache holds the keys and "
+            "values of single tokens, and this model's layers keep states. Call generate with a left-padded batch and "
+            "its attention_mask, which gives the same text as each prompt alone."
+        )
+
+    def generate_batch(self, *args, **kwargs):
+        return self.continuous_batching_context_manager()
+
+    @property
+    def init_continuous_batching(self):
+        raise AttributeError
+
+
 class HybridModelMixin:
     """The forward of a base model with `embed_tokens`, `layers` and `norm` (or None); placed before the family's
     `PreTrainedModel`.
@@ -187,6 +206,7 @@ class HybridModelMixin:
     layers: nn.ModuleList
     norm: nn.Module | None
     is_bidirectional = False  # its tokens see the future: there is nothing to continue
+    has_columns = False  # layers read the positions of tokens or attend to all columns so far
 
     @merge_with_config_defaults
     @capture_outputs
@@ -219,7 +239,6 @@ class HybridModelMixin:
         check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        batch, length = inputs_embeds.shape[:2]
         if self.is_bidirectional:
             if past_key_values is not None:
                 raise ValueError(
@@ -228,39 +247,39 @@ class HybridModelMixin:
                 )
             use_cache = False
         if use_cache or past_key_values is not None:
-            past_key_values = prepare_cache(past_key_values, self.config, batch)
+            past_key_values = prepare_cache(past_key_values, self.config, inputs_embeds.shape[0])
         masks = attention_mask if isinstance(attention_mask, dict) else None  # made ahead of compiled decoding
-        padding = attention_mask if masks is None else masks[STATE_LAYER_TYPE]
-        is_generated = continues_documents and length == 1  # and real, whatever is known of the tokens before it
-        unpadding = None if is_generated else unpadding_of(padding, batch, length)
-        inputs = (seq_idx, position_ids, padding, unpadding, past_key_values, batch, length)
-        keeps = self._packing_options(position_ids, masks)
-        packed = resolve_packing(
-            *inputs, cu_seq_lens_q=cu_seq_lens_q, continues_documents=continues_documents, **keeps
+        rows = resolve_packing(
+            inputs_embeds.shape[:2],
+            tokens_and_notes(past_key_values),
+            attention_mask=attention_mask if masks is None else masks[STATE_LAYER_TYPE],
+            position_ids=position_ids,
+            seq_idx=seq_idx,
+            cu_seq_lens_q=cu_seq_lens_q,
+            continues_documents=continues_documents,
+            keeps_starts=self.has_columns,
+            # prepared masks contain the padding, and a note that grows would recompile every compiled step
+            keeps_padding=self.has_columns and (masks is None or position_ids is None),
         )
-        packed.open(past_key_values)
-        hidden_states = self._run_layers(
-            inputs_embeds, packed, unpadding, past_key_values, position_ids=position_ids, masks=masks, **kwargs
-        )
+        check_cache_without_states(past_key_values, rows)
+        options = {"position_ids": position_ids, "masks": masks, **kwargs}
+        hidden_states = self._run_layers(inputs_embeds, rows, past_key_values, **options)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden_states if self.norm is None else self.norm(hidden_states),
             past_key_values=past_key_values if use_cache else None,
         )
 
-    def _packing_options(self, position_ids: torch.Tensor | None, masks: dict | None) -> dict[str, Any]:
-        """What `resolve_packing` keeps for the layers."""
-        return {}
-
     def _run_layers(
-        self,
-        hidden_states: torch.Tensor,
-        packed: PackedRows,
-        unpadding: Unpadding | None,
-        past_key_values: Cache | None,
-        **kwargs: Any,
+        self, hidden_states: torch.Tensor, rows: PackedRows, past_key_values: Cache | None, **kwargs: Any
     ) -> torch.Tensor:
         """(B, L, d) embeddings → (B, L, d) before the last norm; `kwargs` are for layers with positions or masks."""
+        return self._through_layers(hidden_states, rows, past_key_values=past_key_values)
+
+    def _through_layers(
+        self, hidden_states: torch.Tensor, *inputs: Any, past_key_values: Cache | None, **options: Any
+    ) -> torch.Tensor:
+        """The layers one after the other, each with the same inputs."""
         for layer in self.layers[: self.config.num_hidden_layers]:  # fewer while generation exits early
             # by name: gradient checkpointing takes the cache out, or a recompute would store the states twice
-            hidden_states = layer(hidden_states, unpadding, packed.seq_idx, past_key_values=past_key_values)
+            hidden_states = layer(hidden_states, *inputs, past_key_values=past_key_values, **options)
         return hidden_states

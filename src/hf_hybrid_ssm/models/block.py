@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from hf_hybrid_ssm.models.cache import States
-from hf_hybrid_ssm.models.unpadding import Unpadding
+from hf_hybrid_ssm.models.packing import PackedRows, States
 from hf_hybrid_ssm.ops._core.transforms import is_transforming
 
 
@@ -15,7 +14,7 @@ class RecurrentMixin:
 
     layer_idx: int
 
-    def mix(self, *rows: torch.Tensor, **options: Any) -> tuple[torch.Tensor, States]:
+    def mix(self, *inputs: torch.Tensor, **options: Any) -> tuple[torch.Tensor, States]:
         """Mix rows (B, L, ...) whose real tokens come first; what is in `options` but not listed is the layer's own.
 
         Args:
@@ -31,7 +30,7 @@ class RecurrentMixin:
         raise NotImplementedError
 
     def step(
-        self, *rows: torch.Tensor, past: States, capacity: int | None, **options: Any
+        self, *inputs: torch.Tensor, past: States, capacity: int | None, **options: Any
     ) -> tuple[torch.Tensor, States]:
         """`mix` of rows (B, 1, ...) of one token after earlier ones, without gradients.
 
@@ -39,62 +38,55 @@ class RecurrentMixin:
         cheaper on its own.
         """
         rest = {"seq_idx": None, "lengths": None, "return_final_state": True}
-        return self.mix(*rows, past=past, capacity=capacity, **rest, **options)
+        return self.mix(*inputs, past=past, capacity=capacity, **rest, **options)
 
-    def states_after(self, *rows: torch.Tensor, **options: Any) -> States:
+    def states_after(self, *inputs: torch.Tensor, **options: Any) -> States:
         """The states that `mix` returns, for rollback; a layer overrides it where they are cheaper to compute
         alone."""
-        return self.mix(*rows, **options)[1]
+        return self.mix(*inputs, **options)[1]
 
     def mix_with_cache(
         self,
-        *rows: torch.Tensor,
-        unpadding: Unpadding | None = None,
-        seq_idx: torch.Tensor | None = None,
+        *inputs: torch.Tensor,
+        rows: PackedRows | None = None,
         past_key_values: Cache | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """`mix` of rows (B, L, ...) in columns as given, from the cache's states to the cache's states."""
+        """`mix` of (B, L, ...) in columns as given, from the cache's states to the cache's states."""
+        rows = PackedRows(inputs[0].shape[1]) if rows is None else rows
         cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        is_step = unpadding is None and seq_idx is None and rows[0].shape[1] == 1
-        if is_step and cache is not None and cache.states and not torch.is_grad_enabled() and not is_transforming():
-            return self._step_with_cache(cache, *rows, **options)
-        lengths = None
-        if unpadding is not None:
-            rows, lengths = tuple(unpadding.unpad(row) for row in rows), unpadding.lengths
-            # padding now follows the last document: let it belong there
-            seq_idx = None if seq_idx is None else unpadding.unpad(seq_idx).cummax(1).values
-        options |= {
-            "past": {} if cache is None else cache.states,
-            "return_final_state": cache is not None,
-            "capacity": getattr(cache, "max_cache_len", None),
-        }
-        y, states = self.mix(*rows, seq_idx=seq_idx, lengths=lengths, **options)
+        options["capacity"] = getattr(cache, "max_cache_len", None)
+        states = {} if cache is None else cache.states
+        if states and rows.is_step and not torch.is_grad_enabled() and not is_transforming():
+            return self._step_with_cache(cache, rows, *inputs, **options)
+        options["return_final_state"] = cache is not None
+        inputs = tuple(rows.unpad(x) for x in inputs)
+
+        def arguments(part: PackedRows) -> dict[str, Any]:
+            documents = {"seq_idx": part.unpadded_seq_idx, "lengths": part.lengths}
+            return {"past": part.continued(states), **documents, **options}
+
+        y, states_after = self.mix(*inputs, **arguments(rows))
         if cache is not None:
 
-            def recompute(num_tokens: int) -> States:
-                return self.states_after(
-                    *(row[:, :num_tokens] for row in rows),
-                    seq_idx=None if seq_idx is None else seq_idx[:, :num_tokens],
-                    lengths=None if unpadding is None else unpadding.lengths_of_first(num_tokens),
-                    **options,
-                )
+            def recompute(first: PackedRows) -> States:
+                return self.states_after(*(x[:, : first.length] for x in inputs), **arguments(first))
 
-            cache.update_states(rows[0].shape[1], states, recompute)
-        return y if unpadding is None else unpadding.repad(y)
+            cache.update_states(rows, states_after, recompute)
+        return rows.repad(y)
 
-    def _step_with_cache(self, cache: Any, *rows: torch.Tensor, **options: Any) -> torch.Tensor:
+    def _step_with_cache(self, cache: Any, rows: PackedRows, *inputs: torch.Tensor, **options: Any) -> torch.Tensor:
         """`mix_with_cache` of one token after earlier ones, where no gradient is wanted."""
-        options["capacity"] = getattr(cache, "max_cache_len", None)
+        past = rows.continued(cache.states)
         if cache.may_overwrite():
-            y, states = self.step(*rows, past=cache.states, **options)
-            cache.step_states(states)
+            y, states = self.step(*inputs, past=past, **options)
+            cache.step_states(rows, states)
         else:
-            past = {name: state.clone() for name, state in cache.states.items()}
-            y, states = self.step(*rows, past=past, **options)
-            cache.update_states(1, states, _of_no_token)
+            past = {name: state.clone() for name, state in past.items()}
+            y, states = self.step(*inputs, past=past, **options)
+            cache.update_states(rows, states, _of_no_token)
         return y
 
 
-def _of_no_token(num_tokens: int) -> States:
+def _of_no_token(first: PackedRows) -> States:
     raise AssertionError("one token is undone by going back to the states before it")

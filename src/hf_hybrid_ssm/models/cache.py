@@ -9,43 +9,29 @@ model.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin
 
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE, WINDOW_LAYER_TYPE
+from hf_hybrid_ssm.models.packing import PackedRows, States, with_zero_rows
+from hf_hybrid_ssm.ops._core.checks import can_read_values
 
 STATE_LAYER_TYPES = (STATE_LAYER_TYPE, WINDOW_LAYER_TYPE)
 
-States = dict[str, torch.Tensor]
-Recompute = Callable[[int], States]
+Recompute = Callable[[PackedRows], States]
 
 
-@dataclass
-class _Forward:
+class _Forward(NamedTuple):
     """What it takes to undo one forward, wholly or in part."""
 
-    num_tokens: int
+    rows: PackedRows
     previous: States
-    recompute: Recompute
     previous_notes: States
-    replay_notes: Recompute
+    recompute: Recompute
     with_gradient: bool
-    waiting_after: Callable[[int], torch.Tensor] | None
-
-    def states_after(self, num_tokens: int) -> States:
-        """The states after the first tokens; a row that had none of them is as it was before it was to start anew."""
-        if num_tokens == 0:
-            return self.previous
-        with torch.set_grad_enabled(self.with_gradient):
-            states = self.recompute(num_tokens)
-            if self.waiting_after is None:
-                return states
-            rows = self.waiting_after(num_tokens)
-            return {name: _taken_rows(rows, self.previous[name], state) for name, state in states.items()}
 
 
 class RecurrentStateLayer(CacheLayerMixin):
@@ -53,7 +39,7 @@ class RecurrentStateLayer(CacheLayerMixin):
 
     Unlike keys and values, a state of fixed size forgets how it came about. To go back (`crop`, as assisted generation
     and prompt lookup do) the layer keeps, once `activate_past_recording()` was called, the states before each forward
-    and a function that replays the first tokens of that forward.
+    and a function that recomputes those after the first tokens of that forward.
 
     While no past is recorded, a forward of one token without gradients may overwrite the states or move along a buffer
     that holds them: who wants to come back to them takes a copy (`copy.deepcopy` of the cache).
@@ -69,37 +55,36 @@ class RecurrentStateLayer(CacheLayerMixin):
     def __init__(self, **kwargs):
         super().__init__()
         self.states: States = {}
+        self.notes: States = {}
         self.seen_tokens: int | torch.Tensor = 0
         self.record_past = False
-        self.notes: States = {}
         self.history: list[_Forward] = []
         self._made_without_gradient = False
-        self._before: States | None = None
-        self._next_notes: Recompute | None = None
-        self._waiting_after: Callable[[int], torch.Tensor] | None = None
         self.device: torch.device | None = None
         self.model_type: str | None = None
 
-    def update_states(self, num_tokens: int, states: States, recompute: Recompute) -> None:
-        """Replace the states by those after `num_tokens` more tokens.
+    def update_states(self, rows: PackedRows, states: States, recompute: Recompute) -> None:
+        """Replace the states by those after more tokens.
 
         Args:
-            num_tokens: tokens of this forward, padding included.
+            rows: of the forward.
             states: name → tensor (B, ...). Every name of the layer is given at every call.
-            recompute: `recompute(n)` returns the states after the first n < num_tokens tokens of this forward; called
-                only by `crop`, and kept only while the past is recorded.
+            recompute: `recompute(rows.first(n))` returns the states after the first n < L tokens of this forward;
+                called only by `crop`, and kept only while the past is recorded.
         """
-        notes, next_notes = self.notes, self._take_notes(num_tokens)
         if self.record_past:
-            previous = self.states if self._before is None else self._before
-            notes_of = (notes, next_notes, torch.is_grad_enabled(), self._waiting_after)
-            self.history.append(_Forward(num_tokens, previous, recompute, *notes_of))
-        self._before = self._waiting_after = None
+            self.history.append(_Forward(rows, self.states, self.notes, recompute, torch.is_grad_enabled()))
         self.states = {name: _clone_if_view(state) for name, state in states.items()}
-        self.seen_tokens += num_tokens
+        self.notes = rows.notes
+        self.seen_tokens += rows.length
         self.is_initialized = True
         self.device = next(iter(states.values())).device
         self._made_without_gradient = not torch.is_grad_enabled()
+
+    def step_states(self, rows: PackedRows, states: States) -> None:
+        """The states after one more token, which may be the present ones, overwritten (see `may_overwrite`)."""
+        self.states, self.notes = states, rows.notes
+        self.seen_tokens += 1
 
     def may_overwrite(self) -> bool:
         """Whether the states are this layer's alone, so that a step may compute the next ones in their place.
@@ -113,45 +98,6 @@ class RecurrentStateLayer(CacheLayerMixin):
             return self.is_compileable
         inference = torch.is_inference_mode_enabled()
         return inference or not any(state.is_inference() for state in self.states.values())
-
-    def step_states(self, states: States) -> None:
-        """The states after one more token, which may be the present ones, overwritten (see `may_overwrite`)."""
-        self._take_notes(1)
-        self._before = self._waiting_after = None
-        self.states = states
-        self.seen_tokens += 1
-
-    def open(
-        self,
-        begins: torch.Tensor | None,
-        next_notes: Recompute | None,
-        waiting_after: Callable[[int], torch.Tensor] | None = None,
-    ) -> None:
-        """Before a forward: rows whose first token begins a document start from zeros.
-
-        Args:
-            begins: (B,) bool, or None if no row does.
-            next_notes: `next_notes(n)` are the notes after the first n tokens of the forward; None leaves them alone.
-            waiting_after: `waiting_after(n)` are the rows (B,) bool of `begins` whose first n columns are padding.
-        """
-        self._next_notes = next_notes
-        self._before = None
-        self._waiting_after = waiting_after
-        if begins is not None and self.is_initialized:
-            self._before = self.states
-            self._restart(begins)
-
-    def _restart(self, rows: torch.Tensor) -> None:
-        self.states = {name: _cleared(state, rows) for name, state in self.states.items()}
-
-    def _take_notes(self, num_tokens: int) -> Recompute:
-        """Notes move on by `num_tokens`; returns what replays them."""
-        notes = self.notes
-        if self._next_notes is None:
-            return lambda num_tokens: notes
-        next_notes, self._next_notes = self._next_notes, None
-        self.notes = next_notes(num_tokens)
-        return next_notes
 
     @property
     def batch_size(self) -> int:
@@ -175,7 +121,7 @@ class RecurrentStateLayer(CacheLayerMixin):
                 "crop needs the recorded past: call `activate_past_recording()` on the cache before the forwards that "
                 "may have to be undone."
             )
-        recorded = sum(forward.num_tokens for forward in self.history)
+        recorded = sum(forward.rows.length for forward in self.history)
         if -tokens_to_remove > recorded:
             raise ValueError(
                 f"tokens_to_remove={tokens_to_remove} goes {-tokens_to_remove - recorded} tokens beyond the recorded "
@@ -184,11 +130,15 @@ class RecurrentStateLayer(CacheLayerMixin):
         remaining = -tokens_to_remove
         while remaining > 0:
             forward = self.history.pop()
-            kept = max(forward.num_tokens - remaining, 0)
-            self.states = forward.states_after(kept)
-            self.notes = forward.replay_notes(kept) if kept else forward.previous_notes
-            self.seen_tokens -= forward.num_tokens - kept
-            remaining -= forward.num_tokens - kept
+            length = forward.rows.length
+            kept = max(length - remaining, 0)
+            self.states, self.notes = forward.previous, forward.previous_notes
+            if kept:
+                first = forward.rows.first(kept)
+                with torch.set_grad_enabled(forward.with_gradient):
+                    self.states, self.notes = forward.recompute(first), first.notes
+            self.seen_tokens -= length - kept
+            remaining -= length - kept
         self.history.clear()
 
     def reset(self) -> None:
@@ -199,8 +149,7 @@ class RecurrentStateLayer(CacheLayerMixin):
 
     def reset_rows(self, rows: torch.Tensor) -> None:
         """Detach all states; rows (B,) bool get the state before the first token, which is zero in every family."""
-
-        self._apply(lambda state: _cleared(state.detach(), rows))
+        self._apply(lambda state: with_zero_rows(state.detach(), rows))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -226,11 +175,10 @@ class RecurrentStateLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def lazy_initialization(self, *args, **kwargs) -> None:
         raise TypeError("a RecurrentStateLayer holds no keys and values; its mixer calls `update_states`.")
 
-    def update(self, key_states, value_states, *args, **kwargs):
-        raise TypeError("a RecurrentStateLayer holds no keys and values; its mixer calls `update_states`.")
+    update = lazy_initialization  # type: ignore[assignment]
 
     def _apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.states = {name: function(state) for name, state in self.states.items()}
@@ -254,25 +202,18 @@ class StaticRecurrentStateLayer(RecurrentStateLayer):
         super().__init__()
         self.max_cache_len = max_cache_len
 
-    def update_states(self, num_tokens: int, states: States, recompute: Recompute) -> None:
-        self._take_notes(num_tokens)
+    def update_states(self, rows: PackedRows, states: States, recompute: Recompute) -> None:
         if not self.is_initialized:
             self._allocate(states)
         self._made_without_gradient = True  # they are copies
-        for name, state in states.items():
-            self.states[name].copy_(state)
-        self.seen_tokens.add_(num_tokens)  # type: ignore[union-attr]
+        self.step_states(rows, states)
 
-    def step_states(self, states: States) -> None:
-        self._take_notes(1)
+    def step_states(self, rows: PackedRows, states: States) -> None:
+        self.notes = rows.notes
         for name, state in states.items():
             if state is not self.states[name]:
                 self.states[name].copy_(state)
-        self.seen_tokens.add_(1)  # type: ignore[union-attr]
-
-    def _restart(self, rows: torch.Tensor) -> None:
-        for state in self.states.values():
-            state.copy_(_cleared(state, rows))
+        self.seen_tokens.add_(rows.length)  # type: ignore[union-attr]
 
     def _allocate(self, states: States) -> None:
         self.device = next(iter(states.values())).device
@@ -352,18 +293,6 @@ def carry_segment(past_key_values: Cache, begins: torch.Tensor) -> None:
         layer.reset_rows(begins)
 
 
-def _taken_rows(rows: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """`after` (B, ...) with `rows` (B,) bool from `before`; states (B, G, T, e) that grow with T end at the right."""
-    if before.shape != after.shape:
-        before = torch.nn.functional.pad(before, (0, 0, after.shape[2] - before.shape[2], 0))
-    return torch.where(rows.to(after.device).view(-1, *[1] * (after.dim() - 1)), before, after)
-
-
-def _cleared(state: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """`state` (B, ...) with zeros in `rows` (B,) bool."""
-    return torch.where(rows.to(state.device).view(-1, *[1] * (state.dim() - 1)), torch.zeros_like(state), state)
-
-
 def _clone_if_view(state: torch.Tensor) -> torch.Tensor:
     """A small view must not keep the activations of a whole prompt alive."""
     if not torch.compiler.is_compiling() and state.untyped_storage().nbytes() > state.numel() * state.element_size():
@@ -371,28 +300,28 @@ def _clone_if_view(state: torch.Tensor) -> torch.Tensor:
     return state
 
 
-def tokens_so_far(past_key_values: Cache | None) -> int | torch.Tensor:
-    """Tokens that a cache holds, by the first layer that has any.
+def tokens_and_notes(past_key_values: Cache | None) -> tuple[int | torch.Tensor, States]:
+    """The tokens that a cache holds and its notes, by the first layer that has any: all hold the same.
 
     That is not always the first one: with pipeline parallelism the earlier layers are on other devices. A static
     cache's count is a tensor where reading it would cost (on an accelerator, while compiling).
     """
-    for layer in () if past_key_values is None else past_key_values.layers:
-        if layer.is_initialized:
-            seen = layer.get_seq_length()
-            is_readable = not torch.compiler.is_compiling() and isinstance(seen, torch.Tensor) and seen.is_cpu
-            return int(seen) if is_readable else seen
-    return 0
+    layers = [layer for layer in getattr(past_key_values, "layers", ()) if layer.is_initialized]
+    seen = layers[0].get_seq_length() if layers else 0
+    if isinstance(seen, torch.Tensor) and seen.is_cpu and not torch.compiler.is_compiling():
+        seen = int(seen)
+    return seen, next((layer.notes for layer in layers if is_recurrent_state_layer(layer)), {})
 
 
 def prepare_cache(past_key_values: Cache | None, config: PreTrainedConfig, batch_size: int) -> Cache:
     """The cache to use in this forward: a new one, or the given one if it fits the model and the batch.
 
-    A `DynamicCache()` that was made without a config gets the layers of `config` while it is still empty.
+    A `DynamicCache()` that was made without a config gets the layers of `config` while it is still empty; an empty
+    layer becomes this family's.
 
     Raises:
         TypeError: `past_key_values` is not a `Cache`.
-        ValueError: it was made for another model, or holds another batch size.
+        ValueError: it was made for or filled by another model, or holds another batch size.
     """
     if past_key_values is None:
         past_key_values = DynamicCache(config=config)
@@ -412,28 +341,23 @@ def prepare_cache(past_key_values: Cache | None, config: PreTrainedConfig, batch
             f"model ({len(wanted)} layers, layer_types={config.layer_types}); make it with "
             "`DynamicCache(config=model.config)`."
         )
-    model_type = config.model_type
     for index, layer in enumerate(layers):
-        if is_recurrent_state_layer(layer) and layer.states and layer.batch_size != batch_size:
-            raise ValueError(
-                f"past_key_values holds a batch of {layer.batch_size} (layer {index}), but the input has a batch of "
-                f"{batch_size}."
-            )
-        _check_owner(layer, index, model_type, batch_size)
+        _check_content(layer, index, config.model_type, batch_size)
     return past_key_values
 
 
-def _check_owner(layer: CacheLayerMixin, index: int, model_type: str, batch_size: int) -> None:
-    """A filled layer must be this family's, and hold this batch; an empty one becomes this family's."""
-    if torch.compiler.is_compiling():
-        return
-    if not is_recurrent_state_layer(layer):
+def _check_content(layer: CacheLayerMixin, index: int, model_type: str, batch_size: int) -> None:
+    if is_recurrent_state_layer(layer):
+        held = layer.batch_size if layer.states else None
+    else:
         keys = getattr(layer, "keys", None)
-        if isinstance(keys, torch.Tensor) and keys.dim() == 4 and keys.shape[0] != batch_size:
-            raise ValueError(
-                f"past_key_values holds a batch of {keys.shape[0]} (layer {index}), but the input has a batch of "
-                f"{batch_size}."
-            )
+        is_filled = isinstance(keys, torch.Tensor) and keys.dim() == 4 and not torch.compiler.is_compiling()
+        held = keys.shape[0] if is_filled else None
+    if held not in (None, batch_size):
+        raise ValueError(
+            f"past_key_values holds a batch of {held} (layer {index}), but the input has a batch of {batch_size}."
+        )
+    if not is_recurrent_state_layer(layer) or torch.compiler.is_compiling():
         return
     if layer.states and layer.model_type not in (None, model_type):
         raise ValueError(
@@ -441,3 +365,37 @@ def _check_owner(layer: CacheLayerMixin, index: int, model_type: str, batch_size
             f"is of the family {model_type!r}; make a new one with `DynamicCache(config=model.config)`."
         )
     layer.model_type = model_type
+
+
+def check_cache_without_states(past_key_values: Cache | None, rows: PackedRows) -> None:
+    """In a model with only full attention there is no place for notes: pieces that would need them are refused.
+
+    Raises:
+        ValueError: the cache holds documents or padding, and it is not known where.
+    """
+    if past_key_values is None or any(map(is_recurrent_state_layer, past_key_values.layers)):
+        return
+    layer = past_key_values.layers[0]
+    unkept = getattr(layer, "unkept", {})
+    if not isinstance(rows.past, int) or rows.past > 0:
+        _refuse(unkept.get("documents"), "several documents of packed rows", "read packed rows at once")
+        if not rows.covers_past:
+            _refuse(unkept.get("padding"), "padding", "give an attention_mask of all tokens so far")
+    layer.unkept = {}
+    if rows.starts is not None:
+        layer.unkept["documents"] = (rows.starts[:, -1] > 0).any()
+    if rows.real_so_far is not None:
+        layer.unkept["padding"] = ~rows.real_so_far.all()
+
+
+def _refuse(is_held: torch.Tensor | None, what: str, remedy: str) -> None:
+    if is_held is None:
+        return
+    message = (
+        f"past_key_values holds {what}, and a model with only full attention does not keep where: {remedy}, or use a "
+        "new cache."
+    )
+    if not can_read_values(is_held):
+        torch._assert_async(~is_held, message)
+    elif bool(is_held):
+        raise ValueError(message)

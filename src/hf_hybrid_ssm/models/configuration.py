@@ -129,6 +129,12 @@ class HybridConfigMixin:
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name}={value} must be at least 0 and finite.")
 
+    def check_multiple(self, name: str, of: str) -> None:
+        """The first field must be a multiple of the second."""
+        value, unit = getattr(self, name), getattr(self, of)
+        if value % unit:
+            raise ValueError(f"{name}={value} must be a multiple of {of}={unit}.")
+
     def check_relative_bias(self, *, two_sided: bool) -> None:
         """T5's buckets: half of them for single distances, and with `two_sided` half for each side."""
         buckets, distance = self.relative_attention_num_buckets, self.relative_attention_max_distance  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ from transformers.modeling_layers import GenericForQuestionAnswering, GenericFor
 from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
     MaskedLMOutput,
+    MultipleChoiceModelOutput,
     QuestionAnsweringModelOutput,
     SequenceClassifierOutputWithPast,
     TokenClassifierOutput,
@@ -18,6 +19,7 @@ from transformers.modeling_utils import slice_logits_to_keep
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
+from hf_hybrid_ssm.models.base import WithoutContinuousBatching
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.inputs import check_class_labels, check_labels, check_span, check_token_classes
 from hf_hybrid_ssm.ops.linear_cross_entropy import linear_cross_entropy
@@ -46,27 +48,55 @@ class LMHead:
         return hidden_states
 
     def _uses_fused_loss(self) -> bool:
-        return self.training and self.config.use_linear_cross_entropy and is_plain_linear(self.lm_head)
+        """Not with a wrapped head (LoRA, quantization), which has more than a weight, nor with a shard of it (tensor
+        parallelism): such a head is called, as any module."""
+        is_plain = type(self.lm_head) is nn.Linear and type(self.lm_head.weight) is nn.Parameter
+        return self.training and self.config.use_linear_cross_entropy and is_plain
 
-
-class WithoutContinuousBatching:
-    """Refuses `generate_batch`, whose paged cache holds keys and values of single tokens. `transformers serve` asks
-    for `init_continuous_batching`, and generates request by request where it is missing.
-    """
-
-    def continuous_batching_context_manager(self, *args, **kwargs):
-        raise ValueError(
-            f"{type(self).__name__} has no continuous batching (generate_batch): its paged cache holds the keys and "
-            "values of single tokens, and this model's layers keep states. Call generate with a left-padded batch and "
-            "its attention_mask, which gives the same text as each prompt alone."
+    def _predict(
+        self,
+        hidden_states: torch.Tensor,
+        labels: torch.Tensor | None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(B, L, D) of the base model and labels (B, L) → logits and loss; a fused loss never holds all logits."""
+        hidden_states = self._pre_head(hidden_states)
+        if labels is not None and self._uses_fused_loss():
+            return None, self._fused_loss(hidden_states, labels, **kwargs)
+        logits = self.lm_head(slice_logits_to_keep(hidden_states, logits_to_keep))
+        if labels is None:
+            return logits, None
+        return logits, self.loss_function(
+            logits=logits, labels=labels.contiguous(), vocab_size=self.config.vocab_size, **kwargs
         )
 
-    def generate_batch(self, *args, **kwargs):
-        return self.continuous_batching_context_manager()
+    def _targets(self, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """(B, L) labels → the token that belongs at each position."""
+        return labels
 
-    @property
-    def init_continuous_batching(self):
-        raise AttributeError
+    def _fused_loss(
+        self,
+        hidden_states: torch.Tensor,
+        labels: torch.Tensor,
+        *,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = -100,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Of (B, L, D), the input of the head: the mean over the targets, or their sum divided by `num_items_in_batch`
+        (targets over all accumulation steps), as transformers' losses.
+
+        A head with a `loss` of its own (an adaptive softmax) computes the sum itself.
+        """
+        head = self.lm_head
+        targets = self._targets(labels, ignore_index=ignore_index, **kwargs).to(hidden_states.device)
+        if isinstance(head, nn.Linear):
+            options = {"bias": head.bias, "ignore_index": ignore_index, "num_items": num_items_in_batch}
+            options["reduction"] = "mean" if num_items_in_batch is None else "sum"
+            return linear_cross_entropy(hidden_states, head.weight, targets, **options)
+        count = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+        return head.loss(hidden_states.flatten(0, 1), targets.flatten(), ignore_index) / count
 
 
 class CausalLMHead(WithoutContinuousBatching, LMHead):
@@ -108,14 +138,7 @@ class CausalLMHead(WithoutContinuousBatching, LMHead):
             seq_idx=seq_idx,
             **kwargs,
         )
-        hidden_states = self._pre_head(outputs.last_hidden_state)
-        logits, loss = None, None
-        if labels is not None and self._uses_fused_loss():
-            loss = self._fused_loss(hidden_states, labels, **kwargs)
-        else:
-            logits = self.lm_head(slice_logits_to_keep(hidden_states, logits_to_keep))
-            if labels is not None:
-                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        logits, loss = self._predict(outputs.last_hidden_state, labels, logits_to_keep, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -138,28 +161,12 @@ class CausalLMHead(WithoutContinuousBatching, LMHead):
         """
         return {STATE_LAYER_TYPE: None if inputs_embeds.shape[1] == 1 else attention_mask}
 
-    def _fused_loss(
-        self,
-        hidden_states: torch.Tensor,
-        labels: torch.Tensor,
-        *,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        ignore_index: int = -100,
-        shift_labels: torch.Tensor | None = None,
-        **kwargs,
+    def _targets(
+        self, labels: torch.Tensor, shift_labels: torch.Tensor | None = None, ignore_index: int = -100, **kwargs: Any
     ) -> torch.Tensor:
-        """transformers' `ForCausalLMLoss` without ever holding all logits.
-
-        Args:
-            hidden_states: (B, L, D), the input of the head.
-            labels: (B, L), shifted here unless `shift_labels` is given.
-            num_items_in_batch: number of targets over all accumulation steps; the sum is divided by it.
-        """
         if shift_labels is None:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        return fused_cross_entropy(
-            hidden_states, self.lm_head, shift_labels.to(hidden_states.device), num_items_in_batch, ignore_index
-        )
+        return shift_labels
 
 
 class MaskedLMHead(LMHead):
@@ -193,43 +200,10 @@ class MaskedLMHead(LMHead):
             seq_idx=seq_idx,
             **kwargs,
         )
-        hidden_states = self._pre_head(outputs.last_hidden_state)
-        logits, loss = None, None
-        if labels is not None and self._uses_fused_loss():
-            targets, num_items = labels.to(hidden_states.device), kwargs.get("num_items_in_batch")
-            loss = fused_cross_entropy(hidden_states, self.lm_head, targets, num_items)
-        else:
-            logits = self.lm_head(hidden_states)
-            if labels is not None:
-                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        logits, loss = self._predict(outputs.last_hidden_state, labels, **kwargs)
         return MaskedLMOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
-
-
-def is_plain_linear(head: nn.Module) -> bool:
-    """A wrapped head (LoRA, quantization) has more than a weight, and tensor parallelism holds a shard of it: then it
-    is called, as any module."""
-    return type(head) is nn.Linear and type(head.weight) is nn.Parameter
-
-
-def fused_cross_entropy(
-    hidden_states: torch.Tensor,
-    lm_head: nn.Module,
-    targets: torch.Tensor,
-    num_items: torch.Tensor | int | None = None,
-    ignore_index: int = -100,
-) -> torch.Tensor:
-    """Of (B, L, D) and (B, L): the mean over the targets, or the sum divided by `num_items`.
-
-    A head with a `loss` of its own (an adaptive softmax) computes the sum itself.
-    """
-    if isinstance(lm_head, nn.Linear):
-        reduction = "mean" if num_items is None else "sum"
-        options = {"bias": lm_head.bias, "ignore_index": ignore_index, "reduction": reduction, "num_items": num_items}
-        return linear_cross_entropy(hidden_states, lm_head.weight, targets, **options)
-    count = (targets != ignore_index).sum() if num_items is None else num_items
-    return lm_head.loss(hidden_states.flatten(0, 1), targets.flatten(), ignore_index) / count
 
 
 class SequenceClassificationHead:
@@ -295,6 +269,46 @@ class SequenceClassificationHead:
         )
 
 
+class MultipleChoiceHead:
+    """Which of several texts is right: each gets one score; placed before a sequence classifier's head, which gives
+    it."""
+
+    def _num_scores(self, config: PreTrainedConfig) -> int:
+        return 1
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> MultipleChoiceModelOutput:
+        r"""
+        input_ids (`torch.LongTensor` of shape `(batch_size, num_choices, sequence_length)`, *optional*):
+            The texts to choose from; `attention_mask` and `inputs_embeds` have the choices in the same place.
+        labels (`torch.LongTensor` of shape `(batch_size,)`, *optional*):
+            The number of the right one.
+        """
+        texts = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
+        for name, tensor in texts.items():
+            if tensor is not None and tensor.dim() != (4 if name == "inputs_embeds" else 3):
+                shape = "(batch, choices, length" + (", hidden_size)" if name == "inputs_embeds" else ")")
+                raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}.")
+        choices = next((tensor.shape[1] for tensor in texts.values() if tensor is not None), 1)
+        rows = {name: None if tensor is None else tensor.flatten(0, 1) for name, tensor in texts.items()}
+        outputs = super().forward(**rows, **kwargs | {"return_dict": True})  # type: ignore[misc]
+        logits = outputs.logits.view(-1, choices)
+        loss = None
+        if labels is not None:
+            check_class_labels(labels, logits, "single_label_classification")
+            loss = nn.functional.cross_entropy(logits.float(), labels.to(logits.device))
+        return MultipleChoiceModelOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
 class TokenClassificationHead(GenericForTokenClassification):
     """transformers' head, one class per token, over the family's base model `base_model_class`.
 
@@ -307,7 +321,8 @@ class TokenClassificationHead(GenericForTokenClassification):
         super(GenericForTokenClassification, self).__init__(config)
         self.num_labels = config.num_labels
         self.model = self.base_model_class(config)
-        self.dropout = nn.Dropout(_classifier_dropout(config))
+        rates = (getattr(config, name, None) for name in ("classifier_dropout", "final_dropout", "hidden_dropout"))
+        self.dropout = nn.Dropout(next((rate for rate in rates if rate is not None), 0.1))  # as in transformers
         self.score = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
@@ -364,14 +379,6 @@ class QuestionAnsweringHead(GenericForQuestionAnswering):
             check_span(start_positions, end_positions, given.shape[0])
         inputs = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)
         return super().forward(*inputs, start_positions, end_positions, **kwargs)
-
-
-def _classifier_dropout(config: PreTrainedConfig) -> float:
-    """The first that the configuration has; 0.1, as in transformers, if it has none."""
-    for name in ("classifier_dropout", "final_dropout", "hidden_dropout"):
-        if getattr(config, name, None) is not None:
-            return getattr(config, name)
-    return 0.1
 
 
 def last_real_token(

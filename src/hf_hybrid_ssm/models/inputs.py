@@ -4,6 +4,8 @@ import torch
 
 from hf_hybrid_ssm.ops._core.checks import can_read_values
 
+INTEGERS = (torch.int32, torch.int64)
+
 
 def check_token_ids(name: str, ids: torch.Tensor, vocab_size: int, *, ignore_index: int | None = None) -> None:
     """Token ids must be integers within the vocabulary (checked on CPU only, where reading values is cheap).
@@ -14,7 +16,7 @@ def check_token_ids(name: str, ids: torch.Tensor, vocab_size: int, *, ignore_ind
     """
     if not isinstance(ids, torch.Tensor):
         raise TypeError(f"{name} must be a tensor of token ids, got {type(ids).__name__}.")
-    if ids.dtype not in (torch.int32, torch.int64):
+    if ids.dtype not in INTEGERS:
         raise TypeError(f"{name} must be int32 or int64 token ids, got {ids.dtype}.")
     if not can_read_values(ids) or ids.numel() == 0:
         return
@@ -38,10 +40,8 @@ def check_labels(labels: torch.Tensor, vocab_size: int, shape: tuple[int, int] |
     check_token_ids("labels", labels, vocab_size, ignore_index=-100)
     if shape is None and labels.dim() != 2:
         raise ValueError(f"labels must have shape (batch, length), got {tuple(labels.shape)}.")
-    if shape is not None and labels.shape != shape:
-        raise ValueError(
-            f"labels must have the input's shape (batch, length) = {tuple(shape)}, got {tuple(labels.shape)}."
-        )
+    if shape is not None:
+        _check_shape(labels, shape)
 
 
 def check_class_labels(labels: torch.Tensor, logits: torch.Tensor, problem_type: str | None) -> None:
@@ -54,7 +54,7 @@ def check_class_labels(labels: torch.Tensor, logits: torch.Tensor, problem_type:
     if not isinstance(labels, torch.Tensor):
         raise TypeError(f"labels must be a tensor, got {type(labels).__name__}.")
     batch, classes = logits.shape
-    integers = labels.dtype in (torch.int32, torch.int64)
+    integers = labels.dtype in INTEGERS
     if problem_type is None:
         problem_type = "single_label_classification" if integers else "multi_label_classification"
         problem_type = "regression" if classes == 1 else problem_type
@@ -69,11 +69,7 @@ def check_class_labels(labels: torch.Tensor, logits: torch.Tensor, problem_type:
         raise TypeError(f"labels must be int32 or int64 class indices for {problem_type}, got {labels.dtype}.")
     if labels.numel() != batch:
         raise ValueError(f"labels must have shape (batch,) = ({batch},), got {tuple(labels.shape)}.")
-    if can_read_values(labels) and bool(((labels < 0) & (labels != -100) | (labels >= classes)).any()):
-        raise ValueError(
-            f"labels has classes from {int(labels.min())} to {int(labels.max())}, but num_labels={classes}: they must "
-            f"lie in 0..{classes - 1}."
-        )
+    _check_classes(labels, classes)
 
 
 def check_token_classes(labels: torch.Tensor, shape: tuple[int, int], classes: int) -> None:
@@ -84,15 +80,8 @@ def check_token_classes(labels: torch.Tensor, shape: tuple[int, int], classes: i
         ValueError: another shape, or a class that does not exist.
     """
     _check_integers("labels", labels)
-    if labels.shape != shape:
-        raise ValueError(
-            f"labels must have the input's shape (batch, length) = {tuple(shape)}, got {tuple(labels.shape)}."
-        )
-    if can_read_values(labels) and bool(((labels < 0) & (labels != -100) | (labels >= classes)).any()):
-        raise ValueError(
-            f"labels has classes from {int(labels.min())} to {int(labels.max())}, but num_labels={classes}: they must "
-            f"lie in 0..{classes - 1}, or be -100."
-        )
+    _check_shape(labels, shape)
+    _check_classes(labels, classes)
 
 
 def check_span(start_positions: torch.Tensor | None, end_positions: torch.Tensor | None, batch: int) -> None:
@@ -115,9 +104,24 @@ def check_span(start_positions: torch.Tensor | None, end_positions: torch.Tensor
 
 
 def _check_integers(name: str, value: object) -> None:
-    if not isinstance(value, torch.Tensor) or value.dtype not in (torch.int32, torch.int64):
+    if not isinstance(value, torch.Tensor) or value.dtype not in INTEGERS:
         have = getattr(value, "dtype", type(value).__name__)
         raise TypeError(f"{name} must be an int32 or int64 tensor, got {have}.")
+
+
+def _check_shape(labels: torch.Tensor, shape: tuple[int, int]) -> None:
+    if labels.shape != shape:
+        raise ValueError(
+            f"labels must have the input's shape (batch, length) = {tuple(shape)}, got {tuple(labels.shape)}."
+        )
+
+
+def _check_classes(labels: torch.Tensor, classes: int) -> None:
+    if can_read_values(labels) and bool(((labels < 0) & (labels != -100) | (labels >= classes)).any()):
+        raise ValueError(
+            f"labels has classes from {int(labels.min())} to {int(labels.max())}, but num_labels={classes}: they must "
+            f"lie in 0..{classes - 1}, or be -100."
+        )
 
 
 def check_inputs(

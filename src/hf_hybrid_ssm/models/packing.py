@@ -1,69 +1,121 @@
-"""Packed rows: the document of each token, in one forward and over the pieces that a cache has read.
+"""Rows as layers see them: without padding, and split into documents.
 
-Within a piece, `seq_idx`, `cu_seq_lens_q` or positions that restart say where documents begin. Whether the first token
-of a piece continues the row's last document depends on its number, or on a position of 0. What later pieces must know
-is kept beside the states (`RecurrentStateLayer.notes`):
+**Padding.** A row's real tokens are moved to its front, so that every layer sees the row as if it were alone. One code
+path then serves left, right and scattered padding, in the first forward and in every later one: windows, blocks and
+decays count real tokens only, and a state passes padding unchanged.
+
+**Documents.** Within a piece, `seq_idx`, `cu_seq_lens_q` or positions that restart say where documents begin. Whether
+the first token of a piece continues the row's last document depends on its number, or on a position of 0. What later
+pieces must know is kept beside the states (`RecurrentStateLayer.notes`):
 
     document  (B,) int64, 2 seq_idx + 1 of the row's last token; 0 where no seq_idx was given
     start     (B,) int64, the column of all tokens so far where the row's last document begins
     real      (B, T) bool, which columns so far are not padding
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import copy
+from dataclasses import dataclass, field, replace
 
 import torch
-from transformers import Cache
+from torch.utils._pytree import tree_map_only
 from transformers.masking_utils import find_packed_sequence_indices
 
-from hf_hybrid_ssm.models.cache import Recompute, States, is_recurrent_state_layer, tokens_so_far
 from hf_hybrid_ssm.models.inputs import check_position_ids
-from hf_hybrid_ssm.models.unpadding import Unpadding, check_mask_shape
 from hf_hybrid_ssm.ops._core.checks import can_read_values, check_seq_idx
 
+States = dict[str, torch.Tensor]
 
-@dataclass(frozen=True)
+
+@dataclass(eq=False)
 class PackedRows:
-    """The documents of the tokens of one forward.
+    """Padding and documents of the tokens of one forward; by default there is no padding, and a row is one document.
 
     Args:
         length: L, tokens of this forward.
         past: tokens before them.
+        real: (B, L) bool, the tokens that are not padding; None where all are real.
         seq_idx: (B, L) int, never decreasing; None where each row is one document. The first may have begun earlier.
-        starts: (B, L) int64, the column of all tokens so far where each token's document begins; None where that is 0.
-        real: (B, past + L) bool, the columns so far that are not padding; None where all are real.
-        begins: (B,) bool, the row's first token begins a document though the cache holds tokens; None if no row does.
-        notes_after: n → the notes after the first n tokens.
-        waiting_after: n → (B,) bool, rows that begin a document, but not with one of the first n columns, which are
-            padding; None where no row does both.
+        is_numbered: the caller gave these numbers, which then go on from piece to piece.
+        begins: (B,) bool, the row's first real token begins a document though the cache holds tokens; None if no row
+            does.
+        real_so_far: (B, past + L) bool, the columns so far that are not padding; None where all are real, or where
+            the layers do not need it.
+        keeps_starts: the layers need `starts`, in this forward and later.
         covers_past: the attention mask was one of all tokens so far.
         num_documents: of the row, where the caller said so.
+        before: the notes of the piece before.
+
+    Attributes:
+        order: (B, L) int64, `order[b, i]` is the column of the i-th token of the unpadded row b: real tokens come
+            first and keep their order, padding follows. None without padding, like the next two.
+        inverse: (B, L) int64, the inverse permutation.
+        lengths: (B,) int64, real tokens of each row.
+        unpadded_seq_idx: (B, L), `seq_idx` in the order of the unpadded rows.
+        starts: (B, L) int64, the column of all tokens so far where each token's document begins; None where that is 0.
+        notes: what the next piece must know.
     """
 
     length: int
-    past: int | torch.Tensor
-    seq_idx: torch.Tensor | None
-    starts: torch.Tensor | None = None
+    past: int | torch.Tensor = 0
     real: torch.Tensor | None = None
+    seq_idx: torch.Tensor | None = None
+    is_numbered: bool = False
     begins: torch.Tensor | None = None
-    notes_after: Recompute | None = None
-    waiting_after: Callable[[int], torch.Tensor] | None = None
+    real_so_far: torch.Tensor | None = None
+    keeps_starts: bool = False
     covers_past: bool = False
     num_documents: int | None = None
+    before: States = field(default_factory=dict)
 
-    def open(self, past_key_values: Cache | None) -> None:
-        """Before the layers: rows that begin a document start from zeros, and what later pieces need will be kept.
+    def __post_init__(self) -> None:
+        self.order = self.inverse = self.lengths = None
+        self.unpadded_seq_idx = self.seq_idx
+        if self.real is not None:
+            self.order = torch.argsort((~self.real).to(torch.uint8), dim=1, stable=True)
+            self.inverse = torch.argsort(self.order, dim=1)
+            self.lengths = self.real.sum(1)
+            if self.seq_idx is not None:  # padding now follows the last document: let it belong there
+                self.unpadded_seq_idx = self.unpad(self.seq_idx).cummax(1).values
+        if self.begins is not None and self.real is not None:
+            self.begins = self.begins & self.real.any(1)
+        if self.begins is not None and can_read_values(self.begins) and not bool(self.begins.any()):
+            self.begins = None
+        self.starts = self._starts() if self.keeps_starts else None
+        self.notes = self._notes()
 
-        Raises:
-            ValueError: what would be needed was not kept, since a model with only full attention has no states.
-        """
-        if past_key_values is None:
-            return
-        layers = [layer for layer in past_key_values.layers if is_recurrent_state_layer(layer)]
-        for layer in layers:
-            layer.open(self.begins, self.notes_after, self.waiting_after)
-        if not layers:
-            _check_without_states(past_key_values, self)
+    @property
+    def is_step(self) -> bool:
+        """One real token a row, of the document before it or of its own."""
+        return self.length == 1 and self.real is None and self.seq_idx is None
+
+    def unpad(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, L, ...) in columns as given → real tokens first."""
+        return x if self.order is None else _take(x, self.order)
+
+    def repad(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, L, ...) with real tokens first → columns as given."""
+        return x if self.inverse is None else _take(x, self.inverse)
+
+    def continued(self, states: States) -> States:
+        """The states that these tokens go on from: zero in rows that begin a document."""
+        if self.begins is None:
+            return states
+        return {name: with_zero_rows(state, self.begins) for name, state in states.items()}
+
+    def first(self, num_tokens: int) -> "PackedRows":
+        """The same of the first tokens only, in columns as given."""
+
+        def cut(x: torch.Tensor | None) -> torch.Tensor | None:
+            return None if x is None else x[:, : x.shape[1] - self.length + num_tokens]
+
+        parts = {name: cut(getattr(self, name)) for name in ("real", "seq_idx", "real_so_far")}
+        return replace(self, length=num_tokens, **parts)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "PackedRows":
+        """accelerate asks this of what a layer on another device is called with."""
+        rows = copy.copy(self)
+        rows.__dict__ = tree_map_only(torch.Tensor, lambda x: x.to(device, non_blocking=non_blocking), vars(self))
+        return rows
 
     def most_documents(self) -> int | None:
         """The most documents that a row of this forward holds; None where each row is one document.
@@ -76,106 +128,183 @@ class PackedRows:
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """(B or 1, L) int64, the real tokens before each token in its document."""
-        if self.real is None:
+        if self.real_so_far is None:
             columns = (torch.arange(self.length, device=device) + self.past).unsqueeze(0)
             return columns if self.starts is None else columns - self.starts
-        count = self.real.cumsum(1)
+        count = self.real_so_far.cumsum(1)
         positions = count[:, -self.length :] - 1
         if self.starts is not None:
-            positions = positions - (count - self.real.long()).gather(1, self.starts)
+            positions = positions - (count - self.real_so_far.long()).gather(1, self.starts)
         return positions.clamp(min=0)
+
+    def _starts(self) -> torch.Tensor | None:
+        start = self.before.get("start")
+        given = [tensor for tensor in (self.seq_idx, self.begins, start) if tensor is not None]
+        if not given:
+            return None
+        batch, device = given[0].shape[0], given[0].device
+        first = torch.zeros(batch, dtype=torch.int64, device=device) if start is None else start
+        first = (first if self.begins is None else torch.where(self.begins, self.past, first)).unsqueeze(1)
+        if self.seq_idx is None:
+            return first.expand(-1, self.length)
+        columns = torch.arange(1, self.length, device=device) + self.past
+        later = torch.where(self.seq_idx[:, 1:] != self.seq_idx[:, :-1], columns, 0)
+        return torch.cat([first, later], 1).cummax(1).values
+
+    def _notes(self) -> States:
+        start = None if self.starts is None else self.starts[:, -1]
+        notes = {"document": self._last_document(), "start": start, "real": self.real_so_far}
+        return {name: note for name, note in notes.items() if note is not None}
+
+    def _last_document(self) -> torch.Tensor | None:
+        last = self.before.get("document")
+        if self.is_numbered:
+            assert self.seq_idx is not None
+            number = 2 * self.seq_idx[:, -1].long() + 1
+            return number if self.real is None else torch.where(self.real.any(1), number, 0 if last is None else last)
+        if last is None:
+            return None
+        if self.seq_idx is not None:
+            last = torch.where(self.seq_idx[:, -1] == self.seq_idx[:, 0], last, 0)
+        return last if self.begins is None else torch.where(self.begins, 0, last)
+
+
+def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return x.gather(1, index.view(*index.shape, *(1,) * (x.dim() - 2)).expand(-1, -1, *x.shape[2:]))
+
+
+def with_zero_rows(state: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """`state` (B, ...) with zeros in `rows` (B,) bool."""
+    return torch.where(rows.to(state.device).view(-1, *[1] * (state.dim() - 1)), torch.zeros_like(state), state)
 
 
 def resolve_packing(
-    seq_idx: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-    attention_mask: torch.Tensor | None,
-    unpadding: Unpadding | None,
-    past_key_values: Cache | None,
-    batch: int,
-    length: int,
+    shape: torch.Size | tuple[int, ...],
+    held: tuple[int | torch.Tensor, States],
     *,
+    attention_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     continues_documents: bool = False,
-    keeps_columns: bool = False,
+    keeps_starts: bool = False,
     keeps_padding: bool = False,
+    mask_name: str = "attention_mask",
 ) -> PackedRows:
-    """The documents of this forward.
+    """The rows of one forward.
 
     Args:
-        seq_idx: (B, L) int, gives it explicitly; over pieces, another number than the row's last one begins a
-            document.
+        shape: (B, L), rows and tokens of this forward.
+        held: the tokens before them, and what is noted about these (`cache.tokens_and_notes`).
+        attention_mask: (B, T), 1 for real tokens and 0 for padding, T = L or all tokens so far.
         position_ids: (B or 1, L) int; without `seq_idx` and `attention_mask`, a position that is not the one before
             plus 1 begins a document, and so does a position of 0 at the front of a piece. (With a mask, positions are
             not used: they also skip padding.)
-        attention_mask: (B, T), nonzero for real tokens, T = L or all tokens so far.
-        unpadding: what `unpadding_of` made of the mask.
+        seq_idx: (B, L) int, gives the documents explicitly; over pieces, another number than the row's last one
+            begins a document.
         cu_seq_lens_q: (N + 1,) int, where the documents of one row begin and end, as FlashAttention takes it.
-        continues_documents: the first tokens go on with their rows' documents (steps of `generate`).
-        keeps_columns: the layers need `starts`, in this forward and later.
-        keeps_padding: the layers need `real`, in this forward and later.
+        continues_documents: the first tokens go on with their rows' documents (steps of `generate`); a single one is
+            real, whatever the mask says.
+        keeps_starts: the layers need `starts`, in this forward and later.
+        keeps_padding: the layers need `real_so_far`, in this forward and later.
+        mask_name: of the mask, in messages.
 
     Raises:
-        TypeError, ValueError: an argument of another type, dtype or shape, documents that contradict each other, or
-            something that cannot be known from a cache without states.
+        TypeError, ValueError: an argument of another type, dtype or shape, or documents that contradict each other.
     """
-    past = tokens_so_far(past_key_values)
-    if attention_mask is not None and not torch.compiler.is_compiling():
-        check_mask_shape(attention_mask, batch, length, past if isinstance(past, int) else None)
+    (batch, length), (past, before) = shape, held
+    has_past = not isinstance(past, int) or past > 0
+    real = None
+    if attention_mask is not None:
+        _check_mask_shape(attention_mask, batch, length, past, mask_name)
+        if not (continues_documents and length == 1):
+            real = _real_tokens(attention_mask, length, mask_name)
     if position_ids is not None:
         check_position_ids(position_ids, batch, length)
         position_ids = None if attention_mask is not None or position_ids.is_meta else position_ids.expand(batch, -1)
-    has_past = not isinstance(past, int) or past > 0
-    current = None if unpadding is None else unpadding.real
-    numbered = seq_idx is not None
+    is_numbered = seq_idx is not None
     seq_idx = _documents(seq_idx, cu_seq_lens_q, position_ids, batch, length)
     if seq_idx is not None and seq_idx.is_meta:  # documents change no shape, and there are no values to find them by
-        numbered, seq_idx = False, None
-    if cu_seq_lens_q is not None and not numbered and position_ids is None and has_past and not continues_documents:
+        is_numbered, seq_idx = False, None
+    if cu_seq_lens_q is not None and not is_numbered and position_ids is None and has_past and not continues_documents:
         raise ValueError(
             "cu_seq_lens_q alone does not say whether a piece continues the document that past_key_values ends "
             "with: give position_ids or seq_idx too."
         )
-    if numbered and current is not None:
-        seq_idx = _over_padding(seq_idx, current)
-    notes = _notes(past_key_values)
+    if is_numbered and real is not None:
+        seq_idx = _over_padding(seq_idx, real)
     begins = None
     if has_past and not continues_documents:
-        begins = _begins(seq_idx if numbered else None, position_ids, notes.get("document"))
-        if begins is not None and current is not None:
-            begins = begins & current.any(1)
-        if begins is not None and can_read_values(begins) and not bool(begins.any()):
-            begins = None
-    packed = PackedRows(
+        begins = _begins(seq_idx if is_numbered else None, position_ids, before.get("document"))
+    return PackedRows(
         length,
         past,
+        real,
         seq_idx,
-        _starts(seq_idx, begins, notes.get("start"), past, batch, length) if keeps_columns else None,
-        _real(attention_mask, current, notes.get("real"), past, batch, length) if keeps_padding else None,
+        is_numbered,
         begins,
+        _real_so_far(attention_mask, real, before.get("real"), past, batch, length) if keeps_padding else None,
+        keeps_starts,
         covers_past=attention_mask is not None and attention_mask.shape[1] > length,
-        num_documents=None if cu_seq_lens_q is None or numbered else len(cu_seq_lens_q) - 1,
+        num_documents=None if cu_seq_lens_q is None or is_numbered else len(cu_seq_lens_q) - 1,
+        before=before,
     )
 
-    def notes_after(num_tokens: int) -> States:
-        after: States = {}
-        if packed.starts is not None:
-            after["start"] = packed.starts[:, num_tokens - 1]
-            if waiting_after is not None:
-                before = notes.get("start", torch.zeros_like(after["start"]))
-                after["start"] = torch.where(waiting_after(num_tokens), before, after["start"])
-        if packed.real is not None:
-            after["real"] = packed.real[:, : packed.real.shape[1] - length + num_tokens]
-        document = _last_document(seq_idx, numbered, begins, notes.get("document"), current, num_tokens)
-        return after if document is None else after | {"document": document}
 
-    waiting_after = None
-    if begins is not None and current is not None:
+def _check_mask_shape(mask: torch.Tensor, batch: int, length: int, past: int | torch.Tensor, name: str) -> None:
+    """(B, T), T = L or all tokens so far; where these are not known, T ≥ L will do."""
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(mask).__name__}.")
+    have = tuple(mask.shape)
+    if len(have) != 2 or have[0] != batch or have[1] < length:
+        raise ValueError(f"{name} must have shape (batch, tokens so far) = ({batch}, at least {length}), got {have}.")
+    is_known = isinstance(past, int) and not torch.compiler.is_compiling()
+    if is_known and have[1] not in (length, past + length):
+        raise ValueError(
+            f"{name} must have shape (batch, tokens so far) = ({batch}, {past + length}), got {have}: "
+            f"{past} tokens are in the cache, {length} are given."
+        )
 
-        def waiting_after(num_tokens: int) -> torch.Tensor:
-            return begins & ~current[:, :num_tokens].any(1)
 
-    return replace(packed, notes_after=notes_after, waiting_after=waiting_after)
+def _real_tokens(attention_mask: torch.Tensor, length: int, name: str) -> torch.Tensor | None:
+    """(B, L) bool, this forward's tokens that are not padding; None if there is no padding.
+
+    Only a mask that the host can read may turn out to hide nothing: on an accelerator every mask moves tokens, since a
+    look at it would stop the queue once a forward.
+    """
+    attention_mask = attention_mask[:, attention_mask.shape[1] - length :]
+    real = attention_mask != 0
+    if can_read_values(attention_mask):
+        if bool((attention_mask * real != real).any()):
+            low, high = (bound.item() for bound in torch.aminmax(attention_mask))
+            raise ValueError(
+                f"{name} must be 1 for text and 0 for padding, got values from {low} to {high}; documents of a "
+                "packed row go to seq_idx, and an additive mask is not understood."
+            )
+        if bool(real.all()):
+            return None
+    return real
+
+
+def _real_so_far(
+    attention_mask: torch.Tensor | None,
+    real: torch.Tensor | None,
+    before: torch.Tensor | None,
+    past: int | torch.Tensor,
+    batch: int,
+    length: int,
+) -> torch.Tensor | None:
+    """(B, past + L) the columns that are not padding: of the mask, or the mask after what earlier ones said."""
+    if attention_mask is not None and attention_mask.shape[1] > length:
+        return attention_mask != 0
+    if before is None and real is None:
+        return None
+    device = (before if real is None else real).device
+    if before is None:
+        before = torch.ones(batch, int(past), dtype=torch.bool, device=device)
+    if real is None:
+        real = torch.ones(batch, length, dtype=torch.bool, device=device)
+    return torch.cat([before, real], 1)
 
 
 def _documents(
@@ -234,104 +363,3 @@ def _begins(
             f"document {(int(last[row]) - 1) // 2}: numbers of documents must not decrease from piece to piece."
         )
     return torch.where(known, first != last, False if at_zero is None else at_zero)
-
-
-def _starts(
-    seq_idx: torch.Tensor | None,
-    begins: torch.Tensor | None,
-    start: torch.Tensor | None,
-    past: int | torch.Tensor,
-    batch: int,
-    length: int,
-) -> torch.Tensor | None:
-    """(B, L) the column where each token's document begins."""
-    given = [tensor for tensor in (seq_idx, begins, start) if tensor is not None]
-    if not given:
-        return None
-    device = given[0].device
-    first = torch.zeros(batch, dtype=torch.int64, device=device) if start is None else start
-    first = (first if begins is None else torch.where(begins, past, first)).unsqueeze(1)
-    if seq_idx is None:
-        return first.expand(-1, length)
-    columns = torch.arange(1, length, device=device) + past
-    later = torch.where(seq_idx[:, 1:] != seq_idx[:, :-1], columns, 0)
-    return torch.cat([first, later], 1).cummax(1).values
-
-
-def _real(
-    attention_mask: torch.Tensor | None,
-    current: torch.Tensor | None,
-    before: torch.Tensor | None,
-    past: int | torch.Tensor,
-    batch: int,
-    length: int,
-) -> torch.Tensor | None:
-    """(B, past + L) the columns that are not padding: of the mask, or the mask after what earlier ones said."""
-    if attention_mask is not None and attention_mask.shape[1] > length:
-        return attention_mask != 0
-    if before is None and current is None:
-        return None
-    device = (before if current is None else current).device
-    if before is None:
-        before = torch.ones(batch, int(past), dtype=torch.bool, device=device)
-    if current is None:
-        current = torch.ones(batch, length, dtype=torch.bool, device=device)
-    return torch.cat([before, current], 1)
-
-
-def _notes(past_key_values: Cache | None) -> States:
-    """Those of the first layer that has tokens: all layers hold the same."""
-    for layer in () if past_key_values is None else past_key_values.layers:
-        if is_recurrent_state_layer(layer) and layer.is_initialized:
-            return layer.notes
-    return {}
-
-
-def _last_document(
-    seq_idx: torch.Tensor | None,
-    numbered: bool,
-    begins: torch.Tensor | None,
-    last: torch.Tensor | None,
-    current: torch.Tensor | None,
-    num_tokens: int,
-) -> torch.Tensor | None:
-    """(B,) the note "document" after the first tokens of a piece, from the one before."""
-    if numbered:
-        assert seq_idx is not None
-        number = 2 * seq_idx[:, num_tokens - 1].long() + 1
-        if current is None:
-            return number
-        return torch.where(current[:, :num_tokens].any(1), number, 0 if last is None else last)
-    if last is None:
-        return None
-    if seq_idx is not None:
-        last = torch.where(seq_idx[:, num_tokens - 1] == seq_idx[:, 0], last, 0)
-    return last if begins is None else torch.where(begins, 0, last)
-
-
-def _check_without_states(past_key_values: Cache, packed: PackedRows) -> None:
-    """Keys and values alone have no place for notes: pieces that would need them are refused."""
-    layer = past_key_values.layers[0]
-    unkept: States = getattr(layer, "unkept", {})
-    if not isinstance(packed.past, int) or packed.past > 0:
-        _refuse(unkept.get("documents"), "several documents of packed rows", "read packed rows at once")
-        if not packed.covers_past:
-            _refuse(unkept.get("padding"), "padding", "give an attention_mask of all tokens so far")
-    layer.unkept = {}
-    if packed.starts is not None:
-        layer.unkept["documents"] = (packed.starts[:, -1] > 0).any()
-    if packed.real is not None:
-        layer.unkept["padding"] = ~packed.real.all()
-
-
-def _refuse(is_held: torch.Tensor | None, what: str, remedy: str) -> None:
-    if is_held is None:
-        return
-    message = (
-        f"past_key_values holds {what}, and a model with only full attention does not keep where: {remedy}, or use a "
-        "new cache."
-    )
-    if not can_read_values(is_held):
-        torch._assert_async(~is_held, message)
-    elif bool(is_held):
-        raise ValueError(message)

@@ -26,7 +26,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_hybrid_ssm.auto import FAMILIES, family_of
-from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, Recompute, RecurrentStateLayer, States
+from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, Recompute, RecurrentStateLayer
+from hf_hybrid_ssm.models.packing import PackedRows, States
 
 
 def forward_shard(
@@ -131,11 +132,11 @@ class _ShardLayer(RecurrentStateLayer):
             return states
         return {name: torch.where(self.continues[:, None, None], state, 0.0) for name, state in states.items()}
 
-    def update_states(self, num_tokens: int, states: States, recompute: Recompute) -> None:
+    def update_states(self, rows: PackedRows, states: States, recompute: Recompute) -> None:
         if dist.get_rank(self.group) < dist.get_world_size(self.group) - 1:
             message = torch.cat([states[name].to(self.wide).flatten() for name in self.shapes])
             self.send_token = _Send.apply(message, self.group)
-        super().update_states(num_tokens, states, recompute)
+        super().update_states(rows, states, recompute)
 
 
 class _LazyStates(dict):
@@ -208,9 +209,9 @@ def _final_cache(model: PreTrainedModel, shards: DynamicCache, length: int) -> D
     """An ordinary cache with the states after the rows."""
     cache = DynamicCache(config=model.config)
     for layer, shard in zip(cache.layers, shards.layers):
-        layer.update_states(length, shard.states, _cannot_replay)
+        layer.update_states(PackedRows(length), shard.states, _cannot_replay)
     return cache
 
 
-def _cannot_replay(num_tokens: int) -> States:
+def _cannot_replay(first: PackedRows) -> States:
     raise RuntimeError("a cache from sequence parallelism cannot be rolled back into the rows")

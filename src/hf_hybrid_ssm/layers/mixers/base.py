@@ -8,6 +8,7 @@ from torch import nn
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
 from hf_hybrid_ssm.ops._core.checks import check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops._core.lengths import check_lengths
+from hf_hybrid_ssm.ops._core.transforms import is_transforming
 
 State: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -24,8 +25,8 @@ class Mixer(Float32ParametersMixin):
     """Base of every long-range mixer: (B, L, D) in, (B, L, D) out (or (B, L, F, D) with `filters=F`).
 
     `forward(u)` of a whole sequence, `forward` in pieces with the returned state, and `step` token by token compute
-    the same. A state is one batch-first real tensor or a tuple of them. A subclass defines `init_parameters`, `mix`,
-    `step` and `state_shapes`, and says in its class variables what it can do.
+    the same. A state is one batch-first real tensor or a tuple of them. A subclass defines `init_parameters`, `mix`
+    and `state_shapes`, and says in its class variables what it can do.
 
     Parameters come from `initial_values()`: drawn or derived in float64, then rounded once to the parameter's dtype.
     Models that are built on the meta device call it again for the tensors that no checkpoint filled. Parameters in
@@ -38,7 +39,7 @@ class Mixer(Float32ParametersMixin):
         trainable: "all"; "none" (frozen: a constant filter, gradients reach only the input); some mixers also know
             "output" (what reads the state out still trains).
         learning_rate: of the recurrence's or filter's parameters (`dynamics_parameters`); read by the optimizer helper
-            from `parameter._optim`. None leaves the rate to the optimizer, as it is for what reads the state out
+            from `optimizer_options`. None leaves the rate to the optimizer, as it is for what reads the state out
             (`output_parameters`). Both are without weight decay.
         device, dtype: of the parameters.
     """
@@ -128,43 +129,17 @@ class Mixer(Float32ParametersMixin):
         return self.trainable == "none" or (self.trainable == "output" and name not in self.output_parameters)
 
     def optimizer_options(self, name: str) -> dict[str, float]:
-        """Optimizer options of a parameter; empty for an ordinary one."""
+        """Optimizer options of a parameter, read by `hf_hybrid_ssm.training.optim`; empty for an ordinary one."""
         if name not in self.dynamics_parameters and name not in self.output_parameters:
             return {}
         has_own_rate = name in self.dynamics_parameters and self.learning_rate is not None
         return {"weight_decay": 0.0} | ({"lr": self.learning_rate} if has_own_rate else {})  # type: ignore[dict-item]
 
-    def _tag_optimizer_options(self, name: str, param: nn.Parameter) -> None:
-        if options := self.optimizer_options(name):
-            param._optim = options  # type: ignore[attr-defined]
-
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Also reached by `setattr`, which is how checkpoints are loaded: the marks must follow the new tensor."""
+        """Also reached by `setattr`, which is how checkpoints are loaded: what is frozen stays frozen."""
         super().register_parameter(name, param)
-        if param is not None:
-            self._tag_optimizer_options(name, param)
-            if self._is_frozen(name):
-                param.requires_grad_(False)
-        self.clear_kernel_cache()
-
-    def _apply(self, fn: Any, recurse: bool = True) -> "Mixer":
-        super()._apply(fn, recurse)
-        self._retag_optimizer_options()
-        return self
-
-    def _retag_optimizer_options(self) -> None:
-        for name, param in self._parameters.items():
-            if param is not None:
-                self._tag_optimizer_options(name, param)
-        self.clear_kernel_cache()
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self._retag_optimizer_options()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:  # deepcopy and unpickling make new tensors
-        super().__setstate__(state)
-        self._retag_optimizer_options()
+        if param is not None and self._is_frozen(name):
+            param.requires_grad_(False)
 
     # -- computing ----------------------------------------------------------------------------------------------
 
@@ -220,11 +195,20 @@ class Mixer(Float32ParametersMixin):
 
     def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
         """One token: u_t (B, D) and the state before it -> y_t and the state after it."""
-        raise NotImplementedError
+        self._check_step(u_t, state)
+        if torch.is_grad_enabled() or is_transforming():
+            return self._forward_token(u_t, state)
+        copies = tuple(part.clone() for part in state) if isinstance(state, tuple) else state.clone()
+        return self.step_(u_t, copies)
 
     def step_(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
-        """`step` without gradients, which may compute the next state in place of `state`."""
-        return self.step(u_t, state)
+        """`step` without gradients, which may compute the next state in place of `state`: what decoding calls. A
+        subclass overrides it where one token is cheaper on its own."""
+        return self._forward_token(u_t, state)
+
+    def _forward_token(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
+        y, after = self(u_t.unsqueeze(1), initial_state=state, return_final_state=True)
+        return y[:, 0], after
 
     def advance_(self, u_t: torch.Tensor, state: State) -> State:
         """The state after the token alone, under the same terms."""

@@ -70,6 +70,21 @@ class CachedKernelMixer(Mixer):
         self._kernel_cache = {}
         self._versions = []
 
+    # the ways that parameters change, but for writes into them
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        self.clear_kernel_cache()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "CachedKernelMixer":
+        super()._apply(fn, recurse)
+        self.clear_kernel_cache()
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.clear_kernel_cache()
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kernel_cache": {}, "_versions": []}
 

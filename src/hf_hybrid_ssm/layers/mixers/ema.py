@@ -66,13 +66,10 @@ class EMA(StateSpaceMixer):
             values["omega"] = normal(1.0, self.hidden_size)
         return values
 
-    def transition(self, dtype: torch.dtype, direction: int = 0) -> Transition:
-        p = torch.sigmoid(self.delta.to(dtype))
-        decay = 1 - p * torch.sigmoid(self.alpha.to(dtype))
-        return Transition(decay[direction].unsqueeze(0), "real")
-
-    def input_vector(self, dtype: torch.dtype, direction: int = 0) -> torch.Tensor:
-        return (torch.sigmoid(self.delta.to(dtype)) * self.beta.to(dtype))[direction].unsqueeze(0)
+    def dynamics(self, dtype: torch.dtype, direction: int = 0) -> tuple[Transition, torch.Tensor]:
+        p = torch.sigmoid(self.delta[direction].to(dtype)).unsqueeze(0)
+        decay = 1 - p * torch.sigmoid(self.alpha[direction].to(dtype))
+        return Transition(decay, "real"), p * self.beta[direction].to(dtype)
 
     def output_rows(self, dtype: torch.dtype) -> torch.Tensor:
         return self.gamma.to(dtype).unsqueeze(1) / math.sqrt(self.state_size)

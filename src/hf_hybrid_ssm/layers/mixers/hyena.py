@@ -148,24 +148,12 @@ class ImplicitLongConv(CachedKernelMixer):
         return self._squeeze(y), state
 
     @with_accelerate_hooks
-    def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:
-        self._check_step(u_t, state)
-        assert isinstance(state, torch.Tensor)
-        seen = torch.cat([state, u_t.to(state.dtype).unsqueeze(1)], dim=1)
-        return self._read(u_t, seen), seen[:, 1:]
-
-    @with_accelerate_hooks
     def step_(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:
         seen = self._append_(u_t, state)
         return self._read(u_t, seen), shifted(seen)
 
     def advance_(self, u_t: torch.Tensor, state: State) -> State:
         return shifted(self._append_(u_t, state))
-
-    def advance(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
-        """The state after the token u_t (B, D), without computing its output."""
-        self._check_step(u_t, state)
-        return torch.cat([state, u_t.to(state.dtype).unsqueeze(1)], dim=1)[:, 1:]  # type: ignore[union-attr, list-item]
 
     def _append_(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
         """The inputs that the filter reaches (B, Lf, D), this one last; the state moves along its buffer."""
@@ -238,18 +226,6 @@ class Hyena(Mixer):
         p0, p1, v = (mixed + self.short_bias).to(u.dtype).chunk(3, dim=-1)
         z, history = self.filter(p1 * v, initial_state=history, **rows)
         return self.out_proj(p0 * z), None if last is None else (last, history)
-
-    @with_accelerate_hooks
-    def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
-        self._check_step(u_t, state)
-        short, history = state
-        projected = self.in_proj(u_t)
-        dtype = torch.promote_types(projected.dtype, torch.float32)
-        window = torch.cat([short.to(dtype), projected.to(dtype).unsqueeze(1)], dim=1)  # oldest first
-        mixed = (window * self.short_weight.to(dtype).T.flip(0)).sum(1).to(projected.dtype)
-        p0, p1, v = (mixed + self.short_bias).to(u_t.dtype).chunk(3, dim=-1)
-        z, history = self.filter.step(p1 * v, history)
-        return self.out_proj(p0 * z), (window[:, 1:].to(short.dtype), history)
 
     @with_accelerate_hooks
     def step_(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:

@@ -50,17 +50,6 @@ def register_mixer(name: str, mixer: type[Mixer], *, config_options: Mapping[str
     _CONFIG_OPTIONS[name] = dict(mixer.config_options if config_options is None else config_options)
 
 
-def mixer_class(name: str) -> type[Mixer]:
-    """The class called `name`.
-
-    Raises:
-        ValueError: there is no such mixer.
-    """
-    if name not in MIXERS:
-        raise ValueError(f"There is no mixer {name!r}; choose one of {', '.join(sorted(MIXERS))}.")
-    return MIXERS[name]
-
-
 def check_mixer_fields(config: Any) -> type[Mixer]:
     """The class that `config.ssm_type` names.
 
@@ -78,24 +67,20 @@ def check_mixer_fields(config: Any) -> type[Mixer]:
     return MIXERS[name]
 
 
-def build_mixer(name: str, hidden_size: int, *, frozen: bool = False, **options: Any) -> Mixer:
+def build_mixer(name: str, hidden_size: int, **options: Any) -> Mixer:
     """The mixer called `name` for `hidden_size` channels.
 
     Args:
         name: a key of `MIXERS`.
-        frozen: shorthand for `trainable="none"`.
         options: of the mixer's class (`bidirectional`, `trainable`, `state_size`, ...).
 
     Raises:
         ValueError: there is no such mixer, or it has no such option.
     """
-    mixer = mixer_class(name)
-    if frozen:
-        if options.get("trainable", "none") != "none":
-            raise ValueError(f"frozen=True contradicts trainable={options['trainable']!r}.")
-        options["trainable"] = "none"
+    if name not in MIXERS:
+        raise ValueError(f"There is no mixer {name!r}; choose one of {', '.join(sorted(MIXERS))}.")
     try:
-        return mixer(hidden_size, **options)
+        return MIXERS[name](hidden_size, **options)
     except TypeError as error:
         raise ValueError(f"The mixer {name!r} does not take these options: {error}.") from error
 
@@ -104,6 +89,6 @@ def mixer_from_config(config: Any, **options: Any) -> Mixer:
     """The mixer `config.ssm_type` of `config.hidden_size` channels, with what it reads of the configuration; `options`
     (`bidirectional`, `filters`) are the model's."""
     name = config.ssm_type
-    fields = COMMON_OPTIONS | _CONFIG_OPTIONS.get(name, mixer_class(name).config_options)
+    fields = COMMON_OPTIONS | _CONFIG_OPTIONS.get(name, MIXERS[name].config_options)
     read = {option: getattr(config, field) for option, field in fields.items() if hasattr(config, field)}
     return build_mixer(name, config.hidden_size, **read | options)

@@ -43,7 +43,7 @@ class S4(DiagonalSSM):
 
     def init_parameters(self) -> dict[str, torch.Tensor]:
         eigenvalues, b, p = legs_dplr(self.state_size)
-        values = self._draw_common(eigenvalues, b)
+        values = self._common_parameters(eigenvalues, b)
         values["P"] = torch.view_as_real(p.resolve_conj()).expand(self.num_dynamics, -1, 2).contiguous()
         return values
 
@@ -72,16 +72,10 @@ class S4(DiagonalSSM):
         """Abar and Bbar, real and imaginary parts side by side."""
         decay, left, right, vector = self._rank_one(dtype)
         turned = torch.view_as_real(torch.stack([decay, 1j * decay], dim=-1))  # (F, D, n, 2, 2): of 1 and of i
-        places = torch.eye(self.state_size // 2, dtype=dtype, device=self._device)[:, None, :, None]
-        diagonal = (turned.unsqueeze(-2) * places).flatten(-2).flatten(-3, -2)  # (F, D, N, N), row k: of e_k
+        identity = torch.eye(self.state_size // 2, dtype=dtype, device=self._device)[:, None, :, None]
+        diagonal = (turned.unsqueeze(-2) * identity).flatten(-2).flatten(-3, -2)  # (F, D, N, N), row k: of e_k
         read, written = (_side_by_side(part).unsqueeze(dim) for part, dim in ((right.conj(), -1), (left, -2)))
         return Transition(torch.addcmul(diagonal, read, written, value=-1), "dense"), _side_by_side(vector)
-
-    def transition(self, dtype: torch.dtype, direction: int = 0) -> Transition:
-        return self.dynamics(dtype, direction)[0]
-
-    def input_vector(self, dtype: torch.dtype, direction: int = 0) -> torch.Tensor:
-        return self.dynamics(dtype, direction)[1]
 
     def step_system(
         self, dtype: torch.dtype

@@ -49,7 +49,7 @@ class DiagonalSSM(StateSpaceMixer):
         self.num_dynamics = num_dynamics or systems
         self.dt_min, self.dt_max = dt_min, dt_max
 
-    def _draw_common(self, eigenvalues: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _common_parameters(self, eigenvalues: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
         filters, channels, pairs = self.filters or 1, self.hidden_size, self.state_size // 2
         directions = 2 if self.bidirectional else 1
         copies = self.num_dynamics
@@ -126,11 +126,11 @@ class S4D(DiagonalSSM):
     def init_parameters(self) -> dict[str, torch.Tensor]:
         if self.init == "legs":
             eigenvalues, b, _ = legs_dplr(self.state_size)
-            return self._draw_common(eigenvalues, torch.complex(b.real, b.imag.clamp(-2.0, 2.0)))
+            return self._common_parameters(eigenvalues, torch.complex(b.real, b.imag.clamp(-2.0, 2.0)))
         order, size = torch.arange(self.state_size // 2, dtype=torch.float64), self.state_size
         frequencies = math.pi * order if self.init == "lin" else size / math.pi * (size / (2 * order + 1) - 1)
         eigenvalues = torch.complex(torch.full_like(order, -0.5), frequencies)
-        return self._draw_common(eigenvalues, torch.ones_like(eigenvalues))
+        return self._common_parameters(eigenvalues, torch.ones_like(eigenvalues))
 
     def dynamics(self, dtype: torch.dtype, direction: int = 0) -> tuple[Transition, torch.Tensor]:
         dt, eigenvalues = self._dt(dtype), self._eigenvalues(dtype)
@@ -138,14 +138,8 @@ class S4D(DiagonalSSM):
         z = dt * eigenvalues
         if self.discretization == "zoh":
             growth = torch.expm1(z)  # the difference e^z - 1 loses the digits of a small step
-            decay, entering = growth + 1, growth / eigenvalues
+            decay, input_scale = growth + 1, growth / eigenvalues
         else:
-            decay, entering = (1 + z / 2) / (1 - z / 2), dt / (1 - z / 2)
-        vector = torch.view_as_real(entering * b).flatten(-2)
+            decay, input_scale = (1 + z / 2) / (1 - z / 2), dt / (1 - z / 2)
+        vector = torch.view_as_real(input_scale * b).flatten(-2)
         return Transition(torch.view_as_real(decay), "complex"), vector
-
-    def transition(self, dtype: torch.dtype, direction: int = 0) -> Transition:
-        return self.dynamics(dtype, direction)[0]
-
-    def input_vector(self, dtype: torch.dtype, direction: int = 0) -> torch.Tensor:
-        return self.dynamics(dtype, direction)[1]

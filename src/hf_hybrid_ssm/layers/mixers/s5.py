@@ -68,8 +68,10 @@ class S5(CachedKernelMixer):
         size, blocks, channels = self.state_size, self.blocks, self.hidden_size
         eigenvalues, basis = legs_dplr_basis(size // blocks)  # (p,), (2p, p): p pairs in each block
         outputs = (2 if self.bidirectional else 1) * (self.filters or 1)
-        b = _drawn(blocks, size // blocks, channels, variance=1 / size)
-        c = torch.complex(*(_drawn(outputs, channels, blocks, size // blocks, variance=1 / size) for _ in "ri"))
+        b = _truncated_normal(blocks, size // blocks, channels, variance=1 / size)
+        c = torch.complex(
+            *(_truncated_normal(outputs, channels, blocks, size // blocks, variance=1 / size) for _ in "ri")
+        )
         values = {
             "A_real": eigenvalues.real.repeat(blocks),
             "A_imag": eigenvalues.imag.repeat(blocks),
@@ -95,19 +97,20 @@ class S5(CachedKernelMixer):
         wide = torch.complex64 if dtype == torch.float32 else torch.complex128
         return growth + 1, (growth / eigenvalues).to(wide)
 
-    def _project_input(self, u: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Bbar u, complex (..., P/2), for u (..., D), by one real product."""
+    def _input_matrix(self, scale: torch.Tensor) -> torch.Tensor:
+        """Bbar as a real matrix (P, D), real and imaginary rows side by side; `scale` is (Abar - 1) / A."""
         b = scale.unsqueeze(1) * complex_pairs(self.B, scale.real.dtype)  # (P/2, D)
-        matrix = torch.view_as_real(b).transpose(1, 2).flatten(0, 1)  # (P, D): real and imaginary rows
-        return torch.view_as_complex(_product(u, matrix, u.dtype).unflatten(-1, (-1, 2)))
+        return torch.view_as_real(b).transpose(1, 2).flatten(0, 1)
 
-    def _project_output(self, h: torch.Tensor, u: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """2 Re(C h) + D u, (..., F, D), for h (..., P/2), of both directions one after the other, with products in
-        `dtype`."""
-        c = self.C.to(h.real.dtype).unflatten(0, (-1, self.filters or 1))
-        rows = (c * twice_conjugate(device=c.device)).permute(1, 2, 0, 3, 4).reshape(-1, 2 * h.shape[-1])  # (F D, P)
-        y = _product(torch.view_as_real(h).flatten(-2), rows, dtype or u.dtype).unflatten(-1, (-1, self.hidden_size))
-        return torch.addcmul(y, self.D.to(y.dtype), u.to(y.dtype).unsqueeze(-2)) if self.use_skip else y
+    def _output_matrix(self, dtype: torch.dtype) -> torch.Tensor:
+        """2 Re(C ·) as a real matrix (F D, P), of both directions one after the other (F D, 2 P)."""
+        c = self.C.to(dtype).unflatten(0, (-1, self.filters or 1))
+        return (c * twice_conjugate(device=c.device)).permute(1, 2, 0, 3, 4).flatten(0, 1).flatten(1)
+
+    def _with_skip(self, y: torch.Tensor, u: torch.Tensor, skip: torch.Tensor | None) -> torch.Tensor:
+        """(..., F D) and u (..., D) → (..., F, D), y + D u."""
+        y = y.unflatten(-1, (-1, self.hidden_size))
+        return y if skip is None else torch.addcmul(y, skip, u.to(y.dtype).unsqueeze(-2))
 
     def mix(
         self,
@@ -124,12 +127,14 @@ class S5(CachedKernelMixer):
         start = None if initial_state is None else self._complex(initial_state, dtype)
         with without_autocast(u.device.type):
             decay, scale = self._discretised(dtype)
-            driven = self._project_input(x, scale)
+            driven = self._complex(_product(x, self._input_matrix(scale), x.dtype), dtype)
             if self.bidirectional:
                 h, final = self._both_ways(decay, driven, rows["seq_idx"]), None
             else:
                 h, final = diagonal_scan(decay, driven, initial_state=start, **rows)
-            y = self._project_output(take_outputs(h, stride, positions), take_outputs(x, stride, positions))
+            h, x = take_outputs(h, stride, positions), take_outputs(x, stride, positions)
+            y = _product(torch.view_as_real(h).flatten(-2), self._output_matrix(dtype), x.dtype)
+            y = self._with_skip(y, x, self.D.to(dtype) if self.use_skip else None)
         state = None if final is None else torch.view_as_real(final).flatten(-2)
         if state is not None and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._step_constants(dtype)  # steps will follow, compiled ones perhaps
@@ -146,18 +151,16 @@ class S5(CachedKernelMixer):
         return torch.view_as_complex(state.to(dtype).contiguous().unflatten(-1, (-1, 2)))  # type: ignore[union-attr]
 
     @with_accelerate_hooks
-    def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:
-        next_state = self.advance(u_t, state)
+    def step_(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:
+        next_state = self.advance_(u_t, state)
         dtype = self._computing_dtype(u_t)
         *_, rows, skip = self._step_constants(dtype)
         with without_autocast(u_t.device.type):
-            y = (next_state @ rows).unflatten(-1, (-1, self.hidden_size))
-            y = y if skip is None else torch.addcmul(y, skip, u_t.to(dtype).unsqueeze(1))
+            y = self._with_skip(next_state @ rows, u_t, skip)
         return self._squeeze(y).to(u_t.dtype), next_state
 
     @with_accelerate_hooks
-    def advance(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
-        """The state after the token u_t (B, D), without reading it out."""
+    def advance_(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
         self._check_step(u_t, state)
         dtype = self._computing_dtype(u_t)
         decay, matrix, *_ = self._step_constants(dtype)
@@ -165,9 +168,6 @@ class S5(CachedKernelMixer):
             driven = self._complex(u_t.to(dtype) @ matrix, dtype)
             after = (decay * self._complex(state, dtype) + driven).to(driven.dtype)
             return torch.view_as_real(after).flatten(-2)
-
-    def advance_(self, u_t: torch.Tensor, state: State) -> State:
-        return self.advance(u_t, state)
 
     def _step_constants(
         self, dtype: torch.dtype
@@ -177,10 +177,7 @@ class S5(CachedKernelMixer):
         def compute(exact: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
             inner = torch.float64 if exact else dtype
             decay, scale = self._discretised(inner)
-            b = scale.unsqueeze(1) * complex_pairs(self.B, inner)  # (P/2, D)
-            matrix = torch.view_as_real(b).transpose(1, 2).flatten(0, 1).T  # (D, P)
-            c = self.C.to(inner).unflatten(0, (-1, self.filters or 1))[0]
-            rows = (c * twice_conjugate(device=c.device)).reshape(-1, self.state_size).T
+            matrix, rows = self._input_matrix(scale).T, self._output_matrix(inner).T
             skip = self.D.to(dtype) if self.use_skip else None
             return decay, matrix.to(dtype).contiguous(), rows.to(dtype).contiguous(), skip
 
@@ -198,5 +195,5 @@ def _product(x: torch.Tensor, matrix: torch.Tensor, dtype: torch.dtype) -> torch
     return x.to(matrix.dtype) @ matrix.T
 
 
-def _drawn(*shape: int, variance: float) -> torch.Tensor:
+def _truncated_normal(*shape: int, variance: float) -> torch.Tensor:
     return torch.nn.init.trunc_normal_(torch.empty(shape, dtype=torch.float64), **truncated_normal(variance))

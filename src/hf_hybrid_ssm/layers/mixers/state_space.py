@@ -3,14 +3,12 @@
 from typing import Any, ClassVar, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from hf_hybrid_ssm.layers.mixers.base import State
 from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer, fold_token
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.ops._core.autocast import without_autocast
-from hf_hybrid_ssm.ops._core.transforms import is_transforming
 from hf_hybrid_ssm.ops.linear_scan import (
     BlockMatrices,
     ChannelSystem,
@@ -35,7 +33,7 @@ StepConstants: TypeAlias = tuple[
 class StateSpaceMixer(CachedKernelMixer):
     r"""F real linear systems of N dimensions on each of the D channels, y_t = C s_t + D u_t, s_t = A s_{t-1} + B u_t.
 
-    A subclass gives its discretised matrices (`transition`, `input_vector`, `output_rows`, `skip`). Rows without
+    A subclass gives its discretised matrices (`dynamics`, `output_rows`, `skip_weight`). Rows without
     a state before or after them are convolved with the kernel where no fused scan runs, all others are scanned; both
     compute the same numbers. Constant kernels and block matrices are computed once, in float64 (`CachedKernelMixer`).
 
@@ -62,12 +60,8 @@ class StateSpaceMixer(CachedKernelMixer):
 
     # -- what a subclass defines --------------------------------------------------------------------------------
 
-    def transition(self, dtype: torch.dtype, direction: int = 0) -> Transition:
-        """A of the (F, D) systems that look back (0) or ahead (1)."""
-        raise NotImplementedError
-
-    def input_vector(self, dtype: torch.dtype, direction: int = 0) -> torch.Tensor:
-        """B (F, D, N)."""
+    def dynamics(self, dtype: torch.dtype, direction: int = 0) -> tuple[Transition, torch.Tensor]:
+        """A and B (F, D, N) of the systems that look back (0) or ahead (1)."""
         raise NotImplementedError
 
     def output_rows(self, dtype: torch.dtype) -> torch.Tensor:
@@ -77,10 +71,6 @@ class StateSpaceMixer(CachedKernelMixer):
     def skip_weight(self, dtype: torch.dtype) -> torch.Tensor | None:
         """D (F, D), or None."""
         return self.D.to(dtype) if self.use_skip else None  # type: ignore[operator]
-
-    def dynamics(self, dtype: torch.dtype, direction: int = 0) -> tuple[Transition, torch.Tensor]:
-        """A and B; a subclass that computes both from the same numbers says here how."""
-        return self.transition(dtype, direction), self.input_vector(dtype, direction)
 
     # -- filters and block matrices -----------------------------------------------------------------------------
 
@@ -165,15 +155,6 @@ class StateSpaceMixer(CachedKernelMixer):
         return long_conv(u, back, future_kernel=ahead, skip=self.skip_weight(dtype), **options)[0]
 
     @with_accelerate_hooks
-    def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:
-        self._check_step(u_t, state)
-        assert isinstance(state, torch.Tensor)
-        if not torch.is_grad_enabled() and not is_transforming():
-            return self.step_(u_t, state.clone())
-        state = self.advance(u_t, state)
-        return self.read(u_t, state), state
-
-    @with_accelerate_hooks
     def step_(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:
         y = self._run_step(u_t, state, with_output=True)
         assert isinstance(y, torch.Tensor) and isinstance(state, torch.Tensor)
@@ -194,42 +175,13 @@ class StateSpaceMixer(CachedKernelMixer):
         with without_autocast(u_t.device.type):
             return linear_step(u_t, self._widen(state), change, vector, **options)
 
-    def advance(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
-        """The state after the token u_t (B, D), without reading it out."""
-        self._check_step(u_t, state)
-        assert isinstance(state, torch.Tensor)
-        dtype = self._computing_dtype(u_t)
-        change, vector, low_rank, _, _ = self._step_constants(dtype)
-        with without_autocast(u_t.device.type):
-            wide = self._widen(state).to(dtype)
-            moved = change * wide
-            if self.conjugate_pairs:
-                moved = torch.view_as_real(
-                    complex_pairs(change.unflatten(-1, (-1, 2)), dtype) * _paired(wide)
-                ).flatten(-2)
-            if low_rank is not None:
-                moved = moved - low_rank[0] * (low_rank[1] * wide).sum(-1, keepdim=True)
-            return (wide + moved + vector * u_t.to(dtype)[:, None, :, None]).view(state.shape)
-
-    def read(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
-        """y_t, (B, D) or (B, F, D), from the token u_t (B, D) and the state after it."""
-        self._check_step(u_t, state)
-        assert isinstance(state, torch.Tensor)
-        dtype = self._computing_dtype(u_t)
-        *_, rows, skip = self._step_constants(dtype)
-        with without_autocast(u_t.device.type):
-            y = (self._widen(state).to(dtype) * rows).sum(-1)
-            y = y if skip is None else y + skip * u_t.to(dtype).unsqueeze(1)
-            y = F.silu(y) if self.applies_silu else y
-        return self._squeeze(y).to(u_t.dtype)
-
     def step_system(
         self, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
         """a, b, and l, r or None, (F, D, N) each, of s_t = a s_{t-1} - l (r · s_{t-1}) + b u_t (see `linear_step`)."""
-        transition = self.transition(dtype)
+        transition, vector = self.dynamics(dtype)
         decay = transition.value.flatten(-2) if transition.form == "complex" else transition.value
-        return decay, self.input_vector(dtype), None
+        return decay, vector, None
 
     def _step_constants(self, dtype: torch.dtype) -> StepConstants:
         """What one token needs beside the state and itself."""
@@ -247,7 +199,7 @@ class StateSpaceMixer(CachedKernelMixer):
             skip = self.skip_weight(inner)
             return change, vector, low_rank, rows, None if skip is None else skip.to(dtype).contiguous()
 
-        return self._cached(("step", dtype), (*self.dynamics_parameters, *self.output_parameters), compute)
+        return self._cached(("step", dtype), self._all_parameters, compute)
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         filters = () if self.filters is None else (self.filters,)
@@ -269,8 +221,3 @@ def log_uniform_step(shape: tuple[int, ...], smallest: float, largest: float) ->
 def complex_pairs(param: nn.Parameter | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A parameter (..., 2) of real and imaginary parts as complex numbers in the precision of `dtype`."""
     return torch.view_as_complex(param.to(dtype).contiguous())
-
-
-def _paired(state: torch.Tensor) -> torch.Tensor:
-    """(..., N) real and imaginary parts side by side → (..., N / 2) complex."""
-    return torch.view_as_complex(state.contiguous().unflatten(-1, (-1, 2)))

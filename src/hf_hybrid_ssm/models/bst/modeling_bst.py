@@ -34,13 +34,12 @@ from hf_hybrid_ssm.models.heads import (
     CausalLMHead,
     LMHead,
     MaskedLMHead,
+    MultipleChoiceHead,
     QuestionAnsweringHead,
     SequenceClassificationHead,
     TokenClassificationHead,
 )
-from hf_hybrid_ssm.models.multiple_choice import MultipleChoiceHead
 from hf_hybrid_ssm.models.packing import PackedRows
-from hf_hybrid_ssm.models.unpadding import Unpadding
 from hf_hybrid_ssm.ops.attention_step import window_step
 from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention
 
@@ -285,13 +284,11 @@ class BstBlock(RecurrentMixin, GradientCheckpointingLayer):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        unpadding: Unpadding | None = None,
-        seq_idx: torch.Tensor | None = None,
+        rows: PackedRows | None = None,
         documents: int | None = None,
         past_key_values: Cache | None = None,
     ) -> torch.Tensor:
-        options = {"unpadding": unpadding, "seq_idx": seq_idx, "past_key_values": past_key_values}
-        options["documents"] = documents
+        options = {"rows": rows, "documents": documents, "past_key_values": past_key_values}
         hidden_states = hidden_states + self.mix_with_cache(hidden_states, **options)
         y = self.feed_forward(self.feed_forward_norm(hidden_states))
         return hidden_states + (self.dropout(y) if self.training else y)
@@ -347,22 +344,13 @@ class BstModel(HybridModelMixin, BstPreTrainedModel):
         self.post_init()
 
     def _run_layers(
-        self,
-        hidden_states: torch.Tensor,
-        packed: PackedRows,
-        unpadding: Unpadding | None,
-        past_key_values: Cache | None,
-        **kwargs: Any,
+        self, hidden_states: torch.Tensor, rows: PackedRows, past_key_values: Cache | None, **kwargs: Any
     ) -> torch.Tensor:
         # the more documents, the more blocks: where a layer has to know how many, they are counted here, once
         kinds, has_memory = set(self.config.block_types), self.config.retrieval_k is not None
         counts = "block_recurrent" in kinds or ("bst" in kinds and (self.config.context_variant == "mf" or has_memory))
-        documents = packed.most_documents() if counts else None
-        for layer in self.layers[: self.config.num_hidden_layers]:  # fewer while generation exits early
-            # by name: gradient checkpointing takes the cache out, or a recompute would store the states twice
-            options = (unpadding, packed.seq_idx, documents)
-            hidden_states = layer(hidden_states, *options, past_key_values=past_key_values)
-        return hidden_states
+        documents = rows.most_documents() if counts else None
+        return self._through_layers(hidden_states, rows, documents, past_key_values=past_key_values)
 
 
 class BstLMHead(LMHead):

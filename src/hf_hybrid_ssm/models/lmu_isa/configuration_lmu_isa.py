@@ -166,11 +166,7 @@ class LmuIsaConfig(HybridConfigMixin, PreTrainedConfig):
             )
         if self.first_sublayer != "ffn":
             self.check_positive("num_attention_heads", "sliding_window")
-            if self.hidden_size % self.num_attention_heads:
-                raise ValueError(
-                    f"hidden_size={self.hidden_size} must be a multiple of "
-                    f"num_attention_heads={self.num_attention_heads}."
-                )
+            self.check_multiple("hidden_size", "num_attention_heads")
         if self.first_sublayer == "window_attention" and self.sliding_window is None:
             raise ValueError('sliding_window=None, but first_sublayer is "window_attention": give its window.')
         if self.lmu_order > LARGEST_ORDER or self.lmu_theta > LARGEST_THETA:

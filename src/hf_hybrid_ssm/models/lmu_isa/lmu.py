@@ -8,7 +8,7 @@ from torch import nn
 
 from hf_hybrid_ssm.layers.mixers.base import Mixer, RowOptions
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
-from hf_hybrid_ssm.models.cache import States
+from hf_hybrid_ssm.models.packing import States
 from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
 from hf_hybrid_ssm.ops.implicit_attention.decoding import LAGGING, decoder, lagging, settled
 from hf_hybrid_ssm.ops.legendre_memory import legendre_memory
@@ -38,11 +38,6 @@ class LMU(Mixer):
         self, u: torch.Tensor, initial_state: torch.Tensor | None, **rows: Unpack[RowOptions]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         return legendre_memory(u, order=self.order, theta=self.theta, initial_state=initial_state, **rows)
-
-    def step(self, u_t: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        self._check_step(u_t, state)
-        y, state = self(u_t.unsqueeze(1), initial_state=state, return_final_state=True)
-        return y[:, 0], state
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         return ((self.order, self.hidden_size),)

@@ -14,17 +14,16 @@ from hf_hybrid_ssm.layers.feed_forward import FeedForward
 from hf_hybrid_ssm.layers.local_self_attention import LocalSelfAttention
 from hf_hybrid_ssm.models.base import HybridModelMixin, HybridPreTrainedModel
 from hf_hybrid_ssm.models.block import RecurrentMixin
-from hf_hybrid_ssm.models.cache import States
 from hf_hybrid_ssm.models.heads import (
     CausalLMHead,
+    MultipleChoiceHead,
     QuestionAnsweringHead,
     SequenceClassificationHead,
     TokenClassificationHead,
 )
 from hf_hybrid_ssm.models.lmu_isa.configuration_lmu_isa import LmuIsaConfig
 from hf_hybrid_ssm.models.lmu_isa.lmu import ImplicitAttention
-from hf_hybrid_ssm.models.multiple_choice import MultipleChoiceHead
-from hf_hybrid_ssm.models.unpadding import Unpadding
+from hf_hybrid_ssm.models.packing import PackedRows, States
 
 
 def _attention(config: LmuIsaConfig) -> LocalSelfAttention:
@@ -82,14 +81,9 @@ class LmuIsaBlock(RecurrentMixin, GradientCheckpointingLayer):
         return super().step(x, overwrite=True, **options)
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        unpadding: Unpadding | None = None,
-        seq_idx: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        self, hidden_states: torch.Tensor, rows: PackedRows | None = None, past_key_values: Cache | None = None
     ) -> torch.Tensor:
-        options = {"unpadding": unpadding, "seq_idx": seq_idx, "past_key_values": past_key_values}
-        hidden_states = self.mix_with_cache(hidden_states, **options)
+        hidden_states = self.mix_with_cache(hidden_states, rows=rows, past_key_values=past_key_values)
         return hidden_states + self.dropout(self.post_feed_forward(self.post_norm(hidden_states)))
 
 

@@ -181,10 +181,8 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
     @property
     def layer_types(self) -> list[str]:
         """The kind of cache layer each block needs (`block_types` in the words of the cache)."""
-        kinds = self.block_types[
-            : self.num_hidden_layers
-        ]  # generation that exits early lowers their number for a while
-        return [CACHE_LAYER_TYPES.get(kind, kind) for kind in kinds]
+        # generation that exits early lowers the number of layers for a while
+        return [CACHE_LAYER_TYPES.get(kind, kind) for kind in self.block_types[: self.num_hidden_layers]]
 
     def validate_layer_type(self):
         self.check_block_types(BLOCK_TYPES)
@@ -209,11 +207,7 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
 
     def _check_attention(self) -> None:
         self.check_positive("sliding_window", "num_attention_heads", "num_key_value_heads", "head_dim")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads={self.num_attention_heads} must be a multiple of "
-                f"num_key_value_heads={self.num_key_value_heads}."
-            )
+        self.check_multiple("num_attention_heads", "num_key_value_heads")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs of channels.")
         if "sliding_attention" in self.block_types and self.sliding_window is None:

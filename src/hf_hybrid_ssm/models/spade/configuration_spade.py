@@ -267,10 +267,7 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
         self.check_choice("pooling", ("first", "last", "mean"))
         if self.causal_classifier and self.pooling == "first":
             raise ValueError("pooling='first' with causal_classifier=True would read a token that has seen no other.")
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads={self.num_attention_heads}."
-            )
+        self.check_multiple("hidden_size", "num_attention_heads")
         self.check_relative_bias(two_sided=True)  # an encoder may read the same configuration
         self._check_layers("ssm_layers", self.num_hidden_layers)
         self._check_cutoffs()
@@ -293,9 +290,6 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
                 f"hidden_size={self.hidden_size} must be divisible by adaptive_factor ** bands = "
                 f"{self.adaptive_factor ** len(cutoffs)}."
             )
-
-
-_BASE = {"tie_word_embeddings": True}
 
 
 @strict
@@ -328,7 +322,7 @@ class SpadeSeq2SeqConfig(SpadeConfig):
         "decoder.layers.*.cross_attn.o_proj": "rowwise_split_input",
     }
     base_model_pp_plan = None
-    presets: ClassVar[dict[str, dict[str, Any]]] = {"spade-base": _BASE, "spade-base++": _BASE}
+    presets: ClassVar[dict[str, dict[str, Any]]] = {"spade-base": {}, "spade-base++": {}}
 
     hidden_size: int = 768
     intermediate_size: int = 3072

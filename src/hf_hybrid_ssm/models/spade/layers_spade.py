@@ -16,10 +16,36 @@ from hf_hybrid_ssm.layers.mixers.base import mixer_state, named_states
 from hf_hybrid_ssm.layers.mixers.registry import mixer_from_config
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.models.block import RecurrentMixin
-from hf_hybrid_ssm.models.cache import States
+from hf_hybrid_ssm.models.packing import PackedRows, States
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
-from hf_hybrid_ssm.models.spade.norms import build_norm
-from hf_hybrid_ssm.models.unpadding import Unpadding
+
+
+class ScaleNorm(nn.Module):
+    """One learned scalar times x / rms(x)."""
+
+    def __init__(self, eps: float = 1e-5):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.scale
+
+
+class TimeBatchNorm(nn.BatchNorm1d):
+    """Batch normalisation of (B, L, D) over batch and time; for inputs without padding."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+def build_norm(config: SpadeConfig) -> nn.Module:
+    """The normalisation of (B, L, hidden_size) that `config.norm_type` names."""
+    size, eps = config.hidden_size, config.layer_norm_epsilon
+    if config.norm_type == "layernorm":
+        return nn.LayerNorm(size, eps=eps)
+    return ScaleNorm(eps) if config.norm_type == "scalenorm" else TimeBatchNorm(size, eps=eps)
 
 
 def attention_window(config: SpadeConfig, is_causal: bool) -> dict[str, Any]:
@@ -82,9 +108,10 @@ class SpadeMixer(RecurrentMixin, nn.Module):
         attention_options = options | {"bias": bias, "capacity": capacity}
         if self.ssm is None:
             return self.self_attn(x, past, **attention_options)
-        g, ssm_states = self._mix_globally(x.detach() if self.stop_gradient else x, past, options)
+        u = x.detach() if self.stop_gradient else x
+        g, state = self.ssm(u, initial_state=mixer_state(past), **options)
         a, states = self.self_attn(g if self.merge == "stack" else x, past, **attention_options)
-        return self._merged(g, a), states | ssm_states
+        return self._merged(g, a), states | named_states(state)
 
     def _merged(self, g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
         """What the state-space model and the attention say together, each (B, L, d)."""
@@ -103,16 +130,6 @@ class SpadeMixer(RecurrentMixin, nn.Module):
         a, states = self.self_attn(g if self.merge == "stack" else x, past, overwrite=True, **options)
         return self._merged(g, a), states | named_states(state)
 
-    def _mix_globally(self, x: torch.Tensor, past: States, options: dict[str, Any]) -> tuple[torch.Tensor, States]:
-        """The state-space model, whose state (one tensor or several) is kept by the names of `named_states`."""
-        state = mixer_state(past)
-        if state is not None and x.shape[1] == 1 and options["lengths"] is None and options["seq_idx"] is None:
-            y, final = self.ssm.step(x[:, 0], state)
-            y = y.unsqueeze(1)
-        else:
-            y, final = self.ssm(x, initial_state=state, **options)
-        return y, named_states(final)
-
 
 class SpadeBlock(GradientCheckpointingLayer):
     """Mixing and feed-forward sublayers, with the norm before each (`pre`) or after each sum (`post`)."""
@@ -121,21 +138,20 @@ class SpadeBlock(GradientCheckpointingLayer):
         super().__init__()
         self.is_pre = config.norm_position == "pre"
         self.mixing = SpadeMixer(config, layer_idx, is_causal, attention_bias)
-        self.mixing_norm = build_norm(config.norm_type, config.hidden_size, config.layer_norm_epsilon)
+        self.mixing_norm = build_norm(config)
         activation, dropout = ACT2FN[config.hidden_act], config.activation_dropout
         self.feed_forward = FeedForward(config.hidden_size, config.intermediate_size, activation, dropout=dropout)
-        self.feed_forward_norm = build_norm(config.norm_type, config.hidden_size, config.layer_norm_epsilon)
+        self.feed_forward_norm = build_norm(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
         self,
         hidden_states: torch.Tensor,
         bias: torch.Tensor | None = None,
-        unpadding: Unpadding | None = None,
-        seq_idx: torch.Tensor | None = None,
+        rows: PackedRows | None = None,
         past_key_values: Cache | None = None,
     ) -> torch.Tensor:
-        mixing = {"bias": bias, "unpadding": unpadding, "seq_idx": seq_idx, "past_key_values": past_key_values}
+        mixing = {"bias": bias, "rows": rows, "past_key_values": past_key_values}
         hidden_states = self._residual(hidden_states, self.mixing, self.mixing_norm, **mixing)
         return self._residual(hidden_states, self.feed_forward, self.feed_forward_norm)
 
@@ -149,12 +165,12 @@ class SpadeStack:
     """What lies between embeddings and heads; a mixin of the causal model, the encoder and the decoder."""
 
     def _build_stack(self, config: SpadeConfig, blocks: Iterable[nn.Module], is_causal: bool) -> None:
-        sizes = (config.hidden_size, config.layer_norm_epsilon)
-        self.embedding_norm = nn.LayerNorm(*sizes) if config.embedding_norm else None
+        eps = config.layer_norm_epsilon
+        self.embedding_norm = nn.LayerNorm(config.hidden_size, eps) if config.embedding_norm else None
         self.dropout = nn.Dropout(config.embedding_dropout)
         self.relative_bias = relative_bias(config, is_causal) if config.relative_bias_scope == "shared" else None
         self.layers = nn.ModuleList(blocks)
-        self.norm = build_norm(config.norm_type, *sizes) if config.final_norm else None
+        self.norm = build_norm(config) if config.final_norm else None
 
     def _enter_stack(self, embeddings: torch.Tensor) -> torch.Tensor:
         """(B, L, d) embeddings → the first layer's input."""

@@ -18,18 +18,16 @@ from hf_hybrid_ssm.models.heads import (
     CausalLMHead,
     LMHead,
     MaskedLMHead,
+    MultipleChoiceHead,
     QuestionAnsweringHead,
     TokenClassificationHead,
 )
 from hf_hybrid_ssm.models.inputs import check_class_labels
-from hf_hybrid_ssm.models.multiple_choice import MultipleChoiceHead
 from hf_hybrid_ssm.models.packing import PackedRows
 from hf_hybrid_ssm.models.spade.adaptive_vocabulary import AdaptiveEmbedding, AdaptiveSoftmax
 from hf_hybrid_ssm.models.spade.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint, StackOfCheckpoint
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
-from hf_hybrid_ssm.models.spade.layers_spade import SpadeBlock, SpadeStack
-from hf_hybrid_ssm.models.spade.norms import ScaleNorm
-from hf_hybrid_ssm.models.unpadding import Unpadding
+from hf_hybrid_ssm.models.spade.layers_spade import ScaleNorm, SpadeBlock, SpadeStack
 
 # of a language model or a decoder, in a checkpoint that an encoder is loaded from
 NOT_OF_THE_ENCODER = [r"decoder\.", r"lm_head\.", r"^(model\.)?(layers|norm|embedding_norm|relative_bias)\."]
@@ -94,20 +92,11 @@ class SpadeLayers(SpadeStack, HybridModelMixin):
         self.gradient_checkpointing = False
 
     def _run_layers(
-        self,
-        hidden_states: torch.Tensor,
-        packed: PackedRows,
-        unpadding: Unpadding | None,
-        past_key_values: Cache | None,
-        **kwargs: Any,
+        self, hidden_states: torch.Tensor, rows: PackedRows, past_key_values: Cache | None, **kwargs: Any
     ) -> torch.Tensor:
         if not isinstance(self.layers[0], nn.Identity):  # else a pipeline's earlier process has done it
             hidden_states = self._enter_stack(hidden_states * self.embedding_scale)
-        bias = self._shared_bias()
-        for layer in self.layers[: self.config.num_hidden_layers]:  # fewer while generation exits early
-            # by name: gradient checkpointing takes the cache out, or a recompute would store the states twice
-            hidden_states = layer(hidden_states, bias, unpadding, packed.seq_idx, past_key_values=past_key_values)
-        return hidden_states
+        return self._through_layers(hidden_states, self._shared_bias(), rows, past_key_values=past_key_values)
 
 
 @auto_docstring
@@ -252,10 +241,10 @@ class SpadeForSequenceClassification(StackOfCheckpoint, SpadePreTrainedModel):
             return total / weights.sum(1).clamp(min=1)
         if real is None:
             return hidden_states[:, 0 if self.config.pooling == "first" else -1]
-        places = real.to(torch.int64)
+        columns = real.to(torch.int64)
         if self.config.pooling == "last":
-            places = places * torch.arange(places.shape[1], device=places.device)
-        return hidden_states[torch.arange(hidden_states.shape[0], device=hidden_states.device), places.argmax(1)]
+            columns = columns * torch.arange(columns.shape[1], device=columns.device)
+        return hidden_states[torch.arange(hidden_states.shape[0], device=hidden_states.device), columns.argmax(1)]
 
 
 @auto_docstring

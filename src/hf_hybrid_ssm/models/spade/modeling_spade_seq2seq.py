@@ -14,14 +14,15 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from hf_hybrid_ssm.models.cache import is_recurrent_state_layer, prepare_cache
+from hf_hybrid_ssm.models.base import WithoutContinuousBatching
+from hf_hybrid_ssm.models.cache import is_recurrent_state_layer, prepare_cache, tokens_and_notes
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
-from hf_hybrid_ssm.models.heads import WithoutContinuousBatching, fused_cross_entropy, is_plain_linear
+from hf_hybrid_ssm.models.heads import LMHead
 from hf_hybrid_ssm.models.inputs import check_inputs, check_labels
 from hf_hybrid_ssm.models.packing import PackedRows, resolve_packing
 from hf_hybrid_ssm.models.spade.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig, SpadeSeq2SeqConfig
-from hf_hybrid_ssm.models.spade.layers_spade import SpadeBlock, SpadeStack
+from hf_hybrid_ssm.models.spade.layers_spade import SpadeBlock, SpadeStack, build_norm
 from hf_hybrid_ssm.models.spade.modeling_spade import (
     SpadeEncoder,
     SpadeEncoderModel,
@@ -31,8 +32,6 @@ from hf_hybrid_ssm.models.spade.modeling_spade import (
     SpadePreTrainedModel,
     spade_embedding,
 )
-from hf_hybrid_ssm.models.spade.norms import build_norm
-from hf_hybrid_ssm.models.unpadding import Unpadding, unpadding_of
 from hf_hybrid_ssm.ops._core.checks import can_read_values, check_tensor
 
 
@@ -62,7 +61,7 @@ class SpadeCrossAttention(nn.Module):
             k, v = self._heads(self.k_proj(encoder_states)), self._heads(self.v_proj(encoder_states))
             if past_key_values is not None:
                 layer = past_key_values.cross_attention_cache.layers[self.layer_idx]
-                layer.update_states(k.shape[2], {"keys": k, "values": v}, _never_replayed)
+                layer.update_states(PackedRows(k.shape[2]), {"keys": k, "values": v}, _never_recomputed)
                 past_key_values.is_updated[self.layer_idx] = True
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
@@ -72,7 +71,7 @@ class SpadeCrossAttention(nn.Module):
         return x.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
 
 
-def _never_replayed(num_tokens: int) -> dict[str, torch.Tensor]:
+def _never_recomputed(first: PackedRows) -> dict[str, torch.Tensor]:
     raise AssertionError("the encoder's keys and values cover no decoder tokens that could be undone")
 
 
@@ -83,7 +82,7 @@ class SpadeDecoderBlock(SpadeBlock):
     def __init__(self, config: SpadeConfig, layer_idx: int, bias: bool):
         super().__init__(config, layer_idx, is_causal=True, attention_bias=bias)
         self.cross_attn = SpadeCrossAttention(config, layer_idx, bias)
-        self.cross_attn_norm = build_norm(config.norm_type, config.hidden_size, config.layer_norm_epsilon)
+        self.cross_attn_norm = build_norm(config)
 
     def forward(  # type: ignore[override]
         self,
@@ -91,11 +90,11 @@ class SpadeDecoderBlock(SpadeBlock):
         encoder_states: torch.Tensor,
         encoder_mask: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
-        unpadding: Unpadding | None = None,
+        rows: PackedRows | None = None,
         past_key_values: EncoderDecoderCache | None = None,
     ) -> torch.Tensor:
         cache = None if past_key_values is None else past_key_values.self_attention_cache
-        mixing = {"bias": bias, "unpadding": unpadding, "seq_idx": None, "past_key_values": cache}
+        mixing = {"bias": bias, "rows": rows, "past_key_values": cache}
         hidden_states = self._residual(hidden_states, self.mixing, self.mixing_norm, **mixing)
         cross = {"encoder_states": encoder_states, "mask": encoder_mask, "past_key_values": past_key_values}
         hidden_states = self._residual(hidden_states, self.cross_attn, self.cross_attn_norm, **cross)
@@ -129,31 +128,32 @@ class SpadeDecoder(SpadeStack, SpadePreTrainedModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
         """(B, T, d), (B, S, d) → (B, T, d)."""
-        batch, length = embeddings.shape[:2]
-        unpadding = unpadding_of(attention_mask, batch, length, name="decoder_attention_mask")
         cache = None if past_key_values is None else past_key_values.self_attention_cache
-        inputs = (None, None, attention_mask, unpadding, cache, batch, length)
-        packed = resolve_packing(*inputs, keeps_padding=self.positions is not None)
-        packed.open(cache)
+        rows = resolve_packing(
+            embeddings.shape[:2],
+            tokens_and_notes(cache),
+            attention_mask=attention_mask,
+            keeps_padding=self.positions is not None,
+            mask_name="decoder_attention_mask",
+        )
         if self.positions is not None:
-            embeddings = embeddings + self.positions(self._position_ids(packed, embeddings))
+            embeddings = embeddings + self.positions(self._position_ids(rows, embeddings))
         hidden_states = self._enter_stack(embeddings)
         mask = None
         if encoder_mask is not None:
             real = encoder_mask != 0
             # the weight of padding is 0, and 0 times NaN is NaN
             mask, encoder_states = real[:, None, None], torch.where(real.unsqueeze(-1), encoder_states, 0.0)
-        bias = self._shared_bias()
+        inputs = (encoder_states, mask, self._shared_bias(), rows)
         for layer in self.layers:
-            options = (encoder_states, mask, bias, unpadding)
-            hidden_states = layer(hidden_states, *options, past_key_values=past_key_values)
+            hidden_states = layer(hidden_states, *inputs, past_key_values=past_key_values)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden_states if self.norm is None else self.norm(hidden_states),
             past_key_values=past_key_values,
         )
 
-    def _position_ids(self, packed: PackedRows, embeddings: torch.Tensor) -> torch.Tensor:
-        positions = packed.positions(embeddings.device)
+    def _position_ids(self, rows: PackedRows, embeddings: torch.Tensor) -> torch.Tensor:
+        positions = rows.positions(embeddings.device)
         limit = self.positions.num_embeddings
         if can_read_values(positions) and positions.max() >= limit:
             raise ValueError(
@@ -211,7 +211,7 @@ class SpadeSeq2SeqModel(BaseOfCheckpoint, SpadePreTrainedModel):
     ) -> Seq2SeqModelOutput:
         self._refuse_attentions(kwargs.get("output_attentions"))
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
-        if self.training and self.gradient_checkpointing:  # a replayed layer would store its states twice
+        if self.training and self.gradient_checkpointing:  # a layer run again would store its states twice
             use_cache, past_key_values = False, None
         if kwargs.get("output_hidden_states") is None:
             kwargs["output_hidden_states"] = self.config.output_hidden_states
@@ -274,16 +274,13 @@ class SpadeSeq2SeqEncoder(nn.Module):
 
 
 @auto_docstring
-class SpadeForConditionalGeneration(WithoutContinuousBatching, SpadePreTrainedModel, GenerationMixin):
+class SpadeForConditionalGeneration(WithoutContinuousBatching, LMHead, SpadePreTrainedModel, GenerationMixin):
     config: SpadeSeq2SeqConfig
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    _tp_plan = {"lm_head": "colwise_gather_output"}
+    base_model_class = SpadeSeq2SeqModel
 
     def __init__(self, config: SpadeSeq2SeqConfig):
         super().__init__(config)
-        self.model = SpadeSeq2SeqModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
+        self.loss_type = "ForMaskedLM"  # whose labels are not shifted: the decoder's input is
 
     def get_encoder(self, modality: str | None = None) -> SpadeSeq2SeqEncoder:
         return self.model.get_encoder()
@@ -336,20 +333,7 @@ class SpadeForConditionalGeneration(WithoutContinuousBatching, SpadePreTrainedMo
             use_cache=use_cache,
             **kwargs,
         )
-        hidden_states = outputs.last_hidden_state
-        logits, loss = None, None
-        num_items = kwargs.get("num_items_in_batch")
-        is_fused = self.training and self.config.use_linear_cross_entropy and is_plain_linear(self.lm_head)
-        if labels is not None and is_fused:
-            loss = fused_cross_entropy(hidden_states, self.lm_head, labels.to(hidden_states.device), num_items)
-        else:
-            logits = self.lm_head(hidden_states)
-            if labels is not None:
-                total = F.cross_entropy(
-                    logits.flatten(0, 1).float(), labels.flatten().to(logits.device), ignore_index=-100,
-                    reduction="mean" if num_items is None else "sum",
-                )  # fmt: skip
-                loss = total if num_items is None else total / num_items
+        logits, loss = self._predict(outputs.last_hidden_state, labels, **kwargs)
         return Seq2SeqLMOutput(
             loss=loss,
             logits=logits,
