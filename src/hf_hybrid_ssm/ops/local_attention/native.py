@@ -64,9 +64,10 @@ def _layout(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, numbers: List[
     return *strides, *numbers, batch, heads, groups, length, held - length, size, value_size, columns
 
 
-def _by_token(batch: int, heads: int, length: int, size: int, like: Tensor) -> Tensor:
-    """Zeros (B, H, L, E) that lie as (B, L, H, E): what comes before and after attention joins the heads of a token."""
-    return like.new_zeros(batch, length, heads, size).transpose(1, 2)
+def _zeros_by_token(x: Tensor) -> Tensor:
+    """Zeros (B, H, L, E) that lie as (B, L, H, E), which maps before and after attention take without a copy."""
+    batch, heads, length, size = x.shape
+    return x.new_zeros(batch, length, heads, size).transpose(1, 2)
 
 
 def _compute_forward(
@@ -119,7 +120,7 @@ def _backward(
     numbers: List[int],  # noqa: UP006 - all that torch 2.6 reads
 ) -> List[Tensor]:  # noqa: UP006
     """dq, dk, dv and dbias (empty without a bias)."""
-    dq, dk, dv = (_by_token(*x.shape, x) for x in (q, k, v))
+    dq, dk, dv = (_zeros_by_token(x) for x in (q, k, v))
     dbias = q.new_zeros(0 if bias is None else bias.shape)
     results = (*_strided((dq, dk, dv)), dbias)
     tensors = (*_strided((q, k, v, bias)), seen, seq_idx, lengths, *_strided((y, dy)), log_sums, *results)
@@ -130,7 +131,7 @@ def _backward(
 
 @_backward.register_fake
 def _(q, k, v, bias, seen, seq_idx, lengths, y, log_sums, dy, scale, numbers):
-    return [*(_by_token(*x.shape, x) for x in (q, k, v)), q.new_empty(0 if bias is None else bias.shape)]
+    return [*(_zeros_by_token(x) for x in (q, k, v)), q.new_empty(0 if bias is None else bias.shape)]
 
 
 def _setup_context(ctx, inputs, output) -> None:
