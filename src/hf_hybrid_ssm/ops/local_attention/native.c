@@ -20,13 +20,13 @@ typedef struct {
     float *q, *y, *dy, *dq;                 /* of a tile, (QUERIES, width) */
     float *q_columns, *dy_columns;          /* (size, QUERIES) */
     float *weights, *dlogits;               /* (KEYS, QUERIES) */
-    float *by_distance, *of_zeros;          /* gradients of the bias: (LANES, slots), and by the zeros, as the tails */
+    float *by_distance, *of_zeros;          /* gradients of the bias: (PART, slots), and by the zeros, as the tails */
 } memory;
 
 /* A tile of queries and what it sees: keys low .. high; inner_low .. inner_high are seen by all of its queries. */
 typedef struct {
     int64_t b, h, begin, count;
-    ivec first[2], last[2];
+    int32_t first[QUERIES], last[QUERIES];
     int64_t low, high, inner_low, inner_high;
     const float *bias; /* of distance 0, or null */
 } tile;
@@ -36,13 +36,13 @@ static int64_t slots_of(const problem *p) { return (ceil_div(p->span + 2 * PAD, 
 
 /* Cuts one thread's memory into its parts, or counts the floats if `base` is null. */
 static int64_t lay_out(const problem *p, memory *m, float *base, int64_t keys, int backward) {
-    const int64_t E = p->key_width, V = p->value_width, W = LANES * slots_of(p);
+    const int64_t E = p->key_width, V = p->value_width, W = PART * slots_of(p);
     const struct { float **part; int64_t size; } parts[] = {
         {&m->keys, keys * E}, {&m->values, keys * V}, {&m->dkeys, backward * keys * E},
         {&m->dvalues, backward * keys * V}, {&m->q, QUERIES * E}, {&m->y, QUERIES * V}, {&m->dy, QUERIES * V},
         {&m->dq, QUERIES * E}, {&m->q_columns, QUERIES * E}, {&m->dy_columns, QUERIES * V},
         {&m->weights, KEYS * QUERIES}, {&m->dlogits, KEYS * QUERIES}, {&m->by_distance, backward && p->bias ? W : 0},
-        {&m->of_zeros, backward * whole(p->tails)}};
+        {&m->of_zeros, backward * p->tail_width}};
     int64_t used = 0;
     for (size_t i = 0; i < sizeof parts / sizeof *parts; used += parts[i++].size)
         if (base) *parts[i].part = base + used;
@@ -61,7 +61,6 @@ static int64_t keys_of(const problem *p, int64_t b, int64_t begin, int64_t end, 
 }
 
 static void open_tile(const problem *p, tile *t, int64_t b, int64_t h, int64_t begin, int64_t end) {
-    int32_t *first = (int32_t *)t->first, *last = (int32_t *)t->last;
     t->b = b;
     t->h = h;
     t->begin = begin;
@@ -70,12 +69,12 @@ static void open_tile(const problem *p, tile *t, int64_t b, int64_t h, int64_t b
     t->high = t->inner_low = -1;
     for (int64_t i = 0; i < QUERIES; i++) {
         const int64_t at = b * p->L + begin + smaller(i, t->count - 1); /* what is missing is like the last */
-        first[i] = p->low[at];
-        last[i] = p->high[at];
-        t->low = smaller(t->low, first[i]);
-        t->high = larger(t->high, last[i]);
-        t->inner_low = larger(t->inner_low, first[i]);
-        t->inner_high = smaller(t->inner_high, last[i]);
+        t->first[i] = p->low[at];
+        t->last[i] = p->high[at];
+        t->low = smaller(t->low, t->first[i]);
+        t->high = larger(t->high, t->last[i]);
+        t->inner_low = larger(t->inner_low, t->first[i]);
+        t->inner_high = smaller(t->inner_high, t->last[i]);
     }
     t->bias = p->bias ? p->by_distance + h * (p->span + 2 * PAD) + PAD - p->nearest : 0;
 }
@@ -86,58 +85,55 @@ static inline void logits_of(const problem *p, const tile *t, const float *colum
     const int inner = j >= t->inner_low && j + KEY_TILE - 1 <= t->inner_high;
     if (inner && !t->bias) return;
     for (int64_t r = 0; r < KEY_TILE; r++)
-        for (int u = 0; u < 2; u++) {
-            vec *logit = (vec *)(out + r * QUERIES + u * LANES);
-            if (t->bias) *logit += *(const vec *)(t->bias + t->begin + u * LANES + p->M - (j + r));
-            const ivec key = (int32_t)(j + r) - (ivec){0};
-            if (!inner) *logit = choose((key >= t->first[u]) & (key <= t->last[u]), *logit, broadcast(HIDDEN));
+        for (int64_t i = 0; i < QUERIES; i += PART) {
+            part *logit = (part *)(out + r * QUERIES + i);
+            if (t->bias) *logit += *(const part *)(t->bias + t->begin + i + p->M - (j + r));
+            if (inner) continue;
+            const ipart key = (int32_t)(j + r) - (ipart){0};
+            const ipart is_seen = (key >= *(const ipart *)(t->first + i)) & (key <= *(const ipart *)(t->last + i));
+            *logit = choose(is_seen, *logit, all(HIDDEN));
         }
 }
 
 /* y of a tile, and the log of its summed weights, from keys and values that begin with key `from`. */
 static void attend(const problem *p, const memory *m, const tile *t, int64_t from, float *y, float *log_sum) {
     const int64_t E = p->key_width, V = p->value_width;
-    float top_of[QUERIES], sum_of[QUERIES], factor_of[QUERIES];
-    vec *top = (vec *)top_of, *sum = (vec *)sum_of, *factor = (vec *)factor_of;
+    float top[QUERIES], sum[QUERIES], factor[QUERIES];
     for (int64_t i = 0; i < QUERIES; i++) {
         const int64_t first = tail_of(p, t->b * p->L + t->begin + smaller(i, t->count - 1));
-        top_of[i] = first < p->tails ? p->tail[t->h * whole(p->tails) + first] : NOTHING;
-        sum_of[i] = first < p->tails;
+        top[i] = first < p->tails ? p->tail[t->h * p->tail_width + first] : NOTHING;
+        sum[i] = first < p->tails;
     }
     copy_rows(m->q, E, QUERIES, token_of(p->q, t->b, t->h, t->begin), p->q.token, p->E, t->count, p->scale);
     turn(m->q_columns, m->q, E, p->E);
     memset(m->y, 0, QUERIES * V * sizeof(float));
     for (int64_t j = t->low; j <= t->high; j += KEYS) {
         const int64_t count = ceil_div(smaller(KEYS, t->high + 1 - j), KEY_TILE) * KEY_TILE;
-        vec largest[2] = {top[0], top[1]}, sums[2] = {{0}, {0}};
-        for (int64_t r = 0; r < count; r += KEY_TILE) {
-            float *logits = m->weights + r * QUERIES;
-            logits_of(p, t, m->q_columns, m->keys + (j + r - from) * E, j + r, logits);
-            for (int64_t s = 0; s < KEY_TILE; s++)
-                for (int u = 0; u < 2; u++) {
-                    const vec logit = *(vec *)(logits + s * QUERIES + u * LANES);
-                    largest[u] = choose(logit > largest[u], logit, largest[u]);
-                }
-        }
-        for (int64_t r = 0; r < count; r++)
-            for (int u = 0; u < 2; u++) {
-                vec *weight = (vec *)(m->weights + r * QUERIES + u * LANES);
-                *weight = weight_of(*weight - largest[u]);
-                sums[u] += *weight;
+        for (int64_t r = 0; r < count; r += KEY_TILE)
+            logits_of(p, t, m->q_columns, m->keys + (j + r - from) * E, j + r, m->weights + r * QUERIES);
+        for (int64_t i = 0; i < QUERIES; i += PART) {
+            part most = *(part *)(top + i), total = {0};
+            for (int64_t r = 0; r < count; r++) {
+                const part logit = *(part *)(m->weights + r * QUERIES + i);
+                most = choose(logit > most, logit, most);
             }
-        for (int u = 0; u < 2; u++) {
-            factor[u] = weight_of(top[u] - largest[u]);
-            sum[u] = sum[u] * factor[u] + sums[u];
-            top[u] = largest[u];
+            for (int64_t r = 0; r < count; r++) {
+                part *weight = (part *)(m->weights + r * QUERIES + i);
+                total += *weight = weight_of(*weight - most);
+            }
+            const part shrunk = weight_of(*(part *)(top + i) - most);
+            *(part *)(factor + i) = shrunk;
+            *(part *)(sum + i) = *(part *)(sum + i) * shrunk + total;
+            *(part *)(top + i) = most;
         }
         for (int64_t i = 0; i < QUERIES && j > t->low; i++)
-            for (int64_t c = 0; c < V; c += LANES) *(vec *)(m->y + i * V + c) *= factor_of[i];
+            for (int64_t c = 0; c < V; c += PART) *(part *)(m->y + i * V + c) *= factor[i];
         add_products(m->y, QUERIES, m->weights, 1, QUERIES, m->values + (j - from) * V, V, count);
     }
     for (int64_t i = 0; i < t->count; i++) {
-        const float share = sum_of[i] == 0 ? 0 : 1 / sum_of[i];
+        const float share = sum[i] == 0 ? 0 : 1 / sum[i];
         for (int64_t c = 0; c < p->V; c++) y[i * p->H * p->V + c] = m->y[i * V + c] * share;
-        log_sum[i] = sum_of[i] == 0 ? 0 : top_of[i] + logf(sum_of[i]);
+        log_sum[i] = sum[i] == 0 ? 0 : top[i] + logf(sum[i]);
     }
 }
 
@@ -198,7 +194,7 @@ int local_attention_forward(
     }
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
     for (int64_t task = 0; task < (space ? B * G * p.segments : 0); task++) {
-        memory m;
+        memory m = {0};
         lay_out(&p, &m, (float *)(space + omp_get_thread_num() * size), keys, 0);
         const int64_t row = task / p.segments;
         forward_task(&p, &m, row / G, row % G, task % p.segments * p.segment, y, log_sums);
@@ -218,12 +214,12 @@ typedef struct {
 
 /* The bias's gradient by the zeros of a tile's sink, whose weights are exp(bias - log_sum). */
 static void sink_back(const problem *p, const memory *m, const tile *t, const float *log_sum, const float *mean) {
-    const float *zeros = p->zeros + t->h * whole(p->tails);
+    const float *zeros = p->zeros + t->h * p->tail_width;
     for (int64_t i = 0; i < t->count; i++) {
         const int64_t first = tail_of(p, t->b * p->L + t->begin + i);
-        for (int64_t x = first; x < p->tails; x += LANES) {
-            const int lanes = lanes_of(x, p->tails);
-            store(m->of_zeros + x, load(m->of_zeros + x, lanes) - mean[i] * weight_of(load(zeros + x, lanes) - log_sum[i]), lanes);
+        for (int64_t x = first; x < p->tails; x += PART) { /* after them, exp(-inf) */
+            const part weight = weight_of(*(const part *)(zeros + x) - log_sum[i]);
+            *(part *)(m->of_zeros + x) -= mean[i] * weight;
         }
     }
 }
@@ -231,8 +227,8 @@ static void sink_back(const problem *p, const memory *m, const tile *t, const fl
 /* The gradients of a tile: dq, and what it adds to those of keys, values and bias. */
 static void attend_back(const problem *p, const memory *m, const tile *t, int64_t from, const gradients *g) {
     const int64_t E = p->key_width, V = p->value_width, W = slots_of(p);
-    float mean_of[QUERIES] = {0}, log_sum_of[QUERIES] = {0}; /* sum over c of dy y: the mean of what keys gain */
-    const vec *mean = (vec *)mean_of, *log_sum = (vec *)log_sum_of;
+    float mean[QUERIES] = {0}, log_sum[QUERIES]; /* sum over c of dy y: the mean of what keys gain */
+    for (int64_t i = 0; i < QUERIES; i++) log_sum[i] = -HIDDEN; /* a query that is missing has no weights */
     copy_rows(m->q, E, QUERIES, token_of(p->q, t->b, t->h, t->begin), p->q.token, p->E, t->count, p->scale);
     turn(m->q_columns, m->q, E, p->E);
     copy_rows(m->dy, V, QUERIES, token_of(g->dy, t->b, t->h, t->begin), g->dy.token, p->V, t->count, 1);
@@ -242,8 +238,8 @@ static void attend_back(const problem *p, const memory *m, const tile *t, int64_
         vec sums = {0};
         for (int64_t c = 0; c < p->V; c += LANES)
             sums += load(y + c, lanes_of(c, p->V)) * *(vec *)(m->dy + i * V + c);
-        mean_of[i] = total(sums);
-        log_sum_of[i] = g->log_sums[(t->b * p->H + t->h) * p->L + t->begin + i];
+        mean[i] = total(sums);
+        log_sum[i] = g->log_sums[(t->b * p->H + t->h) * p->L + t->begin + i];
     }
     memset(m->dq, 0, QUERIES * E * sizeof(float));
     for (int64_t j = t->low; j <= t->high; j += KEYS) {
@@ -253,15 +249,14 @@ static void attend_back(const problem *p, const memory *m, const tile *t, int64_
                 logits_of(p, t, m->q_columns, m->keys + (j + r - from) * E, j + r, m->weights + r * QUERIES);
                 dot_tile(m->dlogits + r * QUERIES, m->dy_columns, m->values + (j + r - from) * V, V, p->V);
             }
-            for (int u = 0; u < 2; u++) {
-                vec *weight = (vec *)(m->weights + r * QUERIES + u * LANES);
-                vec *dlogit = (vec *)(m->dlogits + r * QUERIES + u * LANES);
-                *weight = weight_of(*weight - log_sum[u]);
-                *dlogit = *weight * (*dlogit - mean[u]);
+            for (int64_t i = 0; i < QUERIES; i += PART) {
+                part *weight = (part *)(m->weights + r * QUERIES + i), *dlogit = (part *)(m->dlogits + r * QUERIES + i);
+                *weight = weight_of(*weight - *(part *)(log_sum + i));
+                *dlogit = *weight * (*dlogit - *(part *)(mean + i));
                 if (!p->bias) continue;
-                /* by distance: a buffer for each offset within a vector, or sums would wait for parts of stores */
-                const int64_t x = t->begin + u * LANES + p->M - (j + r) - p->nearest + PAD;
-                *(vec *)(m->by_distance + x % LANES * W + x / LANES * LANES) += *dlogit;
+                /* by distance: a buffer for each offset within a part, or sums would wait for parts of stores */
+                const int64_t x = t->begin + i + p->M - (j + r) - p->nearest + PAD;
+                *(part *)(m->by_distance + x % PART * W + x / PART * PART) += *dlogit;
             }
         }
         add_products(m->dvalues + (j - from) * V, count, m->weights, QUERIES, 1, m->dy, V, QUERIES);
@@ -272,7 +267,7 @@ static void attend_back(const problem *p, const memory *m, const tile *t, int64_
         float *dq = g->dq + ((t->b * p->L + t->begin + i) * p->H + t->h) * p->E;
         for (int64_t e = 0; e < p->E; e++) dq[e] = m->dq[i * E + e] * p->scale;
     }
-    if (p->bias) sink_back(p, m, t, log_sum_of, mean_of);
+    if (p->bias) sink_back(p, m, t, log_sum, mean);
 }
 
 /* dbias (R) from the sums by distance. */
@@ -280,7 +275,7 @@ static void fold_bias(const problem *p, const memory *m, float *dbias) {
     const int64_t W = slots_of(p), offset = p->right > 0 ? p->R / 2 : 0;
     for (int64_t x = 0; x < p->span; x++) {
         float sum = 0;
-        for (int64_t r = 0; r < LANES; r++) sum += m->by_distance[r * W + x + PAD - r];
+        for (int64_t r = 0; r < PART; r++) sum += m->by_distance[r * W + x + PAD - r];
         dbias[larger(0, smaller(x + p->nearest + offset, p->R - 1))] += sum;
     }
     for (int64_t x = 0; x < p->tails; x++)
@@ -304,8 +299,8 @@ static void backward_task(const problem *p, const memory *m, int64_t b, int64_t 
         memset(m->dvalues, 0, (keys + KEY_TILE) * V * sizeof(float));
     }
     for (int64_t h = group * heads; h < (group + 1) * heads; h++) {
-        if (p->bias) memset(m->by_distance, 0, LANES * slots_of(p) * sizeof(float));
-        memset(m->of_zeros, 0, p->tails * sizeof(float));
+        if (p->bias) memset(m->by_distance, 0, PART * slots_of(p) * sizeof(float));
+        memset(m->of_zeros, 0, p->tail_width * sizeof(float));
         for (int64_t i = begin; i < end; i += QUERIES) {
             tile t;
             open_tile(p, &t, b, h, i, end);
@@ -343,7 +338,7 @@ int local_attention_backward(
         const int64_t count = (p.segments + 1 - odd) / 2;
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
         for (int64_t task = 0; task < (space ? B * G * count : 0); task++) {
-            memory m;
+            memory m = {0};
             lay_out(&p, &m, (float *)(space + omp_get_thread_num() * size), keys, 1);
             const int64_t row = task / count;
             backward_task(&p, &m, row / G, row % G, 2 * (task % count) + odd, &g);

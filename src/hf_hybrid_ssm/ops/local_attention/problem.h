@@ -26,8 +26,8 @@ typedef struct {
     int64_t segment, segments;        /* queries of a task, tasks of a row and head */
     int32_t *low, *high, *rank;       /* (B, L): the first and the last key that a query sees; its rank in the document */
     float *by_distance;               /* (H, PAD + span + PAD) */
-    int64_t tails;                    /* distances that a zero before the document may have: -right .. left */
-    float *zeros, *tail;              /* (H, tails and padding): their biases, and log sums of weights from there on */
+    int64_t tails, tail_width;        /* distances that a zero before the document may have, -right .. left; padded */
+    float *zeros, *tail;              /* (H, tail_width): their biases, and log sums of their weights from there on */
 } problem;
 
 static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -66,7 +66,7 @@ static inline float bias_of(const problem *p, int64_t h, int64_t distance) {
 }
 
 static void fill_tables(const problem *p, int64_t h) {
-    const int64_t all = p->span + 2 * PAD, padded = whole(p->tails);
+    const int64_t all = p->span + 2 * PAD, padded = p->tail_width;
     for (int64_t x = 0; x < all && p->bias; x++) p->by_distance[h * all + x] = bias_of(p, h, p->nearest + x - PAD);
     double log_sum = -INFINITY;
     for (int64_t x = padded - 1; x >= 0; x--) {
@@ -98,14 +98,15 @@ static int open_problem(problem *p) {
     p->nearest = -smaller(p->right, p->L);
     p->span = larger(p->farthest - p->nearest + 1, 0);
     p->tails = p->sink ? p->left + p->right + 1 : 0;
+    p->tail_width = p->sink ? whole(p->tails) + LANES : 0;
     p->key_width = whole(p->E);
     p->value_width = whole(p->V);
     p->low = malloc((p->B * p->L + 1) * sizeof(int32_t));
     p->high = malloc((p->B * p->L + 1) * sizeof(int32_t));
     p->rank = malloc((p->B * p->L + 1) * sizeof(int32_t));
     p->by_distance = malloc(p->H * (p->span + 2 * PAD) * sizeof(float));
-    p->zeros = malloc((p->H * whole(p->tails) + 1) * sizeof(float));
-    p->tail = malloc((p->H * whole(p->tails) + 1) * sizeof(float));
+    p->zeros = malloc((p->H * p->tail_width + 1) * sizeof(float));
+    p->tail = malloc((p->H * p->tail_width + 1) * sizeof(float));
     if (!p->low || !p->high || !p->rank || !p->by_distance || !p->zeros || !p->tail) return 0;
     for (int64_t b = 0; b < p->B; b++) find_intervals(p, b);
     for (int64_t h = 0; h < p->H; h++) fill_tables(p, h);

@@ -1,8 +1,30 @@
 /* Products of small matrices for attention: a tile of queries against a few keys, and weights times rows.
  *
  * What has one number for a query and a key is held by key, QUERIES numbers each. Rows are padded with zeros to whole
- * vectors. Each function is compiled for sizes whose sums fit the registers, of which AVX-512 has 32 of a whole vector.
+ * vectors. A `part` of a vector is what the processor holds in one register: compilers split longer ones badly. The
+ * sums of a function fit the registers, 32 with AVX-512, else 16.
  */
+#if defined(__AVX512F__)
+typedef vec part;
+typedef ivec ipart;
+#define KEYS_AT_ONCE 8
+#define ROWS_AT_ONCE 4
+#define PARTS_AT_ONCE 4
+#elif defined(__AVX__)
+typedef half part;
+typedef int32_t ipart __attribute__((vector_size(32), aligned(4), may_alias));
+#define KEYS_AT_ONCE 4
+#define ROWS_AT_ONCE 4
+#define PARTS_AT_ONCE 2
+#else
+typedef quarter part;
+typedef int32_t ipart __attribute__((vector_size(16), aligned(4), may_alias));
+#define KEYS_AT_ONCE 4
+#define ROWS_AT_ONCE 4
+#define PARTS_AT_ONCE 2
+#endif
+#define PART ((int64_t)(sizeof(part) / sizeof(float))) /* lanes */
+
 #define QUERIES (2 * LANES) /* of a tile */
 #define KEYS 64             /* whose weights are held at once */
 #define KEY_TILE 8          /* what is computed or skipped as a whole */
@@ -10,67 +32,75 @@
 #define NOTHING -1e30f      /* where the largest logit begins: far from HIDDEN, so that a hidden key weighs 0 */
 #define INLINE static inline __attribute__((always_inline))
 
-INLINE vec choose(ivec condition, vec yes, vec no) {
-    return (vec)(((ivec)yes & condition) | ((ivec)no & ~condition));
+INLINE part choose(ipart condition, part yes, part no) {
+    return (part)(((ipart)yes & condition) | ((ipart)no & ~condition));
 }
 
-/* exp for x <= 80, 0 below -80; NaN stays NaN */
-INLINE vec weight_of(vec x) { return (vec)((ivec)exponential(x) & ~(ivec)(x < -80.0f)); }
+INLINE part all(float value) { return value - (part){0}; }
 
-/* out[j] = sum over e of rows[j, e] columns[e], for `keys` rows and `vectors` vectors of queries */
-INLINE void dot_some(
-    float *out, const float *columns, const float *rows, int64_t width, int64_t size, const int keys, const int vectors) {
-    vec sums[16];
+/* exp for x <= 80, 0 below -80; NaN stays NaN. As `exponential`, of a part. */
+INLINE part weight_of(part x) {
+    const ipart gone = x < -80.0f;
+    const part clamped = choose(gone, all(-80.0f), x);
+    const part n = (clamped * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
+    const part r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
+    part p = all(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    p *= (part)((__builtin_convertvector(n, ipart) + 127) << 23);
+    return (part)((ipart)p & ~gone);
+}
+
+/* out[j] = sum over e of rows[j, e] columns[e], for KEYS_AT_ONCE rows and two parts of the queries */
+INLINE void dot_some(float *out, const float *columns, const float *rows, int64_t width, int64_t size) {
+    part sums[2 * KEYS_AT_ONCE];
 #pragma GCC unroll 16
-    for (int s = 0; s < keys * vectors; s++) sums[s] = (vec){0};
+    for (int s = 0; s < 2 * KEYS_AT_ONCE; s++) sums[s] = (part){0};
     for (int64_t e = 0; e < size; e++) {
-        vec column[2];
-#pragma GCC unroll 2
-        for (int u = 0; u < vectors; u++) column[u] = *(const vec *)(columns + e * QUERIES + u * LANES);
+        const part near = *(const part *)(columns + e * QUERIES), far = *(const part *)(columns + e * QUERIES + PART);
 #pragma GCC unroll 8
-        for (int j = 0; j < keys; j++)
-#pragma GCC unroll 2
-            for (int u = 0; u < vectors; u++) sums[j * vectors + u] += rows[j * width + e] * column[u];
+        for (int j = 0; j < KEYS_AT_ONCE; j++) {
+            sums[2 * j] += rows[j * width + e] * near;
+            sums[2 * j + 1] += rows[j * width + e] * far;
+        }
     }
-#pragma GCC unroll 8
-    for (int j = 0; j < keys; j++)
-#pragma GCC unroll 2
-        for (int u = 0; u < vectors; u++) *(vec *)(out + j * QUERIES + u * LANES) = sums[j * vectors + u];
+#pragma GCC unroll 16
+    for (int s = 0; s < 2 * KEYS_AT_ONCE; s++) *(part *)(out + s / 2 * QUERIES + s % 2 * PART) = sums[s];
 }
 
 /* KEY_TILE rows against the columns (size, QUERIES) */
 INLINE void dot_tile(float *out, const float *columns, const float *rows, int64_t width, int64_t size) {
-#ifdef __AVX512F__
-    dot_some(out, columns, rows, width, size, KEY_TILE, 2);
-#else
-    for (int j = 0; j < KEY_TILE; j += 4)
-        for (int u = 0; u < QUERIES; u += LANES)
-            dot_some(out + j * QUERIES + u, columns + u, rows + j * width, width, size, 4, 1);
-#endif
+    for (int j = 0; j < KEY_TILE; j += KEYS_AT_ONCE)
+        for (int64_t i = 0; i < QUERIES; i += 2 * PART)
+            dot_some(out + j * QUERIES + i, columns + i, rows + j * width, width, size);
 }
 
-/* out[r] += sum over t of a[r * apart + t * step] x[t], `vectors` vectors of `rows` rows */
+/* out[r] += sum over t of a[r * apart + t * step] x[t], `parts` parts of `rows` rows */
 INLINE void add_some(
     float *out, const float *a, const int64_t apart, const int64_t step, const float *x, int64_t width, int64_t count,
-    const int rows, const int vectors) {
-    vec sums[16];
+    const int rows, const int parts) {
+    part sums[16];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int u = 0; u < vectors; u++) sums[r * vectors + u] = *(vec *)(out + r * width + u * LANES);
+        for (int u = 0; u < parts; u++) sums[r * parts + u] = *(part *)(out + r * width + u * PART);
     for (int64_t t = 0; t < count; t++) {
-        vec row[4];
+        part row[4];
 #pragma GCC unroll 4
-        for (int u = 0; u < vectors; u++) row[u] = *(const vec *)(x + t * width + u * LANES);
+        for (int u = 0; u < parts; u++) row[u] = *(const part *)(x + t * width + u * PART);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-            for (int u = 0; u < vectors; u++) sums[r * vectors + u] += a[r * apart + t * step] * row[u];
+            for (int u = 0; u < parts; u++) sums[r * parts + u] += a[r * apart + t * step] * row[u];
     }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int u = 0; u < vectors; u++) *(vec *)(out + r * width + u * LANES) = sums[r * vectors + u];
+        for (int u = 0; u < parts; u++) *(part *)(out + r * width + u * PART) = sums[r * parts + u];
 }
 
 /* The same for all of `rows` rows, a multiple of KEY_TILE, of the width of x. */
@@ -78,21 +108,15 @@ INLINE void add_products(
     float *out, int64_t rows, const float *a, const int64_t apart, const int64_t step, const float *x, int64_t width,
     int64_t count) {
     int64_t e = 0;
-#ifdef __AVX512F__
-    for (; e + 4 * LANES <= width; e += 4 * LANES)
-        for (int64_t r = 0; r < rows; r += 4)
-            add_some(out + r * width + e, a + r * apart, apart, step, x + e, width, count, 4, 4);
-    for (; e + 2 * LANES <= width; e += 2 * LANES)
+    for (; e + PARTS_AT_ONCE * PART <= width; e += PARTS_AT_ONCE * PART)
+        for (int64_t r = 0; r < rows; r += ROWS_AT_ONCE)
+            add_some(out + r * width + e, a + r * apart, apart, step, x + e, width, count, ROWS_AT_ONCE, PARTS_AT_ONCE);
+    for (; e + 2 * PART <= width; e += 2 * PART) /* heads of AVX-512 that are not of a multiple of 64 entries */
         for (int64_t r = 0; r < rows; r += 8)
             add_some(out + r * width + e, a + r * apart, apart, step, x + e, width, count, 8, 2);
-    for (; e < width; e += LANES)
+    for (; e < width; e += PART)
         for (int64_t r = 0; r < rows; r += 8)
             add_some(out + r * width + e, a + r * apart, apart, step, x + e, width, count, 8, 1);
-#else
-    for (; e < width; e += LANES)
-        for (int64_t r = 0; r < rows; r += 4)
-            add_some(out + r * width + e, a + r * apart, apart, step, x + e, width, count, 4, 1);
-#endif
 }
 
 /* rows of `width` from rows of `size` that lie apart, times a factor; zeros in the rest and in rows that are missing */
