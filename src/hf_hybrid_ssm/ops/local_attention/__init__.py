@@ -13,7 +13,10 @@ from hf_hybrid_ssm.ops.local_attention.torch_backend import local_attention_torc
 _OP = Op(
     "local_attention",
     builtin={"torch": local_attention_torch, "reference": local_attention_reference},
-    kernels={"triton": "hf_hybrid_ssm.ops.local_attention.triton"},
+    kernels={
+        "triton": "hf_hybrid_ssm.ops.local_attention.triton",
+        "native": "hf_hybrid_ssm.ops.local_attention.native",
+    },
     self_check_inputs=self_check_inputs,
 )
 

@@ -1,0 +1,150 @@
+"""The fused CPU backend: `native.c`, compiled on first use and called directly or through two custom ops."""
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import List  # noqa: UP035
+
+import torch
+from torch import Tensor
+
+from hf_hybrid_ssm.ops._core.native_library import address, call, compile_and_load, is_plain_call, supports
+from hf_hybrid_ssm.ops.local_attention.torch_backend import local_attention_torch
+
+__all__ = ["local_attention_native", "supports"]
+
+UNLIMITED = 2**40  # a limit of the window that no token reaches
+
+
+def local_attention_native(
+    q, k, v, *, window, chunk_size, bias, scale, zero_kv_sink, dropout, state, seq_idx, lengths
+):
+    """See `hf_hybrid_ssm.ops.local_attention.local_attention`; dropout runs in torch."""
+    if dropout:
+        given = {"window": window, "chunk_size": chunk_size, "bias": bias, "scale": scale, "dropout": dropout}
+        given |= {"zero_kv_sink": zero_kv_sink, "state": state, "seq_idx": seq_idx, "lengths": lengths}
+        return local_attention_torch(q, k, v, **given)
+    seen = None
+    if state is not None:
+        k, v = torch.cat([state.keys.to(k.dtype), k], 2), torch.cat([state.values.to(v.dtype), v], 2)
+        seen = _whole_numbers(state.seen)
+    left, right = (UNLIMITED if limit is None else limit for limit in window)
+    numbers = (left, right, chunk_size or 0, int(zero_kv_sink))
+    rows = (_with_dense_entries(q), _with_dense_entries(k), _with_dense_entries(v))
+    inputs = (*rows, None if bias is None else bias.float(), seen, _whole_numbers(seq_idx), _whole_numbers(lengths))
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:4] if x is not None)
+    run: Callable = _forward if trains or not is_plain_call(q) else _compute_forward
+    return run(*inputs, float(scale), numbers)[0].to(q.dtype)
+
+
+def _with_dense_entries(x: Tensor) -> Tensor:
+    """Float32, its last dimension contiguous."""
+    return x.float() if x.stride(-1) == 1 else x.float().contiguous()
+
+
+def _whole_numbers(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.long().contiguous()
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    return compile_and_load(Path(__file__).with_name("native.c"))
+
+
+def _strided(tensors: tuple[Tensor | None, ...]) -> tuple[int | None, ...]:
+    return tuple(None if tensor is None else address(tensor, is_strided=True) for tensor in tensors)
+
+
+def _layout(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, numbers: List[int]) -> tuple[int, ...]:  # noqa: UP006
+    """Strides, options and sizes in the order of C."""
+    (batch, heads, length, size), (_, groups, held, value_size) = q.shape, v.shape
+    of_bias, columns = ((0, 0), 0) if bias is None else (bias.stride(), bias.shape[1])
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *of_bias)
+    return *strides, *numbers, batch, heads, groups, length, held - length, size, value_size, columns
+
+
+def _zeros_by_token(x: Tensor) -> Tensor:
+    """Zeros (B, H, L, E) that lie as (B, L, H, E), which maps before and after attention take without a copy."""
+    batch, heads, length, size = x.shape
+    return x.new_zeros(batch, length, heads, size).transpose(1, 2)
+
+
+def _compute_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    seen: Tensor | None,
+    seq_idx: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+    numbers: List[int],  # noqa: UP006 - all that torch 2.6 reads
+) -> tuple[Tensor, Tensor]:
+    """y (B, H, L, V), the logs of the summed weights (B, H, L); numbers are left, right, chunk (0: none) and sink.
+
+    q (B, H, L, E), k (B, G, M + L, E) and v (B, G, M + L, V) are float32 with dense entries, bias (H, R) float32; the
+    last M tokens before the row come first among its keys.
+    """
+    (batch, heads, length, _), size = q.shape, v.shape[3]
+    y, log_sums = q.new_empty(batch, length, heads, size), q.new_empty(batch, heads, length)
+    tensors = (*_strided((q, k, v, bias)), seen, seq_idx, lengths, y, log_sums)
+    call(_library().local_attention_forward, tensors, scale, *_layout(q, k, v, bias, numbers))
+    return y.transpose(1, 2), log_sums
+
+
+_forward = torch.library.custom_op(
+    "hf_hybrid_ssm::local_attention_native", _compute_forward, mutates_args=(), device_types="cpu"
+)
+
+
+@_forward.register_fake
+def _(q, k, v, bias, seen, seq_idx, lengths, scale, numbers):
+    batch, heads, length, _ = q.shape
+    return q.new_empty(batch, length, heads, v.shape[3]).transpose(1, 2), q.new_empty(batch, heads, length)
+
+
+@torch.library.custom_op("hf_hybrid_ssm::local_attention_native_backward", mutates_args=(), device_types="cpu")
+def _backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    seen: Tensor | None,
+    seq_idx: Tensor | None,
+    lengths: Tensor | None,
+    y: Tensor,
+    log_sums: Tensor,
+    dy: Tensor,
+    scale: float,
+    numbers: List[int],  # noqa: UP006 - all that torch 2.6 reads
+) -> List[Tensor]:  # noqa: UP006
+    """dq, dk, dv and dbias (empty without a bias)."""
+    dq, dk, dv = (_zeros_by_token(x) for x in (q, k, v))
+    dbias = q.new_zeros(0 if bias is None else bias.shape)
+    results = (*_strided((dq, dk, dv)), dbias)
+    tensors = (*_strided((q, k, v, bias)), seen, seq_idx, lengths, *_strided((y, dy)), log_sums, *results)
+    strides = (*y.stride()[:3], *dy.stride()[:3])
+    call(_library().local_attention_backward, tensors, scale, *_layout(q, k, v, bias, numbers), *strides)
+    return [dq, dk, dv, dbias]
+
+
+@_backward.register_fake
+def _(q, k, v, bias, seen, seq_idx, lengths, y, log_sums, dy, scale, numbers):
+    return [*(_zeros_by_token(x) for x in (q, k, v)), q.new_empty(0 if bias is None else bias.shape)]
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)
+    *tensors, ctx.scale, ctx.numbers = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _gradient(ctx, dy, dlog_sums):
+    *inputs, y, log_sums = ctx.saved_tensors  # once: checkpointing unpacks them once
+    saved = (*inputs, _with_dense_entries(y), log_sums.contiguous(), _with_dense_entries(dy))
+    dq, dk, dv, dbias = _backward(*saved, ctx.scale, ctx.numbers)
+    return dq, dk, dv, None if inputs[3] is None else dbias, None, None, None, None, None
+
+
+_forward.register_autograd(_gradient, setup_context=_setup_context)
