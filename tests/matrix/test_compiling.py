@@ -8,7 +8,7 @@ logits to 1e-4 of the largest; one token goes through a `StaticCache`, and the s
 import torch
 from transformers import EncoderDecoderCache, StaticCache
 
-from tests.matrix.checks import assert_near, logits_of, rows
+from tests.matrix.checks import assert_near, cells, logits_of, rows
 from tests.tiny_models import batch_of, compiles, language_model, own_language_model
 
 pytestmark = compiles
@@ -36,21 +36,12 @@ def test_training_step(row):
             torch.testing.assert_close(other.grad, parameter.grad, rtol=1e-3, atol=1e-3 * float(size) + 1e-6, msg=name)
 
 
-def _prefill(row, backend):
-    model = language_model(row)
+@cells({"prefill": (), "prefill, inductor": ()})
+def test_prefill(column, row):
+    model, backend = language_model(row), "inductor" if "inductor" in column else TRACED
     with torch.no_grad():
         got = torch.compile(model, fullgraph=True, backend=backend)(**batch_of(row), use_cache=False).logits
     assert_near(got, logits_of(model, row), 1e-4, "logits")
-
-
-@rows()
-def test_prefill(row):
-    _prefill(row, TRACED)
-
-
-@rows()
-def test_prefill_by_inductor(row):
-    _prefill(row, "inductor")
 
 
 @rows("lmu-isa")
