@@ -20,7 +20,7 @@ def rows(*quick: str) -> pytest.MarkDecorator:
 
 
 def cells(columns: Mapping[str, Sequence[str]], **limits: pytest.MarkDecorator) -> pytest.MarkDecorator:
-    """Columns with the rows that `make test` asks; every row on the page. A column's limit is named by its last word."""
+    """Columns with the rows of `make test`; all rows on the page. A column's limit is named by its last word."""
     return pytest.mark.parametrize(
         ("column", "row"),
         [

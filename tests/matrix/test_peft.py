@@ -9,7 +9,6 @@ nothing to merge.
 import subprocess
 import sys
 
-import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from peft.utils import constants

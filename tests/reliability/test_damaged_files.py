@@ -26,7 +26,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import hf_hybrid_ssm
 from hf_hybrid_ssm.hub import check_folder
 from hf_hybrid_ssm.models.configuration import HybridConfigMixin
 from hf_hybrid_ssm.models.longhorn.convert_official_checkpoint import convert
@@ -82,7 +81,7 @@ def _flip(path: Path, random: Random, end: int | None = None) -> None:
 
 
 def flipped(folder: Path, random: Random) -> None:
-    """One to eight bits turned over: of the weights, of their header (whose size is in the first eight bytes), of JSON."""
+    """One to eight bits of the weights, of their header (whose size is in the first eight bytes) or of JSON."""
     path = random.choice([_weights, _weights, _metadata])(folder, random)
     content = bytearray(path.read_bytes())
     header = 8 + int.from_bytes(content[:8], "little") if path.suffix == ".safetensors" else len(content)

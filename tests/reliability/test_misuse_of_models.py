@@ -7,7 +7,6 @@ tests/programs.
 
 from functools import cache
 
-import pytest
 import torch
 from transformers import DynamicCache, EncoderDecoderCache
 

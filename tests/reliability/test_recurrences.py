@@ -119,7 +119,7 @@ CLOSE = ("Longhorn", "S4", "S4D, 50 times less decay", "S5", "EMA", "LMU, window
 
 @torch.no_grad()
 def states(name: str, kind: str, tokens: int, dtype=torch.float32, by: int | None = None) -> Iterator[tuple]:
-    """(tokens so far, outputs, state) after every piece of tokens, or of `by` tokens: the same input in every dtype."""
+    """(tokens so far, outputs, state) after every piece, or every `by` tokens: the same input in every dtype."""
     recurrence, generator = RECURRENCES[name], torch.Generator().manual_seed(1)
     advance, state, done = recurrence.build(dtype), None, 0
     while done < tokens:
