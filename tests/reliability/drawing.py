@@ -46,7 +46,8 @@ FREE: dict[str, dict[str, tuple]] = {
         "final_norm": (None, *FLAG), "embedding_norm": (None, *FLAG), "hidden_act": ("relu", "gelu"),
         "activation_dropout": (0, 0.1), "scale_embedding": FLAG, "pooling": ("first", "mean"),
         "classifier_hidden_size": (None, 7), "classifier_activation": ("tanh", "relu"),
-        "ema_activation": (None, "silu"), "relative_attention_num_buckets": (4, 8, 32), "relative_attention_max_distance": (17, 128),
+        "ema_activation": (None, "silu"), "relative_attention_num_buckets": (4, 8, 32),
+        "relative_attention_max_distance": (17, 128),
     },
 }
 FREE["spade_seq2seq"] = FREE["spade"] | {
