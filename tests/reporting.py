@@ -83,7 +83,6 @@ PAGES = {
             "onnxscript",
             "optimum-quanto",
             "torchao",
-            "trl",
         ),
         processes=1,  # in a process of their own, which starts again after a crash
     ),

@@ -163,14 +163,12 @@ def test_a_changed_byte_and_a_wrong_step_are_noticed(checkpoint):
 
 
 def test_sharded_checkpoints_end_with_their_metadata(checkpoint):
-    for name in ("model.safetensors", "optimizer.pt"):
+    for name, shards in (("model.safetensors", "pytorch_model_fsdp_0"), ("optimizer.pt", "optimizer_0")):
         (checkpoint / name).unlink()
-    for name in ("pytorch_model_fsdp_0", "optimizer_0"):
-        (checkpoint / name).mkdir()
-    assert "optimizer_0 has no .metadata" in checkpoint_defect(checkpoint)
-    (checkpoint / "optimizer_0" / ".metadata").write_bytes(b"")
-    assert "pytorch_model_fsdp_0 has no .metadata" in checkpoint_defect(checkpoint)
-    (checkpoint / "pytorch_model_fsdp_0" / ".metadata").write_bytes(b"")
+        (checkpoint / shards).mkdir()
+    for shards in ("optimizer_0", "pytorch_model_fsdp_0"):
+        assert f"{shards} has no .metadata" in checkpoint_defect(checkpoint)
+        (checkpoint / shards / ".metadata").write_bytes(b"")
     assert checkpoint_defect(checkpoint) is None
 
 

@@ -87,6 +87,7 @@ READER = [
     ({"start_positions": ZERO - 1, "end_positions": ZERO}, "ValueError: start_positions must be at least 0, got -1"),
     ({"start_positions": ZERO.float(), "end_positions": ZERO}, "TypeError: start_positions must be an int.*float32"),
 ]
+NARROW = torch.zeros(2, 5, 7)
 ENCODER_DECODER = [
     ({"decoder_input_ids": None}, "ValueError: exactly one of decoder_input_ids or decoder_inputs_emb"),
     ({"input_ids": None}, "ValueError: exactly one of input_ids"),
@@ -94,10 +95,7 @@ ENCODER_DECODER = [
     ({"decoder_input_ids": TARGET + 60}, "ValueError: decoder_input_ids has ids from 63 to"),
     ({"decoder_attention_mask": mask(2, 3)}, r"ValueError: decoder_attention_mask must have .*got \(2, 3\)"),
     ({"input_ids": None, "encoder_outputs": "states"}, r"TypeError: encoder_outputs\[0\] must be a tensor .*got str"),
-    (
-        {"input_ids": None, "encoder_outputs": (torch.zeros(2, 5, 7),)},
-        r"ValueError: encoder_outputs\[0\] must have shape .*24\), got \(2, 5, 7\)",
-    ),
+    ({"input_ids": None, "encoder_outputs": (NARROW,)}, r"ValueError: encoder_outputs\[0\] .*24\), got \(2, 5, 7\)"),
     ({"labels": IDS}, r"ValueError: labels must have .*\(2, 4\), got \(2, 6\)"),
     ({"decoder_input_ids": None, "labels": IDS[0]}, r"ValueError: labels must have shape .*length\).*got \(6,\)"),
     ({"past_key_values": DynamicCache()}, "TypeError: must be an EncoderDecoderCache, got DynamicCache"),
@@ -146,7 +144,7 @@ def generate(variant=MIXED, name=None, **settings):
     return lambda: model(variant, name).generate(**given)
 
 
-NO_KEYS = torch.zeros(2, 1, 1, 8)
+BEGINS, NO_KEYS = torch.tensor([True, False]), torch.zeros(2, 1, 1, 8)
 ONE_CLASS = {"problem_type": "single_label_classification"}
 OTHERS = [
     (lambda: classify(**ONE_CLASS), "TypeError: labels must be int32 or int64 class indices.*float32"),
@@ -155,12 +153,9 @@ OTHERS = [
         lambda: model("encoder-decoder", decoder_start_token_id=None)(IDS, labels=IDS),
         "ValueError: decoder_start_token_id=None and pad_token_id=0 .* must both be set",
     ),
+    (lambda: carry_segment(filled(), BEGINS), "ValueError: layer 2 of past_key_values is a DynamicLayer"),
     (
-        lambda: carry_segment(filled(), torch.tensor([True, False])),
-        "ValueError: layer 2 of past_key_values is a DynamicLayer",
-    ),
-    (
-        lambda: carry_segment(filled("longhorn"), torch.tensor([True])),
+        lambda: carry_segment(filled("longhorn"), BEGINS[:1]),
         r"ValueError: begins must be bool of shape \(batch,\) = \(2,\)",
     ),
     (lambda: filled("longhorn").update(NO_KEYS, NO_KEYS, 0), "TypeError: a RecurrentStateLayer holds no keys and val"),

@@ -51,36 +51,30 @@ def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 # -- extreme inputs -------------------------------------------------------------------------------------------------
 
 
-def _embeddings(scale: float) -> Callable[[PreTrainedModel], Inputs]:
-    def inputs(model: PreTrainedModel) -> Inputs:
-        ids = inputs_for(model, length=LENGTH)
-        return {"inputs_embeds": model.get_input_embeddings()(ids.pop("input_ids")) * scale, **ids}
-
-    return inputs
+def _embeddings(model: PreTrainedModel, scale: float) -> Inputs:
+    inputs = inputs_for(model, length=LENGTH)
+    return {"inputs_embeds": model.get_input_embeddings()(inputs.pop("input_ids")) * scale, **inputs}
 
 
-def _padding(rows: int) -> Callable[[PreTrainedModel], Inputs]:
-    def inputs(model: PreTrainedModel) -> Inputs:
-        ids = inputs_for(model, length=LENGTH)
-        mask = torch.ones_like(ids["input_ids"])
-        mask[len(mask) - rows :] = 0
-        return {"attention_mask": mask, **ids}
-
+def _padding(model: PreTrainedModel, rows: int) -> Inputs:
+    inputs = inputs_for(model, length=LENGTH)
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    inputs["attention_mask"][-rows:] = 0
     return inputs
 
 
 def _repeated(model: PreTrainedModel) -> Inputs:
-    ids = inputs_for(model, length=10 * LENGTH)
-    return {**ids, "input_ids": torch.full_like(ids["input_ids"], 7)}
+    inputs = inputs_for(model, length=10 * LENGTH)
+    return {**inputs, "input_ids": torch.full_like(inputs["input_ids"], 7)}
 
 
 EXTREME_INPUTS: dict[str, Callable[[PreTrainedModel], Inputs]] = {
-    "embeddings of zero": _embeddings(0.0),
-    "embeddings times 1e4": _embeddings(1e4),
-    "embeddings times 1e-20": _embeddings(1e-20),
+    "embeddings of zero": lambda model: _embeddings(model, 0.0),
+    "embeddings times 1e4": lambda model: _embeddings(model, 1e4),
+    "embeddings times 1e-20": lambda model: _embeddings(model, 1e-20),
     "one token, 700 times": _repeated,
-    "padding alone": _padding(2),
-    "a row of padding beside another": _padding(1),
+    "padding alone": lambda model: _padding(model, 2),
+    "a row of padding beside another": lambda model: _padding(model, 1),
     "one token": lambda model: inputs_for(model, length=1),
 }
 
@@ -154,8 +148,11 @@ def gradient_sizes(model: PreTrainedModel) -> dict[str, float]:
 
 def without_gradient(sizes: dict[str, float]) -> list[str]:
     """Parameters whose gradient is zero or not finite although the loss depends on them."""
-    dead = [name for name, size in sizes.items() if not math.isfinite(size) or size == 0]
-    return [name for name in dead if sizes[name] != 0 or not name.endswith(WITHOUT_EFFECT)]
+    return [
+        name
+        for name, size in sizes.items()
+        if not math.isfinite(size) or (size == 0 and not name.endswith(WITHOUT_EFFECT))
+    ]
 
 
 def spread_over_layers(sizes: dict[str, float]) -> float:

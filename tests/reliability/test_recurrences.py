@@ -168,7 +168,7 @@ def drift(name: str, kind: str, at: list[int], by: int | None = None) -> list[fl
 @pytest.mark.parametrize("kind", ["noise", "ones"] if THOROUGH else ["noise"])
 @pytest.mark.parametrize("name", [name for name in RECURRENCES if THOROUGH or "order 64" not in name])
 def test_states_are_bounded(name, kind, record_property):
-    """Each recurrence alone, in float32, in pieces: the largest |state| in each decade of tokens.
+    """Each recurrence alone, in float32, in pieces: the largest |state| in the last two decades of tokens.
 
     *Memory* is 1 / (1 - |largest eigenvalue|) tokens (for Longhorn, by its mean step); only for as long may a state
     still grow. Some have parameters that training would have to push far.
@@ -176,7 +176,7 @@ def test_states_are_bounded(name, kind, record_property):
     found = largest_by_decade(name, kind, 1_000_000 if THOROUGH else 10_000)
     memory = RECURRENCES[name].memory()
     record_property("memory", f"{memory:,.0f}")
-    for decade, size in enumerate(found, 1):
+    for decade, size in list(enumerate(found, 1))[-2:]:
         record_property(f"to 1e{decade}", f"{size:.3g}")
     assert growth_fault(found, memory) is None and len(found) == (6 if THOROUGH else 4)
 

@@ -18,9 +18,6 @@ ROOT = Path(__file__).parents[2]
 SOURCES = sorted(PACKAGE.rglob("*.py")) + sorted((ROOT / "recipes").rglob("*.py"))
 UNSAFE = [
     "import pickle\n",
-    "from urllib import request\n",
-    "import subprocess\n",
-    "eval('1')\n",
     "import os\n\nos.system('ls')\n",
     "import yaml\n\nyaml.load('x', yaml.Loader)\n",
     "import torch as t\n\nt.hub.load('a', 'b')\n",
