@@ -1,12 +1,9 @@
 """What every cell of the matrix asks of a model, and which cells a run has."""
 
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from tests.reporting import THOROUGH
 from tests.tiny_models import ROWS, batch_of
@@ -35,14 +32,6 @@ def logits_of(model: torch.nn.Module, row: str) -> torch.Tensor:
     """(B, L, V) of the row's batch, without gradient and without touching the loss's shortcuts."""
     with torch.no_grad():
         return model(**batch_of(row)).logits
-
-
-@contextmanager
-def saved(model: PreTrainedModel) -> Iterator[str]:
-    """A folder with the checkpoint."""
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        yield folder
 
 
 def check_generation(model: torch.nn.Module, row: str, new_tokens: int = 4) -> None:

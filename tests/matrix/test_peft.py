@@ -14,7 +14,7 @@ from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_
 from peft.utils import constants
 
 from hf_hybrid_ssm.auto import FAMILIES, register
-from tests.matrix.checks import assert_near, cells, check_generation, logits_of, saved
+from tests.matrix.checks import assert_near, cells, check_generation, logits_of
 from tests.memory import in_own_memory
 from tests.tiny_models import ROWS, batch_of, own_language_model
 
@@ -52,7 +52,7 @@ def _losses(model, inputs, steps, learning_rate):
 
 
 @cells({column: quick for column, (quick, *_) in METHODS.items()})
-def test_adapter(column, row):
+def test_adapter(column, row, tmp_path):
     _, make, learning_rate = METHODS[column]
     merges = column != "prompt tuning"
     base, config = own_language_model(row), make()
@@ -63,8 +63,8 @@ def test_adapter(column, row):
     first, last = _losses(model, batch_of(row), 8 if merges else 20, learning_rate)
     assert last < 0.99 * first, f"the loss did not fall: {first:.3f} to {last:.3f}"
     trained = logits_of(model, row)
-    with saved(model) as folder:
-        loaded = in_own_memory(PeftModel.from_pretrained(base, folder).eval())
+    model.save_pretrained(tmp_path)
+    loaded = in_own_memory(PeftModel.from_pretrained(base, tmp_path).eval())
     assert torch.equal(logits_of(loaded, row), trained), "the loaded adapter gives other logits"
     check_generation(loaded, row)
     if merges:

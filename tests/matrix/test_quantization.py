@@ -12,7 +12,7 @@ from transformers import BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
 from hf_hybrid_ssm.layers.mixers.base import Mixer
 from hf_hybrid_ssm.models.longhorn.modeling_longhorn import LonghornMixer
-from tests.matrix.checks import assert_near, cells, check_generation, logits_of, rows, saved
+from tests.matrix.checks import assert_near, cells, check_generation, logits_of, rows
 from tests.tiny_models import ROWS, language_model, own_language_model
 
 INT8, INT8_ACTIVATIONS, INT4 = 0.1, 0.2, 0.6
@@ -43,12 +43,12 @@ NF4 = pytest.mark.limit(
 
 
 @cells({column: QUICK.get(column, ()) for column in METHODS}, nf4=NF4)
-def test_quantized(column, row):
+def test_quantized(column, row, tmp_path):
     library, configure, tolerance = METHODS[column]
     config = configure(pytest.importorskip(library))
     model = language_model(row, wide=True)
-    with saved(model) as folder:
-        quantized = type(model).from_pretrained(folder, quantization_config=config, device_map="cpu").eval()
+    model.save_pretrained(tmp_path)
+    quantized = type(model).from_pretrained(tmp_path, quantization_config=config, device_map="cpu").eval()
     linear = _linear(model)
     converted = {name for name in linear if not _is_plain(quantized.get_submodule(name))}
     assert not [name for name in converted if "lm_head" in name], "the head was quantized"

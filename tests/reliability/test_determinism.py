@@ -1,10 +1,8 @@
 """The same seed gives the same bits: in training and in every forward pass.
 
-What could break it: kernels that add in an order of their own, filters remembered at another length, random numbers
-drawn by loading workers, sets that are iterated in the order of the process. Hence training is repeated with other
-numbers of workers and in a process with other hashes, and a forward pass after ones of other lengths, with the states
-kept and without. Other numbers of threads, other machines and other versions of torch add in other orders and give
-other last bits; that is not looked at here. Sampling from a seed is in tests/upstream.
+Training is repeated with other numbers of loading workers and in a process with other hashes, a forward pass after
+ones of other lengths, with the states kept and without. Other numbers of threads, other machines and other versions of
+torch add in other orders; that is not looked at here. Sampling from a seed is in tests/upstream.
 """
 
 import inspect

@@ -22,7 +22,7 @@ CHANNELS, STATES, PIECE = 4, 8, 1000
 DECADES = [1] * 10 + [10] * 9 + [100] * 9  # how the first piece is cut: each decade of tokens is looked at
 MOST_GROWTH = 2.0
 # float32 constants forget at a slightly wrong rate, the more so the longer a recurrence remembers
-DRIFT_BOUND, CLOSE_BOUND = 1e-3, 1e-5
+DRIFT_BOUND = 1e-3
 # (input, state before) → (outputs of all tokens, state after)
 Piece = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
@@ -114,7 +114,9 @@ RECURRENCES = {
     "EMA": _mixer(lambda: EMA(CHANNELS, state_size=STATES)),
     "EMA, almost no damping": _mixer(lambda: EMA(CHANNELS, state_size=STATES), alpha=-7.0),
 }
-CLOSE = ("Longhorn", "S4", "S4D, 50 times less decay", "S5", "EMA", "LMU, window of 350")
+CLOSE = dict.fromkeys(("Longhorn", "S4", "S4D, 50 times less decay", "S5", "EMA", "LMU, window of 350"), 1e-5) | {
+    "S5, eigenvalues pushed over the axis": 1e-4
+}
 
 
 @torch.no_grad()
@@ -194,7 +196,7 @@ def test_drift_of_the_float32_state(name, kind, record_property):
     for tokens, error in zip([*map("{:,}".format, at), "2,000 by steps"], errors + by_steps):
         record_property(tokens, f"{error:.1e}")
     assert max(errors + by_steps) < DRIFT_BOUND
-    assert max(errors[:2] + by_steps) < CLOSE_BOUND or name not in CLOSE
+    assert max(errors[:2] + by_steps) < CLOSE.get(name, DRIFT_BOUND)
 
 
 @pytest.mark.parametrize(
@@ -212,13 +214,5 @@ def test_a_state_without_bound_is_found(monkeypatch, decay, kind, message):
     # whatever its eigenvalues seem to be
     assert growth_fault(largest_by_decade("sum", "ones", 10_000), memory=10.0) is not None
     assert growth_fault([1.0] * 4, memory=10.0) is None
-
-
-def test_s5_remembers_for_as_long_as_its_parameters_say():
-    """An eigenvalue rounded to float32 would forget at another rate: 0.999992 ** 100,000 is off by a few percent."""
-    name = "S5, eigenvalues pushed over the axis"
-    assert drift(name, "ones", [20_000])[0] < 1e-4
-    assert RECURRENCES[name].memory() > 1e5 and RECURRENCES["S4D, 50 times less decay"].memory() > 20_000
-    decay, start = torch.tensor([0.9999999], dtype=torch.float64), torch.ones(1, 1)
-    _, state = diagonal_scan(decay, torch.zeros(1, 4096, 1), initial_state=start, return_final_state=True)
-    assert state.dtype == torch.float32 and abs(float(state) - 0.9999999**4096) < 1e-5
+    # training may push eigenvalues a long way, and `_mixer` does
+    assert RECURRENCES["S5, eigenvalues pushed over the axis"].memory() > 1e5

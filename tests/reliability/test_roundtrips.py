@@ -1,12 +1,9 @@
 """Saving and loading lose no bit.
 
-A checkpoint that comes back a little different is the worst kind of fault: nothing fails, results are only worse. The
-dangers here are parameters that `_init_weights` draws anew after a load, recurrence parameters that must stay float32
-in a bfloat16 model, ties that become copies, buffers that no checkpoint holds, and filters remembered from before.
-
-Every parameter and saved buffer is moved off its initial value first; compared are names, dtypes and bits of every
-parameter and buffer, which of them share memory, which train and at what rate of their own, and the bits of a forward
-pass. That the classes of a family load each other's folders is in tests/models.
+Dangers: parameters drawn anew after a load, recurrence parameters rounded to bfloat16, ties that become copies,
+buffers that no checkpoint holds, filters remembered from before. Every parameter and saved buffer is moved off its
+initial value first; compared are names, dtypes and bits, which share memory, which train and at what rate,
+and the bits of a forward pass. That the classes of a family load each other's folders is in tests/models.
 """
 
 from collections import defaultdict
