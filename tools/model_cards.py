@@ -16,8 +16,8 @@ from hf_hybrid_ssm.auto import FAMILIES
 from hf_hybrid_ssm.hub import model_card
 
 ROOT = Path(__file__).parents[1]
-# presets without a card: tasks of the Long Range Arena, and sizes that the paper does not have
-NO_CARD = re.compile("-lra-|-rule|-deep")
+# presets without a card: tasks of the Long Range Arena, sizes that the paper does not have, and its baselines
+NO_CARD = re.compile("-lra-|-rule|-deep|-slide|-block-recurrent")
 LADDERS = {"lmu_isa"}  # model types whose presets are sizes of one model
 SCRIPTS = {"lra": "lra.py", "seq2seq": "pretrain_seq2seq.py", "wikitext103": "word_lm.py"}
 
