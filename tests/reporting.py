@@ -212,9 +212,10 @@ class Writer:
 
 def write_results(page: Page, made: str, tests: list[dict]) -> None:
     """The page, and beside it the JSON that it is made from."""
-    path = write_page(
-        page.path, page.title, made, f"Every case is in `{Path(page.path).stem}.json`.", *sections(tests)
-    )
+    rows = dict.fromkeys(case["parameters"].get("row") for test in tests for case in test["cases"])
+    told = f"Every case is in `{Path(page.path).stem}.json`."
+    told += f" Rows: {'; '.join(filter(None, rows))}." if any(rows) else ""
+    path = write_page(page.path, page.title, made, told, *sections(tests))
     lines = ",\n".join(json.dumps(test, ensure_ascii=False) for test in tests)
     content = f'{{"made": {json.dumps(made)},\n"tests": [\n{lines}\n]}}\n'
     path.with_suffix(".json").write_text(content, encoding="utf-8")
