@@ -25,7 +25,8 @@ SCRIPTS = {"lra": "lra.py", "seq2seq": "pretrain_seq2seq.py", "wikitext103": "wo
 def preset_cards() -> dict[str, str]:
     """File name → card of every preset that has one, and README.md, which lists them."""
     recipes = recipes_of_presets()
-    cards, lines = {}, ["| card | family | parameters |", "| --- | --- | ---: |"]
+    cards: dict[str, str] = {}
+    lines = ["| card | family | parameters |", "| --- | --- | ---: |"]
     for family in FAMILIES:
         configuration, kind = getattr(hf_hybrid_ssm, family.config), family.model_type.replace("_", "-")
         presets = [preset for preset in configuration.presets if not NO_CARD.search(preset)]
