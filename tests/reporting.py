@@ -5,16 +5,19 @@
     python -m tests.reporting --stamp PAGE          say in a page that another command wrote what it was made from
 
 A page that is made takes every variant where `make test` takes a few (`THOROUGH`). Tests put figures on a page by
-pytest's `record_property`; a test with a parameter `row` is a column of a table with a line for each row.
+pytest's `record_property`; a test with a parameter `row` says which rows it works for, under its own name or that of
+its parameter `column`. Every case is in the JSON beside the page.
 """
 
 import argparse
+import itertools
+import json
 import os
 import platform
 import re
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -26,6 +29,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 REPORTS = ROOT / "reports"
 THOROUGH = "HF_HYBRID_SSM_PAGE" in os.environ
+MOST_ROWS = 12  # of a table of figures
 MODELS = ("src/hf_hybrid_ssm/models", "src/hf_hybrid_ssm/layers", "src/hf_hybrid_ssm/ops")
 
 
@@ -46,17 +50,17 @@ def _reliability(name: str, title: str, *about: str, files: tuple[str, ...] = ()
     return Page(f"reliability/{name}.md", title, tests, (*(about or MODELS), *tests))
 
 
-MISUSES = ("misuse_of_configurations", "misuse_of_files", "misuse_of_models", "misuse_of_ops")
+MISUSES = ("misuse_of_configurations", "misuse_of_models")
 PAGES = {
     "roundtrips": _reliability("roundtrips", "Saving and loading, bit by bit"),
     "determinism": _reliability("determinism", "The same seed, the same bits"),
-    "numerics": _reliability("numerics", "Finite and close"),
+    "numerics": _reliability("numerics", "Finite and close", files=("numerics", "recurrences")),
     "misuse": _reliability("misuse", "What the API answers to mistakes", "src/hf_hybrid_ssm", files=MISUSES),
     "fuzz": _reliability(
         "fuzz",
         "Random configurations, damaged files",
         *(*MODELS, "src/hf_hybrid_ssm/hub"),
-        files=("fuzz", "fuzz_files"),
+        files=("fuzz", "damaged_files"),
     ),
     "crash": _reliability("crash", "Training that is killed", "src/hf_hybrid_ssm/training"),
     "scale": Page(
@@ -79,7 +83,6 @@ PAGES = {
             "onnxscript",
             "optimum-quanto",
             "torchao",
-            "trl",
         ),
         processes=1,  # in a process of their own, which starts again after a crash
     ),
@@ -191,7 +194,7 @@ def _name(value: Any) -> str:
 
 
 class Writer:
-    """Collects the reports of a run and writes the page at its end."""
+    """Collects the reports of a run; at its end JSON has every case, and the page what they come to."""
 
     def __init__(self, page: Page, name: str):
         self.page = page
@@ -204,55 +207,77 @@ class Writer:
             self.reports.append(report)
 
     def pytest_sessionfinish(self) -> None:
-        write_page(self.page.path, self.page.title, self.made, *sections(self.reports))
+        write_results(self.page, self.made, results(self.reports))
 
 
-def sections(reports: Iterable[pytest.TestReport]) -> list[str]:
-    """Of each module its tables; then the tests that have no figures, expected failures, and failures."""
-    modules: dict[str, dict[str, list]] = defaultdict(lambda: defaultdict(list))
-    limits: dict[tuple[str, str], list] = defaultdict(list)
-    counted, failed, parts = [], [], []
+def write_results(page: Page, made: str, tests: list[dict]) -> None:
+    """The page, and beside it the JSON that it is made from."""
+    rows = dict.fromkeys(case["parameters"].get("row") for test in tests for case in test["cases"])
+    told = f"Every case is in `{Path(page.path).stem}.json`."
+    told += f" Rows: {'; '.join(filter(None, rows))}." if any(rows) else ""
+    path = write_page(page.path, page.title, made, told, *sections(tests))
+    lines = ",\n".join(json.dumps(test, ensure_ascii=False) for test in tests)
+    content = f'{{"made": {json.dumps(made)},\n"tests": [\n{lines}\n]}}\n'
+    path.with_suffix(".json").write_text(content, encoding="utf-8")
+
+
+def results(reports: Iterable[pytest.TestReport]) -> list[dict]:
+    """Of each test, or column of one: its title, what it asks, and its cases."""
+    tests: dict[tuple[str, str], dict] = {}
     for report in sorted(reports, key=lambda report: report.location[:2]):
         path, _, name = report.nodeid.partition("::")
-        modules[path][name.split("[")[0]].append(report)
-    for functions in modules.values():
-        told = dict(next(iter(functions.values()))[0].user_properties)["test"]
+        told = dict(report.user_properties)["test"]
+        parameters = dict(told["parameters"])
+        column = parameters.pop("column", _words(name.split("[")[0]))
         title, _, text = told["module"].partition("\n")
-        shown = []
-        if columns := {name: of for name, of in functions.items() if "row" in _parameters(of[0])}:
-            shown.append(_matrix(columns))
-        for name, of in functions.items():
-            if name not in columns and any(_figures(report) for report in of):
-                doc = dict(of[0].user_properties)["test"]["doc"]
-                shown += [f"### {_words(name)}", _paragraph(doc), _rows(of)]
-            elif name not in columns:
-                passed = sum(report.outcome == "passed" for report in of)
-                counted.append([_words(name), len(of), passed, sum(r.outcome == "skipped" for r in of)])
-            for report in of:
-                if hasattr(report, "wasxfail"):
-                    limits[_words(name), report.wasxfail.partition(" (`")[0]].append(report)
-                elif report.outcome == "failed":
-                    failed.append([report.nodeid, error_line(report)])
+        test = {"file": path, "title": title.rstrip("."), "text": _paragraph(text), "test": column}
+        test = tests.setdefault((path, column), test | {"doc": _paragraph(told["doc"]), "cases": []})
+        case = {"parameters": parameters, "outcome": report.outcome}
+        case |= {"figures": {key: value for key, value in report.user_properties if key != "test"}}
+        if hasattr(report, "wasxfail"):
+            case |= {"outcome": "limit", "told": report.wasxfail}
+        elif report.outcome == "failed":
+            case |= {"test": report.nodeid, "told": error_line(report)}
+        test["cases"].append(case)
+    return list(tests.values())
+
+
+def sections(tests: Iterable[dict]) -> list[str]:
+    """Of each module its tables; then the tests that have no figures, the limits of other libraries, and failures."""
+    parts, counted, limits, failed = [], [], [], []
+    for _, group in itertools.groupby(tests, key=lambda test: (test["file"], test["title"])):
+        of_module, shown = list(group), []
+        columns = [test for test in of_module if "row" in test["cases"][0]["parameters"]]
+        rows = [_matrix_row(test) for test in columns]
+        if every := [row[0] for row in rows if row[2] == "-"]:
+            shown.append(f"For every row: {'; '.join(every)}.")
+        if rows := [row for row in rows if row[2] != "-"]:
+            shown.append(table(["", "works for", "not for"], rows))
+        for test in of_module:
+            outcomes = Counter(case["outcome"] for case in test["cases"])
+            if test in columns:
+                pass
+            elif any(case["figures"] for case in test["cases"]):
+                shown += [f"### {test['test']}", test["doc"], _figures(test["cases"])]
+            else:
+                skipped = f", {outcomes['skipped']} skipped" if outcomes["skipped"] else ""
+                counted.append(f"{test['test']} ({outcomes['passed']} of {len(test['cases'])}{skipped})")
+            told: dict[str, list[dict]] = defaultdict(list)
+            for case in test["cases"]:
+                told[case.get("told", "").partition(" (`")[0] if case["outcome"] == "limit" else ""].append(case)
+            limits += [[test["test"], _where(of), of[0]["told"]] for reason, of in told.items() if reason]
+            failed += [[case["test"], case["told"]] for case in test["cases"] if case["outcome"] == "failed"]
         if shown:
-            parts += [f"## {title.rstrip('.')}", _paragraph(text), *shown]
+            parts += [f"## {of_module[0]['title']}", of_module[0]["text"], *shown]
     if counted:
-        parts += ["## Tests without figures", table(["test", "cases", "passed", "skipped"], counted)]
+        parts += ["## Tests without figures, and how many of their cases passed", f"{'; '.join(counted)}."]
     if limits:
-        rows = [[column, _where(of), of[0].wasxfail] for (column, _), of in limits.items()]
-        parts += ["## Expected failures", table(["test", "of", "the limit, and its first error"], rows)]
+        parts += ["## Limits of other libraries", table(["test", "of", "the limit, and its first error"], limits)]
     return [*parts, "## Failures", table(["test", "error"], failed) if failed else "None."]
 
 
-def _parameters(report: pytest.TestReport) -> dict[str, str]:
-    return dict(report.user_properties)["test"]["parameters"]
-
-
-def _where(reports: list) -> str:
-    return "; ".join(", ".join(_parameters(report).values()) for report in reports)
-
-
-def _figures(report: pytest.TestReport) -> dict[str, Any]:
-    return {name: value for name, value in report.user_properties if name != "test"}
+def _where(cases: Iterable[dict]) -> str:
+    return "; ".join(", ".join(case["parameters"].values()) for case in cases)
 
 
 def _words(name: str) -> str:
@@ -269,30 +294,35 @@ def error_line(report: pytest.TestReport) -> str:
     return " ".join((crash.message if crash else str(report.longrepr)).split())[:300]
 
 
-def _mark(report: pytest.TestReport) -> str:
-    if hasattr(report, "wasxfail"):
-        return "limit"
-    return {"passed": "yes", "failed": "no", "skipped": "-"}[report.outcome]
+def _matrix_row(test: dict) -> list[str]:
+    asked = [case for case in test["cases"] if case["outcome"] != "skipped"]
+    works = [case for case in asked if case["outcome"] == "passed"]
+    return [test["test"], f"{len(works)} of {len(asked)}", _where(case for case in asked if case not in works) or "-"]
 
 
-def _matrix(columns: dict[str, list]) -> str:
-    rows = list(dict.fromkeys(_parameters(report)["row"] for reports in columns.values() for report in reports))
-    cells = {(name, _parameters(report)["row"]): _mark(report) for name, of in columns.items() for report in of}
-    return table(
-        ["", *map(_words, columns)], ([row, *(cells.get((name, row), "-") for name in columns)] for row in rows)
-    )
+def _figures(cases: list[dict]) -> str:
+    """A row for each case; of more than `MOST_ROWS`, what the figures range over."""
+    names = list(dict.fromkeys(name for case in cases for name in case["figures"]))
+    if len(cases) <= MOST_ROWS:
+        rows = ([*case["parameters"].values(), *(case["figures"].get(n, "") for n in names)] for case in cases)
+        outcomes = (case["outcome"] for case in cases)
+        return table([*cases[0]["parameters"], *names, "outcome"], ([*row, told] for row, told in zip(rows, outcomes)))
+    passed = sum(case["outcome"] == "passed" for case in cases)
+    rows = [_range(name, cases) for name in names]
+    return f"{passed} of {len(cases)} cases passed.\n\n" + table(["", "smallest", "largest", "of"], filter(None, rows))
 
 
-def _rows(reports: list) -> str:
-    parameters = list(_parameters(reports[0]))
-    figures = list(dict.fromkeys(name for report in reports for name in _figures(report)))
-    return table(
-        [*parameters, *figures, "passed"],
-        (
-            [*_parameters(report).values(), *(_figures(report).get(name, "") for name in figures), _mark(report)]
-            for report in reports
-        ),
-    )
+def _range(name: str, cases: list[dict]) -> list[str] | None:
+    """The smallest and the largest value of a figure, and whose the largest is; None where they are not numbers."""
+    found = []
+    for case in cases:
+        if (value := str(case["figures"].get(name, ""))) != "":
+            try:
+                found.append((float(value.replace(",", "")), value, case))
+            except ValueError:
+                return None
+    found.sort(key=lambda entry: entry[0])
+    return [name, found[0][1], found[-1][1], _where([found[-1][2]])]
 
 
 def make(name: str, arguments: list[str]) -> int:

@@ -65,7 +65,7 @@ def test_filters_do_not_decay_and_have_their_own_rate(ssm_type):
 
 @pytest.mark.parametrize("case", CASES)
 def test_biases_never_decay(case):
-    """Whatever their shape: a stack of biases is no matrix."""
+    """Whatever their shape: a stack of biases is not a matrix."""
     model = built(case)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     decayed = {

@@ -29,6 +29,11 @@ def test_figures(size, record_property):
     record_property("error", size / 2)
 
 
+@pytest.mark.parametrize("size", range(20))
+def test_ranges(size, record_property):
+    record_property("error", size)
+
+
 def test_without_figures():
     pass
 '''
@@ -38,7 +43,7 @@ from tests import reporting
 
 class Shown(reporting.Writer):
     def pytest_sessionfinish(self):
-        print("\\n\\n".join(reporting.sections(self.reports)))
+        print("\\n\\n".join(reporting.sections(reporting.results(self.reports))))
 
 plugins = ["-p", "tests.reporting", "-p", "tests.matrix.conftest", "-p", "no:cacheprovider"]
 pytest.main([sys.argv[1], "-q", *plugins], plugins=[Shown(reporting.PAGES["matrix"], "matrix")])
@@ -50,11 +55,16 @@ def test_a_page_tells_every_outcome(tmp_path):
     command = [sys.executable, "-c", RUN, str(tmp_path / "test_it.py")]
     page = subprocess.run(command, cwd=reporting.ROOT, capture_output=True, text=True, check=True).stdout
     assert "## What is asked\n\nMore of it." in page
-    assert "|  | a column |\n| --- | --- |\n| one | yes |\n| two | no |\n| three | limit |" in page
+    assert "|  | works for | not for |\n| --- | --- | --- |\n| a column | 1 of 3 | two; three |" in page
     assert (
-        "### figures\n\nWhat is measured.\n\n| size | error | passed |\n| --- | --- | --- |\n| 3 | 1.5 | yes |" in page
+        "### figures\n\nWhat is measured.\n\n| size | error | outcome |\n| --- | --- | --- |\n| 3 | 1.5 | passed |"
+        in page
     )
-    assert "| without figures | 1 | 1 | 0 |" in page
+    assert (
+        "20 of 20 cases passed.\n\n|  | smallest | largest | of |\n| --- | --- | --- | --- |\n| error | 0 | 19 | 19 |"
+        in page
+    )
+    assert "\n\nwithout figures (1 of 1).\n\n" in page
     assert f"| a column | three | pytest {pytest.__version__}: a reason. (`ValueError: it cannot`) |" in page
     assert "test_a_column[two] | AssertionError: wrong \\| here" in page
 

@@ -108,19 +108,27 @@ def main() -> int:
     tried, noticed = sum(total.values()), sum(total[kind] for kind in KILLED)
     if not tried:
         sys.exit(f"mutmut tried no mutant; run it in {folder} to see why")
-    rows.append(["all", len(everything), tried, noticed, total["survived"], total["not covered"]])
-    write_page(
+    grouped: dict[str, list[int]] = {}
+    for file, *counts in rows:  # by op, where all files of one are alike
+        key = "/".join(file.split("/")[:2])
+        grouped[key] = [sum(pair) for pair in zip(grouped.get(key, [0] * len(counts)), counts)]
+    shown = [[key, *counts] for key, counts in grouped.items()]
+    shown.append(["all", len(everything), tried, noticed, total["survived"], total["not covered"]])
+    head = ["file", "mutants", "tried", "noticed", "survived", "not covered"]
+    path = write_page(
         "reliability/mutation.md",
         "What the tests of ops and caches notice",
         made_by("make mutation", ("src/hf_hybrid_ssm/ops", "src/hf_hybrid_ssm/models/cache.py", "tests/ops")),
         f"{tried} of the {len(everything):,} mutants that mutmut {version('mutmut')} makes, drawn "
         f"with seed {arguments.seed}, against the tests of the ops, of the Legendre memory, of Longhorn, LMU-ISA and "
         f"BST. **{noticed} were noticed, {noticed / tried:.1%}** (a test failed, hung or crashed).",
-        table(["file", "mutants", "tried", "noticed", "survived", "not covered"], rows),
+        table(head, shown),
+        "Each file is in `mutation.json`.",
         "Survivors: " + (", ".join(f"`{name.removeprefix('hf_hybrid_ssm.')}`" for name in survivors) or "none") + ".",
         "Kernels are not among them: mutmut changes no decorated function, and Triton's interpreter runs in a process "
         "of its own.",
     )
+    path.with_suffix(".json").write_text(json.dumps([dict(zip(head, row)) for row in rows], indent=1) + "\n")
     print(f"{noticed} of {tried}; mutants in {folder}")
     return 0
 

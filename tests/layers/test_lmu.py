@@ -404,6 +404,7 @@ def test_lower_precision_keeps_a_float32_state():
     ("options", "message"),
     [
         ({"theta": 0.0}, "theta"),
+        ({"theta": math.inf}, "theta must be positive and finite, got inf"),
         ({"theta": 5.0, "form": "rk4"}, "'chunked', 'fft', 'recurrent'"),
         ({"theta": 5.0, "initial_state": torch.zeros(1, 5, 3, dtype=torch.float64)}, "initial_state"),
         ({"theta": 5.0, "lengths": torch.tensor([50])}, "lengths"),
@@ -413,3 +414,9 @@ def test_bad_input(options, message):
     x, weight, collapse, _ = golden_layer()
     with pytest.raises(ValueError, match=message):
         implicit_attention(x, weight, None, collapse, **options)
+
+
+@pytest.mark.parametrize("order", [0, 2.5])
+def test_bad_order(order):
+    with pytest.raises(ValueError, match=rf"order must be .*got {order}"):
+        legendre_memory(torch.zeros(2, 6, 4), order=order, theta=9.0)

@@ -613,6 +613,7 @@ def test_unknown_mixer_names_the_known_ones():
     "name, options, message",
     [
         ("s4", {"hidden_size": 0}, "hidden_size"),
+        ("s4", {"hidden_size": "8"}, "hidden_size must be a positive integer, got .8."),
         ("s4", {"state_size": 7}, "state_size must be even"),
         ("s4", {"block_size": 12}, "power of two"),
         ("s4", {"num_dynamics": 4}, "num_dynamics must divide"),

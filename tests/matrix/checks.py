@@ -1,12 +1,9 @@
-"""What every cell of the matrix asks of a model, and which rows a run has."""
+"""What every cell of the matrix asks of a model, and which cells a run has."""
 
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from tests.reporting import THOROUGH
 from tests.tiny_models import ROWS, batch_of
@@ -16,36 +13,25 @@ GREEDY = {"pad_token_id": 0, "do_sample": False}
 
 def rows(*quick: str) -> pytest.MarkDecorator:
     """Every row on the page, these in `make test`."""
-    assert set(quick) <= set(ROWS)
     return pytest.mark.parametrize("row", ROWS if THOROUGH else quick)
+
+
+def cells(columns: Mapping[str, Sequence[str]], **limits: pytest.MarkDecorator) -> pytest.MarkDecorator:
+    """Columns with the rows of `make test`; all rows on the page. A column's limit is named by its last word."""
+    return pytest.mark.parametrize(
+        ("column", "row"),
+        [
+            pytest.param(column, row, marks=limits.get(column.split()[-1], ()))
+            for column, quick in columns.items()
+            for row in (ROWS if THOROUGH else quick)
+        ],
+    )
 
 
 def logits_of(model: torch.nn.Module, row: str) -> torch.Tensor:
     """(B, L, V) of the row's batch, without gradient and without touching the loss's shortcuts."""
     with torch.no_grad():
         return model(**batch_of(row)).logits
-
-
-def loss_before_and_after(model: torch.nn.Module, inputs: dict, steps: int, learning_rate: float) -> tuple:
-    """A few AdamW steps on one batch, over whatever is trainable; both losses (tensors) are taken without dropout."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
-    with torch.no_grad():
-        before = model.eval()(**inputs).loss
-    model.train()
-    for _ in range(steps):
-        model(**inputs).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        return before, model.eval()(**inputs).loss
-
-
-@contextmanager
-def saved(model: PreTrainedModel) -> Iterator[str]:
-    """A folder with the checkpoint."""
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        yield folder
 
 
 def check_generation(model: torch.nn.Module, row: str, new_tokens: int = 4) -> None:

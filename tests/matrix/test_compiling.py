@@ -1,14 +1,13 @@
 """torch.compile
 
 `torch.compile(model, fullgraph=True)`, with the backend `aot_eager` (one graph, forward and backward) where the column
-does not say inductor. Training: the loss to 1e-4 and every gradient to 1e-3 of eager ones. Prefill and one token: the
-logits to 1e-4 of the largest; one token goes through a `StaticCache`, and the second step must not compile again.
+does not say inductor. Training: the loss to 1e-4 and every gradient to 1e-3 of eager ones. Prefill: the logits to 1e-4
+of the largest. Compiled decoding is in tests/upstream.
 """
 
 import torch
-from transformers import EncoderDecoderCache, StaticCache
 
-from tests.matrix.checks import assert_near, logits_of, rows
+from tests.matrix.checks import assert_near, cells, logits_of, rows
 from tests.tiny_models import batch_of, compiles, language_model, own_language_model
 
 pytestmark = compiles
@@ -36,46 +35,9 @@ def test_training_step(row):
             torch.testing.assert_close(other.grad, parameter.grad, rtol=1e-3, atol=1e-3 * float(size) + 1e-6, msg=name)
 
 
-def _prefill(row, backend):
-    model = language_model(row)
+@cells({"prefill": (), "prefill, inductor": ()})
+def test_prefill(column, row):
+    model, backend = language_model(row), "inductor" if "inductor" in column else TRACED
     with torch.no_grad():
         got = torch.compile(model, fullgraph=True, backend=backend)(**batch_of(row), use_cache=False).logits
     assert_near(got, logits_of(model, row), 1e-4, "logits")
-
-
-@rows()
-def test_prefill(row):
-    _prefill(row, TRACED)
-
-
-@rows()
-def test_prefill_by_inductor(row):
-    _prefill(row, "inductor")
-
-
-@rows("lmu-isa")
-def test_one_token(row):
-    """Two steps with a static cache, so that a second compilation would show."""
-    model, batch = language_model(row), batch_of(row)
-    expected = logits_of(model, row)
-    fixed, name, ids = {}, "input_ids", batch["input_ids"]
-    if model.config.is_encoder_decoder:
-        with torch.no_grad():
-            fixed = {"encoder_outputs": model.get_encoder()(ids)}
-        name, ids = "decoder_input_ids", model.prepare_decoder_input_ids_from_labels(batch["labels"])
-    first = ids.shape[1] - 2
-    with torch.no_grad():
-        cache = _static_cache(model, ids.shape[1])
-        model(**fixed, **{name: ids[:, :first]}, past_key_values=cache, use_cache=True)
-        compiled = torch.compile(model, fullgraph=True, dynamic=False, backend=TRACED)
-        for column in range(first, ids.shape[1]):
-            with torch.compiler.set_stance("default" if column == first else "fail_on_recompile"):
-                got = compiled(**fixed, **{name: ids[:, column : column + 1]}, past_key_values=cache, use_cache=True)
-            assert_near(got.logits[:, 0], expected[:, column], 1e-4, f"logits of token {column}")
-
-
-def _static_cache(model, length):
-    if not model.config.is_encoder_decoder:
-        return StaticCache(config=model.config, max_cache_len=length)
-    decoder = model.config.get_text_config(decoder=True)
-    return EncoderDecoderCache(*(StaticCache(config=decoder, max_cache_len=size) for size in (length, 14)))

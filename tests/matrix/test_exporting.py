@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, RecurrentStateLayer
 from hf_hybrid_ssm.ops._core import dispatch
-from tests.matrix.checks import assert_near, rows
+from tests.matrix.checks import assert_near, cells, rows
 from tests.tiny_models import batch_of, language_model
 
 NO_FREE_LENGTH = pytest.mark.limit(
@@ -55,69 +55,51 @@ class Step(torch.nn.Module):
     """One token (B, 1), the number of tokens before it, and the states → logits (B, 1, V) and the states after it.
 
     A cache is not a tensor, and the exporters know only those of transformers: the states come as plain tensors, are
-    put into a cache, and those after it are returned, as a runtime without Python has to do too.
+    put into a cache like the prefill's, and those after it are returned, as a runtime without Python has to do too.
+    An encoder's output is the first of the states.
     """
 
-    def __init__(self, model: PreTrainedModel, names: list[tuple[str, ...]]):
+    def __init__(self, model: PreTrainedModel, cache: Cache):
         super().__init__()
         self.model = model
-        self.names = names
+        self.cache = cache
 
     def forward(self, token: torch.Tensor, seen: torch.Tensor, states: list[torch.Tensor]) -> list[torch.Tensor]:
+        states, config = list(states), self.model.config.get_text_config(decoder=True)
         if not self.model.config.is_encoder_decoder:
-            cache = self._cache(seen, list(states))
-            logits = self.model(token, past_key_values=cache, position_ids=self._positions(token, seen)).logits
+            cache = _filled(self.cache, config, states, seen)
+            rotary = any(kind != STATE_LAYER_TYPE for kind in self.model.config.layer_types)
+            positions = torch.zeros_like(token) + seen if rotary else None
+            logits = self.model(token, past_key_values=cache, position_ids=positions).logits
             return [logits, *states_of(cache)]
-        half = len(self.names) // 2
-        encoded, first = states[0], 1 + sum(len(names) for names in self.names[:half])
+        encoded = states.pop(0)
         cache = EncoderDecoderCache(
-            self._cache(seen, list(states[1:first]), self.names[:half]),
-            self._cache(encoded.shape[1], list(states[first:]), self.names[half:]),
+            _filled(self.cache.self_attention_cache, config, states, seen),
+            _filled(self.cache.cross_attention_cache, config, states, encoded.shape[1]),
         )
-        cache.is_updated = dict.fromkeys(range(half), True)
-        encoder_outputs = BaseModelOutput(last_hidden_state=encoded)
-        logits = self.model(
-            encoder_outputs=encoder_outputs, decoder_input_ids=token, past_key_values=cache, use_cache=True
-        ).logits
-        return [logits, encoded, *states_of(cache)]
-
-    def _positions(self, token: torch.Tensor, seen: torch.Tensor) -> torch.Tensor | None:
-        """Only layers with rotary positions ask for them."""
-        return (
-            None
-            if all(layer_type == STATE_LAYER_TYPE for layer_type in self.model.config.layer_types)
-            else (torch.zeros_like(token) + seen)
-        )
-
-    def _cache(self, seen: torch.Tensor | int, states: list[torch.Tensor], names=None) -> Cache:
-        cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
-        for layer, layer_names in zip(cache.layers, names or self.names):
-            values = [states.pop(0) for _ in layer_names]
-            if isinstance(layer, RecurrentStateLayer):
-                layer.states = dict(zip(layer_names, values))
-                layer.seen_tokens = seen + 0
-                layer.is_initialized, layer.device = True, values[0].device
-            else:
-                layer.update(*values)
-        return cache
+        cache.is_updated = dict(self.cache.is_updated)
+        inputs = {"encoder_outputs": BaseModelOutput(last_hidden_state=encoded), "decoder_input_ids": token}
+        return [self.model(**inputs, past_key_values=cache, use_cache=True).logits, encoded, *states_of(cache)]
 
 
-def _layers(cache: Cache) -> list:
-    if isinstance(cache, EncoderDecoderCache):
-        return [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
-    return list(cache.layers)
-
-
-def names_of(cache: Cache) -> list[tuple[str, ...]]:
-    return [tuple(x.states) if isinstance(x, RecurrentStateLayer) else ("keys", "values") for x in _layers(cache)]
+def _filled(like: Cache, config: PreTrainedConfig, states: list[torch.Tensor], seen: torch.Tensor | int) -> Cache:
+    """A cache like another that takes its states from the list."""
+    cache = DynamicCache(config=config)
+    for layer, other in zip(cache.layers, like.layers):
+        if isinstance(layer, RecurrentStateLayer):
+            layer.states = {name: states.pop(0) for name in other.states}
+            layer.seen_tokens = seen + 0
+            layer.is_initialized, layer.device = True, other.device
+        else:
+            layer.update(states.pop(0), states.pop(0))
+    return cache
 
 
 def states_of(cache: Cache) -> list[torch.Tensor]:
-    return [
-        state
-        for x in _layers(cache)
-        for state in (x.states.values() if isinstance(x, RecurrentStateLayer) else (x.keys, x.values))
-    ]
+    if isinstance(cache, EncoderDecoderCache):
+        return [*states_of(cache.self_attention_cache), *states_of(cache.cross_attention_cache)]
+    states = (x.states.values() if isinstance(x, RecurrentStateLayer) else (x.keys, x.values) for x in cache.layers)
+    return [state for of_layer in states for state in of_layer]
 
 
 def _prefill(row: str) -> tuple[Prefill, tuple[torch.Tensor, ...]]:
@@ -129,23 +111,22 @@ class Decoding:
     """A step to export, its inputs after a prefill, and the logits to expect of it."""
 
     def __init__(self, row: str, steps: int = 3):
-        model, ids = _prefill(row)
-        tokens = ids[-1]
+        model, (*source, tokens) = _prefill(row)
         first = tokens.shape[1] - steps
-        self.tokens = [tokens[:, column : column + 1] for column in range(first, tokens.shape[1])]
+        self.tokens = tokens[:, first:].split(1, 1)
         with torch.no_grad():
-            self.logits = model(*ids)[:, first:].unbind(1)
-            if len(ids) == 1:
-                out = model.model(tokens[:, :first], use_cache=True)
-                fixed = []
-            else:
-                out = model.model(ids[0], decoder_input_ids=tokens[:, :first], use_cache=True)
-                fixed = [out.encoder_last_hidden_state]
-            self.seen = torch.tensor(first)
+            self.logits = model(*source, tokens)[:, first:].unbind(1)
+            inputs = dict(zip(("input_ids", "decoder_input_ids"), (*source, tokens[:, :first])))
+            out = model.model(**inputs, use_cache=True)
+            fixed = [out.encoder_last_hidden_state] if source else []
             self.states = [state.clone() for state in (*fixed, *states_of(out.past_key_values))]
-            self.module = Step(model.model, names_of(out.past_key_values)).eval()
+            self.seen, self.module = torch.tensor(first), Step(model.model, out.past_key_values).eval()
             _, *after = self.module(*self.inputs())
-        self.grows = [new.shape != old.shape for new, old in zip(after, self.states)]
+        # keys and values of full attention grow from step to step; nothing else does
+        grow = [
+            {2: torch.export.Dim.DYNAMIC} if new.shape != old.shape else None for new, old in zip(after, self.states)
+        ]
+        self.shapes = (None, None, grow)
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         return self.tokens[0], self.seen, self.states
@@ -158,77 +139,61 @@ class Decoding:
             assert_near(logits[:, 0], expected, 1e-4, f"logits of step {count}")
 
 
-@rows("longhorn")
-def test_export_prefill(row, tmp_path):
-    module, ids = _prefill(row)
-    with torch.no_grad(), dispatch.backend("torch"):
-        expected = module(*ids)
-        exported = _through_a_file(torch.export.export(module, ids), tmp_path)
-        assert_near(exported(*ids), expected, 1e-4, "logits")
-
-
-@NO_FREE_LENGTH
-@NO_AUTOCAST
-@rows()
-def test_export_prefill_of_any_length(row, tmp_path):
-    module, ids = _prefill(row)
-    lengths = [{1: torch.export.Dim.DYNAMIC} for _ in ids]
-    with torch.no_grad(), dispatch.backend("torch"):
-        exported = _through_a_file(torch.export.export(module, ids, dynamic_shapes=(tuple(lengths),)), tmp_path)
-        for length in (9, 30):
-            other = tuple(tokens.repeat(1, 5)[:, :length] for tokens in ids)
-            assert_near(exported(*other), module(*other), 1e-4, f"logits of {length} tokens")
-
-
-@rows("lmu-isa")
-def test_export_one_token(row, tmp_path):
-    decoding = Decoding(row)
-    with torch.no_grad(), dispatch.backend("torch"):
-        decoding.check(decoding.module)
-        exported = torch.export.export(decoding.module, decoding.inputs(), dynamic_shapes=_growing(decoding))
-        decoding.check(_through_a_file(exported, tmp_path))
-
-
-def _growing(decoding: Decoding) -> tuple[None, None, list]:
-    """Keys and values of full attention grow from step to step; nothing else does."""
-    return None, None, [{2: torch.export.Dim.DYNAMIC} if grows else None for grows in decoding.grows]
-
-
-def _through_a_file(exported: torch.export.ExportedProgram, folder: Path) -> Callable[..., Any]:
-    torch.export.save(exported, folder / "model.pt2")
+def _exported(module: torch.nn.Module, inputs: tuple, folder: Path, **options: Any) -> Callable[..., Any]:
+    """Through a file."""
+    torch.export.save(torch.export.export(module, inputs, **options), folder / "model.pt2")
     return torch.export.load(folder / "model.pt2").module()
 
 
-@NO_COMPLEX
-@rows("lmu-isa")
-def test_onnx_prefill(row):
-    module, ids = _prefill(row)
-    # Longhorn's vectorised scan is an op of this package, which ONNX cannot know; the reference is plain steps
-    backend = "reference" if module.model.config.model_type == "longhorn" else "torch"
-    with torch.no_grad(), dispatch.backend(backend):
-        assert_near(_onnx_runtime(module, ids)(*ids)[0], module(*ids), 1e-4, "logits")
-
-
-@NO_COMPLEX
-@rows()
-def test_onnx_one_token(row):
-    decoding = Decoding(row)
-    with torch.no_grad(), dispatch.backend("torch"):
-        run = _onnx_runtime(decoding.module, decoding.inputs(), dynamic_shapes=_growing(decoding))
-    decoding.check(run)
-
-
-def _onnx_runtime(module: torch.nn.Module, inputs: tuple, **options: Any) -> Callable[..., list[torch.Tensor]]:
+def _onnx_runtime(module: torch.nn.Module, inputs: tuple, folder: Path, **options: Any) -> Callable[..., Any]:
     """The exported model as a function of tensors (and lists of them), run by ONNX Runtime."""
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")
     program = torch.onnx.export(module, inputs, dynamo=True, verbose=False, **options)
     session = runtime.InferenceSession(program.model_proto.SerializeToString())
 
-    def run(*arguments: torch.Tensor | list[torch.Tensor]) -> list[torch.Tensor]:
+    def run(*arguments: torch.Tensor | list[torch.Tensor]) -> Any:
         flat = [x for argument in arguments for x in (argument if isinstance(argument, list) else [argument])]
         names = [x.name for x in session.get_inputs()]
         assert len(names) == len(flat), f"{len(names)} inputs of the graph for {len(flat)} tensors"
-        return [torch.from_numpy(x) for x in session.run(None, {k: x.numpy() for k, x in zip(names, flat)})]
+        found = [torch.from_numpy(x) for x in session.run(None, {k: x.numpy() for k, x in zip(names, flat)})]
+        return found if len(found) > 1 else found[0]
 
     return run
+
+
+EXPORTERS = {"export": _exported, "ONNX": _onnx_runtime}
+
+
+@cells({"export: prefill": ("longhorn",), "ONNX: prefill": ("lmu-isa",)})
+@NO_COMPLEX
+def test_prefill(column, row, tmp_path):
+    module, ids = _prefill(row)
+    # Longhorn's vectorised scan is an op of this package, which ONNX cannot know; the reference is plain steps
+    backend = "reference" if "ONNX" in column and module.model.config.model_type == "longhorn" else "torch"
+    with torch.no_grad(), dispatch.backend(backend):
+        exported = EXPORTERS[column.split(":")[0]](module, ids, tmp_path)
+        assert_near(exported(*ids), module(*ids), 1e-4, "logits")
+
+
+@NO_FREE_LENGTH
+@NO_AUTOCAST
+@rows()
+def test_prefill_of_any_length(row, tmp_path):
+    module, ids = _prefill(row)
+    lengths = tuple({1: torch.export.Dim.DYNAMIC} for _ in ids)
+    with torch.no_grad(), dispatch.backend("torch"):
+        exported = _exported(module, ids, tmp_path, dynamic_shapes=(lengths,))
+        for length in (9, 30):
+            other = tuple(tokens.repeat(1, 5)[:, :length] for tokens in ids)
+            assert_near(exported(*other), module(*other), 1e-4, f"logits of {length} tokens")
+
+
+@cells({"export: one token": ("lmu-isa",), "ONNX: one token": ()})
+@NO_COMPLEX
+def test_one_token(column, row, tmp_path):
+    decoding = Decoding(row)
+    with torch.no_grad(), dispatch.backend("torch"):
+        decoding.check(decoding.module)
+        exporter = EXPORTERS[column.split(":")[0]]
+        decoding.check(exporter(decoding.module, decoding.inputs(), tmp_path, dynamic_shapes=decoding.shapes))

@@ -12,19 +12,45 @@ from transformers import BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
 from hf_hybrid_ssm.layers.mixers.base import Mixer
 from hf_hybrid_ssm.models.longhorn.modeling_longhorn import LonghornMixer
-from tests.matrix.checks import assert_near, check_generation, logits_of, rows, saved
+from tests.matrix.checks import assert_near, cells, check_generation, logits_of, rows
 from tests.tiny_models import ROWS, language_model, own_language_model
 
 INT8, INT8_ACTIVATIONS, INT4 = 0.1, 0.2, 0.6
+# column → the library's module, its configuration, the tolerance
+METHODS = {
+    "torchao int8": ("torchao.quantization", lambda ao: TorchAoConfig(ao.Int8WeightOnlyConfig()), INT8),
+    "torchao int8 activations": (
+        "torchao.quantization",
+        lambda ao: TorchAoConfig(ao.Int8DynamicActivationInt8WeightConfig()),
+        INT8_ACTIVATIONS,
+    ),
+    "quanto int8": ("optimum.quanto", lambda _: QuantoConfig(weights="int8"), INT8),
+    "quanto int4": ("optimum.quanto", lambda _: QuantoConfig(weights="int4"), INT4),
+    "bitsandbytes int8": ("bitsandbytes", lambda _: BitsAndBytesConfig(load_in_8bit=True), INT8),
+    "bitsandbytes nf4": (
+        "bitsandbytes",
+        lambda _: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+        INT4,
+    ),
+}
+QUICK = {"torchao int8": ["longhorn"], "quanto int8": ["bst sh s4d"], "bitsandbytes int8": ["spade s4 window"]}
+NF4 = pytest.mark.limit(
+    "bitsandbytes",
+    r"shape '\[\d+, 0\]' is invalid",
+    "its four-bit kernel for CPUs wants inputs of at least 64 features; Longhorn's `dt_proj` has a sixteenth of the "
+    'hidden size. `llm_int8_skip_modules=["lm_head", "dt_proj"]` leaves that map alone.',
+)
 
 
-def _quantized(row, config, tolerance):
+@cells({column: QUICK.get(column, ()) for column in METHODS}, nf4=NF4)
+def test_quantized(column, row, tmp_path):
+    library, configure, tolerance = METHODS[column]
+    config = configure(pytest.importorskip(library))
     model = language_model(row, wide=True)
-    with saved(model) as folder:
-        quantized = type(model).from_pretrained(folder, quantization_config=config, device_map="cpu").eval()
+    model.save_pretrained(tmp_path)
+    quantized = type(model).from_pretrained(tmp_path, quantization_config=config, device_map="cpu").eval()
     linear = _linear(model)
     converted = {name for name in linear if not _is_plain(quantized.get_submodule(name))}
-    assert converted, "no layer was quantized"
     assert not [name for name in converted if "lm_head" in name], "the head was quantized"
     layers = linear - {"lm_head"}
     assert converted == layers, f"linear maps left as they were: {sorted(layers - converted)}"
@@ -47,48 +73,6 @@ def _linear(model):
 
 def _is_plain(module):
     return type(module) is torch.nn.Linear and type(module.weight.data) is torch.Tensor
-
-
-@rows("longhorn")
-def test_torchao_int8(row):
-    library = pytest.importorskip("torchao.quantization")
-    _quantized(row, TorchAoConfig(library.Int8WeightOnlyConfig()), INT8)
-
-
-@rows()
-def test_torchao_int8_activations(row):
-    library = pytest.importorskip("torchao.quantization")
-    _quantized(row, TorchAoConfig(library.Int8DynamicActivationInt8WeightConfig()), INT8_ACTIVATIONS)
-
-
-@rows("bst sh s4d")
-def test_quanto_int8(row):
-    pytest.importorskip("optimum.quanto")
-    _quantized(row, QuantoConfig(weights="int8"), INT8)
-
-
-@rows()
-def test_quanto_int4(row):
-    pytest.importorskip("optimum.quanto")
-    _quantized(row, QuantoConfig(weights="int4"), INT4)
-
-
-@rows("spade s4 window")
-def test_bitsandbytes_int8(row):
-    pytest.importorskip("bitsandbytes")
-    _quantized(row, BitsAndBytesConfig(load_in_8bit=True), INT8)
-
-
-@pytest.mark.limit(
-    "bitsandbytes",
-    r"shape '\[\d+, 0\]' is invalid",
-    "its four-bit kernel for CPUs wants inputs of at least 64 features; Longhorn's `dt_proj` has a sixteenth of the "
-    'hidden size. `llm_int8_skip_modules=["lm_head", "dt_proj"]` leaves that map alone.',
-)
-@rows()
-def test_bitsandbytes_nf4(row):
-    pytest.importorskip("bitsandbytes")
-    _quantized(row, BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"), INT4)
 
 
 @pytest.mark.limit(

@@ -342,7 +342,7 @@ def test_bidirectional_classifier(variant, ssm):
     assert hidden.past_key_values is None
 
 
-def test_bidirectional_is_no_language_model():
+def test_bidirectional_is_not_a_language_model():
     with pytest.raises(ValueError, match="must not see the future"):
         build(**TWO_SIDED)
 

@@ -128,6 +128,7 @@ def test_special_tokens_follow_the_vocabulary(tmp_path):
 
 
 LAYER = "transformer.backbone.layers.1.mixer."
+EMBEDDING = "transformer.backbone.embedding.weight"
 
 
 @pytest.mark.parametrize(
@@ -136,6 +137,12 @@ LAYER = "transformer.backbone.layers.1.mixer."
         (lambda w: w.update({LAYER + "surprise": torch.zeros(1)}), "surprise"),
         (lambda w: w.pop(LAYER + "dt_head.bias"), "lacks model.layers.1.mixer.dt_bias"),
         (lambda w: w.pop("transformer.backbone.layers.0.mixer.x_proj.weight"), "lacks"),
+        (lambda w: w.pop(EMBEDDING), "lacks model.embed_tokens.weight"),
+        (lambda w: w.update({EMBEDDING: torch.zeros(24)}), r"has shape \(24,\), but 2 dimensions"),
+        (
+            lambda w: w.update({"backbone.layers.99999999.mixer.D": torch.zeros(D)}),
+            "lacks layers between 0 and 99999999",
+        ),
         (lambda w: w.update({LAYER + "A_log": torch.zeros(D, N)}), "Mamba"),
         (lambda w: w.update({LAYER + "out_proj.weight": torch.zeros(M, D - 1)}), "shape"),
     ],
@@ -148,9 +155,15 @@ def test_refusals(change, message, tmp_path):
 def test_unreadable_files(tmp_path):
     torch.save(official_state_dict(), tmp_path / "ckpt.pt")
     whole = (tmp_path / "ckpt.pt").read_bytes()
-    (tmp_path / "cut.pt").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match="cannot be read"):
-        convert(tmp_path / "cut.pt")
+    for content, name in (
+        (whole[: len(whole) // 2], "cut.pt"),
+        (b"", "cut.pt"),
+        (b"text", "a.pt"),
+        (b"text", "a.safetensors"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match="cannot be read"):
+            convert(tmp_path / name)
     torch.save({"model": {"a": math.pi}}, tmp_path / "foreign.pt")
     with pytest.raises(ValueError, match="no state dict"):
         convert(tmp_path / "foreign.pt")

@@ -99,6 +99,8 @@ def test_bfloat16_accumulates_in_float32():
         ({"reduction": "none"}, ValueError, "reduction='none'"),
         ({"num_items": 4}, ValueError, "num_items"),
         ({"chunk_size": 0}, ValueError, "chunk_size=0"),
+        ({"labels": torch.full((6,), 9)}, ValueError, "classes from 9 to 9, but weight has 7 rows"),
+        ({"labels": torch.zeros(6)}, TypeError, "labels must be int64, got torch.float32"),
     ],
 )
 def test_refusals(change, error, message):

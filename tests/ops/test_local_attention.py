@@ -277,6 +277,7 @@ def test_compiles_into_one_graph():
         ({"window": (4, 0), "capacity": 3}, "capacity=3"),
         ({"window": (4, 0), "initial_state": empty_state(2, HEADS, 3, SIZE)}, "holds 3 keys"),
         ({"window": (4, 0), "lengths": torch.tensor([1, 9])}, "lengths"),
+        ({"window": (4, 0), "dropout": 1.5}, r"dropout=1.5 must lie in \[0, 1\)"),
     ],
 )
 def test_bad_input(options, message):

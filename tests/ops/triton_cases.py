@@ -109,7 +109,7 @@ def test_scan_agrees_with_reference(case, monkeypatch):
         inputs["z"] = inputs["z"].masked_fill(padding[..., None], 0.0)  # what is put out there has no meaning
     got = gradients(longhorn_scan, inputs, None, backend="triton", **options)
     want = gradients(longhorn_scan, inputs, torch.float64, backend="reference", **options)
-    if case["lengths"] is not None:  # the reference reads the gate behind the row's end, the kernel does not
+    if case["lengths"] is not None:  # the reference reads the gate after the row's end, the kernel does not
         want["dz"], got["dz"] = (t["dz"].masked_fill(padding[..., None], 0.0) for t in (want, got))
     assert all(t is None or t.isfinite().all() for t in got.values())
     assert_agree(got, want, BOUNDS[case["dtype"]])

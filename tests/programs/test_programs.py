@@ -37,7 +37,7 @@ ONCE_FAILED = {
     "NaN before a row": program("longhorn all", feed([None, 6], **NAN)),
     "NaN in a row's first feed": program("longhorn", feed([None, 6], **NAN), feed([7])),
     "NaN in a row without a token": program("longhorn sliding", feed([3], [None], **NAN), feed([4], [5], mask="full")),
-    "NaN behind a source": program(
+    "NaN after a source": program(
         "spade seq2seq window s4", feed([3], [4], inputs="nan"), sources=[[5, 6, 7], [8]], head="base"
     ),
     "a piece begins a document": program(

@@ -40,7 +40,7 @@ def check_labels(axes, figure):
         labels = shown_labels(axis)
         assert len(labels) >= (3 if axis is axes.yaxis else 1), "too few labels to read values from"
         for label in labels:
-            assert "$" not in label.get_text(), f"{label.get_text()} is no plain number"
+            assert "$" not in label.get_text(), f"{label.get_text()} is not a plain number"
             assert inside(label.get_window_extent(), figure.bbox), f"{label.get_text()} leaves the figure"
         for one, other in itertools.combinations(labels, 2):
             overlap = one.get_window_extent().overlaps(other.get_window_extent())

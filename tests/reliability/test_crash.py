@@ -7,10 +7,8 @@ to run in the fork of one whose backward passes have started threads:
     python -m tests.reliability.test_crash FAMILY KILLS FOLDER
 """
 
-import hashlib
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -19,9 +17,8 @@ import time
 import traceback
 import zipfile
 from collections import Counter
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -58,84 +55,58 @@ def train(family: str, output_dir: Path) -> None:
     trainer.save_model()
 
 
-def forked(function: Callable[[], None], quiet: bool = True) -> int:
-    """The process id of a child that runs `function` and ends; its exit status is 1 if that raised."""
+def forked(family: str, folder: Path) -> int:
+    """The process id of a child that trains; its exit status is 1 if that raised."""
     sys.stdout.flush()
     child = os.fork()
     if child:
         return child
-    status = 1
     try:
-        if quiet:
-            sink = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(sink, 1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         torch.set_num_threads(1)
-        function()
-        status = 0
+        train(family, folder)
+        os._exit(0)
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(status)
+        os._exit(1)
 
 
-def digest(folder: Path) -> str:
-    """Of the finished weights."""
-    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
-
-
-def kill_while_writing(child: int, folder: Path, chance: random.Random) -> None:
-    """Wait for a checkpoint's folder that was not there, then a little."""
-    known = set(folder.glob("checkpoint-*"))
-    while os.waitpid(child, os.WNOHANG) == (0, 0):
-        if set(folder.glob("checkpoint-*")) - known:
-            time.sleep(chance.uniform(0, 0.02))
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            return
-        time.sleep(0.0005)
-
-
-def kill_at_random(child: int, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+def kill(child: int, folder: Path, chance: Random, seconds: float) -> str:
+    """End a child: soon after a new checkpoint's folder appears, or at a random moment; it may be done before."""
+    known, writing = set(folder.glob("checkpoint-*")), chance.random() < 0.6
+    end = time.monotonic() + (seconds if writing else chance.uniform(0.05, 0.5) * seconds)
+    while time.monotonic() < end and not (writing and set(folder.glob("checkpoint-*")) - known):
         if os.waitpid(child, os.WNOHANG) != (0, 0):
-            return
-        time.sleep(0.002)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+            break
+        time.sleep(0.0005)
+    else:
+        time.sleep(chance.uniform(0, 0.02) * writing)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return "while a checkpoint was written" if writing else "at a random moment"
 
 
-def crash(family: str, kills: int, root: Path, chance: random.Random) -> Counter:
+def crash(family: str, kills: int, root: Path, chance: Random) -> Counter:
     """Kill runs of one family `kills` times in all and compare each finished run with one left alone."""
-    alone = root / f"{family}-alone"
+    alone, folder, found = root / "alone", root / "killed", Counter()
     start = time.monotonic()
-    status = os.waitpid(forked(partial(train, family, alone)), 0)[1]
-    seconds = time.monotonic() - start
-    if status:
+    if os.waitpid(forked(family, alone), 0)[1]:
         raise RuntimeError(f"{family}: the run that was left alone failed")
-    found: Counter = Counter()
+    seconds = time.monotonic() - start
     while found["kills"] < kills:
-        folder = root / f"{family}-killed"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         for _ in range(min(chance.randint(2, 6), kills - found["kills"])):
-            child = forked(partial(train, family, folder))
-            if chance.random() < 0.6:
-                kill_while_writing(child, folder, chance)
-                found["while a checkpoint was written"] += 1
-            else:
-                kill_at_random(child, chance.uniform(0.05, 0.5) * seconds)
-                found["at a random moment"] += 1
+            found[kill(forked(family, folder), folder, chance, seconds)] += 1
             found["kills"] += 1
             newest = get_last_checkpoint(folder)
-            if newest is not None and checkpoint_defect(newest) is not None:
-                found["left a half-written newest checkpoint"] += 1
-        if os.waitpid(forked(partial(train, family, folder)), 0)[1]:
+            found["left a half-written newest checkpoint"] += newest is not None and bool(checkpoint_defect(newest))
+        if os.waitpid(forked(family, folder), 0)[1]:
             found["runs that did not go on"] += 1
-        elif digest(folder) == digest(alone):
-            found["finished runs, equal to the bit"] += 1
         else:
-            found["finished runs that differ"] += 1
+            one, other = ((run / "model.safetensors").read_bytes() for run in (folder, alone))
+            found["finished runs, equal to the bit" if one == other else "finished runs that differ"] += 1
     return found
 
 
@@ -192,14 +163,12 @@ def test_a_changed_byte_and_a_wrong_step_are_noticed(checkpoint):
 
 
 def test_sharded_checkpoints_end_with_their_metadata(checkpoint):
-    for name in ("model.safetensors", "optimizer.pt"):
+    for name, shards in (("model.safetensors", "pytorch_model_fsdp_0"), ("optimizer.pt", "optimizer_0")):
         (checkpoint / name).unlink()
-    for name in ("pytorch_model_fsdp_0", "optimizer_0"):
-        (checkpoint / name).mkdir()
-    assert "optimizer_0 has no .metadata" in checkpoint_defect(checkpoint)
-    (checkpoint / "optimizer_0" / ".metadata").write_bytes(b"")
-    assert "pytorch_model_fsdp_0 has no .metadata" in checkpoint_defect(checkpoint)
-    (checkpoint / "pytorch_model_fsdp_0" / ".metadata").write_bytes(b"")
+        (checkpoint / shards).mkdir()
+    for shards in ("optimizer_0", "pytorch_model_fsdp_0"):
+        assert f"{shards} has no .metadata" in checkpoint_defect(checkpoint)
+        (checkpoint / shards / ".metadata").write_bytes(b"")
     assert checkpoint_defect(checkpoint) is None
 
 
@@ -223,4 +192,4 @@ def test_killed_runs_end_like_one_left_alone(family, tmp_path, record_property):
 
 if __name__ == "__main__":
     name, number, folder = sys.argv[1:]
-    print(json.dumps(crash(name, int(number), Path(folder), random.Random(1))))
+    print(json.dumps(crash(name, int(number), Path(folder), Random(1))))

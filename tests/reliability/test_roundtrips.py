@@ -1,20 +1,14 @@
 """Saving and loading lose no bit.
 
-A checkpoint that comes back a little different is the worst kind of fault: nothing fails, results are only worse. The
-dangers here are parameters that `_init_weights` draws anew after a load, recurrence parameters that must stay float32
-in a bfloat16 model, ties that become copies, buffers that no checkpoint holds, and filters remembered from before.
-
-Every parameter and saved buffer is moved off its initial value first; compared are names, dtypes and bits of every
-parameter and buffer, which of them share memory, which train and at what rate of their own, and the bits of a forward
-pass. A folder is also loaded into the other classes of its family: what both have must come over, and what is new must
-be initialised.
+Dangers: parameters drawn anew after a load, recurrence parameters rounded to bfloat16, ties that become copies,
+buffers that no checkpoint holds, filters remembered from before. Every parameter and saved buffer is moved off its
+initial value first; compared are names, dtypes and bits, which share memory, which train and at what rate,
+and the bits of a forward pass. That the classes of a family load each other's folders is in tests/models.
 """
 
-import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,35 +22,24 @@ from hf_hybrid_ssm.models.spade.modeling_spade import SpadePreTrainedModel
 from tests.memory import in_own_memory
 from tests.reliability.bits import same_bits
 from tests.reporting import THOROUGH
-from tests.tiny_models import COMBINATIONS, FEW, build, class_with_loss, classes_of, inputs_for
+from tests.tiny_models import COMBINATIONS, FEW, build, inputs_for
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SHARDS = {"one file": "1GB", "sharded": "8KB"}
-AUTO_CLASSES = {
-    "MODEL": transformers.AutoModel,
-    "MODEL_FOR_CAUSAL_LM": transformers.AutoModelForCausalLM,
-    "MODEL_FOR_MASKED_LM": transformers.AutoModelForMaskedLM,
-    "MODEL_FOR_SEQUENCE_CLASSIFICATION": transformers.AutoModelForSequenceClassification,
-    "MODEL_FOR_TOKEN_CLASSIFICATION": transformers.AutoModelForTokenClassification,
-    "MODEL_FOR_QUESTION_ANSWERING": transformers.AutoModelForQuestionAnswering,
-    "MODEL_FOR_MULTIPLE_CHOICE": transformers.AutoModelForMultipleChoice,
-    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM": transformers.AutoModelForSeq2SeqLM,
-    "MODEL_FOR_TEXT_ENCODING": transformers.AutoModelForTextEncoding,
-}
-LARGEST_INITIAL_VALUE = 1e3  # memory that nobody initialised holds anything; initial values are small numbers
-
-
-def auto_class_of(model: PreTrainedModel) -> Any:
-    """The Auto class whose table leads from the model's configuration to its class."""
-    name = type(model).__name__
-    tables = next(family.heads for family in FAMILIES if family.model_type == model.config.model_type)
-    return next(AUTO_CLASSES[key] for key, class_name in tables.items() if class_name == name)
 
 
 # -- ways of loading ------------------------------------------------------------------------------------------------
 
 
-def from_meta_device(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+def auto_class_of(model: PreTrainedModel) -> type:
+    """The Auto class whose table leads from the model's configuration to its class."""
+    tables = next(family.heads for family in FAMILIES if family.model_type == model.config.model_type)
+    key = next(key for key, name in tables.items() if name == type(model).__name__)
+    mapping = getattr(transformers.models.auto.modeling_auto, f"{key}_MAPPING")
+    autos = (getattr(transformers, name) for name in dir(transformers) if name.startswith("AutoModel"))
+    return next(auto for auto in autos if auto._model_mapping is mapping)
+
+
+def from_meta_device(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """What FSDP does: built without memory, given memory, initialised, then filled.
 
     The empty model has the dtypes of the one that was saved; the values must come from the folder.
@@ -70,26 +53,24 @@ def from_meta_device(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -
     empty.init_weights()
     saved = {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
     missing, unexpected = empty.load_state_dict(saved, strict=False)
-    tied = set(getattr(empty, "all_tied_weights_keys", {}))
-    if unexpected or set(missing) - tied:
-        raise RuntimeError(f"missing {sorted(set(missing) - tied)}, unexpected {unexpected}")
+    assert not unexpected and set(missing) <= set(getattr(empty, "all_tied_weights_keys", {}))
     empty.tie_weights()
     return empty
 
 
-WAYS: dict[str, Callable[[PreTrainedModel, Path, torch.dtype], PreTrainedModel]] = {
-    "`from_pretrained`": lambda model, folder, dtype: type(model).from_pretrained(folder, dtype=dtype),
-    'Auto class, `dtype="auto"`': lambda model, folder, dtype: auto_class_of(model).from_pretrained(
-        folder, dtype="auto"
-    ),
-    '`device_map="cpu"`': lambda model, folder, dtype: type(model).from_pretrained(
-        folder, dtype=dtype, device_map="cpu"
-    ),
-    "`low_cpu_mem_usage`": lambda model, folder, dtype: type(model).from_pretrained(
-        folder, dtype=dtype, low_cpu_mem_usage=True
-    ),
-    "meta device, then `load_state_dict`": from_meta_device,
+WAYS: dict[str, dict] = {
+    "`from_pretrained`": {},
+    'Auto class, `dtype="auto"`': {"dtype": "auto"},
+    '`device_map="cpu"`': {"device_map": "cpu"},
+    "meta device, then `load_state_dict`": {},
 }
+
+
+def load(way: str, model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    if "meta" in way:
+        return from_meta_device(model, folder)
+    source = auto_class_of(model) if "Auto" in way else type(model)
+    return source.from_pretrained(folder, **{"dtype": dtype, **WAYS[way]})
 
 
 # -- what must be the same ------------------------------------------------------------------------------------------
@@ -127,18 +108,6 @@ def differences(before: PreTrainedModel, after: PreTrainedModel) -> Iterator[str
         yield f"ties {ties_of(before)} became {ties_of(after)}"
 
 
-def cast_differences(original: PreTrainedModel, cast: PreTrainedModel, dtype: torch.dtype) -> Iterator[str]:
-    """Loading float32 in a narrower dtype: each tensor rounded once, the declared ones untouched, buffers too."""
-    kept, old = kept_in_float32(original), tensors_of(original)
-    parameters = dict(original.named_parameters(remove_duplicate=False))
-    for name, tensor in tensors_of(cast).items():
-        persistent = name in parameters or name in original.state_dict()
-        rounded = persistent and name not in kept and old[name].is_floating_point()
-        wanted = old[name].detach().to(dtype) if rounded else old[name]
-        if not same_bits(wanted, tensor):
-            yield f"{name} is not the float32 value {'rounded' if rounded else 'itself'} ({tensor.dtype})"
-
-
 @torch.no_grad()
 def outputs_differ(before: PreTrainedModel, after: PreTrainedModel) -> bool:
     """Whether a forward pass tells the two apart: it would also show what no parameter or buffer holds."""
@@ -150,159 +119,92 @@ def outputs_differ(before: PreTrainedModel, after: PreTrainedModel) -> bool:
     return not same_bits(*(in_own_memory(model)(**inputs)[0] for model in (before, after)))
 
 
+def cast(original: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The tensors in a narrower dtype: each rounded once, the declared ones untouched, unsaved buffers too."""
+    untouched = kept_in_float32(original) | (tensors_of(original).keys() - original.state_dict().keys())
+    return {
+        name: tensor if name in untouched or not tensor.is_floating_point() else tensor.detach().to(dtype)
+        for name, tensor in tensors_of(original).items()
+    }
+
+
+def cast_differences(original: PreTrainedModel, found: PreTrainedModel, dtype: torch.dtype) -> Iterator[str]:
+    expected = cast(original, dtype)
+    for name, tensor in tensors_of(found).items():
+        if not same_bits(expected[name], tensor):
+            yield f"{name} is not the float32 value {'itself' if expected[name].dtype != dtype else 'rounded'}"
+
+
 # -- the trips ------------------------------------------------------------------------------------------------------
 
-
-def trips(
-    variant: str, class_name: str, dtypes: Iterable[torch.dtype], ways: Iterable[str], shards: Iterable[str]
-) -> Iterator[tuple[int, list[str]]]:
-    """Each trip of a class: tensors compared, and the faults."""
-    original = build(variant, class_name)
-    count = len(tensors_of(original))
-    with tempfile.TemporaryDirectory() as folder:
-        original.save_pretrained(Path(folder) / "float32")
-        for dtype in dtypes:
-            model = type(original).from_pretrained(Path(folder) / "float32", dtype=dtype)
-            yield count, list(cast_differences(original, model, dtype))
-            in_place = [
-                f"{dtype} cast in place: {fault}" for fault in differences(model, build(variant, class_name).to(dtype))
-            ]
-            yield count, in_place
-            for shard in shards:
-                saved = Path(folder) / f"{dtype}-{shard}"
-                model.save_pretrained(saved, max_shard_size=SHARDS[shard])
-                if shard == "sharded" and len(list(saved.glob("*.safetensors"))) < 2:
-                    yield 0, ["there is one shard only"]
-                for way in ways:
-                    loaded = WAYS[way](model, saved, dtype)
-                    faults = list(differences(model, loaded))
-                    if outputs_differ(model, loaded):
-                        faults.append("the outputs differ")
-                    yield count, [f"{way}, {dtype} {shard}: {fault}" for fault in faults]
+RARE = ["spade batchnorm", "bst block-recurrent", "spade ema", "bst s5 bidirectional"]  # have what few variants have
+EVERY_CLASS = [case for case in COMBINATIONS if THOROUGH or case[0] in FEW + RARE]
+PLAINLY, ONE_FILE, SHARDED = "`from_pretrained`", "1GB", "8KB"
 
 
-def exchanges(variant: str, class_name: str, dtype: torch.dtype) -> Iterator[tuple[int, list[str]]]:
-    """The folder of one class loaded into each other class of the family: what both have must come over."""
-    source = build(variant, class_name)
-    kept = {_without_prefix(name) for name in kept_in_float32(source)}
-    old = {_without_prefix(name): tensor for name, tensor in tensors_of(source).items()}
-    with tempfile.TemporaryDirectory() as folder:
-        source.save_pretrained(folder)
-        for target_name, target_class in classes_of(variant).items():
-            if target_name == class_name:
-                continue
-            # a head of as many classes comes over; multiple choice has one score instead
-            target = target_class.from_pretrained(folder, dtype=dtype, ignore_mismatched_sizes=True)
-            faults, shared = [], 0
-            for name, tensor in tensors_of(target).items():
-                inner = _without_prefix(name)
-                is_other_head = inner.startswith(("score.", "classifier.")) and "MultipleChoice" in (
-                    class_name + target_name
-                )
-                if inner in old and not is_other_head:
-                    shared += 1
-                    unrounded = inner in kept or inner not in {_without_prefix(n) for n in source.state_dict()}
-                    wanted = old[inner] if unrounded or not old[inner].is_floating_point() else old[inner].to(dtype)
-                    if not same_bits(wanted, tensor):
-                        faults.append(f"into {target_name}: {name} differs")
-                elif not bool((tensor.detach().abs() < LARGEST_INITIAL_VALUE).all()):
-                    faults.append(f"into {target_name}: {name} was not initialised")
-            if not shared:
-                faults.append(f"into {target_name}: nothing came over")
-            yield shared, faults
+def trips(variant: str, name: str, folder: Path, dtypes: Iterable, ways: Iterable[str], shards: Iterable[str]):
+    """The faults of each trip of a class."""
+    original = build(variant, name)
+    original.save_pretrained(folder / "float32")
+    for dtype in dtypes:
+        model = type(original).from_pretrained(folder / "float32", dtype=dtype)
+        yield list(cast_differences(original, model, dtype))
+        yield [f"cast in place: {fault}" for fault in differences(model, build(variant, name).to(dtype))]
+        for size in shards:
+            saved = folder / f"{dtype}-{size}"
+            model.save_pretrained(saved, max_shard_size=size)
+            assert (len(list(saved.glob("*.safetensors"))) > 1) == (size == SHARDED)
+            for way in ways:
+                loaded = load(way, model, saved, dtype)
+                faults = [*differences(model, loaded), *["the outputs differ"] * outputs_differ(model, loaded)]
+                yield [f"{way}, {dtype} {size}: {fault}" for fault in faults]
 
 
-def _without_prefix(name: str) -> str:
-    return name.removeprefix("model.")
+@pytest.mark.parametrize(("variant", "name"), EVERY_CLASS)
+def test_saved_and_loaded(variant, name, tmp_path, record_property):
+    """In the dtypes, cast while loading and in place, and the headed models in every way from one file and shards."""
+    headed = THOROUGH or "ForCausal" in name or "ForCond" in name
+    dtypes = DTYPES if headed else DTYPES[1:2] if variant in RARE else DTYPES[2:]
+    ways, shards = (WAYS, [ONE_FILE, SHARDED] if THOROUGH else [SHARDED]) if headed else ([PLAINLY], [ONE_FILE])
+    loads = list(trips(variant, name, tmp_path, dtypes, ways, shards))
+    record_property("loads", len(loads))
+    assert [fault for faults in loads for fault in faults] == []
 
 
-EVERY_CLASS = COMBINATIONS if THOROUGH else [(variant, name) for variant in FEW for name in classes_of(variant)]
-HEADED = [(variant, name) for variant, name in EVERY_CLASS if "ForCausal" in name or "ForCond" in name]
-PLAINLY = "`from_pretrained`"
-
-
-def faults_of(reports, record_property=lambda name, value: None):
-    reports = list(reports)
-    assert reports
-    record_property("loads", len(reports))
-    record_property("tensors compared", sum(count for count, _ in reports))
-    return [fault for _, found in reports for fault in found]
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("variant", "class_name"), HEADED)
-def test_saved_in_shards_and_loaded_in_bfloat16(variant, class_name, way):
-    assert faults_of(trips(variant, class_name, (torch.bfloat16,), [way], ["sharded"])) == []
-
-
-@pytest.mark.parametrize(("variant", "class_name"), EVERY_CLASS)
-def test_saved_and_loaded(variant, class_name, record_property):
-    """In the dtypes, cast while loading and in place; on the page in every way and in shards too."""
-    dtypes = DTYPES if THOROUGH or (variant, class_name) in HEADED else DTYPES[2:]
-    ways, shards = (WAYS, SHARDS) if THOROUGH else ([PLAINLY], ["one file"])
-    assert faults_of(trips(variant, class_name, dtypes, ways, shards), record_property) == []
-
-
-@pytest.mark.parametrize(("variant", "class_name"), EVERY_CLASS)
-def test_loaded_into_the_other_classes_of_the_family(variant, class_name):
-    assert faults_of(exchanges(variant, class_name, torch.bfloat16)) == []
-
-
-@pytest.mark.parametrize("variant", ["spade batchnorm", "bst block-recurrent", "spade ema", "bst s5 bidirectional"])
-def test_loaded_with_what_few_variants_have(variant):
-    """Running statistics, recurrent states, exponential averages, two directions."""
-    for class_name in classes_of(variant):
-        assert faults_of(trips(variant, class_name, (torch.bfloat16,), [PLAINLY], ["one file"])) == []
+# -- these checks find what they look for ---------------------------------------------------------------------------
 
 
 def test_the_population_has_what_is_looked_for():
-    """Or the checks above would have nothing to find."""
-    longhorn = build("longhorn", "LonghornForCausalLM")
+    longhorn, spade = build("longhorn", "LonghornForCausalLM"), build("spade s4 trained")
     assert ties_of(longhorn) == {frozenset({"lm_head.weight", "model.embed_tokens.weight"})}
     assert ties_of(build("longhorn untied", "LonghornForCausalLM")) == set()
     assert any(name.endswith("dt_bias") for name in kept_in_float32(longhorn))
-    spade = build("spade s4 trained")
     assert {name.rpartition(".")[2] for name in kept_in_float32(spade)} >= set(S4.float32_parameters)
 
 
-def spoil_bit(model):
-    next(parameter for name, parameter in model.named_parameters() if name.endswith("log_dt")).data.view(-1)[0] *= (
-        1 + 2**-23
-    )
+def _change_a_bit(model):
+    next(p for name, p in model.named_parameters() if name.endswith("log_dt")).data.view(-1)[0] *= 1 + 2**-23
 
 
-def spoil_dtype(model):
-    model.model.layers[0].to(torch.float16)
-
-
-def spoil_tie(model):
+def _untie(model):
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
 
 
-def spoil_training(model):
-    next(model.parameters()).requires_grad_(False)
+SPOILT = {
+    "a bit": _change_a_bit,
+    "dtype": lambda model: model.model.layers[0].to(torch.float16),
+    "tie": _untie,
+    "training": lambda model: next(model.parameters()).requires_grad_(False),
+    "optimizer options": lambda model: [parameter.__dict__.pop("_optim", None) for parameter in model.parameters()],
+}
 
 
 @pytest.mark.parametrize("spoil", [spoil_bit, spoil_dtype, spoil_tie, spoil_training])
 def test_a_difference_is_found(spoil):
     before, after = (build("spade s4 trained") for _ in range(2))
     assert list(differences(before, after)) == []
-    spoil(after)
+    SPOILT[spoil](after)
     assert list(differences(before, after))
-
-
-@pytest.mark.parametrize("variant", ["longhorn + window and full attention", "spade s4 trained"])
-def test_float32_parameters_stay_so_when_a_model_is_cast_in_place(variant):
-    """As through a file; a rounded one is found."""
-    name = class_with_loss(variant)
-    before, after = build(variant, name), build(variant, name).to(torch.bfloat16)
-    assert list(cast_differences(before, after, torch.bfloat16)) == []
-    kept = kept_in_float32(after)
-    for tensor in after.parameters():
-        tensor.data = tensor.data.to(torch.bfloat16).to(tensor.dtype)
-    faults = list(cast_differences(before, after, torch.bfloat16))
-    assert kept and {fault.split()[0] for fault in faults} == kept
-    assert "itself" in faults[0]
 
 
 def test_rotary_frequencies_stay_exact_when_a_model_is_cast_in_place():
@@ -314,7 +216,7 @@ def test_rotary_frequencies_stay_exact_when_a_model_is_cast_in_place():
     assert model.double().rotary_emb.inv_freq.dtype == torch.float64
 
 
-def test_parameters_drawn_anew_behind_a_load_are_found(monkeypatch):
+def test_parameters_drawn_anew_after_a_load_are_found(monkeypatch, tmp_path):
     """The fault that transformers' own `init` functions guard against: in-place writes that know no checkpoint."""
     original = SpadePreTrainedModel._init_weights
 
@@ -329,7 +231,8 @@ def test_parameters_drawn_anew_behind_a_load_are_found(monkeypatch):
 
     monkeypatch.setattr(SpadePreTrainedModel, "_init_weights", careless)
     monkeypatch.setattr(SpadePreTrainedModel, "initialize_weights", initialises_loaded_modules)
-    faults = faults_of(trips("spade s4 trained", "SpadeForCausalLM", (torch.float32,), [PLAINLY], ["one file"]))
+    options = (torch.float32,), [PLAINLY], [ONE_FILE]
+    faults = [fault for found in trips("spade s4 trained", "SpadeForCausalLM", tmp_path, *options) for fault in found]
     assert any(".ssm." in fault or "log_dt" in fault for fault in faults)
 
 

@@ -5,6 +5,7 @@
 Writes reports/upstream.md. Exits with 1 if a test of this package's families failed.
 """
 
+import json
 import re
 import sys
 from collections import Counter, defaultdict
@@ -25,8 +26,7 @@ their plain torch path.
 A skip is a test that transformers skips by itself for a model without the feature, or one of ours with the reason
 given in the test file. Families without full attention skip what Mamba skips: window attention in blocks forms no
 matrix of weights that `output_attentions` could return. One more than Mamba: rotary scaling, where there is no rotary
-embedding.
-"""
+embedding."""
 KINDS = ("passed", "failed", "skipped")
 
 
@@ -51,24 +51,34 @@ class Collector:
             self.reasons[re.sub(r"<class '[\w.]+\.(\w+)'>", r"\1", reason.removeprefix("Skipped: "))][name] += 1
 
 
-def write(collector: Collector) -> None:
-    """reports/upstream.md."""
+def write(collector: Collector, made: str) -> None:
+    """reports/upstream.md, and all reasons of skips in upstream.json."""
     rows = [[name, *(of[kind] for kind in KINDS)] for name, of in sorted(collector.outcomes.items())]
     failures = [f"- {name}: {', '.join(sorted(set(tests)))}" for name, tests in sorted(collector.failed.items())]
-    skips = []
-    for reason, classes in sorted(collector.reasons.items()):
-        where = ", ".join(f"{name} {count}" if count > 1 else name for name, count in sorted(classes.items()))
-        skips.append(f"- {reason}: {where}")
-    made = made_by("make upstream", ("src/hf_hybrid_ssm/models", "src/hf_hybrid_ssm/layers", "tests/upstream"))
+    kinds: dict[str, Counter] = defaultdict(Counter)
+    for reason, classes in collector.reasons.items():
+        kinds[re.sub(r"^\w+Model\b", "The model", reason)].update(classes)
+    ours = {reason: of for reason, of in kinds.items() if not any(name.endswith("Peer") for name in of)}
+    skips = [f"- {reason}: {_where(of)}" for reason, of in sorted(ours.items())]
+    told = f"{len(kinds)} in `upstream.json`; these skip no test of transformers' own models:"
     parts = (INTRODUCTION, table(["test class", *KINDS], rows), "## Failures", "\n".join(failures) or "None.")
-    write_page("upstream.md", "transformers' own tests", made, *parts, "## Reasons of skips", "\n".join(skips))
+    parts += ("## Reasons of skips", told, "\n".join(skips))
+    path = write_page("upstream.md", "transformers' own tests", made, *parts)
+    found = {"made": made, "outcomes": collector.outcomes, "failed": collector.failed, "skips": collector.reasons}
+    path.with_suffix(".json").write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+
+
+def _where(classes: Counter) -> str:
+    return ", ".join(f"{name} {count}" if count > 1 else name for name, count in sorted(classes.items()))
 
 
 def main() -> int:
     collector = Collector()
     files = [str(path) for path in sorted(FOLDER.glob("test_*.py"))]
     pytest.main(["-q", "-n", "2", "--dist", "worksteal", *files, str(FOLDER / "peers.py")], plugins=[collector])
-    write(collector)
+    write(
+        collector, made_by("make upstream", ("src/hf_hybrid_ssm/models", "src/hf_hybrid_ssm/layers", "tests/upstream"))
+    )
     return int(any(tests for name, tests in collector.failed.items() if not name.endswith("Peer")))
 
 

@@ -92,7 +92,7 @@ def model_card(
         "## Limits",
         f"{limits}is in its training data, with the errors and prejudices there.",
         *(["## Citation", f"```bibtex\n{text.citation}\n```"] if has_weights else []),
-        "Licence of code and card: Apache-2.0.",
+        *(["Licence of code and card: Apache-2.0."] if has_weights else []),
     ]
     return "\n\n".join(sections) + "\n"
 

@@ -85,9 +85,14 @@ def preset_line(name: str, setup: Setup) -> Sequence[str]:
     )
 
 
+def _is_of_a_paper(name: str) -> bool:
+    """A language model or encoder-decoder of a paper: not a task of the Long Range Arena, nor a size of this package."""
+    return not any(part in name for part in ("-lra-", "-rule", "-deep"))
+
+
 def page(setup: Setup, command: str, names: Iterable[str] | None = None) -> str:
     """reports/planning.md."""
-    rows = [preset_line(name, setup) for name in names or preset_names()]
+    rows = [preset_line(name, setup) for name in names or filter(_is_of_a_paper, preset_names())]
     lines = ["| " + " | ".join(line) + " |" for line in (COLUMNS, ("---", *["---:"] * (len(COLUMNS) - 1)), *rows)]
     return TEXT.format(
         command=command,
@@ -98,14 +103,13 @@ def page(setup: Setup, command: str, names: Iterable[str] | None = None) -> str:
     )
 
 
-TEXT = """# Plans of every preset
+TEXT = """# Plans of the presets
 
 One device, {batch} rows of {length} tokens (an encoder-decoder: of source and target each), weights in {weights},
 AdamW.
 
 {table}
 
-*`{command}`. "Step": forward and backward. "Decoding state": of one sequence of {length} tokens,
-`-` for classifiers. A model without logits computes its loss in chunks. LRA presets classify; "retrieval" reads two
-texts a row.*
+*`{command}`. "Step": forward and backward. "Decoding state": of one sequence of {length} tokens.
+A model without logits computes its loss in chunks. Other presets: `hf-hybrid-ssm plan PRESET`.*
 """

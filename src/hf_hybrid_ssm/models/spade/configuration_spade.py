@@ -247,7 +247,7 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
             "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "sliding_window", "chunk_size", "ssm_state_size", "relative_attention_max_distance", "layer_norm_epsilon",
             "filter_length", "filter_hidden_size", "filter_sin_freq", "adaptive_factor", "classifier_hidden_size",
-            "pixel_std",
+            "pixel_std", "ssm_dt_min", "ssm_dt_max",
         )  # fmt: skip
         self.check_not_negative("initializer_range", "ssm_merge_weight")
         self.check_dropout(

@@ -252,6 +252,7 @@ class SpadeForMultipleChoice(MultipleChoiceHead, SpadeForSequenceClassification)
     """One score for each text."""
 
     def __init__(self, config: SpadeConfig):
+        self._check_config(config)
         if config.paired_input:
             raise ValueError("paired_input=True compares two texts, where SpadeForMultipleChoice scores each.")
         super().__init__(config)

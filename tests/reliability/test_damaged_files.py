@@ -4,17 +4,19 @@ Right are an exception of a clear type, or a model whose every tensor equals wha
 report names what is missing or unexpected. An `AttributeError`, `KeyError` and the like raised by this package is a
 fault. `hf_hybrid_ssm.hub.check_folder` must find a folder whole or raise a `ValueError`, and must find every fault for
 which safetensors refuses to load. A pickle whose unpickling would write a file is among the damages; it must not be
-executed.
+executed. Which damage is found, and in which words, is in tests/hub, tests/cli and tests/models.
 Not covered: a `config.json` that asks for a very large model gets one, as in all of transformers.
 """
 
+import atexit
 import json
 import pickle
 import shutil
 import traceback
-from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from random import Random
+from tempfile import mkdtemp
 
 import pytest
 import torch
@@ -27,83 +29,100 @@ from hf_hybrid_ssm.hub import check_folder
 from hf_hybrid_ssm.models.configuration import HybridConfigMixin
 from hf_hybrid_ssm.models.longhorn.convert_official_checkpoint import convert
 from tests.models.test_longhorn_conversion import official_state_dict
-from tests.reliability.folders import CONFIG, INDEX, WEIGHTS, Payload, saved
 from tests.reporting import THOROUGH
 from tests.tiny_models import FEW, build, class_with_loss, classes_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-OFFICIAL = "official.pt"
+WEIGHTS, INDEX, CONFIG, OFFICIAL = "model.safetensors", "model.safetensors.index.json", "config.json", "official.pt"
 VARIANTS = (*FEW[:3], "spade s5 chunk post-norm", "encoder-decoder")
 CLEAR = (ValueError, OSError, RuntimeError, SafetensorError, StrictDataclassError, pickle.UnpicklingError)
 VALUES = (-1, 0, 1, 7, 2.5, 1e308, "", "other", None, True, [], {}, [[]], "../../etc")
-CASES = 30 if THOROUGH else 4  # of each damage
+CASES = 60 if THOROUGH else 6  # of each damage
 
 
-def flip(content: bytes, random: Random, end: int | None = None) -> bytes:
-    """One to eight bits of the first `end` bytes turned over."""
-    changed = bytearray(content)
-    for _ in range(random.randint(1, 8)):
-        changed[random.randrange(min(end or len(changed), len(changed)))] ^= 1 << random.randrange(8)
-    return bytes(changed)
+class Payload:
+    """Unpickled, it would write a file; nothing may ever do so."""
+
+    def __init__(self, folder: Path):
+        self.mark = folder / "executed"
+
+    def __reduce__(self):
+        return Path.touch, (self.mark,)
 
 
-def _edit(path: Path, change: Callable[[bytes], bytes]) -> None:
-    path.write_bytes(change(path.read_bytes()))
+@cache
+def saved(variant: str, shards: bool) -> Path:
+    """A folder with a tiny language model, in one file or several; one for all callers, who copy it."""
+    folder = Path(mkdtemp(prefix="checkpoint-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    build(variant).save_pretrained(folder, max_shard_size="8KB" if shards else "5GB")
+    return folder
 
 
-def _weight_file(folder: Path, random: Random) -> Path:
+# -- random damage --------------------------------------------------------------------------------------------------
+
+
+def _weights(folder: Path, random: Random) -> Path:
     return random.choice(sorted(folder.glob("*.safetensors")))
 
 
-def flipped_bits(folder: Path, random: Random) -> None:
-    _edit(_weight_file(folder, random), lambda content: flip(content, random))
+def _metadata(folder: Path, random: Random) -> Path:
+    return random.choice([path for path in (folder / CONFIG, folder / INDEX) if path.exists()])
 
 
-def flipped_header(folder: Path, random: Random) -> None:
-    """Its size is in the first eight bytes."""
-    _edit(
-        _weight_file(folder, random),
-        lambda b: flip(b, random, random.choice([8, 8 + int.from_bytes(b[:8], "little")])),
-    )
+def _flip(path: Path, random: Random, end: int | None = None) -> None:
+    """One to eight bits of the first `end` bytes turned over."""
+    content = bytearray(path.read_bytes())
+    for _ in range(random.randint(1, 8)):
+        content[random.randrange(min(end or len(content), len(content)))] ^= 1 << random.randrange(8)
+    path.write_bytes(content)
+
+
+def flipped(folder: Path, random: Random) -> None:
+    """One to eight bits of the weights, of their header (whose size is in the first eight bytes) or of JSON."""
+    path = random.choice([_weights, _weights, _metadata])(folder, random)
+    content = bytearray(path.read_bytes())
+    header = 8 + int.from_bytes(content[:8], "little") if path.suffix == ".safetensors" else len(content)
+    _flip(path, random, random.choice([len(content), header, 8]))
 
 
 def cut(folder: Path, random: Random) -> None:
-    _edit(random.choice([_weight_file(folder, random), folder / CONFIG]), lambda b: b[: random.randrange(len(b))])
+    path = random.choice([_weights(folder, random), folder / CONFIG])
+    path.write_bytes(path.read_bytes()[: random.randrange(path.stat().st_size)])
 
 
 def extended(folder: Path, random: Random) -> None:
-    _edit(_weight_file(folder, random), lambda content: content + random.randbytes(random.randint(1, 99)))
+    path = _weights(folder, random)
+    path.write_bytes(path.read_bytes() + random.randbytes(random.randint(1, 99)))
 
 
 def changed_header(folder: Path, random: Random) -> None:
     """A tensor is renamed, dropped, doubled, or has another dtype, shape or place."""
-
-    def change(content: bytes) -> bytes:
-        size = int.from_bytes(content[:8], "little")
-        header = json.loads(content[8 : 8 + size])
-        name = random.choice([key for key in header if key != "__metadata__"])
-        entry = header[name]
-        kind = random.choice(["rename", "drop", "double", "dtype", "shape", "place", "value"])
-        if kind in ("rename", "drop"):
-            header.pop(name)
-        if kind in ("rename", "double"):
-            header[name + random.choice(["s", ".weight", "é", " "])] = entry
-        elif kind == "dtype":
-            entry["dtype"] = random.choice(["F16", "BF16", "I32", "U8", "F64", "F12", ""])
-        elif kind == "shape":
-            entry["shape"] = random.choice([[], [0], entry["shape"][::-1], [*entry["shape"], 1], [2**40, 2**40], [-1]])
-        elif kind == "place":
-            begin, end = entry["data_offsets"]
-            entry["data_offsets"] = random.choice([[end, begin], [begin + 4, end + 4], [0, 2**50], [begin, begin]])
-        elif kind == "value":
-            entry[random.choice(sorted(entry))] = random.choice(VALUES)
-        rewritten = json.dumps(header).encode()
-        return len(rewritten).to_bytes(8, "little") + rewritten + content[8 + size :]
-
-    _edit(_weight_file(folder, random), change)
+    path = _weights(folder, random)
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    name = random.choice([key for key in header if key != "__metadata__"])
+    entry = header[name]
+    (begin, end), shape = entry["data_offsets"], entry["shape"]
+    kind = random.choice(["rename", "drop", "double", "dtype", "shape", "place", "value"])
+    if kind in ("rename", "drop"):
+        header.pop(name)
+    if kind in ("rename", "double"):
+        header[name + random.choice(["s", ".weight", "é", " "])] = entry
+    entry |= {
+        "dtype": {"dtype": random.choice(["F16", "BF16", "I32", "U8", "F64", "F12", ""])},
+        "shape": {"shape": random.choice([[], [0], shape[::-1], [*shape, 1], [2**40, 2**40], [-1]])},
+        "place": {"data_offsets": random.choice([[end, begin], [begin + 4, end + 4], [0, 2**50], [begin, begin]])},
+        "value": {random.choice(sorted(entry)): random.choice(VALUES)},
+    }.get(kind, {})
+    rewritten = json.dumps(header).encode()
+    path.write_bytes(len(rewritten).to_bytes(8, "little") + rewritten + content[8 + size :])
 
 
-def _changed_json(path: Path, random: Random) -> None:
+def changed_json(folder: Path, random: Random) -> None:
+    """An entry of the configuration or the index is dropped or has another value."""
+    path = _metadata(folder, random)
     content = json.loads(path.read_text())
     place = content
     if isinstance(content.get("weight_map"), dict) and random.random() < 0.8:
@@ -116,22 +135,8 @@ def _changed_json(path: Path, random: Random) -> None:
     path.write_text(json.dumps(content))
 
 
-def changed_config(folder: Path, random: Random) -> None:
-    _changed_json(folder / CONFIG, random)
-
-
-def changed_index(folder: Path, random: Random) -> None:
-    _changed_json(folder / INDEX, random)
-
-
-def flipped_json(folder: Path, random: Random) -> None:
-    _edit(
-        random.choice([path for path in (folder / CONFIG, folder / INDEX) if path.exists()]), lambda b: flip(b, random)
-    )
-
-
 def missing_shard(folder: Path, random: Random) -> None:
-    _weight_file(folder, random).unlink()
+    _weights(folder, random).unlink()
 
 
 def swapped_shards(folder: Path, random: Random) -> None:
@@ -143,7 +148,7 @@ def swapped_shards(folder: Path, random: Random) -> None:
 
 def hostile_pickle(folder: Path, random: Random) -> None:
     """A pickle that executes something, raw or in torch's archive, under any name that might be read."""
-    payload = Payload(folder / "executed")
+    payload = Payload(folder)
     name = random.choice([WEIGHTS, "pytorch_model.bin", "training_args.bin", "tf_model.h5", "optimizer.pt"])
     if name == "pytorch_model.bin" or random.random() < 0.5:
         (folder / WEIGHTS).unlink()
@@ -157,14 +162,18 @@ def damaged_official(folder: Path, random: Random) -> None:
     """For the converter: a file of torch.save with flipped bits, cut, or with a payload."""
     weights: dict = official_state_dict()
     if random.random() < 0.2:
-        weights[random.choice(sorted(weights))] = Payload(folder / "executed")
-    torch.save(weights, folder / OFFICIAL)
-    change = random.choice([lambda c: flip(c, random), lambda c: c[: random.randrange(len(c))], lambda c: c])
-    _edit(folder / OFFICIAL, change)
+        weights[random.choice(sorted(weights))] = Payload(folder)
+    path = folder / OFFICIAL
+    torch.save(weights, path)
+    kind = random.choice(["flip", "cut", "whole"])
+    if kind == "flip":
+        _flip(path, random)
+    elif kind == "cut":
+        path.write_bytes(path.read_bytes()[: random.randrange(path.stat().st_size)])
 
 
-SINGLE = (flipped_bits, flipped_header, cut, extended, changed_header, changed_config, flipped_json, hostile_pickle)
-SHARDED = (changed_index, flipped_json, missing_shard, swapped_shards, cut, changed_header)
+SINGLE = (flipped, cut, extended, changed_header, changed_json, hostile_pickle)
+SHARDED = (flipped, changed_json, missing_shard, swapped_shards, cut, changed_header)
 DAMAGES = [(damage, False) for damage in (*SINGLE, damaged_official)] + [(damage, True) for damage in SHARDED]
 
 
@@ -232,9 +241,8 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 def unfaithful(model: PreTrainedModel, told: dict, tensors: dict[str, torch.Tensor]) -> str | None:
     """Where a loaded model differs from its files without the loading report saying so."""
     state = model.state_dict()
-    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     for name, value in state.items():
-        if name in tied:
+        if name in (getattr(model, "all_tied_weights_keys", None) or {}):
             continue
         if name not in tensors:
             if name not in told["missing_keys"]:
@@ -245,26 +253,19 @@ def unfaithful(model: PreTrainedModel, told: dict, tensors: dict[str, torch.Tens
     return f"{sorted(silent)} were left out, which the report does not say" if silent else None
 
 
-def test_a_tensor_unlike_its_file_is_found():
-    model = build("lmu-isa")
-    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+def test_faults_are_found(tmp_path):
+    """A tensor unlike its file, a payload that runs, an unclear exception of this package."""
+    model, name = build("lmu-isa"), "model.norm.weight"
+    tensors = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     told: dict[str, list] = {"missing_keys": [], "unexpected_keys": []}
     assert unfaithful(model, told, tensors) is None
-    name = "model.norm.weight"
     gone = {key: value for key, value in tensors.items() if key != name}
     assert "is in no file" in unfaithful(model, told, gone)
     assert unfaithful(model, told | {"missing_keys": [name]}, gone) is None
     assert "were left out" in unfaithful(model, told, tensors | {"more": torch.zeros(1)})
-    tensors[name] += 1
-    assert f"{name} differs" in unfaithful(model, told, tensors)
-
-
-def test_the_payload_would_be_executed_by_an_unsafe_load(tmp_path):
-    pickle.loads(pickle.dumps(Payload(tmp_path / "executed")))
+    assert f"{name} differs" in unfaithful(model, told, tensors | {name: tensors[name] + 1})
+    pickle.loads(pickle.dumps(Payload(tmp_path)))
     assert (tmp_path / "executed").exists()
-
-
-def test_an_unclear_exception_of_this_package_is_recognised():
     with pytest.raises(AttributeError) as raised:
         HybridConfigMixin.check_positive(object(), "size")  # type: ignore[arg-type]
     assert from_this_package(raised.value) and not isinstance(raised.value, CLEAR)
