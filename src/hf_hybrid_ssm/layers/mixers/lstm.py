@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from hf_hybrid_ssm.layers.mixers.base import FrozenLSTM, Mixer, RowOptions, State
-from hf_hybrid_ssm.ops._core.autocast import without_autocast
+from hf_hybrid_ssm.ops._core.transforms import without_autocast
 
 
 class LSTM(Mixer):

@@ -9,8 +9,7 @@ from torch import nn
 from hf_hybrid_ssm.layers.mixers.base import State
 from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer, fold_token
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
-from hf_hybrid_ssm.ops._core.autocast import without_autocast
-from hf_hybrid_ssm.ops._core.transforms import is_transforming
+from hf_hybrid_ssm.ops._core.transforms import is_transforming, without_autocast
 from hf_hybrid_ssm.ops.linear_scan import (
     BlockMatrices,
     ChannelSystem,

@@ -120,6 +120,11 @@ def call(function: Callable[..., int], tensors: Iterable[torch.Tensor | int | No
         raise MemoryError(f"{function.__name__} ran out of memory for its temporary sums.")
 
 
+def library_beside(module: str) -> Callable[[], ctypes.CDLL]:
+    """What gives the library of the `native.c` beside a module (its `__file__`), compiled when first asked for."""
+    return cache(lambda: compile_and_load(Path(module).with_name("native.c")))
+
+
 def compile_and_load(source: Path) -> ctypes.CDLL:
     """The shared library of `source`, compiled unless it already was.
 

@@ -1,18 +1,17 @@
 """The fused CPU backend: `native.c`, compiled on first use and called directly or through a custom op."""
 
-import ctypes
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import List  # noqa: UP035
 
 import torch
 from torch import Tensor
 
 from hf_hybrid_ssm.ops._core import native_library
-from hf_hybrid_ssm.ops._core.native_library import address, call, compile_and_load, is_plain_call, prepared
+from hf_hybrid_ssm.ops._core.native_library import address, call, is_plain_call, library_beside, prepared
 
 __all__ = ["attention_step_native", "supports"]
+
+_library = library_beside(__file__)
 
 
 def supports(device_type: str, dtype: torch.dtype) -> str | None:
@@ -32,11 +31,6 @@ def attention_step_native(
     rows = (prepared(q), prepared(k), prepared(v))
     factors = (None if bias is None else bias.float(), prepared(head_scale))
     return step(*rows, keys, values, seen, *factors, float(scale), numbers).to(q.dtype), keys, values
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    return compile_and_load(Path(__file__).with_name("native.c"))
 
 
 def _compute(

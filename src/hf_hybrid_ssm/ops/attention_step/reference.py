@@ -2,6 +2,8 @@
 
 import torch
 
+from hf_hybrid_ssm.ops._core.self_check import draw
+
 
 def attention_step_reference(
     q, k, v, keys, values, seen, *, window, chunk_size, block, bias, scale, head_scale, zero_kv_sink, shift
@@ -70,3 +72,19 @@ def _normalised(x, dtype):
 
 def _bias(bias, head, distance, dtype):
     return torch.zeros((), dtype=dtype) if bias is None else bias[head, min(distance, bias.shape[1] - 1)].to(dtype)
+
+
+def self_check_inputs() -> dict:
+    """Shared keys, a row at its start, entries that do not fill a vector."""
+    shapes = {"q": (2, 4, 18), "k": (2, 2, 18), "v": (2, 2, 5), "keys": (2, 2, 7, 18), "values": (2, 2, 7, 5)}
+    options = {
+        "window": (6, -1),
+        "chunk_size": None,
+        "block": False,
+        "scale": 1.0,
+        "zero_kv_sink": True,
+        "shift": False,
+    }
+    return (
+        draw(shapes | {"bias": (4, 5), "head_scale": (4,)}) | options | {"seen": torch.tensor([3, 40]), "shift": False}
+    )

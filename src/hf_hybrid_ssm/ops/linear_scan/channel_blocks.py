@@ -5,11 +5,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid_ssm.ops._core.lengths import zero_beyond
-from hf_hybrid_ssm.ops._core.output_positions import take_outputs
-from hf_hybrid_ssm.ops._core.toeplitz import causal_toeplitz
+from hf_hybrid_ssm.ops._core.blocks import causal_toeplitz, document_before_block, document_blocks
+from hf_hybrid_ssm.ops._core.rows import take_outputs, zero_beyond
 from hf_hybrid_ssm.ops.linear_scan.diagonal import diagonal_scan
-from hf_hybrid_ssm.ops.linear_scan.documents import document_before_block, document_blocks
 from hf_hybrid_ssm.ops.linear_scan.transition import Transition, power
 from hf_hybrid_ssm.ops.long_conv.fft import channels_first, channels_last
 from hf_hybrid_ssm.ops.long_conv.torch_backend import block_conv

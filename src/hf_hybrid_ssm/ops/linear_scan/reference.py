@@ -2,8 +2,8 @@
 
 import torch
 
-from hf_hybrid_ssm.ops._core.lengths import zero_beyond
-from hf_hybrid_ssm.ops._core.output_positions import take_outputs
+from hf_hybrid_ssm.ops._core.rows import take_outputs, zero_beyond
+from hf_hybrid_ssm.ops._core.self_check import draw
 from hf_hybrid_ssm.ops.linear_scan.transition import Transition
 
 
@@ -48,3 +48,21 @@ def channel_scan_reference(
     y = torch.stack(outputs, dim=1) if outputs else u.new_zeros(batch, 0, output.shape[0], channels)
     y = take_outputs(y.flatten(2), stride, positions).unflatten(-1, y.shape[2:])
     return y, (state if return_final_state else None)
+
+
+def _decays(*shape: int) -> torch.Tensor:
+    """Complex numbers inside of the unit circle as pairs (..., 2), most of them near it."""
+    size, angle = draw({"size": shape, "angle": shape}).values()
+    return torch.view_as_real(torch.polar(torch.sigmoid(3 + 2 * size), 3 * angle))
+
+
+def diagonal_inputs() -> dict:
+    """Longer than a block, with a state before the first token and decays near 1."""
+    return draw({"x": (2, 75, 5, 2), "initial_state": (2, 5, 2)}) | {"decay": _decays(5), "seq_idx": None}
+
+
+def channel_inputs() -> dict:
+    """The same, for two filters of three channels."""
+    shapes = {"u": (2, 75, 3), "vector": (2, 3, 6), "output": (2, 3, 6), "skip": (2, 3), "initial_state": (2, 2, 3, 6)}
+    options = {"seq_idx": None, "lengths": None, "stride": None, "positions": None, "form": "complex"}
+    return draw(shapes) | options | {"decay": _decays(2, 3, 3), "return_final_state": True}

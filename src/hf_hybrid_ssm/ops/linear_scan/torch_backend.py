@@ -2,8 +2,7 @@
 
 import torch
 
-from hf_hybrid_ssm.ops._core.toeplitz import causal_toeplitz
-from hf_hybrid_ssm.ops.linear_scan.documents import document_before_block, document_blocks
+from hf_hybrid_ssm.ops._core.blocks import causal_toeplitz, document_before_block, document_blocks
 from hf_hybrid_ssm.ops.linear_scan.transition import power
 
 BLOCK = 32  # tokens; the depth of the recursion is the logarithm of the length to this base

@@ -4,8 +4,7 @@ import torch
 
 from hf_hybrid_ssm.ops._core.checks import check_tensor
 from hf_hybrid_ssm.ops._core.dispatch import Op
-from hf_hybrid_ssm.ops.linear_step.reference import linear_step_reference
-from hf_hybrid_ssm.ops.linear_step.self_check_inputs import self_check_inputs
+from hf_hybrid_ssm.ops.linear_step.reference import linear_step_reference, self_check_inputs
 from hf_hybrid_ssm.ops.linear_step.torch_backend import linear_step_torch
 
 _OP = Op(

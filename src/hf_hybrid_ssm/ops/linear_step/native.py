@@ -1,16 +1,15 @@
 """The fused CPU backend: `native.c`, compiled on first use and called directly or through a custom op."""
 
-import ctypes
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from hf_hybrid_ssm.ops._core.native_library import call, compile_and_load, is_plain_call, prepared, supports
+from hf_hybrid_ssm.ops._core.native_library import call, is_plain_call, library_beside, prepared, supports
 
 __all__ = ["linear_step_native", "supports"]
+
+_library = library_beside(__file__)
 
 
 def linear_step_native(u, state, change, input_vector, *, output_rows, low_rank, skip, is_complex, silu):
@@ -22,11 +21,6 @@ def linear_step_native(u, state, change, input_vector, *, output_rows, low_rank,
     if wide is not state:
         state.copy_(wide)
     return None if output_rows is None else y.to(u.dtype), state
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    return compile_and_load(Path(__file__).with_name("native.c"))
 
 
 def _compute(

@@ -2,12 +2,10 @@
 
 import torch
 
-from hf_hybrid_ssm.ops._core.checks import check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops._core.checks import check_lengths, check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops._core.dispatch import Op
-from hf_hybrid_ssm.ops._core.lengths import check_lengths
 from hf_hybrid_ssm.ops.local_attention.distance_range import AttentionState, Window, append_to_window
-from hf_hybrid_ssm.ops.local_attention.reference import local_attention_reference
-from hf_hybrid_ssm.ops.local_attention.self_check_inputs import self_check_inputs
+from hf_hybrid_ssm.ops.local_attention.reference import local_attention_reference, self_check_inputs
 from hf_hybrid_ssm.ops.local_attention.torch_backend import local_attention_torch
 
 _OP = Op(

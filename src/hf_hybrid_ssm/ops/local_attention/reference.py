@@ -2,6 +2,8 @@
 
 import torch
 
+from hf_hybrid_ssm.ops._core.self_check import draw
+
 
 def local_attention_reference(
     q, k, v, *, window, chunk_size, bias, scale, zero_kv_sink, dropout, state, seq_idx, lengths
@@ -50,3 +52,10 @@ def _bias(bias, distance, two_sided, heads, dtype):
         return torch.zeros(heads, dtype=dtype)
     column = distance + bias.shape[1] // 2 if two_sided else distance
     return bias[:, min(max(column, 0), bias.shape[1] - 1)].to(dtype)
+
+
+def self_check_inputs() -> dict:
+    """More than one block, a bias, and zeros before the row."""
+    options = {"window": (12, -1), "chunk_size": None, "scale": 0.25, "zero_kv_sink": True, "dropout": 0.0}
+    options |= {"state": None, "seq_idx": None, "lengths": None}
+    return draw(dict.fromkeys("qkv", (1, 2, 150, 16)) | {"bias": (2, 9)}) | options

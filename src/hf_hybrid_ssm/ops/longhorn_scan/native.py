@@ -9,7 +9,6 @@ from typing import List  # noqa: UP035
 import torch
 from torch import Tensor
 
-from hf_hybrid_ssm.ops._core.lengths import zero_beyond
 from hf_hybrid_ssm.ops._core.native_library import (
     address,
     call,
@@ -19,6 +18,7 @@ from hf_hybrid_ssm.ops._core.native_library import (
     prepared_rows,
     supports,
 )
+from hf_hybrid_ssm.ops._core.rows import zero_beyond
 
 __all__ = ["longhorn_scan_native", "longhorn_step_native", "supports"]
 
