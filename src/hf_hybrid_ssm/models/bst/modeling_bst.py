@@ -41,8 +41,7 @@ from hf_hybrid_ssm.models.heads import (
 from hf_hybrid_ssm.models.multiple_choice import MultipleChoiceHead
 from hf_hybrid_ssm.models.packing import PackedRows
 from hf_hybrid_ssm.models.unpadding import Unpadding
-from hf_hybrid_ssm.ops.attention_step import window_step
-from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention
+from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention, window_step
 
 
 class BstAttention(nn.Module):

@@ -38,8 +38,7 @@ from hf_hybrid_ssm.models.multiple_choice import MultipleChoiceHead
 from hf_hybrid_ssm.models.packing import PackedRows, resolve_packing
 from hf_hybrid_ssm.models.unpadding import Unpadding
 from hf_hybrid_ssm.ops._core.checks import can_read_values
-from hf_hybrid_ssm.ops.attention_step import window_step
-from hf_hybrid_ssm.ops.local_attention import AttentionState, append_to_window, local_attention
+from hf_hybrid_ssm.ops.local_attention import AttentionState, append_to_window, local_attention, window_step
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan, longhorn_step
 
 SCAN_NORM_EPSILON = 1e-6

@@ -1,4 +1,4 @@
-"""The scan of a system per channel in block form (see `channel`): products inside of blocks, a scan over borders."""
+"""`channel_scan` in block form: products inside of blocks, a scan over borders."""
 
 from typing import NamedTuple
 
@@ -58,7 +58,7 @@ def channel_scan_torch(
     u, decay, vector, output, skip, initial_state, seq_idx, lengths, return_final_state, stride, positions, *,
     form, blocks=None
 ):  # fmt: skip
-    """y (B, L, F, D) in u's dtype and the final state (B, F, D, N); arguments as in `channel.channel_scan`.
+    """y (B, L, F, D) in u's dtype and the final state (B, F, D, N); arguments as in `channel_scan`.
 
     `decay` is the transition's value in this `form`; `blocks()` gives the block matrices where they are known already.
     """

@@ -9,8 +9,6 @@ from torch import Tensor
 from hf_hybrid_ssm.ops._core import native_library
 from hf_hybrid_ssm.ops._core.native_library import address, call, is_plain_call, library_beside, prepared
 
-__all__ = ["attention_step_native", "supports"]
-
 _library = library_beside(__file__)
 
 
@@ -24,7 +22,7 @@ def supports(device_type: str, dtype: torch.dtype) -> str | None:
 def attention_step_native(
     q, k, v, keys, values, seen, *, window, chunk_size, block, bias, scale, head_scale, zero_kv_sink, shift
 ):
-    """As `hf_hybrid_ssm.ops.attention_step.attention_step`."""
+    """As `hf_hybrid_ssm.ops.local_attention.attention_step`."""
     left, right = window
     numbers = (-1 if left is None else left, right, chunk_size or 0, int(block), int(shift), int(zero_kv_sink))
     step: Callable = _compute if is_plain_call(q) else _step

@@ -6,15 +6,15 @@ import torch
 
 from hf_hybrid_ssm.ops._core.checks import check_tensor
 from hf_hybrid_ssm.ops._core.dispatch import Op
-from hf_hybrid_ssm.ops.attention_step.reference import attention_step_reference, self_check_inputs
-from hf_hybrid_ssm.ops.attention_step.torch_backend import attention_step_torch
 from hf_hybrid_ssm.ops.local_attention.distance_range import AttentionState
+from hf_hybrid_ssm.ops.local_attention.reference import attention_step_reference, step_self_check_inputs
+from hf_hybrid_ssm.ops.local_attention.torch_backend import attention_step_torch
 
 _OP = Op(
     "attention_step",
     builtin={"torch": attention_step_torch, "reference": attention_step_reference},
-    kernels={"native": "hf_hybrid_ssm.ops.attention_step.native"},
-    self_check_inputs=self_check_inputs,
+    kernels={"native": "hf_hybrid_ssm.ops.local_attention.native"},
+    self_check_inputs=step_self_check_inputs,
     differentiable=False,
 )
 
@@ -131,6 +131,3 @@ def shifted(wide: torch.Tensor) -> torch.Tensor:
     if not torch.compiler.is_compiling():
         held._free_slots = wide._free_slots  # type: ignore[attr-defined]
     return held
-
-
-__all__ = ["attention_step", "shifted", "window_step", "with_free_slot"]
