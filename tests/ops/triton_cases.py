@@ -272,7 +272,6 @@ def test_long_convolution_runs_the_kernel(monkeypatch):
     assert len(launched) == 1
     long_conv(u[:, :20], kernel[:, :20], seq_idx=documents(1, 20), backend="triton")
     long_conv(u[:, :20], kernel[:, :5], backend="triton")
-    long_conv(u[:, :20], kernel[:, :20], method="fft", backend="triton")
     monkeypatch.setattr(long_launcher, "choose", lambda *_, **__: "fft")
     long_conv(u, kernel, backend="triton")
     assert len(launched) == 1
