@@ -121,8 +121,8 @@ def call(function: Callable[..., int], tensors: Iterable[torch.Tensor | int | No
 
 
 def library_beside(module: str) -> Callable[[], ctypes.CDLL]:
-    """What gives the library of the `native.c` beside a module (its `__file__`), compiled when first asked for."""
-    return cache(lambda: compile_and_load(Path(module).with_name("native.c")))
+    """What gives the library of the C file beside a module (its `__file__`), compiled when first asked for."""
+    return cache(lambda: compile_and_load(Path(module).with_suffix(".c")))
 
 
 def compile_and_load(source: Path) -> ctypes.CDLL:

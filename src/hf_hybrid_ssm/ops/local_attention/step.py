@@ -13,7 +13,7 @@ from hf_hybrid_ssm.ops.local_attention.torch_backend import attention_step_torch
 _OP = Op(
     "attention_step",
     builtin={"torch": attention_step_torch, "reference": attention_step_reference},
-    kernels={"native": "hf_hybrid_ssm.ops.local_attention.native"},
+    kernels={"native": "hf_hybrid_ssm.ops.local_attention.native_step"},
     self_check_inputs=step_self_check_inputs,
     differentiable=False,
 )

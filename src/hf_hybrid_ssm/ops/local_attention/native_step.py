@@ -1,4 +1,4 @@
-"""The fused CPU backend: `native.c`, compiled on first use and called directly or through a custom op."""
+"""The fused CPU backend of a step: `native_step.c`, called directly or through a custom op."""
 
 from collections.abc import Callable
 from typing import List  # noqa: UP035
