@@ -6,7 +6,7 @@ import torch
 from hf_hybrid_ssm.ops._core.dispatch import REGISTRY
 from hf_hybrid_ssm.ops._core.native_library import missing_compiler
 from hf_hybrid_ssm.ops.causal_conv import causal_conv, causal_conv_step
-from hf_hybrid_ssm.ops.linear_step import linear_step
+from hf_hybrid_ssm.ops.linear_scan import linear_step
 from hf_hybrid_ssm.ops.local_attention import (
     attention_step,
     empty_state,

@@ -17,9 +17,9 @@ from hf_hybrid_ssm.ops.linear_scan import (
     block_matrices,
     channel_scan,
     has_fused_scan,
+    linear_step,
     long_kernel,
 )
-from hf_hybrid_ssm.ops.linear_step import linear_step
 from hf_hybrid_ssm.ops.long_conv import long_conv
 
 # what state-space models read of a configuration

@@ -23,6 +23,7 @@ from hf_hybrid_ssm.ops._core.transforms import without_autocast
 from hf_hybrid_ssm.ops.linear_scan.channel_blocks import BlockMatrices, block_matrices, channel_scan_torch
 from hf_hybrid_ssm.ops.linear_scan.diagonal import diagonal_scan
 from hf_hybrid_ssm.ops.linear_scan.reference import channel_inputs, channel_scan_reference
+from hf_hybrid_ssm.ops.linear_scan.step import linear_step
 from hf_hybrid_ssm.ops.linear_scan.transition import Transition
 
 _OP = Op(
@@ -131,5 +132,6 @@ __all__ = [
     "channel_scan",
     "diagonal_scan",
     "has_fused_scan",
+    "linear_step",
     "long_kernel",
 ]

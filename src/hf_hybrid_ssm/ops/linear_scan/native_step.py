@@ -1,4 +1,4 @@
-"""The fused CPU backend: `native.c`, compiled on first use and called directly or through a custom op."""
+"""The fused CPU backend of a step: `native_step.c`, called directly or through a custom op."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ _library = library_beside(__file__)
 
 
 def linear_step_native(u, state, change, input_vector, *, output_rows, low_rank, skip, is_complex, silu):
-    """As `hf_hybrid_ssm.ops.linear_step.linear_step`."""
+    """As `hf_hybrid_ssm.ops.linear_scan.linear_step`."""
     wide = prepared(state)
     step: Callable = _compute if is_plain_call(u) else _step
     constants = (prepared(part) for part in (change, input_vector, *(low_rank or (None, None)), output_rows, skip))
