@@ -245,7 +245,7 @@ def _implicit_attention(x: Any, weight: Any, *rest: Any, **__: Any) -> float:
 
 
 def _implicit_attention_backward(x: Any, weight: Any, *rest: Any, **__: Any) -> float:
-    *_, theta, _, _, _ = rest
+    *_, theta, _, _, _, _ = rest  # the last four: needs_state, more, gradients, needed
     convolution, attention = _implicit_parts(x, weight, theta)
     return 2 * convolution + 3 * attention  # forward once more; then transforms back, and two products of attention
 

@@ -13,7 +13,7 @@ def differentiable_op(
     backward: Callable[[Sequence, Sequence[Tensor], Sequence[bool]], Sequence[Tensor | None]],
     fake: Callable[..., Any],
     *,
-    saved: Callable[[tuple, Any], Sequence] | None = None,
+    saved: Callable[[tuple, Any], tuple[Sequence, Sequence[Tensor]]] = lambda inputs, outputs: (inputs, ()),
     device_types: str | None = None,
 ) -> Callable:
     """An op with a gradient, which is an op of its own (`name`_backward).
@@ -25,29 +25,33 @@ def differentiable_op(
             first inputs, contiguous and each of the input's shape and dtype; those of inputs that are None or no
             floating-point numbers are left out of account.
         fake: (*inputs) → empty tensors as `forward` returns them.
-        saved: (inputs, outputs) → what `backward` gets as inputs; a tensor that takes the place of another has its
-            shape and dtype.
+        saved: (inputs, outputs) → the inputs that `backward` gets, and tensors that follow them there. A tensor that
+            takes the place of an input has its shape and dtype.
+        device_types: on which the op runs, such as "cpu"; on all by default.
     """
     schema = torch.library.infer_schema(forward, mutates_args=())
     parameters = schema[1:].partition(") -> ")[0]
 
     def differentiate(*arguments: Any) -> list[Tensor]:
-        *inputs, gradients, needed = arguments
-        found = zip(inputs, backward(inputs, gradients, needed))
+        *inputs, more, gradients, needed = arguments
+        found = zip(inputs, backward((*inputs, *more), gradients, needed))
         return [gradient for value, gradient in found if _is_differentiable(value)]
 
     def save(ctx: Any, inputs: tuple, output: Any) -> None:
-        kept = inputs if saved is None else saved(inputs, output)
-        ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in kept))
+        kept, more = saved(inputs, output)
+        ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in kept), *more)
         ctx.options = [None if isinstance(value, Tensor) else value for value in kept]
 
     def gradient(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        # `saved_tensors` once: checkpointing unpacks them once
-        inputs = [option if value is None else value for value, option in zip(ctx.saved_tensors, ctx.options)]
+        tensors = ctx.saved_tensors  # once: checkpointing unpacks them once
+        inputs = [option if value is None else value for value, option in zip(tensors, ctx.options)]
         needed = list(ctx.needs_input_grad)
-        found = iter(op_backward(*inputs, list(gradients), needed))
+        found = iter(op_backward(*inputs, list(tensors[len(inputs) :]), list(gradients), needed))
         every = [next(found) if _is_differentiable(value) else None for value in inputs]
         return tuple(part if need else None for part, need in zip(every, needed))
+
+    def fake_gradient(*arguments: Any) -> list[Tensor]:
+        return [value.new_empty(value.shape) for value in arguments if _is_differentiable(value)]
 
     op = torch.library.custom_op(name, forward, mutates_args=(), device_types=device_types, schema=schema)
     op_backward = torch.library.custom_op(
@@ -55,12 +59,10 @@ def differentiable_op(
         differentiate,
         mutates_args=(),
         device_types=device_types,
-        schema=f"({parameters}, Tensor[] gradients, bool[] needed) -> Tensor[]",
+        schema=f"({parameters}, Tensor[] more, Tensor[] gradients, bool[] needed) -> Tensor[]",
     )
     op.register_fake(fake)
-    op_backward.register_fake(
-        lambda *arguments: [value.new_empty(value.shape) for value in arguments if _is_differentiable(value)]
-    )
+    op_backward.register_fake(fake_gradient)
     op.register_autograd(gradient, setup_context=save)
     return op
 

@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -82,6 +83,14 @@ def is_plain_call(tensor: torch.Tensor) -> bool:
     The caller knows that no gradient is wanted.
     """
     return type(tensor) is torch.Tensor and not torch.compiler.is_compiling() and not is_in_torch_dispatch_mode()
+
+
+def step_op(name: str, compute: Callable[..., Any], fake: Callable[..., Any], changes: tuple[str, ...]) -> Callable:
+    """`compute`, which overwrites the arguments that `changes` names and has no gradient: called as it is where its
+    first argument allows it (`is_plain_call`), else as an op of torch.library."""
+    op = torch.library.custom_op(name, compute, mutates_args=changes, device_types="cpu")
+    op.register_fake(fake)
+    return lambda *arguments: (compute if is_plain_call(arguments[0]) else op)(*arguments)
 
 
 def address(tensor: torch.Tensor, *, is_strided: bool = False) -> int:

@@ -11,12 +11,13 @@ import torch
 from hf_hybrid_ssm.ops._core.transforms import is_batched
 
 
-def zero_beyond(x: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:
-    """x (B, L, ...) with all that lies after each row's length replaced by 0: a NaN there must not spread."""
+def zero_beyond(x: torch.Tensor, lengths: torch.Tensor | None, dim: int = 1) -> torch.Tensor:
+    """x (B, ..., L, ...), 0 along `dim` after each row's length: a NaN there must not spread."""
     if lengths is None:
         return x
-    real = torch.arange(x.shape[1], device=x.device) < lengths.unsqueeze(1)
-    return torch.where(real.view(*real.shape, *[1] * (x.dim() - 2)), x, 0.0)
+    batch, length = x.shape[0], x.shape[dim]
+    real = torch.arange(length, device=x.device) < lengths.unsqueeze(1)
+    return torch.where(real.view(batch, *[1] * (dim - 1), length, *[1] * (x.dim() - dim - 1)), x, 0.0)
 
 
 def extend_last_document(seq_idx: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

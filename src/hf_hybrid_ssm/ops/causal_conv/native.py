@@ -1,7 +1,5 @@
 """The fused CPU backend: `native.c`, compiled on first use and called directly or through custom ops."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -9,10 +7,10 @@ from hf_hybrid_ssm.ops._core.custom_ops import differentiable_op
 from hf_hybrid_ssm.ops._core.native_library import (
     address,
     call,
-    is_plain_call,
     library_beside,
     prepared,
     prepared_rows,
+    step_op,
     supports,
 )
 from hf_hybrid_ssm.ops._core.rows import last_inputs
@@ -68,8 +66,7 @@ _convolve = differentiable_op(
 def causal_conv_step_native(x, state, weight, bias=None, *, activation=None):
     """As `hf_hybrid_ssm.ops.causal_conv.causal_conv_step`."""
     wide = prepared(state)
-    step: Callable = _compute_step if is_plain_call(x) else _step
-    y = step(prepared_rows(x), wide, prepared(weight), prepared(bias), activation == "silu")
+    y = _step(prepared_rows(x), wide, prepared(weight), prepared(bias), activation == "silu")
     if wide is not state:
         state.copy_(wide)
     return y.to(x.dtype), state
@@ -84,11 +81,6 @@ def _compute_step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None,
     return y
 
 
-_step = torch.library.custom_op(
-    "hf_hybrid_ssm::causal_conv_step_native", _compute_step, mutates_args=("state",), device_types="cpu"
+_step = step_op(
+    "hf_hybrid_ssm::causal_conv_step_native", _compute_step, lambda x, *_: x.new_empty(x.shape), changes=("state",)
 )
-
-
-@_step.register_fake
-def _(x, state, weight, bias, silu):
-    return x.new_empty(x.shape)

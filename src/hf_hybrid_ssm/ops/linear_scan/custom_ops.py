@@ -58,7 +58,7 @@ def diagonal_op(name: str, forward: Callable, backward: Callable, device_types: 
         run,
         lambda inputs, gradients, needed: backward(gradients[0].contiguous(), *inputs),
         fake=lambda x, *_: x.new_empty(x.shape),
-        saved=lambda inputs, h: (h, *inputs[1:]),
+        saved=lambda inputs, h: ((h, *inputs[1:]), ()),
         device_types=device_types,
     )
 

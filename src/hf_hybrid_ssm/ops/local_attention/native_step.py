@@ -1,13 +1,12 @@
 """The fused CPU backend of a step: `native_step.c`, called directly or through a custom op."""
 
-from collections.abc import Callable
 from typing import List  # noqa: UP035
 
 import torch
 from torch import Tensor
 
 from hf_hybrid_ssm.ops._core import native_library
-from hf_hybrid_ssm.ops._core.native_library import address, call, is_plain_call, library_beside, prepared
+from hf_hybrid_ssm.ops._core.native_library import address, call, library_beside, prepared, step_op
 
 _library = library_beside(__file__)
 
@@ -25,10 +24,9 @@ def attention_step_native(
     """As `hf_hybrid_ssm.ops.local_attention.attention_step`."""
     left, right = window
     numbers = (-1 if left is None else left, right, chunk_size or 0, int(block), int(shift), int(zero_kv_sink))
-    step: Callable = _compute if is_plain_call(q) else _step
     rows = (prepared(q), prepared(k), prepared(v))
     factors = (None if bias is None else bias.float(), prepared(head_scale))
-    return step(*rows, keys, values, seen, *factors, float(scale), numbers).to(q.dtype), keys, values
+    return _step(*rows, keys, values, seen, *factors, float(scale), numbers).to(q.dtype), keys, values
 
 
 def _compute(
@@ -56,11 +54,8 @@ def _compute(
     return y
 
 
-_step = torch.library.custom_op(
-    "hf_hybrid_ssm::attention_step_native", _compute, mutates_args=("keys", "values"), device_types="cpu"
-)
-
-
-@_step.register_fake
-def _(q, k, v, keys, values, seen, bias, head_scale, scale, numbers):
+def _fake(q, k, v, keys, values, *_):
     return q.new_empty(q.shape[0], q.shape[1], values.shape[3])
+
+
+_step = step_op("hf_hybrid_ssm::attention_step_native", _compute, _fake, changes=("keys", "values"))

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from hf_hybrid_ssm.ops._core.rows import zero_beyond
 from hf_hybrid_ssm.ops._core.transforms import attention
 from hf_hybrid_ssm.ops.local_attention.biased import biased_attention, can_use_cpu_flash_with_bias
 from hf_hybrid_ssm.ops.local_attention.distance_range import (
@@ -20,13 +21,13 @@ def local_attention_torch(q, k, v, *, window, chunk_size, bias, scale, zero_kv_s
     seen = None if state is None else state.seen
     uniform = {"chunk_size": chunk_size, "zero_kv_sink": zero_kv_sink}
     if has_uniform_blocks(q, k, window=window, state=state, seq_idx=seq_idx, **uniform):
-        k, v = without_padding(k, lengths), without_padding(v, lengths)
+        k, v = zero_beyond(k, lengths, dim=2), zero_beyond(v, lengths, dim=2)
         dtype = _computed_in(q)
         inputs = (q.to(dtype), k.to(dtype), v.to(dtype))
         y = uniform_attention(*inputs, left=left, right=right, bias=bias, scale=scale, dropout=dropout, **uniform)
         return y.to(q.dtype)
     ranges = distance_ranges(length, window, chunk_size, seen=seen, seq_idx=seq_idx, lengths=lengths, device=q.device)
-    k, v = without_padding(k, lengths), without_padding(v, lengths)
+    k, v = zero_beyond(k, lengths, dim=2), zero_beyond(v, lengths, dim=2)
     two_sided = right is None or right > 0
     dtype = _computed_in(q)
     sink = None
@@ -51,14 +52,6 @@ def local_attention_torch(q, k, v, *, window, chunk_size, bias, scale, zero_kv_s
 def _computed_in(q: torch.Tensor) -> torch.dtype:
     """The dtype of the products: on a CPU, where narrow ones are slow and less exact, at least float32."""
     return torch.float32 if q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16) else q.dtype
-
-
-def without_padding(x: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:
-    """x (B, G, L, E), zero after each row's length: a NaN in the padding must not be multiplied with a real token."""
-    if lengths is None:
-        return x
-    real = torch.arange(x.shape[2], device=x.device) < lengths.unsqueeze(1)
-    return torch.where(real[:, None, :, None], x, 0.0)
 
 
 def _dense(q, k, v, state, ranges: DistanceRange, *, bias, two_sided, sink, scale, dropout):
