@@ -135,11 +135,9 @@ class Op:
     def _load(self, name: str) -> None:
         try:
             module = importlib.import_module(self.kernels[name])
+            self._supports[name], self._loaded[name] = module.supports, getattr(module, f"{self.name}_{name}")
         except Exception as error:  # a broken optional kernel must not take the torch path down with it
             self._loaded[name] = f"{type(error).__name__} while importing it: {error}"
-        else:
-            self._supports[name] = module.supports
-            self._loaded[name] = getattr(module, f"{self.name}_{name}")
 
 
 REGISTRY: dict[str, Op] = {}
