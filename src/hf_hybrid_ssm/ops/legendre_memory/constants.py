@@ -13,7 +13,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 NEGLIGIBLE = 2.0**-26  # what the taps left out may add up to, of all of them: a quarter of float32's rounding
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def constant(make: Callable[P, T]) -> Callable[P, T]:
