@@ -80,13 +80,8 @@ def kernels_of(module: ModuleType) -> dict:
 def cases() -> Iterator[tuple[str, str, object, dict]]:
     """Op, shape class, kernel and constants, num_warps among them, of everything that is launched."""
     from hf_hybrid_ssm.ops.causal_conv import triton as conv
-    from hf_hybrid_ssm.ops.causal_conv import triton_kernels as conv_kernels
-    from hf_hybrid_ssm.ops.causal_conv import triton_step as conv_step
-    from hf_hybrid_ssm.ops.causal_conv import triton_step_kernels as conv_step_kernels
     from hf_hybrid_ssm.ops.linear_scan import triton as linear
-    from hf_hybrid_ssm.ops.linear_scan import triton_kernels as linear_kernels
     from hf_hybrid_ssm.ops.long_conv import triton as long_conv
-    from hf_hybrid_ssm.ops.long_conv import triton_kernels as long_kernels
     from hf_hybrid_ssm.ops.longhorn_scan import triton as scan
     from hf_hybrid_ssm.ops.longhorn_scan import triton_backward_kernels, triton_kernels, triton_sizes
     from hf_hybrid_ssm.ops.longhorn_scan import triton_step as scan_step
@@ -109,17 +104,17 @@ def cases() -> Iterator[tuple[str, str, object, dict]]:
                     yield "longhorn_scan", "", kernel, plain | sizes | {"HAS_DOCUMENTS": True}
         for kernel in kernels_of(scan_step_kernels).values():
             yield "longhorn_step", f"N={states}", kernel, scan_step.tile_sizes(states)
-    for kernel in kernels_of(conv_kernels).values():
-        yield "causal_conv", "K=4", kernel, {"K": 4, **conv.TILE}
-    yield "causal_conv_step", "K=4", conv_step_kernels.step_kernel, {"K": 4, "BLOCK": conv_step.BLOCK, "num_warps": 4}
+    for kernel in kernels_of(conv).values():
+        op, tile = ("causal_conv_step", conv.STEP_TILE) if kernel is conv.step_kernel else ("causal_conv", conv.TILE)
+        yield op, "K=4", kernel, {"K": 4, **tile}
     for inputs, precision in (("float32", "tf32x3"), ("bfloat16", "tf32")):
-        yield "long_conv", inputs, long_kernels.toeplitz_kernel, long_conv.TILE | {"PRECISION": precision}
+        yield "long_conv", inputs, long_conv.toeplitz_kernel, long_conv.TILE | {"PRECISION": precision}
     passes = {"forward": linear.FORWARD, "derivative": linear.DERIVATIVE, "backward": linear.BACKWARD}
     for states in (8, 16, 32):
         for name, number in passes.items():
             sizes = linear.channel_tile(states) | {"PASS": number}
-            yield "linear_scan", f"N={states}, {name}", linear_kernels.channel_kernel, sizes
-    yield "linear_scan", "", linear_kernels.diagonal_kernel, dict(linear.DIAGONAL_TILE)
+            yield "linear_scan", f"N={states}, {name}", linear.channel_kernel, sizes
+    yield "linear_scan", "", linear.diagonal_kernel, dict(linear.DIAGONAL_TILE)
 
 
 def tool(name: str) -> str:

@@ -88,7 +88,7 @@ def main() -> int:
         folder.mkdir(exist_ok=True)
         copied(folder)
         # makes all, and finds who tests whom
-        mutmut(folder, ["hf_hybrid_ssm.ops._core.lengths.x_check_lengths__mutmut_1"])
+        mutmut(folder, ["hf_hybrid_ssm.ops._core.checks.x_check_lengths__mutmut_1"])
     everything = [name for by_name in codes(folder).values() for name in by_name]
     if not everything:
         sys.exit(f"mutmut made no mutants in {folder}")

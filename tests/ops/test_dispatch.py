@@ -60,7 +60,7 @@ def test_force_by_argument_and_context(op):
 
 
 def fresh(value):
-    code = "from hf_hybrid_ssm.ops._core.forcing import forced_backend; print(forced_backend())"
+    code = "from hf_hybrid_ssm.ops._core.dispatch import forced_backend; print(forced_backend())"
     environment = {**os.environ, "HF_HYBRID_SSM_BACKEND": value, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
 

@@ -6,7 +6,7 @@ import torch
 from torch.nn.attention import flex_attention as flex
 
 from hf_hybrid_ssm.ops.local_attention import local_attention, triton
-from hf_hybrid_ssm.ops.local_attention.self_check_inputs import self_check_inputs
+from hf_hybrid_ssm.ops.local_attention.reference import self_check_inputs
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called")
 CASES = {

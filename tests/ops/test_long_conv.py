@@ -1,5 +1,6 @@
-"""Long convolution: every method computes the sum it stands for, and nothing passes between documents."""
+"""Long convolution: every form computes the sum it stands for, and nothing passes between documents."""
 
+from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
@@ -7,11 +8,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hybrid_ssm.ops.long_conv import long_conv
+from hf_hybrid_ssm.ops.long_conv import long_conv, torch_backend
 from hf_hybrid_ssm.ops.long_conv.choice import choose, fft_cost, monarch_cost, toeplitz_cost
 from hf_hybrid_ssm.ops.long_conv.fft import fast_length
 
-METHODS = ("auto", "direct", "fft", "block")
+# which of them runs is decided by these constants; only packed rows come in halves
+FORMS = {
+    "chosen": {},
+    "direct": {"DIRECT": 10**6},
+    "fft": {"DIRECT": 0, "PADDING": 10**6},
+    "halves": {"DIRECT": 0, "PADDING": 0},
+}
+
+
+@contextmanager
+def form(name: str):
+    with pytest.MonkeyPatch.context() as patch:
+        for constant, value in FORMS[name].items():
+            patch.setattr(torch_backend, constant, value)
+        yield
 
 
 def documents(batch: int, length: int, seed: int) -> torch.Tensor:
@@ -32,13 +47,13 @@ def assert_near(actual, wanted):
     length=st.sampled_from([0, 1, 2, 7, 8, 9, 16, 31, 45]),
     taps=st.sampled_from([1, 2, 3, 9, 17, 60]),
     future=st.sampled_from([None, 1, 5, 40]),
-    method=st.sampled_from(METHODS),
+    name=st.sampled_from(sorted(FORMS)),
     packed=st.booleans(),
     ragged=st.booleans(),
     filters=st.sampled_from([None, 1, 3]),
     seed=st.integers(0, 99),
 )
-def test_methods_are_the_equation(length, taps, future, method, packed, ragged, filters, seed):
+def test_forms_are_the_equation(length, taps, future, name, packed, ragged, filters, seed):
     batch, groups, channels = 2, 2, 4
     u = draw(batch, length, channels, seed=seed)
     heads = () if filters is None else (filters,)
@@ -53,7 +68,8 @@ def test_methods_are_the_equation(length, taps, future, method, packed, ragged, 
     else:
         options["initial_state"] = draw(batch, taps - 1, channels, seed=seed + 4)
         options["return_final_state"] = True
-    y, state = long_conv(u, kernel, method=method, **options)
+    with form(name):
+        y, state = long_conv(u, kernel, **options)
     wanted, wanted_state = long_conv(u, kernel, backend="reference", **options)
     assert y.shape == (batch, length, *heads, channels)
     assert_near(y, wanted)
@@ -79,7 +95,8 @@ def test_halves_beyond_the_largest_matrix():
         for row in range(2):
             for document in seq_idx[row].unique():
                 place = seq_idx[row] == document
-                alone, _ = long_conv(u[row : row + 1, place], kernel, future_kernel=future, method="direct")
+                with form("direct"):
+                    alone, _ = long_conv(u[row : row + 1, place], kernel, future_kernel=future)
                 assert_near(y[row, place], alone[0])
 
 
@@ -101,29 +118,29 @@ def test_pieces(cuts, packed):
     assert_near(state, final)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("packed", [False, True])
-def test_gradcheck(method, packed):
+def test_gradcheck(name, packed):
     seq_idx = documents(2, 19, 1) if packed else None
     inputs = [draw(2, 19, 2), draw(2, 2, 30, seed=1), draw(2, 2, 12, seed=2), draw(2, 2, seed=3)]
 
     def two_sided(u, kernel, future, skip):
-        return long_conv(u, kernel, future_kernel=future, skip=skip, seq_idx=seq_idx, method=method)[0]
+        return long_conv(u, kernel, future_kernel=future, skip=skip, seq_idx=seq_idx)[0]
 
     def causal(u, kernel, history, skip):
-        return long_conv(
-            u, kernel, initial_state=history, skip=skip, seq_idx=seq_idx, method=method, return_final_state=True
-        )
+        return long_conv(u, kernel, initial_state=history, skip=skip, seq_idx=seq_idx, return_final_state=True)
 
-    assert torch.autograd.gradcheck(two_sided, [x.requires_grad_() for x in inputs], fast_mode=True)
-    inputs[2] = draw(2, 29, 2, seed=2).requires_grad_()
-    assert torch.autograd.gradcheck(causal, inputs, fast_mode=True)
+    with form(name):
+        assert torch.autograd.gradcheck(two_sided, [x.requires_grad_() for x in inputs], fast_mode=True)
+        inputs[2] = draw(2, 29, 2, seed=2).requires_grad_()
+        assert torch.autograd.gradcheck(causal, inputs, fast_mode=True)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_causal_by_gradient(method):
+@pytest.mark.parametrize("name", FORMS)
+def test_causal_by_gradient(name):
     u = draw(1, 30, 1).requires_grad_()
-    y, _ = long_conv(u, draw(1, 30, seed=1), method=method)
+    with form(name):
+        y, _ = long_conv(u, draw(1, 30, seed=1), seq_idx=torch.zeros(1, 30, dtype=torch.int64))
     for t in (0, 7, 8, 20):
         (gradient,) = torch.autograd.grad(y[0, t, 0], u, retain_graph=True)
         assert gradient[0, t + 1 :].abs().max() < 1e-12
@@ -143,11 +160,14 @@ def test_low_precision(dtype, tolerance, packed):
     assert (y.double() - wanted).abs().max() < tolerance * wanted.abs().max()
 
 
-def test_autocast_does_not_reach_inside():
+@pytest.mark.parametrize("name", ["fft", "halves"])
+def test_autocast_does_not_reach_inside(name):
     u, kernel = draw(1, 64, 3).float(), draw(3, 64, seed=1).float()
-    with torch.autocast("cpu", torch.bfloat16):
-        y, _ = long_conv(u, kernel, method="block")
-    torch.testing.assert_close(y, long_conv(u, kernel, method="block")[0], atol=0, rtol=0)
+    options = {"seq_idx": torch.zeros(1, 64, dtype=torch.int64) if name == "halves" else None}
+    with form(name), torch.autocast("cpu", torch.bfloat16):
+        y, _ = long_conv(u, kernel, **options)
+    with form(name):
+        torch.testing.assert_close(y, long_conv(u, kernel, **options)[0], atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("minimum", [1, 2, 7, 11, 97, 1000, 8191, 16385])
@@ -190,8 +210,6 @@ def test_toeplitz_cost_counts_tiles():
 
 def test_documents_of_unequal_length_are_not_padded(monkeypatch):
     """Rows of one long document and many short ones go by halves; equal ones become rows of their own."""
-    from hf_hybrid_ssm.ops.long_conv import torch_backend
-
     called = []
     block_conv = torch_backend.block_conv
     monkeypatch.setattr(torch_backend, "block_conv", lambda *args: called.append(1) or block_conv(*args))
@@ -218,7 +236,6 @@ def test_documents_of_unequal_length_are_not_padded(monkeypatch):
         ({"seq_idx": torch.zeros(2, 4, dtype=torch.int64)}, ValueError, "seq_idx"),
         ({"lengths": torch.tensor([5, 9])}, ValueError, "lengths must lie in 0..5"),
         ({"lengths": torch.tensor([5.0, 1.0])}, TypeError, "lengths must be int"),
-        ({"method": "winograd"}, ValueError, "auto, direct, fft, block"),
         ({"stride": 0}, ValueError, "stride must be at least 1"),
         ({"backend": "triton"}, ValueError, "cannot run long_conv"),
     ],

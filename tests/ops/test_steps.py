@@ -5,10 +5,16 @@ import torch
 
 from hf_hybrid_ssm.ops._core.dispatch import REGISTRY
 from hf_hybrid_ssm.ops._core.native_library import missing_compiler
-from hf_hybrid_ssm.ops.attention_step import attention_step, shifted, window_step, with_free_slot
 from hf_hybrid_ssm.ops.causal_conv import causal_conv, causal_conv_step
-from hf_hybrid_ssm.ops.linear_step import linear_step
-from hf_hybrid_ssm.ops.local_attention import empty_state, local_attention
+from hf_hybrid_ssm.ops.linear_scan import linear_step
+from hf_hybrid_ssm.ops.local_attention import (
+    attention_step,
+    empty_state,
+    local_attention,
+    shifted,
+    window_step,
+    with_free_slot,
+)
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan, longhorn_step
 
 NATIVE = pytest.param("native", marks=pytest.mark.skipif(missing_compiler() is not None, reason="no C compiler"))

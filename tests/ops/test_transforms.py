@@ -48,9 +48,9 @@ OPS = {
         [(B, L, D), (B, L, D), (B, L, N), (B, L, N)],
     ),
     "causal_conv": (lambda *t: causal_conv(*t, activation="silu")[0], [(B, L, D), (D, 4), (D,)]),
-    "long_conv fft": (lambda u, h: long_conv(u, h, method="fft")[0], [(B, L, D), (D, 20)]),
+    "long_conv fft": (lambda u, h: long_conv(u, h)[0], [(B, L, D), (D, 20)]),
     "long_conv two-sided": (
-        lambda u, h, f: long_conv(u, h, future_kernel=f, method="fft")[0],
+        lambda u, h, f: long_conv(u, h, future_kernel=f)[0],
         [(B, L, D), (D, 20), (D, 9)],
     ),
     "long_conv packed": (

@@ -37,7 +37,7 @@ def test_every_kernel_has_evidence():
     reported = {kernel.fn for _, _, kernel, _ in kernel_evidence.cases()}
     package = hf_hybrid_ssm.ops
     names = [found.name for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
-    modules = [import_module(name) for name in names if re.search(r"\.triton\w*kernels$", name)]
+    modules = [import_module(name) for name in names if re.search(r"\.triton\w*$", name)]
     kernels = {kernel.fn for module in modules for kernel in kernel_evidence.kernels_of(module).values()}
     assert kernels and kernels == reported
 
@@ -59,7 +59,7 @@ def test_kernels_compile_for_cards(kernel, constants, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     compiled = kernel_evidence.compile_for(kernel, 90, constants, num_warps=constants.get("num_warps", 4))
     assert f".entry {kernel.fn.__name__}" in compiled.asm["ptx"] and compiled.asm["cubin"]
-    if not kernel.fn.__module__.endswith("long_conv.triton_kernels"):  # whose rows are no longer than `LONGEST`
+    if not kernel.fn.__module__.endswith("long_conv.triton"):  # whose rows are no longer than `LONGEST`
         assert not multiplied_in_32_bits(compiled.asm["ttir"], tiles="longhorn_scan" in kernel.fn.__module__)
 
 

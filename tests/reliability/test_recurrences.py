@@ -72,7 +72,7 @@ def _largest_eigenvalue(mixer: Mixer) -> float:
     elif isinstance(mixer, S5):
         values = mixer._discretised(torch.float64)[0]
     else:
-        step = mixer.transition(torch.float64)  # type: ignore[operator]
+        step = mixer.dynamics(torch.float64)[0]  # type: ignore[operator]
         values = step.value
         if step.form != "real":
             values = torch.linalg.eigvals(values) if step.form == "dense" else torch.view_as_complex(values)

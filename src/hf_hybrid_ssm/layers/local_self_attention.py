@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_hybrid_ssm.ops.attention_step import window_step
-from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention
+from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention, window_step
 
 
 class LocalSelfAttention(nn.Module):

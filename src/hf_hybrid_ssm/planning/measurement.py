@@ -239,17 +239,14 @@ def _diagonal_scan(x: Any, decay: Any, *_: Any, **__: Any) -> int:
     return (4 if len(decay) == 2 else 2) * math.prod(x)
 
 
-def _diagonal_scan_backward(dh: Any, h: Any, decay: Any, *_: Any, **__: Any) -> int:
-    return 2 * _diagonal_scan(h, decay)
-
-
 def _implicit_attention(x: Any, weight: Any, *rest: Any, **__: Any) -> float:
     *_, theta, _ = rest
     return sum(_implicit_parts(x, weight, theta))
 
 
 def _implicit_attention_backward(x: Any, weight: Any, *rest: Any, **__: Any) -> float:
-    convolution, attention = _implicit_parts(x, weight, theta=rest[-1])
+    *_, theta, _, _, _, _ = rest  # the last four: needs_state, more, gradients, needed
+    convolution, attention = _implicit_parts(x, weight, theta)
     return 2 * convolution + 3 * attention  # forward once more; then transforms back, and two products of attention
 
 
@@ -284,7 +281,7 @@ def _formulas() -> dict[Any, Callable]:
         own.channel_scan_native: _channel_scan,
         own.channel_scan_native_backward: _twice(_channel_scan),
         own.diagonal_scan_native: _diagonal_scan,
-        own.diagonal_scan_native_backward: _diagonal_scan_backward,
+        own.diagonal_scan_native_backward: _twice(_diagonal_scan),
         own.implicit_attention_native: _implicit_attention,
         own.implicit_attention_native_backward: _implicit_attention_backward,
     }

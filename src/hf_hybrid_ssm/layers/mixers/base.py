@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
-from hf_hybrid_ssm.ops._core.checks import check_seq_idx, check_tensor
-from hf_hybrid_ssm.ops._core.lengths import check_lengths
+from hf_hybrid_ssm.ops._core.checks import check_lengths, check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops._core.transforms import is_transforming
 
 State: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]

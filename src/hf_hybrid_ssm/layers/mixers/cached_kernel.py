@@ -6,8 +6,7 @@ from typing import Any
 import torch
 
 from hf_hybrid_ssm.layers.mixers.base import Mixer
-from hf_hybrid_ssm.ops._core.autocast import without_autocast
-from hf_hybrid_ssm.ops._core.transforms import is_transforming
+from hf_hybrid_ssm.ops._core.transforms import is_transforming, without_autocast
 
 
 class CachedKernelMixer(Mixer):

@@ -10,10 +10,10 @@ from torch import nn
 from hf_hybrid_ssm.layers.mixers.base import FrozenLinear, Mixer, RowOptions, State
 from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer, fold_token
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
-from hf_hybrid_ssm.ops._core.autocast import without_autocast
-from hf_hybrid_ssm.ops._core.lengths import zero_beyond
-from hf_hybrid_ssm.ops.attention_step import shifted, with_free_slot
+from hf_hybrid_ssm.ops._core.rows import zero_beyond
+from hf_hybrid_ssm.ops._core.transforms import without_autocast
 from hf_hybrid_ssm.ops.causal_conv import causal_conv_step
+from hf_hybrid_ssm.ops.local_attention import shifted, with_free_slot
 from hf_hybrid_ssm.ops.long_conv import long_conv
 
 

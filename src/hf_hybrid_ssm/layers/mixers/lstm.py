@@ -6,9 +6,8 @@ import torch
 from torch import nn
 
 from hf_hybrid_ssm.layers.mixers.base import FrozenLSTM, Mixer, RowOptions, State
-from hf_hybrid_ssm.ops._core.autocast import without_autocast
-from hf_hybrid_ssm.ops._core.lengths import zero_beyond
-from hf_hybrid_ssm.ops._core.packing import packed_sequences
+from hf_hybrid_ssm.ops._core.rows import packed_sequences, zero_beyond
+from hf_hybrid_ssm.ops._core.transforms import without_autocast
 
 
 class LSTM(Mixer):

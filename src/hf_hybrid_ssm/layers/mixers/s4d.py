@@ -7,7 +7,7 @@ import torch
 
 from hf_hybrid_ssm.layers.mixers.hippo import legs_dplr
 from hf_hybrid_ssm.layers.mixers.state_space import SSM_FIELDS, StateSpaceMixer, complex_pairs, log_uniform_step
-from hf_hybrid_ssm.ops._core.tables import twice_conjugate
+from hf_hybrid_ssm.layers.tables import twice_conjugate
 from hf_hybrid_ssm.ops.linear_scan import Transition
 
 INITS = ("legs", "inv", "lin")

@@ -8,7 +8,7 @@ from torch import nn
 from hf_hybrid_ssm.layers.mixers.base import State
 from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer, fold_token
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
-from hf_hybrid_ssm.ops._core.autocast import without_autocast
+from hf_hybrid_ssm.ops._core.transforms import without_autocast
 from hf_hybrid_ssm.ops.linear_scan import (
     BlockMatrices,
     ChannelSystem,
@@ -16,9 +16,9 @@ from hf_hybrid_ssm.ops.linear_scan import (
     block_matrices,
     channel_scan,
     has_fused_scan,
+    linear_step,
     long_kernel,
 )
-from hf_hybrid_ssm.ops.linear_step import linear_step
 from hf_hybrid_ssm.ops.long_conv import long_conv
 
 # what state-space models read of a configuration

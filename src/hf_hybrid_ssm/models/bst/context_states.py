@@ -22,7 +22,7 @@ from hf_hybrid_ssm.models.bst.block_grid import AlignedGrid, FreeGrid
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.ops._core.checks import can_read_values
 from hf_hybrid_ssm.ops._core.transforms import attention
-from hf_hybrid_ssm.ops.attention_step import attention_step
+from hf_hybrid_ssm.ops.local_attention import attention_step
 
 
 def boundaries(seen: torch.Tensor, window: int) -> tuple[bool, bool]:

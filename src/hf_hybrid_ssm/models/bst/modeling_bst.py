@@ -40,8 +40,7 @@ from hf_hybrid_ssm.models.heads import (
     TokenClassificationHead,
 )
 from hf_hybrid_ssm.models.packing import PackedRows
-from hf_hybrid_ssm.ops.attention_step import window_step
-from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention
+from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention, window_step
 
 
 class BstAttention(nn.Module):

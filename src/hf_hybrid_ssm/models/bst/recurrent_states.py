@@ -19,7 +19,7 @@ from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.bst.context_states import boundaries
 from hf_hybrid_ssm.ops._core.checks import can_read_values
 from hf_hybrid_ssm.ops._core.transforms import attention
-from hf_hybrid_ssm.ops.attention_step import attention_step
+from hf_hybrid_ssm.ops.local_attention import attention_step
 
 States = dict[str, torch.Tensor]
 RECURRENT_STATES = (

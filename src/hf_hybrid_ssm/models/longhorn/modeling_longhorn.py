@@ -35,9 +35,8 @@ from hf_hybrid_ssm.models.heads import (
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.packing import PackedRows, States, resolve_packing
 from hf_hybrid_ssm.ops._core.checks import can_read_values
-from hf_hybrid_ssm.ops.attention_step import window_step
 from hf_hybrid_ssm.ops.causal_conv import causal_conv, causal_conv_step
-from hf_hybrid_ssm.ops.local_attention import AttentionState, append_to_window, local_attention
+from hf_hybrid_ssm.ops.local_attention import AttentionState, append_to_window, local_attention, window_step
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan, longhorn_step
 
 SCAN_NORM_EPSILON = 1e-6

@@ -74,3 +74,39 @@ def check_seq_idx(seq_idx: torch.Tensor | None, batch: int, length: int) -> None
         raise TypeError(f"seq_idx must be int32 or int64, got {seq_idx.dtype}.")
     if length > 1 and can_read_values(seq_idx) and bool((seq_idx[:, 1:] < seq_idx[:, :-1]).any()):
         raise ValueError("seq_idx must not decrease along a row: each document of a packed row is one contiguous run.")
+
+
+def check_lengths(lengths: torch.Tensor | None, batch: int, length: int) -> None:
+    """`lengths` (B,) integer in 0..L. The range is checked only where the values can be read.
+
+    Raises:
+        TypeError: not an integer tensor.
+        ValueError: wrong shape or a value out of range.
+    """
+    if lengths is None:
+        return
+    check_tensor("lengths", lengths, (batch,), "B")
+    if lengths.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"lengths must be int32 or int64, got {lengths.dtype}.")
+    if can_read_values(lengths) and bool(((lengths < 0) | (lengths > length)).any()):
+        raise ValueError(f"lengths must lie in 0..{length}, the length of the row, got {lengths.tolist()}.")
+
+
+def check_output_positions(stride: int | None, positions: torch.Tensor | None, batch: int, length: int) -> None:
+    """The two ways to ask for some outputs only: every `stride`-th token, or those at `positions` (B, J) of each row.
+
+    Raises:
+        TypeError: `positions` is not an int64 tensor.
+        ValueError: both are given, `stride` < 1, or `positions` has the wrong shape or values outside of 0..L-1.
+    """
+    if stride is not None and stride < 1:
+        raise ValueError(f"stride must be at least 1, got {stride}.")
+    if positions is None:
+        return
+    if stride is not None:
+        raise ValueError(f"stride={stride} and positions are two ways to say which outputs are wanted: give one.")
+    check_tensor("positions", positions, (batch, None), "B, J")
+    if positions.dtype != torch.int64:
+        raise TypeError(f"positions must be int64, got {positions.dtype}.")
+    if can_read_values(positions) and bool(((positions < 0) | (positions >= length)).any()):
+        raise ValueError(f"positions must lie in 0..{length - 1}, got {int(positions.min())}..{int(positions.max())}.")

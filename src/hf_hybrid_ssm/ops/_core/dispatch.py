@@ -8,12 +8,15 @@ call; a forced implementation that cannot run raises and says why, it is never r
 
 import importlib
 import logging
-from collections.abc import Callable
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
 
-from hf_hybrid_ssm.ops._core.forcing import BACKENDS, backend, forced_backend, validate_backend
 from hf_hybrid_ssm.ops._core.self_check import BOUNDS, largest_error
 from hf_hybrid_ssm.ops._core.transforms import is_transforming
 
@@ -21,8 +24,11 @@ __all__ = ["BACKENDS", "KERNEL_OF", "PREFERENCE", "REGISTRY", "Op", "backend"]
 
 logger = logging.getLogger(__name__)
 
+BACKENDS = ("triton", "native", "torch", "reference")
 PREFERENCE = ("triton", "native", "torch")
 KERNEL_OF = {"cuda": "triton", "cpu": "native"}
+ENVIRONMENT_VARIABLE = "HF_HYBRID_SSM_BACKEND"
+_KEY = "hf_hybrid_ssm_backend"
 
 
 @dataclass
@@ -129,11 +135,9 @@ class Op:
     def _load(self, name: str) -> None:
         try:
             module = importlib.import_module(self.kernels[name])
+            self._supports[name], self._loaded[name] = module.supports, getattr(module, f"{self.name}_{name}")
         except Exception as error:  # a broken optional kernel must not take the torch path down with it
             self._loaded[name] = f"{type(error).__name__} while importing it: {error}"
-        else:
-            self._supports[name] = module.supports
-            self._loaded[name] = getattr(module, f"{self.name}_{name}")
 
 
 REGISTRY: dict[str, Op] = {}
@@ -152,3 +156,67 @@ def _choose(op: str, device_type: str, dtype: torch.dtype, requested: str | None
     if reason := REGISTRY[op].unavailable(name, device_type, dtype):
         raise ValueError(f"backend={name!r} was forced but cannot run {op}: {reason}.")
     return name
+
+
+def validate_backend(name: str | None, source: str) -> str | None:
+    """`name`, if it is None or one of `BACKENDS`.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if name is not None and name not in BACKENDS:
+        raise ValueError(f"{source}={name!r} is not a backend; choose one of {', '.join(BACKENDS)}.")
+    return name
+
+
+_EVERYWHERE = validate_backend(os.environ.get(ENVIRONMENT_VARIABLE) or None, ENVIRONMENT_VARIABLE)
+_forced: ContextVar[str | None] = ContextVar(_KEY)
+
+
+class _Traced(threading.local):
+    """The same for `torch.compile`, which cannot trace a context variable, but guards on what is local to a thread."""
+
+    name = _EVERYWHERE
+
+
+_traced = _Traced()
+
+
+@contextmanager
+def backend(name: str | None) -> Iterator[None]:
+    """Force every op inside the `with` block to the backend `name` (one of `BACKENDS`; None lifts the force).
+
+    It holds in this thread (and task of asyncio) and in the backward passes started there, and nowhere else; the
+    environment variable HF_HYBRID_SSM_BACKEND holds everywhere.
+    """
+    validate_backend(name, "backend")
+    if torch.compiler.is_compiling():
+        previous, _traced.name = _traced.name, name
+        try:
+            yield
+        finally:
+            _traced.name = previous
+        return
+    token = _forced.set(name)
+    _publish(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+        _publish(_forced.get(_EVERYWHERE))
+
+
+def _publish(name: str | None) -> None:
+    """Tell what cannot read the context variable: traces, and autograd's own threads, which get torch's thread-local
+    objects from the thread that called backward (a checkpoint there runs the forward again)."""
+    _traced.name = name
+    torch._C._stash_obj_in_tls(_KEY, name)
+
+
+def forced_backend() -> str | None:
+    """The name of the backend forced here, or None."""
+    if torch.compiler.is_compiling():
+        return _traced.name
+    if torch._C._current_graph_task_id() != -1 and torch._C._is_key_in_tls(_KEY):
+        return _forced.get(torch._C._get_obj_in_tls(_KEY))
+    return _forced.get(_EVERYWHERE)

@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -84,6 +85,14 @@ def is_plain_call(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and not torch.compiler.is_compiling() and not is_in_torch_dispatch_mode()
 
 
+def step_op(name: str, compute: Callable[..., Any], fake: Callable[..., Any], changes: tuple[str, ...]) -> Callable:
+    """`compute`, which overwrites the arguments that `changes` names and has no gradient: called as it is where its
+    first argument allows it (`is_plain_call`), else as an op of torch.library."""
+    op = torch.library.custom_op(name, compute, mutates_args=changes, device_types="cpu")
+    op.register_fake(fake)
+    return lambda *arguments: (compute if is_plain_call(arguments[0]) else op)(*arguments)
+
+
 def address(tensor: torch.Tensor, *, is_strided: bool = False) -> int:
     """Where C finds the numbers of a contiguous tensor, or of one whose strides it is told.
 
@@ -118,6 +127,11 @@ def call(function: Callable[..., int], tensors: Iterable[torch.Tensor | int | No
         function.argtypes = types  # type: ignore[attr-defined]
     if function(*pointers, *numbers, torch.get_num_threads()):
         raise MemoryError(f"{function.__name__} ran out of memory for its temporary sums.")
+
+
+def library_beside(module: str) -> Callable[[], ctypes.CDLL]:
+    """What gives the library of the C file beside a module (its `__file__`), compiled when first asked for."""
+    return cache(lambda: compile_and_load(Path(module).with_suffix(".c")))
 
 
 def compile_and_load(source: Path) -> ctypes.CDLL:

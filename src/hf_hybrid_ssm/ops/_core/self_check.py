@@ -4,7 +4,7 @@ Kernels that are right on one card, driver or compiler have been wrong on anothe
 per device type and dtype on a small example before it is used, forward and backward, against the float64 reference.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 import torch
@@ -12,6 +12,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 # relative to the largest entry; a few times what rounding alone does to the examples
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+def draw(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """Normally distributed float32 tensors of these shapes, the same ones each time: an op's `self_check_inputs`."""
+    random = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
 
 
 def largest_error(

@@ -1,5 +1,6 @@
-"""Is a function transform active? Kernels and hand-written gradients have no rules for them."""
+"""What may be active around an op: autocast, and function transforms, for which kernels have no rules."""
 
+import contextlib
 from typing import Any
 
 import torch
@@ -32,3 +33,10 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any)
         return F.scaled_dot_product_attention(q, k, v, **options)
     with sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager:
+    """No autocast on a device of this type; "meta" has none to disable."""
+    if device_type == "meta" or not (torch.compiler.is_compiling() or torch.is_autocast_enabled(device_type)):
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, enabled=False)

@@ -2,24 +2,31 @@
 
 import torch
 
-from hf_hybrid_ssm.ops._core.checks import check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops._core.checks import check_lengths, check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops._core.dispatch import Op
-from hf_hybrid_ssm.ops._core.last_inputs import last_inputs
-from hf_hybrid_ssm.ops._core.lengths import check_lengths
-from hf_hybrid_ssm.ops.causal_conv.reference import causal_conv_reference
-from hf_hybrid_ssm.ops.causal_conv.self_check_inputs import self_check_inputs
-from hf_hybrid_ssm.ops.causal_conv.step import ACTIVATIONS, causal_conv_step
-from hf_hybrid_ssm.ops.causal_conv.torch_backend import causal_conv_torch
+from hf_hybrid_ssm.ops._core.rows import last_inputs
+from hf_hybrid_ssm.ops.causal_conv.reference import (
+    causal_conv_reference,
+    causal_conv_step_reference,
+    self_check_inputs,
+    step_self_check_inputs,
+)
+from hf_hybrid_ssm.ops.causal_conv.torch_backend import causal_conv_step_torch, causal_conv_torch
 
 _OP = Op(
     "causal_conv",
     builtin={"torch": causal_conv_torch, "reference": causal_conv_reference},
-    kernels={
-        "native": "hf_hybrid_ssm.ops.causal_conv.native",
-        "triton": "hf_hybrid_ssm.ops.causal_conv.triton",
-    },
+    kernels={"native": "hf_hybrid_ssm.ops.causal_conv.native", "triton": "hf_hybrid_ssm.ops.causal_conv.triton"},
     self_check_inputs=self_check_inputs,
 )
+_STEP = Op(
+    "causal_conv_step",
+    builtin={"torch": causal_conv_step_torch, "reference": causal_conv_step_reference},
+    kernels={"native": "hf_hybrid_ssm.ops.causal_conv.native", "triton": "hf_hybrid_ssm.ops.causal_conv.triton"},
+    self_check_inputs=step_self_check_inputs,
+    differentiable=False,
+)
+ACTIVATIONS = (None, "silu")
 
 
 def causal_conv(
@@ -57,16 +64,10 @@ def causal_conv(
     check_tensor("x", x, (None, None, None), "B, L, D")
     if not x.is_floating_point():
         raise TypeError(f"x must have a floating point dtype, got {x.dtype}.")
-    batch, length, channels = x.shape
-    check_tensor("weight", weight, (channels, None), "D, K")
-    check_tensor("bias", bias, (channels,), "D", optional=True)
-    check_tensor("initial_state", initial_state, (batch, weight.shape[1] - 1, channels), "B, K - 1, D", optional=True)
+    batch, length, _ = x.shape
+    _check_filter(x, initial_state, weight, bias, activation)
     check_seq_idx(seq_idx, batch, length)
     check_lengths(lengths, batch, length)
-    if weight.shape[1] == 0:
-        raise ValueError("weight must have at least one tap (K ≥ 1), got K = 0.")
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation={activation!r} must be one of {', '.join(map(repr, ACTIVATIONS))}.")
     if length == 0:
         empty = last_inputs(x, weight.shape[1], initial_state, seq_idx, lengths)
         return torch.zeros_like(x), empty if return_final_state else None
@@ -75,6 +76,47 @@ def causal_conv(
         x, weight, bias, activation=activation, initial_state=initial_state, seq_idx=seq_idx, lengths=lengths
     )
     return y, final_state if return_final_state else None
+
+
+def causal_conv_step(
+    x: torch.Tensor,
+    state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """`causal_conv` of one token of each row, without gradients; `state` becomes the one after it, in place.
+
+    Args:
+        x: (B, D).
+        state: (B, K - 1, D), contiguous: the inputs before it, oldest first.
+        weight, bias, activation, backend: as for `causal_conv`.
+
+    Returns:
+        y (B, D) in the dtype of x.
+
+    Raises:
+        TypeError, ValueError: an argument of wrong type, dtype, shape or device; an unknown activation or backend.
+    """
+    check_tensor("x", x, (None, None), "B, D")
+    _check_filter(x, state, weight, bias, activation)
+    run = _STEP.select(x.device.type, x.dtype, backend)
+    return run(x, state, weight, bias, activation=activation)[0]
+
+
+def _check_filter(x, state, weight, bias, activation) -> None:
+    """What both take, for x (B, [L,] D)."""
+    batch, channels = x.shape[0], x.shape[-1]
+    check_tensor("weight", weight, (channels, None), "D, K")
+    check_tensor("bias", bias, (channels,), "D", optional=True)
+    if weight.shape[1] == 0:
+        raise ValueError("weight must have at least one tap (K ≥ 1), got K = 0.")
+    name = "state" if x.dim() == 2 else "initial_state"
+    check_tensor(name, state, (batch, weight.shape[1] - 1, channels), "B, K - 1, D", optional=x.dim() == 3)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r} must be one of {', '.join(map(repr, ACTIVATIONS))}.")
 
 
 __all__ = ["causal_conv", "causal_conv_step"]

@@ -1,27 +1,24 @@
-"""The fused CPU backend: `native.c`, compiled on first use and called through two custom ops."""
-
-import ctypes
-from collections.abc import Callable
-from functools import cache
-from pathlib import Path
-from typing import List  # noqa: UP035
+"""The fused CPU backend: `native.c`, compiled on first use and called directly or through custom ops."""
 
 import torch
 from torch import Tensor
 
-from hf_hybrid_ssm.ops._core.last_inputs import last_inputs
+from hf_hybrid_ssm.ops._core.custom_ops import differentiable_op
 from hf_hybrid_ssm.ops._core.native_library import (
     address,
     call,
-    compile_and_load,
-    is_plain_call,
+    library_beside,
     prepared,
     prepared_rows,
+    step_op,
     supports,
 )
+from hf_hybrid_ssm.ops._core.rows import last_inputs
 from hf_hybrid_ssm.ops.causal_conv.torch_backend import causal_conv_torch
 
 __all__ = ["causal_conv_native", "causal_conv_step_native", "supports"]
+
+_library = library_beside(__file__)
 
 
 def causal_conv_native(x, weight, bias=None, *, activation=None, initial_state=None, seq_idx=None, lengths=None):
@@ -31,16 +28,10 @@ def causal_conv_native(x, weight, bias=None, *, activation=None, initial_state=N
         return causal_conv_torch(x, weight, bias, **options)
     inputs = (prepared(x), prepared(weight.t()), prepared(bias), prepared(initial_state))
     documents = None if seq_idx is None else seq_idx.long().contiguous()
-    y = _forward(*inputs, documents, activation == "silu")
+    y = _convolve(*inputs, documents, activation == "silu")
     return y.to(x.dtype), last_inputs(x, weight.shape[1], initial_state, seq_idx, lengths)
 
 
-@cache
-def _library() -> ctypes.CDLL:
-    return compile_and_load(Path(__file__).with_name("native.c"))
-
-
-@torch.library.custom_op("hf_hybrid_ssm::causal_conv_native", mutates_args=(), device_types="cpu")
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, seq_idx: Tensor | None, silu: bool
 ) -> Tensor:
@@ -51,57 +42,31 @@ def _forward(
     return y
 
 
-@_forward.register_fake
-def _(x, weight, bias, initial_state, seq_idx, silu):
-    return torch.empty_like(x)
-
-
-@torch.library.custom_op("hf_hybrid_ssm::causal_conv_native_backward", mutates_args=(), device_types="cpu")
-def _backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    initial_state: Tensor | None,
-    seq_idx: Tensor | None,
-    silu: bool,
-) -> List[Tensor]:  # noqa: UP006 - all that torch 2.6 reads
-    """dx, dweight, dbias, dinitial (empty without a state)."""
+def _backward(inputs, gradients, needed):
+    """Of x, weight, bias and the state."""
+    *tensors, silu = inputs
+    (x, weight, _, initial_state, _), dy = tensors, gradients[0].contiguous()
     batch, _, channels = x.shape
-    dx, dweight = torch.empty_like(x), x.new_empty(batch, *weight.shape)
-    dbias = x.new_empty(batch, channels)
-    dinitial = x.new_empty(0) if initial_state is None else torch.empty_like(initial_state)
-    results = (dx, dweight, dbias, None if initial_state is None else dinitial)
-    tensors = (x, weight, bias, initial_state, seq_idx, dy, *results)
-    call(_library().causal_conv_backward, tensors, silu, *x.shape, weight.shape[0])
-    return [dx, dweight.sum(0), dbias.sum(0), dinitial]
+    dx, dweight, dbias = torch.empty_like(x), x.new_empty(batch, *weight.shape), x.new_empty(batch, channels)
+    dinitial = None if initial_state is None else torch.empty_like(initial_state)
+    results = (dx, dweight, dbias, dinitial)
+    call(_library().causal_conv_backward, (*tensors, dy, *results), silu, *x.shape, weight.shape[0])
+    return dx, dweight.sum(0), dbias.sum(0), dinitial
 
 
-@_backward.register_fake
-def _(dy, x, weight, bias, initial_state, seq_idx, silu):
-    dinitial = x.new_empty(0) if initial_state is None else torch.empty_like(initial_state)
-    return [torch.empty_like(x), torch.empty_like(weight), x.new_empty(x.shape[2]), dinitial]
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    *tensors, ctx.silu = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _gradient(ctx, dy):
-    x, weight, bias, initial_state, seq_idx = ctx.saved_tensors  # once: checkpointing unpacks them once
-    dx, dweight, dbias, dinitial = _backward(dy.contiguous(), x, weight, bias, initial_state, seq_idx, ctx.silu)
-    return dx, dweight, None if bias is None else dbias, None if initial_state is None else dinitial, None, None
-
-
-_forward.register_autograd(_gradient, setup_context=_setup_context)
+_convolve = differentiable_op(
+    "hf_hybrid_ssm::causal_conv_native",
+    _forward,
+    _backward,
+    fake=lambda x, *_: torch.empty_like(x),
+    device_types="cpu",
+)
 
 
 def causal_conv_step_native(x, state, weight, bias=None, *, activation=None):
     """As `hf_hybrid_ssm.ops.causal_conv.causal_conv_step`."""
     wide = prepared(state)
-    step: Callable = _compute_step if is_plain_call(x) else _step
-    y = step(prepared_rows(x), wide, prepared(weight), prepared(bias), activation == "silu")
+    y = _step(prepared_rows(x), wide, prepared(weight), prepared(bias), activation == "silu")
     if wide is not state:
         state.copy_(wide)
     return y.to(x.dtype), state
@@ -116,11 +81,6 @@ def _compute_step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None,
     return y
 
 
-_step = torch.library.custom_op(
-    "hf_hybrid_ssm::causal_conv_step_native", _compute_step, mutates_args=("state",), device_types="cpu"
+_step = step_op(
+    "hf_hybrid_ssm::causal_conv_step_native", _compute_step, lambda x, *_: x.new_empty(x.shape), changes=("state",)
 )
-
-
-@_step.register_fake
-def _(x, state, weight, bias, silu):
-    return x.new_empty(x.shape)

@@ -1,6 +1,9 @@
 """The short causal convolution, tap by tap."""
 
 import torch
+import torch.nn.functional as F
+
+from hf_hybrid_ssm.ops._core.self_check import draw
 
 
 def causal_conv_reference(x, weight, bias=None, *, activation=None, initial_state=None, seq_idx=None, lengths=None):
@@ -20,10 +23,33 @@ def causal_conv_reference(x, weight, bias=None, *, activation=None, initial_stat
             total = total + weight[:, j].to(dtype) * seen[:, t + j] * same[:, None]
         rows.append(total)
     y = torch.stack(rows, 1) if rows else torch.zeros_like(x)
-    y = torch.nn.functional.silu(y) if activation == "silu" else y
+    y = F.silu(y) if activation == "silu" else y
     ends = [length] * batch if lengths is None else lengths.tolist()
     states = []
     for row, end in enumerate(ends):
         last = document[row, end : end + width - 1] == document[row, max(width - 2 + end, 0)]
         states.append(seen[row, end : end + width - 1] * last[:, None])
     return y.to(x.dtype), torch.stack(states).to(x.dtype)
+
+
+def self_check_inputs() -> dict:
+    """Longer than a tile, with channels that do not fill one."""
+    shapes = {"x": (2, 37, 18), "weight": (18, 4), "bias": (18,), "initial_state": (2, 3, 18)}
+    return draw(shapes) | {"activation": "silu"}
+
+
+def causal_conv_step_reference(x, state, weight, bias=None, *, activation=None):
+    """See `hf_hybrid_ssm.ops.causal_conv.causal_conv_step`; computes in the same precision."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    y = torch.zeros_like(x, dtype=dtype) if bias is None else bias.to(dtype).expand(x.shape)
+    inputs = [*state.to(dtype).clone().unbind(1), x.to(dtype)]
+    for lag, seen in enumerate(inputs):
+        y = y + weight[:, lag].to(dtype) * seen
+    for slot, seen in enumerate(inputs[1:]):
+        state[:, slot] = seen
+    return (F.silu(y) if activation == "silu" else y).to(x.dtype), state
+
+
+def step_self_check_inputs() -> dict:
+    """Two rows whose channels do not fill a vector."""
+    return draw({"x": (2, 18), "state": (2, 3, 18), "weight": (18, 4), "bias": (18,)}) | {"activation": "silu"}

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid_ssm.ops._core.last_inputs import last_inputs
+from hf_hybrid_ssm.ops._core.rows import last_inputs
 
 
 def causal_conv_torch(x, weight, bias=None, *, activation=None, initial_state=None, seq_idx=None, lengths=None):
@@ -43,3 +43,13 @@ def _shifted_products(seen: torch.Tensor, weight: torch.Tensor, same: torch.Tens
             tap = torch.where(same[j].unsqueeze(-1), tap, 0)
         y = tap * weight[:, j] if y is None else torch.addcmul(y, tap, weight[:, j])
     return y
+
+
+def causal_conv_step_torch(x, state, weight, bias=None, *, activation=None):
+    """See `hf_hybrid_ssm.ops.causal_conv.causal_conv_step`."""
+    dtype = x.dtype if x.dtype == torch.float64 else torch.float32
+    seen = torch.cat([state, x.to(state.dtype).unsqueeze(1)], 1)
+    state.copy_(seen[:, 1:])
+    y = torch.linalg.vecdot(seen.to(dtype), weight.to(dtype).t(), dim=1)
+    y = y if bias is None else y + bias
+    return (F.silu(y) if activation == "silu" else y).to(x.dtype), state

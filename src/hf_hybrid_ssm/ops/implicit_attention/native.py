@@ -1,15 +1,14 @@
 """The fused CPU backend: convolution by Fourier transforms, attention of each token, and decoding, in `native.c`."""
 
 import ctypes
-from functools import cache, lru_cache
-from pathlib import Path
-from typing import List  # noqa: UP035
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from hf_hybrid_ssm.ops._core.autocast import without_autocast
-from hf_hybrid_ssm.ops._core.native_library import call, compile_and_load, is_plain_call, prepared, supports
+from hf_hybrid_ssm.ops._core.custom_ops import differentiable_op
+from hf_hybrid_ssm.ops._core.native_library import call, is_plain_call, library_beside, prepared, supports
+from hf_hybrid_ssm.ops._core.transforms import without_autocast
 from hf_hybrid_ssm.ops.implicit_attention.decoding import DECODE, is_exact_gelu
 from hf_hybrid_ssm.ops.implicit_attention.torch_backend import implicit_attention_torch
 from hf_hybrid_ssm.ops.legendre_memory.constants import BlockOperators, block_operators, finite_response
@@ -19,6 +18,7 @@ __all__ = ["implicit_attention_native", "supports"]
 CHUNK = 16  # as in native.c
 POINTS = tuple(2**k for k in range(5, 22))  # that a transform may have
 NAMES = ("weight", "bias", "collapse", "collapse_bias")
+_library = library_beside(__file__)
 
 
 def implicit_attention_native(x, *, activation, theta, state, lengths, scale, form, needs_state, **parameters):
@@ -28,7 +28,7 @@ def implicit_attention_native(x, *, activation, theta, state, lengths, scale, fo
         return implicit_attention_torch(x, activation=activation, form=form, **options, **parameters)
     inputs = [prepared(tensor) for tensor in (x, *(parameters[name] for name in NAMES))]
     with without_autocast(x.device.type):
-        y, final = _forward(*inputs, lengths, scale, theta, needs_state)
+        y, final = _attention(*inputs, lengths, scale, theta, needs_state)
     return y.to(x.dtype), final if needs_state else None
 
 
@@ -36,11 +36,6 @@ def transform_sizes(length: int, taps: int) -> tuple[int, int]:
     """Points of the transforms and new tokens in each, so that a row of `length` tokens costs least."""
     sizes = [(points, min(length, points - taps + 1)) for points in POINTS if points >= taps]
     return min(sizes, key=lambda size: -(-length // size[1]) * size[0] * size[0].bit_length())
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    return compile_and_load(Path(__file__).with_name("native.c"))
 
 
 @lru_cache
@@ -68,7 +63,6 @@ class _Problem:
         return index.clamp(min=0).unsqueeze(2).expand(-1, -1, x.shape[2]), (index >= 0).unsqueeze(2)
 
 
-@torch.library.custom_op("hf_hybrid_ssm::implicit_attention_native", mutates_args=(), device_types="cpu")
 def _forward(
     x: Tensor,
     weight: Tensor,
@@ -92,59 +86,32 @@ def _forward(
     return y, problem.response @ torch.where(is_real, x.gather(1, index), 0.0)
 
 
-@_forward.register_fake
-def _(x, weight, bias, collapse, collapse_bias, lengths, scale, theta, needs_state):
+def _fake(x, weight, bias, collapse, collapse_bias, lengths, scale, theta, needs_state):
     final = x.new_empty(x.shape[0], weight.shape[2], x.shape[2]) if needs_state else x.new_empty(0)
     return torch.empty_like(x), final
 
 
-@torch.library.custom_op("hf_hybrid_ssm::implicit_attention_native_backward", mutates_args=(), device_types="cpu")
-def _backward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    collapse: Tensor,
-    lengths: Tensor | None,
-    dy: Tensor,
-    dfinal: Tensor,
-    scale: float,
-    theta: float,
-) -> List[Tensor]:  # noqa: UP006 - all that torch 2.6 reads
-    """Gradients of x, weight, bias, collapse and collapse_bias; dfinal is empty if the memory was not asked for."""
-    problem, rows = _Problem(x, weight, bias, collapse, None, scale, theta), weight.shape[1]
-    dx, dtaps = torch.zeros_like(x), torch.empty_like(problem.taps)
-    sums = x.new_zeros(-(-problem.segment // CHUNK), 4 * rows)
-    call(_library().implicit_attention_backward, (*problem.tensors, dy, dx, dtaps, sums), *problem.sizes)
-    if dfinal.numel():
-        index, is_real = problem.steps_back(x, lengths)
-        dx.scatter_add_(1, index, torch.where(is_real, problem.response.mT @ dfinal, 0.0))
-    dbias, dcollapse = sums.sum(0).split([3 * rows, rows])
-    dweight = (dtaps @ problem.response.mT).view_as(weight)
-    return [dx, dweight, dbias.view(3, rows).clone(), dcollapse.clone(), dy.sum().view(1)]
+def _backward(inputs, gradients, needed):
+    """Of x, weight, bias, collapse and collapse_bias."""
+    x, weight, bias, collapse, _, lengths, scale, theta, needs_state = inputs
+    dy, dfinal = (part.contiguous() for part in gradients)
+    # autocast may be active around backward() as well
+    with without_autocast(x.device.type):
+        problem, rows = _Problem(x, weight, bias, collapse, None, scale, theta), weight.shape[1]
+        dx, dtaps = torch.zeros_like(x), torch.empty_like(problem.taps)
+        sums = x.new_zeros(-(-problem.segment // CHUNK), 4 * rows)
+        call(_library().implicit_attention_backward, (*problem.tensors, dy, dx, dtaps, sums), *problem.sizes)
+        if needs_state:
+            index, is_real = problem.steps_back(x, lengths)
+            dx.scatter_add_(1, index, torch.where(is_real, problem.response.mT @ dfinal, 0.0))
+        dbias, dcollapse = sums.sum(0).split([3 * rows, rows])
+        dweight = (dtaps @ problem.response.mT).view_as(weight)
+        return dx, dweight, dbias.view(3, rows).clone(), dcollapse.clone(), dy.sum().view(1)
 
 
-@_backward.register_fake
-def _(x, weight, bias, collapse, lengths, dy, dfinal, scale, theta):
-    sizes = (weight.shape, weight.shape[:2], weight.shape[1:2], (1,))
-    return [torch.empty_like(x), *(x.new_empty(size) for size in sizes)]
-
-
-def _setup_context(ctx, inputs, output):
-    *tensors, collapse_bias, lengths, ctx.scale, ctx.theta, ctx.needs_state = inputs
-    ctx.save_for_backward(*tensors, lengths)
-    ctx.has_biases = tensors[2] is not None, collapse_bias is not None
-
-
-def _gradient(ctx, dy, dfinal):
-    saved = ctx.saved_tensors  # once: checkpointing unpacks them once
-    dfinal = dfinal.contiguous() if ctx.needs_state else dy.new_empty(0)
-    with without_autocast(dy.device.type):  # which may be active around backward() as well
-        dx, dweight, dbias, dcollapse, doffset = _backward(*saved, dy.contiguous(), dfinal, ctx.scale, ctx.theta)
-    dbias, doffset = (grad if given else None for grad, given in zip((dbias, doffset), ctx.has_biases))
-    return dx, dweight, dbias, dcollapse, doffset, None, None, None, None
-
-
-_forward.register_autograd(_gradient, setup_context=_setup_context)
+_attention = differentiable_op(
+    "hf_hybrid_ssm::implicit_attention_native", _forward, _backward, _fake, device_types="cpu"
+)
 
 
 def decode_token(x, memory, recent, pending, *, weight, bias, collapse, collapse_bias, scale, theta):

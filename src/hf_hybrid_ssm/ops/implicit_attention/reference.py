@@ -1,7 +1,9 @@
 """Implicit self-attention, token by token, in the order of the paper (equations 8 to 11)."""
 
 import torch
+import torch.nn.functional as F
 
+from hf_hybrid_ssm.ops._core.self_check import draw
 from hf_hybrid_ssm.ops.legendre_memory.reference import legendre_memory_reference
 
 
@@ -23,3 +25,10 @@ def implicit_attention_reference(
         mixed = (scale * q @ k.transpose(1, 2)).softmax(-1) @ v
         y.append(collapse.to(dtype) @ mixed + (0 if collapse_bias is None else collapse_bias.to(dtype)))
     return (torch.stack(y, 1) if y else x).to(x.dtype), final if needs_state else None
+
+
+def self_check_inputs() -> dict:
+    """Rows and channels that do not fill a tile or a vector."""
+    shapes = {"x": (1, 75, 35), "weight": (3, 5, 6), "bias": (3, 5), "collapse": (5,), "collapse_bias": (1,)}
+    options = {"theta": 20.0, "activation": F.gelu, "scale": 0.5, "form": "fft"}
+    return draw(shapes) | options | {"state": None, "lengths": None, "needs_state": True}

@@ -5,10 +5,9 @@ from functools import partial
 
 import torch
 
-from hf_hybrid_ssm.ops._core.checks import check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops._core.checks import check_lengths, check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops._core.dispatch import Op
-from hf_hybrid_ssm.ops._core.lengths import check_lengths
-from hf_hybrid_ssm.ops._core.packing import run_by_document
+from hf_hybrid_ssm.ops._core.rows import run_by_document
 from hf_hybrid_ssm.ops.legendre_memory.constants import impulse_response, transition
 from hf_hybrid_ssm.ops.legendre_memory.reference import legendre_memory_reference
 from hf_hybrid_ssm.ops.legendre_memory.torch_backend import legendre_memory_torch

@@ -4,15 +4,38 @@ They are functions of (order, theta) alone, so they belong to no module: casting
 device or loading a checkpoint cannot change them.
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 NEGLIGIBLE = 2.0**-26  # what the taps left out may add up to, of all of them: a quarter of float32's rounding
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def constant(make: Callable[P, T]) -> Callable[P, T]:
+    """`make`, computed once for the same arguments; to `torch.compile` the result is a constant.
+
+    Whatever is active where it is first needed (a trace, inference mode, a transform), all may use it.
+    """
+
+    @lru_cache
+    def kept(*arguments: P.args, **options: P.kwargs) -> T:
+        outside = (_disable_current_modes(), torch._C._DisableFuncTorch(), torch.inference_mode(False))
+        with ExitStack() as stack:
+            for context in (*outside, torch.device("cpu"), torch.no_grad()):
+                stack.enter_context(context)
+            return make(*arguments, **options)
+
+    @torch.compiler.assume_constant_result
+    def get(*arguments: P.args, **options: P.kwargs) -> T:
+        return kept(*arguments, **options)
+
+    return get
 
 
 class BlockOperators(NamedTuple):
@@ -31,98 +54,62 @@ class BlockOperators(NamedTuple):
     impulse: torch.Tensor
 
 
-@contextmanager
-def plain_tensors() -> Iterator[None]:
-    """Whatever is active where a constant is first needed (a trace, inference mode, a transform), all may use it."""
-    outside = (_disable_current_modes(), torch._C._DisableFuncTorch(), torch.inference_mode(False))
-    with ExitStack() as stack:
-        for context in (*outside, torch.device("cpu"), torch.no_grad()):
-            stack.enter_context(context)
-        yield
-
-
-@lru_cache
+@constant
 def transition(order: int, theta: float) -> torch.Tensor:
     """(q, q) exp(A) in float64 on CPU, A_ij = (2i+1)/theta · (-1 if i < j else (-1)^(i-j+1)): one token's step."""
-    with plain_tensors():
-        i = torch.arange(order, dtype=torch.float64)
-        sign = torch.where((i[:, None] - i) % 2 == 0, -1.0, 1.0)
-        matrix = (2 * i[:, None] + 1) / theta * torch.where(i[:, None] < i, -1.0, sign)
-        return torch.linalg.matrix_exp(matrix)
+    i = torch.arange(order, dtype=torch.float64)
+    sign = torch.where((i[:, None] - i) % 2 == 0, -1.0, 1.0)
+    matrix = (2 * i[:, None] + 1) / theta * torch.where(i[:, None] < i, -1.0, sign)
+    return torch.linalg.matrix_exp(matrix)
 
 
-@lru_cache
-def _block_operators(order: int, theta: float, block: int, dtype: torch.dtype, device: str) -> BlockOperators:
-    step = transition(order, theta)
-    with plain_tensors():
-        powers = [step]
-        for _ in range(block - 1):
-            powers.append(powers[-1] @ step)
-        stacked = torch.stack(powers, 1)  # (q, C, q)
-        # B = (1 - A) e_0, so that a constant input c is remembered as c e_0 exactly
-        first = torch.cat([torch.eye(order, dtype=torch.float64)[:, :1], stacked[:, :, 0]], 1)  # A^k e_0, k = 0 … C
-        impulse = first[:, :-1] - first[:, 1:]
-        parts = (powers[-1], impulse.flip(1), stacked, impulse)
-        return BlockOperators(*(part.to(device, dtype).contiguous() for part in parts))
-
-
-@torch.compiler.assume_constant_result
+@constant
 def block_operators(
     order: int, theta: float, block: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
     """`BlockOperators` for blocks of `block` tokens, in `dtype` on `device`."""
-    return tuple(_block_operators(order, float(theta), block, dtype, str(device)))
+    step = transition(order, theta)
+    powers = [step]
+    for _ in range(block - 1):
+        powers.append(powers[-1] @ step)
+    stacked = torch.stack(powers, 1)  # (q, C, q)
+    # B = (1 - A) e_0, so that a constant input c is remembered as c e_0 exactly
+    first = torch.cat([torch.eye(order, dtype=torch.float64)[:, :1], stacked[:, :, 0]], 1)  # A^k e_0, k = 0 … C
+    impulse = first[:, :-1] - first[:, 1:]
+    parts = (powers[-1], impulse.flip(1), stacked, impulse)
+    return tuple(part.to(device, dtype).contiguous() for part in parts)
 
 
-@lru_cache
-def _doubled_advances(
-    order: int, theta: float, block: int, count: int, dtype: torch.dtype, device: str
-) -> tuple[torch.Tensor, ...]:
-    with plain_tensors():
-        powers = [torch.linalg.matrix_power(transition(order, theta), block)]
-        for _ in range(count - 1):
-            powers.append(powers[-1] @ powers[-1])
-        return tuple(power.to(device, dtype) for power in powers)
-
-
-@torch.compiler.assume_constant_result
+@constant
 def doubled_advances(
     order: int, theta: float, block: int, count: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
     """(q, q) A^C, A^{2C}, A^{4C}, ... (`count` of them) for blocks of C tokens, in `dtype` on `device`."""
-    return _doubled_advances(order, float(theta), block, count, dtype, str(device))
+    powers = [torch.linalg.matrix_power(transition(order, theta), block)]
+    for _ in range(count - 1):
+        powers.append(powers[-1] @ powers[-1])
+    return tuple(power.to(device, dtype) for power in powers)
 
 
-@torch.compiler.assume_constant_result
-def step_matrices(
-    order: int, theta: float, dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(q, q) A and (q, 1) B, one token's step, in `dtype` on `device`."""
-    operators = _block_operators(order, float(theta), 1, dtype, str(device))
-    return operators.advance, operators.push
+def impulse_response(order: int, theta: float, length: int) -> torch.Tensor:
+    """(q, length) float64 on CPU, column k is A^k B, by doubling."""
+    power = transition(order, float(theta))
+    columns = torch.eye(order, dtype=torch.float64)[:, :1]
+    while columns.shape[1] < length + 1:
+        columns = torch.cat([columns, power @ columns], 1)
+        power = power @ power
+    return columns[:, :length] - columns[:, 1 : length + 1]
 
 
-@lru_cache
+@constant
 def _finite_response(order: int, theta: float, horizon: int) -> torch.Tensor:
-    with plain_tensors():
-        response = impulse_response(order, theta, horizon)
-        left = response.abs().flip(1).cumsum(1).flip(1)  # from each tap on
-        count = int((left > NEGLIGIBLE * left[:, :1]).any(0).sum())
-        return response[:, :count].float()
+    response = impulse_response(order, theta, horizon)
+    left = response.abs().flip(1).cumsum(1).flip(1)  # from each tap on
+    count = int((left > NEGLIGIBLE * left[:, :1]).any(0).sum())
+    return response[:, :count].float()
 
 
 def finite_response(order: int, theta: float, length: int) -> torch.Tensor:
     """(q, T) float32 on CPU: `impulse_response` up to the tap from which on float32 sees none, T <= length."""
     horizon = 2 ** max(5, (length - 1).bit_length())  # the same for many lengths
     return _finite_response(order, float(theta), horizon)[:, :length]
-
-
-def impulse_response(order: int, theta: float, length: int) -> torch.Tensor:
-    """(q, length) float64 on CPU, column k is A^k B, by doubling."""
-    step = transition(order, float(theta))
-    columns = torch.eye(order, dtype=torch.float64)[:, :1]
-    power = step
-    while columns.shape[1] < length + 1:
-        columns = torch.cat([columns, power @ columns], 1)
-        power = power @ power
-    return columns[:, :length] - columns[:, 1 : length + 1]

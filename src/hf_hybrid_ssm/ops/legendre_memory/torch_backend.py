@@ -3,14 +3,12 @@
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid_ssm.ops._core.autocast import without_autocast
-from hf_hybrid_ssm.ops._core.toeplitz import causal_toeplitz
-from hf_hybrid_ssm.ops._core.transforms import is_transforming
+from hf_hybrid_ssm.ops._core.blocks import causal_toeplitz
+from hf_hybrid_ssm.ops._core.transforms import is_transforming, without_autocast
 from hf_hybrid_ssm.ops.legendre_memory.constants import (
     BlockOperators,
     block_operators,
     doubled_advances,
-    step_matrices,
 )
 
 BLOCK = 32
@@ -34,7 +32,7 @@ def legendre_memory_torch(x, *, weight, order, theta, state, lengths):
 
 def by_steps(x, weight, order, theta, state, lengths):
     """Token by token, for one or two of them: m ← A m + B x."""
-    a, b = step_matrices(order, theta, x.dtype, x.device)
+    a, b, *_ = block_operators(order, theta, 1, x.dtype, x.device)
     m = x.new_zeros(x.shape[0], order, x.shape[2]) if state is None else state.to(x.dtype)
     y = []
     for t in range(x.shape[1]):

@@ -1,9 +1,128 @@
-"""Linear recurrences: a diagonal one whose states are the result, and a small system for every channel."""
+r"""Linear recurrences: a small system for every channel (here), and a diagonal one whose states are the result
+(`diagonal`).
 
-from hf_hybrid_ssm.ops.linear_scan.channel import ChannelSystem, channel_scan, has_fused_scan, long_kernel
-from hf_hybrid_ssm.ops.linear_scan.channel_blocks import BlockMatrices, block_matrices
+A system is read out without ever storing its states: S4, S4D, EMA.
+
+    s_t = A s_{t-1} + B u_t,    y_t = C s_t + D u_t        for each filter f and channel c on its own
+
+The states of every token would be L times N numbers per channel. The kernels for diagonal transitions keep the states
+of one token in registers. Elsewhere (`channel_blocks`) a row is cut into blocks of w tokens: the filter
+K_j = C A^j B acts inside a block as a Toeplitz matrix, A^{w-1-p} B takes its tokens into the state at its end,
+C A^{p+1} reads the state at its start. Only the state at block borders exists, and it is what makes pieces,
+documents, ragged rows and one-token steps one and the same computation.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from hf_hybrid_ssm.ops._core.checks import check_lengths, check_output_positions, check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops._core.dispatch import Op
+from hf_hybrid_ssm.ops._core.transforms import without_autocast
+from hf_hybrid_ssm.ops.linear_scan.channel_blocks import BlockMatrices, block_matrices, channel_scan_torch
 from hf_hybrid_ssm.ops.linear_scan.diagonal import diagonal_scan
+from hf_hybrid_ssm.ops.linear_scan.reference import channel_inputs, channel_scan_reference
+from hf_hybrid_ssm.ops.linear_scan.step import linear_step
 from hf_hybrid_ssm.ops.linear_scan.transition import Transition
+
+_OP = Op(
+    "channel_scan",
+    builtin={"torch": channel_scan_torch, "reference": channel_scan_reference},
+    kernels={
+        "native": "hf_hybrid_ssm.ops.linear_scan.native",
+        "triton": "hf_hybrid_ssm.ops.linear_scan.triton",
+    },
+    self_check_inputs=channel_inputs,
+)
+
+
+class ChannelSystem(NamedTuple):
+    """F filters for each of D channels: A, B, C.
+
+    Args:
+        transition: A. A diagonal one may be in float64 whatever the rest is: its powers are then rounded once.
+        vector: B (F, D, N).
+        output: C (F, D, N); the scan computes in its dtype (float32 or float64).
+        blocks: gives `block_matrices` of them, from a cache perhaps; asked only where blocks are what is computed.
+    """
+
+    transition: Transition
+    vector: torch.Tensor
+    output: torch.Tensor
+    blocks: Callable[[], BlockMatrices] | None = None
+
+
+def channel_scan(
+    u: torch.Tensor,
+    system: ChannelSystem,
+    *,
+    skip: torch.Tensor | None = None,
+    initial_state: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    return_final_state: bool = False,
+    stride: int | None = None,
+    positions: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    r"""Run the systems over a batch of sequences.
+
+    Args:
+        u: (B, L, D), any floating dtype; computed in the dtype of `system.output` (float32 or float64).
+        system: F filters on each of the D channels, N real state dimensions each.
+        skip: (F, D), the D term; None leaves it out.
+        initial_state: (B, F, D, N) the state before the first token (zeros when None), of the row's first document.
+        seq_idx: (B, L) int, documents of a packed row; the state starts at zero where it changes.
+        lengths: (B,) int, number of real tokens at the front of each row.
+        return_final_state: also return the state after each row's last real token.
+        stride: give y only at the tokens stride - 1, 2 stride - 1, ... (cheap when it is a multiple of the block).
+        positions: (B, J) int64, give y only at these tokens of each row (0..L-1).
+
+    Returns:
+        y (B, L, F, D), or (B, L // stride, F, D), or (B, J, F, D), in u's dtype; the final state (B, F, D, N) or None.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, shape or range, named with what it must be.
+    """
+    filters, channels, size = system.output.shape
+    check_tensor("u", u, (None, None, channels), "B, L, D")
+    batch, length, _ = u.shape
+    check_tensor("initial_state", initial_state, (batch, filters, channels, size), "B, F, D, N", optional=True)
+    check_tensor("skip", skip, (filters, channels), "F, D", optional=True)
+    check_seq_idx(seq_idx, batch, length)
+    check_lengths(lengths, batch, length)
+    check_output_positions(stride, positions, batch, length)
+    dtype = system.output.dtype
+    run = _OP.select(u.device.type, dtype, backend)
+    with without_autocast(u.device.type):
+        return run(
+            u, system.transition.value, system.vector, system.output,
+            *(None if part is None else part.to(dtype) for part in (skip, initial_state)),
+            seq_idx, lengths, return_final_state, stride, positions,
+            form=system.transition.form, blocks=system.blocks,
+        )  # fmt: skip
+
+
+def has_fused_scan(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether a kernel runs the recurrence of a diagonal system itself, without block matrices or a filter."""
+    return _OP.select(device_type, dtype) is not channel_scan_torch
+
+
+def long_kernel(transition: Transition, vector: torch.Tensor, output: torch.Tensor, length: int) -> torch.Tensor:
+    """K_0 .. K_{length-1}, (F, D, length): one product of the rows C A^{iw} with the vectors A^j B, j < w.
+
+    w is a power of two near the root of the length, so that both tables are small.
+    """
+    block = 1 << ((length - 1).bit_length() + 1) // 2
+    steps = -(-length // block)
+    if transition.form == "dense":
+        krylov, power = transition.doubled(vector.unsqueeze(-2), block)
+        rows = power.doubled(output.unsqueeze(-2), 1 << (steps - 1).bit_length(), transposed=True)[0][..., :steps, :]
+    else:
+        krylov, rows = transition.orbit(vector, block), transition.orbit(output, steps, step=block, transposed=True)
+    return torch.matmul(rows, krylov.mT).flatten(-2)[..., :length]
+
 
 __all__ = [
     "BlockMatrices",
@@ -13,5 +132,6 @@ __all__ = [
     "channel_scan",
     "diagonal_scan",
     "has_fused_scan",
+    "linear_step",
     "long_kernel",
 ]

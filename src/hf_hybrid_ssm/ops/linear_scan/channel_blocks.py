@@ -1,15 +1,13 @@
-"""The scan of a system per channel in block form (see `channel`): products inside of blocks, a scan over borders."""
+"""`channel_scan` in block form: products inside of blocks, a scan over borders."""
 
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid_ssm.ops._core.lengths import zero_beyond
-from hf_hybrid_ssm.ops._core.output_positions import take_outputs
-from hf_hybrid_ssm.ops._core.toeplitz import causal_toeplitz
+from hf_hybrid_ssm.ops._core.blocks import causal_toeplitz, document_before_block, document_blocks
+from hf_hybrid_ssm.ops._core.rows import take_outputs, zero_beyond
 from hf_hybrid_ssm.ops.linear_scan.diagonal import diagonal_scan
-from hf_hybrid_ssm.ops.linear_scan.documents import document_before_block, document_blocks
 from hf_hybrid_ssm.ops.linear_scan.transition import Transition, power
 from hf_hybrid_ssm.ops.long_conv.fft import channels_first, channels_last
 from hf_hybrid_ssm.ops.long_conv.torch_backend import block_conv
@@ -60,7 +58,7 @@ def channel_scan_torch(
     u, decay, vector, output, skip, initial_state, seq_idx, lengths, return_final_state, stride, positions, *,
     form, blocks=None
 ):  # fmt: skip
-    """y (B, L, F, D) in u's dtype and the final state (B, F, D, N); arguments as in `channel.channel_scan`.
+    """y (B, L, F, D) in u's dtype and the final state (B, F, D, N); arguments as in `channel_scan`.
 
     `decay` is the transition's value in this `form`; `blocks()` gives the block matrices where they are known already.
     """

@@ -1,4 +1,4 @@
-/* Linear recurrences with a diagonal transition on a CPU; letters as in channel.py and diagonal.py.
+/* Linear recurrences with a diagonal transition on a CPU; letters as in __init__.py and diagonal.py.
  *
  * All tensors are contiguous float32, but for the decays, which are float64. A decay near 1 that is rounded to float32
  * decays at another rate: the recurrence runs in float32, and after every BLOCK tokens what the rounding did to the

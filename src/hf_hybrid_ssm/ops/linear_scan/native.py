@@ -1,42 +1,14 @@
 """The CPU backend of both scans for diagonal transitions: `native.c`, compiled on first use."""
 
-import ctypes
-from functools import cache
-from pathlib import Path
-
 import torch
 
-from hf_hybrid_ssm.ops._core.native_library import call, compile_and_load, supports
-from hf_hybrid_ssm.ops._core.output_positions import take_outputs
-from hf_hybrid_ssm.ops.linear_scan.channel_blocks import channel_scan_torch
-from hf_hybrid_ssm.ops.linear_scan.custom_ops import channel_op, diagonal_op, run_channel_op, run_diagonal_op
+from hf_hybrid_ssm.ops._core.native_library import call, library_beside, supports
+from hf_hybrid_ssm.ops.linear_scan.custom_ops import channel_op, channel_scan_by, diagonal_op, diagonal_scan_by
 
 __all__ = ["channel_scan_native", "diagonal_scan_native", "supports"]
 
 
-@cache
-def _library() -> ctypes.CDLL:
-    return compile_and_load(Path(__file__).with_name("native.c"))
-
-
-def channel_scan_native(
-    u, decay, vector, output, skip, initial_state, seq_idx, lengths, return_final_state, stride, positions, *,
-    form, blocks=None
-):  # fmt: skip
-    """As `channel_scan_torch`, which takes over dense transitions.
-
-    Outputs at some tokens only are taken of all of them. The block matrices of many filters that train would cost
-    more; those of constant filters are known already, and their products are faster.
-    """
-    tensors = (u, decay, vector, output, skip, initial_state, seq_idx, lengths)
-    asks_for_all = stride is None and positions is None
-    trains = torch.is_grad_enabled() and any(part.requires_grad for part in (decay, vector, output))
-    if form == "dense" or not (asks_for_all or trains):
-        return channel_scan_torch(*tensors, return_final_state, stride, positions, form=form, blocks=blocks)
-    y, final = run_channel_op(_channel, *tensors, is_complex=form == "complex")
-    if not asks_for_all:
-        y = take_outputs(y.flatten(2), stride, positions).unflatten(2, y.shape[2:])
-    return y, final if return_final_state else None
+_library = library_beside(__file__)
 
 
 def _channel_forward(u, decay, vector, output, skip, initial_state, seq_idx, lengths, is_complex):
@@ -57,12 +29,8 @@ def _channel_backward(u, decay, vector, output, skip, initial_state, seq_idx, le
     return gradients
 
 
-_channel = channel_op("native", _channel_forward, _channel_backward, "cpu")
-
-
-def diagonal_scan_native(decay, x, initial_state, seq_idx):
-    """As `diagonal_scan_torch`."""
-    return run_diagonal_op(_diagonal, decay, x, initial_state, seq_idx)
+_channel = channel_op("hf_hybrid_ssm::channel_scan_native", _channel_forward, _channel_backward, "cpu")
+channel_scan_native = channel_scan_by(_channel)
 
 
 def _diagonal_forward(x, decay, initial_state, seq_idx):
@@ -85,4 +53,5 @@ def _width(decay: torch.Tensor) -> tuple[int, bool]:
     return decay.numel(), decay.dim() == 2
 
 
-_diagonal = diagonal_op("native", _diagonal_forward, _diagonal_backward, "cpu")
+_diagonal = diagonal_op("hf_hybrid_ssm::diagonal_scan_native", _diagonal_forward, _diagonal_backward, "cpu")
+diagonal_scan_native = diagonal_scan_by(_diagonal)

@@ -1,9 +1,10 @@
 """The recurrences, token by token."""
 
 import torch
+import torch.nn.functional as F
 
-from hf_hybrid_ssm.ops._core.lengths import zero_beyond
-from hf_hybrid_ssm.ops._core.output_positions import take_outputs
+from hf_hybrid_ssm.ops._core.rows import take_outputs, zero_beyond
+from hf_hybrid_ssm.ops._core.self_check import draw
 from hf_hybrid_ssm.ops.linear_scan.transition import Transition
 
 
@@ -48,3 +49,51 @@ def channel_scan_reference(
     y = torch.stack(outputs, dim=1) if outputs else u.new_zeros(batch, 0, output.shape[0], channels)
     y = take_outputs(y.flatten(2), stride, positions).unflatten(-1, y.shape[2:])
     return y, (state if return_final_state else None)
+
+
+def _decays(*shape: int) -> torch.Tensor:
+    """Complex numbers inside of the unit circle as pairs (..., 2), most of them near it."""
+    size, angle = draw({"size": shape, "angle": shape}).values()
+    return torch.view_as_real(torch.polar(torch.sigmoid(3 + 2 * size), 3 * angle))
+
+
+def diagonal_inputs() -> dict:
+    """Longer than a block, with a state before the first token and decays near 1."""
+    return draw({"x": (2, 75, 5, 2), "initial_state": (2, 5, 2)}) | {"decay": _decays(5), "seq_idx": None}
+
+
+def channel_inputs() -> dict:
+    """The same, for two filters of three channels."""
+    shapes = {"u": (2, 75, 3), "vector": (2, 3, 6), "output": (2, 3, 6), "skip": (2, 3), "initial_state": (2, 2, 3, 6)}
+    options = {"seq_idx": None, "lengths": None, "stride": None, "positions": None, "form": "complex"}
+    return draw(shapes) | options | {"decay": _decays(2, 3, 3), "return_final_state": True}
+
+
+def linear_step_reference(u, state, change, input_vector, *, output_rows, low_rank, skip, is_complex, silu):
+    """See `hf_hybrid_ssm.ops.linear_scan.linear_step`; computes in float32, or in float64 for float64 inputs."""
+    dtype = torch.promote_types(u.dtype, torch.float32)
+    h, value, a, b = state.to(dtype), u.to(dtype)[:, None, :, None], change.to(dtype), input_vector.to(dtype)
+    if is_complex:
+        (real, imaginary), (x, y) = a.unflatten(-1, (-1, 2)).unbind(-1), h.unflatten(-1, (-1, 2)).unbind(-1)
+        moved = torch.stack([real * x - imaginary * y, real * y + imaginary * x], -1).flatten(-2)
+    else:
+        moved = a * h
+    if low_rank is not None:
+        left, right = (part.to(dtype) for part in low_rank)
+        moved = moved - left * (right * h).sum(-1, keepdim=True)
+    after = h + (moved + b * value)
+    state.copy_(after)
+    if output_rows is None:
+        return None, state
+    out = (output_rows.to(dtype) * after).sum(-1)
+    out = out if skip is None else out + skip.to(dtype) * value.squeeze(-1)
+    return (F.silu(out) if silu else out).to(u.dtype), state
+
+
+def step_inputs() -> dict:
+    """Complex, with a product of rank one, states that do not fill a vector."""
+    constants = dict.fromkeys(("change", "input_vector", "output_rows", "left", "right"), (2, 3, 22))
+    tensors = draw({"u": (2, 3), "state": (2, 2, 3, 22), "skip": (2, 3)} | constants)
+    # a tuple of tensors would not be cast: every entry is bfloat16 already
+    low_rank = tuple(tensors.pop(name).bfloat16().float() for name in ("left", "right"))
+    return tensors | {"low_rank": low_rank, "is_complex": True, "silu": True}

@@ -1,9 +1,12 @@
-"""The diagonal scan in plain torch: products inside of blocks, and the same scan over the states at their borders."""
+"""The recurrences in plain torch: the diagonal scan, and one token of a linear system.
+
+The scan takes products inside of blocks, and the same scan over the states at their borders.
+"""
 
 import torch
+import torch.nn.functional as F
 
-from hf_hybrid_ssm.ops._core.toeplitz import causal_toeplitz
-from hf_hybrid_ssm.ops.linear_scan.documents import document_before_block, document_blocks
+from hf_hybrid_ssm.ops._core.blocks import causal_toeplitz, document_before_block, document_blocks
 from hf_hybrid_ssm.ops.linear_scan.transition import power
 
 BLOCK = 32  # tokens; the depth of the recursion is the logarithm of the length to this base
@@ -77,3 +80,26 @@ def _states_from_zero(tokens: torch.Tensor, powers: torch.Tensor, documents: tor
         h = torch.stack([pairs[..., 0, :, :], pairs[..., 1, :, :] + entering], dim=3)
         half *= 2
     return h.reshape(batch, blocks, block, size)
+
+
+def linear_step_torch(u, state, change, input_vector, *, output_rows, low_rank, skip, is_complex, silu):
+    """See `hf_hybrid_ssm.ops.linear_scan.linear_step`."""
+    h, value = state.to(change.dtype), u.to(change.dtype)[:, None, :, None]
+    if is_complex:
+        moved = torch.view_as_real(_complex(change) * _complex(h)).flatten(-2)
+    else:
+        moved = change * h
+    if low_rank is not None:
+        left, right = low_rank
+        moved = torch.addcmul(moved, left, torch.linalg.vecdot(right, h).unsqueeze(-1), value=-1)
+    after = h + torch.addcmul(moved, input_vector, value)
+    state.copy_(after)
+    if output_rows is None:
+        return None, state
+    y = torch.linalg.vecdot(output_rows, after)
+    y = y if skip is None else torch.addcmul(y, skip, value.squeeze(-1))
+    return (F.silu(y) if silu else y).to(u.dtype), state
+
+
+def _complex(pairs: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_complex(pairs.contiguous().unflatten(-1, (-1, 2)))

@@ -64,11 +64,9 @@ class Transition(NamedTuple):
     ) -> torch.Tensor:
         """A^{start + step j} v for j < count, (..., count, N) of v (..., N): one product with a table of powers.
 
-        The powers of a diagonal are taken in its own precision and rounded at the end to that of the vectors. Of a
-        dense matrix (`start` 0, `step` 1, a power of two for `count`) they come by doubling.
+        The powers are taken in the precision of the diagonal and rounded at the end to that of the vectors. A dense
+        matrix has `doubled` instead.
         """
-        if self.form == "dense":
-            return self.doubled(vectors.unsqueeze(-2), count, transposed=transposed)[0]
         powers = power_table(self.diagonal(), start, step, count)
         if self.form == "real":
             return powers.to(vectors.dtype) * vectors.unsqueeze(-2)
@@ -92,9 +90,7 @@ class Transition(NamedTuple):
         return stack[..., :-size, :], Transition(last.mT if transposed else last, self.form)
 
     def powers_of_two(self, largest: int) -> tuple["Transition", ...]:
-        """A^1, A^2, A^4, ..., A^largest."""
-        if self.form != "dense":
-            return tuple(self.power(1 << bit) for bit in range(largest.bit_length()))
+        """A^1, A^2, A^4, ..., A^largest of a dense one."""
         powers = [self.value]
         while 1 << len(powers) <= largest:
             powers.append(torch.matmul(powers[-1], powers[-1]))

@@ -2,12 +2,11 @@
 
 import torch
 
-from hf_hybrid_ssm.ops._core.checks import check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops._core.checks import check_lengths, check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops._core.dispatch import Op
-from hf_hybrid_ssm.ops._core.lengths import check_lengths
 from hf_hybrid_ssm.ops.local_attention.distance_range import AttentionState, Window, append_to_window
-from hf_hybrid_ssm.ops.local_attention.reference import local_attention_reference
-from hf_hybrid_ssm.ops.local_attention.self_check_inputs import self_check_inputs
+from hf_hybrid_ssm.ops.local_attention.reference import local_attention_reference, self_check_inputs
+from hf_hybrid_ssm.ops.local_attention.step import attention_step, shifted, window_step, with_free_slot
 from hf_hybrid_ssm.ops.local_attention.torch_backend import local_attention_torch
 
 _OP = Op(
@@ -168,4 +167,13 @@ def _check_state(state: AttentionState, k: torch.Tensor, v: torch.Tensor, needed
     return AttentionState(state.keys[:, :, held - needed :], state.values[:, :, held - needed :], state.seen)
 
 
-__all__ = ["AttentionState", "append_to_window", "empty_state", "local_attention"]
+__all__ = [
+    "AttentionState",
+    "append_to_window",
+    "attention_step",
+    "empty_state",
+    "local_attention",
+    "shifted",
+    "window_step",
+    "with_free_slot",
+]

@@ -2,6 +2,8 @@
 
 import torch
 
+from hf_hybrid_ssm.ops._core.self_check import draw
+
 
 def local_attention_reference(
     q, k, v, *, window, chunk_size, bias, scale, zero_kv_sink, dropout, state, seq_idx, lengths
@@ -50,3 +52,82 @@ def _bias(bias, distance, two_sided, heads, dtype):
         return torch.zeros(heads, dtype=dtype)
     column = distance + bias.shape[1] // 2 if two_sided else distance
     return bias[:, min(max(column, 0), bias.shape[1] - 1)].to(dtype)
+
+
+def self_check_inputs() -> dict:
+    """More than one block, a bias, and zeros before the row."""
+    options = {"window": (12, -1), "chunk_size": None, "scale": 0.25, "zero_kv_sink": True, "dropout": 0.0}
+    options |= {"state": None, "seq_idx": None, "lengths": None}
+    return draw(dict.fromkeys("qkv", (1, 2, 150, 16)) | {"bias": (2, 9)}) | options
+
+
+def attention_step_reference(
+    q, k, v, keys, values, seen, *, window, chunk_size, block, bias, scale, head_scale, zero_kv_sink, shift
+):
+    """See `hf_hybrid_ssm.ops.local_attention.attention_step`; computes in the same precision."""
+    dtype, output_dtype = torch.promote_types(q.dtype, torch.float32), q.dtype
+    if head_scale is not None:
+        factor = head_scale.abs().to(dtype).unsqueeze(1)
+        q, k = _normalised(q, dtype) * factor, None if k is None else _normalised(k, dtype)
+        bias = None if bias is None else bias * factor
+    y = torch.zeros(*q.shape[:2], values.shape[3], dtype=dtype)
+    heads, shared = q.shape[1], q.shape[1] // keys.shape[1]
+    for b in range(q.shape[0]):
+        own = None if k is None else (k[b], v[b])
+        rank = 0 if seen is None else int(seen[b])
+        logits, seen_values = [], []
+        for key, value, distance in _visible(keys[b], values[b], own, rank, window, chunk_size, block, shift):
+            product = (q[b].to(dtype) * key.repeat_interleave(shared, 0).to(dtype)).sum(-1)
+            logits.append(product * scale + _bias(bias, distance, False, heads, dtype))
+            seen_values.append(value.repeat_interleave(shared, 0).to(dtype))
+        for distance in range(max(-window[1], rank + 1), window[0] + 1) if zero_kv_sink else ():
+            logits.append(_bias(bias, distance, False, heads, dtype))
+            seen_values.append(torch.zeros_like(y[b]))
+        if logits:
+            y[b] = (torch.stack(logits).softmax(0).unsqueeze(-1) * torch.stack(seen_values)).sum(0)
+        if k is not None:
+            _keep(keys[b], k[b], rank, block, shift)
+            _keep(values[b], v[b], rank, block, shift)
+    return y.to(output_dtype), keys, values
+
+
+def _visible(keys, values, own, rank, window, chunk_size, block, shift):
+    """(key, value, distance) of what the token sees."""
+    slots = keys.shape[1]
+    if own is None:
+        return [(keys[:, j], values[:, j], 0) for j in range(slots)]
+    left, right = window
+    if block:
+        held = [(keys[:, j], values[:, j], rank % slots - j) for j in range(rank % slots)]
+    else:
+        before = slots if shift else slots - 1
+        held = [(keys[:, j], values[:, j], before - j) for j in range(before) if before - j <= rank]
+    known = [*held, (*own, 0)]
+    if block:
+        return [part for part in known if part[2] >= -right]
+    reach = rank if left is None else left
+    reach = reach if chunk_size is None else min(reach, rank % chunk_size)
+    return [part for part in known if -right <= part[2] <= reach]
+
+
+def _keep(held, new, rank, block, shift):
+    """The new key or value (G, e) among the held ones (G, M, e), in place."""
+    if block and rank % held.shape[1] == held.shape[1] - 1:
+        held.zero_()
+        return
+    if shift:
+        held[:, :-1] = held[:, 1:].clone()
+    held[:, rank % held.shape[1] if block else -1] = new
+
+
+def _normalised(x, dtype):
+    x = x.to(dtype)
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def step_self_check_inputs() -> dict:
+    """Shared keys, a row at its start, entries that do not fill a vector."""
+    shapes: dict[str, tuple[int, ...]] = {"q": (2, 4, 18), "k": (2, 2, 18), "v": (2, 2, 5)}
+    options = {"window": (6, -1), "chunk_size": None, "block": False, "scale": 1.0, "zero_kv_sink": True}
+    shapes |= {"keys": (2, 2, 7, 18), "values": (2, 2, 7, 5), "bias": (4, 5), "head_scale": (4,)}
+    return draw(shapes) | options | {"seen": torch.tensor([3, 40]), "shift": False}

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from hf_hybrid_ssm.ops._core.rows import zero_beyond
 from hf_hybrid_ssm.ops._core.transforms import attention
 from hf_hybrid_ssm.ops.local_attention.biased import biased_attention, can_use_cpu_flash_with_bias
 from hf_hybrid_ssm.ops.local_attention.distance_range import (
@@ -20,13 +21,13 @@ def local_attention_torch(q, k, v, *, window, chunk_size, bias, scale, zero_kv_s
     seen = None if state is None else state.seen
     uniform = {"chunk_size": chunk_size, "zero_kv_sink": zero_kv_sink}
     if has_uniform_blocks(q, k, window=window, state=state, seq_idx=seq_idx, **uniform):
-        k, v = without_padding(k, lengths), without_padding(v, lengths)
+        k, v = zero_beyond(k, lengths, dim=2), zero_beyond(v, lengths, dim=2)
         dtype = _computed_in(q)
         inputs = (q.to(dtype), k.to(dtype), v.to(dtype))
         y = uniform_attention(*inputs, left=left, right=right, bias=bias, scale=scale, dropout=dropout, **uniform)
         return y.to(q.dtype)
     ranges = distance_ranges(length, window, chunk_size, seen=seen, seq_idx=seq_idx, lengths=lengths, device=q.device)
-    k, v = without_padding(k, lengths), without_padding(v, lengths)
+    k, v = zero_beyond(k, lengths, dim=2), zero_beyond(v, lengths, dim=2)
     two_sided = right is None or right > 0
     dtype = _computed_in(q)
     sink = None
@@ -51,14 +52,6 @@ def local_attention_torch(q, k, v, *, window, chunk_size, bias, scale, zero_kv_s
 def _computed_in(q: torch.Tensor) -> torch.dtype:
     """The dtype of the products: on a CPU, where narrow ones are slow and less exact, at least float32."""
     return torch.float32 if q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16) else q.dtype
-
-
-def without_padding(x: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:
-    """x (B, G, L, E), zero after each row's length: a NaN in the padding must not be multiplied with a real token."""
-    if lengths is None:
-        return x
-    real = torch.arange(x.shape[2], device=x.device) < lengths.unsqueeze(1)
-    return torch.where(real[:, None, :, None], x, 0.0)
 
 
 def _dense(q, k, v, state, ranges: DistanceRange, *, bias, two_sided, sink, scale, dropout):
@@ -172,3 +165,80 @@ def _attend(q, k, v, allowed, logits, sink, scale, dropout):
     options = {"attn_mask": mask, "dropout_p": dropout, "scale": scale, "enable_gqa": grouped}
     y = attention(q, k, v, **options)
     return y if empty is None else torch.where(empty, 0.0, y)
+
+
+def attention_step_torch(
+    q, k, v, keys, values, seen, *, window, chunk_size, block, bias, scale, head_scale, zero_kv_sink, shift
+):
+    """See `hf_hybrid_ssm.ops.local_attention.attention_step`."""
+    dtype = q.dtype if q.dtype == torch.float64 or q.device.type != "cpu" else torch.float32
+    output_dtype, q = q.dtype, q.to(dtype)
+    if head_scale is not None:
+        factor = head_scale.abs().unsqueeze(1).to(torch.promote_types(dtype, torch.float32))
+        q, k = (_normalised(q) * factor).to(dtype), None if k is None else _normalised(k)
+        bias = None if bias is None else bias * factor
+    options = {"scale": scale, "enable_gqa": q.shape[1] != keys.shape[1]}
+    if k is None:
+        y = _attend_slots(q, keys, values, None, None, **options)
+    elif block:
+        slot = (seen % keys.shape[2]).unsqueeze(1)
+        for held, new in ((keys, k), (values, v)):
+            index = slot.view(-1, 1, 1, 1).expand(-1, held.shape[1], 1, held.shape[3])
+            held.scatter_(2, index, new.to(held.dtype).unsqueeze(2))
+        mask = torch.arange(-window[1], keys.shape[2] - window[1], device=q.device) <= slot
+        y = _attend_slots(q, keys, values, mask, slot < -window[1] if window[1] else None, **options)
+        over = slot.view(-1, 1, 1, 1) == keys.shape[2] - 1
+        keys.masked_fill_(over, 0.0)
+        values.masked_fill_(over, 0.0)
+    else:
+        used = [_joined(held, new, shift) for held, new in ((keys, k), (values, v))]
+        where = {"seen": seen.unsqueeze(1), "window": window, "chunk_size": chunk_size}
+        y = _attend_window(q, used[0], used[1], bias, zero_kv_sink, **where, **options)
+        if shift:
+            keys.copy_(used[0][:, :, 1:])
+            values.copy_(used[1][:, :, 1:])
+    return y.to(output_dtype), keys, values
+
+
+def _attend_window(q, keys, values, bias, zero_kv_sink, *, seen, window, chunk_size, **options):
+    """Of the slots, whose last is the token's own, those at the distances of the window are taken as a view."""
+    left, right = window
+    farthest = keys.shape[2] - 1 if left is None else min(left, keys.shape[2] - 1)
+    begin, end = keys.shape[2] - 1 - farthest, keys.shape[2] + right
+    keys, values = keys[:, :, begin:end], values[:, :, begin:end]
+    distance = torch.arange(farthest, -right - 1, -1, device=q.device)
+    reach = seen if chunk_size is None else seen % chunk_size
+    mask, empty = distance <= reach, reach < -right if right else None
+    if zero_kv_sink:  # what lies before the document's start is as good as a key and a value of zeros
+        missing, mask, empty = ~mask[:, None, :, None], None, None
+        keys, values = keys.masked_fill(missing, 0.0), values.masked_fill(missing, 0.0)
+    logits = None if bias is None else bias[:, distance.clamp(max=bias.shape[1] - 1)].unsqueeze(1).to(q.dtype)
+    return _attend_slots(q, keys, values, mask, empty, logits, **options)
+
+
+def _attend_slots(q, keys, values, mask, empty, logits=None, **options):
+    """q (B, H, E), keys and values (B, G, M, e); mask (B, M) bool, logits (H, 1, M); empty (B, 1): sees nothing."""
+    if mask is not None:
+        # a softmax over nothing is not finite; such rows are overwritten below
+        mask = (mask if empty is None else mask | empty)[:, None, None]
+        logits = mask if logits is None else torch.where(mask, logits, float("-inf"))
+    elif logits is not None:
+        logits = logits.unsqueeze(0)
+    options["attn_mask"] = logits
+    y = F.scaled_dot_product_attention(q.unsqueeze(2), keys.to(q.dtype), values.to(q.dtype), **options).squeeze(2)
+    return y if empty is None else y.masked_fill(empty.unsqueeze(2), 0.0)
+
+
+def _joined(held: torch.Tensor, new: torch.Tensor, shift: bool) -> torch.Tensor:
+    new = new.to(held.dtype).unsqueeze(2)
+    if shift:
+        return torch.cat([held, new], 2)
+    held[:, :, -1:].copy_(new)
+    return held
+
+
+def _normalised(x: torch.Tensor) -> torch.Tensor:
+    """x / sqrt(|x|² + 1e-6) in float32 or wider, as the root-mean-square norm that it is."""
+    size = x.shape[-1]
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return F.rms_norm(wide, (size,), eps=1e-6 / size) * size**-0.5

@@ -13,8 +13,9 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hf_hybrid_ssm.ops._core.rows import zero_beyond
 from hf_hybrid_ssm.ops.local_attention.distance_range import Window, distance_ranges, zero_key_logits
-from hf_hybrid_ssm.ops.local_attention.torch_backend import local_attention_torch, without_padding
+from hf_hybrid_ssm.ops.local_attention.torch_backend import local_attention_torch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK = 128  # tokens of a side of what is visited or skipped as a whole
@@ -49,7 +50,7 @@ def local_attention_triton(
     (left, right), length = window, q.shape[2]
     rows = {"seen": None, "seq_idx": seq_idx, "lengths": lengths, "device": q.device}
     ranges = distance_ranges(length, window, chunk_size, **rows)
-    k, v = without_padding(k, lengths), without_padding(v, lengths)
+    k, v = zero_beyond(k, lengths, dim=2), zero_beyond(v, lengths, dim=2)
     first, last = (limit.expand(q.shape[0], length).contiguous() for limit in ranges[:2])  # of one layout: one kernel
 
     def sees(row, head, i, j):

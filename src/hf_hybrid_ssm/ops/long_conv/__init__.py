@@ -2,17 +2,13 @@
 
 import torch
 
-from hf_hybrid_ssm.ops._core.autocast import without_autocast
-from hf_hybrid_ssm.ops._core.checks import check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops._core.checks import check_lengths, check_output_positions, check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops._core.dispatch import Op
-from hf_hybrid_ssm.ops._core.last_inputs import last_inputs
-from hf_hybrid_ssm.ops._core.lengths import check_lengths, zero_beyond
-from hf_hybrid_ssm.ops._core.output_positions import check_output_positions, take_outputs
-from hf_hybrid_ssm.ops.long_conv.reference import long_conv_reference
-from hf_hybrid_ssm.ops.long_conv.self_check_inputs import self_check_inputs
+from hf_hybrid_ssm.ops._core.rows import last_inputs, take_outputs, zero_beyond
+from hf_hybrid_ssm.ops._core.transforms import without_autocast
+from hf_hybrid_ssm.ops.long_conv.reference import long_conv_reference, self_check_inputs
 from hf_hybrid_ssm.ops.long_conv.torch_backend import long_conv_torch, sampled
 
-METHODS = ("auto", "direct", "fft", "block")
 _OP = Op(
     "long_conv",
     builtin={"torch": long_conv_torch, "reference": long_conv_reference},
@@ -33,7 +29,6 @@ def long_conv(
     return_final_state: bool = False,
     stride: int | None = None,
     positions: torch.Tensor | None = None,
-    method: str = "auto",
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     r"""Convolve each channel with a filter as long as the sequence, or longer.
@@ -53,7 +48,6 @@ def long_conv(
         return_final_state: also return the last K - 1 inputs of the row's last document (causal only).
         stride: give y only at the tokens stride - 1, 2 stride - 1, ...; causal ones are then contracted one by one.
         positions: (B, J) int64, give y only at these tokens of each row (0..L-1), likewise.
-        method: "fft", "block" (halves; the one that packs), "direct" (tap by tap) or "auto".
 
     Returns:
         y (B, L, [F,] D), or (B, L // stride, [F,] D), or (B, J, [F,] D), in u's dtype, and the final state (B, K-1, D)
@@ -62,7 +56,7 @@ def long_conv(
     Raises:
         TypeError, ValueError: an argument of the wrong type, shape or range, named with what it must be.
     """
-    batch, length, channels = _check(u, kernel, future_kernel, method)
+    batch, length, channels = _check(u, kernel, future_kernel)
     check_seq_idx(seq_idx, batch, length)
     check_lengths(lengths, batch, length)
     check_output_positions(stride, positions, batch, length)
@@ -81,7 +75,7 @@ def long_conv(
         x = zero_beyond(u, lengths)
         history = filters.new_zeros(batch, 0, channels) if initial_state is None else initial_state.to(dtype)
         if (stride is None and positions is None) or future is not None:
-            y = run(x, filters, future, skip, history, seq_idx, method)
+            y = run(x, filters, future, skip, history, seq_idx)
             if stride is not None or positions is not None:
                 y = take_outputs(y.flatten(2), stride, positions).unflatten(-1, y.shape[2:])
         else:
@@ -90,9 +84,7 @@ def long_conv(
     return (y.squeeze(2) if kernel.dim() == 2 else y).to(u.dtype), final
 
 
-def _check(
-    u: torch.Tensor, kernel: torch.Tensor, future_kernel: torch.Tensor | None, method: str
-) -> tuple[int, int, int]:
+def _check(u: torch.Tensor, kernel: torch.Tensor, future_kernel: torch.Tensor | None) -> tuple[int, int, int]:
     check_tensor("u", u, (None, None, None), "B, L, D")
     if not u.is_floating_point():
         raise TypeError(f"u must be floating point, got {u.dtype}.")
@@ -109,8 +101,6 @@ def _check(
         raise ValueError("kernel must have at least one tap (lag 0), got 0.")
     if future_kernel is not None and future_kernel.shape[:-2] != kernel.shape[:-2]:
         raise ValueError(f"future_kernel must have as many filters as kernel, got {tuple(future_kernel.shape)}.")
-    if method not in METHODS:
-        raise ValueError(f"method={method!r} must be one of {', '.join(METHODS)}.")
     return u.shape[0], u.shape[1], u.shape[2]
 
 

@@ -2,11 +2,13 @@
 
 import torch
 
+from hf_hybrid_ssm.ops._core.self_check import draw
 
-def long_conv_reference(u, kernel, future_kernel, skip, history, seq_idx, method):
+
+def long_conv_reference(u, kernel, future_kernel, skip, history, seq_idx):
     """y_t = sum_{k>=0} K_k u_{t-k} + sum_{k>=1} F_{k-1} u_{t+k} + D u_t, over the tokens of t's document.
 
-    Shapes as in `long_conv_torch`. One row and one pair of positions at a time; `method` has no meaning here.
+    Shapes as in `long_conv_torch`. One row and one pair of positions at a time.
     """
     u = u.to(kernel.dtype)
     batch, length, _ = u.shape
@@ -33,3 +35,9 @@ def long_conv_reference(u, kernel, future_kernel, skip, history, seq_idx, method
             outputs.append(y)
         rows.append(torch.stack(outputs) if outputs else u.new_zeros(0, kernel.shape[0], u.shape[2]))
     return torch.stack(rows) if rows else u.new_zeros(0, length, kernel.shape[0], u.shape[2])
+
+
+def self_check_inputs() -> dict:
+    """Longer than a tile, two filters, both directions."""
+    shapes = {"u": (2, 90, 3), "kernel": (2, 3, 70), "future_kernel": (2, 3, 20), "skip": (2, 3), "history": (2, 5, 3)}
+    return draw(shapes) | {"seq_idx": None}

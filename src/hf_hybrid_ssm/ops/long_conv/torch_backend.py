@@ -1,17 +1,16 @@
-"""The long convolution, vectorised: one FFT over time, or block by block where documents must not see each other.
+"""The long convolution, vectorised: one FFT over time, or halves where documents must not see each other.
 
-The block form splits the row in halves again and again. What the left half of a pair sends to the right one crosses
-the border between them, so it stays within the one document that spans that border: a mask on the left input and one
-on the right output make packed rows exact, with fixed shapes and in O(L log^2 L).
+Halves: a packed row is split in two again and again. What the left half of a pair sends to the right one crosses the
+border between them, so it stays within the one document that spans that border: a mask on the left input and one on
+the right output make packed rows exact, with fixed shapes and in O(L log^2 L).
 """
 
 import torch
 import torch.nn.functional as F
 
+from hf_hybrid_ssm.ops._core.blocks import toeplitz
 from hf_hybrid_ssm.ops._core.checks import can_read_values
-from hf_hybrid_ssm.ops._core.output_positions import take_outputs
-from hf_hybrid_ssm.ops._core.packing import packed_sequences
-from hf_hybrid_ssm.ops._core.toeplitz import toeplitz
+from hf_hybrid_ssm.ops._core.rows import packed_sequences, take_outputs
 from hf_hybrid_ssm.ops.long_conv.choice import DIRECT
 from hf_hybrid_ssm.ops.long_conv.fft import fast_length, fft_conv
 
@@ -20,47 +19,39 @@ LARGEST_MATRIX = 64  # above this size a half is convolved by FFT instead of by 
 PADDING = 3  # times the tokens, up to which FFTs of padded documents cost less than halves
 
 
-def long_conv_torch(u, kernel, future_kernel, skip, history, seq_idx, method):
+def long_conv_torch(u, kernel, future_kernel, skip, history, seq_idx):
     """y (B, L, F, D) of u (B, L, D) with kernels (F, D, K), skip (F, D), history (B, H, D), seq_idx (B, L).
 
     Computed in the kernels' dtype, which skip and history have too.
     """
     u = u.to(kernel.dtype)
-    batch, length, channels = u.shape
-    past = history.shape[1]
+    (batch, length, channels), past = u.shape, history.shape[1]
     if length == 0 or batch == 0:
         return u.new_zeros(batch, length, kernel.shape[0], channels)
+    x = torch.cat([history, u], dim=1) if past else u
     documents = None
     if seq_idx is not None:
         documents = torch.cat([seq_idx[:, :1].expand(batch, past), seq_idx], dim=1)
-    taps = kernel.shape[-1] + (0 if future_kernel is None else future_kernel.shape[-1])
-    if method == "auto":
-        method = "direct" if taps <= DIRECT else "fft" if documents is None else "block"
-        if method == "block" and can_read_values(seq_idx):
-            y = _by_document(torch.cat([history, u], dim=1), kernel, future_kernel, documents)
-            if y is not None:
-                return y[:, past:] if skip is None else torch.addcmul(y[:, past:], skip, u.unsqueeze(2))
-    if method == "fft" and documents is None:
-        y = fft_conv(torch.cat([history, u], dim=1) if past else u, kernel, future_kernel)[:, past:]
-        return y if skip is None else torch.addcmul(y, skip, u.unsqueeze(2))
-    x = torch.cat([history, u], dim=1).transpose(1, 2)  # (B, D, H + L)
-    if method == "direct":
-        y = _direct(x, kernel, future_kernel, documents)
+    if kernel.shape[-1] + (0 if future_kernel is None else future_kernel.shape[-1]) <= DIRECT:
+        y = _direct(x.transpose(1, 2), kernel, future_kernel, documents).permute(0, 3, 1, 2)
+    elif documents is None:
+        y = fft_conv(x, kernel, future_kernel)
     else:
-        y = block_conv(x, kernel, future_kernel, documents)
-    y = y[..., past:].permute(0, 3, 1, 2)
+        y = _packed(x, kernel, future_kernel, documents)
+    y = y[:, past:]
     return y if skip is None else torch.addcmul(y, skip, u.unsqueeze(2))
 
 
-def _by_document(
+def _packed(
     x: torch.Tensor, kernel: torch.Tensor, future_kernel: torch.Tensor | None, documents: torch.Tensor
-) -> torch.Tensor | None:
-    """y (B, T, F, D) of x (B, T, D) with every document as a row of its own; None where they are too unequal in
-    length, and halves cost less than the padding."""
-    packed = packed_sequences(documents, None)
-    if packed.gather_index.numel() > PADDING * documents.numel():
-        return None
-    return packed.pack(fft_conv(packed.unpack(x), kernel, future_kernel))
+) -> torch.Tensor:
+    """y (B, T, F, D) of x (B, T, D): an FFT of every document as a row of its own, or halves where these are too
+    unequal in length, or nobody can know."""
+    if can_read_values(documents):
+        packed = packed_sequences(documents, None)
+        if packed.gather_index.numel() <= PADDING * documents.numel():
+            return packed.pack(fft_conv(packed.unpack(x), kernel, future_kernel))
+    return block_conv(x.transpose(1, 2), kernel, future_kernel, documents).permute(0, 3, 1, 2)
 
 
 def sampled(
@@ -112,18 +103,13 @@ def _direct(
 
 
 def block_conv(
-    x: torch.Tensor,
-    kernel: torch.Tensor,
-    future_kernel: torch.Tensor | None = None,
-    documents: torch.Tensor | None = None,
+    x: torch.Tensor, kernel: torch.Tensor, future_kernel: torch.Tensor | None, documents: torch.Tensor
 ) -> torch.Tensor:
     """Outputs (M, F, D, T) of x (M, D, T) by halves; documents (M, T), no token sees another document."""
     rows, _, time = x.shape
     size = max(BASE, 1 << (time - 1).bit_length())
     x = F.pad(x, (0, size - time)).transpose(0, 1)  # (D, M, size)
-    if documents is not None:
-        last = documents[:, -1:].expand(rows, size - time)
-        documents = torch.cat([documents, last], dim=1)
+    documents = torch.cat([documents, documents[:, -1:].expand(rows, size - time)], dim=1)
     y = _base(x, kernel, future_kernel, documents)
     half = BASE
     while half < size:
@@ -133,52 +119,42 @@ def block_conv(
 
 
 def _base(
-    x: torch.Tensor, kernel: torch.Tensor, future_kernel: torch.Tensor | None, documents: torch.Tensor | None
+    x: torch.Tensor, kernel: torch.Tensor, future_kernel: torch.Tensor | None, documents: torch.Tensor
 ) -> torch.Tensor:
     """What tokens of one aligned group of BASE send each other. x (D, M, T) -> (F, D, M, T)."""
     channels, rows, size = x.shape
     groups = x.reshape(channels, rows * (size // BASE), BASE).permute(1, 0, 2)
-    inside = None if documents is None else documents.reshape(-1, BASE)
-    y = _direct(groups, kernel[..., :BASE], None if future_kernel is None else future_kernel[..., : BASE - 1], inside)
+    future_kernel = None if future_kernel is None else future_kernel[..., : BASE - 1]
+    y = _direct(groups, kernel[..., :BASE], future_kernel, documents.reshape(-1, BASE))
     return y.permute(1, 2, 0, 3).reshape(-1, channels, rows, size)
 
 
 def _level(
-    x: torch.Tensor,
-    kernel: torch.Tensor,
-    future_kernel: torch.Tensor | None,
-    documents: torch.Tensor | None,
-    half: int,
+    x: torch.Tensor, kernel: torch.Tensor, future_kernel: torch.Tensor | None, documents: torch.Tensor, half: int
 ) -> torch.Tensor:
     """What the halves of every aligned pair of `half` tokens send each other. x (D, M, T) -> (F, D, M, T)."""
     channels, rows, size = x.shape
-    pairs = x.reshape(channels, rows, size // (2 * half), 2, half)
-    left, right = pairs[..., 0, :], pairs[..., 1, :]
-    left_alive = right_alive = None
-    if documents is not None:
-        spans = documents.reshape(rows, size // (2 * half), 2, half)
-        spanning = spans[..., 0, -1:]  # the one document that can reach over the border
-        left_alive, right_alive = spans[..., 0, :] == spanning, spans[..., 1, :] == spanning
+    left, right = x.reshape(channels, rows, size // (2 * half), 2, half).unbind(3)
+    left_documents, right_documents = documents.reshape(rows, size // (2 * half), 2, half).unbind(2)
+    spanning = left_documents[..., -1:]  # the one document that can reach over the border
+    left_alive, right_alive = left_documents == spanning, right_documents == spanning
     to_right = _cross(left, left_alive, kernel[..., 1:], right_alive)
     if future_kernel is None:
         to_left = torch.zeros_like(to_right)
     else:
-        flipped = [None if alive is None else alive.flip(-1) for alive in (right_alive, left_alive)]
-        to_left = _cross(right.flip(-1), flipped[0], future_kernel, flipped[1]).flip(-1)
+        to_left = _cross(right.flip(-1), right_alive.flip(-1), future_kernel, left_alive.flip(-1)).flip(-1)
     return torch.stack([to_left, to_right], dim=-2).reshape(-1, channels, rows, size)
 
 
 def _cross(
-    source: torch.Tensor, source_alive: torch.Tensor | None, taps: torch.Tensor, target_alive: torch.Tensor | None
+    source: torch.Tensor, source_alive: torch.Tensor, taps: torch.Tensor, target_alive: torch.Tensor
 ) -> torch.Tensor:
     """out_j = sum_i taps[h - 1 + j - i] source_i: the step over one border. source (D, M, P, h) -> (F, D, M, P, h)."""
     channels, rows, pairs, half = source.shape
     near = min(half, taps.shape[-1])  # a short kernel touches only the tokens next to the border
     if near == 0:
         return source.new_zeros(taps.shape[0], channels, rows, pairs, half)
-    if source_alive is not None:
-        source = torch.where(source_alive, source, 0.0)
-    source = source[..., half - near :].reshape(channels, rows * pairs, near)
+    source = torch.where(source_alive, source, 0.0)[..., half - near :].reshape(channels, rows * pairs, near)
     taps = F.pad(taps[..., : 2 * near - 1], (0, max(0, 2 * near - 1 - taps.shape[-1])))
     if near <= LARGEST_MATRIX:
         matrix = toeplitz(taps).permute(1, 2, 0, 3).reshape(channels, near, -1)  # (D, h, F h)
@@ -188,5 +164,4 @@ def _cross(
         product = torch.fft.rfft(source, n=size) * torch.fft.rfft(taps, n=size).unsqueeze(-2)
         out = torch.fft.irfft(product, n=size)[..., near - 1 : 2 * near - 1]
         out = out.reshape(-1, channels, rows, pairs, near)
-    out = F.pad(out, (0, half - near))
-    return out if target_alive is None else torch.where(target_alive, out, 0.0)
+    return torch.where(target_alive, F.pad(out, (0, half - near)), 0.0)

@@ -1,11 +1,19 @@
-"""The long convolution on CUDA as a product with Toeplitz matrices; its gradients are such products too."""
+"""The long convolution on CUDA as a product with Toeplitz matrices; its gradients are such products too.
+
+Cut a channel's row into blocks of N tokens, x as a matrix of blocks (I, N). Then block i of the output is
+
+    Y_i = sum_k X_{i-k} T_k,   T_k[n, o] = w[k N + o - n],
+
+a product of matrices with many rows, since all blocks and all rows of the batch share T_k: quadratic in the length,
+but in the units that do most arithmetic, and without the passes over memory of an FFT.
+"""
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from hf_hybrid_ssm.ops._core.triton_helpers import device_guard, strides, supports
-from hf_hybrid_ssm.ops.long_conv import triton_kernels as kernels
 from hf_hybrid_ssm.ops.long_conv.choice import choose
 from hf_hybrid_ssm.ops.long_conv.torch_backend import long_conv_torch
 
@@ -14,20 +22,55 @@ __all__ = ["long_conv_triton", "supports"]
 TILE = {"N": 64, "M": 64, "num_warps": 4, "PRECISION": "tf32x3"}
 
 
-def long_conv_triton(u, kernel, future_kernel, skip, history, seq_idx, method):
+def long_conv_triton(u, kernel, future_kernel, skip, history, seq_idx):
     """As `long_conv_torch`, which takes over what this form does not pay for: packed rows, long rows, few taps."""
     future = 0 if future_kernel is None else future_kernel.shape[-1]
     past, length = history.shape[1], u.shape[1]
     is_coarse = u.dtype == torch.bfloat16
     form = choose(past + length, kernel.shape[-1], future, is_coarse=is_coarse)
-    if method != "auto" or seq_idx is not None or form != "toeplitz" or u.dtype == torch.float64:
-        return long_conv_torch(u, kernel, future_kernel, skip, history, seq_idx, method)
+    if seq_idx is not None or form != "toeplitz" or u.dtype == torch.float64:
+        return long_conv_torch(u, kernel, future_kernel, skip, history, seq_idx)
     x = torch.cat([history.to(u.dtype), u], dim=1).transpose(1, 2).float().contiguous()
     taps = kernel if future_kernel is None else torch.cat([future_kernel.flip(-1), kernel], dim=-1)
     # output t of the row is input past + t: lags count from the history's first token
     y = toeplitz(x, taps.flatten(0, 1).contiguous().float(), -future - past, length, is_coarse)
     y = y.unflatten(1, taps.shape[:2]).permute(0, 3, 1, 2)
     return y if skip is None else torch.addcmul(y, skip, u.unsqueeze(2).to(y.dtype))
+
+
+@triton.jit
+def toeplitz_kernel(
+    x, taps, y, x_row, x_step, y_row, y_step, T, W, L, FIRST, input_channels, num_rows, num_blocks,
+    num_tiles, N: tl.constexpr, M: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """y[r, c, t] = sum_j taps[c, t - j - FIRST] x[r, c % input_channels, j] for 0 <= t < L, 0 <= j < T.
+
+    Program c num_tiles + p: M blocks of N outputs of channel c, those of all rows at one place of the row side by
+    side, so that a causal filter's tiles end with the same block. `x_row` and `x_step` are the strides of row and
+    channel. PRECISION is that of the products: "tf32x3" keeps float32, "tf32" keeps what bfloat16 numbers have.
+    """
+    channel = tl.program_id(0) // num_tiles
+    place = (tl.program_id(0) % num_tiles) * M + tl.arange(0, M)
+    row, block = (place % num_rows).to(tl.int64), place // num_rows
+    is_block = block < num_blocks
+    n, o = tl.arange(0, N), tl.arange(0, N)
+    source = x + row * x_row + (channel % input_channels) * x_step
+    filter_ = taps + channel.to(tl.int64) * W
+    # T_k holds lags from k N - (N - 1) to k N + (N - 1); blocks before or after the input are zero
+    last_block = tl.max(tl.where(is_block, block, 0), 0)
+    first_block = tl.min(tl.where(is_block, block, num_blocks), 0)
+    lowest = tl.maximum(-((N - 1 - FIRST) // N), first_block - (T - 1) // N)
+    highest = tl.minimum((FIRST + W - 1 + N - 1) // N, last_block)
+    total = tl.zeros([M, N], tl.float32)
+    for k in range(lowest, highest + 1):
+        j = (block - k)[:, None] * N + n[None, :]
+        tile = tl.load(source[:, None] + j, mask=is_block[:, None] & (j >= 0) & (j < T), other=0.0)
+        lag = k * N + o[None, :] - n[:, None] - FIRST
+        matrix = tl.load(filter_ + lag, mask=(lag >= 0) & (lag < W), other=0.0)
+        total = tl.dot(tile.to(tl.float32), matrix, total, input_precision=PRECISION)
+    t = block[:, None] * N + o[None, :]
+    target = y + row * y_row + channel.to(tl.int64) * y_step
+    tl.store(target[:, None] + t, total, mask=is_block[:, None] & (t < L))
 
 
 @torch.library.custom_op("hf_hybrid_ssm::long_conv_triton", mutates_args=())
@@ -45,7 +88,7 @@ def toeplitz(x: Tensor, taps: Tensor, first: int, length: int, is_coarse: bool =
         tiles = triton.cdiv(rows * blocks, TILE["M"])
         # one axis: the others end at 65,535, which training reaches with 8 rows and 8,192 filters
         with device_guard(x):
-            kernels.toeplitz_kernel[(tiles * taps.shape[0],)](
+            toeplitz_kernel[(tiles * taps.shape[0],)](
                 x, taps, y, *strides(x, y), time, taps.shape[1], length, first,
                 channels, rows, blocks, tiles, **TILE | {"PRECISION": "tf32" if is_coarse else "tf32x3"},
             )  # fmt: skip

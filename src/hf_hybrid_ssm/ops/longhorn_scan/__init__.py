@@ -2,23 +2,33 @@
 
 import torch
 
-from hf_hybrid_ssm.ops._core.checks import check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops._core.checks import check_lengths, check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops._core.dispatch import Op
-from hf_hybrid_ssm.ops._core.lengths import check_lengths, extend_last_document
-from hf_hybrid_ssm.ops.longhorn_scan.reference import longhorn_scan_reference
-from hf_hybrid_ssm.ops.longhorn_scan.self_check_inputs import self_check_inputs
-from hf_hybrid_ssm.ops.longhorn_scan.step import longhorn_step
-from hf_hybrid_ssm.ops.longhorn_scan.torch_backend import longhorn_scan_torch
+from hf_hybrid_ssm.ops._core.rows import extend_last_document
+from hf_hybrid_ssm.ops.longhorn_scan.reference import (
+    longhorn_scan_reference,
+    longhorn_step_reference,
+    self_check_inputs,
+    step_self_check_inputs,
+)
+from hf_hybrid_ssm.ops.longhorn_scan.torch_backend import longhorn_scan_torch, longhorn_step_torch
 
 _OP = Op(
     "longhorn_scan",
     builtin={"torch": longhorn_scan_torch, "reference": longhorn_scan_reference},
-    kernels={
-        "native": "hf_hybrid_ssm.ops.longhorn_scan.native",
-        "triton": "hf_hybrid_ssm.ops.longhorn_scan.triton",
-    },
+    kernels={"native": "hf_hybrid_ssm.ops.longhorn_scan.native", "triton": "hf_hybrid_ssm.ops.longhorn_scan.triton"},
     self_check_inputs=self_check_inputs,
     opaque=("torch",),
+)
+_STEP = Op(
+    "longhorn_step",
+    builtin={"torch": longhorn_step_torch, "reference": longhorn_step_reference},
+    kernels={
+        "native": "hf_hybrid_ssm.ops.longhorn_scan.native",
+        "triton": "hf_hybrid_ssm.ops.longhorn_scan.triton_step",
+    },
+    self_check_inputs=step_self_check_inputs,
+    differentiable=False,
 )
 
 
@@ -67,7 +77,11 @@ def longhorn_scan(
     Raises:
         TypeError, ValueError: an argument of wrong type, dtype, shape or device; an unknown or unusable backend.
     """
-    _check(x, beta_logit, k, q, beta_bias, D, z, initial_state)
+    check_tensor("x", x, (None, None, None), "B, L, D")
+    if not x.is_floating_point():
+        raise TypeError(f"x must have a floating point dtype, got {x.dtype}.")
+    _check(x, beta_logit, k, q, beta_bias, D, z)
+    check_tensor("initial_state", initial_state, (x.shape[0], x.shape[2], k.shape[2]), "B, D, N", optional=True)
     batch, length, channels = x.shape
     check_seq_idx(seq_idx, batch, length)
     check_lengths(lengths, batch, length)
@@ -83,18 +97,50 @@ def longhorn_scan(
     return y, final_state if return_final_state else None
 
 
-def _check(x, beta_logit, k, q, beta_bias, D, z, initial_state) -> None:
-    check_tensor("x", x, (None, None, None), "B, L, D")
-    if not x.is_floating_point():
-        raise TypeError(f"x must have a floating point dtype, got {x.dtype}.")
-    batch, length, channels = x.shape
-    check_tensor("k", k, (batch, length, None), "B, L, N", like=x)
-    check_tensor("q", q, (batch, length, k.shape[2]), "B, L, N", like=x)
-    check_tensor("beta_logit", beta_logit, (batch, length, channels), "B, L, D", like=x)
-    check_tensor("z", z, (batch, length, channels), "B, L, D", like=x, optional=True)
+def longhorn_step(
+    x: torch.Tensor,
+    beta_logit: torch.Tensor,
+    k: torch.Tensor,
+    q: torch.Tensor,
+    state: torch.Tensor,
+    *,
+    beta_bias: torch.Tensor | None = None,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """`longhorn_scan` of one token of each row, without gradients; `state` becomes the one after it, in place.
+
+    Args:
+        x, beta_logit, z: (B, D), one dtype.
+        k, q: (B, N), of the same dtype.
+        state: (B, D, N), contiguous, in any floating point dtype; computed with in float32 or wider.
+        beta_bias, D: (D,).
+        backend: force one implementation (see `hf_hybrid_ssm.ops._core.dispatch`).
+
+    Returns:
+        y (B, D) in the dtype of x.
+
+    Raises:
+        TypeError, ValueError: an argument of wrong type, dtype, shape or device; an unknown or unusable backend.
+    """
+    check_tensor("x", x, (None, None), "B, D")
+    check_tensor("state", state, (*x.shape, None), "B, D, N")
+    _check(x, beta_logit, k, q, beta_bias, D, z, state.shape[2])
+    run = _STEP.select(x.device.type, x.dtype, backend)
+    return run(x, beta_logit, k, q, state, beta_bias=beta_bias, D=D, z=z)[0]
+
+
+def _check(x, beta_logit, k, q, beta_bias, D, z, states=None) -> None:
+    """What both take, for x (B, [L,] D)."""
+    *rows, channels = x.shape
+    of_channels, of_states = ("B, L, D", "B, L, N") if len(rows) == 2 else ("B, D", "B, N")
+    check_tensor("k", k, (*rows, states), of_states, like=x)
+    check_tensor("q", q, (*rows, k.shape[-1]), of_states, like=x)
+    check_tensor("beta_logit", beta_logit, (*rows, channels), of_channels, like=x)
+    check_tensor("z", z, (*rows, channels), of_channels, like=x, optional=True)
     check_tensor("beta_bias", beta_bias, (channels,), "D", optional=True)
     check_tensor("D", D, (channels,), "D", optional=True)
-    check_tensor("initial_state", initial_state, (batch, channels, k.shape[2]), "B, D, N", optional=True)
 
 
 __all__ = ["longhorn_scan", "longhorn_step"]

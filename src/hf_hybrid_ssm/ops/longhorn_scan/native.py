@@ -4,12 +4,11 @@ import ctypes
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import List  # noqa: UP035
 
 import torch
 from torch import Tensor
 
-from hf_hybrid_ssm.ops._core.lengths import zero_beyond
+from hf_hybrid_ssm.ops._core.custom_ops import differentiable_op
 from hf_hybrid_ssm.ops._core.native_library import (
     address,
     call,
@@ -17,8 +16,10 @@ from hf_hybrid_ssm.ops._core.native_library import (
     is_plain_call,
     prepared,
     prepared_rows,
+    step_op,
     supports,
 )
+from hf_hybrid_ssm.ops._core.rows import zero_beyond
 
 __all__ = ["longhorn_scan_native", "longhorn_step_native", "supports"]
 
@@ -30,7 +31,7 @@ def longhorn_scan_native(
     sequences = (zero_beyond(part, lengths) for part in (x, beta_logit, k))
     inputs = [prepared(tensor) for tensor in (*sequences, q, z, beta_bias, D, initial_state)]
     keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-    forward: Callable = _compute if not keeps and is_plain_call(x) else _forward
+    forward: Callable = _forward if not keeps and is_plain_call(x) else _scan
     y, final_state, _ = forward(*inputs, None if seq_idx is None else seq_idx.long().contiguous(), keeps)
     return y.to(x.dtype), final_state
 
@@ -43,7 +44,7 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def _compute(
+def _forward(
     x: Tensor,
     beta_logit: Tensor,
     k: Tensor,
@@ -68,13 +69,7 @@ def _compute(
     return y, final, checkpoints
 
 
-_forward = torch.library.custom_op(
-    "hf_hybrid_ssm::longhorn_scan_native", _compute, mutates_args=(), device_types="cpu"
-)
-
-
-@_forward.register_fake
-def _(x, beta_logit, k, q, z, beta_bias, skip, initial_state, seq_idx, keep_checkpoints):
+def _fake(x, beta_logit, k, q, z, beta_bias, skip, initial_state, seq_idx, keep_checkpoints):
     batch, length, channels = x.shape
     blocks, tiles = (length + 31) // 32, (channels + 15) // 16
     saved = batch * blocks * tiles * k.shape[-1] * 16 if keep_checkpoints else 0
@@ -82,63 +77,37 @@ def _(x, beta_logit, k, q, z, beta_bias, skip, initial_state, seq_idx, keep_chec
     return torch.empty_like(x), final, x.new_empty(saved + batch * length)
 
 
-@torch.library.custom_op("hf_hybrid_ssm::longhorn_scan_native_backward", mutates_args=(), device_types="cpu")
-def _backward(
-    x: Tensor,
-    beta_logit: Tensor,
-    k: Tensor,
-    q: Tensor,
-    z: Tensor | None,
-    beta_bias: Tensor | None,
-    skip: Tensor | None,
-    seq_idx: Tensor | None,
-    checkpoints: Tensor,
-    dy: Tensor,
-    dfinal: Tensor,
-) -> List[Tensor]:  # noqa: UP006 - all that torch 2.6 reads
-    """Gradients of x, beta_logit, k, q, z (empty without a gate), beta_bias, skip and the initial state."""
+def _backward(inputs, gradients, needed):
+    """Of x, beta_logit, k, q, z, beta_bias, skip and the initial state."""
+    *arrays, _, seq_idx, _, checkpoints = inputs
+    x, _, k, _, z, _, _ = arrays
+    dy, dfinal, _ = gradients
     (batch, length, channels), states = x.shape, k.shape[-1]
     groups = _library().longhorn_groups(ctypes.c_int64(channels))
     dx, dlogit, dz = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x if z is not None else x[:0])
     dk, dq = x.new_empty(groups, batch, length, states), x.new_empty(groups, batch, length, states)
     dbias, dskip = x.new_empty(batch, channels), x.new_empty(batch, channels)
     dinitial = x.new_empty(batch, channels, states)
-    inputs = (x, beta_logit, k, q, z, beta_bias, skip, seq_idx, checkpoints, dy, dfinal)
-    call(_library().longhorn_backward, (*inputs, dx, dlogit, dk, dq, dz, dbias, dskip, dinitial), *x.shape, states)
-    return [dx, dlogit, dk.sum(0), dq.sum(0), dz, dbias.sum(0), dskip.sum(0), dinitial]
+    given = (*arrays, seq_idx, checkpoints, dy.contiguous(), dfinal.contiguous())
+    call(_library().longhorn_backward, (*given, dx, dlogit, dk, dq, dz, dbias, dskip, dinitial), *x.shape, states)
+    return dx, dlogit, dk.sum(0), dq.sum(0), dz, dbias.sum(0), dskip.sum(0), dinitial
 
 
-@_backward.register_fake
-def _(x, beta_logit, k, q, z, beta_bias, skip, seq_idx, checkpoints, dy, dfinal):
-    channels, states = x.shape[-1], k.shape[-1]
-    dz = torch.empty_like(x if z is not None else x[:0])
-    gradients = (torch.empty_like(x), torch.empty_like(x), torch.empty_like(k), torch.empty_like(k), dz)
-    return [*gradients, x.new_empty(channels), x.new_empty(channels), x.new_empty(x.shape[0], channels, states)]
-
-
-def _setup_context(ctx, inputs, output):
-    *tensors, initial_state, seq_idx, _ = inputs
-    ctx.save_for_backward(*tensors, seq_idx, output[2])
-    ctx.has_initial_state = initial_state is not None
-
-
-def _gradient(ctx, dy, dfinal, _):
-    saved = ctx.saved_tensors  # once: checkpointing unpacks them once
-    *dense, dz, dbias, dskip, dinitial = _backward(*saved, dy.contiguous(), dfinal.contiguous())
-    is_given = (*(tensor is not None for tensor in saved[4:7]), ctx.has_initial_state)
-    optional = (grad if given else None for grad, given in zip((dz, dbias, dskip, dinitial), is_given))
-    return *dense, *optional, None, None
-
-
-_forward.register_autograd(_gradient, setup_context=_setup_context)
+_scan = differentiable_op(
+    "hf_hybrid_ssm::longhorn_scan_native",
+    _forward,
+    _backward,
+    _fake,
+    saved=lambda inputs, outputs: (inputs, outputs[2:]),
+    device_types="cpu",
+)
 
 
 def longhorn_step_native(x, beta_logit, k, q, state, *, beta_bias=None, D=None, z=None):
     """As `hf_hybrid_ssm.ops.longhorn_scan.longhorn_step`."""
     rows = (prepared_rows(part) for part in (x, beta_logit, k, q, z))
     wide = prepared(state)
-    step: Callable = _compute_step if is_plain_call(x) else _step
-    y = step(*rows, prepared(beta_bias), prepared(D), wide)
+    y = _step(*rows, prepared(beta_bias), prepared(D), wide)
     if wide is not state:
         state.copy_(wide)
     return y.to(x.dtype), state
@@ -163,11 +132,6 @@ def _compute_step(
     return y
 
 
-_step = torch.library.custom_op(
-    "hf_hybrid_ssm::longhorn_step_native", _compute_step, mutates_args=("state",), device_types="cpu"
+_step = step_op(
+    "hf_hybrid_ssm::longhorn_step_native", _compute_step, lambda x, *_: x.new_empty(x.shape), changes=("state",)
 )
-
-
-@_step.register_fake
-def _(x, beta_logit, k, q, z, beta_bias, skip, state):
-    return x.new_empty(x.shape)

@@ -1,6 +1,9 @@
 """The Longhorn recurrence, token by token (section 3 of arXiv 2407.14207, equations 8 and 9)."""
 
 import torch
+import torch.nn.functional as F
+
+from hf_hybrid_ssm.ops._core.self_check import draw
 
 
 def longhorn_scan_reference(
@@ -25,5 +28,29 @@ def longhorn_scan_reference(
     if D is not None:
         y = y + D * x
     if z is not None:
-        y = y * torch.nn.functional.silu(z.to(dtype))
+        y = y * F.silu(z.to(dtype))
     return y.to(output_dtype), h
+
+
+def self_check_inputs() -> dict:
+    """Longer than a block, with channels that do not fill a tile."""
+    shapes = dict.fromkeys(("x", "beta_logit", "z"), (1, 67, 18)) | dict.fromkeys("kq", (1, 67, 16))
+    return draw(shapes | {"beta_bias": (18,), "D": (18,), "initial_state": (1, 18, 16)})
+
+
+def longhorn_step_reference(x, beta_logit, k, q, state, *, beta_bias=None, D=None, z=None):
+    """See `hf_hybrid_ssm.ops.longhorn_scan.longhorn_step`; computes in the same precision."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    value, key, query = x.to(dtype), k.to(dtype).unsqueeze(1), q.to(dtype).unsqueeze(1)
+    beta = torch.sigmoid(beta_logit.to(dtype) if beta_bias is None else beta_logit.to(dtype) + beta_bias)
+    delta = (beta / (1 + beta * key.square().sum(-1))).unsqueeze(-1)
+    state.copy_((1 - delta * key.square()) * state + delta * value.unsqueeze(-1) * key)
+    y = (state * query).sum(-1)
+    y = y if D is None else y + D * value
+    return (y if z is None else y * F.silu(z.to(dtype))).to(x.dtype), state
+
+
+def step_self_check_inputs() -> dict:
+    """Two rows, and neither channels nor states fill a vector."""
+    shapes = dict.fromkeys(("x", "beta_logit", "z"), (2, 18)) | dict.fromkeys("kq", (2, 21))
+    return draw(shapes | {"beta_bias": (18,), "D": (18,), "state": (2, 18, 21)})

@@ -7,11 +7,11 @@ linear in the length and no (B, L, D, N) tensor outlives a slice. Both direction
 `torch.compile` and export.
 """
 
-from typing import List  # noqa: UP035
-
 import torch
+import torch.nn.functional as F
 
-from hf_hybrid_ssm.ops._core.lengths import zero_beyond
+from hf_hybrid_ssm.ops._core.custom_ops import differentiable_op
+from hf_hybrid_ssm.ops._core.rows import zero_beyond
 
 SLICE_NUMBERS = 2**23  # numbers of one (B, L, D slice, N) tensor in backward
 
@@ -28,11 +28,11 @@ def longhorn_scan_torch(
     if x.shape[1] == 1:
         y, final_state = _one_token(values, logits, keys, queries, state)
     else:
-        y, final_state = scan(values, logits, keys, queries, state, _keep_mask(seq_idx, dtype))
+        y, final_state = scan(values, logits, keys, queries, state, seq_idx)
     if D is not None:
         y = y + D * values
     if z is not None:
-        y = y * torch.nn.functional.silu(z.to(dtype))
+        y = y * F.silu(z.to(dtype))
     return y.to(x.dtype), final_state
 
 
@@ -67,7 +67,7 @@ def _block_length(length: int) -> int:
 def _blocks(tensor: torch.Tensor, size: int) -> torch.Tensor:
     """(B, L, X) → (C, B, G, X), zero padded: a token with k = 0 leaves the state as it is."""
     batch, length, width = tensor.shape
-    padded = torch.nn.functional.pad(tensor, (0, 0, 0, -length % size))
+    padded = F.pad(tensor, (0, 0, 0, -length % size))
     return padded.view(batch, -1, size, width).permute(2, 0, 1, 3).contiguous()
 
 
@@ -83,14 +83,14 @@ class _ChannelSlice:
     value, delta (C, B, G, D); key, query (C, B, G, N); keep (C, B, G, 1, 1) or None.
     """
 
-    def __init__(self, x, delta, k, q, keep_mask):
+    def __init__(self, x, delta, k, q, keep):
         size = _block_length(x.shape[1])
         self.value, self.delta, self.key, self.query = (_blocks(tensor, size) for tensor in (x, delta, k, q))
         self.size = size
         self.keep = None
-        if keep_mask is not None:
-            padded = torch.nn.functional.pad(keep_mask, (0, -keep_mask.shape[1] % size), value=1.0)
-            self.keep = padded.view(keep_mask.shape[0], -1, size).permute(2, 0, 1)[..., None, None].contiguous()
+        if keep is not None:
+            padded = F.pad(keep, (0, -keep.shape[1] % size), value=1.0)
+            self.keep = padded.view(keep.shape[0], -1, size).permute(2, 0, 1)[..., None, None].contiguous()
 
     def decay(self, c: int) -> torch.Tensor:
         """m a of the c-th token of every block, (B, G, D, N)."""
@@ -121,20 +121,19 @@ def _slices(x: torch.Tensor, k: torch.Tensor) -> list[slice]:
     return [slice(start, min(start + width, channels)) for start in range(0, channels, width)]
 
 
-@torch.library.custom_op("hf_hybrid_ssm::longhorn_scan_torch", mutates_args=())
-def scan(
+def _forward(
     x: torch.Tensor,
     beta_logit: torch.Tensor,
     k: torch.Tensor,
     q: torch.Tensor,
     initial_state: torch.Tensor | None,
-    keep_mask: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """y (B, L, D) without skip and gate, and the final state (B, D, N); all inputs of one dtype, L ≥ 1."""
-    y, final = torch.empty_like(x), x.new_empty(x.shape[0], x.shape[2], k.shape[2])
-    delta = compute_delta(beta_logit, k)
+    y, final = _fake(x, beta_logit, k)
+    delta, keep = compute_delta(beta_logit, k), _keep_mask(seq_idx, x.dtype)
     for channels in _slices(x, k):
-        part = _ChannelSlice(x[..., channels], delta[..., channels], k, q, keep_mask)
+        part = _ChannelSlice(x[..., channels], delta[..., channels], k, q, keep)
         h, final[:, channels], _ = part.initial_states(None if initial_state is None else initial_state[:, channels])
         rows = []
         for c in range(part.size):
@@ -144,31 +143,22 @@ def scan(
     return y, final
 
 
-@scan.register_fake
-def _(x, beta_logit, k, q, initial_state, keep_mask):
-    return torch.empty_like(x), x.new_empty(x.shape[0], x.shape[2], k.shape[2])
+def _fake(x, beta_logit, k, *_):
+    return x.new_empty(x.shape), x.new_empty(x.shape[0], x.shape[2], k.shape[2])
 
 
-@torch.library.custom_op("hf_hybrid_ssm::longhorn_scan_torch_backward", mutates_args=())
-def scan_backward(
-    x: torch.Tensor,
-    beta_logit: torch.Tensor,
-    k: torch.Tensor,
-    q: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    keep_mask: torch.Tensor | None,
-    dy: torch.Tensor,
-    dfinal: torch.Tensor,
-) -> List[torch.Tensor]:  # noqa: UP006 - all that torch 2.6 reads
-    """Gradients of x, beta_logit, k, q and the initial state."""
-    dx, ddelta, dinitial = torch.empty_like(x), torch.empty_like(x), torch.empty_like(dfinal)
-    dk, dq = torch.zeros_like(k), torch.zeros_like(q)
-    delta = compute_delta(beta_logit, k)
+def _backward(inputs, gradients, needed):
+    """Of x, beta_logit, k, q and the initial state."""
+    x, beta_logit, k, q, initial_state, seq_idx = inputs
+    dy, dfinal = gradients
+    dx, ddelta, dinitial = x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty(dfinal.shape)
+    dk, dq = x.new_zeros(k.shape), x.new_zeros(k.shape)
+    delta, keep = compute_delta(beta_logit, k), _keep_mask(seq_idx, x.dtype)
     for channels in _slices(x, k):
-        part = _ChannelSlice(x[..., channels], delta[..., channels], k, q, keep_mask)
+        part = _ChannelSlice(x[..., channels], delta[..., channels], k, q, keep)
         state = None if initial_state is None else initial_state[:, channels]
-        gradients = _slice_backward(part, state, _blocks(dy[..., channels], part.size), dfinal[:, channels])
-        dvalue, dslice, dkey, dquery, dinitial[:, channels] = gradients
+        of_slice = _slice_backward(part, state, _blocks(dy[..., channels], part.size), dfinal[:, channels])
+        dvalue, dslice, dkey, dquery, dinitial[:, channels] = of_slice
         dx[..., channels], ddelta[..., channels] = _flat(dvalue, x.shape[1]), _flat(dslice, x.shape[1])
         dk += _flat(dkey, x.shape[1])
         dq += _flat(dquery, x.shape[1])
@@ -176,7 +166,7 @@ def scan_backward(
     beta = torch.sigmoid(beta_logit)
     dlogit = ddelta * delta * torch.sigmoid(-beta_logit) / (1 + beta * (k * k).sum(-1, keepdim=True))
     dk -= 2 * k * (delta * delta * ddelta).sum(-1, keepdim=True)
-    return [dx, dlogit, dk, dq, dinitial]
+    return dx, dlogit.contiguous(), dk, dq, dinitial
 
 
 def _slice_backward(part: _ChannelSlice, state, dy: torch.Tensor, dfinal: torch.Tensor):
@@ -219,19 +209,19 @@ def _slice_backward(part: _ChannelSlice, state, dy: torch.Tensor, dfinal: torch.
     return value, delta, key, query, grad_state
 
 
-@scan_backward.register_fake
-def _(x, beta_logit, k, q, initial_state, keep_mask, dy, dfinal):
-    return [torch.empty_like(tensor) for tensor in (x, beta_logit, k, q, dfinal)]
+scan = differentiable_op("hf_hybrid_ssm::longhorn_scan_torch", _forward, _backward, _fake)
 
 
-def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
-def _gradient(ctx, dy, dfinal):
-    *inputs, initial_state, keep_mask = ctx.saved_tensors
-    *gradients, dinitial = scan_backward(*inputs, initial_state, keep_mask, dy.contiguous(), dfinal.contiguous())
-    return (*gradients, None if initial_state is None else dinitial, None)
-
-
-scan.register_autograd(_gradient, setup_context=_setup_context)
+def longhorn_step_torch(x, beta_logit, k, q, state, *, beta_bias=None, D=None, z=None):
+    """See `hf_hybrid_ssm.ops.longhorn_scan.longhorn_step`."""
+    dtype = x.dtype if x.dtype == torch.float64 else torch.float32
+    value, key = x.to(dtype), k.to(dtype)
+    beta = torch.sigmoid(beta_logit.to(dtype) if beta_bias is None else beta_logit + beta_bias)
+    # beta / (1 + beta |k|^2), times k
+    write = (beta / torch.addcmul(beta.new_ones(()), beta, key.square().sum(-1, keepdim=True))).unsqueeze(-1)
+    write = write * key.unsqueeze(1)
+    held = state if state.dtype == dtype else state.to(dtype)
+    state.copy_(torch.addcmul(held, write, torch.addcmul(value.unsqueeze(-1), held, key.unsqueeze(1), value=-1)))
+    y = (state.to(dtype) @ q.to(dtype).unsqueeze(-1)).squeeze(-1)
+    y = y if D is None else torch.addcmul(y, value, D.to(dtype))
+    return (y if z is None else y * F.silu(z.to(dtype))).to(x.dtype), state

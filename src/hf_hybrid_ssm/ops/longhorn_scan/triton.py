@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from hf_hybrid_ssm.ops._core.lengths import zero_beyond
+from hf_hybrid_ssm.ops._core.rows import zero_beyond
 from hf_hybrid_ssm.ops._core.triton_helpers import (
     contiguous,
     dense_rows,

@@ -6,17 +6,15 @@ import torch
 
 from hf_hybrid_ssm.ops._core.checks import check_tensor
 from hf_hybrid_ssm.ops._core.dispatch import Op
-from hf_hybrid_ssm.ops.attention_step.free_slots import shifted, with_free_slot
-from hf_hybrid_ssm.ops.attention_step.reference import attention_step_reference
-from hf_hybrid_ssm.ops.attention_step.self_check_inputs import self_check_inputs
-from hf_hybrid_ssm.ops.attention_step.torch_backend import attention_step_torch
 from hf_hybrid_ssm.ops.local_attention.distance_range import AttentionState
+from hf_hybrid_ssm.ops.local_attention.reference import attention_step_reference, step_self_check_inputs
+from hf_hybrid_ssm.ops.local_attention.torch_backend import attention_step_torch
 
 _OP = Op(
     "attention_step",
     builtin={"torch": attention_step_torch, "reference": attention_step_reference},
-    kernels={"native": "hf_hybrid_ssm.ops.attention_step.native"},
-    self_check_inputs=self_check_inputs,
+    kernels={"native": "hf_hybrid_ssm.ops.local_attention.native_step"},
+    self_check_inputs=step_self_check_inputs,
     differentiable=False,
 )
 
@@ -107,4 +105,29 @@ def window_step(
     return y, AttentionState(*wide, seen + 1)
 
 
-__all__ = ["attention_step", "shifted", "window_step", "with_free_slot"]
+def with_free_slot(held: torch.Tensor) -> torch.Tensor:
+    """(..., P, e) → (..., P + 1, e), the same and one slot more, whose content is anything.
+
+    A window of slots moves along a buffer that has a quarter more of them, so that a new token moves no other; where
+    they are used up, the window is copied to the front of a new buffer. Only a caller that owns what is held may do
+    this: the slots after a window are not those of an older copy of it.
+    """
+    if torch.compiler.is_compiling():
+        return torch.nn.functional.pad(held, (0, 0, 0, 1))
+    free, slots = getattr(held, "_free_slots", 0), held.shape[-2]
+    if free == 0:
+        free = max(16, slots // 4)
+        buffer = held.new_empty(*held.shape[:-2], slots + free, held.shape[-1])
+        buffer.narrow(-2, 0, slots).copy_(held)
+        held = buffer.narrow(-2, 0, slots)
+    wide = held.as_strided((*held.shape[:-2], slots + 1, held.shape[-1]), held.stride(), held.storage_offset())
+    wide._free_slots = free - 1  # type: ignore[attr-defined]
+    return wide
+
+
+def shifted(wide: torch.Tensor) -> torch.Tensor:
+    """(..., P + 1, e) → (..., P, e) without the oldest slot."""
+    held = wide.narrow(-2, 1, wide.shape[-2] - 1)
+    if not torch.compiler.is_compiling():
+        held._free_slots = wide._free_slots  # type: ignore[attr-defined]
+    return held

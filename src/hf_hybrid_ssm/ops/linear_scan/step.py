@@ -4,15 +4,14 @@ import torch
 
 from hf_hybrid_ssm.ops._core.checks import check_tensor
 from hf_hybrid_ssm.ops._core.dispatch import Op
-from hf_hybrid_ssm.ops.linear_step.reference import linear_step_reference
-from hf_hybrid_ssm.ops.linear_step.self_check_inputs import self_check_inputs
-from hf_hybrid_ssm.ops.linear_step.torch_backend import linear_step_torch
+from hf_hybrid_ssm.ops.linear_scan.reference import linear_step_reference, step_inputs
+from hf_hybrid_ssm.ops.linear_scan.torch_backend import linear_step_torch
 
 _OP = Op(
     "linear_step",
     builtin={"torch": linear_step_torch, "reference": linear_step_reference},
-    kernels={"native": "hf_hybrid_ssm.ops.linear_step.native"},
-    self_check_inputs=self_check_inputs,
+    kernels={"native": "hf_hybrid_ssm.ops.linear_scan.native_step"},
+    self_check_inputs=step_inputs,
     differentiable=False,
 )
 
@@ -64,6 +63,3 @@ def linear_step(
     run = _OP.select(u.device.type, change.dtype, backend)
     options = {"output_rows": output_rows, "low_rank": low_rank, "skip": skip, "is_complex": is_complex, "silu": silu}
     return run(u, state, change, input_vector, **options)[0]
-
-
-__all__ = ["linear_step"]

@@ -1,6 +1,18 @@
-"""The documents of packed rows that are cut into blocks."""
+"""Sequences cut into blocks of w tokens: a convolution within a block as a matrix, and the documents of its tokens."""
 
 import torch
+import torch.nn.functional as F
+
+
+def toeplitz(taps: torch.Tensor) -> torch.Tensor:
+    """T (..., h, h), T[i, j] = taps[h - 1 + j - i] from input i to output j, of taps (..., 2h - 1)."""
+    size = (taps.shape[-1] + 1) // 2
+    return taps.unfold(-1, size, 1).flip(-2)
+
+
+def causal_toeplitz(kernel: torch.Tensor) -> torch.Tensor:
+    """T (..., w, w) with T[i, j] = K_{j-i} for i <= j and 0 above, from a kernel (..., w)."""
+    return toeplitz(F.pad(kernel, (kernel.shape[-1] - 1, 0)))
 
 
 def document_blocks(seq_idx: torch.Tensor | None, block: int) -> torch.Tensor | None:

@@ -1,18 +1,14 @@
-"""The fused CPU backend: `native.c`, compiled on first use and called directly or through a custom op."""
+"""The fused CPU backend of a step: `native_step.c`, called directly or through a custom op."""
 
-import ctypes
-from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import List  # noqa: UP035
 
 import torch
 from torch import Tensor
 
 from hf_hybrid_ssm.ops._core import native_library
-from hf_hybrid_ssm.ops._core.native_library import address, call, compile_and_load, is_plain_call, prepared
+from hf_hybrid_ssm.ops._core.native_library import address, call, library_beside, prepared, step_op
 
-__all__ = ["attention_step_native", "supports"]
+_library = library_beside(__file__)
 
 
 def supports(device_type: str, dtype: torch.dtype) -> str | None:
@@ -25,18 +21,12 @@ def supports(device_type: str, dtype: torch.dtype) -> str | None:
 def attention_step_native(
     q, k, v, keys, values, seen, *, window, chunk_size, block, bias, scale, head_scale, zero_kv_sink, shift
 ):
-    """As `hf_hybrid_ssm.ops.attention_step.attention_step`."""
+    """As `hf_hybrid_ssm.ops.local_attention.attention_step`."""
     left, right = window
     numbers = (-1 if left is None else left, right, chunk_size or 0, int(block), int(shift), int(zero_kv_sink))
-    step: Callable = _compute if is_plain_call(q) else _step
     rows = (prepared(q), prepared(k), prepared(v))
     factors = (None if bias is None else bias.float(), prepared(head_scale))
-    return step(*rows, keys, values, seen, *factors, float(scale), numbers).to(q.dtype), keys, values
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    return compile_and_load(Path(__file__).with_name("native.c"))
+    return _step(*rows, keys, values, seen, *factors, float(scale), numbers).to(q.dtype), keys, values
 
 
 def _compute(
@@ -64,11 +54,8 @@ def _compute(
     return y
 
 
-_step = torch.library.custom_op(
-    "hf_hybrid_ssm::attention_step_native", _compute, mutates_args=("keys", "values"), device_types="cpu"
-)
-
-
-@_step.register_fake
-def _(q, k, v, keys, values, seen, bias, head_scale, scale, numbers):
+def _fake(q, k, v, keys, values, *_):
     return q.new_empty(q.shape[0], q.shape[1], values.shape[3])
+
+
+_step = step_op("hf_hybrid_ssm::attention_step_native", _compute, _fake, changes=("keys", "values"))

@@ -1,32 +1,23 @@
-"""The fused CPU backend: `native.c`, compiled on first use and called directly or through a custom op."""
-
-import ctypes
-from collections.abc import Callable
-from functools import cache
-from pathlib import Path
+"""The fused CPU backend of a step: `native_step.c`, called directly or through a custom op."""
 
 import torch
 from torch import Tensor
 
-from hf_hybrid_ssm.ops._core.native_library import call, compile_and_load, is_plain_call, prepared, supports
+from hf_hybrid_ssm.ops._core.native_library import call, library_beside, prepared, step_op, supports
 
 __all__ = ["linear_step_native", "supports"]
 
+_library = library_beside(__file__)
+
 
 def linear_step_native(u, state, change, input_vector, *, output_rows, low_rank, skip, is_complex, silu):
-    """As `hf_hybrid_ssm.ops.linear_step.linear_step`."""
+    """As `hf_hybrid_ssm.ops.linear_scan.linear_step`."""
     wide = prepared(state)
-    step: Callable = _compute if is_plain_call(u) else _step
     constants = (prepared(part) for part in (change, input_vector, *(low_rank or (None, None)), output_rows, skip))
-    y = step(prepared(u), wide, *constants, is_complex, silu)
+    y = _step(prepared(u), wide, *constants, is_complex, silu)
     if wide is not state:
         state.copy_(wide)
     return None if output_rows is None else y.to(u.dtype), state
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    return compile_and_load(Path(__file__).with_name("native.c"))
 
 
 def _compute(
@@ -49,11 +40,8 @@ def _compute(
     return y
 
 
-_step = torch.library.custom_op(
-    "hf_hybrid_ssm::linear_step_native", _compute, mutates_args=("state",), device_types="cpu"
-)
-
-
-@_step.register_fake
-def _(u, state, change, input_vector, left, right, output_rows, skip, is_complex, silu):
+def _fake(u, state, change, input_vector, left, right, output_rows, *_):
     return u.new_empty(state.shape[0], state.shape[1] if output_rows is not None else 0, state.shape[2])
+
+
+_step = step_op("hf_hybrid_ssm::linear_step_native", _compute, _fake, changes=("state",))

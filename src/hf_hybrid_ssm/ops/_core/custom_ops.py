@@ -1,0 +1,71 @@
+"""Ops of torch.library for what is more than plain torch: `torch.compile` and `torch.export` take each as one node."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def differentiable_op(
+    name: str,
+    forward: Callable[..., Any],
+    backward: Callable[[Sequence, Sequence[Tensor], Sequence[bool]], Sequence[Tensor | None]],
+    fake: Callable[..., Any],
+    *,
+    saved: Callable[[tuple, Any], tuple[Sequence, Sequence[Tensor]]] = lambda inputs, outputs: (inputs, ()),
+    device_types: str | None = None,
+) -> Callable:
+    """An op with a gradient, which is an op of its own (`name`_backward).
+
+    Args:
+        name: "hf_hybrid_ssm::..."
+        forward: (*inputs) → a tensor or several; its annotations are the op's schema.
+        backward: (inputs, gradients of the outputs, whether the gradient of each input is needed) → gradients of the
+            first inputs, contiguous and each of the input's shape and dtype; those of inputs that are None or no
+            floating-point numbers are left out of account.
+        fake: (*inputs) → empty tensors as `forward` returns them.
+        saved: (inputs, outputs) → the inputs that `backward` gets, and tensors that follow them there. A tensor that
+            takes the place of an input has its shape and dtype.
+        device_types: on which the op runs, such as "cpu"; on all by default.
+    """
+    schema = torch.library.infer_schema(forward, mutates_args=())
+    parameters = schema[1:].partition(") -> ")[0]
+
+    def differentiate(*arguments: Any) -> list[Tensor]:
+        *inputs, more, gradients, needed = arguments
+        found = zip(inputs, backward((*inputs, *more), gradients, needed))
+        return [gradient for value, gradient in found if _is_differentiable(value)]
+
+    def save(ctx: Any, inputs: tuple, output: Any) -> None:
+        kept, more = saved(inputs, output)
+        ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in kept), *more)
+        ctx.options = [None if isinstance(value, Tensor) else value for value in kept]
+
+    def gradient(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors  # once: checkpointing unpacks them once
+        inputs = [option if value is None else value for value, option in zip(tensors, ctx.options)]
+        needed = list(ctx.needs_input_grad)
+        found = iter(op_backward(*inputs, list(tensors[len(inputs) :]), list(gradients), needed))
+        every = [next(found) if _is_differentiable(value) else None for value in inputs]
+        return tuple(part if need else None for part, need in zip(every, needed))
+
+    def fake_gradient(*arguments: Any) -> list[Tensor]:
+        return [value.new_empty(value.shape) for value in arguments if _is_differentiable(value)]
+
+    op = torch.library.custom_op(name, forward, mutates_args=(), device_types=device_types, schema=schema)
+    op_backward = torch.library.custom_op(
+        f"{name}_backward",
+        differentiate,
+        mutates_args=(),
+        device_types=device_types,
+        schema=f"({parameters}, Tensor[] more, Tensor[] gradients, bool[] needed) -> Tensor[]",
+    )
+    op.register_fake(fake)
+    op_backward.register_fake(fake_gradient)
+    op.register_autograd(gradient, setup_context=save)
+    return op
+
+
+def _is_differentiable(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
