@@ -25,6 +25,7 @@ from types import ModuleType
 ROOT = Path(__file__).parents[1]
 LATENCY = 700e-9  # seconds that a load from memory takes under load, assumed
 ISSUE = 0.85  # share of a scheduler's cycles that issue an instruction while it has a warp, assumed
+STALL = 41  # where the second word of an instruction says how many cycles its warp waits before the next one
 # name, multiprocessors, clock (Hz), bytes a second, registers of a multiprocessor
 CARDS = {
     80: ("A100", 108, 1.41e9, 2.0e12, 65536),
@@ -87,7 +88,7 @@ def cases() -> Iterator[tuple[str, str, object, dict]]:
     from hf_hybrid_ssm.ops.longhorn_scan import triton_step as scan_step
     from hf_hybrid_ssm.ops.longhorn_scan import triton_step_kernels as scan_step_kernels
 
-    plain = {"HAS_DOCUMENTS": False, "WIDTH": triton_sizes.WIDTH, "PRECISE": False}
+    plain = {"HAS_DOCUMENTS": False, "WIDTH": triton_sizes.WIDTH}
     shared = {"T": scan.SHARED_TOKENS, "BN": 16, "num_warps": 4}
     others = {
         "prepare_kernel": shared,
@@ -130,21 +131,27 @@ def read_machine_code(compiled) -> dict:
         file.flush()
         run = {"capture_output": True, "text": True, "check": True}
         usage = subprocess.run([tool("cuobjdump"), "-res-usage", file.name], **run).stdout
-        text = subprocess.run([tool("nvdisasm"), "-c", file.name], **run).stdout
-    labels, instructions = {}, []
+        text = subprocess.run([tool("nvdisasm"), "-c", "-hex", file.name], **run).stdout
+    labels, instructions, cycles = {}, [], []
     for line in text.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
             labels[label[1]] = len(instructions)
         elif found := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
             instructions.append(found[1].strip())
-    loops = []
+        elif (word := re.match(r"\s*/\* 0x([0-9a-f]{16}) \*/\s*$", line)) and len(cycles) < len(instructions):
+            cycles.append(max(1, int(word[1], 16) >> STALL & 15))  # until the same warp may issue again
+    loops, skips = [], []
     body = instructions.index("EXIT") if "EXIT" in instructions else len(instructions)
-    for end, instruction in enumerate(instructions[:body]):  # after it are only what waits, and jumps back
+    for here, instruction in enumerate(instructions[:body]):  # after it are only what waits, and jumps back
         target = re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction)
-        if target and labels.get(target[1], end) < end:
-            loops.append((labels[target[1]], end + 1))
+        there = labels.get(target[1], here) if target else here
+        if there < here:
+            loops.append((there, here + 1))
+        elif there > here:
+            skips.append((here + 1, there))
     loops = sorted(loop for loop in loops if loop[1] - loop[0] > 8)
     inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    skips = [[skip for skip in skips if start <= skip[0] and skip[1] <= end] for start, end in inner]
     return {
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),
         "stack": int(re.search(r"STACK:(\d+)", usage)[1]),
@@ -152,6 +159,8 @@ def read_machine_code(compiled) -> dict:
         "warps": compiled.metadata.num_warps,
         "instructions": len(instructions),
         "inner loops": [end - start for start, end in inner],
+        "cycles of a warp in inner loops": [sum(cycles[start:end]) for start, end in inner],
+        "skipped in inner loops": [sum(end - start for start, end in loop) for loop in skips],
         "spills in inner loops": sum(_is_local(i) for start, end in inner for i in instructions[start:end]),
         "spills": sum(map(_is_local, instructions)),
         "loads wider than 4 bytes": sum(bool(re.search(r"LDG\S*\.(64|128)", i)) for i in instructions),
@@ -174,20 +183,21 @@ def bandwidth(report: dict, sizes: dict, capability: int, shape: tuple[int, int,
     _, processors, clock, rate, registers = CARDS[capability]
     (batch, length, channels), warps = shape, sizes["num_warps"]
     programs = batch * math.ceil(channels / sizes["BD"])
-    splits = triton_sizes.time_splits(programs * warps * 32, length, processors)
+    splits = triton_sizes.time_splits(programs * warps * 32, length, processors, backward)
     resident = min(
         registers // (report["registers"] * 32 * warps), 227 * 1024 // max(report["shared"], 1024), 64 // warps
     )
     on_one = math.ceil(programs * splits / processors)
-    issued = (
-        math.ceil(on_one * warps / 4) * report["inner instructions per tile"] * math.ceil(length / splits / sizes["T"])
-    )
+    waves = [resident] * (on_one // resident) + [on_one % resident]  # programs that are on a multiprocessor together
+    busiest = (math.ceil(programs * warps / 4) for programs in waves if programs)  # warps of one scheduler
+    issued, waited = report["inner instructions per tile"] / ISSUE, report["inner cycles per tile"]
+    cycles = sum(max(number * issued, waited) for number in busiest) * math.ceil(length / splits / sizes["T"])
     busy = min(on_one, resident)
     tiles_in_flight = busy * (sizes["STAGES"] - 1) * sizes["BD"] * sizes["T"] * 2 * (4 if backward else 3)
     least = batch * length * channels * 2 * (7 if backward else 4)  # bytes that have to move
     ideal = least / rate
     second = 1.0 if splits == 1 else 1.0 + report["summary share"]
-    by_issue = ideal / (issued * second / clock / ISSUE)
+    by_issue = ideal / (cycles * second / clock)
     by_latency = tiles_in_flight / (rate * LATENCY / processors)
     return {
         "splits": splits,
@@ -234,7 +244,10 @@ def _scan_shares(record: dict, records: list[dict]) -> dict:
     name = record["kernel"].replace("_kernel", "_summary_kernel")
     summary = sum(next(r for r in same if r["kernel"] == name)["inner loops"])
     inner = sum(record["inner loops"])
+    if not backward:  # a checkpoint is written once a block
+        inner -= sum(record["skipped in inner loops"]) * (1 - record["sizes"]["T"] / record["sizes"]["BLOCK"])
     report = record | {"inner instructions per tile": inner, "summary share": summary / inner}
+    report["inner cycles per tile"] = sum(record["cycles of a warp in inner loops"])
     return {
         shape: bandwidth(report, record["sizes"], record["sm"], numbers, backward=backward)
         for shape, numbers in SHAPES.items()
@@ -247,11 +260,13 @@ was measured on one.** Spills are reads and writes of local memory, in brackets 
 scans are compiled for complex states with every option on.
 
 Shares of memory bandwidth are estimates for bfloat16 with a gate. The bytes that have to move (forward x, logit, z, o;
-backward twice x, logit, z and the output's gradient) over the time that the instructions of the inner loops take, if
-the busiest scheduler issues in {ISSUE:.0%} of its cycles; and bytes of tiles in flight on a multiprocessor over those
-that {LATENCY * 1e9:.0f} ns of latency ask for (Little's law). The smaller one counts. A row that is cut into splits
-pays for a second pass. A multiply-add of a lane counts as one instruction: with 4 for each state the recurrence alone
-takes 64 at N = 16, and its gradients more than three times as many. Sizes, and all figures, are in
+backward twice x, logit, z and the output's gradient) over the time that the inner loops take on the busiest scheduler:
+that of its warps' instructions if it issues in {ISSUE:.0%} of its cycles, or, where that is longer, the cycles that
+the compiler makes a single warp wait between them for its own results (without waits for memory). And bytes of tiles
+in flight on a multiprocessor over those that {LATENCY * 1e9:.0f} ns of latency ask for (Little's law). The smaller
+share counts. Programs that find no room on a multiprocessor run after the others; a row that is cut into splits pays
+for a second pass. A multiply-add of a lane counts as one instruction: with 4 for each state the recurrence alone takes
+64 at N = 16, its gradients, with the states computed twice, 16 for each state and 256. Sizes, and all figures, are in
 `kernel_evidence.json`.
 """
 

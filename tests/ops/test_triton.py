@@ -147,3 +147,5 @@ def test_rows_are_cut_only_where_a_card_would_idle():
     assert time_splits(8 * 48 * 32, 2048, 132) == 1  # B=8, D=1536: most schedulers have a warp
     assert time_splits(48 * 32, 65536, 132) == 22  # B=1: two warps for each
     assert time_splits(48 * 32, 300, 132) == 1  # too short
+    assert time_splits(8 * 48 * 32, 2048, 132, backward=True) == 2
+    assert time_splits(11 * 48 * 32, 2048, 132, backward=True) == 1  # a warp for each

@@ -56,7 +56,7 @@ class _Launch:
         self.blocks = triton.cdiv(self.length, self.block)
         self.tiles = triton.cdiv(self.channels, self.sizes["BD"])
         lanes = self.batch * self.tiles * 32 * self.sizes["num_warps"]
-        self.splits = triton_sizes.time_splits(lanes, self.length, multiprocessors(x.device))
+        self.splits = triton_sizes.time_splits(lanes, self.length, multiprocessors(x.device), backward)
         self.grid = (self.tiles * self.splits * self.batch,)
         state_strides = (self.num_states, 1)
         counts = (self.tiles, self.splits, self.blocks, triton.cdiv(self.blocks, self.splits))
@@ -211,7 +211,7 @@ def scan_backward(
             dx, dlogit, dz, dq_parts, dk_parts, norm_parts, dbias, dskip, dinitial,
             *strides(x, beta_logit, z, grad_o), *launch.shape, 1, batch,
             **flags, **sizes, HAS_SKIP=D is not None, HAS_GRAD_STATES=grads is not None,
-            PRECISE=x.dtype == torch.float32, WIDTH=triton_sizes.WIDTH,
+            WIDTH=triton_sizes.WIDTH,
         )  # fmt: skip
         backward_kernels.finish_kernel[launch.shared_grid](
             dq_parts, dk_parts, norm_parts, keys, dq, dk, length, launch.padded, num_states,

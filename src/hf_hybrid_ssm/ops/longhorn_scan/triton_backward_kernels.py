@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from hf_hybrid_ssm.ops._core.triton_helpers import exponential, load, reciprocal
+from hf_hybrid_ssm.ops._core.triton_helpers import INTERPRETING, exponential, load, reciprocal
 from hf_hybrid_ssm.ops.longhorn_scan.triton_kernels import (
     STRIDES,
     compute_delta,
@@ -12,24 +12,33 @@ from hf_hybrid_ssm.ops.longhorn_scan.triton_kernels import (
     pick,
     place,
     spread,
+    states_at,
 )
 
 
 @triton.jit
-def sum_channels(values, total, column: tl.constexpr, N: tl.constexpr, BD: tl.constexpr, PRECISE: tl.constexpr):
-    """Puts the sums over channels of values [S, BD, P] into a column of total [N, 16], by tensor cores.
+def summand(values, like):
+    """Values that `sum_channels` adds up, rounded to what it multiplies where the pointer `like` is to bfloat16."""
+    return values.to(tl.bfloat16) if like.dtype.element_ty == tl.bfloat16 else values
 
-    A product with ones rounds a value to tf32's eleven bits; PRECISE adds the rest, of which eleven bits count.
+
+@triton.jit
+def sum_channels(values, like, T: tl.constexpr, N: tl.constexpr, BD: tl.constexpr):
+    """The sums over channels of values [T, S, BD, P], in all rows of a [16, T N], by tensor cores.
+
+    A product with ones rounds the values: to bfloat16 where the pointer `like` is to bfloat16, to tf32's eleven bits
+    where it is to float16; for float32 the rest is added, of which eleven bits count.
     """
-    values = tl.reshape(tl.permute(values, (0, 2, 1)), [N, BD])
-    ones = tl.full([BD, 16], 1.0, tl.float32)
-    if PRECISE:
+    values = tl.reshape(tl.permute(values, (2, 0, 3, 1)), [BD, T * N])
+    if INTERPRETING:  # which has no products of bfloat16
+        values = values.to(tl.float32)
+    ones = tl.full([16, BD], 1.0, values.dtype)
+    if like.dtype.element_ty == tl.float32:
         high = (values.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-        rest = tl.dot(values - high, ones, input_precision="tf32")
-        sums = tl.dot(high, ones, rest, input_precision="tf32")
+        rest = tl.dot(ones, values - high, input_precision="tf32")
+        return tl.dot(ones, high, rest, input_precision="tf32")
     else:
-        sums = tl.dot(values, ones, input_precision="tf32")
-    return tl.where(tl.arange(0, 16)[None, :] == column, sums, total)
+        return tl.dot(ones, values, input_precision="tf32")
 
 
 @triton.jit(do_not_specialize=STRIDES)
@@ -40,7 +49,7 @@ def backward_kernel(
     L, channels, num_states, tiles, num_splits, num_blocks, blocks_per_split, state_d, state_n, lane,
     rows,
     HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
-    HAS_GRAD_STATES: tl.constexpr, PRECISE: tl.constexpr, WIDTH: tl.constexpr,
+    HAS_GRAD_STATES: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, T: tl.constexpr, S: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """All gradients of one split of one row for BD channels, blocks of tokens from last to first.
@@ -58,23 +67,23 @@ def backward_kernel(
     in_tile, size = (n3 < num_states) & (d3 < channels), num_states * channels
     in_keys = (t3 * P + p3) * S + tl.arange(0, S)[None, :, None]
     own = scratch + tl.program_id(0).to(tl.int64) * SUBS * N * BD
-    own_tile = tl.arange(0, BD)[None, :, None] * lane + n3 * BD
-    line, column = tl.arange(0, N)[:, None], tl.arange(0, 16)[None, :]
-    in_parts = (column % T) * N + (line % P) * S + line // P
+    own_channel, own_state = tl.arange(0, BD)[None, :, None] * lane, n3 * BD
+    line = tl.arange(0, 16)[:, None]  # of equal sums
+    in_parts = tl.arange(0, T * N)[None, :] + 0 * line
     bias = load(beta_bias + d, is_channel) if HAS_BIAS else 0.0
     through = load(skip + d, is_channel) if HAS_SKIP else 0.0
     grad = tl.zeros([S, BD, P], tl.float32)
     if HAS_GRAD_STATES:
         entering = grad_states + (row * num_splits + split) * size
         grad = tl.load(entering + (d3 * state_d + n3 * state_n), mask=in_tile, other=0.0)
-    dbias, dskip = tl.zeros([T, BD], tl.float32), tl.zeros([T, BD], tl.float32)
+    dbias, dskip = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
     first_block, last_block = split * blocks_per_split, tl.minimum((split + 1) * blocks_per_split, num_blocks)
     for turn in range(0, last_block - first_block):
         block = last_block - 1 - turn
         here = checkpoints + (row * num_blocks + block) * tl.cdiv(channels, WIDTH) * num_states * WIDTH
-        h = tl.load(here + in_checkpoint(d3, n3, num_states, lane, WIDTH), mask=in_tile, other=0.0)
+        h = tl.load(in_checkpoint(here, d3, n3, num_states, lane, WIDTH), mask=in_tile, other=0.0)
         for sub in tl.range(0, SUBS - 1, num_stages=STAGES):
-            tl.store(own + sub * (N * BD) + own_tile, h)
+            tl.store(states_at(own + sub * (N * BD), own_channel, own_state), h)
             first = block * BLOCK + sub * T + wide
             shared = row * num_blocks * BLOCK + first
             real = (t < L - first)[:, None] & is_channel[None, :]
@@ -92,7 +101,7 @@ def backward_kernel(
                 if HAS_DOCUMENTS:
                     h = h * pick(keep, t3, i)[None, :, :]
                 h += k_i * (pick(writes, t3, i)[None, :, :] - pick(deltas, t3, i)[None, :, :] * k_i * h)
-        tl.store(own + (SUBS - 1) * (N * BD) + own_tile, h)
+        tl.store(states_at(own + (SUBS - 1) * (N * BD), own_channel, own_state), h)
         tl.debug_barrier()  # the lanes that read a state below may not be those that wrote it
         for back in tl.range(0, SUBS, num_stages=STAGES):
             sub = SUBS - 1 - back
@@ -105,7 +114,7 @@ def backward_kernel(
             )
             g_t = load(grad_o + row * g_row + first * g_step + (t[:, None] * g_step + d[None, :]), real)
             key, query = tl.load(keys + shared * N + in_keys), tl.load(queries + shared * N + in_keys)
-            h = tl.load(own + sub * (N * BD) + own_tile)
+            h = tl.load(states_at(own + sub * (N * BD), own_channel, own_state))
             delta, e = compute_delta(logit + bias, tl.load(norms + shared + t)[:, None])
             if HAS_GATE:
                 z_t = load(z + row * z_row + first * z_step + (t[:, None] * z_step + d[None, :]), real)
@@ -119,34 +128,40 @@ def backward_kernel(
             deltas, writes, grads = spread(delta, T, BD, P), spread(delta * x_t, T, BD, P), spread(g_t, T, BD, P)
             if HAS_DOCUMENTS:
                 keep = spread(tl.broadcast_to(tl.load(keeps + shared + t)[:, None], [T, BD]), T, BD, P)
-            before = ()  # the states that the tokens meet
-            after = ()
+            errors = ()  # Delta (x - k h) of the states that the tokens meet
+            y = tl.zeros([T, BD, P], tl.float32)
+            dq_t = tl.zeros([T, S, BD, P], x.dtype.element_ty if x.dtype.element_ty == tl.bfloat16 else tl.float32)
             for i in tl.static_range(T):
-                k_i = pick(key, t4, i)
+                k_i, q_i = pick(key, t4, i), pick(query, t4, i)
                 if HAS_DOCUMENTS:
                     h = h * pick(keep, t3, i)[None, :, :]
-                before = before + (h,)  # type: ignore[assignment]  # noqa: RUF005 - the compiler knows no unpacking
-                h += k_i * (pick(writes, t3, i)[None, :, :] - pick(deltas, t3, i)[None, :, :] * k_i * h)
-                after = after + (h,)  # type: ignore[assignment]  # noqa: RUF005
-            y = tl.zeros([T, BD, P], tl.float32)
+                error = pick(writes, t3, i)[None, :, :] - pick(deltas, t3, i)[None, :, :] * k_i * h
+                errors = errors + (error,)  # type: ignore[assignment]  # noqa: RUF005 - the compiler knows no unpacking
+                h += k_i * error
+                if HAS_GATE:
+                    y_i = dot_states(h, q_i, s3, tl.zeros([BD, P], tl.float32), S)
+                    y = tl.where(t3 == i, y_i[None, :, :], y)
+                dq_t = tl.where(t4 == i, summand(pick(grads, t3, i)[None, :, :] * h, x)[None, :, :, :], dq_t)
+            part = (tile.to(tl.int64) * rows + row) * num_blocks * BLOCK + first
+            tl.store(dq_parts + part * N + in_parts, sum_channels(dq_t, x, T, N, BD), mask=line == 0)
+            key, query = tl.load(keys + shared * N + in_keys), tl.load(queries + shared * N + in_keys)  # once more:
+            key, query = (  # they would otherwise be kept in registers
+                tl.broadcast_to(key[:, :, None, :], [T, S, BD, P]),
+                tl.broadcast_to(query[:, :, None, :], [T, S, BD, P]),
+            )
+            dk_t = tl.zeros_like(dq_t)
             recalled = tl.zeros([T, BD, P], tl.float32)
             ddelta = tl.zeros([T, BD, P], tl.float32)
-            sums = tl.zeros([N, 16], tl.float32)  # a column for dq and one for dk of each token
             for i in tl.static_range(T - 1, -1, -1):
-                k_i, q_i = pick(key, t4, i), pick(query, t4, i)
-                g_i = pick(grads, t3, i)[None, :, :]
-                delta_k = pick(deltas, t3, i)[None, :, :] * k_i
-                error = pick(writes, t3, i)[None, :, :] - delta_k * before[i]  # Delta (x - k h)
-                lam = grad + g_i * q_i
-                lam_k = lam * k_i
+                k_i = pick(key, t4, i)
+                lam = grad + pick(grads, t3, i)[None, :, :] * pick(query, t4, i)
+                lam_error = lam * errors[i]
                 zero = tl.zeros([BD, P], tl.float32)
-                if HAS_GATE:
-                    y = tl.where(t3 == i, dot_states(after[i], q_i, s3, zero, S)[None, :, :], y)
                 recalled = tl.where(t3 == i, dot_states(lam, k_i, s3, zero, S)[None, :, :], recalled)
-                ddelta = tl.where(t3 == i, dot_states(lam_k, error, s3, zero, S)[None, :, :], ddelta)
-                sums = sum_channels(g_i * after[i], sums, i, N, BD, PRECISE)
-                sums = sum_channels(lam * (error - delta_k * before[i]), sums, T + i, N, BD, PRECISE)
-                grad = lam - delta_k * lam_k
+                ddelta = tl.where(t3 == i, dot_states(lam_error, k_i, s3, zero, S)[None, :, :], ddelta)
+                half_dk = lam_error - 0.5 * pick(writes, t3, i)[None, :, :] * lam
+                dk_t = tl.where(t4 == i, summand(half_dk, x)[None, :, :, :], dk_t)
+                grad = lam * (1.0 - pick(deltas, t3, i)[None, :, :] * (k_i * k_i))
                 if HAS_DOCUMENTS:
                     grad = grad * pick(keep, t3, i)[None, :, :]
             at = (row * L + first) * channels + (t[:, None] * channels + d[None, :])
@@ -156,20 +171,19 @@ def backward_kernel(
             tl.store(dlogit + at, dlogit_t, mask=real)
             if HAS_GATE:
                 tl.store(dz + at, through_gate * (tl.sum(y, 2) + through * x_t), mask=real)
-            dbias += dlogit_t
-            dskip += g_t * x_t
-            part = (tile.to(tl.int64) * rows + row) * num_blocks * BLOCK + first
+            dbias += tl.sum(dlogit_t, 0)
+            dskip += tl.sum(g_t * x_t, 0)
             tl.store(norm_parts + part + t, tl.sum(delta * delta_ddelta, 1))
-            tl.store(dq_parts + part * N + in_parts, sums, mask=(column < T) & (line < N))
-            tl.store(dk_parts + part * N + in_parts, sums, mask=(column >= T) & (column < 2 * T) & (line < N))
+            tl.store(dk_parts + part * N + in_parts, sum_channels(dk_t, x, T, N, BD), mask=line == 0)
         tl.debug_barrier()  # the next block overwrites the scratch states
     summed = (row * num_splits + split) * channels + d
     if HAS_BIAS:
-        tl.store(dbias_parts + summed, tl.sum(dbias, 0), mask=is_channel)
+        tl.store(dbias_parts + summed, dbias, mask=is_channel)
     if HAS_SKIP:
-        tl.store(dskip_parts + summed, tl.sum(dskip, 0), mask=is_channel)
-    if split == 0:
-        tl.store(dinitial + row * size + (d3 * state_d + n3 * state_n), grad, mask=in_tile)
+        tl.store(dskip_parts + summed, dskip, mask=is_channel)
+    if split == 0:  # `lane` keeps the offsets from staying in registers since `grad_states` was read
+        to = d3 * (state_d * lane) + n3 * (state_n * lane)
+        tl.store(dinitial + row * size + to, grad, mask=in_tile)
 
 
 @triton.jit
@@ -193,7 +207,7 @@ def finish_kernel(
     real = (t < L)[:, None] & (n < num_states)[None, :]
     to = (row * L + t)[:, None] * num_states + n[None, :]
     tl.store(dq + to, dq_t, mask=real)
-    tl.store(dk + to, dk_t - 2.0 * key * norm_t[:, None], mask=real)
+    tl.store(dk + to, 2.0 * (dk_t - key * norm_t[:, None]), mask=real)
 
 
 @triton.jit(do_not_specialize=STRIDES)

@@ -61,9 +61,15 @@ def spread(tile, T: tl.constexpr, BD: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def in_checkpoint(d, n, num_states, lane, WIDTH: tl.constexpr):
+def states_at(base, in_channel, in_state):
+    """Pointers to states: the 64-bit part first, so that the rest, which the compiler knows, is no instruction."""
+    return (base + in_channel) + in_state
+
+
+@triton.jit
+def in_checkpoint(base, d, n, num_states, lane, WIDTH: tl.constexpr):
     """Where a state lies in a checkpoint (D / WIDTH, N, WIDTH); `lane` is 1, which the compiler must not know."""
-    return (d // WIDTH) * (num_states * WIDTH) + n * WIDTH + (d % WIDTH) * lane
+    return states_at(base, (d // WIDTH) * (num_states * WIDTH) + (d % WIDTH) * lane, n * WIDTH)
 
 
 @triton.jit
@@ -135,7 +141,7 @@ def forward_kernel(
             here = (
                 checkpoints + (row * num_blocks + step // (BLOCK // T)) * tl.cdiv(channels, WIDTH) * num_states * WIDTH
             )
-            tl.store(here + in_checkpoint(d3, n3, num_states, lane, WIDTH), h, mask=in_tile)
+            tl.store(in_checkpoint(here, d3, n3, num_states, lane, WIDTH), h, mask=in_tile)
         y = tl.zeros([T, BD, P], tl.float32)
         for i in tl.static_range(T):
             k_i = pick(key, t4, i)

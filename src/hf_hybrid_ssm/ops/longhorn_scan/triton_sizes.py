@@ -23,9 +23,9 @@ FORWARD = {
     math.inf: {"BD": 16, "T": 4, "S": 16, "num_warps": 4, "STAGES": 2},
 }
 BACKWARD = {
-    16: {"BD": 16, "T": 4, "S": 4, "num_warps": 2, "STAGES": 3},
-    32: {"BD": 16, "T": 2, "S": 4, "num_warps": 4, "STAGES": 3},
-    64: {"BD": 16, "T": 2, "S": 4, "num_warps": 8, "STAGES": 3},
+    16: {"BD": 32, "T": 2, "S": 16, "num_warps": 1, "STAGES": 2},
+    32: {"BD": 32, "T": 2, "S": 16, "num_warps": 2, "STAGES": 3},
+    64: {"BD": 32, "T": 2, "S": 16, "num_warps": 4, "STAGES": 3},
     math.inf: {"BD": 16, "T": 2, "S": 8, "num_warps": 8, "STAGES": 2},
 }
 MEASURING: dict[str, dict[str, int]] = {}  # what `triton_tune` is trying, by shape class
@@ -48,16 +48,17 @@ def shape_class(rows: int, length: int, num_states: int, dtype: str, *, backward
     return " ".join(["backward" if backward else "forward", *map(str, exponents), dtype])
 
 
-def time_splits(lanes: int, length: int, multiprocessors: int) -> int:
+def time_splits(lanes: int, length: int, multiprocessors: int, backward: bool = False) -> int:
     """In how many programs to cut a row, where a row's programs need `lanes` threads.
 
-    A second pass costs most of a first, so a row is cut only where less than half of the schedulers would have a warp;
-    then so often that each has two. A split has at least four blocks.
+    A second pass costs most of a first one forward, so there a row is cut only where less than half of the schedulers
+    would have a warp. Backward it costs a quarter, and a row is cut where any would have none. Then it is cut so often
+    that each has two, of which one runs while the other waits. A split has at least four blocks.
     """
     warps, schedulers = lanes / 32, multiprocessors * SCHEDULERS
-    if warps >= schedulers / 2:
+    if warps >= (schedulers if backward else schedulers / 2):
         return 1
-    return max(1, min(math.ceil(2 * schedulers / warps), length // (4 * BLOCK)))
+    return max(1, min(int(2 * schedulers / warps), length // (4 * BLOCK)))
 
 
 def tuned_path(device: str) -> Path:
