@@ -33,7 +33,7 @@ def constant(make: Callable[P, T]) -> Callable[P, T]:
 
     @torch.compiler.assume_constant_result
     def get(*arguments: P.args, **options: P.kwargs) -> T:
-        return kept(*arguments, **options)
+        return kept(*arguments, **options)  # type: ignore[arg-type]
 
     return get
 
