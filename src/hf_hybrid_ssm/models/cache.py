@@ -51,6 +51,7 @@ class RecurrentStateLayer(CacheLayerMixin):
     holds_states = True
     is_sliding = True  # it does not grow: masks are to be sized by a layer that does
     supports_early_init = False
+    is_croppable = True  # type: ignore[assignment]
 
     def __init__(self, **kwargs):
         super().__init__()
@@ -104,10 +105,6 @@ class RecurrentStateLayer(CacheLayerMixin):
         if not self.states:
             raise AttributeError("the layer holds no states yet")
         return next(iter(self.states.values())).shape[0]
-
-    @property
-    def is_croppable(self) -> bool:  # type: ignore[override]
-        return True
 
     def activate_past_recording(self) -> None:
         self.record_past = True
@@ -197,6 +194,7 @@ class StaticRecurrentStateLayer(RecurrentStateLayer):
 
     _layer_type = None
     is_compileable = True
+    is_croppable = False  # type: ignore[assignment]
 
     def __init__(self, max_cache_len: int, **kwargs):
         super().__init__()
@@ -226,10 +224,6 @@ class StaticRecurrentStateLayer(RecurrentStateLayer):
             for tensor in (*self.states.values(), self.seen_tokens):
                 torch._dynamo.mark_static_address(tensor)
         self.is_initialized = True
-
-    @property
-    def is_croppable(self) -> bool:  # type: ignore[override]
-        return False
 
     def crop(self, tokens_to_remove: int) -> None:
         raise RuntimeError(

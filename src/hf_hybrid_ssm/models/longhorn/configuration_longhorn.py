@@ -207,7 +207,11 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
 
     def _check_attention(self) -> None:
         self.check_positive("sliding_window", "num_attention_heads", "num_key_value_heads", "head_dim")
-        self.check_multiple("num_attention_heads", "num_key_value_heads")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads} must be a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}."
+            )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs of channels.")
         if "sliding_attention" in self.block_types and self.sliding_window is None:

@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import (
 from transformers.utils import auto_docstring
 from transformers.utils.generic import is_flash_attention_requested
 
+from hf_hybrid_ssm.layers.feed_forward import SwiGLU
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.models.base import HybridModelMixin, HybridPreTrainedModel
@@ -255,19 +256,6 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
         before = AttentionState(**past) if past else None
         keys, values = (x.transpose(1, 2) for x in heads[1:])
         return append_to_window(before, keys, values, self.config.sliding_window - 1, seq_idx, lengths)._asdict()
-
-
-class SwiGLU(nn.Module):
-    """down(silu(gate(x)) · up(x)), without biases."""
-
-    def __init__(self, hidden_size: int, intermediate_size: int):
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class LonghornBlock(GradientCheckpointingLayer):
