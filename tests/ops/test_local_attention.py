@@ -408,6 +408,8 @@ def test_native_of_nothing(shape):
     y, _ = local_attention(*leaves[:3], window=(2, -1), bias=leaves[3], zero_kv_sink=True, backend="native")
     assert y.shape == shape
     assert not torch.autograd.grad(y.sum(), leaves)[3].any()
+    with pytest.raises(ValueError, match=r"bias .* at least one distance, got R = 0"):
+        local_attention(*leaves[:3], window=(2, 0), bias=torch.zeros(HEADS, 0), backend="native")
 
 
 @needs_compiler

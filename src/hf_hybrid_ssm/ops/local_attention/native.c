@@ -80,7 +80,8 @@ static void open_tile(const problem *p, tile *t, int64_t b, int64_t h, int64_t b
 }
 
 /* Logits (KEY_TILE, QUERIES) of the keys from j on, whose rows are given. */
-static inline void logits_of(const problem *p, const tile *t, const float *columns, const float *rows, int64_t j, float *out) {
+static inline void logits_of(
+    const problem *p, const tile *t, const float *columns, const float *rows, int64_t j, float *out) {
     dot_tile(out, columns, rows, p->key_width, p->E);
     const int inner = j >= t->inner_low && j + KEY_TILE - 1 <= t->inner_high;
     if (inner && !t->bias) return;
@@ -153,7 +154,8 @@ static char *memory_of_threads(const problem *p, int backward, int64_t *size, in
     return aligned_alloc(64, p->threads * *size);
 }
 
-static void forward_task(const problem *p, const memory *m, int64_t b, int64_t g, int64_t begin, float *y, float *log_sums) {
+static void forward_task(
+    const problem *p, const memory *m, int64_t b, int64_t g, int64_t begin, float *y, float *log_sums) {
     const int64_t heads = p->H / p->G, stop = smaller(begin + p->segment, p->L);
     const int64_t end = smaller(stop, larger(begin, length_of(p, b)));
     int64_t from;
@@ -287,7 +289,8 @@ static void add_rows(float *to, int64_t apart, const float *from, int64_t width,
         for (int64_t e = 0; e < size; e++) to[r * apart + e] += from[r * width + e];
 }
 
-static void backward_task(const problem *p, const memory *m, int64_t b, int64_t group, int64_t segment, const gradients *g) {
+static void backward_task(
+    const problem *p, const memory *m, int64_t b, int64_t group, int64_t segment, const gradients *g) {
     const int64_t heads = p->H / p->G, begin = segment * p->segment, E = p->key_width, V = p->value_width;
     const int64_t end = smaller(smaller(begin + p->segment, p->L), larger(begin, length_of(p, b)));
     int64_t from;

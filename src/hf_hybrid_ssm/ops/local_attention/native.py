@@ -25,6 +25,8 @@ def local_attention_native(
         given = {"window": window, "chunk_size": chunk_size, "bias": bias, "scale": scale, "dropout": dropout}
         given |= {"zero_kv_sink": zero_kv_sink, "state": state, "seq_idx": seq_idx, "lengths": lengths}
         return local_attention_torch(q, k, v, **given)
+    if bias is not None and bias.shape[1] == 0:
+        raise ValueError("bias (H, R) must have a column for at least one distance, got R = 0.")
     seen = None
     if state is not None:
         k, v = torch.cat([state.keys.to(k.dtype), k], 2), torch.cat([state.values.to(v.dtype), v], 2)

@@ -24,7 +24,7 @@ typedef struct {
     int64_t nearest, farthest, span;  /* distances between tokens of a row that may be seen, span is their number */
     int64_t key_width, value_width;   /* E and V in whole vectors */
     int64_t segment, segments;        /* queries of a task, tasks of a row and head */
-    int32_t *low, *high, *rank;       /* (B, L): the first and the last key that a query sees; its rank in the document */
+    int32_t *low, *high, *rank;       /* (B, L): the first and last key that a query sees, its rank in its document */
     float *by_distance;               /* (H, PAD + span + PAD) */
     int64_t tails, tail_width;        /* distances that a zero before the document may have, -right .. left; padded */
     float *zeros, *tail;              /* (H, tail_width): their biases, and log sums of their weights from there on */
@@ -35,7 +35,9 @@ static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 /* the floats of as many whole vectors */
 static inline int64_t whole(int64_t size) { return ceil_div(size, LANES) * LANES; }
 
-static inline int64_t length_of(const problem *p, int64_t b) { return p->lengths ? p->lengths[b] : p->L; }
+static inline int64_t length_of(const problem *p, int64_t b) {
+    return p->lengths ? larger(0, smaller(p->lengths[b], p->L)) : p->L;
+}
 
 /* Its interval of keys for each query of a row; low > high where it sees none. */
 static void find_intervals(const problem *p, int64_t b) {

@@ -121,7 +121,8 @@ INLINE void add_products(
 
 /* rows of `width` from rows of `size` that lie apart, times a factor; zeros in the rest and in rows that are missing */
 INLINE void copy_rows(
-    float *to, int64_t width, int64_t rows, const float *from, int64_t apart, int64_t size, int64_t count, float factor) {
+    float *to, int64_t width, int64_t rows, const float *from, int64_t apart, int64_t size, int64_t count,
+    float factor) {
     for (int64_t r = 0; r < count; r++) {
         for (int64_t e = 0; e < size; e++) to[r * width + e] = factor * from[r * apart + e];
         for (int64_t e = size; e < width; e++) to[r * width + e] = 0;
