@@ -105,11 +105,33 @@ def test_lora_leaves_what_came_from_the_teacher_merged(arguments, texts, teacher
     assert not any("lora" in key for key in new)
 
 
+@pytest.mark.parametrize("lora_rank", [None, 2])
+def test_a_block_state_transformer_goes_through_every_stage(lora_rank, texts, teacher, tmp_path):
+    config = {"sliding_window": 16, "ssm_layers": [1, 3], "ssm_state_size": 4}
+    stages = {"align": {"max_steps": 10}, "distil": {"max_steps": 4}, "finetune": {"max_steps": 4}}
+    arguments = UpcycleArguments(str(teacher), "bst", config=config, lora_rank=lora_rank, **stages)
+    results = upcycle_model(arguments, data_of(texts), training(tmp_path, logging_steps=1))
+    assert results["sliding_window"] == 16 and results["layers_with_context_states"] == [1, 3]
+    assert results["steps"] == 18 and results["loss_after_align"] < results["loss_before_training"]
+    losses = [entry["loss"] for entry in json.loads((tmp_path / "align/stage.json").read_text())["history"][:10]]
+    assert losses[9] < losses[0]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.config.model_type == "bst" and (tmp_path / "modeling_bst.py").is_file()
+    assert model.model.layers[1].attention.o_proj.weight[:, 32:].abs().max() > 0
+    old, new = (load_file(where / "model.safetensors") for where in (teacher, tmp_path))
+    assert torch.equal(old["model.embed_tokens.weight"], new["model.embed_tokens.weight"]) == (lora_rank is not None)
+
+
 def test_refusals(teacher, texts, tmp_path):
     with pytest.raises(ValueError, match="keep_by='best'"):
         UpcycleArguments(str(teacher), keep_by="best")
     with pytest.raises(ValueError, match=r"got keep=\[1\]"):
         UpcycleArguments(str(teacher), keep=[1], keep_by="sensitivity")
+    with pytest.raises(ValueError, match="student='spade' must be one of 'longhorn', 'bst'"):
+        UpcycleArguments(str(teacher), student="spade")
+    with pytest.raises(ValueError, match="align has nothing to train"):
+        nothing = UpcycleArguments(str(teacher), "bst", config={"ssm_layers": []}, align={"max_steps": 1})
+        upcycle_model(nothing, data_of(texts), training(tmp_path / "nothing"))
     with pytest.raises(ValueError, match="temperature=0"):
         UpcycleArguments(str(teacher), temperature=0)
     (tmp_path / "model.safetensors").write_text("something")
