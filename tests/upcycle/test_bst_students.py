@@ -146,9 +146,7 @@ def test_refusals_name_what_is_wrong():
         upcycle(teacher, family="spade")
     with pytest.raises(ValueError, match=r"keep=0\.5 and keep_as=None are for Longhorn"):
         upcycle(teacher, 0.5, family="bst")
-    with pytest.raises(
-        ValueError, match="num_key_value_heads, rope_parameters of a BST student must be the teacher's"
-    ):
+    with pytest.raises(ValueError, match="num_key_value_heads, rope_parameters of a BST must be its teacher's"):
         student_config(teacher.config, family="bst", num_key_value_heads=4, rope_parameters=None)
     with pytest.raises(ValueError, match="sliding_window=0 must be positive"):
         student_config(MistralConfig(**SIZES, sliding_window=1), family="bst")

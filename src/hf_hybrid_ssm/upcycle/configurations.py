@@ -70,9 +70,7 @@ def student_config(
             )
         known |= _bst_fields(teacher, fields)
         if fixed := sorted(fields.keys() & known.keys() - OPEN_FIELDS):
-            raise ValueError(
-                f"{', '.join(fixed)} of a BST student must be the teacher's: its weights fit nothing else."
-            )
+            raise ValueError(f"{', '.join(fixed)} of a BST must be its teacher's: the weights fit nothing else.")
         return BstConfig(**(known | fields))
     return LonghornConfig(**(known | _longhorn_fields(teacher, 0.25 if keep is None else keep, keep_as) | fields))
 

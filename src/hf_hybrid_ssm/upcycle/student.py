@@ -72,8 +72,8 @@ def upcycle(
     Args:
         teacher: a causal language model of transformers; not changed.
         keep, keep_as, family, fields: as of `student_config`.
-        init: new mixers start from the "projections" of the attention they replace (see `init_from_attention`), context
-            states from those of the attention beside them (see `init_context`); or both "random".
+        init: new mixers start from the "projections" of the attention they replace (see `init_from_attention`),
+            context states from those of the attention beside them (see `init_context`); or both "random".
 
     Returns:
         The student, in the teacher's dtype and on its device, and what became of each weight.

@@ -117,7 +117,7 @@ class BstAttention(nn.Module):
         if self.context is not None:
             crossed, more = self._attend_context(z, x, past, documents=documents, **options)
         elif self.recurrent is not None:
-            of_tokens = self._for_every_query_head(unrotated, v)
+            of_tokens = self._for_every_query(unrotated, v)
             crossed, more = self._attend_recurrent(z, *of_tokens, past, documents=documents, **options)
         else:
             return self.o_proj(y.flatten(2)), states
@@ -130,9 +130,11 @@ class BstAttention(nn.Module):
             q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         return q, k, v
 
-    def _for_every_query_head(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _for_every_query(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(..., G, e) → (..., H, e)."""
-        return parts if self.groups == 1 else tuple(part.repeat_interleave(self.groups, -2) for part in parts)
+        if self.groups == 1:
+            return keys, values
+        return keys.repeat_interleave(self.groups, -2), values.repeat_interleave(self.groups, -2)
 
     def _attend_context(
         self, z: torch.Tensor, x: torch.Tensor, past: States, *, documents: int | None = None, **options: Any
@@ -143,7 +145,7 @@ class BstAttention(nn.Module):
             return self._attend_context_along_rows(queries, x, past, options)
         grid = self._grid(x, past, documents, options)
         keys, values, states = self.context(x, grid, past or None, **options)
-        keys, values = self._for_every_query_head(keys, values)
+        keys, values = self._for_every_query(keys, values)
         if self.retrieval is not None:
             blocks = grid.to_blocks(queries)
             found, memory = attend_with_memory(
@@ -201,7 +203,8 @@ class BstAttention(nn.Module):
     ) -> AlignedGrid | FreeGrid:
         """Where the tokens of x (B, L, d) lie in the blocks of their documents."""
         packing = {name: options[name] for name in ("seq_idx", "lengths")} | {"documents": documents}
-        return block_grid(*x.shape[:2], self.window, tokens_seen=past.get("seen"), device=x.device, **packing)
+        seen, device = past.get("seen"), x.device
+        return block_grid(x.shape[0], x.shape[1], self.window, tokens_seen=seen, device=device, **packing)
 
     def _context_queries(self, z: torch.Tensor) -> torch.Tensor:
         """(B, L, H, e), scaled."""
@@ -236,10 +239,11 @@ class BstAttention(nn.Module):
             )
             states |= more
         elif self.recurrent is not None:
-            key = k if self.scale is None else l2_normalise(k)
-            of_token = (part[:, 0] for part in self._for_every_query_head(key, v))
+            key, value = self._for_every_query(k if self.scale is None else l2_normalise(k), v)
             queries = self._context_heads(z)[:, 0]
-            crossed, more = self.recurrent.step(queries, *of_token, past, head_scale=self.context_scale, **scales)
+            crossed, more = self.recurrent.step(
+                queries, key[:, 0], value[:, 0], past, head_scale=self.context_scale, **scales
+            )
             states |= more
         if position_embeddings is not None:
             q, k = rotated(q, k, position_embeddings, v.dtype)

@@ -139,8 +139,8 @@ class BstModel(HybridModelMixin, BstPreTrainedModel):
         kinds, has_memory = set(self.config.block_types), self.config.retrieval_k is not None
         counts = "block_recurrent" in kinds or ("bst" in kinds and (self.config.context_variant == "mf" or has_memory))
         documents = packed.most_documents() if counts else None
-        options = (unpadding, packed.seq_idx, documents)
-        options += (self._position_embeddings(hidden_states, packed, unpadding, past_key_values),)
+        angles = self._position_embeddings(hidden_states, packed, unpadding, past_key_values)
+        options = (unpadding, packed.seq_idx, documents, angles)
         for layer in self.layers[: self.config.num_hidden_layers]:  # fewer while generation exits early
             # by name: gradient checkpointing takes the cache out, or a recompute would store the states twice
             hidden_states = layer(hidden_states, *options, past_key_values=past_key_values)
