@@ -1,11 +1,13 @@
-"""Turn a pretrained Llama, Mistral or Qwen into a Longhorn hybrid whose memory grows in few layers, or in none.
+"""Turn a pretrained Llama, Mistral or Qwen into a hybrid whose memory grows in few layers, or in none.
 
     python recipes/upcycle.py recipes/configs/upcycle/books_cpu.yaml [key=value ...]
 
-Stages, each optional and resumable: `align` (every new mixer imitates the attention it replaces, given the teacher's
-own input to it), `distil` (the student imitates the teacher's distribution of the next token) and `finetune` (next
-token, on text). Before anything is trained, the weights that do not carry over are listed. Writes to `output_dir` the
-student with tokenizer, code and card, results.json, and gap.png: the way to the teacher's loss.
+`student=longhorn` replaces most attention by mixers, `student=bst` gives all of it a window and some of it context
+states. Stages, each optional and resumable: `align` (every new mixer, or attention with context states, imitates the
+teacher's attention, given the teacher's own input to it), `distil` (the student imitates the teacher's distribution of
+the next token) and `finetune` (next token, on text). Before anything is trained, the weights that do not carry over
+are listed. Writes to `output_dir` the student with tokenizer, code and card, results.json, and gap.png: the way to the
+teacher's loss.
 """
 
 from dataclasses import dataclass, field, replace
@@ -26,10 +28,17 @@ from transformers import (
     set_seed,
 )
 
-from hf_hybrid_ssm import LonghornForCausalLM
 from hf_hybrid_ssm.hub import card_of_folder
 from hf_hybrid_ssm.hub.folder import read_json
-from hf_hybrid_ssm.upcycle import alignment_losses, attention_sensitivity, check_teacher, distillation_loss, upcycle
+from hf_hybrid_ssm.upcycle import (
+    STUDENT_FAMILIES,
+    alignment_losses,
+    attention_sensitivity,
+    check_teacher,
+    distillation_loss,
+    new_modules,
+    upcycle,
+)
 
 STAGES = ("align", "distil", "finetune")
 
@@ -39,19 +48,23 @@ class UpcycleArguments:
     """Which teacher, what remains of it, and how the student learns."""
 
     teacher: str = field(metadata={"help": "a checkpoint: folder or Hub name"})
-    keep: Any = field(default=0.25, metadata={"help": "attention layers that stay: their share, or a list of indices"})
+    student: str = field(default="longhorn", metadata={"help": "its family: longhorn or bst"})
+    keep: Any = field(
+        default=None,
+        metadata={"help": "attention layers that stay in a longhorn: their share (0.25), or a list of indices"},
+    )
     keep_by: str = field(default="even", metadata={"help": "with a share: evenly spaced (even), or sensitivity"})
     keep_as: str | None = field(
         default=None, metadata={"help": "full_attention or sliding_attention; as in the teacher by default"}
     )
-    init: str = field(default="projections", metadata={"help": "of new mixers: projections or random"})
-    config: dict[str, Any] = field(default_factory=dict, metadata={"help": "fields of LonghornConfig"})
+    init: str = field(default="projections", metadata={"help": "of what is new: projections or random"})
+    config: dict[str, Any] = field(default_factory=dict, metadata={"help": "fields of the student's configuration"})
     align: dict[str, Any] | None = field(default=None, metadata={"help": "settings of this stage's training"})
     distil: dict[str, Any] | None = field(default=None, metadata={"help": "the same"})
     finetune: dict[str, Any] | None = field(default=None, metadata={"help": "the same"})
     temperature: float = field(default=1.0, metadata={"help": "of the distributions in distil"})
     lora_rank: int | None = field(
-        default=None, metadata={"help": "in distil and finetune: train the new mixers, and LoRA on all else"}
+        default=None, metadata={"help": "in distil and finetune: train what is new, and LoRA on all else"}
     )
     teacher_device_map: str | None = field(
         default=None, metadata={"help": 'where the teacher lies: "auto", "cuda:1", ...'}
@@ -60,6 +73,10 @@ class UpcycleArguments:
     overwrite: bool = field(default=False, metadata={"help": "start again in an output_dir that is not empty"})
 
     def __post_init__(self):
+        if self.student not in STUDENT_FAMILIES:
+            raise ValueError(f"student={self.student!r} must be one of {', '.join(map(repr, STUDENT_FAMILIES))}.")
+        if self.student == "longhorn" and self.keep is None:
+            self.keep = 0.25
         if self.keep_by not in ("even", "sensitivity"):
             raise ValueError(f"keep_by={self.keep_by!r} must be 'even' or 'sensitivity'.")
         if self.keep_by == "sensitivity" and not isinstance(self.keep, float):
@@ -105,16 +122,20 @@ def chosen_layers(arguments: UpcycleArguments, teacher: PreTrainedModel, rows: A
     return sorted(sorted(range(len(rises)), key=lambda index: -rises[index])[:count])
 
 
-def frozen_beside_mixers(student: LonghornForCausalLM, rank: int) -> Any:
-    """The student with LoRA of `rank` on what came from the teacher, its new mixers trained whole."""
+def within(name: str, modules: list[str]) -> bool:
+    return any(f"{name}.".startswith(f"{module}.") for module in modules)
+
+
+def frozen_beside_the_new(student: Any, rank: int) -> Any:
+    """The student with LoRA of `rank` on what came from the teacher; what is new is trained whole."""
     from peft import LoraConfig, get_peft_model
 
+    whole = new_modules(student)
     names = [
         name
         for name, module in student.named_modules()
-        if isinstance(module, torch.nn.Linear) and ".mixer." not in name and name != "lm_head"
+        if isinstance(module, torch.nn.Linear) and not within(name, whole) and name != "lm_head"
     ]
-    whole = [f"model.layers.{index}.mixer" for index, layer in enumerate(student.model.layers) if layer.is_recurrent]
     return get_peft_model(student, LoraConfig(r=rank, target_modules=names, modules_to_save=whole or None))
 
 
@@ -147,8 +168,10 @@ def upcycle_model(arguments: UpcycleArguments, data: DataArguments, training: Tr
     train, validation = split_rows(train, validation, data)
 
     keep = chosen_layers(arguments, teacher, train)
-    student, report = upcycle(teacher, keep, arguments.keep_as, arguments.init, **arguments.config)
+    student, report = upcycle(teacher, keep, arguments.keep_as, arguments.init, arguments.student, **arguments.config)
     say(report)
+    if "align" in stages and not new_modules(student):
+        raise ValueError("align has nothing to train: the student has no new mixers or context states. Leave it out.")
 
     def trainer_of(model: Any, stage: str, settings: TrainingArguments) -> StageTrainer:
         return StageTrainer(
@@ -161,9 +184,7 @@ def upcycle_model(arguments: UpcycleArguments, data: DataArguments, training: Tr
     results: dict[str, Any] = {
         "teacher": Path(arguments.teacher).name,
         "teacher_loss": teacher_loss,
-        "kept_attention_layers": [
-            i for i, kind in enumerate(student.config.block_types) if kind != "linear_attention"
-        ],
+        **layers_of(student.config),
         "init": arguments.init,
         "parameters": student.num_parameters(),
         "loss_before_training": trainer_of(student, "finetune", judge).evaluate()["eval_loss"],
@@ -173,7 +194,7 @@ def upcycle_model(arguments: UpcycleArguments, data: DataArguments, training: Tr
     for stage, settings in stages.items():
         done = Path(settings.output_dir) / "stage.json"
         if done.is_file() and arguments.resume and not arguments.overwrite:
-            student = LonghornForCausalLM.from_pretrained(settings.output_dir, dtype=torch.float32)
+            student = type(student).from_pretrained(settings.output_dir, dtype=torch.float32)
             record = read_json(done)
         else:
             record, student = run_stage(arguments, stage, settings, student, trainer_of)
@@ -202,16 +223,26 @@ def upcycle_model(arguments: UpcycleArguments, data: DataArguments, training: Tr
     return results
 
 
+def layers_of(config: Any) -> dict[str, Any]:
+    """What became of the teacher's attention layers, for results.json."""
+    kinds = list(enumerate(config.block_types))
+    if config.model_type == "longhorn":
+        return {"kept_attention_layers": [index for index, kind in kinds if kind != "linear_attention"]}
+    states = [index for index, kind in kinds if kind != "sliding_attention"]
+    return {"sliding_window": config.sliding_window, "layers_with_context_states": states}
+
+
 def run_stage(
-    arguments: UpcycleArguments, stage: str, settings: TrainingArguments, student: LonghornForCausalLM, trainer_of: Any
-) -> tuple[dict[str, Any], LonghornForCausalLM]:
+    arguments: UpcycleArguments, stage: str, settings: TrainingArguments, student: Any, trainer_of: Any
+) -> tuple[dict[str, Any], Any]:
     """Train one stage; what to remember of it, and the student after it."""
     model: Any = student
-    if stage == "align":  # gradients reach the mixers alone; an optimizer need not hold the rest
+    if stage == "align":  # an optimizer need not hold the rest
+        new = new_modules(student)
         for name, parameter in student.named_parameters():
-            parameter.requires_grad_(".mixer." in name)
+            parameter.requires_grad_(within(name, new))
     elif arguments.lora_rank is not None:
-        model = frozen_beside_mixers(student, arguments.lora_rank)
+        model = frozen_beside_the_new(student, arguments.lora_rank)
     model.config.use_cache = False
     trainer = trainer_of(model, stage, settings)
     trainer.train(
@@ -227,7 +258,7 @@ def run_stage(
 
 
 def save(
-    student: LonghornForCausalLM,
+    student: PreTrainedModel,
     tokenizer: Any,
     folder: Path,
     results: dict[str, Any],

@@ -25,10 +25,9 @@ from pretrain_clm import ModelArguments, pretrain
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, TrainingArguments
 from upcycle import STAGES, UpcycleArguments, upcycle_model
 
-from hf_hybrid_ssm import LonghornForCausalLM
 from hf_hybrid_ssm.hub.folder import read_json
 from hf_hybrid_ssm.planning import Setup, plan
-from hf_hybrid_ssm.upcycle import student_config
+from hf_hybrid_ssm.upcycle import STUDENT_FAMILIES, student_config
 
 STATE_LENGTH = 32_768  # tokens of the decoded sequence whose cache is counted
 
@@ -67,14 +66,14 @@ def run_one(arguments: GapArguments, name: str, seed: int) -> Path:
         upcycle_model(upcycling, data, training)
         return folder
     teacher = AutoConfig.from_pretrained(upcycling.teacher)
-    config = student_config(teacher, upcycling.keep, upcycling.keep_as, **upcycling.config)
+    config = student_config(teacher, upcycling.keep, upcycling.keep_as, upcycling.student, **upcycling.config)
     stages = [getattr(upcycling, stage) for stage in STAGES if getattr(upcycling, stage) is not None]
     training.max_steps = sum(stage["max_steps"] for stage in stages)
     training.learning_rate = stages[-1]["learning_rate"]
     data.tokenizer = data.tokenizer or upcycling.teacher
     start = Path(arguments.output_dir) / f"start-{name}-{seed}"
     torch.manual_seed(seed)
-    LonghornForCausalLM(config).save_pretrained(start)
+    AutoModelForCausalLM.from_config(config).save_pretrained(start)
     pretrain(ModelArguments(model_name_or_path=str(start), resume="auto"), data, training)
     return folder
 
@@ -94,7 +93,7 @@ def held_out_rows(arguments: GapArguments, tokenizer: Any, length: int) -> torch
 def measure(folder: str | Path, rows: torch.Tensor, length: int) -> dict[str, Any]:
     """Losses at both lengths, and the bytes of the cache of one long sequence."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    config = model.config if model.config.model_type == "longhorn" else student_config(model.config, keep=1.0)
+    config = model.config if model.config.model_type in STUDENT_FAMILIES else student_config(model.config, keep=1.0)
     return {
         "loss": loss_at(model, rows, length, length),
         "loss_in_long_windows": loss_at(model, rows, rows.shape[1], length),

@@ -34,6 +34,8 @@ SPADE |= {"sliding_window": 7, "chunk_size": 5, "ssm_state_size": 8}
 SEQ2SEQ = {**SPADE, "num_decoder_layers": 2, "max_target_positions": 64}
 HYBRID = {"block_types": ["linear_attention", "sliding_attention", "full_attention"], "num_key_value_heads": 2}
 HYBRID |= {"sliding_window": 6, "mlp_intermediate_size": 40}
+ROTARY = {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_parameters": {"rope_theta": 100.0}}
+ROTARY |= {"gated_mlp": True, "hidden_act": "silu", "attention_bias": True, "use_qk_norm": True, "qk_norm": False}
 BLOCK_RECURRENT = {"ssm_layers": None, "block_types": ["block_recurrent", "sliding_attention", "bst"]}
 
 # language models, by family and what is special: (model type, fields of the configuration)
@@ -46,6 +48,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "bst mf unstructured": ("bst", {**BST, "context_variant": "mf", "ssm_type": "unstructured", "filter_length": 16}),
     "bst with memory": ("bst", {**BST, "retrieval_k": 2, "retrieval_memory": 7, "retrieval_stride": 2}),
     "bst block-recurrent": ("bst", {**BST, **BLOCK_RECURRENT, "recurrent_num_states": 3}),
+    "bst rotary": ("bst", {**BST, **ROTARY}),
     "lmu-isa": ("lmu_isa", LMU),
     "lmu-isa + global attention": ("lmu_isa", {**LMU, "first_sublayer": "global_attention"}),
     "lmu-isa + window attention": ("lmu_isa", {**LMU, "first_sublayer": "window_attention", "sliding_window": 5}),

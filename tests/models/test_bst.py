@@ -23,7 +23,13 @@ CHECKED = [("sh", "s4d"), ("mh", "s4"), ("mf", "unstructured"), ("mf", "s5")]
 OPTIONS = {
     "strict-context": {"cross_attention_inclusive": False},
     "self-and-no-sink": {"attend_self": True, "zero_kv_sink": False, "qk_norm": False},
-}
+    "rotary": {"rope_parameters": {"rope_theta": 100.0}},
+    "like-llama": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "attention_bias": True, "qk_norm": False, "use_qk_norm": True, "gated_mlp": True,
+        "hidden_act": "silu", "attend_self": True, "zero_kv_sink": False,
+    },
+}  # fmt: skip
 
 
 def build(model_class=BstForCausalLM, **fields):
@@ -32,6 +38,8 @@ def build(model_class=BstForCausalLM, **fields):
     for name, parameter in model.named_parameters():  # away from the smooth initial point, so that a mistake shows
         if name.endswith("scale"):
             parameter.data.uniform_(-2.0, -1.0)  # its absolute value counts
+        elif name.endswith("bias") or ("_norm." in name and "attention." in name):
+            parameter.data.add_(torch.rand_like(parameter))
     return model
 
 
@@ -42,14 +50,24 @@ RECURRENT = {
 }
 
 
+FIXED = {
+    "block_recurrent": RECURRENT,
+    "like-llama": OPTIONS["like-llama"],
+    "like-llama-recurrent": {
+        **OPTIONS["like-llama"], **RECURRENT, "block_types": ["block_recurrent", "sliding_attention", "bst"],
+        "context_variant": "mf",
+    },
+}  # fmt: skip
+
+
 @pytest.fixture(
     scope="module",
-    params=[*CHECKED, "block_recurrent"],
-    ids=lambda kind: kind if kind == "block_recurrent" else "-".join(kind),
+    params=[*CHECKED, *FIXED],
+    ids=lambda kind: kind if isinstance(kind, str) else "-".join(kind),
 )
 def model(request):
-    if request.param == "block_recurrent":
-        return build(**RECURRENT)
+    if request.param in FIXED:
+        return build(**FIXED[request.param])
     variant, ssm = request.param
     return build(context_variant=variant, ssm_type=ssm)
 
@@ -58,9 +76,21 @@ def l2(x):
     return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
 
 
+def rms(x, norm):
+    return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
+
+
+def turned(x, theta):
+    """Channels c and c + e / 2 of x (L, H, e) as one complex number, turned by t theta^(-2 c / e)."""
+    half = x.shape[-1] // 2
+    angles = torch.arange(len(x)).unsqueeze(1) * theta ** (-torch.arange(half, dtype=x.dtype) / half)
+    z = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
+    return torch.cat([z.real, z.imag], -1)
+
+
 def context_of_token(context, y, t, config):
     """Keys and values (slots, H, e) that token t attends to; y is (L, [F,] d)."""
-    heads, window, start = config.num_attention_heads, config.sliding_window, t - t % config.sliding_window
+    heads, window, start = config.num_key_value_heads, config.sliding_window, t - t % config.sliding_window
     if config.context_variant == "mf":
         c = context.initial_context if start == 0 else y[start - 1]
         c = context.norm(c) + context.context_ids
@@ -73,15 +103,21 @@ def context_of_token(context, y, t, config):
     else:
         keys, values = (part(c).view(c.shape[0], heads, config.head_dim) for part in (context.k_proj, context.v_proj))
     assert keys.shape[0] <= window
-    return (l2(keys) if config.qk_norm else keys), values
+    keys = rms(keys, context.k_norm) if config.use_qk_norm else l2(keys) if config.qk_norm else keys
+    return tuple(part.repeat_interleave(config.num_attention_heads // heads, 1) for part in (keys, values))
 
 
 def plain_layer(layer, config, x):
     """Sections 3 and 5 for one row x (L, d) of float64, token by token."""
     attention, heads, window = layer.attention, config.num_attention_heads, config.sliding_window
     z, length, out = layer.attention_norm(x), x.shape[0], []
-    q, k, v = (part(z).view(length, heads, -1) for part in (attention.q_proj, attention.k_proj, attention.v_proj))
-    bias = attention.relative_bias(window)
+    q, k, v = (part(z).view(length, -1, 8) for part in (attention.q_proj, attention.k_proj, attention.v_proj))
+    if config.use_qk_norm:
+        q, k = rms(q, attention.q_norm), rms(k, attention.k_norm)
+    k, v = (part.repeat_interleave(heads // config.num_key_value_heads, 1) for part in (k, v))
+    rope = config.rope_parameters
+    q, k = (q, k) if rope is None else (turned(part, rope["rope_theta"]) for part in (q, k))
+    bias = attention.relative_bias(window) if rope is None else torch.zeros(heads, 1, dtype=x.dtype)
     scale = attention.scale.abs() if config.qk_norm else torch.full((heads,), config.head_dim**-0.5, dtype=x.dtype)
     q, k = (l2(q), l2(k)) if config.qk_norm else (q, k)
     context, y = attention.context, None
@@ -89,6 +125,7 @@ def plain_layer(layer, config, x):
         y = context.ssm((x if context.input_norm is None else context.input_norm(x))[None])[0][0]
         queries = attention.context_q_proj(z).view(length, heads, -1)
         queries = l2(queries) if config.qk_norm else queries
+        queries = rms(queries, attention.context_q_norm) if config.use_qk_norm else queries
         context_scale = attention.context_scale.abs() if config.qk_norm else scale
     for t in range(length):
         logits, values = [], []
@@ -110,7 +147,10 @@ def plain_layer(layer, config, x):
             parts.append((scores.softmax(0).unsqueeze(-1) * context_values).sum(0))
         out.append(torch.cat([part.flatten() for part in parts]))
     x = x + attention.o_proj(torch.stack(out))
-    return x + layer.feed_forward.fc2(torch.relu(layer.feed_forward.fc1(layer.feed_forward_norm(x))))
+    y, mlp = layer.feed_forward_norm(x), layer.feed_forward
+    if config.gated_mlp:
+        return x + mlp.down_proj(torch.nn.functional.silu(mlp.gate_proj(y)) * mlp.up_proj(y))
+    return x + mlp.fc2(torch.relu(mlp.fc1(y)))
 
 
 @pytest.mark.parametrize(("variant", "ssm"), KINDS)
@@ -178,12 +218,15 @@ def test_recurrent_layers_depend_on_the_past_alone():
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-@pytest.mark.parametrize("variant", ["sh", "mf"])
+@pytest.mark.parametrize("variant", ["sh", "mh", "mf"])
 def test_options_equal_the_equations_and_decode(options, variant):
     model = build(context_variant=variant, **options).double()
     x = torch.randn(20, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    layer = model.model.layers[0]
-    torch.testing.assert_close(layer(x[None])[0], plain_layer(layer, model.config, x), rtol=1e-9, atol=1e-10)
+    layer, rotary = model.model.layers[0], model.model.rotary_emb
+    angles = None if rotary is None else rotary(x[None], torch.arange(20)[None])
+    rtol = 1e-9 if rotary is None else 1e-5  # angles are float32, as in every model of transformers
+    found = layer(x[None], position_embeddings=angles)[0]
+    torch.testing.assert_close(found, plain_layer(layer, model.config, x), rtol=rtol, atol=rtol)
     inv.check_split(model, inv.random_ids(model, 2, 20, 0), list(range(1, 20)))
 
 
@@ -368,6 +411,10 @@ def test_bidirectional_is_not_a_language_model():
         ({"dropout": 1.0}, "dropout=1.0"),
         ({"bidirectional": True, "context_variant": "mf"}, "bidirectional=True has no meaning"),
         ({"bidirectional": True, "relative_attention_num_buckets": 6}, "multiple of 4"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=2 must be a multiple of num_key_value_heads=3"),
+        ({"use_qk_norm": True}, "use_qk_norm=True needs qk_norm=False"),
+        ({"head_dim": 7, "rope_parameters": {}}, "head_dim=7 must be even"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, "rope_type='spiral' is not one of 'default'"),
     ],
 )
 def test_bad_configurations(fields, message):

@@ -105,11 +105,36 @@ def test_lora_leaves_what_came_from_the_teacher_merged(arguments, texts, teacher
     assert not any("lora" in key for key in new)
 
 
+@pytest.mark.parametrize("lora_rank", [None, 2])
+def test_a_block_state_transformer_goes_through_every_stage(lora_rank, texts, teacher, tmp_path):
+    config = {"sliding_window": 16, "ssm_layers": [1, 3], "ssm_state_size": 4}
+    stages = {"align": {"max_steps": 10}, "distil": {"max_steps": 4}, "finetune": {"max_steps": 4}}
+    arguments = UpcycleArguments(str(teacher), "bst", config=config, lora_rank=lora_rank, **stages)
+    results = upcycle_model(arguments, data_of(texts), training(tmp_path))
+    assert results["sliding_window"] == 16 and results["layers_with_context_states"] == [1, 3]
+    assert results["steps"] == 18 and results["loss_after_align"] != results["loss_before_training"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.config.model_type == "bst" and (tmp_path / "modeling_bst.py").is_file()
+    old, aligned, new = (load_file(where / "model.safetensors") for where in (teacher, tmp_path / "align", tmp_path))
+    assert aligned["model.layers.1.attention.o_proj.weight"][:, 32:].abs().max() > 0
+    for theirs, ours in (("self_attn.q_proj", "attention.q_proj"), ("mlp.up_proj", "feed_forward.up_proj")):
+        first, then, last = (
+            weights[f"model.layers.1.{name}.weight"] for weights, name in ((old, theirs), (aligned, ours), (new, ours))
+        )
+        assert torch.equal(first, then) and not torch.equal(then, last)
+    assert torch.equal(old["model.embed_tokens.weight"], new["model.embed_tokens.weight"]) == (lora_rank is not None)
+
+
 def test_refusals(teacher, texts, tmp_path):
     with pytest.raises(ValueError, match="keep_by='best'"):
         UpcycleArguments(str(teacher), keep_by="best")
     with pytest.raises(ValueError, match=r"got keep=\[1\]"):
         UpcycleArguments(str(teacher), keep=[1], keep_by="sensitivity")
+    with pytest.raises(ValueError, match="student='spade' must be one of 'longhorn', 'bst'"):
+        UpcycleArguments(str(teacher), student="spade")
+    with pytest.raises(ValueError, match="align has nothing to train"):
+        nothing = UpcycleArguments(str(teacher), "bst", config={"ssm_layers": []}, align={"max_steps": 1})
+        upcycle_model(nothing, data_of(texts), training(tmp_path / "nothing"))
     with pytest.raises(ValueError, match="temperature=0"):
         UpcycleArguments(str(teacher), temperature=0)
     (tmp_path / "model.safetensors").write_text("something")

@@ -44,7 +44,7 @@ TEACHERS = {
 def teacher_of(name: str, **fields):
     torch.manual_seed(0)
     config, model_class, own = TEACHERS[name]
-    model = model_class(config(**SIZES, **own, **fields)).eval()
+    model = model_class(config(**SIZES | own | fields)).eval()
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.2)
     return model

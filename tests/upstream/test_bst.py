@@ -1,5 +1,5 @@
 """transformers' own tests on the Block-State Transformer: one filter, a filter for each context state, Slide,
-Block-Recurrent layers, retrieval, and the bidirectional encoder."""
+Block-Recurrent layers, Llama's layers, retrieval, and the bidirectional encoder."""
 
 import unittest
 
@@ -39,13 +39,13 @@ class BstTest(CausalFamilyTests, unittest.TestCase):
         "filter_length": 16,
     }
 
-    @unittest.skip("positions are relative biases and blocks; there is no rotary embedding to scale")
+    @unittest.skip("positions are relative biases and blocks by default; there is no rotary embedding to scale")
     def test_model_rope_scaling_from_config_0_linear(self): ...
 
-    @unittest.skip("positions are relative biases and blocks; there is no rotary embedding to scale")
+    @unittest.skip("positions are relative biases and blocks by default; there is no rotary embedding to scale")
     def test_model_rope_scaling_from_config_1_dynamic(self): ...
 
-    @unittest.skip("positions are relative biases and blocks; there is no rotary embedding to scale")
+    @unittest.skip("positions are relative biases and blocks by default; there is no rotary embedding to scale")
     def test_model_rope_scaling_from_config_2_yarn(self): ...
 
 
@@ -63,6 +63,26 @@ class BlockRecurrentTest(BstTest):
         "block_types": ["block_recurrent", "sliding_attention"],
         "recurrent_num_states": 3,
     }
+
+
+class BstLikeLlamaTest(BstTest):
+    """With the attention and feed-forward layers that upcycled models have."""
+
+    tester_config = BstTest.tester_config | {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "num_key_value_heads": 2,
+        "attention_bias": True,
+        "qk_norm": False,
+        "use_qk_norm": True,
+        "attend_self": True,
+        "zero_kv_sink": False,
+        "gated_mlp": True,
+        "hidden_act": "silu",
+    }
+
+    test_model_rope_scaling_from_config_0_linear = CausalFamilyTests.test_model_rope_scaling_from_config_0_linear
+    test_model_rope_scaling_from_config_1_dynamic = CausalFamilyTests.test_model_rope_scaling_from_config_1_dynamic
+    test_model_rope_scaling_from_config_2_yarn = CausalFamilyTests.test_model_rope_scaling_from_config_2_yarn
 
 
 class BstRetrievalTest(BstTest):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 # Cache layers with states of fixed size; the second is window attention's, where a family must tell it from a
 # recurrence. Here rather than beside the cache, since configurations do without torch.
@@ -149,6 +150,24 @@ class HybridConfigMixin:
                 f"relative_attention_max_distance={distance} must exceed half of relative_attention_num_buckets="
                 f"{buckets}, whose first half are single distances."
             )
+
+    def check_rope(self) -> None:
+        """Rotary positions turn pairs of channels of `head_dim`, by a known rule."""
+        if self.head_dim % 2:  # type: ignore[attr-defined]
+            raise ValueError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs of channels.")  # type: ignore[attr-defined]
+        rope = self.rope_parameters or {}  # type: ignore[attr-defined]
+        kind, theta = rope.get("rope_type", rope.get("type", "default")), rope.get("rope_theta")
+        known = ("default", *ROPE_INIT_FUNCTIONS)
+        if kind not in known:
+            raise ValueError(f"rope_type={kind!r} is not one of {', '.join(map(repr, known))}.")
+        if isinstance(theta, int | float) and not 0 < theta < math.inf:
+            raise ValueError(f"rope_parameters={rope} must have a positive and finite rope_theta.")
+
+    def check_grouped_heads(self) -> None:
+        """Each key and value head serves equally many query heads."""
+        heads, groups = self.num_attention_heads, self.num_key_value_heads  # type: ignore[attr-defined]
+        if heads % groups:
+            raise ValueError(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={groups}.")
 
     def check_dropout(self, *names: str) -> None:
         """Each named field is a probability below 1."""

@@ -1,4 +1,4 @@
-"""Upcycling: a pretrained transformer becomes a Longhorn hybrid with fewer attention layers."""
+"""Upcycling: a pretrained transformer becomes a hybrid whose memory grows in few layers, or in none."""
 
 from hf_hybrid_ssm.lazy import attach
 
@@ -6,13 +6,16 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "Carried": f"{__name__}.student",
+        "STUDENT_FAMILIES": f"{__name__}.configurations",
         "alignment_losses": f"{__name__}.objectives",
         "attention_sensitivity": f"{__name__}.sensitivity",
         "check_teacher": f"{__name__}.teachers",
         "distillation_loss": f"{__name__}.objectives",
-        "evenly_spaced": f"{__name__}.student",
+        "evenly_spaced": f"{__name__}.configurations",
+        "init_context": f"{__name__}.context_states",
         "init_from_attention": f"{__name__}.projections",
-        "student_config": f"{__name__}.student",
+        "new_modules": f"{__name__}.student",
+        "student_config": f"{__name__}.configurations",
         "upcycle": f"{__name__}.student",
     },
 )

@@ -1,4 +1,4 @@
-"""What a student learns from its teacher: the output of each replaced attention, and the next token's distribution."""
+"""What a student learns from its teacher: the output of each attention, and the next token's distribution."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,24 +8,30 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from hf_hybrid_ssm.models.longhorn.modeling_longhorn import LonghornForCausalLM
+from hf_hybrid_ssm.models.bst.modeling_bst import BstForCausalLM
+from hf_hybrid_ssm.upcycle.student import Student, new_modules
 
 
 @contextmanager
-def _attention_records(teacher: Any, layers: list[int]) -> Iterator[dict[int, tuple[torch.Tensor, torch.Tensor]]]:
-    """Input and output of the attention of some layers, while the teacher runs."""
-    records: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+def _attention_records(teacher: Any, layers: list[int]) -> Iterator[dict[int, dict[str, torch.Tensor]]]:
+    """The input of some layers, and input and output of their attention, while the teacher runs."""
+    records: dict[int, dict[str, torch.Tensor]] = {index: {} for index in layers}
 
-    def hook_of(index: int):
-        def hook(module, args, kwargs, output):
-            records[index] = (kwargs["hidden_states"] if "hidden_states" in kwargs else args[0], output[0])
+    def hooks_of(index: int):
+        def before(module, args):
+            records[index]["layer_input"] = args[0]
 
-        return hook
+        def after(module, args, kwargs, output):
+            records[index]["input"] = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            records[index]["output"] = output[0]
 
-    hooks = [
-        teacher.model.layers[index].self_attn.register_forward_hook(hook_of(index), with_kwargs=True)
-        for index in layers
-    ]
+        return before, after
+
+    hooks = []
+    for index in layers:
+        layer, (before, after) = teacher.model.layers[index], hooks_of(index)
+        hooks.append(layer.register_forward_pre_hook(before))
+        hooks.append(layer.self_attn.register_forward_hook(after, with_kwargs=True))
     try:
         yield records
     finally:
@@ -33,24 +39,36 @@ def _attention_records(teacher: Any, layers: list[int]) -> Iterator[dict[int, tu
             hook.remove()
 
 
-def alignment_losses(student: LonghornForCausalLM, teacher: PreTrainedModel, **inputs: Any) -> dict[int, torch.Tensor]:
-    """How far each new mixer is from the attention it replaces, given the teacher's own input to it.
+def alignment_losses(student: Student, teacher: PreTrainedModel, **inputs: Any) -> dict[int, torch.Tensor]:
+    """How far each new mixer, or each attention with context states, is from the teacher's attention, given the
+    teacher's own input to it.
 
-    |mixer(u) - attention(u)|² / |attention(u)|², by layer; gradients reach the mixers alone.
+    |mixer(u) - attention(u)|² / |attention(u)|², by layer; gradients reach the mixers, or these attentions, alone.
 
     Args:
         inputs: `input_ids` (B, L) and what else the teacher's forward takes; labels are left out.
     """
-    layers = [index for index, layer in enumerate(student.model.layers) if layer.is_recurrent]
+    layers = sorted({int(name.split(".")[2]) for name in new_modules(student)})
     given = {name: value for name, value in inputs.items() if name != "labels"}
     with torch.no_grad(), _attention_records(teacher, layers) as records:
         teacher.model(**given, use_cache=False)
     losses = {}
     for index in layers:
-        hidden, wanted = (part.to(student.device) for part in records[index])
-        found = student.model.layers[index].mixer(hidden).float()
-        losses[index] = F.mse_loss(found, wanted.float()) / wanted.float().square().mean()
+        part = {name: value.to(student.device) for name, value in records[index].items()}
+        found = _mixed(student, index, part["input"], part["layer_input"]).float()
+        wanted = part["output"].float()
+        losses[index] = F.mse_loss(found, wanted) / wanted.square().mean()
     return losses
+
+
+def _mixed(student: Student, index: int, normed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """What a layer of the student adds to x (B, L, d), given the attention's input."""
+    layer: Any = student.model.layers[index]
+    if not isinstance(student, BstForCausalLM):
+        return layer.mixer(normed)
+    rows: dict[str, Any] = {"seq_idx": None, "lengths": None, "return_final_state": False}
+    rows["position_embeddings"] = student.model.rotary_emb(x, torch.arange(x.shape[1], device=x.device)[None])
+    return layer.attention(normed, x, {}, **rows)[0]
 
 
 def distillation_loss(

@@ -17,11 +17,11 @@ LACKING = {
     "phi3": "fused projections",
     "qwen3_moe": "experts",
 }
-"""What a Longhorn hybrid would need, by model type; for models that people ask about."""
+"""What a student would need, by model type; for models that people ask about."""
 
 
 def check_teacher(config: PreTrainedConfig) -> None:
-    """Refuse a model whose layers a Longhorn hybrid cannot hold.
+    """Refuse a model whose layers a student cannot hold.
 
     Raises:
         ValueError: names what is missing.

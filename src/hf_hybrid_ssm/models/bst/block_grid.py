@@ -202,6 +202,17 @@ def block_grid(
     )
 
 
+def positions_in_documents(columns: torch.Tensor, before: torch.Tensor, seq_idx: torch.Tensor) -> torch.Tensor:
+    """(B, L) int64, the tokens before each token in its document.
+
+    Args:
+        columns: 0 … L - 1.
+        before, seq_idx: `tokens_seen` and `seq_idx` of `block_grid`.
+    """
+    begins = F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0), value=False)
+    return columns - torch.where(begins, columns, -before.unsqueeze(1)).cummax(1).values
+
+
 def _packed_grid(
     length: int,
     window: int,
@@ -215,9 +226,7 @@ def _packed_grid(
 
     Where that costs a wait for the device, there are as many blocks as that number of documents can have.
     """
-    begins = F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0), value=False)
-    origin = torch.where(begins, columns, -before.unsqueeze(1)).cummax(1).values
-    position = columns - origin
+    position = positions_in_documents(columns, before, seq_idx)
     slot = position % window
     opens = slot == 0
     opens[:, 0] = True

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import RopeParameters
 
 from hf_hybrid_ssm.layers.mixers.registry import MIXERS, check_mixer_fields
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE, HybridConfigMixin
@@ -50,16 +51,21 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
         hidden_size (`int`, *optional*, defaults to 1024): Width d of the residual stream.
         num_hidden_layers (`int`, *optional*, defaults to 12): Number of layers.
         num_attention_heads (`int`, *optional*, defaults to 8): Attention heads H.
+        num_key_value_heads (`int`, *optional*): Heads G of keys and values, of tokens and of context states, each for
+            H / G query heads; as many as heads by default.
         head_dim (`int`, *optional*, defaults to 128): Size e of a head; H e need not be d.
+        attention_bias (`bool`, *optional*, defaults to `False`): Bias in the projections of attention.
         intermediate_size (`int`, *optional*, defaults to 4096): Width of the feed-forward layers.
         hidden_act (`str`, *optional*, defaults to `"relu"`): Their activation.
+        gated_mlp (`bool`, *optional*, defaults to `False`): Gated feed-forward layers, down(activation(gate) · up), as
+            Llama's with `hidden_act="silu"`.
         sliding_window (`int`, *optional*, defaults to 512): W: tokens a token attends to, and tokens of a block.
         block_types (`list[str]`, *optional*): `"sliding_attention"`, `"bst"` or `"block_recurrent"` for each layer; by
             default from
             `ssm_layers`.
         ssm_layers (`list[int]`, *optional*): Layers of type `"bst"`, from 0; `[0, 6, 8]` by default.
-        context_variant (`str`, *optional*, defaults to `"sh"`): `"sh"` (one filter), `"mh"` (one per head) or `"mf"`
-            (one per context state).
+        context_variant (`str`, *optional*, defaults to `"sh"`): `"sh"` (one filter), `"mh"` (one per key and value
+            head) or `"mf"` (one per context state).
         num_context_states (`int`, *optional*, defaults to 32): S, context states of a block for `"mf"`.
         recurrent_num_states (`int`, *optional*, defaults to 512): State vectors of a `"block_recurrent"` layer.
         ssm_type (`str`, *optional*, defaults to `"s4d"`): `"s4d"`, `"s4"`, `"unstructured"` or `"s5"`; with
@@ -92,11 +98,15 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
         retrieval_stride (`int`, *optional*, defaults to 1): It keeps every n-th of a block's states.
         qk_norm (`bool`, *optional*, defaults to `True`): L2-normalised queries and keys with a learned scale per head;
             otherwise the scale is `1 / sqrt(head_dim)`.
+        use_qk_norm (`bool`, *optional*, defaults to `False`): RMSNorm of each head's queries and keys, as in Qwen3;
+            with `qk_norm=False`.
         attend_self (`bool`, *optional*, defaults to `False`): A token attends to itself too, besides the W before it.
         zero_kv_sink (`bool`, *optional*, defaults to `True`): Positions before the first token hold zero keys and
             values.
         relative_attention_num_buckets, relative_attention_max_distance (`int`, *optional*, defaults to 32 and 128):
             T5's relative bias.
+        rope_parameters (`RopeParameters`, *optional*): Rotary positions of the tokens' queries and keys, in place of
+            T5's bias; none by default, as in the paper.
         dropout, attention_dropout, final_dropout (`float`, *optional*, defaults to 0.05): Before attention and after
             the feed-forward layer, on attention weights, before the head.
         layer_norm_epsilon (`float`, *optional*, defaults to 1e-6): Epsilon of the norms.
@@ -127,6 +137,9 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
         "layers.*.attention.o_proj": "rowwise_split_input",
         "layers.*.feed_forward.fc1": "colwise",
         "layers.*.feed_forward.fc2": "rowwise",
+        "layers.*.feed_forward.gate_proj": "colwise",
+        "layers.*.feed_forward.up_proj": "colwise",
+        "layers.*.feed_forward.down_proj": "rowwise",
     }
     presets: ClassVar[dict[str, dict]] = {
         "80m": {"hidden_size": 512},
@@ -143,6 +156,7 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
         "block_types": _block_types,
         "ssm_layers": _bst_layers,
         "ssm_state_size": _state_size,
+        "num_key_value_heads": lambda config: config.num_attention_heads,
         "logit_scale": lambda config: 1 / math.sqrt(config.hidden_size) if config.hidden_size > 0 else None,
     }
 
@@ -150,9 +164,12 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
     hidden_size: int = 1024
     num_hidden_layers: int = 12
     num_attention_heads: int = 8
+    num_key_value_heads: int | None = None
     head_dim: int = 128
+    attention_bias: bool = False
     intermediate_size: int = 4096
     hidden_act: str = "relu"
+    gated_mlp: bool = False
     sliding_window: int = 512
     block_types: list[str] | None = None
     ssm_layers: list[int] | None = None
@@ -183,10 +200,12 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
     retrieval_memory: int = 1024
     retrieval_stride: int = 1
     qk_norm: bool = True
+    use_qk_norm: bool = False
     attend_self: bool = False
     zero_kv_sink: bool = True
     relative_attention_num_buckets: int = 32
     relative_attention_max_distance: int = 128
+    rope_parameters: RopeParameters | dict | None = None
     dropout: float | int = 0.05
     attention_dropout: float | int = 0.05
     final_dropout: float | int = 0.05
@@ -202,6 +221,12 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
     pad_token_id: int | None = 0
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = 1
+
+    def convert_rope_params_to_dict(self, **kwargs) -> dict[str, Any]:
+        """As in transformers, but None stays None: T5's bias."""
+        if self.rope_parameters is None and not {"rope_scaling", "rope_theta"} & kwargs.keys():
+            return kwargs
+        return super().convert_rope_params_to_dict(**kwargs)
 
     @property
     def layer_types(self) -> list[str]:
@@ -222,8 +247,9 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
     def validate_architecture(self) -> None:
         """Sizes that fit together."""
         self.check_positive(
-            "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "intermediate_size",
-            "sliding_window", "num_context_states", "ssm_state_size", "ssm_dt_min", "ssm_dt_max", "filter_length",
+            "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+            "intermediate_size", "sliding_window", "num_context_states", "ssm_state_size", "ssm_dt_min", "ssm_dt_max",
+            "filter_length",
             "filter_hidden_size", "relative_attention_max_distance", "layer_norm_epsilon",
             "max_position_embeddings", "logit_scale", "recurrent_num_states", "ssm_learning_rate", "filter_sin_freq",
         )  # fmt: skip
@@ -253,7 +279,13 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
                 f"block_types={self.block_types}."
             )
         self._check_retrieval()
-        self.check_relative_bias(two_sided=self.bidirectional)
+        self.check_grouped_heads()
+        if self.qk_norm and self.use_qk_norm:
+            raise ValueError("use_qk_norm=True needs qk_norm=False: queries and keys have one norm.")
+        if self.rope_parameters is None:
+            self.check_relative_bias(two_sided=self.bidirectional)
+        else:
+            self.check_rope()
 
     def _check_retrieval(self) -> None:
         if self.retrieval_k is None:

@@ -4,7 +4,7 @@ A state-space model runs over the whole row; its outputs, cut into blocks, becom
 the block attend to (section 3 of the paper):
 
     "sh"  one filter; block i owns its outputs y_s of the same block, seen causally, by all heads
-    "mh"  a filter for each head; head h sees the outputs of its own filter only
+    "mh"  a filter for each key/value head; its queries see the outputs of this filter only
     "mf"  S filters; block i owns their outputs at the last token of block i - 1, and block 0 learned states
 """
 
@@ -58,16 +58,16 @@ class ContextStates(nn.Module):
     """The state-space model of a layer (`ssm_type`), and the keys and values that its outputs become.
 
     Of the configuration, `num_context_states` is S of "mf"; `ssm_input_norm` normalises the input of the state-space
-    model, and `qk_norm` the keys.
+    model, and `qk_norm` or `use_qk_norm` the keys. H is here the number of key/value heads, G of the attention.
     """
 
     def __init__(self, config: BstConfig):
         super().__init__()
-        hidden_size, num_heads, head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
+        hidden_size, num_heads, head_dim = config.hidden_size, config.num_key_value_heads, config.head_dim
         eps, variant = config.layer_norm_epsilon, config.context_variant
         filters = {"sh": None, "mh": num_heads, "mf": config.num_context_states}[variant]
         self.num_heads, self.head_dim, self.window = num_heads, head_dim, config.sliding_window
-        self.variant, self.key_norm = variant, config.qk_norm
+        self.variant, self.qk_norm = variant, config.qk_norm
         self.input_norm = RMSNorm(hidden_size, eps=eps) if config.ssm_input_norm else None
         self.ssm = mixer_from_config(config, bidirectional=config.bidirectional, filters=filters)
         self.norm = RMSNorm(hidden_size, eps=eps)
@@ -75,21 +75,15 @@ class ContextStates(nn.Module):
             self.k_proj: nn.Module = HeadwiseLinear(num_heads, hidden_size, head_dim)
             self.v_proj: nn.Module = HeadwiseLinear(num_heads, hidden_size, head_dim)
         else:
-            self.k_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
-            self.v_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
+            self.k_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=config.attention_bias)
+            self.v_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=config.attention_bias)
+        self.k_norm = RMSNorm(head_dim, eps=eps) if config.use_qk_norm else None
         if variant == "mf":
             self.initial_context = nn.Parameter(torch.empty(config.num_context_states, hidden_size))
             self.context_ids = nn.Parameter(torch.empty(config.num_context_states, hidden_size))
 
     def forward(
-        self,
-        x: torch.Tensor,
-        grid: AlignedGrid | FreeGrid,
-        *,
-        state: dict[str, torch.Tensor] | None = None,
-        seq_idx: torch.Tensor | None = None,
-        lengths: torch.Tensor | None = None,
-        return_state: bool = False,
+        self, x: torch.Tensor, grid: AlignedGrid | FreeGrid, state: dict[str, torch.Tensor] | None, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """Keys and values of the blocks that a piece touches.
 
@@ -97,58 +91,38 @@ class ContextStates(nn.Module):
             x: (B, L, d), the layer's input.
             grid: the blocks of the piece.
             state: the tensors that an earlier call returned, or None.
-            seq_idx, lengths: as for every mixer.
-            return_state: also return the state after the piece; else it is empty.
+            options: `seq_idx`, `lengths` and `return_final_state`, as for every mixer.
 
         Returns:
-            keys and values (B, J, W or S, H, e), and the state.
+            keys and values (B, J, W or S, H, e), and the state, empty if it was not asked for.
         """
         past = (None, None) if not state else (state["context_key"], state["context_value"])
-        u, options = self._ssm_inputs(x, state, seq_idx, lengths, return_state)
         if self.variant == "mf":
-            return self._shifted(u, grid, past, options)
-        y, ssm = self.ssm(u, **options)
+            return self._shifted(x, grid, past, options | {"initial_state": mixer_state(state or {})})
+        *parts, ssm = self.along_rows(x, state, **options)
         keys, values = (
-            grid.to_blocks(part, None if held is None else held.transpose(1, 2))
-            for part, held in zip(self._project(y), past)
+            grid.to_blocks(part, None if held is None else held.transpose(1, 2)) for part, held in zip(parts, past)
         )
         after = {}
-        if return_state:
+        if options["return_final_state"]:
             unfinished = (grid.unfinished(part).transpose(1, 2) for part in (keys, values))
             after = self.named_states(ssm, *unfinished)
         return keys, values, after
 
     def along_rows(
-        self,
-        x: torch.Tensor,
-        *,
-        state: dict[str, torch.Tensor] | None,
-        seq_idx: torch.Tensor | None,
-        lengths: torch.Tensor | None,
-        return_state: bool,
+        self, x: torch.Tensor, state: dict[str, torch.Tensor] | None, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor, State | None]:
         """As `forward` for "sh" and "mh", but token by token: keys and values (B, L, H, e), and the state of the
         state-space model. No shape depends on where the blocks of documents begin."""
-        u, options = self._ssm_inputs(x, state, seq_idx, lengths, return_state)
-        y, ssm = self.ssm(u, **options)
+        y, ssm = self.ssm(self._ssm_input(x), initial_state=mixer_state(state or {}), **options)
         return *self._project(y), ssm
 
-    def _ssm_inputs(
-        self,
-        x: torch.Tensor,
-        state: dict[str, torch.Tensor] | None,
-        seq_idx: torch.Tensor | None,
-        lengths: torch.Tensor | None,
-        return_state: bool,
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        initial_state = mixer_state(state) if state else None
-        options = {"initial_state": initial_state, "seq_idx": seq_idx, "lengths": lengths}
-        u = x if self.input_norm is None else self.input_norm(x)
-        return u, options | {"return_final_state": return_state}
+    def _ssm_input(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.input_norm is None else self.input_norm(x)
 
     def _shifted(
         self,
-        u: torch.Tensor,
+        x: torch.Tensor,
         grid: AlignedGrid | FreeGrid,
         past: tuple[torch.Tensor | None, torch.Tensor | None],
         options: dict[str, Any],
@@ -158,8 +132,8 @@ class ContextStates(nn.Module):
         selection: dict[str, Any] = {"stride": self.window}
         if isinstance(grid, FreeGrid):
             first, selection = grid.is_first_block[..., None, None], {"positions": grid.ends}
-        y, ssm = self.ssm(u, **options, **selection)  # (B, J or L // W, S, d)
-        initial = self.initial_context.to(y.dtype).expand(u.shape[0], 1, -1, -1)
+        y, ssm = self.ssm(self._ssm_input(x), **options, **selection)  # (B, J or L // W, S, d)
+        initial = self.initial_context.to(y.dtype).expand(len(x), 1, -1, -1)
         y = y if first is None else torch.where(first[:, 1:], initial, y)
         contexts = self._project(torch.cat([initial, y], dim=1))
         if past[0] is not None:  # before the first block is over, a cache may hold anything
@@ -168,7 +142,7 @@ class ContextStates(nn.Module):
             contexts = tuple(torch.cat([start, new[:, 1:]], 1) for start, new in zip(starts, contexts))
         after = {}
         if options["return_final_state"]:
-            rows = torch.arange(u.shape[0], device=u.device)
+            rows = torch.arange(len(x), device=x.device)
             after = self.named_states(ssm, *(part[rows, grid.next_block].transpose(1, 2) for part in contexts))
         keys, values = (part[:, : grid.num_blocks] for part in contexts)
         return keys, values, after
@@ -180,22 +154,24 @@ class ContextStates(nn.Module):
         """One token of each row after earlier ones, without gradients; the tensors of `state` are overwritten.
 
         Args:
-            queries: (B, H, e), not yet scaled.
+            queries: (B, heads, e), not yet scaled; H divides their number.
             x: (B, d), the layer's input.
             state: as in `forward`, with the tokens before this one, `seen` (B,).
             right: 0 if the token sees its own slot, else -1.
             scales: `scale` and `head_scale` of `attention_step`.
 
         Returns:
-            What the token finds (B, H, e), and the state after it.
+            What the token finds (B, heads, e), and the state after it.
         """
-        u = x if self.input_norm is None else self.input_norm(x)
+        u = self._ssm_input(x)
         held, seen = (state["context_key"], state["context_value"]), state["seen"]
         if self.variant == "mf":
             return self._shifted_step(queries, u, state, **scales)
         y, ssm = self.ssm.step_(u, mixer_state(state))
-        z = self.norm(y)  # a step normalises the keys itself
-        k, v = (layer(z).view(queries.shape) for layer in (self.k_proj, self.v_proj))
+        z = self.norm(y)
+        k, v = (layer(z).view(len(x), self.num_heads, self.head_dim) for layer in (self.k_proj, self.v_proj))
+        if self.k_norm is not None:  # a step normalises to length 1 itself
+            k = self.k_norm(k).to(v.dtype)
         found = attention_step(queries, k, v, *held, seen, window=(None, right), block=True, **scales)
         return found, self.named_states(ssm, *held)
 
@@ -231,7 +207,9 @@ class ContextStates(nn.Module):
             flat = z.flatten(0, -2)  # once for both; bitsandbytes' 8-bit linear layers take at most three dimensions
             heads = (*z.shape[:-1], self.num_heads, self.head_dim)
             keys, values = self.k_proj(flat).view(heads), self.v_proj(flat).view(heads)
-        return (l2_normalise(keys) if self.key_norm else keys), values
+        if self.k_norm is not None:
+            return self.k_norm(keys).to(values.dtype), values  # under autocast the norm is float32
+        return (l2_normalise(keys) if self.qk_norm else keys), values
 
     @staticmethod
     def named_states(ssm: State | None, keys: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -23,8 +23,8 @@ FAMILY = Family(
     # "attention." tells the maps of the tokens from those of the context states, one variant of which has no nn.Linear
     peft=PeftTargets(
         lora=("attention.q_proj", "attention.v_proj", "attention.context_q_proj"),
-        ia3=("attention.k_proj", "attention.v_proj", "fc2"),
-        ia3_feed_forward=("fc2",),
+        ia3=("attention.k_proj", "attention.v_proj", "fc2", "down_proj"),
+        ia3_feed_forward=("fc2", "down_proj"),
     ),
     card=CardText(
         name="Block-State Transformer",

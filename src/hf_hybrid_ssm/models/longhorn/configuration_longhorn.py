@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
+from transformers.modeling_rope_utils import RopeParameters
 
 from hf_hybrid_ssm.models.configuration import (
     GPT2_END_OF_TEXT,
@@ -18,7 +18,6 @@ from hf_hybrid_ssm.models.configuration import (
 
 # The cache layers of blocks with states of fixed size; full attention keeps transformers' own name and cache layer.
 CACHE_LAYER_TYPES = {"linear_attention": STATE_LAYER_TYPE, "sliding_attention": WINDOW_LAYER_TYPE}
-ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
 BLOCK_TYPES = ("linear_attention", "sliding_attention", "full_attention")
 
 
@@ -207,21 +206,10 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
 
     def _check_attention(self) -> None:
         self.check_positive("sliding_window", "num_attention_heads", "num_key_value_heads", "head_dim")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads={self.num_attention_heads} must be a multiple of "
-                f"num_key_value_heads={self.num_key_value_heads}."
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs of channels.")
+        self.check_grouped_heads()
+        self.check_rope()
         if "sliding_attention" in self.block_types and self.sliding_window is None:
             raise ValueError('sliding_window=None, but block_types has "sliding_attention" layers: give their window.')
-        rope = self.rope_parameters or {}
-        kind, theta = rope.get("rope_type", rope.get("type", "default")), rope.get("rope_theta")
-        if kind not in ROPE_TYPES:
-            raise ValueError(f"rope_type={kind!r} is not one of {', '.join(map(repr, ROPE_TYPES))}.")
-        if isinstance(theta, int | float) and not 0 < theta < math.inf:
-            raise ValueError(f"rope_parameters={self.rope_parameters} must have a positive and finite rope_theta.")
 
 
 __all__ = ["LonghornConfig"]

@@ -12,17 +12,14 @@ from transformers import initialization as init
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import (
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-    eager_attention_forward,
-)
+from transformers.models.llama.modeling_llama import eager_attention_forward
 from transformers.utils import auto_docstring
 from transformers.utils.generic import is_flash_attention_requested
 
 from hf_hybrid_ssm.layers.feed_forward import SwiGLU
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
+from hf_hybrid_ssm.layers.rotary import RotaryEmbedding, rotated
 from hf_hybrid_ssm.models.base import HybridModelMixin, HybridPreTrainedModel
 from hf_hybrid_ssm.models.block import RecurrentMixin
 from hf_hybrid_ssm.models.cache import tokens_and_notes
@@ -120,15 +117,6 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
         return self.out_proj(y).unsqueeze(1), past
 
 
-class LonghornRotaryEmbedding(Float32ParametersMixin, LlamaRotaryEmbedding):
-    """Llama's rotary positions, whose frequencies a cast of the model does not round.
-
-    No checkpoint holds them: rounded ones would come back exact, and a reloaded model would compute something else.
-    """
-
-    float32_parameters = ("inv_freq", "original_inv_freq")
-
-
 class LonghornAttention(nn.Module):
     """Grouped-query attention with rotary positions, for hybrid stacks."""
 
@@ -177,9 +165,7 @@ class LonghornAttention(nn.Module):
         )
         if self.q_norm is not None and self.k_norm is not None:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
-        queries, keys = apply_rotary_pos_emb(queries, keys, *position_embeddings, unsqueeze_dim=2)
-        # under autocast the angles are float32 and would widen what they turn
-        return queries.to(values.dtype), keys.to(values.dtype), values
+        return *rotated(queries, keys, position_embeddings, values.dtype), values
 
     def _attend(self, *heads: torch.Tensor | None, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Queries, keys and values (B, heads, L, head_dim) and the mask → (B, L, heads · head_dim) and the weights, by
@@ -360,7 +346,7 @@ class LonghornModel(HybridModelMixin, LonghornPreTrainedModel):
         self.layers = nn.ModuleList(LonghornBlock(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.has_columns = config.has_attention
-        self.rotary_emb = LonghornRotaryEmbedding(config) if config.has_attention else None
+        self.rotary_emb = RotaryEmbedding(config) if config.has_attention else None
         self.gradient_checkpointing = False
         self.post_init()
 

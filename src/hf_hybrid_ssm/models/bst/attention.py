@@ -1,0 +1,262 @@
+"""Attention of a Block-State Transformer layer: to the window, and to context states or recurrent states."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_hybrid_ssm.layers.l2_normalise import l2_normalise
+from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
+from hf_hybrid_ssm.layers.relative_bias import RelativeBias
+from hf_hybrid_ssm.layers.rms_norm import RMSNorm
+from hf_hybrid_ssm.layers.rotary import rotated
+from hf_hybrid_ssm.models.bst.block_grid import AlignedGrid, FreeGrid, block_grid
+from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
+from hf_hybrid_ssm.models.bst.context_states import ContextStates, attend_context, newest_last, slot_by_slot
+from hf_hybrid_ssm.models.bst.recurrent_states import RecurrentStates
+from hf_hybrid_ssm.models.bst.retrieval import attend_with_memory
+from hf_hybrid_ssm.models.cache import States
+from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention, window_step
+
+PositionEmbeddings = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines (B or 1, L, e) of rotary positions."""
+
+
+class BstAttention(nn.Module):
+    """Attention to the W tokens before; beside it, in a "bst" layer to the context states of the block, in a
+    "block_recurrent" layer to its recurrent states.
+
+    Queries and keys are L2-normalised; each head has a learned scale, and T5's bias lies inside it, as in the token
+    branch of Block-Recurrent Transformers (arXiv 2203.07852), whose official code has it so. With `rope_parameters`
+    the queries and keys of tokens are rotated instead of biased; `num_key_value_heads` G below H are shared by H / G
+    queries each.
+    """
+
+    def __init__(self, config: BstConfig, layer_idx: int):
+        super().__init__()
+        width, inner = config.hidden_size, config.num_attention_heads * config.head_dim
+        self.num_heads, self.head_dim, self.window = config.num_attention_heads, config.head_dim, config.sliding_window
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        self.qk_norm, self.dropout = config.qk_norm, config.attention_dropout
+        self.is_bidirectional = config.bidirectional
+        self.right = config.sliding_window if config.bidirectional else 0 if config.attend_self else -1
+        self.zero_kv_sink = config.zero_kv_sink and not config.bidirectional
+        bias, eps, shared = config.attention_bias, config.layer_norm_epsilon, inner // self.groups
+        self.q_proj = nn.Linear(width, inner, bias=bias)
+        self.k_proj = nn.Linear(width, shared, bias=bias)
+        self.v_proj = nn.Linear(width, shared, bias=bias)
+        self.q_norm = RMSNorm(self.head_dim, eps=eps) if config.use_qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, eps=eps) if config.use_qk_norm else None
+        self.relative_bias: RelativeBias | None = None
+        if config.rope_parameters is None:
+            self.relative_bias = RelativeBias(
+                self.num_heads,
+                config.relative_attention_num_buckets,
+                config.relative_attention_max_distance,
+                bidirectional=config.bidirectional,
+            )
+        self.scale = nn.Parameter(torch.ones(self.num_heads)) if config.qk_norm else None
+        self.context: ContextStates | None = None
+        self.recurrent: RecurrentStates | None = None
+        block_type = config.block_types[layer_idx]
+        if block_type == "bst":
+            self.context = ContextStates(config)
+            self.retrieval: dict[str, int] | None = None
+            if config.retrieval_k is not None:
+                self.retrieval = {"top_k": config.retrieval_k, "capacity": config.retrieval_memory}
+                self.retrieval["stride"] = config.retrieval_stride
+            inclusive = "causal" if config.cross_attention_inclusive else "strict"
+            self.context_mask = None if config.context_variant == "mf" else inclusive
+        elif block_type == "block_recurrent":
+            self.recurrent = RecurrentStates(config)
+        if block_type != "sliding_attention":
+            self.context_q_proj = nn.Linear(width, inner, bias=bias)
+            self.context_q_norm = RMSNorm(self.head_dim, eps=eps) if config.use_qk_norm else None
+            self.context_scale = nn.Parameter(torch.ones(self.num_heads)) if config.qk_norm else None
+        self.o_proj = nn.Linear(inner if block_type == "sliding_attention" else 2 * inner, width, bias=bias)
+
+    def forward(
+        self,
+        z: torch.Tensor,
+        x: torch.Tensor,
+        past: States,
+        *,
+        documents: int | None = None,
+        position_embeddings: PositionEmbeddings | None = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, States]:
+        """(B, L, d) normalised and raw inputs, the states before them → (B, L, d), the states after them.
+
+        Args:
+            documents: as of `block_grid`.
+            position_embeddings: cosines and sines (B or 1, at least L, e) of rotary positions.
+            options: as of `RecurrentMixin.mix`.
+        """
+        q, k, v = self._heads(z)
+        bias = None if self.relative_bias is None else self.relative_bias(self.window)
+        if self.scale is not None:
+            scale = self.scale.abs().to(q.dtype).unsqueeze(1)
+            q, k, bias = l2_normalise(q) * scale, l2_normalise(k), None if bias is None else bias * scale
+        unrotated = k
+        if position_embeddings is not None:
+            cos, sin = (part[:, : z.shape[1]] for part in position_embeddings)  # rollback replays fewer tokens
+            q, k = rotated(q, k, (cos, sin), v.dtype)
+        y, state = local_attention(
+            *(part.transpose(1, 2) for part in (q, k, v)),
+            window=(self.window, self.right),
+            bias=bias,
+            scale=1.0 if self.qk_norm else None,
+            zero_kv_sink=self.zero_kv_sink,
+            dropout=self.dropout if self.training else 0.0,
+            initial_state=AttentionState(*(past[name] for name in AttentionState._fields)) if past else None,
+            **options,
+        )
+        y = y.transpose(1, 2)
+        states: States = {} if state is None else state._asdict()
+        if self.context is not None:
+            crossed, more = self._attend_context(z, x, past, documents=documents, **options)
+        elif self.recurrent is not None:
+            of_tokens = self._for_every_query(unrotated, v)
+            crossed, more = self._attend_recurrent(z, *of_tokens, past, documents=documents, **options)
+        else:
+            return self.o_proj(y.flatten(2)), states
+        return self.o_proj(torch.cat([y.flatten(2), crossed.flatten(2)], dim=2)), states | more
+
+    def _heads(self, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries (B, L, H, e), keys and values (B, L, G, e)."""
+        q, k, v = (layer(z).unflatten(2, (-1, self.head_dim)) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:  # under autocast they are float32
+            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        return q, k, v
+
+    def _for_every_query(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(..., G, e) → (..., H, e)."""
+        if self.groups == 1:
+            return keys, values
+        return keys.repeat_interleave(self.groups, -2), values.repeat_interleave(self.groups, -2)
+
+    def _attend_context(
+        self, z: torch.Tensor, x: torch.Tensor, past: States, *, documents: int | None = None, **options: Any
+    ) -> tuple[torch.Tensor, States]:
+        """(B, L, H, e) what the tokens find in the context states of their blocks (equations 3.3 and 3.4)."""
+        queries = self._context_queries(z)
+        if (past or options["seq_idx"] is not None) and self.context_mask is not None and self.retrieval is None:
+            return self._attend_context_along_rows(queries, x, past, options)
+        grid = self._grid(x, past, documents, options)
+        keys, values, states = self.context(x, grid, past or None, **options)
+        keys, values = self._for_every_query(keys, values)
+        if self.retrieval is not None:
+            blocks = grid.to_blocks(queries)
+            found, memory = attend_with_memory(
+                blocks, keys, values, grid, past or None, causal=self.context_mask, **self.retrieval
+            )
+            return grid.from_blocks(found), states | memory if options["return_final_state"] else {}
+        mask = grid.slot_mask if self.is_bidirectional else self.context_mask
+        blocks = attend_context(grid.to_blocks(queries), keys, values, mask=mask)
+        return grid.from_blocks(blocks), states
+
+    def _attend_context_along_rows(
+        self, queries: torch.Tensor, x: torch.Tensor, past: States, options: dict[str, Any]
+    ) -> tuple[torch.Tensor, States]:
+        """The same where blocks begin anywhere: a block's tokens and its states are the same columns of the row."""
+        keys, values, ssm = self.context.along_rows(x, past or None, **options)
+        state = None
+        if past:
+            held = [newest_last(past[name], past["seen"]) for name in ("context_key", "context_value")]
+            state = AttentionState(held[0], held[1], past["seen"])
+        right = self.window - 1 if self.is_bidirectional else 0 if self.context_mask == "causal" else -1
+        y, after = local_attention(
+            *(part.transpose(1, 2) for part in (queries, keys, values)),
+            window=(self.window - 1, right),
+            chunk_size=self.window,
+            scale=1.0,
+            initial_state=state,
+            capacity=self.window,
+            **options,
+        )
+        states: States = {}
+        if after is not None:
+            unfinished = (slot_by_slot(part, after.seen) for part in (after.keys, after.values))
+            states = self.context.named_states(ssm, *unfinished)
+        return y.transpose(1, 2), states
+
+    def _attend_recurrent(
+        self,
+        z: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        past: States,
+        *,
+        documents: int | None = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, States]:
+        """(B, L, H, e) what the tokens find in the state their block began with."""
+        grid = self._grid(z, past, documents, options)
+        return_state = options["return_final_state"]
+        state_keys, state_values, after = self.recurrent(keys, values, grid, past or None, return_state=return_state)
+        blocks = attend_context(grid.to_blocks(self._context_queries(z)), state_keys, state_values, mask=None)
+        return grid.from_blocks(blocks), after
+
+    def _grid(
+        self, x: torch.Tensor, past: States, documents: int | None, options: dict[str, Any]
+    ) -> AlignedGrid | FreeGrid:
+        """Where the tokens of x (B, L, d) lie in the blocks of their documents."""
+        packing = {name: options[name] for name in ("seq_idx", "lengths")} | {"documents": documents}
+        seen, device = past.get("seen"), x.device
+        return block_grid(x.shape[0], x.shape[1], self.window, tokens_seen=seen, device=device, **packing)
+
+    def _context_queries(self, z: torch.Tensor) -> torch.Tensor:
+        """(B, L, H, e), scaled."""
+        queries = self._context_heads(z)
+        if self.context_scale is None:
+            return queries * self.head_dim**-0.5
+        return l2_normalise(queries) * self.context_scale.abs().to(queries.dtype).unsqueeze(1)
+
+    def _context_heads(self, z: torch.Tensor) -> torch.Tensor:
+        """The same before the scale."""
+        queries = self.context_q_proj(z).unflatten(2, (self.num_heads, -1))
+        return queries if self.context_q_norm is None else self.context_q_norm(queries).to(queries.dtype)
+
+    @with_accelerate_hooks
+    def step(
+        self,
+        z: torch.Tensor,
+        x: torch.Tensor,
+        past: States,
+        *,
+        keeps_address: bool,
+        position_embeddings: PositionEmbeddings | None = None,
+    ) -> tuple[torch.Tensor, States]:
+        """`forward` of one token (B, 1, d) after earlier ones, without gradients; `past` is overwritten."""
+        q, k, v = self._heads(z)
+        states, crossed = dict(past), None
+        scales: dict[str, Any] = {"scale": 1.0 if self.qk_norm else None}
+        if self.context is not None:
+            queries, right = self._context_heads(z)[:, 0], 0 if self.context_mask == "causal" else -1
+            crossed, more = self.context.step(
+                queries, x[:, 0], past, right=right, head_scale=self.context_scale, **scales
+            )
+            states |= more
+        elif self.recurrent is not None:
+            key, value = self._for_every_query(k if self.scale is None else l2_normalise(k), v)
+            queries = self._context_heads(z)[:, 0]
+            crossed, more = self.recurrent.step(
+                queries, key[:, 0], value[:, 0], past, head_scale=self.context_scale, **scales
+            )
+            states |= more
+        if position_embeddings is not None:
+            q, k = rotated(q, k, position_embeddings, v.dtype)
+        y, state = window_step(
+            q[:, 0],
+            k[:, 0],
+            v[:, 0],
+            AttentionState(past["keys"], past["values"], past["seen"]),
+            keeps_address=keeps_address,
+            window=(self.window, self.right),
+            bias=None if self.relative_bias is None else self.relative_bias(self.window),
+            head_scale=self.scale,
+            zero_kv_sink=self.zero_kv_sink,
+            **scales,
+        )
+        y = y if crossed is None else torch.cat([y.flatten(1), crossed.flatten(1)], 1)
+        return self.o_proj(y.flatten(1).unsqueeze(1)), states | state._asdict()

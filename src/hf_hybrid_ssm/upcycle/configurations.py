@@ -1,0 +1,119 @@
+"""The configuration of a student, from that of its teacher."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
+from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
+from hf_hybrid_ssm.upcycle.teachers import attention_types, check_teacher, has_attention_bias, head_dim_of
+
+SHARED_FIELDS = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "max_position_embeddings", "initializer_range", "tie_word_embeddings", "attention_dropout",
+    "pad_token_id", "bos_token_id", "eos_token_id",
+)  # fmt: skip
+STUDENT_FAMILIES = ("longhorn", "bst")
+OPEN_FIELDS = {
+    "max_position_embeddings", "initializer_range", "attention_dropout", "dropout", "final_dropout", "sliding_window",
+    "ssm_layers", "pad_token_id", "bos_token_id", "eos_token_id",
+}  # fmt: skip
+"""What may be chosen of the fields that a BST takes from its teacher."""
+
+
+def evenly_spaced(layers: int, count: int) -> list[int]:
+    """`count` of `layers` layers, each in the middle of its share: the states of earlier layers feed them."""
+    return [(2 * index + 1) * layers // (2 * count) for index in range(count)]
+
+
+def student_config(
+    teacher: PreTrainedConfig,
+    keep: float | Sequence[int] | None = None,
+    keep_as: str | None = None,
+    family: str = "longhorn",
+    **fields: Any,
+) -> LonghornConfig | BstConfig:
+    """The configuration of a hybrid with the teacher's sizes.
+
+    Args:
+        teacher: of a Llama, Mistral, Qwen2 or Qwen3.
+        keep: the layers of a Longhorn hybrid that keep their attention: their indices, or the share of all layers,
+            evenly spaced; a quarter by default.
+        keep_as: "full_attention" or "sliding_attention" for the layers that keep it; None: as in the teacher.
+        family: "longhorn", or "bst": all layers keep their attention as a window.
+        fields: of the student's configuration. For Longhorn such as `state_size` (32 by default) and
+            `sliding_window`. For BST such as `sliding_window`, the tokens that a token sees before itself (by default
+            those of the teacher's windows, or 512), and `ssm_layers`, which get context states (by default a quarter,
+            evenly spaced).
+
+    Raises:
+        ValueError: the teacher cannot be upcycled, there is no such layer, or the family has no use for an argument.
+    """
+    check_teacher(teacher)
+    if family not in STUDENT_FAMILIES:
+        raise ValueError(f"family={family!r} must be one of {', '.join(map(repr, STUDENT_FAMILIES))}.")
+    known = {name: getattr(teacher, name) for name in SHARED_FIELDS if hasattr(teacher, name)}
+    known |= {
+        "head_dim": head_dim_of(teacher),
+        "layer_norm_epsilon": teacher.rms_norm_eps,
+        "rope_parameters": copy.deepcopy(teacher.rope_parameters),
+        "attention_bias": has_attention_bias(teacher),
+        "use_qk_norm": teacher.model_type == "qwen3",
+    }
+    if family == "bst":
+        if keep is not None or keep_as is not None:
+            raise ValueError(
+                f"keep={keep} and keep_as={keep_as} are for Longhorn: in a BST all layers keep their attention as a "
+                "window. Give sliding_window, and ssm_layers for those with context states."
+            )
+        known |= _bst_fields(teacher, fields)
+        if fixed := sorted(fields.keys() & known.keys() - OPEN_FIELDS):
+            raise ValueError(f"{', '.join(fixed)} of a BST must be its teacher's: the weights fit nothing else.")
+        return BstConfig(**(known | fields))
+    return LonghornConfig(**(known | _longhorn_fields(teacher, 0.25 if keep is None else keep, keep_as) | fields))
+
+
+def _longhorn_fields(teacher: Any, keep: float | Sequence[int], keep_as: str | None) -> dict[str, Any]:
+    layers = teacher.num_hidden_layers
+    if isinstance(keep, int | float):
+        if not 0 <= keep <= 1:
+            raise ValueError(f"keep={keep} must be a share between 0 and 1, or a list of layers.")
+        keep = evenly_spaced(layers, round(keep * layers))
+    if unknown := sorted(set(keep) - set(range(layers))):
+        raise ValueError(f"keep={list(keep)} names {unknown}, but the teacher's layers are 0 to {layers - 1}.")
+    if keep_as not in (None, "full_attention", "sliding_attention"):
+        raise ValueError(f'keep_as={keep_as!r} must be "full_attention", "sliding_attention" or None.')
+    types = [
+        (keep_as or kind) if index in keep else "linear_attention"
+        for index, kind in enumerate(attention_types(teacher))
+    ]
+    window = getattr(teacher, "sliding_window", None)
+    return {
+        "block_types": types,
+        "mlp_intermediate_size": teacher.intermediate_size,
+        "use_bias": True,  # a constant gate has no other place
+        "residual_in_fp32": False,
+        "state_size": 32,
+    } | ({} if window is None else {"sliding_window": window})
+
+
+def _bst_fields(teacher: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """What makes the layers of a BST the teacher's: nothing but softmax over rotated keys, and a gated SiLU layer."""
+    known: dict[str, Any] = {
+        "intermediate_size": teacher.intermediate_size,
+        "hidden_act": "silu",
+        "gated_mlp": True,
+        "qk_norm": False,
+        "attend_self": True,
+        "zero_kv_sink": False,
+        "dropout": 0.0,
+        "final_dropout": 0.0,
+        "logit_scale": 1.0,
+    }
+    if "sliding_attention" in attention_types(teacher):
+        known["sliding_window"] = teacher.sliding_window - 1  # theirs counts the token itself
+    if "block_types" not in given:
+        known["ssm_layers"] = evenly_spaced(teacher.num_hidden_layers, max(1, round(teacher.num_hidden_layers / 4)))
+    return known
