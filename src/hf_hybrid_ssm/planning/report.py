@@ -86,7 +86,7 @@ def preset_line(name: str, setup: Setup) -> Sequence[str]:
 
 
 def _is_of_a_paper(name: str) -> bool:
-    """A language model or encoder-decoder of a paper: not a task of the Long Range Arena, nor a size of this package."""
+    """A language model or encoder-decoder of a paper: no task of the Long Range Arena, no size of this package."""
     return not any(part in name for part in ("-lra-", "-rule", "-deep"))
 
 
