@@ -12,7 +12,7 @@
 #   make reports-status   which pages in reports/ are older than the sources they are about
 #   make reliability the pages that are made from tests; or one of roundtrips, determinism, numerics, misuse, fuzz,
 #                    crash, scale by its name
-#   make plans       memory and operations of a training step of every preset
+#   make plans       memory and operations of a training step of the papers' presets
 #   make mutation    change ops and caches at random and see whether a test notices
 #   make lowest      the tests with the lowest versions of the dependencies; make newest: with the newest
 #   make matrix      what PEFT, quantization, compiling, export and offloading do with every family

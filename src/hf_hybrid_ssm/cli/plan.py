@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
     parser = parser_of("plan", __doc__)
     parser.add_argument("preset", metavar="FAMILY/PRESET", nargs="?", help="for instance longhorn/125m")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
-    parser.add_argument("--markdown", type=Path, metavar="PATH", help="write a page with every preset instead")
+    parser.add_argument("--markdown", type=Path, metavar="PATH", help="write a page with the papers' presets instead")
     for name, text in HELP.items():
         default = getattr(Setup, name)
         kind = {"choices": CHOICES[name]} if name in CHOICES else {"type": int, "metavar": "N"}
