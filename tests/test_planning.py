@@ -179,6 +179,22 @@ def test_fourier_transforms_and_scans_are_counted():
     assert counter.get_total_flops() == 2 * 3 * 2.5 * 64 * 6
 
 
+@pytest.mark.parametrize("window", [(3, 0), (3, -1), (2, 4), (2**40, 0), (2**40, 2**40)])
+@pytest.mark.parametrize("held, chunk", [(0, 0), (5, 0), (0, 4), (0, 20)])
+def test_window_attention_is_counted(window, held, chunk):
+    """Multiplication and addition for each seen pair, in both products."""
+    (left, right), length = window, 11
+    chunked = min(left, chunk - 1) if chunk else left, min(right, chunk - 1) if chunk else right
+    i, j = torch.arange(length).unsqueeze(1) + held, torch.arange(held + length)
+    seen = (i - j <= left) & (j - i <= right)
+    if chunk:
+        seen &= i // chunk == j // chunk
+    shapes = [(2, 6, length, 8), (2, 3, held + length, 8), (2, 3, held + length, 5)]
+    formula = FORMULAS[torch.ops.hf_hybrid_ssm.local_attention_native]
+    counted = formula(*shapes, *[None] * 4, 0.5, [*chunked, chunk, 0])
+    assert counted == 2 * 2 * 6 * int(seen.sum()) * (8 + 5)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", [case for case in CASES if "classifier" not in case])
 def test_decoding_state(case, dtype):

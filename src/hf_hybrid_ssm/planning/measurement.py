@@ -223,6 +223,29 @@ def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any
     return 2.5 * _attention(query, key, value)  # scores once more, then four products
 
 
+def _window_attention(query: Any, key: Any, value: Any, *rest: Any, **__: Any) -> int:
+    (batch, heads, length, size), (*_, held, value_size) = query, value
+    return 2 * batch * heads * _pairs(length, held, rest[-1]) * (size + value_size)
+
+
+def _window_attention_backward(query: Any, key: Any, value: Any, *rest: Any, **__: Any) -> float:
+    return 2.5 * _window_attention(query, key, value, *rest)
+
+
+def _pairs(length: int, held: int, numbers: Any) -> int:
+    """Queries times the keys that each sees, in one document; the last `length` of `held` keys are its own."""
+    left, right, chunk, _ = numbers
+    if chunk and length > chunk:
+        return length // chunk * _pairs(chunk, chunk, numbers) + _pairs(length % chunk, length % chunk, numbers)
+    return length + _limited(held - length, length, left) + _limited(0, length, right)
+
+
+def _limited(first: int, count: int, limit: int) -> int:
+    """The sum of the numbers first, first + 1, ... first + count - 1, none above the limit."""
+    below = min(max(limit - first, 0), count)
+    return below * first + below * (below - 1) // 2 + (count - below) * limit
+
+
 def _longhorn_scan(x: Any, dt: Any, k: Any, *_: Any, **__: Any) -> int:
     """Each number of the state: square of the key, decay (2), written value (2), update (2), read-out (2)."""
     return 9 * math.prod(x) * k[-1]
@@ -266,7 +289,8 @@ def _twice(formula: Callable) -> Callable:
 def _formulas() -> dict[Any, Callable]:
     """What torch's own counter leaves out: Fourier transforms, the CPU's fused attention, and our own kernels."""
     aten, own = torch.ops.aten, torch.ops.hf_hybrid_ssm
-    for module in ("longhorn_scan.torch_backend", "longhorn_scan.native", "linear_scan.native"):
+    modules = ("longhorn_scan.torch_backend", "longhorn_scan.native", "linear_scan.native", "local_attention.native")
+    for module in modules:
         importlib.import_module(f"hf_hybrid_ssm.ops.{module}")  # registers its ops
     return {
         aten._fft_r2c: _real_fourier,
@@ -274,6 +298,8 @@ def _formulas() -> dict[Any, Callable]:
         aten._fft_c2c: _complex_fourier,
         aten._scaled_dot_product_flash_attention_for_cpu: _attention,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+        own.local_attention_native: _window_attention,
+        own.local_attention_native_backward: _window_attention_backward,
         own.longhorn_scan_torch: _longhorn_scan,
         own.longhorn_scan_torch_backward: _twice(_longhorn_scan),
         own.longhorn_scan_native: _longhorn_scan,
@@ -292,6 +318,7 @@ KINDS = {
     "_fft": "Fourier transforms",
     "_scaled_dot_product": "attention",
     "implicit_attention": "attention",
+    "local_attention": "attention",
     "longhorn_scan": "recurrence",
     "channel_scan": "recurrence",
     "diagonal_scan": "recurrence",
