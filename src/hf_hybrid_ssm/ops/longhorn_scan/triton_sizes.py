@@ -24,8 +24,8 @@ FORWARD = {
 }
 BACKWARD = {
     16: {"BD": 32, "T": 2, "S": 16, "num_warps": 1, "STAGES": 2},
-    32: {"BD": 32, "T": 2, "S": 16, "num_warps": 2, "STAGES": 3},
-    64: {"BD": 32, "T": 2, "S": 16, "num_warps": 4, "STAGES": 3},
+    32: {"BD": 32, "T": 2, "S": 8, "num_warps": 4, "STAGES": 3},
+    64: {"BD": 32, "T": 2, "S": 8, "num_warps": 8, "STAGES": 3},
     math.inf: {"BD": 16, "T": 2, "S": 8, "num_warps": 8, "STAGES": 2},
 }
 MEASURING: dict[str, dict[str, int]] = {}  # what `triton_tune` is trying, by shape class
