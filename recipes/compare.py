@@ -118,7 +118,9 @@ def compare(arguments: CompareArguments) -> dict[str, Any]:
             folder = Path(arguments.output_dir) / f"{name}-{seed}"
             found = run(folder, chosen | {"seed": seed})
             runs[name].append({"seed": seed, **found, "curve": curve_of(folder, found)})
-            figures = {"settings": settings_of(arguments)} | ({"learning_rates": tried} if tried else {})
+            figures = {"settings": settings_of(arguments)}
+            if tried:
+                figures["learning_rates"] = tried
             figures["models"] = {name: summary(found) for name, found in runs.items() if found}
             if arguments.reference is not None:
                 figures["reference"] = arguments.reference

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -98,14 +98,15 @@ class SpanObjective(CorruptedText):
         return known(text, ids, tokenizer.decode(output[0]), model(ids, decoder_input_ids=start).logits[0, -1])
 
 
-OBJECTIVES = {
+Objective: TypeAlias = CausalObjective | MaskedObjective | SpanObjective
+OBJECTIVES: dict[str, Objective] = {
     "ForCausalLM": CausalObjective(),
     "ForMaskedLM": MaskedObjective(),
     "ForConditionalGeneration": SpanObjective(),
 }
 
 
-def objective_of(folder: Any) -> CausalObjective | MaskedObjective | SpanObjective:
+def objective_of(folder: Any) -> Objective:
     """
     Raises:
         ValueError: the folder's model has none of the heads that the pre-training recipes train.
