@@ -2,12 +2,12 @@
 # Part of hf-hybrid-ssm 0.1.0, gathered by hf_hybrid_ssm.hub.export_code.
 # Plain torch, and on CUDA the Triton kernels of hf_hybrid_ssm_kernels where that can be imported. transformers
 # takes the package instead when it is installed.
-# SHA-256 of this file without this line and the next: f1ec4f7c6f82f66d07ad2059f0984e9a0f207158e9fc33acb18a1421b5e723ba
+# SHA-256 of this file without this line and the next: a1e9f7ab93d08fe6944da257ed75384540795a8aab21d270c4c2ee3f67c1b621
 
 import torch
 import torch.nn.functional as F
 
-from .dispatch import Op, check_lengths, check_seq_idx, check_tensor, last_inputs
+from .dispatch import Op, check_lengths, check_seq_idx, check_tensor, draw, last_inputs
 
 
 # ---- ops/causal_conv/reference.py -----------------------------------------------------------------------------------
@@ -30,7 +30,7 @@ def causal_conv_reference(x, weight, bias=None, *, activation=None, initial_stat
             total = total + weight[:, j].to(dtype) * seen[:, t + j] * same[:, None]
         rows.append(total)
     y = torch.stack(rows, 1) if rows else torch.zeros_like(x)
-    y = torch.nn.functional.silu(y) if activation == "silu" else y
+    y = F.silu(y) if activation == "silu" else y
     ends = [length] * batch if lengths is None else lengths.tolist()
     states = []
     for row, end in enumerate(ends):
@@ -39,13 +39,27 @@ def causal_conv_reference(x, weight, bias=None, *, activation=None, initial_stat
     return y.to(x.dtype), torch.stack(states).to(x.dtype)
 
 
-# ---- ops/causal_conv/self_check_inputs.py ---------------------------------------------------------------------------
-# A small convolution on which kernels are checked: longer than a tile, with channels that do not fill one.
-
-def self_check_inputs_self_check_inputs() -> dict:
-    random = torch.Generator().manual_seed(0)
+def self_check_inputs() -> dict:
+    """Longer than a tile, with channels that do not fill one."""
     shapes = {"x": (2, 37, 18), "weight": (18, 4), "bias": (18,), "initial_state": (2, 3, 18)}
-    return {name: torch.randn(shape, generator=random) for name, shape in shapes.items()} | {"activation": "silu"}
+    return draw(shapes) | {"activation": "silu"}
+
+
+def causal_conv_step_reference(x, state, weight, bias=None, *, activation=None):
+    """See `hf_hybrid_ssm.ops.causal_conv.causal_conv_step`; computes in the same precision."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    y = torch.zeros_like(x, dtype=dtype) if bias is None else bias.to(dtype).expand(x.shape)
+    inputs = [*state.to(dtype).clone().unbind(1), x.to(dtype)]
+    for lag, seen in enumerate(inputs):
+        y = y + weight[:, lag].to(dtype) * seen
+    for slot, seen in enumerate(inputs[1:]):
+        state[:, slot] = seen
+    return (F.silu(y) if activation == "silu" else y).to(x.dtype), state
+
+
+def step_self_check_inputs() -> dict:
+    """Two rows whose channels do not fill a vector."""
+    return draw({"x": (2, 18), "state": (2, 3, 18), "weight": (18, 4), "bias": (18,)}) | {"activation": "silu"}
 
 
 # ---- ops/causal_conv/torch_backend.py -------------------------------------------------------------------------------
@@ -90,26 +104,8 @@ def _shifted_products(seen: torch.Tensor, weight: torch.Tensor, same: torch.Tens
     return y
 
 
-# ---- ops/causal_conv/step.py ----------------------------------------------------------------------------------------
-# One token of the short convolution: the state is overwritten, and nothing has a gradient.
-
-ACTIVATIONS = (None, "silu")
-
-
-def causal_conv_step_reference(x, state, weight, bias=None, *, activation=None):
-    """See `causal_conv_step`; computes in float32, or in float64 for float64 inputs."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    y = torch.zeros_like(x, dtype=dtype) if bias is None else bias.to(dtype).expand(x.shape)
-    inputs = [*state.to(dtype).clone().unbind(1), x.to(dtype)]
-    for lag, seen in enumerate(inputs):
-        y = y + weight[:, lag].to(dtype) * seen
-    for slot, seen in enumerate(inputs[1:]):
-        state[:, slot] = seen
-    return (F.silu(y) if activation == "silu" else y).to(x.dtype), state
-
-
 def causal_conv_step_torch(x, state, weight, bias=None, *, activation=None):
-    """See `causal_conv_step`."""
+    """See `hf_hybrid_ssm.ops.causal_conv.causal_conv_step`."""
     dtype = x.dtype if x.dtype == torch.float64 else torch.float32
     seen = torch.cat([state, x.to(state.dtype).unsqueeze(1)], 1)
     state.copy_(seen[:, 1:])
@@ -118,66 +114,23 @@ def causal_conv_step_torch(x, state, weight, bias=None, *, activation=None):
     return (F.silu(y) if activation == "silu" else y).to(x.dtype), state
 
 
-def step_self_check_inputs() -> dict:
-    """Two rows whose channels do not fill a vector."""
-    random = torch.Generator().manual_seed(0)
-    shapes = {"x": (2, 18), "state": (2, 3, 18), "weight": (18, 4), "bias": (18,)}
-    return {name: torch.randn(shape, generator=random) for name, shape in shapes.items()} | {"activation": "silu"}
-
-
-_STEP_OP = Op(
-    "causal_conv_step",
-    builtin={"torch": causal_conv_step_torch, "reference": causal_conv_step_reference},
-    kernels={"triton": "hf_hybrid_ssm_kernels.causal_conv_triton_step"},
-    self_check_inputs=step_self_check_inputs,
-    differentiable=False,
-)
-
-
-def causal_conv_step(
-    x: torch.Tensor,
-    state: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    activation: str | None = None,
-    backend: str | None = None,
-) -> torch.Tensor:
-    """`causal_conv` of one token of each row, without gradients; `state` becomes the one after it, in place.
-
-    Args:
-        x: (B, D).
-        state: (B, K - 1, D), contiguous: the inputs before it, oldest first.
-        weight: (D, K).
-        bias: (D,).
-        activation: None or "silu".
-        backend: force one implementation (see `hf_hybrid_ssm.ops._core.dispatch`).
-
-    Returns:
-        y (B, D) in the dtype of x.
-
-    Raises:
-        TypeError, ValueError: an argument of wrong type, dtype, shape or device; an unknown activation or backend.
-    """
-    check_tensor("x", x, (None, None), "B, D")
-    check_tensor("weight", weight, (x.shape[1], None), "D, K")
-    check_tensor("state", state, (x.shape[0], weight.shape[1] - 1, x.shape[1]), "B, K - 1, D")
-    check_tensor("bias", bias, (x.shape[1],), "D", optional=True)
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation={activation!r} must be one of {', '.join(map(repr, ACTIVATIONS))}.")
-    run = _STEP_OP.select(x.device.type, x.dtype, backend)
-    return run(x, state, weight, bias, activation=activation)[0]
-
-
 # ---- ops/causal_conv/__init__.py ------------------------------------------------------------------------------------
 # The short depthwise causal convolution that precedes a recurrence, with its own small state.
 
-_CAUSAL_CONV_OP = Op(
+_OP = Op(
     "causal_conv",
     builtin={"torch": causal_conv_torch, "reference": causal_conv_reference},
     kernels={"triton": "hf_hybrid_ssm_kernels.causal_conv_triton"},
-    self_check_inputs=self_check_inputs_self_check_inputs,
+    self_check_inputs=self_check_inputs,
 )
+_STEP = Op(
+    "causal_conv_step",
+    builtin={"torch": causal_conv_step_torch, "reference": causal_conv_step_reference},
+    kernels={"triton": "hf_hybrid_ssm_kernels.causal_conv_triton"},
+    self_check_inputs=step_self_check_inputs,
+    differentiable=False,
+)
+ACTIVATIONS = (None, "silu")
 
 
 def causal_conv(
@@ -215,21 +168,56 @@ def causal_conv(
     check_tensor("x", x, (None, None, None), "B, L, D")
     if not x.is_floating_point():
         raise TypeError(f"x must have a floating point dtype, got {x.dtype}.")
-    batch, length, channels = x.shape
-    check_tensor("weight", weight, (channels, None), "D, K")
-    check_tensor("bias", bias, (channels,), "D", optional=True)
-    check_tensor("initial_state", initial_state, (batch, weight.shape[1] - 1, channels), "B, K - 1, D", optional=True)
+    batch, length, _ = x.shape
+    _check_filter(x, initial_state, weight, bias, activation)
     check_seq_idx(seq_idx, batch, length)
     check_lengths(lengths, batch, length)
-    if weight.shape[1] == 0:
-        raise ValueError("weight must have at least one tap (K ≥ 1), got K = 0.")
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation={activation!r} must be one of {', '.join(map(repr, ACTIVATIONS))}.")
     if length == 0:
         empty = last_inputs(x, weight.shape[1], initial_state, seq_idx, lengths)
         return torch.zeros_like(x), empty if return_final_state else None
-    run = _CAUSAL_CONV_OP.select(x.device.type, x.dtype, backend)
+    run = _OP.select(x.device.type, x.dtype, backend)
     y, final_state = run(
         x, weight, bias, activation=activation, initial_state=initial_state, seq_idx=seq_idx, lengths=lengths
     )
     return y, final_state if return_final_state else None
+
+
+def causal_conv_step(
+    x: torch.Tensor,
+    state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """`causal_conv` of one token of each row, without gradients; `state` becomes the one after it, in place.
+
+    Args:
+        x: (B, D).
+        state: (B, K - 1, D), contiguous: the inputs before it, oldest first.
+        weight, bias, activation, backend: as for `causal_conv`.
+
+    Returns:
+        y (B, D) in the dtype of x.
+
+    Raises:
+        TypeError, ValueError: an argument of wrong type, dtype, shape or device; an unknown activation or backend.
+    """
+    check_tensor("x", x, (None, None), "B, D")
+    _check_filter(x, state, weight, bias, activation)
+    run = _STEP.select(x.device.type, x.dtype, backend)
+    return run(x, state, weight, bias, activation=activation)[0]
+
+
+def _check_filter(x, state, weight, bias, activation) -> None:
+    """What both take, for x (B, [L,] D)."""
+    batch, channels = x.shape[0], x.shape[-1]
+    check_tensor("weight", weight, (channels, None), "D, K")
+    check_tensor("bias", bias, (channels,), "D", optional=True)
+    if weight.shape[1] == 0:
+        raise ValueError("weight must have at least one tap (K ≥ 1), got K = 0.")
+    name = "state" if x.dim() == 2 else "initial_state"
+    check_tensor(name, state, (batch, weight.shape[1] - 1, channels), "B, K - 1, D", optional=x.dim() == 3)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r} must be one of {', '.join(map(repr, ACTIVATIONS))}.")

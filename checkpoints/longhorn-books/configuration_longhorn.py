@@ -2,7 +2,7 @@
 # Part of hf-hybrid-ssm 0.1.0, gathered by hf_hybrid_ssm.hub.export_code.
 # Plain torch, and on CUDA the Triton kernels of hf_hybrid_ssm_kernels where that can be imported. transformers
 # takes the package instead when it is installed.
-# SHA-256 of this file without this line and the next: 6e00e28556cdaa432fefee374d32a1c1d96cd8ab5f0085e1646cd5ab24c9c969
+# SHA-256 of this file without this line and the next: 4b4bdb7cc39caf6a37b14748a0895e3eb5726432db3fdac060e8c7c2a645b397
 
 from typing import TYPE_CHECKING
 
@@ -141,6 +141,12 @@ class HybridConfigMixin:
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name}={value} must be at least 0 and finite.")
 
+    def check_multiple(self, name: str, of: str) -> None:
+        """The first field must be a multiple of the second."""
+        value, unit = getattr(self, name), getattr(self, of)
+        if value % unit:
+            raise ValueError(f"{name}={value} must be a multiple of {of}={unit}.")
+
     def check_relative_bias(self, *, two_sided: bool) -> None:
         """T5's buckets: half of them for single distances, and with `two_sided` half for each side."""
         buckets, distance = self.relative_attention_num_buckets, self.relative_attention_max_distance  # type: ignore[attr-defined]
@@ -155,6 +161,24 @@ class HybridConfigMixin:
                 f"relative_attention_max_distance={distance} must exceed half of relative_attention_num_buckets="
                 f"{buckets}, whose first half are single distances."
             )
+
+    def check_rope(self) -> None:
+        """Rotary positions turn pairs of channels of `head_dim`, by a known rule."""
+        if self.head_dim % 2:  # type: ignore[attr-defined]
+            raise ValueError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs of channels.")  # type: ignore[attr-defined]
+        rope = self.rope_parameters or {}  # type: ignore[attr-defined]
+        kind, theta = rope.get("rope_type", rope.get("type", "default")), rope.get("rope_theta")
+        known = ("default", *ROPE_INIT_FUNCTIONS)
+        if kind not in known:
+            raise ValueError(f"rope_type={kind!r} is not one of {', '.join(map(repr, known))}.")
+        if isinstance(theta, int | float) and not 0 < theta < math.inf:
+            raise ValueError(f"rope_parameters={rope} must have a positive and finite rope_theta.")
+
+    def check_grouped_heads(self) -> None:
+        """Each key and value head serves equally many query heads."""
+        heads, groups = self.num_attention_heads, self.num_key_value_heads  # type: ignore[attr-defined]
+        if heads % groups:
+            raise ValueError(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={groups}.")
 
     def check_dropout(self, *names: str) -> None:
         """Each named field is a probability below 1."""
@@ -194,7 +218,6 @@ class HybridConfigMixin:
 
 # The cache layers of blocks with states of fixed size; full attention keeps transformers' own name and cache layer.
 CACHE_LAYER_TYPES = {"linear_attention": STATE_LAYER_TYPE, "sliding_attention": WINDOW_LAYER_TYPE}
-ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
 BLOCK_TYPES = ("linear_attention", "sliding_attention", "full_attention")
 
 
@@ -357,10 +380,8 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
     @property
     def layer_types(self) -> list[str]:
         """The kind of cache layer each block needs (`block_types` in the words of the cache)."""
-        kinds = self.block_types[
-            : self.num_hidden_layers
-        ]  # generation that exits early lowers their number for a while
-        return [CACHE_LAYER_TYPES.get(kind, kind) for kind in kinds]
+        # generation that exits early lowers the number of layers for a while
+        return [CACHE_LAYER_TYPES.get(kind, kind) for kind in self.block_types[: self.num_hidden_layers]]
 
     def validate_layer_type(self):
         self.check_block_types(BLOCK_TYPES)
@@ -385,21 +406,10 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
 
     def _check_attention(self) -> None:
         self.check_positive("sliding_window", "num_attention_heads", "num_key_value_heads", "head_dim")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads={self.num_attention_heads} must be a multiple of "
-                f"num_key_value_heads={self.num_key_value_heads}."
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs of channels.")
+        self.check_grouped_heads()
+        self.check_rope()
         if "sliding_attention" in self.block_types and self.sliding_window is None:
             raise ValueError('sliding_window=None, but block_types has "sliding_attention" layers: give their window.')
-        rope = self.rope_parameters or {}
-        kind, theta = rope.get("rope_type", rope.get("type", "default")), rope.get("rope_theta")
-        if kind not in ROPE_TYPES:
-            raise ValueError(f"rope_type={kind!r} is not one of {', '.join(map(repr, ROPE_TYPES))}.")
-        if isinstance(theta, int | float) and not 0 < theta < math.inf:
-            raise ValueError(f"rope_parameters={self.rope_parameters} must have a positive and finite rope_theta.")
 
 
 # transformers copies the files that a file names; a configuration that is saved alone brings its models along

@@ -2,13 +2,14 @@
 # Part of hf-hybrid-ssm 0.1.0, gathered by hf_hybrid_ssm.hub.export_code.
 # Plain torch, and on CUDA the Triton kernels of hf_hybrid_ssm_kernels where that can be imported. transformers
 # takes the package instead when it is installed.
-# SHA-256 of this file without this line and the next: d06132d3b1282ca966e93300be4c6a2a88e74cbe69e5ddc6c566c43396cf55bc
+# SHA-256 of this file without this line and the next: ae2e442e19d3193e67553deeb29b1f44d6f2f18b4278d4a65232755418d40e70
 
+import contextlib
 import importlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -23,8 +24,75 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
 
+# ---- ops/_core/custom_ops.py ----------------------------------------------------------------------------------------
+# Ops of torch.library for what is more than plain torch: `torch.compile` and `torch.export` take each as one node.
+
+def differentiable_op(
+    name: str,
+    forward: Callable[..., Any],
+    backward: Callable[[Sequence, Sequence[Tensor], Sequence[bool]], Sequence[Tensor | None]],
+    fake: Callable[..., Any],
+    *,
+    saved: Callable[[tuple, Any], tuple[Sequence, Sequence[Tensor]]] = lambda inputs, outputs: (inputs, ()),
+    device_types: str | None = None,
+) -> Callable:
+    """An op with a gradient, which is an op of its own (`name`_backward).
+
+    Args:
+        name: "hf_hybrid_ssm::..."
+        forward: (*inputs) → a tensor or several; its annotations are the op's schema.
+        backward: (inputs, gradients of the outputs, whether the gradient of each input is needed) → gradients of the
+            first inputs, contiguous and each of the input's shape and dtype; those of inputs that are None or no
+            floating-point numbers are left out of account.
+        fake: (*inputs) → empty tensors as `forward` returns them.
+        saved: (inputs, outputs) → the inputs that `backward` gets, and tensors that follow them there. A tensor that
+            takes the place of an input has its shape and dtype.
+        device_types: on which the op runs, such as "cpu"; on all by default.
+    """
+    schema = torch.library.infer_schema(forward, mutates_args=())
+    parameters = schema[1:].partition(") -> ")[0]
+
+    def differentiate(*arguments: Any) -> list[Tensor]:
+        *inputs, more, gradients, needed = arguments
+        found = zip(inputs, backward((*inputs, *more), gradients, needed))
+        return [gradient for value, gradient in found if _is_differentiable(value)]
+
+    def save(ctx: Any, inputs: tuple, output: Any) -> None:
+        kept, more = saved(inputs, output)
+        ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in kept), *more)
+        ctx.options = [None if isinstance(value, Tensor) else value for value in kept]
+
+    def gradient(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors  # once: checkpointing unpacks them once
+        inputs = [option if value is None else value for value, option in zip(tensors, ctx.options)]
+        needed = list(ctx.needs_input_grad)
+        found = iter(op_backward(*inputs, list(tensors[len(inputs) :]), list(gradients), needed))
+        every = [next(found) if _is_differentiable(value) else None for value in inputs]
+        return tuple(part if need else None for part, need in zip(every, needed))
+
+    def fake_gradient(*arguments: Any) -> list[Tensor]:
+        return [value.new_empty(value.shape) for value in arguments if _is_differentiable(value)]
+
+    op = torch.library.custom_op(name, forward, mutates_args=(), device_types=device_types, schema=schema)
+    op_backward = torch.library.custom_op(
+        f"{name}_backward",
+        differentiate,
+        mutates_args=(),
+        device_types=device_types,
+        schema=f"({parameters}, Tensor[] more, Tensor[] gradients, bool[] needed) -> Tensor[]",
+    )
+    op.register_fake(fake)
+    op_backward.register_fake(fake_gradient)
+    op.register_autograd(gradient, setup_context=save)
+    return op
+
+
+def _is_differentiable(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
 # ---- ops/_core/transforms.py ----------------------------------------------------------------------------------------
-# Is a function transform active? Kernels and hand-written gradients have no rules for them.
+# What may be active around an op: autocast, and function transforms, for which kernels have no rules.
 
 def is_transforming() -> bool:
     """Whether forward-mode differentiation or a `torch.func` transform (grad, jvp, vmap, ...) is active.
@@ -52,76 +120,11 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any)
         return F.scaled_dot_product_attention(q, k, v, **options)
 
 
-# ---- ops/_core/forcing.py -------------------------------------------------------------------------------------------
-# Which backend the user has forced.
-
-BACKENDS = ("triton", "native", "torch", "reference")
-ENVIRONMENT_VARIABLE = "HF_HYBRID_SSM_BACKEND"
-_KEY = "hf_hybrid_ssm_backend"
-
-
-def validate_backend(name: str | None, source: str) -> str | None:
-    """`name`, if it is None or one of `BACKENDS`.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if name is not None and name not in BACKENDS:
-        raise ValueError(f"{source}={name!r} is not a backend; choose one of {', '.join(BACKENDS)}.")
-    return name
-
-
-_EVERYWHERE = validate_backend(os.environ.get(ENVIRONMENT_VARIABLE) or None, ENVIRONMENT_VARIABLE)
-_forced: ContextVar[str | None] = ContextVar(_KEY)
-
-
-class _Traced(threading.local):
-    """The same for `torch.compile`, which cannot trace a context variable, but guards on what is local to a thread."""
-
-    name = _EVERYWHERE
-
-
-_traced = _Traced()
-
-
-@contextmanager
-def backend(name: str | None) -> Iterator[None]:
-    """Force every op inside the `with` block to the backend `name` (one of `BACKENDS`; None lifts the force).
-
-    It holds in this thread (and task of asyncio) and in the backward passes started there, and nowhere else; the
-    environment variable HF_HYBRID_SSM_BACKEND holds everywhere.
-    """
-    validate_backend(name, "backend")
-    if torch.compiler.is_compiling():
-        previous, _traced.name = _traced.name, name
-        try:
-            yield
-        finally:
-            _traced.name = previous
-        return
-    token = _forced.set(name)
-    _publish(name)
-    try:
-        yield
-    finally:
-        _forced.reset(token)
-        _publish(_forced.get(_EVERYWHERE))
-
-
-def _publish(name: str | None) -> None:
-    """Tell what cannot read the context variable: traces, and autograd's own threads, which get torch's thread-local
-    objects from the thread that called backward (a checkpoint there runs the forward again)."""
-    _traced.name = name
-    torch._C._stash_obj_in_tls(_KEY, name)
-
-
-def forced_backend() -> str | None:
-    """The name of the backend forced here, or None."""
-    if torch.compiler.is_compiling():
-        return _traced.name
-    if torch._C._current_graph_task_id() != -1 and torch._C._is_key_in_tls(_KEY):
-        return _forced.get(torch._C._get_obj_in_tls(_KEY))
-    return _forced.get(_EVERYWHERE)
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager:
+    """No autocast on a device of this type; "meta" has none to disable."""
+    if device_type == "meta" or not (torch.compiler.is_compiling() or torch.is_autocast_enabled(device_type)):
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 # ---- ops/_core/self_check.py ----------------------------------------------------------------------------------------
@@ -132,6 +135,12 @@ def forced_backend() -> str | None:
 
 # relative to the largest entry; a few times what rounding alone does to the examples
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+def draw(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """Normally distributed float32 tensors of these shapes, the same ones each time: an op's `self_check_inputs`."""
+    random = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
 
 
 def largest_error(
@@ -202,12 +211,41 @@ def _relative(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).abs().max() / want.abs().max())
 
 
-# ---- ops/_core/last_inputs.py ---------------------------------------------------------------------------------------
-# What a causal convolution needs of the past: the inputs that the next token's taps reach.
+# ---- ops/_core/rows.py ----------------------------------------------------------------------------------------------
+# The rows of a batch: real tokens at the front of each (`lengths`), and the documents packed into it (`seq_idx`).
+#
+# Where a recurrence cannot reset midway, packed rows are taken apart: every document becomes a row of its own.
+
+def zero_beyond(x: torch.Tensor, lengths: torch.Tensor | None, dim: int = 1) -> torch.Tensor:
+    """x (B, ..., L, ...), 0 along `dim` after each row's length: a NaN there must not spread."""
+    if lengths is None:
+        return x
+    batch, length = x.shape[0], x.shape[dim]
+    real = torch.arange(length, device=x.device) < lengths.unsqueeze(1)
+    return torch.where(real.view(batch, *[1] * (dim - 1), length, *[1] * (x.dim() - dim - 1)), x, 0.0)
+
+
+def extend_last_document(seq_idx: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """seq_idx (B, L) with each row's padding assigned to its last real document, so that no state resets there."""
+    last = seq_idx.gather(1, (lengths.long() - 1).clamp(min=0).unsqueeze(1))
+    real = torch.arange(seq_idx.shape[1], device=seq_idx.device) < lengths.unsqueeze(1)
+    return torch.where(real, seq_idx, last)
+
+
+def take_outputs(x: torch.Tensor, stride: int | None, positions: torch.Tensor | None) -> torch.Tensor:
+    """The wanted tokens of x (B, L, D): all, every `stride`-th, or those at `positions` (B, J)."""
+    if positions is not None:
+        return x.gather(1, positions.unsqueeze(-1).expand(-1, -1, x.shape[2]))
+    return x if stride is None else x[:, stride - 1 :: stride]
+
 
 def last_inputs(
-    x: Tensor, width: int, initial_state: Tensor | None, seq_idx: Tensor | None, lengths: Tensor | None
-) -> Tensor:
+    x: torch.Tensor,
+    width: int,
+    initial_state: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+) -> torch.Tensor:
     """The last K - 1 inputs of each row's last document, zero where that document is shorter; (B, K - 1, D).
 
     Args:
@@ -226,7 +264,7 @@ def last_inputs(
     columns = ends.unsqueeze(1) + torch.arange(1 - width, 0, device=x.device)  # negative ones lie in the state
     inside, index = columns >= 0, columns.clamp(min=0)
     state = x.gather(1, index.unsqueeze(-1).expand(-1, -1, channels))
-    before: Tensor | float = 0.0
+    before: torch.Tensor | float = 0.0
     if initial_state is not None:
         early = (columns + width - 1).clamp(max=width - 2).unsqueeze(-1)
         before = initial_state.to(x.dtype).gather(1, early.expand(-1, -1, channels))
@@ -235,6 +273,87 @@ def last_inputs(
         return state
     last = seq_idx.gather(1, (ends - 1).clamp(min=0).unsqueeze(1))
     return torch.where((seq_idx.gather(1, index) == last).unsqueeze(-1), state, 0.0)
+
+
+@dataclass(frozen=True)
+class PackedSequences:
+    """The documents of a packed batch, N in all.
+
+    Args:
+        gather_index: (N, T) int64, `gather_index[n, t]` is the flat index b · L + l of a document's token (after its
+            end any valid one).
+        lengths: (N,) int64, tokens of each document.
+        first: (B,) int64, each row's first document.
+        last: (B,) int64, the document that holds the row's last real token.
+        scatter_index: (B, L) int64, the flat index n · T + t of each token of the batch.
+    """
+
+    gather_index: torch.Tensor
+    lengths: torch.Tensor
+    first: torch.Tensor
+    last: torch.Tensor
+    scatter_index: torch.Tensor
+
+    def unpack(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, L, ...) → (N, T, ...), zero after the end of each document."""
+        rows = x.flatten(0, 1).index_select(0, self.gather_index.flatten())
+        return zero_beyond(rows.unflatten(0, self.gather_index.shape), self.lengths)
+
+    def pack(self, y: torch.Tensor) -> torch.Tensor:
+        """(N, T, ...) → (B, L, ...)."""
+        return y.flatten(0, 1).index_select(0, self.scatter_index.flatten()).unflatten(0, self.scatter_index.shape)
+
+    def unpack_state(self, state: torch.Tensor | None) -> torch.Tensor | None:
+        """(B, ...) → (N, ...): a row's state belongs to its first document, the others start from zero."""
+        if state is None:
+            return None
+        return state.new_zeros(len(self.lengths), *state.shape[1:]).index_copy(0, self.first, state)
+
+
+def packed_sequences(seq_idx: torch.Tensor, lengths: torch.Tensor | None) -> PackedSequences:
+    """The documents of `seq_idx` (B, L); with `lengths` (B,), only each row's first tokens are real.
+
+    Raises:
+        ValueError: under vmap over `seq_idx`, where the number of documents is not one number.
+    """
+    if is_batched(seq_idx):
+        raise ValueError("seq_idx must not be mapped over by vmap: the number of documents depends on its values.")
+    batch, length = seq_idx.shape
+    starts = torch.ones_like(seq_idx, dtype=torch.bool)
+    starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    document = starts.flatten().cumsum(0) - 1  # (B L,)
+    flat = torch.arange(batch * length, device=seq_idx.device)
+    begin = flat[starts.flatten()]
+    column = flat - begin[document]
+    real = torch.ones_like(starts)
+    if lengths is not None:
+        real = torch.arange(length, device=seq_idx.device) < lengths.unsqueeze(1)
+    count = torch.zeros_like(begin).index_add_(0, document, real.flatten().to(begin.dtype))
+    longest = int(column.max()) + 1
+    gather_index = (begin.unsqueeze(1) + torch.arange(longest, device=seq_idx.device)).clamp(max=batch * length - 1)
+    first = document.view(batch, length)[:, 0]
+    end = torch.full_like(first, length) if lengths is None else lengths.to(first.dtype)
+    last = document.view(batch, length).gather(1, (end - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
+    return PackedSequences(gather_index, count, first, last, (document * longest + column).view(batch, length))
+
+
+def run_by_document(
+    run: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
+    x: torch.Tensor,
+    state: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`run(x, state=..., lengths=...)` on the documents of packed rows x (B, L, ...), each from its own start.
+
+    Returns:
+        Outputs (B, L, ...), and for each row the state after its last real token (None if `run` returns none).
+    """
+    if seq_idx is None or seq_idx.numel() == 0:
+        return run(zero_beyond(x, lengths), state=state, lengths=lengths)
+    documents = packed_sequences(seq_idx, lengths)
+    y, final = run(documents.unpack(x), state=documents.unpack_state(state), lengths=documents.lengths)
+    return documents.pack(y), None if final is None else final[documents.last]
 
 
 # ---- ops/_core/checks.py --------------------------------------------------------------------------------------------
@@ -310,6 +429,42 @@ def check_seq_idx(seq_idx: torch.Tensor | None, batch: int, length: int) -> None
         raise ValueError("seq_idx must not decrease along a row: each document of a packed row is one contiguous run.")
 
 
+def check_lengths(lengths: torch.Tensor | None, batch: int, length: int) -> None:
+    """`lengths` (B,) integer in 0..L. The range is checked only where the values can be read.
+
+    Raises:
+        TypeError: not an integer tensor.
+        ValueError: wrong shape or a value out of range.
+    """
+    if lengths is None:
+        return
+    check_tensor("lengths", lengths, (batch,), "B")
+    if lengths.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"lengths must be int32 or int64, got {lengths.dtype}.")
+    if can_read_values(lengths) and bool(((lengths < 0) | (lengths > length)).any()):
+        raise ValueError(f"lengths must lie in 0..{length}, the length of the row, got {lengths.tolist()}.")
+
+
+def check_output_positions(stride: int | None, positions: torch.Tensor | None, batch: int, length: int) -> None:
+    """The two ways to ask for some outputs only: every `stride`-th token, or those at `positions` (B, J) of each row.
+
+    Raises:
+        TypeError: `positions` is not an int64 tensor.
+        ValueError: both are given, `stride` < 1, or `positions` has the wrong shape or values outside of 0..L-1.
+    """
+    if stride is not None and stride < 1:
+        raise ValueError(f"stride must be at least 1, got {stride}.")
+    if positions is None:
+        return
+    if stride is not None:
+        raise ValueError(f"stride={stride} and positions are two ways to say which outputs are wanted: give one.")
+    check_tensor("positions", positions, (batch, None), "B, J")
+    if positions.dtype != torch.int64:
+        raise TypeError(f"positions must be int64, got {positions.dtype}.")
+    if can_read_values(positions) and bool(((positions < 0) | (positions >= length)).any()):
+        raise ValueError(f"positions must lie in 0..{length - 1}, got {int(positions.min())}..{int(positions.max())}.")
+
+
 # ---- ops/_core/dispatch.py ------------------------------------------------------------------------------------------
 # Which implementation of an op runs, and why.
 #
@@ -320,8 +475,11 @@ def check_seq_idx(seq_idx: torch.Tensor | None, batch: int, length: int) -> None
 
 logger = logging.getLogger(__name__)
 
+BACKENDS = ("triton", "native", "torch", "reference")
 PREFERENCE = ("triton", "native", "torch")
 KERNEL_OF = {"cuda": "triton", "cpu": "native"}
+ENVIRONMENT_VARIABLE = "HF_HYBRID_SSM_BACKEND"
+_KEY = "hf_hybrid_ssm_backend"
 
 
 @dataclass
@@ -428,11 +586,9 @@ class Op:
     def _load(self, name: str) -> None:
         try:
             module = importlib.import_module(self.kernels[name])
+            self._supports[name], self._loaded[name] = module.supports, getattr(module, f"{self.name}_{name}")
         except Exception as error:  # a broken optional kernel must not take the torch path down with it
             self._loaded[name] = f"{type(error).__name__} while importing it: {error}"
-        else:
-            self._supports[name] = module.supports
-            self._loaded[name] = getattr(module, f"{self.name}_{name}")
 
 
 REGISTRY: dict[str, Op] = {}
@@ -453,35 +609,65 @@ def _choose(op: str, device_type: str, dtype: torch.dtype, requested: str | None
     return name
 
 
-# ---- ops/_core/lengths.py -------------------------------------------------------------------------------------------
-# Rows of unequal length: real tokens at the front, anything after them.
-
-def check_lengths(lengths: torch.Tensor | None, batch: int, length: int) -> None:
-    """`lengths` (B,) integer in 0..L. The range is checked only where the values can be read.
+def validate_backend(name: str | None, source: str) -> str | None:
+    """`name`, if it is None or one of `BACKENDS`.
 
     Raises:
-        TypeError: not an integer tensor.
-        ValueError: wrong shape or a value out of range.
+        ValueError: it is neither.
     """
-    if lengths is None:
+    if name is not None and name not in BACKENDS:
+        raise ValueError(f"{source}={name!r} is not a backend; choose one of {', '.join(BACKENDS)}.")
+    return name
+
+
+_EVERYWHERE = validate_backend(os.environ.get(ENVIRONMENT_VARIABLE) or None, ENVIRONMENT_VARIABLE)
+_forced: ContextVar[str | None] = ContextVar(_KEY)
+
+
+class _Traced(threading.local):
+    """The same for `torch.compile`, which cannot trace a context variable, but guards on what is local to a thread."""
+
+    name = _EVERYWHERE
+
+
+_traced = _Traced()
+
+
+@contextmanager
+def backend(name: str | None) -> Iterator[None]:
+    """Force every op inside the `with` block to the backend `name` (one of `BACKENDS`; None lifts the force).
+
+    It holds in this thread (and task of asyncio) and in the backward passes started there, and nowhere else; the
+    environment variable HF_HYBRID_SSM_BACKEND holds everywhere.
+    """
+    validate_backend(name, "backend")
+    if torch.compiler.is_compiling():
+        previous, _traced.name = _traced.name, name
+        try:
+            yield
+        finally:
+            _traced.name = previous
         return
-    check_tensor("lengths", lengths, (batch,), "B")
-    if lengths.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"lengths must be int32 or int64, got {lengths.dtype}.")
-    if can_read_values(lengths) and bool(((lengths < 0) | (lengths > length)).any()):
-        raise ValueError(f"lengths must lie in 0..{length}, the length of the row, got {lengths.tolist()}.")
+    token = _forced.set(name)
+    _publish(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+        _publish(_forced.get(_EVERYWHERE))
 
 
-def zero_beyond(x: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:
-    """x (B, L, ...) with all that lies after each row's length replaced by 0: a NaN there must not spread."""
-    if lengths is None:
-        return x
-    real = torch.arange(x.shape[1], device=x.device) < lengths.unsqueeze(1)
-    return torch.where(real.view(*real.shape, *[1] * (x.dim() - 2)), x, 0.0)
+def _publish(name: str | None) -> None:
+    """Tell what cannot read the context variable: traces, and autograd's own threads, which get torch's thread-local
+    objects from the thread that called backward (a checkpoint there runs the forward again)."""
+    _traced.name = name
+    torch._C._stash_obj_in_tls(_KEY, name)
 
 
-def extend_last_document(seq_idx: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """seq_idx (B, L) with each row's padding assigned to its last real document, so that no state resets there."""
-    last = seq_idx.gather(1, (lengths.long() - 1).clamp(min=0).unsqueeze(1))
-    real = torch.arange(seq_idx.shape[1], device=seq_idx.device) < lengths.unsqueeze(1)
-    return torch.where(real, seq_idx, last)
+def forced_backend() -> str | None:
+    """The name of the backend forced here, or None."""
+    if torch.compiler.is_compiling():
+        return _traced.name
+    if torch._C._current_graph_task_id() != -1 and torch._C._is_key_in_tls(_KEY):
+        return _forced.get(torch._C._get_obj_in_tls(_KEY))
+    return _forced.get(_EVERYWHERE)

@@ -2,7 +2,7 @@
 # Part of hf-hybrid-ssm 0.1.0, gathered by hf_hybrid_ssm.hub.export_code.
 # Plain torch, and on CUDA the Triton kernels of hf_hybrid_ssm_kernels where that can be imported. transformers
 # takes the package instead when it is installed.
-# SHA-256 of this file without this line and the next: 7792fbce9e12eac0252648318bf2230e79518b10515e6ea73ddcdb2adc5ff99f
+# SHA-256 of this file without this line and the next: 5beb62ed5061801b1ee12195b25a8d358a680f224cb2c3754b190b1af7187301
 
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from .dispatch import is_transforming
+from .mixers import Float32ParametersMixin
 
 
 # ---- layers/feed_forward.py -----------------------------------------------------------------------------------------
@@ -42,16 +44,43 @@ class FeedForward(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) · up(x)), without biases."""
+    """down(silu(gate(x)) · up(x)), without biases; `activation` may take the place of silu."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int):
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, activation: Callable[[torch.Tensor], torch.Tensor] = F.silu
+    ):
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.activation = activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+# ---- layers/rotary.py -----------------------------------------------------------------------------------------------
+# Rotary positions, as Llama has them.
+
+class RotaryEmbedding(Float32ParametersMixin, LlamaRotaryEmbedding):
+    """Llama's rotary positions, whose frequencies a cast of the model does not round.
+
+    No checkpoint holds them: rounded ones would come back exact, and a reloaded model would compute something else.
+    """
+
+    float32_parameters = ("inv_freq", "original_inv_freq")
+
+
+def rotated(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys (B, L, heads, head_dim), turned by the angles whose cosines and sines (B or 1, L, head_dim) a
+    `RotaryEmbedding` gave; in the `dtype` of the values, since under autocast the angles are float32."""
+    turned = apply_rotary_pos_emb(queries, keys, *position_embeddings, unsqueeze_dim=2)
+    return turned[0].to(dtype), turned[1].to(dtype)
 
 
 # ---- layers/rms_norm.py ---------------------------------------------------------------------------------------------

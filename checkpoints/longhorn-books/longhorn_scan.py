@@ -2,15 +2,16 @@
 # Part of hf-hybrid-ssm 0.1.0, gathered by hf_hybrid_ssm.hub.export_code.
 # Plain torch, and on CUDA the Triton kernels of hf_hybrid_ssm_kernels where that can be imported. transformers
 # takes the package instead when it is installed.
-# SHA-256 of this file without this line and the next: 80c3dc6291a3c55057e36905e4c649cec0263b2aaa738678aa7fd46194b4bb1c
+# SHA-256 of this file without this line and the next: a48b858941df058b568774d9840077c81437f4223f5d7e43739cdf481452113e
 
 import re
-from typing import List
 
 import torch
 import torch.nn.functional as F
 
-from .dispatch import Op, check_lengths, check_seq_idx, check_tensor, extend_last_document, zero_beyond
+from .dispatch import (
+    Op, check_lengths, check_seq_idx, check_tensor, differentiable_op, draw, extend_last_document, zero_beyond,
+)
 
 _LIBRARY = "hf_hybrid_ssm_" + re.sub(r"\W", "_", __name__)  # each loaded copy registers ops of its own
 
@@ -40,25 +41,18 @@ def longhorn_scan_reference(
     if D is not None:
         y = y + D * x
     if z is not None:
-        y = y * torch.nn.functional.silu(z.to(dtype))
+        y = y * F.silu(z.to(dtype))
     return y.to(output_dtype), h
 
 
-# ---- ops/longhorn_scan/self_check_inputs.py -------------------------------------------------------------------------
-# A small Longhorn scan on which kernels are checked: longer than a block, with channels that do not fill a tile.
+def self_check_inputs() -> dict:
+    """Longer than a block, with channels that do not fill a tile."""
+    shapes = dict.fromkeys(("x", "beta_logit", "z"), (1, 67, 18)) | dict.fromkeys("kq", (1, 67, 16))
+    return draw(shapes | {"beta_bias": (18,), "D": (18,), "initial_state": (1, 18, 16)})
 
-def self_check_inputs_self_check_inputs() -> dict:
-    random = torch.Generator().manual_seed(0)
-    shapes: dict[str, tuple] = dict.fromkeys(("x", "beta_logit", "z"), (1, 67, 18)) | dict.fromkeys("kq", (1, 67, 16))
-    shapes |= {"beta_bias": (18,), "D": (18,), "initial_state": (1, 18, 16)}
-    return {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
-
-
-# ---- ops/longhorn_scan/step.py --------------------------------------------------------------------------------------
-# One token of the Longhorn scan: the state is overwritten, and nothing has a gradient.
 
 def longhorn_step_reference(x, beta_logit, k, q, state, *, beta_bias=None, D=None, z=None):
-    """See `longhorn_step`; computes in float32, or in float64 for float64 inputs."""
+    """See `hf_hybrid_ssm.ops.longhorn_scan.longhorn_step`; computes in the same precision."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     value, key, query = x.to(dtype), k.to(dtype).unsqueeze(1), q.to(dtype).unsqueeze(1)
     beta = torch.sigmoid(beta_logit.to(dtype) if beta_bias is None else beta_logit.to(dtype) + beta_bias)
@@ -69,76 +63,10 @@ def longhorn_step_reference(x, beta_logit, k, q, state, *, beta_bias=None, D=Non
     return (y if z is None else y * F.silu(z.to(dtype))).to(x.dtype), state
 
 
-def longhorn_step_torch(x, beta_logit, k, q, state, *, beta_bias=None, D=None, z=None):
-    """See `longhorn_step`."""
-    dtype = x.dtype if x.dtype == torch.float64 else torch.float32
-    value, key = x.to(dtype), k.to(dtype)
-    beta = torch.sigmoid(beta_logit.to(dtype) if beta_bias is None else beta_logit + beta_bias)
-    # beta / (1 + beta |k|^2), times k
-    write = (beta / torch.addcmul(beta.new_ones(()), beta, key.square().sum(-1, keepdim=True))).unsqueeze(-1)
-    write = write * key.unsqueeze(1)
-    held = state if state.dtype == dtype else state.to(dtype)
-    state.copy_(torch.addcmul(held, write, torch.addcmul(value.unsqueeze(-1), held, key.unsqueeze(1), value=-1)))
-    y = (state.to(dtype) @ q.to(dtype).unsqueeze(-1)).squeeze(-1)
-    y = y if D is None else torch.addcmul(y, value, D.to(dtype))
-    return (y if z is None else y * F.silu(z.to(dtype))).to(x.dtype), state
-
-
 def step_self_check_inputs() -> dict:
     """Two rows, and neither channels nor states fill a vector."""
-    random = torch.Generator().manual_seed(0)
-    shapes: dict[str, tuple] = dict.fromkeys(("x", "beta_logit", "z"), (2, 18)) | dict.fromkeys("kq", (2, 21))
-    shapes |= {"beta_bias": (18,), "D": (18,), "state": (2, 18, 21)}
-    return {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
-
-
-_STEP_OP = Op(
-    "longhorn_step",
-    builtin={"torch": longhorn_step_torch, "reference": longhorn_step_reference},
-    kernels={"triton": "hf_hybrid_ssm_kernels.longhorn_scan_triton_step"},
-    self_check_inputs=step_self_check_inputs,
-    differentiable=False,
-)
-
-
-def longhorn_step(
-    x: torch.Tensor,
-    beta_logit: torch.Tensor,
-    k: torch.Tensor,
-    q: torch.Tensor,
-    state: torch.Tensor,
-    *,
-    beta_bias: torch.Tensor | None = None,
-    D: torch.Tensor | None = None,
-    z: torch.Tensor | None = None,
-    backend: str | None = None,
-) -> torch.Tensor:
-    """`longhorn_scan` of one token of each row, without gradients; `state` becomes the one after it, in place.
-
-    Args:
-        x, beta_logit, z: (B, D), one dtype.
-        k, q: (B, N), of the same dtype.
-        state: (B, D, N), contiguous, in any floating point dtype; computed with in float32 or wider.
-        beta_bias, D: (D,).
-        backend: force one implementation (see `hf_hybrid_ssm.ops._core.dispatch`).
-
-    Returns:
-        y (B, D) in the dtype of x.
-
-    Raises:
-        TypeError, ValueError: an argument of wrong type, dtype, shape or device; an unknown or unusable backend.
-    """
-    check_tensor("state", state, (x.shape[0], x.shape[-1], None), "B, D, N")
-    batch, channels, states = state.shape
-    check_tensor("x", x, (batch, channels), "B, D")
-    check_tensor("beta_logit", beta_logit, (batch, channels), "B, D", like=x)
-    check_tensor("k", k, (batch, states), "B, N", like=x)
-    check_tensor("q", q, (batch, states), "B, N", like=x)
-    check_tensor("z", z, (batch, channels), "B, D", like=x, optional=True)
-    check_tensor("beta_bias", beta_bias, (channels,), "D", optional=True)
-    check_tensor("D", D, (channels,), "D", optional=True)
-    run = _STEP_OP.select(x.device.type, x.dtype, backend)
-    return run(x, beta_logit, k, q, state, beta_bias=beta_bias, D=D, z=z)[0]
+    shapes = dict.fromkeys(("x", "beta_logit", "z"), (2, 18)) | dict.fromkeys("kq", (2, 21))
+    return draw(shapes | {"beta_bias": (18,), "D": (18,), "state": (2, 18, 21)})
 
 
 # ---- ops/longhorn_scan/torch_backend.py -----------------------------------------------------------------------------
@@ -165,11 +93,11 @@ def longhorn_scan_torch(
     if x.shape[1] == 1:
         y, final_state = _one_token(values, logits, keys, queries, state)
     else:
-        y, final_state = scan(values, logits, keys, queries, state, _keep_mask(seq_idx, dtype))
+        y, final_state = scan(values, logits, keys, queries, state, seq_idx)
     if D is not None:
         y = y + D * values
     if z is not None:
-        y = y * torch.nn.functional.silu(z.to(dtype))
+        y = y * F.silu(z.to(dtype))
     return y.to(x.dtype), final_state
 
 
@@ -204,7 +132,7 @@ def _block_length(length: int) -> int:
 def _blocks(tensor: torch.Tensor, size: int) -> torch.Tensor:
     """(B, L, X) → (C, B, G, X), zero padded: a token with k = 0 leaves the state as it is."""
     batch, length, width = tensor.shape
-    padded = torch.nn.functional.pad(tensor, (0, 0, 0, -length % size))
+    padded = F.pad(tensor, (0, 0, 0, -length % size))
     return padded.view(batch, -1, size, width).permute(2, 0, 1, 3).contiguous()
 
 
@@ -220,14 +148,14 @@ class _ChannelSlice:
     value, delta (C, B, G, D); key, query (C, B, G, N); keep (C, B, G, 1, 1) or None.
     """
 
-    def __init__(self, x, delta, k, q, keep_mask):
+    def __init__(self, x, delta, k, q, keep):
         size = _block_length(x.shape[1])
         self.value, self.delta, self.key, self.query = (_blocks(tensor, size) for tensor in (x, delta, k, q))
         self.size = size
         self.keep = None
-        if keep_mask is not None:
-            padded = torch.nn.functional.pad(keep_mask, (0, -keep_mask.shape[1] % size), value=1.0)
-            self.keep = padded.view(keep_mask.shape[0], -1, size).permute(2, 0, 1)[..., None, None].contiguous()
+        if keep is not None:
+            padded = F.pad(keep, (0, -keep.shape[1] % size), value=1.0)
+            self.keep = padded.view(keep.shape[0], -1, size).permute(2, 0, 1)[..., None, None].contiguous()
 
     def decay(self, c: int) -> torch.Tensor:
         """m a of the c-th token of every block, (B, G, D, N)."""
@@ -258,20 +186,19 @@ def _slices(x: torch.Tensor, k: torch.Tensor) -> list[slice]:
     return [slice(start, min(start + width, channels)) for start in range(0, channels, width)]
 
 
-@torch.library.custom_op(_LIBRARY + "::longhorn_scan_torch", mutates_args=())
-def scan(
+def _forward(
     x: torch.Tensor,
     beta_logit: torch.Tensor,
     k: torch.Tensor,
     q: torch.Tensor,
     initial_state: torch.Tensor | None,
-    keep_mask: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """y (B, L, D) without skip and gate, and the final state (B, D, N); all inputs of one dtype, L ≥ 1."""
-    y, final = torch.empty_like(x), x.new_empty(x.shape[0], x.shape[2], k.shape[2])
-    delta = compute_delta(beta_logit, k)
+    y, final = _fake(x, beta_logit, k)
+    delta, keep = compute_delta(beta_logit, k), _keep_mask(seq_idx, x.dtype)
     for channels in _slices(x, k):
-        part = _ChannelSlice(x[..., channels], delta[..., channels], k, q, keep_mask)
+        part = _ChannelSlice(x[..., channels], delta[..., channels], k, q, keep)
         h, final[:, channels], _ = part.initial_states(None if initial_state is None else initial_state[:, channels])
         rows = []
         for c in range(part.size):
@@ -281,31 +208,22 @@ def scan(
     return y, final
 
 
-@scan.register_fake
-def _(x, beta_logit, k, q, initial_state, keep_mask):
-    return torch.empty_like(x), x.new_empty(x.shape[0], x.shape[2], k.shape[2])
+def _fake(x, beta_logit, k, *_):
+    return x.new_empty(x.shape), x.new_empty(x.shape[0], x.shape[2], k.shape[2])
 
 
-@torch.library.custom_op(_LIBRARY + "::longhorn_scan_torch_backward", mutates_args=())
-def scan_backward(
-    x: torch.Tensor,
-    beta_logit: torch.Tensor,
-    k: torch.Tensor,
-    q: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    keep_mask: torch.Tensor | None,
-    dy: torch.Tensor,
-    dfinal: torch.Tensor,
-) -> List[torch.Tensor]:  # noqa: UP006 - all that torch 2.6 reads
-    """Gradients of x, beta_logit, k, q and the initial state."""
-    dx, ddelta, dinitial = torch.empty_like(x), torch.empty_like(x), torch.empty_like(dfinal)
-    dk, dq = torch.zeros_like(k), torch.zeros_like(q)
-    delta = compute_delta(beta_logit, k)
+def _backward(inputs, gradients, needed):
+    """Of x, beta_logit, k, q and the initial state."""
+    x, beta_logit, k, q, initial_state, seq_idx = inputs
+    dy, dfinal = gradients
+    dx, ddelta, dinitial = x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty(dfinal.shape)
+    dk, dq = x.new_zeros(k.shape), x.new_zeros(k.shape)
+    delta, keep = compute_delta(beta_logit, k), _keep_mask(seq_idx, x.dtype)
     for channels in _slices(x, k):
-        part = _ChannelSlice(x[..., channels], delta[..., channels], k, q, keep_mask)
+        part = _ChannelSlice(x[..., channels], delta[..., channels], k, q, keep)
         state = None if initial_state is None else initial_state[:, channels]
-        gradients = _slice_backward(part, state, _blocks(dy[..., channels], part.size), dfinal[:, channels])
-        dvalue, dslice, dkey, dquery, dinitial[:, channels] = gradients
+        of_slice = _slice_backward(part, state, _blocks(dy[..., channels], part.size), dfinal[:, channels])
+        dvalue, dslice, dkey, dquery, dinitial[:, channels] = of_slice
         dx[..., channels], ddelta[..., channels] = _flat(dvalue, x.shape[1]), _flat(dslice, x.shape[1])
         dk += _flat(dkey, x.shape[1])
         dq += _flat(dquery, x.shape[1])
@@ -313,7 +231,7 @@ def scan_backward(
     beta = torch.sigmoid(beta_logit)
     dlogit = ddelta * delta * torch.sigmoid(-beta_logit) / (1 + beta * (k * k).sum(-1, keepdim=True))
     dk -= 2 * k * (delta * delta * ddelta).sum(-1, keepdim=True)
-    return [dx, dlogit, dk, dq, dinitial]
+    return dx, dlogit.contiguous(), dk, dq, dinitial
 
 
 def _slice_backward(part: _ChannelSlice, state, dy: torch.Tensor, dfinal: torch.Tensor):
@@ -356,33 +274,40 @@ def _slice_backward(part: _ChannelSlice, state, dy: torch.Tensor, dfinal: torch.
     return value, delta, key, query, grad_state
 
 
-@scan_backward.register_fake
-def _(x, beta_logit, k, q, initial_state, keep_mask, dy, dfinal):
-    return [torch.empty_like(tensor) for tensor in (x, beta_logit, k, q, dfinal)]
+scan = differentiable_op(_LIBRARY + "::longhorn_scan_torch", _forward, _backward, _fake)
 
 
-def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
-def _gradient(ctx, dy, dfinal):
-    *inputs, initial_state, keep_mask = ctx.saved_tensors
-    *gradients, dinitial = scan_backward(*inputs, initial_state, keep_mask, dy.contiguous(), dfinal.contiguous())
-    return (*gradients, None if initial_state is None else dinitial, None)
-
-
-scan.register_autograd(_gradient, setup_context=_setup_context)
+def longhorn_step_torch(x, beta_logit, k, q, state, *, beta_bias=None, D=None, z=None):
+    """See `hf_hybrid_ssm.ops.longhorn_scan.longhorn_step`."""
+    dtype = x.dtype if x.dtype == torch.float64 else torch.float32
+    value, key = x.to(dtype), k.to(dtype)
+    beta = torch.sigmoid(beta_logit.to(dtype) if beta_bias is None else beta_logit + beta_bias)
+    # beta / (1 + beta |k|^2), times k
+    write = (beta / torch.addcmul(beta.new_ones(()), beta, key.square().sum(-1, keepdim=True))).unsqueeze(-1)
+    write = write * key.unsqueeze(1)
+    held = state if state.dtype == dtype else state.to(dtype)
+    state.copy_(torch.addcmul(held, write, torch.addcmul(value.unsqueeze(-1), held, key.unsqueeze(1), value=-1)))
+    y = (state.to(dtype) @ q.to(dtype).unsqueeze(-1)).squeeze(-1)
+    y = y if D is None else torch.addcmul(y, value, D.to(dtype))
+    return (y if z is None else y * F.silu(z.to(dtype))).to(x.dtype), state
 
 
 # ---- ops/longhorn_scan/__init__.py ----------------------------------------------------------------------------------
 # The Longhorn scan: online associative recall, one closed-form step per token.
 
-_LONGHORN_SCAN_OP = Op(
+_OP = Op(
     "longhorn_scan",
     builtin={"torch": longhorn_scan_torch, "reference": longhorn_scan_reference},
     kernels={"triton": "hf_hybrid_ssm_kernels.longhorn_scan_triton"},
-    self_check_inputs=self_check_inputs_self_check_inputs,
+    self_check_inputs=self_check_inputs,
     opaque=("torch",),
+)
+_STEP = Op(
+    "longhorn_step",
+    builtin={"torch": longhorn_step_torch, "reference": longhorn_step_reference},
+    kernels={"triton": "hf_hybrid_ssm_kernels.longhorn_scan_triton_step"},
+    self_check_inputs=step_self_check_inputs,
+    differentiable=False,
 )
 
 
@@ -431,7 +356,11 @@ def longhorn_scan(
     Raises:
         TypeError, ValueError: an argument of wrong type, dtype, shape or device; an unknown or unusable backend.
     """
-    _check(x, beta_logit, k, q, beta_bias, D, z, initial_state)
+    check_tensor("x", x, (None, None, None), "B, L, D")
+    if not x.is_floating_point():
+        raise TypeError(f"x must have a floating point dtype, got {x.dtype}.")
+    _check(x, beta_logit, k, q, beta_bias, D, z)
+    check_tensor("initial_state", initial_state, (x.shape[0], x.shape[2], k.shape[2]), "B, D, N", optional=True)
     batch, length, channels = x.shape
     check_seq_idx(seq_idx, batch, length)
     check_lengths(lengths, batch, length)
@@ -441,21 +370,53 @@ def longhorn_scan(
         return torch.zeros_like(x), state if return_final_state else None
     if seq_idx is not None and lengths is not None:
         seq_idx = extend_last_document(seq_idx, lengths)
-    run = _LONGHORN_SCAN_OP.select(x.device.type, x.dtype, backend)
+    run = _OP.select(x.device.type, x.dtype, backend)
     options = {"beta_bias": beta_bias, "D": D, "z": z, "initial_state": initial_state}
     y, final_state = run(x, beta_logit, k, q, **options, seq_idx=seq_idx, lengths=lengths)
     return y, final_state if return_final_state else None
 
 
-def _check(x, beta_logit, k, q, beta_bias, D, z, initial_state) -> None:
-    check_tensor("x", x, (None, None, None), "B, L, D")
-    if not x.is_floating_point():
-        raise TypeError(f"x must have a floating point dtype, got {x.dtype}.")
-    batch, length, channels = x.shape
-    check_tensor("k", k, (batch, length, None), "B, L, N", like=x)
-    check_tensor("q", q, (batch, length, k.shape[2]), "B, L, N", like=x)
-    check_tensor("beta_logit", beta_logit, (batch, length, channels), "B, L, D", like=x)
-    check_tensor("z", z, (batch, length, channels), "B, L, D", like=x, optional=True)
+def longhorn_step(
+    x: torch.Tensor,
+    beta_logit: torch.Tensor,
+    k: torch.Tensor,
+    q: torch.Tensor,
+    state: torch.Tensor,
+    *,
+    beta_bias: torch.Tensor | None = None,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """`longhorn_scan` of one token of each row, without gradients; `state` becomes the one after it, in place.
+
+    Args:
+        x, beta_logit, z: (B, D), one dtype.
+        k, q: (B, N), of the same dtype.
+        state: (B, D, N), contiguous, in any floating point dtype; computed with in float32 or wider.
+        beta_bias, D: (D,).
+        backend: force one implementation (see `hf_hybrid_ssm.ops._core.dispatch`).
+
+    Returns:
+        y (B, D) in the dtype of x.
+
+    Raises:
+        TypeError, ValueError: an argument of wrong type, dtype, shape or device; an unknown or unusable backend.
+    """
+    check_tensor("x", x, (None, None), "B, D")
+    check_tensor("state", state, (*x.shape, None), "B, D, N")
+    _check(x, beta_logit, k, q, beta_bias, D, z, state.shape[2])
+    run = _STEP.select(x.device.type, x.dtype, backend)
+    return run(x, beta_logit, k, q, state, beta_bias=beta_bias, D=D, z=z)[0]
+
+
+def _check(x, beta_logit, k, q, beta_bias, D, z, states=None) -> None:
+    """What both take, for x (B, [L,] D)."""
+    *rows, channels = x.shape
+    of_channels, of_states = ("B, L, D", "B, L, N") if len(rows) == 2 else ("B, D", "B, N")
+    check_tensor("k", k, (*rows, states), of_states, like=x)
+    check_tensor("q", q, (*rows, k.shape[-1]), of_states, like=x)
+    check_tensor("beta_logit", beta_logit, (*rows, channels), of_channels, like=x)
+    check_tensor("z", z, (*rows, channels), of_channels, like=x, optional=True)
     check_tensor("beta_bias", beta_bias, (channels,), "D", optional=True)
     check_tensor("D", D, (channels,), "D", optional=True)
-    check_tensor("initial_state", initial_state, (batch, channels, k.shape[2]), "B, D, N", optional=True)

@@ -2,7 +2,7 @@
 # Part of hf-hybrid-ssm 0.1.0, gathered by hf_hybrid_ssm.hub.export_code.
 # Plain torch, and on CUDA the Triton kernels of hf_hybrid_ssm_kernels where that can be imported. transformers
 # takes the package instead when it is installed.
-# SHA-256 of this file without this line and the next: 9379267236e88ae0f0e4fce4ff6c5350c832f06a111b983a6cea504bab161211
+# SHA-256 of this file without this line and the next: b602e923ef123036ad5144643d2d1f6a7674cc6a0e1ab6893e4aa01d0d27fc12
 
 import math
 from dataclasses import replace
@@ -15,23 +15,20 @@ from transformers import Cache, GenerationMixin, initialization as init
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import (
-    LlamaRotaryEmbedding, apply_rotary_pos_emb, eager_attention_forward,
-)
+from transformers.models.llama.modeling_llama import eager_attention_forward
 from transformers.utils import auto_docstring
 from transformers.utils.generic import is_flash_attention_requested
 
-from .attention_step import window_step
+from .causal_conv import causal_conv, causal_conv_step
 from .configuration_longhorn import LonghornConfig
 from .dispatch import can_read_values
-from .layers import RMSNorm, SwiGLU
-from .layers_longhorn import ShortConvolution
-from .local_attention import AttentionState, append_to_window, local_attention
+from .layers import RMSNorm, RotaryEmbedding, SwiGLU, rotated
+from .local_attention import AttentionState, append_to_window, local_attention, window_step
 from .longhorn_scan import longhorn_scan, longhorn_step
 from .mixers import Float32ParametersMixin
 from .model_parts import (
     CausalLMHead, HybridModelMixin, HybridPreTrainedModel, MultipleChoiceHead, PackedRows, QuestionAnsweringHead,
-    RecurrentMixin, SequenceClassificationHead, States, TokenClassificationHead, Unpadding, resolve_packing,
+    RecurrentMixin, SequenceClassificationHead, States, TokenClassificationHead, resolve_packing, tokens_and_notes,
 )
 
 
@@ -39,6 +36,26 @@ from .model_parts import (
 # PyTorch Longhorn model (arXiv 2407.14207).
 
 SCAN_NORM_EPSILON = 1e-6
+
+
+class ShortConvolution(nn.Conv1d):
+    """Depthwise causal convolution of width K followed by SiLU; parameters `weight` (D, 1, K) and `bias` (D,).
+
+    Tokens are (B, L, D) here, unlike in `nn.Conv1d`.
+    """
+
+    def __init__(self, channels: int, kernel_size: int, bias: bool = True):
+        super().__init__(channels, channels, kernel_size, groups=channels, bias=bias)
+
+    def forward(  # type: ignore[override]
+        self, x: torch.Tensor, *, overwritten: torch.Tensor | None = None, **options
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`options` (initial_state, seq_idx, lengths, return_final_state) as of `hf_hybrid_ssm.ops.causal_conv`; for
+        one token x (B, D) after earlier ones instead the state that the new one is to overwrite."""
+        if overwritten is not None:
+            y = causal_conv_step(x, overwritten, self.weight.squeeze(1), self.bias, activation="silu")
+            return y, overwritten
+        return causal_conv(x, self.weight.squeeze(1), self.bias, activation="silu", **options)
 
 
 class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
@@ -64,36 +81,29 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
         self.scan_norm = RMSNorm(channels, eps=SCAN_NORM_EPSILON) if config.use_scan_norm else None
         self.out_proj = nn.Linear(channels, config.hidden_size, bias=config.use_bias)
 
-    def mix(
-        self,
-        hidden_states: torch.Tensor,
-        *,
-        past: States,
-        capacity: int | None,
-        return_final_state: bool,
-        **options: Any,
+    def forward(
+        self, hidden_states: torch.Tensor, rows: PackedRows | None = None, past_key_values: Cache | None = None
+    ) -> torch.Tensor:
+        """(B, L, M) → (B, L, M)."""
+        return self.mix_with_cache(hidden_states, rows=rows, past_key_values=past_key_values)
+
+    def mix(  # type: ignore[override]
+        self, hidden_states: torch.Tensor, *, past: States, capacity: int | None, **options: Any
     ) -> tuple[torch.Tensor, States]:
         raw, gate = self.in_proj(hidden_states).chunk(2, dim=-1)  # (B, L, D) each
-        options["return_final_state"] = return_final_state
         x, conv_state = self.conv1d(raw, initial_state=past.get("conv"), **options)
         dt, k, q = self.x_proj(x).split(self.projection_sizes, dim=-1)
+        z = gate if self.scan_norm is None else None
         y, scan_state = longhorn_scan(
-            x,
-            self.dt_proj(dt),
-            k,
-            q,
-            beta_bias=self.dt_bias,
-            D=self.D,
-            z=gate if self.scan_norm is None else None,
-            initial_state=past.get("scan"),
-            **options,
+            x, self.dt_proj(dt), k, q, beta_bias=self.dt_bias, D=self.D, z=z, initial_state=past.get("scan"), **options
         )
         if self.scan_norm is not None:
             y = self.scan_norm(y) * F.silu(gate)
-        return self.out_proj(y), {"conv": conv_state, "scan": scan_state} if return_final_state else {}
+        states = {} if conv_state is None else {"conv": conv_state, "scan": scan_state}
+        return self.out_proj(y), states
 
     def step(  # type: ignore[override]
-        self, hidden_states: torch.Tensor, *, past: States, **options: Any
+        self, hidden_states: torch.Tensor, *, past: States, capacity: int | None
     ) -> tuple[torch.Tensor, States]:
         raw, gate = self.in_proj(hidden_states)[:, 0].chunk(2, dim=-1)  # (B, D) each
         x, _ = self.conv1d(raw, overwritten=past["conv"])
@@ -103,19 +113,6 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
         if self.scan_norm is not None:
             y = self.scan_norm(y) * F.silu(gate)
         return self.out_proj(y).unsqueeze(1), past
-
-    def forward(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
-        """(B, L, M) → (B, L, M); options as of `mix_with_cache`."""
-        return self.mix_with_cache(hidden_states, **options)
-
-
-class LonghornRotaryEmbedding(Float32ParametersMixin, LlamaRotaryEmbedding):
-    """Llama's rotary positions, whose frequencies a cast of the model does not round.
-
-    No checkpoint holds them: rounded ones would come back exact, and a reloaded model would compute something else.
-    """
-
-    float32_parameters = ("inv_freq", "original_inv_freq")
 
 
 class LonghornAttention(nn.Module):
@@ -142,29 +139,19 @@ class LonghornAttention(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
+        rows: PackedRows,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
-        unpadding: Unpadding | None = None,
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if unpadding is not None:  # the weight of padding is 0, and 0 times NaN is NaN
-            hidden_states = torch.where(unpadding.real.unsqueeze(-1), hidden_states, 0.0)
+        if rows.real is not None:  # the weight of padding is 0, and 0 times NaN is NaN
+            hidden_states = torch.where(rows.real.unsqueeze(-1), hidden_states, 0.0)
         queries, keys, values = (x.transpose(1, 2) for x in self._heads(hidden_states, position_embeddings))
         if past_key_values is not None:
             keys, values = past_key_values.update(keys, values, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        output, weights = attend(
-            self,
-            queries,
-            keys,
-            values,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            **kwargs,
-        )
-        return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights
+        output, weights = self._attend(queries, keys, values, attention_mask, **kwargs)
+        return self.o_proj(output), weights
 
     def _heads(
         self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
@@ -176,33 +163,48 @@ class LonghornAttention(nn.Module):
         )
         if self.q_norm is not None and self.k_norm is not None:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
-        queries, keys = apply_rotary_pos_emb(queries, keys, *position_embeddings, unsqueeze_dim=2)
-        # under autocast the angles are float32 and would widen what they turn
-        return queries.to(values.dtype), keys.to(values.dtype), values
+        return *rotated(queries, keys, position_embeddings, values.dtype), values
+
+    def _attend(self, *heads: torch.Tensor | None, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Queries, keys and values (B, heads, L, head_dim) and the mask → (B, L, heads · head_dim) and the weights, by
+        the attention that the configuration names."""
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        dropout = self.attention_dropout if self.training else 0.0
+        output, weights = attend(self, *heads, dropout=dropout, scaling=self.scaling, **options)
+        return output.flatten(2), weights
 
 
 class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
-    """Attention to the last `sliding_window` tokens, including the current one; padding does not count."""
+    """Attention to the last `sliding_window` tokens, including the current one; padding does not count.
 
-    def forward(  # type: ignore[override]
-        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **options: Any
+    `heads` are queries, keys and values, each (B, L, heads, head_dim).
+    """
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        rows: PackedRows,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs,
     ) -> tuple[torch.Tensor, None]:
-        return self.mix_with_cache(*self._heads(hidden_states, position_embeddings), **options), None
+        heads = self._heads(hidden_states, position_embeddings)
+        return self.mix_with_cache(*heads, rows=rows, past_key_values=past_key_values), None
 
     def mix(  # type: ignore[override]
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        *,
-        past: States,
-        capacity: int | None,
-        **options: Any,
+        self, *heads: torch.Tensor, past: States, capacity: int | None, **options: Any
     ) -> tuple[torch.Tensor, States]:
+        queries, keys, values = (x.transpose(1, 2) for x in heads)
         if not past and options["seq_idx"] is None and is_flash_attention_requested(self.config):
-            return self._mix_with_flash_attention(queries, keys, values, **options)
+            # a row's only document from its start; padding comes after all tokens that look back
+            output, _ = self._attend(queries, keys, values, None, sliding_window=self.config.sliding_window)
+            states = self.states_after(*heads, past=past, **options) if options["return_final_state"] else {}
+            return self.o_proj(output), states
         output, state = local_attention(
-            *(x.transpose(1, 2) for x in (queries, keys, values)),
+            queries,
+            keys,
+            values,
             window=(self.config.sliding_window - 1, 0),
             scale=self.scaling,
             dropout=self.attention_dropout if self.training else 0.0,
@@ -212,19 +214,13 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
         return self.o_proj(output.transpose(1, 2).flatten(2)), {} if state is None else state._asdict()
 
     def step(  # type: ignore[override]
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        *,
-        past: States,
-        capacity: int | None,
-        **options: Any,
+        self, *heads: torch.Tensor, past: States, capacity: int | None
     ) -> tuple[torch.Tensor, States]:
+        queries, keys, values = (x[:, 0] for x in heads)
         output, state = window_step(
-            queries[:, 0],
-            keys[:, 0],
-            values[:, 0],
+            queries,
+            keys,
+            values,
             AttentionState(**past),
             keeps_address=capacity is not None,
             window=(self.config.sliding_window - 1, 0),
@@ -232,37 +228,9 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
         )
         return self.o_proj(output.flatten(1).unsqueeze(1)), state._asdict()
 
-    def _mix_with_flash_attention(
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        *,
-        seq_idx: None,
-        lengths: torch.Tensor | None,
-        return_final_state: bool,
-    ) -> tuple[torch.Tensor, States]:
-        """Rows of one document from their start, by the kernel that was asked for; padding comes after all tokens that
-        look back."""
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        output, _ = attend(
-            self,
-            *(x.transpose(1, 2) for x in (queries, keys, values)),
-            None,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            sliding_window=self.config.sliding_window,
-        )
-        options: dict[str, Any] = {"past": {}, "seq_idx": None, "lengths": lengths}
-        states = self.states_after(queries, keys, values, **options) if return_final_state else {}
-        return self.o_proj(output.flatten(2)), states
-
     def states_after(  # type: ignore[override]
         self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        *,
+        *heads: torch.Tensor,
         past: States,
         seq_idx: torch.Tensor | None,
         lengths: torch.Tensor | None,
@@ -270,10 +238,8 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
     ) -> States:
         """The last keys and values, without attending."""
         before = AttentionState(**past) if past else None
-        reach = self.config.sliding_window - 1
-        return append_to_window(
-            before, keys.transpose(1, 2), values.transpose(1, 2), reach, seq_idx, lengths
-        )._asdict()
+        keys, values = (x.transpose(1, 2) for x in heads[1:])
+        return append_to_window(before, keys, values, self.config.sliding_window - 1, seq_idx, lengths)._asdict()
 
 
 class LonghornBlock(GradientCheckpointingLayer):
@@ -283,12 +249,12 @@ class LonghornBlock(GradientCheckpointingLayer):
         super().__init__()
         self.residual_in_fp32 = config.residual_in_fp32
         self.norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.is_recurrent = config.block_types[layer_idx] == "linear_attention"
+        block_type = config.block_types[layer_idx]
+        self.is_recurrent = block_type == "linear_attention"
         if self.is_recurrent:
             self.mixer = LonghornMixer(config, layer_idx)
         else:
-            self.is_sliding = config.block_types[layer_idx] == "sliding_attention"
-            attention = LonghornSlidingAttention if self.is_sliding else LonghornAttention
+            attention = LonghornSlidingAttention if block_type == "sliding_attention" else LonghornAttention
             self.self_attn = attention(config, layer_idx)
         if config.mlp_intermediate_size is None:
             self.mlp = None
@@ -299,25 +265,19 @@ class LonghornBlock(GradientCheckpointingLayer):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        unpadding: Unpadding | None = None,
-        seq_idx: torch.Tensor | None = None,
+        rows: PackedRows,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> torch.Tensor:
         if self.residual_in_fp32:
             hidden_states = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
         normed = self.norm(hidden_states)
-        recurrence = {"unpadding": unpadding, "seq_idx": seq_idx, "past_key_values": past_key_values}
         if self.is_recurrent:
-            mixed = self.mixer(normed, **recurrence)
-        elif self.is_sliding:
-            mixed, _ = self.self_attn(normed, position_embeddings, **recurrence)
+            mixed = self.mixer(normed, rows, past_key_values)
         else:
-            mixed, _ = self.self_attn(
-                normed, position_embeddings, attention_mask, unpadding, past_key_values, **kwargs
-            )
+            mixed, _ = self.self_attn(normed, rows, position_embeddings, attention_mask, past_key_values, **kwargs)
         hidden_states = hidden_states + mixed
         if self.mlp is not None:
             hidden_states = hidden_states + self.mlp(self.mlp_norm(hidden_states))
@@ -383,64 +343,50 @@ class LonghornModel(HybridModelMixin, LonghornPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(LonghornBlock(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.has_attention = config.has_attention
-        self.rotary_emb = LonghornRotaryEmbedding(config) if self.has_attention else None
+        self.has_columns = config.has_attention
+        self.rotary_emb = RotaryEmbedding(config) if config.has_attention else None
         self.gradient_checkpointing = False
         self.post_init()
-
-    def _packing_options(self, position_ids: torch.Tensor | None, masks: dict | None) -> dict[str, Any]:
-        # prepared masks contain the padding, and a note that grows would recompile every compiled step
-        keeps_padding = self.has_attention and (masks is None or position_ids is None)
-        return {"keeps_columns": self.has_attention, "keeps_padding": keeps_padding}
 
     def _run_layers(
         self,
         hidden_states: torch.Tensor,
-        packed: PackedRows,
-        unpadding: Unpadding | None,
+        rows: PackedRows,
         past_key_values: Cache | None,
         *,
         position_ids: torch.Tensor | None = None,
         masks: dict[str, torch.Tensor | None] | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        position_embeddings = None
-        if self.has_attention:
+        position_embeddings = mask = None
+        if self.rotary_emb is not None:
             if position_ids is None:
-                position_ids = packed.positions(hidden_states.device)
+                position_ids = rows.positions(hidden_states.device)
             position_embeddings = self.rotary_emb(hidden_states, position_ids)
             if masks is None:
-                masks = _attention_masks(self.config, hidden_states, packed, past_key_values)
-        for layer, layer_type in zip(self.layers, self.config.layer_types):
-            hidden_states = layer(
-                hidden_states,
-                attention_mask=None if masks is None else masks.get(layer_type),
-                unpadding=unpadding,
-                seq_idx=packed.seq_idx,
-                position_embeddings=position_embeddings,
-                past_key_values=past_key_values,
-                **kwargs,
-            )
-        return hidden_states
+                masks = _attention_masks(self.config, hidden_states, rows, past_key_values)
+            mask = masks.get("full_attention")
+        inputs = (rows, position_embeddings, mask)
+        return self._through_layers(hidden_states, *inputs, past_key_values=past_key_values, **kwargs)
 
 
 def _attention_masks(
-    config: LonghornConfig, inputs_embeds: torch.Tensor, packed: PackedRows, past_key_values: Cache | None
+    config: LonghornConfig, inputs_embeds: torch.Tensor, rows: PackedRows, past_key_values: Cache | None
 ) -> dict[str, torch.Tensor | None]:
     """The masks of the attention layers, by layer type.
 
-    Documents are found by `packed` only: given positions, transformers would look for them again.
+    Documents are found by `rows` only: given positions, transformers would look for them again.
     """
     if "full_attention" not in config.layer_types:
         return {}
-    starts, past = packed.starts, packed.past
+    starts, past, real = rows.starts, rows.past, rows.real_so_far
     mask = create_causal_mask(
         config=config,
         inputs_embeds=inputs_embeds,
-        attention_mask=packed.real,
+        attention_mask=real,
         past_key_values=past_key_values,
         # it looks at the padding's values
-        allow_is_causal_skip=not inputs_embeds.is_meta and (packed.real is None or can_read_values(packed.real)),
+        allow_is_causal_skip=not inputs_embeds.is_meta and (real is None or can_read_values(real)),
         and_mask_function=None if starts is None else lambda row, head, q, key: key >= starts[row, q - past],
     )
     return {"full_attention": mask}
@@ -455,12 +401,17 @@ class LonghornForCausalLM(CausalLMHead, LonghornPreTrainedModel, GenerationMixin
         config, inputs_embeds, attention_mask, past_key_values, position_ids=None, is_first_iteration=False, **kwargs
     ) -> dict:
         """Masks made ahead of compiled decoding; a generated token is never padding."""
-        batch, length = inputs_embeds.shape[:2]
-        inputs = (None, position_ids, attention_mask, None, past_key_values, batch, length)
-        packed = resolve_packing(*inputs, continues_documents=not is_first_iteration, keeps_columns=True)
-        packed = replace(packed, real=None if attention_mask is None else attention_mask != 0)
+        rows = resolve_packing(
+            inputs_embeds.shape[:2],
+            tokens_and_notes(past_key_values),
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            continues_documents=not is_first_iteration,
+            keeps_starts=True,
+        )
+        rows = replace(rows, real_so_far=None if attention_mask is None else attention_mask != 0)
         padding = CausalLMHead.create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values)
-        return _attention_masks(config, inputs_embeds, packed, past_key_values) | padding
+        return _attention_masks(config, inputs_embeds, rows, past_key_values) | padding
 
 
 @auto_docstring
