@@ -280,6 +280,23 @@ def training(figures: dict) -> str:
     )
 
 
+def upcycling_gaps(figures: dict) -> str:
+    rows = []
+    for name, found in {"the teacher": figures["teacher"], **figures["students"]}.items():
+        spread = found.get("loss_standard_deviation")
+        loss = f"{found['loss']:.3f}" + ("" if spread is None else f" ± {spread:.3f}")
+        over = f"{found.get('perplexity_over_teachers', 1.0):.3f}"
+        rows.append([name, loss, over, f"{found['loss_in_long_windows']:.3f}", f"{found['cache_bytes'] / 2**20:,.1f}"])
+    head = [
+        "layers that keep attention",
+        "held-out loss",
+        "perplexity over the teacher's",
+        "loss at 4,096",
+        "cache, MiB",
+    ]
+    return markdown_table(head, rows)
+
+
 def weight_only(figures: dict) -> str:
     forms = list(
         dict.fromkeys(form for found in figures["families"].values() for form in found["milliseconds_per_token"])
@@ -307,6 +324,7 @@ TABLES = {
     "bst_layer": bst_layer,
     "spade_ssm_cost": spade_ssm_cost,
     "spade_books": comparison,
+    "upcycling_gaps": upcycling_gaps,
     "bst_books": lengths,
     "length_extrapolation": lengths,
     "scaling_law": scaling_law,
