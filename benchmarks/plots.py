@@ -16,6 +16,7 @@ import length_extrapolation
 import numpy as np
 import per_token_loss
 import scaling_law
+import upcycling_gaps
 from _lib.plotting import REFERENCE, measured_at, panels, style, write_png
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -99,6 +100,7 @@ FIGURES = {
     "length_extrapolation": lambda: length_extrapolation.draw(load("length_extrapolation")),
     "per_token_loss": lambda: per_token_loss.draw(load("per_token_loss")["models"]),
     "scaling_law": lambda: scaling_law.draw(load("scaling_law")["families"]),
+    "upcycling_gaps": lambda: upcycling_gaps.draw(load("upcycling_gaps")),
 }
 
 

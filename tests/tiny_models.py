@@ -199,6 +199,7 @@ WIDE_LMU |= {"lmu_theta": 30.0, "num_attention_heads": 2, "sliding_window": 20}
 WIDE_HYBRID = {**HYBRID, "num_hidden_layers": 3, "sliding_window": 20, "num_attention_heads": 4}
 WITHOUT_DROPOUT = dict.fromkeys(("dropout", "attention_dropout", "embedding_dropout", "activation_dropout"), 0.0)
 CHUNKS = {"attention_type": "chunk", "chunk_size": 16, "relative_bias_scope": "none"}
+LIKE_LLAMA = {"rope_parameters": {"rope_theta": 100.0}, "gated_mlp": True, "hidden_act": "silu"}
 BRECT = {"ssm_layers": None, "block_types": ["sliding_attention", "block_recurrent"], "recurrent_num_states": 12}
 CASES: dict[str, tuple[str, dict]] = {
     "longhorn": ("longhorn", {"state_size": 5}),
@@ -215,6 +216,7 @@ CASES: dict[str, tuple[str, dict]] = {
     "bst mh": ("bst", {**WIDE_BST, "context_variant": "mh"}),
     "bst mf": ("bst", {**WIDE_BST, "context_variant": "mf", "num_context_states": 4}),
     "bst brect": ("bst", {**WIDE_BST, **BRECT}),
+    "bst like llama": ("bst", {**WIDE_BST, **LIKE_LLAMA}),
     "lmu_isa": ("lmu_isa", WIDE_LMU),
     "lmu_isa global": ("lmu_isa", {**WIDE_LMU, "first_sublayer": "global_attention"}),
     "lmu_isa window": ("lmu_isa", {**WIDE_LMU, "first_sublayer": "window_attention"}),

@@ -2,7 +2,7 @@
 # Part of hf-hybrid-ssm 0.1.0, gathered by hf_hybrid_ssm.hub.export_code.
 # Plain torch, and on CUDA the Triton kernels of hf_hybrid_ssm_kernels where that can be imported. transformers
 # takes the package instead when it is installed.
-# SHA-256 of this file without this line and the next: 5beb62ed5061801b1ee12195b25a8d358a680f224cb2c3754b190b1af7187301
+# SHA-256 of this file without this line and the next: d7f4b1cf7bb01ac121982d80385392a40a70376312d414904858b20425d735d5
 
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from .dispatch import is_transforming
-from .mixers import Float32ParametersMixin
 
 
 # ---- layers/feed_forward.py -----------------------------------------------------------------------------------------
@@ -57,30 +55,6 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
-
-
-# ---- layers/rotary.py -----------------------------------------------------------------------------------------------
-# Rotary positions, as Llama has them.
-
-class RotaryEmbedding(Float32ParametersMixin, LlamaRotaryEmbedding):
-    """Llama's rotary positions, whose frequencies a cast of the model does not round.
-
-    No checkpoint holds them: rounded ones would come back exact, and a reloaded model would compute something else.
-    """
-
-    float32_parameters = ("inv_freq", "original_inv_freq")
-
-
-def rotated(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    position_embeddings: tuple[torch.Tensor, torch.Tensor],
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys (B, L, heads, head_dim), turned by the angles whose cosines and sines (B or 1, L, head_dim) a
-    `RotaryEmbedding` gave; in the `dtype` of the values, since under autocast the angles are float32."""
-    turned = apply_rotary_pos_emb(queries, keys, *position_embeddings, unsqueeze_dim=2)
-    return turned[0].to(dtype), turned[1].to(dtype)
 
 
 # ---- layers/rms_norm.py ---------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 # Part of hf-hybrid-ssm 0.1.0, gathered by hf_hybrid_ssm.hub.export_code.
 # Plain torch, and on CUDA the Triton kernels of hf_hybrid_ssm_kernels where that can be imported. transformers
 # takes the package instead when it is installed.
-# SHA-256 of this file without this line and the next: 0c19459dcb0dcc25780c22dbadeb6f6fc8055a61622f5873d9d3149ac2abf2a5
+# SHA-256 of this file without this line and the next: 7f83c0df7d214cdc5c5c0fbdea509901a2b8a695aad8e4287bbf6d0d79661a0a
 
 import math
 from typing import Any, NamedTuple
@@ -734,7 +734,7 @@ def attention_step(
         chunk_size: C, it sees only tokens of its chunk, floor(i / C).
         bias: (H, R), by distance, added to the logits; distances beyond the table take its last value.
         scale: of q·k; E**-0.5 by default.
-        head_scale: (H,): first q and k are L2-normalised (x / sqrt(|x|² + 1e-6)); q and bias are multiplied by its
+        head_scale: (H,): first q and k are L2-normalised (x / sqrt(x·x + 1e-6)); q and bias are multiplied by its
             absolute value.
         zero_kv_sink: distances that reach before the document's start hold keys and values that are 0.
         backend: force one implementation (see `hf_hybrid_ssm.ops._core.dispatch`).

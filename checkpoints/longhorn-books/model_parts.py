@@ -2,7 +2,7 @@
 # Part of hf-hybrid-ssm 0.1.0, gathered by hf_hybrid_ssm.hub.export_code.
 # Plain torch, and on CUDA the Triton kernels of hf_hybrid_ssm_kernels where that can be imported. transformers
 # takes the package instead when it is installed.
-# SHA-256 of this file without this line and the next: 4194f78ce8001485759d7340c371ec17f79119d77a147466c7cd00d8ed4e3f39
+# SHA-256 of this file without this line and the next: cd3eed5a2deda9ad00c7c0da327d56142bce5f088c0cc69e94a8480123292ab6
 
 import copy
 import os
@@ -25,6 +25,7 @@ from transformers.modeling_outputs import (
     QuestionAnsweringModelOutput, SequenceClassifierOutputWithPast, TokenClassifierOutput,
 )
 from transformers.modeling_utils import slice_logits_to_keep
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
@@ -34,6 +35,30 @@ from .configuration_longhorn import STATE_LAYER_TYPE, WINDOW_LAYER_TYPE
 from .dispatch import can_read_values, check_seq_idx, is_transforming
 from .linear_cross_entropy import linear_cross_entropy
 from .mixers import Float32ParametersMixin
+
+
+# ---- models/rotary.py -----------------------------------------------------------------------------------------------
+# Rotary positions, as Llama has them.
+
+class RotaryEmbedding(Float32ParametersMixin, LlamaRotaryEmbedding):
+    """Llama's rotary positions, whose frequencies a cast of the model does not round.
+
+    No checkpoint holds them: rounded ones would come back exact, and a reloaded model would compute something else.
+    """
+
+    float32_parameters = ("inv_freq", "original_inv_freq")
+
+
+def rotated(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys (B, L, heads, head_dim), turned by the angles whose cosines and sines (B or 1, L, head_dim) a
+    `RotaryEmbedding` gave; in the `dtype` of the values, since under autocast the angles are float32."""
+    turned = apply_rotary_pos_emb(queries, keys, *position_embeddings, unsqueeze_dim=2)
+    return turned[0].to(dtype), turned[1].to(dtype)
 
 
 # ---- models/inputs.py -----------------------------------------------------------------------------------------------

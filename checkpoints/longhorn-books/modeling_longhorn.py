@@ -2,7 +2,7 @@
 # Part of hf-hybrid-ssm 0.1.0, gathered by hf_hybrid_ssm.hub.export_code.
 # Plain torch, and on CUDA the Triton kernels of hf_hybrid_ssm_kernels where that can be imported. transformers
 # takes the package instead when it is installed.
-# SHA-256 of this file without this line and the next: b602e923ef123036ad5144643d2d1f6a7674cc6a0e1ab6893e4aa01d0d27fc12
+# SHA-256 of this file without this line and the next: 517f008748104fdaba8b2eef14176891adc7d8a90765056c43baa0f82d2c13a1
 
 import math
 from dataclasses import replace
@@ -22,13 +22,14 @@ from transformers.utils.generic import is_flash_attention_requested
 from .causal_conv import causal_conv, causal_conv_step
 from .configuration_longhorn import LonghornConfig
 from .dispatch import can_read_values
-from .layers import RMSNorm, RotaryEmbedding, SwiGLU, rotated
+from .layers import RMSNorm, SwiGLU
 from .local_attention import AttentionState, append_to_window, local_attention, window_step
 from .longhorn_scan import longhorn_scan, longhorn_step
 from .mixers import Float32ParametersMixin
 from .model_parts import (
     CausalLMHead, HybridModelMixin, HybridPreTrainedModel, MultipleChoiceHead, PackedRows, QuestionAnsweringHead,
-    RecurrentMixin, SequenceClassificationHead, States, TokenClassificationHead, resolve_packing, tokens_and_notes,
+    RecurrentMixin, RotaryEmbedding, SequenceClassificationHead, States, TokenClassificationHead, resolve_packing,
+    rotated, tokens_and_notes,
 )
 
 

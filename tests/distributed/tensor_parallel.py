@@ -11,7 +11,17 @@ from transformers.distributed import DistributedConfig
 import hf_hybrid_ssm  # noqa: F401 - registers the families
 from tests.tiny_models import built
 
-TENSOR = ["longhorn", "longhorn hybrid", "spade", "bst mh", "bst mf", "lmu_isa", "lmu_isa global", "spade_seq2seq"]
+TENSOR = [
+    "longhorn",
+    "longhorn hybrid",
+    "spade",
+    "bst mh",
+    "bst mf",
+    "bst like llama",
+    "lmu_isa",
+    "lmu_isa global",
+    "spade_seq2seq",
+]
 PIPELINE = ["longhorn", "longhorn hybrid", "bst sh", "lmu_isa", "spade chunk"]
 
 

@@ -84,7 +84,7 @@ def measured(folder):
 
     def scores(value):
         if isinstance(value, dict):
-            left_out = ("seconds", "tokens", "text_tokens", "train_loss", "epochs")
+            left_out = ("seconds", "cpu_seconds", "tokens", "text_tokens", "train_loss", "epochs")
             return {key: scores(each) for key, each in value.items() if key not in left_out}
         return [scores(each) for each in value] if isinstance(value, list) else value
 

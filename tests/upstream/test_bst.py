@@ -48,6 +48,9 @@ class BstTest(CausalFamilyTests, unittest.TestCase):
     @unittest.skip("positions are relative biases and blocks by default; there is no rotary embedding to scale")
     def test_model_rope_scaling_from_config_2_yarn(self): ...
 
+    @unittest.skip("positions are relative biases and blocks by default; there is no rotary embedding to cut")
+    def test_model_rope_with_partial_rotation(self): ...
+
 
 class BstMultiFilterTest(BstTest):
     tester_config = BstTest.tester_config | {"context_variant": "mf", "ssm_type": "unstructured"}
@@ -83,6 +86,7 @@ class BstLikeLlamaTest(BstTest):
     test_model_rope_scaling_from_config_0_linear = CausalFamilyTests.test_model_rope_scaling_from_config_0_linear
     test_model_rope_scaling_from_config_1_dynamic = CausalFamilyTests.test_model_rope_scaling_from_config_1_dynamic
     test_model_rope_scaling_from_config_2_yarn = CausalFamilyTests.test_model_rope_scaling_from_config_2_yarn
+    test_model_rope_with_partial_rotation = CausalFamilyTests.test_model_rope_with_partial_rotation
 
 
 class BstRetrievalTest(BstTest):
@@ -100,6 +104,11 @@ class BstEncoderTest(ModelTesterMixin, unittest.TestCase):
     )
     has_attentions = False
     test_resize_embeddings = True
+
+    test_model_rope_scaling_from_config_0_linear = BstTest.test_model_rope_scaling_from_config_0_linear
+    test_model_rope_scaling_from_config_1_dynamic = BstTest.test_model_rope_scaling_from_config_1_dynamic
+    test_model_rope_scaling_from_config_2_yarn = BstTest.test_model_rope_scaling_from_config_2_yarn
+    test_model_rope_with_partial_rotation = BstTest.test_model_rope_with_partial_rotation
 
     def setUp(self):
         fields = BstTest.tester_config | {"bidirectional": True}

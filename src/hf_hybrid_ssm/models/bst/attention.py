@@ -9,13 +9,13 @@ from hf_hybrid_ssm.layers.l2_normalise import l2_normalise
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
-from hf_hybrid_ssm.layers.rotary import rotated
 from hf_hybrid_ssm.models.bst.block_grid import AlignedGrid, FreeGrid, block_grid
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.bst.context_states import ContextStates, attend_context, newest_last, slot_by_slot
 from hf_hybrid_ssm.models.bst.recurrent_states import RecurrentStates
 from hf_hybrid_ssm.models.bst.retrieval import attend_with_memory
 from hf_hybrid_ssm.models.cache import States
+from hf_hybrid_ssm.models.rotary import rotated
 from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention, window_step
 
 PositionEmbeddings = tuple[torch.Tensor, torch.Tensor]

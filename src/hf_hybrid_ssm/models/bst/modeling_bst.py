@@ -13,7 +13,6 @@ from transformers.utils import auto_docstring
 from hf_hybrid_ssm.layers.feed_forward import FeedForward, SwiGLU
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
-from hf_hybrid_ssm.layers.rotary import RotaryEmbedding
 from hf_hybrid_ssm.layers.truncated_normal import truncated_normal
 from hf_hybrid_ssm.models.base import HybridModelMixin, HybridPreTrainedModel
 from hf_hybrid_ssm.models.block import RecurrentMixin
@@ -33,6 +32,7 @@ from hf_hybrid_ssm.models.heads import (
     TokenClassificationHead,
 )
 from hf_hybrid_ssm.models.packing import PackedRows
+from hf_hybrid_ssm.models.rotary import RotaryEmbedding
 
 
 class BstBlock(RecurrentMixin, GradientCheckpointingLayer):

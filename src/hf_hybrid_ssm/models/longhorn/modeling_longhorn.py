@@ -19,7 +19,6 @@ from transformers.utils.generic import is_flash_attention_requested
 from hf_hybrid_ssm.layers.feed_forward import SwiGLU
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
-from hf_hybrid_ssm.layers.rotary import RotaryEmbedding, rotated
 from hf_hybrid_ssm.models.base import HybridModelMixin, HybridPreTrainedModel
 from hf_hybrid_ssm.models.block import RecurrentMixin
 from hf_hybrid_ssm.models.cache import tokens_and_notes
@@ -32,6 +31,7 @@ from hf_hybrid_ssm.models.heads import (
 )
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.packing import PackedRows, States, resolve_packing
+from hf_hybrid_ssm.models.rotary import RotaryEmbedding, rotated
 from hf_hybrid_ssm.ops._core.checks import can_read_values
 from hf_hybrid_ssm.ops.causal_conv import causal_conv, causal_conv_step
 from hf_hybrid_ssm.ops.local_attention import AttentionState, append_to_window, local_attention, window_step

@@ -1,15 +1,12 @@
 """The fused CPU backend: `native.c`, compiled on first use and called directly or through two custom ops."""
 
-import ctypes
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import List  # noqa: UP035
 
 import torch
 from torch import Tensor
 
-from hf_hybrid_ssm.ops._core.native_library import address, call, compile_and_load, is_plain_call, supports
+from hf_hybrid_ssm.ops._core.native_library import address, call, is_plain_call, library_beside, supports
 from hf_hybrid_ssm.ops.local_attention.torch_backend import local_attention_torch
 
 __all__ = ["local_attention_native", "supports"]
@@ -49,9 +46,7 @@ def _whole_numbers(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.long().contiguous()
 
 
-@cache
-def _library() -> ctypes.CDLL:
-    return compile_and_load(Path(__file__).with_name("native.c"))
+_library = library_beside(__file__)
 
 
 def _strided(tensors: tuple[Tensor | None, ...]) -> tuple[int | None, ...]:

@@ -54,7 +54,7 @@ def attention_step(
         chunk_size: C, it sees only tokens of its chunk, floor(i / C).
         bias: (H, R), by distance, added to the logits; distances beyond the table take its last value.
         scale: of q·k; E**-0.5 by default.
-        head_scale: (H,): first q and k are L2-normalised (x / sqrt(|x|² + 1e-6)); q and bias are multiplied by its
+        head_scale: (H,): first q and k are L2-normalised (x / sqrt(x·x + 1e-6)); q and bias are multiplied by its
             absolute value.
         zero_kv_sink: distances that reach before the document's start hold keys and values that are 0.
         backend: force one implementation (see `hf_hybrid_ssm.ops._core.dispatch`).

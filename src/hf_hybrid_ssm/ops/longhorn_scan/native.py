@@ -3,7 +3,6 @@
 import ctypes
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,8 +11,8 @@ from hf_hybrid_ssm.ops._core.custom_ops import differentiable_op
 from hf_hybrid_ssm.ops._core.native_library import (
     address,
     call,
-    compile_and_load,
     is_plain_call,
+    library_beside,
     prepared,
     prepared_rows,
     step_op,
@@ -36,9 +35,12 @@ def longhorn_scan_native(
     return y.to(x.dtype), final_state
 
 
+_compiled = library_beside(__file__)
+
+
 @cache
 def _library() -> ctypes.CDLL:
-    library = compile_and_load(Path(__file__).with_name("native.c"))
+    library = _compiled()
     library.longhorn_checkpoint_size.restype = ctypes.c_int64
     library.longhorn_groups.restype = ctypes.c_int64
     return library
