@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from _lib.documents import DataArguments, begin_of, documents_of_files, token_ids
-from _lib.plotting import panels
+from _lib.plotting import SPREAD, panels, style
 from _lib.scoring import loss_at
 from _lib.settings import read_settings
 from _lib.training import perplexity, save_figure, say, write_json, write_results
@@ -159,15 +159,17 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def draw(figures: dict[str, Any]) -> Figure:
+    """Losses of teacher and students, a line each, in windows as in training and in longer ones."""
     figure, (axes,) = panels("How far behind its teacher is a student?")
-    names = list(figures["students"])
-    found = [figures["students"][name] for name in names]
-    spread = [each["loss_standard_deviation"] or 0.0 for each in found]
-    axes.bar(range(len(names)), [each["loss"] for each in found], yerr=spread, capsize=3, label="students")
-    axes.axhline(figures["teacher"]["loss"], color="black", linestyle="--", linewidth=1, label="teacher")
-    axes.set_xticks(range(len(names)), names)
-    low = min([figures["teacher"]["loss"], *(each["loss"] for each in found)])
-    axes.set(ylabel="held-out loss (nats per token)", ylim=(low - 0.2, None))
+    models = {"teacher": figures["teacher"], **figures["students"]}
+    length = figures["settings"]["base"]["sequence_length"]
+    labels = {"loss": f"windows of {length:,}, as in training", "loss_in_long_windows": "longer windows"}
+    for number, (key, label) in enumerate(labels.items()):
+        losses = [found[key] for found in models.values()]
+        spread = [found.get(f"{key}_standard_deviation") or 0.0 for found in models.values()]
+        axes.errorbar(losses, list(models), xerr=spread, capsize=3, label=label, **style(number, linestyle=""))
+    axes.set(xlabel="held-out loss (nats per token)", ylabel="layers with attention")
+    axes.set_title(SPREAD, loc="left", fontsize=9)
     return figure
 
 
