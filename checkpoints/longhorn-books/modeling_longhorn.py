@@ -2,7 +2,7 @@
 # Part of hf-hybrid-ssm 0.1.0, gathered by hf_hybrid_ssm.hub.export_code.
 # Plain torch, and on CUDA the Triton kernels of hf_hybrid_ssm_kernels where that can be imported. transformers
 # takes the package instead when it is installed.
-# SHA-256 of this file without this line and the next: 517f008748104fdaba8b2eef14176891adc7d8a90765056c43baa0f82d2c13a1
+# SHA-256 of this file without this line and the next: a7189ce4fe5830b6c94dced75728c9c209386ddb082e25ba8d40d8ae58c421ab
 
 import math
 from dataclasses import replace
@@ -266,7 +266,7 @@ class LonghornBlock(GradientCheckpointingLayer):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        rows: PackedRows,
+        rows: PackedRows | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
