@@ -16,8 +16,12 @@ def main(arguments: list[str]) -> int:
 
     from hf_hybrid_ssm.hub import card_of_folder
 
+    verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
-    card = card_of_folder(given.folder, dataset=given.dataset, recipe=given.recipe)
+    try:
+        card = card_of_folder(given.folder, dataset=given.dataset, recipe=given.recipe)
+    finally:
+        transformers.logging.set_verbosity(verbosity)
     if given.stdout:
         print(card)
         return 0
