@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, DynamicCache, StaticCache
 
 from hf_hybrid_ssm.ops._core.dispatch import backend
+from tests.memory import in_own_memory
 from tests.models import invariances as inv
 
 Case = Callable[[torch.nn.Module, Random], float]
@@ -128,8 +129,8 @@ def saved_and_loaded(model, random: Random) -> float:
     ids = _ids(model, random, 2, random.randint(1, 32))
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder, max_shard_size=random.choice(["1GB", "20KB"]))
-        loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
-    difference = (inv.whole(loaded, ids) - inv.whole(model, ids)).abs().max().item()
+        loaded = in_own_memory(AutoModelForCausalLM.from_pretrained(folder).eval())
+    difference = (inv.whole(loaded, ids) - inv.whole(in_own_memory(model), ids)).abs().max().item()
     assert difference == 0, f"a loaded model differs by {difference}"
     return difference
 
