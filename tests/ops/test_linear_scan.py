@@ -6,9 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_hybrid_ssm.ops.linear_scan import (
+    BlockMatrices,
     ChannelSystem,
     Transition,
-    block_matrices,
+    block_outputs,
+    block_states,
     channel_scan,
     diagonal_scan,
     long_kernel,
@@ -39,7 +41,8 @@ def transition(form: str, seed: int = 0) -> Transition:
 
 def in_blocks(matrices: tuple, block: int) -> ChannelSystem:
     """The system A, B, C, to be scanned in blocks of this size."""
-    return ChannelSystem(*matrices, blocks=lambda: block_matrices(*matrices, block))
+    blocks = BlockMatrices(lambda: block_states(*matrices, block), lambda: block_outputs(*matrices, block))
+    return ChannelSystem(*matrices, blocks=blocks)
 
 
 def system(form: str, block: int, seed: int = 0) -> ChannelSystem:
@@ -104,14 +107,14 @@ def test_powers_of_zero():
 @pytest.mark.parametrize("block", [1, 2, 8])
 def test_block_matrices(form, block):
     system_ = system(form, block)
-    s, first = system_.blocks(), system_.vector
+    s, inside, first = system_.blocks.states(), system_.blocks.outputs(), system_.vector
     a = matrix(transition(form))
     for j in range(block):
         power = torch.linalg.matrix_power(a, j)
         vector = (power @ first.unsqueeze(-1)).squeeze(-1)
         assert_near(s.input_to_state[:, block - 1 - j].unflatten(-1, (F, N)).transpose(0, 1), vector)
-        assert_near(s.kernel[..., j], (s.output * vector).sum(-1))
-        assert_near(s.state_to_output[:, :, j], (s.output.unsqueeze(-2) @ power @ a).squeeze(-2))
+        assert_near(inside.kernel[..., j], (s.output * vector).sum(-1))
+        assert_near(inside.state_to_output[:, :, j], (s.output.unsqueeze(-2) @ power @ a).squeeze(-2))
     for length in (1, block, 3 * block + 1, 40):
         kernel = long_kernel(*system_[:3], length)
         assert kernel.shape == (F, D, length)
@@ -224,7 +227,8 @@ def test_float32_over_a_long_row(form):
     s = system(form, 64)
     # as layers do: powers taken in float64, then rounded; the kernels take the decay as it is
     coarse = s.transition if form != "dense" else s.transition.to(torch.float32)
-    single = ChannelSystem(coarse, s.vector.float(), s.output.float(), lambda: s.blocks().to(torch.float32))
+    blocks = BlockMatrices(lambda: s.blocks.states().to(torch.float32), lambda: s.blocks.outputs().to(torch.float32))
+    single = ChannelSystem(coarse, s.vector.float(), s.output.float(), blocks)
     u = draw(1, 5000, D).float()
     y, state = channel_scan(u, single, return_final_state=True)
     wanted, wanted_state = channel_scan(u.double(), s, return_final_state=True)
@@ -273,4 +277,15 @@ def test_bad_diagonal_scan(change, error, message):
 
 def test_blocks_are_powers_of_two():
     with pytest.raises(ValueError, match="power of two"):
-        system("real", 12).blocks()
+        system("real", 12).blocks.states()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_outputs_at_borders_of_blocks_need_the_states_alone(form):
+    """Of 32 filters in each layer, as BST's MF has, the rest would be two thirds of the first forward's work."""
+    s, u = system(form, 4), draw(2, 12, D, seed=8)
+    wanted, final = channel_scan(u, s, stride=4, return_final_state=True)
+    alone = s._replace(blocks=BlockMatrices(s.blocks.states, lambda: pytest.fail("outputs inside of blocks")))
+    y, state = channel_scan(u, alone, stride=4, return_final_state=True, backend="torch")
+    assert_near(y, wanted)
+    assert_near(state, final)

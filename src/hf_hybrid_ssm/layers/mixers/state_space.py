@@ -1,5 +1,7 @@
 """What S4, S4D and EMA share: a linear system per channel, its filter, its block form, its step."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -13,7 +15,8 @@ from hf_hybrid_ssm.ops.linear_scan import (
     BlockMatrices,
     ChannelSystem,
     Transition,
-    block_matrices,
+    block_outputs,
+    block_states,
     channel_scan,
     has_fused_scan,
     linear_step,
@@ -96,14 +99,15 @@ class StateSpaceMixer(CachedKernelMixer):
             return ChannelSystem(transition, vector.to(dtype), rows.to(dtype))
 
         system = self._cached(("system", dtype, direction), self._all_parameters, compute)
-        return system._replace(blocks=lambda: self._blocks(dtype, direction, system))
+        blocks = (partial(self._blocks, make, dtype, direction, system) for make in (block_states, block_outputs))
+        return system._replace(blocks=BlockMatrices(*blocks))
 
-    def _blocks(self, dtype: torch.dtype, direction: int, system: ChannelSystem) -> BlockMatrices:
-        def compute(exact: bool) -> BlockMatrices:
+    def _blocks(self, make: Callable[..., Any], dtype: torch.dtype, direction: int, system: ChannelSystem) -> Any:
+        def compute(exact: bool) -> Any:
             matrices = self._matrices(dtype, direction, exact) if exact else system[:3]
-            return block_matrices(*matrices, self.block_size).to(dtype)
+            return make(*matrices, self.block_size).to(dtype)
 
-        return self._cached(("blocks", dtype, direction), self._all_parameters, compute)
+        return self._cached((make, dtype, direction), self._all_parameters, compute)
 
     def kernel(self, length: int, dtype: torch.dtype = torch.float32, direction: int = 0) -> torch.Tensor:
         """K_0 .. K_{length-1} (F, D, length), K_k = C A^k B, of the filter that looks back (0) or ahead (1).

@@ -12,7 +12,6 @@ C A^{p+1} reads the state at its start. Only the state at block borders exists, 
 documents, ragged rows and one-token steps one and the same computation.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,15 @@ import torch
 from hf_hybrid_ssm.ops._core.checks import check_lengths, check_output_positions, check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops._core.dispatch import Op
 from hf_hybrid_ssm.ops._core.transforms import without_autocast
-from hf_hybrid_ssm.ops.linear_scan.channel_blocks import BlockMatrices, block_matrices, channel_scan_torch
+from hf_hybrid_ssm.ops.linear_scan.channel_blocks import (
+    BlockMatrices,
+    BlockOutputs,
+    BlockStates,
+    block_outputs,
+    block_states,
+    channel_scan_torch,
+    long_kernel,
+)
 from hf_hybrid_ssm.ops.linear_scan.diagonal import diagonal_scan
 from hf_hybrid_ssm.ops.linear_scan.reference import channel_inputs, channel_scan_reference
 from hf_hybrid_ssm.ops.linear_scan.step import linear_step
@@ -44,13 +51,13 @@ class ChannelSystem(NamedTuple):
         transition: A. A diagonal one may be in float64 whatever the rest is: its powers are then rounded once.
         vector: B (F, D, N).
         output: C (F, D, N); the scan computes in its dtype (float32 or float64).
-        blocks: gives `block_matrices` of them, from a cache perhaps; asked only where blocks are what is computed.
+        blocks: gives `block_states` and `block_outputs` of them, from a cache perhaps; asked only where they are needed.
     """
 
     transition: Transition
     vector: torch.Tensor
     output: torch.Tensor
-    blocks: Callable[[], BlockMatrices] | None = None
+    blocks: BlockMatrices | None = None
 
 
 def channel_scan(
@@ -109,26 +116,14 @@ def has_fused_scan(device_type: str, dtype: torch.dtype) -> bool:
     return _OP.select(device_type, dtype) is not channel_scan_torch
 
 
-def long_kernel(transition: Transition, vector: torch.Tensor, output: torch.Tensor, length: int) -> torch.Tensor:
-    """K_0 .. K_{length-1}, (F, D, length): one product of the rows C A^{iw} with the vectors A^j B, j < w.
-
-    w is a power of two near the root of the length, so that both tables are small.
-    """
-    block = 1 << ((length - 1).bit_length() + 1) // 2
-    steps = -(-length // block)
-    if transition.form == "dense":
-        krylov, power = transition.doubled(vector.unsqueeze(-2), block)
-        rows = power.doubled(output.unsqueeze(-2), 1 << (steps - 1).bit_length(), transposed=True)[0][..., :steps, :]
-    else:
-        krylov, rows = transition.orbit(vector, block), transition.orbit(output, steps, step=block, transposed=True)
-    return torch.matmul(rows, krylov.mT).flatten(-2)[..., :length]
-
-
 __all__ = [
     "BlockMatrices",
+    "BlockOutputs",
+    "BlockStates",
     "ChannelSystem",
     "Transition",
-    "block_matrices",
+    "block_outputs",
+    "block_states",
     "channel_scan",
     "diagonal_scan",
     "has_fused_scan",
