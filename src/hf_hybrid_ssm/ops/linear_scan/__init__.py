@@ -51,7 +51,7 @@ class ChannelSystem(NamedTuple):
         transition: A. A diagonal one may be in float64 whatever the rest is: its powers are then rounded once.
         vector: B (F, D, N).
         output: C (F, D, N); the scan computes in its dtype (float32 or float64).
-        blocks: gives `block_states` and `block_outputs` of them, from a cache perhaps; asked only where they are needed.
+        blocks: gives their `block_states` and `block_outputs`, from a cache perhaps; asked only where needed.
     """
 
     transition: Transition
