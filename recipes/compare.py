@@ -20,6 +20,7 @@ from typing import Any
 from _lib.checks import check_output
 from _lib.documents import DataArguments
 from _lib.plotting import panels, style
+from _lib.provenance import to_json
 from _lib.settings import read_settings
 from _lib.training import perplexity, save_figure, say, write_json, write_results
 from matplotlib.figure import Figure
@@ -78,7 +79,8 @@ def prepare_output(arguments: CompareArguments) -> None:
         FileExistsError: it holds something else.
     """
     known, settings = Path(arguments.output_dir) / SETTINGS, settings_of(arguments)
-    if arguments.overwrite or not known.is_file() or read_json(known) != settings:
+    is_same = known.is_file() and known.read_text(encoding="utf-8") == to_json(settings)
+    if arguments.overwrite or not is_same:
         check_output(arguments.output_dir, arguments.overwrite)
         for old in Path(arguments.output_dir).glob("*/results.json"):
             old.unlink()

@@ -51,6 +51,7 @@ def test_runs_and_summary(settings, tmp_path):
 
 
 def test_a_killed_comparison_goes_on_with_the_runs_it_lacks(settings, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HYBRID_SSM_DATA", str(Path(settings["base"]["train_files"][0]).parent))
     arguments = CompareArguments(**settings, output_dir=str(tmp_path))
     figures = compare(arguments)
     missing = tmp_path / "wide-1" / "results.json"
