@@ -5,7 +5,7 @@ python tools/reading_size.py bst --list  the files of one
 
 It follows the imports of the family's modeling file within this package, and the kernels of the ops found on the way,
 with their C sources. Every file counts whole, though a model seldom uses all of it. Of the mixers that a configuration
-chooses from, the first count follows the default one only.
+chooses from, the first count follows the default one only; it is also given by level.
 """
 
 import argparse
@@ -18,6 +18,8 @@ from hf_hybrid_ssm.auto import FAMILIES, family_of
 from hf_hybrid_ssm.hub.sources import ROOT, Module
 from hf_hybrid_ssm.layers.mixers.registry import MIXERS
 from hf_hybrid_ssm.models.family import Family
+
+LEVELS = ("models and layers", "ops in torch", "kernels in C and Triton")
 
 
 def files_of(model_type: str, every_mixer: bool = False) -> list[Path]:
@@ -75,8 +77,28 @@ def lines_of(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").splitlines())
 
 
+def level_of(path: Path) -> str:
+    """One of LEVELS."""
+    folder, *_ = path.relative_to(ROOT).parts
+    if folder != "ops":
+        return LEVELS[0]
+    is_kernel = path.suffix in (".c", ".h") or path.stem.startswith(("native", "triton"))
+    return LEVELS[2 if is_kernel else 1]
+
+
 def _size(paths: list[Path]) -> str:
-    return f"{len(paths)} files, {sum(map(lines_of, paths)):,} lines"
+    return f"{len(paths)} / {sum(map(lines_of, paths)):,}"
+
+
+def table(model_types: list[str]) -> str:
+    """Files / lines of each, as CONTRIBUTING shows them."""
+    lines = [f"| files / lines | all | {' | '.join(LEVELS)} | with every mixer |", "| --- |" + " ---: |" * 5]
+    for model_type in model_types:
+        paths = files_of(model_type)
+        levels = ([path for path in paths if level_of(path) == level] for level in LEVELS)
+        sizes = map(_size, (paths, *levels, files_of(model_type, every_mixer=True)))
+        lines.append(f"| `{model_type}` | {' | '.join(sizes)} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -85,12 +107,10 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="name the files")
     arguments = parser.parse_args()
     chosen = [arguments.model_type] if arguments.model_type else [family.model_type for family in FAMILIES]
-    for model_type in chosen:
-        paths = files_of(model_type)
-        if arguments.list:
-            for path in paths:
-                print(f"{lines_of(path):6}  {path.relative_to(ROOT)}")
-        print(f"{model_type}: {_size(paths)} (with every mixer: {_size(files_of(model_type, every_mixer=True))})")
+    if arguments.list:
+        for path in files_of(arguments.model_type or parser.error("--list takes one model type")):
+            print(f"{lines_of(path):6}  {path.relative_to(ROOT)}")
+    print(table(chosen))
 
 
 if __name__ == "__main__":
