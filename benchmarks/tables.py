@@ -146,6 +146,23 @@ def comparison(figures: dict) -> str:
     return markdown_table(["model", "parameters", "held-out loss, nats per token"], rows)
 
 
+def compared_families(figures: dict) -> str:
+    """Best first; with the paired differences to the reference."""
+    rows = []
+    for name, found in sorted(figures["models"].items(), key=lambda pair: pair[1]["validation_loss"]):
+        rates = figures["learning_rates"][name]
+        difference = figures["differences"].get(name)
+        minutes = sum(run["cpu_seconds"] for run in found["runs"]) / len(found["runs"]) / 60
+        rows.append([
+            name, f"{found['runs'][0]['parameters_beside_embeddings']:,}", min(rates, key=rates.__getitem__),
+            f"{found['validation_loss']:.3f} ± {found['standard_deviation']:.3f}",
+            f"{difference['mean']:+.3f} ± {difference['half_width_of_95_percent']:.3f}" if difference else "",
+            f"{minutes:.1f}",
+        ])  # fmt: skip
+    head = ["model", "non-embedding parameters", "learning rate", "held-out loss, nats per token"]
+    return markdown_table([*head, f"minus {figures['reference']}'s, 95 %", "minutes of CPU time"], rows)
+
+
 def spade_ssm_cost(figures: dict) -> str:
     rows = [
         [
@@ -324,6 +341,8 @@ TABLES = {
     "bst_layer": bst_layer,
     "spade_ssm_cost": spade_ssm_cost,
     "spade_books": comparison,
+    "families_books": compared_families,
+    "families_length": lengths,
     "upcycling_gaps": upcycling_gaps,
     "bst_books": lengths,
     "length_extrapolation": lengths,

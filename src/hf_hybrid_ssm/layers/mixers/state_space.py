@@ -10,6 +10,7 @@ from torch import nn
 from hf_hybrid_ssm.layers.mixers.base import State
 from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer, fold_token
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
+from hf_hybrid_ssm.ops._core.blocks import power_of_two
 from hf_hybrid_ssm.ops._core.transforms import without_autocast
 from hf_hybrid_ssm.ops.linear_scan import (
     BlockMatrices,
@@ -121,7 +122,7 @@ class StateSpaceMixer(CachedKernelMixer):
             del self._kernel_cache[key]
 
         def compute(exact: bool) -> torch.Tensor:
-            taps = 1 << (length - 1).bit_length() if exact else length
+            taps = power_of_two(length) if exact else length
             return long_kernel(*self._matrices(dtype, direction, exact), taps).to(dtype)
 
         return self._cached(key, self._all_parameters, compute)[..., :length]

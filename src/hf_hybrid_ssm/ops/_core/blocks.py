@@ -4,6 +4,15 @@ import torch
 import torch.nn.functional as F
 
 
+def power_of_two(least: int, start: int = 1) -> int:
+    """The smallest power of two, from `start` on, that is not below `least`. By comparisons, so that `torch.compile`
+    gets a number, valid for a range of lengths, and no expression of the length that all later shapes would carry on.
+    """
+    while start < least:
+        start *= 2
+    return start
+
+
 def toeplitz(taps: torch.Tensor) -> torch.Tensor:
     """T (..., h, h), T[i, j] = taps[h - 1 + j - i] from input i to output j, of taps (..., 2h - 1)."""
     size = (taps.shape[-1] + 1) // 2
@@ -20,8 +29,9 @@ def document_blocks(seq_idx: torch.Tensor | None, block: int) -> torch.Tensor | 
     if seq_idx is None:
         return None
     batch, length = seq_idx.shape
-    padding = seq_idx[:, -1:].expand(batch, -length % block)
-    return torch.cat([seq_idx, padding], dim=1).view(batch, -1, block)
+    count = -(-length // block)
+    padding = seq_idx[:, -1:].expand(batch, count * block - length)
+    return torch.cat([seq_idx, padding], dim=1).view(batch, count, block)
 
 
 def document_before_block(documents: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid_ssm.ops._core.blocks import causal_toeplitz, document_before_block, document_blocks
+from hf_hybrid_ssm.ops._core.blocks import causal_toeplitz, document_before_block, document_blocks, power_of_two
 from hf_hybrid_ssm.ops._core.rows import take_outputs, zero_beyond
 from hf_hybrid_ssm.ops.linear_scan.diagonal import diagonal_scan
 from hf_hybrid_ssm.ops.linear_scan.transition import Transition, power
@@ -82,11 +82,13 @@ def long_kernel(transition: Transition, vector: torch.Tensor, output: torch.Tens
 
     w is a power of two near the root of the length, so that both tables are small.
     """
-    block = 1 << ((length - 1).bit_length() + 1) // 2
+    block = 1
+    while block * block < length:
+        block *= 2
     steps = -(-length // block)
     if transition.form == "dense":
         krylov, power = transition.doubled(vector.unsqueeze(-2), block)
-        rows = power.doubled(output.unsqueeze(-2), 1 << (steps - 1).bit_length(), transposed=True)[0][..., :steps, :]
+        rows = power.doubled(output.unsqueeze(-2), power_of_two(steps), transposed=True)[0][..., :steps, :]
     else:
         krylov, rows = transition.orbit(vector, block), transition.orbit(output, steps, step=block, transposed=True)
     return torch.matmul(rows, krylov.mT).flatten(-2)[..., :length]
@@ -212,7 +214,7 @@ def _outputs(
         local = torch.bmm(flat, inside.intra_block).view(channels, batch * blocks, filters, block).permute(2, 0, 1, 3)
     else:
         rows = flat.transpose(0, 1)  # (B n, D, w)
-        local = block_conv(rows, inside.kernel, None, documents.reshape(-1, block)).permute(1, 2, 0, 3)
+        local = block_conv(rows, inside.kernel, None, documents.flatten(0, 1)).permute(1, 2, 0, 3)
     carried = torch.matmul(starts[..., :-1, :].reshape(filters, channels, -1, size), inside.state_to_output.mT)
     if documents is not None:
         carried = torch.where((documents == document_before_block(documents)).view(-1, block), carried, 0.0)

@@ -8,7 +8,7 @@ the right output make packed rows exact, with fixed shapes and in O(L log^2 L).
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid_ssm.ops._core.blocks import toeplitz
+from hf_hybrid_ssm.ops._core.blocks import power_of_two, toeplitz
 from hf_hybrid_ssm.ops._core.checks import can_read_values
 from hf_hybrid_ssm.ops._core.rows import packed_sequences, take_outputs
 from hf_hybrid_ssm.ops.long_conv.choice import DIRECT
@@ -107,7 +107,7 @@ def block_conv(
 ) -> torch.Tensor:
     """Outputs (M, F, D, T) of x (M, D, T) by halves; documents (M, T), no token sees another document."""
     rows, _, time = x.shape
-    size = max(BASE, 1 << (time - 1).bit_length())
+    size = power_of_two(time, BASE)
     x = F.pad(x, (0, size - time)).transpose(0, 1)  # (D, M, size)
     documents = torch.cat([documents, documents[:, -1:].expand(rows, size - time)], dim=1)
     y = _base(x, kernel, future_kernel, documents)
@@ -133,9 +133,9 @@ def _level(
     x: torch.Tensor, kernel: torch.Tensor, future_kernel: torch.Tensor | None, documents: torch.Tensor, half: int
 ) -> torch.Tensor:
     """What the halves of every aligned pair of `half` tokens send each other. x (D, M, T) -> (F, D, M, T)."""
-    channels, rows, size = x.shape
-    left, right = x.reshape(channels, rows, size // (2 * half), 2, half).unbind(3)
-    left_documents, right_documents = documents.reshape(rows, size // (2 * half), 2, half).unbind(2)
+    pairs = (x.shape[-1] // (2 * half), 2, half)
+    left, right = x.unflatten(-1, pairs).unbind(3)
+    left_documents, right_documents = documents.unflatten(-1, pairs).unbind(2)
     spanning = left_documents[..., -1:]  # the one document that can reach over the border
     left_alive, right_alive = left_documents == spanning, right_documents == spanning
     to_right = _cross(left, left_alive, kernel[..., 1:], right_alive)
@@ -143,7 +143,7 @@ def _level(
         to_left = torch.zeros_like(to_right)
     else:
         to_left = _cross(right.flip(-1), right_alive.flip(-1), future_kernel, left_alive.flip(-1)).flip(-1)
-    return torch.stack([to_left, to_right], dim=-2).reshape(-1, channels, rows, size)
+    return torch.stack([to_left, to_right], dim=-2).flatten(3)
 
 
 def _cross(
