@@ -34,11 +34,14 @@ def test_python_runs(page, tmp_path, monkeypatch):
         exec(compile(block, str(page), "exec"), names)
 
 
-def test_the_first_example_warns_of_nothing(tmp_path, monkeypatch, capfd):
+def test_the_first_example_writes_what_is_shown_and_warns_of_nothing(tmp_path, monkeypatch, capfd):
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
     monkeypatch.chdir(tmp_path)
     exec(compile(python_of(ROOT / "README.md")[0], "README.md", "exec"), {"__name__": "documentation"})
-    assert "token_id" not in capfd.readouterr().err
+    said = capfd.readouterr()
+    assert "token_id" not in said.err
+    blocks = BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert said.out == next(text for language, text in blocks if language == "text")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
