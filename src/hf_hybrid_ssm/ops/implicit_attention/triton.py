@@ -36,7 +36,7 @@ __all__ = ["implicit_attention_triton", "supports"]
 HELD = 2**27  # entries of queries, keys and values that a call holds for its backward; a longer one reads again
 MOST_ROWS = 64  # q' that the attention kernels take
 MEMORY_TILE = {"BK": 32, "BD": 32}
-ATTENTION_CHANNELS = 64
+ATTENTION_CHANNELS = 32  # of a tile; with more, the backward of float32 rows runs out of registers
 
 
 def implicit_attention_triton(
@@ -189,7 +189,7 @@ def attention_tile(rows: int, dtype: torch.dtype) -> dict:
     size = max(sizes, key=lambda size: min(16, size // rows) * rows / size)
     precision = "tf32x3" if dtype == torch.float32 else "tf32"  # which keeps what 16 bits hold
     sizes = {"R": rows, "P": size, "TOKENS": min(16, size // rows), "BD": ATTENTION_CHANNELS}
-    return {**sizes, "PRECISION": precision, "num_warps": size // 16}
+    return {**sizes, "PRECISION": precision, "num_warps": size // 8}
 
 
 def _forward_attention(rows: Tensor, parameters: Tensor, channels: int, count: int, scale: float) -> Tensor:

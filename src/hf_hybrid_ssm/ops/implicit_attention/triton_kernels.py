@@ -72,8 +72,8 @@ def memory_kernel(
         inputs = tl.load(
             x + row * x_row + t[:, None] * x_step + d[None, :], mask=(t < L)[:, None] & is_channel, other=0.0
         )
-        at = target + (kept + c).to(tl.int64)[:, None] * total_channels + (number + j) * channels
-        tl.store(at, inputs, mask=is_channel & (c < tl.where(j >= first, C, 0))[:, None])
+        below = target + (kept + c).to(tl.int64)[:, None] * total_channels + (number + j) * channels
+        tl.store(below, inputs, mask=is_channel & (c < tl.where(j >= first, C, 0))[:, None])
         for begin in range(0, height, BM):
             i = begin + m
             of_row = matrix + (i * ((C + 1) * padded))[:, None]
@@ -138,8 +138,8 @@ def memory_gradient_kernel(
             for entry in range(0, size, BK):
                 row_of = entry + k
                 is_entry = row_of < size
-                at = of_row + (row_of * ((C + 1) * padded))[None, :]
-                a = tl.load(at, mask=(i < padded)[:, None] & is_entry[None, :], other=0.0)
+                entries = of_row + (row_of * ((C + 1) * padded))[None, :]
+                a = tl.load(entries, mask=(i < padded)[:, None] & is_entry[None, :], other=0.0)
                 g = tl.load(own + (here * height + row_of)[:, None] * BD, mask=is_entry[:, None], other=0.0)
                 total = tl.dot(a, g, total, input_precision="tf32x3")
             t = row * 0 + j * C + i - kept
