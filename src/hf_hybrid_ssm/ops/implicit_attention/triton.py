@@ -185,8 +185,8 @@ _memories = differentiable_op(
 
 def attention_tile(rows: int, dtype: torch.dtype) -> dict:
     """As many tokens as fill sixteen or 32 rows best, or the next power of two with one."""
-    sizes = [size for size in (16, 32) if size >= rows] or [MOST_ROWS]
-    size = max(sizes, key=lambda size: min(16, size // rows) * rows / size)
+    fitting = [size for size in (16, 32) if size >= rows] or [MOST_ROWS]
+    size = max(fitting, key=lambda size: min(16, size // rows) * rows / size)
     precision = "tf32x3" if dtype == torch.float32 else "tf32"  # which keeps what 16 bits hold
     sizes = {"R": rows, "P": size, "TOKENS": min(16, size // rows), "BD": ATTENTION_CHANNELS}
     return {**sizes, "PRECISION": precision, "num_warps": size // 8}
