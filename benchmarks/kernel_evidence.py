@@ -34,7 +34,7 @@ CARDS = {
 }
 SHAPES = {"B=8, L=2048, D=1536": (8, 2048, 1536), "B=1, L=65536, D=1536": (1, 65536, 1536)}
 IN_INPUT_DTYPE = {"x", "beta_logit", "z", "k", "q", "u", "grad_o", "o", "dx", "dlogit", "dz", "dk", "dq"}
-IN_INPUT_DTYPE |= {"grad_y", "y", "weight"}
+IN_INPUT_DTYPE |= {"grad_y", "y", "weight", "columns", "grad_columns", "rows", "drows", "parameters"}
 IN_FLOAT32 = ("linear_scan", "long_conv")  # ops that convert what they are given before the launch
 TYPES = {"seq_idx": "*i64", "lengths": "*i64", "decay": "*fp64"}
 NUMBER = r"L|size|\w+_row"  # the first of a kernel's numbers, which follow its pointers
@@ -80,7 +80,11 @@ def kernels_of(module: ModuleType) -> dict:
 
 def cases() -> Iterator[tuple[str, str, object, dict]]:
     """Op, shape class, kernel and constants, num_warps among them, of everything that is launched."""
+    import torch
+
     from hf_hybrid_ssm.ops.causal_conv import triton as conv
+    from hf_hybrid_ssm.ops.implicit_attention import triton as implicit
+    from hf_hybrid_ssm.ops.implicit_attention import triton_kernels as implicit_kernels
     from hf_hybrid_ssm.ops.linear_scan import triton as linear
     from hf_hybrid_ssm.ops.long_conv import triton as long_conv
     from hf_hybrid_ssm.ops.longhorn_scan import triton as scan
@@ -116,6 +120,11 @@ def cases() -> Iterator[tuple[str, str, object, dict]]:
             sizes = linear.channel_tile(states) | {"PASS": number}
             yield "linear_scan", f"N={states}, {name}", linear.channel_kernel, sizes
     yield "linear_scan", "", linear.diagonal_kernel, dict(linear.DIAGONAL_TILE)
+    for order, rows in ((50, 5), (220, 22)):
+        for name, kernel in kernels_of(implicit_kernels).items():
+            sizes = implicit.attention_tile(rows, torch.bfloat16) | {"SCALE": 1.0}
+            sizes = implicit.memory_tile(order) if name.startswith("memory") else sizes
+            yield "implicit_attention", f"q={order}, q'={rows}", kernel, sizes | {"C": implicit.BLOCK}
 
 
 def tool(name: str) -> str:

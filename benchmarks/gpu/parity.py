@@ -11,6 +11,7 @@ import torch
 from benchmarks.gpu.settings import Settings
 from hf_hybrid_ssm.ops._core.self_check import BOUNDS
 from hf_hybrid_ssm.ops.causal_conv import causal_conv
+from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
 from hf_hybrid_ssm.ops.local_attention import local_attention
 from hf_hybrid_ssm.ops.long_conv import long_conv
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
@@ -25,6 +26,15 @@ LONG_CONVOLUTIONS = [(1, 90, 3, 70), (8, 2048, 24, 2048), (2, 8192, 8, 8192), (1
 TINY_LONG_CONVOLUTIONS = [(1, 70, 2, 66)]
 WINDOWS = [(1, 2, 37, 16, 5), (2, 12, 1024, 64, 128), (1, 8, 4096, 128, 512)]  # batch, heads, length, size, window
 TINY_WINDOWS = [(1, 2, 13, 8, 5)]
+# batch, length, channels, order, rows; of the one long row, segments are done side by side
+MEMORIES = [
+    (2, 67, 35, 6, 2),
+    (1, 300, 130, 33, 11),
+    (2, 1024, 512, 50, 5),
+    (2, 512, 256, 220, 22),
+    (1, 20000, 32, 8, 2),
+]
+TINY_MEMORIES = [(1, 20, 3, 4, 2)]
 LONG = 300_000
 WIDE = 8192  # elements from token to token: the last offset of a row exceeds 2^31
 
@@ -45,6 +55,13 @@ def cases(settings: Settings) -> Iterator[tuple[str, Callable[[], dict]]]:
     for shape in settings.pick(LONG_CONVOLUTIONS, TINY_LONG_CONVOLUTIONS):
         for rows in ("plain", "packed"):
             yield f"long convolution {shape} {rows}", lambda s=shape, r=rows: long(settings, s, r, kernel)
+    for shape in settings.pick(MEMORIES, TINY_MEMORIES):
+        for dtype in (torch.float32,) if settings.rehearse else (torch.float32, torch.bfloat16):
+            for rows in ROWS if shape[1] < 100 else ("plain",):
+                yield (
+                    f"implicit attention {shape} {rows} {str(dtype).removeprefix('torch.')}",
+                    lambda s=shape, r=rows, d=dtype: implicit(settings, s, r, d, kernel),
+                )
     for shape in settings.pick(WINDOWS, TINY_WINDOWS):
         for extra in ("bare", "biased", "zero sink", "packed"):
             yield f"window attention {shape} {extra}", lambda s=shape, e=extra: window(settings, s, e)
@@ -152,6 +169,17 @@ def long(settings: Settings, shape: tuple, rows: str, kernel: str) -> dict:
     return compared(
         long_conv, inputs, options, settings, torch.float32, backend=kernel, by_blocks=length * taps > 10**6
     )
+
+
+def implicit(settings: Settings, shape: tuple, rows: str, dtype: torch.dtype, kernel: str) -> dict:
+    batch, length, channels, order, reduced = shape
+    inputs = {"x": random(batch, length, channels, seed=1), "weight": random(3, reduced, order, seed=2) / order**0.5}
+    inputs |= {"bias": random(3, reduced, seed=3), "collapse": random(reduced, seed=4)}
+    inputs |= {"collapse_bias": random(1, seed=5), "initial_state": random(batch, order, channels, seed=6)}
+    options = row_options(rows, batch, length) | {"theta": 2.0 * order, "scale": 1 / channels}
+    options |= {"return_final_state": True}
+    op = masked(implicit_attention, torch.arange(length) < options.get("lengths", torch.tensor(length)).view(-1, 1))
+    return compared(op, inputs, options, settings, dtype, backend=kernel, by_blocks=length > 100)
 
 
 def window(settings: Settings, shape: tuple, extra: str) -> dict:

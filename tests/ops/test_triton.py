@@ -21,7 +21,7 @@ from benchmarks import kernel_evidence
 SMALL = {"T": 2, "S": 4, "P": 4, "BD": 16, "BLOCK": 8, "num_warps": 2, "STAGES": 2}
 
 
-@pytest.mark.parametrize("cases", ["triton_cases.py", "test_linear_scan_kernels.py"])
+@pytest.mark.parametrize("cases", ["triton_cases.py", "implicit_attention_cases.py", "test_linear_scan_kernels.py"])
 def test_kernels_agree_with_the_reference(cases):
     """In a process of its own: whether Triton interprets is decided when it is imported."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}

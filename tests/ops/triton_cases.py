@@ -42,9 +42,10 @@ def random(*shape, seed):
 
 def gradients(op, inputs, dtype, **options):
     """Output, state, and the gradients of a random projection of both with respect to all floating inputs."""
+    given = next(iter(inputs.values())).dtype
     inputs = {name: t.detach().to(dtype or t.dtype).requires_grad_() for name, t in inputs.items()}
     y, state = op(**inputs, **options, return_final_state=True)
-    loss = (y * random(*y.shape, seed=90).to(y.dtype)).sum() + (state * random(*state.shape, seed=91)).sum()
+    loss = (y * random(*y.shape, seed=90).to(given).to(y.dtype)).sum() + (state * random(*state.shape, seed=91)).sum()
     found = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True)
     return {"y": y, "state": state} | {f"d{name}": grad for name, grad in zip(inputs, found)}
 

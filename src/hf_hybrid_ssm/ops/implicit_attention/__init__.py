@@ -16,7 +16,10 @@ from hf_hybrid_ssm.ops.legendre_memory import check_memory
 _OP = Op(
     "implicit_attention",
     builtin={"torch": implicit_attention_torch, "reference": implicit_attention_reference},
-    kernels={"native": "hf_hybrid_ssm.ops.implicit_attention.native"},
+    kernels={
+        "native": "hf_hybrid_ssm.ops.implicit_attention.native",
+        "triton": "hf_hybrid_ssm.ops.implicit_attention.triton",
+    },
     self_check_inputs=self_check_inputs,
 )
 FORMS = ("auto", "chunked", "fft", "recurrent")

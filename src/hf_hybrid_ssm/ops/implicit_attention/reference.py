@@ -30,5 +30,5 @@ def implicit_attention_reference(
 def self_check_inputs() -> dict:
     """Rows and channels that do not fill a tile or a vector."""
     shapes = {"x": (1, 75, 35), "weight": (3, 5, 6), "bias": (3, 5), "collapse": (5,), "collapse_bias": (1,)}
-    options = {"theta": 20.0, "activation": F.gelu, "scale": 0.5, "form": "fft"}
+    options = {"theta": 20.0, "activation": F.gelu, "scale": 0.5, "form": "auto"}
     return draw(shapes) | options | {"state": None, "lengths": None, "needs_state": True}
