@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch.utils._pytree import tree_map_only
-from transformers.masking_utils import find_packed_sequence_indices
 
 from hf_hybrid_ssm.models.inputs import check_position_ids
 from hf_hybrid_ssm.ops._core.checks import can_read_values, check_seq_idx
@@ -322,6 +321,9 @@ def _documents(
         return _between(cu_seq_lens_q, batch, length)
     if position_ids is None or length == 1:
         return None
+    # only now, as it imports transformers' caches, where ours are registered, which need this module
+    from transformers.masking_utils import find_packed_sequence_indices
+
     return find_packed_sequence_indices(position_ids)
 
 
