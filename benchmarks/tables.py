@@ -337,6 +337,28 @@ def start_up(figures: dict) -> str:
     return markdown_table(["start-up", "s"], rows)
 
 
+def checkpoints() -> str:
+    """Perplexities of the committed language models, by text and by length."""
+    folders = sorted((ROOT / "checkpoints").glob("*/results.json"))
+    found = {path.parent.name: json.loads(path.read_text(encoding="utf-8")) for path in folders}
+    found = {name: results for name, results in found.items() if "perplexity_by_length" in results}
+    found = dict(sorted(found.items(), key=lambda pair: pair[1]["novels_perplexity"]))
+    texts = ("novels", "tales", "textbooks", "books")
+    rows = [
+        [f"[{name}]({name}/README.md)", f"{results['parameters'] / 1e6:.2f} M",
+         *(f"{results[f'{text}_perplexity']:.1f}" for text in texts)]
+        for name, results in found.items()
+    ]  # fmt: skip
+    first = next(iter(found.values()))["perplexity_by_length"]
+    head = ["perplexity on novels, tokens read at a time", *(f"{int(length):,}" for length in first)]
+    by_length = [
+        [name, *(f"{value:.1f}" for value in results["perplexity_by_length"].values())]
+        for name, results in found.items()
+    ]
+    names = ["perplexity", "parameters", "novels", "tales", "textbooks", "other books"]
+    return f"{markdown_table(names, rows)}\n{markdown_table(head, by_length)}"
+
+
 TABLES = {
     "bst_layer": bst_layer,
     "spade_ssm_cost": spade_ssm_cost,
@@ -365,6 +387,9 @@ TABLES = {
 }
 
 
+WITHOUT_RESULTS = {"targets": targets, "checkpoints": checkpoints}  # which have no file of their own
+
+
 def measured_on(figures: dict) -> str:
     """The machine, the versions and the commit, as far as the results tell them."""
     machine = figures.get("machine") or {}
@@ -386,8 +411,8 @@ def rendered(text: str) -> str:
     """The document with every table made anew, and below each what it was measured on."""
 
     def table(match: re.Match) -> str:
-        if match[2] == "targets":
-            return f"{match[1]}{targets()}{match[3]}"
+        if match[2] in WITHOUT_RESULTS:
+            return f"{match[1]}{WITHOUT_RESULTS[match[2]]()}{match[3]}"
         if not (RESULTS / f"{match[2]}.json").is_file():
             return f"{match[1]}Not measured: `python benchmarks/{match[2]}.py` does it.\n{match[3]}"
         figures = load(match[2])
@@ -398,7 +423,8 @@ def rendered(text: str) -> str:
 
 
 def main() -> None:
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+    pages = (ROOT / "README.md", ROOT / "checkpoints" / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    for path in pages:
         text = path.read_text(encoding="utf-8")
         if rendered(text) != text:
             path.write_text(rendered(text), encoding="utf-8")

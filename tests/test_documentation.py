@@ -11,7 +11,7 @@ from benchmarks.tables import rendered
 
 ROOT = Path(__file__).parents[1]
 REPORTS = sorted((ROOT / "reports").rglob("*.md"))
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *REPORTS]
+PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "checkpoints/README.md", *sorted((ROOT / "docs").rglob("*.md")), *REPORTS]
 BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

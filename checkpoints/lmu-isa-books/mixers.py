@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+# Part of hf-hybrid-ssm 0.1.0, gathered by hf_hybrid_ssm.hub.export_code.
+# Plain torch, and on CUDA the Triton kernels of hf_hybrid_ssm_kernels where that can be imported. transformers
+# takes the package instead when it is installed.
+# SHA-256 of this file without this line and the next: 2b2c24df7cc564ebaa80c1d47525d8e70d8a3d8e3d22c55a89c01ad8fcdc6b02
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeAlias, TypeVar, TypedDict, Unpack
+
+import torch
+from torch import nn
+
+from .dispatch import check_lengths, check_seq_idx, check_tensor, is_transforming
+
+
+# ---- layers/offloaded.py --------------------------------------------------------------------------------------------
+# Methods other than `forward` that read parameters, on a module whose parameters are kept elsewhere between calls.
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def with_accelerate_hooks(method: Method) -> Method:
+    """Make `method` of a module fetch its parameters, wherever they are.
+
+    accelerate (`device_map` with memory for a part of the model, `disk_offload`) leaves parameters on the meta device,
+    and FSDP2 leaves a shard of them on each device; both bring them in around `forward` alone. A mixer's `step` is
+    called from outside as well: there the same hooks run around it. Within `forward` the parameters are in place, and
+    nothing more happens.
+
+    transformers' `force_accelerate_hooks` does not serve: it runs the hooks of named submodules around the `forward`
+    of their parent, whether they are needed or not; it leaves the arguments where they are, and FSDP2 to itself.
+    """
+
+    @functools.wraps(method)
+    def with_hooks(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(self, "unshard") and _is_sharded(self):
+            from torch.distributed.fsdp import register_fsdp_forward_method
+
+            register_fsdp_forward_method(self, method.__name__)  # from now on, FSDP gathers before it comes here
+            return getattr(self, method.__name__)(*args, **kwargs)
+        hook = getattr(self, "_hf_hook", None)
+        if hook is None or not any(parameter.is_meta for parameter in self.parameters(recurse=False)):
+            return method(self, *args, **kwargs)
+        args, kwargs = hook.pre_forward(self, *args, **kwargs)
+        return hook.post_forward(self, method(self, *args, **kwargs))
+
+    return with_hooks  # type: ignore[return-value]
+
+
+def _is_sharded(module: Any) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+# ---- layers/float32_parameters.py -----------------------------------------------------------------------------------
+# Tensors that stay float32 when a model is cast in place.
+
+class Float32ParametersMixin(nn.Module):
+    """A module some of whose own parameters and buffers stay float32 (or float64) through `.to(bfloat16)`, `.half()`.
+
+    `from_pretrained(dtype=...)` keeps them by the model's `_keep_in_fp32_modules_strict`; a cast in place asks each
+    module, and would round them for good.
+    """
+
+    float32_parameters: ClassVar[tuple[str, ...]] = ()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        protected: set[int] = set()
+        for name in self.float32_parameters:
+            tensor = self._parameters.get(name)
+            tensor = self._buffers.get(name) if tensor is None else tensor
+            if tensor is not None:
+                protected.update(id(kept) for kept in (tensor, tensor.grad) if kept is not None)
+
+        def keep_precision(tensor: torch.Tensor) -> torch.Tensor:
+            out = fn(tensor)
+            if id(tensor) not in protected or out.dtype not in (torch.float16, torch.bfloat16):
+                return out
+            return torch.empty_like(out, dtype=tensor.dtype) if tensor.is_meta else tensor.to(out.device)
+
+        return super()._apply(keep_precision, recurse)
+
+
+# ---- layers/mixers/base.py ------------------------------------------------------------------------------------------
+# The interface of all long-range mixers, and how their parameters survive casts, meta devices and loading.
+
+State: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+class RowOptions(TypedDict):
+    """How `Mixer.mix` reads the rows: options of `Mixer.forward`, checked there."""
+
+    seq_idx: torch.Tensor | None
+    lengths: torch.Tensor | None
+    return_final_state: bool
+
+
+class Mixer(Float32ParametersMixin):
+    """Base of every long-range mixer: (B, L, D) in, (B, L, D) out (or (B, L, F, D) with `filters=F`).
+
+    `forward(u)` of a whole sequence, `forward` in pieces with the returned state, and `step` token by token compute
+    the same. A state is one batch-first real tensor or a tuple of them. A subclass defines `init_parameters`, `mix`
+    and `state_shapes`, and says in its class variables what it can do.
+
+    Parameters come from `initial_values()`: drawn or derived in float64, then rounded once to the parameter's dtype.
+    Models that are built on the meta device call it again for the tensors that no checkpoint filled. Parameters in
+    `float32_parameters` stay float32 (or float64) through `.to(bfloat16)`, `.half()` and a bfloat16 default dtype.
+
+    Args:
+        hidden_size: D.
+        bidirectional: two-sided, for encoders; such a mixer has no state and no step.
+        filters: F filters per channel, y is (B, L, F, D); None: one, y is (B, L, D).
+        trainable: "all"; "none" (frozen: a constant filter, gradients reach only the input); some mixers also know
+            "output" (what reads the state out still trains).
+        learning_rate: of the recurrence's or filter's parameters (`dynamics_parameters`); read by the optimizer helper
+            from `optimizer_options`. None leaves the rate to the optimizer, as it is for what reads the state out
+            (`output_parameters`). Both are without weight decay.
+        device, dtype: of the parameters.
+    """
+
+    dynamics_parameters: ClassVar[tuple[str, ...]] = ()
+    output_parameters: ClassVar[tuple[str, ...]] = ()
+    trainable_choices: ClassVar[tuple[str, ...]] = ("all", "none")
+    supports_bidirectional: ClassVar[bool] = True
+    # F filters per channel, and outputs at some tokens only (`stride`, `positions`)
+    supports_filters: ClassVar[bool] = False
+    # option of the constructor -> the configuration's field that it is read from, where the configuration has it
+    config_options: ClassVar[dict[str, str]] = {}
+    default_state_size: ClassVar[int | None] = None  # of the option `state_size`; None: there is no such option
+    conjugate_pairs: ClassVar[bool] = False  # of states, so that `state_size` is even
+    discretizations: ClassVar[tuple[str, ...]] = ()  # of a continuous system, the first is the default
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        bidirectional: bool = False,
+        filters: int | None = None,
+        trainable: str = "all",
+        learning_rate: float | None = 1e-3,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        if not isinstance(hidden_size, int) or hidden_size < 1:
+            raise ValueError(f"hidden_size must be a positive integer, got {hidden_size!r}.")
+        if trainable not in self.trainable_choices:
+            choices = ", ".join(self.trainable_choices)
+            raise ValueError(f"trainable={trainable!r} must be one of {choices} for {type(self).__name__}.")
+        if bidirectional and not self.supports_bidirectional:
+            raise ValueError(f"{type(self).__name__} looks back only: bidirectional must be False.")
+        if filters is not None and not self.supports_filters:
+            raise ValueError(f"filters must be None: {type(self).__name__} has one filter per channel.")
+        if filters is not None and filters < 1:
+            raise ValueError(f"filters must be None or at least 1, got {filters}.")
+        self.hidden_size = hidden_size
+        self.bidirectional = bidirectional
+        self.filters = filters
+        self.trainable = trainable
+        self.learning_rate = learning_rate
+        self._factory: dict[str, Any] = {"device": device, "dtype": dtype}  # of the parameters
+
+    # -- parameters ---------------------------------------------------------------------------------------------
+
+    def init_parameters(self) -> dict[str, torch.Tensor]:
+        """Fresh float64 values of the parameters this class defines itself, by name. Random ones are drawn again."""
+        return {}
+
+    def initial_values(self) -> dict[str, torch.Tensor]:
+        """`init_parameters()` on the CPU, each value in the dtype of its parameter."""
+        with torch.device("cpu"), torch.no_grad():
+            values = self.init_parameters()
+        return {name: value.to(self._parameter_dtype(name)) for name, value in values.items()}
+
+    def create_parameters(self) -> None:
+        """Register the parameters with their initial values; subclasses call it once their sizes are set."""
+        where = (
+            self._factory["device"] or torch.empty(0).device
+        )  # torch 2.6 names another default device inside `with torch.device`
+        for name, value in self.initial_values().items():
+            self.register_parameter(name, nn.Parameter(value.to(where)))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Re-initialise all parameters, in place."""
+        for name, value in self.initial_values().items():
+            self.get_parameter(name).copy_(value)
+        for child in self.children():
+            child.reset_parameters()  # type: ignore[operator]
+        self.clear_kernel_cache()
+
+    def clear_kernel_cache(self) -> None:
+        """Drop everything cached about the values of the parameters; called whenever they may have changed."""
+
+    def _parameter_dtype(self, name: str) -> torch.dtype:
+        existing = dict(self.named_parameters()).get(name)
+        if existing is not None:
+            return existing.dtype
+        dtype = self._factory["dtype"] or torch.get_default_dtype()
+        return torch.promote_types(dtype, torch.float32) if name in self.float32_parameters else dtype
+
+    def _is_frozen(self, name: str) -> bool:
+        return self.trainable == "none" or (self.trainable == "output" and name not in self.output_parameters)
+
+    def optimizer_options(self, name: str) -> dict[str, float]:
+        """Optimizer options of a parameter, read by `hf_hybrid_ssm.training.optim`; empty for an ordinary one."""
+        if name not in self.dynamics_parameters and name not in self.output_parameters:
+            return {}
+        has_own_rate = name in self.dynamics_parameters and self.learning_rate is not None
+        return {"weight_decay": 0.0} | ({"lr": self.learning_rate} if has_own_rate else {})  # type: ignore[dict-item]
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Also reached by `setattr`, which is how checkpoints are loaded: what is frozen stays frozen."""
+        super().register_parameter(name, param)
+        if param is not None and self._is_frozen(name):
+            param.requires_grad_(False)
+
+    # -- computing ----------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        u: torch.Tensor,
+        *,
+        initial_state: State | None = None,
+        seq_idx: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
+        return_final_state: bool = False,
+        stride: int | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, State | None]:
+        """Mix a batch of sequences.
+
+        Args:
+            u: (B, L, D).
+            initial_state: what an earlier call returned, or `init_state`; of the row's first document.
+            seq_idx: (B, L) int, documents of a packed row: nothing passes from one to another.
+            lengths: (B,) int, the real tokens at the front of each row. Outputs after them are meaningless but finite,
+                and the final state is the one after them.
+            return_final_state: also return the state.
+            stride: W, outputs at the tokens W - 1, 2 W - 1, ... only: y is (B, L // W, [F,] D). This and `positions`
+                are for mixers that take `filters`.
+            positions: (B, J) int64, outputs at these tokens only: y is (B, J, [F,] D).
+
+        Returns:
+            y in u's dtype and the final state, or None if it was not asked for.
+        """
+        check_tensor("u", u, (None, None, self.hidden_size), "B, L, D")
+        check_seq_idx(seq_idx, u.shape[0], u.shape[1])
+        check_lengths(lengths, u.shape[0], u.shape[1])
+        name = type(self).__name__
+        if self.bidirectional and (initial_state is not None or return_final_state):
+            raise ValueError(
+                f"A bidirectional {name} has no state: initial_state must be None and return_final_state False."
+            )
+        selection: dict[str, Any] = {"stride": stride, "positions": positions} if self.supports_filters else {}
+        if not selection and (stride is not None or positions is not None):
+            raise ValueError(f"{name} gives outputs at all tokens: stride and positions must be None.")
+        if initial_state is not None:
+            self._check_state(initial_state, u.shape[0])
+        rows: RowOptions = {"seq_idx": seq_idx, "lengths": lengths, "return_final_state": return_final_state}
+        return self.mix(u, initial_state, **rows, **selection)
+
+    def mix(
+        self, u: torch.Tensor, initial_state: State | None, **rows: Unpack[RowOptions]
+    ) -> tuple[torch.Tensor, State | None]:
+        """What `forward` computes, for arguments that it has checked; with `supports_filters` there are also the
+        options `stride` and `positions`."""
+        raise NotImplementedError
+
+    def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
+        """One token: u_t (B, D) and the state before it -> y_t and the state after it."""
+        self._check_step(u_t, state)
+        if torch.is_grad_enabled() or is_transforming():
+            return self._forward_token(u_t, state)
+        copies = tuple(part.clone() for part in state) if isinstance(state, tuple) else state.clone()
+        return self.step_(u_t, copies)
+
+    def step_(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
+        """`step` without gradients, which may compute the next state in place of `state`: what decoding calls. A
+        subclass overrides it where one token is cheaper on its own."""
+        return self._forward_token(u_t, state)
+
+    def _forward_token(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
+        y, after = self(u_t.unsqueeze(1), initial_state=state, return_final_state=True)
+        return y[:, 0], after
+
+    def advance_(self, u_t: torch.Tensor, state: State) -> State:
+        """The state after the token alone, under the same terms."""
+        return self.step_(u_t, state)[1]
+
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of each tensor of a state, without the batch in front."""
+        raise NotImplementedError
+
+    def init_state(
+        self, batch: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> State:
+        """The state before the first token (zeros), float32 unless `dtype` says otherwise."""
+        device = device or next((param.device for param in self.parameters()), None)
+        shapes = ((batch, *shape) for shape in self.state_shapes())
+        state = tuple(torch.zeros(shape, device=device, dtype=dtype or torch.float32) for shape in shapes)
+        return state if len(state) > 1 else state[0]
+
+    def _check_step(self, u_t: torch.Tensor, state: State) -> None:
+        if self.bidirectional:
+            raise ValueError(f"A bidirectional {type(self).__name__} has no step: its output needs the future.")
+        check_tensor("u_t", u_t, (None, self.hidden_size), "B, D")
+        self._check_state(state, u_t.shape[0])
+
+    def _check_state(self, state: State, batch: int) -> None:
+        shapes = self.state_shapes()
+        parts = state if isinstance(state, tuple) else (state,)
+        if len(parts) != len(shapes):
+            raise ValueError(f"state must be {len(shapes)} tensors for {type(self).__name__}, got {len(parts)}.")
+        for index, (part, shape) in enumerate(zip(parts, shapes)):
+            name = f"state[{index}]" if len(shapes) > 1 else "state"
+            check_tensor(name, part, (batch, *shape), "B, ..., as of state_shapes()")
+
+    def _squeeze(self, y: torch.Tensor) -> torch.Tensor:
+        """(..., F, D) → (..., D), where F filters were not asked for."""
+        return y if self.filters else y.squeeze(-2)
+
+    def extra_repr(self) -> str:
+        parts = [str(self.hidden_size)]
+        if self.bidirectional:
+            parts.append("bidirectional=True")
+        if self.trainable != "all":
+            parts.append(f"trainable={self.trainable!r}")
+        return ", ".join(parts)
+
+
+def named_states(state: State | None) -> dict[str, torch.Tensor]:
+    """A state as a cache keeps it: its tensors by the names `ssm_0`, `ssm_1`, ...; without a state none."""
+    parts = () if state is None else (state,) if isinstance(state, torch.Tensor) else state
+    return {f"ssm_{index}": part for index, part in enumerate(parts)}
+
+
+def mixer_state(states: dict[str, torch.Tensor]) -> State | None:
+    """The state among the tensors of a cache, by the names of `named_states`; None if there is none."""
+    count = sum(name.startswith("ssm_") for name in states)
+    parts = tuple(states[f"ssm_{index}"] for index in range(count))
+    return parts if count > 1 else parts[0] if parts else None
+
+
+class _Frozen(nn.Module):
+    """Parameters that do not train, not even after a checkpoint replaced them."""
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, None if param is None else param.requires_grad_(False))
+
+
+class FrozenLinear(_Frozen, nn.Linear):
+    """`nn.Linear` whose parameters do not train."""
+
+
+class FrozenLSTM(_Frozen, nn.LSTM):
+    """`nn.LSTM` whose parameters do not train."""

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+# Part of hf-hybrid-ssm 0.1.0, gathered by hf_hybrid_ssm.hub.export_code.
+# Plain torch, and on CUDA the Triton kernels of hf_hybrid_ssm_kernels where that can be imported. transformers
+# takes the package instead when it is installed.
+# SHA-256 of this file without this line and the next: 04e8b4d17d0c9579e7580825dc53c9fac2f70764013c1d9f10436d57bfd2157e
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache, GenerationMixin, initialization as init
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import auto_docstring
+
+from .configuration_lmu_isa import LmuIsaConfig
+from .layers import FeedForward, LocalSelfAttention
+from .layers_lmu_isa import ImplicitAttention
+from .model_parts import (
+    CausalLMHead, HybridModelMixin, HybridPreTrainedModel, MultipleChoiceHead, PackedRows, QuestionAnsweringHead,
+    RecurrentMixin, SequenceClassificationHead, States, TokenClassificationHead,
+)
+
+
+# ---- models/lmu_isa/modeling_lmu_isa.py -----------------------------------------------------------------------------
+# PyTorch LMU-ISA model (arXiv 2110.02402).
+
+def _attention(config: LmuIsaConfig) -> LocalSelfAttention:
+    """Causal, to all tokens or a window, without positions: the memory knows the order."""
+    left = config.sliding_window - 1 if config.first_sublayer == "window_attention" else None
+    return LocalSelfAttention(
+        config.hidden_size,
+        config.num_attention_heads,
+        window=(left, 0),
+        bias=config.use_bias,
+        dropout=config.attention_dropout,
+    )
+
+
+def _feed_forward(config: LmuIsaConfig, width: int) -> FeedForward:
+    return FeedForward(config.hidden_size, width, ACT2FN[config.hidden_act], bias=config.use_bias)
+
+
+class LmuIsaBlock(RecurrentMixin, GradientCheckpointingLayer):
+    """x + FFN or attention, x + implicit attention over the memory, x + FFN, each after a LayerNorm (figure 2)."""
+
+    def __init__(self, config: LmuIsaConfig, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        norm = (config.hidden_size, config.layer_norm_epsilon)
+        self.pre_norm, self.memory_norm, self.post_norm = (nn.LayerNorm(*norm) for _ in range(3))
+        has_attention = config.first_sublayer != "ffn"
+        self.attention = _attention(config) if has_attention else None
+        self.pre_feed_forward = None if has_attention else _feed_forward(config, config.pre_intermediate_size)
+        self.memory = ImplicitAttention(
+            config.lmu_order,
+            config.lmu_reduced_order,
+            config.lmu_theta,
+            activation=ACT2FN[config.hidden_act],
+            scale=config.attention_scale,
+            bias=config.use_bias,
+        )
+        self.post_feed_forward = _feed_forward(config, config.post_intermediate_size)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def mix(
+        self, x: torch.Tensor, *, past: States, capacity: int | None, overwrite: bool = False, **options: Any
+    ) -> tuple[torch.Tensor, States]:
+        """The first two branches; with `overwrite`, the attention's states may be computed in place of `past`."""
+        states: States = {}
+        if self.pre_feed_forward is not None:
+            first = self.pre_feed_forward(self.pre_norm(x))
+        else:
+            first, states = self.attention(self.pre_norm(x), past, capacity=capacity, overwrite=overwrite, **options)
+        x = x + self.dropout(first)
+        y, memory = self.memory.continue_from(past, self.memory_norm(x), **options)
+        return x + self.dropout(y), states | memory
+
+    def step(self, x: torch.Tensor, **options: Any) -> tuple[torch.Tensor, States]:  # type: ignore[override]
+        return super().step(x, overwrite=True, **options)
+
+    def forward(
+        self, hidden_states: torch.Tensor, rows: PackedRows | None = None, past_key_values: Cache | None = None
+    ) -> torch.Tensor:
+        hidden_states = self.mix_with_cache(hidden_states, rows=rows, past_key_values=past_key_values)
+        return hidden_states + self.dropout(self.post_feed_forward(self.post_norm(hidden_states)))
+
+
+@auto_docstring
+class LmuIsaPreTrainedModel(HybridPreTrainedModel):
+    config: LmuIsaConfig
+    _no_split_modules = ["LmuIsaBlock"]
+    _can_record_outputs = {"hidden_states": LmuIsaBlock}
+
+    def _why_no_attentions(self) -> str | None:
+        no_attention = self.config.first_sublayer == "ffn"
+        return "no token attends to another" if no_attention else super()._why_no_attentions()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Reductions and collapse keep the scale of what they read; the logits of the attention are not scaled."""
+        super()._init_weights(module)
+        if isinstance(module, ImplicitAttention):
+            _, reduced, order = module.reduce_weight.shape
+            init.normal_(module.reduce_weight, std=order**-0.5)
+            init.normal_(module.collapse_weight, std=reduced**-0.5)
+            if module.reduce_bias is not None:
+                init.zeros_(module.reduce_bias)
+                init.zeros_(module.collapse_bias)
+
+
+@auto_docstring
+class LmuIsaModel(HybridModelMixin, LmuIsaPreTrainedModel):
+    def __init__(self, config: LmuIsaConfig):
+        super().__init__(config)
+        # no padding_idx: text often ends with the token that also pads, and its embedding must be learnt
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(LmuIsaBlock(config, index) for index in range(config.num_hidden_layers))
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+
+@auto_docstring
+class LmuIsaForCausalLM(CausalLMHead, LmuIsaPreTrainedModel, GenerationMixin):
+    base_model_class = LmuIsaModel
+
+
+@auto_docstring
+class LmuIsaForSequenceClassification(SequenceClassificationHead, LmuIsaPreTrainedModel):
+    base_model_class = LmuIsaModel
+
+
+@auto_docstring
+class LmuIsaForMultipleChoice(MultipleChoiceHead, LmuIsaForSequenceClassification):
+    """One score for each text."""
+
+
+@auto_docstring
+class LmuIsaForTokenClassification(TokenClassificationHead, LmuIsaPreTrainedModel):
+    base_model_class = LmuIsaModel
+
+
+@auto_docstring
+class LmuIsaForQuestionAnswering(QuestionAnsweringHead, LmuIsaPreTrainedModel):
+    base_model_class = LmuIsaModel
