@@ -32,7 +32,7 @@ CARDS = {
     90: ("H200", 132, 1.98e9, 4.8e12, 65536),
     100: ("B200", 148, 1.97e9, 8.0e12, 65536),
 }
-SHOWN = 90  # the card whose kernels the page lists; the JSON has all
+SHOWN = 90  # the card that the page is about; the JSON has all
 SHAPES = {"B=8, L=2048, D=1536": (8, 2048, 1536), "B=1, L=65536, D=1536": (1, 65536, 1536)}
 IN_INPUT_DTYPE = {"x", "beta_logit", "z", "k", "q", "u", "grad_o", "o", "dx", "dlogit", "dz", "dk", "dq"}
 IN_INPUT_DTYPE |= {"grad_y", "y", "weight", "columns", "grad_columns", "rows", "drows", "parameters"}
@@ -295,16 +295,17 @@ def write_page(records: list[dict]) -> None:
         for r in records if r["sm"] == SHOWN
     )  # fmt: skip
     shares = (
-        [r["kernel"], r["class"], CARDS[r["sm"]][0], shape, b["splits"], b["microseconds at least"],
+        [r["kernel"], r["class"], shape, b["splits"], b["microseconds at least"],
          b["instructions per token and channel"], f"{b['bytes in flight']:,} of {b['bytes wanted']:,}",
          f"{b['share by issue']:.0%}", f"{b['share by bytes in flight']:.0%}", f"{b['share']:.0%}"]
-        for r in records
+        for r in records if r["sm"] == SHOWN
         for shape, b in r.get("bandwidth", {}).items()
     )  # fmt: skip
     head = ["kernel", "class", *columns, "spills", "inner loops, instructions"]
-    share_head = ["scan", "class", "card", "shape", "splits", "least µs", "instructions a token and channel"]
+    share_head = ["scan", "class", "shape", "splits", "least µs", "instructions a token and channel"]
     share_head += ["bytes in flight", "by issue", "by bytes in flight", "share of bandwidth"]
-    parts = (PAGE.strip(), "## The scan's share of bandwidth, on paper", reporting.table(share_head, shares))
+    title = f"## The scan's share of bandwidth on {CARDS[SHOWN][0]}, on paper"
+    parts = (PAGE.strip(), title, reporting.table(share_head, shares))
     parts += (f"## Kernels, compiled for sm_{SHOWN}", reporting.table(head, rows))
     reporting.write_page("kernel_evidence.md", "Triton kernels: what the compiler says", made, *parts)
 
