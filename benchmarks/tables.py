@@ -25,6 +25,10 @@ LONGHORN_AND_PEERS = {
     "mamba eager": "Mamba of transformers, eager",
     "llama": "Llama of transformers",
 }
+# lm-eval's tasks of several choices: what guessing gives
+GUESSES = {"piqa": 50, "hellaswag": 25, "winogrande": 50, "arc_easy": 25, "arc_challenge": 25, "openbookqa": 25}
+GUESSES |= {"social_iqa": 100 / 3, "boolq": 50}
+NORMALISED = ("hellaswag", "arc_challenge")
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -254,18 +258,31 @@ def mqar(figures: dict) -> str:
 
 
 def lm_eval(figures: dict) -> str:
-    rows, head = [], ["task, measure"]
+    """Accuracy (of answers normalised by length where the paper's is) beside that of guessing; then perplexities."""
     models = figures["models"]
-    for task, measures in next(iter(models.values()))["tasks"].items():
-        for measure in [name for name in measures if name != "documents" and not name.endswith("_stderr")]:
-            values = [found["tasks"][task][measure] for found in models.values()]
-            rows.append(
-                [
-                    f"{task}, {measure}",
-                    *(f"{100 * v:.1f}" if measure.startswith("acc") else f"{v:,.0f}" for v in values),
-                ]
-            )
-    return markdown_table(head + list(models), rows)
+    tasks = next(iter(models.values()))["tasks"]
+    rows = []
+    for task, guess in GUESSES.items():
+        measure = "acc_norm" if task in NORMALISED else "acc"
+        shares = (100 * found["tasks"][task][measure] for found in models.values())
+        rows.append([f"{task}, {measure}", f"{guess:.1f}", *(f"{share:.1f}" for share in shares)])
+    for task, measure in (
+        ("lambada_openai", "perplexity"),
+        ("wikitext", "word_perplexity"),
+        ("wikitext", "bits_per_byte"),
+    ):
+        values = (found["tasks"][task][measure] for found in models.values())
+        rows.append(
+            [f"{task}, {measure}", "", *(f"{value:,.0f}" if value > 100 else f"{value:.3f}" for value in values)]
+        )
+    errors = [
+        found["tasks"][task][f"{'acc_norm' if task in NORMALISED else 'acc'}_stderr"]
+        for found in models.values()
+        for task in GUESSES
+    ]
+    documents = tasks["piqa"]["documents"]
+    note = f"{documents} documents of a task; the standard error of a share is at most {100 * max(errors):.1f}."
+    return f"{markdown_table(['task, measure', 'guessing', *models], rows)}\n{note}\n"
 
 
 def scitldr(figures: dict) -> str:
