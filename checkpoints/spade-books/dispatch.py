@@ -2,7 +2,7 @@
 # Part of hf-hybrid-ssm 0.1.0, gathered by hf_hybrid_ssm.hub.export_code.
 # Plain torch, and on CUDA the Triton kernels of hf_hybrid_ssm_kernels where that can be imported. transformers
 # takes the package instead when it is installed.
-# SHA-256 of this file without this line and the next: 61393bc91bc15cfc5f5ae735106a9d31885f16198fc4ebfb8d22b86673111fa6
+# SHA-256 of this file without this line and the next: 6d6d4d21ec8a0fbf0ae9e6ca9d22a9ce9e8d12b948cfb659ff89469b8d7bc21f
 
 import contextlib
 import importlib
@@ -62,6 +62,15 @@ def without_autocast(device_type: str) -> contextlib.AbstractContextManager:
 # ---- ops/_core/blocks.py --------------------------------------------------------------------------------------------
 # Sequences cut into blocks of w tokens: a convolution within a block as a matrix, and the documents of its tokens.
 
+def power_of_two(least: int, start: int = 1) -> int:
+    """The smallest power of two, from `start` on, that is not below `least`. By comparisons, so that `torch.compile`
+    gets a number, valid for a range of lengths, and no expression of the length that all later shapes would carry on.
+    """
+    while start < least:
+        start *= 2
+    return start
+
+
 def toeplitz(taps: torch.Tensor) -> torch.Tensor:
     """T (..., h, h), T[i, j] = taps[h - 1 + j - i] from input i to output j, of taps (..., 2h - 1)."""
     size = (taps.shape[-1] + 1) // 2
@@ -78,8 +87,9 @@ def document_blocks(seq_idx: torch.Tensor | None, block: int) -> torch.Tensor | 
     if seq_idx is None:
         return None
     batch, length = seq_idx.shape
-    padding = seq_idx[:, -1:].expand(batch, -length % block)
-    return torch.cat([seq_idx, padding], dim=1).view(batch, -1, block)
+    count = -(-length // block)
+    padding = seq_idx[:, -1:].expand(batch, count * block - length)
+    return torch.cat([seq_idx, padding], dim=1).view(batch, count, block)
 
 
 def document_before_block(documents: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 # Part of hf-hybrid-ssm 0.1.0, gathered by hf_hybrid_ssm.hub.export_code.
 # Plain torch, and on CUDA the Triton kernels of hf_hybrid_ssm_kernels where that can be imported. transformers
 # takes the package instead when it is installed.
-# SHA-256 of this file without this line and the next: 52bd5aaa40ee160b9b37f44af6999d215722eb8671cc123e8153bcfbb744c277
+# SHA-256 of this file without this line and the next: 7d0adbe10ce4bad8163fdd5032be049aba00d9abcc40ab890f446723fab96c99
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from .dispatch import (
     Op, causal_toeplitz, check_lengths, check_output_positions, check_seq_idx, check_tensor, document_before_block,
-    document_blocks, draw, take_outputs, without_autocast, zero_beyond,
+    document_blocks, draw, power_of_two, take_outputs, without_autocast, zero_beyond,
 )
 from .long_conv import block_conv, channels_first, channels_last
 
@@ -447,43 +447,82 @@ def _real_parts(tensor: torch.Tensor | None) -> torch.Tensor | None:
 CHANNEL_BLOCKS_BLOCK = 64  # tokens, where nobody says otherwise
 
 
-class BlockMatrices(NamedTuple):
-    """The matrices of a block of w tokens of F filters for each of D channels (see `block_matrices`)."""
+class BlockStates(NamedTuple):
+    """What takes a block of w tokens of D channels into the states of F filters (see `block_states`)."""
 
     transition: Transition  # A
     power: Transition  # A^w
     output: torch.Tensor  # (F, D, N): C
-    kernel: torch.Tensor  # (F, D, w): C A^j B
-    state_to_output: torch.Tensor  # (F, D, w, N): C A^{j+1}
     input_to_state: torch.Tensor  # (D, w, F N): A^{w-1-p} B, token p of a block into the state at its end
-    intra_block: torch.Tensor  # (D, w, F w): the kernel as a Toeplitz matrix, token p of a block to its outputs
 
     @property
     def block(self) -> int:
         """w, a power of two."""
-        return self.kernel.shape[-1]
+        return self.input_to_state.shape[1]
 
-    def to(self, dtype: torch.dtype) -> "BlockMatrices":
+    def to(self, dtype: torch.dtype) -> "BlockStates":
         """Rounded to `dtype`; the power of a diagonal is scanned in its own precision."""
         power = self.power if self.power.form != "dense" else self.power.to(dtype)
-        return BlockMatrices(self.transition.to(dtype), power, *(part.to(dtype) for part in self[2:]))
+        return BlockStates(self.transition.to(dtype), power, self.output.to(dtype), self.input_to_state.to(dtype))
 
 
-def block_matrices(transition: Transition, vector: torch.Tensor, output: torch.Tensor, block: int) -> BlockMatrices:
+class BlockOutputs(NamedTuple):
+    """What gives the outputs inside of a block (see `block_outputs`)."""
+
+    kernel: torch.Tensor  # (F, D, w): C A^j B
+    state_to_output: torch.Tensor  # (F, D, w, N): C A^{j+1}
+    intra_block: torch.Tensor  # (D, w, F w): the kernel as a Toeplitz matrix, token p of a block to its outputs
+
+    def to(self, dtype: torch.dtype) -> "BlockOutputs":
+        return BlockOutputs(*(part.to(dtype) for part in self))
+
+
+class BlockMatrices(NamedTuple):
+    """Both, made (or taken from a cache) when they are asked for: outputs at the borders of blocks need the states
+    alone, which are a fraction of it all where there are many filters."""
+
+    states: Callable[[], BlockStates]
+    outputs: Callable[[], BlockOutputs]
+
+
+def block_states(transition: Transition, vector: torch.Tensor, output: torch.Tensor, block: int) -> BlockStates:
     """Of A, B (F, D, N) and C (F, D, N), for blocks of `block` tokens, a power of two."""
     if block < 1 or block & (block - 1):
         raise ValueError(f"block must be a power of two, got {block}.")
     if transition.form == "dense":
         krylov, last = transition.doubled(vector.unsqueeze(-2), block)
+    else:
+        krylov, last = transition.orbit(vector, block), transition.power(block)
+    input_to_state = krylov.flip(-2).permute(1, 2, 0, 3).flatten(2)
+    return BlockStates(transition, last, output, input_to_state)
+
+
+def block_outputs(transition: Transition, vector: torch.Tensor, output: torch.Tensor, block: int) -> BlockOutputs:
+    """The same system's."""
+    if transition.form == "dense":
         shifted = transition.to(vector.dtype).apply(output.unsqueeze(-2), transposed=True)
         state_to_output = transition.doubled(shifted, block, transposed=True)[0]
     else:
-        krylov, last = transition.orbit(vector, block), transition.power(block)
         state_to_output = transition.orbit(output, block, start=1, transposed=True)
-    kernel = torch.matmul(krylov, output.unsqueeze(-1)).squeeze(-1)
-    input_to_state = krylov.flip(-2).permute(1, 2, 0, 3).flatten(2)
-    intra_block = causal_toeplitz(kernel).permute(1, 2, 0, 3).flatten(2)
-    return BlockMatrices(transition, last, output, kernel, state_to_output, input_to_state, intra_block)
+    kernel = long_kernel(transition, vector, output, block)
+    return BlockOutputs(kernel, state_to_output, causal_toeplitz(kernel).permute(1, 2, 0, 3).flatten(2))
+
+
+def long_kernel(transition: Transition, vector: torch.Tensor, output: torch.Tensor, length: int) -> torch.Tensor:
+    """K_0 .. K_{length-1}, (F, D, length): one product of the rows C A^{iw} with the vectors A^j B, j < w.
+
+    w is a power of two near the root of the length, so that both tables are small.
+    """
+    block = 1
+    while block * block < length:
+        block *= 2
+    steps = -(-length // block)
+    if transition.form == "dense":
+        krylov, power = transition.doubled(vector.unsqueeze(-2), block)
+        rows = power.doubled(output.unsqueeze(-2), power_of_two(steps), transposed=True)[0][..., :steps, :]
+    else:
+        krylov, rows = transition.orbit(vector, block), transition.orbit(output, steps, step=block, transposed=True)
+    return torch.matmul(rows, krylov.mT).flatten(-2)[..., :length]
 
 
 def channel_scan_torch(
@@ -492,7 +531,7 @@ def channel_scan_torch(
 ):  # fmt: skip
     """y (B, L, F, D) in u's dtype and the final state (B, F, D, N); arguments as in `channel_scan`.
 
-    `decay` is the transition's value in this `form`; `blocks()` gives the block matrices where they are known already.
+    `decay` is the transition's value in this `form`; `blocks` gives the block matrices where they are known already.
     """
     x = zero_beyond(u.to(output.dtype), lengths)
     batch, length, channels = x.shape
@@ -504,7 +543,10 @@ def channel_scan_torch(
         kept = length if stride is None else length // stride
         kept = kept if positions is None else positions.shape[1]
         return u.new_zeros(batch, kept, filters, channels), initial_state if return_final_state else None
-    system = block_matrices(Transition(decay, form), vector, output, CHANNEL_BLOCKS_BLOCK) if blocks is None else blocks()
+    if blocks is None:
+        matrices = (Transition(decay, form), vector, output, CHANNEL_BLOCKS_BLOCK)
+        blocks = BlockMatrices(lambda: block_states(*matrices), lambda: block_outputs(*matrices))
+    system = blocks.states()
     number = -(-length // system.block)
     gap = number * system.block - length
     if gap and is_fresh and lengths is None and positions is None and (stride is None or stride > length):
@@ -518,7 +560,7 @@ def channel_scan_torch(
     documents = document_blocks(seq_idx, system.block)
     starts = _block_starts(tokens, system, initial_state, documents)  # (F, D, B, n + 1, N)
     if positions is None:
-        y = _outputs(tokens, system, starts, documents, length, stride)
+        y = _outputs(tokens, system, blocks.outputs, starts, documents, length, stride)
     else:
         states = _states_after(x, system, starts, seq_idx, positions + 1)  # (F, D, B, J, N)
         y = torch.matmul(states, system.output[:, :, None, :, None]).squeeze(-1).permute(2, 3, 0, 1)
@@ -529,7 +571,7 @@ def channel_scan_torch(
 
 
 def _block_starts(
-    tokens: torch.Tensor, system: BlockMatrices, initial_state: torch.Tensor, documents: torch.Tensor | None
+    tokens: torch.Tensor, system: BlockStates, initial_state: torch.Tensor, documents: torch.Tensor | None
 ) -> torch.Tensor:
     """The states at every block's start and after the last block, (F, D, B, n + 1, N)."""
     channels, batch, blocks, block = tokens.shape
@@ -582,7 +624,8 @@ def _dense_scan(
 
 def _outputs(
     tokens: torch.Tensor,
-    system: BlockMatrices,
+    system: BlockStates,
+    outputs: Callable[[], BlockOutputs],
     starts: torch.Tensor,
     documents: torch.Tensor | None,
     length: int,
@@ -596,13 +639,14 @@ def _outputs(
     if stride is not None and stride % block == 0:
         borders = starts[..., stride // block :: stride // block, :][..., : length // stride, :]
         return torch.matmul(borders, system.output[:, :, None, :, None]).squeeze(-1).permute(2, 3, 0, 1)
+    inside = outputs()
     flat = tokens.reshape(channels, batch * blocks, block)
     if documents is None:
-        local = torch.bmm(flat, system.intra_block).view(channels, batch * blocks, filters, block).permute(2, 0, 1, 3)
+        local = torch.bmm(flat, inside.intra_block).view(channels, batch * blocks, filters, block).permute(2, 0, 1, 3)
     else:
         rows = flat.transpose(0, 1)  # (B n, D, w)
-        local = block_conv(rows, system.kernel, None, documents.reshape(-1, block)).permute(1, 2, 0, 3)
-    carried = torch.matmul(starts[..., :-1, :].reshape(filters, channels, -1, size), system.state_to_output.mT)
+        local = block_conv(rows, inside.kernel, None, documents.flatten(0, 1)).permute(1, 2, 0, 3)
+    carried = torch.matmul(starts[..., :-1, :].reshape(filters, channels, -1, size), inside.state_to_output.mT)
     if documents is not None:
         carried = torch.where((documents == document_before_block(documents)).view(-1, block), carried, 0.0)
     y = (local + carried).reshape(filters, channels, batch, blocks * block)[..., :length]
@@ -611,7 +655,7 @@ def _outputs(
 
 def _final_state(
     u: torch.Tensor,
-    system: BlockMatrices,
+    system: BlockStates,
     starts: torch.Tensor,
     seq_idx: torch.Tensor | None,
     lengths: torch.Tensor | None,
@@ -626,7 +670,7 @@ def _final_state(
 
 
 def _states_after(
-    u: torch.Tensor, system: BlockMatrices, starts: torch.Tensor, seq_idx: torch.Tensor | None, count: torch.Tensor
+    u: torch.Tensor, system: BlockStates, starts: torch.Tensor, seq_idx: torch.Tensor | None, count: torch.Tensor
 ) -> torch.Tensor:
     """The states (F, D, B, J, N) after the first count (B, J) tokens of each row."""
     batch, _, channels = u.shape
@@ -693,13 +737,13 @@ class ChannelSystem(NamedTuple):
         transition: A. A diagonal one may be in float64 whatever the rest is: its powers are then rounded once.
         vector: B (F, D, N).
         output: C (F, D, N); the scan computes in its dtype (float32 or float64).
-        blocks: gives `block_matrices` of them, from a cache perhaps; asked only where blocks are what is computed.
+        blocks: gives their `block_states` and `block_outputs`, from a cache perhaps; asked only where needed.
     """
 
     transition: Transition
     vector: torch.Tensor
     output: torch.Tensor
-    blocks: Callable[[], BlockMatrices] | None = None
+    blocks: BlockMatrices | None = None
 
 
 def channel_scan(
@@ -756,18 +800,3 @@ def channel_scan(
 def has_fused_scan(device_type: str, dtype: torch.dtype) -> bool:
     """Whether a kernel runs the recurrence of a diagonal system itself, without block matrices or a filter."""
     return _LINEAR_SCAN_OP.select(device_type, dtype) is not channel_scan_torch
-
-
-def long_kernel(transition: Transition, vector: torch.Tensor, output: torch.Tensor, length: int) -> torch.Tensor:
-    """K_0 .. K_{length-1}, (F, D, length): one product of the rows C A^{iw} with the vectors A^j B, j < w.
-
-    w is a power of two near the root of the length, so that both tables are small.
-    """
-    block = 1 << ((length - 1).bit_length() + 1) // 2
-    steps = -(-length // block)
-    if transition.form == "dense":
-        krylov, power = transition.doubled(vector.unsqueeze(-2), block)
-        rows = power.doubled(output.unsqueeze(-2), 1 << (steps - 1).bit_length(), transposed=True)[0][..., :steps, :]
-    else:
-        krylov, rows = transition.orbit(vector, block), transition.orbit(output, steps, step=block, transposed=True)
-    return torch.matmul(rows, krylov.mT).flatten(-2)[..., :length]

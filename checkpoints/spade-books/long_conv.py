@@ -2,7 +2,7 @@
 # Part of hf-hybrid-ssm 0.1.0, gathered by hf_hybrid_ssm.hub.export_code.
 # Plain torch, and on CUDA the Triton kernels of hf_hybrid_ssm_kernels where that can be imported. transformers
 # takes the package instead when it is installed.
-# SHA-256 of this file without this line and the next: 0e91c66ec543897bc56ad3f207c8c82e3821099643041736a35907abeda27cab
+# SHA-256 of this file without this line and the next: 50257c330e7159d0a887040beae2ca6930b9c662c3ff6d0980f39ee4c04337a8
 
 import math
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from .dispatch import (
     Op, can_read_values, check_lengths, check_output_positions, check_seq_idx, check_tensor, draw, is_transforming,
-    last_inputs, packed_sequences, take_outputs, toeplitz, without_autocast, zero_beyond,
+    last_inputs, packed_sequences, power_of_two, take_outputs, toeplitz, without_autocast, zero_beyond,
 )
 
 
@@ -352,7 +352,7 @@ def block_conv(
 ) -> torch.Tensor:
     """Outputs (M, F, D, T) of x (M, D, T) by halves; documents (M, T), no token sees another document."""
     rows, _, time = x.shape
-    size = max(BASE, 1 << (time - 1).bit_length())
+    size = power_of_two(time, BASE)
     x = F.pad(x, (0, size - time)).transpose(0, 1)  # (D, M, size)
     documents = torch.cat([documents, documents[:, -1:].expand(rows, size - time)], dim=1)
     y = _base(x, kernel, future_kernel, documents)
@@ -378,9 +378,9 @@ def _level(
     x: torch.Tensor, kernel: torch.Tensor, future_kernel: torch.Tensor | None, documents: torch.Tensor, half: int
 ) -> torch.Tensor:
     """What the halves of every aligned pair of `half` tokens send each other. x (D, M, T) -> (F, D, M, T)."""
-    channels, rows, size = x.shape
-    left, right = x.reshape(channels, rows, size // (2 * half), 2, half).unbind(3)
-    left_documents, right_documents = documents.reshape(rows, size // (2 * half), 2, half).unbind(2)
+    pairs = (x.shape[-1] // (2 * half), 2, half)
+    left, right = x.unflatten(-1, pairs).unbind(3)
+    left_documents, right_documents = documents.unflatten(-1, pairs).unbind(2)
     spanning = left_documents[..., -1:]  # the one document that can reach over the border
     left_alive, right_alive = left_documents == spanning, right_documents == spanning
     to_right = _cross(left, left_alive, kernel[..., 1:], right_alive)
@@ -388,7 +388,7 @@ def _level(
         to_left = torch.zeros_like(to_right)
     else:
         to_left = _cross(right.flip(-1), right_alive.flip(-1), future_kernel, left_alive.flip(-1)).flip(-1)
-    return torch.stack([to_left, to_right], dim=-2).reshape(-1, channels, rows, size)
+    return torch.stack([to_left, to_right], dim=-2).flatten(3)
 
 
 def _cross(

@@ -2,13 +2,13 @@
 # Part of hf-hybrid-ssm 0.1.0, gathered by hf_hybrid_ssm.hub.export_code.
 # Plain torch, and on CUDA the Triton kernels of hf_hybrid_ssm_kernels where that can be imported. transformers
 # takes the package instead when it is installed.
-# SHA-256 of this file without this line and the next: d91e0a90dcf0b41f581aff98cdb52bb39a4c3800020ec94e7ff54fae270a827f
+# SHA-256 of this file without this line and the next: 384bdc7a77b8a6a3dc9ea26a2726417389dda12977501782639c35561e0f2f43
 
 import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar, TypedDict, Unpack
 
 import torch
@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .causal_conv import causal_conv_step
 from .dispatch import (
     check_lengths, check_output_positions, check_seq_idx, check_tensor, is_transforming, packed_sequences,
-    take_outputs, without_autocast, zero_beyond,
+    power_of_two, take_outputs, without_autocast, zero_beyond,
 )
 from .linear_scan import (
-    BlockMatrices, ChannelSystem, Transition, block_matrices, channel_scan, diagonal_scan, has_fused_scan, linear_step,
-    long_kernel,
+    BlockMatrices, ChannelSystem, Transition, block_outputs, block_states, channel_scan, diagonal_scan, has_fused_scan,
+    linear_step, long_kernel,
 )
 from .local_attention import shifted, with_free_slot
 from .long_conv import long_conv
@@ -697,14 +697,15 @@ class StateSpaceMixer(CachedKernelMixer):
             return ChannelSystem(transition, vector.to(dtype), rows.to(dtype))
 
         system = self._cached(("system", dtype, direction), self._all_parameters, compute)
-        return system._replace(blocks=lambda: self._blocks(dtype, direction, system))
+        blocks = (partial(self._blocks, make, dtype, direction, system) for make in (block_states, block_outputs))
+        return system._replace(blocks=BlockMatrices(*blocks))
 
-    def _blocks(self, dtype: torch.dtype, direction: int, system: ChannelSystem) -> BlockMatrices:
-        def compute(exact: bool) -> BlockMatrices:
+    def _blocks(self, make: Callable[..., Any], dtype: torch.dtype, direction: int, system: ChannelSystem) -> Any:
+        def compute(exact: bool) -> Any:
             matrices = self._matrices(dtype, direction, exact) if exact else system[:3]
-            return block_matrices(*matrices, self.block_size).to(dtype)
+            return make(*matrices, self.block_size).to(dtype)
 
-        return self._cached(("blocks", dtype, direction), self._all_parameters, compute)
+        return self._cached((make, dtype, direction), self._all_parameters, compute)
 
     def kernel(self, length: int, dtype: torch.dtype = torch.float32, direction: int = 0) -> torch.Tensor:
         """K_0 .. K_{length-1} (F, D, length), K_k = C A^k B, of the filter that looks back (0) or ahead (1).
@@ -718,7 +719,7 @@ class StateSpaceMixer(CachedKernelMixer):
             del self._kernel_cache[key]
 
         def compute(exact: bool) -> torch.Tensor:
-            taps = 1 << (length - 1).bit_length() if exact else length
+            taps = power_of_two(length) if exact else length
             return long_kernel(*self._matrices(dtype, direction, exact), taps).to(dtype)
 
         return self._cached(key, self._all_parameters, compute)[..., :length]

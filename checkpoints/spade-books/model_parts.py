@@ -2,7 +2,7 @@
 # Part of hf-hybrid-ssm 0.1.0, gathered by hf_hybrid_ssm.hub.export_code.
 # Plain torch, and on CUDA the Triton kernels of hf_hybrid_ssm_kernels where that can be imported. transformers
 # takes the package instead when it is installed.
-# SHA-256 of this file without this line and the next: cd1c8eb78b8eb622461410119b476469ede69865f56ab14627cf366a2ab4ae05
+# SHA-256 of this file without this line and the next: 1f462656e843d71a975c6c5d40365cd99adb95f459ca87cfb077eb3d758dcf07
 
 import copy
 import os
@@ -18,7 +18,6 @@ from transformers import (
     Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel, initialization as init,
 )
 from transformers.cache_utils import CacheLayerMixin, STATIC_LAYER_TYPE_MAPPING
-from transformers.masking_utils import find_packed_sequence_indices
 from transformers.modeling_layers import GenericForQuestionAnswering, GenericForTokenClassification
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast, CausalLMOutputWithPast, MaskedLMOutput, MultipleChoiceModelOutput,
@@ -525,6 +524,9 @@ def _documents(
         return _between(cu_seq_lens_q, batch, length)
     if position_ids is None or length == 1:
         return None
+    # only now, as it imports transformers' caches, where ours are registered, which need this module
+    from transformers.masking_utils import find_packed_sequence_indices
+
     return find_packed_sequence_indices(position_ids)
 
 

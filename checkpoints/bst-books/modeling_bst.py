@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+# Part of hf-hybrid-ssm 0.1.0, gathered by hf_hybrid_ssm.hub.export_code.
+# Plain torch, and on CUDA the Triton kernels of hf_hybrid_ssm_kernels where that can be imported. transformers
+# takes the package instead when it is installed.
+# SHA-256 of this file without this line and the next: cf2654fdce0fd6a98aad4bff62ae118fe91cb2f9c77be90f72e3d1d9fe8af7c5
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache, GenerationMixin, initialization as init
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import auto_docstring
+
+from .configuration_bst import BstConfig
+from .layers import FeedForward, RMSNorm, RelativeBias, SwiGLU
+from .layers_bst import (
+    BstAttention, ContextStates, HeadwiseLinear, PositionEmbeddings, RecurrentStates, positions_in_documents,
+)
+from .mixers import truncated_normal
+from .model_parts import (
+    CausalLMHead, HybridModelMixin, HybridPreTrainedModel, LMHead, MaskedLMHead, MultipleChoiceHead, PackedRows,
+    QuestionAnsweringHead, RecurrentMixin, RotaryEmbedding, SequenceClassificationHead, States,
+    TokenClassificationHead, is_recurrent_state_layer,
+)
+
+
+# ---- models/bst/modeling_bst.py -------------------------------------------------------------------------------------
+# PyTorch Block-State Transformer (arXiv 2306.09539).
+
+class BstBlock(RecurrentMixin, GradientCheckpointingLayer):
+    """x + attention(dropout(norm(x))), x + dropout(feed-forward(norm(x)))."""
+
+    def __init__(self, config: BstConfig, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.attention_norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.attention = BstAttention(config, layer_idx)
+        self.feed_forward_norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        sizes, activation = (config.hidden_size, config.intermediate_size), ACT2FN[config.hidden_act]
+        self.feed_forward: nn.Module = (
+            SwiGLU(*sizes, activation) if config.gated_mlp else FeedForward(*sizes, activation, bias=False)
+        )
+        self.dropout = nn.Dropout(config.dropout)
+
+    def mix(self, x: torch.Tensor, *, capacity: int | None, **options: Any) -> tuple[torch.Tensor, States]:
+        return self.attention(self.dropout(self.attention_norm(x)), x, **options)
+
+    def step(  # type: ignore[override]
+        self, x: torch.Tensor, *, past: States, capacity: int | None, documents: int | None, **options: Any
+    ) -> tuple[torch.Tensor, States]:
+        if self.attention.context is not None and self.attention.retrieval is not None:
+            return super().step(x, past=past, capacity=capacity, documents=documents, **options)
+        return self.attention.step(self.attention_norm(x), x, past, keeps_address=capacity is not None, **options)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        rows: PackedRows | None = None,
+        documents: int | None = None,
+        position_embeddings: PositionEmbeddings | None = None,
+        past_key_values: Cache | None = None,
+    ) -> torch.Tensor:
+        options: dict[str, Any] = {"rows": rows, "documents": documents, "past_key_values": past_key_values}
+        options["position_embeddings"] = position_embeddings
+        hidden_states = hidden_states + self.mix_with_cache(hidden_states, **options)
+        y = self.feed_forward(self.feed_forward_norm(hidden_states))
+        return hidden_states + (self.dropout(y) if self.training else y)
+
+
+@auto_docstring
+class BstPreTrainedModel(HybridPreTrainedModel):
+    config: BstConfig
+    _no_split_modules = ["BstBlock"]
+    _can_record_outputs = {"hidden_states": BstBlock}
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Truncated normal maps of variance 1 / fan-in, as Block-Recurrent Transformers; filters as their papers."""
+        if isinstance(module, RelativeBias):
+            init.normal_(module.weight, std=module.num_embeddings**-0.5)
+        elif isinstance(module, HeadwiseLinear):
+            init.trunc_normal_(module.weight, **truncated_normal(1 / module.in_features))
+        elif isinstance(module, ContextStates) and module.variant == "mf":
+            init.normal_(module.initial_context, std=self.config.context_init_std)
+            init.normal_(module.context_ids, std=self.config.context_id_std)
+        elif isinstance(module, RecurrentStates):
+            init.normal_(module.initial_state, std=self.config.context_init_std)
+            init.normal_(module.state_ids, std=self.config.context_id_std)
+            init.normal_(module.gate, std=0.1)
+            for scale in (module.scale, module.token_scale):
+                if scale is not None:
+                    init.ones_(scale)
+        elif isinstance(module, BstAttention):
+            for scale in (module.scale, getattr(module, "context_scale", None)):
+                if scale is not None:
+                    init.ones_(scale)
+        elif isinstance(module, nn.Linear):
+            init.trunc_normal_(module.weight, **truncated_normal(1 / module.in_features))
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            init.normal_(module.weight, std=self.config.initializer_range)
+        else:
+            super()._init_weights(module)
+
+
+@auto_docstring
+class BstModel(HybridModelMixin, BstPreTrainedModel):
+    def __init__(self, config: BstConfig):
+        super().__init__(config)
+        # no padding_idx: text often ends with the token that also pads, and its embedding must be learnt
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(BstBlock(config, index) for index in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.rotary_emb = None if config.rope_parameters is None else RotaryEmbedding(config)
+        self.is_bidirectional = config.bidirectional
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def _run_layers(
+        self, hidden_states: torch.Tensor, rows: PackedRows, past_key_values: Cache | None, **kwargs: Any
+    ) -> torch.Tensor:
+        # the more documents, the more blocks: where a layer has to know how many, they are counted here, once
+        kinds, has_memory = set(self.config.block_types), self.config.retrieval_k is not None
+        counts = "block_recurrent" in kinds or ("bst" in kinds and (self.config.context_variant == "mf" or has_memory))
+        documents = rows.most_documents() if counts else None
+        angles = self._position_embeddings(hidden_states, rows, past_key_values)
+        return self._through_layers(hidden_states, rows, documents, angles, past_key_values=past_key_values)
+
+    def _position_embeddings(
+        self, x: torch.Tensor, rows: PackedRows, past_key_values: Cache | None
+    ) -> PositionEmbeddings | None:
+        """Cosines and sines (B or 1, L, e) of rotary positions for rows whose real tokens come first, as layers see
+        them: of the tokens before each one in its document. Keys are held as they were rotated."""
+        if self.rotary_emb is None:
+            return None
+        columns, seq_idx, seen = torch.arange(x.shape[1], device=x.device), rows.unpadded_seq_idx, None
+        for layer in () if past_key_values is None else past_key_values.layers:
+            if is_recurrent_state_layer(layer) and layer.states:
+                seen = rows.continued({"seen": layer.states["seen"]})["seen"].to(x.device)  # the same in all layers
+                break
+        if seq_idx is None:
+            positions = columns.unsqueeze(0) if seen is None else columns + seen.unsqueeze(1)
+        else:
+            positions = positions_in_documents(
+                columns, torch.zeros_like(columns[:1]) if seen is None else seen, seq_idx
+            )
+        return self.rotary_emb(x, positions)
+
+
+class BstLMHead(LMHead):
+    """The head of language models, causal or masked: dropout and a factor on the logits."""
+
+    needs_bidirectional: bool
+
+    def __init__(self, config: BstConfig):
+        super().__init__(config)
+        if config.bidirectional != self.needs_bidirectional:
+            reason = "predicts a token from both sides" if self.needs_bidirectional else "must not see the future"
+            raise ValueError(
+                f"{type(self).__name__} needs bidirectional={self.needs_bidirectional}, got bidirectional="
+                f"{config.bidirectional}: it {reason}."
+            )
+        self.dropout = nn.Dropout(config.final_dropout)
+
+    def _pre_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.dropout(hidden_states) * self.config.logit_scale
+
+
+@auto_docstring
+class BstForCausalLM(BstLMHead, CausalLMHead, BstPreTrainedModel, GenerationMixin):
+    base_model_class = BstModel
+    needs_bidirectional = False
+
+
+@auto_docstring
+class BstForMaskedLM(BstLMHead, MaskedLMHead, BstPreTrainedModel):
+    """Needs `bidirectional=True`."""
+
+    base_model_class = BstModel
+    needs_bidirectional = True
+
+
+@auto_docstring
+class BstForSequenceClassification(SequenceClassificationHead, BstPreTrainedModel):
+    base_model_class = BstModel
+
+
+@auto_docstring
+class BstForMultipleChoice(MultipleChoiceHead, BstForSequenceClassification):
+    """One score for each text."""
+
+
+@auto_docstring
+class BstForTokenClassification(TokenClassificationHead, BstPreTrainedModel):
+    base_model_class = BstModel
+
+
+@auto_docstring
+class BstForQuestionAnswering(QuestionAnsweringHead, BstPreTrainedModel):
+    base_model_class = BstModel
