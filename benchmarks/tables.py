@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -228,17 +227,17 @@ def scaling_law(figures: dict) -> str:
     return f"{markdown_table(head, rows)}\nSlopes alpha of loss = (N / N_c)^-alpha: {slopes}.\n"
 
 
-def glue(figures: dict, name: str) -> str:
+def glue(figures: dict) -> str:
+    """From scratch, beside the same from a pre-trained encoder."""
+    pretrained = load("glue_spade_pretrained")
     rows = []
     for task, found in figures.items():
         for split, measures in found["best"]["measures"].items():
-            majority = found["best"]["majority"][split]
             label = task if split == "validation" else f"{task} {split.removeprefix('validation_')}"
-            values = " / ".join(f"{value:.1f}" for value in measures.values())
-            rows.append(
-                [label, " / ".join(measures), values, " / ".join(f"{value:.1f}" for value in majority.values())]
-            )
-    return markdown_table(["task, local slice", "measure", name, "majority"], rows)
+            others = (pretrained[task]["best"]["measures"][split], found["best"]["majority"][split])
+            cells = (" / ".join(f"{value:.1f}" for value in part.values()) for part in (measures, *others))
+            rows.append([label, " / ".join(measures), *cells])
+    return markdown_table(["task, local slice", "measure", "from scratch", "pre-trained on books", "majority"], rows)
 
 
 def mqar(figures: dict) -> str:
@@ -345,13 +344,15 @@ def weight_only(figures: dict) -> str:
 
 
 def start_up(figures: dict) -> str:
-    rows = [[name, found["seconds"]] for name, found in figures["on top of torch and transformers"].items()]
-    for name, found in figures.get("first forward", {}).items():
-        rows += [[f"{name}, {which} forward", seconds] for which, seconds in found.items()]
-    if loaded := figures.get("largest preset"):
-        label = f"{loaded['preset']}, {loaded['megabytes']:,} MB"
-        rows += [[f"{label}, {which}", seconds] for which, seconds in loaded["seconds"].items()]
-    return markdown_table(["start-up", "s"], rows)
+    forwards = figures["first forward"]
+    names = list(next(iter(forwards.values())))
+    head = ["seconds of a forward", *(name.replace("first, nothing", "first, no kernel") for name in names)]
+    table = markdown_table(head, [[name, *found.values()] for name, found in forwards.items()])
+    notes = [f"{name} {found['seconds']} s" for name, found in figures["on top of torch and transformers"].items()]
+    largest = figures["largest preset"]
+    seconds = " and ".join(f"{which} {value} s" for which, value in largest["seconds"].items())
+    loaded = f"{largest['preset']} ({largest['megabytes']:,} MB): {seconds}"
+    return f"{table}\nOn top of torch and transformers: {', '.join(notes)}. {loaded}.\n"
 
 
 def checkpoints() -> str:
@@ -387,8 +388,7 @@ TABLES = {
     "length_extrapolation": lengths,
     "scaling_law": scaling_law,
     "per_token_loss": per_token_loss,
-    "glue_spade_scratch": partial(glue, name="SPADE from scratch"),
-    "glue_spade_pretrained": partial(glue, name="SPADE, pre-trained on books"),
+    "glue_spade_scratch": glue,
     "mqar": mqar,
     "lm_eval": lm_eval,
     "scitldr": scitldr,
