@@ -6,6 +6,7 @@ The learning rate is 0, so that both score the same weights; no number of rows i
 import json
 import random
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -100,15 +101,24 @@ def close(one, other):
     return other == pytest.approx(one, rel=1e-5) if isinstance(one, float) else one == other
 
 
-@pytest.mark.parametrize("recipe", RUNS, ids=lambda each: each.__name__)
-def test_two_processes_score_as_one(tmp_path, recipe):
-    path = tmp_path / "settings.yaml"
-    path.write_text(yaml.safe_dump(TRAINING | recipe(tmp_path / "data")), encoding="utf-8")
-    script = [RECIPES / f"{recipe.__name__}.py", path]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """All recipes, one after the other, in one process and in two."""
+    folder = tmp_path_factory.mktemp("recipes")
     for name, batch, command in (("one", 4, [sys.executable]), ("two", 2, LAUNCHER)):
-        options = [f"output_dir={tmp_path / name}", f"per_device_train_batch_size={batch}"]
-        options += ["ddp_backend=gloo"] if name == "two" else []
-        launched([*command, *script, *options], cwd=tmp_path)
-    one, two = measured(tmp_path / "one"), measured(tmp_path / "two")
+        runs = []
+        for recipe in RUNS:
+            path = folder / f"{recipe.__name__}.yaml"
+            path.write_text(yaml.safe_dump(TRAINING | recipe(folder / f"data-{recipe.__name__}")), encoding="utf-8")
+            options = [f"output_dir={folder / name / recipe.__name__}", f"per_device_train_batch_size={batch}"]
+            options += ["ddp_backend=gloo"] if name == "two" else []
+            runs.append([str(RECIPES / f"{recipe.__name__}.py"), str(path), *options])
+        launched([*command, Path(__file__).with_name("several.py"), json.dumps(runs)], cwd=folder)
+    return folder
+
+
+@pytest.mark.parametrize("recipe", RUNS, ids=lambda each: each.__name__)
+def test_two_processes_score_as_one(folder, recipe):
+    one, two = (measured(folder / name / recipe.__name__) for name in ("one", "two"))
     assert close(one[0], two[0]), (one[0], two[0])
     assert one[1] == two[1]

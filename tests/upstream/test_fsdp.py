@@ -10,19 +10,28 @@ import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from tests.distributed.launching import LAUNCHER
 from tests.upstream.fsdp import ALL
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    report = tmp_path_factory.mktemp("fsdp") / "report.json"
+def found(tmp_path_factory, testrun_uid, worker_id):
+    """One launch for all workers of a run."""
+    folder = tmp_path_factory.getbasetemp()
+    report = (folder if worker_id == "master" else folder.parent) / f"fsdp-{testrun_uid}.json"
+    with FileLock(f"{report}.lock"):
+        if not report.is_file():
+            launch(report)
+    return {(case, check): error for case, check, error in json.loads(report.read_text(encoding="utf-8"))}
+
+
+def launch(report: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     command = [*LAUNCHER, Path(__file__).with_name("fsdp.py"), report]
     run = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-5000:]
-    return {(case, check): error for case, check, error in json.loads(report.read_text(encoding="utf-8"))}
 
 
 @pytest.mark.parametrize("case, check", ALL)
