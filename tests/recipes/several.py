@@ -1,7 +1,5 @@
-"""Recipes one after the other in this process, which takes imports once.
-
-    python several.py '[["RECIPE.py", "SETTINGS.yaml", "OPTION=VALUE", ...], ...]'
-"""
+"""Recipes one after the other in this process, which takes imports once: for each, its command line as a list of
+strings, all in one JSON list."""
 
 import json
 import runpy
