@@ -149,23 +149,6 @@ def comparison(figures: dict) -> str:
     return markdown_table(["model", "parameters", "held-out loss, nats per token"], rows)
 
 
-def compared_families(figures: dict) -> str:
-    """Best first; with the paired differences to the reference."""
-    rows = []
-    for name, found in sorted(figures["models"].items(), key=lambda pair: pair[1]["validation_loss"]):
-        rates = figures["learning_rates"][name]
-        difference = figures["differences"].get(name)
-        minutes = sum(run["cpu_seconds"] for run in found["runs"]) / len(found["runs"]) / 60
-        rows.append([
-            name, f"{found['runs'][0]['parameters_beside_embeddings']:,}", min(rates, key=rates.__getitem__),
-            f"{found['validation_loss']:.3f} ± {found['standard_deviation']:.3f}",
-            f"{difference['mean']:+.3f} ± {difference['half_width_of_95_percent']:.3f}" if difference else "",
-            f"{minutes:.1f}",
-        ])  # fmt: skip
-    head = ["model", "non-embedding parameters", "learning rate", "held-out loss, nats per token"]
-    return markdown_table([*head, f"minus {figures['reference']}'s, 95 %", "minutes of CPU time"], rows)
-
-
 def spade_ssm_cost(figures: dict) -> str:
     rows = [
         [
@@ -356,11 +339,11 @@ def start_up(figures: dict) -> str:
 
 
 def checkpoints() -> str:
-    """Perplexities of the committed language models, by text and by length."""
+    """Perplexities of the committed language models, by text and by length; last those of hidden tokens."""
     folders = sorted((ROOT / "checkpoints").glob("*/results.json"))
     found = {path.parent.name: json.loads(path.read_text(encoding="utf-8")) for path in folders}
-    found = {name: results for name, results in found.items() if "perplexity_by_length" in results}
-    found = dict(sorted(found.items(), key=lambda pair: pair[1]["novels_perplexity"]))
+    by_perplexity = sorted(found.items(), key=lambda pair: ("encoder" in pair[0], pair[1]["novels_perplexity"]))
+    found = dict(by_perplexity)
     texts = ("novels", "tales", "textbooks", "books")
     rows = [
         [f"[{name}]({name}/README.md)", f"{results['parameters'] / 1e6:.2f} M",
@@ -372,6 +355,7 @@ def checkpoints() -> str:
     by_length = [
         [name, *(f"{value:.1f}" for value in results["perplexity_by_length"].values())]
         for name, results in found.items()
+        if "perplexity_by_length" in results
     ]
     names = ["perplexity", "parameters", "novels", "tales", "textbooks", "other books"]
     return f"{markdown_table(names, rows)}\n{markdown_table(head, by_length)}"
@@ -381,8 +365,6 @@ TABLES = {
     "bst_layer": bst_layer,
     "spade_ssm_cost": spade_ssm_cost,
     "spade_books": comparison,
-    "families_books": compared_families,
-    "families_length": lengths,
     "upcycling_gaps": upcycling_gaps,
     "bst_books": lengths,
     "length_extrapolation": lengths,
