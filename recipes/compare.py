@@ -17,11 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from _lib.checks import check_output
 from _lib.documents import DataArguments
 from _lib.plotting import panels, style
-from _lib.provenance import to_json
 from _lib.settings import read_settings
+from _lib.sweeps import claim
 from _lib.training import perplexity, save_figure, say, write_json, write_results
 from matplotlib.figure import Figure
 from pretrain_clm import ModelArguments, pretrain
@@ -29,8 +28,6 @@ from scipy.stats import t as student
 from transformers import HfArgumentParser, TrainingArguments
 
 from hf_hybrid_ssm.hub.folder import read_json
-
-SETTINGS = "settings.json"
 
 
 @dataclass
@@ -72,21 +69,6 @@ def settings_of(arguments: CompareArguments) -> dict[str, Any]:
     return {name: getattr(arguments, name) for name in kept if getattr(arguments, name)}
 
 
-def prepare_output(arguments: CompareArguments) -> None:
-    """Runs in the folder are kept if they were made with the same settings.
-
-    Raises:
-        FileExistsError: it holds something else.
-    """
-    known, settings = Path(arguments.output_dir) / SETTINGS, settings_of(arguments)
-    is_same = known.is_file() and known.read_text(encoding="utf-8") == to_json(settings)
-    if arguments.overwrite or not is_same:
-        check_output(arguments.output_dir, arguments.overwrite)
-        for old in Path(arguments.output_dir).glob("*/results.json"):
-            old.unlink()
-        write_json(known, settings)
-
-
 def run(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """The results of a run, which is made unless it was."""
     if not (folder / "results.json").is_file():
@@ -108,7 +90,7 @@ def search(arguments: CompareArguments, name: str) -> dict[str, float]:
 
 def compare(arguments: CompareArguments) -> dict[str, Any]:
     """All runs, seed by seed, so that an interrupted comparison is still fair."""
-    prepare_output(arguments)
+    claim(arguments.output_dir, settings_of(arguments), arguments.overwrite, "*/results.json")
     settings = {name: merged(arguments.base, over) for name, over in arguments.variants.items()}
     tried = {name: search(arguments, name) for name in settings if arguments.learning_rates}
     for name, losses in tried.items():

@@ -4,19 +4,22 @@
 
 Any model with a sequence-classification head will do, from a checkpoint or from scratch. Writes results.json (all runs
 of the grid, the best of each task, the majority baseline), results.md, and the best runs' predictions to `output_dir`.
+What was stopped goes on with the runs it lacks.
 """
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _lib.checks import check_checkpoint, check_labels, check_output, check_vocabulary
+from _lib.checks import check_checkpoint, check_labels, check_vocabulary
 from _lib.documents import token_ids, train_tokenizer
 from _lib.settings import read_settings
-from _lib.training import Trainer, say, write_figures, write_lines, write_text
+from _lib.sweeps import claim, once, training_settings
+from _lib.training import TRAINING_DTYPE, Trainer, say, write_figures, write_lines, write_text
 from datasets import Dataset, DatasetDict, load_dataset
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
@@ -66,7 +69,11 @@ class GlueArguments:
     model_type: str | None = field(
         default=None, metadata={"help": "from scratch instead, with a tokenizer of its own"}
     )
-    config: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict, metadata={"help": "fields of its configuration"})
+    from_scratch: bool = field(
+        default=False,
+        metadata={"help": "new weights in the configuration of model_name_or_path, to compare with"},
+    )
     max_length: int = 256
     max_train_rows: int | None = None
     grid: dict[str, list] = field(
@@ -83,6 +90,8 @@ class GlueArguments:
                 f"give either model_type or model_name_or_path, got model_type={self.model_type!r} and "
                 f"model_name_or_path={self.model_name_or_path!r}."
             )
+        if self.from_scratch and self.model_name_or_path is None:
+            raise ValueError("from_scratch=True needs model_name_or_path, whose configuration and tokenizer it takes.")
 
 
 def load_task(name: str, data_folder: str | None) -> DatasetDict:
@@ -153,14 +162,18 @@ def measures_of(task: Task, labels: np.ndarray, predicted: np.ndarray) -> dict[s
 def build(arguments: GlueArguments, task: Task, texts: Dataset) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The classifier and its tokenizer."""
     regression = {"problem_type": "regression"} if task.num_labels == 1 else {}
-    options = {"num_labels": task.num_labels, **regression}
+    options = {"num_labels": task.num_labels, "dtype": TRAINING_DTYPE, **regression, **arguments.config}
     if arguments.model_name_or_path is not None:
         tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path)
-        model = AutoModelForSequenceClassification.from_pretrained(arguments.model_name_or_path, **options)
+        if arguments.from_scratch:
+            config = AutoConfig.from_pretrained(arguments.model_name_or_path, **options)
+            model = AutoModelForSequenceClassification.from_config(config)
+        else:
+            model = AutoModelForSequenceClassification.from_pretrained(arguments.model_name_or_path, **options)
     else:
         tokenizer = train_tokenizer((text for column in task.columns for text in texts[column]), 4096)
         special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-        values = {"vocab_size": len(tokenizer)} | special | options | arguments.config
+        values = {"vocab_size": len(tokenizer)} | special | options
         model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(arguments.model_type, **values))
     check_vocabulary(model, tokenizer)
     if tokenizer.pad_token is None:
@@ -205,18 +218,22 @@ def finetune(name: str, arguments: GlueArguments, training: TrainingArguments) -
 
 def glue(arguments: GlueArguments, training: TrainingArguments) -> dict[str, Any]:
     """All tasks, all points of the grid."""
-    check_output(training.output_dir, arguments.overwrite)
     if arguments.model_name_or_path is not None:
         check_checkpoint(arguments.model_name_or_path, "model_name_or_path", AutoModelForSequenceClassification)
     for name in arguments.tasks:  # the last task's data too, before the first one trains
         check_task(name, load_task(name, arguments.data_folder))
+    settings = {name: value for name, value in asdict(arguments).items() if name not in ("results", "overwrite")}
+    settings |= training_settings(training)
+    claim(training.output_dir, settings, arguments.overwrite, "*/run-*.json")
     results: dict[str, Any] = {}
     points = [dict(zip(arguments.grid, values)) for values in itertools.product(*arguments.grid.values())]
     for name in arguments.tasks:
         runs = []
-        for point in points:
-            options = training.to_dict() | point | {"output_dir": str(Path(training.output_dir) / name)}
-            runs.append({"settings": point, **finetune(name, arguments, TrainingArguments(**options))})
+        for number, point in enumerate(points):
+            folder = Path(training.output_dir) / name
+            options = TrainingArguments(**(training.to_dict() | point | {"output_dir": str(folder)}))
+            found = once(folder / f"run-{number}.json", partial(finetune, name, arguments, options))
+            runs.append({"settings": point, **found})
         split, first = TASKS[name].validation[0], TASKS[name].measures[0]
         best = max(runs, key=lambda run: run["measures"][split][first])
         for split, predicted in best["predictions"].items():

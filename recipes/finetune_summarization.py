@@ -16,7 +16,7 @@ import numpy as np
 from _lib.checks import check_checkpoint, check_output, check_vocabulary
 from _lib.documents import documents_of_files, train_tokenizer
 from _lib.settings import read_settings
-from _lib.training import Trainer, say, write_figures, write_lines
+from _lib.training import TRAINING_DTYPE, Trainer, say, write_figures, write_lines
 from datasets import Dataset, load_dataset
 from rouge_score.rouge_scorer import RougeScorer
 from transformers import (
@@ -62,7 +62,11 @@ class SummarizationArguments:
     model_type: str | None = field(
         default=None, metadata={"help": "from scratch instead, with a tokenizer of its own"}
     )
-    config: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict, metadata={"help": "fields of its configuration"})
+    from_scratch: bool = field(
+        default=False,
+        metadata={"help": "new weights in the configuration of model_name_or_path, to compare with"},
+    )
     tokenizer_vocab_size: int = 4096
     max_source_length: int = 1024
     max_target_length: int = 128
@@ -77,6 +81,8 @@ class SummarizationArguments:
                 f"give either model_type or model_name_or_path, got model_type={self.model_type!r} and "
                 f"model_name_or_path={self.model_name_or_path!r}."
             )
+        if self.from_scratch and self.model_name_or_path is None:
+            raise ValueError("from_scratch=True needs model_name_or_path, whose configuration and tokenizer it takes.")
         if bool(self.train_files) == (self.dataset_name is not None):
             raise ValueError(
                 f"give either train_files or dataset_name, got train_files={self.train_files} and "
@@ -147,7 +153,12 @@ def build(arguments: SummarizationArguments, rows: Dataset) -> tuple[PreTrainedM
     if arguments.model_name_or_path is not None:
         check_checkpoint(arguments.model_name_or_path, "model_name_or_path", AutoModelForSeq2SeqLM)
         tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path)
-        model = AutoModelForSeq2SeqLM.from_pretrained(arguments.model_name_or_path)
+        options = {"dtype": TRAINING_DTYPE, **arguments.config}
+        if arguments.from_scratch:
+            config = AutoConfig.from_pretrained(arguments.model_name_or_path, **options)
+            model = AutoModelForSeq2SeqLM.from_config(config)
+        else:
+            model = AutoModelForSeq2SeqLM.from_pretrained(arguments.model_name_or_path, **options)
         check_vocabulary(model, tokenizer)
         return model, tokenizer
     columns = (arguments.source_column, arguments.target_column)

@@ -3,18 +3,19 @@
     python recipes/mqar.py recipes/configs/mqar/cpu.yaml [key=value ...]
 
 Trains every model at every length, width and learning rate of the settings, keeps the best learning rate, and writes
-results.json and accuracy.png to `output_dir`.
+results.json and accuracy.png to `output_dir`. A sweep that was stopped goes on with the runs it lacks.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from _lib.checks import check_output
 from _lib.plotting import measured_at, panels, style
 from _lib.settings import read_settings
+from _lib.sweeps import claim, once, training_settings
 from _lib.training import Trainer, save_figure, say, write_figures
 from datasets import Dataset
 from matplotlib.figure import Figure
@@ -102,8 +103,11 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
     return {"accuracy": float(right[asked].mean())}
 
 
-def run(fields: dict[str, Any], width: int, data: tuple[Dataset, Dataset], training: TrainingArguments, enough: float):
+def run(
+    fields: dict[str, Any], width: int, data: tuple[Dataset, Dataset], options: dict[str, Any], enough: float
+) -> dict[str, Any]:
     """Train one model; its best test accuracy, and what it took."""
+    training = TrainingArguments(**options)
     set_seed(training.seed)
     fields = dict(fields) | {"hidden_size": width}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
@@ -130,7 +134,9 @@ def run(fields: dict[str, Any], width: int, data: tuple[Dataset, Dataset], train
 
 def sweep(arguments: MqarArguments, training: TrainingArguments) -> list[dict[str, Any]]:
     """The best learning rate of every model, length and width."""
-    check_output(training.output_dir, arguments.overwrite)
+    settings = {name: value for name, value in asdict(arguments).items() if name not in ("results", "overwrite")}
+    settings |= training_settings(training)
+    claim(training.output_dir, settings, arguments.overwrite, "*/*.json")
     results = []
     for length, pairs in arguments.settings:
         sizes = {"length": length, "pairs": pairs, "vocab_size": arguments.vocab_size}
@@ -145,8 +151,9 @@ def sweep(arguments: MqarArguments, training: TrainingArguments) -> list[dict[st
                 runs = []
                 for rate in arguments.learning_rates:
                     options["learning_rate"] = rate
-                    runs.append({"learning_rate": rate})
-                    runs[-1] |= run(fields, width, data, TrainingArguments(**options), arguments.enough)
+                    made = Path(training.output_dir) / f"{length}-{pairs}-{width}" / f"{name}-{rate:g}.json"
+                    found = once(made, partial(run, fields, width, data, options, arguments.enough))
+                    runs.append({"learning_rate": rate, **found})
                     if runs[-1]["accuracy"] >= arguments.enough:
                         break
                 best = max(runs, key=lambda found: found["accuracy"])

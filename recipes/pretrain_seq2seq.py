@@ -19,7 +19,15 @@ from _lib.documents import DataArguments, get_tokenizer, load_documents
 from _lib.rows import RowStream, cut_rows, split_rows
 from _lib.settings import read_settings
 from _lib.span_corruption import NewMasksEachEpoch, SpanCorruption, sentinels_of, text_length
-from _lib.training import LanguageTrainer, checkpoint_to_resume, perplexity, plot_loss, write_figures, write_json
+from _lib.training import (
+    TRAINING_DTYPE,
+    LanguageTrainer,
+    checkpoint_to_resume,
+    perplexity,
+    plot_loss,
+    write_figures,
+    write_json,
+)
 from datasets import Dataset, IterableDataset
 from transformers import (
     CONFIG_MAPPING,
@@ -104,7 +112,7 @@ def build_model(arguments: SpanArguments, tokenizer: PreTrainedTokenizerBase, ta
     """
     if arguments.model_name_or_path is not None:
         check_checkpoint(arguments.model_name_or_path, "model_name_or_path", AutoModelForSeq2SeqLM)
-        model = AutoModelForSeq2SeqLM.from_pretrained(arguments.model_name_or_path)
+        model = AutoModelForSeq2SeqLM.from_pretrained(arguments.model_name_or_path, dtype=TRAINING_DTYPE)
     else:
         pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
         special = {"pad_token_id": pad, "eos_token_id": end, "decoder_start_token_id": pad}

@@ -21,6 +21,10 @@ from hf_hybrid_ssm.training.memory import keep_freed_memory
 from hf_hybrid_ssm.training.optim import parameter_groups
 from hf_hybrid_ssm.training.resume import checkpoint_defect, latest_complete_checkpoint
 
+# Of weights that are trained, whatever a checkpoint stores them in: Adam's steps are below bfloat16's last digit.
+# (bf16=true computes in bfloat16 beside float32 weights.)
+TRAINING_DTYPE = torch.float32
+
 
 @atexit.register
 def _leave_process_group() -> None:

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from hf_hybrid_ssm.ops.linear_cross_entropy import linear_cross_entropy
 
@@ -75,6 +76,23 @@ def test_never_holds_all_logits():
     with Largest():
         linear_cross_entropy(hidden, weight, labels, chunk_size=chunk).backward()
     assert max(largest) <= max(chunk * classes, weight.numel())
+
+
+def test_rows_that_do_not_count_cost_no_products():
+    hidden, weight, _, labels = draw(40, 8, 16, torch.float32)
+    hidden.requires_grad_()
+
+    def flops(labels):
+        with FlopCounterMode(display=False) as counter:
+            linear_cross_entropy(hidden, weight, labels).backward()
+        return counter.get_total_flops()
+
+    sparse = labels.where(torch.arange(40) % 10 == 3, -100)
+    assert 0 < flops(sparse) == flops(labels) / 10
+    nothing = torch.full_like(labels, -100)
+    assert flops(nothing) == 0
+    assert linear_cross_entropy(hidden, weight, nothing, reduction="sum") == 0
+    assert linear_cross_entropy(hidden, weight, nothing).isnan()
 
 
 def test_bfloat16_accumulates_in_float32():

@@ -23,7 +23,8 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """`cross_entropy(hidden @ weight.T + bias, labels)` with memory for `chunk_size` rows of logits.
 
-    The gradients of a chunk are computed with its loss, so that backward only scales them.
+    The gradients of a chunk are computed with its loss, so that backward only scales them. On CPU only rows whose label
+    counts are multiplied by the weight: a masked language model, or a chat's answers, pay for their own tokens alone.
 
     Args:
         hidden: (..., D).
@@ -45,7 +46,8 @@ def linear_cross_entropy(
     check_tensor("labels", labels, tuple(hidden.shape[:-1]), "shape of hidden without D")
     if labels.dtype != torch.int64:
         raise TypeError(f"labels must be int64, got {labels.dtype}.")
-    if can_read_values(labels):
+    readable = can_read_values(labels)
+    if readable:
         counted = labels[labels != ignore_index]
         if counted.numel() and not 0 <= int(counted.min()) <= int(counted.max()) < weight.shape[0]:
             raise ValueError(
@@ -65,6 +67,8 @@ def linear_cross_entropy(
         logits = F.linear(rows, weight, bias).to(torch.promote_types(rows.dtype, torch.float32))
         total = F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
     else:
+        if readable and counted.numel() < labels.numel():  # rows whose label does not count cost nothing
+            rows, labels = rows[labels != ignore_index], counted
         total = _ChunkedLinearCrossEntropy.apply(rows, weight, bias, labels, ignore_index, chunk_size)
     if reduction == "mean":
         return total / (labels != ignore_index).sum()

@@ -1,0 +1,41 @@
+"""Many runs in one folder: a sweep that was stopped goes on with those it lacks."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainingArguments
+
+from _lib.checks import check_output
+from _lib.provenance import to_json
+from _lib.training import write_json
+from hf_hybrid_ssm.hub.folder import read_json
+
+SETTINGS = "settings.json"
+
+
+def claim(folder: str | Path, settings: dict[str, Any], overwrite: bool, runs: str) -> None:
+    """The folder is this sweep's; what the files `runs` (a pattern) hold is kept if its settings were the same.
+
+    Raises:
+        FileExistsError: it holds something else.
+    """
+    known = Path(folder) / SETTINGS
+    is_same = known.is_file() and known.read_text(encoding="utf-8") == to_json(settings)
+    if overwrite or not is_same:
+        check_output(folder, overwrite)
+        for old in Path(folder).glob(runs):
+            old.unlink()
+        write_json(known, settings)
+
+
+def once(path: str | Path, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The result in the file `path`, made unless it is there."""
+    if not Path(path).is_file():
+        write_json(path, run())
+    return read_json(Path(path))
+
+
+def training_settings(training: TrainingArguments) -> dict[str, Any]:
+    """What a run depends on: all but where it writes."""
+    return {name: value for name, value in training.to_dict().items() if name not in ("output_dir", "logging_dir")}
