@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,23 @@ def comparison(figures: dict) -> str:
     return markdown_table(["model", "parameters", "held-out loss, nats per token"], rows)
 
 
+def compared_families(figures: dict) -> str:
+    """Best first; with the paired differences to the reference."""
+    rows = []
+    for name, found in sorted(figures["models"].items(), key=lambda pair: pair[1]["validation_loss"]):
+        rates = figures["learning_rates"][name]
+        difference = figures["differences"].get(name)
+        minutes = sum(run["cpu_seconds"] for run in found["runs"]) / len(found["runs"]) / 60
+        rows.append([
+            name, f"{found['runs'][0]['parameters_beside_embeddings']:,}", min(rates, key=rates.__getitem__),
+            f"{found['validation_loss']:.3f} ± {found['standard_deviation']:.3f}",
+            f"{difference['mean']:+.3f} ± {difference['half_width_of_95_percent']:.3f}" if difference else "",
+            f"{minutes:.1f}",
+        ])  # fmt: skip
+    head = ["model", "non-embedding parameters", "learning rate", "held-out loss, nats per token"]
+    return markdown_table([*head, f"minus {figures['reference']}'s, 95 %", "minutes of CPU time"], rows)
+
+
 def spade_ssm_cost(figures: dict) -> str:
     rows = [
         [
@@ -211,16 +229,25 @@ def scaling_law(figures: dict) -> str:
 
 
 def glue(figures: dict) -> str:
-    """From scratch, beside the same from a pre-trained encoder."""
-    pretrained = load("glue_spade_pretrained")
+    """Means over seeds from new weights and from the pre-trained ones; the paired difference of the first measure."""
+    pretrained = load("glue_pretrained")
     rows = []
     for task, found in figures.items():
         for split, measures in found["best"]["measures"].items():
+            several = [
+                {name: [run["measures"][split][name] for run in of["runs"]] for name in measures}
+                for of in (found, pretrained[task])
+            ]
+            cells = [" / ".join(f"{statistics.mean(values):.1f}" for values in each.values()) for each in several]
+            scratch, better = (next(iter(each.values())) for each in several)
+            gains = [after - before for before, after in zip(scratch, better)]
+            error = statistics.stdev(gains) / len(gains) ** 0.5
+            cells.append(f"{statistics.mean(gains):+.1f} ± {2 * error:.1f}")
+            cells.append(" / ".join(f"{value:.1f}" for value in found["best"]["majority"][split].values()))
             label = task if split == "validation" else f"{task} {split.removeprefix('validation_')}"
-            others = (pretrained[task]["best"]["measures"][split], found["best"]["majority"][split])
-            cells = (" / ".join(f"{value:.1f}" for value in part.values()) for part in (measures, *others))
-            rows.append([label, " / ".join(measures), *cells])
-    return markdown_table(["task, local slice", "measure", "from scratch", "pre-trained on books", "majority"], rows)
+            rows.append([f"{label}, {' / '.join(measures)}", *cells])
+    head = ["task, measure", "new weights", "pre-trained", "gain ± two standard errors", "majority"]
+    return markdown_table(head, rows)
 
 
 def mqar(figures: dict) -> str:
@@ -237,6 +264,22 @@ def mqar(figures: dict) -> str:
     ]
     head = ["model", "length, pairs", "parameters", "test accuracy, percent", "best rate", "epochs"]
     return markdown_table(head, rows)
+
+
+def recall(figures: dict) -> str:
+    found = figures["best"]
+    pairs = list(found[0]["accuracy_by_pairs"])
+    rows = [
+        [
+            entry["model"],
+            f"{entry['parameters']:,}",
+            f"{entry['learning_rate']:g}",
+            entry["epochs"],
+            *(f"{100 * share:.1f}" for share in entry["accuracy_by_pairs"].values()),
+        ]
+        for entry in found
+    ]
+    return markdown_table(["model", "parameters", "best rate", "epochs", *(f"{each} pairs" for each in pairs)], rows)
 
 
 def lm_eval(figures: dict) -> str:
@@ -342,7 +385,9 @@ def checkpoints() -> str:
     """Perplexities of the committed language models, by text and by length; last those of hidden tokens."""
     folders = sorted((ROOT / "checkpoints").glob("*/results.json"))
     found = {path.parent.name: json.loads(path.read_text(encoding="utf-8")) for path in folders}
-    by_perplexity = sorted(found.items(), key=lambda pair: ("encoder" in pair[0], pair[1]["novels_perplexity"]))
+    by_perplexity = sorted(
+        found.items(), key=lambda pair: ("perplexity_by_length" not in pair[1], pair[1]["novels_perplexity"])
+    )
     found = dict(by_perplexity)
     texts = ("novels", "tales", "textbooks", "books")
     rows = [
@@ -365,13 +410,16 @@ TABLES = {
     "bst_layer": bst_layer,
     "spade_ssm_cost": spade_ssm_cost,
     "spade_books": comparison,
+    "families_books": compared_families,
+    "families_length": lengths,
     "upcycling_gaps": upcycling_gaps,
     "bst_books": lengths,
     "length_extrapolation": lengths,
     "scaling_law": scaling_law,
     "per_token_loss": per_token_loss,
-    "glue_spade_scratch": glue,
+    "glue_from_scratch": glue,
     "mqar": mqar,
+    "mqar_families": recall,
     "lm_eval": lm_eval,
     "scitldr": scitldr,
     "longhorn_scan": longhorn_scan,

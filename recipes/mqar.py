@@ -17,7 +17,7 @@ from _lib.plotting import measured_at, panels, style
 from _lib.settings import read_settings
 from _lib.sweeps import claim, once, training_settings
 from _lib.training import Trainer, save_figure, say, write_figures
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from matplotlib.figure import Figure
 from transformers import (
     AutoConfig,
@@ -47,6 +47,10 @@ class MqarArguments:
     vocab_size: int = 8192
     train_rows: int = 100_000
     test_rows: int = 3_000
+    mixed: bool = field(
+        default=False,
+        metadata={"help": "one model for all settings of a length, trained on rows of each, not one each"},
+    )
     enough: float = field(default=0.99, metadata={"help": "test accuracy at which a run stops"})
     results: str | None = field(default=None, metadata={"help": "another path, without extension, for the figures"})
     overwrite: bool = False
@@ -103,10 +107,25 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
     return {"accuracy": float(right[asked].mean())}
 
 
+def data_of(length: int, pairs: list[int], arguments: MqarArguments) -> tuple[Dataset, dict[int, Dataset]]:
+    """As many training rows of each number of pairs, and the test rows by pairs; fixed seeds."""
+
+    def rows(number: int, several: int, seed: int) -> Dataset:
+        return Dataset.from_dict(recall_rows(length, number, several // len(pairs), arguments.vocab_size, seed))
+
+    train = concatenate_datasets([rows(number, arguments.train_rows, seed=0) for number in pairs])
+    test = {number: rows(number, arguments.test_rows, seed=1).with_format("torch") for number in pairs}
+    return train.with_format("torch"), test
+
+
 def run(
-    fields: dict[str, Any], width: int, data: tuple[Dataset, Dataset], options: dict[str, Any], enough: float
+    fields: dict[str, Any],
+    width: int,
+    data: tuple[Dataset, dict[int, Dataset]],
+    options: dict[str, Any],
+    enough: float,
 ) -> dict[str, Any]:
-    """Train one model; its best test accuracy, and what it took."""
+    """Train one model; its best test accuracy, that after training by pairs, and what it took."""
     training = TrainingArguments(**options)
     set_seed(training.seed)
     fields = dict(fields) | {"hidden_size": width}
@@ -116,7 +135,7 @@ def run(
         model=model,
         args=training,
         train_dataset=data[0],
-        eval_dataset=data[1],
+        eval_dataset=concatenate_datasets(list(data[1].values())),
         data_collator=default_data_collator,
         compute_metrics=accuracy,
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
@@ -124,12 +143,22 @@ def run(
     )
     seconds = trainer.train().metrics["train_runtime"]
     curve = [entry["eval_accuracy"] for entry in trainer.state.log_history if "eval_accuracy" in entry]
+    by_pairs = {str(number): trainer.evaluate(rows)["eval_accuracy"] for number, rows in data[1].items()}
     return {
         "accuracy": max(curve),
+        "accuracy_by_pairs": by_pairs,
         "epochs": len(curve),
         "seconds": round(seconds, 1),
         "parameters": model.num_parameters(),
     }
+
+
+def groups(arguments: MqarArguments) -> list[tuple[int, list[int]]]:
+    """(length, numbers of pairs) that a model is trained for."""
+    if not arguments.mixed:
+        return [(length, [pairs]) for length, pairs in arguments.settings]
+    lengths = dict.fromkeys(length for length, _ in arguments.settings)
+    return [(length, [pairs for found, pairs in arguments.settings if found == length]) for length in lengths]
 
 
 def sweep(arguments: MqarArguments, training: TrainingArguments) -> list[dict[str, Any]]:
@@ -138,12 +167,8 @@ def sweep(arguments: MqarArguments, training: TrainingArguments) -> list[dict[st
     settings |= training_settings(training)
     claim(training.output_dir, settings, arguments.overwrite, "*/*.json")
     results = []
-    for length, pairs in arguments.settings:
-        sizes = {"length": length, "pairs": pairs, "vocab_size": arguments.vocab_size}
-        data = tuple(
-            Dataset.from_dict(recall_rows(**sizes, rows=rows, seed=seed)).with_format("torch")
-            for seed, rows in enumerate((arguments.train_rows, arguments.test_rows))
-        )
+    for length, several in groups(arguments):
+        data, pairs = data_of(length, several, arguments), "+".join(map(str, several))
         for width in arguments.widths:
             for name, fields in arguments.models.items():
                 fields = {"vocab_size": arguments.vocab_size} | fields
@@ -157,7 +182,9 @@ def sweep(arguments: MqarArguments, training: TrainingArguments) -> list[dict[st
                     if runs[-1]["accuracy"] >= arguments.enough:
                         break
                 best = max(runs, key=lambda found: found["accuracy"])
-                results.append({"model": name, "length": length, "pairs": pairs, "width": width, **best, "runs": runs})
+                results.append(
+                    {"model": name, "length": length, "pairs": several, "width": width, **best, "runs": runs}
+                )
                 say(results[-1])
                 figures = {"torch": torch.__version__, "best": results}
                 write_figures(figures, training.output_dir, arguments.results and f"{arguments.results}.json")
@@ -168,16 +195,23 @@ def sweep(arguments: MqarArguments, training: TrainingArguments) -> list[dict[st
 
 
 def draw(results: list[dict[str, Any]]) -> Figure:
-    """Accuracy by width, one panel a length."""
+    """Accuracy by width, or for a single width by the number of pairs; one panel a length."""
     lengths = sorted({result["length"] for result in results})
-    figure, row = panels("Which width recalls every pair?", len(lengths))
+    is_one_width = len({result["width"] for result in results}) == 1
+    figure, row = panels(
+        "How many pairs are recalled?" if is_one_width else "Which width recalls every pair?", len(lengths)
+    )
     for axes, length in zip(row, lengths):
-        for number, model in enumerate(dict.fromkeys(result["model"] for result in results)):
-            found = [result for result in results if (result["model"], result["length"]) == (model, length)]
-            widths, percent = [r["width"] for r in found], [100 * r["accuracy"] for r in found]
-            axes.plot(widths, percent, label=model, **style(number))
-        measured_at(axes, [result["width"] for result in results if result["length"] == length])
-        axes.set(xlabel="width", ylabel="accuracy (%)", ylim=(-3, 103))
+        there = [result for result in results if result["length"] == length]
+        for number, model in enumerate(dict.fromkeys(result["model"] for result in there)):
+            points: list[tuple[int, float]] = []
+            for found in (result for result in there if result["model"] == model):
+                by_pairs = {int(pairs): share for pairs, share in found["accuracy_by_pairs"].items()}
+                points += by_pairs.items() if is_one_width else [(found["width"], found["accuracy"])]
+            at, shares = zip(*sorted(points))
+            axes.plot(at, [100 * share for share in shares], label=model, **style(number))
+        measured_at(axes, sorted({int(place) for line in axes.lines for place in line.get_xdata()}))
+        axes.set(xlabel="pairs" if is_one_width else "width", ylabel="accuracy (%)", ylim=(-3, 103))
         axes.set_title(f"rows of {length} tokens", loc="left", fontsize=9)
     return figure
 

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from mqar import MqarArguments, accuracy, recall_rows, sweep
+from mqar import MqarArguments, accuracy, data_of, groups, recall_rows, sweep
 from transformers import EvalPrediction, TrainingArguments
 
 
@@ -53,8 +53,26 @@ def test_sweep_writes_the_best(tmp_path):
     )  # fmt: skip
     (best,) = sweep(arguments, training)
     assert best["accuracy"] == max(run["accuracy"] for run in best["runs"]) and len(best["runs"]) == 2
+    assert best["accuracy_by_pairs"]["2"] <= best["accuracy"] and best["pairs"] == [2]
     assert json.loads((tmp_path / "results.json").read_text())["best"] == [best]
     assert (tmp_path / "accuracy.png").exists()
+
+
+def test_mixed_settings_share_a_model():
+    models = {"a": {"model_type": "longhorn"}}
+    arguments = MqarArguments(
+        models, settings=[[32, 2], [64, 4], [32, 4]], vocab_size=16, train_rows=20, test_rows=8, mixed=True
+    )
+    assert groups(arguments) == [(32, [2, 4]), (64, [4])]
+    arguments.mixed = False
+    assert groups(arguments) == [(32, [2]), (64, [4]), (32, [4])]
+    train, test = data_of(32, [2, 4], arguments)
+
+    def asked(rows):
+        return [int((row["labels"] != -100).sum()) for row in rows]
+
+    assert sorted(asked(train)) == [2] * 10 + [4] * 10
+    assert {pairs: asked(rows) for pairs, rows in test.items()} == {2: [2] * 4, 4: [4] * 4}
 
 
 @pytest.mark.parametrize(("settings", "vocab_size"), [([[64, 17]], 8192), ([[64, 0]], 8192), ([[64, 4]], 8)])

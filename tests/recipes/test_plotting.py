@@ -137,7 +137,7 @@ def points(lengths, perplexities, deviation=None):
 MANY = [96, 128, 160, 192, 224, 256, 288, 320, 352, 384, 448, 512, 768, 1024, 131072]
 QUESTION = "Does it last?"
 HISTORY = [{"step": step, "loss": 9.0 / step} for step in range(1, 90)] + [{"step": 89, "eval_loss": 0.4}]
-RESULT = {"accuracy": 1.0, "pairs": 4}
+RESULT = {"accuracy": 1.0, "pairs": [4, 8], "accuracy_by_pairs": {"4": 1.0, "8": 0.5}}
 ACCURACIES = [
     {"model": model, "length": length, "width": width} | RESULT
     for model in ("longhorn", "a model with a long name")
@@ -160,6 +160,7 @@ SPOILT = {
     "one point": lambda: perplexity_by_length(QUESTION, {"a": points([256], [70.0])}, 256),
     "training": lambda: loss_by_step(HISTORY, {"unigram of the training text": 5.0, "bigram": 3.0}),
     "panels that share curves": lambda: mqar.draw(ACCURACIES),
+    "accuracies by pairs": lambda: mqar.draw([found for found in ACCURACIES if found["width"] == 64]),
 }
 
 

@@ -1,6 +1,7 @@
 """Sweeps keep what they finished, and only for the same settings; training starts from float32 weights."""
 
 import json
+from functools import partial
 
 import finetune_glue
 import finetune_summarization
@@ -21,10 +22,14 @@ TINY |= {"sliding_window": 5}
 def test_a_stopped_sweep_goes_on(tmp_path):
     made = []
 
+    def run(number):
+        made.append(number)
+        return {"loss": number}
+
     def sweep(settings, overwrite=False, stop_after=3):
         claim(tmp_path, settings, overwrite, "*/run.json")
         for number in range(stop_after):
-            once(tmp_path / str(number) / "run.json", lambda: made.append(number) or {"loss": number})
+            once(tmp_path / str(number) / "run.json", partial(run, number))
 
     sweep({"rate": 1}, stop_after=1)
     sweep({"rate": 1})
