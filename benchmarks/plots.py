@@ -12,6 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
+import compare
 import length_extrapolation
 import numpy as np
 import per_token_loss
@@ -97,7 +98,8 @@ FIGURES = {
     "training": training,
     "streaming": streaming,
     "bst_books": lambda: length_extrapolation.draw(load("bst_books")),
-    "length_extrapolation": lambda: length_extrapolation.draw(load("length_extrapolation")),
+    "families_books": lambda: compare.draw(load("families_books")["models"]),
+    "families_length": lambda: length_extrapolation.draw(load("families_length")),
     "per_token_loss": lambda: per_token_loss.draw(load("per_token_loss")["models"]),
     "scaling_law": lambda: scaling_law.draw(load("scaling_law")["families"]),
     "upcycling_gaps": lambda: upcycling_gaps.draw(load("upcycling_gaps")),

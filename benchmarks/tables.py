@@ -414,7 +414,6 @@ TABLES = {
     "families_length": lengths,
     "upcycling_gaps": upcycling_gaps,
     "bst_books": lengths,
-    "length_extrapolation": lengths,
     "scaling_law": scaling_law,
     "per_token_loss": per_token_loss,
     "glue_from_scratch": glue,
