@@ -151,9 +151,9 @@ def comparison(figures: dict) -> str:
 
 
 def compared_families(figures: dict) -> str:
-    """Best first; with the paired differences to the reference."""
-    rows = []
-    for name, found in sorted(figures["models"].items(), key=lambda pair: pair[1]["validation_loss"]):
+    """Best first, with the paired differences to the reference; below, what the state-space models add."""
+    models, rows = figures["models"], []
+    for name, found in sorted(models.items(), key=lambda pair: pair[1]["validation_loss"]):
         rates = figures["learning_rates"][name]
         difference = figures["differences"].get(name)
         minutes = sum(run["cpu_seconds"] for run in found["runs"]) / len(found["runs"]) / 60
@@ -164,7 +164,13 @@ def compared_families(figures: dict) -> str:
             f"{minutes:.1f}",
         ])  # fmt: skip
     head = ["model", "non-embedding parameters", "learning rate", "held-out loss, nats per token"]
-    return markdown_table([*head, f"minus {figures['reference']}'s, 95 %", "minutes of CPU time"], rows)
+    table = markdown_table([*head, f"minus {figures['reference']}'s, 95 %", "minutes of CPU time"], rows)
+    notes = []
+    for name, without in (("SPADE", "SPADE without its SSM"), ("BST", "sliding attention")):
+        losses = [[run["validation_loss"] for run in models[each]["runs"]] for each in (name, without)]
+        added = ", ".join(f"{one - other:+.3f}" for one, other in zip(*losses))
+        notes.append(f"{name} minus {without}: {added}")
+    return f"{table}\nSeed by seed, {'; '.join(notes)}.\n"
 
 
 def spade_ssm_cost(figures: dict) -> str:

@@ -2,7 +2,7 @@
 # Part of hf-hybrid-ssm 0.1.0, gathered by hf_hybrid_ssm.hub.export_code.
 # Plain torch, and on CUDA the Triton kernels of hf_hybrid_ssm_kernels where that can be imported. transformers
 # takes the package instead when it is installed.
-# SHA-256 of this file without this line and the next: f215b1e54839578db0ffec6f600f98a3c2db1e384634d3926e70324ba9873c60
+# SHA-256 of this file without this line and the next: 9b07846c94790b9b086d62a24a339202b4de647c30fcedc4ed365b8ac6558f6b
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,8 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """`cross_entropy(hidden @ weight.T + bias, labels)` with memory for `chunk_size` rows of logits.
 
-    The gradients of a chunk are computed with its loss, so that backward only scales them.
+    The gradients of a chunk are computed with its loss, so that backward only scales them. On CPU only rows whose label
+    counts are multiplied by the weight: a masked language model, or a chat's answers, pay for their own tokens alone.
 
     Args:
         hidden: (..., D).
@@ -52,7 +53,8 @@ def linear_cross_entropy(
     check_tensor("labels", labels, tuple(hidden.shape[:-1]), "shape of hidden without D")
     if labels.dtype != torch.int64:
         raise TypeError(f"labels must be int64, got {labels.dtype}.")
-    if can_read_values(labels):
+    readable = can_read_values(labels)
+    if readable:
         counted = labels[labels != ignore_index]
         if counted.numel() and not 0 <= int(counted.min()) <= int(counted.max()) < weight.shape[0]:
             raise ValueError(
@@ -72,6 +74,8 @@ def linear_cross_entropy(
         logits = F.linear(rows, weight, bias).to(torch.promote_types(rows.dtype, torch.float32))
         total = F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
     else:
+        if readable and counted.numel() < labels.numel():  # rows whose label does not count cost nothing
+            rows, labels = rows[labels != ignore_index], counted
         total = _ChunkedLinearCrossEntropy.apply(rows, weight, bias, labels, ignore_index, chunk_size)
     if reduction == "mean":
         return total / (labels != ignore_index).sum()
