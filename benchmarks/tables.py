@@ -288,6 +288,24 @@ def recall(figures: dict) -> str:
     return markdown_table(["model", "parameters", "best rate", "epochs", *(f"{each} pairs" for each in pairs)], rows)
 
 
+def arena(figures: dict) -> str:
+    """Test accuracy of the weights best on validation: tasks across, models down."""
+    tasks = figures["tasks"]
+    names = next(iter(tasks.values()))
+    rows = [
+        [
+            name,
+            *(
+                f"{found[name]['test']['accuracy']:.1f} ({found[name]['seconds'] / 60:.0f})"
+                for found in tasks.values()
+            ),
+        ]
+        for name in names
+    ]
+    rows.append(["commonest class", *(f"{found['SPADE']['test']['commonest_class']:.1f}" for found in tasks.values())])
+    return markdown_table(["test accuracy, percent (minutes)", *tasks], rows)
+
+
 def lm_eval(figures: dict) -> str:
     """Accuracy (of answers normalised by length where the paper's is) beside that of guessing; then perplexities."""
     models = figures["models"]
@@ -425,6 +443,7 @@ TABLES = {
     "glue_from_scratch": glue,
     "mqar": mqar,
     "mqar_families": recall,
+    "lra_spade": arena,
     "lm_eval": lm_eval,
     "scitldr": scitldr,
     "longhorn_scan": longhorn_scan,

@@ -105,6 +105,7 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
     from _lib.documents import DataArguments
     from _lib.settings import read_settings
     from compare import CompareArguments, merged
+    from compare_lra import CompareLraArguments, settings_of
     from finetune_glue import GlueArguments
     from finetune_summarization import SummarizationArguments
     from length_extrapolation import ExtrapolationArguments
@@ -155,6 +156,11 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
     elif config.parent.name == "lm_eval":
         (tmp_path / "lm_eval_tasks").mkdir()
         read_settings("lm_eval_table.py", (TableArguments,), [str(config)])
+    elif config == ROOT / "recipes/configs/lra/spade_cpu.yaml":
+        (arguments,) = read_settings("compare_lra.py", (CompareLraArguments,), [str(config)])
+        for settings in settings_of(arguments).values():
+            parsed = HfArgumentParser((LraArguments, TrainingArguments)).parse_dict(settings | {"use_cpu": True})
+            models.append(parsed[0])
     elif config.parent.name == "lra":
         monkeypatch.setenv("HF_HYBRID_SSM_LRA", str(tmp_path))
         models.append(read_settings("lra.py", (LraArguments, TrainingArguments), [str(config), *training])[0])
@@ -178,7 +184,9 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
     elif config.parent.name == "glue":
         classes = (GlueArguments, TrainingArguments)
         read_settings(
-            "finetune_glue.py", classes, [str(config), *training, "model_name_or_path=null", "model_type=longhorn"]
+            "finetune_glue.py",
+            classes,
+            [str(config), *training, "from_scratch=false", "model_name_or_path=null", "model_type=longhorn"],
         )
     elif config.parent.name == "sft":
         pytest.importorskip("trl")

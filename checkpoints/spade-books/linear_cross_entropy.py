@@ -2,7 +2,7 @@
 # Part of hf-hybrid-ssm 0.1.0, gathered by hf_hybrid_ssm.hub.export_code.
 # Plain torch, and on CUDA the Triton kernels of hf_hybrid_ssm_kernels where that can be imported. transformers
 # takes the package instead when it is installed.
-# SHA-256 of this file without this line and the next: 9b07846c94790b9b086d62a24a339202b4de647c30fcedc4ed365b8ac6558f6b
+# SHA-256 of this file without this line and the next: 7b55727d760edc40b7059e8bccb14ce9b1bc680d5bbf18b3f67d3dbd4e37e1da
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +30,8 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """`cross_entropy(hidden @ weight.T + bias, labels)` with memory for `chunk_size` rows of logits.
 
-    The gradients of a chunk are computed with its loss, so that backward only scales them. On CPU only rows whose label
-    counts are multiplied by the weight: a masked language model, or a chat's answers, pay for their own tokens alone.
+    The gradients of a chunk are computed with its loss, so that backward only scales them. On CPU only rows whose
+    label counts are multiplied by the weight: a masked language model, or a chat's answers, pay for their own tokens.
 
     Args:
         hidden: (..., D).

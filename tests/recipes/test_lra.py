@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from _lib.lra_data import END, LISTOPS, TASKS, UNKNOWN, collate, listops_ids, load_task
+from compare_lra import CompareLraArguments, compare_lra
 from datasets import Dataset
 from listops import draw, trees, write
 from lra import LraArguments, arena, build
@@ -242,3 +243,26 @@ def test_bad_input(archive, tmp_path):
     (tmp_path / "out/something").write_text("")
     with pytest.raises(FileExistsError, match="overwrite"):
         arena(LraArguments("text", str(archive), "spade", config=SPADE), training(tmp_path / "out"))
+
+
+def test_models_side_by_side(tmp_path):
+    write(tmp_path / "trees", rows=(40, 8, 8), min_length=5, max_length=30)
+    given = {"base": {"model_type": "spade", "data_folder": str(tmp_path / "trees"), "max_length": 32, "max_steps": 2}}
+    given["base"] |= {"report_to": "none", "use_cpu": True, "save_strategy": "no", "per_device_train_batch_size": 4}
+    given["base"]["config"] = SPADE
+    given["tasks"] = {"listops": {"learning_rate": 1e-3}}
+    given["variants"] = {"SPADE": {}, "window attention": {"config": {"ssm_layers": []}}}
+    given["output_dir"] = str(tmp_path / "runs")
+    found = compare_lra(CompareLraArguments(**given, results=str(tmp_path / "lra.json")))["tasks"]["listops"]
+    assert found["window attention"]["parameters"] < found["SPADE"]["parameters"]
+    assert all(each["steps"] == 2 and 0 <= each["test"]["accuracy"] <= 100 for each in found.values())
+    assert json.loads((tmp_path / "lra.json").read_text())["tasks"]["listops"] == found
+
+    made = tmp_path / "runs" / "listops-SPADE" / "run.json"
+    made.write_text(json.dumps(found["SPADE"] | {"seconds": -1.0}))  # what is there is not run again
+    assert compare_lra(CompareLraArguments(**given))["tasks"]["listops"]["SPADE"]["seconds"] == -1.0
+    with pytest.raises(ValueError, match="variants="):
+        CompareLraArguments(base={}, tasks={"listops": {}}, variants={})
+    with pytest.raises(ValueError, match="listpos"):  # before anything is trained
+        compare_lra(CompareLraArguments(**given | {"tasks": given["tasks"] | {"listpos": {}}, "overwrite": True}))
+    assert made.exists()

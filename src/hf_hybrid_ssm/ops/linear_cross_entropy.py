@@ -23,8 +23,8 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """`cross_entropy(hidden @ weight.T + bias, labels)` with memory for `chunk_size` rows of logits.
 
-    The gradients of a chunk are computed with its loss, so that backward only scales them. On CPU only rows whose label
-    counts are multiplied by the weight: a masked language model, or a chat's answers, pay for their own tokens alone.
+    The gradients of a chunk are computed with its loss, so that backward only scales them. On CPU only rows whose
+    label counts are multiplied by the weight: a masked language model, or a chat's answers, pay for their own tokens.
 
     Args:
         hidden: (..., D).

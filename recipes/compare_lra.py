@@ -1,0 +1,69 @@
+"""Several classifiers on several tasks of the Long Range Arena, with equal steps: one table.
+
+    python recipes/compare_lra.py recipes/configs/lra/spade_cpu.yaml [key=value ...]
+
+`base` holds settings of lra.py, `tasks` what differs by task, `variants` what differs by model. Writes results.json to
+`output_dir`, and to `results`. What was stopped goes on with the runs it lacks.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from _lib.settings import read_settings
+from _lib.sweeps import claim, once
+from _lib.training import say, write_figures
+from compare import merged
+from lra import LraArguments, arena
+from transformers import HfArgumentParser, TrainingArguments
+
+
+@dataclass
+class CompareLraArguments:
+    """Which models on which tasks."""
+
+    base: dict[str, Any] = field(metadata={"help": "settings of lra.py"})
+    tasks: dict[str, dict[str, Any]] = field(metadata={"help": "task: settings that differ"})
+    variants: dict[str, dict[str, Any]] = field(metadata={"help": "model: settings that differ"})
+    output_dir: str = "runs/lra"
+    results: str | None = field(default=None, metadata={"help": "another file for the figures"})
+    overwrite: bool = False
+
+    def __post_init__(self):
+        if not self.tasks or not self.variants:
+            raise ValueError(
+                f"tasks={list(self.tasks)} and variants={list(self.variants)} must each name at least one."
+            )
+
+
+def settings_of(arguments: CompareLraArguments) -> dict[tuple[str, str], dict[str, Any]]:
+    """(task, model) → settings of lra.py."""
+    found = {}
+    for task, of_task in arguments.tasks.items():
+        for name, of_model in arguments.variants.items():
+            each = merged(merged(arguments.base, of_task), of_model)
+            folder = Path(arguments.output_dir) / f"{task}-{name}"
+            found[task, name] = each | {"task": task, "output_dir": str(folder), "overwrite": True}
+    return found
+
+
+def compare_lra(arguments: CompareLraArguments) -> dict[str, Any]:
+    """All runs, task by task; returns what is written to results.json."""
+    settings = {name: getattr(arguments, name) for name in ("base", "tasks", "variants")}
+    folder = Path(arguments.output_dir)
+    parser = HfArgumentParser((LraArguments, TrainingArguments))
+    runs = {place: parser.parse_dict(each) for place, each in settings_of(arguments).items()}
+    # all have been read: a wrong setting of the last one cannot cost the first one's hours
+    claim(folder, settings, arguments.overwrite, "*/run.json")
+    found: dict[str, dict[str, Any]] = {task: {} for task in arguments.tasks}
+    for (task, name), each in runs.items():
+        found[task][name] = once(folder / f"{task}-{name}" / "run.json", partial(arena, *each))
+        say(f"{task}, {name}: {found[task][name]['test']}")
+    figures = {"settings": settings, "tasks": found}
+    write_figures(figures, folder, arguments.results)
+    return figures
+
+
+if __name__ == "__main__":
+    compare_lra(*read_settings("compare_lra.py", (CompareLraArguments,)))
