@@ -223,15 +223,15 @@ def scaling_law(figures: dict) -> str:
     rows = []
     for family, found in figures["families"].items():
         for name, member in found["members"].items():
-            loss = f"{member['validation_loss']:.3f} ± {member['standard_deviation']:.3f}"
+            spread = "" if member["standard_deviation"] is None else f" ± {member['standard_deviation']:.3f}"
+            loss = f"{member['validation_loss']:.3f}{spread}"
             rows.append([f"{family}, {name}", f"{member['parameters_beside_embeddings']:,}", loss])
     slopes = "; ".join(
-        f"{family} {found['alpha']:.4f} ± {found['standard_error']:.4f} (seeds spread by "
-        f"{found['standard_deviation_of_alpha']:.4f})"
+        f"{family} {found['alpha']:.4f} ± {found['standard_error']:.4f}"
         for family, found in figures["families"].items()
     )
     head = ["model", "non-embedding parameters", "held-out loss, nats per token"]
-    return f"{markdown_table(head, rows)}\nSlopes alpha of loss = (N / N_c)^-alpha: {slopes}.\n"
+    return f"{markdown_table(head, rows)}\nSlopes alpha of loss = (N / N_c)^-alpha, with the fit's standard errors: {slopes}.\n"
 
 
 def glue(figures: dict) -> str:
@@ -438,6 +438,7 @@ TABLES = {
     "families_length": lengths,
     "upcycling_gaps": upcycling_gaps,
     "bst_books": lengths,
+    "bst_16k": lengths,
     "scaling_law": scaling_law,
     "per_token_loss": per_token_loss,
     "glue_from_scratch": glue,

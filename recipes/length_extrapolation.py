@@ -3,8 +3,9 @@
     python recipes/length_extrapolation.py recipes/configs/length/books_cpu.yaml [key=value ...]
 
 `models` names trained checkpoints; `variants` are trained first, by pretrain_clm.py with the settings of `base` and
-what differs. Every length is scored on exactly the same tokens, so that only the context changes. Writes
-length_extrapolation.json and .png to `output_dir`, and both to `results` (a path without extension).
+what differs, unless a stopped call has done it. Every length is scored on exactly the same tokens, so that only the
+context changes. Writes length_extrapolation.json and .png to `output_dir`, and both to `results` (a path without
+extension).
 """
 
 import math
@@ -14,15 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _lib.checks import check_checkpoint, check_columns, check_output, check_vocabulary
+from _lib.checks import check_checkpoint, check_columns, check_vocabulary
 from _lib.documents import DataArguments, begin_of, documents_of_files, token_ids
 from _lib.plotting import perplexity_by_length
 from _lib.scoring import loss_at
 from _lib.settings import read_settings
+from _lib.sweeps import claim
 from _lib.training import perplexity, save_figure, say, write_results
-from compare import merged
+from compare import merged, run
 from matplotlib.figure import Figure
-from pretrain_clm import ModelArguments, pretrain
+from pretrain_clm import ModelArguments
 from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
@@ -73,14 +75,15 @@ def train(arguments: ExtrapolationArguments) -> dict[str, list[str]]:
     """The variants' checkpoints, one per seed."""
     parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
     runs: dict[str, list[str]] = {name: [] for name in arguments.variants}
-    settings = []
+    settings = {}
     for name, over in arguments.variants.items():
         for seed in arguments.seeds:
             runs[name].append(str(Path(arguments.output_dir) / f"{name}-{seed}"))
-            fixed = {"seed": seed, "output_dir": runs[name][-1], "sequence_length": arguments.train_length}
-            settings.append(parser.parse_dict(merged(arguments.base, over) | fixed | {"overwrite": True}))
-    for each in settings:  # all have been read: a wrong setting of the last one cannot cost the first one's hours
-        pretrain(*each)
+            each = merged(arguments.base, over) | {"seed": seed, "sequence_length": arguments.train_length}
+            parser.parse_dict(each | {"output_dir": runs[name][-1]})
+            settings[runs[name][-1]] = each
+    for folder, each in settings.items():  # all can be read: a wrong last one cannot cost the first one's hours
+        run(Path(folder), each)
     return runs
 
 
@@ -132,7 +135,8 @@ def summary(curves: list[list[float]], scored: int, arguments: ExtrapolationArgu
 
 
 def length_extrapolation(arguments: ExtrapolationArguments) -> dict[str, Any]:
-    check_output(arguments.output_dir, arguments.overwrite)
+    settings = {name: getattr(arguments, name) for name in ("base", "variants", "train_length")}
+    claim(arguments.output_dir, settings, arguments.overwrite, "*/results.json")
     held_out = documents_of_files(arguments.files)
     check_columns(held_out, [arguments.text_column], "text_column")
     models = arguments.models | train(arguments)

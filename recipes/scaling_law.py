@@ -4,7 +4,7 @@
 
 `base` holds settings of pretrain_clm.py, `families` the members of each ladder by what differs. N counts parameters
 beside embeddings. Writes scaling.json and scaling.png to `output_dir`, and both to `results` (a path without ending)
-too; every trained model stays in its folder, for per_token_loss.py.
+too; every trained model stays in its folder, for per_token_loss.py, and a ladder that was stopped goes on.
 """
 
 import math
@@ -14,15 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _lib.checks import check_output
-from _lib.documents import DataArguments
 from _lib.plotting import REFERENCE, SPREAD, panels, style
 from _lib.settings import read_settings
+from _lib.sweeps import claim
 from _lib.training import save_figure, say, write_results
-from compare import merged
+from compare import merged, run
 from matplotlib.figure import Figure
-from pretrain_clm import ModelArguments, pretrain
-from transformers import HfArgumentParser, TrainingArguments
 
 # (N / N_c)^-alpha of arXiv 2110.02402 on OpenWebText2, nats per token
 PAPER = {"LMU-ISA, the paper": (1.95e14, 0.072), "LMU-ISA with attention, the paper": (3.80e14, 0.069)}
@@ -85,18 +82,17 @@ def ladder(points: list[dict[str, Any]]) -> dict[str, Any]:
 
 def scaling_law(arguments: ScalingArguments) -> dict[str, Any]:
     """All runs, seed by seed, so that an interrupted ladder is a complete one with fewer seeds."""
-    check_output(arguments.output_dir, arguments.overwrite)
-    parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
+    settings = {"base": arguments.base, "families": arguments.families}
+    claim(arguments.output_dir, settings, arguments.overwrite, "*/*/results.json")
     points: dict[str, list[dict[str, Any]]] = {family: [] for family in arguments.families}
     figures: dict[str, Any] = {}
     for seed in arguments.seeds:
         for family, members in arguments.families.items():
             for member, over in members.items():
                 folder = Path(arguments.output_dir) / family / f"{member}-{seed}"
-                settings = merged(arguments.base, over) | {"seed": seed, "output_dir": str(folder)}
-                settings["overwrite"] = True
-                points[family].append({"member": member, "seed": seed, **pretrain(*parser.parse_dict(settings))})
-        figures = {"settings": {"base": arguments.base, "families": arguments.families}, "seeds": arguments.seeds}
+                found = run(folder, merged(arguments.base, over) | {"seed": seed})
+                points[family].append({"member": member, "seed": seed, **found})
+        figures = {"settings": settings, "seeds": arguments.seeds}
         figures["families"] = {family: ladder(found) for family, found in points.items()}
         targets = [Path(arguments.output_dir) / "scaling"]
         targets += [Path(arguments.results)] if arguments.results else []

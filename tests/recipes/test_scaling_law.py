@@ -46,6 +46,10 @@ def test_ladder_and_curves_run(tmp_path):
     found = figures["families"]["longhorn"]
     counts = [member["parameters_beside_embeddings"] for member in found["members"].values()]
     assert counts == sorted(counts) and len(found["alphas_by_seed"]) == 2
+    trained = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").glob("*/*/model.safetensors")}
+    assert len(trained) == 6 and scaling_law(arguments) == figures  # what is there is not trained again
+    assert all(path.stat().st_mtime_ns == time for path, time in trained.items())
+
     folders = [str(tmp_path / "runs" / "longhorn" / f"32-{seed}") for seed in (0, 1)]
     options = {"files": [f"{tmp_path}/texts.jsonl"], "sequence_length": 16, "output_dir": str(tmp_path / "curves")}
     curves = per_token_loss(PerTokenArguments(models={"longhorn": folders}, **options))
