@@ -231,7 +231,7 @@ def scaling_law(figures: dict) -> str:
         for family, found in figures["families"].items()
     )
     head = ["model", "non-embedding parameters", "held-out loss, nats per token"]
-    return f"{markdown_table(head, rows)}\nSlopes alpha of loss = (N / N_c)^-alpha, with the fit's standard errors: {slopes}.\n"
+    return f"{markdown_table(head, rows)}\nSlopes alpha of loss = (N / N_c)^-alpha ± standard errors: {slopes}.\n"
 
 
 def glue(figures: dict) -> str:
