@@ -104,6 +104,13 @@ def token_rows(
     return rows.add_column("row", list(range(len(rows)))) if isinstance(rows, Dataset) else rows
 
 
+def with_other_inputs(rows: Dataset) -> Dataset:
+    """Each target with the input of the next row: a loss that hardly differs tells that the decoder does not read its
+    encoder, as long as it has not learned to, or when all the encoder's outputs have become the same."""
+    inputs = rows["input_ids"][1:] + rows["input_ids"][:1]
+    return rows.remove_columns("input_ids").add_column("input_ids", inputs)
+
+
 def build_model(arguments: SpanArguments, tokenizer: PreTrainedTokenizerBase, target_length: int) -> PreTrainedModel:
     """A new model for the tokenizer, or the one to continue with.
 
@@ -157,6 +164,7 @@ def pretrain(arguments: SpanArguments, data: DataArguments, training: TrainingAr
     trainer.save_model()
     trainer.accelerator.wait_for_everyone()  # any process may load what the first one saves
     validation_loss = trainer.evaluate()["eval_loss"]
+    others = trainer.evaluate(with_other_inputs(trainer.eval_dataset), metric_key_prefix="eval_others")
     rows_per_step = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
     results = {
         "model_type": model.config.model_type,
@@ -167,6 +175,7 @@ def pretrain(arguments: SpanArguments, data: DataArguments, training: TrainingAr
         "train_loss": run.metrics["train_loss"],
         "validation_loss": validation_loss,
         "validation_perplexity": perplexity(validation_loss),
+        "validation_loss_with_other_inputs": others["eval_others_loss"],
         "seconds": run.metrics["train_runtime"],
         "torch": torch.__version__,
     }

@@ -1,6 +1,7 @@
 """Perplexity by length: every length scores the same tokens, and one call trains, scores and draws."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -47,8 +48,11 @@ def test_trains_and_scores(files, tmp_path):
         assert [point["length"] for point in found["points"]] == [16, 32, 64]
         assert found["checkpoints"] == 2 and found["scored_tokens"] == 240
         assert all(100 < point["perplexity"] < 400 for point in found["points"])
+    trained = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").glob("*/model.safetensors")}
+    assert len(trained) == 4 and length_extrapolation(first) == figures  # what is there is not trained again
+    assert all(path.stat().st_mtime_ns == time for path, time in trained.items())
     with pytest.raises(FileExistsError, match="overwrite"):
-        length_extrapolation(first)
+        length_extrapolation(replace(first, train_length=32))
 
     checkpoint = str(tmp_path / "runs/Llama-1")
     trained = arguments(files, tmp_path / "again", models={"Llama": [checkpoint]}, variants={})

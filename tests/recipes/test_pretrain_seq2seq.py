@@ -9,10 +9,11 @@ import torch
 from _lib.documents import DataArguments, train_tokenizer
 from _lib.span_corruption import SpanCorruption, corrupt, noise_mask, noise_of, sentinels_of, text_length
 from _lib.training import Trainer
+from datasets import Dataset
 from finetune_glue import GlueArguments, glue
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pretrain_seq2seq import SpanArguments, pretrain, with_sentinels
+from pretrain_seq2seq import SpanArguments, pretrain, with_other_inputs, with_sentinels
 from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
 
@@ -164,6 +165,15 @@ def test_streams(texts, tmp_path):
     history = json.loads((tmp_path / "history.json").read_text())
     evaluated = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
     assert len(evaluated) == 2 and evaluated[0] == evaluated[1] == results["validation_loss"]
+
+
+def test_whether_the_encoder_is_read(texts, tmp_path):
+    rows = Dataset.from_dict({"input_ids": [[1], [2, 3], [4]], "labels": [[5], [6], [7]]})
+    assert with_other_inputs(rows).to_dict() == {"labels": [[5], [6], [7]], "input_ids": [[2, 3], [4], [1]]}
+    blind = arguments(texts, tmp_path, config=TINY | {"initializer_range": 0.0})  # all states of the encoder are alike
+    blind[2].learning_rate = 0.0
+    results = pretrain(*blind)
+    assert results["validation_loss_with_other_inputs"] == pytest.approx(results["validation_loss"], abs=1e-4)
 
 
 def test_bad_input(texts, tmp_path):
