@@ -46,6 +46,7 @@ class PublishArguments:
     prompt: str = field(default="The old man looked at", metadata={"help": "continued in the card and golden.json"})
     max_tokens: int = field(default=60_000, metadata={"help": "of each held-out file, from its start"})
     length: int = field(default=512, metadata={"help": "the training length"})
+    noise: float = field(default=0.15, metadata={"help": "the share of the tokens to restore, if any"})
 
 
 def measured(
@@ -87,7 +88,7 @@ def publish(arguments: PublishArguments) -> dict[str, Any]:
     if folder.exists():
         raise ValueError(f"folder={arguments.folder!r} exists; a published checkpoint is written once.")
     check_folder(run)
-    objective = objective_of(run)
+    objective = objective_of(run, arguments.noise)
     tokenizer = AutoTokenizer.from_pretrained(run)
     model = objective.auto_class.from_pretrained(run, dtype=torch.bfloat16)
     ours = model.config.model_type in {family.model_type for family in FAMILIES}
@@ -124,7 +125,10 @@ def publish(arguments: PublishArguments) -> dict[str, Any]:
 def trained_results(run: Path) -> dict[str, Any]:
     """What the recipe measured while it trained, without what depends on the machine."""
     kept = ("parameters", "parameters_beside_embeddings", "steps", "tokens", "text_tokens", "train_loss")
-    return {key: value for key, value in read_json(run / "results.json").items() if key in kept}
+    found, reads = read_json(run / "results.json"), "validation_loss_with_other_inputs"
+    if reads in found:  # does the decoder read its encoder?
+        kept += ("validation_loss", reads)
+    return {key: value for key, value in found.items() if key in kept}
 
 
 def sample_section(folder: Path, known: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import torch
@@ -24,6 +24,7 @@ from _lib.token_masking import TokenMasking
 from _lib.training import perplexity
 
 EVERY = 64  # of the vocabulary's logits that golden.json keeps
+MEAN_SPAN = 3.0
 ROWS = 16  # of corrupted text that are scored at a time
 
 
@@ -46,7 +47,10 @@ class CausalObjective:
 
 
 class CorruptedText:
-    """Rows of text of which a collator hides 15 %."""
+    """Rows of text of which a collator hides a share."""
+
+    def __init__(self, noise: float = 0.15):
+        self.noise = noise
 
     def collator(self, tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[MaskingCollator, int]:
         """It, and the tokens of a row before it is corrupted."""
@@ -71,7 +75,7 @@ class MaskedObjective(CorruptedText):
     recipe, auto_class = "pretrain_mlm.py", AutoModelForMaskedLM
 
     def collator(self, tokenizer, length):
-        return TokenMasking(tokenizer), length
+        return TokenMasking(tokenizer, self.noise), length
 
     def golden(self, model: PreTrainedModel, tokenizer: Any, prompt: str) -> dict[str, Any]:
         """What is likeliest in the place of the prompt's last word, and its logits."""
@@ -85,7 +89,7 @@ class SpanObjective(CorruptedText):
     recipe, auto_class = "pretrain_seq2seq.py", AutoModelForSeq2SeqLM
 
     def collator(self, tokenizer, length):
-        noise = (0.15, 3.0)
+        noise = (self.noise, MEAN_SPAN)
         length, _ = text_length(length, *noise)
         return SpanCorruption(tokenizer, length, *noise), length
 
@@ -99,22 +103,23 @@ class SpanObjective(CorruptedText):
 
 
 Objective: TypeAlias = CausalObjective | MaskedObjective | SpanObjective
-OBJECTIVES: dict[str, Objective] = {
-    "ForCausalLM": CausalObjective(),
-    "ForMaskedLM": MaskedObjective(),
-    "ForConditionalGeneration": SpanObjective(),
+OBJECTIVES: dict[str, Callable[[float], Objective]] = {
+    "ForCausalLM": lambda noise: CausalObjective(),
+    "ForMaskedLM": MaskedObjective,
+    "ForConditionalGeneration": SpanObjective,
 }
 
 
-def objective_of(folder: Any) -> Objective:
-    """
+def objective_of(folder: Any, noise: float = 0.15) -> Objective:
+    """What the folder's model was trained to do; `noise` is the share of the tokens that it restores.
+
     Raises:
         ValueError: the folder's model has none of the heads that the pre-training recipes train.
     """
     name = (AutoConfig.from_pretrained(folder).architectures or [""])[0]
     for ending, objective in OBJECTIVES.items():
         if name.endswith(ending):
-            return objective
+            return objective(noise)
     raise ValueError(f"{folder}: architectures is {name!r}, which should end with one of {', '.join(OBJECTIVES)}.")
 
 
