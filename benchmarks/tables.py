@@ -231,7 +231,7 @@ def scaling_law(figures: dict) -> str:
         for family, found in figures["families"].items()
     )
     head = ["model", "non-embedding parameters", "held-out loss, nats per token"]
-    return f"{markdown_table(head, rows)}\nSlopes alpha of loss = (N / N_c)^-alpha ± standard errors: {slopes}.\n"
+    return f"{markdown_table(head, rows)}\nSlopes alpha of loss = (N / N_c)^-alpha: {slopes}.\n"
 
 
 def glue(figures: dict) -> str:
@@ -335,10 +335,17 @@ def lm_eval(figures: dict) -> str:
 
 
 def scitldr(figures: dict) -> str:
+    """The first sentence, a model of its own, and the committed one from new weights and from its own."""
+    found = {
+        "first sentence of the abstract": (figures, "first_sentence"),
+        "SPADE from scratch": (figures, "model"),
+        "the committed encoder-decoder, new weights": (load("scitldr_new_weights"), "model"),
+        "the committed encoder-decoder": (load("scitldr_pretrained"), "model"),
+    }
     rows = [
-        [f"{split}, {label}", *(f"{figures[split][key][rouge]:.1f}" for rouge in ("rouge1", "rouge2", "rougeL"))]
+        [f"{split}, {label}", *(f"{of[split][key][rouge]:.1f}" for rouge in ("rouge1", "rouge2", "rougeL"))]
         for split in ("validation", "test")
-        for key, label in (("model", "SPADE from scratch"), ("first_sentence", "first sentence of the abstract"))
+        for label, (of, key) in found.items()
     ]
     return markdown_table(["SciTLDR", "ROUGE-1", "ROUGE-2", "ROUGE-L"], rows)
 

@@ -1,0 +1,609 @@
+# SPDX-License-Identifier: Apache-2.0
+# Part of hf-hybrid-ssm 0.1.0, gathered by hf_hybrid_ssm.hub.export_code.
+# Plain torch, and on CUDA the Triton kernels of hf_hybrid_ssm_kernels where that can be imported. transformers
+# takes the package instead when it is installed.
+# SHA-256 of this file without this line and the next: 90c28e25170d786ad4c5f6f25bf38f680c0cdb16309d41297e4500a0e8a0ef11
+
+from typing import TYPE_CHECKING
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from .mixers import MIXERS, check_mixer_fields
+
+
+# ---- models/configuration.py ----------------------------------------------------------------------------------------
+# What the configurations of all families share: presets, derived fields, and checks.
+
+# Cache layers with states of fixed size; the second is window attention's, where a family must tell it from a
+# recurrence. Here rather than beside the cache, since configurations do without torch.
+STATE_LAYER_TYPE = "hybrid_ssm_state"
+WINDOW_LAYER_TYPE = "hybrid_ssm_window"
+
+GPT2_END_OF_TEXT = 50256
+
+
+def gpt2_end_of_text(config: Any) -> int | None:
+    """The token that begins and ends a text, where the vocabulary has it."""
+    return GPT2_END_OF_TEXT if config.vocab_size > GPT2_END_OF_TEXT else None
+
+
+class HybridConfigMixin:
+    """Presets by name, derived fields, and checks with readable errors; placed before `PreTrainedConfig`.
+
+    A derived field follows the fields it is computed from until someone sets it; setting it to its default (`None`)
+    makes it follow again. It always holds its value, so `config.json` is complete.
+
+    Arguments are documented by hand: transformers' `auto_docstring` fills in those of its own models, whose defaults
+    and meanings (of windows, dropouts, state sizes) are not ours.
+    """
+
+    base_model_pp_plan: ClassVar[dict[str, tuple[list[str], list[str]]] | None] = {
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
+    presets: ClassVar[dict[str, dict]] = {}
+    # field → its value, given the configuration; a field comes after those it is computed from
+    derived: ClassVar[dict[str, Callable[[Any], Any]]] = {}
+    # what writes the code of a configuration next to it: set by the package, and None in an exported copy of this file
+    code_exporter: ClassVar[Any] = None
+    _following: frozenset[str]
+
+    def __post_init__(self, **kwargs):
+        fields = self.__dataclass_fields__  # type: ignore[attr-defined]
+        self._following = frozenset(name for name in self.derived if getattr(self, name) == fields[name].default)
+        if self.transformers_version is not None:  # type: ignore[attr-defined]
+            # A saved configuration names every field; what equals the derived value was derived then, and is again.
+            for name, value in self.derived.items():
+                if getattr(self, name) == value(self):
+                    self._following |= {name}
+        self._derive()
+        # The strict dataclass runs these again, but wraps what they raise; here a plain ValueError comes out.
+        self.validate_layer_type()
+        self.validate_architecture()
+        num_labels = kwargs.get("num_labels")
+        if isinstance(num_labels, int) and num_labels < 1:
+            raise ValueError(f"num_labels={num_labels} must be positive.")
+        super().__post_init__(**kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        fields = self.__dataclass_fields__  # type: ignore[attr-defined]
+        if "_following" not in self.__dict__ or name not in fields:  # the former while the fields are first filled
+            return
+        if name in self.derived:
+            self._following -= {name}
+            if value == fields[name].default:
+                self._following |= {name}
+        self._derive()
+
+    def _derive(self) -> None:
+        for name, value in self.derived.items():
+            if self.follows(name):
+                self.__dict__[name] = value(self)
+
+    def follows(self, name: str) -> bool:
+        """Whether the field has its derived value, because nobody has set it."""
+        return name in self._following
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in transformers: every field with its value."""
+        output = super().to_dict()  # type: ignore[misc]
+        output.pop("_following", None)
+        return output
+
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs) -> None:
+        """As in transformers; a configuration with an `auto_map` takes along the code that this names."""
+        exporter = self.code_exporter if getattr(self, "auto_map", None) else None
+        if exporter is None:
+            super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+            return
+        self.auto_map = exporter.auto_map_of(self.model_type)
+        super().save_pretrained(save_directory)
+        exporter.write_code(save_directory, self.model_type)
+        if push_to_hub:
+            self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
+
+    def validate_layer_type(self) -> None:
+        """Overridden by configurations with `block_types`."""
+
+    def validate_architecture(self) -> None:
+        """Overridden by every configuration: fields that must fit each other."""
+
+    @classmethod
+    def preset(cls, name: str, **overrides) -> PreTrainedConfig:
+        """The configuration of a published size, e.g. `LonghornConfig.preset("125m", use_cache=False)`.
+
+        Raises:
+            ValueError: there is no preset of that name.
+        """
+        if name not in cls.presets:
+            raise ValueError(f"{cls.__name__} has no preset {name!r}; it has {', '.join(map(repr, cls.presets))}.")
+        return cls(**{**cls.presets[name], **overrides})  # type: ignore[return-value]
+
+    def check_positive(self, *names: str) -> None:
+        """Each named field must be > 0 and finite (None is allowed)."""
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name}={value} must be positive{' and finite' if value == math.inf else ''}.")
+
+    def check_not_negative(self, *names: str) -> None:
+        """Each named field must be ≥ 0 and finite."""
+        for name in names:
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name}={value} must be at least 0 and finite.")
+
+    def check_multiple(self, name: str, of: str) -> None:
+        """The first field must be a multiple of the second."""
+        value, unit = getattr(self, name), getattr(self, of)
+        if value % unit:
+            raise ValueError(f"{name}={value} must be a multiple of {of}={unit}.")
+
+    def check_relative_bias(self, *, two_sided: bool) -> None:
+        """T5's buckets: half of them for single distances, and with `two_sided` half for each side."""
+        buckets, distance = self.relative_attention_num_buckets, self.relative_attention_max_distance  # type: ignore[attr-defined]
+        unit = 4 if two_sided else 2
+        if buckets < unit or buckets % unit:
+            reason = (
+                "half for each side, and half of these for single distances" if two_sided else "half for each kind"
+            )
+            raise ValueError(f"relative_attention_num_buckets={buckets} must be a multiple of {unit}: {reason}.")
+        if distance <= buckets // 2:
+            raise ValueError(
+                f"relative_attention_max_distance={distance} must exceed half of relative_attention_num_buckets="
+                f"{buckets}, whose first half are single distances."
+            )
+
+    def check_rope(self) -> None:
+        """Rotary positions turn pairs of channels of `head_dim`, by a known rule."""
+        if self.head_dim % 2:  # type: ignore[attr-defined]
+            raise ValueError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs of channels.")  # type: ignore[attr-defined]
+        rope = self.rope_parameters or {}  # type: ignore[attr-defined]
+        kind, theta = rope.get("rope_type", rope.get("type", "default")), rope.get("rope_theta")
+        known = ("default", *ROPE_INIT_FUNCTIONS)
+        if kind not in known:
+            raise ValueError(f"rope_type={kind!r} is not one of {', '.join(map(repr, known))}.")
+        if isinstance(theta, int | float) and not 0 < theta < math.inf:
+            raise ValueError(f"rope_parameters={rope} must have a positive and finite rope_theta.")
+
+    def check_grouped_heads(self) -> None:
+        """Each key and value head serves equally many query heads."""
+        heads, groups = self.num_attention_heads, self.num_key_value_heads  # type: ignore[attr-defined]
+        if heads % groups:
+            raise ValueError(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={groups}.")
+
+    def check_dropout(self, *names: str) -> None:
+        """Each named field is a probability below 1."""
+        for name in names:
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                raise ValueError(f"{name}={value} must lie in [0, 1).")
+
+    def check_activation(self, *names: str) -> None:
+        """Each named field is an activation of transformers."""
+        from transformers.activations import ACT2FN  # imports torch, which a configuration else does without
+
+        for name in names:
+            value = getattr(self, name)
+            if value not in ACT2FN:
+                known = ", ".join(map(repr, sorted(ACT2FN)))
+                raise ValueError(f"{name}={value!r} is not an activation of transformers, which are {known}.")
+
+    def check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        """The named field must be one of `choices`."""
+        value = getattr(self, name)
+        if value not in choices:
+            raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}.")
+
+    def check_block_types(self, choices: tuple[str, ...]) -> None:
+        """`block_types` must name one of `choices` for each layer."""
+        block_types = self.block_types  # type: ignore[attr-defined]
+        layers = self.num_hidden_layers  # type: ignore[attr-defined]
+        if len(block_types) != layers:
+            raise ValueError(f"block_types names {len(block_types)} layers, but num_hidden_layers={layers}.")
+        if unknown := sorted(set(block_types) - set(choices)):
+            raise ValueError(f"block_types contains {unknown}; a layer is one of {', '.join(map(repr, choices))}.")
+
+
+# ---- models/spade/configuration_spade.py ----------------------------------------------------------------------------
+# SPADE configurations: a stack (language model or encoder), and the encoder-decoder.
+
+ATTENTION_TYPES = ("window", "chunk", "full")
+
+_LRA = {"num_attention_heads": 4, "hidden_act": "silu", "attention_dropout": 0.0, "ssm_trainable": "all"}
+_LRA |= {"embedding_norm": False, "pooling": "mean", "classifier_activation": "gelu", "layer_norm_epsilon": 1e-5}
+_LRA |= {"relative_bias_scope": "per_layer"}
+_IMAGE = {"norm_type": "batchnorm", "norm_position": "pre", "pixel_input": True, "vocab_size": 256, "dropout": 0.0}
+_BYTES = {"norm_type": "scalenorm", "norm_position": "post", "vocab_size": 256}
+# tables 9 and 10 of the paper; sizes are those of MEGA, which it follows
+_LRA_TASKS: dict[str, dict[str, Any]] = {
+    "listops": {"vocab_size": 18, "num_labels": 10, "num_hidden_layers": 6, "hidden_size": 80, "dropout": 0.2}
+    | {"norm_position": "post"},
+    "text": _BYTES | {"num_labels": 2, "num_hidden_layers": 4, "hidden_size": 128, "dropout": 0.2},
+    "retrieval": _BYTES
+    | {"num_labels": 2, "num_hidden_layers": 6, "hidden_size": 128, "dropout": 0.1}
+    | {"paired_input": True},
+    "image": _IMAGE
+    | {"num_labels": 10, "num_hidden_layers": 8, "hidden_size": 160, "pixel_mean": 0.48, "pixel_std": 0.24},
+    "pathfinder": _IMAGE | {"num_labels": 2, "num_hidden_layers": 6, "hidden_size": 128},
+    "pathx": _IMAGE
+    | {"num_labels": 2, "num_hidden_layers": 4, "hidden_size": 64, "chunk_size": 1024, "ssm_dt_min": 1e-4},
+}
+
+
+def _lra_presets() -> dict[str, dict[str, Any]]:
+    presets = {}
+    for task, fields in _LRA_TASKS.items():
+        size = fields.get("chunk_size", 128)
+        sizes = {"intermediate_size": 2 * fields["hidden_size"], "classifier_hidden_size": 2 * fields["hidden_size"]}
+        for kind in ("window", "chunk"):
+            local = {"attention_type": kind, "sliding_window": size + 1, "chunk_size": size}
+            presets[f"spade-lra-{task}-{kind}"] = _LRA | sizes | fields | local
+    return presets
+
+
+def _stack_tp_plan(*stacks: str) -> dict[str, str]:
+    """Heads need their biases unsharded: projections are gathered, their outputs split again. A model has one of the
+    stacks, or two."""
+    styles = {f"mixing.self_attn.{name}_proj": "colwise_gather_output" for name in "qkv"}
+    styles |= {"mixing.self_attn.o_proj": "rowwise_split_input", "mixing.aggregate": "colwise_gather_output"}
+    styles |= {"feed_forward.fc1": "colwise", "feed_forward.fc2": "rowwise"}
+    return {f"{stack}.*.{name}": style for stack in stacks for name, style in styles.items()}
+
+
+# one unit of FSDP2 a layer, wherever the layers are; a model uses the rules that match it
+_FSDP_PLAN = {"embed_tokens": "free_full_weight"}
+_FSDP_PLAN |= {f"{stack}.*": "free_full_weight" for stack in ("layers", "encoder.layers", "decoder.layers")}
+
+
+@strict
+class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
+    r"""
+    Configuration of one SPADE stack (arXiv 2212.08136): a causal language model, or a bidirectional encoder with a
+    classifier. The defaults are the paper's language model, with one embedding table for all tokens.
+
+    Args:
+        vocab_size (`int`, *optional*, defaults to 32128): Size of the vocabulary.
+        hidden_size (`int`, *optional*, defaults to 1024): Width d of the residual stream.
+        intermediate_size (`int`, *optional*, defaults to 4096): Width of the feed-forward layers.
+        num_hidden_layers (`int`, *optional*, defaults to 16): Number of layers.
+        num_attention_heads (`int`, *optional*, defaults to 8): Attention heads, of size `hidden_size / heads`.
+        attention_type (`str`, *optional*, defaults to `"window"`): `"window"`, `"chunk"` or `"full"`.
+        sliding_window (`int`, *optional*, defaults to 512): Tokens that a token sees, including itself; an encoder's
+            token sees `sliding_window - 1` others on each side.
+        chunk_size (`int`, *optional*, defaults to 512): Tokens of a chunk, with `attention_type="chunk"`.
+        ssm_layers (`list[int]`, *optional*, defaults to `[0]`): Layers with a state-space model, from 0 (bottom).
+        ssm_type (`str`, *optional*, defaults to `"s4"`): `"s4"`, `"s4d"`, `"s5"`, `"hyena"`, `"unstructured"`,
+            `"ema"`, `"lstm"`, or a name given to [`register_mixer`].
+        ssm_state_size (`int`, *optional*): N; by default 64 (s4, s4d), 256 (s5, of all channels together), 16 (ema).
+        ssm_num_dynamics (`int`, *optional*): Independent copies of A and B in s4 and s4d; one for each channel by
+            default.
+        ssm_dt_min, ssm_dt_max (`float`, *optional*, defaults to 1e-3 and 1e-1): Range of the initial step sizes.
+        ssm_trainable (`str`, *optional*): `"none"` (frozen; default of s4 and s4d), `"output"` (of s4, s4d, s5 and
+            ema: what reads the state out trains) or `"all"` (default of the others).
+        ssm_stop_gradient (`bool`, *optional*, defaults to `False`): No gradient to the input of the state-space model,
+            as the released encoder trains.
+        ssm_skip (`bool`, *optional*, defaults to `True`): The D term of s4, s4d, s5 and hyena.
+        ssm_merge (`str`, *optional*, defaults to `"concat"`): `"concat"` (of both normalised branches, then a linear
+            map), `"add"` (weighted sum) or `"stack"` (attention on top of the state-space model).
+        ssm_merge_weight (`float`, *optional*, defaults to 0.5): Share of the state-space model with `"add"`.
+        s5_blocks (`int`, *optional*, defaults to 8): HiPPO blocks of s5.
+        filter_length, filter_hidden_size, filter_emb_dim (`int`, *optional*, defaults to 4096, 64 and 33): Taps,
+            and width and features of the network of the filter.
+        filter_sin_freq (`float`, *optional*, defaults to 14.0): Its sine frequency.
+        ema_activation (`str`, *optional*, defaults to `"silu"`): Applied to the moving average.
+        relative_attention_num_buckets, relative_attention_max_distance (`int`, *optional*, defaults to 32 and 128):
+            T5's relative position bias.
+        relative_bias_scope (`str`, *optional*, defaults to `"shared"`): One table for all layers, `"per_layer"`, or
+            `"none"`.
+        norm_position (`str`, *optional*, defaults to `"pre"`): `"pre"` or `"post"`.
+        norm_type (`str`, *optional*, defaults to `"layernorm"`): `"layernorm"`, `"scalenorm"` or `"batchnorm"`.
+        final_norm (`bool`, *optional*): A norm after the last layer; by default with `norm_position="pre"`.
+        embedding_norm (`bool`, *optional*): A LayerNorm on the embeddings; by default with `norm_position="post"`.
+        layer_norm_epsilon (`float`, *optional*, defaults to 1e-5): Epsilon of the norms.
+        hidden_act (`str`, *optional*, defaults to `"relu"`): Activation of the feed-forward layers.
+        dropout, attention_dropout, embedding_dropout (`float`, *optional*, defaults to 0.1): Dropout of branches,
+            attention weights, and embeddings.
+        activation_dropout (`float`, *optional*, defaults to 0.0): Dropout inside the feed-forward layers.
+        scale_embedding (`bool`, *optional*, defaults to `False`): Multiply embeddings by `sqrt(hidden_size)`.
+        adaptive_cutoffs (`list[int]`, *optional*): Adaptive input and softmax: ids that end each frequency band but
+            the last; tokens are then sorted by frequency. The language model returns log-probabilities as logits.
+        adaptive_factor (`int`, *optional*, defaults to 4): Each band's embeddings are narrower by this factor.
+        adaptive_dropout (`float`, *optional*, defaults to 0.2): Dropout in the adaptive softmax.
+        causal_classifier (`bool`, *optional*): Classifiers read the causal stack, as a language model trains it; by
+            default where they are loaded from a language model's checkpoint, and else the bidirectional encoder.
+        pooling (`str`, *optional*): What the classifier reads: the `"first"` real token (default), the `"last"`
+            (default of a causal one), or the `"mean"` of all.
+        classifier_hidden_size (`int`, *optional*): Width of its hidden layer; `hidden_size` by default.
+        classifier_activation (`str`, *optional*, defaults to `"tanh"`): Activation of its hidden layer.
+        classifier_dropout (`float`, *optional*): Its dropout; `dropout` by default.
+        paired_input (`bool`, *optional*, defaults to `False`): The classifier compares two texts, encoded each for
+            itself: `input_ids` and `attention_mask` are (batch, 2, length).
+        pixel_input (`bool`, *optional*, defaults to `False`): `input_ids` are grey values 0 … 255, mapped linearly.
+        pixel_mean, pixel_std (`float`, *optional*, defaults to 0.5): Their normalisation after division by 255.
+        initializer_range (`float`, *optional*, defaults to 0.02): Standard deviation of initial weights.
+        tie_word_embeddings (`bool`, *optional*, defaults to `True`): Share embedding and language-model head.
+        use_cache (`bool`, *optional*, defaults to `True`): Return the state for continuation.
+        use_linear_cross_entropy (`bool`, *optional*, defaults to `False`): When training with labels, compute the loss
+            in chunks that never hold all logits; `logits` is then `None`.
+        pad_token_id, bos_token_id, eos_token_id (`int`, *optional*): Special tokens.
+
+    ```python
+    >>> from hf_hybrid_ssm import SpadeConfig, SpadeForCausalLM
+
+    >>> config = SpadeConfig(vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    >>> model = SpadeForCausalLM(config)
+    ```
+    """
+
+    model_type = "spade"
+    keys_to_ignore_at_inference = ["past_key_values"]
+    base_model_tp_plan: ClassVar[dict[str, str]] = _stack_tp_plan("layers", "encoder.layers")
+    base_model_fsdp_plan: ClassVar[dict[str, str]] = _FSDP_PLAN
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "spade-lm-wt103": {
+            "vocab_size": 267744,
+            "adaptive_cutoffs": [20000, 60000],
+            "scale_embedding": True,
+            "final_norm": False,
+            "dropout": 0.3,
+            "embedding_dropout": 0.3,
+            "activation_dropout": 0.1,
+            "use_linear_cross_entropy": True,
+            "bos_token_id": 0,  # as every fairseq dictionary begins
+            "pad_token_id": 1,
+            "eos_token_id": 2,
+        },
+        **_lra_presets(),
+    }
+
+    derived: ClassVar[dict[str, Callable[[Any], Any]]] = {
+        "ssm_state_size": lambda config: getattr(MIXERS.get(config.ssm_type), "default_state_size", None),
+        "ssm_trainable": lambda config: "none" if config.ssm_type in ("s4", "s4d") else "all",
+        "final_norm": lambda config: config.norm_position == "pre",
+        "embedding_norm": lambda config: config.norm_position == "post",
+        "pooling": lambda config: "last" if config.causal_classifier else "first",
+        "classifier_hidden_size": lambda config: config.hidden_size,
+        "classifier_dropout": lambda config: config.dropout,
+    }
+
+    vocab_size: int = 32128
+    hidden_size: int = 1024
+    intermediate_size: int = 4096
+    num_hidden_layers: int = 16
+    num_attention_heads: int = 8
+    attention_type: str = "window"
+    sliding_window: int = 512
+    chunk_size: int = 512
+    ssm_layers: list[int] | tuple[int, ...] = (0,)
+    ssm_type: str = "s4"
+    ssm_state_size: int | None = None
+    ssm_num_dynamics: int | None = None
+    ssm_dt_min: float = 1e-3
+    ssm_dt_max: float = 1e-1
+    ssm_trainable: str | None = None
+    ssm_stop_gradient: bool = False
+    ssm_skip: bool = True
+    ssm_merge: str = "concat"
+    ssm_merge_weight: float = 0.5
+    s5_blocks: int = 8
+    filter_length: int = 4096
+    filter_hidden_size: int = 64
+    filter_emb_dim: int = 33
+    filter_sin_freq: float = 14.0
+    ema_activation: str | None = "silu"
+    relative_attention_num_buckets: int = 32
+    relative_attention_max_distance: int = 128
+    relative_bias_scope: str = "shared"
+    norm_position: str = "pre"
+    norm_type: str = "layernorm"
+    final_norm: bool | None = None
+    embedding_norm: bool | None = None
+    layer_norm_epsilon: float = 1e-5
+    hidden_act: str = "relu"
+    dropout: float | int = 0.1
+    attention_dropout: float | int = 0.1
+    activation_dropout: float | int = 0.0
+    embedding_dropout: float | int = 0.1
+    scale_embedding: bool = False
+    adaptive_cutoffs: list[int] | None = None
+    adaptive_factor: int = 4
+    adaptive_dropout: float | int = 0.2
+    causal_classifier: bool | None = None
+    pooling: str | None = None
+    classifier_hidden_size: int | None = None
+    classifier_activation: str = "tanh"
+    classifier_dropout: float | int | None = None
+    paired_input: bool = False
+    pixel_input: bool = False
+    pixel_mean: float = 0.5
+    pixel_std: float = 0.5
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = True
+    use_cache: bool = True
+    use_linear_cross_entropy: bool = False
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = 1
+
+    def __post_init__(self, **kwargs):
+        self.ssm_layers = list(self.ssm_layers)
+        super().__post_init__(**kwargs)
+
+    @property
+    def layer_types(self) -> list[str]:
+        """The kind of cache layer each layer needs."""
+        return [STATE_LAYER_TYPE] * self.num_hidden_layers
+
+    @property
+    def head_dim(self) -> int:
+        """Size of an attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+    def validate_architecture(self):
+        """Sizes that fit together, names that exist."""
+        self.check_positive(
+            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "sliding_window", "chunk_size", "ssm_state_size", "relative_attention_max_distance", "layer_norm_epsilon",
+            "filter_length", "filter_hidden_size", "filter_sin_freq", "adaptive_factor", "classifier_hidden_size",
+            "pixel_std", "ssm_dt_min", "ssm_dt_max",
+        )  # fmt: skip
+        self.check_not_negative("initializer_range", "ssm_merge_weight")
+        self.check_dropout(
+            "dropout", "attention_dropout", "activation_dropout", "embedding_dropout", "adaptive_dropout",
+            "classifier_dropout",
+        )  # fmt: skip
+        self.check_activation("hidden_act", "classifier_activation")
+        self.check_choice("attention_type", ATTENTION_TYPES)
+        choices = check_mixer_fields(self).trainable_choices
+        if self.ssm_trainable not in choices:
+            known = f"{', '.join(map(repr, choices))}, the choices of ssm_type={self.ssm_type!r}"
+            raise ValueError(f"ssm_trainable={self.ssm_trainable!r} is not one of {known}.")
+        self.check_choice("ssm_merge", ("concat", "add", "stack"))
+        self.check_choice("relative_bias_scope", ("shared", "per_layer", "none"))
+        self.check_choice("norm_position", ("pre", "post"))
+        self.check_choice("norm_type", ("layernorm", "scalenorm", "batchnorm"))
+        self.check_choice("pooling", ("first", "last", "mean"))
+        if self.causal_classifier and self.pooling == "first":
+            raise ValueError("pooling='first' with causal_classifier=True would read a token that has seen no other.")
+        self.check_multiple("hidden_size", "num_attention_heads")
+        self.check_relative_bias(two_sided=True)  # an encoder may read the same configuration
+        self._check_layers("ssm_layers", self.num_hidden_layers)
+        self._check_cutoffs()
+
+    def _check_layers(self, name: str, count: int) -> None:
+        layers = list(getattr(self, name))
+        if len(set(layers)) != len(layers) or any(layer < 0 or layer >= count for layer in layers):
+            raise ValueError(f"{name}={layers} must be distinct layers from 0 to {count - 1}.")
+
+    def _check_cutoffs(self) -> None:
+        cutoffs = self.adaptive_cutoffs
+        if cutoffs is None:
+            return
+        if sorted(set(cutoffs)) != list(cutoffs) or not cutoffs or cutoffs[0] < 1 or cutoffs[-1] >= self.vocab_size:
+            raise ValueError(f"adaptive_cutoffs={cutoffs} must rise from at least 1 to below vocab_size.")
+        if not self.tie_word_embeddings:
+            raise ValueError("adaptive_cutoffs needs tie_word_embeddings=True: the softmax reads the embeddings.")
+        if self.hidden_size % self.adaptive_factor ** len(cutoffs):
+            raise ValueError(
+                f"hidden_size={self.hidden_size} must be divisible by adaptive_factor ** bands = "
+                f"{self.adaptive_factor ** len(cutoffs)}."
+            )
+
+
+@strict
+class SpadeSeq2SeqConfig(SpadeConfig):
+    r"""
+    Configuration of a T5-like SPADE encoder-decoder. The defaults are SPADE base as its released code builds and
+    trains it: post layer norm, a frozen bidirectional S4 in the encoder's bottom layer, through which no gradient goes
+    (`ssm_stop_gradient=True`), window attention in the encoder, full causal attention with learned positions in the
+    decoder, and dropout inside the feed-forward layers too (`activation_dropout=0.1`).
+    `decoder_attention_type="window"`, `decoder_ssm_layers=[0]` and `decoder_position_embedding_type="relative"`
+    give the paper's literal reading.
+
+    Args:
+        num_decoder_layers (`int`, *optional*, defaults to 12): Number of decoder layers.
+        decoder_attention_type (`str`, *optional*, defaults to `"full"`): As `attention_type`, for the decoder.
+        decoder_ssm_layers (`list[int]`, *optional*, defaults to `[]`): As `ssm_layers`.
+        decoder_position_embedding_type (`str`, *optional*, defaults to `"learned"`): `"learned"` absolute positions,
+            or the `"relative"` bias.
+        decoder_attention_bias (`bool`, *optional*, defaults to `False`): Biases in the decoder's attention maps.
+        max_target_positions (`int`, *optional*, defaults to 1024): Learned positions.
+        decoder_start_token_id (`int`, *optional*, defaults to 0): The token every target starts with.
+
+    All other arguments are those of [`SpadeConfig`], which the encoder uses in the same way.
+    """
+
+    model_type = "spade_seq2seq"
+    base_model_tp_plan: ClassVar[dict[str, str]] = {
+        **_stack_tp_plan("encoder.layers", "decoder.layers"),
+        **{f"decoder.layers.*.cross_attn.{name}_proj": "colwise_gather_output" for name in "qkv"},
+        "decoder.layers.*.cross_attn.o_proj": "rowwise_split_input",
+    }
+    base_model_pp_plan = None
+    presets: ClassVar[dict[str, dict[str, Any]]] = {"spade-base": {}, "spade-base++": {}}
+
+    hidden_size: int = 768
+    intermediate_size: int = 3072
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    sliding_window: int = 129
+    relative_bias_scope: str = "per_layer"
+    norm_position: str = "post"
+    layer_norm_epsilon: float = 1e-6
+    ssm_stop_gradient: bool = True
+    activation_dropout: float | int = 0.1
+    num_decoder_layers: int = 12
+    decoder_attention_type: str = "full"
+    decoder_ssm_layers: list[int] | tuple[int, ...] = ()
+    decoder_position_embedding_type: str = "learned"
+    decoder_attention_bias: bool = False
+    max_target_positions: int = 1024
+    decoder_start_token_id: int | None = 0
+    is_encoder_decoder: bool = True
+
+    def __post_init__(self, **kwargs):
+        self.decoder_ssm_layers = list(self.decoder_ssm_layers)
+        super().__post_init__(**kwargs)
+
+    @property
+    def layer_types(self) -> list[str]:
+        """The kind of cache layer each decoder layer needs."""
+        return [STATE_LAYER_TYPE] * self.num_decoder_layers
+
+    def validate_architecture(self):
+        """Sizes that fit together, names that exist."""
+        if self.adaptive_cutoffs is not None or self.pixel_input or self.paired_input:
+            raise ValueError(
+                "adaptive_cutoffs, pixel_input and paired_input belong to SpadeConfig, not to an encoder-decoder."
+            )
+        if not self.is_encoder_decoder:
+            raise ValueError(
+                "is_encoder_decoder=False contradicts SpadeSeq2SeqConfig; SpadeConfig is without a decoder."
+            )
+        if self.decoder_start_token_id is not None and not 0 <= self.decoder_start_token_id < self.vocab_size:
+            raise ValueError(
+                f"decoder_start_token_id={self.decoder_start_token_id} must lie below vocab_size={self.vocab_size}."
+            )
+        if self.causal_classifier:
+            raise ValueError("causal_classifier=True belongs to SpadeConfig: classifiers read this model's encoder.")
+        super().validate_architecture()
+        self.check_positive("num_decoder_layers", "max_target_positions")
+        self.check_choice("decoder_attention_type", ATTENTION_TYPES)
+        self.check_choice("decoder_position_embedding_type", ("learned", "relative"))
+        self._check_layers("decoder_ssm_layers", self.num_decoder_layers)
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
+        """As in transformers, which takes a cache's number of layers from the `num_hidden_layers` of what it gets."""
+        return self.decoder_config() if decoder and not encoder else super().get_text_config(decoder, encoder)
+
+    def decoder_config(self) -> SpadeConfig:
+        """The decoder's stack as a configuration of its own."""
+        fields = {name: getattr(self, name) for name in SpadeConfig.__dataclass_fields__ if hasattr(self, name)}
+        relative = self.decoder_position_embedding_type == "relative"
+        return SpadeConfig(
+            **fields
+            | {
+                "num_hidden_layers": self.num_decoder_layers,
+                "attention_type": self.decoder_attention_type,
+                "ssm_layers": self.decoder_ssm_layers,
+                "relative_bias_scope": self.relative_bias_scope if relative else "none",
+                "sliding_window": max(self.sliding_window - 1, 2),
+                "is_encoder_decoder": False,
+            }
+        )
+
+
+# transformers copies the files that a file names; a configuration that is saved alone brings its models along
+if TYPE_CHECKING:
+    from .modeling_spade_seq2seq import SpadeSeq2SeqEncoderModel  # noqa: F401

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+# Part of hf-hybrid-ssm 0.1.0, gathered by hf_hybrid_ssm.hub.export_code.
+# Plain torch, and on CUDA the Triton kernels of hf_hybrid_ssm_kernels where that can be imported. transformers
+# takes the package instead when it is installed.
+# SHA-256 of this file without this line and the next: 2e6901c1a752086880f1deb9000746fa49264f341430366e3da4786c660e29fd
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache, GenerationMixin, initialization as init
+from transformers.activations import ACT2FN
+from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple
+
+from .configuration_spade import SpadeConfig
+from .layers import RelativeBias
+from .layers_spade import (
+    AdaptiveEmbedding, AdaptiveSoftmax, BaseOfCheckpoint, ENCODER_HEADS, ScaleNorm, SpadeBlock, SpadeStack,
+    StackOfCheckpoint,
+)
+from .model_parts import (
+    CausalLMHead, HybridModelMixin, HybridPreTrainedModel, LMHead, MaskedLMHead, MultipleChoiceHead, PackedRows,
+    QuestionAnsweringHead, TokenClassificationHead, check_class_labels,
+)
+
+
+# ---- models/spade/modeling_spade.py ---------------------------------------------------------------------------------
+# PyTorch SPADE models of one stack (arXiv 2212.08136): language model, encoder, classifier.
+
+# of a language model or a decoder, in a checkpoint that an encoder is loaded from
+NOT_OF_THE_ENCODER = [r"decoder\.", r"lm_head\.", r"^(model\.)?(layers|norm|embedding_norm|relative_bias)\."]
+
+
+@auto_docstring
+class SpadePreTrainedModel(HybridPreTrainedModel):
+    config: SpadeConfig
+    _no_split_modules = ["SpadeBlock", "SpadeDecoderBlock"]
+    _can_record_outputs: dict[str, Any] = {"hidden_states": SpadeBlock}
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Normal maps and embeddings, no bias by distance at first; state-space models start as their papers say."""
+        if isinstance(module, RelativeBias):
+            init.zeros_(module.weight)
+        elif isinstance(module, ScaleNorm):
+            init.ones_(module.scale)
+        elif isinstance(module, AdaptiveEmbedding):
+            for table in module.tables:
+                init.normal_(table, std=table.shape[1] ** -0.5)
+            for projection in module.projections:
+                init.xavier_uniform_(projection)
+        elif isinstance(module, AdaptiveSoftmax):
+            init.normal_(module.clusters, std=self.config.initializer_range)
+        elif isinstance(module, PixelEmbedding):  # as MEGA's
+            init.normal_(module.weight, std=1.0)
+            init.normal_(module.bias, std=0.1)
+        else:
+            super()._init_weights(module)
+
+
+class PixelEmbedding(nn.Linear):
+    """Grey values 0 … 255 as tokens, normalised and mapped linearly to the width."""
+
+    def __init__(self, hidden_size: int, mean: float, std: float):
+        super().__init__(1, hidden_size)
+        self.mean, self.std = mean, std
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(((input_ids / 255 - self.mean) / self.std).unsqueeze(-1).to(self.weight.dtype))
+
+
+def spade_embedding(config: SpadeConfig) -> nn.Module:
+    """The embedding that the configuration asks for."""
+    if config.pixel_input:
+        return PixelEmbedding(config.hidden_size, config.pixel_mean, config.pixel_std)
+    if config.adaptive_cutoffs is not None:
+        bands = [*config.adaptive_cutoffs, config.vocab_size]
+        return AdaptiveEmbedding(bands, config.hidden_size, config.adaptive_factor)
+    # no padding_idx: text often ends with the token that also pads, and its embedding must be learnt
+    return nn.Embedding(config.vocab_size, config.hidden_size)
+
+
+class SpadeLayers(SpadeStack, HybridModelMixin):
+    """A stack of `SpadeBlock` as the whole of a model but for its embeddings; placed before `SpadePreTrainedModel`."""
+
+    def _build_layers(self, config: SpadeConfig, is_causal: bool) -> None:
+        blocks = (SpadeBlock(config, index, is_causal) for index in range(config.num_hidden_layers))
+        self._build_stack(config, blocks, is_causal)
+        self.embedding_scale = math.sqrt(config.hidden_size) if config.scale_embedding else 1.0
+        self.gradient_checkpointing = False
+
+    def _run_layers(
+        self, hidden_states: torch.Tensor, rows: PackedRows, past_key_values: Cache | None, **kwargs: Any
+    ) -> torch.Tensor:
+        if not isinstance(self.layers[0], nn.Identity):  # else a pipeline's earlier process has done it
+            hidden_states = self._enter_stack(hidden_states * self.embedding_scale)
+        return self._through_layers(hidden_states, self._shared_bias(), rows, past_key_values=past_key_values)
+
+
+@auto_docstring
+class SpadeModel(BaseOfCheckpoint, SpadeLayers, SpadePreTrainedModel):
+    encoder_architectures = tuple(f"Spade{head}" for head in ENCODER_HEADS)
+
+    def __init__(self, config: SpadeConfig):
+        super().__init__(config)
+        self.embed_tokens = spade_embedding(config)
+        self._build_layers(config, is_causal=True)
+        self.post_init()
+
+
+class SpadeLMHead(LMHead):
+    """The head of SPADE's language models, causal or masked, whose vocabulary may be adaptive."""
+
+    def __init__(self, config: SpadeConfig):
+        super().__init__(config)
+        if config.pixel_input or config.paired_input:
+            raise ValueError(
+                f"pixel_input={config.pixel_input} and paired_input={config.paired_input} are for classification: a "
+                "language model reads one text of tokens."
+            )
+
+    def _build_lm_head(self, config: SpadeConfig) -> nn.Module:  # type: ignore[override]
+        if config.adaptive_cutoffs is None:
+            return super()._build_lm_head(config)
+        self._tied_weights_keys = {}  # it reads the embeddings themselves
+        return AdaptiveSoftmax(self.model.embed_tokens, config.adaptive_dropout)
+
+    def _uses_fused_loss(self) -> bool:
+        is_adaptive = self.training and isinstance(self.lm_head, AdaptiveSoftmax)
+        return self.config.use_linear_cross_entropy if is_adaptive else super()._uses_fused_loss()
+
+
+@auto_docstring
+class SpadeForCausalLM(SpadeLMHead, CausalLMHead, SpadePreTrainedModel, GenerationMixin):
+    base_model_class = SpadeModel
+
+
+class SpadeEncoder(SpadeLayers, SpadePreTrainedModel):
+    """The bidirectional stack, without embeddings."""
+
+    is_bidirectional = True
+
+    def __init__(self, config: SpadeConfig):
+        super().__init__(config)
+        self._build_layers(config, is_causal=False)
+        self.post_init()
+
+
+@auto_docstring
+class SpadeEncoderModel(HybridModelMixin, SpadePreTrainedModel):
+    _keys_to_ignore_on_load_unexpected = NOT_OF_THE_ENCODER
+    is_bidirectional = True
+    norm = None  # the encoder's own
+
+    def __init__(self, config: SpadeConfig):
+        super().__init__(config)
+        self.embed_tokens = spade_embedding(config)
+        self.encoder = SpadeEncoder(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def _run_layers(self, hidden_states: torch.Tensor, *inputs: Any, **kwargs: Any) -> torch.Tensor:
+        hidden_states = self.encoder._run_layers(hidden_states, *inputs, **kwargs)
+        return hidden_states if self.encoder.norm is None else self.encoder.norm(hidden_states)
+
+
+@auto_docstring
+class SpadeForMaskedLM(SpadeLMHead, MaskedLMHead, SpadePreTrainedModel):
+    """Over the bidirectional encoder."""
+
+    base_model_class = SpadeEncoderModel
+
+
+def classified_stack(config: SpadeConfig) -> SpadePreTrainedModel:
+    """What a classifier reads: the encoder, or with `causal_classifier` the stack of the language model."""
+    return SpadeModel(config) if config.causal_classifier else SpadeEncoderModel(config)
+
+
+@auto_docstring
+class SpadeForSequenceClassification(StackOfCheckpoint, SpadePreTrainedModel):
+    """A classifier over the bidirectional encoder, or over the causal stack of a language model."""
+
+    _keys_to_ignore_on_load_unexpected = NOT_OF_THE_ENCODER
+
+    def __init__(self, config: SpadeConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = classified_stack(config)
+        width = config.hidden_size * (2 if config.paired_input else 1)
+        self.dense = nn.Linear(width, config.classifier_hidden_size)
+        self.activation = ACT2FN[config.classifier_activation]
+        self.dropout = nn.Dropout(config.classifier_dropout)
+        self.classifier = nn.Linear(config.classifier_hidden_size, self._num_scores(config))
+        self.post_init()
+
+    def _num_scores(self, config: SpadeConfig) -> int:
+        return config.num_labels
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> SequenceClassifierOutput:
+        r"""
+        labels (`torch.Tensor` of shape `(batch_size,)`, *optional*):
+            Class indices (or values, for regression with `num_labels == 1`).
+        """
+        if self.config.paired_input:
+            input_ids, attention_mask, inputs_embeds = (
+                _halves_as_rows(name, tensor)
+                for name, tensor in (
+                    ("input_ids", input_ids), ("attention_mask", attention_mask), ("inputs_embeds", inputs_embeds)
+                )
+            )  # fmt: skip
+        outputs = self.model(input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs)
+        pooled = self._pool(outputs.last_hidden_state, None if attention_mask is None else attention_mask != 0)
+        if self.config.paired_input:
+            pooled = pooled.unflatten(0, (-1, 2)).flip(1).flatten(1)  # the second text first, as MEGA has it
+        logits = self.classifier(self.dropout(self.activation(self.dense(self.dropout(pooled)))))
+        loss = None
+        if labels is not None:
+            check_class_labels(labels, logits, self.config.problem_type)
+            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+        return SequenceClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+    def _pool(self, hidden_states: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+        """(B, L, d) → (B, d): the first real token, the last, or the mean of all."""
+        if self.config.pooling == "mean":
+            if real is None:
+                return hidden_states.mean(1)
+            weights = real.to(hidden_states.dtype).unsqueeze(-1)
+            total = torch.where(real.unsqueeze(-1), hidden_states, 0.0).sum(1)
+            return total / weights.sum(1).clamp(min=1)
+        if real is None:
+            return hidden_states[:, 0 if self.config.pooling == "first" else -1]
+        columns = real.to(torch.int64)
+        if self.config.pooling == "last":
+            columns = columns * torch.arange(columns.shape[1], device=columns.device)
+        return hidden_states[torch.arange(hidden_states.shape[0], device=hidden_states.device), columns.argmax(1)]
+
+
+@auto_docstring
+class SpadeForMultipleChoice(MultipleChoiceHead, SpadeForSequenceClassification):
+    """One score for each text."""
+
+    def __init__(self, config: SpadeConfig):
+        self._check_config(config)
+        if config.paired_input:
+            raise ValueError("paired_input=True compares two texts, where SpadeForMultipleChoice scores each.")
+        super().__init__(config)
+
+
+@auto_docstring
+class SpadeForTokenClassification(StackOfCheckpoint, TokenClassificationHead, SpadePreTrainedModel):
+    """Over the bidirectional encoder, or over the causal stack of a language model."""
+
+    base_model_class = staticmethod(classified_stack)
+    _keys_to_ignore_on_load_unexpected = NOT_OF_THE_ENCODER
+
+
+@auto_docstring
+class SpadeForQuestionAnswering(StackOfCheckpoint, QuestionAnsweringHead, SpadePreTrainedModel):
+    """Over the bidirectional encoder, or over the causal stack of a language model."""
+
+    base_model_class = staticmethod(classified_stack)
+    _keys_to_ignore_on_load_unexpected = NOT_OF_THE_ENCODER
+
+
+def _halves_as_rows(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """(B, 2, L, ...) → (2 B, L, ...)."""
+    if tensor is not None and (tensor.dim() < 3 or tensor.shape[1] != 2):
+        raise ValueError(
+            f"{name} must have shape (batch, 2, length) with paired_input=True, got {tuple(tensor.shape)}."
+        )
+    return None if tensor is None else tensor.flatten(0, 1)

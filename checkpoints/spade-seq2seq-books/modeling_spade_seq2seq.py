@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+# Part of hf-hybrid-ssm 0.1.0, gathered by hf_hybrid_ssm.hub.export_code.
+# Plain torch, and on CUDA the Triton kernels of hf_hybrid_ssm_kernels where that can be imported. transformers
+# takes the package instead when it is installed.
+# SHA-256 of this file without this line and the next: f965b951068b057d321d460c6265fd69a3ac4505a8054553a390434404f38492
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationMixin
+from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPast, Seq2SeqLMOutput, Seq2SeqModelOutput
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
+
+from .configuration_spade import STATE_LAYER_TYPE, SpadeConfig, SpadeSeq2SeqConfig
+from .dispatch import can_read_values, check_tensor
+from .layers_spade import BaseOfCheckpoint, ENCODER_HEADS, SpadeBlock, SpadeStack, build_norm
+from .model_parts import (
+    LMHead, PackedRows, WithoutContinuousBatching, check_inputs, check_labels, is_recurrent_state_layer, prepare_cache,
+    resolve_packing, tokens_and_notes,
+)
+from .modeling_spade import (
+    SpadeEncoder, SpadeEncoderModel, SpadeForQuestionAnswering, SpadeForSequenceClassification,
+    SpadeForTokenClassification, SpadePreTrainedModel, spade_embedding,
+)
+
+
+# ---- models/spade/modeling_spade_seq2seq.py -------------------------------------------------------------------------
+# PyTorch SPADE encoder-decoder (arXiv 2212.08136): T5-like, for summarization and other text-to-text tasks.
+
+class SpadeCrossAttention(nn.Module):
+    """Scaled attention to all real tokens of the encoder, without bias by distance."""
+
+    def __init__(self, config: SpadeConfig, layer_idx: int, bias: bool):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.num_heads, self.dropout = config.num_attention_heads, config.attention_dropout
+        sizes = (config.hidden_size, config.hidden_size, bias)
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(*sizes) for _ in range(4))
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        encoder_states: torch.Tensor,
+        mask: torch.Tensor | None,
+        past_key_values: EncoderDecoderCache | None,
+    ) -> torch.Tensor:
+        """(B, T, d), (B, S, d), mask (B, 1, 1, S) → (B, T, d); keys and values are computed once per cache."""
+        q = self._heads(self.q_proj(x))
+        if past_key_values is not None and past_key_values.is_updated.get(self.layer_idx):
+            held = past_key_values.cross_attention_cache.layers[self.layer_idx].states
+            k, v = held["keys"], held["values"]
+        else:
+            k, v = self._heads(self.k_proj(encoder_states)), self._heads(self.v_proj(encoder_states))
+            if past_key_values is not None:
+                layer = past_key_values.cross_attention_cache.layers[self.layer_idx]
+                layer.update_states(PackedRows(k.shape[2]), {"keys": k, "values": v}, _never_recomputed)
+                past_key_values.is_updated[self.layer_idx] = True
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+
+
+def _never_recomputed(first: PackedRows) -> dict[str, torch.Tensor]:
+    raise AssertionError("the encoder's keys and values cover no decoder tokens that could be undone")
+
+
+class SpadeDecoderBlock(SpadeBlock):
+    """Self-attention (with a state-space model where global), cross-attention, feed-forward, each with its own
+    norm."""
+
+    def __init__(self, config: SpadeConfig, layer_idx: int, bias: bool):
+        super().__init__(config, layer_idx, is_causal=True, attention_bias=bias)
+        self.cross_attn = SpadeCrossAttention(config, layer_idx, bias)
+        self.cross_attn_norm = build_norm(config)
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: torch.Tensor,
+        encoder_states: torch.Tensor,
+        encoder_mask: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        rows: PackedRows | None = None,
+        past_key_values: EncoderDecoderCache | None = None,
+    ) -> torch.Tensor:
+        cache = None if past_key_values is None else past_key_values.self_attention_cache
+        mixing = {"bias": bias, "rows": rows, "past_key_values": cache}
+        hidden_states = self._residual(hidden_states, self.mixing, self.mixing_norm, **mixing)
+        cross = {"encoder_states": encoder_states, "mask": encoder_mask, "past_key_values": past_key_values}
+        hidden_states = self._residual(hidden_states, self.cross_attn, self.cross_attn_norm, **cross)
+        return self._residual(hidden_states, self.feed_forward, self.feed_forward_norm)
+
+
+class SpadeDecoder(SpadeStack, SpadePreTrainedModel):
+    """The decoder's layers with their positions, between embeddings and head."""
+
+    _can_record_outputs = {"hidden_states": SpadeDecoderBlock}
+
+    def __init__(self, config: SpadeSeq2SeqConfig):
+        stack = config.decoder_config()
+        super().__init__(stack)
+        self.positions = None
+        if config.decoder_position_embedding_type == "learned":
+            self.positions = nn.Embedding(config.max_target_positions, config.hidden_size)
+        bias = config.decoder_attention_bias
+        blocks = (SpadeDecoderBlock(stack, index, bias) for index in range(config.num_decoder_layers))
+        self._build_stack(stack, blocks, is_causal=True)
+        self.post_init()
+
+    @capture_outputs
+    def forward(
+        self,
+        embeddings: torch.Tensor,
+        encoder_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        encoder_mask: torch.Tensor | None,
+        past_key_values: EncoderDecoderCache | None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPast:
+        """(B, T, d), (B, S, d) → (B, T, d)."""
+        cache = None if past_key_values is None else past_key_values.self_attention_cache
+        rows = resolve_packing(
+            embeddings.shape[:2],
+            tokens_and_notes(cache),
+            attention_mask=attention_mask,
+            keeps_padding=self.positions is not None,
+            mask_name="decoder_attention_mask",
+        )
+        if self.positions is not None:
+            embeddings = embeddings + self.positions(self._position_ids(rows, embeddings))
+        hidden_states = self._enter_stack(embeddings)
+        mask = None
+        if encoder_mask is not None:
+            real = encoder_mask != 0
+            # the weight of padding is 0, and 0 times NaN is NaN
+            mask, encoder_states = real[:, None, None], torch.where(real.unsqueeze(-1), encoder_states, 0.0)
+        inputs = (encoder_states, mask, self._shared_bias(), rows)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, *inputs, past_key_values=past_key_values)
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden_states if self.norm is None else self.norm(hidden_states),
+            past_key_values=past_key_values,
+        )
+
+    def _position_ids(self, rows: PackedRows, embeddings: torch.Tensor) -> torch.Tensor:
+        positions = rows.positions(embeddings.device)
+        limit = self.positions.num_embeddings
+        if can_read_values(positions) and positions.max() >= limit:
+            raise ValueError(
+                f"the target has {int(positions.max()) + 1} tokens, but max_target_positions={limit}; "
+                'decoder_position_embedding_type="relative" has no limit.'
+            )
+        return positions
+
+
+def prepare_seq2seq_cache(
+    past_key_values: Cache | None, config: SpadeSeq2SeqConfig, batch_size: int
+) -> EncoderDecoderCache:
+    """The cache to use in this forward: a new one, or the given one if it fits the model and the batch."""
+    if past_key_values is None:
+        return EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
+    if not isinstance(past_key_values, EncoderDecoderCache):
+        raise TypeError(f"past_key_values must be an EncoderDecoderCache, got {type(past_key_values).__name__}.")
+    prepare_cache(past_key_values.self_attention_cache, config, batch_size)
+    cross = past_key_values.cross_attention_cache
+    if any(not is_recurrent_state_layer(layer) for layer in cross.layers) or not cross.layers:
+        cross.layers = DynamicCache(config=config).layers
+    return past_key_values
+
+
+@auto_docstring
+class SpadeSeq2SeqModel(BaseOfCheckpoint, SpadePreTrainedModel):
+    config: SpadeSeq2SeqConfig
+    encoder_architectures = tuple(f"SpadeSeq2Seq{head}" for head in ENCODER_HEADS)
+
+    def __init__(self, config: SpadeSeq2SeqConfig):
+        super().__init__(config)
+        self.embed_tokens = spade_embedding(config)
+        self.encoder = SpadeEncoder(config)
+        self.decoder = SpadeDecoder(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_encoder(self, modality: str | None = None) -> "SpadeSeq2SeqEncoder":
+        return SpadeSeq2SeqEncoder(self)
+
+    @can_return_tuple
+    @auto_docstring
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.LongTensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: tuple | BaseModelOutput | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        decoder_inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> Seq2SeqModelOutput:
+        self._refuse_attentions(kwargs.get("output_attentions"))
+        use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
+        if self.training and self.gradient_checkpointing:  # a layer run again would store its states twice
+            use_cache, past_key_values = False, None
+        if kwargs.get("output_hidden_states") is None:
+            kwargs["output_hidden_states"] = self.config.output_hidden_states
+        if encoder_outputs is None:
+            encoder_outputs = self.get_encoder()(input_ids, attention_mask, inputs_embeds, **kwargs)
+        encoder_states = encoder_outputs[0]
+        check_tensor("encoder_outputs[0]", encoder_states, (None, None, self.config.hidden_size), "B, S, hidden_size")
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.shape != encoder_states.shape[:2]:
+            raise ValueError(
+                f"attention_mask must have the encoder's shape {tuple(encoder_states.shape[:2])}, got "
+                f"{tuple(attention_mask.shape)}."
+            )
+        sizes = (self.config.vocab_size, self.config.hidden_size)
+        check_inputs(decoder_input_ids, decoder_inputs_embeds, *sizes, prefix="decoder_")
+        if decoder_inputs_embeds is None:
+            decoder_inputs_embeds = self.embed_tokens(decoder_input_ids)
+        if decoder_inputs_embeds.shape[0] != encoder_states.shape[0]:
+            raise ValueError(
+                f"decoder_input_ids has a batch of {decoder_inputs_embeds.shape[0]}, but the encoder's input has one "
+                f"of {encoder_states.shape[0]}."
+            )
+        if use_cache or past_key_values is not None:
+            past_key_values = prepare_seq2seq_cache(past_key_values, self.config, decoder_inputs_embeds.shape[0])
+        if isinstance(decoder_attention_mask, dict):
+            decoder_attention_mask = decoder_attention_mask[STATE_LAYER_TYPE]
+        inputs = (decoder_inputs_embeds, encoder_states, decoder_attention_mask, attention_mask)
+        outputs = self.decoder(*inputs, past_key_values, return_dict=True, **kwargs)
+        return Seq2SeqModelOutput(
+            last_hidden_state=outputs.last_hidden_state,
+            past_key_values=past_key_values if use_cache else None,
+            decoder_hidden_states=outputs.hidden_states,
+            encoder_last_hidden_state=encoder_states,
+            encoder_hidden_states=getattr(encoder_outputs, "hidden_states", None),
+        )
+
+
+class SpadeSeq2SeqEncoder(nn.Module):
+    """The encoder with the embeddings it shares with the decoder, as the model's own modules; what `generate` calls
+    before the first token."""
+
+    main_input_name = "input_ids"
+
+    def __init__(self, model: SpadeSeq2SeqModel):
+        super().__init__()
+        self.config = model.config
+        self.embed_tokens, self.encoder = model.embed_tokens, model.encoder
+        self.training = model.training
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutput:
+        check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
+        embeddings = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        kwargs["return_dict"] = True
+        return self.encoder(inputs_embeds=embeddings, attention_mask=attention_mask, **kwargs)
+
+
+@auto_docstring
+class SpadeForConditionalGeneration(WithoutContinuousBatching, LMHead, SpadePreTrainedModel, GenerationMixin):
+    config: SpadeSeq2SeqConfig
+    base_model_class = SpadeSeq2SeqModel
+
+    def __init__(self, config: SpadeSeq2SeqConfig):
+        super().__init__(config)
+        self.loss_type = "ForMaskedLM"  # whose labels are not shifted: the decoder's input is
+
+    def get_encoder(self, modality: str | None = None) -> SpadeSeq2SeqEncoder:
+        return self.model.get_encoder()
+
+    def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
+        """Labels (B, T) shifted one to the right, after the start token; -100 becomes padding."""
+        start, padding = self.config.decoder_start_token_id, self.config.pad_token_id
+        if start is None or padding is None:
+            raise ValueError(
+                f"decoder_start_token_id={start} and pad_token_id={padding} of the configuration must both be set to "
+                "make decoder_input_ids from labels; or give decoder_input_ids."
+            )
+        shifted = torch.cat([labels.new_full((labels.shape[0], 1), start), labels[:, :-1]], dim=1)
+        return shifted.masked_fill(shifted == -100, padding)
+
+    @can_return_tuple
+    @auto_docstring
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.LongTensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: tuple | BaseModelOutput | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        decoder_inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> Seq2SeqLMOutput:
+        r"""
+        labels (`torch.LongTensor` of shape `(batch_size, target_length)`, *optional*):
+            The target; the decoder reads it one token later. -100 is ignored.
+        """
+        if labels is not None:
+            given = decoder_input_ids if decoder_inputs_embeds is None else decoder_inputs_embeds
+            check_labels(labels, self.config.vocab_size, None if given is None else given.shape[:2])
+            if given is None:
+                decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+        outputs = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            decoder_input_ids=decoder_input_ids,
+            decoder_attention_mask=decoder_attention_mask,
+            encoder_outputs=encoder_outputs,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            decoder_inputs_embeds=decoder_inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        logits, loss = self._predict(outputs.last_hidden_state, labels, **kwargs)
+        return Seq2SeqLMOutput(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            decoder_hidden_states=outputs.decoder_hidden_states,
+            encoder_last_hidden_state=outputs.encoder_last_hidden_state,
+            encoder_hidden_states=outputs.encoder_hidden_states,
+        )
+
+
+class SpadeSeq2SeqEncoderModel(SpadeEncoderModel):
+    """The encoder of an encoder-decoder, alone."""
+
+    config: SpadeSeq2SeqConfig
+
+
+class SpadeSeq2SeqForSequenceClassification(SpadeForSequenceClassification):
+    """A classifier over the encoder of an encoder-decoder."""
+
+    config: SpadeSeq2SeqConfig
+
+
+class SpadeSeq2SeqForTokenClassification(SpadeForTokenClassification):
+    """One class per token, over the encoder of an encoder-decoder."""
+
+    config: SpadeSeq2SeqConfig
+
+
+class SpadeSeq2SeqForQuestionAnswering(SpadeForQuestionAnswering):
+    """Start and end of a span, over the encoder of an encoder-decoder."""
+
+    config: SpadeSeq2SeqConfig
