@@ -94,12 +94,14 @@ class SpanObjective(CorruptedText):
         return SpanCorruption(tokenizer, length, *noise), length
 
     def golden(self, model: PreTrainedModel, tokenizer: Any, prompt: str) -> dict[str, Any]:
-        """The likeliest span in the place of the prompt's last word, and the logits of the first token."""
-        text = f"{prompt.rsplit(' ', 1)[0]}<extra_id_0> the door.{tokenizer.eos_token}"
-        ids = torch.tensor(token_ids([text], tokenizer))
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+        """The likeliest spans for what is hidden of the prompt, and the logits of the first token."""
+        ids = token_ids([prompt], tokenizer)[0]
+        batch = SpanCorruption(tokenizer, len(ids), self.noise, MEAN_SPAN)([{"input_ids": ids, "row": 0}])
+        inputs = batch["input_ids"]
+        output = model.generate(inputs, attention_mask=batch["attention_mask"], max_new_tokens=24, do_sample=False)
         start = torch.tensor([[model.config.decoder_start_token_id]])
-        return known(text, ids, tokenizer.decode(output[0]), model(ids, decoder_input_ids=start).logits[0, -1])
+        logits = model(inputs, decoder_input_ids=start).logits[0, -1]
+        return known(tokenizer.decode(inputs[0]), inputs, tokenizer.decode(output[0]), logits)
 
 
 Objective: TypeAlias = CausalObjective | MaskedObjective | SpanObjective
