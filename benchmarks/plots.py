@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import compare
 import length_extrapolation
+import mqar
 import numpy as np
 import per_token_loss
 import scaling_law
@@ -97,9 +98,10 @@ FIGURES = {
     "by_length": by_length,
     "training": training,
     "streaming": streaming,
-    "bst_books": lambda: length_extrapolation.draw(load("bst_books")),
+    "bst_16k": lambda: length_extrapolation.draw(load("bst_16k")),
     "families_books": lambda: compare.draw(load("families_books")["models"]),
     "families_length": lambda: length_extrapolation.draw(load("families_length")),
+    "mqar_families": lambda: mqar.draw(load("mqar_families")["best"]),
     "per_token_loss": lambda: per_token_loss.draw(load("per_token_loss")["models"]),
     "scaling_law": lambda: scaling_law.draw(load("scaling_law")["families"]),
     "upcycling_gaps": lambda: upcycling_gaps.draw(load("upcycling_gaps")),

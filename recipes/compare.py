@@ -188,8 +188,8 @@ def draw(models: dict[str, Any]) -> Figure:
             place.plot(
                 [value / scale for value in at], losses, label=name if key == "tokens" else None, **style(number)
             )
-    axes[0].set(xlabel="million tokens", ylabel="validation loss (nats per token)")
-    axes[1].set(xlabel="minutes of CPU time")
+    for place, label in zip(axes, ("million tokens", "minutes of CPU time")):
+        place.set(xlabel=label, ylabel="validation loss (nats per token)")
     return figure
 
 

@@ -220,11 +220,11 @@ def glue(arguments: GlueArguments, training: TrainingArguments) -> dict[str, Any
     """All tasks, all points of the grid."""
     if arguments.model_name_or_path is not None:
         check_checkpoint(arguments.model_name_or_path, "model_name_or_path", AutoModelForSequenceClassification)
-    for name in arguments.tasks:  # the last task's data too, before the first one trains
-        check_task(name, load_task(name, arguments.data_folder))
     settings = {name: value for name, value in asdict(arguments).items() if name not in ("results", "overwrite")}
     settings |= training_settings(training)
     claim(training.output_dir, settings, arguments.overwrite, "*/run-*.json")
+    for name in arguments.tasks:  # the last task's data too, before the first one trains
+        check_task(name, load_task(name, arguments.data_folder))
     results: dict[str, Any] = {}
     points = [dict(zip(arguments.grid, values)) for values in itertools.product(*arguments.grid.values())]
     for name in arguments.tasks:

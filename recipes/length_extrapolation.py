@@ -135,10 +135,10 @@ def summary(curves: list[list[float]], scored: int, arguments: ExtrapolationArgu
 
 
 def length_extrapolation(arguments: ExtrapolationArguments) -> dict[str, Any]:
-    settings = {name: getattr(arguments, name) for name in ("base", "variants", "train_length")}
-    claim(arguments.output_dir, settings, arguments.overwrite, "*/results.json")
     held_out = documents_of_files(arguments.files)
     check_columns(held_out, [arguments.text_column], "text_column")
+    settings = {name: getattr(arguments, name) for name in ("base", "variants", "train_length")}
+    claim(arguments.output_dir, settings, arguments.overwrite, "*/results.json")
     models = arguments.models | train(arguments)
     figures: dict[str, Any] = {"train_length": arguments.train_length, "models": {}}
     if arguments.variants:

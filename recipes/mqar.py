@@ -203,14 +203,16 @@ def draw(results: list[dict[str, Any]]) -> Figure:
     )
     for axes, length in zip(row, lengths):
         there = [result for result in results if result["length"] == length]
+        places: set[int] = set()
         for number, model in enumerate(dict.fromkeys(result["model"] for result in there)):
             points: list[tuple[int, float]] = []
             for found in (result for result in there if result["model"] == model):
                 by_pairs = {int(pairs): share for pairs, share in found["accuracy_by_pairs"].items()}
                 points += by_pairs.items() if is_one_width else [(found["width"], found["accuracy"])]
             at, shares = zip(*sorted(points))
+            places |= set(at)
             axes.plot(at, [100 * share for share in shares], label=model, **style(number))
-        measured_at(axes, sorted({int(place) for line in axes.lines for place in line.get_xdata()}))
+        measured_at(axes, sorted(places))
         axes.set(xlabel="pairs" if is_one_width else "width", ylabel="accuracy (%)", ylim=(-3, 103))
         axes.set_title(f"rows of {length} tokens", loc="left", fontsize=9)
     return figure

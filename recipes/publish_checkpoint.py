@@ -124,10 +124,10 @@ def publish(arguments: PublishArguments) -> dict[str, Any]:
 
 def trained_results(run: Path) -> dict[str, Any]:
     """What the recipe measured while it trained, without what depends on the machine."""
-    kept = ("parameters", "parameters_beside_embeddings", "steps", "tokens", "text_tokens", "train_loss")
+    kept = ["parameters", "parameters_beside_embeddings", "steps", "tokens", "text_tokens", "train_loss"]
     found, reads = read_json(run / "results.json"), "validation_loss_with_other_inputs"
     if reads in found:  # does the decoder read its encoder?
-        kept += ("validation_loss", reads)
+        kept += ["validation_loss", reads]
     return {key: value for key, value in found.items() if key in kept}
 
 

@@ -164,7 +164,7 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
     elif config.parent.name == "lra":
         monkeypatch.setenv("HF_HYBRID_SSM_LRA", str(tmp_path))
         models.append(read_settings("lra.py", (LraArguments, TrainingArguments), [str(config), *training])[0])
-    elif config.parent.name == "seq2seq":
+    elif "seq2seq" in (config.parent.name, *config.stem.split("-")):
         classes = (SpanArguments, DataArguments, TrainingArguments)
         models.append(read_settings("pretrain_seq2seq.py", classes, [str(config), *training])[0])
     elif config.parent.name == "mlm":

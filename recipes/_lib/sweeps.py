@@ -1,14 +1,18 @@
 """Many runs in one folder: a sweep that was stopped goes on with those it lacks."""
 
+import json
+import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
 from transformers import TrainingArguments
 
 from _lib.checks import check_output
 from _lib.provenance import to_json
-from _lib.training import write_json
+from _lib.training import is_first_process, write_json
 from hf_hybrid_ssm.hub.folder import read_json
 
 SETTINGS = "settings.json"
@@ -21,19 +25,29 @@ def claim(folder: str | Path, settings: dict[str, Any], overwrite: bool, runs: s
         FileExistsError: it holds something else.
     """
     known = Path(folder) / SETTINGS
-    is_same = known.is_file() and known.read_text(encoding="utf-8") == to_json(settings)
-    if overwrite or not is_same:
-        check_output(folder, overwrite)
-        for old in Path(folder).glob(runs):
-            old.unlink()
-        write_json(known, settings)
+    with _first_process_first():
+        is_same = known.is_file() and known.read_text(encoding="utf-8") == to_json(settings)
+        if not is_same or (overwrite and is_first_process()):
+            check_output(folder, overwrite)
+            for old in Path(folder).glob(runs):
+                old.unlink()
+            write_json(known, settings)
+
+
+def _first_process_first() -> AbstractContextManager[None]:
+    """What the first process does is done when the others begin."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return PartialState().main_process_first()
+    return nullcontext()
 
 
 def once(path: str | Path, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """The result in the file `path`, made unless it is there."""
-    if not Path(path).is_file():
-        write_json(path, run())
-    return read_json(Path(path))
+    if Path(path).is_file():
+        return read_json(Path(path))
+    found = run()
+    write_json(path, found)
+    return json.loads(to_json(found))  # as it is read the next time
 
 
 def training_settings(training: TrainingArguments) -> dict[str, Any]:
