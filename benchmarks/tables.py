@@ -217,6 +217,7 @@ def scaling_law(figures: dict) -> str:
             rows.append([f"{family}, {name}", f"{member['parameters_beside_embeddings']:,}", loss])
     slopes = "; ".join(
         f"{family} {found['alpha']:.4f} ± {found['standard_error']:.4f}"
+        + (f" (seeds spread by {spread:.4f})" if (spread := found.get("standard_deviation_of_alpha")) else "")
         for family, found in figures["families"].items()
     )
     head = ["model", "non-embedding parameters", "held-out loss, nats per token"]
