@@ -226,7 +226,7 @@ def scaling_law(figures: dict) -> str:
 
 def glue(figures: dict) -> str:
     """Means over seeds from new weights and from the pre-trained ones; the paired difference of the first measure."""
-    pretrained = load("glue_pretrained")
+    pretrained = load(*ALSO["glue_from_scratch"])
     rows = []
     for task, found in figures.items():
         for split, measures in found["best"]["measures"].items():
@@ -442,6 +442,8 @@ TABLES = {
 }
 
 
+# tables of several files of results: the others
+ALSO = {"glue_from_scratch": ["glue_pretrained"], "scitldr": ["scitldr_new_weights", "scitldr_pretrained"]}
 WITHOUT_RESULTS = {"targets": targets, "checkpoints": checkpoints}  # which have no file of their own
 
 
@@ -459,7 +461,7 @@ def measured_on(figures: dict) -> str:
 
 def source(figures: dict) -> str:
     command = f"`{figures['command']}`: " if "command" in figures else ""  # else the page names it
-    return f"*{command}{measured_on(figures)}.*\n"
+    return f"{command}{measured_on(figures)}"
 
 
 def rendered(text: str) -> str:
@@ -472,7 +474,9 @@ def rendered(text: str) -> str:
             return f"{match[1]}Not measured: `python benchmarks/{match[2]}.py` does it.\n{match[3]}"
         figures = load(match[2])
         content = {key: value for key, value in figures.items() if key not in PROVENANCE}
-        return f"{match[1]}{TABLES[match[2]](content)}\n{source(figures)}{match[3]}"
+        sources = [figures, *(load(name) for name in ALSO.get(match[2], []))]
+        shown = f"*{'; '.join(map(source, sources))}.*\n"
+        return f"{match[1]}{TABLES[match[2]](content)}\n{shown}{match[3]}"
 
     return BLOCK.sub(table, text)
 

@@ -14,20 +14,19 @@ import math
 import statistics
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from _lib.documents import DataArguments
 from _lib.plotting import panels, style
 from _lib.settings import read_settings
-from _lib.sweeps import claim
+from _lib.sweeps import claim, once
 from _lib.training import perplexity, save_figure, say, write_json, write_results
 from matplotlib.figure import Figure
 from pretrain_clm import ModelArguments, pretrain
 from scipy.stats import t as student
 from transformers import HfArgumentParser, TrainingArguments
-
-from hf_hybrid_ssm.hub.folder import read_json
 
 
 @dataclass
@@ -71,10 +70,9 @@ def settings_of(arguments: CompareArguments) -> dict[str, Any]:
 
 def run(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """The results of a run, which is made unless it was."""
-    if not (folder / "results.json").is_file():
-        parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
-        return pretrain(*parser.parse_dict(settings | {"output_dir": str(folder), "overwrite": True}))
-    return read_json(folder / "results.json")
+    parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
+    parsed = parser.parse_dict(settings | {"output_dir": str(folder), "overwrite": True})
+    return once(folder / "results.json", partial(pretrain, *parsed))
 
 
 def search(arguments: CompareArguments, name: str) -> dict[str, float]:

@@ -19,7 +19,7 @@ from _lib.checks import check_checkpoint, check_labels, check_vocabulary
 from _lib.documents import token_ids, train_tokenizer
 from _lib.settings import read_settings
 from _lib.sweeps import claim, once, training_settings
-from _lib.training import TRAINING_DTYPE, Trainer, say, write_figures, write_lines, write_text
+from _lib.training import Trainer, load_to_train, say, write_figures, write_lines, write_text
 from datasets import Dataset, DatasetDict, load_dataset
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
@@ -162,14 +162,11 @@ def measures_of(task: Task, labels: np.ndarray, predicted: np.ndarray) -> dict[s
 def build(arguments: GlueArguments, task: Task, texts: Dataset) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The classifier and its tokenizer."""
     regression = {"problem_type": "regression"} if task.num_labels == 1 else {}
-    options = {"num_labels": task.num_labels, "dtype": TRAINING_DTYPE, **regression, **arguments.config}
+    options = {"num_labels": task.num_labels, **regression, **arguments.config}
     if arguments.model_name_or_path is not None:
         tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path)
-        if arguments.from_scratch:
-            config = AutoConfig.from_pretrained(arguments.model_name_or_path, **options)
-            model = AutoModelForSequenceClassification.from_config(config)
-        else:
-            model = AutoModelForSequenceClassification.from_pretrained(arguments.model_name_or_path, **options)
+        source = (AutoModelForSequenceClassification, arguments.model_name_or_path)
+        model = load_to_train(*source, new_weights=arguments.from_scratch, **options)
     else:
         tokenizer = train_tokenizer((text for column in task.columns for text in texts[column]), 4096)
         special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}

@@ -16,7 +16,7 @@ import numpy as np
 from _lib.checks import check_checkpoint, check_output, check_vocabulary
 from _lib.documents import documents_of_files, train_tokenizer
 from _lib.settings import read_settings
-from _lib.training import TRAINING_DTYPE, Trainer, say, write_figures, write_lines
+from _lib.training import Trainer, load_to_train, say, write_figures, write_lines
 from datasets import Dataset, load_dataset
 from rouge_score.rouge_scorer import RougeScorer
 from transformers import (
@@ -153,12 +153,8 @@ def build(arguments: SummarizationArguments, rows: Dataset) -> tuple[PreTrainedM
     if arguments.model_name_or_path is not None:
         check_checkpoint(arguments.model_name_or_path, "model_name_or_path", AutoModelForSeq2SeqLM)
         tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path)
-        options = {"dtype": TRAINING_DTYPE, **arguments.config}
-        if arguments.from_scratch:
-            config = AutoConfig.from_pretrained(arguments.model_name_or_path, **options)
-            model = AutoModelForSeq2SeqLM.from_config(config)
-        else:
-            model = AutoModelForSeq2SeqLM.from_pretrained(arguments.model_name_or_path, **options)
+        source = (AutoModelForSeq2SeqLM, arguments.model_name_or_path)
+        model = load_to_train(*source, new_weights=arguments.from_scratch, **arguments.config)
         check_vocabulary(model, tokenizer)
         return model, tokenizer
     columns = (arguments.source_column, arguments.target_column)

@@ -17,7 +17,7 @@ from _lib.documents import DataArguments, begin_of, get_tokenizer, load_document
 from _lib.rows import packed_rows, split_rows
 from _lib.segments import SegmentTrainer, check_lanes, collate, in_lanes
 from _lib.settings import read_settings
-from _lib.training import TRAINING_DTYPE, LanguageTrainer, checkpoint_to_resume, perplexity, plot_loss, write_json
+from _lib.training import LanguageTrainer, checkpoint_to_resume, load_to_train, perplexity, plot_loss, write_json
 from datasets import Dataset
 from transformers import (
     CONFIG_MAPPING,
@@ -69,7 +69,7 @@ def build_model(
         ValueError: the vocabulary of the configuration is smaller than the tokenizer's.
     """
     if arguments.model_name_or_path is not None:
-        model = auto_class.from_pretrained(arguments.model_name_or_path, dtype=TRAINING_DTYPE)
+        model = load_to_train(auto_class, arguments.model_name_or_path)
     else:
         special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("eos", "pad")}
         values = {"vocab_size": len(tokenizer), "bos_token_id": begin_of(tokenizer)} | special | arguments.config

@@ -20,9 +20,9 @@ from _lib.rows import RowStream, cut_rows, split_rows
 from _lib.settings import read_settings
 from _lib.span_corruption import NewMasksEachEpoch, SpanCorruption, sentinels_of, text_length
 from _lib.training import (
-    TRAINING_DTYPE,
     LanguageTrainer,
     checkpoint_to_resume,
+    load_to_train,
     perplexity,
     plot_loss,
     write_figures,
@@ -119,7 +119,7 @@ def build_model(arguments: SpanArguments, tokenizer: PreTrainedTokenizerBase, ta
     """
     if arguments.model_name_or_path is not None:
         check_checkpoint(arguments.model_name_or_path, "model_name_or_path", AutoModelForSeq2SeqLM)
-        model = AutoModelForSeq2SeqLM.from_pretrained(arguments.model_name_or_path, dtype=TRAINING_DTYPE)
+        model = load_to_train(AutoModelForSeq2SeqLM, arguments.model_name_or_path)
     else:
         pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
         special = {"pad_token_id": pad, "eos_token_id": end, "decoder_start_token_id": pad}

@@ -19,7 +19,7 @@ from _lib.chat import set_chat_template
 from _lib.checks import check_checkpoint, check_output, check_vocabulary
 from _lib.documents import documents_of_files
 from _lib.settings import read_settings
-from _lib.training import TRAINING_DTYPE, Trainer, perplexity, say, write_figures, write_lines
+from _lib.training import Trainer, load_to_train, perplexity, say, write_figures, write_lines
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
@@ -90,8 +90,10 @@ def trainer_of(
     tokenizer: PreTrainedTokenizerBase,
 ) -> InstructionTrainer:
     """TRL's trainer for the model, with adapters if they are asked for."""
-    dtype = "auto" if arguments.lora_rank else TRAINING_DTYPE  # under adapters the weights rest
-    model = AutoModelForCausalLM.from_pretrained(arguments.model_name_or_path, dtype=dtype)
+    if arguments.lora_rank:  # under adapters the weights rest, as they are stored
+        model = AutoModelForCausalLM.from_pretrained(arguments.model_name_or_path)
+    else:
+        model = load_to_train(AutoModelForCausalLM, arguments.model_name_or_path)
     check_vocabulary(model, tokenizer)
     adapters = None
     if arguments.lora_rank:

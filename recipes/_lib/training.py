@@ -13,6 +13,7 @@ import torch
 import transformers
 from datasets import Dataset
 from matplotlib.figure import Figure
+from transformers import AutoConfig, PreTrainedModel
 
 from _lib.plotting import loss_by_step, write_png
 from _lib.progress import REPLACED, TokenProgress
@@ -98,6 +99,13 @@ class LanguageTrainer(Trainer):
         return found
 
 
+def load_to_train(auto_class: Any, checkpoint: str, new_weights: bool = False, **config: Any) -> PreTrainedModel:
+    """A checkpoint's model with weights that can be trained; `new_weights` takes only its configuration."""
+    if new_weights:
+        return auto_class.from_config(AutoConfig.from_pretrained(checkpoint, dtype=TRAINING_DTYPE, **config))
+    return auto_class.from_pretrained(checkpoint, dtype=TRAINING_DTYPE, **config)
+
+
 def is_first_process() -> bool:
     """Whether this process is the one that writes; the launchers number theirs."""
     return os.environ.get("RANK", "0") == "0"
@@ -113,10 +121,12 @@ def checkpoint_to_resume(resume: str | None, output_dir: str) -> str | None:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Of several processes, only the first writes."""
+    """The whole file or, if the process is killed, none of it. Of several processes, only the first writes."""
     if is_first_process():
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(text, encoding="utf-8")
+        part = Path(f"{path}.part")
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
 
 
 def write_json(path: str | Path, content: Any) -> None:
