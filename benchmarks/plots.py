@@ -99,6 +99,7 @@ FIGURES = {
     "training": training,
     "streaming": streaming,
     "bst_16k": lambda: length_extrapolation.draw(load("bst_16k")),
+    "bst_books": lambda: length_extrapolation.draw(load("bst_books")),
     "families_books": lambda: compare.draw(load("families_books")["models"]),
     "families_length": lambda: length_extrapolation.draw(load("families_length")),
     "mqar_families": lambda: mqar.draw(load("mqar_families")["best"]),
