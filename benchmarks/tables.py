@@ -459,9 +459,10 @@ def measured_on(figures: dict) -> str:
     return f"{', '.join(parts) or 'Machine and versions not recorded'}; {commit}"
 
 
-def source(figures: dict) -> str:
-    command = f"`{figures['command']}`: " if "command" in figures else ""  # else the page names it
-    return f"{command}{measured_on(figures)}"
+def source(*several: dict) -> str:
+    """A line below a table: of each file of results its command, unless the page names it, machine and commit."""
+    commands = (f"`{figures['command']}`: " if "command" in figures else "" for figures in several)
+    return f"*{'; '.join(command + measured_on(figures) for command, figures in zip(commands, several))}.*\n"
 
 
 def rendered(text: str) -> str:
@@ -474,8 +475,7 @@ def rendered(text: str) -> str:
             return f"{match[1]}Not measured: `python benchmarks/{match[2]}.py` does it.\n{match[3]}"
         figures = load(match[2])
         content = {key: value for key, value in figures.items() if key not in PROVENANCE}
-        sources = [figures, *(load(name) for name in ALSO.get(match[2], []))]
-        shown = f"*{'; '.join(map(source, sources))}.*\n"
+        shown = source(figures, *(load(name) for name in ALSO.get(match[2], [])))
         return f"{match[1]}{TABLES[match[2]](content)}\n{shown}{match[3]}"
 
     return BLOCK.sub(table, text)
