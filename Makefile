@@ -25,6 +25,7 @@
 VENV ?= .venv
 JOBS ?= 2
 PYTEST_ARGS ?=
+DEMO_ARGS ?=
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 UPSTREAM = HF_HYBRID_SSM_UPSTREAM_TESTS="$$($(BIN)/python tests/upstream/fetch.py)"
@@ -38,7 +39,7 @@ RUN_TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
-	$(BIN)/python recipes/demo.py
+	$(BIN)/python recipes/demo.py $(DEMO_ARGS)
 
 test: $(STAMP)
 	$(UPSTREAM); export HF_HYBRID_SSM_UPSTREAM_TESTS; $(RUN_TESTS) -n $(JOBS) --dist worksteal

@@ -100,11 +100,11 @@ def write_task(texts: Dataset, folder: Path, questions: int) -> None:
     (folder / f"{TASK}.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
 
 
-def demo(folder: Path, steps: int, questions: int) -> dict:
+def demo(folder: Path, steps: int, questions: int, most_documents: int | None = None) -> dict:
     """Everything; returns what is written to summary.json."""
     begin = time.perf_counter()
     set_seed(0)
-    documents = standard_documents()
+    documents = standard_documents(most_documents)
     model_folder = folder / "model"
     results = train(documents, model_folder, steps)
 
@@ -173,5 +173,6 @@ if __name__ == "__main__":
     parser.add_argument("--output", type=Path, default=Path("runs/demo"))
     parser.add_argument("--steps", type=int, default=900)
     parser.add_argument("--questions", type=int, default=200)
+    parser.add_argument("--documents", type=int, help="to train and evaluate on, at the most (default: all)")
     chosen = parser.parse_args()
-    print(report(demo(chosen.output, chosen.steps, chosen.questions), chosen.output))
+    print(report(demo(chosen.output, chosen.steps, chosen.questions, chosen.documents), chosen.output))

@@ -31,8 +31,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--output", default="runs/demo", metavar="FOLDER", help="(default: %(default)s)")
     parser.add_argument("--steps", type=int, default=900, metavar="N", help="of training (default: %(default)s)")
     parser.add_argument("--questions", type=int, default=200, metavar="N", help="of lm-eval (default: %(default)s)")
+    parser.add_argument("--documents", type=int, metavar="N", help="to train and evaluate on, at the most")
     given = parser.parse_args(arguments)
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise SystemExit(f"{', '.join(missing)} not installed: pip install 'hf-hybrid-ssm[train,eval]'.")
-    options = [f"--{name}={value}" for name, value in vars(given).items()]
+    options = [f"--{name}={value}" for name, value in vars(given).items() if value is not None]
     return run_file(recipes_folder() / "demo.py", options)
