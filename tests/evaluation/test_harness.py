@@ -49,6 +49,26 @@ def test_from_python_with_data_elsewhere(folder):
     assert results[0]["acc,none"] == results[1]["acc,none"] in (0.0, 1.0)
 
 
+def test_own_tasks_do_not_read_all_of_lm_evals(folder, monkeypatch):
+    """14,000 files, 20 seconds; a task of lm-eval's own beside them is found all the same."""
+    from lm_eval.tasks import TaskManager
+
+    asked = []
+
+    class Counting(TaskManager):
+        def __init__(self, *given, include_defaults=True, **named):
+            asked.append(include_defaults)
+            super().__init__(*given, include_defaults=False, **named)
+
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", Counting)
+    options = {"include_path": folder / "tasks", "data_folder": folder, "device": "cpu"}
+    evaluate(str(folder / "model"), ["counting_here"], bootstrap_iters=0, **options)
+    assert asked == [False]
+    with pytest.raises(ValueError, match="piqa"):  # not found here, since the double reads no defaults at all
+        evaluate(str(folder / "model"), ["counting_here", "piqa"], bootstrap_iters=0, **options)
+    assert asked == [False, False, True]
+
+
 @pytest.mark.parametrize("family", ["longhorn", "spade", "bst", "lmu_isa"])
 def test_log_likelihoods_do_not_depend_on_the_batch(family, tmp_path):
     from lm_eval.api.instance import Instance

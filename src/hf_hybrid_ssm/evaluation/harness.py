@@ -43,7 +43,10 @@ def evaluate(
     except ImportError as error:
         raise ImportError("lm-eval is needed: pip install 'hf-hybrid-ssm[eval]'.") from error
 
-    manager = TaskManager(include_path=None if include_path is None else str(include_path))
+    manager = None if include_path is None else TaskManager(include_path=str(include_path), include_defaults=False)
+    if manager is None or not set(tasks) <= set(manager.all_subtasks):
+        # lm-eval's own 14,000 task files take 20 seconds to read, so only where one of them is asked for
+        manager = TaskManager(include_path=None if include_path is None else str(include_path))
     if unknown := [task for task in tasks if task not in manager.all_tasks]:
         raise ValueError(f"tasks={unknown} are not known to lm-eval; is include_path={include_path!r} their folder?")
     if isinstance(model, str):
