@@ -1,6 +1,7 @@
 """Writes the tables of README.md and docs/ from the results, between `<!-- table: NAME -->` and `<!-- end -->`."""
 
 import json
+import math
 import re
 import statistics
 import sys
@@ -15,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 WITH_HEAD = "training_step_of_one_row_of_1024_with_the_head"
 SPEED = "thousand_tokens_per_second"
 RESULTS = Path(__file__).parent / "results"
+GROWTH_FROM = 4096  # tokens; shorter rows measure the start of a step, not its length
 TARGET_COLUMNS = ["target", "wanted", "measured", "met", "its matrix products alone"]
 PROVENANCE = {"command", "machine", "commit"}
 UNNOTED = "recorded before commits were noted"
@@ -45,14 +47,35 @@ def longhorn_training(figures: dict) -> str:
     step, speed = figures["training_step"], figures["training_step"]["tokens_per_second"]
     times = step["longhorn_native_times_as_fast"]
     rows = [[label, f"{speed[name]:,}", f"{times[name]:.1f}x"] for name, label in LONGHORN_AND_PEERS.items()]
-    table = markdown_table(["training step, L = 512", "tokens / s", "Longhorn is faster by"], rows)
+    table = markdown_table([f"{sizes(figures)}; training step, L = 512", "tokens / s", "Longhorn is faster by"], rows)
     memory = figures["peak_megabytes_of_a_step"]
     memory_text = "; ".join(
         f"at L = {length}, {peak['longhorn']:.0f} MB (Llama {peak['llama']:.0f} MB)" for length, peak in memory.items()
     )
-    exponent = figures["by_length"]["longhorn native"]["exponent"]
-    longest = list(figures["by_length"]["longhorn native"]["seconds"])[-1]
-    return f"{table}\nTime grows as L^{exponent:.2f} up to L = {longest}. Peak memory of a step: {memory_text}.\n"
+    seconds = {int(length): value for length, value in figures["by_length"]["longhorn native"]["seconds"].items()}
+    return (
+        f"{table}\nFrom L = {GROWTH_FROM:,} to {max(seconds):,} time grows as L^{growth(seconds):.2f}; below, what a step "
+        f"costs at any length weighs more. Peak memory of a step: {memory_text}.\n"
+    )
+
+
+def of_transformer_size(shape: dict) -> str:
+    """`timing.models` gives Longhorn twice the layers of the same width, and so as many weights."""
+    depth, width, words = (shape[key] for key in ("num_hidden_layers", "hidden_size", "vocab_size"))
+    return f"{depth} layers of width {width} (Longhorn {2 * depth}), vocabulary {words:,}"
+
+
+def sizes(figures: dict) -> str:
+    shape = figures["shape"]
+    layers, width, words = (shape[key] for key in ("num_hidden_layers", "hidden_size", "vocab_size"))
+    return f"{layers} layers of width {width}, vocabulary {words:,}"
+
+
+def growth(seconds: dict[int, float]) -> float:
+    """The exponent of growth between `GROWTH_FROM` and the longest length, least squares in logarithms."""
+    points = [(math.log(length), math.log(value)) for length, value in seconds.items() if length >= GROWTH_FROM]
+    slope, _ = statistics.linear_regression(*zip(*points))
+    return slope
 
 
 def local_attention(figures: dict) -> str:
@@ -60,6 +83,10 @@ def local_attention(figures: dict) -> str:
     longt5 = figures["times_as_fast_as_longt5_local_attention_two_sided"]
     rows = [[f"all keys under a mask, L = {length}", f"{ratio:.1f}x"] for length, ratio in masked.items()]
     rows += [[f"local attention of LongT5, L = {length}", f"{ratio:.1f}x"] for length, ratio in longt5.items()]
+    whole = figures["times_as_fast_as_longt5_local_attention_two_sided_with_projections"]
+    rows += [
+        [f"the same, projections on both sides, L = {length}", f"{ratio:.2f}x"] for length, ratio in whole.items()
+    ]
     table = markdown_table(["forward and backward against", "window attention is faster by"], rows)
     return f"{table}\nTime grows as L^{figures['exponent']:.2f} up to L = {list(figures['seconds'])[-1]}.\n"
 
@@ -78,7 +105,7 @@ def long_conv_counts(figures: dict) -> str:
 def decoding(figures: dict) -> str:
     shape = figures["shape"]
     rows = [[name, f"{value:.1f}"] for name, value in figures["milliseconds_per_token"].items()]
-    head = f"{shape['num_hidden_layers']} layers of width {shape['hidden_size']}, one row"
+    head = f"{shape['num_hidden_layers']} layers of width {shape['hidden_size']} (Longhorn too), one row"
     share = figures["share_of_the_matrix_product_limit"]
     text = (
         f"{markdown_table([head, 'ms / token'], rows)}\nLonghorn decodes at {share:.0%} of the bare products' speed.\n"
@@ -86,14 +113,17 @@ def decoding(figures: dict) -> str:
     if "families" not in figures:
         return text
     families = figures["families"]
-    small = f"{families['shape']['num_hidden_layers']} layers of width {families['shape']['hidden_size']}, one row"
+    small = f"{of_transformer_size(families['shape'])}; one row"
     over = [
         [name, f"{value:.1f}", f"{families['time_over_llama'][name]:.2f}x"]
         for name, value in families["milliseconds_per_token"].items()
     ]
-    limit = ", ".join(f"{name} at {value:.0%}" for name, value in figures["weights_limit"]["share"].items())
+    limited = figures["weights_limit"]
+    limit = ", ".join(f"{name} {value:.0%}" for name, value in limited["share"].items())
+    large = f"{limited['shape']['num_hidden_layers']} layers of width {limited['shape']['hidden_size']}, Longhorn too"
     return (
-        f"{text}\n{markdown_table([small, 'ms / token', 'time over Llama'], over)}\nOf the weights' limit: {limit}.\n"
+        f"{text}\n{markdown_table([small, 'ms / token', 'time over Llama'], over)}\nShare of the "
+        f"matmul-only speed ({large}): {limit}.\n"
     )
 
 
@@ -340,7 +370,7 @@ def training(figures: dict) -> str:
         [name, f"{speed:,}", f"{step['times_as_fast_as_llama'].get(name, 1.0):.2f}x"]
         for name, speed in step["tokens_per_second"].items()
     ]
-    head = f"training step, width {shape['hidden_size']}, L = {step['length']}"
+    head = f"{of_transformer_size(shape)}; training step, L = {step['length']}"
     return (
         f"{markdown_table([head, 'tokens / s', 'times as fast as Llama'], rows)}\nWith {sizes['num_hidden_layers']} "
         f"layers and {sizes['length']:,} tokens BST SH takes {sizes['sh_time_over_sliding']:.2f}x the time of the "
@@ -374,8 +404,7 @@ def weight_only(figures: dict) -> str:
         for name, found in figures["families"].items()
     ]
     shape = figures["shape"]
-    head = f"ms / token, width {shape['hidden_size']}, {shape['num_hidden_layers']} layers"
-    return markdown_table([head, *forms], rows)
+    return markdown_table([f"{of_transformer_size(shape)}; ms / token", *forms], rows)
 
 
 def start_up(figures: dict) -> str:

@@ -5,8 +5,10 @@ reference from the docstrings, and searches without a server. The sources are th
 is the front page.
 """
 
+import html
 import re
 import shutil
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 from docutils import nodes
@@ -31,6 +33,8 @@ suppress_warnings = ["myst.header"]  # generated cards begin their sections at t
 nitpicky = False
 
 html_theme = "furo"
+html_static_path = ["equations.css"]
+html_css_files = ["equations.css"]
 html_use_index = html_domain_indices = False  # too wide for a phone, and the search knows all names
 html_title = f"{project} {release}"
 html_show_sphinx = False
@@ -103,8 +107,27 @@ def write_math(translator, node):
     code = re.sub(r"\\[bB]ig+[lr]?(?![a-z])", "", node.astext().strip())  # brackets grow by themselves
     if as_block and r"\\" in code and r"\begin" not in code:
         code = rf"\begin{{aligned}}{code}\end{{aligned}}"
-    translator.body.append(tex2mathml(code, as_block=as_block))
+    translator.body.append(with_accents(tex2mathml(code, as_block=as_block)))
     raise nodes.SkipNode
+
+
+ACCENTS = {"\N{MODIFIER LETTER MACRON}", "\N{MODIFIER LETTER CIRCUMFLEX ACCENT}", "\N{SMALL TILDE}"}
+MATHML = "http://www.w3.org/1998/Math/MathML"
+
+
+def with_accents(mathml):
+    """An accented letter with an index is <munderover> to docutils, index below; here the index stands beside it."""
+    ET.register_namespace("", MATHML)
+    mathml = re.sub(r"&(?!lt;|gt;|amp;|quot;)\w+;", lambda name: html.unescape(name[0]), mathml)  # XML knows no others
+    root = ET.fromstring(mathml)  # of docutils' own making  # noqa: S314
+    for element in root.iter(f"{{{MATHML}}}munderover"):
+        letter, index, accent = element
+        if (accent.text or "").strip() in ACCENTS:
+            accented = ET.Element(f"{{{MATHML}}}mover", {"accent": "true"})
+            accented.extend([letter, accent])
+            element.tag = f"{{{MATHML}}}msub"
+            element[:] = [accented, index]
+    return ET.tostring(root, encoding="unicode")
 
 
 def make_index(app, exception):

@@ -3,6 +3,7 @@
 import functools
 import http.server
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ for package in ("sphinx", "myst_parser", "furo"):
 
 ROOT = Path(__file__).parents[1]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+BAR, HAT = "\N{MODIFIER LETTER MACRON}", "\N{MODIFIER LETTER CIRCUMFLEX ACCENT}"
 PHONE = {"width": 390, "height": 844}
 
 
@@ -77,6 +79,17 @@ def test_links_and_pictures_lead_somewhere(site, pages):
 
 def known(page, fragment):
     return urllib.parse.unquote(fragment) in page.anchors
+
+
+def test_equations_are_set_as_written(pages, site):
+    r"""The index of \bar A_n and \hat q_t stands beside the accented letter, and `aligned` has its own columns."""
+    bst = (site / "docs/families/bst.html").read_text(encoding="utf-8")
+    for letter, index, accent in (("A", "n", BAR), ("q", "t", HAT)):
+        text = re.sub(r">\s+<", "><", bst)
+        accented = rf'<mover accent="true"><mi>{letter}</mi><mo stretchy="false">{accent}</mo></mover><mi>{index}</mi>'
+        assert f"<msub>{accented}</msub>" in text
+    assert not re.search(rf"<munderover>\s*<mi>\w</mi>\s*<mi>\w</mi>\s*<mo[^>]*>[{BAR}{HAT}]", bst)
+    assert 'class="ams-align"' in bst and "equations.css" in bst and (site / "_static/equations.css").is_file()
 
 
 def test_nothing_is_loaded_from_elsewhere(pages):

@@ -7,12 +7,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from _lib.standard_text import standard_documents
 from datasets import Dataset, IterableDataset, load_dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 LOADERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 END_OF_TEXT = "<|endoftext|>"
+STANDARD_TEXT = "standard_text"
 
 
 @dataclass
@@ -23,7 +25,10 @@ class DataArguments:
         default_factory=list, metadata={"help": "txt (one document per file), jsonl, parquet"}
     )
     validation_files: list[str] = field(default_factory=list)
-    dataset_name: str | None = field(default=None, metadata={"help": "a data set on the Hub instead of files"})
+    dataset_name: str | None = field(
+        default=None,
+        metadata={"help": f"a data set on the Hub instead of files; {STANDARD_TEXT!r} is text that Python carries"},
+    )
     dataset_config: str | None = None
     train_split: str = "train"
     validation_split: str | None = "validation"
@@ -63,7 +68,9 @@ def load_documents(data: DataArguments) -> tuple[Dataset | IterableDataset, Data
         FileNotFoundError: a file name or pattern matches nothing.
         ValueError: files of an unknown kind, or without the text column.
     """
-    if data.dataset_name is not None:
+    if data.dataset_name == STANDARD_TEXT:
+        train, validation = standard_documents()
+    elif data.dataset_name is not None:
         options = {"streaming": data.streaming}
         train = load_dataset(data.dataset_name, data.dataset_config, split=data.train_split, **options)
         validation = None

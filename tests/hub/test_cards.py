@@ -11,7 +11,7 @@ from _lib.documents import train_tokenizer
 from huggingface_hub import ModelCard
 from transformers import LlamaConfig
 
-from hf_hybrid_ssm import LonghornConfig
+from hf_hybrid_ssm import LonghornConfig, SpadeConfig
 from hf_hybrid_ssm.cli import main
 from hf_hybrid_ssm.hub import card_of_folder, model_card
 from tests.tiny_models import build, config_of
@@ -38,6 +38,16 @@ def test_metadata_and_parameters():
     assert card.data.license == "apache-2.0" and "arxiv:2407.14207" in card.data.tags
     assert "128,563,968 parameters" in card.text and "No trained weights are published yet." in card.text
     assert "from_pretrained" not in card.text  # nothing to load
+
+
+def test_adaptive_embeddings_are_embeddings():
+    """267,735 words in three bands of widths d, d / 4 and d / 16, each with its projection."""
+    config = SpadeConfig.preset("spade-lm-wt103")
+    d, ends = config.hidden_size, [*config.adaptive_cutoffs, config.vocab_size]
+    widths = [d // config.adaptive_factor**band for band in range(len(ends))]
+    embeddings = sum((end - start + d) * width for start, end, width in zip([0, *ends], ends, widths))
+    total, inner = 249_234_688, 249_234_432 - embeddings
+    assert f"{total:,} parameters, {inner:,} of them non-embedding" in model_card(config, name="spade-lm-wt103")
 
 
 @pytest.mark.parametrize(

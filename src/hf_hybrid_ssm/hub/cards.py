@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import EvalResult, ModelCardData
+from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 import hf_hybrid_ssm
@@ -135,6 +136,8 @@ def _metrics(name: str, task: str | None, results: Mapping[str, Any] | None, dat
 
 def _architecture(config: PreTrainedConfig, model: PreTrainedModel, kinds: list[str]) -> str:
     total, inner = model.num_parameters(), model.num_parameters(exclude_embeddings=True)
+    if not isinstance(embeddings := model.get_input_embeddings(), nn.Embedding):  # adaptive: transformers counts it in
+        inner -= sum(parameter.numel() for parameter in embeddings.parameters())
     counted = f"{total:,} parameters, {inner:,} of them non-embedding"
     defaults = type(config)().to_dict()
     shown = {key: getattr(config, key) for key in SIZES if hasattr(config, key)}
