@@ -36,10 +36,14 @@ def test_an_encoder_and_an_encoder_decoder(kind, tmp_path):
     for noise in (0.15, 0.5):
         folder = tmp_path / f"shared-{noise}"
         given = {"held_out": [f"words={texts}"], "prompt": PROMPT, "max_tokens": 400, "length": 32, "noise": noise}
+        given["with_code"] = noise == 0.5
         found[noise] = publish(PublishArguments(str(tmp_path / "run"), str(folder), "some.yaml", **given))
-        assert check_folder(folder)["bytes"] > 0 and objective_of(folder, noise).noise == noise
+        contents = check_folder(folder)
+        assert contents["bytes"] > 0 and (contents["code"] > 0) == given["with_code"]
+        assert objective_of(folder, noise).noise == noise
         card = (folder / "README.md").read_text(encoding="utf-8")
         assert f"{found[noise]['words_perplexity']:.4g}" in card and "What it restores" in card
+        assert ("trust_remote_code" in card) == given["with_code"]
         known = json.loads((folder / "golden.json").read_text(encoding="utf-8"))
         assert known["prompt"].count("<") >= 1 and known["greedy"]
     assert found[0.15]["words_loss"] != found[0.5]["words_loss"]
