@@ -43,7 +43,7 @@ def test_what_marks_and_decorators_skip_is_left_out_and_counted(processes, tmp_p
     (tmp_path / "test_some.py").write_text(TESTS, encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", *processes]
     environment = {name: value for name, value in os.environ.items() if name != "HF_HYBRID_SSM_PAGE"}
-    environment |= {"PYTHONPATH": str(Path(__file__).parents[2]), "PYTEST_ADDOPTS": ""}
+    environment |= {"PYTHONPATH": str(Path(__file__).parents[1]), "PYTEST_ADDOPTS": ""}
     ran = subprocess.run([*command, tmp_path], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "4 tests can never run here and were left out" in ran.stdout
