@@ -54,6 +54,7 @@ def test_what_marks_and_decorators_skip_is_left_out_and_counted(processes, tmp_p
 class Case(unittest.TestCase):
     has_attentions = False
     models = (int,)
+    model_tester = None
 
     def guarded(self):
         """Text."""
@@ -66,6 +67,10 @@ class Case(unittest.TestCase):
 
     def asking_for_setup(self):
         if not self.made_by_set_up.works:
+            self.skipTest("no")
+
+    def asking_for_what_setup_replaces(self):
+        if not getattr(self.model_tester, "is_training", False):
             self.skipTest("no")
 
     def found_out_later(self):
@@ -99,6 +104,7 @@ def guarded_function(self):
         (leading_to_a_guard, "by the function"),
         (Case.leading_on, None),
         (Case.asking_for_setup, None),
+        (Case.asking_for_what_setup_replaces, None),
         (Case.found_out_later, None),
         (Case.for_others, None),
     ],

@@ -36,7 +36,7 @@ def reason_of(function: Callable, test_class: Any) -> str | None:
     if not function.__module__.startswith(UPSTREAM):
         return None
     guards, inner = first_lines(function)
-    case = test_class("__init__")  # an instance whose setUp has not run
+    case = _BeforeSetUp(test_class)
     for condition, reason in guards:
         try:
             if eval(condition, function.__globals__, {"self": case}):
@@ -44,6 +44,18 @@ def reason_of(function: Callable, test_class: Any) -> str | None:
         except (AttributeError, TypeError, NameError):
             return None
     return None if inner is None else reason_of(function.__globals__[inner], test_class)
+
+
+class _BeforeSetUp:
+    """The attributes of a test case whose `setUp` has not run; None stands for what that makes."""
+
+    def __init__(self, test_class: Any):
+        self._case = test_class("__init__")
+
+    def __getattr__(self, name: str) -> Any:
+        if (value := getattr(self._case, name)) is None:
+            raise AttributeError(name)
+        return value
 
 
 @cache
