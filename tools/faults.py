@@ -155,7 +155,11 @@ def main() -> int:
         copy = FaultyCopy(ROOT, Path(folder))
         for fault in chosen:
             start = fault.place(ROOT)
-            found = copy.notices(fault.file, start, start + len(fault.old), fault.new, fault.tests.split())
+            try:
+                found = copy.notices(fault.file, start, start + len(fault.old), fault.new, fault.tests.split())
+            except RuntimeError as error:
+                found = False
+                print(error)
             unnoticed += not found
             print(f"{'noticed' if found else 'NOT noticed'}: {fault}", flush=True)
     print(f"{len(chosen) - unnoticed} of {len(chosen)} noticed")

@@ -59,7 +59,10 @@ class FaultyCopy:
                 raise RuntimeError(f"no test is found in {', '.join(tests) or 'no file'}.")
             self._passing[tests] = status == 0
         if not self._passing[tests]:
-            raise RuntimeError(f"{', '.join(tests)} fail without a fault: see {self.log}.")
+            told = [
+                line for line in self.log.read_text(encoding="utf-8").splitlines() if line.startswith(("FAILED", "E"))
+            ]
+            raise RuntimeError(f"{', '.join(tests)} fail without a fault: {' | '.join(told[-5:])}")
 
     def _run(self, tests: Sequence[str]) -> int:
         """pytest's exit status, negative for a signal."""
