@@ -13,7 +13,8 @@
 #   make reliability the pages that are made from tests; or one of roundtrips, determinism, numerics, misuse, fuzz,
 #                    crash, scale by its name
 #   make plans       memory and operations of a training step of the papers' presets
-#   make mutation    change ops and caches at random and see whether a test notices
+#   make mutation    change the package and the recipes at random and see whether a test notices
+#   make faults      make a list of faults by hand, one at a time, and see whether their tests notice
 #   make lowest      the tests with the lowest versions of the dependencies; make newest: with the newest
 #   make matrix      what PEFT, quantization, compiling, export and offloading do with every family
 #   make cards       the model cards of the papers' language models
@@ -33,7 +34,7 @@ REPORT = OMP_NUM_THREADS=1 $(BIN)/python -m tests.reporting
 RUN_TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .PHONY: demo test lint upstream invariants programs streaming bench gpu docs install clean \
-    cards clean-room matrix reliability roundtrips determinism numerics misuse fuzz crash scale mutation plans \
+    cards clean-room matrix reliability roundtrips determinism numerics misuse fuzz crash scale mutation faults plans \
     reports-status \
     lowest newest
 .DEFAULT_GOAL := test
@@ -76,8 +77,10 @@ plans: $(STAMP)
 	$(REPORT) --stamp reports/planning.md
 
 mutation: $(STAMP)
-	$(BIN)/python -m pip install --quiet mutmut
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.mutation --sample 400
+
+faults: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.faults
 
 # The suite in an environment of its own with the lowest versions that pyproject.toml names, or the newest there are.
 # (What needs several processes, and transformers' own tests, belong to the pinned versions.)

@@ -34,7 +34,7 @@ from hf_hybrid_ssm.upcycle import (
     STUDENT_FAMILIES,
     alignment_losses,
     attention_sensitivity,
-    check_teacher,
+    check_weights,
     distillation_loss,
     new_modules,
     upcycle,
@@ -154,7 +154,7 @@ def upcycle_model(arguments: UpcycleArguments, data: DataArguments, training: Tr
     set_seed(training.seed)
     options = {} if arguments.teacher_device_map is None else {"device_map": arguments.teacher_device_map}
     teacher = AutoModelForCausalLM.from_pretrained(arguments.teacher, dtype=torch.float32, **options)
-    check_teacher(teacher.config)
+    check_weights(teacher)
     teacher.eval().requires_grad_(False)
     if not options:
         teacher.to(training.device)

@@ -176,7 +176,9 @@ def test_fourier_transforms_and_scans_are_counted():
     assert scanned > 0 and scanned % (7 * BATCH * LENGTH * bst.hidden_size) == 0
     with FakeTensorMode(), FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
         torch.fft.irfft(torch.fft.rfft(torch.zeros(3, 64)))
-    assert counter.get_total_flops() == 2 * 3 * 2.5 * 64 * 6
+        assert counter.get_total_flops() == 2 * 3 * 2.5 * 64 * 6
+        torch.fft.ifft(torch.zeros(3, 64, dtype=torch.complex64))  # twice that, of numbers with two parts
+    assert counter.get_total_flops() == 2 * 3 * 2.5 * 64 * 6 + 3 * 5 * 64 * 6
 
 
 @pytest.mark.parametrize("window", [(3, 0), (3, -1), (2, 4), (2**40, 0), (2**40, 2**40)])

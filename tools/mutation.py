@@ -1,135 +1,145 @@
-"""Do the tests notice when ops and caches are changed? Mutants by mutmut, a random sample of them.
+"""Do the tests notice small faults in the sources and recipes? A random sample of all that `tools.mutants` can make.
 
-    pip install mutmut && python -m tools.mutation --sample 400
+    python -m tools.mutation --sample 400                        writes reports/reliability/mutation.md
+    python -m tools.mutation --scope ops --sample 60             ops and caches alone; or any prefix of a path
+    python -m tools.mutation --scope ops --sample 60 --root ../before --folder /tmp/before
+    python -m tools.mutation --compare /tmp/before /tmp/after    the same faults in two versions
 
-Works on a copy of the sources and writes reports/reliability/mutation.md. A mutant is killed if a test fails with it.
+Each fault is made in a copy and meets the tests of its part (`tools.parts`). What is drawn depends on the seed and on
+each fault alone, so that samples of two versions differ only by the faults that just one of them has. A run that was
+stopped goes on when it is given its --folder again.
 """
 
 import argparse
 import json
-import os
-import random
-import shutil
-import subprocess
 import sys
 import tempfile
-from collections import Counter
-from importlib.metadata import version
+import time
+from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 from tests.reporting import made_by, table, write_page
+from tools.faulty_copy import FaultyCopy
+from tools.mutants import Mutant, mutants_of
+from tools.parts import files_in, relevant_tests
 
 ROOT = Path(__file__).parents[1]
-# Kernels are out of mutmut's reach: Triton's run in a process of their own, and decorated functions are not changed.
-# So are tests that compile: its detours around every function are none that torch traces.
-SETTINGS = """
-[tool.mutmut]
-source_paths = ["src"]
-only_mutate = ["src/hf_hybrid_ssm/ops/*", "src/hf_hybrid_ssm/models/cache.py"]
-do_not_mutate = ["*/triton*.py", "*/native.py", "*/native_library.py"]
-pytest_add_cli_args = ["-p", "no:cacheprovider", "-q", "-k", "not compil and not graph and not export and not traced"]
-pytest_add_cli_args_test_selection = [
-    "tests/ops", "tests/layers/test_lmu.py", "tests/models/test_longhorn.py", "tests/models/test_lmu_isa.py",
-    "tests/models/test_bst.py", "tests/test_doctor.py", "--deselect=tests/ops/test_triton.py"
-]
-also_copy = ["tests", "recipes", "benchmarks"]
-"""
-MEANING = {1: "killed", 3: "killed", 0: "survived", 5: "not covered", 33: "not covered"}
-KILLED = ("killed", "hung", "crashed")
+NOTICED, SURVIVED, FAILING = "noticed", "survived", "tests fail"
 
 
-def status(exit_code: int | None) -> str:
-    """A mutant that hangs or crashes the tests is noticed as well."""
-    if exit_code in MEANING:
-        return MEANING[exit_code]
-    return "hung" if exit_code in (36, 24, -24, 152, 255) else "crashed"
+def population(root: Path, scope: str) -> list[Mutant]:
+    files = files_in(root, scope)
+    return [mutant for file in files for mutant in mutants_of(file, (root / file).read_text(encoding="utf-8"))]
 
 
-def copied(folder: Path) -> None:
-    """What mutmut needs, and its settings at the end of pyproject.toml."""
-    for name in ("src", "tests", "recipes", "benchmarks"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8") + SETTINGS
-    (folder / "pyproject.toml").write_text(text, encoding="utf-8")
-    shutil.copy(ROOT / "README.md", folder)
+def drawn(mutants: Iterable[Mutant], sample: int, seed: int) -> list[Mutant]:
+    """Those of the smallest ranks, in the order of their files: the tests of a part run one after another."""
+    chosen = sorted(mutants, key=lambda mutant: mutant.rank(seed))[:sample]
+    return sorted(chosen, key=lambda mutant: (mutant.file, mutant.start))
 
 
-def mutmut(folder: Path, names: list[str]) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
-    command = [
-        str(Path(sys.executable).with_name("mutmut")),
-        "run",
-        "--max-children",
-        str(os.cpu_count() or 1),
-        *names,
-    ]
-    subprocess.run(command, cwd=folder, env=environment, check=False, stdout=subprocess.DEVNULL)
+def read(folder: Path) -> dict[str, dict]:
+    """What is known: the name of a mutant → its file, verdict and seconds."""
+    path = folder / "verdicts.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return {entry["name"]: entry for entry in map(json.loads, lines)}
 
 
-def codes(folder: Path) -> dict[str, dict[str, int | None]]:
-    """File → mutant → exit code of its tests, None if they did not run."""
-    found = {}
-    for path in sorted((folder / "mutants").rglob("*.meta")):
-        by_name = json.loads(path.read_text(encoding="utf-8"))["exit_code_by_key"]
-        if by_name:
-            name = path.relative_to(folder / "mutants" / "src" / "hf_hybrid_ssm").as_posix()
-            found[name.removesuffix(".meta")] = by_name
-    return found
+def try_all(root: Path, folder: Path, chosen: list[Mutant]) -> None:
+    """A verdict on each mutant that has none yet, written as soon as it is there."""
+    copy, known = FaultyCopy(root, folder), read(folder)
+    for number, mutant in enumerate(chosen, 1):
+        if mutant.name in known:
+            continue
+        tests = [path for path in relevant_tests(mutant.file) if (root / path).exists()]
+        begin = time.monotonic()
+        try:
+            verdict = NOTICED if copy.notices(mutant.file, mutant.start, mutant.end, mutant.new, tests) else SURVIVED
+        except RuntimeError as error:
+            verdict = FAILING
+            print(f"{mutant.file}: {error}", file=sys.stderr)
+        seconds = round(time.monotonic() - begin, 1)
+        entry = {"name": mutant.name, "file": mutant.file, "verdict": verdict, "seconds": seconds}
+        with (folder / "verdicts.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+        print(f"{number}/{len(chosen)} {verdict}: {mutant.name}", flush=True)
+
+
+def score(entries: Iterable[dict]) -> str:
+    found = [entry["verdict"] for entry in entries if entry["verdict"] != FAILING]
+    noticed = found.count(NOTICED)
+    return f"{noticed} of {len(found)} noticed" + (f", {noticed / len(found):.1%}" if found else "")
+
+
+def part_of(file: str) -> str:
+    """The op, family or folder that a file belongs to, as a row of the table."""
+    parts = file.removeprefix("src/hf_hybrid_ssm/").split("/")
+    return "/".join(parts[:2]) if parts[0] in ("ops", "models", "recipes") and len(parts) > 2 else parts[0]
+
+
+def write(seed: int, mutants: list[Mutant], entries: list[dict]) -> None:
+    made: dict[str, int] = defaultdict(int)
+    for mutant in mutants:
+        made[part_of(mutant.file)] += 1
+    tried: dict[str, list[str]] = defaultdict(list)
+    for entry in entries:
+        tried[part_of(entry["file"])].append(entry["verdict"])
+    kinds = (NOTICED, SURVIVED, FAILING)
+    rows = [[part, made[part], len(of), *map(of.count, kinds)] for part, of in sorted(tried.items())]
+    survivors = [f"- `{entry['name']}`" for entry in entries if entry["verdict"] == SURVIVED]
+    path = write_page(
+        "reliability/mutation.md",
+        "What the tests notice",
+        made_by("make mutation", ("src/hf_hybrid_ssm", "recipes", "tests")),
+        f"{len(entries)} of the {len(mutants):,} faults that `tools.mutants` can make in the package and the recipes, "
+        f"drawn with seed {seed}, each against the tests of its part: **{score(entries)}** (a test failed, hung or "
+        "crashed). C files are not among them.",
+        table(["part", "faults", "tried", *kinds], rows),
+        "Each fault is in `mutation.json`. Not all survivors are mistakes: some change nothing that can be seen.",
+        "## Survivors",
+        "\n".join(survivors) or "None.",
+    )
+    path.with_suffix(".json").write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+
+
+def compare(before: Path, after: Path) -> None:
+    """The score of two runs on the faults that both tried, and which of these changed."""
+    first, second = read(before), read(after)
+    common = sorted(first.keys() & second.keys())
+    print(f"before: {score(first.values())}; after: {score(second.values())}")
+    scores = (score(known[name] for name in common) for known in (first, second))
+    print(f"the {len(common)} faults of both: before {next(scores)}; after {next(scores)}")
+    for name in common:
+        if (was := first[name]["verdict"]) != (now := second[name]["verdict"]):
+            print(f"{was} -> {now}: {name}")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scope", default="all", help="all, src, recipes, ops, or a prefix of a path")
     parser.add_argument("--sample", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, help="a folder of an earlier run, to go on with")
+    parser.add_argument("--root", type=Path, default=ROOT, help="another version of the repository to try")
+    parser.add_argument("--folder", type=Path, help="of an earlier run, to go on with")
+    parser.add_argument("--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"), help="folders of two runs")
     arguments = parser.parse_args()
-    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="mutation-"))
-    if not (folder / "mutants").is_dir():
-        folder.mkdir(exist_ok=True)
-        copied(folder)
-        # makes all, and finds who tests whom
-        mutmut(folder, ["hf_hybrid_ssm.ops._core.checks.x_check_lengths__mutmut_1"])
-    everything = [name for by_name in codes(folder).values() for name in by_name]
-    if not everything:
-        sys.exit(f"mutmut made no mutants in {folder}")
-    sample = set(random.Random(arguments.seed).sample(sorted(everything), min(arguments.sample, len(everything))))
-    verdicts = {name for by_name in codes(folder).values() for name, code in by_name.items() if code is not None}
-    if sample - verdicts:
-        mutmut(folder, sorted(sample - verdicts))
-    rows: list[list] = []
-    survivors: list[str] = []
-    total: Counter[str] = Counter()
-    for file, by_name in codes(folder).items():
-        found = Counter(status(code) for name, code in by_name.items() if name in sample and code is not None)
-        survivors += [name for name, code in by_name.items() if name in sample and code == 0]
-        total += found
-        noticed = sum(found[kind] for kind in KILLED)
-        rows.append([file, len(by_name), sum(found.values()), noticed, found["survived"], found["not covered"]])
-    tried, noticed = sum(total.values()), sum(total[kind] for kind in KILLED)
-    if not tried:
-        sys.exit(f"mutmut tried no mutant; run it in {folder} to see why")
-    grouped: dict[str, list[int]] = {}
-    for file, *counts in rows:  # by op, where all files of one are alike
-        key = "/".join(file.split("/")[:2])
-        grouped[key] = [sum(pair) for pair in zip(grouped.get(key, [0] * len(counts)), counts)]
-    shown = [[key, *counts] for key, counts in grouped.items()]
-    shown.append(["all", len(everything), tried, noticed, total["survived"], total["not covered"]])
-    head = ["file", "mutants", "tried", "noticed", "survived", "not covered"]
-    path = write_page(
-        "reliability/mutation.md",
-        "What the tests of ops and caches notice",
-        made_by("make mutation", ("src/hf_hybrid_ssm/ops", "src/hf_hybrid_ssm/models/cache.py", "tests/ops")),
-        f"{tried} of the {len(everything):,} mutants that mutmut {version('mutmut')} makes, drawn "
-        f"with seed {arguments.seed}, against the tests of the ops, of the Legendre memory, of Longhorn, LMU-ISA and "
-        f"BST. **{noticed} were noticed, {noticed / tried:.1%}** (a test failed, hung or crashed).",
-        table(head, shown),
-        "Each file is in `mutation.json`.",
-        "Survivors: " + (", ".join(f"`{name.removeprefix('hf_hybrid_ssm.')}`" for name in survivors) or "none") + ".",
-        "Kernels are not among them: mutmut changes no decorated function, and Triton's interpreter runs in a process "
-        "of its own.",
-    )
-    path.with_suffix(".json").write_text(json.dumps([dict(zip(head, row)) for row in rows], indent=1) + "\n")
-    print(f"{noticed} of {tried}; mutants in {folder}")
+    if arguments.compare:
+        compare(*arguments.compare)
+        return 0
+    folder = (arguments.folder or Path(tempfile.mkdtemp(prefix="mutation-"))).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    mutants = population(arguments.root, arguments.scope)
+    if not mutants:
+        parser.error(f"--scope {arguments.scope}: there is no such file in src/hf_hybrid_ssm or recipes.")
+    chosen = drawn(mutants, arguments.sample, arguments.seed)
+    print(f"{len(chosen)} of {len(mutants)} faults; verdicts in {folder}", flush=True)
+    try_all(arguments.root.resolve(), folder, chosen)
+    known = read(folder)
+    entries = [known[mutant.name] for mutant in chosen]
+    print(score(entries))
+    if arguments.scope == "all" and arguments.root == ROOT:
+        write(arguments.seed, mutants, entries)
     return 0
 
 

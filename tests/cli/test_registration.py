@@ -1,4 +1,9 @@
-"""Stock scripts, unchanged: `hf-hybrid-ssm run`, `enable`, and the plain import."""
+"""A script that knows no family, unchanged, by `hf-hybrid-ssm run`, `enable`, and the plain import.
+
+The script is our own, after the example of transformers that trains a causal language model: its own examples are in
+neither its wheel nor its source distribution, so that pip cannot fetch them as `tests/upstream/fetch.py` fetches its
+tests.
+"""
 
 import json
 import subprocess

@@ -96,7 +96,8 @@ def test_the_same_bytes_twice_and_few_files(folders, model_type, tmp_path):
 @EVERY
 def test_code_is_flat_licensed_and_harmless(model_type):
     for name, text in code_of(model_type).items():
-        assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n")
+        licence = "# Copyright 2026 The hf-hybrid-ssm contributors.\n# SPDX-License-Identifier: Apache-2.0\n"
+        assert text.startswith(licence) and text.count("Copyright") == 1
         assert findings("--stdin-filename", name, "-", source=text) == ""
         for node in ast.walk(ast.parse(text)):
             names = []

@@ -294,6 +294,13 @@ def test_transforms_cover_a_row(length, taps):
     points, tokens = native.transform_sizes(length, taps)
     assert points & (points - 1) == 0 and 1 <= tokens <= length and points >= taps - 1 + tokens
 
+    def operations(points: int) -> float:
+        """Transforms of n points cost n log2 n; there is one for each piece of the row, and n more for its product."""
+        pieces = math.ceil(length / min(length, points - taps + 1))
+        return pieces * points * (math.log2(points) + 1)
+
+    assert operations(points) == min(operations(2**k) for k in range(5, 22) if 2**k >= taps)
+
 
 def test_filters_end_where_float32_sees_no_more():
     whole, kept = impulse_response(50, 350.0, 4096), finite_response(50, 350.0, 4096)

@@ -3,11 +3,14 @@
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+import upcycle
 from _lib.documents import DataArguments
 from _lib.standard_text import standard_documents
+from datasets import Dataset
 from pretrain_clm import ModelArguments, pretrain
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainingArguments
@@ -80,6 +83,18 @@ def test_the_result_is_an_ordinary_checkpoint_whose_card_names_the_teacher(whole
     card = (folder / "README.md").read_text()
     assert f"| teacher | {teacher.name} |" in card and "perplexity over teachers" in card
     assert (folder / "modeling_longhorn.py").is_file()
+    # no state is kept while a stage trains; what it leaves generates from one again
+    for saved in (folder, folder / "align", folder / "distil"):
+        assert json.loads((saved / "config.json").read_text())["use_cache"] is True, saved
+
+
+def test_sensitivity_keeps_the_layers_that_the_teacher_misses_most(monkeypatch):
+    monkeypatch.setattr(upcycle, "attention_sensitivity", lambda teacher, batches: [0.1, 0.4, -0.2, 0.3, 0.05])
+    rows = Dataset.from_dict({"input_ids": [[1, 2, 3]] * 8})
+    teacher = SimpleNamespace(device="cpu")
+    for share, wanted in ((0.2, [1]), (0.4, [1, 3]), (0.6, [0, 1, 3]), (0.8, [0, 1, 3, 4])):
+        arguments = UpcycleArguments("teacher", keep=share, keep_by="sensitivity")
+        assert upcycle.chosen_layers(arguments, teacher, rows) == wanted
 
 
 def test_a_killed_run_goes_on_to_the_same_bits(whole, arguments, texts, tmp_path):

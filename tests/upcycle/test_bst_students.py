@@ -148,8 +148,6 @@ def test_refusals_name_what_is_wrong():
         upcycle(teacher, 0.5, family="bst")
     with pytest.raises(ValueError, match="num_key_value_heads, rope_parameters of a BST must be its teacher's"):
         student_config(teacher.config, family="bst", num_key_value_heads=4, rope_parameters=None)
-    with pytest.raises(ValueError, match="sliding_window=0 must be positive"):
-        student_config(MistralConfig(**SIZES, sliding_window=1), family="bst")
     with pytest.raises(ValueError, match="mlp_bias=True"):
         upcycle(LlamaForCausalLM(LlamaConfig(**SIZES, mlp_bias=True)), family="bst")
     student, _ = student_of(teacher, ssm_layers=[1])

@@ -81,6 +81,16 @@ def test_every_weight_is_accounted_for(name):
     assert ("translated: " in str(report)) == bool(report.translated)
 
 
+@pytest.mark.parametrize("family", ["longhorn", "bst"])
+def test_the_student_generates_as_its_teacher_was_told_to(family):
+    teacher = teacher_of("llama")
+    teacher.generation_config.update(do_sample=True, temperature=0.7, top_k=5, eos_token_id=[1, 5], max_new_tokens=9)
+    student, _ = upcycle(teacher, family=family)
+    assert student.generation_config.to_dict() == teacher.generation_config.to_dict()
+    student.generation_config.top_k = 6
+    assert teacher.generation_config.top_k == 5
+
+
 def test_tied_weights_stay_tied(tmp_path):
     student, _ = upcycle(teacher_of("llama"), keep=0.5)
     assert student.lm_head.weight is student.model.embed_tokens.weight
@@ -104,9 +114,13 @@ def test_a_new_mixer_is_nearer_to_the_attention_than_a_random_one(name):
         assert loss < 0.95 < losses["random"][index]
 
 
-def test_values_pass_a_new_mixer_as_they_are():
-    """silu(v) - silu(-v) = v: with one token, the mixer's output is that of attention, scaled by Δc²(1 + q · k)."""
-    teacher = teacher_of("llama")  # grouped heads: there are channels to spare
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_values_pass_a_new_mixer_as_they_are(name):
+    """silu(v) - silu(-v) = v: with one token, the mixer's output is that of attention, scaled by Δc²(1 + q · k).
+
+    Qwen2's values have a bias, which both channels of a pair need."""
+    teacher = teacher_of(name)  # grouped heads: there are channels to spare
+    assert (teacher.model.layers[0].self_attn.v_proj.bias is not None) == (name == "qwen2")
     student, _ = upcycle(teacher, keep=0.0, state_size=16)
     layer, mixer = teacher.model.layers[0], student.model.layers[0].mixer
     hidden = torch.randn(64, 1, SIZES["hidden_size"], generator=torch.Generator().manual_seed(3))

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import transformers
 
+from tests.conftest import LEFT_OUT
 from tests.reporting import made_by, table, write_page
 
 FOLDER = Path(__file__).parent
@@ -24,10 +25,10 @@ the same things. Mamba, Jamba, Llama and T5 of transformers run under the same h
 their plain torch path.
 
 A skip is a test that transformers skips by itself for a model without the feature, or one of ours with the reason
-given in the test file. Families without full attention skip what Mamba skips: window attention in blocks forms no
-matrix of weights that `output_attentions` could return. One more than Mamba: rotary scaling, where there is no rotary
-embedding."""
-KINDS = ("passed", "failed", "skipped")
+given in the test file; where its decorators or first lines say so, it is left out when collected. Families without
+full attention skip what Mamba skips: window attention in blocks forms no matrix of weights that `output_attentions`
+could return. One more than Mamba: rotary scaling, where there is no rotary embedding."""
+KINDS = ("passed", "failed", "skipped", "left out")
 
 
 class Collector:
@@ -47,8 +48,17 @@ class Collector:
         if report.outcome == "failed":
             self.failed[name].append(report.nodeid.split("::")[-1])
         if report.outcome == "skipped":
-            reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
-            self.reasons[re.sub(r"<class '[\w.]+\.(\w+)'>", r"\1", reason.removeprefix("Skipped: "))][name] += 1
+            self._because(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr, name)
+
+    def pytest_terminal_summary(self, config):
+        for test, reason in config.stash[LEFT_OUT].items():
+            name = test.split("::")[1].partition("[")[0]
+            self.outcomes[name]["left out"] += 1
+            self._because(reason, name)
+
+    def _because(self, reason, name: str) -> None:
+        told = str(reason).removeprefix("Skipped: ")
+        self.reasons[re.sub(r"<class '[\w.]+\.(\w+)'>", r"\1", told)][name] += 1
 
 
 def write(collector: Collector, made: str) -> None:
@@ -61,7 +71,7 @@ def write(collector: Collector, made: str) -> None:
     ours = {reason: of for reason, of in kinds.items() if not any(name.endswith("Peer") for name in of)}
     told = f"{len(kinds)} in `upstream.json`, {len(ours)} of them of no test of transformers' own models."
     parts = (INTRODUCTION, table(["test class", *KINDS], rows), "## Failures", "\n".join(failures) or "None.")
-    parts += ("## Reasons of skips", told)
+    parts += ("## Reasons of skips, and of what is left out", told)
     path = write_page("upstream.md", "transformers' own tests", made, *parts)
     found = {"made": made, "outcomes": collector.outcomes, "failed": collector.failed, "skips": collector.reasons}
     path.with_suffix(".json").write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")

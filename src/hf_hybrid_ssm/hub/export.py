@@ -20,6 +20,7 @@ from hf_hybrid_ssm.models.family import Family
 logger = logging.getLogger(__name__)
 
 HEAD = (
+    "# Copyright 2026 The hf-hybrid-ssm contributors.\n"
     "# SPDX-License-Identifier: Apache-2.0\n"
     f"# Part of hf-hybrid-ssm {__version__}, gathered by hf_hybrid_ssm.hub.export_code.\n"
     "# Plain torch, and on CUDA the Triton kernels of hf_hybrid_ssm_kernels where that can be imported. transformers\n"

@@ -214,12 +214,14 @@ class _Places:
         return start, end, new
 
     def dropped(self) -> Iterator[Edit]:
-        """What does not travel: imports, the docstring (a title takes its place), `__all__`."""
+        """What does not travel: imports, `__all__`, and the docstring with the licence above it, for which there are a
+        title and the head of the file."""
         for index, node in enumerate(self.module.tree.body):
             is_docstring = index == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             is_all = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
             if is_docstring or is_all or isinstance(node, ast.Import | ast.ImportFrom):
-                yield self.starts[node.lineno - 1], self.starts[int(node.end_lineno or node.lineno)] - 1, ""
+                start = 0 if is_docstring else self.starts[node.lineno - 1]
+                yield start, self.starts[int(node.end_lineno or node.lineno)] - 1, ""
 
 
 def triton_kernels(module: Module) -> Iterator[Symbol]:

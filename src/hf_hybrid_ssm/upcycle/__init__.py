@@ -10,6 +10,7 @@ __getattr__, __dir__, __all__ = attach(
         "alignment_losses": f"{__name__}.objectives",
         "attention_sensitivity": f"{__name__}.sensitivity",
         "check_teacher": f"{__name__}.teachers",
+        "check_weights": f"{__name__}.teacher_weights",
         "distillation_loss": f"{__name__}.objectives",
         "evenly_spaced": f"{__name__}.configurations",
         "init_context": f"{__name__}.context_states",

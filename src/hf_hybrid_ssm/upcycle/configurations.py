@@ -21,6 +21,11 @@ OPEN_FIELDS = {
     "ssm_layers", "pad_token_id", "bos_token_id", "eos_token_id",
 }  # fmt: skip
 """What may be chosen of the fields that a BST takes from its teacher."""
+FIXED_FIELDS = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "mlp_intermediate_size", "attention_bias", "use_qk_norm", "tie_word_embeddings",
+)  # fmt: skip
+"""What a Longhorn takes from its teacher, whatever is asked: its weights fit nothing else."""
 
 
 def evenly_spaced(layers: int, count: int) -> list[int]:
@@ -72,7 +77,11 @@ def student_config(
         if fixed := sorted(fields.keys() & known.keys() - OPEN_FIELDS):
             raise ValueError(f"{', '.join(fixed)} of a BST must be its teacher's: the weights fit nothing else.")
         return BstConfig(**(known | fields))
-    return LonghornConfig(**(known | _longhorn_fields(teacher, 0.25 if keep is None else keep, keep_as) | fields))
+    known |= _longhorn_fields(teacher, 0.25 if keep is None else keep, keep_as)
+    if other := [name for name in FIXED_FIELDS if name in fields and fields[name] != known[name]]:
+        wanted = ", ".join(f"{name}={known[name]!r}" for name in other)
+        raise ValueError(f"{', '.join(other)} of a Longhorn must be its teacher's: {wanted}.")
+    return LonghornConfig(**(known | fields))
 
 
 def _longhorn_fields(teacher: Any, keep: float | Sequence[int], keep_as: str | None) -> dict[str, Any]:
@@ -113,6 +122,11 @@ def _bst_fields(teacher: Any, given: dict[str, Any]) -> dict[str, Any]:
         "logit_scale": 1.0,
     }
     if "sliding_attention" in attention_types(teacher):
+        if teacher.sliding_window < 2 and "sliding_window" not in given:
+            raise ValueError(
+                f"sliding_window={teacher.sliding_window} of the teacher: a window of a BST holds at least one token "
+                "before the current one, so the teacher's must be 2 or more. Give sliding_window, or another teacher."
+            )
         known["sliding_window"] = teacher.sliding_window - 1  # theirs counts the token itself
     if "block_types" not in given:
         known["ssm_layers"] = evenly_spaced(teacher.num_hidden_layers, max(1, round(teacher.num_hidden_layers / 4)))

@@ -13,6 +13,7 @@ from hf_hybrid_ssm.models.longhorn.modeling_longhorn import LonghornForCausalLM
 from hf_hybrid_ssm.upcycle.configurations import student_config
 from hf_hybrid_ssm.upcycle.context_states import init_context
 from hf_hybrid_ssm.upcycle.projections import init_from_attention
+from hf_hybrid_ssm.upcycle.teacher_weights import check_weights
 
 Student = LonghornForCausalLM | BstForCausalLM
 STUDENTS: dict[str, type[Student]] = {"longhorn": LonghornForCausalLM, "bst": BstForCausalLM}
@@ -70,7 +71,7 @@ def upcycle(
     whose half of the output projection starts at zero: until it is trained, the student is its teacher with windows.
 
     Args:
-        teacher: a causal language model of transformers; not changed.
+        teacher: a causal language model of transformers, plain (see `check_weights`); not changed.
         keep, keep_as, family, fields: as of `student_config`.
         init: new mixers start from the "projections" of the attention they replace (see `init_from_attention`),
             context states from those of the attention beside them (see `init_context`); or both "random".
@@ -79,10 +80,12 @@ def upcycle(
         The student, in the teacher's dtype and on its device, and what became of each weight.
 
     Raises:
-        ValueError: as of `student_config`, or `init` is unknown.
+        ValueError: as of `student_config`, `init` is unknown, or the teacher holds more, less or other than the plain
+            weights of its configuration: compiled, quantized, offloaded, with an adapter, without its head.
     """
     if init not in INITS:
         raise ValueError(f"init={init!r} must be one of {', '.join(map(repr, INITS))}.")
+    check_weights(teacher)
     config = student_config(teacher.config, keep, keep_as, family, **fields)
     student = STUDENTS[family](config).to(device=teacher.device, dtype=teacher.dtype)
     report = Carried()
@@ -100,10 +103,7 @@ def upcycle(
             report.translated.append(name)
         else:
             report.dropped.append(name)
-    for name in sorted(wanted.keys() - filled):
-        if name.endswith("o_proj.bias"):  # Qwen2 has none
-            wanted[name].zero_()
-        report.new.append(name)
+    report.new += sorted(wanted.keys() - filled)
     if init == "projections":
         for old, new in zip(teacher.model.layers, student.model.layers):
             if family == "longhorn" and new.is_recurrent:

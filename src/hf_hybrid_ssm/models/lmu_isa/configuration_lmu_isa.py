@@ -1,3 +1,5 @@
+# Copyright 2026 The hf-hybrid-ssm contributors.
+# Licensed under the Apache License, Version 2.0: see LICENSE, or http://www.apache.org/licenses/LICENSE-2.0
 """LMU-ISA model configuration."""
 
 import math

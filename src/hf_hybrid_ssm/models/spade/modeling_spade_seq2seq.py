@@ -1,3 +1,5 @@
+# Copyright 2026 The hf-hybrid-ssm contributors.
+# Licensed under the Apache License, Version 2.0: see LICENSE, or http://www.apache.org/licenses/LICENSE-2.0
 """PyTorch SPADE encoder-decoder (arXiv 2212.08136): T5-like, for summarization and other text-to-text tasks."""
 
 import torch

@@ -1,0 +1,170 @@
+"""Faults made by hand, each once unnoticed, and the tests that must notice it: a list that anyone can check.
+
+    python -m tools.faults                  make each in a copy, run its tests, say noticed or not noticed
+    python -m tools.faults upcycle --list   only those whose file or text has the word; --list runs nothing
+
+Exits with 1 if a fault is not noticed. To add one, name its file and its tests, and say what is replaced by what: a
+text that the file has exactly once.
+"""
+
+import argparse
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.faulty_copy import FaultyCopy
+
+ROOT = Path(__file__).parents[1]
+SRC = "src/hf_hybrid_ssm"
+MODELS = f"{SRC}/models"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """In `file`, `old` becomes `new`; one of the `tests`, separated by spaces, must fail."""
+
+    file: str
+    tests: str
+    old: str
+    new: str
+
+    def place(self, root: Path) -> int:
+        """The character at which the replaced text begins.
+
+        Raises:
+            ValueError: the file does not have it, or more than once.
+        """
+        text = (root / self.file).read_text(encoding="utf-8")
+        if (count := text.count(self.old)) != 1:
+            raise ValueError(f"{self.file} has {self.old!r} {count} times, not once.")
+        return text.index(self.old)
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.old.strip()} -> {self.new.strip() or 'nothing'}"
+
+
+FAULTS = [
+    # upcycling: the sign of a bias, the layers that are kept, what a student is told besides its weights
+    Fault(f"{SRC}/upcycle/projections.py", "tests/upcycle/test_upcycle.py",
+          "= shift, -shift",
+          "= shift, shift"),
+    Fault(f"{SRC}/upcycle/student.py", "tests/upcycle/test_upcycle.py",
+          "    student.generation_config = copy.deepcopy(teacher.generation_config)\n",
+          ""),
+    Fault(f"{SRC}/upcycle/teacher_weights.py", "tests/upcycle/test_refused_teachers.py",
+          "extra := [name for name in weights if name not in wanted]",
+          "extra := []"),
+    Fault("recipes/upcycle.py", "tests/recipes/test_upcycle.py::"
+          "test_sensitivity_keeps_the_layers_that_the_teacher_misses_most",
+          "-rises[index]",
+          "rises[index]"),
+    Fault("recipes/upcycle.py", "tests/recipes/test_upcycle.py::"
+          "test_the_result_is_an_ordinary_checkpoint_whose_card_names_the_teacher",
+          "student.config.use_cache = True",
+          "student.config.use_cache = False"),
+    # what a Fourier transform costs: in the choice of a form, in plans, in the C kernel's pieces
+    Fault(f"{SRC}/ops/long_conv/choice.py", "tests/ops/test_long_conv.py",
+          "2 * 2.5 * points",
+          "2.5 * points"),
+    Fault(f"{SRC}/planning/measurement.py", "tests/test_planning.py::"
+          "test_fourier_transforms_and_scans_are_counted",
+          "_fourier(shape, dims, 5.0)",
+          "_fourier(shape, dims, 2.5)"),
+    Fault(f"{SRC}/ops/implicit_attention/native.py", "tests/layers/test_lmu.py",
+          " * size[0] * size[0].bit_length()",
+          " * size[0]"),
+    # options that a layer forgets
+    Fault(f"{MODELS}/spade/layers_spade.py", "tests/models/test_spade.py",
+          "self.stop_gradient = config.ssm_stop_gradient",
+          "self.stop_gradient = False"),
+    Fault(f"{MODELS}/spade/modeling_spade.py", "tests/models",
+          "nn.Dropout(config.classifier_dropout)",
+          "nn.Dropout(0.0)"),
+    Fault(f"{MODELS}/spade/layers_spade.py", "tests/models",
+          "config.hidden_act], config.activation_dropout",
+          "config.hidden_act], 0.0"),
+    Fault(f"{MODELS}/bst/modeling_bst.py", "tests/models",
+          "nn.Dropout(config.final_dropout)",
+          "nn.Dropout(0.0)"),
+    Fault(f"{MODELS}/lmu_isa/modeling_lmu_isa.py", "tests/models",
+          "nn.Dropout(config.hidden_dropout)",
+          "nn.Dropout(0.0)"),
+    Fault(f"{MODELS}/heads.py", "tests/models",
+          "if shift_labels is None:",
+          "if labels is not None:"),
+    # constants and initial values
+    Fault(f"{SRC}/layers/mixers/ema.py", "tests/layers",
+          'float32_parameters: ClassVar[tuple[str, ...]] = ("delta", "alpha", "beta"',
+          'float32_parameters: ClassVar[tuple[str, ...]] = ("delta", "beta"'),
+    Fault(f"{MODELS}/longhorn/modeling_longhorn.py", "tests/models tests/golden/test_longhorn.py",
+          "SCAN_NORM_EPSILON = 1e-6",
+          "SCAN_NORM_EPSILON = 1e-5"),
+    Fault(f"{MODELS}/longhorn/modeling_longhorn.py", "tests/models tests/layers/test_initial_values.py",
+          "_uniform_fan_in(module.down_proj, self._residual_scale())",
+          "_uniform_fan_in(module.down_proj, 1.0)"),
+    Fault(f"{MODELS}/spade/modeling_spade.py", "tests/models tests/layers/test_initial_values.py",
+          "std=table.shape[1] ** -0.5",
+          "std=table.shape[1] ** 0.5"),
+    # caches
+    Fault(f"{MODELS}/cache.py", "tests/models",
+          "        self.history.clear()\n        self.is_initialized = False\n",
+          "        self.is_initialized = False\n"),
+    # plans, commands
+    Fault(f"{SRC}/planning/training_step.py", "tests/test_planning.py",
+          "2 * setup.computing * (largest + outside)",
+          "setup.computing * (largest + outside)"),
+    Fault(f"{SRC}/cli/generate.py", "tests/cli/test_commands.py",
+          '"temperature", "top_p", "top_k")',
+          '"temperature", "top_p")'),
+    Fault(f"{SRC}/cli/generate.py", "tests/cli/test_commands.py",
+          "tokenizer.eos_token if tokenizer.bos_token is None else tokenizer.bos_token",
+          "tokenizer.eos_token"),
+    # recipes: padding, measures, the order of streamed text
+    Fault("recipes/sft.py", "tests/recipes/test_sft.py",
+          'tokenizer.padding_side = "left"',
+          'tokenizer.padding_side = "right"'),
+    Fault("recipes/finetune_summarization.py", "tests/recipes/test_finetune_summarization.py",
+          "score[name].fmeasure",
+          "score[name].precision"),
+    Fault("recipes/finetune_glue.py", "tests/recipes/test_finetune_glue.py",
+          "TASKS[name].measures[0]",
+          "TASKS[name].measures[-1]"),
+    Fault("recipes/_lib/rows.py", "tests/recipes/test_documents.py",
+          "files = np.random.default_rng([self.seed, number])",
+          "files = np.random.default_rng([self.seed, 0])"),
+    Fault("recipes/_lib/rows.py", "tests/recipes/test_documents.py",
+          "order = np.random.default_rng([self.seed or 0, number, worker])",
+          "order = np.random.default_rng([self.seed or 0, 0, worker])"),
+]  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("word", nargs="?", default="", help="of the faults to make")
+    parser.add_argument("--list", action="store_true", help="show them and run nothing")
+    arguments = parser.parse_args()
+    chosen = [fault for fault in FAULTS if arguments.word in str(fault)]
+    if not chosen:
+        parser.error(f"no fault has {arguments.word!r} in its file or text.")
+    if arguments.list:
+        print("\n".join(map(str, chosen)))
+        return 0
+    unnoticed = 0
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        copy = FaultyCopy(ROOT, Path(folder))
+        for fault in chosen:
+            start = fault.place(ROOT)
+            try:
+                found = copy.notices(fault.file, start, start + len(fault.old), fault.new, fault.tests.split())
+            except RuntimeError as error:
+                found = False
+                print(error)
+            unnoticed += not found
+            print(f"{'noticed' if found else 'NOT noticed'}: {fault}", flush=True)
+    print(f"{len(chosen) - unnoticed} of {len(chosen)} noticed")
+    return int(unnoticed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
