@@ -22,9 +22,9 @@ def constant(make: Callable[..., Any]) -> Callable[..., Any]:
 
     @lru_cache
     def kept(*arguments: Any, device: torch.device | None) -> Any:
-        outside = (_disable_current_modes(), torch._C._DisableFuncTorch(), torch.inference_mode(False))
+        outside = (torch._C.DisableTorchFunction(), _disable_current_modes(), torch._C._DisableFuncTorch())
         with ExitStack() as stack:
-            for context in (*outside, torch.device("cpu"), torch.no_grad()):
+            for context in (*outside, torch.inference_mode(False), torch.no_grad()):
                 stack.enter_context(context)
             return tree_map_only(torch.Tensor, lambda made: made.to(device), make(*arguments))
 
