@@ -8,12 +8,14 @@ import torch
 from tests.reporting import THOROUGH
 from tests.tiny_models import ROWS, batch_of
 
+# of each family its default layers, for `make test`
+EVERY_FAMILY = ("longhorn", "bst sh s4d", "lmu-isa", "spade s4 window", "encoder-decoder")
 GREEDY = {"pad_token_id": 0, "do_sample": False}
 
 
-def rows(*quick: str) -> pytest.MarkDecorator:
+def rows(*quick: str, every: Sequence[str] = ROWS) -> pytest.MarkDecorator:
     """Every row on the page, these in `make test`."""
-    return pytest.mark.parametrize("row", ROWS if THOROUGH else quick)
+    return pytest.mark.parametrize("row", every if THOROUGH else quick)
 
 
 def cells(columns: Mapping[str, Sequence[str]], **limits: pytest.MarkDecorator) -> pytest.MarkDecorator:

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, RecurrentStateLayer
 from hf_hybrid_ssm.ops._core import dispatch
-from tests.matrix.checks import assert_near, cells, rows
+from tests.matrix.checks import EVERY_FAMILY, assert_near, cells, rows
 from tests.tiny_models import batch_of, language_model
 
 NO_FREE_LENGTH = pytest.mark.limit(
@@ -25,12 +25,6 @@ NO_FREE_LENGTH = pytest.mark.limit(
     r"Guard failed: ids_\d\.size|specialized it to be a constant",
     "an exported graph holds for lengths that take the same branches, and these layers choose block and transform "
     "sizes by the length. Export a graph for each length in use, or decode by the graph of one token.",
-)
-NO_AUTOCAST = pytest.mark.limit(
-    "torch",
-    "wrap_with_autocast is missing val field",
-    "with a free length its exporter loses what it knows of a region where autocast is switched off, as the Legendre "
-    "memory does to stay in float32. Export a graph for each length in use.",
 )
 NO_COMPLEX = pytest.mark.limit(
     "torch",
@@ -177,8 +171,7 @@ def test_prefill(column, row, tmp_path):
 
 
 @NO_FREE_LENGTH
-@NO_AUTOCAST
-@rows()
+@rows("longhorn", "lmu-isa", "bst sh s4d")
 def test_prefill_of_any_length(row, tmp_path):
     module, ids = _prefill(row)
     lengths = tuple({1: torch.export.Dim.DYNAMIC} for _ in ids)
@@ -189,7 +182,7 @@ def test_prefill_of_any_length(row, tmp_path):
             assert_near(exported(*other), module(*other), 1e-4, f"logits of {length} tokens")
 
 
-@cells({"export: one token": ("lmu-isa",), "ONNX: one token": ()})
+@cells({"export: one token": EVERY_FAMILY, "ONNX: one token": ("lmu-isa",)})
 @NO_COMPLEX
 def test_one_token(column, row, tmp_path):
     decoding = Decoding(row)

@@ -8,13 +8,13 @@ part of the weights and a folder for the rest; disk and CPU offload leave no wei
 import torch
 from accelerate import cpu_offload, disk_offload
 
-from tests.matrix.checks import assert_near, cells, check_generation, logits_of
+from tests.matrix.checks import EVERY_FAMILY, assert_near, cells, check_generation, logits_of
 from tests.tiny_models import own_language_model
 
 QUICK = {
     "automatic device map": ("encoder-decoder",),
-    "disk offload": ("longhorn", "bst mf unstructured", "lmu-isa", "spade s4 window", "spade hyena full"),
-    "cpu offload": (),
+    "disk offload": (*EVERY_FAMILY, "bst mf unstructured", "spade hyena full"),
+    "cpu offload": EVERY_FAMILY,
 }
 
 

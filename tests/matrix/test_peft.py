@@ -14,19 +14,19 @@ from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_
 from peft.utils import constants
 
 from hf_hybrid_ssm.auto import FAMILIES, register
-from tests.matrix.checks import assert_near, cells, check_generation, logits_of
+from tests.matrix.checks import EVERY_FAMILY, assert_near, cells, check_generation, logits_of
 from tests.memory import in_own_memory
 from tests.tiny_models import ROWS, batch_of, own_language_model
 
 # parameters that make the recurrence, by the module that holds them; no adapter of the defaults may sit in one
 RECURRENCE = {"ssm", "memory", "recurrent", "x_proj", "dt_proj"}
-SOME, ALL = ("longhorn", "bst mh s4", "encoder-decoder"), {"target_modules": "all-linear"}
+ALL = {"target_modules": "all-linear"}
 # column → rows of `make test`, the configuration, the learning rate
 METHODS = {
-    "LoRA": ((), lambda: LoraConfig(r=2, **ALL), 2e-2),
-    "DoRA": (SOME, lambda: LoraConfig(r=2, use_dora=True, **ALL), 2e-2),
-    "IA3": (SOME, lambda: IA3Config(feedforward_modules=[], **ALL), 0.2),
-    "prompt tuning": (SOME, lambda: PromptTuningConfig(num_virtual_tokens=3), 0.3),
+    "LoRA": (EVERY_FAMILY, lambda: LoraConfig(r=2, **ALL), 2e-2),
+    "DoRA": (EVERY_FAMILY, lambda: LoraConfig(r=2, use_dora=True, **ALL), 2e-2),
+    "IA3": (EVERY_FAMILY, lambda: IA3Config(feedforward_modules=[], **ALL), 0.2),
+    "prompt tuning": (EVERY_FAMILY, lambda: PromptTuningConfig(num_virtual_tokens=3), 0.3),
     "LoRA, default modules": (ROWS, lambda: LoraConfig(r=2), 5e-2),
     "IA3, default modules": (ROWS, lambda: IA3Config(), 0.2),
 }

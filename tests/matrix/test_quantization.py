@@ -12,7 +12,7 @@ from transformers import BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
 from hf_hybrid_ssm.layers.mixers.base import Mixer
 from hf_hybrid_ssm.models.longhorn.modeling_longhorn import LonghornMixer
-from tests.matrix.checks import assert_near, cells, check_generation, logits_of, rows
+from tests.matrix.checks import EVERY_FAMILY, assert_near, cells, check_generation, logits_of, rows
 from tests.tiny_models import ROWS, language_model, own_language_model
 
 INT8, INT8_ACTIVATIONS, INT4 = 0.1, 0.2, 0.6
@@ -33,6 +33,7 @@ METHODS = {
         INT4,
     ),
 }
+# where the library is there; `make test` installs torch's own only
 QUICK = {"torchao int8": ["longhorn"], "quanto int8": ["bst sh s4d"], "bitsandbytes int8": ["spade s4 window"]}
 NF4 = pytest.mark.limit(
     "bitsandbytes",
@@ -82,7 +83,7 @@ def _is_plain(module):
     "computed along with it, whatever the model.",
 )
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
-@rows("lmu-isa")
+@rows(*EVERY_FAMILY)
 def test_torch_dynamic_int8(row):
     """torch's own, which transformers does not know: the maps to convert are named one by one."""
     model = language_model(row, wide=True)

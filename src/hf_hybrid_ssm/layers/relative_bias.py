@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_hybrid_ssm.layers.tables import table
+from hf_hybrid_ssm.ops._core.constants import constant
 
 
 def distance_buckets(num_buckets: int, max_distance: int, count: int) -> tuple[int, ...]:
@@ -33,7 +33,10 @@ def two_sided_buckets(num_buckets: int, max_distance: int, count: int) -> tuple[
     return (*(half + bucket for bucket in reversed(back[1:])), *back)
 
 
-_CAUSAL, _TWO_SIDED = table(distance_buckets), table(two_sided_buckets)
+@constant
+def _columns(num_buckets: int, max_distance: int, count: int, two_sided: bool) -> torch.Tensor:
+    buckets = two_sided_buckets if two_sided else distance_buckets
+    return torch.tensor(buckets(num_buckets, max_distance, count))
 
 
 class RelativeBias(nn.Embedding):
@@ -58,6 +61,6 @@ class RelativeBias(nn.Embedding):
             left: the greatest distance to be asked for; None for all. Distances beyond the table share its ends.
         """
         count = self.max_distance + 1 if left is None else min(left, self.max_distance) + 1
-        buckets = _TWO_SIDED if self.bidirectional else _CAUSAL
-        columns = buckets(self.num_embeddings, self.max_distance, count, device=self.weight.device)
+        sizes = (self.num_embeddings, self.max_distance, count, self.bidirectional)
+        columns = _columns(*sizes, device=self.weight.device)
         return F.embedding(columns, self.weight).T

@@ -384,15 +384,22 @@ def _attention_masks(
     if "full_attention" not in config.layer_types:
         return {}
     starts, past, real = rows.starts, rows.past, rows.real_so_far
+    # with a function of positions transformers goes through vmap, which torch.export cannot save
+    by_function = starts is not None and config._attn_implementation == "flex_attention"
     mask = create_causal_mask(
         config=config,
         inputs_embeds=inputs_embeds,
         attention_mask=real,
         past_key_values=past_key_values,
         # it looks at the padding's values
-        allow_is_causal_skip=not inputs_embeds.is_meta and (real is None or can_read_values(real)),
-        and_mask_function=None if starts is None else lambda row, head, q, key: key >= starts[row, q - past],
+        allow_is_causal_skip=starts is None and not inputs_embeds.is_meta and (real is None or can_read_values(real)),
+        and_mask_function=(lambda row, head, q, key: key >= starts[row, q - past]) if by_function else None,
     )
+    if starts is not None and isinstance(mask, torch.Tensor) and mask.dim() == 4:
+        before = torch.arange(mask.shape[-1], device=mask.device) < starts.unsqueeze(-1)  # of other documents
+        mask = mask.masked_fill(
+            before.unsqueeze(1), False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+        )
     return {"full_attention": mask}
 
 

@@ -45,5 +45,5 @@ def settled(states: dict[str, torch.Tensor], theta: float) -> torch.Tensor | Non
     if memory is None or recent is None:
         return memory
     with without_autocast(memory.device.type):
-        constants = block_operators(memory.shape[1], theta, BLOCK, memory.dtype, memory.device)
+        constants = block_operators(memory.shape[1], theta, BLOCK, memory.dtype, device=memory.device)
         return advanced(memory, recent, states["pending"], BlockOperators(*constants))

@@ -1,11 +1,11 @@
 """The fused CPU backend: convolution by Fourier transforms, attention of each token, and decoding, in `native.c`."""
 
 import ctypes
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from hf_hybrid_ssm.ops._core.constants import constant
 from hf_hybrid_ssm.ops._core.custom_ops import differentiable_op
 from hf_hybrid_ssm.ops._core.native_library import call, is_plain_call, library_beside, prepared, supports
 from hf_hybrid_ssm.ops._core.transforms import without_autocast
@@ -38,10 +38,9 @@ def transform_sizes(length: int, taps: int) -> tuple[int, int]:
     return min(sizes, key=lambda size: -(-length // size[1]) * size[0] * size[0].bit_length())
 
 
-@lru_cache
+@constant
 def _scalar(value: float) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor([value], dtype=torch.float32, device="cpu")
+    return torch.tensor([value], dtype=torch.float32)
 
 
 class _Problem:
@@ -131,7 +130,7 @@ def _compute_step(
     """As `_step`; whether the memory is a new one."""
     batch, block, channels = recent.shape
     rows, order = weight.shape[1:]
-    operators = BlockOperators(*block_operators(order, theta, block, x.dtype, x.device))
+    operators = BlockOperators(*block_operators(order, theta, block, x.dtype, device=x.device))
     y, recent, pending = torch.empty_like(x), recent.clone(), pending.clone().contiguous()
     after, is_new = torch.empty_like(memory), torch.empty(1, dtype=torch.int64)
     parameters = (weight, bias, collapse, collapse_bias, _scalar(scale))

@@ -16,19 +16,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hf_hybrid_ssm.ops._core.blocks import causal_toeplitz
+from hf_hybrid_ssm.ops._core.constants import constant
 from hf_hybrid_ssm.ops._core.custom_ops import differentiable_op
 from hf_hybrid_ssm.ops._core.transforms import without_autocast
 from hf_hybrid_ssm.ops._core.triton_helpers import dense_rows, device_guard, multiprocessors, strides, supports
 from hf_hybrid_ssm.ops.implicit_attention import triton_kernels as kernels
 from hf_hybrid_ssm.ops.implicit_attention.decoding import is_exact_gelu
 from hf_hybrid_ssm.ops.implicit_attention.torch_backend import implicit_attention_torch
-from hf_hybrid_ssm.ops.legendre_memory.constants import (
-    NEGLIGIBLE,
-    BlockOperators,
-    block_operators,
-    constant,
-    transition,
-)
+from hf_hybrid_ssm.ops.legendre_memory.constants import NEGLIGIBLE, BlockOperators, block_operators, transition
 from hf_hybrid_ssm.ops.legendre_memory.torch_backend import BLOCK
 
 __all__ = ["implicit_attention_triton", "supports"]
@@ -52,7 +47,7 @@ def implicit_attention_triton(
         return implicit_attention_torch(x, **arrays, **options, **rest)
     with without_autocast(x.device.type):
         columns, final = _memories(x, state, lengths, order, theta, needs_state)
-        table = block_table(order, theta, BLOCK, x.device)[:, :BLOCK].flatten(1)
+        table = block_table(order, theta, BLOCK, device=x.device)[:, :BLOCK].flatten(1)
         matrix = (weight.float().flatten(0, 1) @ table).view(-1, columns.shape[0]).to(x.dtype)
         zero = weight.new_zeros
         parts = (collapse, zero(3 * rows) if bias is None else bias.flatten())
@@ -81,17 +76,17 @@ def _rows_kept(order: int) -> int:
 
 
 @constant
-def block_table(order: int, theta: float, block: int, device: torch.device) -> Tensor:
+def block_table(order: int, theta: float, block: int) -> Tensor:
     """(q, C + 1, K) float32: the memory after t = 1 … C tokens from that before them, and from the tokens.
 
     Entry t - 1 is [A^t, 0, A^{t-1} B, …, B, 0, …], and the last, of no tokens, [1, 0].
     """
-    operators = BlockOperators(*block_operators(order, theta, block, torch.float64, torch.device("cpu")))
+    operators = BlockOperators(*block_operators(order, theta, block, torch.float64))
     table = torch.zeros(order, block + 1, _rows_kept(order) + block, dtype=torch.float64)
     table[:, :block, :order] = operators.powers
     table[:, :block, -block:] = causal_toeplitz(operators.impulse).transpose(1, 2)
     table[:, block, :order] = torch.eye(order, dtype=torch.float64)
-    return table.to(device, torch.float32)
+    return table.float()
 
 
 @constant
@@ -149,7 +144,7 @@ def _forward_memories(
     if state is not None:
         state = state.contiguous()
     flags = {"STATE": state is not None, "LENGTHS": lengths is not None, "FINAL": needs_final}
-    walk, table = _walk(x, order, theta, **flags), block_table(order, theta, BLOCK, x.device)
+    walk, table = _walk(x, order, theta, **flags), block_table(order, theta, BLOCK, device=x.device)
     with device_guard(x):
         kernels.memory_kernel[walk.grid](
             x, state, lengths, table, columns, walk.carry, final, *strides(x), *walk.numbers, **walk.constants
@@ -170,7 +165,7 @@ def _backward_memories(inputs, gradients, needed):
     dcolumns, dfinal = (part.contiguous() for part in gradients)
     dx, dstate = x.new_empty(x.shape), None if state is None else state.new_empty(state.shape)
     flags = {"STATE": state is not None, "LENGTHS": lengths is not None, "FINAL": needs_final}
-    walk, table = _walk(x, order, theta, **flags), block_table(order, theta, BLOCK, x.device)
+    walk, table = _walk(x, order, theta, **flags), block_table(order, theta, BLOCK, device=x.device)
     with device_guard(x):
         kernels.memory_gradient_kernel[walk.grid](
             dcolumns, dfinal, lengths, table, dx, walk.carry, dstate, *walk.numbers, **walk.constants

@@ -4,38 +4,13 @@ They are functions of (order, theta) alone, so they belong to no module: casting
 device or loading a checkpoint cannot change them.
 """
 
-from collections.abc import Callable
-from contextlib import ExitStack
-from functools import lru_cache
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+
+from hf_hybrid_ssm.ops._core.constants import constant
 
 NEGLIGIBLE = 2.0**-26  # what the taps left out may add up to, of all of them: a quarter of float32's rounding
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def constant(make: Callable[P, T]) -> Callable[P, T]:
-    """`make`, computed once for the same arguments; to `torch.compile` the result is a constant.
-
-    Whatever is active where it is first needed (a trace, inference mode, a transform), all may use it.
-    """
-
-    @lru_cache
-    def kept(*arguments: P.args, **options: P.kwargs) -> T:
-        outside = (_disable_current_modes(), torch._C._DisableFuncTorch(), torch.inference_mode(False))
-        with ExitStack() as stack:
-            for context in (*outside, torch.device("cpu"), torch.no_grad()):
-                stack.enter_context(context)
-            return make(*arguments, **options)
-
-    @torch.compiler.assume_constant_result
-    def get(*arguments: P.args, **options: P.kwargs) -> T:
-        return kept(*arguments, **options)  # type: ignore[arg-type]
-
-    return get
 
 
 class BlockOperators(NamedTuple):
@@ -64,10 +39,8 @@ def transition(order: int, theta: float) -> torch.Tensor:
 
 
 @constant
-def block_operators(
-    order: int, theta: float, block: int, dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, ...]:
-    """`BlockOperators` for blocks of `block` tokens, in `dtype` on `device`."""
+def block_operators(order: int, theta: float, block: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """`BlockOperators` for blocks of `block` tokens, in `dtype`."""
     step = transition(order, theta)
     powers = [step]
     for _ in range(block - 1):
@@ -77,18 +50,16 @@ def block_operators(
     first = torch.cat([torch.eye(order, dtype=torch.float64)[:, :1], stacked[:, :, 0]], 1)  # A^k e_0, k = 0 … C
     impulse = first[:, :-1] - first[:, 1:]
     parts = (powers[-1], impulse.flip(1), stacked, impulse)
-    return tuple(part.to(device, dtype).contiguous() for part in parts)
+    return tuple(part.to(dtype).contiguous() for part in parts)
 
 
 @constant
-def doubled_advances(
-    order: int, theta: float, block: int, count: int, dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, ...]:
-    """(q, q) A^C, A^{2C}, A^{4C}, ... (`count` of them) for blocks of C tokens, in `dtype` on `device`."""
+def doubled_advances(order: int, theta: float, block: int, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """(q, q) A^C, A^{2C}, A^{4C}, ... (`count` of them) for blocks of C tokens, in `dtype`."""
     powers = [torch.linalg.matrix_power(transition(order, theta), block)]
     for _ in range(count - 1):
         powers.append(powers[-1] @ powers[-1])
-    return tuple(power.to(device, dtype) for power in powers)
+    return tuple(power.to(dtype) for power in powers)
 
 
 def impulse_response(order: int, theta: float, length: int) -> torch.Tensor:

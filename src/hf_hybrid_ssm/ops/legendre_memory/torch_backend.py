@@ -32,7 +32,7 @@ def legendre_memory_torch(x, *, weight, order, theta, state, lengths):
 
 def by_steps(x, weight, order, theta, state, lengths):
     """Token by token, for one or two of them: m ← A m + B x."""
-    a, b, *_ = block_operators(order, theta, 1, x.dtype, x.device)
+    a, b, *_ = block_operators(order, theta, 1, x.dtype, device=x.device)
     m = x.new_zeros(x.shape[0], order, x.shape[2]) if state is None else state.to(x.dtype)
     y = []
     for t in range(x.shape[1]):
@@ -112,13 +112,13 @@ class Blocks:
 
     def __init__(self, x: torch.Tensor, order: int, theta: float, state: torch.Tensor | None, block: int = BLOCK):
         batch, length, channels = x.shape
-        self.operators = BlockOperators(*block_operators(order, theta, block, x.dtype, x.device))
+        self.operators = BlockOperators(*block_operators(order, theta, block, x.dtype, device=x.device))
         self.block, self.length = block, length
         self.count = -(-length // block)
         self.x = F.pad(x, (0, 0, 0, self.count * block - length)).view(batch, self.count, block, channels)
         push = product(self.operators.push, self.x.flatten(0, 1)).view(batch, self.count, order, channels)
         state = x.new_zeros(batch, order, channels) if state is None else state.to(x.dtype)
-        advances = doubled_advances(order, theta, block, self.count.bit_length(), x.dtype, x.device)
+        advances = doubled_advances(order, theta, block, self.count.bit_length(), x.dtype, device=x.device)
         self.states, self.after = states_between(push, state, advances)
 
     def final_state(self, lengths: torch.Tensor | None) -> torch.Tensor:

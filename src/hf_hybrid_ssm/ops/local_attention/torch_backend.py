@@ -161,7 +161,7 @@ def _attend(q, k, v, allowed, logits, sink, scale, dropout):
         shape = (*torch.broadcast_shapes(mask.shape[:3], sink.shape[:3]), 1)
         mask = torch.cat([mask.expand(*shape[:3], -1), sink.expand(shape)], -1)
         k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
-    grouped = q.shape[1] != k.shape[1]
+    grouped = bool(q.shape[1] != k.shape[1])  # sizes of a trace may be symbolic
     options = {"attn_mask": mask, "dropout_p": dropout, "scale": scale, "enable_gqa": grouped}
     y = attention(q, k, v, **options)
     return y if empty is None else torch.where(empty, 0.0, y)
@@ -177,7 +177,7 @@ def attention_step_torch(
         factor = head_scale.abs().unsqueeze(1).to(torch.promote_types(dtype, torch.float32))
         q, k = (_normalised(q) * factor).to(dtype), None if k is None else _normalised(k)
         bias = None if bias is None else bias * factor
-    options = {"scale": scale, "enable_gqa": q.shape[1] != keys.shape[1]}
+    options = {"scale": scale, "enable_gqa": bool(q.shape[1] != keys.shape[1])}
     if k is None:
         y = _attend_slots(q, keys, values, None, None, **options)
     elif block:

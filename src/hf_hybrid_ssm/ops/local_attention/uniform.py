@@ -116,5 +116,6 @@ def _attend(q, k, v, mask, absent=None, *, scale, dropout):
     if can_use_cpu_flash_with_bias(q, k, v, mask, dropout):
         y = biased_attention(q, k, v, mask, scale)
     else:
-        y = attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=heads != k.shape[1])
+        grouped = bool(heads != k.shape[1])  # sizes of a trace may be symbolic
+        y = attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=grouped)
     return y.unflatten(0, (batch, count)).transpose(1, 2)

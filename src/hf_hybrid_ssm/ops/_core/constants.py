@@ -1,0 +1,48 @@
+"""Tensors that follow from sizes alone: made once a device, since a copy from the host is a wait for it."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+
+def constant(make: Callable[..., Any]) -> Callable[..., Any]:
+    """`make(*arguments)` becomes `get(*arguments, device=None)`, computed once for the same arguments and device.
+
+    Args:
+        make: from hashable arguments to a number, a tensor on the CPU, or a tuple of these.
+
+    What `get` returns is shared and must not be written to. Whatever is active where it is first needed (a trace,
+    inference mode, a transform), all may use it. To `torch.compile` it is a constant, in a fake mode a fake tensor.
+    """
+
+    @lru_cache
+    def kept(*arguments: Any, device: torch.device | None) -> Any:
+        outside = (torch._C.DisableTorchFunction(), _disable_current_modes(), torch._C._DisableFuncTorch())
+        with ExitStack() as stack:
+            for context in (*outside, torch.inference_mode(False), torch.no_grad()):
+                stack.enter_context(context)
+            return tree_map_only(torch.Tensor, lambda made: made.to(device), make(*arguments))
+
+    # dynamo names a tensor by the function that returned it, and stops where two have one name; what it finds in a
+    # tuple has the name of the tuple, of which there are as many as it takes
+    @torch.compiler.assume_constant_result
+    def in_tuple(*arguments: Any, device: torch.device | None) -> tuple:
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
+            return (kept(*arguments, device=device),)
+        return (tree_map_only(torch.Tensor, lambda real: _fake(real, device), kept(*arguments, device=None)),)
+
+    def get(*arguments: Any, device: torch.device | None = None) -> Any:
+        return in_tuple(*arguments, device=device)[0]
+
+    return get
+
+
+def _fake(real: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    """The tensor of a trace, which may be for a device that is not here: `Tensor.to` would look for it."""
+    fake = torch.ops.aten.lift_fresh(real)
+    return fake if device in (None, fake.device) else torch.ops.aten._to_copy(fake, device=device)
