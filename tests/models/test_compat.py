@@ -24,8 +24,8 @@ def test_tokens_whose_logits_are_wanted(keep, shape):
 
 
 class Generation:
-    def _prepare_cache_for_generation(self, config, model_kwargs, *args):
-        return model_kwargs["attention_mask"]
+    def _prepare_attention_mask_for_generation(self, inputs, config, model_kwargs):
+        return inputs
 
 
 class Model(compat.PackedGeneration, Generation):
@@ -34,16 +34,16 @@ class Model(compat.PackedGeneration, Generation):
 
 @pytest.mark.parametrize("positions, mask", [([0, 1, 0], [1, 1, 1]), ([0, 1, 2], [1, 1, 1]), ([0, 0, 1], [0, 1, 1])])
 def test_a_mask_that_hides_nothing_gives_way_to_documents(monkeypatch, positions, mask):
-    monkeypatch.setattr(compat, "PASSES_FULL_MASKS", True)
-    given = {"position_ids": torch.tensor([positions]), "attention_mask": torch.tensor([mask])}
-    kept = Model()._prepare_cache_for_generation(None, given, 1)
+    monkeypatch.setattr(compat, "ADDS_FULL_MASKS", True)
+    given = {"position_ids": torch.tensor([positions])}
+    kept = Model()._prepare_attention_mask_for_generation(torch.tensor([mask]), None, given)
     assert (kept is None) == (positions == [0, 1, 0])
 
 
 def test_documents_after_a_cache_are_refused(monkeypatch):
-    monkeypatch.setattr(compat, "PASSES_FULL_MASKS", True)
+    monkeypatch.setattr(compat, "ADDS_FULL_MASKS", True)
     cache = DynamicCache()
     cache.update(*[torch.zeros(1, 1, 3, 2)] * 2, 0)
-    given = {"position_ids": torch.tensor([[0, 1, 0]]), "attention_mask": torch.ones(1, 3), "past_key_values": cache}
+    given = {"position_ids": torch.tensor([[0, 1, 0]]), "past_key_values": cache}
     with pytest.raises(ValueError, match=r"transformers>=5\.18"):
-        Model()._prepare_cache_for_generation(None, given, 1)
+        Model()._prepare_attention_mask_for_generation(torch.ones(1, 3), None, given)

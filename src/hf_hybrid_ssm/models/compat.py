@@ -22,7 +22,7 @@ def slice_logits_to_keep(hidden_states: torch.Tensor, logits_to_keep: int | torc
     return hidden_states.take_along_dim(logits_to_keep.unsqueeze(-1), 1)
 
 
-PASSES_FULL_MASKS = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 18)
+ADDS_FULL_MASKS = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 18)
 
 
 class PackedGeneration:
@@ -30,20 +30,20 @@ class PackedGeneration:
     of documents. Later versions drop such a mask.
     """
 
-    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args: Any, **kw: Any) -> Any:
-        """Drop a mask that hides nothing where positions restart.
+    def _prepare_attention_mask_for_generation(self, inputs: Any, generation_config: Any, model_kwargs: dict) -> Any:
+        """No mask where it would hide nothing and positions restart; called where the caller gave none.
 
         Raises:
             ValueError: past_key_values already hold tokens, which these versions find by the mask.
         """
-        positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
-        given = PASSES_FULL_MASKS and positions is not None and mask is not None
-        if given and bool((positions.diff() != 1).any()) and bool((mask == 1).all()):
-            cache = model_kwargs.get("past_key_values")
-            if cache is not None and cache.get_seq_length() > 0:
-                raise ValueError(
-                    f"generate of transformers {transformers.__version__} cannot go on from past_key_values with "
-                    "position_ids that restart: install transformers>=5.18."
-                )
-            model_kwargs["attention_mask"] = None
-        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kw)  # type: ignore[misc]
+        mask = super()._prepare_attention_mask_for_generation(inputs, generation_config, model_kwargs)  # type: ignore[misc]
+        positions = model_kwargs.get("position_ids") if ADDS_FULL_MASKS else None
+        if positions is None or bool((positions.diff() == 1).all()) or not bool((mask == 1).all()):
+            return mask
+        cache = model_kwargs.get("past_key_values")
+        if cache is not None and cache.get_seq_length() > 0:
+            raise ValueError(
+                f"generate of transformers {transformers.__version__} cannot go on from past_key_values with "
+                "position_ids that restart: install transformers>=5.18."
+            )
+        return None

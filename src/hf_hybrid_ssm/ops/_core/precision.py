@@ -1,4 +1,4 @@
-"""How torch multiplies float32 matrices, which is a setting of the process: in full, or rounded to TF32 or bfloat16."""
+"""How torch multiplies float32 matrices, a setting of the process: in full, or rounded to TF32 or bfloat16."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
