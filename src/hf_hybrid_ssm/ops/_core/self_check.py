@@ -36,7 +36,7 @@ def largest_error(
     `inputs()` gives keyword arguments of the op: float32 CPU tensors, which are differentiated if `gradients`, tensors
     of whole numbers, and options.
     """
-    # the first use may lie inside a trace, no_grad, autocast, a default device, or a checkpoint (which counts tensors);
+    # the first use may lie inside a trace, no_grad, autocast, a default device, or a checkpoint, which counts tensors;
     # and the user may have asked for products in TF32, of which some kernels have torch do theirs
     surroundings = (
         _disable_current_modes(),

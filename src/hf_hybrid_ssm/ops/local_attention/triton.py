@@ -5,7 +5,7 @@ scales the result: beside keys of total weight exp(l), one of weight exp(s) leav
 """
 
 import importlib.util
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import FunctionType
 from typing import Any
 
@@ -108,7 +108,7 @@ def _is_compiled(q: torch.Tensor) -> bool:
     return q.device.type != "cpu"
 
 
-@lru_cache(maxsize=None)
+@cache
 def _compiled(kind: tuple) -> Any:
     """torch keeps eight compiled forms of a function's code and refuses a ninth, so each configuration has code of its
     own; its forms are those of one length, and of any."""

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from hf_hybrid_ssm.ops._core.triton_helpers import INTERPRETING, exponential, load, reciprocal
+from hf_hybrid_ssm.ops._core.triton_helpers import INTERPRETING, exponential, load, pick, place, reciprocal
 from hf_hybrid_ssm.ops.longhorn_scan.triton_kernels import (
     UNKNOWN,
     compute_delta,
@@ -11,8 +11,6 @@ from hf_hybrid_ssm.ops.longhorn_scan.triton_kernels import (
     in_checkpoint,
     in_states,
     load_states,
-    pick,
-    place,
     spread,
     store_states,
 )

@@ -17,7 +17,7 @@ the compiler would otherwise choose the layout of the registers after that of th
 import triton
 import triton.language as tl
 
-from hf_hybrid_ssm.ops._core.triton_helpers import INTERPRETING, exponential, load, reciprocal
+from hf_hybrid_ssm.ops._core.triton_helpers import INTERPRETING, exponential, load, pick, place, reciprocal
 
 UNKNOWN = ["lane"]
 
@@ -30,13 +30,6 @@ def compute_delta(logit, squared_norm):
 
 
 @triton.jit
-def pick(tile, index, i):
-    """Row i of a tile; the compiler folds it away where the first axis lies in a lane's registers."""
-    bits = tl.where(index == i, tile.to(tl.int32, bitcast=True), 0)
-    return tl.sum(bits, 0).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def dot_states(a, b, index, total, S: tl.constexpr):
     """total + sum over s of a b, one multiply-add after the other (the interpreter would take long over those)."""
     if INTERPRETING:
@@ -45,13 +38,6 @@ def dot_states(a, b, index, total, S: tl.constexpr):
         for s in tl.static_range(S):
             total += pick(a, index, s) * pick(b, index, s)
     return total
-
-
-@triton.jit
-def place(program, tiles, num_splits):
-    """Which channels, split and row a program has; one axis of the grid, so that none is too short."""
-    rest = program // tiles
-    return program % tiles, rest % num_splits, (rest // num_splits).to(tl.int64)
 
 
 @triton.jit
