@@ -112,7 +112,8 @@ def cases() -> Iterator[tuple[str, str, object, dict]]:
         for kernel in kernels_of(scan_step_kernels).values():
             yield "longhorn_step", f"N={states}", kernel, scan_step.tile_sizes(states)
     for kernel in kernels_of(conv).values():
-        op, tile = ("causal_conv_step", conv.STEP_TILE) if kernel is conv.step_kernel else ("causal_conv", conv.TILE)
+        tile = {conv.forward_kernel: conv.TILE, conv.backward_kernel: conv.BACKWARD_TILE}.get(kernel, conv.STEP_TILE)
+        op = "causal_conv_step" if kernel is conv.step_kernel else "causal_conv"
         yield op, "K=4", kernel, {"K": 4, **tile}
     for inputs, precision in (("float32", "tf32x3"), ("bfloat16", "tf32")):
         yield "long_conv", inputs, long_conv.toeplitz_kernel, long_conv.TILE | {"PRECISION": precision}

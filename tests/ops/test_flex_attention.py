@@ -108,3 +108,23 @@ def test_self_check_covers_more_than_a_block(without_compiler):
         backend="reference",
     )
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_every_configuration_is_compiled_by_itself(without_compiler, monkeypatch):
+    """Of one function torch keeps few compiled forms, and refuses the next: here five meet a limit of three, which are
+    those of one configuration (two lengths, and another number of blocks)."""
+    monkeypatch.setattr(triton, "OPTIONS", {"fullgraph": True, "backend": "eager"})
+    monkeypatch.setattr(triton, "_is_compiled", lambda q: True)
+    options = {"window": (20, 0), "chunk_size": None, "bias": None, "scale": 1.0, "zero_kv_sink": False}
+    options |= {"dropout": 0.0, "state": None, "seq_idx": None, "lengths": None}
+    triton._compiled.cache_clear()
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=3):
+        for length, size, heads in ((150, 4, 2), (200, 4, 2), (300, 4, 2), (150, 8, 2), (150, 4, 3)):
+            q, k, v = torch.randn(3, 2, heads, length, size).unbind(0)
+            y = triton.local_attention_triton(q, k, v, **options)
+            want, _ = local_attention(q, k, v, window=(20, 0), scale=1.0, backend="reference")
+            torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-5)
+    assert triton._compiled.cache_info().currsize == 3
+    triton._compiled.cache_clear()
+    torch._dynamo.reset()

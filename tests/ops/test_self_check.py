@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from hf_hybrid_ssm.ops._core import precision
 from hf_hybrid_ssm.ops._core.dispatch import REGISTRY, Op
 
 
@@ -55,6 +56,40 @@ def make_op(monkeypatch):
 
     yield make
     REGISTRY.pop("doubling", None)
+
+
+def one_by_one(setting):
+    """As newer versions of torch are asked for TF32."""
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("this torch has one setting for all libraries")
+    torch.backends.cuda.matmul.fp32_precision = setting
+
+
+ASKED = {
+    "highest": lambda: torch.set_float32_matmul_precision("highest"),
+    "high": lambda: torch.set_float32_matmul_precision("high"),
+    "medium": lambda: torch.set_float32_matmul_precision("medium"),
+    "allow_tf32": lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
+    "one by one": lambda: one_by_one("tf32"),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_products_keep_float32_inside_of_a_self_check(make_op, asked):
+    """A kernel that leaves products to torch would fail for good where the user asked for TF32."""
+    seen = []
+
+    def kernel(x):
+        seen.append((torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32))
+        return right(x)
+
+    try:
+        ASKED[asked]()
+        before = precision.float32_precision()
+        assert make_op(kernel).unavailable("native", "cpu", torch.float32) is None
+        assert set(seen) == {("highest", False)} and precision.float32_precision() == before
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_a_right_kernel_is_used(make_op, caplog):

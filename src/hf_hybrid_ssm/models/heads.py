@@ -15,11 +15,11 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutputWithPast,
     TokenClassifierOutput,
 )
-from transformers.modeling_utils import slice_logits_to_keep
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from hf_hybrid_ssm.models.base import WithoutContinuousBatching
+from hf_hybrid_ssm.models.compat import PackedGeneration, slice_logits_to_keep
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.inputs import check_class_labels, check_labels, check_span, check_token_classes
 from hf_hybrid_ssm.ops.linear_cross_entropy import linear_cross_entropy
@@ -99,7 +99,7 @@ class LMHead:
         return head.loss(hidden_states.flatten(0, 1), targets.flatten(), ignore_index) / count
 
 
-class CausalLMHead(WithoutContinuousBatching, LMHead):
+class CausalLMHead(WithoutContinuousBatching, PackedGeneration, LMHead):
     """Next-token prediction."""
 
     @can_return_tuple

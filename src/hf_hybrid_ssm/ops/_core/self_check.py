@@ -10,6 +10,8 @@ from contextlib import ExitStack
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hf_hybrid_ssm.ops._core.precision import full_float32
+
 # relative to the largest entry; a few times what rounding alone does to the examples
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
@@ -34,7 +36,8 @@ def largest_error(
     `inputs()` gives keyword arguments of the op: float32 CPU tensors, which are differentiated if `gradients`, tensors
     of whole numbers, and options.
     """
-    # the first use may lie inside a trace, no_grad, autocast, a default device, or a checkpoint (which counts tensors)
+    # the first use may lie inside a trace, no_grad, autocast, a default device, or a checkpoint, which counts tensors;
+    # and the user may have asked for products in TF32, of which some kernels have torch do theirs
     surroundings = (
         _disable_current_modes(),
         torch.inference_mode(False),
@@ -42,6 +45,7 @@ def largest_error(
         torch.autograd.graph.saved_tensors_hooks(_identity, _identity),
         torch.autocast(device_type, enabled=False),
         torch.device("cpu"),
+        full_float32(),
     )
     with ExitStack() as stack:
         for context in surroundings:

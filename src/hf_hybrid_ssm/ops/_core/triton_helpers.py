@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# read once, as `triton.jit` does when it wraps a kernel; Triton 3.3 has no knobs yet
+# read once, as `triton.jit` does when it wraps a kernel
 INTERPRETING = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y"))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -76,3 +76,17 @@ def reciprocal(x):
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
+
+
+@triton.jit
+def pick(tile, index, i):
+    """Row i of a tile; the compiler folds it away where the first axis lies in a lane's registers."""
+    bits = tl.where(index == i, tile.to(tl.int32, bitcast=True), 0)
+    return tl.sum(bits, 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def place(program, tiles, num_splits):
+    """Which channels, split and row a program has; one axis of the grid, so that none is too short."""
+    rest = program // tiles
+    return program % tiles, rest % num_splits, (rest // num_splits).to(tl.int64)

@@ -1,7 +1,7 @@
 """The short causal convolution on CUDA: Triton kernels, and their launches as torch.library ops.
 
-Tiles of BT tokens by BD channels, K shifted loads each. `row * 0` makes the tokens' numbers 64-bit, and so what they
-are multiplied with.
+Forward: tiles of BT tokens by BD channels, K shifted loads each. Backward: tokens one after the other. `row * 0` makes
+the tokens' numbers 64-bit, and so what they are multiplied with.
 """
 
 import torch
@@ -11,11 +11,24 @@ from torch import Tensor
 
 from hf_hybrid_ssm.ops._core.custom_ops import differentiable_op
 from hf_hybrid_ssm.ops._core.rows import last_inputs
-from hf_hybrid_ssm.ops._core.triton_helpers import contiguous, dense_rows, device_guard, load, strides, supports
+from hf_hybrid_ssm.ops._core.triton_helpers import (
+    contiguous,
+    dense_rows,
+    device_guard,
+    exponential,
+    load,
+    pick,
+    place,
+    reciprocal,
+    strides,
+    supports,
+)
 
 __all__ = ["causal_conv_step_triton", "causal_conv_triton", "supports"]
 
 TILE = {"BT": 32, "BD": 64, "num_warps": 4, "enable_fp_fusion": True}
+# a lane has two channels; parts of sums and what the tokens after a chunk need are a twentieth of what is read
+BACKWARD_TILE = {"T": 16, "BLOCKS": 8, "BD": 64, "num_warps": 1, "enable_fp_fusion": True}
 STEP_TILE = {"BLOCK": 128, "num_warps": 4}  # channels of a program
 
 
@@ -64,13 +77,13 @@ def taps_sum(
 
 @triton.jit
 def forward_kernel(
-    x, weight, bias, state, seq_idx, y, x_row, x_step, L, channels,
+    x, weight, bias, state, seq_idx, y, x_row, x_step, L, channels, tiles, blocks,
     HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, SILU: tl.constexpr,
     K: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """y_t = silu(bias + sum_j w_j x_{t-K+1+j})."""
-    row = tl.program_id(2).to(tl.int64)
-    t, d = row * 0 + tl.program_id(1) * BT + tl.arange(0, BT), tl.program_id(0) * BD + tl.arange(0, BD)
+    tile, block, row = place(tl.program_id(0), tiles, blocks)
+    t, d = row * 0 + block * BT + tl.arange(0, BT), tile * BD + tl.arange(0, BD)
     is_channel = d < channels
     total = taps_sum(
         x, weight, bias, state, seq_idx, row, t, d, x_row, x_step, L, channels,
@@ -82,63 +95,93 @@ def forward_kernel(
 
 
 @triton.jit
-def weight_gradient_kernel(
-    x, weight, bias, state, seq_idx, grad_y, grad_sum, dweight_parts, dbias_parts,
-    x_row, x_step, g_row, g_step, L, channels,
-    HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, SILU: tl.constexpr,
-    K: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
-    """The gradient of the sum before silu (computed again from x), and this tile's share of those of the weights."""
-    row = tl.program_id(2).to(tl.int64)
-    t, d = row * 0 + tl.program_id(1) * BT + tl.arange(0, BT), tl.program_id(0) * BD + tl.arange(0, BD)
-    is_channel = d < channels
-    ok = (t < L)[:, None] & is_channel[None, :]
-    g = load(grad_y + row * g_row + t[:, None] * g_step + d[None, :], ok)
-    if SILU:
-        total = taps_sum(
-            x, weight, bias, state, seq_idx, row, t, d, x_row, x_step, L, channels,
-            HAS_BIAS, HAS_STATE, HAS_DOCUMENTS, K, BT, BD,
-        )  # fmt: skip
-        open_ = tl.sigmoid(total)
-        g = g * open_ * (1.0 + total * (1.0 - open_))
-    tl.store(grad_sum + (row * L + t[:, None]) * channels + d[None, :], g, mask=ok)
-    part = row * tl.num_programs(1) + tl.program_id(1)
-    for j in tl.static_range(K):
-        source = shifted(
-            x, state, seq_idx, row, t - (K - 1) + j, t, d, x_row, x_step, L, channels, K, HAS_STATE, HAS_DOCUMENTS
-        )
-        tl.store(dweight_parts + (part * channels + d) * K + j, tl.sum(g * source, 0), mask=is_channel)
-    if HAS_BIAS:
-        tl.store(dbias_parts + part * channels + d, tl.sum(g, 0), mask=is_channel)
+def between(t, first, end, d):
+    """first <= t < end for each of d (the interpreter masks no loads of many by a single truth value)."""
+    return (t + 0 * d >= first) & (t + 0 * d < end)
 
 
 @triton.jit
-def input_gradient_kernel(
-    grad_sum, weight, seq_idx, dx, dstate, L, channels,
-    HAS_STATE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
-    """dx_t = sum_j w_j g_{t+K-1-j}, from the first token of the state (t = -(K - 1)) on."""
-    row = tl.program_id(2).to(tl.int64)
-    t = row * 0 + tl.program_id(1) * BT + tl.arange(0, BT) - (K - 1)
-    d = tl.program_id(0) * BD + tl.arange(0, BD)
-    is_channel = d < channels
-    total = tl.zeros([BT, BD], tl.float32)
-    for j in tl.static_range(K):
-        target = t + (K - 1) - j
-        inside = (target >= 0) & (target < L) & (t < L)
-        tap = load(weight + d * K + j, is_channel)
-        at = (row * L + target[:, None]) * channels + d[None, :]
-        g = tl.load(grad_sum + at, mask=inside[:, None] & is_channel[None, :], other=0.0)
-        if HAS_DOCUMENTS:
-            document = tl.load(seq_idx + row * L + target, mask=inside, other=0)
-            origin = tl.load(seq_idx + row * L + tl.maximum(t, 0), mask=inside, other=0)
-            g = tl.where((document == origin)[:, None], g, 0.0)
-        total += tap[None, :] * g
-    is_token = (t >= 0) & (t < L)
-    tl.store(dx + (row * L + t[:, None]) * channels + d[None, :], total, mask=is_token[:, None] & is_channel[None, :])
+def token(x, state, row, t, d, is_channel, x_row, x_step, L, channels, K: tl.constexpr, HAS_STATE: tl.constexpr):
+    """x at one token for the channels d, that of the state before the row's first, 0 after its last."""
+    value = load(x + row * x_row + t * x_step + d, is_channel & between(t, 0, L, d))
     if HAS_STATE:
-        at = (row * (K - 1) + t[:, None] + (K - 1)) * channels + d[None, :]
-        tl.store(dstate + at, total, mask=(t < 0)[:, None] & is_channel[None, :])
+        value += load(state + (row * (K - 1) + t + (K - 1)) * channels + d, is_channel & between(t, 1 - K, 0, d))
+    return value
+
+
+@triton.jit
+def backward_kernel(
+    x, weight, bias, state, seq_idx, grad_y, dx, dstate, dweight_parts, dbias_parts,
+    x_row, x_step, g_row, g_step, L, channels, tiles, chunks,
+    HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, SILU: tl.constexpr,
+    K: tl.constexpr, T: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """dx_t = sum_j w_j g_{t+K-1-j}, where g, the gradient of the sum before silu, is computed again from x.
+
+    Tokens come one after the other, `T` at a time, so that each is read once and the sums need no exchange between
+    lanes. A program leaves its part of the weights' gradient, of `BLOCKS` T tokens.
+    """
+    tile, chunk, row = place(tl.program_id(0), tiles, chunks)
+    d = tile * BD + tl.arange(0, BD)
+    is_channel = d < channels
+    j2 = tl.arange(0, triton.next_power_of_2(K))[:, None]
+    taps = ()
+    for j in tl.static_range(K):
+        taps = taps + (load(weight + d * K + j, is_channel),)  # type: ignore[assignment]  # noqa: RUF005
+    bias_d = load(bias + d, is_channel) if HAS_BIAS else tl.zeros([BD], tl.float32)
+    dweight, dbias = tl.zeros([triton.next_power_of_2(K), BD], tl.float32), tl.zeros([BD], tl.float32)
+    begin = row * 0 + chunk * (BLOCKS * T)
+    for block in range(0, tl.minimum(BLOCKS, tl.cdiv(L - begin, T))):
+        first = begin + block * T
+        tokens, documents, gradients = (), (), ()
+        for i in tl.static_range(T + 2 * K - 2):
+            t = first - (K - 1) + i
+            value = token(x, state, row, t, d, is_channel, x_row, x_step, L, channels, K, HAS_STATE)
+            tokens = tokens + (value,)  # type: ignore[assignment]  # noqa: RUF005
+            if HAS_DOCUMENTS:
+                document = tl.load(seq_idx + row * L + tl.minimum(tl.maximum(t, 0), L - 1))
+                documents = documents + (document,)  # type: ignore[assignment]  # noqa: RUF005
+        for i in tl.static_range(T + K - 1):
+            t = first + i
+            g = load(grad_y + row * g_row + t * g_step + d, is_channel & between(t, 0, L, d))
+            sources = ()
+            total = bias_d
+            for j in tl.static_range(K):
+                source = tokens[i + j]
+                if HAS_DOCUMENTS:
+                    source = tl.where(documents[i + j] == documents[i + K - 1], source, 0.0)
+                sources = sources + (source,)  # type: ignore[assignment]  # noqa: RUF005
+                total += taps[j] * source
+            if SILU:
+                open_ = reciprocal(1.0 + exponential(-total))
+                g = g * open_ * (1.0 + total * (1.0 - open_))
+            gradients = gradients + (g,)  # type: ignore[assignment]  # noqa: RUF005
+            if i < T:
+                dbias += g
+                for j in tl.static_range(K):
+                    dweight = tl.where(j2 == j, dweight + (g * sources[j])[None, :], dweight)
+        for i in tl.static_range(T):
+            total = tl.zeros([BD], tl.float32)
+            for j in tl.static_range(K):
+                g = gradients[i + K - 1 - j]
+                if HAS_DOCUMENTS:
+                    g = tl.where(documents[i + 2 * K - 2 - j] == documents[i + K - 1], g, 0.0)
+                total += taps[j] * g
+            tl.store(dx + (row * L + first + i) * channels + d, total, mask=is_channel & between(first + i, 0, L, d))
+        if HAS_STATE:
+            for i in tl.static_range(K - 1):
+                total = tl.zeros([BD], tl.float32)
+                for j in tl.static_range(i + 1):
+                    g = gradients[i - j]
+                    if HAS_DOCUMENTS:
+                        g = tl.where(documents[i - j + K - 1] == documents[K - 1], g, 0.0)
+                    total += taps[j] * g
+                tl.store(dstate + (row * (K - 1) + i) * channels + d, total, mask=is_channel & between(first, 0, 1, d))
+    part = row * chunks + chunk
+    for j in tl.static_range(K):
+        tl.store(dweight_parts + (part * channels + d) * K + j, pick(dweight, j2, j), mask=is_channel)
+    if HAS_BIAS:
+        tl.store(dbias_parts + part * channels + d, dbias, mask=is_channel)
 
 
 def causal_conv_triton(x, weight, bias=None, *, activation=None, initial_state=None, seq_idx=None, lengths=None):
@@ -154,10 +197,11 @@ def _forward(
     (x,) = dense_rows(x)
     weight, bias, initial_state, seq_idx = contiguous(weight, bias, initial_state, seq_idx)
     y = x.new_empty(x.shape)
+    tiles, blocks = triton.cdiv(x.shape[2], TILE["BD"]), triton.cdiv(x.shape[1], TILE["BT"])
     if y.numel():
         with device_guard(x):
-            forward_kernel[_grid(x, x.shape[1])](
-                x, weight, bias, initial_state, seq_idx, y, *strides(x), *x.shape[1:],
+            forward_kernel[(tiles * blocks * x.shape[0],)](
+                x, weight, bias, initial_state, seq_idx, y, *strides(x), *x.shape[1:], tiles, blocks,
                 **_flags(weight, initial_state, seq_idx), HAS_BIAS=bias is not None, SILU=silu, **TILE,
             )  # fmt: skip
     return y
@@ -168,26 +212,21 @@ def _backward(inputs, gradients, needed):
     *tensors, silu = inputs
     x, grad_y = dense_rows(tensors[0], *gradients)
     weight, bias, initial_state, seq_idx = contiguous(*tensors[1:])
-    batch, length, channels = x.shape
-    width = weight.shape[1]
-    grid = _grid(x, length)
-    parts = batch * grid[1]
+    (batch, length, channels), width = x.shape, weight.shape[1]
+    tiles = triton.cdiv(channels, BACKWARD_TILE["BD"])
+    chunks = triton.cdiv(length, BACKWARD_TILE["T"] * BACKWARD_TILE["BLOCKS"])
     exact = {"dtype": torch.float32, "device": x.device}
-    dx, grad_sum = x.new_empty(x.shape), torch.empty(x.shape, **exact)
+    dx = x.new_empty(x.shape)
     dstate = None if initial_state is None else torch.zeros_like(initial_state)
-    dweight = torch.empty(parts, channels, width, **exact)
-    dbias = None if bias is None else torch.empty(parts, channels, **exact)
-    flags = _flags(weight, initial_state, seq_idx)
+    dweight = torch.empty(batch * chunks, channels, width, **exact)
+    dbias = None if bias is None else torch.empty(batch * chunks, channels, **exact)
     if dx.numel():
         with device_guard(x):
-            weight_gradient_kernel[grid](
-                x, weight, bias, initial_state, seq_idx, grad_y, grad_sum, dweight, dbias,
-                *strides(x, grad_y), length, channels,
-                **flags, HAS_BIAS=bias is not None, SILU=silu, **TILE,
+            backward_kernel[(tiles * chunks * batch,)](
+                x, weight, bias, initial_state, seq_idx, grad_y, dx, dstate, dweight, dbias,
+                *strides(x, grad_y), length, channels, tiles, chunks,
+                **_flags(weight, initial_state, seq_idx), HAS_BIAS=bias is not None, SILU=silu, **BACKWARD_TILE,
             )  # fmt: skip
-            input_gradient_kernel[_grid(x, length + width - 1)](
-                grad_sum, weight, seq_idx, dx, dstate, length, channels, **flags, **TILE
-            )
     sums = (None if part is None else part.sum(0).to(like.dtype) for part, like in ((dweight, weight), (dbias, bias)))
     return dx, *sums, dstate
 
@@ -195,10 +234,6 @@ def _backward(inputs, gradients, needed):
 convolve = differentiable_op(
     "hf_hybrid_ssm::causal_conv_triton", _forward, _backward, fake=lambda x, *_: x.new_empty(x.shape)
 )
-
-
-def _grid(x: Tensor, length: int) -> tuple[int, int, int]:
-    return triton.cdiv(x.shape[2], TILE["BD"]), triton.cdiv(length, TILE["BT"]), x.shape[0]
 
 
 def _flags(weight: Tensor, initial_state: Tensor | None, seq_idx: Tensor | None) -> dict[str, int]:

@@ -5,7 +5,8 @@ scales the result: beside keys of total weight exp(l), one of weight exp(s) leav
 """
 
 import importlib.util
-from functools import lru_cache
+from functools import cache, lru_cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hf_hybrid_ssm.ops._core.precision import float32_precision
 from hf_hybrid_ssm.ops._core.rows import zero_beyond
 from hf_hybrid_ssm.ops.local_attention.distance_range import Window, distance_ranges, zero_key_logits
 from hf_hybrid_ssm.ops.local_attention.torch_backend import local_attention_torch
@@ -20,6 +22,7 @@ from hf_hybrid_ssm.ops.local_attention.torch_backend import local_attention_torc
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK = 128  # tokens of a side of what is visited or skipped as a whole
 LEAST_HEAD = 16  # what a tensor core multiplies at once
+OPTIONS: dict[str, Any] = {"fullgraph": True}  # else it would silently hold all logits
 # newer versions of torch ask otherwise for the log of the summed weights
 LOG_SUM: dict[str, Any] = (
     {"return_aux": flex.AuxRequest(lse=True)} if hasattr(flex, "AuxRequest") else {"return_lse": True}
@@ -64,9 +67,10 @@ def local_attention_triton(
     blocks = BlockMask.from_kv_blocks(visited, indices, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(length, length))
     options: dict[str, Any] = {"score_mod": None if bias is None else with_bias, "block_mask": blocks, "scale": scale}
     options["enable_gqa"] = q.shape[1] != k.shape[1]
+    attend = _flex(q, _kind(q, k, v, window, bias, scale, zero_kv_sink))
     if not zero_kv_sink:
-        return _flex(q)(q, k, v, **options)
-    y, total = _flex(q)(q, k, v, **options, **LOG_SUM)
+        return attend(q, k, v, **options)
+    y, total = attend(q, k, v, **options, **LOG_SUM)
     total = total if isinstance(total, torch.Tensor) else total.lse
     sink = zero_key_logits(bias, ranges.rank, left, right, total.new_empty(0))
     return y * torch.sigmoid(total - sink).unsqueeze(-1).to(y.dtype)
@@ -87,11 +91,34 @@ def _visited(length: int, window: Window, device: torch.device) -> tuple[torch.T
         return (highest - lowest + 1).int()[None, None], indices.int()[None, None]
 
 
-def _flex(q: torch.Tensor) -> Any:
+def _kind(q, k, v, window, bias, scale, zero_kv_sink) -> tuple:
+    """What another value of compiles anew; lengths and, above one, batches do not."""
+    sizes = (q.shape[0] == 1, q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype, q.device)
+    column = None if bias is None else (bias.shape, bias.dtype, window[1] is None or window[1] > 0)
+    gradients = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, bias))
+    return (*sizes, column, gradients, scale, zero_kv_sink, float32_precision())
+
+
+def _flex(q: torch.Tensor, kind: tuple) -> Any:
     """FlexAttention, compiled unless a compiler is at work already; on a CPU, where only tests run it, as it is."""
-    return flex_attention if torch.compiler.is_compiling() or q.device.type == "cpu" else _compiled()
+    return flex_attention if torch.compiler.is_compiling() or not _is_compiled(q) else _compiled(kind)
 
 
-@lru_cache
-def _compiled() -> Any:
-    return torch.compile(flex_attention, fullgraph=True)  # else it would silently hold all logits
+def _is_compiled(q: torch.Tensor) -> bool:
+    return q.device.type != "cpu"
+
+
+@cache
+def _compiled(kind: tuple) -> Any:
+    """torch keeps eight compiled forms of a function's code and refuses a ninth, so each configuration has code of its
+    own; its forms are those of one length, and of any."""
+    name = f"flex_attention_{_compiled.cache_info().currsize}"
+    own = FunctionType(
+        flex_attention.__code__.replace(co_name=name),
+        flex_attention.__globals__,
+        name,
+        flex_attention.__defaults__,
+        flex_attention.__closure__,
+    )
+    own.__kwdefaults__ = flex_attention.__kwdefaults__
+    return torch.compile(own, **OPTIONS)

@@ -58,9 +58,8 @@ class _Launch:
         lanes = self.batch * self.tiles * 32 * self.sizes["num_warps"]
         self.splits = triton_sizes.time_splits(lanes, self.length, multiprocessors(x.device), backward)
         self.grid = (self.tiles * self.splits * self.batch,)
-        state_strides = (self.num_states, 1)
         counts = (self.tiles, self.splits, self.blocks, triton.cdiv(self.blocks, self.splits))
-        self.shape = (self.length, self.channels, self.num_states, *counts, *state_strides)
+        self.shape = (self.length, self.channels, self.num_states, *counts, 1)
         self.exact = {"dtype": torch.float32, "device": x.device}
         self._prepare(k, q, seq_idx)
 
@@ -140,7 +139,7 @@ def scan(
             states = launch.chain(products, ends, states, reverse=False)
         kernels.forward_kernel[launch.grid](
             x, beta_logit, z, keys, queries, norms, keeps, beta_bias, D, states, o, final_state, checkpoints,
-            *strides(x, beta_logit, z), *launch.shape, 1, **flags, **launch.sizes,
+            *strides(x, beta_logit, z), *launch.shape, **flags, **launch.sizes,
             HAS_SKIP=D is not None, HAS_GATE=z is not None, HAS_STATES=states is not None, SAVE=save,
             WIDTH=triton_sizes.WIDTH,
         )  # fmt: skip
@@ -209,7 +208,7 @@ def scan_backward(
         backward_kernels.backward_kernel[launch.grid](
             x, beta_logit, z, grad_o, keys, queries, norms, keeps, beta_bias, D, checkpoints, grads, scratch,
             dx, dlogit, dz, dq_parts, dk_parts, norm_parts, dbias, dskip, dinitial,
-            *strides(x, beta_logit, z, grad_o), *launch.shape, 1, batch,
+            *strides(x, beta_logit, z, grad_o), *launch.shape, batch,
             **flags, **sizes, HAS_SKIP=D is not None, HAS_GRAD_STATES=grads is not None,
             WIDTH=triton_sizes.WIDTH,
         )  # fmt: skip

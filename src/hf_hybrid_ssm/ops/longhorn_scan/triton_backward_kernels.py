@@ -3,16 +3,16 @@
 import triton
 import triton.language as tl
 
-from hf_hybrid_ssm.ops._core.triton_helpers import INTERPRETING, exponential, load, reciprocal
+from hf_hybrid_ssm.ops._core.triton_helpers import INTERPRETING, exponential, load, pick, place, reciprocal
 from hf_hybrid_ssm.ops.longhorn_scan.triton_kernels import (
-    STRIDES,
+    UNKNOWN,
     compute_delta,
     dot_states,
     in_checkpoint,
-    pick,
-    place,
+    in_states,
+    load_states,
     spread,
-    states_at,
+    store_states,
 )
 
 
@@ -41,12 +41,12 @@ def sum_channels(values, like, T: tl.constexpr, N: tl.constexpr, BD: tl.constexp
         return tl.dot(ones, values, input_precision="tf32")
 
 
-@triton.jit(do_not_specialize=STRIDES)
+@triton.jit(do_not_specialize=UNKNOWN)
 def backward_kernel(
     x, beta_logit, z, grad_o, keys, queries, norms, keeps, beta_bias, skip, checkpoints, grad_states, scratch,
     dx, dlogit, dz, dq_parts, dk_parts, norm_parts, dbias_parts, dskip_parts, dinitial,
     x_row, x_step, logit_row, logit_step, z_row, z_step, g_row, g_step,
-    L, channels, num_states, tiles, num_splits, num_blocks, blocks_per_split, state_d, state_n, lane,
+    L, channels, num_states, tiles, num_splits, num_blocks, blocks_per_split, lane,
     rows,
     HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     HAS_GRAD_STATES: tl.constexpr, WIDTH: tl.constexpr,
@@ -62,12 +62,12 @@ def backward_kernel(
     tile, split, row = place(tl.program_id(0), tiles, num_splits)
     d, t, wide = tile * BD + tl.arange(0, BD), tl.arange(0, T), row * 0  # makes what it is added to 64-bit
     is_channel = d < channels
-    s3, p3 = tl.arange(0, S)[:, None, None], tl.arange(0, P)[None, None, :]
-    n3, d3, t3, t4 = p3 * S + s3, d[None, :, None], t[:, None, None], t[:, None, None, None]
-    in_tile, size = (n3 < num_states) & (d3 < channels), num_states * channels
-    in_keys = (t3 * P + p3) * S + tl.arange(0, S)[None, :, None]
+    s3, t3, t4 = tl.arange(0, S)[:, None, None], t[:, None, None], t[:, None, None, None]
+    p2 = tl.arange(0, P)[None, :]
+    in_keys = (t3 * P + p2[None, :, :]) * S + tl.arange(0, S)[None, :, None]
+    size = num_states * channels
     own = scratch + tl.program_id(0).to(tl.int64) * SUBS * N * BD
-    own_channel, own_state = tl.arange(0, BD)[None, :, None] * lane, n3 * BD
+    own_at, own_count, every = tl.arange(0, BD)[:, None] * lane + p2 * (S * BD), p2 * 0 + S, d == d
     line = tl.arange(0, 16)[:, None]  # of equal sums
     in_parts = tl.arange(0, T * N)[None, :] + 0 * line
     bias = load(beta_bias + d, is_channel) if HAS_BIAS else 0.0
@@ -75,15 +75,17 @@ def backward_kernel(
     grad = tl.zeros([S, BD, P], tl.float32)
     if HAS_GRAD_STATES:
         entering = grad_states + (row * num_splits + split) * size
-        grad = tl.load(entering + (d3 * state_d + n3 * state_n), mask=in_tile, other=0.0)
+        entering_at, next_state, states_left = in_states(d, lane, num_states, P, S)
+        grad = load_states(entering, entering_at, next_state, states_left, is_channel, s3, S)
     dbias, dskip = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
     first_block, last_block = split * blocks_per_split, tl.minimum((split + 1) * blocks_per_split, num_blocks)
     for turn in range(0, last_block - first_block):
         block = last_block - 1 - turn
         here = checkpoints + (row * num_blocks + block) * tl.cdiv(channels, WIDTH) * num_states * WIDTH
-        h = tl.load(in_checkpoint(here, d3, n3, num_states, lane, WIDTH), mask=in_tile, other=0.0)
+        saved_at, next_saved, count = in_checkpoint(d, lane, num_states, P, S, WIDTH)
+        h = load_states(here, saved_at, next_saved, count, is_channel, s3, S)
         for sub in tl.range(0, SUBS - 1, num_stages=STAGES):
-            tl.store(states_at(own + sub * (N * BD), own_channel, own_state), h)
+            store_states(own + sub * (N * BD), own_at, BD, own_count, every, h, s3, S)
             first = block * BLOCK + sub * T + wide
             shared = row * num_blocks * BLOCK + first
             real = (t < L - first)[:, None] & is_channel[None, :]
@@ -101,7 +103,7 @@ def backward_kernel(
                 if HAS_DOCUMENTS:
                     h = h * pick(keep, t3, i)[None, :, :]
                 h += k_i * (pick(writes, t3, i)[None, :, :] - pick(deltas, t3, i)[None, :, :] * k_i * h)
-        tl.store(states_at(own + (SUBS - 1) * (N * BD), own_channel, own_state), h)
+        store_states(own + (SUBS - 1) * (N * BD), own_at, BD, own_count, every, h, s3, S)
         tl.debug_barrier()  # the lanes that read a state below may not be those that wrote it
         for back in tl.range(0, SUBS, num_stages=STAGES):
             sub = SUBS - 1 - back
@@ -114,7 +116,7 @@ def backward_kernel(
             )
             g_t = load(grad_o + row * g_row + first * g_step + (t[:, None] * g_step + d[None, :]), real)
             key, query = tl.load(keys + shared * N + in_keys), tl.load(queries + shared * N + in_keys)
-            h = tl.load(states_at(own + sub * (N * BD), own_channel, own_state))
+            h = load_states(own + sub * (N * BD), own_at, BD, own_count, every, s3, S)
             delta, e = compute_delta(logit + bias, tl.load(norms + shared + t)[:, None])
             if HAS_GATE:
                 z_t = load(z + row * z_row + first * z_step + (t[:, None] * z_step + d[None, :]), real)
@@ -182,8 +184,8 @@ def backward_kernel(
     if HAS_SKIP:
         tl.store(dskip_parts + summed, dskip, mask=is_channel)
     if split == 0:  # `lane` keeps the offsets from staying in registers since `grad_states` was read
-        to = d3 * (state_d * lane) + n3 * (state_n * lane)
-        tl.store(dinitial + row * size + to, grad, mask=in_tile)
+        leaving_at, next_state, states_left = in_states(d, lane, num_states, P, S)
+        store_states(dinitial + row * size, leaving_at, next_state, states_left, is_channel, grad, s3, S)
 
 
 @triton.jit
@@ -210,11 +212,11 @@ def finish_kernel(
     tl.store(dk + to, 2.0 * (dk_t - key * norm_t[:, None]), mask=real)
 
 
-@triton.jit(do_not_specialize=STRIDES)
+@triton.jit(do_not_specialize=UNKNOWN)
 def backward_summary_kernel(
     beta_logit, z, grad_o, keys, queries, norms, keeps, beta_bias, products, ends,
     logit_row, logit_step, z_row, z_step, g_row, g_step,
-    L, channels, num_states, tiles, num_splits, num_blocks, blocks_per_split, state_d, state_n,
+    L, channels, num_states, tiles, num_splits, num_blocks, blocks_per_split, lane,
     HAS_BIAS: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     BLOCK: tl.constexpr, T: tl.constexpr, S: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -222,9 +224,8 @@ def backward_summary_kernel(
     tile, split, row = place(tl.program_id(0), tiles, num_splits)
     d, t, wide = tile * BD + tl.arange(0, BD), tl.arange(0, T), row * 0  # makes what it is added to 64-bit
     is_channel = d < channels
-    s3, p3 = tl.arange(0, S)[:, None, None], tl.arange(0, P)[None, None, :]
-    n3, d3, t3, t4 = p3 * S + s3, d[None, :, None], t[:, None, None], t[:, None, None, None]
-    in_keys = (t3 * P + p3) * S + tl.arange(0, S)[None, :, None]
+    s3, t3, t4 = tl.arange(0, S)[:, None, None], t[:, None, None], t[:, None, None, None]
+    in_keys = (t3 * P + tl.arange(0, P)[None, None, :]) * S + tl.arange(0, S)[None, :, None]
     bias = load(beta_bias + d, is_channel) if HAS_BIAS else 0.0
     grad = tl.zeros([S, BD, P], tl.float32)
     product = tl.full([S, BD, P], 1.0, tl.float32)
@@ -255,7 +256,7 @@ def backward_summary_kernel(
                 decay = decay * pick(keep, t3, i)[None, :, :]
             grad = decay * (grad + pick(grads, t3, i)[None, :, :] * pick(query, t4, i))
             product = product * decay
-    in_tile, size = (n3 < num_states) & (d3 < channels), num_states * channels
-    here = (row * num_splits + split) * size + (d3 * state_d + n3 * state_n)
-    tl.store(products + here, product, mask=in_tile)
-    tl.store(ends + here, grad, mask=in_tile)
+    at, next_state, count = in_states(d, lane, num_states, P, S)
+    here = (row * num_splits + split) * num_states * channels
+    store_states(products + here, at, next_state, count, is_channel, product, s3, S)
+    store_states(ends + here, at, next_state, count, is_channel, grad, s3, S)

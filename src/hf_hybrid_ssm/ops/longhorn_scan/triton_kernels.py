@@ -17,9 +17,9 @@ the compiler would otherwise choose the layout of the registers after that of th
 import triton
 import triton.language as tl
 
-from hf_hybrid_ssm.ops._core.triton_helpers import INTERPRETING, exponential, load, reciprocal
+from hf_hybrid_ssm.ops._core.triton_helpers import INTERPRETING, exponential, load, pick, place, reciprocal
 
-STRIDES = ["state_d", "state_n", "lane"]
+UNKNOWN = ["lane"]
 
 
 @triton.jit
@@ -27,13 +27,6 @@ def compute_delta(logit, squared_norm):
     """Delta = 1 / (1 + E + |k|²) and E = exp(-logit); the clamp keeps E finite."""
     e = exponential(-tl.maximum(logit, -80.0))
     return reciprocal(1.0 + e + squared_norm), e
-
-
-@triton.jit
-def pick(tile, index, i):
-    """Row i of a tile; the compiler folds it away where the first axis lies in a lane's registers."""
-    bits = tl.where(index == i, tile.to(tl.int32, bitcast=True), 0)
-    return tl.sum(bits, 0).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -48,28 +41,43 @@ def dot_states(a, b, index, total, S: tl.constexpr):
 
 
 @triton.jit
-def place(program, tiles, num_splits):
-    """Which channels, split and row a program has; one axis of the grid, so that none is too short."""
-    rest = program // tiles
-    return program % tiles, rest % num_splits, (rest // num_splits).to(tl.int64)
-
-
-@triton.jit
 def spread(tile, T: tl.constexpr, BD: tl.constexpr, P: tl.constexpr):
     """[T, BD] to all lanes of a channel."""
     return tl.broadcast_to(tile[:, :, None], [T, BD, P])
 
 
 @triton.jit
-def states_at(base, in_channel, in_state):
-    """Pointers to states: the 64-bit part first, so that the rest, which the compiler knows, is no instruction."""
-    return (base + in_channel) + in_state
+def in_states(d, lane, num_states, P: tl.constexpr, S: tl.constexpr):
+    """Of states (D, N): offsets of those with s = 0, the step from one s to the next, how many there are."""
+    p = tl.arange(0, P)[None, :]
+    return d[:, None] * (num_states * lane) + p * S, 1, num_states - p * S
 
 
 @triton.jit
-def in_checkpoint(base, d, n, num_states, lane, WIDTH: tl.constexpr):
-    """Where a state lies in a checkpoint (D / WIDTH, N, WIDTH); `lane` is 1, which the compiler must not know."""
-    return states_at(base, (d // WIDTH) * (num_states * WIDTH) + (d % WIDTH) * lane, n * WIDTH)
+def in_checkpoint(d, lane, num_states, P: tl.constexpr, S: tl.constexpr, WIDTH: tl.constexpr):
+    """As `in_states`, of a checkpoint (D / WIDTH, N, WIDTH)."""
+    p = tl.arange(0, P)[None, :]
+    at = (d // WIDTH)[:, None] * (num_states * WIDTH) + (d % WIDTH)[:, None] * lane + p * (S * WIDTH)
+    return at, WIDTH, num_states - p * S
+
+
+@triton.jit
+def load_states(base, at, step, count, is_channel, s3, S: tl.constexpr):
+    """[S, BD, P], one s after the other: of loads of whole tiles Triton 3.6 makes the layout of what follows.
+
+    The 64-bit part of an address comes first, so that the rest, which the compiler knows, is no instruction.
+    """
+    tile = tl.zeros([S, at.shape[0], at.shape[1]], tl.float32)
+    for s in tl.static_range(S):
+        row = load((base + at) + s * step, is_channel[:, None] & (s < count))
+        tile = tl.where(s3 == s, row[None, :, :], tile)
+    return tile
+
+
+@triton.jit
+def store_states(base, at, step, count, is_channel, tile, s3, S: tl.constexpr):
+    for s in tl.static_range(S):
+        tl.store((base + at) + s * step, pick(tile, s3, s), mask=is_channel[:, None] & (s < count))
 
 
 @triton.jit
@@ -98,11 +106,11 @@ def prepare_kernel(
         tl.store(keeps + at, tl.where(here == before, 1.0, 0.0), mask=inside)
 
 
-@triton.jit(do_not_specialize=STRIDES)
+@triton.jit(do_not_specialize=UNKNOWN)
 def forward_kernel(
     x, beta_logit, z, keys, queries, norms, keeps, beta_bias, skip, initial_states, o, final_state, checkpoints,
     x_row, x_step, logit_row, logit_step, z_row, z_step,
-    L, channels, num_states, tiles, num_splits, num_blocks, blocks_per_split, state_d, state_n, lane,
+    L, channels, num_states, tiles, num_splits, num_blocks, blocks_per_split, lane,
     HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     HAS_STATES: tl.constexpr, SAVE: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, T: tl.constexpr, S: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
@@ -111,16 +119,16 @@ def forward_kernel(
     tile, split, row = place(tl.program_id(0), tiles, num_splits)
     d, t, wide = tile * BD + tl.arange(0, BD), tl.arange(0, T), row * 0  # makes what it is added to 64-bit
     is_channel = d < channels
-    s3, p3 = tl.arange(0, S)[:, None, None], tl.arange(0, P)[None, None, :]
-    n3, d3, t3, t4 = p3 * S + s3, d[None, :, None], t[:, None, None], t[:, None, None, None]
-    in_tile, size = (n3 < num_states) & (d3 < channels), num_states * channels
-    in_keys = (t3 * P + p3) * S + tl.arange(0, S)[None, :, None]
+    s3, t3, t4 = tl.arange(0, S)[:, None, None], t[:, None, None], t[:, None, None, None]
+    in_keys = (t3 * P + tl.arange(0, P)[None, None, :]) * S + tl.arange(0, S)[None, :, None]
+    at, next_state, count = in_states(d, lane, num_states, P, S)
+    size = num_states * channels
     bias = load(beta_bias + d, is_channel) if HAS_BIAS else 0.0
     through = load(skip + d, is_channel) if HAS_SKIP else 0.0
     h = tl.zeros([S, BD, P], tl.float32)
     if HAS_STATES:
         entering = initial_states + (row * num_splits + split) * size
-        h = tl.load(entering + (d3 * state_d + n3 * state_n), mask=in_tile, other=0.0)
+        h = load_states(entering, at, next_state, count, is_channel, s3, S)
     last = tl.minimum((split + 1) * blocks_per_split, num_blocks) * (BLOCK // T)
     for step in tl.range(split * blocks_per_split * (BLOCK // T), last, num_stages=STAGES):
         first = step * T + wide
@@ -141,7 +149,8 @@ def forward_kernel(
             here = (
                 checkpoints + (row * num_blocks + step // (BLOCK // T)) * tl.cdiv(channels, WIDTH) * num_states * WIDTH
             )
-            tl.store(in_checkpoint(here, d3, n3, num_states, lane, WIDTH), h, mask=in_tile)
+            saved_at, next_saved, count = in_checkpoint(d, lane, num_states, P, S, WIDTH)
+            store_states(here, saved_at, next_saved, count, is_channel, h, s3, S)
         y = tl.zeros([T, BD, P], tl.float32)
         for i in tl.static_range(T):
             k_i = pick(key, t4, i)
@@ -156,14 +165,14 @@ def forward_kernel(
             o_t = o_t * z_t * reciprocal(1.0 + exponential(-z_t))
         tl.store(o + (row * L + first) * channels + (t[:, None] * channels + d[None, :]), o_t, mask=real)
     if split == num_splits - 1:
-        tl.store(final_state + row * size + (d3 * state_d + n3 * state_n), h, mask=in_tile)
+        store_states(final_state + row * size, at, next_state, count, is_channel, h, s3, S)
 
 
-@triton.jit(do_not_specialize=STRIDES)
+@triton.jit(do_not_specialize=UNKNOWN)
 def forward_summary_kernel(
     x, beta_logit, keys, norms, keeps, beta_bias, products, ends,
     x_row, x_step, logit_row, logit_step,
-    L, channels, num_states, tiles, num_splits, num_blocks, blocks_per_split, state_d, state_n,
+    L, channels, num_states, tiles, num_splits, num_blocks, blocks_per_split, lane,
     HAS_BIAS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     BLOCK: tl.constexpr, T: tl.constexpr, S: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -171,9 +180,8 @@ def forward_summary_kernel(
     tile, split, row = place(tl.program_id(0), tiles, num_splits)
     d, t, wide = tile * BD + tl.arange(0, BD), tl.arange(0, T), row * 0  # makes what it is added to 64-bit
     is_channel = d < channels
-    s3, p3 = tl.arange(0, S)[:, None, None], tl.arange(0, P)[None, None, :]
-    n3, d3, t3, t4 = p3 * S + s3, d[None, :, None], t[:, None, None], t[:, None, None, None]
-    in_keys = (t3 * P + p3) * S + tl.arange(0, S)[None, :, None]
+    s3, t3, t4 = tl.arange(0, S)[:, None, None], t[:, None, None], t[:, None, None, None]
+    in_keys = (t3 * P + tl.arange(0, P)[None, None, :]) * S + tl.arange(0, S)[None, :, None]
     bias = load(beta_bias + d, is_channel) if HAS_BIAS else 0.0
     h = tl.zeros([S, BD, P], tl.float32)
     product = tl.full([S, BD, P], 1.0, tl.float32)
@@ -198,10 +206,10 @@ def forward_summary_kernel(
                 product = product * keep_i
             h += k_i * (pick(writes, t3, i)[None, :, :] - delta_k * h)
             product = product * (1.0 - delta_k * k_i)
-    in_tile, size = (n3 < num_states) & (d3 < channels), num_states * channels
-    here = (row * num_splits + split) * size + (d3 * state_d + n3 * state_n)
-    tl.store(products + here, product, mask=in_tile)
-    tl.store(ends + here, h, mask=in_tile)
+    at, next_state, count = in_states(d, lane, num_states, P, S)
+    here = (row * num_splits + split) * num_states * channels
+    store_states(products + here, at, next_state, count, is_channel, product, s3, S)
+    store_states(ends + here, at, next_state, count, is_channel, h, s3, S)
 
 
 @triton.jit

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from hf_hybrid_ssm.ops._core.triton_helpers import load
-from hf_hybrid_ssm.ops.longhorn_scan.triton_kernels import compute_delta, place
+from hf_hybrid_ssm.ops._core.triton_helpers import load, place
+from hf_hybrid_ssm.ops.longhorn_scan.triton_kernels import compute_delta
 
 
 @triton.jit
