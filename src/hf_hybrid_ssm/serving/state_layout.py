@@ -1,5 +1,6 @@
 """What a cache holds of one row: found by running the model on a few tokens, so that no family says it twice."""
 
+import math
 import warnings
 from typing import Any, NamedTuple
 
@@ -17,6 +18,11 @@ class State(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one row."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class StateLayout(NamedTuple):
