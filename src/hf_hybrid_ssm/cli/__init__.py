@@ -10,6 +10,7 @@ COMMANDS = {
     "run": "run a script, a module or another command with the families registered",
     "enable": "register the families whenever this environment's Python imports transformers",
     "disable": "undo enable",
+    "read": "read a text once, and keep what the model remembers of it in a file",
     "generate": "continue a text with a checkpoint",
     "eval": "score checkpoints with lm-eval",
     "check": "find missing, truncated and foreign files in a checkpoint folder",

@@ -2,6 +2,7 @@
 
     hf-hybrid-ssm generate FOLDER --prompt "It was a dark and" --max-new-tokens 100
     hf-hybrid-ssm generate FOLDER --temperature 0.8 --top-p 0.95 < prompt.txt
+    hf-hybrid-ssm generate FOLDER --context book.safetensors --prompt "And then"
 
 Greedy, unless the folder's generation_config.json says otherwise; with a sampling option, tokens are drawn.
 """
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_hybrid_ssm.cli.parsing import parser_of
+from hf_hybrid_ssm.cli.read import continued
 
 SAMPLING = ("temperature", "top_p", "top_k")
 
@@ -27,8 +29,11 @@ def main(arguments: list[str]) -> int:
     tokenizer, model = load(given.model, given.device, given.dtype)
     if given.seed is not None:
         set_seed(given.seed)
-    inputs = _inputs(tokenizer, prompt).to(model.device)
     options: dict[str, Any] = {"max_new_tokens": given.max_new_tokens}
+    if given.context is None:
+        inputs = _inputs(tokenizer, prompt).to(model.device)
+    else:
+        inputs, options["past_key_values"] = continued(given.context, tokenizer, model, prompt)
     sampling = {name: getattr(given, name) for name in SAMPLING if getattr(given, name) is not None}
     if given.sample or sampling:
         options |= {"do_sample": True} | sampling
@@ -81,6 +86,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of("generate", __doc__)
     parser.add_argument("model", metavar="FOLDER", help="a saved model with its tokenizer, or a name on the Hub")
     parser.add_argument("--prompt", metavar="TEXT", help="the text to continue; by default it is read from the input")
+    parser.add_argument(
+        "--context", metavar="PATH", help="what `hf-hybrid-ssm read` wrote: the prompt follows its text"
+    )
     parser.add_argument(
         "--max-new-tokens", type=_positive, default=100, metavar="N", help="at most (default: %(default)s)"
     )

@@ -1,0 +1,80 @@
+"""Read a text once, and keep what the model remembers of it in a file:
+
+    hf-hybrid-ssm read FOLDER book.txt --context book.safetensors
+    hf-hybrid-ssm generate FOLDER --context book.safetensors --prompt "And then"
+
+The file is small, however long the text, except with full attention. It belongs to the weights that wrote it.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hf_hybrid_ssm.cli.parsing import parser_of
+
+
+def main(arguments: list[str]) -> int:
+    parser = parser_of("read", __doc__)
+    parser.add_argument("model", metavar="FOLDER", help="a saved model with its tokenizer, or a name on the Hub")
+    parser.add_argument("text", metavar="FILE", help="a text in UTF-8; - is the input")
+    parser.add_argument("--context", type=Path, metavar="PATH", required=True, help="the file to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
+    parser.add_argument("--piece", type=int, default=4096, metavar="N", help="tokens at once (default: %(default)s)")
+    parser.add_argument("--device", help="by default cuda where there is one")
+    parser.add_argument("--dtype", default="auto", help="such as bfloat16 (default: as saved)")
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    given = parser.parse_args(arguments)
+    if given.piece < 1:
+        parser.error(f"--piece {given.piece} must be at least 1")
+    if given.context.exists() and not given.overwrite:
+        raise FileExistsError(f"{given.context} exists: choose another name, or give --overwrite.")
+    if not given.context.absolute().parent.is_dir():
+        raise FileNotFoundError(f"{given.context.parent} is not a folder.")
+    text = sys.stdin.read() if given.text == "-" else Path(given.text).read_text(encoding="utf-8")
+
+    import torch
+    from transformers import DynamicCache
+
+    from hf_hybrid_ssm.cli.generate import load
+    from hf_hybrid_ssm.serving import save_context
+
+    tokenizer, model = load(given.model, given.device, given.dtype)
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{given.model} holds an encoder-decoder, which reads its source at once.")
+    tokens = tokenizer(text, return_tensors="pt", return_token_type_ids=False, verbose=False)["input_ids"]
+    if tokens.shape[1] < 2:
+        raise ValueError(f"{given.text} has {tokens.shape[1]} tokens, and a context is of at least 2.")
+    cache, begun = DynamicCache(config=model.config), time.perf_counter()
+    with torch.inference_mode():
+        # the last token stays unread: it is what the model continues from
+        for piece in tokens[:, :-1].to(model.device).split(given.piece, dim=1):
+            model.get_decoder()(piece, past_key_values=cache, use_cache=True)
+    size = save_context(cache, given.context, model, tokens=tokens, overwrite=given.overwrite)
+    seconds, count = time.perf_counter() - begun, tokens.shape[1]
+    if given.json:
+        print(json.dumps({"context": str(given.context), "tokens": count, "bytes": size, "seconds": seconds}))
+    else:
+        print(f"{given.context}: {count:,} tokens in {size:,} bytes, {seconds:.1f} s")
+    return 0
+
+
+def continued(path: str, tokenizer: Any, model: Any, prompt: str) -> tuple[dict[str, Any], Any]:
+    """The inputs of `generate` for a prompt that follows the text of a context, and its cache.
+
+    Raises:
+        ValueError: the file is not this model's context, or does not hold the text of one row.
+    """
+    import torch
+
+    from hf_hybrid_ssm.serving import load_context
+
+    context = load_context(path, model)
+    if context.tokens is None or context.tokens.shape[0] != 1:
+        raise ValueError(f"{path} does not hold the tokens of one text: hf-hybrid-ssm read writes such a file.")
+    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"].long()
+    ids = torch.cat([context.tokens, ids.to(model.device)], dim=1)
+    if ids.shape[1] == context.num_tokens:
+        raise ValueError(f"{path} ends with a token that was read: give a prompt.")
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, context.past_key_values

@@ -1,0 +1,269 @@
+"""A context is a file: what a model keeps of a text that it has read, to be continued later, often and elsewhere.
+
+A recurrent state has one size, however long the text: kilobytes to a few megabytes. Reading a book once, saving what
+is left of it, and continuing a hundred times gives what reading it a hundred times would give, to rounding.
+
+The file is safetensors. Its header names the family, the configuration, the weights (by a fingerprint), the dtype and
+the number of tokens; a context of another model is refused, and so is a damaged file.
+"""
+
+import hashlib
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import Cache, DynamicCache
+
+from hf_hybrid_ssm.models.cache import is_recurrent_state_layer, prepare_cache, tokens_and_notes
+from hf_hybrid_ssm.models.packing import PackedRows, States
+from hf_hybrid_ssm.serving.fingerprint import architecture, bytes_of, weights_fingerprint
+from hf_hybrid_ssm.serving.state_layout import growing_layers
+
+FORMAT, VERSION = "hf_hybrid_ssm.context", 1
+OF_TEXT = {"tokens": torch.int32, "attention_mask": torch.bool}  # how they are stored
+
+
+class Context(NamedTuple):
+    """What a file holds.
+
+    Args:
+        past_key_values: the cache after `num_tokens` tokens.
+        num_tokens: columns that the cache holds, padding included.
+        tokens: (B, T ≥ num_tokens) int64, the text as `generate` wants it, or None where it was not saved. What goes
+            beyond the cache has not been read yet, as the last token that `generate` returns.
+        attention_mask: (B, T) int64, or None where it was not saved: the rows have no padding.
+    """
+
+    past_key_values: Cache
+    num_tokens: int
+    tokens: torch.Tensor | None
+    attention_mask: torch.Tensor | None
+
+
+def save_context(
+    past_key_values: Cache,
+    path: str | os.PathLike,
+    model: Any,
+    *,
+    tokens: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    overwrite: bool = False,
+) -> int:
+    """Write what a model keeps of the text that it has read to a file; whole, or not at all.
+
+    Every row of the batch is kept. Of packed rows, the last document of each is what continues. The recorded past of
+    assisted generation is not kept: after loading, a cache goes back as far as the loaded context. A static cache is
+    saved like any other, except where it reserves room for the keys of all tokens.
+
+    Args:
+        past_key_values: after at least one token.
+        path: the file to write.
+        model: which has read the tokens.
+        tokens: (B, T) int, the text so far, T ≥ the tokens in the cache. `generate` asks for it to continue (and uses
+            it, for a repetition penalty or prompt lookup); four bytes a token.
+        attention_mask: (B, T), 1 for text and 0 for padding.
+        overwrite: an existing file may be replaced.
+
+    Returns:
+        Bytes written.
+
+    Raises:
+        FileExistsError: there is such a file, and `overwrite` is not set.
+        ValueError: the cache is empty, of another model, or static with room for all keys; tokens or mask of another
+            shape.
+        TypeError: the cache is that of an encoder-decoder, or not a cache.
+
+    Warns:
+        UserWarning: a layer keeps the keys and values of all tokens, so that the file grows with the text.
+    """
+    path = Path(path)
+    if path.exists() and not overwrite:
+        raise FileExistsError(f"{path} exists: choose another name, or allow overwriting.")
+    tensors = _held(past_key_values, model)
+    num_tokens, batch = int(past_key_values.get_seq_length()), next(iter(tensors.values())).shape[0]
+    given = {"tokens": tokens, "attention_mask": attention_mask}
+    tensors |= {name: _of_text(name, value, batch, num_tokens) for name, value in given.items() if value is not None}
+    growing = growing_layers(model)
+    if growing and any(layer.is_compileable for layer in past_key_values.layers):
+        raise ValueError(
+            f"past_key_values is a static cache, and layers {growing} reserve room in it for the keys of all tokens: "
+            "read the text with `DynamicCache(config=model.config)`."
+        )
+    header = _identity(model) | {"num_tokens": num_tokens, "content": _digest(tensors)}
+    size = _write(path, tensors, {"format": FORMAT, "version": str(VERSION), "context": json.dumps(header)})
+    if growing:
+        warnings.warn(
+            f"layers {growing} keep the keys and values of all tokens: the context of {num_tokens:,} tokens has "
+            f"{size:,} bytes, and grows with the text.",
+            stacklevel=2,
+        )
+    return size
+
+
+def load_context(path: str | os.PathLike, model: Any, *, past_key_values: Cache | None = None) -> Context:
+    """Read a file of `save_context` for the model that wrote it.
+
+    The cache belongs to the caller, and continuing changes it: to continue several times, load again or take copies
+    (`copy.deepcopy`).
+
+    ```python
+    >>> context = load_context("book.safetensors", model)
+    >>> text = torch.cat([context.tokens, question], dim=1)
+    >>> answer = model.generate(text, past_key_values=context.past_key_values)
+    ```
+
+    Args:
+        path: the file.
+        model: of the same family, configuration, weights and dtype as the one that read the text, on any device.
+        past_key_values: an empty cache to fill, such as a `StaticCache`; by default a `DynamicCache`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged, is not a context, or is that of another model; or `past_key_values` is not
+            empty, or reserves room for the keys of all tokens.
+    """
+    path = Path(path)
+    header, tensors = _read(path)
+    _check_identity(path, header, model)
+    cache = DynamicCache(config=model.config) if past_key_values is None else past_key_values
+    num_tokens, decoder = header["num_tokens"], model.get_decoder()
+    if cache.get_seq_length() > 0:
+        raise ValueError(f"past_key_values holds {int(cache.get_seq_length())} tokens: give an empty cache.")
+    if any(layer.is_compileable for layer in cache.layers) and (growing := growing_layers(model)):
+        raise ValueError(f"past_key_values is a static cache, and layers {growing} reserve room in it for all keys.")
+    tokens, mask = (None if name not in tensors else tensors.pop(name).to(model.device).long() for name in OF_TEXT)
+    prepare_cache(cache, model.config, next(iter(tensors.values())).shape[0])
+    notes = _below("notes", tensors, model.device)
+    for index, layer in enumerate(cache.layers):
+        held = _below(f"layers.{index}", tensors, next(decoder.layers[index].parameters()).device)
+        if is_recurrent_state_layer(layer):
+            rows = PackedRows(num_tokens)
+            rows.notes = notes
+            with torch.no_grad():
+                layer.update_states(rows, held, _not_recorded)
+        else:
+            layer.update(held["keys"], held["values"])
+            layer.unkept = _below("unkept", tensors, model.device)
+    return Context(cache, num_tokens, tokens, mask)
+
+
+def _not_recorded(first: PackedRows) -> States:
+    raise AssertionError("a cache that was loaded has no recorded past")
+
+
+def _below(prefix: str, tensors: States, device: torch.device) -> States:
+    names = [name for name in tensors if name.startswith(f"{prefix}.")]
+    return {name.removeprefix(f"{prefix}."): tensors[name].to(device) for name in names}
+
+
+def _held(past_key_values: Cache, model: Any) -> States:
+    """Everything that a cache holds, by name, in copies on the CPU; the first has the batch in front."""
+    layers: Any = getattr(past_key_values, "layers", ())
+    held = [_of_layer(layer) for layer in layers] if any(layer.is_initialized for layer in layers) else []
+    prepare_cache(past_key_values, model.config, next(iter(held[0].values())).shape[0] if held else 1)
+    if not held:
+        raise ValueError("past_key_values is empty: nothing has been read yet.")
+    tensors = {f"layers.{index}.{name}": state for index, states in enumerate(held) for name, state in states.items()}
+    tensors |= {f"notes.{name}": note for name, note in tokens_and_notes(past_key_values)[1].items()}
+    tensors |= {f"unkept.{name}": flag for name, flag in getattr(layers[0], "unkept", {}).items()}
+    return {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
+    }
+
+
+def _of_layer(layer: Any) -> States:
+    return layer.states if is_recurrent_state_layer(layer) else {"keys": layer.keys, "values": layer.values}
+
+
+def _of_text(name: str, value: torch.Tensor, batch: int, num_tokens: int) -> torch.Tensor:
+    if value.dim() != 2 or value.shape[0] != batch or value.shape[1] < num_tokens:
+        raise ValueError(
+            f"{name} must have shape (batch, tokens so far) = ({batch}, at least {num_tokens}), got "
+            f"{tuple(value.shape)}."
+        )
+    return value.detach().cpu().to(OF_TEXT[name])
+
+
+def _identity(model: Any) -> dict[str, Any]:
+    """What a context is bound to."""
+    return {
+        "family": model.config.model_type,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "configuration": architecture(model.config),
+        "weights": weights_fingerprint(model),
+    }
+
+
+def _check_identity(path: Path, header: dict[str, Any], model: Any) -> None:
+    config = model.config
+    if config.is_encoder_decoder:
+        raise ValueError(f"{path} is for a single stack: a {config.model_type!r} model reads its source at once.")
+    if header["family"] != config.model_type:
+        raise ValueError(
+            f"{path} was read by a model of the family {header['family']!r}, this one is {config.model_type!r}."
+        )
+    then, now = header["configuration"], architecture(config)
+    for name in sorted(then.keys() | now.keys()):
+        if then.get(name) != now.get(name):
+            raise ValueError(f"{path} was read with {name}={then.get(name)}, this model has {name}={now.get(name)}.")
+    dtype = str(model.dtype).removeprefix("torch.")
+    if header["dtype"] != dtype:
+        raise ValueError(f"{path} was read in {header['dtype']}, this model computes in {dtype}.")
+    weights = weights_fingerprint(model)
+    if header["weights"] != weights:
+        raise ValueError(
+            f"{path} was read by other weights (fingerprint {header['weights'][:12]}, this model's are "
+            f"{weights[:12]})."
+        )
+
+
+def _digest(tensors: States) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(bytes_of(tensor))
+    return digest.hexdigest()
+
+
+def _write(path: Path, tensors: States, metadata: dict[str, str]) -> int:
+    """A file that is there is complete: it is written beside its place, and then moved."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        save_file(tensors, beside, metadata)
+        size = beside.stat().st_size
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+    return size
+
+
+def _read(path: Path) -> tuple[dict[str, Any], States]:
+    """The header and the tensors of a file that is as it was written."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not a file.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a complete safetensors file: {error}") from error
+    if metadata.get("format") != FORMAT:
+        raise ValueError(f"{path} is not a context: `save_context` or `hf-hybrid-ssm read` writes one.")
+    if metadata.get("version") != str(VERSION):
+        raise ValueError(
+            f"{path} is a context of version {metadata.get('version')}, and this package reads {VERSION}."
+        )
+    try:
+        header = json.loads(metadata["context"])
+        whole = header["content"] == _digest(tensors)
+        header = {name: header[name] for name in ("family", "dtype", "configuration", "weights", "num_tokens")}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} has a damaged header: {error!r}") from error
+    if not whole:
+        raise ValueError(f"{path} is damaged: its content is not what its header says.")
+    return header, tensors

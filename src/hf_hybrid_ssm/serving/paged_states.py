@@ -1,0 +1,181 @@
+"""Between a server's pages and `past_key_values`: gather the states of the requests, run the model, scatter them back.
+
+A server that batches continuously keeps one page of memory for each request, and calls the model on whatever tokens it
+has scheduled: whole prompts, pieces of prompts, single tokens. A page holds the states of all layers. Every state has
+a fixed size and is zero before the first token, in every family, so a page is all that a request needs.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from transformers import DynamicCache
+
+from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
+from hf_hybrid_ssm.models.packing import PackedRows, States, with_zero_rows
+from hf_hybrid_ssm.serving.state_layout import State, StateLayout, state_layout
+
+ALIGNMENT = 16  # bytes: of no dtype's elements is a page cut
+
+
+class Requests(NamedTuple):
+    """The requests of one forward, R of them; their tokens lie one after the other.
+
+    Args:
+        lengths: tokens of each request in this forward, at least 1.
+        seen: tokens of each before this forward.
+        pages: (R,) int64, the page of each.
+    """
+
+    lengths: list[int]
+    seen: list[int]
+    pages: torch.Tensor
+
+
+class PageLayout:
+    """Where each state lies in a page: widest elements first, so that each is aligned.
+
+    Args:
+        layout: the states; none may grow.
+    """
+
+    def __init__(self, layout: StateLayout):
+        self.states = sorted(layout.states, key=lambda state: -state.dtype.itemsize)
+        self.offsets: list[int] = []
+        end = 0
+        for state in self.states:
+            self.offsets.append(end)
+            end += state.num_bytes
+        self.num_bytes = -(-end // ALIGNMENT) * ALIGNMENT
+
+    def views(self, pages: torch.Tensor) -> list[tuple[State, torch.Tensor]]:
+        """(P, at least `num_bytes`) int8 or uint8 → each state as (P, *shape) of its own dtype, in the same memory."""
+        places = zip(self.states, self.offsets)
+        return [(state, _typed(pages[:, offset : offset + state.num_bytes], state)) for state, offset in places]
+
+
+def _typed(part: torch.Tensor, state: State) -> torch.Tensor:
+    elements = part.view(state.dtype)
+    return elements.unflatten(1, state.shape) if state.shape else elements.squeeze(1)
+
+
+class PagedModel:
+    """A causal language model of any family, run on the states of pages.
+
+    Args:
+        model: in evaluation mode, with its weights or without.
+        max_tokens: of one forward. Requests of different lengths are padded to rectangles of at most as many.
+
+    Raises:
+        ValueError: a layer keeps the keys and values of all tokens, or the model does not continue texts.
+    """
+
+    def __init__(self, model: Any, max_tokens: int):
+        self._check(model)
+        self.model, self.max_tokens = model, max_tokens
+        layout = state_layout(model)
+        if layout.growing:
+            raise ValueError(
+                f"layers {layout.growing} of this {model.config.model_type!r} model keep the keys and values of all "
+                "tokens (full or global attention): a page of fixed size cannot hold them."
+            )
+        self.layout = PageLayout(layout)
+        self._views: list[tuple[State, torch.Tensor]] = []
+
+    @staticmethod
+    def _check(model: Any) -> None:
+        config = model.config
+        if config.is_encoder_decoder or getattr(model.get_decoder(), "is_bidirectional", False):
+            raise ValueError(f"this {config.model_type!r} model does not continue texts: its tokens see the future.")
+
+    def bind(self, pages: torch.Tensor) -> None:
+        """Take the server's memory: (P, at least `layout.num_bytes`) int8 or uint8, whatever it contains."""
+        self._views = self.layout.views(pages)
+
+    @torch.no_grad()
+    def forward(self, input_ids: torch.Tensor, requests: Requests) -> torch.Tensor:
+        """Read the next tokens of every request, and leave its new states in its page.
+
+        Args:
+            input_ids: (T,) int, T the sum of `requests.lengths`.
+
+        Returns:
+            (T, D) after the last norm, before the head.
+        """
+        lengths, seen = requests.lengths, requests.seen
+        if all(length == 1 and before > 0 for length, before in zip(lengths, seen)):
+            return self._run(input_ids.unsqueeze(1), None, requests)[:, 0]
+        tokens = input_ids.split(lengths)
+        found: list[torch.Tensor | None] = [None] * len(lengths)
+        for rows in self._rectangles(requests):
+            index = torch.tensor(rows, device=requests.pages.device)
+            part = Requests([lengths[i] for i in rows], [seen[i] for i in rows], requests.pages[index])
+            ids = torch.nn.utils.rnn.pad_sequence([tokens[i] for i in rows], batch_first=True)
+            for i, states in zip(rows, self._run(ids, _mask(part.lengths, ids), part)):
+                found[i] = states[: lengths[i]]
+        return torch.cat([states for states in found if states is not None])
+
+    @torch.no_grad()
+    def forward_without_pages(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """(T,) → (T, D) of one text: the memory and time that T tokens take, before there are pages."""
+        cache = DynamicCache(config=self.model.config)
+        decoder = self.model.get_decoder()
+        return decoder(input_ids.unsqueeze(0), past_key_values=cache, use_cache=True).last_hidden_state[0]
+
+    def _rectangles(self, requests: Requests) -> Iterator[list[int]]:
+        """The requests in groups that are run together: single tokens that go on, then the others by length."""
+        lengths, seen = requests.lengths, requests.seen
+        steps = [i for i, (length, before) in enumerate(zip(lengths, seen)) if length == 1 and before > 0]
+        if steps:
+            yield steps
+        pieces = sorted(set(range(len(lengths))) - set(steps), key=lambda i: -lengths[i])
+        while pieces:
+            count = max(1, self.max_tokens // lengths[pieces[0]])
+            yield pieces[:count]
+            pieces = pieces[count:]
+
+    def _run(self, ids: torch.Tensor, mask: torch.Tensor | None, requests: Requests) -> torch.Tensor:
+        """Rows (R, L) whose real tokens come first → (R, L, D)."""
+        decoder, options = self.model.get_decoder(), {}
+        seen = torch.tensor(requests.seen, device=ids.device)
+        if decoder.has_columns:  # the cache counts columns, of which every request has its own number
+            columns = torch.arange(ids.shape[1], device=ids.device)
+            options["position_ids"] = seen.unsqueeze(1) + columns
+        cache = DynamicCache(config=self.model.config)
+        self._gather(cache, requests.pages, None if min(requests.seen) > 0 else seen == 0)
+        hidden_states = decoder(
+            ids,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+            continues_documents=True,
+            **options,
+        ).last_hidden_state
+        self._scatter(cache, requests.pages)
+        return hidden_states
+
+    def _gather(self, cache: DynamicCache, pages: torch.Tensor, begins: torch.Tensor | None) -> None:
+        """Fill an empty cache with the states in `pages` (R,), zero in the rows `begins` (R,) bool."""
+        held: list[States] = [{} for _ in cache.layers]
+        for state, view in self._views:
+            rows = view.index_select(0, pages)
+            held[state.layer][state.name] = rows if begins is None else with_zero_rows(rows, begins)
+        for layer, states in zip(cache.layers, held):
+            assert is_recurrent_state_layer(layer)
+            layer.update_states(PackedRows(1), states, _not_recorded)  # one column stands for all that went before
+
+    def _scatter(self, cache: DynamicCache, pages: torch.Tensor) -> None:
+        for state, view in self._views:
+            view.index_copy_(0, pages, cache.layers[state.layer].states[state.name])
+
+
+def _mask(lengths: list[int], ids: torch.Tensor) -> torch.Tensor | None:
+    """(R, L) int64, 1 for the first tokens of each row; None where all have the same length."""
+    if min(lengths) == max(lengths):
+        return None
+    columns = torch.arange(ids.shape[1], device=ids.device)
+    return (columns < torch.tensor(lengths, device=ids.device).unsqueeze(1)).long()
+
+
+def _not_recorded(first: PackedRows) -> States:
+    raise AssertionError("pages do not go back")

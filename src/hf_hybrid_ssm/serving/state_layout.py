@@ -1,0 +1,72 @@
+"""What a cache holds of one row: found by running the model on a few tokens, so that no family says it twice."""
+
+import math
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import DynamicCache
+
+from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
+
+
+class State(NamedTuple):
+    """One state of one layer: `past_key_values.layers[layer].states[name]` is (B, *shape)."""
+
+    layer: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one row."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class StateLayout(NamedTuple):
+    """The states of all layers, and the layers whose cache grows with every token.
+
+    Those keep the keys and values of all tokens; a state among them has the shape that it has after two tokens.
+    """
+
+    states: list[State]
+    growing: list[int]
+
+
+@torch.inference_mode()
+def state_layout(model: Any) -> StateLayout:
+    """Run a causal model on two tokens, and on one more: a state of fixed size has the same shape after both.
+
+    Args:
+        model: in evaluation mode; the states are those of its device and of the kernels that run there.
+    """
+    decoder = model.get_decoder()
+    cache, device = DynamicCache(config=decoder.config), decoder.embed_tokens.weight.device
+    found = []
+    for length in (2, 1):
+        decoder(torch.zeros(1, length, dtype=torch.int64, device=device), past_key_values=cache, use_cache=True)
+        found.append([_states(layer) for layer in cache.layers])
+    first, second = found
+    growing = [index for index, (before, after) in enumerate(zip(first, second)) if before is None or before != after]
+    states = [State(index, *state) for index, layer in enumerate(first) for state in layer or ()]
+    return StateLayout(states, growing)
+
+
+def growing_layers(model: Any) -> list[int]:
+    """The layers of a model whose cache grows with every token; the model itself is not run."""
+    decoder = model.get_decoder()
+    with torch.device("meta"):
+        twin = type(decoder)._from_config(decoder.config, dtype=decoder.dtype)
+    # constants that modules made before are used as they are
+    with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # kernel caches compare them
+        return state_layout(twin.to_empty(device="cpu").eval()).growing
+
+
+def _states(layer: Any) -> list[tuple[str, tuple[int, ...], torch.dtype]] | None:
+    """Of one row; None where the layer is one of transformers' own, for full attention."""
+    if not is_recurrent_state_layer(layer):
+        return None
+    return [(name, tuple(state.shape[1:]), state.dtype) for name, state in layer.states.items()]

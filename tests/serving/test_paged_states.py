@@ -1,0 +1,143 @@
+"""Requests in pages: however a server schedules their tokens, each gets what it would get alone."""
+
+import random
+
+import pytest
+import torch
+
+from hf_hybrid_ssm.serving.paged_states import PagedModel, Requests
+from hf_hybrid_ssm.serving.state_layout import State, state_layout
+from tests.models.invariances import TOLERANCE, random_ids, whole
+from tests.serving.test_context import GROWING
+from tests.tiny_models import VARIANTS, config_of, language_model, own_language_model
+
+FIXED = [variant for variant in VARIANTS if variant not in GROWING] + ["longhorn + window attention"]
+MAX_TOKENS = 24
+
+
+def model_of(variant):
+    if variant != "longhorn + window attention":
+        return language_model(variant)
+    kinds = ["linear_attention", "sliding_attention"]
+    config = config_of("longhorn + window and full attention", block_types=kinds, num_hidden_layers=2)
+    torch.manual_seed(0)
+    return type(language_model("longhorn"))(config).eval()
+
+
+class Request:
+    def __init__(self, model, number: int, length: int):
+        self.ids = random_ids(model, 1, length, seed=number)[0]
+        self.seen, self.page, self.logits = 0, -1, []
+
+
+def served(model, requests: list[Request], seed: int, pages: int = 6) -> set[str]:
+    """Schedules at random until all are read; returns what has happened on the way."""
+    draw, happened = random.Random(seed), set()
+    paged = PagedModel(model, MAX_TOKENS)
+    # some bytes of each page are not ours, and all of them begin as anything
+    memory = torch.randint(-128, 128, (pages, paged.layout.num_bytes + 32), dtype=torch.int8)
+    paged.bind(memory)
+    free, waiting, running = list(range(pages)), list(requests), []
+    while waiting or running:
+        while waiting and free and draw.random() < 0.7:
+            request = waiting.pop(0)
+            request.page, request.seen, request.logits = free.pop(draw.randrange(len(free))), 0, []
+            running.append(request)
+        if running and draw.random() < 0.08:  # preempted: it will be read again from its first token, in another page
+            request = running.pop(draw.randrange(len(running)))
+            free.append(request.page)
+            waiting.append(request)
+            happened.add("preempted")
+        batch, lengths, budget = [], [], MAX_TOKENS
+        for request in draw.sample(running, len(running)):
+            length = min(budget, len(request.ids) - request.seen, draw.choice((1, 1, 1, 2, 5, MAX_TOKENS)))
+            if length > 0:
+                batch.append(request)
+                lengths.append(length)
+                budget -= length
+        if not batch:
+            continue
+        seen = [request.seen for request in batch]
+        happened |= {"steps only"} if all(n == 1 and s for n, s in zip(lengths, seen)) else {"mixed"}
+        happened |= {"begins and goes on"} if 0 in seen and max(seen) > 0 else set()
+        tokens = torch.cat([r.ids[r.seen : r.seen + n] for r, n in zip(batch, lengths)])
+        order = torch.tensor([request.page for request in batch])
+        hidden = paged.forward(tokens, Requests(lengths, seen, order))
+        logits = model.lm_head(model._pre_head(hidden))
+        for request, part, length in zip(batch, logits.split(lengths), lengths):
+            request.logits.append(part)
+            request.seen += length
+            if request.seen == len(request.ids):
+                running.remove(request)
+                free.append(request.page)
+    return happened
+
+
+@pytest.mark.parametrize("variant", FIXED)
+def test_any_schedule_gives_each_request_its_own_text(variant):
+    model, happened = model_of(variant), set()
+    for seed in range(2):
+        requests = [Request(model, number, length) for number, length in enumerate((1, 2, 9, 17, 24, 30, 5, 13))]
+        happened |= served(model, requests, seed)
+        for request in requests:
+            expected = whole(model, request.ids.unsqueeze(0))[0]
+            torch.testing.assert_close(torch.cat(request.logits), expected, **TOLERANCE)
+    assert happened == {"preempted", "steps only", "mixed", "begins and goes on"}
+
+
+@pytest.mark.parametrize("variant", ["longhorn", "bst block-recurrent", "lmu-isa", "spade s4 window"])
+def test_in_bfloat16(variant):
+    """Close, as far as bfloat16 goes: pieces round where the whole does not."""
+    model = own_language_model(variant).bfloat16()
+    ids, paged = random_ids(model, 1, 20), PagedModel(model, MAX_TOKENS)
+    paged.bind(torch.full((3, paged.layout.num_bytes), -1, dtype=torch.int8))
+    page, found, seen = torch.tensor([2]), [], 0
+    for piece in ids[0].split([7, 1, 1, 6, 1, 4]):
+        found.append(paged.forward(piece, Requests([len(piece)], [seen], page)))
+        seen += len(piece)
+    expected = model.get_decoder()(ids).last_hidden_state[0]
+    torch.testing.assert_close(torch.cat(found), expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("variant", FIXED)
+def test_a_page_is_as_large_as_its_states(variant):
+    model = model_of(variant)
+    layout = PagedModel(model, MAX_TOKENS).layout
+    held = sum(state.num_bytes for state in state_layout(model).states)
+    assert held <= layout.num_bytes < held + 16
+    pages = torch.zeros(2, layout.num_bytes, dtype=torch.uint8)
+    for number, (state, view) in enumerate(layout.views(pages)):
+        assert view.shape == (2, *state.shape) and view.dtype == state.dtype
+        assert not view.any(), f"{state} overlaps another"
+        view.fill_(number + 1)
+    assert [int(view.real.min()) for _, view in layout.views(pages)] == [*range(1, len(layout.states) + 1)]
+
+
+@pytest.mark.parametrize("variant", [*GROWING, "encoder-decoder"])
+def test_what_needs_more_than_a_page_is_refused(variant):
+    words = (
+        "does not continue texts" if variant == "encoder-decoder" else rf"layers \[{GROWING[variant][0]}.* keep the"
+    )
+    with pytest.raises(ValueError, match=words):
+        PagedModel(language_model(variant), MAX_TOKENS)
+
+
+def test_rectangles_hold_no_more_tokens_than_one_forward():
+    """One long prompt among many short ones must not pad all of them to its length."""
+    paged = PagedModel(language_model("longhorn"), 64)
+    lengths, seen = [1] * 30 + [34, 5, 5, 2], [3] * 29 + [0] * 5
+    groups = list(paged._rectangles(Requests(lengths, seen, torch.arange(34))))
+    assert sorted(index for group in groups for index in group) == list(range(34)) and groups[0] == list(range(29))
+    assert all(len(group) * max(lengths[i] for i in group) <= 64 for group in groups)
+    assert len(groups) == 3
+
+
+def test_a_state_has_its_bytes():
+    assert State(0, "scan", (3, 4), torch.float64).num_bytes == 96
+
+
+def test_profiling_runs_all_tokens():
+    model = language_model("spade s4 window")
+    ids = random_ids(model, 1, 16)
+    hidden = PagedModel(model, 16).forward_without_pages(ids[0])
+    torch.testing.assert_close(model.lm_head(model._pre_head(hidden)), whole(model, ids)[0], **TOLERANCE)
