@@ -2,6 +2,7 @@
 #
 #   make demo        train, evaluate, save, reload and score a small Longhorn on text that Python carries
 #   make test        the test suite
+#   make sanitize    random calls and misuse of the C kernels under the compiler's sanitizers, for ten minutes
 #   make lint        style, formatting, types
 #   make upstream    transformers' own model tests, run on the families of this package
 #   make invariants  thousands of random cases of every batching invariance, with a report
@@ -33,7 +34,7 @@ UPSTREAM = HF_HYBRID_SSM_UPSTREAM_TESTS="$$($(BIN)/python tests/upstream/fetch.p
 REPORT = OMP_NUM_THREADS=1 $(BIN)/python -m tests.reporting
 RUN_TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-.PHONY: demo test lint upstream invariants programs streaming bench gpu docs install clean \
+.PHONY: demo test sanitize lint upstream invariants programs streaming bench gpu docs install clean \
     cards clean-room matrix reliability roundtrips determinism numerics misuse fuzz crash scale mutation faults plans \
     reports-status \
     lowest newest
@@ -44,6 +45,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(UPSTREAM); export HF_HYBRID_SSM_UPSTREAM_TESTS; $(RUN_TESTS) -n $(JOBS) --dist worksteal
+
+SECONDS_OF_SANITIZING ?= 600
+sanitize: $(STAMP)
+	$(BIN)/python -m tests.ops.sanitize --seconds $(SECONDS_OF_SANITIZING)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -32,13 +32,15 @@ def check_tensor(
     letters: str,
     *,
     like: torch.Tensor | None = None,
+    beside: torch.Tensor | None = None,
     optional: bool = False,
 ) -> None:
-    """Check rank, sizes (None accepts any), and optionally that dtype and device equal those of `like`.
+    """Check rank, sizes (None accepts any), and optionally that dtype and device equal those of `like`, or the device
+    alone that of `beside`.
 
     Raises:
         TypeError: not a tensor, or another dtype than `like`.
-        ValueError: wrong shape or another device than `like`.
+        ValueError: wrong shape or another device than `like` or `beside`.
     """
     if value is None and optional:
         return
@@ -49,8 +51,9 @@ def check_tensor(
         raise ValueError(f"{name} must have shape ({letters}) = ({wanted}), got {tuple(value.shape)}.")
     if like is not None and value.dtype != like.dtype:
         raise TypeError(f"{name} must have dtype {like.dtype} like the other inputs, got {value.dtype}.")
-    if like is not None and value.device != like.device:
-        raise ValueError(f"{name} must be on {like.device} like the other inputs, got {value.device}.")
+    other = beside if like is None else like
+    if other is not None and value.device != other.device:
+        raise ValueError(f"{name} must be on {other.device} like the other inputs, got {value.device}.")
 
 
 def _fits(have: torch.Size, shape: tuple[int | None, ...]) -> bool:
@@ -60,6 +63,23 @@ def _fits(have: torch.Size, shape: tuple[int | None, ...]) -> bool:
         if wanted is not None and size != wanted:
             return False
     return True
+
+
+def check_overwritten(name: str, value: torch.Tensor, *, dense: str) -> None:
+    """What a step overwrites must be laid out as `dense` says: "contiguous", or "entries" for its last dimension.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if dense == "contiguous" and not value.is_contiguous():
+        raise ValueError(f"{name} is overwritten and must be contiguous, got strides {value.stride()}.")
+    if dense != "entries":
+        return
+    strides = value.stride()
+    if strides[-1] != 1 and value.shape[-1] > 1:
+        raise ValueError(f"{name} is overwritten and its last stride must be 1, got strides {strides}.")
+    if 0 in strides and any(stride == 0 and size > 1 for stride, size in zip(strides, value.shape)):
+        raise ValueError(f"{name} is overwritten and its entries must not share memory, got strides {strides}.")
 
 
 def check_seq_idx(seq_idx: torch.Tensor | None, batch: int, length: int) -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_hybrid_ssm.ops._core.checks import check_lengths, check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops._core.checks import check_lengths, check_overwritten, check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops._core.dispatch import Op
 from hf_hybrid_ssm.ops._core.rows import last_inputs
 from hf_hybrid_ssm.ops.causal_conv.reference import (
@@ -102,6 +102,7 @@ def causal_conv_step(
     """
     check_tensor("x", x, (None, None), "B, D")
     _check_filter(x, state, weight, bias, activation)
+    check_overwritten("state", state, dense="contiguous")
     run = _STEP.select(x.device.type, x.dtype, backend)
     return run(x, state, weight, bias, activation=activation)[0]
 
@@ -109,12 +110,13 @@ def causal_conv_step(
 def _check_filter(x, state, weight, bias, activation) -> None:
     """What both take, for x (B, [L,] D)."""
     batch, channels = x.shape[0], x.shape[-1]
-    check_tensor("weight", weight, (channels, None), "D, K")
-    check_tensor("bias", bias, (channels,), "D", optional=True)
+    check_tensor("weight", weight, (channels, None), "D, K", beside=x)
+    check_tensor("bias", bias, (channels,), "D", beside=x, optional=True)
     if weight.shape[1] == 0:
         raise ValueError("weight must have at least one tap (K ≥ 1), got K = 0.")
     name = "state" if x.dim() == 2 else "initial_state"
-    check_tensor(name, state, (batch, weight.shape[1] - 1, channels), "B, K - 1, D", optional=x.dim() == 3)
+    shape = (batch, weight.shape[1] - 1, channels)
+    check_tensor(name, state, shape, "B, K - 1, D", beside=x, optional=x.dim() == 3)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r} must be one of {', '.join(map(repr, ACTIVATIONS))}.")
 

@@ -3,22 +3,29 @@
 import torch
 from torch import Tensor
 
+from hf_hybrid_ssm.ops._core.c_function import CFunction
 from hf_hybrid_ssm.ops._core.custom_ops import differentiable_op
-from hf_hybrid_ssm.ops._core.native_library import (
-    address,
-    call,
-    library_beside,
-    prepared,
-    prepared_rows,
-    step_op,
-    supports,
-)
+from hf_hybrid_ssm.ops._core.native_library import library_beside, prepared, step_op, supports, with_dense_rows
 from hf_hybrid_ssm.ops._core.rows import last_inputs
 from hf_hybrid_ssm.ops.causal_conv.torch_backend import causal_conv_torch
 
 __all__ = ["causal_conv_native", "causal_conv_step_native", "supports"]
 
 _library = library_beside(__file__)
+_INPUTS = "x[B L D], weight[K D], bias?[D], initial?[B K-1 D], seq_idx?[B L] int64"
+FORWARD = CFunction(_library, "causal_conv_forward", f"{_INPUTS}, y[B L D]", "silu, B, L, D, K")
+BACKWARD = CFunction(
+    _library,
+    "causal_conv_backward",
+    f"{_INPUTS}, dy[B L D], dx[B L D], dweight[B K D], dbias[B D], dinitial?[B K-1 D]",
+    "silu, B, L, D, K",
+)
+STEP = CFunction(
+    _library,
+    "causal_conv_step",
+    "x[B* D], weight[D K], bias?[D], state[B K-1 D], y[B D]",
+    "x.0, silu, B, K, D",
+)
 
 
 def causal_conv_native(x, weight, bias=None, *, activation=None, initial_state=None, seq_idx=None, lengths=None):
@@ -37,8 +44,7 @@ def _forward(
 ) -> Tensor:
     """y (B, L, D); weight is (K, D); all inputs contiguous float32, seq_idx int64."""
     y = torch.empty_like(x)
-    tensors = (x, weight, bias, initial_state, seq_idx, y)
-    call(_library().causal_conv_forward, tensors, silu, *x.shape, weight.shape[0])
+    FORWARD((x, weight, bias, initial_state, seq_idx, y), silu)
     return y
 
 
@@ -49,8 +55,7 @@ def _backward(inputs, gradients, needed):
     batch, _, channels = x.shape
     dx, dweight, dbias = torch.empty_like(x), x.new_empty(batch, *weight.shape), x.new_empty(batch, channels)
     dinitial = None if initial_state is None else torch.empty_like(initial_state)
-    results = (dx, dweight, dbias, dinitial)
-    call(_library().causal_conv_backward, (*tensors, dy, *results), silu, *x.shape, weight.shape[0])
+    BACKWARD((*tensors, dy, dx, dweight, dbias, dinitial), silu)
     return dx, dweight.sum(0), dbias.sum(0), dinitial
 
 
@@ -66,7 +71,7 @@ _convolve = differentiable_op(
 def causal_conv_step_native(x, state, weight, bias=None, *, activation=None):
     """As `hf_hybrid_ssm.ops.causal_conv.causal_conv_step`."""
     wide = prepared(state)
-    y = _step(prepared_rows(x), wide, prepared(weight), prepared(bias), activation == "silu")
+    y = _step(with_dense_rows(x), wide, prepared(weight), prepared(bias), activation == "silu")
     if wide is not state:
         state.copy_(wide)
     return y.to(x.dtype), state
@@ -75,9 +80,7 @@ def causal_conv_step_native(x, state, weight, bias=None, *, activation=None):
 def _compute_step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
     """y (B, D); weight is (D, K); float32, the rows of x may lie apart."""
     y = torch.empty(x.shape, dtype=x.dtype)
-    (channels, width), batch = weight.shape, x.shape[0]
-    tensors = (address(x, is_strided=True), weight, bias, state, y)
-    call(_library().causal_conv_step, tensors, x.stride(0), silu, batch, width, channels)
+    STEP((x, weight, bias, state, y), silu)
     return y
 
 

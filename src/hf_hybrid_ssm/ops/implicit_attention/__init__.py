@@ -67,11 +67,11 @@ def implicit_attention(
         TypeError, ValueError: an argument of wrong type, dtype, shape or device, or an unknown form.
     """
     check_tensor("x", x, (None, None, None), "B, L, D")
-    check_tensor("weight", weight, (3, None, None), "3, q', q")
+    check_tensor("weight", weight, (3, None, None), "3, q', q", beside=x)
     rows, order = weight.shape[1:]
-    check_tensor("bias", bias, (3, rows), "3, q'", optional=True)
-    check_tensor("collapse", collapse, (rows,), "q'")
-    check_tensor("collapse_bias", collapse_bias, (1,), "1", optional=True)
+    check_tensor("bias", bias, (3, rows), "3, q'", beside=x, optional=True)
+    check_tensor("collapse", collapse, (rows,), "q'", beside=x)
+    check_tensor("collapse_bias", collapse_bias, (1,), "1", beside=x, optional=True)
     check_memory(order, theta, initial_state, x)
     check_seq_idx(seq_idx, x.shape[0], x.shape[1])
     check_lengths(lengths, x.shape[0], x.shape[1])

@@ -90,7 +90,8 @@ static void fill_rows(
 
 /* One token x (B, D) after the memory s (B, q, D), the tokens since, recent (B, C, D), and how many, pending (B). The
  * last two are changed in place; of rows that advance new_s holds the new memory, and of the others a copy if any row
- * advances or `copies` is not 0: `is_new` (1) says whether. Returns 0, or 1 if memory ran out. */
+ * advances or `copies` is not 0: `is_new` (1) says whether. Returns 0, 1 if memory ran out, or 2 if a row
+ * cannot have so many tokens since. */
 int implicit_attention_step(
     const float *x, const float *weight, const float *bias, const float *collapse, const float *offset,
     const float *scale,
@@ -99,6 +100,8 @@ int implicit_attention_step(
     int64_t threads) {
     attention a = {bias, collapse, offset, *scale, D, R, threads};
     const memory o = {weight, powers, impulse, push, q, C};
+    for (int64_t b = 0; b < B; b++)
+        if (pending[b] < 0 || pending[b] > C) return 2;
     const int64_t longest = q > C ? q : C, rows = q > 3 * R ? q : 3 * R;
     float *read_out = malloc(3 * R * (q + C) * sizeof(float)), *taps = read_out + 3 * R * q;
     int failed = !open_attention(&a, 1, (longest + rows) * sizeof(pair)) || !read_out;

@@ -5,9 +5,10 @@ import ctypes
 import torch
 from torch import Tensor
 
+from hf_hybrid_ssm.ops._core.c_function import CFunction
 from hf_hybrid_ssm.ops._core.constants import constant
 from hf_hybrid_ssm.ops._core.custom_ops import differentiable_op
-from hf_hybrid_ssm.ops._core.native_library import call, is_plain_call, library_beside, prepared, supports
+from hf_hybrid_ssm.ops._core.native_library import is_plain_call, library_beside, prepared, supports
 from hf_hybrid_ssm.ops._core.transforms import without_autocast
 from hf_hybrid_ssm.ops.implicit_attention.decoding import DECODE, is_exact_gelu
 from hf_hybrid_ssm.ops.implicit_attention.torch_backend import implicit_attention_torch
@@ -19,6 +20,28 @@ CHUNK = 16  # as in native.c
 POINTS = tuple(2**k for k in range(5, 22))  # that a transform may have
 NAMES = ("weight", "bias", "collapse", "collapse_bias")
 _library = library_beside(__file__)
+# R rows of queries (of keys, of values), T taps, memory of order Q, C tokens between its steps
+_INPUTS = "x[B L D], taps[3R T], bias?[3 R], collapse[R]"
+FORWARD = CFunction(
+    _library,
+    "implicit_attention_forward",
+    f"{_INPUTS}, offset?[1], scale[1], m[B L D]",
+    "B, L, D, R, T, points, segment",
+)
+BACKWARD = CFunction(
+    _library,
+    "implicit_attention_backward",
+    f"{_INPUTS}, offset?[1], scale[1], dm[B L D], dx[B L D], dtaps[3R T], sums[S 4R]",
+    "B, L, D, R, T, points, segment",
+)
+STEP = CFunction(
+    _library,
+    "implicit_attention_step",
+    """x[B D], weight[3 R Q], bias?[3 R], collapse[R], offset?[1], scale[1], powers[Q C Q], impulse[Q C], push[Q C],
+    s[B Q D], recent[B C D], pending[B] int64, m[B D], new_s[B Q D], is_new[1] int64""",
+    "B, D, R, Q, C, copies",
+    refuses="pending must say how many of the C tokens since the memory there are, 0 to C of them.",
+)
 
 
 def implicit_attention_native(x, *, activation, theta, state, lengths, scale, form, needs_state, **parameters):
@@ -47,17 +70,17 @@ class _Problem:
     """What forward and backward share: filters, sizes, and the arguments in the order of C."""
 
     def __init__(self, x, weight, bias, collapse, collapse_bias, scale, theta):
-        rows, order = weight.shape[1:]
+        order = weight.shape[2]
         self.response = finite_response(order, theta, x.shape[1])
         self.taps = weight.flatten(0, 1) @ self.response
-        points, self.segment = transform_sizes(x.shape[1], self.taps.shape[1])
+        self.points, self.segment = transform_sizes(x.shape[1], self.taps.shape[1])
         self.tensors = (x, self.taps, bias, collapse, collapse_bias, _scalar(scale))
-        self.sizes = (*x.shape, rows, self.taps.shape[1], points, self.segment)
 
     def steps_back(self, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
         """(B, T, 1) the token k steps before each row's last, and whether there is one."""
         if lengths is None:
             lengths = torch.full((x.shape[0],), x.shape[1])
+        lengths = lengths.clamp(0, x.shape[1])
         index = lengths.unsqueeze(1) - 1 - torch.arange(self.taps.shape[1])
         return index.clamp(min=0).unsqueeze(2).expand(-1, -1, x.shape[2]), (index >= 0).unsqueeze(2)
 
@@ -75,7 +98,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """y (B, L, D) and the memory (B, q, D), empty if it is not needed."""
     problem, y = _Problem(x, weight, bias, collapse, collapse_bias, scale, theta), torch.empty_like(x)
-    call(_library().implicit_attention_forward, (*problem.tensors, y), *problem.sizes)
+    FORWARD((*problem.tensors, y), problem.points, problem.segment)
     if not needs_state:
         return y, x.new_empty(0)
     if lengths is None:
@@ -99,7 +122,7 @@ def _backward(inputs, gradients, needed):
         problem, rows = _Problem(x, weight, bias, collapse, None, scale, theta), weight.shape[1]
         dx, dtaps = torch.zeros_like(x), torch.empty_like(problem.taps)
         sums = x.new_zeros(-(-problem.segment // CHUNK), 4 * rows)
-        call(_library().implicit_attention_backward, (*problem.tensors, dy, dx, dtaps, sums), *problem.sizes)
+        BACKWARD((*problem.tensors, dy, dx, dtaps, sums), problem.points, problem.segment)
         if needs_state:
             index, is_real = problem.steps_back(x, lengths)
             dx.scatter_add_(1, index, torch.where(is_real, problem.response.mT @ dfinal, 0.0))
@@ -128,15 +151,12 @@ def _compute_step(
     x, weight, bias, collapse, collapse_bias, memory, recent, pending, scale, theta, *, copies
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
     """As `_step`; whether the memory is a new one."""
-    batch, block, channels = recent.shape
-    rows, order = weight.shape[1:]
-    operators = BlockOperators(*block_operators(order, theta, block, x.dtype, device=x.device))
+    operators = BlockOperators(*block_operators(weight.shape[2], theta, recent.shape[1], x.dtype, device=x.device))
     y, recent, pending = torch.empty_like(x), recent.clone(), pending.clone().contiguous()
     after, is_new = torch.empty_like(memory), torch.empty(1, dtype=torch.int64)
     parameters = (weight, bias, collapse, collapse_bias, _scalar(scale))
     tensors = (x, *parameters, operators.powers, operators.impulse, operators.push, memory)
-    sizes = (batch, channels, rows, order, block, copies)
-    call(_library().implicit_attention_step, (*tensors, recent, pending, y, after, is_new), *sizes)
+    STEP((*tensors, recent, pending, y, after, is_new), copies)
     # read from memory: `is_new.item()` would be a synchronisation to all that counts them
     return y, after, recent, pending, ctypes.c_int64.from_address(is_new.data_ptr()).value
 

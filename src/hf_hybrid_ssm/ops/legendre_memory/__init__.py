@@ -66,7 +66,7 @@ def check_memory(order: int, theta: float, state: torch.Tensor | None, x: torch.
         raise ValueError(f"order must be a positive integer, got {order!r}.")
     if not 0 < theta < math.inf:
         raise ValueError(f"theta must be positive and finite, got {theta!r}.")
-    check_tensor("initial_state", state, (x.shape[0], order, x.shape[2]), "B, q, D", optional=True)
+    check_tensor("initial_state", state, (x.shape[0], order, x.shape[2]), "B, q, D", beside=x, optional=True)
 
 
 __all__ = ["check_memory", "impulse_response", "legendre_memory", "transition"]

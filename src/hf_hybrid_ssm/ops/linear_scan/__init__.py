@@ -92,11 +92,15 @@ def channel_scan(
     Raises:
         TypeError, ValueError: an argument of the wrong type, shape or range, named with what it must be.
     """
+    check_tensor("system.output", system.output, (None, None, None), "F, D, N")
     filters, channels, size = system.output.shape
+    _check_system(system)
     check_tensor("u", u, (None, None, channels), "B, L, D")
     batch, length, _ = u.shape
-    check_tensor("initial_state", initial_state, (batch, filters, channels, size), "B, F, D, N", optional=True)
-    check_tensor("skip", skip, (filters, channels), "F, D", optional=True)
+    shape = (batch, filters, channels, size)
+    check_tensor("initial_state", initial_state, shape, "B, F, D, N", beside=u, optional=True)
+    check_tensor("skip", skip, (filters, channels), "F, D", beside=u, optional=True)
+    check_tensor("system.output", system.output, (filters, channels, size), "F, D, N", beside=u)
     check_seq_idx(seq_idx, batch, length)
     check_lengths(lengths, batch, length)
     check_output_positions(stride, positions, batch, length)
@@ -109,6 +113,29 @@ def channel_scan(
             seq_idx, lengths, return_final_state, stride, positions,
             form=system.transition.form, blocks=system.blocks,
         )  # fmt: skip
+
+
+def _check_system(system: ChannelSystem) -> None:
+    """B like C, and an A that can be repeated to (F, D, N): fewer decays are shared."""
+    output, (decay, form) = system.output, system.transition
+    check_tensor("system.vector", system.vector, tuple(output.shape), "F, D, N", beside=output)
+    if form not in ("real", "complex", "dense"):
+        raise ValueError(f"system.transition.form={form!r} must be 'real', 'complex' or 'dense'.")
+    if form == "complex" and output.shape[2] % 2:
+        raise ValueError(f"a complex transition needs an even N, got {output.shape[2]}.")
+    *leading, size = output.shape
+    entries = {"real": (size,), "complex": (size // 2, 2), "dense": (size, size)}[form]
+    rank = len(entries)
+    given = tuple(decay.shape)
+    fits = given[len(given) - rank :] == entries and len(given) <= rank + 2
+    batch = given[: len(given) - rank]
+    if not fits or any(have not in (1, wanted) for have, wanted in zip(reversed(batch), reversed(leading))):
+        raise ValueError(
+            f"system.transition.value must have shape {(*leading, *entries)}, or fewer leading dimensions or 1 where "
+            f"filters or channels share it, got {given}."
+        )
+    if decay.device != output.device:
+        raise ValueError(f"system.transition.value must be on {output.device} like output, got {decay.device}.")
 
 
 def has_fused_scan(device_type: str, dtype: torch.dtype) -> bool:

@@ -80,6 +80,7 @@ def channel_scan_by(op: Callable) -> Callable:
         trains = torch.is_grad_enabled() and any(part.requires_grad for part in (decay, vector, output))
         if form == "dense" or not (asks_for_all or trains):
             return channel_scan_torch(*tensors, return_final_state, stride, positions, form=form, blocks=blocks)
+        decay = decay.expand(*vector.shape[:2], *decay.shape[-2 if form == "complex" else -1 :])
         floats = (_dense(part, torch.float32) for part in (vector, output, skip, initial_state))
         rows = (_dense(part, torch.int64) for part in (seq_idx, lengths))
         y, final = op(_dense(u, torch.float32), _dense(decay, torch.float64), *floats, *rows, form == "complex")

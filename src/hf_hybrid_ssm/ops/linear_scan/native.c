@@ -35,7 +35,9 @@ static inline number drift_of(number a, number *of_derivative) {
     return (number){power.re - other.re, power.im - other.im};
 }
 
-static inline int64_t row_end(const int64_t *lengths, int64_t b, int64_t L) { return lengths ? lengths[b] : L; }
+static inline int64_t row_end(const int64_t *lengths, int64_t b, int64_t L) {
+    return !lengths || lengths[b] > L ? L : lengths[b] < 0 ? 0 : lengths[b];
+}
 
 /* ---------------------------------------------------------------- a system of N states for every channel */
 

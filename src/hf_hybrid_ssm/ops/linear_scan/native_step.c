@@ -51,7 +51,7 @@ int linear_step(
         float out = system_step(
             state + row * N, change + at, input + at, left ? left + at : 0, right ? right + at : 0,
             output ? output + at : 0, value, N, is_complex);
-        if (!output) continue;
+        if (!output || !y) continue;
         if (skip) out += skip[s] * value;
         y[row] = silu ? out * sigmoid(broadcast(out))[0] : out;
     }

@@ -3,11 +3,18 @@
 import torch
 from torch import Tensor
 
-from hf_hybrid_ssm.ops._core.native_library import call, library_beside, prepared, step_op, supports
+from hf_hybrid_ssm.ops._core.c_function import CFunction
+from hf_hybrid_ssm.ops._core.native_library import library_beside, prepared, step_op, supports
 
 __all__ = ["linear_step_native", "supports"]
 
-_library = library_beside(__file__)
+STEP = CFunction(
+    library_beside(__file__),
+    "linear_step",
+    """u[B D], state[B F D N], change[F D N], input[F D N], left?[F D N], right?[F D N], output?[F D N], skip?[F D],
+    y?[B F D]""",
+    "is_complex, silu, B, F*D, D, N",
+)
 
 
 def linear_step_native(u, state, change, input_vector, *, output_rows, low_rank, skip, is_complex, silu):
@@ -33,10 +40,11 @@ def _compute(
     silu: bool,
 ) -> Tensor:
     """y (B, F, D), empty without output rows; all contiguous float32."""
-    batch, filters, channels, states = state.shape
-    y = torch.empty((batch, filters if output_rows is not None else 0, channels), dtype=u.dtype)
-    tensors = (u, state, change, input_vector, left, right, output_rows, skip, y)
-    call(_library().linear_step, tensors, is_complex, silu, batch, filters * channels, channels, states)
+    batch, filters, channels, _ = state.shape
+    is_read = output_rows is not None
+    y = torch.empty((batch, filters if is_read else 0, channels), dtype=u.dtype)
+    constants = (change, input_vector, left, right, output_rows, skip)
+    STEP((u, state, *constants, y if is_read else None), is_complex, silu)
     return y
 
 

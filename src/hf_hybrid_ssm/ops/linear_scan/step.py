@@ -52,9 +52,11 @@ def linear_step(
         TypeError, ValueError: an argument of wrong type or shape; an unknown or unusable backend.
     """
     check_tensor("u", u, (None, None), "B, D")
-    check_tensor("state", state, (u.shape[0], None, u.shape[1], None), "B, F, D, N")
+    check_tensor("state", state, (u.shape[0], None, u.shape[1], None), "B, F, D, N", beside=u)
     shape = tuple(state.shape[1:])
-    check_tensor("change", change, shape, "F, D, N")
+    check_tensor("change", change, shape, "F, D, N", beside=u)
+    if is_complex and shape[2] % 2:
+        raise ValueError(f"is_complex needs an even number of real state dimensions, got N = {shape[2]}.")
     check_tensor("input_vector", input_vector, shape, "F, D, N", like=change)
     check_tensor("output_rows", output_rows, shape, "F, D, N", like=change, optional=True)
     check_tensor("skip", skip, shape[:2], "F, D", like=change, optional=True)

@@ -42,7 +42,7 @@ class Transition(NamedTuple):
 
     def diagonal(self) -> torch.Tensor:
         """(..., N) real or (..., N / 2) complex; not for a dense one."""
-        return torch.view_as_complex(self.value) if self.form == "complex" else self.value
+        return torch.view_as_complex(self.value.contiguous()) if self.form == "complex" else self.value
 
     def power(self, exponent: int | torch.Tensor) -> "Transition":
         """A^k of a diagonal one; a tensor of exponents broadcasts against the diagonal."""
@@ -56,7 +56,7 @@ class Transition(NamedTuple):
         diagonal = self.diagonal().unsqueeze(-2)
         if self.form == "real":
             return rows * diagonal
-        state = torch.view_as_complex(rows.unflatten(-1, (-1, 2)))
+        state = torch.view_as_complex(rows.contiguous().unflatten(-1, (-1, 2)))
         return torch.view_as_real(state * (diagonal.conj() if transposed else diagonal)).flatten(-2)
 
     def orbit(
@@ -70,7 +70,7 @@ class Transition(NamedTuple):
         powers = power_table(self.diagonal(), start, step, count)
         if self.form == "real":
             return powers.to(vectors.dtype) * vectors.unsqueeze(-2)
-        states = torch.view_as_complex(vectors.unflatten(-1, (-1, 2))).unsqueeze(-2)
+        states = torch.view_as_complex(vectors.contiguous().unflatten(-1, (-1, 2))).unsqueeze(-2)
         powers = (powers.conj() if transposed else powers).to(states.dtype)
         return torch.view_as_real(powers * states).flatten(-2)
 

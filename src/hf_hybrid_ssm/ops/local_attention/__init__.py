@@ -4,9 +4,9 @@ import torch
 
 from hf_hybrid_ssm.ops._core.checks import check_lengths, check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops._core.dispatch import Op
-from hf_hybrid_ssm.ops.local_attention.distance_range import AttentionState, Window, append_to_window
+from hf_hybrid_ssm.ops.local_attention.distance_range import AttentionState, Window, append_to_window, checked_window
 from hf_hybrid_ssm.ops.local_attention.reference import local_attention_reference, self_check_inputs
-from hf_hybrid_ssm.ops.local_attention.step import attention_step, shifted, window_step, with_free_slot
+from hf_hybrid_ssm.ops.local_attention.step import attention_step, check_seen, shifted, window_step, with_free_slot
 from hf_hybrid_ssm.ops.local_attention.torch_backend import local_attention_torch
 
 _OP = Op(
@@ -80,14 +80,17 @@ def local_attention(
         raise ValueError(f"q must have a multiple of k's {k.shape[1]} heads, got {heads}.")
     check_seq_idx(seq_idx, batch, length)
     check_lengths(lengths, batch, length)
-    _check_window(window, chunk_size, zero_kv_sink)
+    window = checked_window(window)
+    _check_options(window, chunk_size, zero_kv_sink)
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout={dropout} must lie in [0, 1).")
     if chunk_size is not None:
         window = _within_chunk(window, chunk_size)
     left, right = window
     two_sided = right is None or right > 0
-    check_tensor("bias", bias, (heads, None), "H, R", optional=True)
+    check_tensor("bias", bias, (heads, None), "H, R", beside=q, optional=True)
+    if bias is not None and bias.shape[1] == 0:
+        raise ValueError("bias (H, R) must have a column for at least one distance, got R = 0.")
     if bias is not None and two_sided and bias.shape[1] % 2 == 0:
         raise ValueError(f"bias of two-sided attention must have an odd number of distances, got {bias.shape[1]}.")
     if two_sided and (initial_state is not None or return_final_state):
@@ -132,12 +135,8 @@ def empty_state(
     return AttentionState(keys, values.clone(), torch.zeros(batch, dtype=torch.int64, device=device))
 
 
-def _check_window(window: Window, chunk_size: int | None, zero_kv_sink: bool) -> None:
-    if not isinstance(window, tuple) or len(window) != 2:
-        raise TypeError(f"window must be a pair (left, right), got {window!r}.")
+def _check_options(window: Window, chunk_size: int | None, zero_kv_sink: bool) -> None:
     left, right = window
-    if left is not None and (left < 0 or (right is not None and left < -right)):
-        raise ValueError(f"window={window}: left must be at least 0, and at least -right.")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
     if zero_kv_sink and (right is None or right > 0 or left is None or chunk_size is not None):
@@ -156,10 +155,10 @@ def _within_chunk(window: Window, chunk_size: int) -> tuple[int, int]:
 def _check_state(state: AttentionState, k: torch.Tensor, v: torch.Tensor, needed: int | None) -> AttentionState:
     """The state with exactly the keys that the window needs."""
     batch, heads, _, size = k.shape
-    check_tensor("initial_state.keys", state.keys, (batch, heads, None, size), "B, G, P, E")
+    check_tensor("initial_state.keys", state.keys, (batch, heads, None, size), "B, G, P, E", beside=k)
     held = state.keys.shape[2]
-    check_tensor("initial_state.values", state.values, (batch, heads, held, v.shape[3]), "B, G, P, V")
-    check_tensor("initial_state.seen", state.seen, (batch,), "B")
+    check_tensor("initial_state.values", state.values, (batch, heads, held, v.shape[3]), "B, G, P, V", beside=k)
+    check_seen("initial_state.seen", state.seen, batch)
     if needed is None or held == needed:
         return state
     if held < needed:

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import torch
 
+UNLIMITED = 2**40  # a limit of the window that no token reaches
+
 Window = tuple[int | None, int | None]
 """(left, right): how many keys before and after itself a query sees; None for all."""
 
@@ -22,6 +24,24 @@ class AttentionState(NamedTuple):
     keys: torch.Tensor
     values: torch.Tensor
     seen: torch.Tensor
+
+
+def checked_window(window: Window) -> Window:
+    """The window, with limits that no token reaches as -UNLIMITED or UNLIMITED.
+
+    Raises:
+        TypeError: not a pair of whole numbers or None.
+        ValueError: left is negative, or the window ends before it begins.
+    """
+    if not isinstance(window, tuple) or len(window) != 2:
+        raise TypeError(f"window must be a pair (left, right), got {window!r}.")
+    if any(limit is not None and (not isinstance(limit, int) or isinstance(limit, bool)) for limit in window):
+        raise TypeError(f"window must hold whole numbers or None, got {window!r}.")
+    left, right = window
+    if left is not None and (left < 0 or (right is not None and left < -right)):
+        raise ValueError(f"window={window}: left must be at least 0, and at least -right.")
+    left = left if left is None else min(left, UNLIMITED)
+    return left, right if right is None else max(-UNLIMITED, min(right, UNLIMITED))
 
 
 class DistanceRange(NamedTuple):

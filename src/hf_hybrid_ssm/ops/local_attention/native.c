@@ -102,8 +102,9 @@ static void attend(const problem *p, const memory *m, const tile *t, int64_t fro
     float top[QUERIES], sum[QUERIES], factor[QUERIES];
     for (int64_t i = 0; i < QUERIES; i++) {
         const int64_t first = tail_of(p, t->b * p->L + t->begin + smaller(i, t->count - 1));
-        top[i] = first < p->tails ? p->tail[t->h * p->tail_width + first] : NOTHING;
-        sum[i] = first < p->tails;
+        const float zeros = first < p->tails ? p->tail[t->h * p->tail_width + first] : -INFINITY;
+        top[i] = zeros > NOTHING ? zeros : NOTHING; /* the bias may hide all of them */
+        sum[i] = zeros > NOTHING;
     }
     copy_rows(m->q, E, QUERIES, token_of(p->q, t->b, t->h, t->begin), p->q.token, p->E, t->count, p->scale);
     turn(m->q_columns, m->q, E, p->E);

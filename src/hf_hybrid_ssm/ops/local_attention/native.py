@@ -6,12 +6,33 @@ from typing import List  # noqa: UP035
 import torch
 from torch import Tensor
 
-from hf_hybrid_ssm.ops._core.native_library import address, call, is_plain_call, library_beside, supports
+from hf_hybrid_ssm.ops._core.c_function import CFunction
+from hf_hybrid_ssm.ops._core.native_library import (
+    contiguous,
+    is_plain_call,
+    library_beside,
+    supports,
+    with_dense_rows,
+)
+from hf_hybrid_ssm.ops.local_attention.distance_range import UNLIMITED
 from hf_hybrid_ssm.ops.local_attention.torch_backend import local_attention_torch
 
 __all__ = ["local_attention_native", "supports"]
 
-UNLIMITED = 2**40  # a limit of the window that no token reaches
+_library = library_beside(__file__)
+# T keys, the last L of them the row's own
+_INPUTS = """q[B* H* L* E], k[B* G* T* E], v[B* G* T* V], bias?[H* R*], seen?[B] int64, seq_idx?[B L] int64,
+    lengths?[B] int64"""
+_NUMBERS = """scale:float, q.0, q.1, q.2, k.0, k.1, k.2, v.0, v.1, v.2, bias.0, bias.1, left, right, chunk, sink,
+    B, H, G, L, T-L, E, V, R"""
+FORWARD = CFunction(_library, "local_attention_forward", f"{_INPUTS}, y[B L H V], log_sums[B H L]", _NUMBERS)
+BACKWARD = CFunction(
+    _library,
+    "local_attention_backward",
+    f"""{_INPUTS}, y[B* H* L* V], dy[B* H* L* V], log_sums[B H L], dq[B L H E], dk[B T G E], dv[B T G V],
+    dbias?[H R]""",
+    f"{_NUMBERS}, y.0, y.1, y.2, dy.0, dy.1, dy.2",
+)
 
 
 def local_attention_native(
@@ -22,43 +43,18 @@ def local_attention_native(
         given = {"window": window, "chunk_size": chunk_size, "bias": bias, "scale": scale, "dropout": dropout}
         given |= {"zero_kv_sink": zero_kv_sink, "state": state, "seq_idx": seq_idx, "lengths": lengths}
         return local_attention_torch(q, k, v, **given)
-    if bias is not None and bias.shape[1] == 0:
-        raise ValueError("bias (H, R) must have a column for at least one distance, got R = 0.")
     seen = None
     if state is not None:
         k, v = torch.cat([state.keys.to(k.dtype), k], 2), torch.cat([state.values.to(v.dtype), v], 2)
-        seen = _whole_numbers(state.seen)
+        seen = contiguous(state.seen, torch.int64)
     left, right = (UNLIMITED if limit is None else limit for limit in window)
     numbers = (left, right, chunk_size or 0, int(zero_kv_sink))
-    rows = (_with_dense_entries(q), _with_dense_entries(k), _with_dense_entries(v))
-    inputs = (*rows, None if bias is None else bias.float(), seen, _whole_numbers(seq_idx), _whole_numbers(lengths))
+    rows = (with_dense_rows(q), with_dense_rows(k), with_dense_rows(v))
+    counts = (contiguous(seq_idx, torch.int64), contiguous(lengths, torch.int64))
+    inputs = (*rows, None if bias is None else bias.float(), seen, *counts)
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:4] if x is not None)
     run: Callable = _forward if trains or not is_plain_call(q) else _compute_forward
     return run(*inputs, float(scale), numbers)[0].to(q.dtype)
-
-
-def _with_dense_entries(x: Tensor) -> Tensor:
-    """Float32, its last dimension contiguous."""
-    return x.float() if x.stride(-1) == 1 else x.float().contiguous()
-
-
-def _whole_numbers(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.long().contiguous()
-
-
-_library = library_beside(__file__)
-
-
-def _strided(tensors: tuple[Tensor | None, ...]) -> tuple[int | None, ...]:
-    return tuple(None if tensor is None else address(tensor, is_strided=True) for tensor in tensors)
-
-
-def _layout(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, numbers: List[int]) -> tuple[int, ...]:  # noqa: UP006
-    """Strides, options and sizes in the order of C."""
-    (batch, heads, length, size), (_, groups, held, value_size) = q.shape, v.shape
-    of_bias, columns = ((0, 0), 0) if bias is None else (bias.stride(), bias.shape[1])
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *of_bias)
-    return *strides, *numbers, batch, heads, groups, length, held - length, size, value_size, columns
 
 
 def _zeros_by_token(x: Tensor) -> Tensor:
@@ -85,8 +81,7 @@ def _compute_forward(
     """
     (batch, heads, length, _), size = q.shape, v.shape[3]
     y, log_sums = q.new_empty(batch, length, heads, size), q.new_empty(batch, heads, length)
-    tensors = (*_strided((q, k, v, bias)), seen, seq_idx, lengths, y, log_sums)
-    call(_library().local_attention_forward, tensors, scale, *_layout(q, k, v, bias, numbers))
+    FORWARD((q, k, v, bias, seen, seq_idx, lengths, y, log_sums), scale, *numbers)
     return y.transpose(1, 2), log_sums
 
 
@@ -119,10 +114,8 @@ def _backward(
     """dq, dk, dv and dbias (empty without a bias)."""
     dq, dk, dv = (_zeros_by_token(x) for x in (q, k, v))
     dbias = q.new_zeros(0 if bias is None else bias.shape)
-    results = (*_strided((dq, dk, dv)), dbias)
-    tensors = (*_strided((q, k, v, bias)), seen, seq_idx, lengths, *_strided((y, dy)), log_sums, *results)
-    strides = (*y.stride()[:3], *dy.stride()[:3])
-    call(_library().local_attention_backward, tensors, scale, *_layout(q, k, v, bias, numbers), *strides)
+    results = (*(x.transpose(1, 2) for x in (dq, dk, dv)), None if bias is None else dbias)
+    BACKWARD((q, k, v, bias, seen, seq_idx, lengths, y, dy, log_sums, *results), scale, *numbers)
     return [dq, dk, dv, dbias]
 
 
@@ -139,7 +132,7 @@ def _setup_context(ctx, inputs, output) -> None:
 
 def _gradient(ctx, dy, dlog_sums):
     *inputs, y, log_sums = ctx.saved_tensors  # once: checkpointing unpacks them once
-    saved = (*inputs, _with_dense_entries(y), log_sums.contiguous(), _with_dense_entries(dy))
+    saved = (*inputs, with_dense_rows(y), log_sums.contiguous(), with_dense_rows(dy))
     dq, dk, dv, dbias = _backward(*saved, ctx.scale, ctx.numbers)
     return dq, dk, dv, None if inputs[3] is None else dbias, None, None, None, None, None
 

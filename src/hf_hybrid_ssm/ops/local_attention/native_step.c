@@ -63,7 +63,8 @@ static void normalised(float *to, const float *x, int64_t size, float factor) {
 /* the bias of a distance, the last column for those beyond the table */
 static inline float bias_of(const problem *p, int64_t h, int64_t distance, float factor) {
     if (!p->bias) return 0;
-    return factor * p->bias[h * p->bias_head + smaller(distance, p->R - 1) * p->bias_column];
+    const int64_t column = distance < 0 ? 0 : smaller(distance, p->R - 1);
+    return factor * p->bias[h * p->bias_head + column * p->bias_column];
 }
 
 /* y = share * (sum of scores times values) of `vectors` vectors of entries from e on; the own value's score is last */
@@ -107,6 +108,10 @@ static void attend(
         if (logit > top) top = logit;
     }
     float total = 0;
+    if (top == -INFINITY) { /* a token that sees no key gets 0; the bias may hide all that there are */
+        memset(y, 0, p->V * sizeof(float));
+        return;
+    }
     for (int64_t d = missing_from; d <= p->left && p->sink; d++) total += expf(bias_of(p, h, d, factor) - top);
     for (int64_t i = 0; i < count; i += LANES) {
         const int lanes = lanes_of(i, count);
@@ -114,7 +119,7 @@ static void attend(
         store(scores + i, weight, lanes);
     }
     for (int64_t i = 0; i < count; i++) total += scores[i];
-    const float share = count ? 1.0f / total : 0.0f; /* a token that sees no key gets 0 */
+    const float share = 1.0f / total;
     int64_t e = 0;
     for (; e + TOGETHER * LANES <= p->V; e += TOGETHER * LANES) /* sums that do not wait for each other */
         weighted(p, y + e, values, e, scores, first, held, own_key ? own_value : 0, share, TOGETHER, LANES);
@@ -132,7 +137,7 @@ static void keep(const problem *p, char *held, int64_t apart, const float *new, 
 }
 
 static void one_group(const problem *p, int64_t b, int64_t g, float *space) {
-    const int64_t heads = p->H / p->G, rank = p->seen ? p->seen[b] : 0;
+    const int64_t heads = p->H / p->G, rank = p->seen ? smaller(p->seen[b], INT64_MAX / 4) : 0;
     float *q = space, *key = q + p->E, *scores = key + p->E;
     const float *k = p->k ? p->k + (b * p->G + g) * p->E : 0, *v = p->k ? p->v + (b * p->G + g) * p->V : 0;
     if (k && p->head_scale) {
@@ -171,17 +176,20 @@ static void one_group(const problem *p, int64_t b, int64_t g, float *space) {
     keep(p, p->values + (b * p->value_row + g * p->value_head) * size, p->value_slot, v, p->V, slot);
 }
 
-/* Returns 0, or 1 if memory ran out. left < 0: no limit; chunk, block: 0 if there is none; k null: nothing is kept. */
+/* Returns 0, 1 if memory ran out, or 2 if there is no slot or a row has seen fewer tokens than none. left < 0: no
+ * limit; chunk, block: 0 if there is none; k null: nothing is kept. */
 int attention_step(
     const float *q, const float *k, const float *v, char *keys, char *values, const int64_t *seen, const float *bias,
     const float *head_scale, float *y, double scale, int64_t key_row, int64_t key_head, int64_t key_slot,
-    int64_t value_row, int64_t value_head, int64_t value_slot, int64_t bias_head, int64_t bias_column, int64_t R, int64_t left, int64_t right, int64_t chunk,
-    int64_t block, int64_t shift, int64_t sink, int64_t narrow, int64_t B, int64_t H, int64_t G, int64_t M, int64_t E,
+    int64_t value_row, int64_t value_head, int64_t value_slot, int64_t bias_head, int64_t bias_column, int64_t R,
+    int64_t left, int64_t right, int64_t chunk, int64_t block, int64_t shift, int64_t sink, int64_t narrow, int64_t B, int64_t H, int64_t G, int64_t M, int64_t E,
     int64_t V, int64_t threads) {
     const problem p = {q, k, v, bias, head_scale, keys, values, seen, y, key_row, key_head, key_slot, value_row,
                        value_head, value_slot, bias_head, bias_column, R, left, right, chunk, block, shift, sink, narrow,
                        B, H, G, M, E, V, scale};
     int failed = 0;
+    for (int64_t b = 0; b < B; b++)
+        if (M < 1 || (seen && seen[b] < 0)) return 2;
 #pragma omp parallel for num_threads(threads) if (threads > 1 && B * G * M * (E + V) > 1 << 17)
     for (int64_t task = 0; task < B * G; task++) {
         float *space = malloc((2 * E + M + 1 + LANES) * sizeof(float));

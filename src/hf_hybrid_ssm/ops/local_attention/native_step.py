@@ -6,9 +6,18 @@ import torch
 from torch import Tensor
 
 from hf_hybrid_ssm.ops._core import native_library
-from hf_hybrid_ssm.ops._core.native_library import address, call, library_beside, prepared, step_op
+from hf_hybrid_ssm.ops._core.c_function import CFunction
+from hf_hybrid_ssm.ops._core.native_library import contiguous, library_beside, prepared, step_op
 
-_library = library_beside(__file__)
+STEP = CFunction(
+    library_beside(__file__),
+    "attention_step",
+    """q[B H E], k?[B G E], v?[B G V], keys[B* G* M* E] held, values[B* G* M* V] held, seen?[B] int64, bias?[H* R*],
+    head_scale?[H], y[B H V]""",
+    """scale:float, keys.0, keys.1, keys.2, values.0, values.1, values.2, bias.0, bias.1, R, left, right, chunk, block,
+    shift, sink, narrow, B, H, G, M, E, V""",
+    refuses="seen must not be negative: it is how many tokens the row's document has had.",
+)
 
 
 def supports(device_type: str, dtype: torch.dtype) -> str | None:
@@ -26,6 +35,7 @@ def attention_step_native(
     numbers = (-1 if left is None else left, right, chunk_size or 0, int(block), int(shift), int(zero_kv_sink))
     rows = (prepared(q), prepared(k), prepared(v))
     factors = (None if bias is None else bias.float(), prepared(head_scale))
+    seen = contiguous(seen, torch.int64)
     return _step(*rows, keys, values, seen, *factors, float(scale), numbers).to(q.dtype), keys, values
 
 
@@ -42,15 +52,8 @@ def _compute(
     numbers: List[int],  # noqa: UP006 - all that torch 2.6 reads
 ) -> Tensor:
     """y (B, H, V); the numbers are left (-1: no limit), right, chunk (0: none), block, shift, sink."""
-    (batch, heads, size), (_, groups, held, width) = q.shape, values.shape
-    y = torch.empty((batch, heads, width), dtype=q.dtype)
-    apart = (*keys.stride()[:3], *values.stride()[:3])
-    of_bias = (0, 0, 0) if bias is None else (*bias.stride(), bias.shape[1])
-    held_at = (address(keys, is_strided=True), address(values, is_strided=True))
-    bias_at = None if bias is None else address(bias, is_strided=True)
-    tensors = (q, k, v, *held_at, seen, bias_at, head_scale, y)
-    sizes = (batch, heads, groups, held, size, width)
-    call(_library().attention_step, tensors, scale, *apart, *of_bias, *numbers, keys.dtype != torch.float32, *sizes)
+    y = torch.empty((*q.shape[:2], values.shape[3]), dtype=q.dtype)
+    STEP((q, k, v, keys, values, seen, bias, head_scale, y), scale, *numbers, keys.dtype != torch.float32)
     return y
 
 

@@ -1,4 +1,5 @@
 /* What is asked, which keys a query sees, and the bias of each distance. */
+#define FARTHEST (INT64_MAX / 4) /* rank of a token, however many it says came before */
 #define PAD 64 /* distances on both sides of those that are seen, which the border of a tile reaches */
 
 /* float32 (B, heads, tokens, entries): entries are dense, the rest lies apart as said */
@@ -47,7 +48,7 @@ static void find_intervals(const problem *p, int64_t b) {
         if (document && i && document[i] != document[i - 1]) start = i;
         if (i >= end)
             for (end = i + 1; end < n && document[end] == document[i];) end++;
-        const int64_t rank = i - start + (start == 0 && p->seen ? p->seen[b] : 0);
+        const int64_t rank = i - start + (start == 0 && p->seen ? larger(0, smaller(p->seen[b], FARTHEST)) : 0);
         int64_t first = p->right <= 0 ? -p->right : larger(-p->right, i + 1 - end), last = smaller(p->left, rank);
         if (p->chunk) {
             first = larger(first, rank % p->chunk + 1 - p->chunk);

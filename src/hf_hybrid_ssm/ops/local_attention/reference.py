@@ -43,8 +43,14 @@ def local_attention_reference(
                     logits.append(_bias(bias, distance, two_sided, heads, dtype))
                     seen_values.append(torch.zeros_like(y[b, :, 0]))
             if logits:
-                y[b, :, i - held] = (torch.stack(logits).softmax(0).unsqueeze(-1) * torch.stack(seen_values)).sum(0)
+                y[b, :, i - held] = (_weights(logits).unsqueeze(-1) * torch.stack(seen_values)).sum(0)
     return y.to(q.dtype)
+
+
+def _weights(logits):
+    """The softmax over the keys, of logits (H,) each; 0 in a head whose bias hides all of them."""
+    stacked = torch.stack(logits)
+    return torch.where(stacked.isneginf().all(0), 0.0, stacked.softmax(0))
 
 
 def _bias(bias, distance, two_sided, heads, dtype):
@@ -84,7 +90,7 @@ def attention_step_reference(
             logits.append(_bias(bias, distance, False, heads, dtype))
             seen_values.append(torch.zeros_like(y[b]))
         if logits:
-            y[b] = (torch.stack(logits).softmax(0).unsqueeze(-1) * torch.stack(seen_values)).sum(0)
+            y[b] = (_weights(logits).unsqueeze(-1) * torch.stack(seen_values)).sum(0)
         if k is not None:
             _keep(keys[b], k[b], rank, block, shift)
             _keep(values[b], v[b], rank, block, shift)

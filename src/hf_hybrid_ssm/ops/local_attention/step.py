@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from hf_hybrid_ssm.ops._core.checks import check_tensor
+from hf_hybrid_ssm.ops._core.checks import can_read_values, check_overwritten, check_tensor
 from hf_hybrid_ssm.ops._core.dispatch import Op
-from hf_hybrid_ssm.ops.local_attention.distance_range import AttentionState
+from hf_hybrid_ssm.ops.local_attention.distance_range import AttentionState, Window, checked_window
 from hf_hybrid_ssm.ops.local_attention.reference import attention_step_reference, step_self_check_inputs
 from hf_hybrid_ssm.ops.local_attention.torch_backend import attention_step_torch
 
@@ -27,7 +27,7 @@ def attention_step(
     values: torch.Tensor,
     seen: torch.Tensor | None = None,
     *,
-    window: tuple[int | None, int] = (None, 0),
+    window: Window = (None, 0),
     chunk_size: int | None = None,
     block: bool = False,
     bias: torch.Tensor | None = None,
@@ -48,7 +48,7 @@ def attention_step(
         q: (B, H, E).
         k, v: (B, G, E) and (B, G, V), or None; H / G heads in a row share keys and values.
         keys, values: (B, G, M, E) and (B, G, M, V), entries dense.
-        seen: (B,) int64, tokens so far of the row's document, this one not included.
+        seen: (B,) int32 or int64, tokens so far of the row's document, this one not included.
         window: (left, right) with right ≤ 0: the distances it sees are -right .. left; None for all. (0 or -1 with
             `block`.)
         chunk_size: C, it sees only tokens of its chunk, floor(i / C).
@@ -67,21 +67,55 @@ def attention_step(
     """
     check_tensor("q", q, (None, None, None), "B, H, E")
     batch, heads, size = q.shape
-    check_tensor("keys", keys, (batch, None, None, size), "B, G, M, E")
+    check_tensor("keys", keys, (batch, None, None, size), "B, G, M, E", beside=q)
     groups, slots = keys.shape[1:3]
     check_tensor("values", values, (batch, groups, slots, None), "B, G, M, V", like=keys)
     if k is not None:
         check_tensor("k", k, (batch, groups, size), "B, G, E", like=q)
         check_tensor("v", v, (batch, groups, values.shape[3]), "B, G, V", like=q)
-        check_tensor("seen", seen, (batch,), "B")
-    if heads % groups:
+        check_overwritten("keys", keys, dense="entries")
+        check_overwritten("values", values, dense="entries")
+    if slots == 0:
+        raise ValueError("keys (B, G, M, E) must have at least one slot, got M = 0.")
+    if groups == 0 or heads % groups:
         raise ValueError(f"q must have a multiple of the {groups} heads of keys, got {heads}.")
-    if window[1] > 0:
-        raise ValueError(f"window={window} looks ahead of the token: right must be at most 0.")
+    check_tensor("bias", bias, (heads, None), "H, R", beside=q, optional=True)
+    check_tensor("head_scale", head_scale, (heads,), "H", beside=q, optional=True)
+    window = checked_window(window)
+    _check_options(k, window, chunk_size, block, bias, zero_kv_sink)
     run = _OP.select(q.device.type, keys.dtype, backend)
+    if k is not None or seen is not None:
+        check_seen("seen", seen, batch, looks=run in _OP.builtin.values())  # the C kernel looks by itself
     options = {"window": window, "chunk_size": chunk_size, "block": block, "bias": bias, "head_scale": head_scale}
     options |= {"scale": size**-0.5 if scale is None else scale, "zero_kv_sink": zero_kv_sink, "shift": shift}
     return run(q, k, v, keys, values, seen, **options)[0]
+
+
+def check_seen(name: str, seen: torch.Tensor | None, batch: int, *, looks: bool = True) -> None:
+    """(B,) whole numbers, none of them negative; values are looked at where they can be read."""
+    check_tensor(name, seen, (batch,), "B")
+    assert seen is not None
+    if seen.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64, got {seen.dtype}.")
+    if looks and can_read_values(seen) and bool((seen < 0).any()):
+        raise ValueError(f"{name} must not be negative: it is how many tokens there have been, got {seen.tolist()}.")
+
+
+def _check_options(k, window, chunk_size, block, bias, zero_kv_sink) -> None:
+    """Those of a step that contradict each other."""
+    left, right = window
+    if right is None or right > 0:
+        raise ValueError(f"window={window} looks ahead of the token: right must be at most 0.")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
+    if bias is not None and bias.shape[1] == 0:
+        raise ValueError("bias (H, R) must have a column for at least one distance, got R = 0.")
+    if (block or k is None) and (bias is not None or zero_kv_sink):
+        raise ValueError("bias and zero_kv_sink are for windows: neither with block=True, nor without k and v.")
+    if block and right < -1:
+        raise ValueError(f"window={window}: with block=True, right must be 0 or -1.")
+    if zero_kv_sink and (left is None or chunk_size is not None):
+        raise ValueError("zero_kv_sink needs a window with a finite left, and no chunk_size.")
 
 
 def window_step(

@@ -210,8 +210,14 @@ def _attend_window(q, keys, values, bias, zero_kv_sink, *, seen, window, chunk_s
     reach = seen if chunk_size is None else seen % chunk_size
     mask, empty = distance <= reach, reach < -right if right else None
     if zero_kv_sink:  # what lies before the document's start is as good as a key and a value of zeros
-        missing, mask, empty = ~mask[:, None, :, None], None, None
-        keys, values = keys.masked_fill(missing, 0.0), values.masked_fill(missing, 0.0)
+        more = left - farthest  # distances for which there is no slot: within the document, they hold nothing
+        if more > 0:
+            distance = torch.arange(left, -right - 1, -1, device=q.device)
+            keys, values = (F.pad(part, (0, 0, more, 0)) for part in (keys, values))
+        missing = distance > reach
+        lost = (distance > farthest) & ~missing
+        keys, values = (part.masked_fill(missing[:, None, :, None], 0.0) for part in (keys, values))
+        mask, empty = (None, None) if more <= 0 else (~lost, lost.all(1, keepdim=True))
     logits = None if bias is None else bias[:, distance.clamp(max=bias.shape[1] - 1)].unsqueeze(1).to(q.dtype)
     return _attend_slots(q, keys, values, mask, empty, logits, **options)
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_hybrid_ssm.ops._core.checks import check_lengths, check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops._core.checks import check_lengths, check_overwritten, check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops._core.dispatch import Op
 from hf_hybrid_ssm.ops._core.rows import extend_last_document
 from hf_hybrid_ssm.ops.longhorn_scan.reference import (
@@ -81,7 +81,8 @@ def longhorn_scan(
     if not x.is_floating_point():
         raise TypeError(f"x must have a floating point dtype, got {x.dtype}.")
     _check(x, beta_logit, k, q, beta_bias, D, z)
-    check_tensor("initial_state", initial_state, (x.shape[0], x.shape[2], k.shape[2]), "B, D, N", optional=True)
+    shape = (x.shape[0], x.shape[2], k.shape[2])
+    check_tensor("initial_state", initial_state, shape, "B, D, N", beside=x, optional=True)
     batch, length, channels = x.shape
     check_seq_idx(seq_idx, batch, length)
     check_lengths(lengths, batch, length)
@@ -125,7 +126,8 @@ def longhorn_step(
         TypeError, ValueError: an argument of wrong type, dtype, shape or device; an unknown or unusable backend.
     """
     check_tensor("x", x, (None, None), "B, D")
-    check_tensor("state", state, (*x.shape, None), "B, D, N")
+    check_tensor("state", state, (*x.shape, None), "B, D, N", beside=x)
+    check_overwritten("state", state, dense="contiguous")
     _check(x, beta_logit, k, q, beta_bias, D, z, state.shape[2])
     run = _STEP.select(x.device.type, x.dtype, backend)
     return run(x, beta_logit, k, q, state, beta_bias=beta_bias, D=D, z=z)[0]
@@ -139,8 +141,8 @@ def _check(x, beta_logit, k, q, beta_bias, D, z, states=None) -> None:
     check_tensor("q", q, (*rows, k.shape[-1]), of_states, like=x)
     check_tensor("beta_logit", beta_logit, (*rows, channels), of_channels, like=x)
     check_tensor("z", z, (*rows, channels), of_channels, like=x, optional=True)
-    check_tensor("beta_bias", beta_bias, (channels,), "D", optional=True)
-    check_tensor("D", D, (channels,), "D", optional=True)
+    check_tensor("beta_bias", beta_bias, (channels,), "D", beside=x, optional=True)
+    check_tensor("D", D, (channels,), "D", beside=x, optional=True)
 
 
 __all__ = ["longhorn_scan", "longhorn_step"]

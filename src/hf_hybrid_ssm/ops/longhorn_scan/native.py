@@ -1,26 +1,51 @@
 """The fused CPU backend: `native.c`, compiled on first use and called through two custom ops."""
 
-import ctypes
 from collections.abc import Callable
-from functools import cache
 
 import torch
 from torch import Tensor
 
+from hf_hybrid_ssm.ops._core.c_function import CFunction
 from hf_hybrid_ssm.ops._core.custom_ops import differentiable_op
 from hf_hybrid_ssm.ops._core.native_library import (
-    address,
-    call,
+    contiguous,
     is_plain_call,
     library_beside,
     prepared,
-    prepared_rows,
     step_op,
     supports,
+    with_dense_rows,
 )
 from hf_hybrid_ssm.ops._core.rows import zero_beyond
 
 __all__ = ["longhorn_scan_native", "longhorn_step_native", "supports"]
+
+# as in native.c
+BLOCK = 32  # tokens from one kept state to the next
+GROUP = 128  # channels of which the gradients of keys and queries are summed
+VECTOR = 16  # channels of the longest vector
+
+_library = library_beside(__file__)
+_INPUTS = "x[B L D], beta_logit[B L D], k[B L N], q[B L N], z?[B L D], beta_bias?[D], skip?[D]"
+FORWARD = CFunction(
+    _library,
+    "longhorn_forward",
+    f"{_INPUTS}, initial?[B D N], seq_idx?[B L] int64, y[B L D], final[B D N], checkpoints[S]",
+    "keep_checkpoints, B, L, D, N",
+)
+BACKWARD = CFunction(
+    _library,
+    "longhorn_backward",
+    f"""{_INPUTS}, seq_idx?[B L] int64, checkpoints[S], dy[B L D], dfinal[B D N], dx[B L D], dbeta_logit[B L D],
+    dk[G B L N], dq[G B L N], dz?[B L D], dbias[B D], dskip[B D], dinitial[B D N]""",
+    "B, L, D, N",
+)
+STEP = CFunction(
+    _library,
+    "longhorn_step",
+    "x[B* D], beta_logit[B* D], k[B* N], q[B* N], z?[B* D], beta_bias?[D], skip?[D], state[B D N], y[B D]",
+    "x.0, beta_logit.0, k.0, q.0, z.0, B, D, N",
+)
 
 
 def longhorn_scan_native(
@@ -31,19 +56,8 @@ def longhorn_scan_native(
     inputs = [prepared(tensor) for tensor in (*sequences, q, z, beta_bias, D, initial_state)]
     keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     forward: Callable = _forward if not keeps and is_plain_call(x) else _scan
-    y, final_state, _ = forward(*inputs, None if seq_idx is None else seq_idx.long().contiguous(), keeps)
+    y, final_state, _ = forward(*inputs, contiguous(seq_idx, torch.int64), keeps)
     return y.to(x.dtype), final_state
-
-
-_compiled = library_beside(__file__)
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    library = _compiled()
-    library.longhorn_checkpoint_size.restype = ctypes.c_int64
-    library.longhorn_groups.restype = ctypes.c_int64
-    return library
 
 
 def _forward(
@@ -59,24 +73,23 @@ def _forward(
     keep_checkpoints: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y (B, L, D), final state (B, D, N), checkpoints; all inputs contiguous float32, seq_idx int64."""
-    batch, length, channels = x.shape
-    sizes = (*x.shape, k.shape[-1])
-    y, final = torch.empty_like(x), x.new_empty(batch, channels, k.shape[-1])
-    floats = batch * length
-    if keep_checkpoints:
-        floats = _library().longhorn_checkpoint_size(*map(ctypes.c_int64, sizes))
-    checkpoints = x.new_empty(floats)
+    y, final = torch.empty_like(x), x.new_empty(x.shape[0], x.shape[2], k.shape[2])
+    checkpoints = x.new_empty(_checkpoint_floats(x, k, keep_checkpoints))
     tensors = (x, beta_logit, k, q, z, beta_bias, skip, initial_state, seq_idx, y, final, checkpoints)
-    call(_library().longhorn_forward, tensors, keep_checkpoints, *sizes)
+    FORWARD(tensors, keep_checkpoints)
     return y, final, checkpoints
 
 
-def _fake(x, beta_logit, k, q, z, beta_bias, skip, initial_state, seq_idx, keep_checkpoints):
+def _checkpoint_floats(x: Tensor, k: Tensor, keep_checkpoints: bool) -> int:
+    """The states before every block, of channels in whole vectors, and a sum of squares for each token."""
     batch, length, channels = x.shape
-    blocks, tiles = (length + 31) // 32, (channels + 15) // 16
-    saved = batch * blocks * tiles * k.shape[-1] * 16 if keep_checkpoints else 0
-    final = x.new_empty(batch, channels, k.shape[-1])
-    return torch.empty_like(x), final, x.new_empty(saved + batch * length)
+    states = batch * -(-length // BLOCK) * -(-channels // VECTOR) * VECTOR * k.shape[2]
+    return (states if keep_checkpoints else 0) + batch * length
+
+
+def _fake(x, beta_logit, k, q, z, beta_bias, skip, initial_state, seq_idx, keep_checkpoints):
+    final = x.new_empty(x.shape[0], x.shape[2], k.shape[2])
+    return torch.empty_like(x), final, x.new_empty(_checkpoint_floats(x, k, keep_checkpoints))
 
 
 def _backward(inputs, gradients, needed):
@@ -85,13 +98,13 @@ def _backward(inputs, gradients, needed):
     x, _, k, _, z, _, _ = arrays
     dy, dfinal, _ = gradients
     (batch, length, channels), states = x.shape, k.shape[-1]
-    groups = _library().longhorn_groups(ctypes.c_int64(channels))
-    dx, dlogit, dz = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x if z is not None else x[:0])
+    groups = -(-channels // GROUP)
+    dx, dlogit, dz = torch.empty_like(x), torch.empty_like(x), None if z is None else torch.empty_like(x)
     dk, dq = x.new_empty(groups, batch, length, states), x.new_empty(groups, batch, length, states)
     dbias, dskip = x.new_empty(batch, channels), x.new_empty(batch, channels)
     dinitial = x.new_empty(batch, channels, states)
     given = (*arrays, seq_idx, checkpoints, dy.contiguous(), dfinal.contiguous())
-    call(_library().longhorn_backward, (*given, dx, dlogit, dk, dq, dz, dbias, dskip, dinitial), *x.shape, states)
+    BACKWARD((*given, dx, dlogit, dk, dq, dz, dbias, dskip, dinitial))
     return dx, dlogit, dk.sum(0), dq.sum(0), dz, dbias.sum(0), dskip.sum(0), dinitial
 
 
@@ -107,7 +120,7 @@ _scan = differentiable_op(
 
 def longhorn_step_native(x, beta_logit, k, q, state, *, beta_bias=None, D=None, z=None):
     """As `hf_hybrid_ssm.ops.longhorn_scan.longhorn_step`."""
-    rows = (prepared_rows(part) for part in (x, beta_logit, k, q, z))
+    rows = (with_dense_rows(part) for part in (x, beta_logit, k, q, z))
     wide = prepared(state)
     y = _step(*rows, prepared(beta_bias), prepared(D), wide)
     if wide is not state:
@@ -127,10 +140,7 @@ def _compute_step(
 ) -> Tensor:
     """y (B, D); float32, of the first five the rows may lie apart."""
     y = torch.empty(x.shape, dtype=x.dtype)
-    rows = (x, beta_logit, k, q, z)
-    rows_at = (None if part is None else address(part, is_strided=True) for part in rows)
-    apart = (0 if part is None else part.stride(0) for part in rows)
-    call(_library().longhorn_step, (*rows_at, beta_bias, skip, state, y), *apart, *state.shape)
+    STEP((x, beta_logit, k, q, z, beta_bias, skip, state, y))
     return y
 
 

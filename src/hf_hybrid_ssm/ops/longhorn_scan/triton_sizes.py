@@ -6,10 +6,11 @@ They depend on the length in no way that compiles a kernel anew: only the number
 import functools
 import json
 import math
-import os
 from pathlib import Path
 
 import triton
+
+from hf_hybrid_ssm.ops._core.cache_folder import cache_folder
 
 BLOCK = 64  # tokens between checkpoints
 SCHEDULERS = 4  # of a multiprocessor, each of which issues from one warp at a time
@@ -62,9 +63,12 @@ def time_splits(lanes: int, length: int, multiprocessors: int, backward: bool = 
 
 
 def tuned_path(device: str) -> Path:
-    """Where the measured sizes of a device are kept: in the folder of compiled kernels."""
-    folder = Path(os.environ.get("HF_HYBRID_SSM_CACHE") or Path.home() / ".cache" / "hf_hybrid_ssm")
-    return folder / f"longhorn_scan_{'_'.join(device.split())}.json"
+    """Where the measured sizes of a device are kept: in the folder of compiled kernels.
+
+    Raises:
+        OSError: there is no such folder, see `cache_folder`.
+    """
+    return cache_folder() / f"longhorn_scan_{'_'.join(device.split())}.json"
 
 
 @functools.cache
