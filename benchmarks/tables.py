@@ -54,8 +54,8 @@ def longhorn_training(figures: dict) -> str:
     )
     seconds = {int(length): value for length, value in figures["by_length"]["longhorn native"]["seconds"].items()}
     return (
-        f"{table}\nFrom L = {GROWTH_FROM:,} to {max(seconds):,} time grows as L^{growth(seconds):.2f}; below, what a step "
-        f"costs at any length weighs more. Peak memory of a step: {memory_text}.\n"
+        f"{table}\nFrom L = {GROWTH_FROM:,} to {max(seconds):,} time grows as L^{growth(seconds):.2f}; below, what a "
+        f"step costs at any length weighs more. Peak memory of a step: {memory_text}.\n"
     )
 
 

@@ -18,10 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _lib.documents import DataArguments
+from _lib.documents import DataArguments, paths_of
+from _lib.entry import start
 from _lib.plotting import panels, style
-from _lib.settings import read_settings
-from _lib.sweeps import claim, once
+from _lib.sweeps import check_claim, claim, once
 from _lib.training import perplexity, save_figure, say, write_json, write_results
 from matplotlib.figure import Figure
 from pretrain_clm import ModelArguments, pretrain
@@ -69,10 +69,21 @@ def settings_of(arguments: CompareArguments) -> dict[str, Any]:
 
 
 def run(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """The results of a run, which is made unless it was."""
+    """The results of a run, which is made unless it was. The folder lies in one that was claimed."""
+    return once(folder / "results.json", partial(pretrain, *parsed(folder, settings | {"overwrite": True})))
+
+
+def parsed(folder: Path, settings: dict[str, Any]) -> tuple[ModelArguments, DataArguments, TrainingArguments]:
+    """The settings of a run of pretrain_clm.py.
+
+    Raises:
+        FileNotFoundError: a file with text is not there.
+        ValueError: they are not such settings.
+    """
     parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
-    parsed = parser.parse_dict(settings | {"output_dir": str(folder), "overwrite": True})
-    return once(folder / "results.json", partial(pretrain, *parsed))
+    model, data, training = parser.parse_dict(settings | {"output_dir": str(folder)})
+    paths_of([*data.train_files, *data.validation_files])
+    return model, data, training
 
 
 def search(arguments: CompareArguments, name: str) -> dict[str, float]:
@@ -88,8 +99,11 @@ def search(arguments: CompareArguments, name: str) -> dict[str, float]:
 
 def compare(arguments: CompareArguments) -> dict[str, Any]:
     """All runs, seed by seed, so that an interrupted comparison is still fair."""
-    claim(arguments.output_dir, settings_of(arguments), arguments.overwrite, "*/results.json")
+    check_claim(arguments.output_dir, settings_of(arguments), arguments.overwrite)
     settings = {name: merged(arguments.base, over) for name, over in arguments.variants.items()}
+    for name, each in settings.items():  # a wrong last one cannot cost the first one's hours
+        parsed(Path(arguments.output_dir) / name, each)
+    claim(arguments.output_dir, settings_of(arguments), arguments.overwrite, "*/results.json")
     tried = {name: search(arguments, name) for name in settings if arguments.learning_rates}
     for name, losses in tried.items():
         settings[name]["learning_rate"] = float(min(losses, key=losses.__getitem__))
@@ -192,4 +206,4 @@ def draw(models: dict[str, Any]) -> Figure:
 
 
 if __name__ == "__main__":
-    compare(*read_settings("compare.py", (CompareArguments,)))
+    start("compare.py", compare, CompareArguments)

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _lib.settings import read_settings
-from _lib.sweeps import claim, once
+from _lib.entry import start
+from _lib.sweeps import check_claim, claim, once
 from _lib.training import say, write_figures
 from compare import merged
 from lra import LraArguments, arena
@@ -55,6 +55,10 @@ def compare_lra(arguments: CompareLraArguments) -> dict[str, Any]:
     parser = HfArgumentParser((LraArguments, TrainingArguments))
     runs = {place: parser.parse_dict(each) for place, each in settings_of(arguments).items()}
     # all have been read: a wrong setting of the last one cannot cost the first one's hours
+    check_claim(folder, settings, arguments.overwrite)
+    for each, _ in runs.values():
+        if not Path(each.data_folder).is_dir():
+            raise FileNotFoundError(f"data_folder={each.data_folder!r} of {each.task} is not a folder.")
     claim(folder, settings, arguments.overwrite, "*/run.json")
     found: dict[str, dict[str, Any]] = {task: {} for task in arguments.tasks}
     for (task, name), each in runs.items():
@@ -66,4 +70,4 @@ def compare_lra(arguments: CompareLraArguments) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    compare_lra(*read_settings("compare_lra.py", (CompareLraArguments,)))
+    start("compare_lra.py", compare_lra, CompareLraArguments)

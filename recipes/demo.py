@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import yaml
 from _lib.documents import DataArguments, begin_of, token_ids
+from _lib.entry import guarded
 from _lib.ngrams import bigram_loss, unigram_loss
 from _lib.scoring import scored_documents, sliding_loss
 from _lib.standard_text import standard_documents
@@ -37,7 +38,24 @@ from transformers import (
 from hf_hybrid_ssm.evaluation import evaluate
 
 TASK = "standard_text_continuation"
+SUMMARY = "summary.json"
 PROMPT = "Return a new list that"
+
+
+def check_folder(folder: Path) -> None:
+    """What an earlier demo wrote may be replaced, and nothing else.
+
+    Raises:
+        FileExistsError: the folder holds something else.
+        NotADirectoryError: it is a file.
+    """
+    if folder.is_file():
+        raise NotADirectoryError(f"--output {folder} is a file; a folder was expected.")
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    known = folder / SUMMARY
+    if not known.is_file() or TASK not in known.read_text(encoding="utf-8", errors="replace"):
+        raise FileExistsError(f"--output {folder} holds what no demo wrote: name another folder, or empty this one.")
 
 
 def train(documents: tuple[Dataset, Dataset], folder: Path, steps: int) -> dict:
@@ -102,9 +120,12 @@ def write_task(texts: Dataset, folder: Path, questions: int) -> None:
 
 def demo(folder: Path, steps: int, questions: int, most_documents: int | None = None) -> dict:
     """Everything; returns what is written to summary.json."""
+    check_folder(folder)
     begin = time.perf_counter()
     set_seed(0)
     documents = standard_documents(most_documents)
+    # by which a later demo knows the folder, should this one be stopped
+    write_json(folder / SUMMARY, {"lm_eval": {"task": TASK}, "complete": False})
     model_folder = folder / "model"
     results = train(documents, model_folder, steps)
 
@@ -150,7 +171,7 @@ def demo(folder: Path, steps: int, questions: int, most_documents: int | None = 
         "pipeline_equals_generate": piped == generated,
         "seconds": round(time.perf_counter() - begin, 1),
     }
-    write_json(folder / "summary.json", summary)
+    write_json(folder / SUMMARY, summary)
     return summary
 
 
@@ -168,7 +189,7 @@ def report(summary: dict, folder: Path) -> str:
     return "\n".join(f"{name:>20}  {value}" for name, value in rows)
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/demo"))
     parser.add_argument("--steps", type=int, default=900)
@@ -176,3 +197,7 @@ if __name__ == "__main__":
     parser.add_argument("--documents", type=int, help="to train and evaluate on, at the most (default: all)")
     chosen = parser.parse_args()
     print(report(demo(chosen.output, chosen.steps, chosen.questions, chosen.documents), chosen.output))
+
+
+if __name__ == "__main__":
+    guarded("demo.py", main)

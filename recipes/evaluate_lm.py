@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from _lib.checks import check_checkpoint, check_columns, check_vocabulary
 from _lib.documents import begin_of, documents_of_files, token_ids
+from _lib.entry import guarded
 from _lib.plotting import perplexity_by_length
 from _lib.scoring import loss_at, scored_documents, sliding_loss
 from _lib.training import perplexity, save_figure, write_json
@@ -24,6 +25,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedModel, set_seed
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
+
+FIGURES, PICTURE = "evaluation.json", "extrapolation.png"
 
 
 @dataclass
@@ -80,7 +83,14 @@ def samples(model: PreTrainedModel, tokenizer: Any, prompts: list[str], new_toke
 
 
 def evaluate(arguments: EvaluationArguments) -> dict[str, Any]:
-    """All figures, as they are written to evaluation.json."""
+    """All figures, as they are written to evaluation.json.
+
+    Raises:
+        FileExistsError: there is a picture of the same name that no evaluation drew.
+    """
+    folder = Path(arguments.output_dir or arguments.model)
+    if (folder / PICTURE).exists() and not (folder / FIGURES).exists():
+        raise FileExistsError(f"{folder / PICTURE} is not of an evaluation: give another --output_dir.")
     set_seed(arguments.seed)
     documents = documents_of_files(arguments.files)
     check_columns(documents, [arguments.text_column], "text_column")
@@ -107,12 +117,11 @@ def evaluate(arguments: EvaluationArguments) -> dict[str, Any]:
         "extrapolation": extrapolation(model, scored, arguments.length, arguments.factors),
         "samples": samples(model, tokenizer, arguments.prompts or [texts[0][:200]], arguments.new_tokens),
     }
-    folder = Path(arguments.output_dir or arguments.model)
-    write_json(folder / "evaluation.json", figures)
+    write_json(folder / FIGURES, figures)
     if figures["extrapolation"]:
         question = "Does perplexity stay low in longer windows?"
         figure = perplexity_by_length(question, {figures["model"]: figures["extrapolation"]}, None)
-        save_figure(figure, folder / "extrapolation.png")
+        save_figure(figure, folder / PICTURE)
     return figures
 
 
@@ -133,4 +142,7 @@ def table_of(figures: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    print(table_of(evaluate(HfArgumentParser(EvaluationArguments).parse_args_into_dataclasses()[0])))
+    guarded(
+        "evaluate_lm.py",
+        lambda: print(table_of(evaluate(HfArgumentParser(EvaluationArguments).parse_args_into_dataclasses()[0]))),
+    )

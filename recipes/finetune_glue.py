@@ -15,16 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _lib.checks import check_checkpoint, check_labels, check_vocabulary
+from _lib.checks import check_checkpoint, check_config, check_labels, check_vocabulary
 from _lib.documents import token_ids, train_tokenizer
-from _lib.settings import read_settings
-from _lib.sweeps import claim, once, training_settings
+from _lib.entry import start
+from _lib.sweeps import check_claim, claim, once, training_settings
 from _lib.training import Trainer, load_to_train, say, write_figures, write_lines, write_text
 from datasets import Dataset, DatasetDict, load_dataset
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from transformers import (
-    AutoConfig,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     DataCollatorWithPadding,
@@ -34,7 +33,7 @@ from transformers import (
     set_seed,
 )
 
-import hf_hybrid_ssm  # noqa: F401 - registers the families
+from hf_hybrid_ssm.hub.configurations import check_fields, new_config
 
 
 @dataclass(frozen=True)
@@ -90,6 +89,7 @@ class GlueArguments:
                 f"give either model_type or model_name_or_path, got model_type={self.model_type!r} and "
                 f"model_name_or_path={self.model_name_or_path!r}."
             )
+        check_config(self.model_type, self.config if self.model_type else {})
         if self.from_scratch and self.model_name_or_path is None:
             raise ValueError("from_scratch=True needs model_name_or_path, whose configuration and tokenizer it takes.")
 
@@ -171,7 +171,7 @@ def build(arguments: GlueArguments, task: Task, texts: Dataset) -> tuple[PreTrai
         tokenizer = train_tokenizer((text for column in task.columns for text in texts[column]), 4096)
         special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
         values = {"vocab_size": len(tokenizer)} | special | options
-        model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(arguments.model_type, **values))
+        model = AutoModelForSequenceClassification.from_config(new_config(str(arguments.model_type), **values))
     check_vocabulary(model, tokenizer)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -216,12 +216,17 @@ def finetune(name: str, arguments: GlueArguments, training: TrainingArguments) -
 def glue(arguments: GlueArguments, training: TrainingArguments) -> dict[str, Any]:
     """All tasks, all points of the grid."""
     if arguments.model_name_or_path is not None:
-        check_checkpoint(arguments.model_name_or_path, "model_name_or_path", AutoModelForSequenceClassification)
+        name = arguments.model_name_or_path
+        check_fields(
+            type(check_checkpoint(name, "model_name_or_path", AutoModelForSequenceClassification)), arguments.config
+        )
+        AutoTokenizer.from_pretrained(name)
     settings = {name: value for name, value in asdict(arguments).items() if name not in ("results", "overwrite")}
     settings |= training_settings(training)
-    claim(training.output_dir, settings, arguments.overwrite, "*/run-*.json")
+    check_claim(training.output_dir, settings, arguments.overwrite)
     for name in arguments.tasks:  # the last task's data too, before the first one trains
         check_task(name, load_task(name, arguments.data_folder))
+    claim(training.output_dir, settings, arguments.overwrite, "*/run-*.json")
     results: dict[str, Any] = {}
     points = [dict(zip(arguments.grid, values)) for values in itertools.product(*arguments.grid.values())]
     for name in arguments.tasks:
@@ -259,4 +264,4 @@ def table_of(results: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    glue(*read_settings("finetune_glue.py", (GlueArguments, TrainingArguments)))
+    start("finetune_glue.py", glue, GlueArguments, TrainingArguments)

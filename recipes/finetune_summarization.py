@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _lib.checks import check_checkpoint, check_output, check_vocabulary
+from _lib.checks import check_checkpoint, check_config, check_output, check_vocabulary, clear_checkpoints
 from _lib.documents import documents_of_files, train_tokenizer
-from _lib.settings import read_settings
+from _lib.entry import start
 from _lib.training import Trainer, load_to_train, say, write_figures, write_lines
 from datasets import Dataset, load_dataset
 from rouge_score.rouge_scorer import RougeScorer
 from transformers import (
-    AutoConfig,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
     DataCollatorForSeq2Seq,
@@ -31,7 +30,7 @@ from transformers import (
     set_seed,
 )
 
-import hf_hybrid_ssm  # noqa: F401 - registers the families
+from hf_hybrid_ssm.hub.configurations import check_fields, new_config
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
 
@@ -81,6 +80,7 @@ class SummarizationArguments:
                 f"give either model_type or model_name_or_path, got model_type={self.model_type!r} and "
                 f"model_name_or_path={self.model_name_or_path!r}."
             )
+        check_config(self.model_type or None, self.config if self.model_type else {})
         if self.from_scratch and self.model_name_or_path is None:
             raise ValueError("from_scratch=True needs model_name_or_path, whose configuration and tokenizer it takes.")
         if bool(self.train_files) == (self.dataset_name is not None):
@@ -151,7 +151,6 @@ def lead(text: str, sentences: int = 1) -> str:
 def build(arguments: SummarizationArguments, rows: Dataset) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The encoder-decoder and its tokenizer; both know padding, end of text and the decoder's first token."""
     if arguments.model_name_or_path is not None:
-        check_checkpoint(arguments.model_name_or_path, "model_name_or_path", AutoModelForSeq2SeqLM)
         tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path)
         source = (AutoModelForSeq2SeqLM, arguments.model_name_or_path)
         model = load_to_train(*source, new_weights=arguments.from_scratch, **arguments.config)
@@ -163,7 +162,7 @@ def build(arguments: SummarizationArguments, rows: Dataset) -> tuple[PreTrainedM
         tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     values = {"vocab_size": len(tokenizer), "decoder_start_token_id": tokenizer.pad_token_id} | special
-    config = AutoConfig.for_model(arguments.model_type, **values | arguments.config)
+    config = new_config(str(arguments.model_type), **values | arguments.config)
     return AutoModelForSeq2SeqLM.from_config(config), tokenizer
 
 
@@ -190,6 +189,9 @@ def scored(
 def summarize(arguments: SummarizationArguments, training: Seq2SeqTrainingArguments) -> dict[str, Any]:
     """Train, save, generate, measure."""
     check_output(training.output_dir, arguments.overwrite)
+    if arguments.model_name_or_path is not None:
+        known = check_checkpoint(arguments.model_name_or_path, "model_name_or_path", AutoModelForSeq2SeqLM)
+        check_fields(type(known), arguments.config)
     set_seed(training.seed)
     with training.main_process_first(desc="data"):
         splits = load_splits(arguments)
@@ -205,6 +207,7 @@ def summarize(arguments: SummarizationArguments, training: Seq2SeqTrainingArgume
         data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
         processing_class=tokenizer,
     )
+    clear_checkpoints(training.output_dir, arguments.overwrite)
     run = trainer.train()
     trainer.save_model()
     results: dict[str, Any] = {
@@ -222,4 +225,4 @@ def summarize(arguments: SummarizationArguments, training: Seq2SeqTrainingArgume
 
 
 if __name__ == "__main__":
-    summarize(*read_settings("finetune_summarization.py", (SummarizationArguments, Seq2SeqTrainingArguments)))
+    start("finetune_summarization.py", summarize, SummarizationArguments, Seq2SeqTrainingArguments)

@@ -16,22 +16,19 @@ from typing import Any
 
 import torch
 from _lib.checks import check_checkpoint, check_columns, check_vocabulary
-from _lib.documents import DataArguments, begin_of, documents_of_files, token_ids
+from _lib.documents import begin_of, documents_of_files, token_ids
+from _lib.entry import start
 from _lib.plotting import perplexity_by_length
 from _lib.scoring import loss_at
-from _lib.settings import read_settings
-from _lib.sweeps import claim
+from _lib.sweeps import check_claim, claim
 from _lib.training import perplexity, save_figure, say, write_results
-from compare import merged, run
+from compare import merged, parsed, run
 from matplotlib.figure import Figure
-from pretrain_clm import ModelArguments
 from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    HfArgumentParser,
     PreTrainedTokenizerBase,
-    TrainingArguments,
 )
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
@@ -71,19 +68,20 @@ class ExtrapolationArguments:
                 check_checkpoint(checkpoint, f"models: {name!r}", AutoModelForCausalLM)
 
 
-def train(arguments: ExtrapolationArguments) -> dict[str, list[str]]:
-    """The variants' checkpoints, one per seed."""
-    parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
-    runs: dict[str, list[str]] = {name: [] for name in arguments.variants}
-    settings = {}
+def folders_of(arguments: ExtrapolationArguments, name: str) -> list[str]:
+    """Where a variant's checkpoints are, one per seed."""
+    return [str(Path(arguments.output_dir) / f"{name}-{seed}") for seed in arguments.seeds]
+
+
+def runs_of(arguments: ExtrapolationArguments) -> dict[Path, dict[str, Any]]:
+    """Folder → settings of the variants' runs, all of which can be read: a wrong last one cannot cost the first one's
+    hours."""
+    runs = {}
     for name, over in arguments.variants.items():
-        for seed in arguments.seeds:
-            runs[name].append(str(Path(arguments.output_dir) / f"{name}-{seed}"))
+        for seed, folder in zip(arguments.seeds, folders_of(arguments, name), strict=True):
             each = merged(arguments.base, over) | {"seed": seed, "sequence_length": arguments.train_length}
-            parser.parse_dict(each | {"output_dir": runs[name][-1]})
-            settings[runs[name][-1]] = each
-    for folder, each in settings.items():  # all can be read: a wrong last one cannot cost the first one's hours
-        run(Path(folder), each)
+            parsed(Path(folder), each)
+            runs[Path(folder)] = each
     return runs
 
 
@@ -138,8 +136,13 @@ def length_extrapolation(arguments: ExtrapolationArguments) -> dict[str, Any]:
     held_out = documents_of_files(arguments.files)
     check_columns(held_out, [arguments.text_column], "text_column")
     settings = {name: getattr(arguments, name) for name in ("base", "variants", "train_length")}
+    check_claim(arguments.output_dir, settings, arguments.overwrite)
+    runs = runs_of(arguments)
     claim(arguments.output_dir, settings, arguments.overwrite, "*/results.json")
-    models = arguments.models | train(arguments)
+    for folder, each in runs.items():
+        run(folder, each)
+    trained = {name: folders_of(arguments, name) for name in arguments.variants}
+    models = arguments.models | trained
     figures: dict[str, Any] = {"train_length": arguments.train_length, "models": {}}
     if arguments.variants:
         figures["settings"] = {"base": arguments.base, "variants": arguments.variants, "seeds": arguments.seeds}
@@ -172,4 +175,4 @@ def draw(figures: dict[str, Any]) -> Figure:
 
 
 if __name__ == "__main__":
-    length_extrapolation(*read_settings("length_extrapolation.py", (ExtrapolationArguments,)))
+    start("length_extrapolation.py", length_extrapolation, ExtrapolationArguments)

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
+from _lib.entry import guarded
 from tqdm import tqdm
 
 OPERATORS: dict[str, Callable[[list[int]], int]] = {
@@ -77,8 +78,14 @@ def trees(rows: int, seed: int, min_length: int = 500, max_length: int = 2000, *
 def write(
     folder: str | Path, rows: tuple[int, int, int] = (96_000, 2_000, 2_000), seed: int = 0, **sizes: int
 ) -> Path:
-    """The three files, cut in turn out of one set; returns their folder."""
+    """The three files, cut in turn out of one set; returns their folder.
+
+    Raises:
+        FileExistsError: one is there already.
+    """
     path = Path(folder) / "listops-1000"
+    if there := [file for split in SPLITS if (file := path / f"basic_{split}.tsv").exists()]:
+        raise FileExistsError(f"{there[0]} is there already: name another folder, or remove it.")
     path.mkdir(parents=True, exist_ok=True)
     found, start = trees(sum(rows), seed, **sizes), 0
     for split, count in zip(SPLITS, rows):
@@ -88,7 +95,7 @@ def write(
     return path
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rows", type=int, nargs=3, default=(96_000, 2_000, 2_000))
@@ -97,3 +104,7 @@ if __name__ == "__main__":
     parser.add_argument("--max-length", type=int, default=2000)
     given = parser.parse_args()
     print(write(given.folder, tuple(given.rows), given.seed, min_length=given.min_length, max_length=given.max_length))
+
+
+if __name__ == "__main__":
+    guarded("listops.py", main)

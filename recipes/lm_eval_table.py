@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from _lib.checks import check_checkpoint, check_output
-from _lib.settings import read_settings
+from _lib.entry import start
 from _lib.training import write_figures
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -143,4 +143,4 @@ def table_of(figures: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    lm_eval_table(*read_settings("lm_eval_table.py", (TableArguments,)))
+    start("lm_eval_table.py", lm_eval_table, TableArguments)

@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _lib.checks import check_output
+from _lib.checks import check_config, check_output, clear_checkpoints
+from _lib.entry import start
 from _lib.lra_data import TASKS, collate, load_task
-from _lib.settings import read_settings
 from _lib.training import Trainer, checkpoint_to_resume, write_figures, write_json
 from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
     AutoModelForSequenceClassification,
     EvalPrediction,
     PreTrainedModel,
@@ -29,7 +27,7 @@ from transformers import (
 )
 from transformers.trainer_utils import SaveStrategy
 
-import hf_hybrid_ssm  # noqa: F401 - registers the families
+from hf_hybrid_ssm.hub.configurations import new_config
 
 SEPARATOR = 1  # between two texts of bytes: no text has it
 SYMBOLS = {"listops": 18}  # of the others: 256
@@ -54,8 +52,7 @@ class LraArguments:
     def __post_init__(self):
         if self.task not in TASKS:
             raise ValueError(f"task={self.task!r} is not among {sorted(TASKS)}.")
-        if self.model_type not in CONFIG_MAPPING:
-            raise ValueError(f"model_type={self.model_type!r} is not known to transformers or this package.")
+        check_config(self.model_type, self.config, self.preset)
 
 
 def build(arguments: LraArguments) -> PreTrainedModel:
@@ -66,10 +63,7 @@ def build(arguments: LraArguments) -> PreTrainedModel:
     """
     task, symbols = TASKS[arguments.task], SYMBOLS.get(arguments.task, 256)
     values = {"num_labels": task.num_labels, "pad_token_id": 0, "vocab_size": symbols} | arguments.config
-    if arguments.preset is None:
-        config = AutoConfig.for_model(arguments.model_type, **values)
-    else:
-        config = CONFIG_MAPPING[arguments.model_type].preset(arguments.preset, **values)
+    config = new_config(arguments.model_type, arguments.preset, **values)
     if config.num_labels != task.num_labels or config.vocab_size < symbols:
         raise ValueError(
             f"{arguments.task} has {task.num_labels} classes and {symbols} symbols; the configuration has "
@@ -116,6 +110,7 @@ def arena(arguments: LraArguments, training: TrainingArguments) -> dict[str, Any
         data_collator=partial(collate, paired=paired, separator=SEPARATOR if task.paired and not paired else None),
         compute_metrics=accuracy,
     )
+    clear_checkpoints(training.output_dir, arguments.overwrite, arguments.resume)
     run = trainer.train(resume_from_checkpoint=checkpoint_to_resume(arguments.resume, training.output_dir))
     results: dict[str, Any] = {
         "task": arguments.task,
@@ -143,4 +138,4 @@ def arena(arguments: LraArguments, training: TrainingArguments) -> dict[str, Any
 
 
 if __name__ == "__main__":
-    arena(*read_settings("lra.py", (LraArguments, TrainingArguments)))
+    start("lra.py", arena, LraArguments, TrainingArguments)

@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from _lib.checks import check_config
+from _lib.entry import start
 from _lib.plotting import measured_at, panels, style
-from _lib.settings import read_settings
-from _lib.sweeps import claim, once, training_settings
+from _lib.sweeps import check_claim, claim, once, training_settings
 from _lib.training import Trainer, save_figure, say, write_figures
 from datasets import Dataset, concatenate_datasets
 from matplotlib.figure import Figure
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     EvalPrediction,
     TrainerCallback,
@@ -29,7 +29,7 @@ from transformers import (
     set_seed,
 )
 
-import hf_hybrid_ssm  # noqa: F401 - registers the families
+from hf_hybrid_ssm.hub.configurations import new_config
 
 
 @dataclass
@@ -58,6 +58,11 @@ class MqarArguments:
     def __post_init__(self):
         for length, pairs in self.settings:
             check_sizes(length, pairs, self.vocab_size)
+        for name, fields in self.models.items():
+            if "model_type" not in fields:
+                raise ValueError(f"models: {name!r} names no model_type.")
+            others = {key: value for key, value in fields.items() if key not in ("model_type", "torch_compile")}
+            check_config(fields["model_type"], others)
 
 
 def check_sizes(length: int, pairs: int, vocab_size: int) -> None:
@@ -129,7 +134,7 @@ def run(
     training = TrainingArguments(**options)
     set_seed(training.seed)
     fields = dict(fields) | {"hidden_size": width}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+    model = AutoModelForCausalLM.from_config(new_config(fields.pop("model_type"), **fields))
     model.config.use_cache = False
     trainer = Trainer(
         model=model,
@@ -165,6 +170,11 @@ def sweep(arguments: MqarArguments, training: TrainingArguments) -> list[dict[st
     """The best learning rate of every model, length and width."""
     settings = {name: value for name, value in asdict(arguments).items() if name not in ("results", "overwrite")}
     settings |= training_settings(training)
+    check_claim(training.output_dir, settings, arguments.overwrite)
+    for fields in arguments.models.values():  # every model can be made, before the first one trains
+        others = {name: value for name, value in fields.items() if name != "torch_compile"}
+        for width in arguments.widths:
+            new_config(**{"vocab_size": arguments.vocab_size} | others | {"hidden_size": width})
     claim(training.output_dir, settings, arguments.overwrite, "*/*.json")
     results = []
     for length, several in groups(arguments):
@@ -219,4 +229,4 @@ def draw(results: list[dict[str, Any]]) -> Figure:
 
 
 if __name__ == "__main__":
-    sweep(*read_settings("mqar.py", (MqarArguments, TrainingArguments)))
+    start("mqar.py", sweep, MqarArguments, TrainingArguments)

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from _lib.checks import check_checkpoint, check_columns, check_output, check_vocabulary
 from _lib.documents import begin_of, documents_of_files, token_ids
+from _lib.entry import start
 from _lib.plotting import measured_at, panels, style
-from _lib.settings import read_settings
 from _lib.training import save_figure, say, write_results
 from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -146,4 +146,4 @@ def draw(models: dict[str, Any]) -> Figure:
 
 
 if __name__ == "__main__":
-    per_token_loss(*read_settings("per_token_loss.py", (PerTokenArguments,)))
+    start("per_token_loss.py", per_token_loss, PerTokenArguments)

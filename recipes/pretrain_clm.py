@@ -12,16 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _lib.checks import check_checkpoint, check_output, check_vocabulary
+from _lib.checks import check_checkpoint, check_config, check_output, check_vocabulary, clear_checkpoints
 from _lib.documents import DataArguments, begin_of, get_tokenizer, load_documents
+from _lib.entry import start
 from _lib.rows import packed_rows, split_rows
 from _lib.segments import SegmentTrainer, check_lanes, collate, in_lanes
-from _lib.settings import read_settings
 from _lib.training import LanguageTrainer, checkpoint_to_resume, load_to_train, perplexity, plot_loss, write_json
 from datasets import Dataset
 from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -30,6 +28,7 @@ from transformers import (
     set_seed,
 )
 
+from hf_hybrid_ssm.hub.configurations import new_config
 from hf_hybrid_ssm.training.warm_start import copy_embeddings
 
 
@@ -58,6 +57,7 @@ class ModelArguments:
                 f"give either model_type or model_name_or_path, got model_type={self.model_type!r} and "
                 f"model_name_or_path={self.model_name_or_path!r}."
             )
+        check_config(self.model_type, self.config, self.preset)
 
 
 def build_model(
@@ -73,11 +73,7 @@ def build_model(
     else:
         special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("eos", "pad")}
         values = {"vocab_size": len(tokenizer), "bos_token_id": begin_of(tokenizer)} | special | arguments.config
-        if arguments.preset is None:
-            config = AutoConfig.for_model(arguments.model_type, **values)
-        else:
-            config = CONFIG_MAPPING[arguments.model_type].preset(arguments.preset, **values)
-        model = auto_class.from_config(config)
+        model = auto_class.from_config(new_config(str(arguments.model_type), arguments.preset, **values))
     if arguments.embeddings_from is not None:
         copy_embeddings(model, arguments.embeddings_from)
     check_vocabulary(model, tokenizer)
@@ -123,6 +119,7 @@ def pretrain(
         processing_class=tokenizer,
         data_collator=collator,
     )
+    clear_checkpoints(training.output_dir, model_arguments.overwrite, model_arguments.resume)
     begin = time.process_time()
     run = trainer.train(resume_from_checkpoint=checkpoint_to_resume(model_arguments.resume, training.output_dir))
     model.config.use_cache = True
@@ -155,4 +152,4 @@ def pretrain(
 
 
 if __name__ == "__main__":
-    pretrain(*read_settings("pretrain_clm.py", (ModelArguments, DataArguments, TrainingArguments)))
+    start("pretrain_clm.py", pretrain, ModelArguments, DataArguments, TrainingArguments)

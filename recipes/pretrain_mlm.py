@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _lib.checks import check_checkpoint, check_output
+from _lib.checks import check_checkpoint, check_config, check_output, clear_checkpoints
 from _lib.documents import DataArguments, get_tokenizer, load_documents
+from _lib.entry import start
 from _lib.rows import split_rows
-from _lib.settings import read_settings
 from _lib.span_corruption import NewMasksEachEpoch
 from _lib.token_masking import TokenMasking
 from _lib.training import LanguageTrainer, checkpoint_to_resume, perplexity, plot_loss, write_figures, write_json
@@ -43,6 +43,7 @@ class MaskingArguments:
                 f"give either model_type or model_name_or_path, got model_type={self.model_type!r} and "
                 f"model_name_or_path={self.model_name_or_path!r}."
             )
+        check_config(self.model_type, self.config, self.preset)
         if not 0 < self.masked_fraction < 1:
             raise ValueError(f"masked_fraction={self.masked_fraction} must lie between 0 and 1.")
 
@@ -76,6 +77,7 @@ def pretrain(arguments: MaskingArguments, data: DataArguments, training: Trainin
         data_collator=collator,
         callbacks=[NewMasksEachEpoch(collator)],
     )
+    clear_checkpoints(training.output_dir, arguments.overwrite, arguments.resume)
     run = trainer.train(resume_from_checkpoint=checkpoint_to_resume(arguments.resume, training.output_dir))
     trainer.save_model()
     trainer.accelerator.wait_for_everyone()  # any process may load what the first one saves
@@ -101,4 +103,4 @@ def pretrain(arguments: MaskingArguments, data: DataArguments, training: Trainin
 
 
 if __name__ == "__main__":
-    pretrain(*read_settings("pretrain_mlm.py", (MaskingArguments, DataArguments, TrainingArguments)))
+    start("pretrain_mlm.py", pretrain, MaskingArguments, DataArguments, TrainingArguments)

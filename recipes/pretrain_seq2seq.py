@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _lib.checks import check_checkpoint, check_output, check_vocabulary
+from _lib.checks import check_checkpoint, check_config, check_output, check_vocabulary, clear_checkpoints
 from _lib.documents import DataArguments, get_tokenizer, load_documents
+from _lib.entry import start
 from _lib.rows import RowStream, cut_rows, split_rows
-from _lib.settings import read_settings
 from _lib.span_corruption import NewMasksEachEpoch, SpanCorruption, sentinels_of, text_length
 from _lib.training import (
     LanguageTrainer,
@@ -30,8 +30,6 @@ from _lib.training import (
 )
 from datasets import Dataset, IterableDataset
 from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
     AutoModelForSeq2SeqLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -39,7 +37,7 @@ from transformers import (
     set_seed,
 )
 
-import hf_hybrid_ssm  # noqa: F401 - registers the families
+from hf_hybrid_ssm.hub.configurations import new_config
 
 SHORTEST_ROW = 8  # tokens; what is left at the end of all documents may be shorter, and is dropped
 
@@ -64,6 +62,7 @@ class SpanArguments:
                 f"give either model_type or model_name_or_path, got model_type={self.model_type!r} and "
                 f"model_name_or_path={self.model_name_or_path!r}."
             )
+        check_config(self.model_type, self.config, self.preset)
         if not 0 < self.noise_density < 1:
             raise ValueError(f"noise_density={self.noise_density} must lie between 0 and 1.")
         if self.mean_span_length < 1:
@@ -118,17 +117,12 @@ def build_model(arguments: SpanArguments, tokenizer: PreTrainedTokenizerBase, ta
         ValueError: it has too few tokens or target positions.
     """
     if arguments.model_name_or_path is not None:
-        check_checkpoint(arguments.model_name_or_path, "model_name_or_path", AutoModelForSeq2SeqLM)
         model = load_to_train(AutoModelForSeq2SeqLM, arguments.model_name_or_path)
     else:
         pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
         special = {"pad_token_id": pad, "eos_token_id": end, "decoder_start_token_id": pad}
         values = {"vocab_size": len(tokenizer)} | special | arguments.config
-        if arguments.preset is None:
-            config = AutoConfig.for_model(arguments.model_type, **values)
-        else:
-            config = CONFIG_MAPPING[arguments.model_type].preset(arguments.preset, **values)
-        model = AutoModelForSeq2SeqLM.from_config(config)
+        model = AutoModelForSeq2SeqLM.from_config(new_config(str(arguments.model_type), arguments.preset, **values))
     check_vocabulary(model, tokenizer)
     if (positions := getattr(model.config, "max_target_positions", target_length)) < target_length:
         raise ValueError(f"max_target_positions={positions} is below the target's {target_length} tokens.")
@@ -138,6 +132,8 @@ def build_model(arguments: SpanArguments, tokenizer: PreTrainedTokenizerBase, ta
 def pretrain(arguments: SpanArguments, data: DataArguments, training: TrainingArguments) -> dict[str, Any]:
     """Train, evaluate and save; returns what is written to results.json."""
     check_output(training.output_dir, arguments.overwrite, arguments.resume)
+    if arguments.model_name_or_path is not None:
+        check_checkpoint(arguments.model_name_or_path, "model_name_or_path", AutoModelForSeq2SeqLM)
     set_seed(training.seed)
     noise = (arguments.noise_density, arguments.mean_span_length)
     length, target_length = text_length(data.sequence_length, *noise)
@@ -160,6 +156,7 @@ def pretrain(arguments: SpanArguments, data: DataArguments, training: TrainingAr
         data_collator=collator,
         callbacks=[NewMasksEachEpoch(collator)],
     )
+    clear_checkpoints(training.output_dir, arguments.overwrite, arguments.resume)
     run = trainer.train(resume_from_checkpoint=checkpoint_to_resume(arguments.resume, training.output_dir))
     trainer.save_model()
     trainer.accelerator.wait_for_everyone()  # any process may load what the first one saves
@@ -188,4 +185,4 @@ def pretrain(arguments: SpanArguments, data: DataArguments, training: TrainingAr
 
 
 if __name__ == "__main__":
-    pretrain(*read_settings("pretrain_seq2seq.py", (SpanArguments, DataArguments, TrainingArguments)))
+    start("pretrain_seq2seq.py", pretrain, SpanArguments, DataArguments, TrainingArguments)

@@ -8,15 +8,17 @@ tell when a later version reads the weights differently.
 """
 
 import hashlib
+import json
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from _lib.documents import documents_of_files
+from _lib.documents import documents_of_files, paths_of
+from _lib.entry import guarded
 from _lib.plotting import perplexity_by_length
-from _lib.publishing import CausalObjective, held_out_texts, objective_of
+from _lib.publishing import NEW_TOKENS, CausalObjective, held_out_texts, objective_of
 from _lib.scoring import scored_documents
 from _lib.training import save_figure, write_json
 from evaluate_lm import extrapolation
@@ -89,6 +91,7 @@ def publish(arguments: PublishArguments) -> dict[str, Any]:
     if folder.exists():
         raise ValueError(f"folder={arguments.folder!r} exists; a published checkpoint is written once.")
     check_folder(run)
+    paths_of(held_out_texts(arguments.held_out).values())
     objective = objective_of(run, arguments.noise)
     tokenizer = AutoTokenizer.from_pretrained(run)
     model = objective.auto_class.from_pretrained(run, dtype=torch.bfloat16)
@@ -120,7 +123,7 @@ def publish(arguments: PublishArguments) -> dict[str, Any]:
         card = card_of_folder(folder, dataset=DATA, recipe=recipe)
     else:
         card = peer_card(folder.name, model, results, recipe)
-    (folder / "README.md").write_text(card + sample_section(folder, known), encoding="utf-8")
+    (folder / "README.md").write_text(card + sample_section(folder, known, tokenizer), encoding="utf-8")
     write_sums(folder)
     return results
 
@@ -134,14 +137,28 @@ def trained_results(run: Path) -> dict[str, Any]:
     return {key: value for key, value in found.items() if key in kept}
 
 
-def sample_section(folder: Path, known: dict[str, Any]) -> str:
+def sample_section(folder: Path, known: dict[str, Any], tokenizer: Any) -> str:
+    """What the golden values show, and for a language model the lines that write it again."""
     plots = {"loss.png": "loss while training", "extrapolation.png": "perplexity by evaluation context length"}
     shown = "\n".join(f"![{text}]({name})" for name, text in plots.items() if (folder / name).is_file())
     prompt, written = known["prompt"], " ".join(known["greedy"].split("\n"))
     if "<" in prompt:  # a mask or a sentinel
         return f"\n## What it restores\n\n`{prompt}`: `{written}`\n\n{shown}\n"
-    return f'\n## What it writes\n\nGreedy, after "{prompt}":\n\n> {prompt}{written}\n\n{shown}\n'
+    name = "eos_token" if tokenizer.bos_token is None else "bos_token"
+    token = getattr(tokenizer, name)
+    return (
+        f'\n## What it writes\n\nGreedy, in float32, after "{prompt}" at the beginning of a document, which is the '
+        f"token `{token}` (the tokenizer does not add it):\n\n> {prompt}{written}\n\n"
+        f"```python\ntext = tokenizer.{name} + {json.dumps(prompt)}\n"
+        'inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False)\n'
+        f"output = model.float().generate(**inputs, max_new_tokens={NEW_TOKENS}, do_sample=False)\n"
+        "print(tokenizer.decode(output[0], skip_special_tokens=True))\n```\n\n"
+        f"{shown}\n"
+    )
 
 
 if __name__ == "__main__":
-    print(publish(HfArgumentParser(PublishArguments).parse_args_into_dataclasses()[0]))
+    guarded(
+        "publish_checkpoint.py",
+        lambda: print(publish(HfArgumentParser(PublishArguments).parse_args_into_dataclasses()[0])),
+    )

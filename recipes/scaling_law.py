@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _lib.entry import start
 from _lib.plotting import REFERENCE, SPREAD, panels, style
-from _lib.settings import read_settings
-from _lib.sweeps import claim
+from _lib.sweeps import check_claim, claim
 from _lib.training import save_figure, say, write_results
-from compare import merged, run
+from compare import merged, parsed, run
 from matplotlib.figure import Figure
 
 # (N / N_c)^-alpha of arXiv 2110.02402 on OpenWebText2, nats per token
@@ -83,6 +83,10 @@ def ladder(points: list[dict[str, Any]]) -> dict[str, Any]:
 def scaling_law(arguments: ScalingArguments) -> dict[str, Any]:
     """All runs, seed by seed, so that an interrupted ladder is a complete one with fewer seeds."""
     settings = {"base": arguments.base, "families": arguments.families}
+    check_claim(arguments.output_dir, settings, arguments.overwrite)
+    for family, members in arguments.families.items():  # a wrong last one cannot cost the first one's hours
+        for member, over in members.items():
+            parsed(Path(arguments.output_dir) / family / member, merged(arguments.base, over))
     claim(arguments.output_dir, settings, arguments.overwrite, "*/*/results.json")
     points: dict[str, list[dict[str, Any]]] = {family: [] for family in arguments.families}
     figures: dict[str, Any] = {}
@@ -138,4 +142,4 @@ def table(families: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    scaling_law(*read_settings("scaling_law.py", (ScalingArguments,)))
+    start("scaling_law.py", scaling_law, ScalingArguments)

@@ -1,6 +1,5 @@
 """Supervised fine-tuning of a causal language model with TRL: conversations, prompts with completions, or texts.
 
-    pip install trl peft
     python recipes/sft.py recipes/configs/sft/local.yaml model_name_or_path=FOLDER [key=value ...]
 
 Rows have one of these columns: `messages` (a list of {"role": ..., "content": ...}), `prompt` and `completion`, or
@@ -16,20 +15,21 @@ from typing import Any
 
 import torch
 from _lib.chat import set_chat_template
-from _lib.checks import check_checkpoint, check_output, check_vocabulary
+from _lib.checks import check_checkpoint, check_output, check_vocabulary, clear_checkpoints
 from _lib.documents import documents_of_files
-from _lib.settings import read_settings
+from _lib.entry import start
 from _lib.training import Trainer, load_to_train, perplexity, say, write_figures, write_lines
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
+from hf_hybrid_ssm.extras import install_command
 
 try:
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 except ImportError as error:
-    raise SystemExit(f"{error.name} is needed: pip install 'hf-hybrid-ssm[train,sft]'.") from error
+    raise SystemExit(f"{error.name} is needed: {install_command('train', 'sft')}") from error
 
 FORMATS = ({"messages"}, {"prompt", "completion"}, {"text"})
 
@@ -148,6 +148,7 @@ def finetune(arguments: SftArguments, training: SFTConfig) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path)
     set_chat_template(tokenizer, arguments.chat_template)
     trainer = trainer_of(arguments, training, train, validation, tokenizer)
+    clear_checkpoints(training.output_dir, arguments.overwrite)
     run = trainer.train()
     results: dict[str, Any] = {
         "rows": len(train),
@@ -179,4 +180,4 @@ def finetune(arguments: SftArguments, training: SFTConfig) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    finetune(*read_settings("sft.py", (SftArguments, SFTConfig)))
+    start("sft.py", finetune, SftArguments, SFTConfig)

@@ -7,8 +7,11 @@ language modelling, and `<extra_id_0>`, `<extra_id_1>`, ... for span corruption.
 """
 
 import argparse
+from pathlib import Path
 
+from _lib.checks import check_columns
 from _lib.documents import documents_of_files, train_tokenizer
+from _lib.entry import guarded
 
 SENTINELS = 32  # spans of three tokens at a density of 15 %: enough for inputs of 600 tokens
 MAX_LENGTH = 1_000_000_000_000  # the models have no longest text
@@ -20,8 +23,12 @@ def main() -> None:
     parser.add_argument("files", nargs="+", metavar="FILE", help="txt (one document per file), jsonl or parquet")
     parser.add_argument("--vocab-size", type=int, default=4096, help="special tokens included (default: 4096)")
     parser.add_argument("--text-column", default="text")
+    parser.add_argument("--overwrite", action="store_true", help="replace a tokenizer that is in the folder")
     options = parser.parse_args()
+    if (Path(options.folder) / "tokenizer.json").exists() and not options.overwrite:
+        raise FileExistsError(f"{options.folder} holds a tokenizer: name another folder, or give --overwrite.")
     documents = documents_of_files(options.files)
+    check_columns(documents, [options.text_column], "--text-column")
     special = {
         "pad_token": "<|pad|>",
         "mask_token": "<|mask|>",
@@ -37,4 +44,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    guarded("train_tokenizer.py", main)

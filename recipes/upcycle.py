@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _lib.checks import check_checkpoint, check_output, check_vocabulary
+from _lib.checks import check_checkpoint, check_output, check_vocabulary, clear_checkpoints
 from _lib.documents import DataArguments, get_tokenizer, load_documents
+from _lib.entry import start
 from _lib.rows import packed_rows, split_rows
-from _lib.settings import read_settings
 from _lib.training import LanguageTrainer, checkpoint_to_resume, perplexity, plot_loss, say, write_json
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     PreTrainedModel,
     TrainingArguments,
@@ -29,6 +30,7 @@ from transformers import (
 )
 
 from hf_hybrid_ssm.hub import card_of_folder
+from hf_hybrid_ssm.hub.configurations import check_fields
 from hf_hybrid_ssm.hub.folder import read_json
 from hf_hybrid_ssm.upcycle import (
     STUDENT_FAMILIES,
@@ -41,6 +43,7 @@ from hf_hybrid_ssm.upcycle import (
 )
 
 STAGES = ("align", "distil", "finetune")
+EVALUATION = "evaluation"
 
 
 @dataclass
@@ -122,6 +125,11 @@ def chosen_layers(arguments: UpcycleArguments, teacher: PreTrainedModel, rows: A
     return sorted(sorted(range(len(rises)), key=lambda index: -rises[index])[:count])
 
 
+def is_own(folder: Path) -> bool:
+    """Whether an upcycling wrote the folder, killed or finished: `resume`, the default, replaces nothing else."""
+    return any((folder / name).is_dir() for name in (*STAGES, EVALUATION))
+
+
 def within(name: str, modules: list[str]) -> bool:
     return any(f"{name}.".startswith(f"{module}.") for module in modules)
 
@@ -142,8 +150,9 @@ def frozen_beside_the_new(student: Any, rank: int) -> Any:
 def upcycle_model(arguments: UpcycleArguments, data: DataArguments, training: TrainingArguments) -> dict[str, Any]:
     """Make, train, evaluate and save the student; returns what is written to results.json."""
     folder = Path(training.output_dir)
-    check_output(training.output_dir, arguments.overwrite, "auto" if arguments.resume else None)
+    check_output(training.output_dir, arguments.overwrite, "auto" if is_own(folder) and arguments.resume else None)
     check_checkpoint(arguments.teacher, "teacher", AutoModelForCausalLM)
+    check_fields(CONFIG_MAPPING[arguments.student], arguments.config)
     stages = {
         stage: stage_arguments(training, stage, getattr(arguments, stage))
         for stage in STAGES
@@ -179,7 +188,8 @@ def upcycle_model(arguments: UpcycleArguments, data: DataArguments, training: Tr
             data_collator=default_data_collator, stage=stage, teacher=teacher, temperature=arguments.temperature,
         )  # fmt: skip
 
-    judge = replace(training, output_dir=str(folder / "evaluation"))
+    (folder / EVALUATION).mkdir(parents=True, exist_ok=True)  # by which a later run knows the folder
+    judge = replace(training, output_dir=str(folder / EVALUATION))
     teacher_loss = trainer_of(teacher, "finetune", judge).evaluate()["eval_loss"]
     results: dict[str, Any] = {
         "teacher": Path(arguments.teacher).name,
@@ -245,9 +255,9 @@ def run_stage(
         model = frozen_beside_the_new(student, arguments.lora_rank)
     model.config.use_cache = False
     trainer = trainer_of(model, stage, settings)
-    trainer.train(
-        resume_from_checkpoint=checkpoint_to_resume("auto" if arguments.resume else None, settings.output_dir)
-    )
+    resume = "auto" if arguments.resume and not arguments.overwrite else None
+    clear_checkpoints(settings.output_dir, arguments.overwrite)
+    trainer.train(resume_from_checkpoint=checkpoint_to_resume(resume, settings.output_dir))
     loss = trainer.evaluate()["eval_loss"]
     student = model if model is student else model.merge_and_unload()
     student.requires_grad_(True)
@@ -272,8 +282,11 @@ def save(
     tokenizer.save_pretrained(folder)
     write_json(folder / "results.json", results)
     card = card_of_folder(folder, recipe=f"python recipes/upcycle.py CONFIG.yaml teacher={results['teacher']}")
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    if (folder / "README.md").exists() and not arguments.overwrite:
+        say(f"{folder / 'README.md'} stays as it is; hf-hybrid-ssm card {folder} --overwrite replaces it.")
+    else:
+        (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    upcycle_model(*read_settings("upcycle.py", (UpcycleArguments, DataArguments, TrainingArguments)))
+    start("upcycle.py", upcycle_model, UpcycleArguments, DataArguments, TrainingArguments)

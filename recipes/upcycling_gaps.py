@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from _lib.documents import DataArguments, begin_of, documents_of_files, token_ids
+from _lib.entry import start
 from _lib.plotting import SPREAD, panels, style
 from _lib.scoring import loss_at
-from _lib.settings import read_settings
 from _lib.training import perplexity, save_figure, say, write_json, write_results
 from compare import merged
 from matplotlib.figure import Figure
@@ -174,4 +174,4 @@ def draw(figures: dict[str, Any]) -> Figure:
 
 
 if __name__ == "__main__":
-    gaps(*read_settings("upcycling_gaps.py", (GapArguments,)))
+    start("upcycling_gaps.py", gaps, GapArguments)

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from _lib.checks import check_output
-from _lib.settings import read_settings
+from _lib.checks import check_output, clear_checkpoints
+from _lib.entry import start
 from _lib.training import Trainer, checkpoint_to_resume, perplexity, plot_loss, write_figures, write_json
 from _lib.word_stream import Blocks, stream_of, word_tokenizer
 from datasets import load_dataset
@@ -121,6 +121,7 @@ def word_lm(arguments: ModelArguments, words: WordArguments, training: TrainingA
         compute_metrics=per_word,
     )
     trainer.momentum = words.momentum
+    clear_checkpoints(training.output_dir, arguments.overwrite, arguments.resume)
     run = trainer.train(resume_from_checkpoint=checkpoint_to_resume(arguments.resume, training.output_dir))
     trainer.save_model()
     results: dict[str, Any] = {
@@ -147,4 +148,4 @@ def word_lm(arguments: ModelArguments, words: WordArguments, training: TrainingA
 
 
 if __name__ == "__main__":
-    word_lm(*read_settings("word_lm.py", (ModelArguments, WordArguments, TrainingArguments)))
+    start("word_lm.py", word_lm, ModelArguments, WordArguments, TrainingArguments)

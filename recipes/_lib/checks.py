@@ -1,45 +1,101 @@
 """Checks before a run starts, so that a wrong setting costs seconds and not hours."""
 
+import logging
+import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_hybrid_ssm.cli.parsing import is_path
+from hf_hybrid_ssm.hub.configurations import check_fields
+from hf_hybrid_ssm.hub.folder import check_weights_if_local
+
+CHECKPOINTS = "checkpoint-[0-9]*"
+
+logger = logging.getLogger(__name__)
+
+
+def is_first_process() -> bool:
+    """Whether this process is the one that writes; the launchers number theirs."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def check_output(folder: str | Path, overwrite: bool, resume: str | None = None) -> None:
-    """The folder may hold something only where a run is to be resumed or overwritten; an overwritten run's
-    checkpoints go, so that nothing can be resumed from them.
+    """The folder may hold something only where a run is to be resumed or overwritten. Nothing is deleted yet: that is
+    `clear_checkpoints`, when everything has been read.
 
     Raises:
-        FileExistsError: it holds something.
+        FileExistsError: it holds something; or with resume="auto" a model, but no checkpoint of its training.
+        NotADirectoryError: it is a file.
     """
     folder = Path(folder)
-    if resume is not None or not folder.is_dir() or not any(folder.iterdir()):
+    if folder.is_file():
+        raise NotADirectoryError(f"output_dir={str(folder)!r} is a file; a folder was expected.")
+    if overwrite or not folder.is_dir() or not any(folder.iterdir()):
         return
-    if not overwrite:
+    if resume is None:
         raise FileExistsError(
             f"output_dir={str(folder)!r} is not empty: name another one, or give overwrite=true (or resume=auto, "
             "where the recipe knows it, to go on)."
         )
-    for checkpoint in folder.glob("checkpoint-[0-9]*"):
-        shutil.rmtree(checkpoint, ignore_errors=True)
+    if resume == "auto" and (folder / "config.json").is_file() and not any(folder.glob(CHECKPOINTS)):
+        raise FileExistsError(
+            f"output_dir={str(folder)!r} holds a model and no checkpoint to go on from: name another folder, or give "
+            "overwrite=true to replace it."
+        )
+
+
+def clear_checkpoints(folder: str | Path, overwrite: bool, resume: str | None = None) -> None:
+    """The checkpoints of an earlier run go where `overwrite` says so, so that nothing can be resumed from them.
+
+    Called last before training, when data, tokenizer, model and configuration have been read: whatever is wrong with
+    those costs nothing.
+    """
+    if overwrite and resume is None and is_first_process():
+        for checkpoint in Path(folder).glob(CHECKPOINTS):
+            shutil.rmtree(checkpoint)
+
+
+def check_config(model_type: str | None, fields: Mapping[str, Any], preset: str | None = None) -> None:
+    """Family, size and fields of a new model exist.
+
+    Raises:
+        ValueError: names the one that does not.
+    """
+    if model_type is None:
+        if fields or preset is not None:
+            raise ValueError("config and preset describe a new model: give model_type, or leave them out.")
+        return
+    if model_type not in CONFIG_MAPPING:
+        raise ValueError(f"model_type={model_type!r} is not a family that transformers knows.")
+    config_class = CONFIG_MAPPING[model_type]
+    check_fields(config_class, fields)
+    known = getattr(config_class, "presets", {})
+    if preset is not None and preset not in known:
+        have = ", ".join(map(repr, known)) or "none"
+        raise ValueError(f"preset={preset!r}: {model_type} has {have}.")
 
 
 def check_checkpoint(name: str, argument: str, auto_class: Any = None) -> PreTrainedConfig:
-    """The configuration of a checkpoint that `auto_class` (such as `AutoModelForCausalLM`) can load.
+    """The configuration of a checkpoint that `auto_class` (such as `AutoModelForCausalLM`) can load; its weight files
+    are complete. No code of it is executed.
 
     Raises:
         FileNotFoundError: a folder that is not there or holds no config.json.
         ValueError: a family that has no such model.
     """
     path = Path(name)
-    is_folder = path.is_dir() or path.is_absolute() or name.startswith(".") or name.count("/") > 1
-    if is_folder and not (path / "config.json").is_file():
-        raise FileNotFoundError(f"{argument} names {name!r}, which holds no config.json.")
-    config = AutoConfig.from_pretrained(name)
+    if (path.is_dir() or is_path(name)) and not (path / "config.json").is_file():
+        state = "which holds no config.json" if path.is_dir() else "but there is no such folder"
+        raise FileNotFoundError(f"{argument} names {name!r}, {state}.")
+    if not path.is_dir():
+        logger.warning("%s: there is no folder %r here; the Hub is asked for a model of that name.", argument, name)
+    check_weights_if_local(name)
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     if auto_class is not None and type(config) not in auto_class._model_mapping:
         raise ValueError(
             f"{argument}: {name!r} is a checkpoint of family {config.model_type!r}, which {auto_class.__name__} does "

@@ -7,10 +7,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from _lib.standard_text import standard_documents
 from datasets import Dataset, IterableDataset, load_dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from _lib.standard_text import standard_documents
 
 LOADERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 END_OF_TEXT = "<|endoftext|>"
@@ -88,18 +89,28 @@ def load_documents(data: DataArguments) -> tuple[Dataset | IterableDataset, Data
 
 def documents_of_files(patterns: Iterable[str], *, streaming: bool = False) -> Dataset | IterableDataset:
     """The documents of local files of one kind: a text file is one document, other files have one per row."""
-    paths = []
-    for pattern in patterns:
-        found = sorted(glob(pattern, recursive=True))
-        if not found:
-            raise FileNotFoundError(f"no file matches {pattern!r}.")
-        paths.extend(found)
+    paths = paths_of(patterns)
     kinds = {LOADERS.get(Path(path).suffix) for path in paths}
     if len(kinds) != 1 or None in kinds:
         raise ValueError(f"files must all be of one kind of {sorted(LOADERS)}, got {paths}.")
     kind = kinds.pop()
     options: dict[str, Any] = {"sample_by": "document"} if kind == "text" else {}
     return load_dataset(kind, data_files=paths, split="train", streaming=streaming, **options)
+
+
+def paths_of(patterns: Iterable[str]) -> list[str]:
+    """The files of some names and patterns, pattern by pattern, sorted within each.
+
+    Raises:
+        FileNotFoundError: one matches nothing.
+    """
+    paths: list[str] = []
+    for pattern in patterns:
+        found = sorted(glob(pattern, recursive=True))
+        if not found:
+            raise FileNotFoundError(f"no file matches {pattern!r}.")
+        paths.extend(found)
+    return paths
 
 
 def get_tokenizer(data: DataArguments, documents: Dataset | IterableDataset) -> PreTrainedTokenizerBase:

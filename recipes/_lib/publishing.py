@@ -25,6 +25,7 @@ from _lib.training import perplexity
 
 EVERY = 64  # of the vocabulary's logits that golden.json keeps
 MEAN_SPAN = 3.0
+NEW_TOKENS = 32  # of a language model's golden text
 ROWS = 16  # of corrupted text that are scored at a time
 
 
@@ -42,7 +43,7 @@ class CausalObjective:
     def golden(self, model: PreTrainedModel, tokenizer: Any, prompt: str) -> dict[str, Any]:
         """Greedy text after the prompt, and logits after its last token."""
         ids = torch.tensor([[begin_of(tokenizer), *token_ids([prompt], tokenizer)[0]]])
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=32, do_sample=False)
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
         return known(prompt, ids, tokenizer.decode(output[0, ids.shape[1] :]), model(ids).logits[0, -1])
 
 
@@ -139,5 +140,12 @@ def known(prompt: str, ids: torch.Tensor, text: str, logits: torch.Tensor) -> di
 
 
 def held_out_texts(pairs: Iterable[str]) -> dict[str, str]:
-    """NAME=FILE → the file of each name."""
+    """NAME=FILE → the file of each name.
+
+    Raises:
+        ValueError: another form.
+    """
+    pairs = list(pairs)
+    if wrong := [pair for pair in pairs if not all(pair.partition("="))]:
+        raise ValueError(f"held_out: {wrong[0]!r} must have the form NAME=FILE.")
     return dict(pair.split("=", 1) for pair in pairs)

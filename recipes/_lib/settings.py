@@ -4,10 +4,11 @@ import os
 import re
 import sys
 import textwrap
+import types
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from transformers import HfArgumentParser
@@ -16,34 +17,99 @@ NUMBER = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # YAML 1.1 reads 1e-3, whi
 
 
 def read_settings(recipe: str, classes: Sequence[type], arguments: Sequence[str] | None = None) -> tuple[Any, ...]:
-    """Fill the given dataclasses from `CONFIG.yaml [key=value ...]`.
+    """Fill the given dataclasses from `[CONFIG.yaml] [key=value ...]`.
 
     `$NAME` in a text is the environment variable of that name. A dot goes into a mapping: `config.hidden_size=256`.
 
     Raises:
-        SystemExit: help was asked for (it is printed, and the status is 0), or no YAML file was named (status 1).
-        ValueError: an unknown key, a pair without "=", or an environment variable that is not set.
+        SystemExit: help was asked for (it is printed, and the status is 0), or nothing was given (status 1).
+        FileNotFoundError: the YAML file is not there.
+        ValueError: no YAML in it, an unknown or missing key, a value of another type than the key's, a pair without
+            "=", or an environment variable that is not set.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] in ("-h", "--help"):
-        usage = f"usage: python recipes/{recipe} CONFIG.yaml [key=value ...]"
+        usage = f"usage: {command_of(recipe)} CONFIG.yaml [key=value ...]"
         usage = "\n\n".join([usage, *map(_described, classes)])
         if not arguments:
             raise SystemExit(usage)
         print(usage)
         raise SystemExit(0)
-    settings = yaml.safe_load(Path(arguments[0]).read_text(encoding="utf-8")) or {}
-    if not isinstance(settings, dict):
-        raise ValueError(f"{arguments[0]} must hold `key: value` lines, got a {type(settings).__name__}.")
-    for pair in arguments[1:]:
+    is_pair = "=" in arguments[0] and not Path(arguments[0]).is_file()
+    settings = {} if is_pair else _of_file(Path(arguments[0]))
+    for pair in arguments[0 if is_pair else 1 :]:
         key, equals, value = pair.partition("=")
         if not equals:
             raise ValueError(f"{pair!r} must have the form key=value.")
-        _set(settings, key.lstrip("-").split("."), _value(value))
+        _set(settings, key.lstrip("-"), _value(value, pair))
+    if "gradient_checkpointing" not in settings and "activation_checkpointing" in settings:
+        _rename_for_older_transformers(settings, classes)
     allowed = {field.name for cls in classes for field in fields(cls) if field.init}
     if unknown := sorted(set(settings) - allowed):
         raise ValueError(f"unknown settings {unknown}; the recipe knows {sorted(allowed)}.")
-    return HfArgumentParser(classes).parse_dict(_expand(settings))
+    settings = _expand(settings)
+    for cls in classes:
+        _check_types(cls, settings)
+    return HfArgumentParser(classes).parse_dict(settings)
+
+
+def command_of(recipe: str) -> str:
+    """How a recipe is started: from a clone as a script, from an installed package by the command."""
+    is_installed = Path(__file__).resolve().parents[2].name == "hf_hybrid_ssm"
+    return f"hf-hybrid-ssm recipe {recipe.removesuffix('.py')}" if is_installed else f"python recipes/{recipe}"
+
+
+def _of_file(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"{str(path)!r} is neither a YAML file of settings nor a pair key=value.")
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not YAML: {error}") from None
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} must hold `key: value` lines, got a {type(settings).__name__}.")
+    return settings
+
+
+def _rename_for_older_transformers(settings: dict, classes: Sequence[type]) -> None:
+    """transformers 5.23 calls gradient_checkpointing activation_checkpointing."""
+    known = {field.name for cls in classes for field in fields(cls)}
+    if "activation_checkpointing" not in known and "gradient_checkpointing" in known:
+        settings["gradient_checkpointing"] = settings.pop("activation_checkpointing")
+
+
+def _check_types(cls: type, settings: dict[str, Any]) -> None:
+    """Each given value is of its field's type, and what has no default is given."""
+    kinds = get_type_hints(cls)
+    for field in fields(cls):
+        if not field.init:
+            continue
+        if field.name not in settings:
+            if field.default is MISSING and field.default_factory is MISSING:
+                raise ValueError(f"{field.name} is missing: {field.metadata.get('help', 'it has no default')}.")
+        elif not _fits(settings[field.name], kinds[field.name]):
+            value, wanted = settings[field.name], _name(kinds[field.name])
+            raise ValueError(f"{field.name}={value!r} is of type {type(value).__name__}, not {wanted}.")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value read from YAML may stand where `kind` is declared; kinds that YAML does not have take all."""
+    origin = get_origin(kind)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, each) for each in get_args(kind))
+    if origin in (list, dict):
+        inner = get_args(kind)[-1:]
+        entries = value.values() if isinstance(value, dict) else value
+        return isinstance(value, origin) and (not inner or all(_fits(entry, inner[0]) for entry in entries))
+    if kind in (int, float):
+        return isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+    if kind in (bool, str, list, dict, type(None)):
+        return isinstance(value, kind)
+    return True
+
+
+def _name(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind).replace("typing.", "")
 
 
 def _described(cls: type) -> str:
@@ -78,15 +144,23 @@ def _described(cls: type) -> str:
     return "\n".join([f"{cls.__name__}: {title}", *lines])
 
 
-def _value(text: str) -> Any:
-    # YAML 1.1 reads no and off as False, but they are names here, as in eval_strategy=no
-    return text if text in ("no", "off", "yes", "on") else yaml.safe_load(text)
+def _value(text: str, pair: str) -> Any:
+    try:
+        # YAML 1.1 reads no and off as False, but they are names here, as in eval_strategy=no
+        return text if text in ("no", "off", "yes", "on") else yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ValueError(f"{pair!r}: the value is not YAML; quote it, or close its brackets.") from None
 
 
-def _set(settings: dict, path: list[str], value: Any) -> None:
-    for name in path[:-1]:
-        settings = settings.setdefault(name, {})
-    settings[path[-1]] = value
+def _set(settings: dict, key: str, value: Any) -> None:
+    *path, last = key.split(".")
+    for name in path:
+        if settings.get(name) is None:
+            settings[name] = {}
+        settings = settings[name]
+        if not isinstance(settings, dict):
+            raise ValueError(f"{key}: {name} is {settings!r}, which has no fields.")
+    settings[last] = value
 
 
 def _expand(value: Any) -> Any:

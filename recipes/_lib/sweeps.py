@@ -10,28 +10,41 @@ from typing import Any
 from accelerate import PartialState
 from transformers import TrainingArguments
 
-from _lib.checks import check_output
+from _lib.checks import check_output, is_first_process
 from _lib.provenance import to_json
-from _lib.training import is_first_process, write_json
+from _lib.training import write_json
 from hf_hybrid_ssm.hub.folder import read_json
 
 SETTINGS = "settings.json"
 
 
+def check_claim(folder: str | Path, settings: dict[str, Any], overwrite: bool) -> None:
+    """What `claim` will raise, before hours of reading."""
+    if not _is_known(folder, settings):
+        check_output(folder, overwrite)
+
+
 def claim(folder: str | Path, settings: dict[str, Any], overwrite: bool, runs: str) -> None:
     """The folder is this sweep's; what the files `runs` (a pattern) hold is kept if its settings were the same.
+
+    Called when settings, data and checkpoints have been read: with `overwrite`, runs of an earlier sweep are deleted.
 
     Raises:
         FileExistsError: it holds something else.
     """
     known = Path(folder) / SETTINGS
     with _first_process_first():
-        is_same = known.is_file() and known.read_text(encoding="utf-8") == to_json(settings)
+        is_same = _is_known(folder, settings)
         if not is_same or (overwrite and is_first_process()):
             check_output(folder, overwrite)
             for old in Path(folder).glob(runs):
                 old.unlink()
             write_json(known, settings)
+
+
+def _is_known(folder: str | Path, settings: dict[str, Any]) -> bool:
+    known = Path(folder) / SETTINGS
+    return known.is_file() and known.read_text(encoding="utf-8") == to_json(settings)
 
 
 def _first_process_first() -> AbstractContextManager[None]:

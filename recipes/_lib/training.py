@@ -15,6 +15,8 @@ from datasets import Dataset
 from matplotlib.figure import Figure
 from transformers import AutoConfig, PreTrainedModel
 
+from _lib.checks import is_first_process
+from _lib.entry import training_begins
 from _lib.plotting import loss_by_step, write_png
 from _lib.progress import REPLACED, TokenProgress
 from _lib.provenance import provenance, to_json
@@ -43,10 +45,16 @@ class Trainer(transformers.Trainer):
         if self.args.device.type == "cpu":
             self.args.dataloader_pin_memory = False  # there is nothing to pin for, and torch would warn of it
             keep_freed_memory()
+        if os.environ.get("ACCELERATE_USE_FSDP") == "true" and self.args.device.type == "cpu":
+            say("FSDP was asked for; on CPUs accelerate makes DDP of it: every process holds all parameters.")
         self._progress = TokenProgress(self.args.disable_tqdm)
         for kind in REPLACED:
             self.remove_callback(kind)
         self.add_callback(self._progress)
+
+    def train(self, *args: Any, **kwargs: Any):
+        training_begins()
+        return super().train(*args, **kwargs)
 
     def training_step(self, model, inputs, *args: Any, **kwargs: Any):
         loss = super().training_step(model, inputs, *args, **kwargs)
@@ -102,13 +110,9 @@ class LanguageTrainer(Trainer):
 def load_to_train(auto_class: Any, checkpoint: str, new_weights: bool = False, **config: Any) -> PreTrainedModel:
     """A checkpoint's model with weights that can be trained; `new_weights` takes only its configuration."""
     if new_weights:
-        return auto_class.from_config(AutoConfig.from_pretrained(checkpoint, dtype=TRAINING_DTYPE, **config))
+        new = AutoConfig.from_pretrained(checkpoint, dtype=TRAINING_DTYPE, trust_remote_code=False, **config)
+        return auto_class.from_config(new)
     return auto_class.from_pretrained(checkpoint, dtype=TRAINING_DTYPE, **config)
-
-
-def is_first_process() -> bool:
-    """Whether this process is the one that writes; the launchers number theirs."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def checkpoint_to_resume(resume: str | None, output_dir: str) -> str | None:

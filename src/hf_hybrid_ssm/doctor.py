@@ -1,11 +1,12 @@
-"""What is installed, which backend each op selects on this machine and why, and how exact its kernels are."""
+"""What is installed, what is missing for what, which backend each op selects here and why, and how exact it is."""
 
 import importlib
 import importlib.metadata
 import pkgutil
 import platform
-import shutil
 from typing import Any
+
+from hf_hybrid_ssm.extras import DISTRIBUTION, install_command, missing_requirements
 
 PACKAGES = ("torch", "transformers", "accelerate", "triton", "datasets", "lm_eval", "peft")
 
@@ -14,7 +15,8 @@ def examine() -> dict[str, Any]:
     """Everything the report shows, as plain values.
 
     Returns:
-        `packages` (name → version or None), `compiler` (path or None), `devices`, and `ops`: for each op, device and
+        `packages` (name → version or None), `compiler` (path or None), `devices`, `purposes` (what one may want to do
+        → the command that installs what is missing for it, or None), and `ops`: for each op, device and
         dtype, the backend selected, the status of every backend, and the largest relative error of its kernels on a
         small example against the float64 reference.
     """
@@ -39,10 +41,45 @@ def examine() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
-        "compiler": shutil.which("cc") or shutil.which("gcc"),
+        "compiler": _compiler(),
         "devices": devices,
+        "purposes": purposes("cuda" in devices),
         "ops": ops,
     }
+
+
+# what people do, and the extras of which package it takes
+PURPOSES = {
+    "train and fine-tune by recipes": (DISTRIBUTION, "train"),
+    "fine-tune on conversations (sft)": (DISTRIBUTION, "train", "sft"),
+    "score by lm-eval": (DISTRIBUTION, "eval"),
+    "serve over HTTP (transformers serve)": ("transformers", "serving"),
+}
+KERNELS_ON_CPU, KERNELS_ON_GPU = "fused kernels on the CPU", "fused kernels on the GPU"
+
+
+def purposes(has_gpu: bool) -> dict[str, str | None]:
+    """What one may want to do → what to type for it first, or None if nothing is missing."""
+    from hf_hybrid_ssm.ops._core.native_library import missing_compiler
+
+    found: dict[str, str | None] = {}
+    for name, (package, *extras) in PURPOSES.items():
+        is_ready = not missing_requirements(*extras, of=package)
+        found[name] = None if is_ready else install_command(*extras, of=package)
+    if platform.system() == "Linux":
+        compiler = "apt-get install gcc (or dnf, apk add, pacman -S; then gcc), or set CC to a compiler"
+        found[KERNELS_ON_CPU] = compiler if missing_compiler() else None
+    if has_gpu:
+        found[KERNELS_ON_GPU] = install_command("gpu") if missing_requirements("gpu") else None
+    return found
+
+
+def _compiler() -> str | None:
+    """The compiler that the C kernels are built with."""
+    from hf_hybrid_ssm.ops._core import native_library
+
+    command = native_library._compiler()
+    return None if command is None else " ".join(command)
 
 
 def _version(package: str) -> str | None:
@@ -52,17 +89,33 @@ def _version(package: str) -> str | None:
         return None
 
 
+def reasons_everywhere(ops: dict[str, Any]) -> dict[str, str]:
+    """Backends that run for no op, and for one reason, such as a package that is missing: said once."""
+    reasons: dict[str, set[str]] = {}
+    for targets in ops.values():
+        for op in targets.values():
+            for backend, status in op["backends"].items():
+                reasons.setdefault(backend, set()).add(status)
+    return {backend: next(iter(found)) for backend, found in reasons.items() if len(found) == 1 and found != {"runs"}}
+
+
 def report(found: dict[str, Any]) -> str:
     """The findings as text."""
     lines = [f"python {found['python']}"]
     lines += [f"{name} {version or 'is not installed'}" for name, version in found["packages"].items()]
     lines.append(f"C compiler: {found['compiler'] or 'none, so that the fused CPU kernels cannot be built'}")
+    lines.append("\nwhat you may want to do, and what to type first:")
+    lines += [f"  {name}: {command or 'ready'}" for name, command in found["purposes"].items()]
+    everywhere = reasons_everywhere(found["ops"])
+    if everywhere:
+        lines.append("\nevery op")
+        lines += [f"  not {backend}: {reason}" for backend, reason in everywhere.items()]
     for name, targets in found["ops"].items():
         lines.append(f"\n{name}")
         for target, op in targets.items():
             lines.append(f"  {target}: {op['selected']}")
             for backend, status in op["backends"].items():
-                if backend != "reference" and status != "runs":
+                if backend != "reference" and status != "runs" and backend not in everywhere:
                     lines.append(f"    not {backend}: {status}")
             for backend, error in op["kernel_errors"].items():
                 lines.append(f"    {backend} kernel: {error:.1e} off the float64 reference")

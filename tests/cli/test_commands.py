@@ -53,7 +53,7 @@ sys.exit(bool({{"torch", "transformers", "numpy"}} & sys.modules.keys()))
 
 
 def test_wrong_usage_is_status_2(capsys):
-    for arguments in ([], ["trian"], ["run", "no_such_script.py"], ["check"], ["plan", "--gpus", "many"]):
+    for arguments in (["trian"], ["run", "no_such_script.py"], ["check"], ["plan", "--gpus", "many"]):
         with pytest.raises(SystemExit) as end:
             main(arguments)
         assert end.value.code == 2
@@ -268,7 +268,7 @@ def test_eval_hands_over(monkeypatch):
 
 def test_demo_runs_the_recipe(monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr("hf_hybrid_ssm.cli.demo.run_file", lambda *given: seen.append(given) or 0)
+    monkeypatch.setattr("hf_hybrid_ssm.cli.recipe.run_file", lambda *given: seen.append(given) or 0)
     assert main(["demo", "--output", str(tmp_path), "--steps", "3"]) == 0
     ((path, options),) = seen
     assert path.name == "demo.py" and path.is_file() and (path.parent / "_lib").is_dir()
@@ -278,13 +278,13 @@ def test_demo_runs_the_recipe(monkeypatch, tmp_path):
 def test_the_installed_recipes_come_first(monkeypatch, tmp_path):
     """A wheel carries them inside of the package."""
     (tmp_path / "lib/hf_hybrid_ssm/cli").mkdir(parents=True)
-    monkeypatch.setattr("hf_hybrid_ssm.cli.demo.__file__", str(tmp_path / "lib/hf_hybrid_ssm/cli/demo.py"))
+    monkeypatch.setattr("hf_hybrid_ssm.cli.recipe.__file__", str(tmp_path / "lib/hf_hybrid_ssm/cli/recipe.py"))
     with pytest.raises(FileNotFoundError, match="no recipes"):
-        cli.demo.recipes_folder()
+        cli.recipe.recipes_folder()
     for folder in ("lib/hf_hybrid_ssm/recipes", "recipes"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "demo.py").touch()
-    assert cli.demo.recipes_folder() == tmp_path / "lib/hf_hybrid_ssm/recipes"
+    assert cli.recipe.recipes_folder() == tmp_path / "lib/hf_hybrid_ssm/recipes"
 
 
 def test_the_module_is_the_command(checkpoint):

@@ -1,7 +1,7 @@
 """What recipes look at before a run starts: each wrong thing is named."""
 
 import pytest
-from _lib.checks import check_checkpoint, check_labels, check_output, check_vocabulary
+from _lib.checks import check_checkpoint, check_labels, check_output, check_vocabulary, clear_checkpoints
 from _lib.documents import train_tokenizer
 from evaluate_lm import EvaluationArguments, evaluate
 from finetune_glue import GlueArguments, glue
@@ -29,12 +29,17 @@ def test_output_folder(tmp_path):
         check_output(tmp_path, overwrite=False)
     assert (tmp_path / "checkpoint-20").exists()
     check_output(tmp_path, overwrite=True)
+    assert (tmp_path / "checkpoint-20").exists()  # nothing goes before everything has been read
+    for kept in ({"overwrite": False}, {"overwrite": True, "resume": "auto"}):
+        clear_checkpoints(tmp_path, **kept)
+        assert (tmp_path / "checkpoint-20").exists()
+    clear_checkpoints(tmp_path, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
 def test_checkpoint(tmp_path):
     for missing in (str(tmp_path), "./nowhere"):
-        with pytest.raises(FileNotFoundError, match=r"model_name_or_path.*config\.json"):
+        with pytest.raises(FileNotFoundError, match=r"model_name_or_path.*(config\.json|no such folder)"):
             check_checkpoint(missing, "model_name_or_path")
     AutoConfig.for_model("longhorn").save_pretrained(tmp_path)
     for auto_class in (AutoModelForCausalLM, AutoModelForSequenceClassification):

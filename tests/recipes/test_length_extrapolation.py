@@ -86,7 +86,7 @@ def test_every_length_scores_the_same_tokens():
         ({"lengths": [16, 40]}, ValueError, "divide the longest"),
         ({"lengths": [16, 1024]}, ValueError, "scored_tokens=256"),
         ({"variants": {}}, ValueError, "models"),
-        ({"models": {"a": ["/nowhere"]}}, FileNotFoundError, r"config\.json"),
+        ({"models": {"a": ["/nowhere"]}}, FileNotFoundError, "'/nowhere', but there is no such folder"),
     ],
 )
 def test_bad_settings(files, tmp_path, options, error, message):

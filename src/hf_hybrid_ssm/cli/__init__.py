@@ -5,6 +5,7 @@ import importlib
 import sys
 
 import hf_hybrid_ssm
+from hf_hybrid_ssm.cli.errors import EXPECTED, print_what_can_be_shown, status_of
 
 COMMANDS = {
     "run": "run a script, a module or another command with the families registered",
@@ -19,14 +20,20 @@ COMMANDS = {
     "convert": "convert an official checkpoint",
     "plan": "memory and operations of a training step, without running it",
     "doctor": "what is installed, which kernels run here, and why others do not",
+    "recipes": "list the recipes and their configurations",
+    "recipe": "run a recipe: train, fine-tune, upcycle, compare, publish",
     "demo": "train, evaluate, save, reload and score a small model on this machine",
 }
-# what they run is not ours: its errors keep their traceback
-PASSING_ON = ("run", "eval", "demo")
+# what a script raises keeps its traceback; recipes print their own errors
+PASSING_ON = ("run", "recipe", "demo")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0, or 1 after an error that was printed; argparse exits with 2."""
+    """Run a command, or print them all if none is named.
+
+    Returns:
+        The exit status: 0; 1 after an error that was printed; 130 after Ctrl-C. argparse exits with 2.
+    """
     table = "\n".join(f"  {name:<10}{summary}" for name, summary in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="hf-hybrid-ssm",
@@ -38,12 +45,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"hf-hybrid-ssm {hf_hybrid_ssm.__version__}")
     parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help=argparse.SUPPRESS)
     parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments:
+        parser.print_help()
+        return 0
     given = parser.parse_args(arguments)
-    command = importlib.import_module(f"{__name__}.{given.command}")
-    if given.command in PASSING_ON:
-        return command.main(given.rest)
-    try:
-        return command.main(given.rest)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"hf-hybrid-ssm {given.command}: {error}", file=sys.stderr)
-        return 1
+
+    def run() -> int:
+        return importlib.import_module(f"{__name__}.{given.command}").main(given.rest)
+
+    if given.command == "run":  # exactly as `python SCRIPT`
+        return run()
+    print_what_can_be_shown()
+    expected = () if given.command in PASSING_ON else EXPECTED
+    return status_of(f"hf-hybrid-ssm {given.command}", run, expected)

@@ -1,8 +1,11 @@
-"""Write FOLDER/README.md: the model card of a saved model, with the Hub's metadata, from the folder's own files."""
+"""Write FOLDER/README.md: the model card of a saved model, with the Hub's metadata, from the folder's own files.
+
+A README.md that is there stays as it is, unless --overwrite is given. No code of the folder is executed.
+"""
 
 from pathlib import Path
 
-from hf_hybrid_ssm.cli.parsing import parser_of
+from hf_hybrid_ssm.cli.parsing import check_is_folder, parser_of
 
 
 def main(arguments: list[str]) -> int:
@@ -10,8 +13,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="a saved model")
     parser.add_argument("--dataset", metavar="TEXT", help="what the model was trained and validated on")
     parser.add_argument("--recipe", metavar="COMMAND", help="the command that trained it")
+    parser.add_argument("--overwrite", action="store_true", help="replace a README.md that is there")
     parser.add_argument("--stdout", action="store_true", help="print the card instead of writing it")
     given = parser.parse_args(arguments)
+    check_is_folder(given.folder)
     import transformers
 
     from hf_hybrid_ssm.hub import card_of_folder
@@ -25,6 +30,9 @@ def main(arguments: list[str]) -> int:
     if given.stdout:
         print(card)
         return 0
-    (given.folder / "README.md").write_text(card, encoding="utf-8")
-    print(f"wrote {given.folder / 'README.md'}")
+    target = given.folder / "README.md"
+    if target.exists() and not given.overwrite and target.read_text(encoding="utf-8", errors="replace") != card:
+        raise FileExistsError(f"{target} is there and says something else: --overwrite replaces it, --stdout prints.")
+    target.write_text(card, encoding="utf-8")
+    print(f"wrote {target}")
     return 0

@@ -1,32 +1,46 @@
 """Check a checkpoint folder before its weights are loaded: are files missing, truncated, or not of this model?
 
-Reads the headers of the weight files, config.json, the tokenizer's files and exported code; executes and unpickles
-nothing. Exit status 0: complete; 1: refused, and the message names the file.
+Reads the headers of the weight files, config.json, the tokenizer's files and exported code, and compares the hashes of
+SHA256SUMS where the folder has one; executes and unpickles nothing. Exit status 0: complete; 1: refused, and the
+message names the file.
 """
 
 import json
 import sys
 
-from hf_hybrid_ssm.cli.parsing import parser_of
+from hf_hybrid_ssm.cli.errors import one_line
+from hf_hybrid_ssm.cli.parsing import check_is_folder, parser_of
 
 
 def main(arguments: list[str]) -> int:
     parser = parser_of("check", __doc__)
     parser.add_argument("folder", metavar="FOLDER", help="a saved model")
+    parser.add_argument("--values", action="store_true", help="read all weights too, and refuse NaN and infinity")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     given = parser.parse_args(arguments)
-    from hf_hybrid_ssm.hub.contents import check_contents
-
     try:
-        found = check_contents(given.folder)
-    except ValueError as error:
+        found = check(given.folder, given.values)
+    except (ValueError, OSError) as error:
         if given.json:
-            print(json.dumps({"complete": False, "error": str(error)}))
+            print(json.dumps({"complete": False, "error": one_line(error)}))
         else:
-            print(f"refused: {error}", file=sys.stderr)
+            print(f"refused: {one_line(error)}", file=sys.stderr)
         return 1
     if given.json:
         print(json.dumps({"complete": True} | found))
     else:
         print(", ".join(f"{count:,} {kind}" for kind, count in found.items()))
     return 0
+
+
+def check(folder: str, values: bool) -> dict[str, int]:
+    """Counts of what was checked; the errors of `check_contents`, `check_sums` and `check_values`."""
+    check_is_folder(folder)
+    from hf_hybrid_ssm.hub.contents import check_contents, check_sums, check_values
+
+    found = check_contents(folder)
+    if hashes := check_sums(folder):
+        found["hashes"] = hashes
+    if values:
+        found["values"] = check_values(folder)
+    return found

@@ -6,12 +6,10 @@ hf-hybrid-ssm convert spade checkpoint_best.pt FOLDER --set sliding_window=512
 
 import importlib
 import importlib.util
-import json
 from pathlib import Path
-from typing import Any
 
 from hf_hybrid_ssm.auto import FAMILIES
-from hf_hybrid_ssm.cli.parsing import parser_of
+from hf_hybrid_ssm.cli.parsing import check_writable, parser_of, value_of
 
 TOKENS = ("bos_token_id", "pad_token_id", "eos_token_id")
 
@@ -37,12 +35,13 @@ def main(arguments: list[str]) -> int:
         parser.error(f"{given.target} is not empty")
     if not given.source.is_file():
         parser.error(f"{given.source} is not a file")
+    check_writable(given.target, is_folder=True)
     fields = {name: value for name in TOKENS if (value := getattr(given, name)) is not None}
     for pair in given.set:
         name, equals, value = pair.partition("=")
         if not equals:
             parser.error(f"--set {pair}: FIELD=VALUE was expected")
-        fields[name] = _value(value)
+        fields[name] = value_of(value)
     converter = importlib.import_module(_module(given.family))
     model = converter.convert(given.source, **fields)
     model.save_pretrained(given.target)
@@ -58,10 +57,3 @@ def _module(folder: str) -> str:
 def _converters() -> list[str]:
     folders = dict.fromkeys(family.folder for family in FAMILIES)
     return [folder for folder in folders if importlib.util.find_spec(_module(folder)) is not None]
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

@@ -7,7 +7,16 @@
 
 import sys
 
-from hf_hybrid_ssm.cli.parsing import parser_of
+from hf_hybrid_ssm.cli.parsing import check_is_folder, is_path, parser_of
+from hf_hybrid_ssm.extras import install_command
+
+
+def check_models(arguments: list[str]) -> None:
+    """`pretrained=FOLDER` is there, before lm-eval asks the Hub for it."""
+    for part in (part for argument in arguments for part in argument.split(",")):
+        name, _, folder = part.partition("=")
+        if name == "pretrained" and is_path(folder):
+            check_is_folder(folder)
 
 
 def main(arguments: list[str]) -> int:
@@ -16,10 +25,11 @@ def main(arguments: list[str]) -> int:
         parser.add_argument("arguments", nargs="*", metavar="...", help="of lm-eval")
         parser.print_help()
         return 0 if arguments else 2
+    check_models(arguments)
     try:
         from lm_eval.__main__ import cli_evaluate
     except ImportError as error:
-        raise SystemExit("lm-eval is needed: pip install 'hf-hybrid-ssm[eval]'.") from error
+        raise ImportError(f"lm-eval is needed: {install_command('eval')}") from error
     sys.argv = ["lm_eval", *arguments]
     cli_evaluate()
     return 0

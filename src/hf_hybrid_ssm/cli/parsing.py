@@ -1,6 +1,10 @@
 """What the commands' parsers share."""
 
 import argparse
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 
 def parser_of(command: str, description: str | None) -> argparse.ArgumentParser:
@@ -10,3 +14,60 @@ def parser_of(command: str, description: str | None) -> argparse.ArgumentParser:
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def value_of(text: str) -> Any:
+    """The value of FIELD=VALUE: JSON where it is JSON, else the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def check_is_folder(folder: str | Path) -> None:
+    """A FileNotFoundError or NotADirectoryError that names what is not a folder."""
+    if not Path(folder).exists():
+        raise FileNotFoundError(f"there is no folder {str(folder)!r}.")
+    if not Path(folder).is_dir():
+        raise NotADirectoryError(f"{str(folder)!r} is a file; the folder of a saved model was expected.")
+
+
+def is_path(name: str) -> bool:
+    """Whether a name that is not of a folder here must have been meant as one, and cannot be that of a repository."""
+    first, *rest = Path(name).parts or (".",)
+    is_written_so = Path(name).is_absolute() or name.startswith((".", "~")) or name.endswith("/")
+    return is_written_so or len(rest) > 1 or (len(rest) == 1 and Path(first).is_dir())
+
+
+def check_writable(path: Path, *, is_folder: bool = False) -> None:
+    """Before hours of work: a file (or folder) can be written there.
+
+    Raises:
+        OSError: names the file that is in the way.
+    """
+    if is_folder and path.is_file():
+        raise NotADirectoryError(f"{str(path)!r} is a file; a folder to write into was expected.")
+    if not is_folder and path.is_dir():
+        raise IsADirectoryError(f"{str(path)!r} is a folder; a file to write was expected.")
+    if not is_folder and not path.absolute().parent.exists():
+        raise FileNotFoundError(f"there is no folder {str(path.parent)!r} to write {path.name!r} into.")
+    for parent in path.absolute().parents:
+        if parent.is_dir():
+            return
+        if parent.exists():
+            raise NotADirectoryError(f"{str(path)!r} lies below {str(parent)!r}, which is a file.")
+
+
+def given_fields(pairs: Iterable[str]) -> dict[str, Any]:
+    """`config.FIELD=VALUE` of the command line → value by field.
+
+    Raises:
+        ValueError: another form.
+    """
+    found = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.startswith("config.") or name == "config.":
+            raise ValueError(f"{pair!r}: config.FIELD=VALUE was expected.")
+        found[name.removeprefix("config.")] = value_of(value)
+    return found

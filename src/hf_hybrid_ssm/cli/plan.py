@@ -1,6 +1,8 @@
-"""Measure what a training step of a preset needs, in memory of each device and in operations, without running it:
+"""Measure what a training step of a model needs, in memory of each device and in operations, without running it:
 
     hf-hybrid-ssm plan longhorn/125m --gpus 8 --batch 8 --length 1024 --sharding fsdp2
+    hf-hybrid-ssm plan FOLDER --bf16                            of a saved model; only its config.json is read
+    hf-hybrid-ssm plan longhorn/125m config.state_size=32       with another value of a field
 
 Without a preset: their names.
 """
@@ -9,7 +11,7 @@ import json
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from hf_hybrid_ssm.cli.parsing import parser_of
+from hf_hybrid_ssm.cli.parsing import check_is_folder, check_writable, given_fields, is_path, parser_of
 from hf_hybrid_ssm.planning.setup import DTYPE_BYTES, KERNELS, OPTIMIZERS, SHARDINGS, Setup
 
 CHOICES = {"dtype": tuple(DTYPE_BYTES), "optimizer": OPTIMIZERS, "sharding": SHARDINGS, "kernels": KERNELS}
@@ -23,10 +25,20 @@ HELP = {
     "kernels": "fused kernels, or plain torch",
 }
 
+TITLE = "# Plans of the presets"
+
+
+def check_page(path: Path) -> None:
+    """An OSError unless a page can be written there and replaces nothing else, before minutes of planning."""
+    check_writable(path)
+    if path.is_file() and not path.read_text(encoding="utf-8", errors="replace").startswith(TITLE):
+        raise FileExistsError(f"{str(path)!r} is there and holds something else than such a page: name another file.")
+
 
 def main(arguments: list[str]) -> int:
     parser = parser_of("plan", __doc__)
-    parser.add_argument("preset", metavar="FAMILY/PRESET", nargs="?", help="for instance longhorn/125m")
+    parser.add_argument("model", metavar="FAMILY/PRESET", nargs="?", help="for instance longhorn/125m; or a FOLDER")
+    parser.add_argument("fields", metavar="config.FIELD=VALUE", nargs="*", help="another value of a field")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     parser.add_argument("--markdown", type=Path, metavar="PATH", help="write a page with the papers' presets instead")
     for name, text in HELP.items():
@@ -35,9 +47,13 @@ def main(arguments: list[str]) -> int:
         parser.add_argument(f"--{name}", default=default, help=f"{text} (default: {default})", **kind)
     parser.add_argument("--bf16", action="store_true", dest="mixed_precision", help="compute in bfloat16 (autocast)")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing of every layer")
-    given = parser.parse_args(arguments)
-    if given.preset is not None and given.markdown is not None:
+    given = parser.parse_intermixed_args(arguments)
+    if given.model is not None and given.markdown is not None:
         parser.error("give FAMILY/PRESET, or --markdown, which is about all of them")
+    overrides = given_fields(given.fields)
+    if given.markdown is not None:
+        check_page(given.markdown)
+    from hf_hybrid_ssm.hub.configurations import config_of_folder, with_fields
     from hf_hybrid_ssm.planning.presets import preset_config, preset_names
     from hf_hybrid_ssm.planning.report import description, page
     from hf_hybrid_ssm.planning.training_step import plan
@@ -47,15 +63,28 @@ def main(arguments: list[str]) -> int:
         given.markdown.write_text(page(Setup(mixed_precision=True), command), encoding="utf-8")
         print(f"wrote {given.markdown}")
         return 0
-    if given.preset is None:
+    if given.model is None:
         names = preset_names()
         print(json.dumps(names, indent=2) if given.json else "\n".join(names))
         return 0
     setup = Setup(**{field.name: getattr(given, field.name) for field in fields(Setup)})
-    found = plan(preset_config(given.preset), setup)
+    is_preset = given.model in preset_names()
+    if not is_preset and is_path(given.model):
+        check_is_folder(given.model)
+    is_folder = not is_preset and Path(given.model).is_dir()
+    config = config_of_folder(given.model) if is_folder else preset_config(given.model)
+    found = plan(with_fields(config, overrides), setup)
+    name = " ".join([given.model, *given.fields])
     if given.json:
         sums = {"total": found.total, "step_flops": found.step_flops}
-        print(json.dumps({"preset": given.preset, "setup": asdict(setup)} | asdict(found) | sums, indent=2))
+        print(
+            json.dumps(
+                {"folder" if is_folder else "preset": given.model, "config": overrides, "setup": asdict(setup)}
+                | asdict(found)
+                | sums,
+                indent=2,
+            )
+        )
     else:
-        print(description(given.preset, found, setup))
+        print(description(name, found, setup))
     return 0

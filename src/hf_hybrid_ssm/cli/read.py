@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hf_hybrid_ssm.cli.parsing import parser_of
+from hf_hybrid_ssm.cli.parsing import check_is_folder, is_path, parser_of
 
 
 def main(arguments: list[str]) -> int:
@@ -28,6 +28,8 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     if given.piece < 1:
         parser.error(f"--piece {given.piece} must be at least 1")
+    if is_path(given.model):
+        check_is_folder(given.model)
     if given.context.exists() and not given.overwrite:
         raise FileExistsError(f"{given.context} exists: choose another name, or give --overwrite.")
     if not given.context.absolute().parent.is_dir():

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families, which lm-eval's `hf` model then knows
+from hf_hybrid_ssm.extras import install_command
 
 
 def evaluate(
@@ -41,7 +42,7 @@ def evaluate(
         import lm_eval
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise ImportError("lm-eval is needed: pip install 'hf-hybrid-ssm[eval]'.") from error
+        raise ImportError(f"lm-eval is needed: {install_command('eval')}") from error
 
     manager = None if include_path is None else TaskManager(include_path=str(include_path), include_defaults=False)
     if manager is None or not set(tasks) <= set(manager.all_subtasks):

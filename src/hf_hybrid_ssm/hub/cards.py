@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import EvalResult, ModelCardData
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 import hf_hybrid_ssm
 from hf_hybrid_ssm.auto import family_of
+from hf_hybrid_ssm.hub.configurations import config_of_folder, without_memory
 from hf_hybrid_ssm.hub.export import auto_class_of
 from hf_hybrid_ssm.hub.folder import check_folder, read_json
 
@@ -66,8 +66,7 @@ def model_card(
     if class_name not in family.heads.values():
         known = ", ".join(family.heads.values())
         raise ValueError(f"class_name={class_name!r} is not among the models of {config.model_type}: {known}.")
-    with torch.device("meta"):
-        model = getattr(hf_hybrid_ssm, class_name)(config)
+    model = without_memory(lambda: getattr(hf_hybrid_ssm, class_name)(config))
     table = next(table for table, name in family.heads.items() if name == class_name)
     task, text = TASKS.get(table), family.card
     data = ModelCardData(
@@ -102,12 +101,12 @@ def card_of_folder(folder: str | os.PathLike, **options: Any) -> str:
     """The card of a saved model; metrics are those that a recipe left in results.json, options as in `model_card`.
 
     Raises:
-        ValueError: the folder is damaged or foreign (see `check_folder`).
+        ValueError: the folder is damaged or foreign (see `check_folder`), or its configuration holds what it may not.
     """
     where = Path(folder)
     check_folder(where)
     saved = read_json(where / "config.json")
-    config = AutoConfig.from_pretrained(where)
+    config = config_of_folder(where)
     results = read_json(where / "results.json") if (where / "results.json").is_file() else None
     found: dict[str, Any] = {
         "name": where.name,

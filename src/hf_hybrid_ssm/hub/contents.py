@@ -1,23 +1,29 @@
 """Does a checkpoint folder hold the model that its config.json describes, and all of it?"""
 
+import hashlib
 import json
 import os
 import re
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from safetensors import safe_open
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 import hf_hybrid_ssm
 from hf_hybrid_ssm.auto import family_of
+from hf_hybrid_ssm.hub.configurations import config_of_folder, without_memory
 from hf_hybrid_ssm.hub.folder import check_folder, shapes_of
+
+SUMS = "SHA256SUMS"
+SUM = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
 
 def check_contents(folder: str | os.PathLike) -> dict[str, int]:
     """`check_folder`, and then: every JSON file is one, no weight file is left from another model, the tensors are
-    those of the class in `config.json`, in name and shape, and the tokenizer's ids lie in the vocabulary.
+    those of the class in `config.json`, in name and shape, and the tokenizer's ids lie in the vocabulary. Nothing in
+    the folder is executed.
 
     Returns:
         What `check_folder` does.
@@ -30,10 +36,60 @@ def check_contents(folder: str | os.PathLike) -> dict[str, int]:
     for path in sorted(where.glob("*.json")):
         _check_json(path)
     _check_leftovers(where)
-    config = AutoConfig.from_pretrained(where)
+    config = config_of_folder(where)
     _check_tensors(where, config)
     _check_tokenizer(where, config)
     return counts
+
+
+def check_sums(folder: str | os.PathLike) -> int:
+    """Every file that SHA256SUMS names has the hash that stands there.
+
+    Returns:
+        How many were compared; 0 without that file.
+
+    Raises:
+        ValueError: a file is missing or holds something else, or a line names no file of the folder.
+    """
+    where = Path(folder)
+    if not (where / SUMS).is_file():
+        return 0
+    lines = (where / SUMS).read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
+        stated = SUM.fullmatch(line)
+        if stated is None or Path(stated[2]).name != stated[2]:
+            raise ValueError(f"{where / SUMS}, line {number}: a SHA-256 and the name of a file here were expected.")
+        path = where / stated[2]
+        if not path.is_file():
+            raise ValueError(f"{path} is missing, which {SUMS} names.")
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != stated[1]:
+                raise ValueError(f"{path} is not the file that {SUMS} names: its SHA-256 is another.")
+    return len(lines)
+
+
+def check_values(folder: str | os.PathLike) -> int:
+    """Every number of the weights is finite; reads all of them, one tensor at a time.
+
+    Returns:
+        How many numbers there are.
+
+    Raises:
+        ValueError: names the file and the first tensor with NaN or infinite numbers, and how many.
+    """
+    where, count = Path(folder), 0
+    for file, tensors in shapes_of(where).items():
+        with safe_open(where / file, framework="pt") as weights:
+            for name in tensors:
+                tensor = weights.get_tensor(name)
+                count += tensor.numel()
+                if not tensor.is_floating_point():
+                    continue
+                finite = int(tensor.float().isfinite().sum())
+                if finite < tensor.numel():
+                    bad = tensor.numel() - finite
+                    raise ValueError(f"{where / file}: {name} holds {bad:,} NaN or infinite numbers.")
+    return count
 
 
 def _check_json(path: Path) -> None:
@@ -65,8 +121,7 @@ def _check_tensors(folder: Path, config: Any) -> None:
         raise ValueError(
             f"{folder / 'config.json'} names the architecture {architecture!r}, but {config.model_type!r} has {known}."
         )
-    with torch.device("meta"):
-        model = getattr(hf_hybrid_ssm, architecture)(config)
+    model = without_memory(lambda: getattr(hf_hybrid_ssm, architecture)(config))
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     places = shapes_of(folder)
     found = {name: shape for shapes in places.values() for name, shape in shapes.items()}
@@ -97,7 +152,7 @@ def _check_tokenizer(folder: Path, config: Any) -> None:
     if not (folder / "tokenizer.json").is_file():
         return
     try:
-        tokens = len(AutoTokenizer.from_pretrained(folder, config=config))
+        tokens = len(AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False))
     except Exception as error:  # the tokenizers library raises bare exceptions
         raise ValueError(f"{folder / 'tokenizer.json'} holds no tokenizer: {error}") from error
     if tokens > config.vocab_size:

@@ -11,6 +11,7 @@ from transformers.models.auto import modeling_auto
 
 from hf_hybrid_ssm import __version__
 from hf_hybrid_ssm.auto import family_of, owner_of
+from hf_hybrid_ssm.hub.configurations import config_of_folder
 from hf_hybrid_ssm.hub.flatten import flatten
 from hf_hybrid_ssm.hub.folder import is_as_exported, read_config, seal
 from hf_hybrid_ssm.hub.sources import PACKAGE, needed_modules
@@ -47,8 +48,9 @@ def export_code(model_or_folder: PreTrainedModel | str | os.PathLike, folder: st
         The folder.
 
     Raises:
-        ValueError: nothing was saved there, it is not a family of this package, transformers has a model type of that
-            name itself, or there are Python files that this function did not write. Nothing has been written then.
+        ValueError: nothing was saved there, it is not a family of this package, its configuration holds what it may
+            not, transformers has a model type of that name itself, or there are Python files that this function did
+            not write. Nothing has been written then.
     """
     model = model_or_folder if isinstance(model_or_folder, PreTrainedModel) else None
     if model is None and not isinstance(model_or_folder, str | os.PathLike):
@@ -58,7 +60,7 @@ def export_code(model_or_folder: PreTrainedModel | str | os.PathLike, folder: st
         raise ValueError(f"folder is needed, and one only: where was the model saved? Got {sorted(map(str, given))}.")
     target = given.pop()
     config = read_config(target)
-    model_type = str(config.get("model_type"))
+    model_type = config_of_folder(target).model_type
     check_exportable(model_type, model, target)
     write_code(target, model_type)
     config["auto_map"] = auto_map_of(model_type)

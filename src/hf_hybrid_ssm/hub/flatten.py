@@ -29,7 +29,10 @@ Edit = tuple[int, int, str]
 
 # What torch registers has one name for the whole process, and a process may load the same code from two folders.
 LIBRARY = "_LIBRARY"
-LIBRARY_LINE = f'{LIBRARY} = "{PACKAGE}_" + re.sub(r"\\W", "_", __name__)  # each loaded copy registers ops of its own'
+LIBRARY_LINE = (
+    "# Each loaded copy registers ops of its own. A name of torch's is ASCII; that of a folder need not be.\n"
+    f'{LIBRARY} = "{PACKAGE}_" + re.sub(r"\\W", "_", __name__.encode("ascii", "backslashreplace").decode())'
+)
 
 
 @dataclass

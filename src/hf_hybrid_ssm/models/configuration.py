@@ -1,8 +1,11 @@
 """What the configurations of all families share: presets, derived fields, and checks."""
 
+import difflib
+import logging
 import math
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,11 +18,21 @@ STATE_LAYER_TYPE = "hybrid_ssm_state"
 WINDOW_LAYER_TYPE = "hybrid_ssm_window"
 
 GPT2_END_OF_TEXT = 50256
+# what a config.json may hold beside the fields of its configuration
+EXTRA_FIELDS = frozenset({"auto_map", "custom_pipelines", "quantization_config"})
+
+logger = logging.getLogger(__name__)
 
 
 def gpt2_end_of_text(config: Any) -> int | None:
     """The token that begins and ends a text, where the vocabulary has it."""
     return GPT2_END_OF_TEXT if config.vocab_size > GPT2_END_OF_TEXT else None
+
+
+@cache
+def _warn_once(message: str) -> None:
+    """Configurations are copied and made again by transformers; one warning is enough."""
+    logger.warning(message)
 
 
 class HybridConfigMixin:
@@ -60,6 +73,18 @@ class HybridConfigMixin:
         if isinstance(num_labels, int) and num_labels < 1:
             raise ValueError(f"num_labels={num_labels} must be positive.")
         super().__post_init__(**kwargs)
+        for name in kwargs:
+            self._warn_of_unknown(name)
+
+    def _warn_of_unknown(self, name: str) -> None:
+        """transformers keeps every other keyword as an attribute, a misspelt field too."""
+        fields = self.__dataclass_fields__  # type: ignore[attr-defined]
+        is_known = name in fields or name in EXTRA_FIELDS or name.startswith("_") or hasattr(type(self), name)
+        if is_known or name not in self.__dict__:  # what transformers read is not kept
+            return
+        meant = difflib.get_close_matches(name, fields, n=1)
+        hint = f"; did you mean {meant[0]}?" if meant else "."
+        _warn_once(f"{type(self).__name__} has no field {name}, and nothing reads it{hint}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -135,6 +160,12 @@ class HybridConfigMixin:
         value, unit = getattr(self, name), getattr(self, of)
         if value % unit:
             raise ValueError(f"{name}={value} must be a multiple of {of}={unit}.")
+
+    def check_order(self, lower: str, upper: str) -> None:
+        """The first field must not exceed the second."""
+        low, high = getattr(self, lower), getattr(self, upper)
+        if low > high:
+            raise ValueError(f"{lower}={low} must be at most {upper}={high}.")
 
     def check_relative_bias(self, *, two_sided: bool) -> None:
         """T5's buckets: half of them for single distances, and with `two_sided` half for each side."""

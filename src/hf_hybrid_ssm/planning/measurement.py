@@ -4,6 +4,7 @@ What autograd saves, what a cache holds and the number of operations are counted
 in training, so every configuration that can be built can be planned.
 """
 
+import copy
 import importlib
 import math
 from collections.abc import Callable, Iterator
@@ -99,7 +100,7 @@ class Measurement:
 
 def measure_step(config: PreTrainedConfig, setup: Setup) -> Measurement:
     """Run forward and backward of the configuration's language model (or classifier) on fake tensors."""
-    model = meta_model(config, setup.dtype)
+    model = meta_model(copy.deepcopy(config), setup.dtype)
     with _fake_tensors(setup.kernels):
         model.to_empty(device="cpu").train()
         _leave_out_rare_bands(model)
@@ -109,7 +110,7 @@ def measure_step(config: PreTrainedConfig, setup: Setup) -> Measurement:
         recomputed, blocks = 0, blocks_of(model) if setup.checkpointing else ()
         if blocks:
             recomputed = max(_saved_by_blocks(model, blocks, inputs, setup))
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            _checkpoint_layers(model)
         saved = SavedBytes(model, blocks)
         with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
             with saved.recording(), _autocast(setup):
@@ -127,6 +128,14 @@ def measure_step(config: PreTrainedConfig, setup: Setup) -> Measurement:
         forward_flops=forward,
         step_flops=float(counter.get_total_flops()),
     )
+
+
+def _checkpoint_layers(model: PreTrainedModel) -> None:
+    """transformers 5.23 renamed the method, and warns of the old name."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    if getattr(model.config, "use_cache", None):
+        model.config.use_cache = False  # transformers does so in every forward, and says it
 
 
 def decoding_state_bytes(config: PreTrainedConfig, length: int, dtype: str, kernels: str) -> int:

@@ -5,6 +5,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 import hf_hybrid_ssm
 from hf_hybrid_ssm.auto import FAMILIES, family_of
+from hf_hybrid_ssm.hub.configurations import without_memory
 
 
 def preset_names() -> list[str]:
@@ -31,5 +32,4 @@ def is_classifier(config: PreTrainedConfig) -> bool:
 def meta_model(config: PreTrainedConfig, dtype: str = "float32") -> PreTrainedModel:
     """The language model (or the classifier) of a configuration, on the meta device: shapes without memory."""
     model_class = getattr(hf_hybrid_ssm, family_of(config.model_type).main_class(config))
-    with torch.device("meta"):
-        return model_class._from_config(config, dtype=getattr(torch, dtype))
+    return without_memory(lambda: model_class._from_config(config, dtype=getattr(torch, dtype)))

@@ -255,6 +255,7 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
             "filter_hidden_size", "relative_attention_max_distance", "layer_norm_epsilon",
             "max_position_embeddings", "logit_scale", "recurrent_num_states", "ssm_learning_rate", "filter_sin_freq",
         )  # fmt: skip
+        self.check_order("ssm_dt_min", "ssm_dt_max")
         self.check_not_negative("filter_inner_layers", "initializer_range", "context_init_std", "context_id_std")
         self.check_dropout("dropout", "attention_dropout", "final_dropout")
         self.check_activation("hidden_act")

@@ -209,6 +209,13 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
     def _check_attention(self) -> None:
         self.check_positive("sliding_window", "num_attention_heads", "num_key_value_heads", "head_dim")
         self.check_grouped_heads()
+        size, rest = divmod(self.hidden_size, self.num_attention_heads)
+        if rest and self.head_dim == size:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads="
+                f"{self.num_attention_heads}: heads of {size} channels would leave out {rest}. Choose another number, "
+                "or another head_dim."
+            )
         self.check_rope()
         if "sliding_attention" in self.block_types and self.sliding_window is None:
             raise ValueError('sliding_window=None, but block_types has "sliding_attention" layers: give their window.')

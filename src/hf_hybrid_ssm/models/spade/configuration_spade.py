@@ -251,6 +251,7 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
             "filter_length", "filter_hidden_size", "filter_sin_freq", "adaptive_factor", "classifier_hidden_size",
             "pixel_std", "ssm_dt_min", "ssm_dt_max",
         )  # fmt: skip
+        self.check_order("ssm_dt_min", "ssm_dt_max")
         self.check_not_negative("initializer_range", "ssm_merge_weight")
         self.check_dropout(
             "dropout", "attention_dropout", "activation_dropout", "embedding_dropout", "adaptive_dropout",

@@ -29,6 +29,8 @@ PREFERENCE = ("triton", "native", "torch")
 KERNEL_OF = {"cuda": "triton", "cpu": "native"}
 ENVIRONMENT_VARIABLE = "HF_HYBRID_SSM_BACKEND"
 _KEY = "hf_hybrid_ssm_backend"
+_SAID: set[str] = set()
+"""Why kernels do not run, as far as it was logged: what holds for every op is said for the first."""
 
 
 @dataclass
@@ -112,7 +114,8 @@ class Op:
         if kernel not in self.kernels or dtype not in BOUNDS or kernel in self._warned:
             return
         self._warned.add(kernel)
-        if reason := self.unavailable(kernel, device_type, dtype):
+        if (reason := self.unavailable(kernel, device_type, dtype)) and reason not in _SAID:
+            _SAID.add(reason)
             message = "%s runs its torch implementation on %s, slower than the %s kernel: %s."
             logger.warning(message, self.name, device_type, kernel, reason)
 

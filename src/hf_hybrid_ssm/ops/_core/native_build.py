@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 INCLUDES = Path(__file__).parent  # of the headers that the C files share
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fopenmp")
+# longhorn_native_times_as_fast["longhorn torch"] of benchmarks/results/longhorn_training.json
+NO_COMPILER = "no C compiler was found; with gcc or clang (or CC set) a small Longhorn trains 4.3 times as fast"
 UNFINISHED = "unfinished-"  # how the folder of a compilation begins
 
 
@@ -50,7 +52,7 @@ def missing_compiler() -> str | None:
     """None if native code can be compiled here, else the reason it cannot."""
     if platform.system() != "Linux":
         return f"native code is compiled on Linux only, this is {platform.system()}"
-    return None if _compiler() else "no C compiler was found (set CC, or install gcc or clang)"
+    return None if _compiler() else NO_COMPILER
 
 
 def compile_and_load(source: Path) -> ctypes.CDLL:

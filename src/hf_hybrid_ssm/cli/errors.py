@@ -1,0 +1,47 @@
+"""What a command says when it cannot go on: one line, and the exit status.
+
+`HF_HYBRID_SSM_TRACEBACK=1` shows where an error comes from instead.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+
+TRACEBACK = "HF_HYBRID_SSM_TRACEBACK"
+EXPECTED = (ValueError, OSError, ImportError)
+"""What input raises; every other error is a defect, and shows its traceback."""
+INTERRUPTED = 130  # 128 and the number of SIGINT, as shells count
+
+
+def status_of(name: str, run: Callable[[], int], expected: tuple[type[BaseException], ...] = EXPECTED) -> int:
+    """The exit status of `run`: its own; 1 after an expected error, which is printed in one line; 130 after Ctrl-C."""
+    try:
+        return run()
+    except KeyboardInterrupt:
+        print(f"\n{name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # of `... | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except expected as error:
+        if os.environ.get(TRACEBACK):
+            raise
+        print(f"{name}: {one_line(error)}", file=sys.stderr)
+        return 1
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, without its line breaks, and then what it came from, unless it says that itself."""
+    said = " ".join(str(error).split()) or type(error).__name__
+    cause = error.__cause__
+    while cause is not None and cause.__cause__ is not None:
+        cause = cause.__cause__
+    reason = " ".join(str(cause).split()) if cause is not None else ""
+    return said if not reason or reason in said else f"{said} ({reason})"
+
+
+def print_what_can_be_shown() -> None:
+    """A terminal that cannot show a letter (a C locale) gets a question mark for it instead of an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")

@@ -1,0 +1,87 @@
+"""Run a recipe, from an installed package as from a clone: train, fine-tune, upcycle, compare, evaluate, publish.
+
+    hf-hybrid-ssm recipe pretrain_clm longhorn/books_cpu max_steps=100 output_dir=runs/mine
+    hf-hybrid-ssm recipe sft settings.yaml model_name_or_path=FOLDER train_files=[talks.jsonl]
+    hf-hybrid-ssm recipe evaluate_lm --model FOLDER --files text.jsonl
+
+NAME and, where a recipe reads settings, a YAML file of one's own or one of the configurations that `hf-hybrid-ssm
+recipes` lists; then key=value pairs, which win over the file. `hf-hybrid-ssm recipe NAME --help` shows the keys.
+"""
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+
+from hf_hybrid_ssm.cli.parsing import parser_of
+from hf_hybrid_ssm.cli.run import run_file
+from hf_hybrid_ssm.extras import install_command, missing_modules
+
+EXTRAS = {"sft": ("train", "sft"), "lm_eval_table": ("train", "eval"), "demo": ("train", "eval")}
+"""What a recipe needs beside the extra `train`."""
+
+
+def recipes_folder() -> Path:
+    """The recipes: inside of the installed package, and in a clone beside its sources.
+
+    Raises:
+        FileNotFoundError: neither is there.
+    """
+    package = Path(__file__).parents[1]
+    for folder in (package / "recipes", package.parents[1] / "recipes"):
+        if (folder / "demo.py").is_file():
+            return folder
+    raise FileNotFoundError(f"no recipes beside {package}: install hf-hybrid-ssm again, or use a clone.")
+
+
+def recipe_names() -> list[str]:
+    """The recipes' names: those of their files without `.py`."""
+    return sorted(path.stem for path in recipes_folder().glob("*.py"))
+
+
+def config_names() -> list[str]:
+    """The configurations that come with the recipes, such as "longhorn/books_cpu"."""
+    folder = recipes_folder() / "configs"
+    found = sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
+    return [name for name in found if not name.startswith("accelerate/")]
+
+
+def settings_file(name: str) -> str:
+    """The path of a settings file: one of the user's own, or one of `config_names()`."""
+    if Path(name).is_file():
+        return name
+    known = recipes_folder() / "configs" / f"{name.removesuffix('.yaml')}.yaml"
+    return str(known) if known.is_file() else name
+
+
+def run_recipe(name: str, arguments: list[str]) -> int:
+    """The recipe in this process.
+
+    Raises:
+        SystemExit: with its own status, or because a package is missing, which the message says how to install.
+    """
+    extras = EXTRAS.get(name, ("train",))
+    try:
+        return run_file(recipes_folder() / f"{name}.py", arguments)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in missing_modules(*extras):
+            raise
+        raise SystemExit(f"{error.name} is not installed; this recipe needs: {install_command(*extras)}") from None
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """What may have been meant, as the end of a sentence."""
+    found = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {found[0]}?" if found else "."
+
+
+def main(arguments: list[str]) -> int:
+    parser = parser_of("recipe", __doc__)
+    parser.usage = "%(prog)s NAME [CONFIG] [key=value ...]"
+    parser.add_argument("name", metavar="NAME", help="one of those that `hf-hybrid-ssm recipes` lists")
+    given = parser.parse_args(arguments[:1])
+    name, rest = given.name.removesuffix(".py"), list(arguments[1:])
+    if name not in recipe_names():
+        parser.error(f"there is no recipe {given.name!r}{closest(name, recipe_names())}")
+    if rest and not rest[0].startswith("-") and "=" not in rest[0]:
+        rest[0] = settings_file(rest[0])
+    return run_recipe(name, rest)
