@@ -98,7 +98,8 @@ class FaultyCopy:
             os.environ.update(own)
             status = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]))
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:
+                sys.stdout.flush()
             os._exit(status)
 
 

@@ -76,9 +76,9 @@ def purposes(has_gpu: bool) -> dict[str, str | None]:
 
 def _compiler() -> str | None:
     """The compiler that the C kernels are built with."""
-    from hf_hybrid_ssm.ops._core import native_library
+    from hf_hybrid_ssm.ops._core import native_build
 
-    command = native_library._compiler()
+    command = native_build._compiler()
     return None if command is None else " ".join(command)
 
 
