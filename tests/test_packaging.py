@@ -107,6 +107,16 @@ print(json.dumps([type(layer).__name__ for layer in DynamicCache(config=config).
     assert fresh(code) == ["RecurrentStateLayer", "RecurrentStateLayer"]
 
 
+def test_configurations_and_models_name_their_copyright():
+    """transformers' test of initial values reads the year from a configuration's file, and passes over one without."""
+    files = [path for path in FILES if path.name.startswith(("configuration_", "modeling_"))]
+    assert len(files) >= 9
+    for path in files:
+        first, second = path.read_text(encoding="utf-8").splitlines()[:2]
+        assert first == "# Copyright 2026 The hf-hybrid-ssm contributors.", path
+        assert second.startswith("# Licensed under the Apache License, Version 2.0"), path
+
+
 def test_public_names_exist():
     import hf_hybrid_ssm
 

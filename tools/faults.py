@@ -64,14 +64,16 @@ FAULTS = [
           "student.config.use_cache = True",
           "student.config.use_cache = False"),
     # what a Fourier transform costs: in the choice of a form, in plans, in the C kernel's pieces
-    Fault(f"{SRC}/ops/long_conv/choice.py", "tests/ops/test_long_conv.py",
+    Fault(f"{SRC}/ops/long_conv/choice.py", "tests/ops/test_long_conv.py::"
+          "test_transforms_cost_two_and_a_half_n_log_n",
           "2 * 2.5 * points",
           "2.5 * points"),
     Fault(f"{SRC}/planning/measurement.py", "tests/test_planning.py::"
           "test_fourier_transforms_and_scans_are_counted",
           "_fourier(shape, dims, 5.0)",
           "_fourier(shape, dims, 2.5)"),
-    Fault(f"{SRC}/ops/implicit_attention/native.py", "tests/layers/test_lmu.py",
+    Fault(f"{SRC}/ops/implicit_attention/native.py", "tests/layers/test_lmu.py::"
+          "test_transforms_cover_a_row",
           " * size[0] * size[0].bit_length()",
           " * size[0]"),
     # options that a layer forgets

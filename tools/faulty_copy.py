@@ -1,7 +1,7 @@
 """A copy of the repository in which one text of one file is replaced by another, and whether tests notice.
 
 The tests of each fault run in a process of their own, forked from one that has imported torch and transformers and
-nothing of this repository (so this needs Linux or macOS).
+nothing of this repository (so this needs Linux or macOS). The copy has no history: tests that ask git are skipped.
 """
 
 import importlib
