@@ -181,7 +181,7 @@ with backend("torch"):
 """
 
 
-def test_a_mixer_is_one_file_and_one_entry(copy):
+def test_a_mixer_is_one_file_and_two_entries(copy):
     """The one that docs/extending.md shows."""
     blocks = re.findall("```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)
     copy.add("layers/mixers/leaky_average.py", next(block for block in blocks if "class LeakyAverage(" in block))
@@ -189,5 +189,7 @@ def test_a_mixer_is_one_file_and_one_entry(copy):
     anchor = "from hf_hybrid_ssm.layers.mixers.lstm import LSTM\n"
     copy.replace(path, anchor, f"from hf_hybrid_ssm.layers.mixers.leaky_average import LeakyAverage\n{anchor}")
     copy.replace(path, '    "lstm": LSTM,\n', '    "lstm": LSTM,\n    "leaky_average": LeakyAverage,\n')
+    types = "layers/mixers/types.py"
+    copy.replace(types, '    "lstm": MixerType(),\n', '    "lstm": MixerType(),\n    "leaky_average": MixerType(),\n')
     copy.run("-c", USE_MIXER)
     copy.runs_without_package("bst")

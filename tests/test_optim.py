@@ -22,6 +22,16 @@ def test_longhorn_decays_exactly_the_tensors_of_two_and_more_dimensions():
     assert {id(p) for p in kept["params"]} == {id(p) for p in model.parameters() if p.dim() < 2}
 
 
+@pytest.mark.parametrize("case", ["spade", "bst sh", "spade_seq2seq"])
+def test_relative_biases_do_not_decay(case):
+    model = built(case)
+    biases = {id(p) for name, p in model.named_parameters() if "relative_bias" in name}
+    decayed, *others = parameter_groups(model, 0.1)
+    assert biases and decayed["weight_decay"] == 0.1 and {group["weight_decay"] for group in others} == {0.0}
+    assert not biases & {id(p) for p in decayed["params"]}
+    assert biases <= {id(p) for group in others for p in group["params"]}
+
+
 def test_tied_weights_appear_once_and_frozen_ones_not_at_all():
     model = tiny_longhorn(tie_word_embeddings=True)
     model.model.layers[0].requires_grad_(False)

@@ -1,11 +1,16 @@
 """Derived fields of every family follow what they are computed from, until someone sets them."""
 
 import json
+import subprocess
+import sys
+from dataclasses import fields as fields_of
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_hybrid_ssm import BstConfig, LmuIsaConfig, LonghornConfig, SpadeConfig, SpadeSeq2SeqConfig
+from hf_hybrid_ssm.layers.mixers import registry
+from hf_hybrid_ssm.layers.mixers.types import MixerType
 
 CLASSES = (LonghornConfig, BstConfig, LmuIsaConfig, SpadeConfig, SpadeSeq2SeqConfig)
 # family, a change, and the derived fields after it
@@ -145,3 +150,30 @@ def test_rotary_positions_are_asked_for_where_there_are_some():
 def test_discretizations():
     assert BstConfig(ssm_type="s5", ssm_discretization="zoh").ssm_discretization == "zoh"
     assert BstConfig(ssm_type="s4", ssm_discretization="bilinear").ssm_discretization == "bilinear"
+
+
+def test_configurations_load_no_layer_and_no_op():
+    """Beyond those of our cache, which is there as soon as transformers' caches are."""
+    names = ", ".join(kind.__name__ for kind in CLASSES)
+    code = f"""
+import sys, hf_hybrid_ssm, transformers.cache_utils
+before = set(sys.modules)
+from hf_hybrid_ssm import {names}
+for kind in ({names}):
+    kind()
+for mixer in {sorted(registry.BUILT_IN)}:
+    SpadeConfig(ssm_type=mixer)
+new = set(sys.modules) - before
+print(*sorted(name for name in new if name.startswith(("hf_hybrid_ssm.layers", "hf_hybrid_ssm.ops"))))
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    mixers = "hf_hybrid_ssm.layers.mixers"
+    assert found == ["hf_hybrid_ssm.layers", mixers, f"{mixers}.types"]  # which import nothing but dataclasses
+
+
+@pytest.mark.parametrize("name", sorted(registry.BUILT_IN))
+def test_configurations_know_of_a_mixer_what_its_class_says(name):
+    declared, mixer = registry.MIXER_TYPES[name], registry.MIXERS[name]
+    assert isinstance(declared, MixerType)
+    for field in fields_of(MixerType):
+        assert getattr(declared, field.name) == getattr(mixer, field.name), field.name

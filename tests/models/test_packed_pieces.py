@@ -360,7 +360,7 @@ def test_a_mask_of_the_current_target_tokens():
     torch.testing.assert_close(logits, expected[:, 4:], rtol=1e-4, atol=1e-5)
 
 
-@EVERY_ROW
+@pytest.mark.parametrize("row", [*ROWS, "bst block-recurrent", "bst with memory"])
 def test_shapes_on_the_meta_device(row):
     model = own_language_model(row).to("meta")
     batch = {name: tensor.to("meta") for name, tensor in batch_of(row).items()}

@@ -31,7 +31,7 @@ FAMILIES = {"spade": (SpadeForCausalLM, SpadeConfig, COMMON), "bst": (BstForCaus
 def registered():
     register_mixer("leaky_average", LeakyAverage)
     yield
-    for table in (registry.MIXERS, registry._CONFIG_OPTIONS):
+    for table in (registry.MIXERS, registry.MIXER_TYPES, registry._CONFIG_OPTIONS):
         del table["leaky_average"]
 
 

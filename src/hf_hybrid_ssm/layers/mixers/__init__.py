@@ -1,5 +1,7 @@
 """Every long-range mixer, by its name in a configuration."""
 
-from hf_hybrid_ssm.layers.mixers.registry import MIXERS, build_mixer, register_mixer
+from hf_hybrid_ssm.lazy import attach
 
-__all__ = ["MIXERS", "build_mixer", "register_mixer"]
+REGISTRY = "hf_hybrid_ssm.layers.mixers.registry"
+
+__getattr__, __dir__, __all__ = attach(__name__, dict.fromkeys(("MIXERS", "build_mixer", "register_mixer"), REGISTRY))

@@ -10,6 +10,7 @@ from hf_hybrid_ssm.layers.mixers.lstm import LSTM
 from hf_hybrid_ssm.layers.mixers.s4 import S4
 from hf_hybrid_ssm.layers.mixers.s4d import S4D
 from hf_hybrid_ssm.layers.mixers.s5 import S5
+from hf_hybrid_ssm.layers.mixers.types import MIXER_TYPES
 
 MIXERS: dict[str, type[Mixer]] = {
     "s4": S4,
@@ -46,25 +47,8 @@ def register_mixer(name: str, mixer: type[Mixer], *, config_options: Mapping[str
         raise ValueError(
             f"There is a mixer {name!r} already, {known.__module__}.{known.__qualname__}; choose another."
         )
-    MIXERS[name] = mixer
+    MIXERS[name] = MIXER_TYPES[name] = mixer
     _CONFIG_OPTIONS[name] = dict(mixer.config_options if config_options is None else config_options)
-
-
-def check_mixer_fields(config: Any) -> type[Mixer]:
-    """The class that `config.ssm_type` names.
-
-    Raises:
-        ValueError: there is no such mixer, or `config.ssm_state_size` is odd and its states are pairs.
-    """
-    name, size = config.ssm_type, config.ssm_state_size
-    if name not in MIXERS:
-        raise ValueError(
-            f"ssm_type={name!r} is not one of {', '.join(map(repr, MIXERS))}; one of your own is made known by "
-            "hf_hybrid_ssm.register_mixer."
-        )
-    if size is not None and size % 2 and MIXERS[name].conjugate_pairs:
-        raise ValueError(f"ssm_state_size={size} must be even for ssm_type={name!r}: its states are conjugate pairs.")
-    return MIXERS[name]
 
 
 def build_mixer(name: str, hidden_size: int, **options: Any) -> Mixer:

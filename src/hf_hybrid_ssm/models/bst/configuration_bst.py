@@ -10,7 +10,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
 
-from hf_hybrid_ssm.layers.mixers.registry import MIXERS, check_mixer_fields
+from hf_hybrid_ssm.layers.mixers.types import MIXER_TYPES, check_mixer_fields
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE, HybridConfigMixin
 
 BLOCK_TYPES = ("sliding_attention", "bst", "block_recurrent")
@@ -34,7 +34,7 @@ def _bst_layers(config: Any) -> list[int]:
 
 
 def _state_size(config: Any) -> int | None:
-    default = getattr(MIXERS.get(config.ssm_type), "default_state_size", None)
+    default = getattr(MIXER_TYPES.get(config.ssm_type), "default_state_size", None)
     return STATE_SIZES.get(config.ssm_type, default)
 
 
@@ -263,7 +263,7 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
         self.check_choice("ssm_init", ("legs", "inv", "lin"))
         mixer = check_mixer_fields(self)
         if self.context_variant != "sh" and not mixer.supports_filters:
-            several = [name for name, other in MIXERS.items() if other.supports_filters]
+            several = [name for name, other in MIXER_TYPES.items() if other.supports_filters]
             raise ValueError(
                 f"context_variant={self.context_variant!r} needs several filters per channel, and ssm_type="
                 f"{self.ssm_type!r} has one: use context_variant='sh', or one of {', '.join(map(repr, several))}."

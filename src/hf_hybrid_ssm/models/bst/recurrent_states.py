@@ -18,7 +18,7 @@ from hf_hybrid_ssm.models.bst.block_grid import AlignedGrid, FreeGrid
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.bst.context_states import boundaries
 from hf_hybrid_ssm.ops._core.checks import can_read_values
-from hf_hybrid_ssm.ops._core.transforms import attention
+from hf_hybrid_ssm.ops._core.transforms import attention, is_autocast_enabled
 from hf_hybrid_ssm.ops.local_attention import attention_step
 
 States = dict[str, torch.Tensor]
@@ -175,7 +175,7 @@ class RecurrentStates(nn.Module):
     def _blending(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         """s (B, S, d) and what it found (B, S, 2 H e) → g s + (1 - g) W found, the product and the sum as one."""
         gate = self.gate.sigmoid()
-        if not _is_plain(self.o_proj) or torch.is_autocast_enabled(gate.device.type):
+        if not _is_plain(self.o_proj) or is_autocast_enabled(gate.device.type):
             return lambda s, found: gate * s + (1 - gate) * self.o_proj(found)
         weight = ((1 - gate).unsqueeze(1) * self.o_proj.weight).T
         return lambda s, found: torch.addmm((gate * s).flatten(0, 1), found.flatten(0, 1), weight).view_as(s)

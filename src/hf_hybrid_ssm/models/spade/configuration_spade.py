@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from hf_hybrid_ssm.layers.mixers.registry import MIXERS, check_mixer_fields
+from hf_hybrid_ssm.layers.mixers.types import MIXER_TYPES, check_mixer_fields
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE, HybridConfigMixin
 
 ATTENTION_TYPES = ("window", "chunk", "full")
@@ -161,7 +161,7 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
     }
 
     derived: ClassVar[dict[str, Callable[[Any], Any]]] = {
-        "ssm_state_size": lambda config: getattr(MIXERS.get(config.ssm_type), "default_state_size", None),
+        "ssm_state_size": lambda config: getattr(MIXER_TYPES.get(config.ssm_type), "default_state_size", None),
         "ssm_trainable": lambda config: "none" if config.ssm_type in ("s4", "s4d") else "all",
         "final_norm": lambda config: config.norm_position == "pre",
         "embedding_norm": lambda config: config.norm_position == "post",

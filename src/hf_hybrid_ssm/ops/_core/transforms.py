@@ -35,8 +35,13 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any)
         return F.scaled_dot_product_attention(q, k, v, **options)
 
 
+def is_autocast_enabled(device_type: str) -> bool:
+    """Whether autocast is active on devices of this type; torch raises when asked about "meta", which has none."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager:
-    """No autocast on a device of this type; "meta" has none to disable."""
-    if device_type == "meta" or not (torch.compiler.is_compiling() or torch.is_autocast_enabled(device_type)):
+    """No autocast on a device of this type."""
+    if device_type == "meta" or not (torch.compiler.is_compiling() or is_autocast_enabled(device_type)):
         return contextlib.nullcontext()
     return torch.autocast(device_type, enabled=False)

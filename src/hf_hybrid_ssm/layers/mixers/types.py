@@ -1,0 +1,46 @@
+"""What a configuration must know of every mixer (`ssm_type`) before one is built: it does without torch."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class MixerType:
+    """The attributes of a mixer's class that have these names; `Mixer` describes them."""
+
+    default_state_size: int | None = None
+    conjugate_pairs: bool = False
+    supports_filters: bool = False
+    trainable_choices: tuple[str, ...] = ("all", "none")
+    discretizations: tuple[str, ...] = ()
+
+
+_PARTLY = {"trainable_choices": ("all", "output", "none")}
+_PAIRS = {"conjugate_pairs": True, "supports_filters": True, **_PARTLY}
+# a mixer that someone registers is its class, which has these attributes
+MIXER_TYPES: dict[str, Any] = {
+    "s4": MixerType(64, discretizations=("bilinear",), **_PAIRS),
+    "s4d": MixerType(64, discretizations=("zoh", "bilinear"), **_PAIRS),
+    "s5": MixerType(256, discretizations=("zoh",), **_PAIRS),
+    "hyena": MixerType(),
+    "unstructured": MixerType(supports_filters=True),
+    "ema": MixerType(16, **_PARTLY),
+    "lstm": MixerType(),
+}
+
+
+def check_mixer_fields(config: Any) -> Any:
+    """The `MixerType` of `config.ssm_type`, or the class registered under that name.
+
+    Raises:
+        ValueError: there is no such mixer, or `config.ssm_state_size` is odd and its states are pairs.
+    """
+    name, size = config.ssm_type, config.ssm_state_size
+    if name not in MIXER_TYPES:
+        raise ValueError(
+            f"ssm_type={name!r} is not one of {', '.join(map(repr, MIXER_TYPES))}; one of your own is made known by "
+            "hf_hybrid_ssm.register_mixer."
+        )
+    if size is not None and size % 2 and MIXER_TYPES[name].conjugate_pairs:
+        raise ValueError(f"ssm_state_size={size} must be even for ssm_type={name!r}: its states are conjugate pairs.")
+    return MIXER_TYPES[name]
