@@ -97,11 +97,15 @@ clean-room: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py
 
-# On a bare CUDA image: its own Python with torch and Triton, nothing installed.
+# On a bare CUDA image: its own Python with torch and Triton, nothing installed. Results and page go to one archive in
+# the folder GPU_OUT; GPU_FROM is an archive of an earlier run that goes on.
 GPU_PYTHON ?= python3
 GPU_ARGS ?=
+GPU_OUT ?= $(OUT)
+GPU_FROM ?=
 gpu:
-	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.gpu $(GPU_ARGS)
+	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) -m benchmarks.gpu \
+	  $(if $(GPU_OUT),--out "$(GPU_OUT)") $(if $(GPU_FROM),--resume "$(GPU_FROM)") $(GPU_ARGS)
 
 docs: $(STAMP)
 	$(RUN_TESTS) tests/test_documentation.py
