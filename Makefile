@@ -15,6 +15,7 @@
 #   make plans       memory and operations of a training step of the papers' presets
 #   make mutation    change ops and caches at random and see whether a test notices
 #   make lowest      the tests with the lowest versions of the dependencies; make newest: with the newest
+#   make triton      the kernels with every version of Triton that is admitted: interpreted, compiled, counted (an hour)
 #   make matrix      what PEFT, quantization, compiling, export and offloading do with every family
 #   make cards       the model cards of the papers' language models
 #   make clean-room  exported folders in a new environment that lacks the package, lm-eval's own command included
@@ -34,7 +35,7 @@ RUN_TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 .PHONY: demo test lint upstream invariants programs streaming bench gpu docs install clean \
     cards clean-room matrix reliability roundtrips determinism numerics misuse fuzz crash scale mutation plans \
     reports-status \
-    lowest newest
+    lowest newest triton
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
@@ -83,6 +84,9 @@ mutation: $(STAMP)
 VERSIONS = nice $(BIN)/python -m tools.versions
 lowest newest: $(STAMP)
 	$(VERSIONS) $@
+
+triton: $(STAMP)
+	nice $(BIN)/python -m tools.triton_versions
 
 matrix: $(STAMP)
 	$(BIN)/python -m pip install --quiet -r tests/matrix/requirements.txt

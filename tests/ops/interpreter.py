@@ -1,4 +1,4 @@
-"""Triton's interpreter up to 3.6 reads the bound of a loop as NumPy before 2.4 allowed: what has one element, but axes."""
+"""Triton up to 3.6 interprets bounds of loops by a conversion of one-element arrays, which NumPy 2.4 has ended."""
 
 import triton
 from triton.runtime import interpreter
