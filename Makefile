@@ -17,6 +17,7 @@
 #   make mutation    change the package and the recipes at random and see whether a test notices
 #   make faults      make a list of faults by hand, one at a time, and see whether their tests notice
 #   make lowest      the tests with the lowest versions of the dependencies; make newest: with the newest
+#   make triton      the kernels with every version of Triton that is admitted: interpreted, compiled, counted (an hour)
 #   make matrix      what PEFT, quantization, compiling, export and offloading do with every family
 #   make cards       the model cards of the papers' language models
 #   make clean-room  exported folders in a new environment that lacks the package, lm-eval's own command included
@@ -37,7 +38,7 @@ RUN_TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 .PHONY: demo test sanitize lint upstream invariants programs streaming bench gpu docs install clean \
     cards clean-room matrix reliability roundtrips determinism numerics misuse fuzz crash scale mutation faults plans \
     reports-status \
-    lowest newest
+    lowest newest triton
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
@@ -93,6 +94,9 @@ VERSIONS = nice $(BIN)/python -m tools.versions
 lowest newest: $(STAMP)
 	$(VERSIONS) $@
 
+triton: $(STAMP)
+	nice $(BIN)/python -m tools.triton_versions
+
 matrix: $(STAMP)
 	$(BIN)/python -m pip install --quiet -r tests/matrix/requirements.txt
 	$(REPORT) --make matrix
@@ -106,11 +110,15 @@ clean-room: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py
 
-# On a bare CUDA image: its own Python with torch and Triton, nothing installed.
+# On a bare CUDA image: its own Python with torch and Triton, nothing installed. Results and page go to one archive in
+# the folder GPU_OUT; GPU_FROM is an archive of an earlier run that goes on.
 GPU_PYTHON ?= python3
 GPU_ARGS ?=
+GPU_OUT ?= $(OUT)
+GPU_FROM ?=
 gpu:
-	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.gpu $(GPU_ARGS)
+	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) -m benchmarks.gpu \
+	  $(if $(GPU_OUT),--out "$(GPU_OUT)") $(if $(GPU_FROM),--resume "$(GPU_FROM)") $(GPU_ARGS)
 
 docs: $(STAMP)
 	$(RUN_TESTS) tests/test_documentation.py

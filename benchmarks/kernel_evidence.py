@@ -5,9 +5,10 @@ spills, shared memory, and the instructions of each loop. For the scan it adds w
 multiprocessor against what the memory's latency asks for, instructions per token and channel against the issue rate,
 and the share of memory bandwidth that follows. No card is needed, and nothing here was measured on one.
 
-    python benchmarks/kernel_evidence.py                    writes reports/kernel_evidence.json and .md
-    python benchmarks/kernel_evidence.py --capability 90    of one generation only, printed
-    python benchmarks/kernel_evidence.py --pages A B        the pages of records that were printed so
+    python benchmarks/kernel_evidence.py                    with the Triton that is installed: its part of
+                                                            reports/kernel_evidence.json, and the page of all parts
+    python benchmarks/kernel_evidence.py --capability 90    of one generation only
+    python -m tools.triton_versions                         with every version that pyproject.toml admits
 """
 
 import argparse
@@ -37,6 +38,7 @@ MANY = 128  # registers of a thread: with more, fewer than four programs of four
 SHAPES = {"B=8, L=2048, D=1536": (8, 2048, 1536), "B=1, L=65536, D=1536": (1, 65536, 1536)}
 IN_INPUT_DTYPE = {"x", "beta_logit", "z", "k", "q", "u", "grad_o", "o", "dx", "dlogit", "dz", "dk", "dq"}
 IN_INPUT_DTYPE |= {"grad_y", "y", "weight", "columns", "grad_columns", "rows", "drows", "parameters"}
+BYTES = ("least", "checkpoints", "keys and queries", "scratch", "parts of dk, dq")
 IN_FLOAT32 = ("linear_scan", "long_conv")  # ops that convert what they are given before the launch
 TYPES = {"seq_idx": "*i64", "lengths": "*i64", "decay": "*fp64"}
 NUMBER = r"L|size|\w+_row"  # the first of a kernel's numbers, which follow its pointers
@@ -152,7 +154,7 @@ def read_machine_code(compiled) -> dict:
             instructions.append(found[1].strip())
         elif (word := re.match(r"\s*/\* 0x([0-9a-f]{16}) \*/\s*$", line)) and len(cycles) < len(instructions):
             cycles.append(max(1, int(word[1], 16) >> STALL & 15))  # until the same warp may issue again
-    loops, skips = [], []
+    loops, skips, lanes = [], [], 32 * compiled.metadata.num_warps
     body = instructions.index("EXIT") if "EXIT" in instructions else len(instructions)
     for here, instruction in enumerate(instructions[:body]):  # after it are only what waits, and jumps back
         target = re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction)
@@ -176,8 +178,24 @@ def read_machine_code(compiled) -> dict:
         "spills in inner loops": sum(_is_local(i) for start, end in inner for i in instructions[start:end]),
         "spills": sum(map(_is_local, instructions)),
         "loads wider than 4 bytes": sum(bool(re.search(r"LDG\S*\.(64|128)", i)) for i in instructions),
+        "bytes": lane_bytes(instructions) * lanes,
+        "bytes in inner loops": sum(lane_bytes(instructions[start:end]) for start, end in inner) * lanes,
         "most frequent": dict(Counter(map(_opcode, instructions)).most_common(8)),
     }
+
+
+def lane_bytes(instructions: list[str]) -> int:
+    """What one lane reads from and writes to memory if it takes every one of these instructions, caches included."""
+    moves = (re.search(r"\b(LDGSTS|LDG|STG|RED|ATOMG)\.(\S+)", instruction) for instruction in instructions)
+    return sum(_width(found[2]) for found in moves if found)
+
+
+def _width(modifiers: str) -> int:
+    """Of LDG.E.64, LDG.E.U16 and so on, in bytes."""
+    for name, width in (("128", 16), ("64", 8), ("U16", 2), ("S16", 2), ("U8", 1), ("S8", 1)):
+        if name in modifiers.split("."):
+            return width
+    return 4
 
 
 def _opcode(instruction: str) -> str:
@@ -211,6 +229,8 @@ def bandwidth(report: dict, sizes: dict, capability: int, shape: tuple[int, int,
     second = 1.0 if splits == 1 else 1.0 + report["summary share"]
     by_issue = ideal / (cycles * second / clock)
     by_latency = tiles_in_flight / (rate * LATENCY / processors)
+    moved = scan_bytes(sizes, backward=backward)
+    by_bytes = moved["least"] / sum(moved[name] for name in moved if name != "keys and queries")
     return {
         "splits": splits,
         "microseconds at least": round(ideal * 1e6, 1),
@@ -221,18 +241,22 @@ def bandwidth(report: dict, sizes: dict, capability: int, shape: tuple[int, int,
         "bytes wanted": round(rate * LATENCY / processors),
         "share by issue": round(min(1.0, by_issue), 3),
         "share by bytes in flight": round(min(1.0, by_latency), 3),
-        "share": round(min(1.0, by_issue, by_latency), 3),
+        "share by bytes moved": round(by_bytes, 3),
+        "share": round(min(1.0, by_issue, by_latency, by_bytes), 3),
     }
 
 
 def evidence(capabilities: list[int]) -> list[dict]:
     """A record of each kernel, class and generation."""
+    import triton
+
     records = []
     for capability in capabilities:
         for op, shape_class, kernel, constants in cases():
             options = {"num_warps": constants.get("num_warps", 4)}
             report = read_machine_code(compile_for(kernel, capability, constants, **options))
             name = {"op": op, "kernel": kernel.fn.__name__, "class": shape_class, "sm": capability}
+            name["triton"] = triton.__version__
             records.append({**name, "sizes": _plain_sizes(constants), **report})
             print(
                 f"{op} {name['kernel']} {shape_class} sm_{capability}: {report['registers']} registers",
@@ -246,6 +270,26 @@ def evidence(capabilities: list[int]) -> list[dict]:
 
 def _plain_sizes(constants: dict) -> dict:
     return {name: value for name, value in constants.items() if type(value) is int}
+
+
+def scan_bytes(sizes: dict, *, backward: bool) -> dict[str, float]:
+    """What the scan moves for a token and a channel in bfloat16 with a gate, by what it is for.
+
+    `least` has to move: forward x, logit, z and o; backward x, logit and z twice, and the output's gradient. The rest
+    is how the kernels work: checkpoints of the state, keys and queries in float32 (of each tile of channels, from the
+    caches), and backward the states between the checkpoints and each tile's parts of the sums over channels (both
+    written and read).
+    """
+    states, tile = sizes["S"] * sizes["P"], sizes["BD"]
+    found = {
+        "least": 2.0 * (7 if backward else 4),
+        "checkpoints": 4 * states / sizes["BLOCK"],
+        "keys and queries": 4 * (4 if backward else 2) * states / tile,
+    }
+    if backward:
+        found["scratch"] = 2 * 4 * states / sizes["T"]
+        found["parts of dk, dq"] = 2 * 4 * (2 * states + 1) / tile
+    return found
 
 
 def _scan_shares(record: dict, records: list[dict]) -> dict:
@@ -276,56 +320,85 @@ backward twice x, logit, z and the output's gradient) over the time that the inn
 that of its warps' instructions if it issues in {ISSUE:.0%} of its cycles, or, where that is longer, the cycles that
 the compiler makes a single warp wait between them for its own results (without waits for memory). And bytes of tiles
 in flight on a multiprocessor over those that {LATENCY * 1e9:.0f} ns of latency ask for (Little's law). The smaller
-share counts. Programs that find no room on a multiprocessor run after the others; a row that is cut into splits pays
-for a second pass. A multiply-add of a lane counts as one instruction: with 4 for each state the recurrence alone takes
-64 at N = 16, its gradients, with the states computed twice, 16 for each state and 256. Sizes, and all figures, are in
+share counts, or that of the least bytes among all that are moved, where that is smaller. Programs that find no room on
+a multiprocessor run after the others; a row that is cut into splits pays for a second pass. A multiply-add of a lane
+counts as one instruction: with 4 for each state the recurrence alone takes 64 at N = 16, its gradients, with the
+states computed twice, 16 for each state and 256. Sizes, and all figures, are in
 `kernel_evidence.json`.
 """
+
+
+def merged(records: list[dict]) -> list[dict]:
+    """With those of other versions of Triton that are recorded, oldest version first."""
+    file = ROOT / "reports" / "kernel_evidence.json"
+    known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+    new = {(r["triton"], r["sm"]) for r in records}
+    kept = [r for r in known if "triton" in r and (r["triton"], r["sm"]) not in new]
+    return sorted(kept + records, key=lambda r: [int(part) for part in r["triton"].split(".")])
 
 
 def write_page(records: list[dict]) -> None:
     sys.path.insert(0, str(ROOT))
     from tests import reporting
 
+    records = merged(records)
+    versions = list(dict.fromkeys(r["triton"] for r in records))
+    newest = [r for r in records if r["triton"] == versions[-1]]
     about = ("src/hf_hybrid_ssm/ops", "benchmarks/kernel_evidence.py")
-    made = reporting.made_by("python benchmarks/kernel_evidence.py", about, ("triton",))
+    made = reporting.made_by("python -m tools.triton_versions", about)
     (ROOT / "reports" / "kernel_evidence.json").write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
     columns = ("registers", "stack", "shared", "warps", "instructions")
     rows = (
         [f"{r['op']}.{r['kernel']}", r["class"], *(r[c] for c in columns),
          f"{r['spills']} ({r['spills in inner loops']})", " + ".join(map(str, r["inner loops"]))]
-        for r in records if r["sm"] == SHOWN and (r["spills"] or r["registers"] > MANY)
+        for r in newest if r["sm"] == SHOWN and (r["spills"] or r["registers"] > MANY)
     )  # fmt: skip
     shares = (
-        [r["kernel"], r["class"], shape, b["splits"], b["microseconds at least"],
+        [r["kernel"], r["class"], shape, r["triton"], b["splits"], b["microseconds at least"],
          b["instructions per token and channel"], f"{b['bytes in flight']:,} of {b['bytes wanted']:,}",
-         f"{b['share by issue']:.0%}", f"{b['share by bytes in flight']:.0%}", f"{b['share']:.0%}"]
+         f"{b['share by issue']:.0%}", f"{b['share by bytes in flight']:.0%}", f"{b['share by bytes moved']:.0%}",
+         f"{b['share']:.0%}"]
         for r in records if r["sm"] == SHOWN
         for shape, b in r.get("bandwidth", {}).items()
     )  # fmt: skip
     head = ["kernel", "class", *columns, "spills", "inner loops, instructions"]
-    share_head = ["scan", "class", "shape", "splits", "least µs", "instructions a token and channel"]
-    share_head += ["bytes in flight", "by issue", "by bytes in flight", "share of bandwidth"]
+    share_head = ["scan", "class", "shape", "Triton", "splits", "least µs", "instructions a token and channel"]
+    share_head += ["bytes in flight", "by issue", "by bytes in flight", "by bytes moved", "share of bandwidth"]
     title = f"## The scan's share of bandwidth on {CARDS[SHOWN][0]}, on paper"
     parts = (PAGE.strip(), title, reporting.table(share_head, shares))
-    full = f"## Kernels that spill, or take more than {MANY} registers, compiled for sm_{SHOWN}"
+    moved = (
+        [r["kernel"], r["class"], *(f"{found.get(name, 0):g}" for name in BYTES), f"{sum(found.values()):g}"]
+        for r in newest if r["sm"] == SHOWN and "bandwidth" in r
+        for found in [scan_bytes(r["sizes"], backward=r["kernel"] == "backward_kernel")]
+    )  # fmt: skip
+    moved_head = ["scan", "class", *BYTES, "all"]
+    parts += ("## Bytes that the scan moves for a token and channel", reporting.table(moved_head, moved))
+    full = f"## Kernels that spill, or take more than {MANY} registers, on sm_{SHOWN} by Triton {versions[-1]}"
     parts += (full, reporting.table(head, rows))
+    each: dict[tuple, dict] = {}
+    for r in records:
+        figures = f"{r['registers']}, {r['spills']} ({r['spills in inner loops']}), "
+        figures += (
+            f"{' + '.join(map(str, r['inner loops'])) or 'no loop'}, {r['bytes']:,} ({r['bytes in inner loops']:,})"
+        )
+        each.setdefault((f"{r['op']}.{r['kernel']}", r["class"], f"sm_{r['sm']}"), {})[r["triton"]] = figures
+    every = ([*key, *(found.get(version, "") for version in versions)] for key, found in each.items())
+    parts += (
+        "## Every kernel with every version of Triton",
+        "Registers; spills (those in inner loops); instructions of each inner loop; bytes that a program's loads and "
+        "stores name if each is done once (those in inner loops), caches and what masks leave out included.",
+        reporting.table(["kernel", "class", "card", *(f"Triton {version}" for version in versions)], every),
+    )
     reporting.write_page("kernel_evidence.md", "Triton kernels: what the compiler says", made, *parts)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--capability", type=int, choices=CARDS, help="only this one, and write no page")
-    parser.add_argument("--pages", nargs="+", type=Path, metavar="FILE", help="records to write the pages of")
+    parser.add_argument(
+        "--capability", type=int, choices=CARDS, action="append", help="only this one; may be repeated"
+    )
     options = parser.parse_args()
-    if options.pages:
-        records = [record for file in options.pages for record in json.loads(file.read_text(encoding="utf-8"))]
-    else:
-        records = evidence([options.capability] if options.capability else list(CARDS))
-    if options.capability:
-        print(json.dumps(records, indent=1))
-    else:
-        write_page(records)
+    write_page(evidence(options.capability or list(CARDS)))
     return 0
 
 

@@ -2,48 +2,74 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import time
+import tomllib
 import types
 from pathlib import Path
 
 import pytest
 
 from benchmarks.gpu import child, requirements
-from benchmarks.gpu.__main__ import arguments_of
+from benchmarks.gpu.__main__ import LONGEST_CASE, arguments_of, last_start
 from benchmarks.gpu.settings import Settings
-from benchmarks.gpu.store import Store
+from benchmarks.gpu.store import Store, digest
 
 ROOT = Path(__file__).parents[1]
 
 
-def rehearse(folder, *arguments):
-    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--rehearse", "--results", str(folder)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(["src", *paths()])}
-    done = subprocess.run([*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+CARDS_MACHINE = {"torch": "2.11.0", "triton": "3.6.0", "transformers": "5.17.0", "safetensors": "0.8.0"}
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """What `make gpu` needs of the source tree, and packages of the versions that such a machine says it has."""
+    root = tmp_path_factory.mktemp("tree")
+    for folder in ("src", "benchmarks", "recipes"):
+        left_out = shutil.ignore_patterns("results", "__pycache__")
+        shutil.copytree(ROOT / folder, root / folder, ignore=left_out)
+    shutil.copy(ROOT / "Makefile", root)
+    for name, version in CARDS_MACHINE.items():
+        folder = root / "versions" / f"{name}-{version}.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return root
+
+
+def rehearse(tree, results, *variables):
+    """`make gpu` as on a card's machine: nothing installed but for what its Python and PYTHONPATH have."""
+    paths = [str(tree / "versions"), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    arguments = f"--device cpu --rehearse --results {results}"
+    command = ["make", "gpu", f"GPU_PYTHON={sys.executable}", f"GPU_ARGS={arguments}", *variables]
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
 
-def paths():
-    return [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-
-
 @pytest.mark.timeout(900)
-def test_every_part(tmp_path):
-    """The parts run one after the other in one process; a second run finds everything done."""
-    said = rehearse(tmp_path)
+def test_every_part(tree, tmp_path):
+    """All parts, one process after the other; a fresh machine that has the archive finds everything done."""
+    first, out, second = tmp_path / "first", tmp_path / "out", tmp_path / "second"
+    said = rehearse(tree, first, f"GPU_OUT={out}")
     assert " 0 failed; " in said
-    for part in child.PARTS:
-        found = json.loads((tmp_path / f"gpu_{part}.json").read_text())
-        assert found["cases"] and found["identity"] == {"device": "cpu", "rehearsal": True}
-    page = (tmp_path / "reports" / "gpu.md").read_text()
-    assert "nothing here is a measurement" in page
+    assert not (tree / "checkpoints").exists()
+    with tarfile.open(out / "gpu.tar.gz") as tar:
+        names = tar.getnames()
+        page = tar.extractfile("gpu.md").read().decode()
+        for part in child.PARTS:
+            found = json.loads(tar.extractfile(f"gpu_{part}.json").read())
+            assert found["cases"] and found["identity"].items() >= {"device": "cpu", "rehearsal": True}.items()
+    assert sorted(names) == sorted([f"gpu_{part}.json" for part in child.PARTS] + ["gpu.md"])
+    assert "nothing here is a measurement" in page and "torch 2.11.0, transformers 5.17.0" in page
     assert all(f"| {part.replace('_', ' ')} |" in page for part in child.PARTS)
-    before = (tmp_path / "gpu_training.json").read_bytes()
-    assert " 0 failed; " in rehearse(tmp_path)
-    assert (tmp_path / "gpu_training.json").read_bytes() == before
+    said = rehearse(tree, second, f"GPU_FROM={out / 'gpu.tar.gz'}")
+    assert " 0 failed; " in said and ": ok (" not in said
+    assert (second / "gpu_training.json").read_bytes() == (first / "gpu_training.json").read_bytes()
 
 
 def test_the_report_is_of_a_card():
@@ -125,21 +151,79 @@ def test_results_of_another_card_are_not_taken(part, tmp_path):
     assert len(ran) == 6
 
 
-def test_everything_that_is_missing_is_named_at_once(monkeypatch):
-    versions = {"torch": "2.7.1+cu128", "transformers": "5.17.0", "safetensors": "0.5"}
+def test_the_archive_outlives_a_kill_and_is_taken_up(part, tmp_path):
+    """It is whole after every case; what was recorded since then is not overwritten."""
+    ran, _ = part
+    store = Store(tmp_path / "old", {"device": "one"}, archive=tmp_path / "out" / "gpu.tar.gz")
+    store.record("peaks", "first", {"ms": 1})
+    store.begin("peaks", "broken")
+    fresh = Store(tmp_path / "new", {"device": "one"})
+    fresh.record("peaks", "last", {"ms": 7})
+    assert fresh.resume(store.archive) == 1 and fresh.resume(store.archive) == 0
+    assert run(fresh) == child.DONE and ran == ["broken"]
+    assert fresh.cases("peaks")["last"] == {"ms": 7}
+    assert Store(tmp_path / "other", {"device": "other"}).resume(store.archive) == 0
+
+
+def test_the_sources_identify_results(tmp_path):
+    before = digest(tmp_path)
+    file = tmp_path / "benchmarks" / "gpu" / "scan.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("new")
+    assert digest(tmp_path) != before and digest(ROOT) != before
+
+
+def test_no_case_starts_that_cannot_end():
+    assert last_start(1000.0, 5, 10) == 1300
+    assert last_start(1000.0, 8, 10) + LONGEST_CASE < 1600
+    assert last_start(1000.0, 25, 60) == 2500
+    assert arguments_of([]).minutes == 5 and arguments_of([]).limit == 10
+
+
+@pytest.mark.parametrize(
+    "arguments, says", [(["--limit", "4"], "take 270 seconds"), (["--resume", "x"], "no such file")]
+)
+def test_what_cannot_be_is_refused(arguments, says, capsys):
+    with pytest.raises(SystemExit):
+        arguments_of(arguments)
+    assert says in capsys.readouterr().err
+
+
+@pytest.fixture
+def versions(monkeypatch):
+    found = {}
 
     def version(name):
-        if name not in versions:
+        if name not in found:
             raise requirements.PackageNotFoundError(name)
-        return versions[name]
+        return found[name]
 
     monkeypatch.setattr(requirements, "version", version)
+    return found
+
+
+def test_everything_that_is_missing_is_named_at_once(versions):
+    versions |= {"torch": "2.7.1+cu128", "transformers": "5.15.1", "triton": "3.5.1"}
     assert requirements.problems("cuda") == [
         "torch 2.7.1+cu128 is too old: pip install 'torch>=2.8'",
-        "transformers 5.17.0 is too old: pip install 'transformers>=5.21'",
-        "accelerate >= 1.3 is missing: pip install 'accelerate>=1.3'",
-        "triton >= 3.3 is missing: pip install 'triton>=3.3'",
+        "transformers 5.15.1 is too old: pip install 'transformers>=5.16'",
+        "safetensors >= 0.8 is missing: pip install 'safetensors>=0.8'",
+        "triton 3.5.1 is too old: pip install 'triton>=3.6'",
     ]
+
+
+def test_a_cards_machine_has_what_is_needed(versions, monkeypatch):
+    versions |= CARDS_MACHINE
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert requirements.problems("cuda") == []
+
+
+def test_floors_are_those_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = [*project["dependencies"], *project["optional-dependencies"]["gpu"]]
+    floors = {re.match(r"[\w-]+", line)[0]: re.search(r">=([\d.]+)", line)[1] for line in lines}
+    for name, floor in (requirements.REQUIRED | requirements.ON_CUDA).items():
+        assert name == "torch" or floors[name] == floor  # FlexAttention's gradients need a newer torch
 
 
 def test_a_cpu_only_rehearses(capsys):

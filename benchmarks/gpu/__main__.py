@@ -1,11 +1,14 @@
-"""Everything that is to be known about a card, in one command; a run that was killed or ran out of time goes on.
+"""Everything that is to be known about a card, in commands of at most ten minutes; a run that was killed or ran out of
+time goes on.
 
-    make gpu                                                 # on a card; at most 25 minutes
-    make gpu GPU_ARGS="--minutes 8"                          # a slice; run it again until it says that all is done
-    python -m benchmarks.gpu --device cpu --rehearse         # every code path with tiny sizes, without a card
+    make gpu GPU_OUT=/somewhere                      # on a card; run it again until it says that all is done
+    make gpu GPU_OUT=/new GPU_FROM=/old/gpu.tar.gz   # on a fresh machine: goes on where the archive ends
+    python -m benchmarks.gpu --device cpu --rehearse # every code path with tiny sizes, without a card
 
-Writes benchmarks/results/gpu_<part>.json after every case, and reports/gpu.md at the end (a rehearsal: both to a
-folder of its own). It needs the source tree and no network.
+After every case the results of all parts, benchmarks/results/gpu_<part>.json, are packed into GPU_OUT/gpu.tar.gz; at
+the end the page, reports/gpu.md, with them. (A rehearsal has a folder of its own for both.) A case takes at most four
+minutes, and none starts that could not end within the ten. It needs `src`, `benchmarks` and `recipes` of the source
+tree, and no network.
 """
 
 import argparse
@@ -18,7 +21,9 @@ from pathlib import Path
 from benchmarks.gpu.requirements import missing_peers, problems
 
 ROOT = Path(__file__).parents[2]
+BEGIN = time.time()
 LONGEST_CASE = 240  # seconds
+AT_THE_END = 30  # seconds: a process that is killed, and the page
 
 
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
@@ -27,14 +32,21 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes; needed on a CPU")
-    parser.add_argument("--minutes", type=float, default=25, help="start no case after so many (default: 25)")
+    parser.add_argument("--minutes", type=float, default=5, help="start no case after so many (default: 5)")
+    parser.add_argument("--limit", type=float, default=10, help="minutes after which all has ended (default: 10)")
     parser.add_argument("--parts", nargs="+", help="only these")
     parser.add_argument("--again", action="store_true", help="forget what is recorded of the parts")
     parser.add_argument("--results", type=Path, help="folder of the JSON files")
+    parser.add_argument("--out", type=Path, help="folder of gpu.tar.gz, the archive of all results and the page")
+    parser.add_argument("--resume", type=Path, help="an archive whose results count as recorded")
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.device == "cpu" and not arguments.rehearse:
         parser.error("--device cpu needs --rehearse: this measures cards")
+    if 60 * arguments.limit < LONGEST_CASE + AT_THE_END:
+        parser.error(f"--limit {arguments.limit:g}: a case and the page take {LONGEST_CASE + AT_THE_END} seconds")
+    if arguments.resume and not arguments.resume.is_file():
+        parser.error(f"--resume {arguments.resume}: there is no such file")
     default = "runs/gpu_rehearsal" if arguments.rehearse else "benchmarks/results"
     arguments.results = arguments.results or ROOT / default
     return arguments
@@ -48,14 +60,15 @@ def main() -> int:
     from benchmarks.gpu.child import DONE, FATAL, OUT_OF_TIME, PARTS, run_cases
     from benchmarks.gpu.report import summary, write_report
     from benchmarks.gpu.settings import Settings
-    from benchmarks.gpu.store import Store
+    from benchmarks.gpu.store import Store, digest
 
     parts = arguments.parts or list(PARTS)
     if unknown := sorted(set(parts) - set(PARTS)):
         print(f"{unknown} are not among the parts {list(PARTS)}", file=sys.stderr)
         return 2
     settings = Settings(arguments.device, arguments.rehearse)
-    store = Store(arguments.results, {"device": device_name(settings.device), "rehearsal": settings.rehearse})
+    identity = {"device": device_name(settings.device), "rehearsal": settings.rehearse, "sources": digest(ROOT)}
+    store = Store(arguments.results, identity, archive=arguments.out and arguments.out.resolve() / "gpu.tar.gz")
     if arguments.until:  # the child
         return run_cases(settings, store, parts, arguments.until)
     if peers := missing_peers():
@@ -63,8 +76,10 @@ def main() -> int:
     if arguments.again:
         for part in parts:
             store.path(part).unlink(missing_ok=True)
+    if arguments.resume:
+        print(f"{store.resume(arguments.resume)} cases come from {arguments.resume}.", flush=True)
     store.running.unlink(missing_ok=True)
-    until = time.time() + 60 * arguments.minutes
+    until = last_start(BEGIN, arguments.minutes, arguments.limit)
     code = FATAL
     while code not in (DONE, OUT_OF_TIME):
         code = watch(arguments, parts, until, store.running)
@@ -75,17 +90,24 @@ def main() -> int:
             print(f"the process that runs the cases ended with status {code} before the first", file=sys.stderr)
             return code
     where = write_report(store, settings, ROOT if not settings.rehearse else arguments.results)
+    store.pack(where)
     print(f"{summary(store)}; {where}", flush=True)
     if code == OUT_OF_TIME:
         print("Out of time: run the same command again, and it goes on where it stopped.", flush=True)
     return 0
 
 
+def last_start(begin: float, minutes: float, limit: float) -> float:
+    """When the last case may start, in seconds since the epoch: one that takes its longest ends within the limit."""
+    return begin + min(60 * minutes, 60 * limit - LONGEST_CASE - AT_THE_END)
+
+
 def watch(arguments: argparse.Namespace, parts: list[str], until: float, mark: Path) -> int:
     """Run the cases in a process of their own, and end it if one of them takes too long."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", arguments.device, "--until", str(until)]
-    command += ["--results", str(arguments.results), "--parts", *parts]
+    command += ["--results", str(arguments.results.resolve()), "--parts", *parts]
     command += ["--rehearse"] if arguments.rehearse else []
+    command += ["--out", str(arguments.out.resolve())] if arguments.out else []
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     if arguments.device == "cpu":
         environment["TRITON_INTERPRET"] = "1"

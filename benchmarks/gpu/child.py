@@ -14,18 +14,18 @@ from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.store import Store
 from benchmarks.timing.models import FAMILIES, PEERS
 
-# in this order: what is wrong is found before anything is timed
+# in this order: what is wrong is found before anything is timed, and what matters most is timed first
 PARTS = {
     "doctor": "what is installed, and every kernel's self-check",
     "peaks": "copy bandwidth and rate of matrix products",
     "parity": "every kernel against float64",
-    "models": "every family against the CPU",
-    "syncs": "nothing waits for the GPU",
     "scan": "the Longhorn scan",
-    "long_convolution": "the long convolution",
-    "window_attention": "window attention",
     "decoding": "a decoded token",
     "training": "a training step and its memory",
+    "models": "every family against the CPU",
+    "syncs": "nothing waits for the GPU",
+    "window_attention": "window attention",
+    "long_convolution": "the long convolution",
     "learning": "loss curves of short runs",
 }
 INTERPRETED = ("doctor", "parity")  # of a rehearsal; the rest runs in torch

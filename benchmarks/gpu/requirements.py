@@ -4,8 +4,8 @@ import importlib.util
 import re
 from importlib.metadata import PackageNotFoundError, version
 
-REQUIRED = {"torch": "2.8", "transformers": "5.16", "accelerate": "1.3", "safetensors": "0.8"}
-ON_CUDA = {"triton": "3.3"}
+REQUIRED = {"torch": "2.8", "transformers": "5.16", "safetensors": "0.8"}
+ON_CUDA = {"triton": "3.6"}
 PEERS = {"mamba_ssm": "Mamba's scans", "fla": "flash-linear-attention", "flash_attn": "flash-attention"}
 
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import hf_hybrid_ssm.ops
-
-pytest.importorskip("triton", minversion="3.4")
 from benchmarks import kernel_evidence
+
+triton = pytest.importorskip("triton", minversion="3.6", reason="needs Triton: `make triton` takes every version")
 
 # what keeps the compiler's time short; states that lie in lanes and in registers, and several tokens, remain
 SMALL = {"T": 2, "S": 4, "P": 4, "BD": 16, "BLOCK": 8, "num_warps": 2, "STAGES": 2}
@@ -91,10 +91,29 @@ def test_older_cards(tmp_path, monkeypatch):
         assert kernel_evidence.compile_for(kernel, 80, constants, num_warps=constants["num_warps"]).asm["cubin"]
 
 
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_scan_stays_in_registers(capability, tmp_path, monkeypatch):
+    """At its real sizes. The layout that Triton 3.6 takes from whole tiles of states needs thirty times as many
+    instructions, and spills."""
+    from hf_hybrid_ssm.ops.longhorn_scan import triton_kernels, triton_sizes
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    sizes = triton_sizes.tile_sizes(16, backward=False)
+    constants = sizes | {"WIDTH": triton_sizes.WIDTH, "HAS_DOCUMENTS": False}
+    options = {"num_warps": sizes["num_warps"]}
+    compiled = kernel_evidence.compile_for(triton_kernels.forward_kernel, capability, constants, **options)
+    found = kernel_evidence.read_machine_code(compiled)
+    assert found["spills in inner loops"] == 0
+    assert sum(found["inner loops"]) * 32 * sizes["num_warps"] / sizes["T"] / sizes["BD"] < 140
+
+
 def test_the_page_of_evidence_is_of_these_kernels():
     """A kernel that was added or renamed, or tile sizes that changed, ask for a new page."""
     file = Path(__file__).parents[2] / "reports" / "kernel_evidence.json"
-    reported = {(r["op"], r["kernel"], r["class"]): r for r in json.loads(file.read_text(encoding="utf-8"))}
+    records = json.loads(file.read_text(encoding="utf-8"))
+    reported = {(r["op"], r["kernel"], r["class"]): r for r in records if r.get("triton") == triton.__version__}
+    if not reported:
+        pytest.skip(f"the page has nothing of Triton {triton.__version__}: `make triton` has it counted")
     for op, shape_class, kernel, constants in kernel_evidence.cases():
         record = reported[op, kernel.fn.__name__, shape_class]
         assert record["sizes"] == kernel_evidence._plain_sizes(constants)

@@ -14,6 +14,7 @@ from hf_hybrid_ssm.ops.long_conv import long_conv
 from hf_hybrid_ssm.ops.long_conv import triton as long_launcher
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan, longhorn_step, triton_sizes
 from hf_hybrid_ssm.ops.longhorn_scan import triton as launcher
+from tests.ops import interpreter  # noqa: F401 - lets old versions run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}  # relative to the largest entry

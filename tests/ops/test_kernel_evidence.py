@@ -1,0 +1,76 @@
+"""What the compilers said of the kernels, as the page records it, and how kernels are launched. Needs no Triton."""
+
+import ast
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from benchmarks.kernel_evidence import lane_bytes, scan_bytes
+from tools.triton_versions import VERSIONS
+
+ROOT = Path(__file__).parents[2]
+RECORDS = json.loads((ROOT / "reports" / "kernel_evidence.json").read_text(encoding="utf-8"))
+SCANS = [r for r in RECORDS if r["op"] == "longhorn_scan" and "bandwidth" in r]
+# instructions for a token and channel; the layout that Triton 3.6 once chose took thirty times as many
+MOST = {("forward_kernel", 16): 130, ("forward_kernel", 32): 260, ("forward_kernel", 64): 520}
+MOST |= {("backward_kernel", 16): 620, ("backward_kernel", 32): 2900, ("backward_kernel", 64): 5800}
+LAUNCHERS = sorted((ROOT / "src" / "hf_hybrid_ssm" / "ops").rglob("triton*.py"))
+
+
+def test_no_inner_loop_spills():
+    """Registers that go to memory and back for every token."""
+    assert RECORDS and not [(r["op"], r["kernel"], r["class"], r["sm"]) for r in RECORDS if r["spills in inner loops"]]
+
+
+@pytest.mark.parametrize("kernel, states", MOST)
+def test_instructions_of_the_scan(kernel, states):
+    found = [r for r in SCANS if r["kernel"] == kernel and r["class"] == f"N={states}"]
+    assert found
+    for record in found:
+        for shape in record["bandwidth"].values():
+            assert shape["instructions per token and channel"] <= MOST[kernel, states]
+
+
+def test_bytes_of_the_scan():
+    """Of the backward at N = 16 with T = 2 and 32 channels a tile."""
+    sizes = {"S": 16, "P": 1, "T": 2, "BD": 32, "BLOCK": 64}
+    moved = scan_bytes(sizes, backward=True)
+    assert moved["least"] == 14 and moved["scratch"] == 64 and moved["parts of dk, dq"] == 8.25
+    assert scan_bytes(sizes, backward=False) == {"least": 8, "checkpoints": 1, "keys and queries": 4}
+
+
+def test_bytes_are_read_from_loads_and_stores():
+    text = [
+        "@P0 LDG.E.128 R4, [R2.64]",
+        "STG.E.U16 [R2.64], R4",
+        "LDGSTS.E.BYPASS.128 [R1], [R2.64]",
+        "LDG.E R1, [R2]",
+    ]
+    assert lane_bytes([*text, "LDS.128 R1, [R2]", "FFMA R1, R2, R3, R4"]) == 16 + 2 + 16 + 4
+
+
+def test_versions_are_those_that_are_admitted():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    floor = re.search(r">=([\d.]+)", project["optional-dependencies"]["gpu"][0])[1]
+    assert VERSIONS[0].rsplit(".", 1)[0] == floor and list(VERSIONS) == sorted(VERSIONS)
+
+
+@pytest.mark.parametrize("file", LAUNCHERS, ids=lambda file: f"{file.parent.name}/{file.stem}")
+def test_launches_have_one_axis(file):
+    """It takes 2^31 - 1 programs, the others 65,535: fewer than a long row has tiles, or a large batch rows."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    ids = [n for n in calls if isinstance(n.func, ast.Attribute) and n.func.attr in ("program_id", "num_programs")]
+    assert all(ast.literal_eval(n.args[0]) == 0 for n in ids)
+    launches = [n.func for n in calls if isinstance(n.func, ast.Subscript) and "kernel" in ast.unparse(n.func.value)]
+    grids = [launch.slice for launch in launches]
+    grids += [n.value for n in ast.walk(tree) if isinstance(n, ast.Assign) and "grid" in ast.unparse(n.targets[0])]
+    assert all(not isinstance(grid, ast.Tuple) or len(grid.elts) == 1 for grid in grids)
+
+
+def test_there_are_launches_to_look_at():
+    texts = [file.read_text(encoding="utf-8") for file in LAUNCHERS]
+    assert sum(len(re.findall(r"_kernel\[", text)) for text in texts) >= 12
