@@ -59,6 +59,21 @@ def _typed(part: torch.Tensor, state: State) -> torch.Tensor:
     return elements.unflatten(1, state.shape) if state.shape else elements.squeeze(1)
 
 
+def check_pageable(model: Any, growing: list[int]) -> None:
+    """
+    Raises:
+        ValueError: the model does not continue texts, or `growing` of its layers keep something of every token.
+    """
+    config = model.config
+    if config.is_encoder_decoder or model.get_decoder().is_bidirectional:
+        raise ValueError(f"this {config.model_type!r} model does not continue texts: its tokens see the future.")
+    if growing:
+        raise ValueError(
+            f"layers {growing} of this {config.model_type!r} model keep the keys and values of all tokens (full or "
+            "global attention): a page of fixed size cannot hold them."
+        )
+
+
 class PagedModel:
     """A causal language model of any family, run on the states of pages.
 
@@ -71,22 +86,12 @@ class PagedModel:
     """
 
     def __init__(self, model: Any, max_tokens: int):
-        self._check(model)
         self.model, self.max_tokens = model, max_tokens
+        check_pageable(model, [])  # before it is run
         layout = state_layout(model)
-        if layout.growing:
-            raise ValueError(
-                f"layers {layout.growing} of this {model.config.model_type!r} model keep the keys and values of all "
-                "tokens (full or global attention): a page of fixed size cannot hold them."
-            )
+        check_pageable(model, layout.growing)
         self.layout = PageLayout(layout)
         self._views: list[tuple[State, torch.Tensor]] = []
-
-    @staticmethod
-    def _check(model: Any) -> None:
-        config = model.config
-        if config.is_encoder_decoder or getattr(model.get_decoder(), "is_bidirectional", False):
-            raise ValueError(f"this {config.model_type!r} model does not continue texts: its tokens see the future.")
 
     def bind(self, pages: torch.Tensor) -> None:
         """Take the server's memory: (P, at least `layout.num_bytes`) int8 or uint8, whatever it contains."""
