@@ -127,7 +127,7 @@ class PagedHybridForCausalLM(nn.Module, HasInnerState, IsAttentionFree, Supports
         assert isinstance(metadata, dict)
         requests = metadata[LAYER].requests
         count = sum(requests.lengths)
-        hidden_states = self.paged.forward(input_ids[:count], requests)
+        hidden_states = self.paged.forward(input_ids[:count], positions[:count], requests)
         return nn.functional.pad(hidden_states, (0, 0, 0, len(input_ids) - count))
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
