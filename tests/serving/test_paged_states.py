@@ -7,6 +7,7 @@ import torch
 
 from hf_hybrid_ssm.serving.paged_states import PagedModel, Requests
 from hf_hybrid_ssm.serving.state_layout import State, state_layout
+from tests.host_syncs import as_on_an_accelerator, host_syncs
 from tests.models.invariances import TOLERANCE, random_ids, whole
 from tests.serving.test_context import GROWING
 from tests.tiny_models import VARIANTS, config_of, language_model, own_language_model
@@ -62,7 +63,8 @@ def served(model, requests: list[Request], seed: int, pages: int = 6) -> set[str
         happened |= {"begins and goes on"} if 0 in seen and max(seen) > 0 else set()
         tokens = torch.cat([r.ids[r.seen : r.seen + n] for r, n in zip(batch, lengths)])
         order = torch.tensor([request.page for request in batch])
-        hidden = paged.forward(tokens, Requests(lengths, seen, order))
+        positions = torch.cat([torch.arange(before, before + n) for before, n in zip(seen, lengths)])
+        hidden = paged.forward(tokens, positions, Requests(lengths, seen, order))
         logits = model.lm_head(model._pre_head(hidden))
         for request, part, length in zip(batch, logits.split(lengths), lengths):
             request.logits.append(part)
@@ -93,7 +95,8 @@ def test_in_bfloat16(variant):
     paged.bind(torch.full((3, paged.layout.num_bytes), -1, dtype=torch.int8))
     page, found, seen = torch.tensor([2]), [], 0
     for piece in ids[0].split([7, 1, 1, 6, 1, 4]):
-        found.append(paged.forward(piece, Requests([len(piece)], [seen], page)))
+        positions = torch.arange(seen, seen + len(piece))
+        found.append(paged.forward(piece, positions, Requests([len(piece)], [seen], page)))
         seen += len(piece)
     expected = model.get_decoder()(ids).last_hidden_state[0]
     torch.testing.assert_close(torch.cat(found), expected, rtol=0.05, atol=0.05)
@@ -130,6 +133,21 @@ def test_rectangles_hold_no_more_tokens_than_one_forward():
     assert sorted(index for group in groups for index in group) == list(range(34)) and groups[0] == list(range(29))
     assert all(len(group) * max(lengths[i] for i in group) <= 64 for group in groups)
     assert len(groups) == 3
+
+
+@pytest.mark.parametrize("variant", FIXED)
+def test_a_step_makes_no_device_wait(variant, monkeypatch):
+    """Nor is anything sent to it, once the engine has said which page is whose."""
+    monkeypatch.setattr("hf_hybrid_ssm.ops._core.dispatch._EVERYWHERE", "torch")  # as without kernels for CPUs
+    model, pages = model_of(variant), torch.tensor([1, 0])
+    paged = PagedModel(model, MAX_TOKENS)
+    paged.bind(torch.zeros(2, paged.layout.num_bytes, dtype=torch.int8))
+    places = torch.cat([torch.arange(9), torch.arange(7)])
+    paged.forward(random_ids(model, 1, 16)[0], places, Requests([9, 7], [0, 0], pages))
+    tokens, places, requests = torch.tensor([5, 6]), torch.tensor([9, 7]), Requests([1, 1], [9, 7], pages)
+    with as_on_an_accelerator():
+        paged.forward(tokens, places, requests)  # computes what is kept
+    assert host_syncs(lambda: paged.forward(tokens, places + 1, requests)) == []
 
 
 def test_a_state_has_its_bytes():

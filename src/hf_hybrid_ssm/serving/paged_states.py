@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
@@ -59,6 +60,21 @@ def _typed(part: torch.Tensor, state: State) -> torch.Tensor:
     return elements.unflatten(1, state.shape) if state.shape else elements.squeeze(1)
 
 
+def check_pageable(model: Any, growing: list[int]) -> None:
+    """
+    Raises:
+        ValueError: the model does not continue texts, or `growing` of its layers keep something of every token.
+    """
+    config = model.config
+    if config.is_encoder_decoder or model.get_decoder().is_bidirectional:
+        raise ValueError(f"this {config.model_type!r} model does not continue texts: its tokens see the future.")
+    if growing:
+        raise ValueError(
+            f"layers {growing} of this {config.model_type!r} model keep the keys and values of all tokens (full or "
+            "global attention): a page of fixed size cannot hold them."
+        )
+
+
 class PagedModel:
     """A causal language model of any family, run on the states of pages.
 
@@ -71,47 +87,40 @@ class PagedModel:
     """
 
     def __init__(self, model: Any, max_tokens: int):
-        self._check(model)
         self.model, self.max_tokens = model, max_tokens
+        check_pageable(model, [])  # before it is run
         layout = state_layout(model)
-        if layout.growing:
-            raise ValueError(
-                f"layers {layout.growing} of this {model.config.model_type!r} model keep the keys and values of all "
-                "tokens (full or global attention): a page of fixed size cannot hold them."
-            )
+        check_pageable(model, layout.growing)
         self.layout = PageLayout(layout)
         self._views: list[tuple[State, torch.Tensor]] = []
-
-    @staticmethod
-    def _check(model: Any) -> None:
-        config = model.config
-        if config.is_encoder_decoder or getattr(model.get_decoder(), "is_bidirectional", False):
-            raise ValueError(f"this {config.model_type!r} model does not continue texts: its tokens see the future.")
 
     def bind(self, pages: torch.Tensor) -> None:
         """Take the server's memory: (P, at least `layout.num_bytes`) int8 or uint8, whatever it contains."""
         self._views = self.layout.views(pages)
 
     @torch.no_grad()
-    def forward(self, input_ids: torch.Tensor, requests: Requests) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, requests: Requests) -> torch.Tensor:
         """Read the next tokens of every request, and leave its new states in its page.
+
+        Where every request has one token after earlier ones, nothing is read from the device, nor sent to it.
 
         Args:
             input_ids: (T,) int, T the sum of `requests.lengths`.
+            positions: (T,) int, of each token in its request.
 
         Returns:
             (T, D) after the last norm, before the head.
         """
         lengths, seen = requests.lengths, requests.seen
         if all(length == 1 and before > 0 for length, before in zip(lengths, seen)):
-            return self._run(input_ids.unsqueeze(1), None, requests)[:, 0]
-        tokens = input_ids.split(lengths)
+            return self._run(input_ids.unsqueeze(1), positions.unsqueeze(1), requests)[:, 0]
+        tokens, places = input_ids.split(lengths), positions.split(lengths)
         found: list[torch.Tensor | None] = [None] * len(lengths)
         for rows in self._rectangles(requests):
             index = torch.tensor(rows, device=requests.pages.device)
             part = Requests([lengths[i] for i in rows], [seen[i] for i in rows], requests.pages[index])
-            ids = torch.nn.utils.rnn.pad_sequence([tokens[i] for i in rows], batch_first=True)
-            for i, states in zip(rows, self._run(ids, _mask(part.lengths, ids), part)):
+            ids, columns = (pad_sequence([of[i] for i in rows], batch_first=True) for of in (tokens, places))
+            for i, states in zip(rows, self._run(ids, columns, part)):
                 found[i] = states[: lengths[i]]
         return torch.cat([states for states in found if states is not None])
 
@@ -134,22 +143,17 @@ class PagedModel:
             yield pieces[:count]
             pieces = pieces[count:]
 
-    def _run(self, ids: torch.Tensor, mask: torch.Tensor | None, requests: Requests) -> torch.Tensor:
+    def _run(self, ids: torch.Tensor, positions: torch.Tensor, requests: Requests) -> torch.Tensor:
         """Rows (R, L) whose real tokens come first → (R, L, D)."""
-        decoder, options = self.model.get_decoder(), {}
-        seen = torch.tensor(requests.seen, device=ids.device)
-        if decoder.has_columns:  # the cache counts columns, of which every request has its own number
-            columns = torch.arange(ids.shape[1], device=ids.device)
-            options["position_ids"] = seen.unsqueeze(1) + columns
-        cache = DynamicCache(config=self.model.config)
-        self._gather(cache, requests.pages, None if min(requests.seen) > 0 else seen == 0)
+        decoder, cache = self.model.get_decoder(), DynamicCache(config=self.model.config)
+        self._gather(cache, requests.pages, positions[:, 0] == 0 if 0 in requests.seen else None)
         hidden_states = decoder(
             ids,
-            attention_mask=mask,
+            attention_mask=_mask(requests.lengths, ids),
+            position_ids=positions if decoder.has_columns else None,  # the cache counts columns, each request its own
             past_key_values=cache,
             use_cache=True,
             continues_documents=True,
-            **options,
         ).last_hidden_state
         self._scatter(cache, requests.pages)
         return hidden_states

@@ -43,10 +43,10 @@ def state_layout(model: Any) -> StateLayout:
         model: in evaluation mode; the states are those of its device and of the kernels that run there.
     """
     decoder = model.get_decoder()
-    cache, device = DynamicCache(config=decoder.config), decoder.embed_tokens.weight.device
-    found = []
+    cache, found = DynamicCache(config=decoder.config), []
     for length in (2, 1):
-        decoder(torch.zeros(1, length, dtype=torch.int64, device=device), past_key_values=cache, use_cache=True)
+        ids = torch.zeros(1, length, dtype=torch.int64, device=decoder.device)
+        decoder(ids, past_key_values=cache, use_cache=True)
         found.append([_states(layer) for layer in cache.layers])
     first, second = found
     growing = [index for index, (before, after) in enumerate(zip(first, second)) if before is None or before != after]
