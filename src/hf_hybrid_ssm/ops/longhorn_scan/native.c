@@ -1,4 +1,4 @@
-/* The Longhorn scan on a CPU: sixteen channels in one vector, the states of those channels in N vectors.
+/* The Longhorn scan on a CPU: LANES channels in one vector, the states of those channels in N vectors.
  *
  * Letters as in reference.py: B batch, L length, D channels, N state size. All tensors are contiguous float32:
  * x, beta_logit, z, y (B, L, D); k, q (B, L, N); states (B, D, N); kk (B, L) = sum of k squared over N.
@@ -11,7 +11,7 @@
 #define BLOCK 32
 #define IN_REGISTERS 16 /* the usual N, for which the tile functions are specialised */
 /* unrolled, so that the states of a tile stay in registers where N is known */
-#define EACH_STATE _Pragma("GCC unroll 16") for (int64_t n = 0; n < N; n++)
+#define EACH_STATE UNROLL(16) for (int64_t n = 0; n < N; n++)
 
 /* what every token of a tile needs: delta = beta / (1 + beta kk), and E = 1 / beta - 1 for its gradient */
 static inline vec compute_delta(const float *beta_logit, const float *beta_bias, float kk, int lanes, vec *e) {
@@ -47,7 +47,7 @@ static void square_sums(const float *k, float *kk, int64_t rows, int64_t N) {
     }
 }
 
-static inline __attribute__((always_inline)) void forward_tile(
+INLINE void forward_tile(
     const problem *p, int64_t b, int64_t d, int lanes, int64_t begin, int64_t end, vec *h, float *y,
     const int64_t N) {
     const int64_t row = b * p->L;
@@ -91,13 +91,8 @@ static void store_state(float *state, const vec *h, int lanes, int64_t N) {
         for (int i = 0; i < lanes; i++) state[i * N + n] = h[n][i];
 }
 
-/* Floats of the checkpoint buffer: the state before every block, and kk. */
-int64_t longhorn_checkpoint_size(int64_t B, int64_t L, int64_t D, int64_t N) {
-    int64_t tiles = ceil_div(D, LANES);
-    return B * ceil_div(L, BLOCK) * tiles * N * LANES + B * L;
-}
-
-/* Returns 0, or 1 if memory ran out. checkpoints: longhorn_checkpoint_size floats. */
+/* Returns 0, or 1 if memory ran out. checkpoints: kk, after the state before every block if they are kept; longer than
+ * that, since the binding does not know LANES. */
 int longhorn_forward(
     const float *x, const float *beta_logit, const float *k, const float *q, const float *z, const float *beta_bias,
     const float *skip, const float *initial, const int64_t *seq_idx, float *y, float *final, float *checkpoints,
@@ -112,7 +107,7 @@ int longhorn_forward(
     for (int64_t task = 0; task < B * groups; task++) {
         const int64_t b = task / groups, first = (task % groups) * GROUP;
         const int64_t last = smaller(first + GROUP, tiles);
-        vec *h = aligned_alloc(64, GROUP * N * sizeof(vec));
+        vec *h = allocate(GROUP * N * sizeof(vec));
         if (!h) { failed = 1; continue; }
         for (int64_t tile = first; tile < last; tile++)
             load_state(initial ? initial + (b * D + tile * LANES) * N : 0, h + (tile - first) * N,
@@ -182,7 +177,7 @@ typedef struct {
     vec *dk, *dq;       /* (BLOCK, N) lane-wise sums over the tiles of the group */
 } gradients;
 
-static inline __attribute__((always_inline)) void backward_tile(
+INLINE void backward_tile(
     const problem *p, int64_t b, int64_t d, int lanes, int64_t begin, int64_t end, const vec *start, vec *lambda,
     vec *restrict before, const gradients *g, const int64_t N) {
     const int64_t row = b * p->L;
@@ -246,16 +241,13 @@ static inline __attribute__((always_inline)) void backward_tile(
     EACH_STATE lambda[n] = lam[n];
 }
 
-/* Number of groups: the leading size of the partial sums dk and dq (groups, B, L, N). */
-int64_t longhorn_groups(int64_t D) { return ceil_div(ceil_div(D, LANES), GROUP); }
-
-/* dskip and dbias are (B, D) partial sums; dinitial (B, D, N). Returns 0, or 1 if memory ran out. */
+/* dk and dq (groups, B, L, N), dskip and dbias (B, D) are partial sums; dinitial (B, D, N). Returns 0, or 1 if memory ran out. */
 int longhorn_backward(
     const float *x, const float *beta_logit, const float *k, const float *q, const float *z, const float *beta_bias,
     const float *skip, const int64_t *seq_idx, const float *checkpoints, const float *dy, const float *dfinal,
     float *dx, float *dbeta_logit, float *dk, float *dq, float *dz, float *dbias, float *dskip, float *dinitial,
     int64_t B, int64_t L, int64_t D, int64_t N, int64_t threads) {
-    const int64_t tiles = ceil_div(D, LANES), groups = longhorn_groups(D), blocks = ceil_div(L, BLOCK);
+    const int64_t tiles = ceil_div(D, LANES), groups = ceil_div(tiles, GROUP), blocks = ceil_div(L, BLOCK);
     const float *kk = checkpoints + B * blocks * tiles * N * LANES;
     const problem p = {x, beta_logit, k, q, z, beta_bias, skip, kk, seq_idx, B, L, D, N};
     int failed = 0;
@@ -263,7 +255,7 @@ int longhorn_backward(
     for (int64_t task = 0; task < B * groups; task++) {
         const int64_t b = task / groups, group = task % groups, first = group * GROUP;
         const int64_t last = smaller(first + GROUP, tiles);
-        vec *memory = aligned_alloc(64, (GROUP * (N + 2) + (3 * BLOCK + 1) * N) * sizeof(vec));
+        vec *memory = allocate((GROUP * (N + 2) + (3 * BLOCK + 1) * N) * sizeof(vec));
         if (!memory) { failed = 1; continue; }
         vec *lambda = memory, *sums = lambda + GROUP * N, *before = sums + 2 * GROUP;
         vec *partial = before + (BLOCK + 1) * N; /* dk, then dq */
