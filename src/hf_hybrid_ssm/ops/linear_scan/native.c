@@ -315,7 +315,8 @@ int channel_scan_backward(
 
 /* ---------------------------------------------------------------- one state for every channel, which is the output */
 
-#define WIDTH (LANES == 16 ? 4 : 8) /* vectors that run side by side: the next token waits for the one before, other channels need not */
+/* vectors that run side by side: the next token waits for the one before, other channels need not */
+#define WIDTH (LANES == 16 ? 4 : 8)
 
 /* W floats lie side by side, complex numbers as pairs (real, imaginary) */
 typedef struct { vec a[WIDTH], b[WIDTH], da[WIDTH], db[WIDTH]; int lanes[WIDTH]; } rotation;
