@@ -316,7 +316,7 @@ int channel_scan_backward(
 /* ---------------------------------------------------------------- one state for every channel, which is the output */
 
 /* vectors that run side by side: the next token waits for the one before, other channels need not */
-#define WIDTH (LANES == 16 ? 4 : 8)
+#define WIDTH (LANES == 8 ? 8 : 4)
 
 /* W floats lie side by side, complex numbers as pairs (real, imaginary) */
 typedef struct { vec a[WIDTH], b[WIDTH], da[WIDTH], db[WIDTH]; int lanes[WIDTH]; } rotation;
