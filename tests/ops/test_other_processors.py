@@ -1,4 +1,4 @@
-"""Two kernels on instruction sets that this machine may not have: compiled for them, and run as they are or in qemu."""
+"""Two kernels on instruction sets that other tests do not run: compiled for them, and run as they are or in qemu."""
 
 import platform
 import shutil
