@@ -9,6 +9,7 @@
 #include "vectors.h"
 
 #define BLOCK 32
+#define AT_ONCE (REGISTERS / 2) /* states that stay in registers */
 #define IN_REGISTERS 16 /* the usual N, for which the tile functions are specialised */
 /* unrolled, so that the states of a tile stay in registers where N is known */
 #define EACH_STATE UNROLL(16) for (int64_t n = 0; n < N; n++)
@@ -47,36 +48,55 @@ static void square_sums(const float *k, float *kk, int64_t rows, int64_t N) {
     }
 }
 
-INLINE void forward_tile(
-    const problem *p, int64_t b, int64_t d, int lanes, int64_t begin, int64_t end, vec *h, float *y,
-    const int64_t N) {
-    const int64_t row = b * p->L;
-    vec skip = p->skip ? load(p->skip + d, lanes) : broadcast(0);
-    vec registers[IN_REGISTERS], *state = N == IN_REGISTERS ? registers : h;
-    EACH_STATE state[n] = h[n];
+/* Some states of a tile through a block; `outs` collects what is read of them. */
+INLINE void forward_states(
+    const problem *p, int64_t row, int64_t d, int lanes, int64_t begin, int64_t end, vec *h, int64_t first,
+    const vec *deltas, vec *outs, const int64_t N) {
+    vec registers[AT_ONCE], *state = N == AT_ONCE ? registers : h + first;
+    EACH_STATE state[n] = h[first + n];
     for (int64_t t = begin; t < end; t++) {
-        const int64_t at = (row + t) * p->D + d;
-        const float *k = p->k + (row + t) * N, *q = p->q + (row + t) * N;
-        ahead(p, at);
-        __builtin_prefetch(y + at + AHEAD * p->D, 1);
+        const float *k = p->k + (row + t) * p->N + first, *q = p->q + (row + t) * p->N + first;
         if (starts_document(p->seq_idx, row, t)) EACH_STATE state[n] = broadcast(0);
-        vec e, x = load(p->x + at, lanes);
-        vec delta = compute_delta(p->beta_logit + at, p->beta_bias ? p->beta_bias + d : 0, p->kk[row + t], lanes, &e);
-        vec out = skip * x, odd = broadcast(0); /* two sums: half the chain of dependent additions */
+        const vec x = load(p->x + (row + t) * p->D + d, lanes), delta = deltas[t - begin];
+        vec out = outs[t - begin], odd = broadcast(0); /* two sums: half the chain of dependent additions */
         EACH_STATE {
-            vec write = delta * k[n];
+            const vec write = delta * k[n];
             state[n] += write * (x - state[n] * k[n]);
             if (n % 2) odd += state[n] * q[n];
             else out += state[n] * q[n];
         }
-        out += odd;
+        outs[t - begin] = out + odd;
+    }
+    EACH_STATE h[first + n] = state[n];
+}
+
+INLINE void forward_tile(
+    const problem *p, int64_t b, int64_t d, int lanes, int64_t begin, int64_t end, vec *h, float *y,
+    const int64_t N) {
+    const int64_t row = b * p->L;
+    const vec skip = p->skip ? load(p->skip + d, lanes) : broadcast(0);
+    vec deltas[BLOCK], outs[BLOCK], e;
+    for (int64_t t = begin; t < end; t++) {
+        const int64_t at = (row + t) * p->D + d;
+        ahead(p, at);
+        __builtin_prefetch(y + at + AHEAD * p->D, 1);
+        const float *bias = p->beta_bias ? p->beta_bias + d : 0;
+        deltas[t - begin] = compute_delta(p->beta_logit + at, bias, p->kk[row + t], lanes, &e);
+        outs[t - begin] = skip * load(p->x + at, lanes);
+    }
+    int64_t first = 0;
+    for (; first + AT_ONCE <= N; first += AT_ONCE)
+        forward_states(p, row, d, lanes, begin, end, h, first, deltas, outs, AT_ONCE);
+    if (first < N) forward_states(p, row, d, lanes, begin, end, h, first, deltas, outs, N - first);
+    for (int64_t t = begin; t < end; t++) {
+        const int64_t at = (row + t) * p->D + d;
+        vec out = outs[t - begin];
         if (p->z) {
-            vec z = load(p->z + at, lanes);
+            const vec z = load(p->z + at, lanes);
             out *= z * sigmoid(z);
         }
         store(y + at, out, lanes);
     }
-    EACH_STATE h[n] = state[n];
 }
 
 static void load_state(const float *state, vec *h, int lanes, int64_t N) {
