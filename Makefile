@@ -25,6 +25,7 @@
 #   make docs        run what README.md and docs/ show, and check their links
 #   make site        the documentation as a site in build/site, with the API reference
 #   make build       the wheel and the source distribution in dist/
+#   make wheels      a wheel with the C kernels inside, in dist/, installed and run without a compiler
 
 VENV ?= .venv
 JOBS ?= 2
@@ -137,12 +138,16 @@ gpu:
 docs: $(STAMP)
 	$(RUN_TESTS) tests/test_documentation.py
 
-.PHONY: site build
+.PHONY: site build wheels
 site: $(STAMP)
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -c docs . build/site
 
 build: $(STAMP)
 	$(BIN)/python -m hatchling build
+
+# and an installation of them, in a folder of its own and without a compiler
+wheels: $(STAMP)
+	$(BIN)/python -m tools.wheels --check
 
 install: $(STAMP)
 

@@ -20,6 +20,7 @@ ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"} | os.environ
 # in this order: ops, layers, models
 BENCHMARKS = (
     "longhorn_scan",
+    "cpu_kernels",
     "long_conv_counts",
     "local_attention",
     "spade_ssm_cost",

@@ -155,6 +155,22 @@ def longhorn_scan(figures: dict) -> str:
     )
 
 
+def cpu_kernels(figures: dict) -> str:
+    """Milliseconds of native and torch on each instruction set, forward and with backward."""
+    levels, rows = figures["milliseconds"], []
+    for name in figures["sizes"]:
+        for kind in ("forward", "forward and backward"):
+            row = [f"{name}, {kind}"]
+            for found in levels.values():
+                pair = None if found is None else found[name][kind]
+                cells = ["not measured"] * 2 if pair is None else [f"{pair[b]:.1f}" for b in ("native", "torch")]
+                row += cells
+            rows.append(row)
+    head = ["ms"] + [f"{level}, {backend}" for level in levels for backend in ("C", "torch")]
+    sizes = "".join(f"- `{name}`: {text}\n" for name, text in figures["sizes"].items())
+    return f"{markdown_table(head, rows)}\n{sizes}"
+
+
 def bst_layer(figures: dict) -> str:
     kinds = figures["layer"]
     lengths = list(kinds["forward"]["thousand_tokens_per_second"])
@@ -460,6 +476,7 @@ TABLES = {
     "lm_eval": lm_eval,
     "scitldr": scitldr,
     "longhorn_scan": longhorn_scan,
+    "cpu_kernels": cpu_kernels,
     "long_conv_counts": long_conv_counts,
     "longhorn_training": longhorn_training,
     "local_attention": local_attention,
@@ -480,6 +497,7 @@ def measured_on(figures: dict) -> str:
     """The machine, the versions and the commit, as far as the results tell them."""
     machine = figures.get("machine") or {}
     parts = [machine["processor"], f"{machine['threads']} thread{'s' * (machine['threads'] != 1)}"] if machine else []
+    parts += [machine["instruction_set"]] if "instruction_set" in machine else []
     parts += [machine["accelerator"]] if "accelerator" in machine else []
     known = {"torch": figures.get("torch")} | machine
     versions = {"Python": "python", "torch": "torch", "transformers": "transformers"}

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import transformers
 
+from hf_hybrid_ssm.ops._core import instruction_sets
+
 ROOT = Path(__file__).parents[2]
 DATA_FOLDERS = ("HF_HYBRID_SSM_DATA", "HF_HYBRID_SSM_LRA")
 
@@ -51,6 +53,7 @@ def machine() -> dict[str, Any]:
     if torch.cuda.is_available():
         found["accelerator"] = torch.cuda.get_device_name()
     return found | {
+        "instruction_set": instruction_sets.in_use(),
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -98,10 +98,11 @@ class CFunction:
         self.numbers = ["".join(text.split()) for text in numbers.split(",")]
         places = {tensor.name: place for place, tensor in enumerate(self.tensors)}
         self._sources = [_source(number, places) for number in self.numbers]
+        self._options = [place for place, source in enumerate(self._sources) if source is None]
         self._function: Callable[..., int] | None = None
-        self._known: dict[tuple, list[int | None]] = {}
+        self._known: dict[tuple, list] = {}
 
-    def check(self, tensors: Sequence[torch.Tensor | None]) -> tuple[list[int | None], list[int | None]]:
+    def check(self, tensors: Sequence[torch.Tensor | None]) -> tuple[list[int | None], list]:
         """Addresses of the tensors (null for None), and the numbers that follow from them (None for an option).
 
         Decoding asks with the same layouts again and again: each is looked at once.
@@ -143,8 +144,9 @@ class CFunction:
             ValueError: C refuses the values of one.
         """
         at, found = self.check(tensors)
-        given = iter(options)
-        numbers = [next(given) if number is None else number for number in found]
+        numbers = found.copy()
+        for place, option in zip(self._options, options, strict=True):
+            numbers[place] = option
         function = self._function or self._prepared()
         code = function(*at, *numbers, torch.get_num_threads())
         if code == 1:

@@ -1,6 +1,6 @@
-/* Fourier transforms along time of thirty-two channels at once, in place and without reordering.
+/* Fourier transforms along time of two vectors of channels at once, in place and without reordering.
  *
- * The channels of a pair are sixteen real and sixteen imaginary parts of one complex sequence: what is multiplied by
+ * The channels of a pair are LANES real and LANES imaginary parts of one complex sequence: what is multiplied by
  * the spectrum of a real filter keeps them apart, so that two real convolutions cost one complex transform. Forward
  * decimates in frequency, backward undoes exactly that, hence spectra are in scrambled order; products do not mind.
  */

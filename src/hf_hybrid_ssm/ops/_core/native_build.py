@@ -1,9 +1,12 @@
-"""The library of a C file of this package, compiled on first use and kept.
+"""The library of a C file of this package: shipped with a wheel, or compiled on first use and kept.
 
-The machine's C compiler makes it, for this very processor. What it made is kept in the user's cache folder
-(`cache_folder`) under a name that holds a hash of source, headers, compiler, flags and processor, and ends with a hash
-of itself: a damaged file is compiled again. What others could have written is not loaded; this process then compiles
-its own copy. Processes that need a library at the same time wait for one of them to make it.
+A wheel for one kind of processor holds libraries for several instruction sets (`SHIPPED`); the best one that this
+processor has is loaded, and no compiler is needed. They name no OpenMP runtime, but find torch's, which is loaded.
+
+Elsewhere the machine's C compiler makes the library, for this very processor. What it made is kept in the user's cache
+folder (`cache_folder`) under a name that holds a hash of source, headers, compiler, flags and processor, and ends with
+a hash of itself: a damaged file is compiled again. What others could have written is not loaded; this process then
+compiles its own copy. Processes that need a library at the same time wait for one of them to make it.
 """
 
 import atexit
@@ -25,6 +28,7 @@ from pathlib import Path
 
 import torch
 
+from hf_hybrid_ssm.ops._core import instruction_sets
 from hf_hybrid_ssm.ops._core.cache_folder import cache_folder, unsafe
 
 logger = logging.getLogger(__name__)
@@ -32,7 +36,8 @@ logger = logging.getLogger(__name__)
 INCLUDES = Path(__file__).parent  # of the headers that the C files share
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fopenmp")
 # longhorn_native_times_as_fast["longhorn torch"] of benchmarks/results/longhorn_training.json
-NO_COMPILER = "no C compiler was found; with gcc or clang (or CC set) a small Longhorn trains 4.3 times as fast"
+NO_COMPILER = "no C compiler was found; with gcc or clang (clang with libomp; or CC set) a small Longhorn trains 4.3 times as fast"
+SHIPPED = Path(__file__).parents[1] / "_compiled"  # / instruction set / op-file-hash.so, see tools/wheels.py
 UNFINISHED = "unfinished-"  # how the folder of a compilation begins
 
 
@@ -49,10 +54,20 @@ def _compiler() -> tuple[str, ...] | None:
 
 
 def missing_compiler() -> str | None:
-    """None if native code can be compiled here, else the reason it cannot."""
+    """None if native code was shipped for this processor or can be compiled here, else the reason it cannot."""
     if platform.system() != "Linux":
         return f"native code is compiled on Linux only, this is {platform.system()}"
-    return None if _compiler() else NO_COMPILER
+    if reason := instruction_sets.missing():
+        return reason
+    if _compiler() or _shipped_folder():
+        return None
+    return NO_COMPILER
+
+
+def _shipped_folder() -> Path | None:
+    """Where the libraries for this processor are, if this package was installed with them."""
+    names = (instruction_sets.held_to(),) if instruction_sets.held_to() else instruction_sets.available()
+    return next((SHIPPED / name for name in names if name and (SHIPPED / name).is_dir()), None)
 
 
 def compile_and_load(source: Path) -> ctypes.CDLL:
@@ -64,6 +79,12 @@ def compile_and_load(source: Path) -> ctypes.CDLL:
     reason = missing_compiler()
     if reason:
         raise OSError(reason)
+    folder = _shipped_folder()
+    if folder and (shipped := folder / shipped_name(source)).exists():
+        _load_openmp()
+        return ctypes.CDLL(str(shipped))
+    if not _compiler():
+        raise OSError("no C compiler was found, and the shipped library is of other sources than these")
     name = f"{source.stem}-{_fingerprint(source)}.so"
     if library := _loaded(_place() / name):
         return library
@@ -153,32 +174,61 @@ def _alone_in(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _flags() -> tuple[str, ...]:
-    return (*FLAGS, "-march=native")
+def shipped_name(source: Path) -> str:
+    """The file name of the library that a wheel holds of `source`."""
+    return f"{source.parent.name}-{source.stem}-{_hash(*_code(source))}.so"
 
 
-def _fingerprint(source: Path) -> str:
-    processor = Path("/proc/cpuinfo")
-    flags = [
-        line for line in processor.read_text().splitlines() if line.startswith(("flags", "Features", "model name"))
-    ]
+def _code(source: Path) -> list[bytes]:
+    """The C file and its headers."""
     headers = (*sorted(INCLUDES.glob("*.h")), *sorted(source.parent.glob("*.h")))
-    code = [path.read_bytes() for path in (source, *headers)]
-    parts = (*code, " ".join(_compiler() or ()), *_flags(), *sorted(set(flags)), torch.__version__)
+    return [path.read_bytes() for path in (source, *headers)]
+
+
+def _hash(*parts: bytes | str) -> str:
     return hashlib.sha256(b"\0".join(p if isinstance(p, bytes) else p.encode() for p in parts)).hexdigest()[:16]
 
 
-def _openmp() -> list[str]:
-    """torch's own OpenMP runtime, so that both share one pool of threads; the system's if torch ships none."""
-    carried = sorted(Path(torch.__file__).parent.joinpath("lib").glob("libgomp*.so*"))
-    return [str(carried[0]), f"-Wl,-rpath,{carried[0].parent}"] if carried else ["-fopenmp"]
+def _flags() -> tuple[str, ...]:
+    return (*FLAGS, instruction_sets.march())
+
+
+def _fingerprint(source: Path) -> str:
+    made_by = (" ".join(_compiler() or ()), *_flags(), *instruction_sets.processor(), torch.__version__)
+    return _hash(*_code(source), *made_by)
+
+
+def _torchs_openmp() -> Path | None:
+    """torch's own OpenMP runtime, so that both share one pool of threads."""
+    return next(iter(sorted(Path(torch.__file__).parent.joinpath("lib").glob("libgomp*.so*"))), None)
+
+
+@cache
+def _load_openmp() -> None:
+    """For libraries that name none: torch's runtime, or the system's if torch ships none."""
+    ctypes.CDLL(str(_torchs_openmp() or "libgomp.so.1"), ctypes.RTLD_GLOBAL)
+
+
+@cache
+def _is_clang(compiler: tuple[str, ...]) -> bool:
+    macros = [*compiler, "-dM", "-E", "-x", "c", os.devnull]
+    done = subprocess.run(macros, capture_output=True, text=True)  # noqa: S603 - a list of arguments, no shell
+    return "__clang__" in done.stdout
+
+
+def _openmp(compiler: tuple[str, ...]) -> list[str]:
+    """How to link with OpenMP: what clang compiles calls a runtime of its own (libomp)."""
+    carried = _torchs_openmp()
+    if carried is None or _is_clang(compiler):
+        return ["-fopenmp"]
+    return [str(carried), f"-Wl,-rpath,{carried.parent}"]
 
 
 def _compile(source: Path, target: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=target.parent) as folder:
         built, compiler = Path(folder, target.name), _compiler() or ()
         compiling = [*compiler, *_flags(), f"-I{INCLUDES}", "-c", str(source), "-o", f"{built}.o"]
-        linking = [*compiler, "-shared", f"{built}.o", "-o", str(built), *_openmp(), "-lm"]
+        linking = [*compiler, "-shared", f"{built}.o", "-o", str(built), *_openmp(compiler), "-lm"]
         for step in (compiling, linking):
             done = subprocess.run(step, capture_output=True, text=True)  # noqa: S603 - a list of arguments, no shell
             if done.returncode:

@@ -39,14 +39,14 @@ def supports(device_type: str, dtype: torch.dtype) -> str | None:
 
 def contiguous(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     """Contiguous, in that dtype."""
-    return None if tensor is None else tensor.to(dtype).contiguous()
+    if tensor is None or (tensor.dtype == dtype and tensor.is_contiguous()):
+        return tensor
+    return tensor.to(dtype).contiguous()
 
 
 def prepared(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """In the form that C takes: contiguous float32."""
-    if tensor is None or (tensor.dtype == torch.float32 and tensor.is_contiguous()):
-        return tensor
-    return tensor.float().contiguous()
+    return contiguous(tensor, torch.float32)
 
 
 def with_dense_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:

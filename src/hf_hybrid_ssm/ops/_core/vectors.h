@@ -1,15 +1,61 @@
-/* What the C kernels share: sixteen float32 channels in one vector, tiles of them, and the exponential function. */
+/* What the C kernels share: float32 channels in one vector, tiles of them, and the exponential function.
+ *
+ * A vector is what the processor holds in one register, since compilers split longer ones badly: 16 numbers with
+ * AVX-512, 8 with AVX2, else 4. GCC and clang compile all of this.
+ */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
+#if defined(__AVX512F__)
 #define LANES 16
-#define GROUP 8  /* tiles of LANES channels that one task of the thread pool walks through */
-#define AHEAD 16 /* tokens between the prefetch of a row and its use: rows lie pages apart, no hardware follows them */
+#define REGISTERS 32
+#elif defined(__AVX2__)
+#define LANES 8
+#define REGISTERS 16
+#else
+#define LANES 4
+#define REGISTERS 16
+#endif
+#define GROUP (128 / LANES) /* tiles of LANES channels that one task of the thread pool walks through */
+#define AHEAD 16            /* tokens between the prefetch of a row and its use: rows lie pages apart, no hardware follows */
+
+#define INLINE static inline __attribute__((always_inline))
+#define PRAGMA(text) _Pragma(#text)
+#if defined(__clang__)
+#define UNROLL(times) PRAGMA(clang loop unroll_count(times))
+#else
+#define UNROLL(times) PRAGMA(GCC unroll times)
+#endif
 
 /* aligned(4): tensors begin anywhere, and their rows are as long as D says */
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef float half __attribute__((vector_size(32), aligned(4), may_alias));
+typedef float quarter __attribute__((vector_size(16), aligned(4), may_alias));
+
+/* a and b in turn, as they are or two more for every pair */
+#if LANES == 16
+#define IN_TURN(a, b) a, b, a, b, a, b, a, b, a, b, a, b, a, b, a, b
+#define BY_PAIRS(a, b) \
+    a, b, a + 2, b + 2, a + 4, b + 4, a + 6, b + 6, a + 8, b + 8, a + 10, b + 10, a + 12, b + 12, a + 14, b + 14
+#elif LANES == 8
+#define IN_TURN(a, b) a, b, a, b, a, b, a, b
+#define BY_PAIRS(a, b) a, b, a + 2, b + 2, a + 4, b + 4, a + 6, b + 6
+#else
+#define IN_TURN(a, b) a, b, a, b
+#define BY_PAIRS(a, b) a, b, a + 2, b + 2
+#endif
+
+/* the lanes of v with these indices */
+#if defined(__clang__)
+#define SHUFFLED(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
+#else
+#define SHUFFLED(v, ...) __builtin_shuffle(v, (ivec){__VA_ARGS__})
+#endif
+
+/* memory that begins with a cache line, or null; for free() */
+static inline void *allocate(int64_t bytes) { return aligned_alloc(64, (bytes + 63) / 64 * 64); }
 
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -32,11 +78,19 @@ static inline void store(float *to, vec v, int lanes) {
     else for (int i = 0; i < lanes; i++) to[i] = v[i];
 }
 
+/* of all lanes */
 static inline float sum(vec v) {
-    v += __builtin_shuffle(v, (ivec){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
-    v += __builtin_shuffle(v, (ivec){4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
-    v += __builtin_shuffle(v, (ivec){2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13});
-    return v[0] + v[1];
+#if LANES == 16
+    const half h = ((half *)&v)[0] + ((half *)&v)[1];
+#else
+    const vec h = v;
+#endif
+#if LANES >= 8
+    const quarter q = ((const quarter *)&h)[0] + ((const quarter *)&h)[1];
+#else
+    const vec q = h;
+#endif
+    return (q[0] + q[2]) + (q[1] + q[3]);
 }
 
 static inline vec clamp(vec v, float low, float high) {
@@ -62,16 +116,6 @@ static inline vec exponential(vec x) {
 
 /* beyond |x| = 80 it is 0 or 1 in float32 */
 static inline vec sigmoid(vec x) { return 1.0f / (1.0f + exponential(-x)); }
-
-typedef float half __attribute__((vector_size(32), aligned(4), may_alias));
-typedef float quarter __attribute__((vector_size(16), aligned(4), may_alias));
-
-/* of all lanes */
-static inline float total(vec v) {
-    const half h = ((half *)&v)[0] + ((half *)&v)[1];
-    const quarter q = ((quarter *)&h)[0] + ((quarter *)&h)[1];
-    return (q[0] + q[2]) + (q[1] + q[3]);
-}
 
 /* x Phi(x), and its derivative Phi(x) + x phi(x); erfc(|x| / sqrt 2) = exp(-x^2 / 2) times a polynomial in
  * 1 / (1 + 0.3 |x|), relative error 1.1e-7 */

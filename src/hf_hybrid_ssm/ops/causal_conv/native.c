@@ -1,4 +1,4 @@
-/* The short causal convolution on a CPU: sixteen channels in one vector, K taps each, bias and SiLU in the same pass.
+/* The short causal convolution on a CPU: LANES channels in one vector, K taps each, bias and SiLU in the same pass.
  *
  * B batch, L length, D channels, K taps. All tensors are contiguous float32: x, y, dy (B, L, D); weight (K, D), taps
  * oldest first; bias (D); initial (B, K - 1, D). A task of the thread pool is a group of channel tiles of one row, and
@@ -27,7 +27,7 @@ static inline vec input(const problem *p, int64_t b, int64_t d, int64_t t, int64
     return p->initial ? load(p->initial + (b * (K - 1) + K - 1 + t) * p->D + d, lanes) : broadcast(0);
 }
 
-static inline __attribute__((always_inline)) vec linear(
+INLINE vec linear(
     const problem *p, int64_t b, int64_t d, int64_t t, const vec *w, vec bias, int lanes, const int64_t K) {
     vec y = bias;
     if (!p->seq_idx && t >= K - 1) {
@@ -43,7 +43,7 @@ static inline __attribute__((always_inline)) vec linear(
     return y;
 }
 
-static inline __attribute__((always_inline)) void forward_tile(
+INLINE void forward_tile(
     const problem *p, int64_t b, int64_t d, int64_t begin, int64_t end, float *y, vec *w, int lanes, const int64_t K) {
     for (int64_t j = 0; j < K; j++) w[j] = load(p->weight + j * p->D + d, lanes);
     const vec bias = p->bias ? load(p->bias + d, lanes) : broadcast(0);
@@ -92,7 +92,7 @@ int causal_conv_forward(
     for (int64_t task = 0; task < B * groups; task++) {
         const int64_t b = task / groups, first = (task % groups) * GROUP;
         const int64_t last = smaller(first + GROUP, tiles);
-        vec *w = aligned_alloc(64, K * sizeof(vec));
+        vec *w = allocate(K * sizeof(vec));
         if (!w) { failed = 1; continue; }
         for (int64_t begin = 0; begin < L; begin += BLOCK) {
             const int64_t end = smaller(begin + BLOCK, L);
@@ -109,7 +109,7 @@ int causal_conv_forward(
 }
 
 /* later: gradients of the linear outputs of the K tokens from t on, a ring by t modulo K */
-static inline __attribute__((always_inline)) void backward_tile(
+INLINE void backward_tile(
     const problem *p, int64_t b, int64_t d, int64_t begin, int64_t end, const float *dy, float *dx, const vec *w,
     vec *dw, vec *dbias, vec *later, int lanes, const int64_t K) {
     const vec bias = p->bias ? load(p->bias + d, lanes) : broadcast(0);
@@ -147,7 +147,7 @@ int causal_conv_backward(
     for (int64_t task = 0; task < B * groups; task++) {
         const int64_t b = task / groups, first = (task % groups) * GROUP;
         const int64_t last = smaller(first + GROUP, tiles);
-        vec *memory = aligned_alloc(64, GROUP * each * sizeof(vec));
+        vec *memory = allocate(GROUP * each * sizeof(vec));
         if (!memory) { failed = 1; continue; }
         memset(memory, 0, GROUP * each * sizeof(vec));
         for (int64_t tile = first; tile < last; tile++) {

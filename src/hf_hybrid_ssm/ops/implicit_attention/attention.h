@@ -8,14 +8,16 @@
 #include <sys/mman.h>
 
 #define CHUNK 16 /* tokens of one task of the thread pool */
-#define BLOCK 4  /* rows whose products are summed in registers: BLOCK squared sums */
+#define BLOCK 4  /* rows of queries whose products are summed in registers */
+#define KEYS_AT_ONCE (REGISTERS / 8) /* of keys */
+#define WHOLE (LANES > 2 * BLOCK ? LANES : 2 * BLOCK) /* what rows of weights are a multiple of */
 
 typedef struct {
     const float *bias, *collapse, *offset; /* (3 R) or null, (R), (1) or null */
     float scale;                           /* of the logits */
     int64_t D, R, threads;
     int64_t tiles, vectors; /* of 2 LANES channels, of LANES */
-    int64_t padded, width;  /* R rounded up to BLOCK, to LANES */
+    int64_t padded, width;  /* R rounded up to BLOCK, to WHOLE */
     int64_t stride;         /* tokens from filter to filter; a power of two would make them share cache lines */
     float *rows;            /* (tiles, 3 R, stride, 2 LANES) */
     char *scratch;          /* of each thread */
@@ -33,13 +35,13 @@ static int open_attention(attention *a, int64_t tokens, int64_t more_scratch) {
     a->tiles = ceil_div(a->D, 2 * LANES);
     a->vectors = ceil_div(a->D, LANES);
     a->padded = ceil_div(a->R, BLOCK) * BLOCK;
-    a->width = ceil_div(a->R, LANES) * LANES;
+    a->width = ceil_div(a->R, WHOLE) * WHOLE;
     a->stride = tokens | 1;
     const int64_t own = ((6 * a->padded + 2) * a->vectors * LANES + (3 * a->padded + 3) * a->width) * sizeof(float);
     a->scratch_size = ceil_div(own > more_scratch ? own : more_scratch, 4096) * 4096;
     const int64_t needed = a->tiles * 3 * a->R * a->stride * sizeof(pair), page = needed >> 21 ? 1 << 21 : 64;
     a->rows = aligned_alloc(page, ceil_div(needed, page) * page);
-    a->scratch = aligned_alloc(64, a->threads * a->scratch_size);
+    a->scratch = allocate(a->threads * a->scratch_size);
     if (!a->rows || !a->scratch) return 0;
     if (page > 64) madvise(a->rows, ceil_div(needed, page) * page, MADV_HUGEPAGE); /* or a page fault for every 4 KB */
     return 1;
@@ -71,24 +73,25 @@ static inline void attend(const attention *a, const vec *active, float *weights)
     const int64_t V = a->vectors;
     const vec *q = active, *k = active + a->padded * V;
     for (int64_t i = 0; i < a->padded; i += BLOCK)
-        for (int64_t j = 0; j < a->padded; j += BLOCK) {
-            vec sums[BLOCK * BLOCK] = {0};
+        for (int64_t j = 0; j < a->padded; j += KEYS_AT_ONCE) {
+            vec sums[BLOCK * KEYS_AT_ONCE] = {0};
             for (int64_t v = 0; v < V; v++)
-#pragma GCC unroll 4
+UNROLL(4)
                 for (int e = 0; e < BLOCK; e++)
-#pragma GCC unroll 4
-                    for (int c = 0; c < BLOCK; c++) sums[e * BLOCK + c] += q[(i + e) * V + v] * k[(j + c) * V + v];
+UNROLL(4)
+                    for (int c = 0; c < KEYS_AT_ONCE; c++) sums[e * KEYS_AT_ONCE + c] += q[(i + e) * V + v] * k[(j + c) * V + v];
             for (int e = 0; e < BLOCK; e++)
-                for (int c = 0; c < BLOCK; c++)
-                    weights[(i + e) * a->width + j + c] = j + c < a->R ? a->scale * total(sums[e * BLOCK + c]) : -1e30f;
+                for (int c = 0; c < KEYS_AT_ONCE; c++)
+                    weights[(i + e) * a->width + j + c] =
+                        j + c < a->R ? a->scale * sum(sums[e * KEYS_AT_ONCE + c]) : -1e30f;
         }
     for (int64_t i = 0; i < a->R; i++) {
         float *row = weights + i * a->width, largest = row[0];
         for (int64_t j = a->padded; j < a->width; j++) row[j] = -1e30f;
         for (int64_t j = 1; j < a->R; j++) largest = row[j] > largest ? row[j] : largest;
-        vec sum = {0};
-        for (int64_t j = 0; j < a->width; j += LANES) sum += *(vec *)(row + j) = exponential(*(vec *)(row + j) - largest);
-        const float norm = 1 / total(sum);
+        vec all = {0};
+        for (int64_t j = 0; j < a->width; j += LANES) all += *(vec *)(row + j) = exponential(*(vec *)(row + j) - largest);
+        const float norm = 1 / sum(all);
         for (int64_t j = 0; j < a->width; j += LANES) *(vec *)(row + j) *= norm;
         for (int64_t j = a->R; j < a->width; j++) row[j] = 0;
     }
@@ -135,7 +138,7 @@ static inline void mix_back(
         for (int64_t v = 0; v < V; v++) {
             vec sums[2 * BLOCK] = {0};
             for (int64_t j = 0; j < a->R; j++)
-#pragma GCC unroll 8
+UNROLL(8)
                 for (int e = 0; e < 2 * BLOCK; e++) sums[e] += weights[j * a->width + i + e] * from[j * V + v];
             for (int64_t e = 0; e < count; e++) {
                 sums[e] *= slope[(i + e) * V + v];
@@ -143,7 +146,7 @@ static inline void mix_back(
                 *(vec *)(row_of(a, v / 2, first + i + e) + (2 * t + v % 2) * LANES) = sums[e];
             }
         }
-        for (int64_t e = 0; e < count; e++) dbias[first + i + e] += total(biases[e]);
+        for (int64_t e = 0; e < count; e++) dbias[first + i + e] += sum(biases[e]);
     }
 }
 
@@ -165,9 +168,9 @@ static void attend_tokens_back(const attention *a, int64_t count, const float *d
             for (int64_t v = 0; v < V; v++)
                 dm[v] = load(dm_of_tokens + t * a->D + v * LANES, lanes_of(v * LANES, a->D));
             for (int64_t j = 0; j < a->R; j++) {
-                vec sum = {0};
-                for (int64_t v = 0; v < V; v++) sum += dm[v] * active[2 * part + j * V + v];
-                along[j] = total(sum);
+                vec all = {0};
+                for (int64_t v = 0; v < V; v++) all += dm[v] * active[2 * part + j * V + v];
+                along[j] = sum(all);
             }
             for (int64_t i = 0; i < a->R; i++) {
                 const float *row = weights + i * W;
@@ -183,13 +186,13 @@ static void attend_tokens_back(const attention *a, int64_t count, const float *d
             mix_back(a, t, 0, of_keys, active + part, slope, dbias);
             mix_back(a, t, a->R, of_queries, active, slope + part, dbias);
             for (int64_t j = 0; j < a->R; j++) {
-                vec sum = {0};
+                vec all = {0};
                 for (int64_t v = 0; v < V; v++) {
                     const vec gradient = of_values[j] * dm[v] * slope[2 * part + j * V + v];
-                    sum += gradient;
+                    all += gradient;
                     *(vec *)(row_of(a, v / 2, 2 * a->R + j) + (2 * t + v % 2) * LANES) = gradient;
                 }
-                dbias[2 * a->R + j] += total(sum);
+                dbias[2 * a->R + j] += sum(all);
             }
         }
     }

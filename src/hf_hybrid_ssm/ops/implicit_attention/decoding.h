@@ -5,19 +5,21 @@
  * reads W A^{j+1} s plus the sum over k <= j of (W A^k B) x_{j-k}.
  */
 
+#define PRODUCTS (REGISTERS / 4) /* rows whose sums fit the registers */
+
 /* out (M, 2 LANES) (+)= a b, for a (M, K) whose rows are `width` floats apart and b (K, 2 LANES). */
 static inline void multiply(const float *a, int64_t width, const pair *b, pair *out, int64_t M, int64_t K, int adds) {
-    for (int64_t i = 0; i < M; i += 2 * BLOCK) {
-        const float *rows[2 * BLOCK];
-        pair sums[2 * BLOCK] = {0};
-        for (int64_t r = 0; r < 2 * BLOCK; r++) rows[r] = a + smaller(i + r, M - 1) * width;
+    for (int64_t i = 0; i < M; i += PRODUCTS) {
+        const float *rows[PRODUCTS];
+        pair sums[PRODUCTS] = {0};
+        for (int64_t r = 0; r < PRODUCTS; r++) rows[r] = a + smaller(i + r, M - 1) * width;
         for (int64_t k = 0; k < K; k++)
-#pragma GCC unroll 8
-            for (int r = 0; r < 2 * BLOCK; r++) {
+UNROLL(8)
+            for (int r = 0; r < PRODUCTS; r++) {
                 sums[r].re += rows[r][k] * b[k].re;
                 sums[r].im += rows[r][k] * b[k].im;
             }
-        for (int64_t r = 0; r < smaller(2 * BLOCK, M - i); r++) out[i + r] = adds ? plus(out[i + r], sums[r]) : sums[r];
+        for (int64_t r = 0; r < smaller(PRODUCTS, M - i); r++) out[i + r] = adds ? plus(out[i + r], sums[r]) : sums[r];
     }
 }
 
@@ -98,7 +100,7 @@ int implicit_attention_step(
     const float *powers, const float *impulse, const float *push, const float *s, float *recent, int64_t *pending,
     float *m, float *new_s, int64_t *is_new, int64_t B, int64_t D, int64_t R, int64_t q, int64_t C, int64_t copies,
     int64_t threads) {
-    attention a = {bias, collapse, offset, *scale, D, R, threads};
+    attention a = {.bias = bias, collapse, offset, *scale, D, R, threads};
     const memory o = {weight, powers, impulse, push, q, C};
     for (int64_t b = 0; b < B; b++)
         if (pending[b] < 0 || pending[b] > C) return 2;

@@ -94,7 +94,7 @@ int implicit_attention_forward(
     const float *x, const float *taps, const float *bias, const float *collapse, const float *offset,
     const float *scale, float *m,
     int64_t B, int64_t L, int64_t D, int64_t R, int64_t T, int64_t points, int64_t S, int64_t threads) {
-    problem p = {{bias, collapse, offset, *scale, D, R, threads}, x, taps, B, L, T, points, S};
+    problem p = {.a = {.bias = bias, collapse, offset, *scale, D, R, threads}, x, taps, B, L, T, points, S};
     if (!open_problem(&p)) return close_problem(&p, 1);
     for (int64_t b = 0; b < B; b++)
         for (int64_t begin = 0; begin < L; begin += S) {
@@ -124,8 +124,8 @@ static void convolve_back(const problem *p, int64_t b, int64_t begin, int64_t co
             to_spectrum(y, p->points, p->roots, 1);
             for (int64_t k = 0; k < p->points; k++) {
                 dz[k] = plus(dz[k], times_conjugate(y[k], spectrum + 2 * k));
-                dspectrum[2 * k] += total(z[k].re * y[k].re + z[k].im * y[k].im);
-                dspectrum[2 * k + 1] += total(z[k].re * y[k].im - z[k].im * y[k].re);
+                dspectrum[2 * k] += sum(z[k].re * y[k].re + z[k].im * y[k].im);
+                dspectrum[2 * k + 1] += sum(z[k].re * y[k].im - z[k].im * y[k].re);
             }
         }
         from_spectrum(dz, p->points, p->roots, 1);
@@ -167,7 +167,7 @@ int implicit_attention_backward(
     const float *scale, const float *dm,
     float *dx, float *dtaps, float *sums, int64_t B, int64_t L, int64_t D, int64_t R, int64_t T, int64_t points,
     int64_t S, int64_t threads) {
-    problem p = {{bias, collapse, offset, *scale, D, R, threads}, x, taps, B, L, T, points, S};
+    problem p = {.a = {.bias = bias, collapse, offset, *scale, D, R, threads}, x, taps, B, L, T, points, S};
     gradients g = {dx, dtaps, 0};
     if (!open_problem(&p)) return close_problem(&p, 1);
     g.dspectra = calloc(p.a.tiles * 3 * R * points * 2, sizeof(float));

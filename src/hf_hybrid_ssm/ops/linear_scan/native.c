@@ -56,7 +56,7 @@ typedef struct {
 
 /* One state through `count` tokens of one document. `out` collects what is read, `sums` what meets `weight`.
  * Forwards the decay comes before the token enters, backwards after it was read: that is the transposed map. */
-static inline __attribute__((always_inline)) void advance(
+INLINE void advance(
     const coefficients *c, carried *s, const vec *restrict in, const vec *restrict weight, vec *restrict out, int count,
     int whole, const int is_complex, const int backwards, const int reads, const int sums, const int derives) {
     const carried start = *s;
@@ -113,7 +113,7 @@ static inline __attribute__((always_inline)) void advance(
 
 enum { FORWARD, DERIVATIVE, BACKWARD };
 
-static inline __attribute__((always_inline)) void advance_all(
+INLINE void advance_all(
     const coefficients *c, carried *s, int64_t states, const vec *in, const vec *weight, vec *out, int count, int whole,
     int pass, const int is_complex) {
     for (int64_t n = 0; n < states; n++) {
@@ -221,7 +221,7 @@ int channel_scan_forward(
     for (int64_t task = 0; task < F * tiles; task++) {
         const int64_t f = task / tiles, d = task % tiles * LANES;
         const int lanes = lanes_of(d, D);
-        coefficients *c = aligned_alloc(64, states * (sizeof(coefficients) + sizeof(carried)));
+        coefficients *c = allocate(states * (sizeof(coefficients) + sizeof(carried)));
         if (!c) { failed = 1; continue; }
         carried *s = (carried *)(c + states);
         prepare(&p, f, d, lanes, 0, c);
@@ -281,7 +281,7 @@ int channel_scan_backward(
     for (int64_t tile = 0; tile < tiles; tile++) {
         const int64_t d = tile * LANES;
         const int lanes = lanes_of(d, D);
-        coefficients *c = aligned_alloc(64, states * (sizeof(coefficients) + sizeof(carried)));
+        coefficients *c = allocate(states * (sizeof(coefficients) + sizeof(carried)));
         if (!c) { failed = 1; continue; }
         carried *s = (carried *)(c + states);
         for (int64_t f = 0; f < F; f++) {
@@ -315,13 +315,14 @@ int channel_scan_backward(
 
 /* ---------------------------------------------------------------- one state for every channel, which is the output */
 
-#define WIDTH 4 /* vectors that run side by side: the next token waits for the one before, other channels need not */
+/* vectors that run side by side: the next token waits for the one before, other channels need not */
+#define WIDTH (LANES == 8 ? 8 : 4)
 
 /* W floats lie side by side, complex numbers as pairs (real, imaginary) */
 typedef struct { vec a[WIDTH], b[WIDTH], da[WIDTH], db[WIDTH]; int lanes[WIDTH]; } rotation;
 
 static inline vec swapped(vec v) {
-    return __builtin_shuffle(v, (ivec){1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14});
+    return SHUFFLED(v, BY_PAIRS(1, 0));
 }
 
 static void prepare_rotation(rotation *r, const double *decay, int64_t w, int64_t W, int is_complex, int conjugate) {

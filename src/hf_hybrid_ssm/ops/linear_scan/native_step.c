@@ -5,14 +5,10 @@
  */
 #include "vectors.h"
 
-static const ivec SWAPPED = {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14};
-static const ivec REAL = {0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10, 12, 12, 14, 14};
-static const ivec IMAGINARY = {1, 1, 3, 3, 5, 5, 7, 7, 9, 9, 11, 11, 13, 13, 15, 15};
-static const vec SIGNS = {-1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1};
-
 static inline vec times(vec a, vec h, int64_t is_complex) {
     if (!is_complex) return a * h;
-    return __builtin_shuffle(a, REAL) * h + SIGNS * __builtin_shuffle(a, IMAGINARY) * __builtin_shuffle(h, SWAPPED);
+    const vec signs = {IN_TURN(-1, 1)};
+    return SHUFFLED(a, BY_PAIRS(0, 0)) * h + signs * SHUFFLED(a, BY_PAIRS(1, 1)) * SHUFFLED(h, BY_PAIRS(1, 0));
 }
 
 /* h = h + change h - left (right . h) + input u; returns output . h. left or output may be null. */

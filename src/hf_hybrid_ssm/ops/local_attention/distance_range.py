@@ -33,6 +33,9 @@ def checked_window(window: Window) -> Window:
         TypeError: not a pair of whole numbers or None.
         ValueError: left is negative, or the window ends before it begins.
     """
+    is_pair = type(window) is tuple and len(window) == 2
+    if is_pair and type(window[0]) is type(window[1]) is int and -window[0] <= window[1] <= window[0] <= UNLIMITED:
+        return window  # what decoding asks with
     if not isinstance(window, tuple) or len(window) != 2:
         raise TypeError(f"window must be a pair (left, right), got {window!r}.")
     if any(limit is not None and (not isinstance(limit, int) or isinstance(limit, bool)) for limit in window):

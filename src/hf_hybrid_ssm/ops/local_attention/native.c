@@ -20,7 +20,7 @@ typedef struct {
     float *q, *y, *dy, *dq;                 /* of a tile, (QUERIES, width) */
     float *q_columns, *dy_columns;          /* (size, QUERIES) */
     float *weights, *dlogits;               /* (KEYS, QUERIES) */
-    float *by_distance, *of_zeros;          /* gradients of the bias: (PART, slots), and by the zeros, as the tails */
+    float *by_distance, *of_zeros;          /* gradients of the bias: (LANES, slots), and by the zeros, as the tails */
 } memory;
 
 /* A tile of queries and what it sees: keys low .. high; inner_low .. inner_high are seen by all of its queries. */
@@ -36,7 +36,7 @@ static int64_t slots_of(const problem *p) { return (ceil_div(p->span + 2 * PAD, 
 
 /* Cuts one thread's memory into its parts, or counts the floats if `base` is null. */
 static int64_t lay_out(const problem *p, memory *m, float *base, int64_t keys, int backward) {
-    const int64_t E = p->key_width, V = p->value_width, W = PART * slots_of(p);
+    const int64_t E = p->key_width, V = p->value_width, W = LANES * slots_of(p);
     const struct { float **part; int64_t size; } parts[] = {
         {&m->keys, keys * E}, {&m->values, keys * V}, {&m->dkeys, backward * keys * E},
         {&m->dvalues, backward * keys * V}, {&m->q, QUERIES * E}, {&m->y, QUERIES * V}, {&m->dy, QUERIES * V},
@@ -86,12 +86,12 @@ static inline void logits_of(
     const int inner = j >= t->inner_low && j + KEY_TILE - 1 <= t->inner_high;
     if (inner && !t->bias) return;
     for (int64_t r = 0; r < KEY_TILE; r++)
-        for (int64_t i = 0; i < QUERIES; i += PART) {
-            part *logit = (part *)(out + r * QUERIES + i);
-            if (t->bias) *logit += *(const part *)(t->bias + t->begin + i + p->M - (j + r));
+        for (int64_t i = 0; i < QUERIES; i += LANES) {
+            vec *logit = (vec *)(out + r * QUERIES + i);
+            if (t->bias) *logit += *(const vec *)(t->bias + t->begin + i + p->M - (j + r));
             if (inner) continue;
-            const ipart key = (int32_t)(j + r) - (ipart){0};
-            const ipart is_seen = (key >= *(const ipart *)(t->first + i)) & (key <= *(const ipart *)(t->last + i));
+            const ivec key = (int32_t)(j + r) - (ivec){0};
+            const ivec is_seen = (key >= *(const ivec *)(t->first + i)) & (key <= *(const ivec *)(t->last + i));
             *logit = choose(is_seen, *logit, all(HIDDEN));
         }
 }
@@ -113,23 +113,23 @@ static void attend(const problem *p, const memory *m, const tile *t, int64_t fro
         const int64_t count = ceil_div(smaller(KEYS, t->high + 1 - j), KEY_TILE) * KEY_TILE;
         for (int64_t r = 0; r < count; r += KEY_TILE)
             logits_of(p, t, m->q_columns, m->keys + (j + r - from) * E, j + r, m->weights + r * QUERIES);
-        for (int64_t i = 0; i < QUERIES; i += PART) {
-            part most = *(part *)(top + i), total = {0};
+        for (int64_t i = 0; i < QUERIES; i += LANES) {
+            vec most = *(vec *)(top + i), total = {0};
             for (int64_t r = 0; r < count; r++) {
-                const part logit = *(part *)(m->weights + r * QUERIES + i);
+                const vec logit = *(vec *)(m->weights + r * QUERIES + i);
                 most = choose(logit > most, logit, most);
             }
             for (int64_t r = 0; r < count; r++) {
-                part *weight = (part *)(m->weights + r * QUERIES + i);
+                vec *weight = (vec *)(m->weights + r * QUERIES + i);
                 total += *weight = weight_of(*weight - most);
             }
-            const part shrunk = weight_of(*(part *)(top + i) - most);
-            *(part *)(factor + i) = shrunk;
-            *(part *)(sum + i) = *(part *)(sum + i) * shrunk + total;
-            *(part *)(top + i) = most;
+            const vec shrunk = weight_of(*(vec *)(top + i) - most);
+            *(vec *)(factor + i) = shrunk;
+            *(vec *)(sum + i) = *(vec *)(sum + i) * shrunk + total;
+            *(vec *)(top + i) = most;
         }
         for (int64_t i = 0; i < QUERIES && j > t->low; i++)
-            for (int64_t c = 0; c < V; c += PART) *(part *)(m->y + i * V + c) *= factor[i];
+            for (int64_t c = 0; c < V; c += LANES) *(vec *)(m->y + i * V + c) *= factor[i];
         add_products(m->y, QUERIES, m->weights, 1, QUERIES, m->values + (j - from) * V, V, count);
     }
     for (int64_t i = 0; i < t->count; i++) {
@@ -152,7 +152,7 @@ static char *memory_of_threads(const problem *p, int backward, int64_t *size, in
     memory m;
     *keys = smaller(p->M + p->L, p->segment + p->span) + KEY_TILE;
     *size = lay_out(p, &m, 0, *keys, backward) * sizeof(float);
-    return aligned_alloc(64, p->threads * *size);
+    return allocate(p->threads * *size);
 }
 
 static void forward_task(
@@ -186,7 +186,7 @@ int local_attention_forward(
     int64_t k_row, int64_t k_head, int64_t k_token, int64_t v_row, int64_t v_head, int64_t v_token, int64_t bias_head,
     int64_t bias_column, int64_t left, int64_t right, int64_t chunk, int64_t sink, int64_t B, int64_t H, int64_t G,
     int64_t L, int64_t M, int64_t E, int64_t V, int64_t R, int64_t threads) {
-    problem p = {{q, q_row, q_head, q_token}, {k, k_row, k_head, k_token}, {v, v_row, v_head, v_token}, bias, bias_head,
+    problem p = {.q = {q, q_row, q_head, q_token}, {k, k_row, k_head, k_token}, {v, v_row, v_head, v_token}, bias, bias_head,
                  bias_column, seen, seq_idx, lengths, scale, left, right, chunk, sink, B, H, G, L, M, E, V, R, threads};
     int64_t size, keys;
     char *space = 0;
@@ -220,9 +220,9 @@ static void sink_back(const problem *p, const memory *m, const tile *t, const fl
     const float *zeros = p->zeros + t->h * p->tail_width;
     for (int64_t i = 0; i < t->count; i++) {
         const int64_t first = tail_of(p, t->b * p->L + t->begin + i);
-        for (int64_t x = first; x < p->tails; x += PART) { /* after them, exp(-inf) */
-            const part weight = weight_of(*(const part *)(zeros + x) - log_sum[i]);
-            *(part *)(m->of_zeros + x) -= mean[i] * weight;
+        for (int64_t x = first; x < p->tails; x += LANES) { /* after them, exp(-inf) */
+            const vec weight = weight_of(*(const vec *)(zeros + x) - log_sum[i]);
+            *(vec *)(m->of_zeros + x) -= mean[i] * weight;
         }
     }
 }
@@ -241,7 +241,7 @@ static void attend_back(const problem *p, const memory *m, const tile *t, int64_
         vec sums = {0};
         for (int64_t c = 0; c < p->V; c += LANES)
             sums += load(y + c, lanes_of(c, p->V)) * *(vec *)(m->dy + i * V + c);
-        mean[i] = total(sums);
+        mean[i] = sum(sums);
         log_sum[i] = g->log_sums[(t->b * p->H + t->h) * p->L + t->begin + i];
     }
     memset(m->dq, 0, QUERIES * E * sizeof(float));
@@ -252,14 +252,14 @@ static void attend_back(const problem *p, const memory *m, const tile *t, int64_
                 logits_of(p, t, m->q_columns, m->keys + (j + r - from) * E, j + r, m->weights + r * QUERIES);
                 dot_tile(m->dlogits + r * QUERIES, m->dy_columns, m->values + (j + r - from) * V, V, p->V);
             }
-            for (int64_t i = 0; i < QUERIES; i += PART) {
-                part *weight = (part *)(m->weights + r * QUERIES + i), *dlogit = (part *)(m->dlogits + r * QUERIES + i);
-                *weight = weight_of(*weight - *(part *)(log_sum + i));
-                *dlogit = *weight * (*dlogit - *(part *)(mean + i));
+            for (int64_t i = 0; i < QUERIES; i += LANES) {
+                vec *weight = (vec *)(m->weights + r * QUERIES + i), *dlogit = (vec *)(m->dlogits + r * QUERIES + i);
+                *weight = weight_of(*weight - *(vec *)(log_sum + i));
+                *dlogit = *weight * (*dlogit - *(vec *)(mean + i));
                 if (!p->bias) continue;
-                /* by distance: a buffer for each offset within a part, or sums would wait for parts of stores */
+                /* by distance: a buffer for each offset within a vector, or sums would wait for parts of stores */
                 const int64_t x = t->begin + i + p->M - (j + r) - p->nearest + PAD;
-                *(part *)(m->by_distance + x % PART * W + x / PART * PART) += *dlogit;
+                *(vec *)(m->by_distance + x % LANES * W + x / LANES * LANES) += *dlogit;
             }
         }
         add_products(m->dvalues + (j - from) * V, count, m->weights, QUERIES, 1, m->dy, V, QUERIES);
@@ -278,7 +278,7 @@ static void fold_bias(const problem *p, const memory *m, float *dbias) {
     const int64_t W = slots_of(p), offset = p->right > 0 ? p->R / 2 : 0;
     for (int64_t x = 0; x < p->span; x++) {
         float sum = 0;
-        for (int64_t r = 0; r < PART; r++) sum += m->by_distance[r * W + x + PAD - r];
+        for (int64_t r = 0; r < LANES; r++) sum += m->by_distance[r * W + x + PAD - r];
         dbias[larger(0, smaller(x + p->nearest + offset, p->R - 1))] += sum;
     }
     for (int64_t x = 0; x < p->tails; x++)
@@ -303,7 +303,7 @@ static void backward_task(
         memset(m->dvalues, 0, (keys + KEY_TILE) * V * sizeof(float));
     }
     for (int64_t h = group * heads; h < (group + 1) * heads; h++) {
-        if (p->bias) memset(m->by_distance, 0, PART * slots_of(p) * sizeof(float));
+        if (p->bias) memset(m->by_distance, 0, LANES * slots_of(p) * sizeof(float));
         memset(m->of_zeros, 0, p->tail_width * sizeof(float));
         for (int64_t i = begin; i < end; i += QUERIES) {
             tile t;
@@ -327,7 +327,7 @@ int local_attention_backward(
     int64_t left, int64_t right, int64_t chunk, int64_t sink, int64_t B, int64_t H, int64_t G, int64_t L, int64_t M,
     int64_t E, int64_t V, int64_t R, int64_t y_row, int64_t y_head, int64_t y_token, int64_t dy_row, int64_t dy_head,
     int64_t dy_token, int64_t threads) {
-    problem p = {{q, q_row, q_head, q_token}, {k, k_row, k_head, k_token}, {v, v_row, v_head, v_token}, bias, bias_head,
+    problem p = {.q = {q, q_row, q_head, q_token}, {k, k_row, k_head, k_token}, {v, v_row, v_head, v_token}, bias, bias_head,
                  bias_column, seen, seq_idx, lengths, scale, left, right, chunk, sink, B, H, G, L, M, E, V, R, threads};
     gradients g = {{y, y_row, y_head, y_token}, {dy, dy_row, dy_head, dy_token}, log_sums, dq, dk, dv, dbias, 0};
     int64_t size, keys;

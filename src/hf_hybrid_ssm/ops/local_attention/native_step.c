@@ -68,7 +68,7 @@ static inline float bias_of(const problem *p, int64_t h, int64_t distance, float
 }
 
 /* y = share * (sum of scores times values) of `vectors` vectors of entries from e on; the own value's score is last */
-static inline __attribute__((always_inline)) void weighted(
+INLINE void weighted(
     const problem *p, float *y, const char *values, int64_t e, const float *scores, int64_t first, int64_t held,
     const float *own_value, float share, const int vectors, int lanes) {
     vec out[TOGETHER];

@@ -74,8 +74,8 @@ static void fill_tables(const problem *p, int64_t h) {
     double log_sum = -INFINITY;
     for (int64_t x = padded - 1; x >= 0; x--) {
         const float bias = x < p->tails ? bias_of(p, h, x - p->right) : -INFINITY;
-        const double top = fmax(bias, log_sum);
-        if (top > -INFINITY) log_sum = top + log(exp(bias - top) + exp(log_sum - top));
+        const double top = fmax(bias, log_sum), less = fmin(bias, log_sum);
+        if (top > -INFINITY) log_sum = top + log1p(expm1(less - top) + 1); /* exp and log would ask for glibc 2.29 */
         p->zeros[h * padded + x] = bias;
         p->tail[h * padded + x] = (float)log_sum;
     }

@@ -1,4 +1,4 @@
-/* The Longhorn scan on a CPU: sixteen channels in one vector, the states of those channels in N vectors.
+/* The Longhorn scan on a CPU: LANES channels in one vector, the states of those channels in N vectors.
  *
  * Letters as in reference.py: B batch, L length, D channels, N state size. All tensors are contiguous float32:
  * x, beta_logit, z, y (B, L, D); k, q (B, L, N); states (B, D, N); kk (B, L) = sum of k squared over N.
@@ -9,9 +9,10 @@
 #include "vectors.h"
 
 #define BLOCK 32
+#define AT_ONCE (REGISTERS / 2) /* states that stay in registers */
 #define IN_REGISTERS 16 /* the usual N, for which the tile functions are specialised */
 /* unrolled, so that the states of a tile stay in registers where N is known */
-#define EACH_STATE _Pragma("GCC unroll 16") for (int64_t n = 0; n < N; n++)
+#define EACH_STATE UNROLL(16) for (int64_t n = 0; n < N; n++)
 
 /* what every token of a tile needs: delta = beta / (1 + beta kk), and E = 1 / beta - 1 for its gradient */
 static inline vec compute_delta(const float *beta_logit, const float *beta_bias, float kk, int lanes, vec *e) {
@@ -47,36 +48,55 @@ static void square_sums(const float *k, float *kk, int64_t rows, int64_t N) {
     }
 }
 
-static inline __attribute__((always_inline)) void forward_tile(
-    const problem *p, int64_t b, int64_t d, int lanes, int64_t begin, int64_t end, vec *h, float *y,
-    const int64_t N) {
-    const int64_t row = b * p->L;
-    vec skip = p->skip ? load(p->skip + d, lanes) : broadcast(0);
-    vec registers[IN_REGISTERS], *state = N == IN_REGISTERS ? registers : h;
-    EACH_STATE state[n] = h[n];
+/* Some states of a tile through a block; `outs` collects what is read of them. */
+INLINE void forward_states(
+    const problem *p, int64_t row, int64_t d, int lanes, int64_t begin, int64_t end, vec *h, int64_t first,
+    const vec *deltas, vec *outs, const int64_t N) {
+    vec registers[AT_ONCE], *state = N == AT_ONCE ? registers : h + first;
+    EACH_STATE state[n] = h[first + n];
     for (int64_t t = begin; t < end; t++) {
-        const int64_t at = (row + t) * p->D + d;
-        const float *k = p->k + (row + t) * N, *q = p->q + (row + t) * N;
-        ahead(p, at);
-        __builtin_prefetch(y + at + AHEAD * p->D, 1);
+        const float *k = p->k + (row + t) * p->N + first, *q = p->q + (row + t) * p->N + first;
         if (starts_document(p->seq_idx, row, t)) EACH_STATE state[n] = broadcast(0);
-        vec e, x = load(p->x + at, lanes);
-        vec delta = compute_delta(p->beta_logit + at, p->beta_bias ? p->beta_bias + d : 0, p->kk[row + t], lanes, &e);
-        vec out = skip * x, odd = broadcast(0); /* two sums: half the chain of dependent additions */
+        const vec x = load(p->x + (row + t) * p->D + d, lanes), delta = deltas[t - begin];
+        vec out = outs[t - begin], odd = broadcast(0); /* two sums: half the chain of dependent additions */
         EACH_STATE {
-            vec write = delta * k[n];
+            const vec write = delta * k[n];
             state[n] += write * (x - state[n] * k[n]);
             if (n % 2) odd += state[n] * q[n];
             else out += state[n] * q[n];
         }
-        out += odd;
+        outs[t - begin] = out + odd;
+    }
+    EACH_STATE h[first + n] = state[n];
+}
+
+INLINE void forward_tile(
+    const problem *p, int64_t b, int64_t d, int lanes, int64_t begin, int64_t end, vec *h, float *y,
+    const int64_t N) {
+    const int64_t row = b * p->L;
+    const vec skip = p->skip ? load(p->skip + d, lanes) : broadcast(0);
+    vec deltas[BLOCK], outs[BLOCK], e;
+    for (int64_t t = begin; t < end; t++) {
+        const int64_t at = (row + t) * p->D + d;
+        ahead(p, at);
+        __builtin_prefetch(y + at + AHEAD * p->D, 1);
+        const float *bias = p->beta_bias ? p->beta_bias + d : 0;
+        deltas[t - begin] = compute_delta(p->beta_logit + at, bias, p->kk[row + t], lanes, &e);
+        outs[t - begin] = skip * load(p->x + at, lanes);
+    }
+    int64_t first = 0;
+    for (; first + AT_ONCE <= N; first += AT_ONCE)
+        forward_states(p, row, d, lanes, begin, end, h, first, deltas, outs, AT_ONCE);
+    if (first < N) forward_states(p, row, d, lanes, begin, end, h, first, deltas, outs, N - first);
+    for (int64_t t = begin; t < end; t++) {
+        const int64_t at = (row + t) * p->D + d;
+        vec out = outs[t - begin];
         if (p->z) {
-            vec z = load(p->z + at, lanes);
+            const vec z = load(p->z + at, lanes);
             out *= z * sigmoid(z);
         }
         store(y + at, out, lanes);
     }
-    EACH_STATE h[n] = state[n];
 }
 
 static void load_state(const float *state, vec *h, int lanes, int64_t N) {
@@ -91,13 +111,8 @@ static void store_state(float *state, const vec *h, int lanes, int64_t N) {
         for (int i = 0; i < lanes; i++) state[i * N + n] = h[n][i];
 }
 
-/* Floats of the checkpoint buffer: the state before every block, and kk. */
-int64_t longhorn_checkpoint_size(int64_t B, int64_t L, int64_t D, int64_t N) {
-    int64_t tiles = ceil_div(D, LANES);
-    return B * ceil_div(L, BLOCK) * tiles * N * LANES + B * L;
-}
-
-/* Returns 0, or 1 if memory ran out. checkpoints: longhorn_checkpoint_size floats. */
+/* Returns 0, or 1 if memory ran out. checkpoints: kk, after the state before every block if they are kept; longer than
+ * that, since the binding does not know LANES. */
 int longhorn_forward(
     const float *x, const float *beta_logit, const float *k, const float *q, const float *z, const float *beta_bias,
     const float *skip, const float *initial, const int64_t *seq_idx, float *y, float *final, float *checkpoints,
@@ -112,7 +127,7 @@ int longhorn_forward(
     for (int64_t task = 0; task < B * groups; task++) {
         const int64_t b = task / groups, first = (task % groups) * GROUP;
         const int64_t last = smaller(first + GROUP, tiles);
-        vec *h = aligned_alloc(64, GROUP * N * sizeof(vec));
+        vec *h = allocate(GROUP * N * sizeof(vec));
         if (!h) { failed = 1; continue; }
         for (int64_t tile = first; tile < last; tile++)
             load_state(initial ? initial + (b * D + tile * LANES) * N : 0, h + (tile - first) * N,
@@ -182,7 +197,7 @@ typedef struct {
     vec *dk, *dq;       /* (BLOCK, N) lane-wise sums over the tiles of the group */
 } gradients;
 
-static inline __attribute__((always_inline)) void backward_tile(
+INLINE void backward_tile(
     const problem *p, int64_t b, int64_t d, int lanes, int64_t begin, int64_t end, const vec *start, vec *lambda,
     vec *restrict before, const gradients *g, const int64_t N) {
     const int64_t row = b * p->L;
@@ -246,16 +261,13 @@ static inline __attribute__((always_inline)) void backward_tile(
     EACH_STATE lambda[n] = lam[n];
 }
 
-/* Number of groups: the leading size of the partial sums dk and dq (groups, B, L, N). */
-int64_t longhorn_groups(int64_t D) { return ceil_div(ceil_div(D, LANES), GROUP); }
-
-/* dskip and dbias are (B, D) partial sums; dinitial (B, D, N). Returns 0, or 1 if memory ran out. */
+/* dk and dq (groups, B, L, N), dskip and dbias (B, D) are partial sums; dinitial (B, D, N). Returns 0, or 1 if memory ran out. */
 int longhorn_backward(
     const float *x, const float *beta_logit, const float *k, const float *q, const float *z, const float *beta_bias,
     const float *skip, const int64_t *seq_idx, const float *checkpoints, const float *dy, const float *dfinal,
     float *dx, float *dbeta_logit, float *dk, float *dq, float *dz, float *dbias, float *dskip, float *dinitial,
     int64_t B, int64_t L, int64_t D, int64_t N, int64_t threads) {
-    const int64_t tiles = ceil_div(D, LANES), groups = longhorn_groups(D), blocks = ceil_div(L, BLOCK);
+    const int64_t tiles = ceil_div(D, LANES), groups = ceil_div(tiles, GROUP), blocks = ceil_div(L, BLOCK);
     const float *kk = checkpoints + B * blocks * tiles * N * LANES;
     const problem p = {x, beta_logit, k, q, z, beta_bias, skip, kk, seq_idx, B, L, D, N};
     int failed = 0;
@@ -263,7 +275,7 @@ int longhorn_backward(
     for (int64_t task = 0; task < B * groups; task++) {
         const int64_t b = task / groups, group = task % groups, first = group * GROUP;
         const int64_t last = smaller(first + GROUP, tiles);
-        vec *memory = aligned_alloc(64, (GROUP * (N + 2) + (3 * BLOCK + 1) * N) * sizeof(vec));
+        vec *memory = allocate((GROUP * (N + 2) + (3 * BLOCK + 1) * N) * sizeof(vec));
         if (!memory) { failed = 1; continue; }
         vec *lambda = memory, *sums = lambda + GROUP * N, *before = sums + 2 * GROUP;
         vec *partial = before + (BLOCK + 1) * N; /* dk, then dq */
