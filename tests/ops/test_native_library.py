@@ -13,6 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_hybrid_ssm.ops._core import native_library
+from tests import processes
 
 pytestmark = pytest.mark.skipif(native_library.missing_compiler() is not None, reason="no C compiler")
 
@@ -40,10 +41,7 @@ def loaded_elsewhere(source: Path) -> subprocess.CompletedProcess:
         "from hf_hybrid_ssm.ops._core.native_library import compile_and_load\n"
         "print(compile_and_load(Path(sys.argv[1])).answer())"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return subprocess.run(
-        [sys.executable, "-c", code, str(source)], env=environment, capture_output=True, text=True, check=False
-    )
+    return processes.run([sys.executable, "-c", code, source])
 
 
 def test_is_compiled_once_into_a_folder_of_the_users_own(source, tmp_path, monkeypatch):
