@@ -8,6 +8,8 @@ the start itself do by `subprocess`.
 """
 
 import atexit
+import contextlib
+import importlib
 import json
 import os
 import runpy
@@ -84,12 +86,19 @@ def run_ranks(
 
 
 def _run_all(commands, environments, cwd, timeout) -> list[subprocess.CompletedProcess]:
-    can_fork = all(command[0] == sys.executable for command in commands) and hasattr(os, "fork")
-    if not can_fork or any(_differs(environment) for environment in environments):
-        (command,), (environment,) = commands, environments
-        options = {"capture_output": True, "text": True, "timeout": timeout}
-        return [subprocess.run(command, env=environment, cwd=cwd, check=False, **options)]
-    return _server().run(commands, environments, Path(cwd or Path.cwd()), timeout)
+    can_fork = hasattr(os, "fork") and all(command[0] == sys.executable for command in commands)
+    if can_fork and not any(_differs(environment) for environment in environments):
+        return _server().run(commands, environments, Path(cwd or Path.cwd()), timeout)
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    started = [
+        subprocess.Popen(command, env=environment, cwd=cwd, text=True, **pipes)
+        for command, environment in zip(commands, environments, strict=True)
+    ]
+    texts = [process.communicate(timeout=timeout) for process in started]
+    return [
+        subprocess.CompletedProcess(process.args, process.returncode, *text)
+        for process, text in zip(started, texts, strict=True)
+    ]
 
 
 def _differs(environment: Mapping[str, str]) -> bool:
@@ -151,7 +160,8 @@ class _Server:
 def serve(connection: int) -> None:
     """Fork for each request, and answer with the statuses as `subprocess` has them; until the connection is closed."""
     for name in IMPORTED:
-        __import__(name)
+        with contextlib.suppress(ModuleNotFoundError):  # an extra that is not installed
+            importlib.import_module(name)
     assert threading.active_count() == 1  # a fork takes one thread along, and the locks of all
     with socket.socket(fileno=connection) as own, own.makefile("rw", encoding="utf-8") as lines:
         own.set_inheritable(False)

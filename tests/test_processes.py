@@ -56,6 +56,8 @@ def test_an_environment_that_imports_read_starts_a_new_process():
     code = "import os, sys; print('torch' in sys.modules, os.environ['TRANSFORMERS_VERBOSITY'])"
     own = os.environ | processes.DEFAULTS | {"TRANSFORMERS_VERBOSITY": "error"}
     assert processes.run([sys.executable, "-c", code], env=own).stdout.split() == ["False", "error"]
+    ranks = processes.run_ranks(["-c", f"{code}; print(os.environ['RANK'])"], env=own)
+    assert [rank.stdout.split() for rank in ranks] == [["False", "error", "0"], ["False", "error", "1"]]
 
 
 def test_ranks_and_the_first_error():
