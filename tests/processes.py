@@ -42,13 +42,14 @@ IMPORTED = (
     "transformers.trainer",
     "transformers.trainer_seq2seq",
 )
-# read when a command runs, or changed by `_follow`; where others differ, nothing is forked
-FOLLOWED = {
-    "PATH", "PYTHONPATH", "HF_MODULES_CACHE", "PYTEST_CURRENT_TEST", "CC", "KERNELS_FOLDER",
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-}  # fmt: skip
-FOLLOWED_BEGINNINGS = ("HF_HYBRID_SSM_", "ACCELERATE_")
+# variables that begin so are read when Python starts or those are imported: where they differ, nothing is forked
+READ_ON_IMPORT = (
+    "ATEN_", "HF_", "HOME", "LANG", "LC_", "LD_", "MKL_", "OMP_", "PYTHON", "TMPDIR", "TORCH", "TRANSFORMERS_",
+    "TRITON_", "XDG_",
+)  # fmt: skip
+FOLLOWED = ("PYTHONPATH", "HF_MODULES_CACHE", "HF_HYBRID_SSM_", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 DEFAULTS = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+AT_FIRST = dict(os.environ)  # before a test changes it for itself
 
 
 def run(
@@ -103,8 +104,8 @@ def _run_all(commands, environments, cwd, timeout) -> list[subprocess.CompletedP
 
 def _differs(environment: Mapping[str, str]) -> bool:
     theirs = _server().environment
-    names = [name for name in {*environment, *theirs} - FOLLOWED if not name.startswith(FOLLOWED_BEGINNINGS)]
-    return any(environment.get(name) != theirs.get(name) for name in names)
+    names = [name for name in {*environment, *theirs} if name.startswith(READ_ON_IMPORT)]
+    return any(environment.get(name) != theirs.get(name) for name in names if not name.startswith(FOLLOWED))
 
 
 @cache
@@ -116,7 +117,7 @@ class _Server:
     """The process that forks; it ends when this one does."""
 
     def __init__(self) -> None:
-        kept = {name: value for name, value in os.environ.items() if name not in FOLLOWED - {"PATH"}}
+        kept = {name: value for name, value in AT_FIRST.items() if not name.startswith(FOLLOWED)}
         self.environment = DEFAULTS | kept
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-P", __file__, str(theirs.fileno())]
