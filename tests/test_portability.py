@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import processes
+
 ROOT = Path(__file__).parents[1]
 SPECIAL = "vocab_size=32, pad_token_id=0, bos_token_id=None, eos_token_id=None, hidden_size=16, num_hidden_layers=2"
 FAMILIES = {
@@ -38,7 +40,7 @@ def answers(tmp_path, families=tuple(FAMILIES), **variables):
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "HF_HYBRID_SSM_CACHE": str(tmp_path / "kernels")}
     environment = {name: value for name, value in (environment | variables).items() if value is not None}
     command = [sys.executable, "-c", STEP, json.dumps({name: FAMILIES[name] for name in families})]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = processes.run(command, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 

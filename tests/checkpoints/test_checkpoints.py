@@ -4,13 +4,13 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from hf_hybrid_ssm.hub import check_folder, export_code
+from tests import processes
 from tests.checkpoints import golden
 from tests.checkpoints.golden import check_golden, loaded
 
@@ -48,8 +48,7 @@ def test_exported_they_say_the_same_where_the_package_is_missing(tmp_path):
     copies = [export_code(shutil.copytree(folder, tmp_path / folder.name)) for folder in ours]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, golden.__file__, *map(str, copies)]
-    ran = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    ran = processes.run([sys.executable, golden.__file__, *copies], env=environment, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from _lib.documents import train_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from tests import processes
 from tests.tiny_models import config_of
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +33,12 @@ def environment(**more: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"} | more
 
 
-def python(*arguments: str, python: str = sys.executable, **options) -> subprocess.CompletedProcess:
+def forked(*arguments: object, **options) -> subprocess.CompletedProcess:
+    """Python in a process of its own, where torch and transformers are imported already."""
+    return processes.run([sys.executable, *arguments], **{"env": environment()} | options)
+
+
+def python(*arguments: object, python: str = sys.executable, **options) -> subprocess.CompletedProcess:
+    """Python in a process of its own from its start, where nothing is imported."""
     options = {"env": environment(), "capture_output": True, "text": True, "check": False} | options
     return subprocess.run([python, *map(str, arguments)], **options)

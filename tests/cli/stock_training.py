@@ -1,4 +1,5 @@
-"""Fine-tune a causal language model on a text file, as transformers' examples do; it knows of no family in particular.
+"""Fine-tune a causal language model on a text file, in the way of transformers' examples; it knows of no family in
+particular.
 
 Run by the tests of `hf-hybrid-ssm run` and `enable`.
 """

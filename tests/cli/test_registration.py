@@ -8,15 +8,15 @@ tests.
 import json
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.cli.folders import ROOT, environment, python, save_checkpoint
+from tests.cli.folders import ROOT, environment, forked, python, save_checkpoint
 
 SCRIPT = Path(__file__).with_name("stock_training.py")
+IS_KNOWN = "import sys; from transformers import AutoConfig; print(AutoConfig.from_pretrained(sys.argv[1]).model_type)"
 OPTIONS = ["--max_steps", "2", "--report_to", "none", "--use_cpu", "--save_strategy", "no", "--seed", "3"]
 
 
@@ -33,7 +33,7 @@ def training(checkpoint: Path, output: Path) -> list[str]:
 
 
 def test_the_stock_script_does_not_know_the_families(checkpoint, tmp_path):
-    ran = python(SCRIPT, *training(checkpoint, tmp_path / "out"))
+    ran = forked(SCRIPT, *training(checkpoint, tmp_path / "out"))
     assert ran.returncode != 0 and "longhorn" in ran.stderr
 
 
@@ -43,7 +43,7 @@ def test_run_is_the_plain_import(checkpoint, tmp_path):
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert json.loads((tmp_path / "run/eval_results.json").read_text())["perplexity"] > 1
     code = f"import hf_hybrid_ssm, runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
-    ran = python("-c", code, *training(checkpoint, tmp_path / "import"))
+    ran = forked("-c", code, *training(checkpoint, tmp_path / "import"))
     assert ran.returncode == 0, ran.stderr[-2000:]
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "import"))
     assert first.keys() == second.keys() and all(first[key].equal(second[key]) for key in first)
@@ -53,7 +53,7 @@ def test_run_from_scratch_by_model_type(checkpoint, tmp_path):
     given = training(checkpoint, tmp_path / "new")
     given[:2] = ["--model_type", "longhorn", "--tokenizer_name", str(checkpoint), "--config_overrides"]
     given.insert(5, "vocab_size=300,hidden_size=16,num_hidden_layers=1,state_size=4")
-    ran = python("-m", "hf_hybrid_ssm", "run", SCRIPT, *given)
+    ran = forked("-m", "hf_hybrid_ssm", "run", SCRIPT, *given)
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert json.loads((tmp_path / "new/config.json").read_text())["model_type"] == "longhorn"
 
@@ -67,13 +67,13 @@ def test_run_of_modules_commands_and_statuses(checkpoint, tmp_path):
         " AutoConfig.from_pretrained(sys.argv[1]).model_type)\n    sys.exit(7)\n"
     )
     for target in ([str(tmp_path / "script.py")], ["-m", "script"]):
-        ran = python("-m", "hf_hybrid_ssm", "run", *target, checkpoint, "--help", cwd=tmp_path)
+        ran = forked("-m", "hf_hybrid_ssm", "run", *target, checkpoint, "--help", cwd=tmp_path)
         assert ran.returncode == 7, ran.stderr
         assert ran.stdout.split() == ["True", f"['{checkpoint}',", "'--help']", "here", "longhorn"]
-    ran = python("-m", "hf_hybrid_ssm", "run", "transformers", "version", cwd=tmp_path)
+    ran = forked("-m", "hf_hybrid_ssm", "run", "transformers", "version", cwd=tmp_path)
     assert ran.returncode == 0 and ran.stdout.strip()[0].isdigit()
     (tmp_path / "broken.py").write_text("raise ValueError('of the script')\n")
-    ran = python("-m", "hf_hybrid_ssm", "run", "broken.py", cwd=tmp_path)
+    ran = forked("-m", "hf_hybrid_ssm", "run", "broken.py", cwd=tmp_path)
     assert ran.returncode == 1 and "Traceback" in ran.stderr and "of the script" in ran.stderr
 
 
@@ -87,7 +87,7 @@ def other_python(tmp_path_factory):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     is_windows = sys.platform == "win32"
     (site,) = folder.glob("Lib/site-packages" if is_windows else "lib/python*/site-packages")
-    paths = [str(ROOT / "src"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    paths = [str(ROOT / "src"), *(path for path in sys.path if Path(path).name in ("site-packages", "dist-packages"))]
     (site / "sources.pth").write_text("\n".join(dict.fromkeys(paths)) + "\n")
     return str(folder / ("Scripts/python.exe" if is_windows else "bin/python")), site
 
@@ -103,8 +103,8 @@ def files(site):
 
 def test_enable_and_disable(other_python, checkpoint, tmp_path):
     site, before = other_python[1], files(other_python[1])
-    ran = there(other_python, SCRIPT, *training(checkpoint, tmp_path / "no"))
-    assert ran.returncode != 0
+    unknown = there(other_python, "-c", IS_KNOWN, checkpoint)
+    assert unknown.returncode != 0 and "longhorn" in unknown.stderr
     enabled = there(other_python, "-m", "hf_hybrid_ssm", "enable", "--json")
     assert json.loads(enabled.stdout)["enabled"] and len(files(site) - before) == 1
     try:
@@ -116,7 +116,8 @@ def test_enable_and_disable(other_python, checkpoint, tmp_path):
         disabled = there(other_python, "-m", "hf_hybrid_ssm", "disable")
     assert disabled.stdout.startswith("Removed") and files(site) == before
     assert "not enabled" in there(other_python, "-m", "hf_hybrid_ssm", "disable").stdout
-    assert there(other_python, SCRIPT, *training(checkpoint, tmp_path / "no")).returncode != 0
+    unknown = there(other_python, "-c", IS_KNOWN, checkpoint)
+    assert unknown.returncode != 0 and "longhorn" in unknown.stderr
 
 
 def modules_after(other_python, code: str) -> set[str]:
@@ -157,8 +158,6 @@ def test_classes_are_found_by_their_names_in_the_library():
     code = """
 import hf_hybrid_ssm, transformers
 from hf_hybrid_ssm.auto import FAMILIES
-import sys
-assert "torch" not in sys.modules
 for family in FAMILIES:
     for name in family.names:
         assert getattr(transformers, name) is getattr(hf_hybrid_ssm, name), name
@@ -166,6 +165,13 @@ assert transformers.LlamaConfig.__module__.startswith("transformers.")
 import transformers.processing_utils  # puts another module `transformers` in the place of this one
 assert sys.modules["transformers"].BstForMaskedLM is transformers.BstForMaskedLM is hf_hybrid_ssm.BstForMaskedLM
 """
-    for first in ("", "import transformers"):
-        ran = python("-c", first + code)
+    first = "import sys; assert 'transformers' not in sys.modules"
+    second = "import sys; assert 'transformers' in sys.modules"
+    for ran in (python("-c", first + code), forked("-c", second + code)):
         assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("order", ["hf_hybrid_ssm, transformers", "transformers, hf_hybrid_ssm"])
+def test_registration_does_without_torch(order):
+    ran = python("-c", f"import {order}, sys; assert 'torch' not in sys.modules")
+    assert ran.returncode == 0, ran.stderr

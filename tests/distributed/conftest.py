@@ -1,5 +1,7 @@
 """One launch of two processes for all tests of this folder."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.distributed import resuming, tensor_parallel
@@ -12,5 +14,5 @@ def two_processes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_processes")
     for job in (tensor_parallel, resuming):
         job.prepare(folder)
-    in_two_processes(folder)
+    in_two_processes(Path(__file__).with_name("worker.py"), folder)
     return folder

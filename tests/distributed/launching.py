@@ -1,17 +1,15 @@
-"""Two processes on this machine, as `torchrun` starts them."""
+"""Two processes on this machine, with what `torchrun` tells them."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
-LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+from tests import processes
 
 
-def in_two_processes(folder: Path) -> None:
-    """Run `worker.py` with gloo between the processes; its errors are shown."""
+def in_two_processes(script: Path, *arguments: object) -> None:
+    """Run a script with gloo between the processes; its errors are shown."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    command = [*LAUNCHER, str(Path(__file__).with_name("worker.py")), str(folder)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    first = run.stderr.find("Traceback")  # the launcher's own report follows it
-    assert run.returncode == 0, run.stderr[max(first, 0) :][:5000]
+    for run in processes.run_ranks([script, *arguments], env=environment):
+        first = run.stderr.find("Traceback")
+        assert run.returncode == 0, run.stderr[max(first, 0) :][:5000]

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
@@ -12,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_hybrid_ssm import LonghornConfig, LonghornForCausalLM
 from hf_hybrid_ssm.evaluation import evaluate
+from tests import processes
 
 ROWS = [{"question": "one two", "choices": [" three", " apple"], "label": 0}] * 3
 
@@ -113,8 +113,6 @@ def test_command_line_registers_the_families(folder):
     arguments += ["--include_path", str(folder / "tasks"), "--device", "cpu", "--output_path", str(folder / "scores")]
     command = [sys.executable, "-m", "hf_hybrid_ssm", "eval", *arguments]
     path = os.pathsep.join(p for p in sys.path if p)
-    run = subprocess.run(
-        command, cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
-    )
+    run = processes.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": path})
     assert run.returncode == 0, run.stderr[-2000:]
     assert "counting_here" in run.stdout

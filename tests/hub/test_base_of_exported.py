@@ -1,12 +1,12 @@
 """`AutoModel` of an exported folder, without the package: the base model whose weights the folder holds."""
 
 import os
-import subprocess
 import sys
 
 from transformers import AutoConfig
 
 import hf_hybrid_ssm
+from tests import processes
 from tests.tiny_models import CASES, SIZES
 
 SCRIPT = """
@@ -33,7 +33,7 @@ def test_the_base_of_an_exported_checkpoint(tmp_path):
         model_class(config).save_pretrained(tmp_path / name, export_code=True)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", SCRIPT, *(str(tmp_path / name) for name in HEADS)]
-    ran = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    command = [sys.executable, "-c", SCRIPT, *(tmp_path / name for name in HEADS)]
+    ran = processes.run(command, env=environment, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert ran.stdout.splitlines() == [f"{base} True" for base in BASES for _ in range(2)]

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from transformers import LlamaConfig
 from hf_hybrid_ssm import LonghornConfig, SpadeConfig
 from hf_hybrid_ssm.cli import main
 from hf_hybrid_ssm.hub import card_of_folder, model_card
+from tests import processes
 from tests.tiny_models import build, config_of
 from tools.model_cards import preset_cards
 
@@ -99,11 +99,8 @@ def test_the_code_of_a_card_runs_and_asks_nothing(folder, exported):
     start = "import sys, builtins\nbuiltins.input = lambda text: print('ASKED', text) or 'n'\n"
     blocked = "sys.modules['hf_hybrid_ssm'] = None\n" if exported else ""
     end = "tokenizer.save_pretrained('tokenizer')\nAutoTokenizer.from_pretrained('tokenizer')\n"
-    ran = subprocess.run(
-        [sys.executable, "-c", start + blocked + code + end],
-        cwd=folder.parent, env=os.environ | {"HF_MODULES_CACHE": str(folder.parent / "modules")},
-        capture_output=True, text=True,
-    )  # fmt: skip
+    environment = os.environ | {"HF_MODULES_CACHE": str(folder.parent / "modules")}
+    ran = processes.run([sys.executable, "-c", start + blocked + code + end], cwd=folder.parent, env=environment)
     assert ran.returncode == 0 and "ASKED" not in ran.stdout, ran.stdout + ran.stderr
     assert not list((folder.parent / "tokenizer").glob("*.py"))
 

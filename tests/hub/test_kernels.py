@@ -3,7 +3,6 @@
 import ast
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 
 from hf_hybrid_ssm.hub import export_kernels
 from hf_hybrid_ssm.hub.kernels import HEAD, code_of_kernels
+from tests import processes
 from tests.tiny_models import build
 
 SCRIPT = Path(__file__).parent / "with_kernels.py"
@@ -47,8 +47,8 @@ def answers(tmp_path, checkpoints, path=(), **environment):
     own = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     search = os.pathsep.join([*map(str, path), *own])
     environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "PYTHONPATH": search} | environment
-    command = [sys.executable, str(SCRIPT), str(tmp_path / "found"), *map(str, checkpoints)]
-    ran = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    command = [sys.executable, SCRIPT, tmp_path / "found", *checkpoints]
+    ran = processes.run(command, env=environment, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     return torch.load(tmp_path / "found", weights_only=True)
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
@@ -10,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_hybrid_ssm.hub import check_folder
 from hf_hybrid_ssm.hub.export import auto_map_of, code_of
+from tests import processes
 from tests.hub import saving_again
 from tests.hub.saving_again import ONLY_CONFIGURATION, check_loading, save_in_every_way, saved_folders
 from tests.hub.test_export import VARIANTS, class_of
@@ -22,10 +22,7 @@ EVERY = pytest.mark.parametrize("model_type", FAMILIES)
 def run_without_package(root, *arguments):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"HF_MODULES_CACHE": str(root / "modules"), "HF_HUB_OFFLINE": "1"}
-    ran = subprocess.run(
-        [sys.executable, saving_again.__file__, *map(str, arguments)],
-        env=environment, cwd=root, capture_output=True, text=True,
-    )  # fmt: skip
+    ran = processes.run([sys.executable, saving_again.__file__, *arguments], env=environment, cwd=root)
     assert ran.returncode == 0, ran.stderr[-6000:]
 
 

@@ -1,7 +1,6 @@
 """The converter against a step-by-step evaluation of the official model on the official tensors."""
 
 import math
-import subprocess
 import sys
 
 import pytest
@@ -12,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from hf_hybrid_ssm.cli import main
 from hf_hybrid_ssm.models.longhorn.convert_official_checkpoint import convert
 from hf_hybrid_ssm.models.official_state_dict import read_checkpoint
+from tests import processes
 
 V, M, D, N, K, R, LAYERS = 24, 16, 32, 4, 4, 2, 2
 
@@ -72,7 +72,7 @@ def test_converted_logits_equal_the_official_mathematics(tmp_path):
     torch.save({"model": weights, "iter_num": 5}, tmp_path / "ckpt.pt")
     command = [sys.executable, "-m", "hf_hybrid_ssm", "convert", "longhorn"]
     command += [str(tmp_path / "ckpt.pt"), str(tmp_path / "out")]
-    subprocess.run(command, check=True, capture_output=True)
+    processes.run(command, check=True)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").double().eval()
     ids = [3, 1, 4, 1, 5, 9, 2, 6, 23, 0, 8]
     with torch.no_grad():
@@ -83,7 +83,7 @@ def test_converted_logits_equal_the_official_mathematics(tmp_path):
     assert model.config.time_step_rank == R
     assert model.config.tie_word_embeddings
     assert (tmp_path / "out" / "model.safetensors").exists()
-    again = subprocess.run(command, capture_output=True, text=True)
+    again = processes.run(command)
     assert again.returncode != 0
     assert "not empty" in again.stderr
 

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ import torch
 
 from hf_hybrid_ssm.ops._core.dispatch import REGISTRY, Op, backend
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
+from tests import processes
 
 
 def implementation(name):
@@ -62,7 +62,7 @@ def test_force_by_argument_and_context(op):
 def fresh(value):
     code = "from hf_hybrid_ssm.ops._core.dispatch import forced_backend; print(forced_backend())"
     environment = {**os.environ, "HF_HYBRID_SSM_BACKEND": value, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    return processes.run([sys.executable, "-c", code], env=environment)
 
 
 def test_force_by_environment():

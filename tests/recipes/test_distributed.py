@@ -68,7 +68,7 @@ def steps_of(checkpoint):
 
 def test_fsdp2_in_two_processes(tmp_path):
     worker = Path(__file__).with_name("sharded_training.py")
-    launched([*LAUNCHER, worker, tmp_path / "two.pt"])
+    launched([sys.executable, worker, tmp_path / "two.pt"], ranks=2)
     found = torch.load(tmp_path / "two.pt")
     assert set(found) == set(FAMILIES)
     for family, (losses, weights) in found.items():

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from listops import write
 
-from tests.recipes.launching import LAUNCHER, RECIPES, launched
+from tests.recipes.launching import RECIPES, launched
 
 LONGHORN = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
 SPADE = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -105,7 +105,7 @@ def close(one, other):
 def folder(tmp_path_factory):
     """All recipes, one after the other, in one process and in two."""
     folder = tmp_path_factory.mktemp("recipes")
-    for name, batch, command in (("one", 4, [sys.executable]), ("two", 2, LAUNCHER)):
+    for name, batch, ranks in (("one", 4, 1), ("two", 2, 2)):
         runs = []
         for recipe in RUNS:
             path = folder / f"{recipe.__name__}.yaml"
@@ -113,7 +113,8 @@ def folder(tmp_path_factory):
             options = [f"output_dir={folder / name / recipe.__name__}", f"per_device_train_batch_size={batch}"]
             options += ["ddp_backend=gloo"] if name == "two" else []
             runs.append([str(RECIPES / f"{recipe.__name__}.py"), str(path), *options])
-        launched([*command, Path(__file__).with_name("several.py"), json.dumps(runs)], cwd=folder)
+        command = [sys.executable, Path(__file__).with_name("several.py"), json.dumps(runs)]
+        launched(command, ranks=ranks, cwd=folder)
     return folder
 
 

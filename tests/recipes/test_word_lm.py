@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from pretrain_clm import ModelArguments
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 from word_lm import WordArguments, WordTrainer, lines_of, word_lm
 
-from tests.recipes.test_distributed import LAUNCHER, RECIPE, launched
+from tests.recipes.test_distributed import RECIPE, launched
 
 RECIPE_ARGUMENTS = (ModelArguments, WordArguments, TrainingArguments)
 
@@ -94,7 +95,8 @@ def test_recipe_scores_its_model_word_by_word(processes, tmp_path):
     if processes == 1:
         word_lm(*read_settings("word_lm.py", RECIPE_ARGUMENTS, [str(tmp_path / "settings.yaml")]))
     else:
-        launched([*LAUNCHER, RECIPE.with_name("word_lm.py"), tmp_path / "settings.yaml", "ddp_backend=gloo"])
+        command = [sys.executable, RECIPE.with_name("word_lm.py"), tmp_path / "settings.yaml", "ddp_backend=gloo"]
+        launched(command, ranks=2)
     found = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()

@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -27,6 +26,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_s
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_hybrid_ssm.training.resume import checkpoint_defect, latest_complete_checkpoint
+from tests import processes
 from tests.reporting import THOROUGH
 from tests.tiny_models import config_of
 
@@ -181,7 +181,7 @@ def test_killed_runs_end_like_one_left_alone(family, tmp_path, record_property):
     """
     kills = 13 if THOROUGH else 4
     command = [sys.executable, "-m", "tests.reliability.test_crash", family, str(kills), str(tmp_path)]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    ran = processes.run(command, cwd=ROOT)
     assert ran.returncode == 0, ran.stderr[-4000:]
     found = Counter(json.loads(ran.stdout.splitlines()[-1]))
     for name, count in found.items():

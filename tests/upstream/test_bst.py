@@ -52,15 +52,24 @@ class BstTest(CausalFamilyTests, unittest.TestCase):
     def test_model_rope_with_partial_rotation(self): ...
 
 
+# Other layers under the same heads: each variant runs every test, for the bare model, language model and a classifier.
+# A head reads the last hidden states whatever computed them. How the other three are loaded, resized, cast and trained
+# is tested in BstTest, and in BstEncoderTest, where they pool in other ways.
+WITH_ONE_CLASSIFIER = (BstModel, BstForCausalLM, BstForSequenceClassification)
+
+
 class BstMultiFilterTest(BstTest):
+    all_model_classes = WITH_ONE_CLASSIFIER
     tester_config = BstTest.tester_config | {"context_variant": "mf", "ssm_type": "unstructured"}
 
 
 class BstSlideTest(BstTest):
+    all_model_classes = WITH_ONE_CLASSIFIER
     tester_config = BstTest.tester_config | {"ssm_layers": []}
 
 
 class BlockRecurrentTest(BstTest):
+    all_model_classes = WITH_ONE_CLASSIFIER
     tester_config = BstTest.tester_config | {
         "ssm_layers": None,
         "block_types": ["block_recurrent", "sliding_attention"],
@@ -71,6 +80,7 @@ class BlockRecurrentTest(BstTest):
 class BstLikeLlamaTest(BstTest):
     """With the attention and feed-forward layers that upcycled models have."""
 
+    all_model_classes = WITH_ONE_CLASSIFIER
     tester_config = BstTest.tester_config | {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "num_key_value_heads": 2,
@@ -90,6 +100,7 @@ class BstLikeLlamaTest(BstTest):
 
 
 class BstRetrievalTest(BstTest):
+    all_model_classes = WITH_ONE_CLASSIFIER
     tester_config = BstTest.tester_config | {"retrieval_k": 2, "retrieval_memory": 8}
 
 

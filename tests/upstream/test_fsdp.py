@@ -4,15 +4,12 @@
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 
-from tests.distributed.launching import LAUNCHER
+from tests.distributed.launching import in_two_processes
 from tests.upstream.fsdp import ALL
 
 
@@ -23,15 +20,8 @@ def found(tmp_path_factory, testrun_uid, worker_id):
     report = (folder if worker_id == "master" else folder.parent) / f"fsdp-{testrun_uid}.json"
     with FileLock(f"{report}.lock"):
         if not report.is_file():
-            launch(report)
+            in_two_processes(Path(__file__).with_name("fsdp.py"), report)
     return {(case, check): error for case, check, error in json.loads(report.read_text(encoding="utf-8"))}
-
-
-def launch(report: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    command = [*LAUNCHER, Path(__file__).with_name("fsdp.py"), report]
-    run = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-5000:]
 
 
 @pytest.mark.parametrize("case, check", ALL)

@@ -1,0 +1,251 @@
+"""Python processes for tests, forked from one that has imported torch and transformers: that import takes six seconds
+of a processor, and a test that wants another process rarely wants another import.
+
+`run` is called as `subprocess.run` is. Each command has its own memory, working folder, environment, `sys.path` and
+`__main__`, as if started by itself; only modules of other people's are in `sys.modules` already, and this package is
+not. What an environment sets while these are imported cannot be forked: then `run` starts a new process, as tests of
+the start itself do by `subprocess`.
+"""
+
+import atexit
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+import types
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+IMPORTED = (
+    "torch",
+    "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "accelerate",
+    "datasets",
+    "safetensors.torch",
+    "transformers",
+    "transformers.generation.utils",
+    "transformers.modeling_layers",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.trainer",
+    "transformers.trainer_seq2seq",
+)
+# variables that begin so are read when Python starts or those are imported: where they differ, nothing is forked
+READ_ON_IMPORT = (
+    "ATEN_", "HF_", "HOME", "LANG", "LC_", "LD_", "MKL_", "OMP_", "PYTHON", "TMPDIR", "TORCH", "TRANSFORMERS_",
+    "TRITON_", "XDG_",
+)  # fmt: skip
+FOLLOWED = ("PYTHONPATH", "HF_MODULES_CACHE", "HF_HYBRID_SSM_", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+DEFAULTS = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+AT_FIRST = dict(os.environ)  # before a test changes it for itself
+
+
+def run(
+    command: Sequence[object],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike | None = None,
+    timeout: float | None = None,
+    check: bool = False,
+) -> subprocess.CompletedProcess:
+    """The command of a Python program, without options of Python's own: [sys.executable, "-c" | "-m" | file, ...]."""
+    environment = DEFAULTS | dict(os.environ if env is None else env)
+    done = _run_all([list(map(str, command))], [environment], cwd, timeout)[0]
+    if check:
+        done.check_returncode()
+    return done
+
+
+def run_ranks(
+    arguments: Sequence[object],
+    *,
+    env: Mapping[str, str],
+    ranks: int = 2,
+    cwd: str | os.PathLike | None = None,
+    timeout: float | None = 600,
+) -> list[subprocess.CompletedProcess]:
+    """Processes that find each other, with the environment that `torchrun` gives them; the first error ends all."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = DEFAULTS | dict(env) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
+    environments = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    return _run_all([[sys.executable, *map(str, arguments)]] * ranks, environments, cwd, timeout)
+
+
+def _run_all(commands, environments, cwd, timeout) -> list[subprocess.CompletedProcess]:
+    can_fork = hasattr(os, "fork") and all(command[0] == sys.executable for command in commands)
+    if can_fork and not any(_differs(environment) for environment in environments):
+        return _server().run(commands, environments, Path(cwd or Path.cwd()), timeout)
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    started = [
+        subprocess.Popen(command, env=environment, cwd=cwd, text=True, **pipes)
+        for command, environment in zip(commands, environments, strict=True)
+    ]
+    texts = [process.communicate(timeout=timeout) for process in started]
+    return [
+        subprocess.CompletedProcess(process.args, process.returncode, *text)
+        for process, text in zip(started, texts, strict=True)
+    ]
+
+
+def _differs(environment: Mapping[str, str]) -> bool:
+    theirs = _server().environment
+    names = [name for name in {*environment, *theirs} if name.startswith(READ_ON_IMPORT)]
+    return any(environment.get(name) != theirs.get(name) for name in names if not name.startswith(FOLLOWED))
+
+
+@cache
+def _server() -> "_Server":
+    return _Server()
+
+
+class _Server:
+    """The process that forks; it ends when this one does."""
+
+    def __init__(self) -> None:
+        kept = {name: value for name, value in AT_FIRST.items() if not name.startswith(FOLLOWED)}
+        self.environment = DEFAULTS | kept
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-P", __file__, str(theirs.fileno())]
+        options = {"pass_fds": [theirs.fileno()], "process_group": 0, "stdin": subprocess.DEVNULL}
+        self._process = subprocess.Popen(command, env=self.environment, **options)
+        theirs.close()
+        self._socket, self._lines = ours, ours.makefile("rw", encoding="utf-8")
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """End it and what it runs."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def run(self, commands, environments, cwd: Path, timeout) -> list[subprocess.CompletedProcess]:
+        with tempfile.TemporaryDirectory() as folder:
+            outputs = [[str(Path(folder, f"{kind}{rank}")) for kind in "oe"] for rank in range(len(commands))]
+            requests = [
+                {"arguments": command[1:], "environment": environment, "cwd": str(cwd), "outputs": files}
+                for command, environment, files in zip(commands, environments, outputs, strict=True)
+            ]
+            self._socket.settimeout(timeout)
+            try:
+                print(json.dumps(requests), file=self._lines, flush=True)
+                statuses = json.loads(self._lines.readline())
+            except TimeoutError:
+                _server.cache_clear()
+                self.close()
+                raise subprocess.TimeoutExpired(commands[0], timeout) from None
+            texts = [[Path(file).read_text(encoding="utf-8", errors="replace") for file in files] for files in outputs]
+        return [
+            subprocess.CompletedProcess(command, status, *text)
+            for command, status, text in zip(commands, statuses, texts, strict=True)
+        ]
+
+
+# -- the process that forks -------------------------------------------------------------------------------------------
+
+
+def serve(connection: int) -> None:
+    """Fork for each request, and answer with the statuses as `subprocess` has them; until the connection is closed."""
+    for name in IMPORTED:
+        with contextlib.suppress(ModuleNotFoundError):  # an extra that is not installed
+            importlib.import_module(name)
+    assert threading.active_count() == 1  # a fork takes one thread along, and the locks of all
+    with socket.socket(fileno=connection) as own, own.makefile("rw", encoding="utf-8") as lines:
+        own.set_inheritable(False)
+        for line in lines:
+            requests = json.loads(line)
+            running = {}
+            for rank, request in enumerate(requests):
+                child = os.fork()
+                if child == 0:
+                    own.close()
+                    _become(**request)
+                running[child] = rank
+            statuses = [0] * len(requests)
+            while running:
+                child, found = os.wait()
+                if child not in running:
+                    continue
+                statuses[running.pop(child)] = status = os.waitstatus_to_exitcode(found)
+                if status:
+                    for other in running:
+                        os.kill(other, signal.SIGKILL)
+            print(json.dumps(statuses), file=lines, flush=True)
+
+
+def _become(arguments: list[str], environment: dict[str, str], cwd: str, outputs: list[str]) -> None:
+    """This process is now `python *arguments`; never returns."""
+    status = 1
+    try:
+        for number, file in enumerate((os.devnull, *outputs)):
+            opened = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+            os.dup2(opened, number)
+            os.close(opened)
+        os.chdir(cwd)
+        os.environ.clear()
+        os.environ.update(environment)
+        _follow(environment)
+        _execute(arguments)
+        status = 0
+    except SystemExit as exit_:
+        status = _status(exit_.code)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        try:
+            threading._shutdown()
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)
+
+
+def _status(code: object) -> int:
+    if code is None or isinstance(code, int):
+        return (code or 0) & 255
+    print(code, file=sys.stderr)
+    return 1
+
+
+def _follow(environment: dict[str, str]) -> None:
+    """What these variables would have set when Python started and modules were imported."""
+    sys.path[:0] = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    if folder := environment.get("HF_MODULES_CACHE"):
+        for module in list(sys.modules.values()):
+            if "HF_MODULES_CACHE" in getattr(module, "__dict__", ()):
+                module.HF_MODULES_CACHE = folder
+
+
+def _execute(arguments: list[str]) -> None:
+    kind, *rest = arguments
+    if kind == "-c":
+        sys.argv, sys.modules["__main__"] = ["-c", *rest[1:]], types.ModuleType("__main__")
+        sys.path.insert(0, "")
+        exec(compile(rest[0], "<string>", "exec"), vars(sys.modules["__main__"]))
+    elif kind == "-m":
+        sys.argv = ["-m", *rest[1:]]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path.insert(0, str(Path(kind).resolve().parent))
+        runpy.run_path(kind, run_name="__main__")
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))
