@@ -146,9 +146,10 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
     elif config.parent.name == "mqar":
         arguments, _ = read_settings("mqar.py", (MqarArguments, TrainingArguments), [str(config), *training])
         for fields in map(dict, arguments.models.values()):
+            fields.pop("torch_compile", None)
             models.append(ModelArguments(fields.pop("model_type"), config=fields))
     elif config == ROOT / "recipes/configs/length/families_books.yaml":
-        with pytest.raises(FileNotFoundError, match=r"config\.json"):  # of models that compare.py trains
+        with pytest.raises(FileNotFoundError, match="no such folder"):  # of models that compare.py trains
             read_settings("length_extrapolation.py", (ExtrapolationArguments,), [str(config)])
     elif config.parent.name == "length":
         (arguments,) = read_settings("length_extrapolation.py", (ExtrapolationArguments,), [str(config)])
@@ -181,14 +182,14 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
             settings = merged(arguments.base, over) | {"use_cpu": True, "output_dir": str(tmp_path)}
             models.append(HfArgumentParser(pretraining).parse_dict(settings)[0])
     elif config.stem == "per_token_cpu":
-        with pytest.raises(FileNotFoundError, match=r"config\.json"):  # read to the checkpoints, which are not here
+        with pytest.raises(FileNotFoundError, match="no such folder"):  # read to the checkpoints, which are not here
             read_settings("per_token_loss.py", (PerTokenArguments,), [str(config)])
     elif config.parent.name == "glue":
         classes = (GlueArguments, TrainingArguments)
         read_settings(
             "finetune_glue.py",
             classes,
-            [str(config), *training, "from_scratch=false", "model_name_or_path=null", "model_type=longhorn"],
+            [str(config), *training, "from_scratch=false", "model_name_or_path=null", "model_type=spade"],
         )
     elif config.parent.name == "sft":
         pytest.importorskip("trl")

@@ -1,0 +1,97 @@
+"""The recipes as commands, from a clone and from an installed package; what a missing package costs: one line."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hf_hybrid_ssm.cli import main, recipe
+from hf_hybrid_ssm.cli.recipe import config_names, recipe_names, settings_file
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+SCRIPT = '''"""Prints what it is given.
+
+More.
+"""
+
+import sys
+
+print(sys.argv[1:])
+'''
+
+
+@pytest.fixture
+def installed(monkeypatch, tmp_path):
+    """The recipes inside of the package, as a wheel carries them."""
+    package = tmp_path / "hf_hybrid_ssm"
+    shutil.copytree(RECIPES / "configs", package / "recipes/configs")
+    (package / "recipes/demo.py").write_text(SCRIPT)
+    (package / "recipes/shout.py").write_text("import a_package_that_is_missing\n")
+    (package / "cli").mkdir()
+    monkeypatch.setattr(recipe, "__file__", str(package / "cli/recipe.py"))
+    return package / "recipes"
+
+
+def test_every_recipe_and_configuration_is_listed(capsys):
+    assert main(["recipes", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["recipes"]) == {path.stem for path in RECIPES.glob("*.py")} and all(found["recipes"].values())
+    files = {path.relative_to(RECIPES / "configs").as_posix() for path in RECIPES.glob("configs/**/*.yaml")}
+    listed = {f"{name}.yaml" for name in found["configurations"]}
+    assert files - listed == {name for name in files if name.startswith("accelerate/")} and listed <= files
+    assert all(found["configurations"].values())
+    assert main(["recipes"]) == 0
+    shown = capsys.readouterr().out
+    assert "  pretrain_clm  " in shown and "  longhorn/books_cpu  " in shown
+
+
+def test_it_runs_from_an_installed_package(installed, capsys):
+    own = installed.parent / "own.yaml"
+    own.touch()
+    for given in ("longhorn/books_cpu", "longhorn/books_cpu.yaml", str(own)):
+        assert main(["recipe", "demo", given, "a=1", "b.c=2"]) == 0
+        path, *pairs = eval(capsys.readouterr().out)
+        assert pairs == ["a=1", "b.c=2"] and Path(path).is_file() and Path(path).stem == Path(given).stem
+    assert yaml.safe_load(Path(settings_file("longhorn/books_cpu")).read_text())["model_type"] == "longhorn"
+    for rest in (["a=1"], ["--help"], []):
+        assert main(["recipe", "demo", *rest]) == 0
+        assert eval(capsys.readouterr().out) == rest
+    assert recipe_names() == ["demo", "shout"] and len(config_names()) > 50
+
+
+def test_a_recipe_that_is_not_there(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["recipe", "pretrain_cl"])
+    assert end.value.code == 2 and "did you mean pretrain_clm?" in capsys.readouterr().err
+
+
+def test_a_package_that_is_missing_is_named_with_what_to_type(installed, monkeypatch):
+    with pytest.raises(ModuleNotFoundError):  # no extra has it: a defect, with its traceback
+        main(["recipe", "shout"])
+    monkeypatch.setattr(recipe, "missing_modules", lambda *_: {"a_package_that_is_missing"})
+    monkeypatch.setattr(recipe, "install_command", lambda *extras: f"pip install {extras}")
+    with pytest.raises(SystemExit, match=r"a_package_that_is_missing is not installed; .*: pip install \('train',\)"):
+        main(["recipe", "shout"])
+
+
+def test_a_recipes_own_keys_and_refusals(capsys):
+    for rest, status in ((["--help"], 0), ([], "usage")):
+        with pytest.raises(SystemExit) as end:
+            main(["recipe", "pretrain_clm", *rest])
+        assert end.value.code == status or str(end.value.code).startswith("usage: python recipes/pretrain_clm.py")
+    assert "sequence_length: int = 1024" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"pretrain_clm\.py: .*nope.* is neither a YAML file"):
+        main(["recipe", "pretrain_clm", "nope"])
+
+
+def test_a_page_says_how_to_remove_all():
+    from hf_hybrid_ssm.cli.enable import FILE
+    from hf_hybrid_ssm.ops._core import native_library
+
+    page = (RECIPES.parent / "docs/command_line.md").read_text(encoding="utf-8").partition("## Removing everything")[2]
+    source = Path(native_library.__file__).read_text(encoding="utf-8")
+    for name in ("HF_HYBRID_SSM_CACHE", "XDG_CACHE_HOME", "hf_hybrid_ssm"):
+        assert f'"{name}"' in source and name in page
+    assert FILE in page and "hf-hybrid-ssm disable" in page and "pip uninstall hf-hybrid-ssm" in page
