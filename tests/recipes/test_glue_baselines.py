@@ -1,10 +1,11 @@
 """Words alone: both baselines find what words can tell, on the measures of the task, and nothing where they cannot."""
 
 import json
+from pathlib import Path
 
 import pytest
 from datasets import Dataset
-from glue_baselines import BaselineArguments, baselines, overlap, overlaps
+from glue_baselines import BaselineArguments, baselines, frozen_states, overlap, overlaps
 
 
 def write(folder, name, columns, rows):
@@ -27,7 +28,8 @@ def test_both_are_measured_where_they_exist(tmp_path):
     pairs = [("one two three", "one two three", 5.0), ("one two three", "four five six", 0.0)] * 20
     write(tmp_path, "stsb", ["sentence1", "sentence2"], pairs)
     results = tmp_path / "results.json"
-    arguments = BaselineArguments(["sst2", "stsb"], str(tmp_path), 30, [0, 1], str(tmp_path / "out"), str(results))
+    paths = {"output_dir": str(tmp_path / "out"), "results": str(results)}
+    arguments = BaselineArguments(["sst2", "stsb"], str(tmp_path), 30, [0, 1], **paths)
     figures = baselines(arguments)
     (first, second) = figures["tasks"]["sst2"]["runs"]
     assert first["bag of words"]["validation"] == {"accuracy": 100.0} and "word overlap" not in second
@@ -36,7 +38,20 @@ def test_both_are_measured_where_they_exist(tmp_path):
     assert json.loads(results.read_text())["tasks"] == figures["tasks"]
 
 
-@pytest.mark.parametrize("wrong", [{"tasks": ["sst3"]}, {"seeds": []}])
+def test_a_frozen_encoder_is_read(tmp_path):
+    write(tmp_path, "sst2", ["sentence"], [("a good one", 1), ("a bad one", 0)] * 8)
+    encoder = str(Path(__file__).parents[2] / "checkpoints/spade-encoder-books")
+    arguments = BaselineArguments(["sst2"], str(tmp_path), None, [0], encoder, output_dir=str(tmp_path / "out"))
+    (run,) = baselines(arguments)["tasks"]["sst2"]["runs"]
+    states = [kind for kind in run if "encoder" in kind or "states" in kind]
+    assert len(states) == 3 and all(run[kind]["validation"] == {"accuracy": 100.0} for kind in states)
+    one, other = (frozen_states(["a good one"], arguments)[kind] for kind in states[1:])
+    assert one.shape == (1, 256) and not (one == other).all()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"tasks": ["sst3"]}, {"seeds": []}, {"probed": ["rte"], "encoder": "checkpoints/spade-encoder-books"}]
+)
 def test_bad_settings(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         BaselineArguments(**wrong)
