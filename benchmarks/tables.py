@@ -271,8 +271,9 @@ def scaling_law(figures: dict) -> str:
 
 
 def glue(figures: dict) -> str:
-    """Means over seeds from new weights and from the pre-trained ones; the paired difference of the first measure."""
-    pretrained = load(*ALSO["glue_from_scratch"])
+    """Means over seeds from new weights and from the pre-trained ones, the paired difference of the first measure; and
+    what words alone reach."""
+    pretrained, words = (load(name) for name in ALSO["glue_from_scratch"])
     rows = []
     for task, found in figures.items():
         for split, measures in found["best"]["measures"].items():
@@ -285,11 +286,36 @@ def glue(figures: dict) -> str:
             gains = [after - before for before, after in zip(scratch, better)]
             error = statistics.stdev(gains) / len(gains) ** 0.5
             cells.append(f"{statistics.mean(gains):+.1f} ± {2 * error:.1f}")
+            runs = words["tasks"][task]["runs"]
+            for kind in ("bag of words", "word overlap"):
+                means = (
+                    [statistics.mean(run[kind][split][name] for run in runs if kind in run) for name in measures]
+                    if kind in runs[0]
+                    else []
+                )
+                cells.append(" / ".join(f"{value:.1f}" for value in means))
             cells.append(" / ".join(f"{value:.1f}" for value in found["best"]["majority"][split].values()))
             label = task if split == "validation" else f"{task} {split.removeprefix('validation_')}"
             rows.append([f"{label}, {' / '.join(measures)}", *cells])
-    head = ["task, measure", "new weights", "pre-trained", "gain ± two standard errors", "majority"]
+    head = ["task, measure", "new weights", "pre-trained", "gain ± two standard errors"]
+    head += ["bag of words", "word overlap", "majority"]
     return markdown_table(head, rows)
+
+
+def first_token(figures: dict) -> str:
+    """Right answers by distance, in percent, with 95 % intervals over seeds; a model a row."""
+    models = figures["models"]
+    distances = list(next(iter(models.values()))["accuracy"])
+    rows = []
+    for name, found in models.items():
+        cells = []
+        for distance, share in found["accuracy"].items():
+            half = found["half_width_of_95_percent"][distance]
+            cells.append(f"{100 * share:.0f}" + (f" ± {100 * half:.0f}" if half else ""))
+        rows.append([name, f"{found['runs'][0]['parameters']:,}", *cells])
+    seeds = len(next(iter(models.values()))["runs"])
+    head = ["right answers, percent, by tokens in between", "parameters", *(f"{int(each):,}" for each in distances)]
+    return f"{markdown_table(head, rows)}\n{seeds} seeds; guessing gives {100 / figures['settings']['answers']:.0f}.\n"
 
 
 def recall(figures: dict) -> str:
@@ -466,6 +492,8 @@ TABLES = {
     "spade_books": comparison,
     "families_books": compared_families,
     "families_length": lengths,
+    "checkpoints_length": lengths,
+    "first_token_recall": first_token,
     "upcycling_gaps": upcycling_gaps,
     "bst_books": lengths,
     "bst_16k": lengths,
@@ -489,7 +517,10 @@ TABLES = {
 
 
 # tables of several files of results: the others
-ALSO = {"glue_from_scratch": ["glue_pretrained"], "scitldr": ["scitldr_new_weights", "scitldr_pretrained"]}
+ALSO = {
+    "glue_from_scratch": ["glue_pretrained", "glue_baselines"],
+    "scitldr": ["scitldr_new_weights", "scitldr_pretrained"],
+}
 WITHOUT_RESULTS = {"targets": targets, "checkpoints": checkpoints}  # which have no file of their own
 
 

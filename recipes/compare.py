@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from _lib import peers  # noqa: F401 - registers mamba_native and llama_conv
 from _lib.documents import DataArguments, paths_of
 from _lib.entry import start
 from _lib.plotting import panels, style

@@ -2,10 +2,10 @@
 
     python recipes/length_extrapolation.py recipes/configs/length/books_cpu.yaml [key=value ...]
 
-`models` names trained checkpoints; `variants` are trained first, by pretrain_clm.py with the settings of `base` and
-what differs, unless a stopped call has done it. Every length is scored on exactly the same tokens, so that only the
-context changes. Writes length_extrapolation.json and .png to `output_dir`, and both to `results` (a path without
-extension).
+`models` names trained checkpoints, which `read_as` may load with another configuration; `variants` are trained first,
+by pretrain_clm.py with the settings of `base` and what differs, unless a stopped call has done it. Every length is
+scored on exactly the same tokens, so that only the context changes. Writes length_extrapolation.json and .png to
+`output_dir`, and both to `results` (a path without extension).
 """
 
 import math
@@ -26,8 +26,10 @@ from compare import merged, parsed, run
 from matplotlib.figure import Figure
 from tqdm import tqdm
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
@@ -44,6 +46,10 @@ class ExtrapolationArguments:
     scored_tokens: int = field(default=65_536, metadata={"help": "about so many, from all documents alike"})
     models: dict[str, list[str]] = field(
         default_factory=dict, metadata={"help": "name: checkpoints (such as seeds) to average over"}
+    )
+    read_as: dict[str, dict[str, Any]] = field(
+        default_factory=dict,
+        metadata={"help": "name of one of `models`: fields that its configuration has instead, such as model_type"},
     )
     base: dict[str, Any] = field(default_factory=dict, metadata={"help": "settings of pretrain_clm.py"})
     variants: dict[str, dict[str, Any]] = field(default_factory=dict, metadata={"help": "name: settings that differ"})
@@ -63,6 +69,8 @@ class ExtrapolationArguments:
             raise ValueError("give models (trained checkpoints) or variants (to train first).")
         if self.variants and not self.seeds:
             raise ValueError("seeds=[] must name at least one.")
+        if unknown := sorted(set(self.read_as) - set(self.models)):
+            raise ValueError(f"read_as names {unknown}, which are not among models={list(self.models)}.")
         for name, checkpoints in self.models.items():
             for checkpoint in checkpoints:
                 check_checkpoint(checkpoint, f"models: {name!r}", AutoModelForCausalLM)
@@ -103,10 +111,31 @@ def rows_of(arguments: ExtrapolationArguments, tokenizer: PreTrainedTokenizerBas
     return torch.stack(rows)
 
 
-def curve_of(checkpoint: str, arguments: ExtrapolationArguments) -> tuple[list[float], int]:
+def load(checkpoint: str, fields: dict[str, Any]) -> PreTrainedModel:
+    """The checkpoint's model in float32; with `fields`, its weights read by a configuration that has these instead.
+
+    Raises:
+        ValueError: a model so read leaves weights of the checkpoint out, or lacks some.
+    """
+    known = AutoConfig.from_pretrained(checkpoint)
+    if not fields:
+        return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    values = {key: value for key, value in known.to_dict().items() if key not in ("model_type", "architectures")}
+    config = AutoConfig.for_model(**{"model_type": known.model_type} | values | fields)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        checkpoint, config=config, dtype=torch.float32, output_loading_info=True
+    )
+    if wrong := {*report["missing_keys"], *report["unexpected_keys"]}:
+        raise ValueError(f"read_as={fields} does not fit the weights of {checkpoint}: {sorted(wrong)}.")
+    return model
+
+
+def curve_of(
+    checkpoint: str, arguments: ExtrapolationArguments, fields: dict[str, Any] | None = None
+) -> tuple[list[float], int]:
     """The loss at each length, and how many tokens were scored."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    model = load(checkpoint, fields or {}).eval()
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     check_vocabulary(model, tokenizer)
     rows = rows_of(arguments, tokenizer)
@@ -147,7 +176,8 @@ def length_extrapolation(arguments: ExtrapolationArguments) -> dict[str, Any]:
     if arguments.variants:
         figures["settings"] = {"base": arguments.base, "variants": arguments.variants, "seeds": arguments.seeds}
     for name, checkpoints in models.items():
-        found = [curve_of(checkpoint, arguments) for checkpoint in checkpoints]
+        fields = arguments.read_as.get(name)
+        found = [curve_of(checkpoint, arguments, fields) for checkpoint in checkpoints]
         figures["models"][name] = summary([curve for curve, _ in found], found[0][1], arguments)
     targets = [Path(arguments.output_dir) / "length_extrapolation"]
     targets += [Path(arguments.results)] if arguments.results else []

@@ -3,9 +3,11 @@
     python recipes/upcycling_gaps.py recipes/configs/upcycle/gaps_cpu.yaml [key=value ...]
 
 `base` holds settings of upcycle.py, each of `variants` what differs; a variant with `from_scratch: true` is the
-student of the same shape that learns the next token from random weights on as many tokens. Each run's loss is measured
-at the training length and, on the same tokens, in windows `factor` times as long. A killed comparison goes on with the
-runs it lacks. Writes upcycling_gaps.json and .png to `output_dir`, and both to `results` (a path without extension).
+student of the same shape that learns the next token from random weights on as many tokens, and one with
+`teacher_goes_on: true` is the teacher itself, which goes on learning on as many: the control for the text that the
+students read. Each run's loss is measured at the training length and, on the same tokens, in windows `factor` times as
+long. A killed comparison goes on with the runs it lacks. Writes upcycling_gaps.json and .png to `output_dir`, and both
+to `results` (a path without extension).
 """
 
 import statistics
@@ -37,7 +39,9 @@ class GapArguments:
     """Which students to make of one teacher."""
 
     base: dict[str, Any] = field(metadata={"help": "settings of upcycle.py"})
-    variants: dict[str, dict[str, Any]] = field(metadata={"help": "name: settings that differ, or from_scratch: true"})
+    variants: dict[str, dict[str, Any]] = field(
+        metadata={"help": "name: settings that differ, from_scratch: true or teacher_goes_on: true"}
+    )
     files: list[str] = field(metadata={"help": "held-out text to score: txt, jsonl or parquet"})
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
     factor: int = field(default=8, metadata={"help": "of the training length, for the second loss"})
@@ -58,19 +62,22 @@ def run_one(arguments: GapArguments, name: str, seed: int) -> Path:
     if (folder / "results.json").is_file():
         return folder
     over = dict(arguments.variants[name])
-    from_scratch = over.pop("from_scratch", False)
+    from_scratch, goes_on = over.pop("from_scratch", False), over.pop("teacher_goes_on", False)
     settings = merged(arguments.base, over) | {"seed": seed, "output_dir": str(folder)}
     given = HfArgumentParser((UpcycleArguments, DataArguments, TrainingArguments)).parse_dict(settings)
     upcycling, data, training = given
-    if not from_scratch:
+    if not (from_scratch or goes_on):
         upcycle_model(upcycling, data, training)
         return folder
-    teacher = AutoConfig.from_pretrained(upcycling.teacher)
-    config = student_config(teacher, upcycling.keep, upcycling.keep_as, upcycling.student, **upcycling.config)
     stages = [getattr(upcycling, stage) for stage in STAGES if getattr(upcycling, stage) is not None]
     training.max_steps = sum(stage["max_steps"] for stage in stages)
     training.learning_rate = stages[-1]["learning_rate"]
     data.tokenizer = data.tokenizer or upcycling.teacher
+    if goes_on:
+        pretrain(ModelArguments(model_name_or_path=upcycling.teacher, resume="auto"), data, training)
+        return folder
+    teacher = AutoConfig.from_pretrained(upcycling.teacher)
+    config = student_config(teacher, upcycling.keep, upcycling.keep_as, upcycling.student, **upcycling.config)
     start = Path(arguments.output_dir) / f"start-{name}-{seed}"
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config).save_pretrained(start)

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import compare as compare_module
 import pytest
+import torch
+from _lib.settings import read_settings
 from compare import CompareArguments, compare, merged
+from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def test_merging_goes_into_mappings_and_changes_nothing():
@@ -97,3 +100,23 @@ def test_each_variant_trains_at_its_best_learning_rate(settings, tmp_path, monke
 def test_bad_settings(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         CompareArguments(**{"base": {}, "variants": {"a": {}, "b": {}}} | options)
+
+
+CONFIGS = Path(__file__).parents[2] / "recipes/configs/compare"
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+def test_committed_comparisons_are_of_models_of_equal_size(name, monkeypatch):
+    """Every variant can be built, has all its fields, and is within 8 % of the others without embeddings (SSMs add to
+    their baselines; spade_books.yaml, which compares parts of a layer, within 35 %)."""
+    monkeypatch.setenv("HF_HYBRID_SSM_DATA", "data")
+    (arguments,) = read_settings("compare.py", (CompareArguments,), [str(CONFIGS / f"{name}.yaml")])
+    sizes = {}
+    for variant, over in arguments.variants.items():
+        settings = merged(arguments.base, over)
+        fields = settings["config"]
+        config = AutoConfig.for_model(settings["model_type"], vocab_size=4096, **fields)
+        assert all(getattr(config, key) == value for key, value in fields.items()), variant
+        with torch.device("meta"):
+            sizes[variant] = AutoModelForCausalLM.from_config(config).num_parameters(exclude_embeddings=True)
+    assert max(sizes.values()) <= (1.35 if name == "spade_books" else 1.12) * min(sizes.values()), sizes

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from length_extrapolation import ExtrapolationArguments, length_extrapolation, loss_at, rows_of
+from length_extrapolation import ExtrapolationArguments, length_extrapolation, load, loss_at, rows_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
@@ -99,3 +99,27 @@ def test_bad_data(files, tmp_path):
         length_extrapolation(arguments([str(tmp_path / "missing.jsonl")], tmp_path))
     with pytest.raises(ValueError, match=r"text_column: columns \['story'\]"):
         length_extrapolation(arguments(files, tmp_path, text_column="story"))
+
+
+def test_weights_are_read_with_another_configuration(files, tmp_path):
+    """A Llama read as a Mistral sees no further than its window; scaled positions change only what lies beyond."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = AutoConfig.for_model("llama", num_attention_heads=2, max_position_embeddings=64, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "llama")
+    plain = load(str(tmp_path / "llama"), {}).eval()
+    tokens = torch.randint(0, 300, (1, 48))
+    with torch.no_grad():
+        wanted = plain(tokens).logits
+        windows = load(str(tmp_path / "llama"), {"model_type": "mistral", "sliding_window": 16}).eval()
+        found = windows(tokens).logits
+        torch.testing.assert_close(found[:, :16], wanted[:, :16])
+        assert windows.config.model_type == "mistral" and (found[:, 20:] - wanted[:, 20:]).abs().max() > 1e-3
+        dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0}
+        scaled = load(str(tmp_path / "llama"), {"max_position_embeddings": 16, "rope_parameters": dynamic}).eval()
+        torch.testing.assert_close(scaled(tokens[:, :16]).logits, wanted[:, :16])
+        assert (scaled(tokens).logits - wanted).abs().max() > 1e-3
+    with pytest.raises(ValueError, match="read_as"):
+        load(str(tmp_path / "llama"), {"model_type": "qwen2"})
+    with pytest.raises(ValueError, match="read_as"):
+        ExtrapolationArguments(files, models={"Llama": [str(tmp_path / "llama")]}, read_as={"llama": {}})

@@ -162,7 +162,7 @@ def test_gaps_compare_students_with_their_teacher(teacher, texts, tmp_path):
     base |= {"train_files": [f"{texts}/train.jsonl"], "validation_files": [f"{texts}/held_out.jsonl"]}
     base |= {"per_device_train_batch_size": 2, "report_to": "none", "distil": {"max_steps": 2, "learning_rate": 1e-3}}
     variants = {"all": {"keep": 1.0, "distil": {"learning_rate": 0.0}}, "none": {"keep": 0.0}}
-    variants |= {"scratch": {"keep": 0.0, "from_scratch": True}}
+    variants |= {"scratch": {"keep": 0.0, "from_scratch": True}, "control": {"teacher_goes_on": True}}
     held_out = [f"{texts}/held_out.jsonl"]
     figures = gaps(GapArguments(base, variants, held_out, [0], 4, 512, str(tmp_path), str(tmp_path / "figures")))
     students = figures["students"]
@@ -170,5 +170,8 @@ def test_gaps_compare_students_with_their_teacher(teacher, texts, tmp_path):
     assert students["all"]["perplexity_over_teachers"] == pytest.approx(1.0, abs=1e-5)
     assert students["all"]["cache_bytes"] == figures["teacher"]["cache_bytes"] > students["none"]["cache_bytes"]
     assert students["none"]["loss"] < students["scratch"]["loss"]
+    control = students["control"]  # the teacher itself, two steps later
+    assert control["cache_bytes"] == figures["teacher"]["cache_bytes"] and control["runs"][0]["tokens"] == 128
+    assert 0 < abs(control["loss"] - figures["teacher"]["loss"]) < 1
     assert json.loads((tmp_path / "figures.json").read_text())["students"] == json.loads(json.dumps(students))
     assert (tmp_path / "figures.png").stat().st_size > 1000

@@ -1,0 +1,142 @@
+"""Peers that transformers lacks, as model types to train beside the families; importing this registers them.
+
+`mamba_native` is transformers' Mamba with a scan in C (`mamba_scan.c`) instead of a Python loop over time: the same
+weights under the same names. `llama_conv` is its Llama with a short convolution before attention.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
+from transformers.models.mamba.modeling_mamba import MambaMixer
+
+from hf_hybrid_ssm.ops._core.native_library import call, library_beside
+from hf_hybrid_ssm.ops.causal_conv import causal_conv
+
+_library = library_beside(str(Path(__file__).with_name("mamba_scan.py")))  # the C file beside it
+
+
+class _SelectiveScan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        u, delta, rates, b, c = (part.float().contiguous() for part in (u, delta, a.t(), b, c))
+        y = torch.empty_like(u)
+        call(_library().mamba_scan_forward, (u, delta, rates, b, c, y), *u.shape, len(rates))
+        ctx.save_for_backward(u, delta, rates, b, c)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        u, _, rates, b, c = given = ctx.saved_tensors
+        du, ddelta, db, dc = torch.empty_like(u), torch.empty_like(u), torch.zeros_like(b), torch.zeros_like(c)
+        da = u.new_empty(len(u), *rates.shape)
+        tensors = (*given, gradients[0].float().contiguous(), du, ddelta, da, db, dc)
+        call(_library().mamba_scan_backward, tensors, *u.shape, len(rates))
+        return du, ddelta, da.sum(0).t(), db, dc
+
+
+def selective_scan(u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """y_t = C_t h_t with h_t = exp(delta_t A) h_{t-1} + delta_t B_t u_t, from h_0 = 0; float32.
+
+    Args:
+        u, delta: (B, L, D).
+        a: (D, N).
+        b, c: (B, L, N).
+    """
+    return _SelectiveScan.apply(u, delta, a, b, c)
+
+
+class NativeMambaMixer(MambaMixer):
+    """transformers' mixer; whole rows without a cache or a mask go through `selective_scan`."""
+
+    def forward(self, hidden_states: Tensor, cache_params=None, attention_mask=None, **kwargs) -> Tensor:
+        if cache_params is not None or attention_mask is not None or self.activation != "silu":
+            return super().forward(hidden_states, cache_params, attention_mask, **kwargs)
+        x, gate = self.in_proj(hidden_states).chunk(2, dim=-1)
+        x = short_convolution(x, self.conv1d, activation="silu")
+        sizes = (self.time_step_rank, self.ssm_state_size, self.ssm_state_size)
+        step, b, c = self.x_proj(x).split(sizes, dim=-1)
+        y = selective_scan(x, F.softplus(self.dt_proj(step)), -torch.exp(self.A_log.float()), b, c)
+        y = (y + x * self.D) * F.silu(gate)
+        return self.out_proj(y.to(hidden_states.dtype))
+
+
+class NativeMambaConfig(MambaConfig):
+    """As transformers' `MambaConfig`."""
+
+    model_type = "mamba_native"
+
+
+class NativeMambaForCausalLM(MambaForCausalLM):
+    """As transformers' `MambaForCausalLM`, whose weights it loads."""
+
+    config: NativeMambaConfig
+    config_class = NativeMambaConfig
+
+    def __init__(self, config: NativeMambaConfig):
+        super().__init__(config)
+        for layer in self.backbone.layers:
+            layer.mixer.__class__ = NativeMambaMixer  # the same modules and initial weights, another forward
+
+
+def short_convolution(x: Tensor, conv: nn.Conv1d, activation: str | None) -> Tensor:
+    """Each channel of x (B, L, D) convolved with its own filter of a depthwise `Conv1d`, causally."""
+    return causal_conv(x, conv.weight.squeeze(1), conv.bias, activation=activation)[0]
+
+
+class ConvolvedLlamaConfig(LlamaConfig):
+    """`LlamaConfig` with `conv_kernel`, the width of the convolution; 4 by default, as Longhorn's."""
+
+    model_type = "llama_conv"
+
+    conv_kernel: int = 4
+
+
+class ConvolvedLlamaForCausalLM(LlamaForCausalLM):
+    """Llama whose attention reads, in every layer, a short causal convolution of its normalised input, with SiLU: what
+    Longhorn's recurrence reads. For whole rows: it has no cache for the convolution.
+
+    Raises:
+        ValueError: in forward, `use_cache=True`, or a mask that hides tokens.
+    """
+
+    config: ConvolvedLlamaConfig
+    config_class = ConvolvedLlamaConfig
+
+    def __init__(self, config: ConvolvedLlamaConfig):
+        super().__init__(config)
+        width, taps = config.hidden_size, config.conv_kernel
+        for layer in self.model.layers:
+            layer.self_attn.short_conv = nn.Conv1d(width, width, taps, groups=width)
+            layer.self_attn.register_forward_pre_hook(_convolve_input, with_kwargs=True)
+        config.use_cache = False
+
+    def forward(self, *args: Any, use_cache: bool | None = None, attention_mask: Tensor | None = None, **kwargs: Any):
+        if use_cache or kwargs.get("past_key_values") is not None:
+            raise ValueError("llama_conv keeps no cache of its convolution; use_cache must be False.")
+        if attention_mask is not None and not attention_mask.all():
+            raise ValueError("llama_conv takes whole rows; attention_mask must hide no token.")
+        return super().forward(*args, use_cache=False, **kwargs)
+
+
+def _convolve_input(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    conv: Any = attention.short_conv
+    return args, kwargs | {"hidden_states": short_convolution(kwargs["hidden_states"], conv, activation="silu")}
+
+
+for _config, _model in (
+    (NativeMambaConfig, NativeMambaForCausalLM),
+    (ConvolvedLlamaConfig, ConvolvedLlamaForCausalLM),
+):
+    AutoConfig.register(_config.model_type, _config, exist_ok=True)
+    AutoModelForCausalLM.register(_config, _model, exist_ok=True)

@@ -1,0 +1,101 @@
+"""Peers: Mamba's scan in C is its equation, the model is transformers' Mamba, and a Llama gains a convolution."""
+
+import pytest
+import torch
+from _lib.peers import selective_scan
+from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig, MambaForCausalLM
+
+from hf_hybrid_ssm.ops._core.native_library import missing_compiler
+
+needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
+MAMBA = {"vocab_size": 50, "hidden_size": 24, "num_hidden_layers": 2, "state_size": 5}
+
+
+def scan_step_by_step(u, delta, a, b, c):
+    """h_t = exp(delta_t A) h_{t-1} + delta_t B_t u_t, y_t = C_t h_t."""
+    h, out = u.new_zeros(*u.shape[::2], a.shape[1]), []
+    for t in range(u.shape[1]):
+        dt = delta[:, t, :, None]
+        h = torch.exp(dt * a) * h + dt * b[:, t, None] * u[:, t, :, None]
+        out.append((h * c[:, t, None]).sum(-1))
+    return torch.stack(out, 1)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("batch", "length", "channels", "states"), [(2, 37, 16, 16), (1, 1, 35, 2), (3, 64, 40, 5)])
+def test_the_scan_is_the_equation_with_its_gradients(batch, length, channels, states):
+    torch.manual_seed(0)
+    shapes = [(batch, length, channels)] * 2 + [(channels, states)] + [(batch, length, states)] * 2
+    inputs = [torch.randn(shape) for shape in shapes]
+    inputs[1], inputs[2] = inputs[1].exp() * 0.1, -inputs[2].exp()
+    given = [part.clone().requires_grad_() for part in inputs]
+    exact = [part.double().requires_grad_() for part in inputs]
+    y, wanted = selective_scan(*given), scan_step_by_step(*exact)
+    assert (y - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+    direction = torch.randn(y.shape)
+    (y * direction).sum().backward()
+    (wanted * direction).sum().backward()
+    for found, reference in zip(given, exact):
+        assert (found.grad - reference.grad).norm() <= 2e-7 * reference.grad.norm()
+
+
+@needs_compiler
+def test_native_mamba_is_transformers_mamba_weight_for_weight():
+    torch.manual_seed(0)
+    theirs = MambaForCausalLM(MambaConfig(**MAMBA)).eval()
+    ours = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba_native", **MAMBA)).eval()
+    assert {name: value.shape for name, value in ours.state_dict().items()} == {
+        name: value.shape for name, value in theirs.state_dict().items()
+    }
+    assert ours.load_state_dict(theirs.state_dict()).missing_keys == []
+    tokens = torch.randint(0, 50, (2, 33))
+    for training in (False, True):
+        losses = [model.train(training)(tokens, labels=tokens, use_cache=False) for model in (theirs, ours)]
+        torch.testing.assert_close(losses[1].logits, losses[0].logits, rtol=1e-5, atol=1e-6)
+    for model, found in zip((theirs, ours), losses):
+        model.zero_grad()
+        found.loss.backward()
+    for (name, one), other in zip(theirs.named_parameters(), ours.parameters()):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@needs_compiler
+def test_native_mamba_begins_as_transformers_mamba_does():
+    models = []
+    for name in ("mamba", "mamba_native"):
+        torch.manual_seed(3)
+        models.append(AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **MAMBA)))
+    for (name, one), other in zip(models[0].named_parameters(), models[1].parameters()):
+        torch.testing.assert_close(other, one, rtol=0, atol=0, msg=name)
+
+
+@needs_compiler
+def test_the_scan_was_used(monkeypatch):
+    import _lib.peers as peers
+
+    calls, scan = [], peers.selective_scan
+    monkeypatch.setattr(peers, "selective_scan", lambda *given: calls.append(1) or scan(*given))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba_native", **MAMBA))
+    model(torch.tensor([[1, 2, 3]]), use_cache=False)
+    assert len(calls) == MAMBA["num_hidden_layers"]
+
+
+def test_convolved_llama_sees_the_tokens_before_through_its_convolution():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama_conv", num_attention_heads=2, **sizes)).eval()
+    attention = model.model.layers[0].self_attn
+    assert tuple(attention.short_conv.weight.shape) == (16, 1, 4)
+    read = []
+    attention.q_proj.register_forward_pre_hook(lambda module, given: read.append(given[0].detach()))
+    tokens = torch.tensor([[1, 2, 3, 4, 5, 6, 7]])
+    model(tokens, labels=tokens).loss.backward()
+    assert attention.short_conv.weight.grad.abs().sum() > 0
+    changed = tokens.clone()
+    changed[0, 1] = 9
+    model(changed)
+    differs = (read[0] != read[1]).any(-1)[0].tolist()
+    assert differs == [False, True, True, True, True, False, False]  # four taps, none ahead
+    for wrong in ({"use_cache": True}, {"attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 1]])}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            model(tokens, **wrong)
