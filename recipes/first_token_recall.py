@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 from _lib import peers  # noqa: F401 - registers mamba_native
+from _lib.entry import start
 from _lib.plotting import REFERENCE, measured_at, panels, style
-from _lib.settings import read_settings
 from _lib.sweeps import claim, once, training_settings
 from _lib.training import Trainer, save_figure, say, write_figures
 from datasets import Dataset
@@ -256,4 +256,4 @@ def draw(figures: dict[str, Any], groups: dict[str, list[str]]) -> Figure:
 
 
 if __name__ == "__main__":
-    sweep(*read_settings("first_token_recall.py", (RecallArguments, TrainingArguments)))
+    start("first_token_recall.py", sweep, RecallArguments, TrainingArguments)

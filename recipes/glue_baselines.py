@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from _lib.documents import begin_of, token_ids
-from _lib.settings import read_settings
+from _lib.entry import start
 from _lib.training import say, write_figures
 from datasets import Dataset
 from finetune_glue import TASKS, check_task, load_task, measures_of
@@ -169,4 +169,4 @@ def mean_of(runs: list[dict[str, Any]], kind: str, split: str) -> str:
 
 
 if __name__ == "__main__":
-    baselines(*read_settings("glue_baselines.py", (BaselineArguments,)))
+    start("glue_baselines.py", baselines, BaselineArguments)
