@@ -55,9 +55,9 @@ int mamba_scan_backward(const float *u, const float *delta, const float *a, cons
                 vec of_dx = broadcast(0), of_dt = broadcast(0);
                 for (int64_t n = 0; n < N; n++) {
                     const vec rate = load(a + n * D + d, lanes), decay = exponential(dt * rate);
-                    dc[row * N + n] += total(out * h[(t + 1) * N + n]);
+                    dc[row * N + n] += sum(out * h[(t + 1) * N + n]);
                     later[n] += out * c[row * N + n];
-                    db[row * N + n] += total(later[n] * dt * x);
+                    db[row * N + n] += sum(later[n] * dt * x);
                     of_dx += later[n] * b[row * N + n];
                     later[n] *= decay;
                     const vec slope = later[n] * h[t * N + n];
