@@ -3,13 +3,14 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from tests import processes
 
 ROOT = Path(__file__).parents[1]
 WITHOUT_PACKAGE = ROOT / "tests/hub/without_package.py"
@@ -35,7 +36,7 @@ class Copy:
         environment = os.environ | {"PYTHONPATH": f"{self.folder / 'src'}{os.pathsep}{ROOT}"}
         environment |= {"HF_MODULES_CACHE": str(self.folder / "modules"), "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, *arguments]
-        ran = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True)
+        ran = processes.run(command, cwd=self.folder, env=environment)
         assert ran.returncode == 0, ran.stderr[-4000:]
 
     def runs_without_package(self, saved: str) -> None:

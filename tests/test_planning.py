@@ -1,7 +1,7 @@
 """The plan of a training step against what small models of every family really hold and compute."""
 
-import dataclasses
 import time
+from functools import cache
 
 import pytest
 import torch
@@ -16,8 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_hybrid_ssm.ops._core.dispatch import backend
 from hf_hybrid_ssm.planning import Setup, plan
-from hf_hybrid_ssm.planning.measurement import FORMULAS, cache_bytes
-from hf_hybrid_ssm.planning.presets import preset_config
+from hf_hybrid_ssm.planning.measurement import FORMULAS, Measurement, cache_bytes, decoding_state_bytes, measure_step
+from hf_hybrid_ssm.planning.presets import meta_model, preset_config
+from hf_hybrid_ssm.planning.training_step import weights
 from tests.tiny_models import CASES, SIZES, VOCABULARY, WIDE_SPADE, WITHOUT_DROPOUT, built
 
 BATCH, LENGTH = 4, 192
@@ -35,6 +36,18 @@ def batch_for(model, rows=BATCH):
 
 def setup_for(**fields):
     return Setup(batch=BATCH, length=LENGTH, **fields)
+
+
+@cache
+def measured(case: str, setup: Setup) -> Measurement:
+    """The step of a plan, once for all tests that ask the same of a case."""
+    return measure_step(built(case).config, setup)
+
+
+def activations(found: Measurement, dtype: str = "float32", mixed: bool = False) -> int:
+    """What is saved: a plan also adds the logits themselves, and a float32 gradient of their log-probabilities."""
+    added = BATCH * LENGTH * VOCABULARY * (4 + (4 if dtype == "float32" and not mixed else 2))
+    return found.activations + (found.logits - added if found.logits else 0)
 
 
 def bytes_kept(model, inputs):
@@ -63,16 +76,9 @@ def test_saved_bytes(case, dtype):
     dtype = "float32" if mixed else dtype
     model = built(case, getattr(torch, dtype))
     with backend("torch"), torch.autocast("cpu", dtype=torch.bfloat16, enabled=mixed):
-        measured = bytes_kept(model, batch_for(model))
-    found = plan(model.config, setup_for(dtype=dtype, mixed_precision=mixed, kernels="torch")).memory
-    assert found["activations"] + saved_of(found["logits"], dtype, mixed) == pytest.approx(measured, rel=WITHIN)
-
-
-def saved_of(logits, dtype, mixed):
-    """What the head saves: a plan adds the logits themselves, and a float32 gradient of their log-probabilities."""
-    if not logits:
-        return 0
-    return logits - BATCH * LENGTH * VOCABULARY * (4 + (4 if dtype == "float32" and not mixed else 2))
+        kept = bytes_kept(model, batch_for(model))
+    found = measured(case, setup_for(dtype=dtype, mixed_precision=mixed, kernels="torch"))
+    assert activations(found, dtype, mixed) == pytest.approx(kept, rel=WITHIN)
 
 
 @EVERY_CASE
@@ -80,26 +86,24 @@ def test_saved_bytes_with_checkpointing(case):
     """What stays is the input of each layer; what comes back is at most the layer that keeps most."""
     model = built(case)
     inputs = batch_for(model)
-    whole = plan(model.config, setup_for(kernels="torch")).memory
-    found = plan(model.config, setup_for(kernels="torch", checkpointing=True)).memory
+    whole = measured(case, setup_for(kernels="torch"))
+    found = measured(case, setup_for(kernels="torch", checkpointing=True))
     layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
     with backend("torch"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
         outside = bytes_kept(model, inputs)
     inputs_of_layers = len(layers) * BATCH * LENGTH * model.config.hidden_size * 4
-    planned = found["activations"] + saved_of(found["logits"], "float32", False)
-    assert outside <= planned <= outside + 1.1 * inputs_of_layers
-    given_up = whole["activations"] - outside
-    assert given_up / len(layers) / 1.3 < found["recomputed"] < whole["activations"]
+    assert outside <= activations(found) <= outside + 1.1 * inputs_of_layers
+    given_up = whole.activations - outside
+    assert given_up / len(layers) / 1.3 < found.recomputed < whole.activations
 
 
 def test_the_fused_scan_keeps_less():
     """Longhorn's scan in C keeps the states of some tokens only."""
     model = built("longhorn")
-    measured = bytes_kept(model, batch_for(model))
-    found = plan(model.config, setup_for(kernels="fused")).memory
-    assert found["activations"] + saved_of(found["logits"], "float32", False) == pytest.approx(measured, rel=WITHIN)
-    assert found["activations"] < 0.8 * plan(model.config, setup_for(kernels="torch")).memory["activations"]
+    kept, found = bytes_kept(model, batch_for(model)), measured("longhorn", setup_for())
+    assert activations(found) == pytest.approx(kept, rel=WITHIN)
+    assert found.activations < 0.8 * measured("longhorn", setup_for(kernels="torch")).activations
 
 
 @EVERY_CASE
@@ -113,7 +117,7 @@ def test_weights_and_optimizer(case):
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
-        found = plan(model.config, setup_for(dtype=dtype)).memory
+        found = weights(meta_model(model.config, dtype), setup_for(dtype=dtype))
         assert found["parameters"] == sum(parameter.nbytes for parameter in model.parameters())
         assert found["gradients"] == sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
         states = [tensor for state in optimizer.state.values() for tensor in state.values()]
@@ -131,34 +135,35 @@ def test_shards(case):
         held = sum(parameter.to_local().nbytes for parameter in model.parameters())
     finally:
         torch.distributed.destroy_process_group()
-    found = plan(model.config, setup_for(gpus=5, sharding="fsdp2"))
-    assert found.memory["parameters"] == held < plan(model.config, setup_for(gpus=5)).memory["parameters"] / 2
+    found = weights(meta_model(model.config, "float32"), setup_for(gpus=5, sharding="fsdp2"))
+    assert found["parameters"] == held < weights(meta_model(model.config, "float32"), setup_for())["parameters"] / 2
 
 
-def counted_flops(model, backward):
+def counted_flops(model):
+    """Of a forward, and of it with its backward."""
     # torch counts matrix products and convolutions; attention with a bias asks for the CPU's fused kernel by name
     fused = {op: formula for op, formula in FORMULAS.items() if "flash_attention_for_cpu" in str(op)}
     counter = FlopCounterMode(display=False, custom_mapping=fused)
     with counter, sdpa_kernel(SDPBackend.MATH), backend("torch"):
         loss = model(**batch_for(model)).loss
-        if backward:
-            loss.backward()
-    return counter.get_total_flops()
+        forward = counter.get_total_flops()
+        loss.backward()
+    return forward, counter.get_total_flops()
 
 
 @EVERY_CASE
 def test_flops(case):
     """Those of real tensors; Fourier transforms and scans, which torch does not count, are left out."""
-    model = built(case, **WITHOUT_DROPOUT if "spade" in case else {})
+    model = built(case)
     model(**batch_for(model))  # filters that do not train are made once
     for checkpointing in (False, True):
-        found = plan(model.config, setup_for(kernels="torch", checkpointing=checkpointing))
-        seen = sum(count for kind, count in found.forward_flops.items() if kind not in UNSEEN)
-        assert seen == pytest.approx(counted_flops(model, backward=False), rel=WITHIN)
-        unseen = sum(found.forward_flops[kind] for kind in UNSEEN)
+        found = measured(case, setup_for(kernels="torch", checkpointing=checkpointing))
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        whole = counted_flops(model, backward=True)
+        forward, whole = counted_flops(model)
+        seen = sum(count for kind, count in found.forward_flops.items() if kind not in UNSEEN)
+        assert seen == pytest.approx(forward, rel=WITHIN)
+        unseen = sum(found.forward_flops[kind] for kind in UNSEEN)
         # the CPU's fused attention computes its scores once more
         attention = found.forward_flops["attention"]
         assert whole * (1 - WITHIN) < found.step_flops < whole * (1 + WITHIN) + 4 * unseen + attention
@@ -167,12 +172,12 @@ def test_flops(case):
 def test_fourier_transforms_and_scans_are_counted():
     """2.5 n log2 n for a real transform of n points; nine operations for each number of the scan's state."""
     longhorn = built("longhorn").config
-    scanned = plan(longhorn, setup_for()).forward_flops["recurrence"]
+    scanned = measured("longhorn", setup_for()).forward_flops["recurrence"]
     assert (
         scanned == longhorn.num_hidden_layers * 9 * BATCH * LENGTH * longhorn.intermediate_size * longhorn.state_size
     )
     bst = built("bst sh").config
-    scanned = plan(bst, setup_for()).forward_flops["recurrence"]
+    scanned = measured("bst sh", setup_for()).forward_flops["recurrence"]
     assert scanned > 0 and scanned % (7 * BATCH * LENGTH * bst.hidden_size) == 0
     with FakeTensorMode(), FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
         torch.fft.irfft(torch.fft.rfft(torch.zeros(3, 64)))
@@ -207,8 +212,24 @@ def test_decoding_state(case, dtype):
         targets = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
         with torch.no_grad():
             cache = model(ids, use_cache=True, **targets).past_key_values
-        planned = plan(model.config, dataclasses.replace(setup_for(dtype=dtype), length=length))
-        assert planned.state == cache_bytes(cache) > 0
+        assert decoding_state_bytes(model.config, length, dtype, "fused") == cache_bytes(cache) > 0
+
+
+@EVERY_CASE
+def test_a_plan_is_made_of_what_is_measured(case):
+    """With the fused kernels, as `Setup` has them; the step itself is compared for one case."""
+    config = built(case).config
+    found = plan(config, setup_for())
+    held = weights(meta_model(config, "float32"), setup_for())
+    assert {kind: found.memory[kind] for kind in held} == held
+    assert found.state == decoding_state_bytes(config, LENGTH, "float32", "fused")
+    assert (found.state > 0) == ("classifier" not in case)
+    if case == "longhorn":
+        step = measured(case, setup_for())
+        steps = {"activations": step.activations, "recomputed": step.recomputed, "logits": step.logits}
+        assert found.memory == held | steps
+        assert (found.forward_flops, found.step_flops) == (step.forward_flops, step.step_flops)
+        assert plan(config, setup_for(gpus=3)).step_flops == 3 * step.step_flops
 
 
 class OwnOps(TorchDispatchMode):
@@ -262,6 +283,5 @@ def test_every_mixer_is_planned(ssm_type, within):
     config = AutoConfig.for_model("spade", **SIZES | WIDE_SPADE | WITHOUT_DROPOUT, ssm_type=ssm_type)
     model = AutoModelForCausalLM.from_config(config).train()
     with backend("torch"):
-        measured = bytes_kept(model, batch_for(model))
-    found = plan(config, setup_for(kernels="torch")).memory
-    assert found["activations"] + saved_of(found["logits"], "float32", False) == pytest.approx(measured, rel=within)
+        kept = bytes_kept(model, batch_for(model))
+    assert activations(measure_step(config, setup_for(kernels="torch"))) == pytest.approx(kept, rel=within)
