@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -97,9 +98,10 @@ class FaultyCopy:
             own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
             os.environ.update(own)
             status = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]))
+        except BaseException:  # nothing of this process may go on
+            traceback.print_exc()
         finally:
-            if sys.stdout is not None:
-                sys.stdout.flush()
+            print(flush=True)
             os._exit(status)
 
 
