@@ -15,8 +15,8 @@ class MixerType:
     discretizations: tuple[str, ...] = ()
 
 
-_PARTLY = {"trainable_choices": ("all", "output", "none")}
-_PAIRS = {"conjugate_pairs": True, "supports_filters": True, **_PARTLY}
+_PARTLY: dict[str, Any] = {"trainable_choices": ("all", "output", "none")}
+_PAIRS: dict[str, Any] = {"conjugate_pairs": True, "supports_filters": True, **_PARTLY}
 # a mixer that someone registers is its class, which has these attributes
 MIXER_TYPES: dict[str, Any] = {
     "s4": MixerType(64, discretizations=("bilinear",), **_PAIRS),
