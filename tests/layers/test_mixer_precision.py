@@ -38,3 +38,27 @@ def test_bfloat16_models(name, mode):
     for key, wanted in want.items():
         error = (got[key].double() - wanted).abs().max() / wanted.abs().max()
         assert error < BOUNDS[name], f"{key}: {error:.1e}"
+
+
+FILTER = {"ffn_in", "ffn_in_bias", "ffn", "ffn_bias", "freq", "ffn_out", "D"}
+# what makes a recurrence or a filter, none of which a model in bfloat16 may round
+KEPT = {
+    "s4": {"A_log_real", "A_imag", "B", "P", "C", "log_dt", "D"},
+    "s4d": {"A_log_real", "A_imag", "B", "C", "log_dt", "D"},
+    "s5": {"A_real", "A_imag", "B", "C", "log_dt", "D"},
+    "ema": {"delta", "alpha", "beta", "gamma", "omega"},
+    "unstructured": FILTER,
+    "hyena": FILTER,
+    "lstm": set(),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_stays_in_float32(name):
+    """By a list of its own: the mixers' could lack one."""
+    cast = build_mixer(name, D).to(torch.bfloat16)
+    built = build_mixer(name, D, dtype=torch.bfloat16)
+    for mixer in (cast, built):
+        wide = {key.rpartition(".")[2] for key, value in mixer.named_parameters() if value.dtype == torch.float32}
+        assert wide == KEPT[name]
+        assert {value.dtype for value in mixer.parameters()} <= {torch.float32, torch.bfloat16}

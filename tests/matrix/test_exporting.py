@@ -1,7 +1,7 @@
 """torch.export and ONNX
 
 Through a file, with the plain torch implementations; the logits to 1e-4 of the largest. The prefill is for one length;
-the graph for any length is made from 14 tokens and asked for 9 and for 30. One token is a graph from the token, the
+the graph for any length is made from 14 tokens and asked for 9, 30 and 70. One token is a graph from the token, the
 position and the states as tensors to the logits and the states after it, run three times in a row on what it returned.
 ONNX graphs run in ONNX Runtime; Longhorn's prefill is exported there from its reference, step by step.
 """
@@ -177,7 +177,7 @@ def test_prefill_of_any_length(row, tmp_path):
     lengths = tuple({1: torch.export.Dim.DYNAMIC} for _ in ids)
     with torch.no_grad(), dispatch.backend("torch"):
         exported = _exported(module, ids, tmp_path, dynamic_shapes=(lengths,))
-        for length in (9, 30):
+        for length in (9, 30, 70):
             other = tuple(tokens.repeat(1, 5)[:, :length] for tokens in ids)
             assert_near(exported(*other), module(*other), 1e-4, f"logits of {length} tokens")
 

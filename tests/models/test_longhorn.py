@@ -263,6 +263,17 @@ def test_loss_without_logits_equals_loss_with():
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_labels_that_are_shifted_already_are_not_shifted_again(fused):
+    """As sequence parallelism gives them, whose pieces end before the token that they predict last."""
+    model = build(TINY | {"use_linear_cross_entropy": fused}).train()
+    ids = inv.random_ids(model, 3, 11)
+    shifted = ids.flip(1)
+    with torch.no_grad():
+        expected = torch.nn.functional.cross_entropy(model(ids).logits.flatten(0, 1), shifted.flatten())
+        torch.testing.assert_close(model(ids, labels=ids, shift_labels=shifted).loss, expected)
+
+
 @pytest.mark.parametrize("config", [TINY, HYBRID], ids=["pure", "hybrid"])
 def test_gradient_checkpointing_changes_no_gradient(config):
     model = build(config).train()
@@ -388,6 +399,13 @@ def test_foreign_caches(model):
         model(ids, past_key_values=((ids, ids),))
 
 
+def test_scan_norm_adds_its_epsilon_to_the_mean_square():
+    """The official code's 1e-6, which weights of 1e-3 notice."""
+    norm = LonghornForCausalLM(LonghornConfig(**TINY, use_scan_norm=True)).model.layers[0].mixer.scan_norm
+    x = 1e-3 * torch.randn(3, norm.weight.shape[0], generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(norm(x), x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt())
+
+
 def test_cache_made_without_config(model):
     ids = inv.random_ids(model, 2, 7)
     inv.check_split(model, ids, [3], cache=DynamicCache())
@@ -402,6 +420,21 @@ def test_crop_beyond_the_record(model):
     model(ids, past_key_values=cache)
     with pytest.raises(ValueError, match="recorded past"):
         cache.layers[0].crop(-7)
+
+
+def test_a_reset_forgets_the_recorded_past():
+    model = build(TINY)
+    ids, cache = inv.random_ids(model, 1, 6), DynamicCache(config=model.config)
+    cache.activate_past_recording()
+    model(ids, past_key_values=cache)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    again = model(ids[:, :2], past_key_values=cache).logits
+    assert torch.equal(again, model(ids[:, :2]).logits)
+    with pytest.raises(ValueError, match="1 tokens beyond the recorded past"):
+        cache.layers[0].crop(-3)
+    cache.crop(-2)
+    assert torch.equal(again, model(ids[:, :2], past_key_values=cache).logits)
 
 
 def test_a_static_cache_says_that_it_cannot_go_back(model):

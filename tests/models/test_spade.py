@@ -352,6 +352,16 @@ def test_pixels():
     assert 0.085 < wide.embed_tokens.bias.std() < 0.115
 
 
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_stopped_gradient_does_not_enter_the_state_space_model(stops):
+    model = SpadeForCausalLM(SpadeConfig(**TINY, ssm_trainable="all", ssm_stop_gradient=stops)).train()
+    inputs, outputs = [], []
+    ssm = next(layer.mixer.ssm for layer in model.model.layers if layer.mixer.ssm is not None)
+    ssm.register_forward_hook(lambda _, given, out: (inputs.append(given[0]), outputs.append(out[0])))
+    model(torch.arange(12).view(1, -1) % TINY["vocab_size"])
+    assert inputs[0].requires_grad != stops and outputs[0].requires_grad
+
+
 def test_adaptive_softmax_is_a_distribution_of_tied_weights():
     model = build(SpadeForCausalLM, SpadeConfig(**TINY | VARIANTS["adaptive"])).double()
     ids = inv.random_ids(model, 2, 9, 0)

@@ -10,9 +10,9 @@ def parameter_groups(model: nn.Module, weight_decay: float, *, lr: float | None 
     """Groups for a torch optimizer: `torch.optim.AdamW(parameter_groups(model, 0.1, lr=1e-3))`.
 
     Tensors with two or more dimensions are decayed; norms, biases (also several in one tensor, such as T5's relative
-    ones; recognised by the name of the parameter or of its module) and other vectors are not. A parameter can override
-    this with an attribute `_optim`, and a module for its own parameters with a method `optimizer_options(name)`, as
-    the state-space mixers do: a dict of optimizer options such as `{"lr": 1e-3, "weight_decay": 0.0}`. The module's
+    ones: the name of the parameter or of its module says so) and other vectors are not. A parameter can override this
+    with an attribute `_optim`, and a module for its own parameters with a method `optimizer_options(name)`, as the
+    state-space mixers do: a dict of optimizer options such as `{"lr": 1e-3, "weight_decay": 0.0}`. The module's
     options also apply after FSDP has replaced the parameters by shards. Frozen parameters are left out; tied ones
     appear once. The order depends only on the model, so that a saved optimizer state can be loaded.
 

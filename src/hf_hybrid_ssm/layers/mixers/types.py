@@ -15,8 +15,8 @@ class MixerType:
     discretizations: tuple[str, ...] = ()
 
 
-_PARTLY = ("all", "output", "none")
-_PAIRS: dict[str, Any] = {"conjugate_pairs": True, "supports_filters": True, "trainable_choices": _PARTLY}
+_PARTLY: dict[str, Any] = {"trainable_choices": ("all", "output", "none")}
+_PAIRS: dict[str, Any] = {"conjugate_pairs": True, "supports_filters": True, **_PARTLY}
 # a mixer that someone registers is its class, which has these attributes
 MIXER_TYPES: dict[str, Any] = {
     "s4": MixerType(64, discretizations=("bilinear",), **_PAIRS),
@@ -24,7 +24,7 @@ MIXER_TYPES: dict[str, Any] = {
     "s5": MixerType(256, discretizations=("zoh",), **_PAIRS),
     "hyena": MixerType(),
     "unstructured": MixerType(supports_filters=True),
-    "ema": MixerType(16, trainable_choices=_PARTLY),
+    "ema": MixerType(16, **_PARTLY),
     "lstm": MixerType(),
 }
 
