@@ -175,7 +175,7 @@ class RecurrentStates(nn.Module):
     def _blending(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         """s (B, S, d) and what it found (B, S, 2 H e) → g s + (1 - g) W found, the product and the sum as one."""
         gate = self.gate.sigmoid()
-        if not _is_plain(self.o_proj) or torch.is_autocast_enabled(gate.device.type):
+        if not _is_plain(self.o_proj) or (not gate.is_meta and torch.is_autocast_enabled(gate.device.type)):
             return lambda s, found: gate * s + (1 - gate) * self.o_proj(found)
         weight = ((1 - gate).unsqueeze(1) * self.o_proj.weight).T
         return lambda s, found: torch.addmm((gate * s).flatten(0, 1), found.flatten(0, 1), weight).view_as(s)
