@@ -147,7 +147,7 @@ def backward_kernel(
             sources = ()
             total = bias_d
             for j in tl.static_range(K):
-                source = tokens[i + j]
+                source = tokens[i + j]  # type: ignore[var-annotated]
                 if HAS_DOCUMENTS:
                     source = tl.where(documents[i + j] == documents[i + K - 1], source, 0.0)
                 sources = sources + (source,)  # type: ignore[assignment]  # noqa: RUF005
