@@ -44,14 +44,14 @@ def rehearse(tree, results, *variables):
     """`make gpu` as on a card's machine: nothing installed but for what its Python and PYTHONPATH have."""
     paths = [str(tree / "versions"), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    arguments = f"--device cpu --rehearse --results {results}"
+    arguments = f"--device cpu --rehearse --results {results} --minutes 25 --limit 60"
     command = ["make", "gpu", f"GPU_PYTHON={sys.executable}", f"GPU_ARGS={arguments}", *variables]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_every_part(tree, tmp_path):
     """All parts, one process after the other; a fresh machine that has the archive finds everything done."""
     first, out, second = tmp_path / "first", tmp_path / "out", tmp_path / "second"

@@ -420,3 +420,20 @@ def test_bidirectional_is_not_a_language_model():
 def test_bad_configurations(fields, message):
     with pytest.raises(ValueError, match=message):
         BstConfig(**TINY | fields)
+
+
+def test_recurrent_layers_on_meta():
+    """Shapes without memory, as planning and `device_map` ask for them."""
+    recurrent = {"ssm_layers": None, "block_types": ["block_recurrent"], "recurrent_num_states": 12}
+    sizes = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "sliding_window": 8,
+    }
+    with torch.device("meta"):
+        model = BstForCausalLM(BstConfig(**sizes, intermediate_size=16, **recurrent))
+        ids = torch.zeros(2, 20, dtype=torch.long)
+    model(ids, labels=ids).loss.backward()
+    assert model(ids, use_cache=True).logits.shape == (2, 20, 32)

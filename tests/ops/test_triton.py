@@ -119,6 +119,13 @@ def test_the_page_of_evidence_is_of_these_kernels():
         assert record["sizes"] == kernel_evidence._plain_sizes(constants)
 
 
+def test_versions_that_nobody_compiled_with_are_refused(monkeypatch):
+    from hf_hybrid_ssm.ops._core import triton_helpers
+
+    monkeypatch.setattr(triton_helpers, "VERSION", (3, 5))
+    assert "pip install 'triton>=3.6'" in triton_helpers.supports("cuda", torch.float32)
+
+
 def test_sizes_measured_on_a_card_are_used(tmp_path, monkeypatch):
     from hf_hybrid_ssm.ops.longhorn_scan import triton_sizes
 

@@ -14,10 +14,14 @@ from torch import Tensor
 # read once, as `triton.jit` does when it wraps a kernel
 INTERPRETING = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y"))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LOWEST = (3, 6)  # of the versions that `make triton` compiles the kernels with
+VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
 def supports(device_type: str, dtype: torch.dtype) -> str | None:
     """None if a Triton kernel can run on such tensors, else the reason it cannot."""
+    if VERSION < LOWEST:
+        return f"Triton {triton.__version__} is too old: pip install 'triton>={'.'.join(map(str, LOWEST))}'"
     if dtype not in DTYPES:
         return f"the Triton kernels take float32, bfloat16 and float16, not {dtype}"
     if device_type != "cuda" and not INTERPRETING.value:

@@ -149,8 +149,8 @@ def forward_kernel(
             here = (
                 checkpoints + (row * num_blocks + step // (BLOCK // T)) * tl.cdiv(channels, WIDTH) * num_states * WIDTH
             )
-            saved_at, next_saved, count = in_checkpoint(d, lane, num_states, P, S, WIDTH)
-            store_states(here, saved_at, next_saved, count, is_channel, h, s3, S)
+            saved_at, next_saved, saved_count = in_checkpoint(d, lane, num_states, P, S, WIDTH)
+            store_states(here, saved_at, next_saved, saved_count, is_channel, h, s3, S)
         y = tl.zeros([T, BD, P], tl.float32)
         for i in tl.static_range(T):
             k_i = pick(key, t4, i)
