@@ -176,7 +176,7 @@ def slow_compiler(tmp_path, monkeypatch, seconds: float) -> Path:
     """A compiler that waits first, and says so in a file beside it."""
     (real, *arguments) = native_build._compiler()
     wrapper = tmp_path / "slow"
-    wrapper.write_text(f'#!/bin/sh\necho x >> "$0.log"\nsleep {seconds}\nexec {real} "$@"\n', encoding="utf-8")
+    wrapper.write_text(f'#!/bin/sh\necho "$*" >> "$0.log"\nsleep {seconds}\nexec {real} "$@"\n', encoding="utf-8")
     wrapper.chmod(0o755)
     monkeypatch.setenv("CC", " ".join([str(wrapper), *arguments]))
     native_build._compiler.cache_clear()
@@ -203,7 +203,7 @@ def test_first_users_wait_for_one_compilation(source, tmp_path, monkeypatch):
     with ThreadPoolExecutor(4) as threads:  # a lock of a folder is as good between threads as between processes
         found = list(threads.map(lambda _: native_build.compile_and_load(source).answer(), range(4)))
     assert found == [42] * 4
-    assert len(log.read_text(encoding="utf-8").splitlines()) == 2  # one compiled, one linked
+    assert log.read_text(encoding="utf-8").count(" -c ") == 1
 
 
 def test_a_folder_that_cannot_be_made_is_not_needed(source, tmp_path, monkeypatch, caplog):
