@@ -1,5 +1,6 @@
 """Compiled code is kept, and nothing that is damaged or may be somebody else's is loaded."""
 
+import importlib.util
 import logging
 import os
 import shutil
@@ -9,6 +10,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -260,3 +262,26 @@ def test_what_fails_to_compile_leaves_nothing(source, tmp_path):
     with pytest.raises(OSError, match="nothing"):
         native_build.compile_and_load(source)
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_measured_sizes_of_a_kernel_lie_in_the_same_folder(tmp_path, monkeypatch):
+    name = "hf_hybrid_ssm.ops.longhorn_scan.triton_sizes"
+    if (
+        "triton" not in sys.modules and importlib.util.find_spec("triton") is None
+    ):  # the module asks it for nothing while sizes are looked up
+        monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+        monkeypatch.setitem(sys.modules, name, None)  # so that what is imported now is forgotten
+        del sys.modules[name]
+    sizes = importlib.import_module(name)
+    monkeypatch.delenv("HF_HYBRID_SSM_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert sizes.tuned_path("Some GPU").parent == tmp_path / "hf_hybrid_ssm"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+
+    def nobody():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nobody)
+    sizes.tuned.cache_clear()
+    assert sizes.tuned("Some GPU") == {}
+    sizes.tuned.cache_clear()
