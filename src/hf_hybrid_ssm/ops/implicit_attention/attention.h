@@ -52,8 +52,8 @@ static void close_attention(attention *a) {
     free(a->scratch);
 }
 
-/* The activated rows of one token, (3, padded, vectors); channels and rows that do not exist stay zero. */
-static inline void activate(const attention *a, int64_t t, vec *active, vec *slope) {
+/* The activated rows of one token, (3, padded, vectors), and their slopes unless null; what does not exist stays zero. */
+INLINE void activate(const attention *a, int64_t t, vec *active, vec *slope) {
     const int left = lanes_of((a->vectors - 1) * LANES, a->D);
     for (int64_t i = 0; i < 3 * a->R; i++) {
         const vec bias = broadcast(a->bias ? a->bias[i] : 0);
@@ -61,10 +61,14 @@ static inline void activate(const attention *a, int64_t t, vec *active, vec *slo
         for (int64_t v = 0; v < a->vectors; v++) {
             const float *y = row_of(a, v / 2, i) + (2 * t + v % 2) * LANES;
             __builtin_prefetch(y + 4 * LANES);
-            active[at + v] = gelu(*(const vec *)y + bias, slope + at + v);
+            vec change;
+            active[at + v] = gelu(*(const vec *)y + bias, &change);
+            if (slope) slope[at + v] = change;
         }
-        for (int lane = left; lane < LANES; lane++)
-            active[at + a->vectors - 1][lane] = slope[at + a->vectors - 1][lane] = 0;
+        for (int lane = left; lane < LANES; lane++) {
+            active[at + a->vectors - 1][lane] = 0;
+            if (slope) slope[at + a->vectors - 1][lane] = 0;
+        }
     }
 }
 
@@ -111,11 +115,11 @@ static void attend_tokens(const attention *a, int64_t count, float *m) {
 #pragma omp parallel for num_threads(a->threads) schedule(dynamic) if (a->threads > 1)
     for (int64_t chunk = 0; chunk < ceil_div(count, CHUNK); chunk++) {
         const int64_t V = a->vectors, all = 3 * a->padded * V;
-        vec *active = scratch_of(a), *slope = active + all;
-        float *weights = (float *)(slope + all), *of_values = weights + a->padded * a->width;
+        vec *active = scratch_of(a);
+        float *weights = (float *)(active + all), *of_values = weights + a->padded * a->width;
         memset(active, 0, all * sizeof(vec));
         for (int64_t t = chunk * CHUNK; t < smaller(count, (chunk + 1) * CHUNK); t++) {
-            activate(a, t, active, slope);
+            activate(a, t, active, 0);
             attend(a, active, weights);
             collapse_weights(a, weights, of_values);
             const vec *values = active + 2 * a->padded * V;
