@@ -83,7 +83,7 @@ CONTRADICTIONS = [
     (LONGHORN, {"attn_implementation": "lightning"}, 'attn_implementation="lightning"` is not supported.*eager'),
     (BST, {"relative_attention_num_buckets": 3}, "relative_attention_num_buckets=3 must be a multiple of 2"),
     (BST, {"relative_attention_max_distance": 2}, "must exceed half of relative_attention_num_buckets=8"),
-    (BST, {"ssm_dt_min": 0.2}, "dt_min <= dt_max, got 0.2 and 0.1"),
+    (BST, {"ssm_dt_min": 0.2}, "ssm_dt_min=0.2 must be at most ssm_dt_max=0.1"),
     (BST, {"ssm_num_dynamics": 5}, "num_dynamics must divide the 24 systems, got 5"),
     ("bst mf unstructured", {"filter_emb_dim": 4}, "filter_emb must be odd and at least 3.*got 4"),
     ("bst mf unstructured", {"filter_decay_target": 2.0}, r"0 < decay_target < 1, got 0\.3, 1\.5, 2\.0"),
