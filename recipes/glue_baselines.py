@@ -84,17 +84,24 @@ def frozen_states(texts: list[str], arguments: BaselineArguments) -> dict[str, n
     assert arguments.encoder is not None
     tokenizer = AutoTokenizer.from_pretrained(arguments.encoder)
     model = AutoModelForMaskedLM.from_pretrained(arguments.encoder, dtype=torch.float32).eval().base_model
-    found: dict[str, list[np.ndarray]] = {}
-    for ids in token_ids(texts, tokenizer):
-        row = torch.tensor([[begin_of(tokenizer), *ids[: arguments.max_length]]])
-        kinds = {
-            "embeddings of the encoder": model.get_input_embeddings()(row[:, 1:]),
-            "states of the encoder": model(row[:, 1:]).last_hidden_state,
-            "its states after a begin token": model(row).last_hidden_state[:, 1:],
-        }
-        for kind, states in kinds.items():
-            found.setdefault(kind, []).append(states[0].mean(0).numpy())
-    return {kind: np.stack(rows) for kind, rows in found.items()}
+    rows = [ids[: arguments.max_length] for ids in token_ids(texts, tokenizer)]
+    found: dict[str, np.ndarray] = {}
+    order = np.argsort([len(ids) for ids in rows])  # rows of like length in a batch
+    for places in np.array_split(order, max(1, len(rows) // 64)):
+        for begin in ([], [begin_of(tokenizer)]):
+            several = tokenizer.pad({"input_ids": [begin + rows[place] for place in places]}, return_tensors="pt")
+            several["attention_mask"] = (several["input_ids"] != tokenizer.pad_token_id).long()
+            states = {"its states after a begin token": model(**several).last_hidden_state}
+            if not begin:
+                (without,) = states.values()
+                embeddings = model.get_input_embeddings()(several["input_ids"])
+                states = {"embeddings of the encoder": embeddings, "states of the encoder": without}
+            weights = several["attention_mask"].float()
+            weights[:, : len(begin)] = 0  # the mean is over the text
+            for kind, each in states.items():
+                mean = (each * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
+                found.setdefault(kind, np.zeros((len(rows), each.shape[-1]), np.float32))[places] = mean.numpy()
+    return found
 
 
 def predicted(train: Any, labels: np.ndarray, tests: list[Any], is_regression: bool) -> list[np.ndarray]:

@@ -105,7 +105,8 @@ def test_weights_are_read_with_another_configuration(files, tmp_path):
     """A Llama read as a Mistral sees no further than its window; scaled positions change only what lies beyond."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    config = AutoConfig.for_model("llama", num_attention_heads=2, max_position_embeddings=64, **sizes)
+    sizes |= {"num_attention_heads": 2, "initializer_range": 0.5}  # attention that matters
+    config = AutoConfig.for_model("llama", max_position_embeddings=64, **sizes)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "llama")
     plain = load(str(tmp_path / "llama"), {}).eval()
     tokens = torch.randint(0, 300, (1, 48))
