@@ -116,10 +116,10 @@ FAULTS = [
     Fault(f"{SRC}/planning/training_step.py", "tests/test_planning_gathered.py",
           "2 * setup.computing * (largest + outside)",
           "setup.computing * (largest + outside)"),
-    Fault(f"{SRC}/cli/generate.py", "tests/cli/test_commands.py",
+    Fault(f"{SRC}/cli/generate.py", "tests/cli/test_refusals.py",
           '"temperature", "top_p", "top_k")',
           '"temperature", "top_p")'),
-    Fault(f"{SRC}/cli/generate.py", "tests/cli/test_commands.py",
+    Fault(f"{SRC}/cli/generate.py", "tests/cli/test_refusals.py",
           "tokenizer.eos_token if tokenizer.bos_token is None else tokenizer.bos_token",
           "tokenizer.eos_token"),
     # recipes: padding, measures, the order of streamed text
