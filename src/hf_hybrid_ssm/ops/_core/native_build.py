@@ -11,7 +11,6 @@ compiles its own copy. Processes that need a library at the same time wait for o
 
 import atexit
 import ctypes
-import fcntl
 import hashlib
 import logging
 import os
@@ -162,6 +161,8 @@ def _private_folder() -> Path:
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
     """One process at a time compiles into a folder, and first removes what a killed one has left there."""
+    import fcntl  # which Windows does not have, where nothing is compiled
+
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:
