@@ -355,11 +355,11 @@ def test_pixels():
 @pytest.mark.parametrize("stops", [False, True])
 def test_a_stopped_gradient_does_not_enter_the_state_space_model(stops):
     model = SpadeForCausalLM(SpadeConfig(**TINY, ssm_trainable="all", ssm_stop_gradient=stops)).train()
-    inputs, outputs = [], []
-    ssm = next(layer.mixer.ssm for layer in model.model.layers if layer.mixer.ssm is not None)
-    ssm.register_forward_hook(lambda _, given, out: (inputs.append(given[0]), outputs.append(out[0])))
+    seen = {}
+    ssm = next(layer.mixing.ssm for layer in model.model.layers if layer.mixing.ssm is not None)
+    ssm.register_forward_hook(lambda _, given, out: seen.update(given=given[0], out=out[0]))
     model(torch.arange(12).view(1, -1) % TINY["vocab_size"])
-    assert inputs[0].requires_grad != stops and outputs[0].requires_grad
+    assert seen["given"].requires_grad != stops and seen["out"].requires_grad
 
 
 def test_adaptive_softmax_is_a_distribution_of_tied_weights():

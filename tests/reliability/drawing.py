@@ -72,6 +72,9 @@ def legal(model_type: str, random: Random) -> Fields:
         fields["ssm_layers"] = random.sample(range(layers), random.randint(0, layers))
     if model_type == "bst":
         fields["ssm_discretization"] = random.choice(DISCRETIZATIONS.get(ssm, (None,)))
+        if "rope_parameters" in own:  # Llama's attention: grouped heads of even size, whose queries have one norm
+            fields |= {"num_attention_heads": random.choice((2, 4)), "head_dim": random.choice((4, 8))}
+            fields["qk_norm"] = False
     if model_type == "spade_seq2seq":
         decoders = random.randint(1, 2)
         fields |= {"num_decoder_layers": decoders}

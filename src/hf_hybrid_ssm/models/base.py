@@ -75,6 +75,14 @@ class HybridPreTrainedModel(PreTrainedModel):
         else:
             super()._init_weights(module)
 
+    def _initialize_weights(self, module: Any, *args: Any, **options: Any) -> None:
+        """transformers passes over a module of other packages whose own tensors are all initialised, and so over each
+        that has none: those may set what their children start with."""
+        if [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            super()._initialize_weights(module, *args, **options)
+        else:
+            super()._initialize_weights(module)
+
     # -- output_attentions --------------------------------------------------------------------------------------
 
     def _why_no_attentions(self) -> str | None:
