@@ -50,8 +50,9 @@ class Store:
         self.running.unlink(missing_ok=True)
         self.pack()
 
-    def _write(self, part: str, cases: dict[str, dict]) -> None:
-        text = to_json(provenance() | {"identity": self.identity, "cases": cases})
+    def _write(self, part: str, cases: dict[str, dict], text: str | None = None) -> None:
+        """A part's file, or `text`, which was one on the machine that made it."""
+        text = text or to_json(provenance() | {"identity": self.identity, "cases": cases})
         draft = self.path(part).with_suffix(".draft")
         draft.write_text(text, encoding="utf-8")
         draft.replace(self.path(part))
@@ -76,12 +77,10 @@ class Store:
                 file = tar.extractfile(member) if name and member.isfile() else None
                 if file is None or name is None or member.name == self.running.name:
                     continue
-                here = self.cases(name[1])
-                more = {
-                    case: found for case, found in self._of_this_run(file.read().decode()).items() if case not in here
-                }
-                if more:
-                    self._write(name[1], here | more)
+                here, text = self.cases(name[1]), file.read().decode()
+                archived = self._of_this_run(text)
+                if more := {case: found for case, found in archived.items() if case not in here}:
+                    self._write(name[1], here | more, text=None if here else text)
                     taken += len(more)
         self.pack()
         return taken
