@@ -110,6 +110,8 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
     from compare_lra import CompareLraArguments, settings_of
     from finetune_glue import GlueArguments
     from finetune_summarization import SummarizationArguments
+    from first_token_recall import RecallArguments
+    from glue_baselines import BaselineArguments
     from length_extrapolation import ExtrapolationArguments
     from lm_eval_table import TableArguments
     from lra import LraArguments
@@ -140,7 +142,8 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
             (arguments,) = read_settings("upcycling_gaps.py", (GapArguments,), [str(config)])
             for over in arguments.variants.values():
                 settings = merged(arguments.base, over) | {"bf16": False, "use_cpu": True, "output_dir": str(tmp_path)}
-                HfArgumentParser(classes).parse_dict({k: v for k, v in settings.items() if k != "from_scratch"})
+                kinds = {"from_scratch", "teacher_goes_on"}
+                HfArgumentParser(classes).parse_dict({k: v for k, v in settings.items() if k not in kinds})
         else:
             read_settings("upcycle.py", classes, [str(config), *training])
     elif config.parent.name == "mqar":
@@ -151,7 +154,13 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
     elif config == ROOT / "recipes/configs/length/families_books.yaml":
         with pytest.raises(FileNotFoundError, match="no such folder"):  # of models that compare.py trains
             read_settings("length_extrapolation.py", (ExtrapolationArguments,), [str(config)])
+    elif config.parent.name == "recall":
+        classes = (RecallArguments, TrainingArguments)
+        arguments, _ = read_settings("first_token_recall.py", classes, [str(config), *training])
+        for fields in (arguments.config | fields for fields in arguments.models.values()):
+            models.append(ModelArguments(fields.pop("model_type"), config=fields))
     elif config.parent.name == "length":
+        (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
         (arguments,) = read_settings("length_extrapolation.py", (ExtrapolationArguments,), [str(config)])
         for over in arguments.variants.values():
             settings = merged(arguments.base, over) | {"use_cpu": True, "output_dir": str(tmp_path)}
@@ -184,6 +193,8 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
     elif config.stem == "per_token_cpu":
         with pytest.raises(FileNotFoundError, match="no such folder"):  # read to the checkpoints, which are not here
             read_settings("per_token_loss.py", (PerTokenArguments,), [str(config)])
+    elif config == ROOT / "recipes/configs/glue/baselines.yaml":
+        read_settings("glue_baselines.py", (BaselineArguments,), [str(config)])
     elif config.parent.name == "glue":
         classes = (GlueArguments, TrainingArguments)
         read_settings(

@@ -65,7 +65,10 @@ def selective_scan(u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor) ->
 
 
 class NativeMambaMixer(MambaMixer):
-    """transformers' mixer; whole rows without a cache or a mask go through `selective_scan`."""
+    """transformers' mixer; whole rows without a cache or a mask go through `selective_scan`.
+
+    As transformers' own, it carries its state over the borders of packed documents.
+    """
 
     def forward(self, hidden_states: Tensor, cache_params=None, attention_mask=None, **kwargs) -> Tensor:
         if cache_params is not None or attention_mask is not None or self.activation != "silu":
@@ -112,7 +115,8 @@ class ConvolvedLlamaConfig(LlamaConfig):
 
 class ConvolvedLlamaForCausalLM(LlamaForCausalLM):
     """Llama whose attention reads, in every layer, a short causal convolution of its normalised input, with SiLU: what
-    Longhorn's recurrence reads. For whole rows: it has no cache for the convolution.
+    Longhorn's recurrence reads. For whole rows: it has no cache for the convolution, which reaches over
+    the borders of packed documents.
 
     Raises:
         ValueError: in forward, `use_cache=True`, or a mask that hides tokens.
@@ -129,12 +133,21 @@ class ConvolvedLlamaForCausalLM(LlamaForCausalLM):
             layer.self_attn.register_forward_pre_hook(_convolve_input, with_kwargs=True)
         config.use_cache = False
 
-    def forward(self, *args: Any, use_cache: bool | None = None, attention_mask: Tensor | None = None, **kwargs: Any):
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ):
         if use_cache or kwargs.get("past_key_values") is not None:
             raise ValueError("llama_conv keeps no cache of its convolution; use_cache must be False.")
         if attention_mask is not None and not attention_mask.all():
             raise ValueError("llama_conv takes whole rows; attention_mask must hide no token.")
-        return super().forward(*args, use_cache=False, **kwargs)
+        given = {"input_ids": input_ids, "position_ids": position_ids, "labels": labels, "use_cache": False}
+        return super().forward(**given, **kwargs)
 
 
 def _convolve_input(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -88,6 +88,21 @@ def test_each_variant_trains_at_its_best_learning_rate(settings, tmp_path, monke
     assert rates["wide-0"] == rates["narrow-0"] == (1e-2, 2) and rates["wide-rate-1e-09"] == (1e-9, 1)
 
 
+def test_peers_that_transformers_lacks_train_beside_the_families(settings, tmp_path):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1}
+    llama = sizes | {"intermediate_size": 16, "num_attention_heads": 2, "state_size": None}
+    variants = {
+        "Mamba": {"model_type": "mamba_native", "config": sizes},
+        "Llama": {"model_type": "llama_conv", "config": llama},
+    }
+    figures = compare(CompareArguments(settings["base"], variants, str(tmp_path), seeds=[0]))
+    trained = {name: found["runs"][0] for name, found in figures["models"].items()}
+    assert {name: run["model_type"] for name, run in trained.items()} == {
+        "Mamba": "mamba_native", "Llama": "llama_conv",
+    }  # fmt: skip
+    assert all(run["steps"] == 2 and 4 < run["validation_loss"] < 7 for run in trained.values())
+
+
 @pytest.mark.parametrize(
     "options",
     [
