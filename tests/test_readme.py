@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from hf_hybrid_ssm.auto import FAMILIES
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SHELL = [
@@ -35,6 +37,14 @@ def test_two_commands_set_up_everything_and_ci_runs_both_in_a_fresh_clone():
             ["make", "--dry-run", target, "VENV=nowhere/there"], cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout
         assert "-m venv nowhere/there" in dry and "nowhere/there/bin/python" in dry.splitlines()[-1]
+
+
+def test_papers_are_those_of_the_families():
+    for family in FAMILIES:
+        entry = next(text for text in README.split("@") if family.card.arxiv in text and "title = {" in text)
+        assert f"title = {{{family.card.title}}}" in entry
+        authors = re.search(r"author = {(.*)}", entry)[1].split(" and ")
+        assert sorted(authors) == sorted(family.card.authors.split("; "))
 
 
 @pytest.fixture(scope="module")
