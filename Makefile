@@ -22,7 +22,7 @@
 #   make cards       the model cards of the papers' language models
 #   make vllm        the families in vLLM's engine, in an environment of its own (3.5 GB), with a report
 #   make clean-room  exported folders in a new environment that lacks the package, lm-eval's own command included
-#   make docs        run what README.md and docs/ show, and check their links
+#   make docs        run what README.md and docs/ show, check their links, and fail if a page in reports/ is stale
 #   make site        the documentation as a site in build/site, with the API reference
 #   make build       the wheel and the source distribution in dist/
 #   make wheels      a wheel with the C kernels inside, in dist/, installed and run without a compiler
@@ -137,6 +137,7 @@ gpu:
 
 docs: $(STAMP)
 	$(RUN_TESTS) tests/test_documentation.py
+	@$(REPORT) --check
 
 .PHONY: site build wheels
 site: $(STAMP)

@@ -1,6 +1,7 @@
 """The generated pages in reports/: how a run of tests becomes one, and which are older than what they are about.
 
     python -m tests.reporting                       the pages whose sources changed after they were made
+    python -m tests.reporting --check               the same, with status 1 if there is one
     python -m tests.reporting --make numerics       make a page anew (or several) from a run of its tests
     python -m tests.reporting --stamp PAGE          say in a page that another command wrote what it was made from
 
@@ -347,6 +348,7 @@ def make(name: str, arguments: list[str]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--make", nargs="+", choices=PAGES, help="make these pages anew")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a page is older than its sources")
     parser.add_argument("--stamp", type=Path, metavar="PAGE", help="a page that was written just now")
     options, arguments = parser.parse_known_args()
     if options.stamp:
@@ -357,7 +359,7 @@ def main() -> int:
     reasons = {page: outdated(page) for page in sorted(REPORTS.rglob("*.md")) if page.name != "README.md"}
     for page, reason in reasons.items():
         print(f"{page.relative_to(ROOT)}: {reason or 'up to date'}")
-    return 0
+    return int(options.check and any(reasons.values()))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -83,3 +84,17 @@ def test_pages_older_than_their_sources_are_found(tmp_path):
         assert told is None if answer is None else answer in told
     page.write_text("# Page\n")
     assert "does not say" in reporting.outdated(page)
+
+
+@pytest.mark.parametrize("reason, status", [(None, 0), ("its sources changed", 1)])
+def test_a_stale_page_fails_the_check(reason, status, tmp_path, monkeypatch, capsys):
+    """The last line of `make docs`."""
+    (tmp_path / "page.md").touch()
+    monkeypatch.setattr(reporting, "ROOT", tmp_path)
+    monkeypatch.setattr(reporting, "REPORTS", tmp_path)
+    monkeypatch.setattr(reporting, "outdated", lambda page: reason)
+    for arguments, expected in (([], 0), (["--check"], status)):
+        monkeypatch.setattr("sys.argv", ["reporting", *arguments])
+        assert reporting.main() == expected
+    assert (reason or "up to date") in capsys.readouterr().out
+    assert "--check" in (Path(__file__).parents[1] / "Makefile").read_text(encoding="utf-8")
