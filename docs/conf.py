@@ -55,7 +55,7 @@ CONTENTS = {
         "Train": ["docs/training", "docs/parallel", "docs/planning", "docs/sharing"],
         "Families": FAMILIES,
         "Measurements": ["docs/performance", "docs/experiments", "docs/reproducing", "checkpoints/README"],
-        "Reports": ["reports/*", "reports/reliability/*"],
+        "Reports": ["reports/*"],
         "Reference": ["docs/reference", "docs/kernels", "docs/extending", "model_cards/README"],
         "Project": ["CONTRIBUTING", "CHANGELOG", "SECURITY"],
     },
