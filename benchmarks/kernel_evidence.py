@@ -344,7 +344,9 @@ def write_page(records: list[dict]) -> None:
     records = merged(records)
     versions = list(dict.fromkeys(r["triton"] for r in records))
     newest = [r for r in records if r["triton"] == versions[-1]]
-    about = ("src/hf_hybrid_ssm/ops", "benchmarks/kernel_evidence.py")
+    ops = ROOT / "src/hf_hybrid_ssm/ops"
+    kernels = sorted(path.relative_to(ROOT).as_posix() for path in ops.rglob("triton*.py"))
+    about = (*kernels, "benchmarks/kernel_evidence.py")
     made = reporting.made_by("python -m tools.triton_versions", about)
     (ROOT / "reports" / "kernel_evidence.json").write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
     columns = ("registers", "stack", "shared", "warps", "instructions")

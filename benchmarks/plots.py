@@ -13,12 +13,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import compare
+import first_token_recall
 import length_extrapolation
 import mqar
 import numpy as np
 import per_token_loss
 import scaling_law
 import upcycling_gaps
+import yaml
 from _lib.plotting import REFERENCE, measured_at, panels, style, write_png
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -94,14 +96,22 @@ def streaming() -> Figure:
     return figure
 
 
+def recall_panels() -> dict[str, list[str]]:
+    """Title of a panel → its models, as the configuration has them."""
+    config = Path(__file__).parents[1] / "recipes/configs/recall/short.yaml"
+    return yaml.safe_load(config.read_text(encoding="utf-8"))["groups"]
+
+
 FIGURES = {
     "by_length": by_length,
     "training": training,
     "streaming": streaming,
     "bst_16k": lambda: length_extrapolation.draw(load("bst_16k")),
     "bst_books": lambda: length_extrapolation.draw(load("bst_books")),
+    "checkpoints_length": lambda: length_extrapolation.draw(load("checkpoints_length")),
     "families_books": lambda: compare.draw(load("families_books")["models"]),
     "families_length": lambda: length_extrapolation.draw(load("families_length")),
+    "first_token_recall": lambda: first_token_recall.draw(load("first_token_recall"), recall_panels()),
     "mqar_families": lambda: mqar.draw(load("mqar_families")["best"]),
     "per_token_loss": lambda: per_token_loss.draw(load("per_token_loss")["models"]),
     "scaling_law": lambda: scaling_law.draw(load("scaling_law")["families"]),

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import types
 from collections.abc import Mapping, Sequence
@@ -48,7 +49,7 @@ READ_ON_IMPORT = (
     "TRITON_", "XDG_",
 )  # fmt: skip
 FOLLOWED = ("PYTHONPATH", "HF_MODULES_CACHE", "HF_HYBRID_SSM_", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-DEFAULTS = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+DEFAULTS = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 AT_FIRST = dict(os.environ)  # before a test changes it for itself
 
 
@@ -90,16 +91,35 @@ def _run_all(commands, environments, cwd, timeout) -> list[subprocess.CompletedP
     can_fork = hasattr(os, "fork") and all(command[0] == sys.executable for command in commands)
     if can_fork and not any(_differs(environment) for environment in environments):
         return _server().run(commands, environments, Path(cwd or Path.cwd()), timeout)
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    started = [
-        subprocess.Popen(command, env=environment, cwd=cwd, text=True, **pipes)
-        for command, environment in zip(commands, environments, strict=True)
-    ]
-    texts = [process.communicate(timeout=timeout) for process in started]
+    with contextlib.ExitStack() as files:
+        outputs = [[files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in commands]
+        started = [
+            subprocess.Popen(command, env=environment, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+            for command, environment, (out, err) in zip(commands, environments, outputs, strict=True)
+        ]
+        try:
+            _wait(started, timeout)
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        texts = [[(file.seek(0), file.read())[1] for file in pair] for pair in outputs]
     return [
         subprocess.CompletedProcess(process.args, process.returncode, *text)
         for process, text in zip(started, texts, strict=True)
     ]
+
+
+def _wait(started: Sequence[subprocess.Popen], timeout: float | None) -> None:
+    """Until all have ended, or one with an error."""
+    ends = None if timeout is None else time.monotonic() + timeout
+    while True:
+        codes = [process.poll() for process in started]
+        if any(codes) or None not in codes:
+            return
+        if ends is not None and time.monotonic() > ends:
+            raise subprocess.TimeoutExpired(started[0].args, timeout)
+        time.sleep(0.02)
 
 
 def _differs(environment: Mapping[str, str]) -> bool:

@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 
 from hf_hybrid_ssm import doctor, extras
 from hf_hybrid_ssm.extras import install_command, missing_modules, missing_requirements, requirements_of
-from hf_hybrid_ssm.ops._core import native_library
+from hf_hybrid_ssm.ops._core import native_build
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 LINES = [
@@ -80,14 +80,14 @@ def test_the_doctor_says_what_to_type(nothing_installed, monkeypatch):
         importlib.metadata, "requires", lambda name: [*LINES, "trl; extra == 'sft'", "x; extra=='gpu'"]
     )
     monkeypatch.setattr(doctor, "PURPOSES", {"train": ("hf-hybrid-ssm", "train"), "talk": ("hf-hybrid-ssm", "sft")})
-    monkeypatch.setattr(native_library, "_compiler", lambda: None)
+    monkeypatch.setattr(native_build, "_compiler", lambda: None)
     monkeypatch.setattr("platform.system", lambda: "Linux")
     found = doctor.purposes(has_gpu=True)
     assert found["train"] == "pip install 'datasets>=3.0' 'pyyaml'" and found["talk"] == "pip install 'trl'"
     assert "apt-get install gcc" in found[doctor.KERNELS_ON_CPU]
     assert found[doctor.KERNELS_ON_GPU] == "pip install 'x'"
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "9")
-    monkeypatch.setattr(native_library, "_compiler", lambda: ("/usr/bin/cc",))
+    monkeypatch.setattr(native_build, "_compiler", lambda: ("/usr/bin/cc",))
     assert set(doctor.purposes(has_gpu=True).values()) == {None}
 
 
@@ -107,4 +107,4 @@ def test_the_doctor_says_a_reason_for_every_op_once():
 def test_what_a_compiler_gives_is_what_was_measured():
     measured = json.loads((RESULTS / "longhorn_training.json").read_text())["training_step"]
     factor = measured["tokens_per_second"]["longhorn native"] / measured["tokens_per_second"]["longhorn torch"]
-    assert f"{factor:.1f} times as fast" in native_library.NO_COMPILER
+    assert f"{factor:.1f} times as fast" in native_build.NO_COMPILER

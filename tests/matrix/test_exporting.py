@@ -15,7 +15,7 @@ import torch
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, RecurrentStateLayer
+from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, is_recurrent_state_layer
 from hf_hybrid_ssm.ops._core import dispatch
 from tests.matrix.checks import EVERY_FAMILY, assert_near, cells, rows
 from tests.tiny_models import batch_of, language_model
@@ -80,7 +80,7 @@ def _filled(like: Cache, config: PreTrainedConfig, states: list[torch.Tensor], s
     """A cache like another that takes its states from the list."""
     cache = DynamicCache(config=config)
     for layer, other in zip(cache.layers, like.layers):
-        if isinstance(layer, RecurrentStateLayer):
+        if is_recurrent_state_layer(layer):
             layer.states = {name: states.pop(0) for name in other.states}
             layer.seen_tokens = seen + 0
             layer.is_initialized, layer.device = True, other.device
@@ -92,7 +92,7 @@ def _filled(like: Cache, config: PreTrainedConfig, states: list[torch.Tensor], s
 def states_of(cache: Cache) -> list[torch.Tensor]:
     if isinstance(cache, EncoderDecoderCache):
         return [*states_of(cache.self_attention_cache), *states_of(cache.cross_attention_cache)]
-    states = (x.states.values() if isinstance(x, RecurrentStateLayer) else (x.keys, x.values) for x in cache.layers)
+    states = (x.states.values() if is_recurrent_state_layer(x) else (x.keys, x.values) for x in cache.layers)
     return [state for of_layer in states for state in of_layer]
 
 

@@ -48,6 +48,7 @@ def test_clang_makes_a_kernel_that_is_right(tmp_path, monkeypatch):
     try:
         library = native_build.compile_and_load(Path(native_step.__file__).with_suffix(".c"))
     finally:
+        monkeypatch.delenv("CC")
         native_build._compiler.cache_clear()
     assert native_build._is_clang(("clang",)) and not native_build._is_clang(("gcc",))
     monkeypatch.setattr(native_step.STEP, "library", lambda: library)

@@ -100,6 +100,8 @@ def check_fields(config_class: Any, names: Iterable[str]) -> None:
         *ARGUMENTS,
     }
     for name in names:
+        if isinstance(names, Mapping) and names[name] is None:
+            continue  # set to nothing, where settings are shared with a family that has it
         if name not in known and not isinstance(getattr(config_class, name, None), property):
             raise ValueError(f"config.{name}: {config_class.__name__} has no such field{_meant(name, known)}")
 

@@ -115,8 +115,7 @@ def longhorn_step(
     Args:
         x, beta_logit, z: (B, D), one dtype.
         k, q: (B, N), of the same dtype.
-        state: (B, D, N), in any floating point dtype; computed with in float32 or wider. One that is not contiguous
-            is copied.
+        state: (B, D, N), contiguous, in any floating point dtype; computed with in float32 or wider.
         beta_bias, D: (D,).
         backend: force one implementation (see `hf_hybrid_ssm.ops._core.dispatch`).
 
@@ -131,11 +130,7 @@ def longhorn_step(
     check_overwritten("state", state, dense="contiguous")
     _check(x, beta_logit, k, q, beta_bias, D, z, state.shape[2])
     run = _STEP.select(x.device.type, x.dtype, backend)
-    held = state if state.is_contiguous() else state.contiguous()  # kernels walk through it as it lies in memory
-    y = run(x, beta_logit, k, q, held, beta_bias=beta_bias, D=D, z=z)[0]
-    if held is not state:
-        state.copy_(held)
-    return y
+    return run(x, beta_logit, k, q, state, beta_bias=beta_bias, D=D, z=z)[0]
 
 
 def _check(x, beta_logit, k, q, beta_bias, D, z, states=None) -> None:
