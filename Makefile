@@ -81,6 +81,7 @@ reports-status: $(STAMP)
 	@$(REPORT)
 
 plans: $(STAMP)
+	rm -f reports/planning.md
 	$(BIN)/python -m hf_hybrid_ssm plan --markdown reports/planning.md
 	$(REPORT) --stamp reports/planning.md
 

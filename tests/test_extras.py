@@ -91,6 +91,13 @@ def test_the_doctor_says_what_to_type(nothing_installed, monkeypatch):
     assert set(doctor.purposes(has_gpu=True).values()) == {None}
 
 
+def test_the_doctor_leaves_out_what_it_cannot_know(monkeypatch):
+    """An older transformers has no extra for its server, and sources may lie anywhere without metadata."""
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: [])
+    found = doctor.purposes(has_gpu=True)
+    assert doctor.KERNELS_ON_GPU not in found and not found.keys() & doctor.PURPOSES.keys()
+
+
 def test_the_doctor_says_a_reason_for_every_op_once():
     missing, found = "No module named 'triton'", {"packages": {}, "python": "3", "compiler": "cc", "purposes": {}}
     states = {"torch": "runs", "triton": missing, "native": "it runs on the CPU"}

@@ -4,6 +4,7 @@ import importlib
 import importlib.metadata
 import pkgutil
 import platform
+from contextlib import suppress
 from typing import Any
 
 from hf_hybrid_ssm.extras import DISTRIBUTION, install_command, missing_requirements
@@ -64,13 +65,15 @@ def purposes(has_gpu: bool) -> dict[str, str | None]:
 
     found: dict[str, str | None] = {}
     for name, (package, *extras) in PURPOSES.items():
-        is_ready = not missing_requirements(*extras, of=package)
-        found[name] = None if is_ready else install_command(*extras, of=package)
+        with suppress(ValueError):  # an extra that this version does not have, or sources without metadata
+            is_ready = not missing_requirements(*extras, of=package)
+            found[name] = None if is_ready else install_command(*extras, of=package)
     if platform.system() == "Linux":
         compiler = "apt-get install gcc (or dnf, apk add, pacman -S; then gcc), or set CC to a compiler"
         found[KERNELS_ON_CPU] = compiler if missing_compiler() else None
     if has_gpu:
-        found[KERNELS_ON_GPU] = install_command("gpu") if missing_requirements("gpu") else None
+        with suppress(ValueError):
+            found[KERNELS_ON_GPU] = install_command("gpu") if missing_requirements("gpu") else None
     return found
 
 
