@@ -49,7 +49,8 @@ def test_statuses_and_outputs(code):
 
 def test_what_was_imported_before_is_others(tmp_path):
     code = "import sys; print('torch' in sys.modules, 'hf_hybrid_ssm' in sys.modules, 'pytest' in sys.modules)"
-    assert processes.run([sys.executable, "-c", code]).stdout.split() == ["True", "False", "False"]
+    found = processes.run([sys.executable, "-c", code], env=processes.AT_FIRST)
+    assert found.stdout.split() == ["True", "False", "False"]
 
 
 def test_an_environment_that_imports_read_starts_a_new_process():

@@ -32,10 +32,10 @@ def test_two_commands_set_up_everything_and_ci_runs_both_in_a_fresh_clone():
     for command in SHELL[0]:
         assert re.search(rf"^{command}\b", script, re.MULTILINE), f".ci/run does not run {command}"
     assert 'export VENV="$work/venv"' in script and "HF_HYBRID_SSM_CACHE=" in script
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     for target in ("demo", "test"):
-        dry = subprocess.run(
-            ["make", "--dry-run", target, "VENV=nowhere/there"], cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout
+        command = ["make", "--dry-run", "--no-print-directory", target, "VENV=nowhere/there"]
+        dry = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, check=True).stdout
         assert "-m venv nowhere/there" in dry and "nowhere/there/bin/python" in dry.splitlines()[-1]
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from tests import processes
 from tests.cli.folders import ROOT, environment, forked, python, save_checkpoint
 
 SCRIPT = Path(__file__).with_name("stock_training.py")
@@ -167,7 +168,7 @@ assert sys.modules["transformers"].BstForMaskedLM is transformers.BstForMaskedLM
 """
     first = "import sys; assert 'transformers' not in sys.modules"
     second = "import sys; assert 'transformers' in sys.modules"
-    for ran in (python("-c", first + code), forked("-c", second + code)):
+    for ran in (python("-c", first + code), forked("-c", second + code, env=processes.AT_FIRST)):
         assert ran.returncode == 0, ran.stderr
 
 
