@@ -2,8 +2,8 @@
 
     python -m tools.mutation --sample 400                        writes reports/reliability/mutation.md
     python -m tools.mutation --scope ops --sample 60             ops and caches alone; or any prefix of a path
-    python -m tools.mutation --scope ops --sample 60 --root ../before --folder /tmp/before
-    python -m tools.mutation --compare /tmp/before /tmp/after    the same faults in two versions
+    python -m tools.mutation --scope ops --sample 60 --root ../before --folder ../faults-before
+    python -m tools.mutation --compare ../faults-before ../faults-after   the same faults twice
 
 Each fault is made in a copy and meets the tests of its part (`tools.parts`). What is drawn depends on the seed and on
 each fault alone, so that samples of two versions differ only by the faults that just one of them has. A run that was
