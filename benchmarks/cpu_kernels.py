@@ -20,7 +20,7 @@ from timing import machine_arguments, seconds_of, write_results
 from hf_hybrid_ssm.ops._core import instruction_sets
 from hf_hybrid_ssm.ops.causal_conv import causal_conv
 from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
-from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition, channel_scan, diagonal_scan
+from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition, diagonal_scan, lti_scan
 from hf_hybrid_ssm.ops.local_attention import local_attention
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
 
@@ -60,7 +60,7 @@ def scan() -> tuple[Run, list[torch.Tensor]]:
     """1,024 tokens of 256 channels with 16 complex states each (S4D)."""
     decay, vector, output = _decay(1, 256, 16).requires_grad_(), draw(1, 256, 32), draw(1, 256, 32, seed=1)
     system, u = ChannelSystem(Transition(decay, "complex"), vector, output), draw(1, 1024, 256, seed=2)
-    return lambda backend: channel_scan(u, system, backend=backend)[0], [u, decay, vector, output]
+    return lambda backend: lti_scan(u, system, backend=backend)[0], [u, decay, vector, output]
 
 
 def states() -> tuple[Run, list[torch.Tensor]]:

@@ -27,7 +27,7 @@ from transformers import AutoTokenizer, HfArgumentParser, PreTrainedModel
 import hf_hybrid_ssm  # noqa: F401 - registers the families
 from hf_hybrid_ssm.auto import FAMILIES
 from hf_hybrid_ssm.hub import card_of_folder, check_folder, export_code
-from hf_hybrid_ssm.hub.folder import read_json
+from hf_hybrid_ssm.hub.verify_files import read_json
 
 SUMS = "SHA256SUMS"
 # not taught to converse: the messages follow each other as paragraphs, and the model goes on

@@ -27,7 +27,7 @@ from pretrain_clm import ModelArguments, pretrain
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, TrainingArguments
 from upcycle import STAGES, UpcycleArguments, upcycle_model
 
-from hf_hybrid_ssm.hub.folder import read_json
+from hf_hybrid_ssm.hub.verify_files import read_json
 from hf_hybrid_ssm.planning import Setup, plan
 from hf_hybrid_ssm.upcycle import STUDENT_FAMILIES, student_config
 

@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 
 from hf_hybrid_ssm.cli.parsing import is_path
 from hf_hybrid_ssm.hub.configurations import check_fields
-from hf_hybrid_ssm.hub.folder import check_weights_if_local
+from hf_hybrid_ssm.hub.verify_files import check_weights_if_local
 
 CHECKPOINTS = "checkpoint-[0-9]*"
 

@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 from _lib.checks import check_output, is_first_process
 from _lib.provenance import to_json
 from _lib.training import write_json
-from hf_hybrid_ssm.hub.folder import read_json
+from hf_hybrid_ssm.hub.verify_files import read_json
 
 SETTINGS = "settings.json"
 

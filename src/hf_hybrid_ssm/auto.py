@@ -132,7 +132,7 @@ def _connect_weight_check(base: ModuleType) -> None:
 
 
 def _check_weight_files(folder: Any) -> None:
-    importlib.import_module("hf_hybrid_ssm.hub.folder").check_weights_if_local(folder)
+    importlib.import_module("hf_hybrid_ssm.hub.verify_files").check_weights_if_local(folder)
 
 
 _REGISTRATIONS: dict[str, Callable[[ModuleType], None]] = {

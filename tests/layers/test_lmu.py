@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hf_hybrid_ssm.models.lmu_isa.lmu import LMU, ImplicitAttention
 from hf_hybrid_ssm.ops._core.native_library import missing_compiler
 from hf_hybrid_ssm.ops.implicit_attention import implicit_attention, native, torch_backend
-from hf_hybrid_ssm.ops.implicit_attention.decoding import lagging, settled
+from hf_hybrid_ssm.ops.implicit_attention.decoding import apply_deferred, defer_updates
 from hf_hybrid_ssm.ops.legendre_memory import impulse_response, legendre_memory, transition
 from hf_hybrid_ssm.ops.legendre_memory.constants import finite_response
 
@@ -236,10 +236,10 @@ def test_decoding_from_a_memory_that_lags(channels, order, rows):
             torch.testing.assert_close(y[:, 0].double(), expected[:, t], rtol=1e-4, atol=1e-5)
             states = after
             if t == 20:  # settle the second row alone, so that the rows advance at different tokens
-                memory = settled(states, layer.theta)
-                states = {name: torch.stack([states[name][0], lagging(memory)[name][1]]) for name in states}
+                memory = apply_deferred(states, layer.theta)
+                states = {name: torch.stack([states[name][0], defer_updates(memory)[name][1]]) for name in states}
     _, exact = layer.double()(x.double(), return_final_state=True)
-    torch.testing.assert_close(settled(states, 30.0).double(), exact, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(apply_deferred(states, 30.0).double(), exact, rtol=1e-4, atol=1e-5)
 
 
 @needs_compiler

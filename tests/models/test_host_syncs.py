@@ -69,7 +69,7 @@ def test_packed_rows_are_read_at_the_door_or_not_at_all(variant):
     model, inputs = build(variant).train(), packed(batch_of(variant))
     ends = packed_by_ends(batch_of(variant))
     reads = host_syncs(lambda: loss_and_gradients(model, inputs))
-    assert len(reads) == (variant in COUNTING) and all("most_documents" in read for read in reads)
+    assert len(reads) == (variant in COUNTING) and all("max_documents" in read for read in reads)
     assert host_syncs(lambda: loss_and_gradients(model, ends)) == []
 
 

@@ -156,13 +156,13 @@ def test_the_first_tokens_of_padded_rows():
     held = 3, {"document": torch.tensor([1, 1]), "start": torch.tensor([0, 0])}
     given = {"seq_idx": torch.ones(2, 4, dtype=torch.int64), "attention_mask": torch.tensor([[0, 0, 1, 1], [1] * 4])}
     rows = resolve_packing((2, 4), held, **given, keeps_starts=True)
-    assert rows.begins.tolist() == [True, True] and rows.notes["document"].tolist() == [3, 3]
+    assert rows.starts_new_document.tolist() == [True, True] and rows.packing_state["document"].tolist() == [3, 3]
     first, state = rows.first(2), {"state": torch.ones(2, 1)}
-    assert first.begins.tolist() == [False, True] and first.lengths.tolist() == [0, 2]
-    assert first.notes["document"].tolist() == [1, 3] and first.notes["start"].tolist() == [0, 3]
+    assert first.starts_new_document.tolist() == [False, True] and first.lengths.tolist() == [0, 2]
+    assert first.packing_state["document"].tolist() == [1, 3] and first.packing_state["start"].tolist() == [0, 3]
     assert first.continued(state)["state"].tolist() == [[1.0], [0.0]]
     moved = rows.to("meta")  # as accelerate does for a layer on another device
-    assert moved.order.is_meta and moved.notes["document"].is_meta and not rows.order.is_meta
+    assert moved.order.is_meta and moved.packing_state["document"].is_meta and not rows.order.is_meta
 
 
 @EVERY

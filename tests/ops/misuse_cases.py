@@ -11,7 +11,7 @@ import torch
 
 from hf_hybrid_ssm.ops.causal_conv import causal_conv, causal_conv_step
 from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
-from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition, channel_scan, linear_step
+from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition, linear_step, lti_scan
 from hf_hybrid_ssm.ops.local_attention import AttentionState, attention_step, local_attention
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan, longhorn_step
 
@@ -34,7 +34,7 @@ def scan(form: str = "real", **changed: Any) -> Call:
     decay, vector, output = (given | changed).values()
     system = ChannelSystem(Transition(decay, form), vector, output)
     u = draw(2, 40, 16, seed=3)
-    return lambda backend: channel_scan(u, system, **options, return_final_state=True, backend=backend)
+    return lambda backend: lti_scan(u, system, **options, return_final_state=True, backend=backend)
 
 
 def token(q=None, k=None, keys=None, values=None, seen=None, drops_token=False, **options: Any) -> Call:
@@ -234,7 +234,7 @@ MEANT["zeros, and fewer slots than the window"] = _fewer_slots()
 
 # counts that nobody looked at, since their values could not be read: as those within the row
 UNREAD: dict[str, Callable[[torch.Tensor], Call]] = {
-    "channel_scan": lambda lengths: scan(lengths=lengths),
+    "lti_scan": lambda lengths: scan(lengths=lengths),
     "local_attention": lambda lengths: rows(lengths=lengths),
     "longhorn_scan": lambda lengths: longhorn(lengths=lengths),
     "causal_conv": lambda lengths: convolution(lengths=lengths),

@@ -8,9 +8,9 @@ import torch
 
 from hf_hybrid_ssm.ops.causal_conv import causal_conv, causal_conv_step
 from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
-from hf_hybrid_ssm.ops.implicit_attention.decoding import lagging, settled
+from hf_hybrid_ssm.ops.implicit_attention.decoding import apply_deferred, defer_updates
 from hf_hybrid_ssm.ops.implicit_attention.native import decode_token
-from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition, channel_scan, diagonal_scan, linear_step
+from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition, diagonal_scan, linear_step, lti_scan
 from hf_hybrid_ssm.ops.local_attention import AttentionState, attention_step, local_attention
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan, longhorn_step
 
@@ -136,7 +136,7 @@ def system(drawn: Drawn) -> Call:
     options = {"skip": drawn.optional(filters, width), "seq_idx": drawn.documents(length)}
     options |= {"initial_state": drawn.optional(drawn.batch, filters, width, states), "lengths": drawn.lengths(length)}
     options["return_final_state"] = True
-    return lambda backend: _real(channel_scan(u, rows, **options, backend=backend), options["lengths"])
+    return lambda backend: _real(lti_scan(u, rows, **options, backend=backend), options["lengths"])
 
 
 def states_of_diagonal(drawn: Drawn) -> Call:
@@ -268,13 +268,13 @@ def implicit_token(drawn: Drawn) -> Call:
         if backend != "native":
             options = {"theta": theta, "initial_state": memory, "return_final_state": True, "backend": backend}
             return implicit_attention(x, weight, bias, collapse, form="recurrent", **options)
-        states, outputs = lagging(memory), []
+        states, outputs = defer_updates(memory), []
         options = {"weight": weight, "bias": bias, "collapse": collapse, "collapse_bias": None}
         for t in range(x.shape[1]):
             y, *after = decode_token(x[:, t], **states, **options, scale=1.0, theta=theta)
             states = dict(zip(states, after))
             outputs.append(y)
-        return torch.stack(outputs, 1), settled(states, theta)
+        return torch.stack(outputs, 1), apply_deferred(states, theta)
 
     return run
 

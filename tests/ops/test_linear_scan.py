@@ -11,9 +11,9 @@ from hf_hybrid_ssm.ops.linear_scan import (
     Transition,
     block_outputs,
     block_states,
-    channel_scan,
     diagonal_scan,
     long_kernel,
+    lti_scan,
 )
 
 F, D, N = 2, 3, 4
@@ -85,21 +85,21 @@ def test_orbits_are_powers_times_vectors(form, transposed):
     a = a.mT if transposed else a
     options = {} if form == "dense" else {"start": 2, "step": 3}
     if form == "dense":
-        orbit = transition(form).doubled(vectors.unsqueeze(-2), 4, transposed=transposed)[0]
+        powers = transition(form).krylov_by_doubling(vectors.unsqueeze(-2), 4, transposed=transposed)[0]
     else:
-        orbit = transition(form).orbit(vectors, 4, transposed=transposed, **options)
+        powers = transition(form).krylov(vectors, 4, transposed=transposed, **options)
     for j in range(4):
         power = torch.linalg.matrix_power(a, options.get("start", 0) + j * options.get("step", 1))
-        assert_near(orbit[:, :, j], (power @ vectors.unsqueeze(-1)).squeeze(-1))
+        assert_near(powers[:, :, j], (power @ vectors.unsqueeze(-1)).squeeze(-1))
 
 
 def test_powers_of_zero():
     """What underflows is 0, and the gradient of its first power is 1."""
     zero = torch.zeros(F, D, N // 2, 2, dtype=torch.float64).requires_grad_()
-    orbit = Transition(zero, "complex").orbit(torch.ones(F, D, N, dtype=torch.float64), 3)
-    assert_near(orbit[:, :, 0], torch.ones(F, D, N, dtype=torch.float64))
-    assert orbit[:, :, 1:].abs().max() < 1e-140
-    (gradient,) = torch.autograd.grad(orbit.sum(), zero)
+    powers = Transition(zero, "complex").krylov(torch.ones(F, D, N, dtype=torch.float64), 3)
+    assert_near(powers[:, :, 0], torch.ones(F, D, N, dtype=torch.float64))
+    assert powers[:, :, 1:].abs().max() < 1e-140
+    (gradient,) = torch.autograd.grad(powers.sum(), zero)
     assert_near(gradient, torch.tensor([2.0, 0.0], dtype=torch.float64).expand_as(zero))
 
 
@@ -132,7 +132,7 @@ def test_block_matrices(form, block):
     stride=st.sampled_from([None, 3, 4, 32]),
     seed=st.integers(0, 99),
 )
-def test_channel_scan_is_the_recurrence(form, block, length, packed, ragged, stride, seed):
+def test_lti_scan_is_the_recurrence(form, block, length, packed, ragged, stride, seed):
     batch = 3
     u = draw(batch, length, D, seed=seed)
     options = {
@@ -144,8 +144,8 @@ def test_channel_scan_is_the_recurrence(form, block, length, packed, ragged, str
         "stride": stride,
     }
     s = system(form, block, seed)
-    y, state = channel_scan(u, s, **options)
-    wanted, wanted_state = channel_scan(u, s, backend="reference", **options)
+    y, state = lti_scan(u, s, **options)
+    wanted, wanted_state = lti_scan(u, s, backend="reference", **options)
     assert_near(state, wanted_state)
     if not ragged:
         assert_near(y, wanted)
@@ -162,21 +162,19 @@ def test_outputs_at_some_tokens(form, block):
     u, s = draw(3, 37, D), system(form, block)
     options = {"initial_state": draw(3, F, D, N, seed=2), "skip": draw(F, D, seed=1), "seq_idx": documents(3, 37, 5)}
     for backend in ("torch", "reference"):
-        taken, _ = channel_scan(u, s, positions=positions, backend=backend, **options)
-        assert_near(
-            taken, channel_scan(u, s, backend="reference", **options)[0][torch.arange(3).unsqueeze(1), positions]
-        )
+        taken, _ = lti_scan(u, s, positions=positions, backend=backend, **options)
+        assert_near(taken, lti_scan(u, s, backend="reference", **options)[0][torch.arange(3).unsqueeze(1), positions])
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_channel_scan_gradcheck(form):
+def test_lti_scan_gradcheck(form):
     u, start = draw(2, 11, D).requires_grad_(), draw(2, F, D, N, seed=1).requires_grad_()
     value = transition(form).value.requires_grad_()
     b, c, skip = (draw(*shape, seed=7).requires_grad_() for shape in ((F, D, N), (F, D, N), (F, D)))
 
     def run(u, start, value, b, c, skip):
         s = in_blocks((Transition(value, form), b, c), 4)
-        return channel_scan(u, s, skip=skip, initial_state=start, seq_idx=documents(2, 11, 3), return_final_state=True)
+        return lti_scan(u, s, skip=skip, initial_state=start, seq_idx=documents(2, 11, 3), return_final_state=True)
 
     assert torch.autograd.gradcheck(run, (u, start, value, b, c, skip), fast_mode=True)
 
@@ -230,12 +228,12 @@ def test_float32_over_a_long_row(form):
     blocks = BlockMatrices(lambda: s.blocks.states().to(torch.float32), lambda: s.blocks.outputs().to(torch.float32))
     single = ChannelSystem(coarse, s.vector.float(), s.output.float(), blocks)
     u = draw(1, 5000, D).float()
-    y, state = channel_scan(u, single, return_final_state=True)
-    wanted, wanted_state = channel_scan(u.double(), s, return_final_state=True)
+    y, state = lti_scan(u, single, return_final_state=True)
+    wanted, wanted_state = lti_scan(u.double(), s, return_final_state=True)
     assert y.dtype == state.dtype == torch.float32
     assert (y - wanted).abs().max() < 1e-5 * wanted.abs().max()
     assert (state - wanted_state).abs().max() < 1e-5 * wanted_state.abs().max()
-    half, _ = channel_scan(u.bfloat16(), single)
+    half, _ = lti_scan(u.bfloat16(), single)
     assert half.dtype == torch.bfloat16
     assert (half - wanted).abs().max() < 2e-2 * wanted.abs().max()
 
@@ -249,13 +247,13 @@ def test_float32_over_a_long_row(form):
         ({"seq_idx": torch.tensor([[1, 0, 0, 0, 0]] * 2)}, ValueError, "seq_idx must not decrease"),
         ({"lengths": torch.tensor([-1, 2])}, ValueError, "lengths must lie in 0..5"),
         ({"stride": 0}, ValueError, "stride must be at least 1"),
-        ({"backend": "triton"}, ValueError, "cannot run channel_scan"),
+        ({"backend": "triton"}, ValueError, "cannot run lti_scan"),
     ],
 )
-def test_bad_channel_scan(change, error, message):
+def test_bad_lti_scan(change, error, message):
     arguments = {"u": torch.zeros(2, 5, D), **change}
     with pytest.raises(error, match=message):
-        channel_scan(arguments.pop("u"), system("real", 4), **arguments)
+        lti_scan(arguments.pop("u"), system("real", 4), **arguments)
 
 
 @pytest.mark.parametrize(
@@ -284,8 +282,8 @@ def test_blocks_are_powers_of_two():
 def test_outputs_at_borders_of_blocks_need_the_states_alone(form):
     """Of 32 filters in each layer, as BST's MF has, the rest would be two thirds of the first forward's work."""
     s, u = system(form, 4), draw(2, 12, D, seed=8)
-    wanted, final = channel_scan(u, s, stride=4, return_final_state=True)
+    wanted, final = lti_scan(u, s, stride=4, return_final_state=True)
     alone = s._replace(blocks=BlockMatrices(s.blocks.states, lambda: pytest.fail("outputs inside of blocks")))
-    y, state = channel_scan(u, alone, stride=4, return_final_state=True, backend="torch")
+    y, state = lti_scan(u, alone, stride=4, return_final_state=True, backend="torch")
     assert_near(y, wanted)
     assert_near(state, final)

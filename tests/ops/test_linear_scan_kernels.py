@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_hybrid_ssm.ops._core.native_library import missing_compiler
-from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition, channel_scan, diagonal_scan
+from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition, diagonal_scan, lti_scan
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 BACKEND = "triton" if INTERPRETS or torch.cuda.is_available() else "native"
@@ -73,7 +73,7 @@ CHANNELS = {
 
 
 @pytest.mark.parametrize("case", CHANNELS.values(), ids=CHANNELS.keys())
-def test_channel_scan(case):
+def test_lti_scan(case):
     case = {"form": "complex", "packed": False, "lengths": None, "optional": True} | case
     (batch, length, filters, channels, size), form = case["shape"], case["form"]
     inputs = {"u": draw(batch, length, channels, seed=3)}
@@ -88,7 +88,7 @@ def test_channel_scan(case):
     def scan(backend, u, decay, vector, output, **options):
         system = ChannelSystem(Transition(decay, form), vector, output)
         rows = {"seq_idx": seq_idx, "lengths": lengths, "return_final_state": True}
-        y, state = channel_scan(u, system, backend=backend, **rows, **options)
+        y, state = lti_scan(u, system, backend=backend, **rows, **options)
         if lengths is not None:
             real = torch.arange(length, device=DEVICE) < lengths.unsqueeze(1)
             assert y.isfinite().all()
@@ -106,7 +106,7 @@ def test_frozen_systems_get_no_gradient():
     wide = system._replace(vector=vector.double(), output=output.double())
     gradients = []
     for backend, one in ((BACKEND, system), ("reference", wide)):
-        y, _ = channel_scan(u.to(one.output.dtype), one, backend=backend)
+        y, _ = lti_scan(u.to(one.output.dtype), one, backend=backend)
         gradients += torch.autograd.grad(y.square().sum(), u)
     assert_agree({"du": gradients[0]}, {"du": gradients[1]})
 

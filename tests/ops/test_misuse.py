@@ -34,7 +34,7 @@ def test_is_what_it_means(name, backend):
 def test_lengths_that_were_not_looked_at(name, backend, monkeypatch):
     """As under `torch.compile`: they reach the backend, which stays within the row, or says that they do not."""
     call, within = UNREAD[name], torch.tensor([12, 0])
-    want = call(within if name != "channel_scan" else torch.tensor([40, 0]))(backend)
+    want = call(within if name != "lti_scan" else torch.tensor([40, 0]))(backend)
     monkeypatch.setattr(checks, "can_read_values", lambda tensor: False)
     try:
         got = call(torch.tensor([2**40, -(2**40)]))(backend)

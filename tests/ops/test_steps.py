@@ -8,12 +8,12 @@ from hf_hybrid_ssm.ops._core.native_library import missing_compiler
 from hf_hybrid_ssm.ops.causal_conv import causal_conv, causal_conv_step
 from hf_hybrid_ssm.ops.linear_scan import linear_step
 from hf_hybrid_ssm.ops.local_attention import (
+    append_slot,
     attention_step,
+    drop_oldest,
     empty_state,
     local_attention,
-    shifted,
     window_step,
-    with_free_slot,
 )
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan, longhorn_step
 
@@ -94,9 +94,9 @@ WINDOWS = {
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", WINDOWS)
-@pytest.mark.parametrize("keeps_address", [False, True])
+@pytest.mark.parametrize("static_address", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_step_of_the_window(backend, name, keeps_address, has_bias):
+def test_step_of_the_window(backend, name, static_address, has_bias):
     """Thirty steps of rows that began at different times equal the attention of whole rows."""
     options, (left, _) = WINDOWS[name], WINDOWS[name]["window"]
     for dtype in dtypes(backend):
@@ -104,11 +104,11 @@ def test_step_of_the_window(backend, name, keeps_address, has_bias):
         v = v.to(dtype)
         bias = draw(5, 4, seed=3, dtype=dtype).T if has_bias else None
         want, _ = local_attention(q, k, v, **options, bias=bias, backend="reference")
-        state = empty_state(2, 2, 30 if left is None and keeps_address else left or 0, 18, value_dim=5, dtype=dtype)
+        state = empty_state(2, 2, 30 if left is None and static_address else left or 0, 18, value_dim=5, dtype=dtype)
         rows = []
         for t in range(30):
             step = (part[:, :, t] for part in (q, k, v))
-            y, state = window_step(*step, state, keeps_address=keeps_address, bias=bias, **options, backend=backend)
+            y, state = window_step(*step, state, static_address=static_address, bias=bias, **options, backend=backend)
             rows.append(y)
         check((torch.stack(rows, 2),), (want,), dtype)
         held = left if left is not None else 30
@@ -173,12 +173,12 @@ def test_a_window_moves_along_its_buffer():
     """No copy but where the buffer is used up, and what an older window holds stays as it is."""
     held, moved = torch.arange(12.0).view(1, 1, 6, 2), 0
     for token in range(40):
-        wide = with_free_slot(held)
+        wide = append_slot(held)
         moved += wide.untyped_storage().data_ptr() != held.untyped_storage().data_ptr()
         before = held.clone()
         wide[:, :, -1] = 100.0 + token
         assert torch.equal(held, before) and torch.equal(wide[:, :, :-1], before)
-        held = shifted(wide)
+        held = drop_oldest(wide)
     assert moved == 3 and held[0, 0, :, 0].tolist() == [134.0, 135.0, 136.0, 137.0, 138.0, 139.0]
 
 

@@ -13,7 +13,7 @@ from hf_hybrid_ssm.ops.causal_conv import causal_conv
 from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
 from hf_hybrid_ssm.ops.legendre_memory import legendre_memory
 from hf_hybrid_ssm.ops.linear_cross_entropy import linear_cross_entropy
-from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition, channel_scan, diagonal_scan
+from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition, diagonal_scan, lti_scan
 from hf_hybrid_ssm.ops.local_attention import local_attention
 from hf_hybrid_ssm.ops.long_conv import long_conv
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
@@ -24,7 +24,7 @@ DOCUMENTS = torch.tensor([[0] * 5 + [1] * 32, [0] * 20 + [1] * 3 + [2] * 14])
 
 
 def filtered(u, diagonal, entering, output):
-    return channel_scan(u, ChannelSystem(Transition(diagonal.sigmoid(), "real"), entering, output))[0]
+    return lti_scan(u, ChannelSystem(Transition(diagonal.sigmoid(), "real"), entering, output))[0]
 
 
 def labels_of(hidden):
@@ -69,7 +69,7 @@ OPS = {
         [(B, L, D), (3, 2, N), (2,)],
     ),
     "diagonal_scan": (lambda x, a: diagonal_scan(a.sigmoid(), x)[0], [(B, L, D), (D,)]),
-    "channel_scan": (filtered, [(B, L, D), (1, D, N), (1, D, N), (1, D, N)]),
+    "lti_scan": (filtered, [(B, L, D), (1, D, N), (1, D, N), (1, D, N)]),
     "linear_cross_entropy": (loss, [(B, L, D), (7, D)]),
 }
 

@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
 def check(folder: str, values: bool) -> dict[str, int]:
     """Counts of what was checked; the errors of `check_contents`, `check_sums` and `check_values`."""
     check_is_folder(folder)
-    from hf_hybrid_ssm.hub.contents import check_contents, check_sums, check_values
+    from hf_hybrid_ssm.hub.verify_tensors import check_contents, check_sums, check_values
 
     found = check_contents(folder)
     if hashes := check_sums(folder):

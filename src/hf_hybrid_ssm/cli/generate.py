@@ -99,7 +99,7 @@ def load(name: str, device: str | None, dtype: str) -> tuple[Any, Any]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, logging
 
-    from hf_hybrid_ssm.hub.contents import check_contents
+    from hf_hybrid_ssm.hub.verify_tensors import check_contents
 
     if Path(name).is_dir():
         check_contents(name)

@@ -14,7 +14,7 @@ import hf_hybrid_ssm
 from hf_hybrid_ssm.auto import family_of
 from hf_hybrid_ssm.hub.configurations import config_of_folder, without_memory
 from hf_hybrid_ssm.hub.export import auto_class_of
-from hf_hybrid_ssm.hub.folder import check_folder, read_json
+from hf_hybrid_ssm.hub.verify_files import check_folder, read_json
 
 # bookkeeping, and what the table of layers says
 HIDDEN_FIELDS = {"architectures", "layer_types", "block_types", "ssm_layers", "transformers_version"}

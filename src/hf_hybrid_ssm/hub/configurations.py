@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
 from hf_hybrid_ssm.auto import family_of
-from hf_hybrid_ssm.hub.folder import read_config
+from hf_hybrid_ssm.hub.verify_files import read_config
 
 # transformers takes these as arguments of every configuration, besides its fields
 ARGUMENTS = frozenset({"num_labels", "attn_implementation", "torch_dtype", "rope_theta", "rope_scaling"})

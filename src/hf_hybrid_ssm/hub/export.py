@@ -13,8 +13,8 @@ from hf_hybrid_ssm import __version__
 from hf_hybrid_ssm.auto import family_of, owner_of
 from hf_hybrid_ssm.hub.configurations import config_of_folder
 from hf_hybrid_ssm.hub.flatten import flatten
-from hf_hybrid_ssm.hub.folder import is_as_exported, read_config, seal
 from hf_hybrid_ssm.hub.sources import PACKAGE, needed_modules
+from hf_hybrid_ssm.hub.verify_files import is_as_exported, read_config, seal
 from hf_hybrid_ssm.layers.mixers.registry import BUILT_IN
 from hf_hybrid_ssm.models.family import Family
 

@@ -78,5 +78,5 @@ class LocalSelfAttention(nn.Module):
         q, k, v = (layer(x).view(heads) for layer in (self.q_proj, self.k_proj, self.v_proj))
         state = AttentionState(past["keys"], past["values"], past["seen"])
         options = {"window": self.window, "chunk_size": self.chunk_size, "bias": bias}
-        y, state = window_step(q, k, v, state, keeps_address=capacity is not None, **options)
+        y, state = window_step(q, k, v, state, static_address=capacity is not None, **options)
         return self.o_proj(y.flatten(1).unsqueeze(1)), state._asdict()

@@ -16,7 +16,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
-from hf_hybrid_ssm.models.cache import check_cache_without_states, prepare_cache, tokens_and_notes
+from hf_hybrid_ssm.models.cache import check_cache_without_states, prepare_cache, tokens_and_packing_state
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.inputs import check_inputs
 from hf_hybrid_ssm.models.packing import PackedRows, resolve_packing
@@ -259,14 +259,14 @@ class HybridModelMixin:
         masks = attention_mask if isinstance(attention_mask, dict) else None  # made ahead of compiled decoding
         rows = resolve_packing(
             inputs_embeds.shape[:2],
-            tokens_and_notes(past_key_values),
+            tokens_and_packing_state(past_key_values),
             attention_mask=attention_mask if masks is None else masks[STATE_LAYER_TYPE],
             position_ids=position_ids,
             seq_idx=seq_idx,
             cu_seq_lens_q=cu_seq_lens_q,
             continues_documents=continues_documents,
             keeps_starts=self.has_columns,
-            # prepared masks contain the padding, and a note that grows would recompile every compiled step
+            # prepared masks contain the padding, and a token mask that grows would recompile every compiled step
             keeps_padding=self.has_columns and (masks is None or position_ids is None),
         )
         check_cache_without_states(past_key_values, rows)

@@ -78,7 +78,7 @@ class RecurrentMixin:
     def _step_with_cache(self, cache: Any, rows: PackedRows, *inputs: torch.Tensor, **options: Any) -> torch.Tensor:
         """`mix_with_cache` of one token after earlier ones, where no gradient is wanted."""
         past = rows.continued(cache.states)
-        if cache.may_overwrite():
+        if cache.can_update_in_place():
             y, states = self.step(*inputs, past=past, **options)
             cache.step_states(rows, states)
         else:

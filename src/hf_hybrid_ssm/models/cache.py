@@ -24,12 +24,12 @@ STATE_LAYER_TYPES = (STATE_LAYER_TYPE, WINDOW_LAYER_TYPE)
 Recompute = Callable[[PackedRows], States]
 
 
-class _Forward(NamedTuple):
+class _RecordedForward(NamedTuple):
     """What it takes to undo one forward, wholly or in part."""
 
     rows: PackedRows
     previous: States
-    previous_notes: States
+    previous_packing_state: States
     recompute: Recompute
     with_gradient: bool
 
@@ -41,10 +41,11 @@ class RecurrentStateLayer(CacheLayerMixin):
     and prompt lookup do) the layer keeps, once `activate_past_recording()` was called, the states before each forward
     and a function that recomputes those after the first tokens of that forward.
 
-    While no past is recorded, a forward of one token without gradients may overwrite the states or move along a buffer
-    that holds them: who wants to come back to them takes a copy (`copy.deepcopy` of the cache).
+    While no past is recorded, a forward of one token without gradients may update the states in place. To keep the
+    present ones, copy the cache first (`copy.deepcopy`).
 
-    `notes` says which document each row is in (see `hf_hybrid_ssm.models.packing`); it is empty until rows are packed.
+    `packing_state` says which document each row is in (see `hf_hybrid_ssm.models.packing`); it is empty until rows are
+    packed.
     """
 
     _layer_type = STATE_LAYER_TYPE
@@ -56,10 +57,10 @@ class RecurrentStateLayer(CacheLayerMixin):
     def __init__(self, **kwargs):
         super().__init__()
         self.states: States = {}
-        self.notes: States = {}
+        self.packing_state: States = {}
         self.seen_tokens: int | torch.Tensor = 0
         self.record_past = False
-        self.history: list[_Forward] = []
+        self.history: list[_RecordedForward] = []
         self._made_without_gradient = False
         self.device: torch.device | None = None
         self.model_type: str | None = None
@@ -74,20 +75,22 @@ class RecurrentStateLayer(CacheLayerMixin):
                 called only by `crop`, and kept only while the past is recorded.
         """
         if self.record_past:
-            self.history.append(_Forward(rows, self.states, self.notes, recompute, torch.is_grad_enabled()))
+            self.history.append(
+                _RecordedForward(rows, self.states, self.packing_state, recompute, torch.is_grad_enabled())
+            )
         self.states = {name: _clone_if_view(state) for name, state in states.items()}
-        self.notes = rows.notes
+        self.packing_state = rows.packing_state
         self.seen_tokens += rows.length
         self.is_initialized = True
         self.device = next(iter(states.values())).device
         self._made_without_gradient = not torch.is_grad_enabled()
 
     def step_states(self, rows: PackedRows, states: States) -> None:
-        """The states after one more token, which may be the present ones, overwritten (see `may_overwrite`)."""
-        self.states, self.notes = states, rows.notes
+        """Replace the states by those after one more token; these may be the same tensors, updated in place."""
+        self.states, self.packing_state = states, rows.packing_state
         self.seen_tokens += 1
 
-    def may_overwrite(self) -> bool:
+    def can_update_in_place(self) -> bool:
         """Whether the states are this layer's alone, so that a step may compute the next ones in their place.
 
         They are not where the past is recorded or a graph of autograd may hold them, nor where torch forbids it
@@ -129,17 +132,17 @@ class RecurrentStateLayer(CacheLayerMixin):
             forward = self.history.pop()
             length = forward.rows.length
             kept = max(length - remaining, 0)
-            self.states, self.notes = forward.previous, forward.previous_notes
+            self.states, self.packing_state = forward.previous, forward.previous_packing_state
             if kept:
                 first = forward.rows.first(kept)
                 with torch.set_grad_enabled(forward.with_gradient):
-                    self.states, self.notes = forward.recompute(first), first.notes
+                    self.states, self.packing_state = forward.recompute(first), first.packing_state
             self.seen_tokens -= length - kept
             remaining -= length - kept
         self.history.clear()
 
     def reset(self) -> None:
-        self.states, self.notes = {}, {}
+        self.states, self.packing_state = {}, {}
         self.seen_tokens = 0
         self.history.clear()
         self.is_initialized = False
@@ -179,12 +182,12 @@ class RecurrentStateLayer(CacheLayerMixin):
 
     def _apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.states = {name: function(state) for name, state in self.states.items()}
-        self.notes = {name: function(note) for name, note in self.notes.items()}
+        self.packing_state = {name: function(note) for name, note in self.packing_state.items()}
         self.history.clear()
 
 
 class WindowLayer(RecurrentStateLayer):
-    """The same under the other name."""
+    """`RecurrentStateLayer` for layers of the type `WINDOW_LAYER_TYPE`."""
 
     _layer_type = WINDOW_LAYER_TYPE
 
@@ -207,7 +210,7 @@ class StaticRecurrentStateLayer(RecurrentStateLayer):
         self.step_states(rows, states)
 
     def step_states(self, rows: PackedRows, states: States) -> None:
-        self.notes = rows.notes
+        self.packing_state = rows.packing_state
         for name, state in states.items():
             if state is not self.states[name]:
                 self.states[name].copy_(state)
@@ -235,13 +238,13 @@ class StaticRecurrentStateLayer(RecurrentStateLayer):
         return self.max_cache_len
 
     def reset(self) -> None:
-        self.notes = {}
+        self.packing_state = {}
         if self.is_initialized:  # zeros are the state before the first token in every family
             for tensor in (*self.states.values(), self.seen_tokens):
                 tensor.zero_()
 
     def _apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.notes = {name: function(note) for name, note in self.notes.items()}
+        self.packing_state = {name: function(note) for name, note in self.packing_state.items()}
         for name, state in self.states.items():
             mapped = function(state)
             if mapped.shape == state.shape and mapped.device == state.device:
@@ -294,8 +297,8 @@ def _clone_if_view(state: torch.Tensor) -> torch.Tensor:
     return state
 
 
-def tokens_and_notes(past_key_values: Cache | None) -> tuple[int | torch.Tensor, States]:
-    """The tokens that a cache holds and its notes, by the first layer that has any: all hold the same.
+def tokens_and_packing_state(past_key_values: Cache | None) -> tuple[int | torch.Tensor, States]:
+    """The number of tokens in a cache and its packing state, from the first layer that has any: all hold the same.
 
     That is not always the first one: with pipeline parallelism the earlier layers are on other devices. A static
     cache's count is a tensor where reading it would cost (on an accelerator, while compiling).
@@ -304,7 +307,7 @@ def tokens_and_notes(past_key_values: Cache | None) -> tuple[int | torch.Tensor,
     seen = layers[0].get_seq_length() if layers else 0
     if isinstance(seen, torch.Tensor) and seen.is_cpu and not torch.compiler.is_compiling():
         seen = int(seen)
-    return seen, next((layer.notes for layer in layers if is_recurrent_state_layer(layer)), {})
+    return seen, next((layer.packing_state for layer in layers if is_recurrent_state_layer(layer)), {})
 
 
 def prepare_cache(past_key_values: Cache | None, config: PreTrainedConfig, batch_size: int) -> Cache:
@@ -362,7 +365,7 @@ def _check_content(layer: CacheLayerMixin, index: int, model_type: str, batch_si
 
 
 def check_cache_without_states(past_key_values: Cache | None, rows: PackedRows) -> None:
-    """In a model with only full attention there is no place for notes: pieces that would need them are refused.
+    """A model with only full attention cannot cache a packing state: refuse pieces that would need it.
 
     Raises:
         ValueError: the cache holds documents or padding, and it is not known where.
@@ -373,13 +376,13 @@ def check_cache_without_states(past_key_values: Cache | None, rows: PackedRows) 
     unkept = getattr(layer, "unkept", {})
     if not isinstance(rows.past, int) or rows.past > 0:
         _refuse(unkept.get("documents"), "several documents of packed rows", "read packed rows at once")
-        if not rows.covers_past:
+        if not rows.mask_covers_cache:
             _refuse(unkept.get("padding"), "padding", "give an attention_mask of all tokens so far")
     layer.unkept = {}
     if rows.starts is not None:
         layer.unkept["documents"] = (rows.starts[:, -1] > 0).any()
-    if rows.real_so_far is not None:
-        layer.unkept["padding"] = ~rows.real_so_far.all()
+    if rows.full_token_mask is not None:
+        layer.unkept["padding"] = ~rows.full_token_mask.all()
 
 
 def _refuse(is_held: torch.Tensor | None, what: str, remedy: str) -> None:

@@ -5,12 +5,13 @@ path then serves left, right and scattered padding, in the first forward and in 
 decays count real tokens only, and a state passes padding unchanged.
 
 **Documents.** Within a piece, `seq_idx`, `cu_seq_lens_q` or positions that restart say where documents begin. Whether
-the first token of a piece continues the row's last document depends on its number, or on a position of 0. What later
-pieces must know is kept beside the states (`RecurrentStateLayer.notes`):
+the first token of a later piece continues the row's last document is decided by its `seq_idx`: the number of the last
+token continues, another begins a document. Without `seq_idx`, a position of 0 begins one. What later pieces must know
+is cached with the states (`RecurrentStateLayer.packing_state`):
 
-    document  (B,) int64, 2 seq_idx + 1 of the row's last token; 0 where no seq_idx was given
-    start     (B,) int64, the column of all tokens so far where the row's last document begins
-    real      (B, T) bool, which columns so far are not padding
+    document    (B,) int64, 2 seq_idx + 1 of the row's last token; 0 where no seq_idx was given
+    start       (B,) int64, the column of all tokens so far where the row's last document begins
+    token_mask  (B, T) bool, which columns so far are not padding
 """
 
 import copy
@@ -32,17 +33,17 @@ class PackedRows:
     Args:
         length: L, tokens of this forward.
         past: tokens before them.
-        real: (B, L) bool, the tokens that are not padding; None where all are real.
+        token_mask: (B, L) bool, the tokens that are not padding; None where all are real.
         seq_idx: (B, L) int, never decreasing; None where each row is one document. The first may have begun earlier.
-        is_numbered: the caller gave these numbers, which then go on from piece to piece.
-        begins: (B,) bool, the row's first real token begins a document though the cache holds tokens; None if no row
-            does.
-        real_so_far: (B, past + L) bool, the columns so far that are not padding; None where all are real, or where
+        has_explicit_seq_idx: the caller gave `seq_idx`, whose numbers then go on from piece to piece.
+        starts_new_document: (B,) bool, the row's first real token begins a document though the cache holds tokens;
+            None if no row does.
+        full_token_mask: (B, past + L) bool, the columns so far that are not padding; None where all are real, or where
             the layers do not need it.
         keeps_starts: the layers need `starts`, in this forward and later.
-        covers_past: the attention mask was one of all tokens so far.
+        mask_covers_cache: the attention mask was one of all tokens so far.
         num_documents: of the row, where the caller said so.
-        before: the notes of the piece before.
+        before: `packing_state` of the piece before.
 
     Attributes:
         order: (B, L) int64, `order[b, i]` is the column of the i-th token of the unpadded row b: real tokens come
@@ -51,41 +52,45 @@ class PackedRows:
         lengths: (B,) int64, real tokens of each row.
         unpadded_seq_idx: (B, L), `seq_idx` in the order of the unpadded rows.
         starts: (B, L) int64, the column of all tokens so far where each token's document begins; None where that is 0.
-        notes: what the next piece must know.
+        packing_state: what the next piece must know.
     """
 
     length: int
     past: int | torch.Tensor = 0
-    real: torch.Tensor | None = None
+    token_mask: torch.Tensor | None = None
     seq_idx: torch.Tensor | None = None
-    is_numbered: bool = False
-    begins: torch.Tensor | None = None
-    real_so_far: torch.Tensor | None = None
+    has_explicit_seq_idx: bool = False
+    starts_new_document: torch.Tensor | None = None
+    full_token_mask: torch.Tensor | None = None
     keeps_starts: bool = False
-    covers_past: bool = False
+    mask_covers_cache: bool = False
     num_documents: int | None = None
     before: States = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.order = self.inverse = self.lengths = None
         self.unpadded_seq_idx = self.seq_idx
-        if self.real is not None:
-            self.order = torch.argsort((~self.real).to(torch.uint8), dim=1, stable=True)
+        if self.token_mask is not None:
+            self.order = torch.argsort((~self.token_mask).to(torch.uint8), dim=1, stable=True)
             self.inverse = torch.argsort(self.order, dim=1)
-            self.lengths = self.real.sum(1)
+            self.lengths = self.token_mask.sum(1)
             if self.seq_idx is not None:  # padding now follows the last document: let it belong there
                 self.unpadded_seq_idx = self.unpad(self.seq_idx).cummax(1).values
-        if self.begins is not None and self.real is not None:
-            self.begins = self.begins & self.real.any(1)
-        if self.begins is not None and can_read_values(self.begins) and not bool(self.begins.any()):
-            self.begins = None
+        if self.starts_new_document is not None and self.token_mask is not None:
+            self.starts_new_document = self.starts_new_document & self.token_mask.any(1)
+        if (
+            self.starts_new_document is not None
+            and can_read_values(self.starts_new_document)
+            and not bool(self.starts_new_document.any())
+        ):
+            self.starts_new_document = None
         self.starts = self._starts() if self.keeps_starts else None
-        self.notes = self._notes()
+        self.packing_state = self._packing_state()
 
     @property
     def is_step(self) -> bool:
         """One real token a row, of the document before it or of its own."""
-        return self.length == 1 and self.real is None and self.seq_idx is None
+        return self.length == 1 and self.token_mask is None and self.seq_idx is None
 
     def unpad(self, x: torch.Tensor) -> torch.Tensor:
         """(B, L, ...) in columns as given → real tokens first."""
@@ -97,9 +102,9 @@ class PackedRows:
 
     def continued(self, states: States) -> States:
         """The states that these tokens go on from: zero in rows that begin a document."""
-        if self.begins is None:
+        if self.starts_new_document is None:
             return states
-        return {name: with_zero_rows(state, self.begins) for name, state in states.items()}
+        return {name: with_zero_rows(state, self.starts_new_document) for name, state in states.items()}
 
     def first(self, num_tokens: int) -> "PackedRows":
         """The same of the first tokens only, in columns as given."""
@@ -107,7 +112,7 @@ class PackedRows:
         def cut(x: torch.Tensor | None) -> torch.Tensor | None:
             return None if x is None else x[:, : x.shape[1] - self.length + num_tokens]
 
-        parts = {name: cut(getattr(self, name)) for name in ("real", "seq_idx", "real_so_far")}
+        parts = {name: cut(getattr(self, name)) for name in ("token_mask", "seq_idx", "full_token_mask")}
         return replace(self, length=num_tokens, **parts)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "PackedRows":
@@ -116,7 +121,7 @@ class PackedRows:
         rows.__dict__ = tree_map_only(torch.Tensor, lambda x: x.to(device, non_blocking=non_blocking), vars(self))
         return rows
 
-    def most_documents(self) -> int | None:
+    def max_documents(self) -> int | None:
         """The most documents that a row of this forward holds; None where each row is one document.
 
         Where only the values of `seq_idx` tell, this waits for the device: `cu_seq_lens_q` tells by its shape.
@@ -127,45 +132,51 @@ class PackedRows:
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """(B or 1, L) int64, the real tokens before each token in its document."""
-        if self.real_so_far is None:
+        if self.full_token_mask is None:
             columns = (torch.arange(self.length, device=device) + self.past).unsqueeze(0)
             return columns if self.starts is None else columns - self.starts
-        count = self.real_so_far.cumsum(1)
+        count = self.full_token_mask.cumsum(1)
         positions = count[:, -self.length :] - 1
         if self.starts is not None:
-            positions = positions - (count - self.real_so_far.long()).gather(1, self.starts)
+            positions = positions - (count - self.full_token_mask.long()).gather(1, self.starts)
         return positions.clamp(min=0)
 
     def _starts(self) -> torch.Tensor | None:
         start = self.before.get("start")
-        given = [tensor for tensor in (self.seq_idx, self.begins, start) if tensor is not None]
+        given = [tensor for tensor in (self.seq_idx, self.starts_new_document, start) if tensor is not None]
         if not given:
             return None
         batch, device = given[0].shape[0], given[0].device
         first = torch.zeros(batch, dtype=torch.int64, device=device) if start is None else start
-        first = (first if self.begins is None else torch.where(self.begins, self.past, first)).unsqueeze(1)
+        first = (
+            first if self.starts_new_document is None else torch.where(self.starts_new_document, self.past, first)
+        ).unsqueeze(1)
         if self.seq_idx is None:
             return first.expand(-1, self.length)
         columns = torch.arange(1, self.length, device=device) + self.past
         later = torch.where(self.seq_idx[:, 1:] != self.seq_idx[:, :-1], columns, 0)
         return torch.cat([first, later], 1).cummax(1).values
 
-    def _notes(self) -> States:
+    def _packing_state(self) -> States:
         start = None if self.starts is None else self.starts[:, -1]
-        notes = {"document": self._last_document(), "start": start, "real": self.real_so_far}
-        return {name: note for name, note in notes.items() if note is not None}
+        packing_state = {"document": self._last_document(), "start": start, "token_mask": self.full_token_mask}
+        return {name: tensor for name, tensor in packing_state.items() if tensor is not None}
 
     def _last_document(self) -> torch.Tensor | None:
         last = self.before.get("document")
-        if self.is_numbered:
+        if self.has_explicit_seq_idx:
             assert self.seq_idx is not None
             number = 2 * self.seq_idx[:, -1].long() + 1
-            return number if self.real is None else torch.where(self.real.any(1), number, 0 if last is None else last)
+            return (
+                number
+                if self.token_mask is None
+                else torch.where(self.token_mask.any(1), number, 0 if last is None else last)
+            )
         if last is None:
             return None
         if self.seq_idx is not None:
             last = torch.where(self.seq_idx[:, -1] == self.seq_idx[:, 0], last, 0)
-        return last if self.begins is None else torch.where(self.begins, 0, last)
+        return last if self.starts_new_document is None else torch.where(self.starts_new_document, 0, last)
 
 
 def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -194,7 +205,7 @@ def resolve_packing(
 
     Args:
         shape: (B, L), rows and tokens of this forward.
-        held: the tokens before them, and what is noted about these (`cache.tokens_and_notes`).
+        held: the tokens before them and their packing state (`cache.tokens_and_packing_state`).
         attention_mask: (B, T), 1 for real tokens and 0 for padding, T = L or all tokens so far.
         position_ids: (B or 1, L) int; without `seq_idx` and `attention_mask`, a position that is not the one before
             plus 1 begins a document, and so does a position of 0 at the front of a piece. (With a mask, positions are
@@ -205,7 +216,7 @@ def resolve_packing(
         continues_documents: the first tokens go on with their rows' documents (steps of `generate`); a single one is
             real, whatever the mask says.
         keeps_starts: the layers need `starts`, in this forward and later.
-        keeps_padding: the layers need `real_so_far`, in this forward and later.
+        keeps_padding: the layers need `full_token_mask`, in this forward and later.
         mask_name: of the mask, in messages.
 
     Raises:
@@ -213,39 +224,49 @@ def resolve_packing(
     """
     (batch, length), (past, before) = shape, held
     has_past = not isinstance(past, int) or past > 0
-    real = None
+    token_mask = None
     if attention_mask is not None:
         _check_mask_shape(attention_mask, batch, length, past, mask_name)
         if not (continues_documents and length == 1):
-            real = _real_tokens(attention_mask, length, mask_name)
+            token_mask = _token_mask(attention_mask, length, mask_name)
     if position_ids is not None:
         check_position_ids(position_ids, batch, length)
         position_ids = None if attention_mask is not None or position_ids.is_meta else position_ids.expand(batch, -1)
-    is_numbered = seq_idx is not None
+    has_explicit_seq_idx = seq_idx is not None
     seq_idx = _documents(seq_idx, cu_seq_lens_q, position_ids, batch, length)
     if seq_idx is not None and seq_idx.is_meta:  # documents change no shape, and there are no values to find them by
-        is_numbered, seq_idx = False, None
-    if cu_seq_lens_q is not None and not is_numbered and position_ids is None and has_past and not continues_documents:
+        has_explicit_seq_idx, seq_idx = False, None
+    if (
+        cu_seq_lens_q is not None
+        and not has_explicit_seq_idx
+        and position_ids is None
+        and has_past
+        and not continues_documents
+    ):
         raise ValueError(
             "cu_seq_lens_q alone does not say whether a piece continues the document that past_key_values ends "
             "with: give position_ids or seq_idx too."
         )
-    if is_numbered and real is not None:
-        seq_idx = _over_padding(seq_idx, real)
-    begins = None
+    if has_explicit_seq_idx and token_mask is not None:
+        seq_idx = _over_padding(seq_idx, token_mask)
+    starts_new_document = None
     if has_past and not continues_documents:
-        begins = _begins(seq_idx if is_numbered else None, position_ids, before.get("document"))
+        starts_new_document = _starts_new_document(
+            seq_idx if has_explicit_seq_idx else None, position_ids, before.get("document")
+        )
     return PackedRows(
         length,
         past,
-        real,
+        token_mask,
         seq_idx,
-        is_numbered,
-        begins,
-        _real_so_far(attention_mask, real, before.get("real"), past, batch, length) if keeps_padding else None,
+        has_explicit_seq_idx,
+        starts_new_document,
+        _full_token_mask(attention_mask, token_mask, before.get("token_mask"), past, batch, length)
+        if keeps_padding
+        else None,
         keeps_starts,
-        covers_past=attention_mask is not None and attention_mask.shape[1] > length,
-        num_documents=None if cu_seq_lens_q is None or is_numbered else len(cu_seq_lens_q) - 1,
+        mask_covers_cache=attention_mask is not None and attention_mask.shape[1] > length,
+        num_documents=None if cu_seq_lens_q is None or has_explicit_seq_idx else len(cu_seq_lens_q) - 1,
         before=before,
     )
 
@@ -265,29 +286,29 @@ def _check_mask_shape(mask: torch.Tensor, batch: int, length: int, past: int | t
         )
 
 
-def _real_tokens(attention_mask: torch.Tensor, length: int, name: str) -> torch.Tensor | None:
+def _token_mask(attention_mask: torch.Tensor, length: int, name: str) -> torch.Tensor | None:
     """(B, L) bool, this forward's tokens that are not padding; None if there is no padding.
 
     Only a mask that the host can read may turn out to hide nothing: on an accelerator every mask moves tokens, since a
     look at it would stop the queue once a forward.
     """
     attention_mask = attention_mask[:, attention_mask.shape[1] - length :]
-    real = attention_mask != 0
+    token_mask = attention_mask != 0
     if can_read_values(attention_mask):
-        if bool((attention_mask * real != real).any()):
+        if bool((attention_mask * token_mask != token_mask).any()):
             low, high = (bound.item() for bound in torch.aminmax(attention_mask))
             raise ValueError(
                 f"{name} must be 1 for text and 0 for padding, got values from {low} to {high}; documents of a "
                 "packed row go to seq_idx, and an additive mask is not understood."
             )
-        if bool(real.all()):
+        if bool(token_mask.all()):
             return None
-    return real
+    return token_mask
 
 
-def _real_so_far(
+def _full_token_mask(
     attention_mask: torch.Tensor | None,
-    real: torch.Tensor | None,
+    token_mask: torch.Tensor | None,
     before: torch.Tensor | None,
     past: int | torch.Tensor,
     batch: int,
@@ -296,14 +317,14 @@ def _real_so_far(
     """(B, past + L) the columns that are not padding: of the mask, or the mask after what earlier ones said."""
     if attention_mask is not None and attention_mask.shape[1] > length:
         return attention_mask != 0
-    if before is None and real is None:
+    if before is None and token_mask is None:
         return None
-    device = (before if real is None else real).device
+    device = (before if token_mask is None else token_mask).device
     if before is None:
         before = torch.ones(batch, int(past), dtype=torch.bool, device=device)
-    if real is None:
-        real = torch.ones(batch, length, dtype=torch.bool, device=device)
-    return torch.cat([before, real], 1)
+    if token_mask is None:
+        token_mask = torch.ones(batch, length, dtype=torch.bool, device=device)
+    return torch.cat([before, token_mask], 1)
 
 
 def _documents(
@@ -344,13 +365,13 @@ def _between(cu_seq_lens_q: torch.Tensor, batch: int, length: int) -> torch.Tens
     return torch.bucketize(columns, cu_seq_lens_q[1:].long(), right=True).unsqueeze(0)
 
 
-def _over_padding(seq_idx: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+def _over_padding(seq_idx: torch.Tensor, token_mask: torch.Tensor) -> torch.Tensor:
     """Padding belongs to the document before it, at the front of a row to the first one."""
-    first = seq_idx.gather(1, real.to(torch.uint8).argmax(1, keepdim=True))
-    return torch.where(real, seq_idx, first).cummax(1).values
+    first = seq_idx.gather(1, token_mask.to(torch.uint8).argmax(1, keepdim=True))
+    return torch.where(token_mask, seq_idx, first).cummax(1).values
 
 
-def _begins(
+def _starts_new_document(
     seq_idx: torch.Tensor | None, position_ids: torch.Tensor | None, last: torch.Tensor | None
 ) -> torch.Tensor | None:
     """(B,) bool, the first token of the piece begins a document; None if no row does."""

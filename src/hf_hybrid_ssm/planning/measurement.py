@@ -260,7 +260,7 @@ def _longhorn_scan(x: Any, dt: Any, k: Any, *_: Any, **__: Any) -> int:
     return 9 * math.prod(x) * k[-1]
 
 
-def _channel_scan(u: Any, decay: Any, vector: Any, *_: Any, **__: Any) -> int:
+def _lti_scan(u: Any, decay: Any, vector: Any, *_: Any, **__: Any) -> int:
     """Each real number of the state: decay (1, of a complex number 3), written value (2), read-out (2)."""
     is_complex = len(decay) > len(vector)
     return (7 if is_complex else 5) * u[0] * u[1] * math.prod(vector)
@@ -277,7 +277,7 @@ def _implicit_attention(x: Any, weight: Any, *rest: Any, **__: Any) -> float:
 
 
 def _implicit_attention_backward(x: Any, weight: Any, *rest: Any, **__: Any) -> float:
-    *_, theta, _, _, _, _ = rest  # the last four: needs_state, more, gradients, needed
+    *_, theta, _, _, _, _ = rest  # the last four: return_final_state, more, gradients, needed
     convolution, attention = _implicit_parts(x, weight, theta)
     return 2 * convolution + 3 * attention  # forward once more; then transforms back, and two products of attention
 
@@ -313,8 +313,8 @@ def _formulas() -> dict[Any, Callable]:
         own.longhorn_scan_torch_backward: _twice(_longhorn_scan),
         own.longhorn_scan_native: _longhorn_scan,
         own.longhorn_scan_native_backward: _twice(_longhorn_scan),
-        own.channel_scan_native: _channel_scan,
-        own.channel_scan_native_backward: _twice(_channel_scan),
+        own.lti_scan_native: _lti_scan,
+        own.lti_scan_native_backward: _twice(_lti_scan),
         own.diagonal_scan_native: _diagonal_scan,
         own.diagonal_scan_native_backward: _twice(_diagonal_scan),
         own.implicit_attention_native: _implicit_attention,
@@ -329,7 +329,7 @@ KINDS = {
     "implicit_attention": "attention",
     "local_attention": "attention",
     "longhorn_scan": "recurrence",
-    "channel_scan": "recurrence",
+    "lti_scan": "recurrence",
     "diagonal_scan": "recurrence",
 }
 

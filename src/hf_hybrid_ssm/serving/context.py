@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import Cache, DynamicCache
 
-from hf_hybrid_ssm.models.cache import is_recurrent_state_layer, prepare_cache, tokens_and_notes
+from hf_hybrid_ssm.models.cache import is_recurrent_state_layer, prepare_cache, tokens_and_packing_state
 from hf_hybrid_ssm.models.packing import PackedRows, States
 from hf_hybrid_ssm.serving.fingerprint import architecture, bytes_of, weights_fingerprint
 from hf_hybrid_ssm.serving.state_layout import growing_layers
@@ -138,12 +138,12 @@ def load_context(path: str | os.PathLike, model: Any, *, past_key_values: Cache 
         raise ValueError(f"past_key_values is a static cache, and layers {growing} reserve room in it for all keys.")
     tokens, mask = (None if name not in tensors else tensors.pop(name).to(model.device).long() for name in OF_TEXT)
     prepare_cache(cache, model.config, next(iter(tensors.values())).shape[0])
-    notes = _below("notes", tensors, model.device)
+    packing_state = _below("packing_state", tensors, model.device)
     for index, layer in enumerate(cache.layers):
         held = _below(f"layers.{index}", tensors, next(decoder.layers[index].parameters()).device)
         if is_recurrent_state_layer(layer):
             rows = PackedRows(num_tokens)
-            rows.notes = notes
+            rows.packing_state = packing_state
             with torch.no_grad():
                 layer.update_states(rows, held, _not_recorded)
         else:
@@ -169,7 +169,9 @@ def _held(past_key_values: Cache, model: Any) -> States:
     if not held:
         raise ValueError("past_key_values is empty: nothing has been read yet.")
     tensors = {f"layers.{index}.{name}": state for index, states in enumerate(held) for name, state in states.items()}
-    tensors |= {f"notes.{name}": note for name, note in tokens_and_notes(past_key_values)[1].items()}
+    tensors |= {
+        f"packing_state.{name}": tensor for name, tensor in tokens_and_packing_state(past_key_values)[1].items()
+    }
     tensors |= {f"unkept.{name}": flag for name, flag in getattr(layers[0], "unkept", {}).items()}
     return {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()

@@ -10,7 +10,7 @@ import re
 import zipfile
 from pathlib import Path
 
-from hf_hybrid_ssm.hub.folder import check_weights, read_json
+from hf_hybrid_ssm.hub.verify_files import check_weights, read_json
 
 NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
 

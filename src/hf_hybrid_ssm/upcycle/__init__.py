@@ -5,7 +5,7 @@ from hf_hybrid_ssm.lazy import attach
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "Carried": f"{__name__}.student",
+        "UpcycleReport": f"{__name__}.student",
         "STUDENT_FAMILIES": f"{__name__}.configurations",
         "alignment_losses": f"{__name__}.objectives",
         "attention_sensitivity": f"{__name__}.sensitivity",

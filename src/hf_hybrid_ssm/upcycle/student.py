@@ -31,7 +31,7 @@ TRANSLATED = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "v_proj.bias", 
 
 
 @dataclass
-class Carried:
+class UpcycleReport:
     """What became of the teacher's weights, by parameter name.
 
     Attributes:
@@ -62,7 +62,7 @@ def upcycle(
     init: str = "projections",
     family: str = "longhorn",
     **fields: Any,
-) -> tuple[Student, Carried]:
+) -> tuple[Student, UpcycleReport]:
     """A hybrid that starts from a trained transformer.
 
     Embeddings, norms, feed-forward layers and head are copied. In a Longhorn hybrid the attention layers to `keep` are
@@ -88,7 +88,7 @@ def upcycle(
     check_weights(teacher)
     config = student_config(teacher.config, keep, keep_as, family, **fields)
     student = STUDENTS[family](config).to(device=teacher.device, dtype=teacher.dtype)
-    report = Carried()
+    report = UpcycleReport()
     weights, wanted = teacher.state_dict(), student.state_dict()
     filled = set()
     for name, value in weights.items():

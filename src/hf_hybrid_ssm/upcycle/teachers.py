@@ -5,7 +5,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 TEACHERS = ("llama", "mistral", "qwen2", "qwen3")
-LACKING = {
+UNSUPPORTED_REASONS = {
     "gemma": "norms that multiply by 1 + weight, and scaled embeddings",
     "gemma2": "norms after each layer, and scores and logits that are capped",
     "gemma3_text": "norms after each layer, and two rotary bases",
@@ -28,7 +28,9 @@ def check_teacher(config: PreTrainedConfig) -> None:
     """
     kind = config.model_type
     if kind not in TEACHERS:
-        reason = LACKING.get(kind, "it is not known to be made of RMSNorm, rotary attention and a gated SiLU layer")
+        reason = UNSUPPORTED_REASONS.get(
+            kind, "it is not known to be made of RMSNorm, rotary attention and a gated SiLU layer"
+        )
         raise ValueError(f"model_type={kind!r} cannot be upcycled: {reason}. Known: {', '.join(TEACHERS)}.")
     for name, wanted in (("hidden_act", "silu"), ("mlp_bias", False), ("partial_rotary_factor", 1.0)):
         if (found := getattr(config, name, None)) not in (None, wanted):

@@ -13,7 +13,7 @@ from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.ops._core.rows import zero_beyond
 from hf_hybrid_ssm.ops._core.transforms import without_autocast
 from hf_hybrid_ssm.ops.causal_conv import causal_conv_step
-from hf_hybrid_ssm.ops.local_attention import shifted, with_free_slot
+from hf_hybrid_ssm.ops.local_attention import append_slot, drop_oldest
 from hf_hybrid_ssm.ops.long_conv import long_conv
 
 
@@ -150,16 +150,16 @@ class ImplicitLongConv(CachedKernelMixer):
     @with_accelerate_hooks
     def step_(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:
         seen = self._append_(u_t, state)
-        return self._read(u_t, seen), shifted(seen)
+        return self._read(u_t, seen), drop_oldest(seen)
 
     def advance_(self, u_t: torch.Tensor, state: State) -> State:
-        return shifted(self._append_(u_t, state))
+        return drop_oldest(self._append_(u_t, state))
 
     def _append_(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
         """The inputs that the filter reaches (B, Lf, D), this one last; the state moves along its buffer."""
         self._check_step(u_t, state)
         assert isinstance(state, torch.Tensor)
-        seen = with_free_slot(state)
+        seen = append_slot(state)
         seen[:, -1].copy_(u_t)
         return seen
 

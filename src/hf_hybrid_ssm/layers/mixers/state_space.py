@@ -18,10 +18,10 @@ from hf_hybrid_ssm.ops.linear_scan import (
     Transition,
     block_outputs,
     block_states,
-    channel_scan,
     has_fused_scan,
     linear_step,
     long_kernel,
+    lti_scan,
 )
 from hf_hybrid_ssm.ops.long_conv import long_conv
 
@@ -145,9 +145,9 @@ class StateSpaceMixer(CachedKernelMixer):
             y, final = long_conv(u, self.kernel(u.shape[1], dtype), skip=skip, **rows)
             if returns_state:  # no outputs, the state alone
                 nothing = u.shape[1] + 1
-                _, final = channel_scan(u, self.system(dtype), stride=nothing, return_final_state=True, **rows)
+                _, final = lti_scan(u, self.system(dtype), stride=nothing, return_final_state=True, **rows)
         else:
-            y, final = channel_scan(u, self.system(dtype), skip=skip, initial_state=state, **options)
+            y, final = lti_scan(u, self.system(dtype), skip=skip, initial_state=state, **options)
         if returns_state and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             # Steps will follow, compiled ones perhaps: what they need is there when they are traced.
             self._step_constants(dtype)

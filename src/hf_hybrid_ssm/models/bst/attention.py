@@ -224,7 +224,7 @@ class BstAttention(nn.Module):
         x: torch.Tensor,
         past: States,
         *,
-        keeps_address: bool,
+        static_address: bool,
         position_embeddings: PositionEmbeddings | None = None,
     ) -> tuple[torch.Tensor, States]:
         """`forward` of one token (B, 1, d) after earlier ones, without gradients; `past` is overwritten."""
@@ -251,7 +251,7 @@ class BstAttention(nn.Module):
             k[:, 0],
             v[:, 0],
             AttentionState(past["keys"], past["values"], past["seen"]),
-            keeps_address=keeps_address,
+            static_address=static_address,
             window=(self.window, self.right),
             bias=None if self.relative_bias is None else self.relative_bias(self.window),
             head_scale=self.scale,

@@ -60,7 +60,7 @@ class BstBlock(RecurrentMixin, GradientCheckpointingLayer):
     ) -> tuple[torch.Tensor, States]:
         if self.attention.context is not None and self.attention.retrieval is not None:
             return super().step(x, past=past, capacity=capacity, documents=documents, **options)
-        return self.attention.step(self.attention_norm(x), x, past, keeps_address=capacity is not None, **options)
+        return self.attention.step(self.attention_norm(x), x, past, static_address=capacity is not None, **options)
 
     def forward(
         self,
@@ -133,7 +133,7 @@ class BstModel(HybridModelMixin, BstPreTrainedModel):
         # the more documents, the more blocks: where a layer has to know how many, they are counted here, once
         kinds, has_memory = set(self.config.block_types), self.config.retrieval_k is not None
         counts = "block_recurrent" in kinds or ("bst" in kinds and (self.config.context_variant == "mf" or has_memory))
-        documents = rows.most_documents() if counts else None
+        documents = rows.max_documents() if counts else None
         angles = self._position_embeddings(hidden_states, rows, past_key_values)
         return self._through_layers(hidden_states, rows, documents, angles, past_key_values=past_key_values)
 

@@ -10,7 +10,7 @@ from hf_hybrid_ssm.layers.mixers.base import Mixer, RowOptions
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.models.packing import States
 from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
-from hf_hybrid_ssm.ops.implicit_attention.decoding import LAGGING, decoder, lagging, settled
+from hf_hybrid_ssm.ops.implicit_attention.decoding import LAGGING, apply_deferred, decoder, defer_updates
 from hf_hybrid_ssm.ops.legendre_memory import legendre_memory
 
 
@@ -107,11 +107,11 @@ class ImplicitAttention(nn.Module):
         if decode_token is not None and "recent" in states and x.shape[1] == 1 and is_plain:
             y, *after = self._decode(decode_token, x[:, 0], *(states[name] for name in LAGGING))
             return y.unsqueeze(1), dict(zip(LAGGING, after))
-        memory = settled(states, self.theta)
+        memory = apply_deferred(states, self.theta)
         y, memory = self(x, initial_state=memory, return_final_state=return_final_state, **options)
         if memory is None:
             return y, {}
-        return y, lagging(memory) if decode_token is not None or "recent" in states else {"memory": memory}
+        return y, defer_updates(memory) if decode_token is not None or "recent" in states else {"memory": memory}
 
     @with_accelerate_hooks
     def _decode(self, decode_token: Callable, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -23,7 +23,7 @@ from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.models.base import HybridModelMixin, HybridPreTrainedModel
 from hf_hybrid_ssm.models.block import RecurrentMixin
-from hf_hybrid_ssm.models.cache import tokens_and_notes
+from hf_hybrid_ssm.models.cache import tokens_and_packing_state
 from hf_hybrid_ssm.models.heads import (
     CausalLMHead,
     MultipleChoiceHead,
@@ -149,8 +149,8 @@ class LonghornAttention(nn.Module):
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if rows.real is not None:  # the weight of padding is 0, and 0 times NaN is NaN
-            hidden_states = torch.where(rows.real.unsqueeze(-1), hidden_states, 0.0)
+        if rows.token_mask is not None:  # the weight of padding is 0, and 0 times NaN is NaN
+            hidden_states = torch.where(rows.token_mask.unsqueeze(-1), hidden_states, 0.0)
         queries, keys, values = (x.transpose(1, 2) for x in self._heads(hidden_states, position_embeddings))
         if past_key_values is not None:
             keys, values = past_key_values.update(keys, values, self.layer_idx)
@@ -226,7 +226,7 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
             keys,
             values,
             AttentionState(**past),
-            keeps_address=capacity is not None,
+            static_address=capacity is not None,
             window=(self.config.sliding_window - 1, 0),
             scale=self.scaling,
         )
@@ -383,7 +383,7 @@ def _attention_masks(
     """
     if "full_attention" not in config.layer_types:
         return {}
-    starts, past, real = rows.starts, rows.past, rows.real_so_far
+    starts, past, real = rows.starts, rows.past, rows.full_token_mask
     # with a function of positions transformers goes through vmap, which torch.export cannot save
     by_function = starts is not None and config._attn_implementation == "flex_attention"
     mask = create_causal_mask(
@@ -414,13 +414,13 @@ class LonghornForCausalLM(CausalLMHead, LonghornPreTrainedModel, GenerationMixin
         """Masks made ahead of compiled decoding; a generated token is never padding."""
         rows = resolve_packing(
             inputs_embeds.shape[:2],
-            tokens_and_notes(past_key_values),
+            tokens_and_packing_state(past_key_values),
             attention_mask=attention_mask,
             position_ids=position_ids,
             continues_documents=not is_first_iteration,
             keeps_starts=True,
         )
-        rows = replace(rows, real_so_far=None if attention_mask is None else attention_mask != 0)
+        rows = replace(rows, full_token_mask=None if attention_mask is None else attention_mask != 0)
         padding = CausalLMHead.create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values)
         return _attention_masks(config, inputs_embeds, rows, past_key_values) | padding
 

@@ -17,7 +17,7 @@ from transformers.utils import TransformersKwargs, auto_docstring, can_return_tu
 from transformers.utils.output_capturing import capture_outputs
 
 from hf_hybrid_ssm.models.base import WithoutContinuousBatching
-from hf_hybrid_ssm.models.cache import is_recurrent_state_layer, prepare_cache, tokens_and_notes
+from hf_hybrid_ssm.models.cache import is_recurrent_state_layer, prepare_cache, tokens_and_packing_state
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.heads import LMHead
 from hf_hybrid_ssm.models.inputs import check_inputs, check_labels
@@ -133,7 +133,7 @@ class SpadeDecoder(SpadeStack, SpadePreTrainedModel):
         cache = None if past_key_values is None else past_key_values.self_attention_cache
         rows = resolve_packing(
             embeddings.shape[:2],
-            tokens_and_notes(cache),
+            tokens_and_packing_state(cache),
             attention_mask=attention_mask,
             keeps_padding=self.positions is not None,
             mask_name="decoder_attention_mask",

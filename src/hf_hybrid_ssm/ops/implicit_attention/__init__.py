@@ -87,7 +87,7 @@ def implicit_attention(
         activation=activation,
         scale=scale,
         form=form,
-        needs_state=return_final_state,
+        return_final_state=return_final_state,
     )
     return run_by_document(run, x, initial_state, seq_idx, lengths)
 

@@ -1,4 +1,4 @@
-/* One token at a time, from a memory that lags behind it.
+/* One token at a time, from a memory whose updates are deferred.
  *
  * Advancing the memory by a token costs 2 q^2 operations a channel; reading 3 R rows of the token out of an older memory
  * and the tokens since costs 6 R q. So the memory s stays where it is for C tokens, which are kept: the j-th after it

@@ -1,8 +1,8 @@
-"""Decoding from a memory that lags behind the tokens: what a cache keeps of a layer, and one token from there.
+"""Decoding with deferred updates of the memory: what a cache keeps of a layer, and one token from there.
 
-Advancing a memory by one token costs 2 q² operations a channel; to read the 3 q' rows of the j-th token after it out
-of it, W A^{j+1} times the memory, costs 6 q' q. So the C kernel advances it once in a block of C tokens and keeps the
-tokens since. Every other backend advances it with every token, and gets these states settled.
+Advancing a memory by one token costs 2 q² operations a channel; to read the 3 q' rows of the j-th token after it,
+W A^{j+1} times the memory, costs 6 q' q. So the C kernel advances the memory once in a block of C tokens and keeps the
+tokens since. Every other backend advances it with every token; `apply_deferred` gives it such a memory.
 """
 
 from collections.abc import Callable
@@ -27,19 +27,19 @@ def is_exact_gelu(activation: Callable) -> bool:
 
 
 def decoder(x: torch.Tensor, activation: Callable) -> Callable | None:
-    """What decodes tokens like x (B, L, D) from a lagging memory, if the backend that runs here does."""
+    """The function that decodes tokens like x (B, L, D) with deferred updates, where this backend has one."""
     run = REGISTRY["implicit_attention"].select(x.device.type, x.dtype)
     return getattr(run, DECODE, None) if is_exact_gelu(activation) else None
 
 
-def lagging(memory: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The states of a memory (B, q, D) that does not lag yet: recent (B, C, D) tokens since, pending (B,) how many."""
+def defer_updates(memory: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The states of a memory (B, q, D) with no deferred tokens: recent (B, C, D) holds these, pending (B,) counts."""
     recent = memory.new_zeros(memory.shape[0], BLOCK, memory.shape[2])
     pending = torch.zeros(memory.shape[0], dtype=torch.int64, device=memory.device)
     return {"memory": memory, "recent": recent, "pending": pending}
 
 
-def settled(states: dict[str, torch.Tensor], theta: float) -> torch.Tensor | None:
+def apply_deferred(states: dict[str, torch.Tensor], theta: float) -> torch.Tensor | None:
     """The memory (B, q, D) after all tokens, or None without states."""
     memory, recent = states.get("memory"), states.get("recent")
     if memory is None or recent is None:

@@ -44,15 +44,21 @@ STEP = CFunction(
 )
 
 
-def implicit_attention_native(x, *, activation, theta, state, lengths, scale, form, needs_state, **parameters):
+def implicit_attention_native(x, *, activation, theta, state, lengths, scale, form, return_final_state, **parameters):
     """See `hf_hybrid_ssm.ops.implicit_attention.implicit_attention`; what the kernel does not do runs in torch."""
     if form not in ("auto", "fft") or state is not None or x.shape[1] == 0 or not is_exact_gelu(activation):
-        options = {"theta": theta, "state": state, "lengths": lengths, "scale": scale, "needs_state": needs_state}
+        options = {
+            "theta": theta,
+            "state": state,
+            "lengths": lengths,
+            "scale": scale,
+            "return_final_state": return_final_state,
+        }
         return implicit_attention_torch(x, activation=activation, form=form, **options, **parameters)
     inputs = [prepared(tensor) for tensor in (x, *(parameters[name] for name in NAMES))]
     with without_autocast(x.device.type):
-        y, final = _attention(*inputs, lengths, scale, theta, needs_state)
-    return y.to(x.dtype), final if needs_state else None
+        y, final = _attention(*inputs, lengths, scale, theta, return_final_state)
+    return y.to(x.dtype), final if return_final_state else None
 
 
 def transform_sizes(length: int, taps: int) -> tuple[int, int]:
@@ -94,12 +100,12 @@ def _forward(
     lengths: Tensor | None,
     scale: float,
     theta: float,
-    needs_state: bool,
+    return_final_state: bool,
 ) -> tuple[Tensor, Tensor]:
     """y (B, L, D) and the memory (B, q, D), empty if it is not needed."""
     problem, y = _Problem(x, weight, bias, collapse, collapse_bias, scale, theta), torch.empty_like(x)
     FORWARD((*problem.tensors, y), problem.points, problem.segment)
-    if not needs_state:
+    if not return_final_state:
         return y, x.new_empty(0)
     if lengths is None:
         last = x[:, -problem.taps.shape[1] :]
@@ -108,14 +114,14 @@ def _forward(
     return y, problem.response @ torch.where(is_real, x.gather(1, index), 0.0)
 
 
-def _fake(x, weight, bias, collapse, collapse_bias, lengths, scale, theta, needs_state):
-    final = x.new_empty(x.shape[0], weight.shape[2], x.shape[2]) if needs_state else x.new_empty(0)
+def _fake(x, weight, bias, collapse, collapse_bias, lengths, scale, theta, return_final_state):
+    final = x.new_empty(x.shape[0], weight.shape[2], x.shape[2]) if return_final_state else x.new_empty(0)
     return torch.empty_like(x), final
 
 
 def _backward(inputs, gradients, needed):
     """Of x, weight, bias, collapse and collapse_bias."""
-    x, weight, bias, collapse, _, lengths, scale, theta, needs_state = inputs
+    x, weight, bias, collapse, _, lengths, scale, theta, return_final_state = inputs
     dy, dfinal = (part.contiguous() for part in gradients)
     # autocast may be active around backward() as well
     with without_autocast(x.device.type):
@@ -123,7 +129,7 @@ def _backward(inputs, gradients, needed):
         dx, dtaps = torch.zeros_like(x), torch.empty_like(problem.taps)
         sums = x.new_zeros(-(-problem.segment // CHUNK), 4 * rows)
         BACKWARD((*problem.tensors, dy, dx, dtaps, sums), problem.points, problem.segment)
-        if needs_state:
+        if return_final_state:
             index, is_real = problem.steps_back(x, lengths)
             dx.scatter_add_(1, index, torch.where(is_real, problem.response.mT @ dfinal, 0.0))
         dbias, dcollapse = sums.sum(0).split([3 * rows, rows])

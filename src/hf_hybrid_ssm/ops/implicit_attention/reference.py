@@ -8,7 +8,7 @@ from hf_hybrid_ssm.ops.legendre_memory.reference import legendre_memory_referenc
 
 
 def implicit_attention_reference(
-    x, *, weight, bias, collapse, collapse_bias, activation, scale, theta, state, lengths, form, needs_state
+    x, *, weight, bias, collapse, collapse_bias, activation, scale, theta, state, lengths, form, return_final_state
 ):
     """See `hf_hybrid_ssm.ops.implicit_attention.implicit_attention`; float32, or float64 for float64 inputs."""
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -24,11 +24,11 @@ def implicit_attention_reference(
         )  # (B, q', D) each
         mixed = (scale * q @ k.transpose(1, 2)).softmax(-1) @ v
         y.append(collapse.to(dtype) @ mixed + (0 if collapse_bias is None else collapse_bias.to(dtype)))
-    return (torch.stack(y, 1) if y else x).to(x.dtype), final if needs_state else None
+    return (torch.stack(y, 1) if y else x).to(x.dtype), final if return_final_state else None
 
 
 def self_check_inputs() -> dict:
     """Rows and channels that do not fill a tile or a vector."""
     shapes = {"x": (1, 75, 35), "weight": (3, 5, 6), "bias": (3, 5), "collapse": (5,), "collapse_bias": (1,)}
     options = {"theta": 20.0, "activation": F.gelu, "scale": 0.5, "form": "auto"}
-    return draw(shapes) | options | {"state": None, "lengths": None, "needs_state": True}
+    return draw(shapes) | options | {"state": None, "lengths": None, "return_final_state": True}

@@ -17,7 +17,7 @@ GROUP = 2**21
 
 
 def implicit_attention_torch(
-    x, *, weight, bias, collapse, collapse_bias, activation, scale, theta, state, lengths, form, needs_state
+    x, *, weight, bias, collapse, collapse_bias, activation, scale, theta, state, lengths, form, return_final_state
 ):
     """See `hf_hybrid_ssm.ops.implicit_attention.implicit_attention`."""
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -30,14 +30,14 @@ def implicit_attention_torch(
     with without_autocast(x.device.type):
         if form == "recurrent" or x.shape[1] <= 2:
             y, final = by_steps(x.to(dtype), stacked, order, theta, state, lengths)
-            return attend(y).to(x.dtype), final if needs_state else None
+            return attend(y).to(x.dtype), final if return_final_state else None
         blocks = None
         if form == "fft" and state is None:
             y = attend(_convolved(x.to(dtype), stacked, order, theta))
         else:
             blocks = Blocks(x.to(dtype), order, theta, state)
             y = _read_and_attend(blocks, stacked, x.dtype, attend)[:, : x.shape[1]]
-        if not needs_state:
+        if not return_final_state:
             return y.to(x.dtype), None
         blocks = Blocks(x.to(dtype), order, theta, None) if blocks is None else blocks
         return y.to(x.dtype), blocks.final_state(lengths)

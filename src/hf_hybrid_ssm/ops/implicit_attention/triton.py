@@ -35,7 +35,7 @@ ATTENTION_CHANNELS = 32  # of a tile; with more, the backward of float32 rows ru
 
 
 def implicit_attention_triton(
-    x, *, weight, bias, collapse, collapse_bias, activation, scale, theta, state, lengths, form, needs_state
+    x, *, weight, bias, collapse, collapse_bias, activation, scale, theta, state, lengths, form, return_final_state
 ):
     """See `hf_hybrid_ssm.ops.implicit_attention.implicit_attention`; what the kernels do not do runs in torch."""
     _, rows, order = weight.shape
@@ -43,10 +43,10 @@ def implicit_attention_triton(
     if by_torch or rows > MOST_ROWS or not is_exact_gelu(activation):
         arrays = {"weight": weight, "bias": bias, "collapse": collapse, "collapse_bias": collapse_bias}
         options = {"activation": activation, "scale": scale, "theta": theta, "form": form}
-        rest = {"state": state, "lengths": lengths, "needs_state": needs_state}
+        rest = {"state": state, "lengths": lengths, "return_final_state": return_final_state}
         return implicit_attention_torch(x, **arrays, **options, **rest)
     with without_autocast(x.device.type):
-        columns, final = _memories(x, state, lengths, order, theta, needs_state)
+        columns, final = _memories(x, state, lengths, order, theta, return_final_state)
         table = block_table(order, theta, BLOCK, device=x.device)[:, :BLOCK].flatten(1)
         matrix = (weight.float().flatten(0, 1) @ table).view(-1, columns.shape[0]).to(x.dtype)
         zero = weight.new_zeros
@@ -54,7 +54,7 @@ def implicit_attention_triton(
         parameters = torch.cat((*parts, zero(1) if collapse_bias is None else collapse_bias))
         y = _read_and_attend(matrix, columns, parameters, rows, scale)
     y = y.view(x.shape[0], -1, x.shape[2])
-    return y if y.shape[1] == x.shape[1] else y[:, : x.shape[1]], final if needs_state else None
+    return y if y.shape[1] == x.shape[1] else y[:, : x.shape[1]], final if return_final_state else None
 
 
 def _read_and_attend(matrix: Tensor, columns: Tensor, parameters: Tensor, rows: int, scale: float) -> Tensor:

@@ -25,17 +25,17 @@ from hf_hybrid_ssm.ops.linear_scan.channel_blocks import (
     BlockStates,
     block_outputs,
     block_states,
-    channel_scan_torch,
     long_kernel,
+    lti_scan_torch,
 )
 from hf_hybrid_ssm.ops.linear_scan.diagonal import diagonal_scan
-from hf_hybrid_ssm.ops.linear_scan.reference import channel_inputs, channel_scan_reference
+from hf_hybrid_ssm.ops.linear_scan.reference import channel_inputs, lti_scan_reference
 from hf_hybrid_ssm.ops.linear_scan.step import linear_step
 from hf_hybrid_ssm.ops.linear_scan.transition import Transition
 
 _OP = Op(
-    "channel_scan",
-    builtin={"torch": channel_scan_torch, "reference": channel_scan_reference},
+    "lti_scan",
+    builtin={"torch": lti_scan_torch, "reference": lti_scan_reference},
     kernels={
         "native": "hf_hybrid_ssm.ops.linear_scan.native",
         "triton": "hf_hybrid_ssm.ops.linear_scan.triton",
@@ -60,7 +60,7 @@ class ChannelSystem(NamedTuple):
     blocks: BlockMatrices | None = None
 
 
-def channel_scan(
+def lti_scan(
     u: torch.Tensor,
     system: ChannelSystem,
     *,
@@ -140,7 +140,7 @@ def _check_system(system: ChannelSystem) -> None:
 
 def has_fused_scan(device_type: str, dtype: torch.dtype) -> bool:
     """Whether a kernel runs the recurrence of a diagonal system itself, without block matrices or a filter."""
-    return _OP.select(device_type, dtype) is not channel_scan_torch
+    return _OP.select(device_type, dtype) is not lti_scan_torch
 
 
 __all__ = [
@@ -151,9 +151,9 @@ __all__ = [
     "Transition",
     "block_outputs",
     "block_states",
-    "channel_scan",
     "diagonal_scan",
     "has_fused_scan",
     "linear_step",
     "long_kernel",
+    "lti_scan",
 ]

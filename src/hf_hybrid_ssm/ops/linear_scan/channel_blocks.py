@@ -1,4 +1,4 @@
-"""`channel_scan` in block form: products inside of blocks, a scan over borders."""
+"""`lti_scan` in block form: products inside of blocks, a scan over borders."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -59,9 +59,9 @@ def block_states(transition: Transition, vector: torch.Tensor, output: torch.Ten
     if block < 1 or block & (block - 1):
         raise ValueError(f"block must be a power of two, got {block}.")
     if transition.form == "dense":
-        krylov, last = transition.doubled(vector.unsqueeze(-2), block)
+        krylov, last = transition.krylov_by_doubling(vector.unsqueeze(-2), block)
     else:
-        krylov, last = transition.orbit(vector, block), transition.power(block)
+        krylov, last = transition.krylov(vector, block), transition.power(block)
     input_to_state = krylov.flip(-2).permute(1, 2, 0, 3).flatten(2)
     return BlockStates(transition, last, output, input_to_state)
 
@@ -70,9 +70,9 @@ def block_outputs(transition: Transition, vector: torch.Tensor, output: torch.Te
     """The same system's."""
     if transition.form == "dense":
         shifted = transition.to(vector.dtype).apply(output.unsqueeze(-2), transposed=True)
-        state_to_output = transition.doubled(shifted, block, transposed=True)[0]
+        state_to_output = transition.krylov_by_doubling(shifted, block, transposed=True)[0]
     else:
-        state_to_output = transition.orbit(output, block, start=1, transposed=True)
+        state_to_output = transition.krylov(output, block, start=1, transposed=True)
     kernel = long_kernel(transition, vector, output, block)
     return BlockOutputs(kernel, state_to_output, causal_toeplitz(kernel).permute(1, 2, 0, 3).flatten(2))
 
@@ -87,18 +87,18 @@ def long_kernel(transition: Transition, vector: torch.Tensor, output: torch.Tens
         block *= 2
     steps = -(-length // block)
     if transition.form == "dense":
-        krylov, power = transition.doubled(vector.unsqueeze(-2), block)
-        rows = power.doubled(output.unsqueeze(-2), power_of_two(steps), transposed=True)[0][..., :steps, :]
+        krylov, power = transition.krylov_by_doubling(vector.unsqueeze(-2), block)
+        rows = power.krylov_by_doubling(output.unsqueeze(-2), power_of_two(steps), transposed=True)[0][..., :steps, :]
     else:
-        krylov, rows = transition.orbit(vector, block), transition.orbit(output, steps, step=block, transposed=True)
+        krylov, rows = transition.krylov(vector, block), transition.krylov(output, steps, step=block, transposed=True)
     return torch.matmul(rows, krylov.mT).flatten(-2)[..., :length]
 
 
-def channel_scan_torch(
+def lti_scan_torch(
     u, decay, vector, output, skip, initial_state, seq_idx, lengths, return_final_state, stride, positions, *,
     form, blocks=None
 ):  # fmt: skip
-    """y (B, L, F, D) in u's dtype and the final state (B, F, D, N); arguments as in `channel_scan`.
+    """y (B, L, F, D) in u's dtype and the final state (B, F, D, N); arguments as in `lti_scan`.
 
     `decay` is the transition's value in this `form`; `blocks` gives the block matrices where they are known already.
     """

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hf_hybrid_ssm.ops._core.custom_ops import differentiable_op
 from hf_hybrid_ssm.ops._core.rows import take_outputs
-from hf_hybrid_ssm.ops.linear_scan.channel_blocks import channel_scan_torch
+from hf_hybrid_ssm.ops.linear_scan.channel_blocks import lti_scan_torch
 
 
 def channel_op(name: str, forward: Callable, backward: Callable, device_types: str | None = None) -> Callable:
@@ -64,8 +64,8 @@ def diagonal_op(name: str, forward: Callable, backward: Callable, device_types: 
     )
 
 
-def channel_scan_by(op: Callable) -> Callable:
-    """`channel_scan_torch` by a `channel_op`; torch takes over dense transitions.
+def lti_scan_by(op: Callable) -> Callable:
+    """`lti_scan_torch` by a `channel_op`; torch takes over dense transitions.
 
     Outputs at some tokens only are taken of all of them. The block matrices of many filters that train would cost
     more; those of constant filters are known already, and their products are faster.
@@ -79,7 +79,7 @@ def channel_scan_by(op: Callable) -> Callable:
         asks_for_all = stride is None and positions is None
         trains = torch.is_grad_enabled() and any(part.requires_grad for part in (decay, vector, output))
         if form == "dense" or not (asks_for_all or trains):
-            return channel_scan_torch(*tensors, return_final_state, stride, positions, form=form, blocks=blocks)
+            return lti_scan_torch(*tensors, return_final_state, stride, positions, form=form, blocks=blocks)
         decay = decay.expand(*vector.shape[:2], *decay.shape[-2 if form == "complex" else -1 :])
         floats = (_dense(part, torch.float32) for part in (vector, output, skip, initial_state))
         rows = (_dense(part, torch.int64) for part in (seq_idx, lengths))

@@ -210,7 +210,7 @@ static vec skip_of(const problem *p, int64_t f, int64_t d, int lanes) {
 }
 
 /* y (B, L, F, D) and the final state (B, F, D, N). Returns 0, or 1 if memory ran out. */
-int channel_scan_forward(
+int lti_scan_forward(
     const float *u, const double *decay, const float *vector, const float *output, const float *skip,
     const float *initial, const int64_t *seq_idx, const int64_t *lengths, float *y, float *final, int64_t B, int64_t L,
     int64_t F, int64_t D, int64_t N, int64_t is_complex, int64_t threads) {
@@ -269,7 +269,7 @@ static void clear_sums(carried *s, int64_t states) {
 }
 
 /* ddecay, dvector and doutput must be zero. Without `trains` they stay so. Returns 0, or 1 if memory ran out. */
-int channel_scan_backward(
+int lti_scan_backward(
     const float *u, const double *decay, const float *vector, const float *output, const float *skip,
     const float *initial, const int64_t *seq_idx, const int64_t *lengths, const float *dy, const float *dfinal,
     float *du, double *ddecay, float *dvector, float *doutput, float *dskip, float *dinitial, int64_t trains, int64_t B,

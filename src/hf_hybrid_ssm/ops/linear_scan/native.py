@@ -4,20 +4,20 @@ import torch
 
 from hf_hybrid_ssm.ops._core.c_function import CFunction
 from hf_hybrid_ssm.ops._core.native_library import library_beside, supports
-from hf_hybrid_ssm.ops.linear_scan.custom_ops import channel_op, channel_scan_by, diagonal_op, diagonal_scan_by
+from hf_hybrid_ssm.ops.linear_scan.custom_ops import channel_op, diagonal_op, diagonal_scan_by, lti_scan_by
 
-__all__ = ["channel_scan_native", "diagonal_scan_native", "supports"]
+__all__ = ["diagonal_scan_native", "lti_scan_native", "supports"]
 
 
 _library = library_beside(__file__)
 _CHANNELS = """u[B L D], decay[F D N] float64, vector[F D N], output[F D N], skip?[F D], initial?[B F D N],
     seq_idx?[B L] int64, lengths?[B] int64"""
 CHANNEL_FORWARD = CFunction(
-    _library, "channel_scan_forward", f"{_CHANNELS}, y[B L F D], final[B F D N]", "B, L, F, D, N, is_complex"
+    _library, "lti_scan_forward", f"{_CHANNELS}, y[B L F D], final[B F D N]", "B, L, F, D, N, is_complex"
 )
 CHANNEL_BACKWARD = CFunction(
     _library,
-    "channel_scan_backward",
+    "lti_scan_backward",
     f"""{_CHANNELS}, dy[B L F D], dfinal[B F D N], du[B L D], ddecay[F D N] float64, dvector[F D N], doutput[F D N],
     dskip[F D], dinitial[B F D N]""",
     "trains, B, L, F, D, N, is_complex",
@@ -55,8 +55,8 @@ def _channel_backward(u, decay, vector, output, skip, initial_state, seq_idx, le
     return [du, ddecay, dvector, doutput, dskip, dinitial]
 
 
-_channel = channel_op("hf_hybrid_ssm::channel_scan_native", _channel_forward, _channel_backward, "cpu")
-channel_scan_native = channel_scan_by(_channel)
+_channel = channel_op("hf_hybrid_ssm::lti_scan_native", _channel_forward, _channel_backward, "cpu")
+lti_scan_native = lti_scan_by(_channel)
 
 
 def _diagonal_forward(x, decay, initial_state, seq_idx):

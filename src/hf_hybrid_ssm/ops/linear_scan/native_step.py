@@ -11,16 +11,17 @@ __all__ = ["linear_step_native", "supports"]
 STEP = CFunction(
     library_beside(__file__),
     "linear_step",
-    """u[B D], state[B F D N], change[F D N], input[F D N], left?[F D N], right?[F D N], output?[F D N], skip?[F D],
-    y?[B F D]""",
+    """u[B D], state[B F D N], decay_minus_one[F D N], input[F D N], left?[F D N], right?[F D N], output?[F D N],
+    skip?[F D], y?[B F D]""",
     "is_complex, silu, B, F*D, D, N",
 )
 
 
-def linear_step_native(u, state, change, input_vector, *, output_rows, low_rank, skip, is_complex, silu):
+def linear_step_native(u, state, decay_minus_one, input_vector, *, output_rows, low_rank, skip, is_complex, silu):
     """As `hf_hybrid_ssm.ops.linear_scan.linear_step`."""
     wide = prepared(state)
-    constants = (prepared(part) for part in (change, input_vector, *(low_rank or (None, None)), output_rows, skip))
+    left, right = low_rank or (None, None)
+    constants = map(prepared, (decay_minus_one, input_vector, left, right, output_rows, skip))
     y = _step(prepared(u), wide, *constants, is_complex, silu)
     if wide is not state:
         state.copy_(wide)
@@ -30,7 +31,7 @@ def linear_step_native(u, state, change, input_vector, *, output_rows, low_rank,
 def _compute(
     u: Tensor,
     state: Tensor,
-    change: Tensor,
+    decay_minus_one: Tensor,
     input_vector: Tensor,
     left: Tensor | None,
     right: Tensor | None,
@@ -43,12 +44,12 @@ def _compute(
     batch, filters, channels, _ = state.shape
     is_read = output_rows is not None
     y = torch.empty((batch, filters if is_read else 0, channels), dtype=u.dtype)
-    constants = (change, input_vector, left, right, output_rows, skip)
+    constants = (decay_minus_one, input_vector, left, right, output_rows, skip)
     STEP((u, state, *constants, y if is_read else None), is_complex, silu)
     return y
 
 
-def _fake(u, state, change, input_vector, left, right, output_rows, *_):
+def _fake(u, state, decay_minus_one, input_vector, left, right, output_rows, *_):
     return u.new_empty(state.shape[0], state.shape[1] if output_rows is not None else 0, state.shape[2])
 
 

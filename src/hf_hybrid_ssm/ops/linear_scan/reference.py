@@ -27,11 +27,11 @@ def diagonal_scan_reference(decay, x, initial_state, seq_idx):
     return torch.view_as_real(h) if is_complex else h
 
 
-def channel_scan_reference(
+def lti_scan_reference(
     u, decay, vector, output, skip, initial_state, seq_idx, lengths, return_final_state, stride, positions, *,
     form, blocks=None
 ):  # fmt: skip
-    """s_t = A s_{t-1} + B u_t, y_t = C s_t + D u_t; shapes as in `channel_scan_torch`."""
+    """s_t = A s_{t-1} + B u_t, y_t = C s_t + D u_t; shapes as in `lti_scan_torch`."""
     transition, u = Transition(decay, form), zero_beyond(u.to(output.dtype), lengths)
     batch, length, channels = u.shape
     state, outputs = u.new_zeros(batch, *output.shape) if initial_state is None else initial_state, []
@@ -69,10 +69,10 @@ def channel_inputs() -> dict:
     return draw(shapes) | options | {"decay": _decays(2, 3, 3), "return_final_state": True}
 
 
-def linear_step_reference(u, state, change, input_vector, *, output_rows, low_rank, skip, is_complex, silu):
+def linear_step_reference(u, state, decay_minus_one, input_vector, *, output_rows, low_rank, skip, is_complex, silu):
     """See `hf_hybrid_ssm.ops.linear_scan.linear_step`; computes in float32, or in float64 for float64 inputs."""
     dtype = torch.promote_types(u.dtype, torch.float32)
-    h, value, a, b = state.to(dtype), u.to(dtype)[:, None, :, None], change.to(dtype), input_vector.to(dtype)
+    h, value, a, b = state.to(dtype), u.to(dtype)[:, None, :, None], decay_minus_one.to(dtype), input_vector.to(dtype)
     if is_complex:
         (real, imaginary), (x, y) = a.unflatten(-1, (-1, 2)).unbind(-1), h.unflatten(-1, (-1, 2)).unbind(-1)
         moved = torch.stack([real * x - imaginary * y, real * y + imaginary * x], -1).flatten(-2)
@@ -92,7 +92,7 @@ def linear_step_reference(u, state, change, input_vector, *, output_rows, low_ra
 
 def step_inputs() -> dict:
     """Complex, with a product of rank one, states that do not fill a vector."""
-    constants = dict.fromkeys(("change", "input_vector", "output_rows", "left", "right"), (2, 3, 22))
+    constants = dict.fromkeys(("decay_minus_one", "input_vector", "output_rows", "left", "right"), (2, 3, 22))
     tensors = draw({"u": (2, 3), "state": (2, 2, 3, 22), "skip": (2, 3)} | constants)
     # a tuple of tensors would not be cast: every entry is bfloat16 already
     low_rank = tuple(tensors.pop(name).bfloat16().float() for name in ("left", "right"))

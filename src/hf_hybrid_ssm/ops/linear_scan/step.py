@@ -19,7 +19,7 @@ _OP = Op(
 def linear_step(
     u: torch.Tensor,
     state: torch.Tensor,
-    change: torch.Tensor,
+    decay_minus_one: torch.Tensor,
     input_vector: torch.Tensor,
     *,
     output_rows: torch.Tensor | None = None,
@@ -37,8 +37,9 @@ def linear_step(
     Args:
         u: (B, D).
         state: (B, F, D, N).
-        change, input_vector: a and b, (F, D, N), all constants in one dtype, float32 or float64; with `is_complex` the
-            N numbers are N / 2 pairs of a real and an imaginary part, and a s is a complex product (all others real).
+        decay_minus_one, input_vector: a and b, (F, D, N), all constants in one dtype, float32 or float64; with
+            `is_complex` the N numbers are N / 2 pairs of a real and an imaginary part, and a s is a complex product (all
+            others real).
         output_rows: c, (F, D, N); without it there is no output.
         low_rank: l and r, (F, D, N) each.
         skip: d, (F, D).
@@ -54,14 +55,14 @@ def linear_step(
     check_tensor("u", u, (None, None), "B, D")
     check_tensor("state", state, (u.shape[0], None, u.shape[1], None), "B, F, D, N", beside=u)
     shape = tuple(state.shape[1:])
-    check_tensor("change", change, shape, "F, D, N", beside=u)
+    check_tensor("decay_minus_one", decay_minus_one, shape, "F, D, N", beside=u)
     if is_complex and shape[2] % 2:
         raise ValueError(f"is_complex needs an even number of real state dimensions, got N = {shape[2]}.")
-    check_tensor("input_vector", input_vector, shape, "F, D, N", like=change)
-    check_tensor("output_rows", output_rows, shape, "F, D, N", like=change, optional=True)
-    check_tensor("skip", skip, shape[:2], "F, D", like=change, optional=True)
+    check_tensor("input_vector", input_vector, shape, "F, D, N", like=decay_minus_one)
+    check_tensor("output_rows", output_rows, shape, "F, D, N", like=decay_minus_one, optional=True)
+    check_tensor("skip", skip, shape[:2], "F, D", like=decay_minus_one, optional=True)
     for name, part in zip(("low_rank[0]", "low_rank[1]"), low_rank or ()):
-        check_tensor(name, part, shape, "F, D, N", like=change)
-    run = _OP.select(u.device.type, change.dtype, backend)
+        check_tensor(name, part, shape, "F, D, N", like=decay_minus_one)
+    run = _OP.select(u.device.type, decay_minus_one.dtype, backend)
     options = {"output_rows": output_rows, "low_rank": low_rank, "skip": skip, "is_complex": is_complex, "silu": silu}
-    return run(u, state, change, input_vector, **options)[0]
+    return run(u, state, decay_minus_one, input_vector, **options)[0]

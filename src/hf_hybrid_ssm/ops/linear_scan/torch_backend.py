@@ -82,13 +82,13 @@ def _states_from_zero(tokens: torch.Tensor, powers: torch.Tensor, documents: tor
     return h.reshape(batch, blocks, block, size)
 
 
-def linear_step_torch(u, state, change, input_vector, *, output_rows, low_rank, skip, is_complex, silu):
+def linear_step_torch(u, state, decay_minus_one, input_vector, *, output_rows, low_rank, skip, is_complex, silu):
     """See `hf_hybrid_ssm.ops.linear_scan.linear_step`."""
-    h, value = state.to(change.dtype), u.to(change.dtype)[:, None, :, None]
+    h, value = state.to(decay_minus_one.dtype), u.to(decay_minus_one.dtype)[:, None, :, None]
     if is_complex:
-        moved = torch.view_as_real(_complex(change) * _complex(h)).flatten(-2)
+        moved = torch.view_as_real(_complex(decay_minus_one) * _complex(h)).flatten(-2)
     else:
-        moved = change * h
+        moved = decay_minus_one * h
     if low_rank is not None:
         left, right = low_rank
         moved = torch.addcmul(moved, left, torch.linalg.vecdot(right, h).unsqueeze(-1), value=-1)

@@ -59,13 +59,13 @@ class Transition(NamedTuple):
         state = torch.view_as_complex(rows.contiguous().unflatten(-1, (-1, 2)))
         return torch.view_as_real(state * (diagonal.conj() if transposed else diagonal)).flatten(-2)
 
-    def orbit(
+    def krylov(
         self, vectors: torch.Tensor, count: int, *, start: int = 0, step: int = 1, transposed: bool = False
     ) -> torch.Tensor:
         """A^{start + step j} v for j < count, (..., count, N) of v (..., N): one product with a table of powers.
 
         The powers are taken in the precision of the diagonal and rounded at the end to that of the vectors. A dense
-        matrix has `doubled` instead.
+        matrix has `krylov_by_doubling` instead.
         """
         powers = power_table(self.diagonal(), start, step, count)
         if self.form == "real":
@@ -74,7 +74,7 @@ class Transition(NamedTuple):
         powers = (powers.conj() if transposed else powers).to(states.dtype)
         return torch.view_as_real(powers * states).flatten(-2)
 
-    def doubled(
+    def krylov_by_doubling(
         self, rows: torch.Tensor, count: int, *, transposed: bool = False
     ) -> tuple[torch.Tensor, "Transition"]:
         """Of a dense one, `rows` (..., M, N) times A^0, A^1, ..., A^{count - 1}, and A^count; `count` a power of two.

@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_hybrid_ssm.ops._core.triton_helpers import device_guard, supports
-from hf_hybrid_ssm.ops.linear_scan.custom_ops import channel_op, channel_scan_by, diagonal_op, diagonal_scan_by
+from hf_hybrid_ssm.ops.linear_scan.custom_ops import channel_op, diagonal_op, diagonal_scan_by, lti_scan_by
 
-__all__ = ["channel_scan_triton", "diagonal_scan_triton", "supports"]
+__all__ = ["diagonal_scan_triton", "lti_scan_triton", "supports"]
 
 FORWARD, DERIVATIVE, BACKWARD = range(3)
 BLOCK = {"BITS": 5}  # 32 tokens
@@ -346,8 +346,8 @@ def _channel_backward(u, decay, vector, output, skip, initial_state, seq_idx, le
     return [du.sum(2), ddecay.view(decay.shape).to(decay.dtype), dvector, doutput, dskip.sum(0), dinitial]
 
 
-_channel = channel_op("hf_hybrid_ssm::channel_scan_triton", _channel_forward, _channel_backward)
-channel_scan_triton = channel_scan_by(_channel)
+_channel = channel_op("hf_hybrid_ssm::lti_scan_triton", _channel_forward, _channel_backward)
+lti_scan_triton = lti_scan_by(_channel)
 
 
 def _run_diagonal(x, h, decay, initial_state, seq_idx, out, final, ddecay):

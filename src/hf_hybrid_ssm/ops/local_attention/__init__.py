@@ -6,7 +6,7 @@ from hf_hybrid_ssm.ops._core.checks import check_lengths, check_seq_idx, check_t
 from hf_hybrid_ssm.ops._core.dispatch import Op
 from hf_hybrid_ssm.ops.local_attention.distance_range import AttentionState, Window, append_to_window, checked_window
 from hf_hybrid_ssm.ops.local_attention.reference import local_attention_reference, self_check_inputs
-from hf_hybrid_ssm.ops.local_attention.step import attention_step, check_seen, shifted, window_step, with_free_slot
+from hf_hybrid_ssm.ops.local_attention.step import append_slot, attention_step, check_seen, drop_oldest, window_step
 from hf_hybrid_ssm.ops.local_attention.torch_backend import local_attention_torch
 
 _OP = Op(
@@ -168,11 +168,11 @@ def _check_state(state: AttentionState, k: torch.Tensor, v: torch.Tensor, needed
 
 __all__ = [
     "AttentionState",
+    "append_slot",
     "append_to_window",
     "attention_step",
+    "drop_oldest",
     "empty_state",
     "local_attention",
-    "shifted",
     "window_step",
-    "with_free_slot",
 ]

@@ -119,27 +119,27 @@ def _check_options(k, window, chunk_size, block, bias, zero_kv_sink) -> None:
 
 
 def window_step(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: AttentionState, *, keeps_address: bool, **options: Any
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: AttentionState, *, static_address: bool, **options: Any
 ) -> tuple[torch.Tensor, AttentionState]:
     """`attention_step` from a state of `local_attention` to the next one, which overwrites it.
 
     Args:
-        keeps_address: the keys stay where they are, and move up by one; otherwise they may lie in a longer buffer, and
-            the window moves along it.
+        static_address: the keys stay at their address and move up by one; otherwise they may lie in a longer buffer,
+            along which the window moves.
         options: of `attention_step`.
     """
     keys, values, seen = state
-    if keeps_address and keys.shape[2] > 0:
+    if static_address and keys.shape[2] > 0:
         y = attention_step(q, k, v, keys, values, seen, shift=True, **options)
         return y, AttentionState(keys, values, seen + 1)
-    wide = with_free_slot(keys), with_free_slot(values)
+    wide = append_slot(keys), append_slot(values)
     y = attention_step(q, k, v, *wide, seen, **options)
     if options["window"][0] is not None:
-        wide = shifted(wide[0]), shifted(wide[1])
+        wide = drop_oldest(wide[0]), drop_oldest(wide[1])
     return y, AttentionState(*wide, seen + 1)
 
 
-def with_free_slot(held: torch.Tensor) -> torch.Tensor:
+def append_slot(held: torch.Tensor) -> torch.Tensor:
     """(..., P, e) → (..., P + 1, e), the same and one slot more, whose content is anything.
 
     A window of slots moves along a buffer that has a quarter more of them, so that a new token moves no other; where
@@ -159,7 +159,7 @@ def with_free_slot(held: torch.Tensor) -> torch.Tensor:
     return wide
 
 
-def shifted(wide: torch.Tensor) -> torch.Tensor:
+def drop_oldest(wide: torch.Tensor) -> torch.Tensor:
     """(..., P + 1, e) → (..., P, e) without the oldest slot."""
     held = wide.narrow(-2, 1, wide.shape[-2] - 1)
     if not torch.compiler.is_compiling():

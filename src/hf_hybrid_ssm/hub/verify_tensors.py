@@ -14,7 +14,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 import hf_hybrid_ssm
 from hf_hybrid_ssm.auto import family_of
 from hf_hybrid_ssm.hub.configurations import config_of_folder, without_memory
-from hf_hybrid_ssm.hub.folder import check_folder, shapes_of
+from hf_hybrid_ssm.hub.verify_files import check_folder, shapes_of
 
 SUMS = "SHA256SUMS"
 SUM = re.compile(r"([0-9a-f]{64}) [ *](.+)")
