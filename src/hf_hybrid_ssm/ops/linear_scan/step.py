@@ -38,8 +38,8 @@ def linear_step(
         u: (B, D).
         state: (B, F, D, N).
         decay_minus_one, input_vector: a and b, (F, D, N), all constants in one dtype, float32 or float64; with
-            `is_complex` the N numbers are N / 2 pairs of a real and an imaginary part, and a s is a complex product (all
-            others real).
+            `is_complex` the N numbers are N / 2 pairs of a real and an imaginary part, and a s is a complex product
+            (all others real).
         output_rows: c, (F, D, N); without it there is no output.
         low_rank: l and r, (F, D, N) each.
         skip: d, (F, D).
