@@ -1,15 +1,14 @@
-"""Which form of the long convolution costs least on a card? Counted, not measured: flops and bytes by length.
+"""Which form of the long convolution costs least on a GPU? Counted, not measured: flops and bytes by length.
 
 For one output token of one channel, forward, with as many taps as tokens; the seconds are those of a data-centre
-card's rates (`hf_hybrid_ssm.ops.long_conv.choice.CARD`), where arithmetic and memory overlap.
+GPU's rates (`long_conv_costs.GPU`), where arithmetic and memory overlap.
 """
 
 import argparse
 from typing import Any
 
+from long_conv_costs import GPU, Cost, cheapest, fft_cost, monarch_cost, toeplitz_cost
 from timing import write_results
-
-from hf_hybrid_ssm.ops.long_conv.choice import CARD, Cost, choose, fft_cost, monarch_cost, toeplitz_cost
 
 LENGTHS = [2**k for k in range(8, 17)]
 
@@ -35,9 +34,9 @@ def main() -> None:
             "Monarch": monarch_cost(length, length),
         }
         rows[str(length)] = {name: described(cost) for name, cost in forms.items()} | {
-            "choice": {"float32": choose(length, length), "bfloat16": choose(length, length, is_coarse=True)}
+            "choice": {"float32": cheapest(length, length), "bfloat16": cheapest(length, length, is_coarse=True)}
         }
-    write_results("long_conv_counts", {"card": CARD._asdict(), "forms": list(forms), "by_length": rows})
+    write_results("long_conv_counts", {"rates": GPU._asdict(), "forms": list(forms), "by_length": rows})
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ FAULTS = [
           "student.config.use_cache = True",
           "student.config.use_cache = False"),
     # what a Fourier transform costs: in the choice of a form, in plans, in the C kernel's pieces
-    Fault(f"{SRC}/ops/long_conv/choice.py", "tests/ops/test_long_conv.py::"
+    Fault("benchmarks/long_conv_costs.py", "tests/ops/test_long_conv.py::"
           "test_transforms_cost_two_and_a_half_n_log_n",
           "2 * 2.5 * points",
           "2.5 * points"),

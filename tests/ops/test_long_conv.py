@@ -2,16 +2,17 @@
 
 import math
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.long_conv_costs import cheapest, fft_cost, monarch_cost, toeplitz_cost
 from hf_hybrid_ssm.ops.long_conv import long_conv, torch_backend
-from hf_hybrid_ssm.ops.long_conv.choice import choose, fft_cost, monarch_cost, toeplitz_cost
 from hf_hybrid_ssm.ops.long_conv.fft import fast_length
+from hf_hybrid_ssm.ops.long_conv.thresholds import prefers_toeplitz
 
 # which of them runs is decided by these constants; only packed rows come in halves
 FORMS = {
@@ -186,10 +187,16 @@ def test_the_form_is_that_of_least_cost():
     """Products win up to some length, longer where they need not keep float32; transforms win after it for good."""
     lengths = [2**k for k in range(6, 17)]
     for is_coarse, border in ((False, 1024), (True, 2048)):
-        forms = [choose(length, length, is_coarse=is_coarse) for length in lengths]
-        assert forms == ["toeplitz" if length <= border else "fft" for length in lengths]
-    assert choose(65536, 16) == "direct" and choose(65536, 9, 9) == "toeplitz"  # few taps reach few tiles
-    assert choose(1024, 1024, 1023) == "fft"  # as many again that look ahead
+        assert all(prefers_toeplitz(n, n, is_coarse=is_coarse) == (n <= border) for n in lengths)
+        assert all(cheapest(n, n, is_coarse=is_coarse) == ("toeplitz" if n <= border else "fft") for n in lengths)
+    assert not prefers_toeplitz(65536, 16) and prefers_toeplitz(65536, 9, 9)  # few taps reach few tiles
+    assert not prefers_toeplitz(1024, 1024, 1023)  # as many again that look ahead
+    for length, taps, coarse in product(lengths, (64, 700, 1536, 4096), (False, True)):
+        chosen = toeplitz_cost if prefers_toeplitz(length, taps, is_coarse=coarse) else fft_cost
+        least = toeplitz_cost if cheapest(length, taps, is_coarse=coarse) == "toeplitz" else fft_cost
+        options = [{"is_coarse": coarse} if cost is toeplitz_cost else {} for cost in (chosen, least)]
+        seconds = [cost(length, taps, **each).seconds() for cost, each in zip((chosen, least), options, strict=True)]
+        assert seconds[0] <= 1.15 * seconds[1]  # one number for every length is near enough
     for length in lengths:
         products, transform, monarch = (cost(length, length) for cost in (toeplitz_cost, fft_cost, monarch_cost))
         assert monarch.bytes > transform.bytes > products.bytes
@@ -206,7 +213,7 @@ def test_toeplitz_cost_counts_tiles():
             for source in blocks
             if 64 * (out - source) - 63 < taps and 64 * (source - out) - 63 <= future
         )
-        assert toeplitz_cost(length, taps, future).matrix_flops == 3 * 2 * 64 * tiles / len(blocks)
+        assert toeplitz_cost(length, taps, future).matrix_flops == pytest.approx(3 * 2 * 64 * tiles / len(blocks))
 
 
 def test_transforms_cost_two_and_a_half_n_log_n():

@@ -39,15 +39,9 @@ def self_check_inputs() -> dict:
 
 
 def causal_conv_step_reference(x, state, weight, bias=None, *, activation=None):
-    """See `hf_hybrid_ssm.ops.causal_conv.causal_conv_step`; computes in the same precision."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    y = torch.zeros_like(x, dtype=dtype) if bias is None else bias.to(dtype).expand(x.shape)
-    inputs = [*state.to(dtype).clone().unbind(1), x.to(dtype)]
-    for lag, seen in enumerate(inputs):
-        y = y + weight[:, lag].to(dtype) * seen
-    for slot, seen in enumerate(inputs[1:]):
-        state[:, slot] = seen
-    return (F.silu(y) if activation == "silu" else y).to(x.dtype), state
+    """See `hf_hybrid_ssm.ops.causal_conv.causal_conv_step`: the convolution of one token."""
+    y, after = causal_conv_reference(x.unsqueeze(1), weight, bias, activation=activation, initial_state=state)
+    return y.squeeze(1), state.copy_(after)
 
 
 def step_self_check_inputs() -> dict:

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from hf_hybrid_ssm.ops._core.blocks import power_of_two, toeplitz
 from hf_hybrid_ssm.ops._core.checks import can_read_values
 from hf_hybrid_ssm.ops._core.rows import packed_sequences, take_outputs
-from hf_hybrid_ssm.ops.long_conv.choice import DIRECT
 from hf_hybrid_ssm.ops.long_conv.fft import fast_length, fft_conv
+from hf_hybrid_ssm.ops.long_conv.thresholds import DIRECT
 
 BASE = 8  # below this size a few shifted products are cheaper than a matrix product
 LARGEST_MATRIX = 64  # above this size a half is convolved by FFT instead of by its Toeplitz matrix

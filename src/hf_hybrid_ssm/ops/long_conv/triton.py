@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_hybrid_ssm.ops._core.triton_helpers import device_guard, strides, supports
-from hf_hybrid_ssm.ops.long_conv.choice import choose
+from hf_hybrid_ssm.ops.long_conv.thresholds import prefers_toeplitz
 from hf_hybrid_ssm.ops.long_conv.torch_backend import long_conv_torch
 
 __all__ = ["long_conv_triton", "supports"]
@@ -27,8 +27,8 @@ def long_conv_triton(u, kernel, future_kernel, skip, history, seq_idx):
     future = 0 if future_kernel is None else future_kernel.shape[-1]
     past, length = history.shape[1], u.shape[1]
     is_coarse = u.dtype == torch.bfloat16
-    form = choose(past + length, kernel.shape[-1], future, is_coarse=is_coarse)
-    if seq_idx is not None or form != "toeplitz" or u.dtype == torch.float64:
+    has_products = prefers_toeplitz(past + length, kernel.shape[-1], future, is_coarse=is_coarse)
+    if seq_idx is not None or not has_products or u.dtype == torch.float64:
         return long_conv_torch(u, kernel, future_kernel, skip, history, seq_idx)
     x = torch.cat([history.to(u.dtype), u], dim=1).transpose(1, 2).float().contiguous()
     taps = kernel if future_kernel is None else torch.cat([future_kernel.flip(-1), kernel], dim=-1)

@@ -39,15 +39,11 @@ def self_check_inputs() -> dict:
 
 
 def longhorn_step_reference(x, beta_logit, k, q, state, *, beta_bias=None, D=None, z=None):
-    """See `hf_hybrid_ssm.ops.longhorn_scan.longhorn_step`; computes in the same precision."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    value, key, query = x.to(dtype), k.to(dtype).unsqueeze(1), q.to(dtype).unsqueeze(1)
-    beta = torch.sigmoid(beta_logit.to(dtype) if beta_bias is None else beta_logit.to(dtype) + beta_bias)
-    delta = (beta / (1 + beta * key.square().sum(-1))).unsqueeze(-1)
-    state.copy_((1 - delta * key.square()) * state + delta * value.unsqueeze(-1) * key)
-    y = (state * query).sum(-1)
-    y = y if D is None else y + D * value
-    return (y if z is None else y * F.silu(z.to(dtype))).to(x.dtype), state
+    """See `hf_hybrid_ssm.ops.longhorn_scan.longhorn_step`: a scan of one token."""
+    one = [each.unsqueeze(1) for each in (x, beta_logit, k, q)]
+    z = None if z is None else z.unsqueeze(1)
+    y, after = longhorn_scan_reference(*one, beta_bias=beta_bias, D=D, z=z, initial_state=state)
+    return y.squeeze(1), state.copy_(after)
 
 
 def step_self_check_inputs() -> dict:

@@ -1,7 +1,7 @@
-"""Which form of the long convolution costs least on a card, by counting what each computes and moves.
+"""What each form of the long convolution computes and moves on a GPU, and which costs least.
 
 Counts are for one output token of one channel; passes over memory are those of kernels that each read their inputs
-and write their result once, in float32. `benchmarks/long_conv_counts.py` prints them by length.
+and write their result once, in float32. `ops/long_conv/thresholds.py` holds what follows from them.
 
     direct     tap by tap: one pass a tap
     toeplitz   products with tiles of the Toeplitz matrix on the matrix units: quadratic, one pass
@@ -12,13 +12,13 @@ and write their result once, in float32. `benchmarks/long_conv_counts.py` prints
 import math
 from typing import NamedTuple
 
-DIRECT = 16  # taps, up to which the sum tap by tap is a few fused operations
-TILE = 64  # tokens of a Toeplitz tile
+from hf_hybrid_ssm.ops.long_conv.thresholds import TILE, mean_tiles
+
 FLOAT = 4  # bytes
 
 
-class Card(NamedTuple):
-    """What a data-centre card does in a second, as its maker says; the same ratios hold within 2 from A100 to H200."""
+class Rates(NamedTuple):
+    """What a data-centre GPU does in a second, as its maker says; the same ratios hold within 2 from A100 to H200."""
 
     tf32: float = 495e12  # flops of products on the matrix units
     float32: float = 67e12  # flops elsewhere
@@ -26,7 +26,7 @@ class Card(NamedTuple):
     share: float = 0.5  # of the matrix units' rate that products of 64 x 64 reach
 
 
-CARD = Card()
+GPU = Rates()
 
 
 class Cost(NamedTuple):
@@ -36,19 +36,16 @@ class Cost(NamedTuple):
     flops: float
     bytes: float
 
-    def seconds(self, card: Card = CARD) -> float:
+    def seconds(self, rates: Rates = GPU) -> float:
         """Arithmetic and memory overlap: the slower one counts."""
-        computing = self.matrix_flops / (card.tf32 * card.share) + self.flops / card.float32
-        return max(computing, self.bytes / card.bytes)
+        computing = self.matrix_flops / (rates.tf32 * rates.share) + self.flops / rates.float32
+        return max(computing, self.bytes / rates.bytes)
 
 
 def toeplitz_cost(length: int, taps: int, future: int = 0, *, is_coarse: bool = False) -> Cost:
-    """Tiles that the taps of the past and of the future reach, on average over the row's blocks; with the transposes
-    to and from channels first. float32 takes three tf32 products, bfloat16 inputs take one."""
-    blocks = math.ceil(length / TILE)
-    back, ahead = min(math.ceil((taps - 1) / TILE) + 1, blocks), min(math.ceil(future / TILE), blocks - 1)
-    tiles = back * (2 * blocks - back + 1) / 2 + ahead * (2 * blocks - ahead - 1) / 2
-    return Cost((1 if is_coarse else 3) * 2 * TILE * tiles / blocks, 0.0, 6 * FLOAT)
+    """With the transposes to and from channels first. float32 takes three tf32 products, bfloat16 inputs take one."""
+    tiles = mean_tiles(length, taps, future)
+    return Cost((1 if is_coarse else 3) * 2 * TILE * tiles, 0.0, 6 * FLOAT)
 
 
 def fft_cost(length: int, taps: int) -> Cost:
@@ -73,10 +70,8 @@ def monarch_cost(length: int, taps: int) -> Cost:
     return Cost(3 * products, 0.0, FLOAT * (4 + points * (2 + stages + 3 * 2)))
 
 
-def choose(length: int, taps: int, future: int = 0, *, is_coarse: bool = False) -> str:
-    """The form of least cost: "direct", "toeplitz" or "fft". "monarch" is only counted: unless one kernel did all of
-    its stages, it moves more than "fft" at any length."""
-    if taps + future <= DIRECT:
-        return "direct"
-    toeplitz = toeplitz_cost(length, taps, future, is_coarse=is_coarse).seconds()
-    return "toeplitz" if toeplitz <= fft_cost(length, max(taps, future)).seconds() else "fft"
+def cheapest(length: int, taps: int, future: int = 0, *, is_coarse: bool = False) -> str:
+    """ "toeplitz" or "fft". "monarch" is only counted: unless one kernel did all of its stages, it moves more than
+    "fft" at any length."""
+    products = toeplitz_cost(length, taps, future, is_coarse=is_coarse).seconds()
+    return "toeplitz" if products <= fft_cost(length, max(taps, future)).seconds() else "fft"
