@@ -5,7 +5,6 @@ in training, so every configuration that can be built can be planned.
 """
 
 import copy
-import importlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,8 +20,6 @@ from transformers import Cache, EncoderDecoderCache, PreTrainedConfig, PreTraine
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
 from hf_hybrid_ssm.models.spade.adaptive_vocabulary import AdaptiveSoftmax
 from hf_hybrid_ssm.ops._core.dispatch import backend
-from hf_hybrid_ssm.ops.implicit_attention.native import transform_sizes
-from hf_hybrid_ssm.ops.legendre_memory.constants import finite_response
 from hf_hybrid_ssm.planning.presets import is_classifier, meta_model
 from hf_hybrid_ssm.planning.setup import Setup
 
@@ -232,93 +229,15 @@ def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any
     return 2.5 * _attention(query, key, value)  # scores once more, then four products
 
 
-def _window_attention(query: Any, key: Any, value: Any, *rest: Any, **__: Any) -> int:
-    (batch, heads, length, size), (*_, held, value_size) = query, value
-    return 2 * batch * heads * _pairs(length, held, rest[-1]) * (size + value_size)
-
-
-def _window_attention_backward(query: Any, key: Any, value: Any, *rest: Any, **__: Any) -> float:
-    return 2.5 * _window_attention(query, key, value, *rest)
-
-
-def _pairs(length: int, held: int, numbers: Any) -> int:
-    """Queries times the keys that each sees, in one document; the last `length` of `held` keys are its own."""
-    left, right, chunk, _ = numbers
-    if chunk and length > chunk:
-        return length // chunk * _pairs(chunk, chunk, numbers) + _pairs(length % chunk, length % chunk, numbers)
-    return length + _limited(held - length, length, left) + _limited(0, length, right)
-
-
-def _limited(first: int, count: int, limit: int) -> int:
-    """The sum of the numbers first, first + 1, ... first + count - 1, none above the limit."""
-    below = min(max(limit - first, 0), count)
-    return below * first + below * (below - 1) // 2 + (count - below) * limit
-
-
-def _longhorn_scan(x: Any, dt: Any, k: Any, *_: Any, **__: Any) -> int:
-    """Each number of the state: square of the key, decay (2), written value (2), update (2), read-out (2)."""
-    return 9 * math.prod(x) * k[-1]
-
-
-def _lti_scan(u: Any, decay: Any, vector: Any, *_: Any, **__: Any) -> int:
-    """Each real number of the state: decay (1, of a complex number 3), written value (2), read-out (2)."""
-    is_complex = len(decay) > len(vector)
-    return (7 if is_complex else 5) * u[0] * u[1] * math.prod(vector)
-
-
-def _diagonal_scan(x: Any, decay: Any, *_: Any, **__: Any) -> int:
-    """Each real number of the state: decay (1, of a complex number 3), input (1)."""
-    return (4 if len(decay) == 2 else 2) * math.prod(x)
-
-
-def _implicit_attention(x: Any, weight: Any, *rest: Any, **__: Any) -> float:
-    *_, theta, _ = rest
-    return sum(_implicit_parts(x, weight, theta))
-
-
-def _implicit_attention_backward(x: Any, weight: Any, *rest: Any, **__: Any) -> float:
-    *_, theta, _, _, _, _ = rest  # the last four: return_final_state, more, gradients, needed
-    convolution, attention = _implicit_parts(x, weight, theta)
-    return 2 * convolution + 3 * attention  # forward once more; then transforms back, and two products of attention
-
-
-def _implicit_parts(x: Any, weight: Any, theta: float) -> tuple[float, float]:
-    """Convolution: a real transform of x and of each of the 3 R rows, and their products with the filters' spectra.
-    Attention of each token: the logits, and the values' sum."""
-    (batch, length, channels), (_, rows, order) = x, weight
-    points, segment = transform_sizes(length, finite_response(order, theta, length).shape[1])
-    transforms = (1 + 3 * rows) * _fourier((points,), (0,), 2.5) + 3 * rows * 3 * points
-    return batch * -(-length // segment) * channels * transforms, 2 * batch * length * channels * rows * (rows + 1)
-
-
-def _twice(formula: Callable) -> Callable:
-    return lambda *arguments, **options: 2 * formula(*arguments, **options)
-
-
 def _formulas() -> dict[Any, Callable]:
-    """What torch's own counter leaves out: Fourier transforms, the CPU's fused attention, and our own kernels."""
-    aten, own = torch.ops.aten, torch.ops.hf_hybrid_ssm
-    modules = ("longhorn_scan.torch_backend", "longhorn_scan.native", "linear_scan.native", "local_attention.native")
-    for module in modules:
-        importlib.import_module(f"hf_hybrid_ssm.ops.{module}")  # registers its ops
+    """What torch's own counter leaves out: Fourier transforms, and the CPU's fused attention."""
+    aten = torch.ops.aten
     return {
         aten._fft_r2c: _real_fourier,
         aten._fft_c2r: _real_fourier,
         aten._fft_c2c: _complex_fourier,
         aten._scaled_dot_product_flash_attention_for_cpu: _attention,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-        own.local_attention_native: _window_attention,
-        own.local_attention_native_backward: _window_attention_backward,
-        own.longhorn_scan_torch: _longhorn_scan,
-        own.longhorn_scan_torch_backward: _twice(_longhorn_scan),
-        own.longhorn_scan_native: _longhorn_scan,
-        own.longhorn_scan_native_backward: _twice(_longhorn_scan),
-        own.lti_scan_native: _lti_scan,
-        own.lti_scan_native_backward: _twice(_lti_scan),
-        own.diagonal_scan_native: _diagonal_scan,
-        own.diagonal_scan_native_backward: _twice(_diagonal_scan),
-        own.implicit_attention_native: _implicit_attention,
-        own.implicit_attention_native_backward: _implicit_attention_backward,
     }
 
 

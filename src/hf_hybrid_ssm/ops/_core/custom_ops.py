@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 
 def differentiable_op(
@@ -15,6 +16,8 @@ def differentiable_op(
     *,
     saved: Callable[[tuple, Any], tuple[Sequence, Sequence[Tensor]]] = lambda inputs, outputs: (inputs, ()),
     device_types: str | None = None,
+    flops: Callable[..., float] | None = None,
+    backward_flops: Callable[..., float] | None = None,
 ) -> Callable:
     """An op with a gradient, which is an op of its own (`name`_backward).
 
@@ -22,12 +25,14 @@ def differentiable_op(
         name: "hf_hybrid_ssm::..."
         forward: (*inputs) → a tensor or several; its annotations are the op's schema.
         backward: (inputs, gradients of the outputs, whether the gradient of each input is needed) → gradients of the
-            first inputs, contiguous and each of the input's shape and dtype; those of inputs that are None or no
-            floating-point numbers are left out of account.
+            first inputs, contiguous and each of the input's shape and dtype. Inputs that are None, or not tensors of
+            floating-point numbers, have none: whatever stands in their place is ignored.
         fake: (*inputs) → empty tensors as `forward` returns them.
         saved: (inputs, outputs) → the inputs that `backward` gets, and tensors that follow them there. A tensor that
             takes the place of an input has its shape and dtype.
         device_types: on which the op runs, such as "cpu"; on all by default.
+        flops: see `count_flops`.
+        backward_flops: the same of the backward, given the inputs that it gets; twice `flops` by default.
     """
     schema = torch.library.infer_schema(forward, mutates_args=())
     parameters = schema[1:].partition(") -> ")[0]
@@ -64,7 +69,26 @@ def differentiable_op(
     op.register_fake(fake)
     op_backward.register_fake(fake_gradient)
     op.register_autograd(gradient, setup_context=save)
+    if flops is not None:
+        of_backward = backward_flops or (lambda *inputs: 2 * flops(*inputs))
+        count_flops(name, flops)
+        count_flops(f"{name}_backward", lambda *arguments: of_backward(*arguments[:-3]))
     return op
+
+
+def count_flops(name: str, formula: Callable[..., float]) -> None:
+    """Let torch's `FlopCounterMode` count an op.
+
+    Args:
+        name: "hf_hybrid_ssm::..."
+        formula: (*inputs) → its operations, with shapes in the place of tensors.
+    """
+    namespace, _, op = name.partition("::")
+
+    def counted(*inputs: Any, out_shape: Any = None) -> float:
+        return formula(*inputs)
+
+    register_flop_formula(getattr(getattr(torch.ops, namespace), op))(counted)
 
 
 def _is_differentiable(value: Any) -> bool:

@@ -1,6 +1,8 @@
 """The fused CPU backend: convolution by Fourier transforms, attention of each token, and decoding, in `native.c`."""
 
 import ctypes
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -137,8 +139,32 @@ def _backward(inputs, gradients, needed):
         return dx, dweight, dbias.view(3, rows).clone(), dcollapse.clone(), dy.sum().view(1)
 
 
+def _flops(x, weight, bias, collapse, collapse_bias, lengths, scale, theta, return_final_state):
+    return sum(_parts_of_flops(x, weight, theta))
+
+
+def _backward_flops(x, weight, bias, collapse, collapse_bias, lengths, scale, theta, return_final_state):
+    convolution, attention = _parts_of_flops(x, weight, theta)
+    return 2 * convolution + 3 * attention  # forward once more; then transforms back, and two products of attention
+
+
+def _parts_of_flops(x: Sequence[int], weight: Sequence[int], theta: float) -> tuple[float, float]:
+    """Convolution: a real transform (2.5 n log2 n) of x and of each of the 3 R rows, and their products with the
+    filters' spectra. Attention of each token: the logits, and the values' sum."""
+    (batch, length, channels), (_, rows, order) = x, weight
+    points, segment = transform_sizes(length, finite_response(order, theta, length).shape[1])
+    transforms = (1 + 3 * rows) * 2.5 * points * math.log2(points) + 3 * rows * 3 * points
+    return batch * -(-length // segment) * channels * transforms, 2 * batch * length * channels * rows * (rows + 1)
+
+
 _attention = differentiable_op(
-    "hf_hybrid_ssm::implicit_attention_native", _forward, _backward, _fake, device_types="cpu"
+    "hf_hybrid_ssm::implicit_attention_native",
+    _forward,
+    _backward,
+    _fake,
+    device_types="cpu",
+    flops=_flops,
+    backward_flops=_backward_flops,
 )
 
 

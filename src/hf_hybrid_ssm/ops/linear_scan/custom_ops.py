@@ -1,6 +1,8 @@
 """The two scans as torch.library ops, for every backend that has kernels."""
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +43,7 @@ def channel_op(name: str, forward: Callable, backward: Callable, device_types: s
         (batch, length, channels), (filters, _, size) = u.shape, output.shape
         return u.new_empty(batch, length, filters, channels), u.new_empty(batch, filters, channels, size)
 
-    return differentiable_op(name, run, differentiate, fake, device_types=device_types)
+    return differentiable_op(name, run, differentiate, fake, device_types=device_types, flops=_lti_flops)
 
 
 def diagonal_op(name: str, forward: Callable, backward: Callable, device_types: str | None = None) -> Callable:
@@ -61,7 +63,19 @@ def diagonal_op(name: str, forward: Callable, backward: Callable, device_types: 
         fake=lambda x, *_: x.new_empty(x.shape),
         saved=lambda inputs, h: ((h, *inputs[1:]), ()),
         device_types=device_types,
+        flops=_diagonal_flops,
     )
+
+
+def _lti_flops(u: Any, decay: Any, vector: Any, *_: Any) -> int:
+    """Each real number of the state: decay (1, of a complex number 3), written value (2), read-out (2)."""
+    is_complex = len(decay) > len(vector)
+    return (7 if is_complex else 5) * u[0] * u[1] * math.prod(vector)
+
+
+def _diagonal_flops(x: Any, decay: Any, *_: Any) -> int:
+    """Each real number of the state: decay (1, of a complex number 3), input (1)."""
+    return (4 if len(decay) == 2 else 2) * math.prod(x)
 
 
 def lti_scan_by(op: Callable) -> Callable:

@@ -1,12 +1,13 @@
 """The fused CPU backend: `native.c`, compiled on first use and called directly or through two custom ops."""
 
-from collections.abc import Callable
-from typing import List  # noqa: UP035
+from collections.abc import Callable, Sequence
+from typing import Any, List  # noqa: UP035
 
 import torch
 from torch import Tensor
 
 from hf_hybrid_ssm.ops._core.c_function import CFunction
+from hf_hybrid_ssm.ops._core.custom_ops import count_flops
 from hf_hybrid_ssm.ops._core.native_library import (
     contiguous,
     is_plain_call,
@@ -138,3 +139,28 @@ def _gradient(ctx, dy, dlog_sums):
 
 
 _forward.register_autograd(_gradient, setup_context=_setup_context)
+
+
+def _flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *rest: Any) -> int:
+    """A multiplication and an addition for each seen pair, in both products."""
+    (batch, heads, length, size), (*_, held, value_size) = q, v
+    return 2 * batch * heads * _pairs(length, held, rest[-1]) * (size + value_size)
+
+
+def _pairs(length: int, held: int, numbers: Sequence[int]) -> int:
+    """Queries times the keys that each sees, in one document; the last `length` of `held` keys are its own."""
+    left, right, chunk, _ = numbers
+    if chunk and length > chunk:
+        return length // chunk * _pairs(chunk, chunk, numbers) + _pairs(length % chunk, length % chunk, numbers)
+    return length + _limited(held - length, length, left) + _limited(0, length, right)
+
+
+def _limited(first: int, count: int, limit: int) -> int:
+    """The sum of the numbers first, first + 1, ... first + count - 1, none above the limit."""
+    below = min(max(limit - first, 0), count)
+    return below * first + below * (below - 1) // 2 + (count - below) * limit
+
+
+count_flops("hf_hybrid_ssm::local_attention_native", _flops)
+# scores once more, then four products
+count_flops("hf_hybrid_ssm::local_attention_native_backward", lambda *inputs: 2.5 * _flops(*inputs))

@@ -17,6 +17,7 @@ from hf_hybrid_ssm.ops._core.native_library import (
     with_dense_rows,
 )
 from hf_hybrid_ssm.ops._core.rows import zero_beyond
+from hf_hybrid_ssm.ops.longhorn_scan.flops import scan_flops
 
 __all__ = ["longhorn_scan_native", "longhorn_step_native", "supports"]
 
@@ -115,6 +116,7 @@ _scan = differentiable_op(
     _fake,
     saved=lambda inputs, outputs: (inputs, outputs[2:]),
     device_types="cpu",
+    flops=scan_flops,
 )
 
 

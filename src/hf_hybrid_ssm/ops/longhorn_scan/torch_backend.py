@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from hf_hybrid_ssm.ops._core.custom_ops import differentiable_op
 from hf_hybrid_ssm.ops._core.rows import zero_beyond
+from hf_hybrid_ssm.ops.longhorn_scan.flops import scan_flops
 
 SLICE_NUMBERS = 2**23  # numbers of one (B, L, D slice, N) tensor in backward
 
@@ -209,7 +210,7 @@ def _slice_backward(part: _ChannelSlice, state, dy: torch.Tensor, dfinal: torch.
     return value, delta, key, query, grad_state
 
 
-scan = differentiable_op("hf_hybrid_ssm::longhorn_scan_torch", _forward, _backward, _fake)
+scan = differentiable_op("hf_hybrid_ssm::longhorn_scan_torch", _forward, _backward, _fake, flops=scan_flops)
 
 
 def longhorn_step_torch(x, beta_logit, k, q, state, *, beta_bias=None, D=None, z=None):
