@@ -47,10 +47,12 @@ def test_statuses_and_outputs(code):
     assert forked.stderr.splitlines()[-1:] == started.stderr.splitlines()[-1:]
 
 
-def test_what_was_imported_before_is_others(tmp_path):
-    code = "import sys; print('torch' in sys.modules, 'hf_hybrid_ssm' in sys.modules, 'pytest' in sys.modules)"
-    found = processes.run([sys.executable, "-c", code], env=processes.AT_FIRST)
-    assert found.stdout.split() == ["True", "False", "False"]
+@pytest.mark.parametrize("with_transformers", [True, False])
+def test_what_was_imported_before_is_others(with_transformers):
+    names = ("torch", "transformers", "hf_hybrid_ssm", "pytest")
+    code = f"import sys; print([name in sys.modules for name in {names}])"
+    found = processes.run([sys.executable, "-c", code], with_transformers=with_transformers)
+    assert found.stdout.strip() == str([True, with_transformers, False, False])
 
 
 def test_the_environment_is_kept(monkeypatch):
