@@ -3,9 +3,16 @@
 So a skip that is left says something about this run. Left out is what a mark or a decorator skips before anything has
 run (no GPU, no C compiler, no flash attention), and of transformers' own tests also what their first lines skip for a
 class (`tests.upstream.guards`). Pages made from tests keep all: they name what was skipped.
+
+And what a test, or a library that it imports, writes to the environment ends with it: a process that it starts is
+forked only where the environment is that of the start (`tests.processes`), and lm-eval sets a variable of the Hub's
+when it is imported.
 """
 
+import contextlib
+import os
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,6 +34,25 @@ def reason_of_marks(item: pytest.Item) -> str | None:
         if getattr(holder, "__unittest_skip__", False):
             return holder.__unittest_skip_why__
     return None
+
+
+@contextlib.contextmanager
+def kept_environment() -> Iterator[None]:
+    """After it, `os.environ` is what it was."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        if os.environ != before:
+            os.environ.update(before)
+            for name in os.environ.keys() - before.keys():
+                del os.environ[name]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    with kept_environment():
+        return (yield)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -3,8 +3,9 @@ of a processor, and a test that wants another process rarely wants another impor
 
 `run` is called as `subprocess.run` is. Each command has its own memory, working folder, environment, `sys.path` and
 `__main__`, as if started by itself; only modules of other people's are in `sys.modules` already, and this package is
-not. What an environment sets while these are imported cannot be forked: then `run` starts a new process, as tests of
-the start itself do by `subprocess`.
+not. Where it matters what imports transformers, `with_transformers=False` forks from a process that has the rest. What
+an environment sets while these are imported cannot be forked: then `run` starts a new process, as tests of the start
+itself do by `subprocess`.
 """
 
 import atexit
@@ -26,8 +27,9 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-IMPORTED = (
+OTHERS = (
     "torch",
+    "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
@@ -35,6 +37,9 @@ IMPORTED = (
     "accelerate",
     "datasets",
     "safetensors.torch",
+    "sklearn.metrics",
+)
+TRANSFORMERS = (
     "transformers",
     "transformers.generation.utils",
     "transformers.modeling_layers",
@@ -60,10 +65,11 @@ def run(
     cwd: str | os.PathLike | None = None,
     timeout: float | None = None,
     check: bool = False,
+    with_transformers: bool = True,
 ) -> subprocess.CompletedProcess:
     """The command of a Python program, without options of Python's own: [sys.executable, "-c" | "-m" | file, ...]."""
     environment = DEFAULTS | dict(os.environ if env is None else env)
-    done = _run_all([list(map(str, command))], [environment], cwd, timeout)[0]
+    done = _run_all([list(map(str, command))], [environment], cwd, timeout, with_transformers)[0]
     if check:
         done.check_returncode()
     return done
@@ -87,10 +93,10 @@ def run_ranks(
     return _run_all([[sys.executable, *map(str, arguments)]] * ranks, environments, cwd, timeout)
 
 
-def _run_all(commands, environments, cwd, timeout) -> list[subprocess.CompletedProcess]:
+def _run_all(commands, environments, cwd, timeout, with_transformers=True) -> list[subprocess.CompletedProcess]:
     can_fork = hasattr(os, "fork") and all(command[0] == sys.executable for command in commands)
     if can_fork and not any(_differs(environment) for environment in environments):
-        return _server().run(commands, environments, Path(cwd or Path.cwd()), timeout)
+        return _server().run(commands, environments, Path(cwd or Path.cwd()), timeout, with_transformers)
     with contextlib.ExitStack() as files:
         outputs = [[files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in commands]
         started = [
@@ -134,36 +140,39 @@ def _server() -> "_Server":
 
 
 class _Server:
-    """The process that forks; it ends when this one does."""
+    """The processes that fork, without transformers and with it; they end when this one does."""
 
     def __init__(self) -> None:
         kept = {name: value for name, value in AT_FIRST.items() if not name.startswith(FOLLOWED)}
         self.environment = DEFAULTS | kept
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-P", __file__, str(theirs.fileno())]
-        options = {"pass_fds": [theirs.fileno()], "process_group": 0, "stdin": subprocess.DEVNULL}
+        pairs = [socket.socketpair() for _ in range(2)]
+        theirs = [pair[1].fileno() for pair in pairs]
+        command = [sys.executable, "-P", __file__, *map(str, theirs)]
+        options = {"pass_fds": theirs, "process_group": 0, "stdin": subprocess.DEVNULL}
         self._process = subprocess.Popen(command, env=self.environment, **options)
-        theirs.close()
-        self._socket, self._lines = ours, ours.makefile("rw", encoding="utf-8")
+        for pair in pairs:
+            pair[1].close()
+        self._connections = [(ours, ours.makefile("rw", encoding="utf-8")) for ours, _ in pairs]
         atexit.register(self.close)
 
     def close(self) -> None:
-        """End it and what it runs."""
+        """End them and what they run."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def run(self, commands, environments, cwd: Path, timeout) -> list[subprocess.CompletedProcess]:
+    def run(self, commands, environments, cwd, timeout, with_transformers) -> list[subprocess.CompletedProcess]:
+        connection, lines = self._connections[with_transformers]
         with tempfile.TemporaryDirectory() as folder:
             outputs = [[str(Path(folder, f"{kind}{rank}")) for kind in "oe"] for rank in range(len(commands))]
             requests = [
                 {"arguments": command[1:], "environment": environment, "cwd": str(cwd), "outputs": files}
                 for command, environment, files in zip(commands, environments, outputs, strict=True)
             ]
-            self._socket.settimeout(timeout)
+            connection.settimeout(timeout)
             try:
-                print(json.dumps(requests), file=self._lines, flush=True)
-                statuses = json.loads(self._lines.readline())
+                print(json.dumps(requests), file=lines, flush=True)
+                statuses = json.loads(lines.readline())
             except TimeoutError:
                 _server.cache_clear()
                 self.close()
@@ -178,13 +187,28 @@ class _Server:
 # -- the process that forks -------------------------------------------------------------------------------------------
 
 
-def serve(connection: int) -> None:
-    """Fork for each request, and answer with the statuses as `subprocess` has them; until the connection is closed."""
-    for name in IMPORTED:
+def serve(without: socket.socket, with_: socket.socket) -> None:
+    """Fork for what is asked on each connection, until both are closed; a second process imports transformers."""
+    _import(OTHERS)
+    if os.fork():
+        with_.close()
+        answer(without)
+    else:
+        without.close()
+        _import(TRANSFORMERS)
+        answer(with_)
+
+
+def _import(names: Sequence[str]) -> None:
+    for name in names:
         with contextlib.suppress(ModuleNotFoundError):  # an extra that is not installed
             importlib.import_module(name)
     assert threading.active_count() == 1  # a fork takes one thread along, and the locks of all
-    with socket.socket(fileno=connection) as own, own.makefile("rw", encoding="utf-8") as lines:
+
+
+def answer(own: socket.socket) -> None:
+    """Fork for each request, and answer with the statuses as `subprocess` has them; until the connection is closed."""
+    with own, own.makefile("rw", encoding="utf-8") as lines:
         own.set_inheritable(False)
         for line in lines:
             requests = json.loads(line)
@@ -268,4 +292,4 @@ def _execute(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]))
+    serve(*(socket.socket(fileno=int(number)) for number in sys.argv[1:]))

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests import processes
+from tests import conftest, processes
 
 TELL = """
 import json, os, sys
@@ -47,10 +47,33 @@ def test_statuses_and_outputs(code):
     assert forked.stderr.splitlines()[-1:] == started.stderr.splitlines()[-1:]
 
 
-def test_what_was_imported_before_is_others(tmp_path):
-    code = "import sys; print('torch' in sys.modules, 'hf_hybrid_ssm' in sys.modules, 'pytest' in sys.modules)"
-    found = processes.run([sys.executable, "-c", code], env=processes.AT_FIRST)
-    assert found.stdout.split() == ["True", "False", "False"]
+@pytest.mark.parametrize("with_transformers", [True, False])
+def test_what_was_imported_before_is_others(with_transformers):
+    names = ("torch", "transformers", "hf_hybrid_ssm", "pytest")
+    code = f"import sys; print([name in sys.modules for name in {names}])"
+    found = processes.run([sys.executable, "-c", code], with_transformers=with_transformers)
+    assert found.stdout.strip() == str([True, with_transformers, False, False])
+
+
+def test_the_environment_is_kept(monkeypatch):
+    monkeypatch.setenv("CHANGED", "first")
+    monkeypatch.setenv("REMOVED", "first")
+    before = dict(os.environ)
+    with pytest.raises(ValueError), conftest.kept_environment():
+        os.environ |= {"CHANGED": "second", "ADDED": "second"}
+        del os.environ["REMOVED"]
+        raise ValueError
+    assert os.environ == before
+
+
+def test_what_a_test_sets_ends_with_it(request):
+    """Even what a library sets that it imports; else nothing would be forked for the tests after it."""
+    call = conftest.pytest_runtest_call(request.node)
+    next(call)
+    os.environ["HF_SET_BY_A_TEST"] = "1"
+    with pytest.raises(StopIteration):
+        next(call)
+    assert "HF_SET_BY_A_TEST" not in os.environ
 
 
 def test_an_environment_that_imports_read_starts_a_new_process():

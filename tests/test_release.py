@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 import hf_hybrid_ssm
+from tests import processes
 
 ROOT = Path(__file__).parents[1]
 
@@ -39,11 +40,14 @@ def installed(built, tmp_path_factory):
 
 
 def run(*command, cwd=ROOT, path=None):
+    """By subprocess; with the path of an installation, as if it alone were installed, by a fork."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     environment.pop("PYTHONPATH", None)
     if path is not None:
-        environment["PYTHONPATH"] = str(path)
-    done = subprocess.run([*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+        done = processes.run(command, cwd=cwd, env=environment | {"PYTHONPATH": str(path)})
+    else:
+        command = [*map(str, command)]
+        done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

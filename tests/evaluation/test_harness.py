@@ -103,11 +103,6 @@ def tiny_config(family, tokenizer):
     return AutoConfig.for_model(family, **fields)
 
 
-def test_unknown_task(folder):
-    with pytest.raises(ValueError, match="no_such_task"):
-        evaluate(str(folder / "model"), ["no_such_task"], include_path=folder / "tasks")
-
-
 def test_command_line_registers_the_families(folder):
     arguments = ["run", "--model", "hf", "--model_args", f"pretrained={folder / 'model'}", "--tasks", "counting_here"]
     arguments += ["--include_path", str(folder / "tasks"), "--device", "cpu", "--output_path", str(folder / "scores")]

@@ -18,7 +18,10 @@ from transformers.distributed import DistributedConfig
 import hf_hybrid_ssm  # noqa: F401 - registers the families
 from tests.upstream.harness import fsdp_checks
 
-SIZES = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": 1}
+# longer than every window, and steps before a checkpoint and after it; more of either show nothing new
+fsdp_checks.SEQ_LEN, fsdp_checks.NUM_STEPS = 24, 4
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": 1}
 SIZES |= {"eos_token_id": 2}
 HYBRID = {"block_types": ["linear_attention", "full_attention"], "mlp_intermediate_size": 128}
 HYBRID |= {"num_attention_heads": 4, "num_key_value_heads": 2}
