@@ -9,13 +9,14 @@ spread of the logits; generated tokens equal), "refused" (an error, whose first 
 
 import argparse
 import copy
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
-from timing import machine_arguments, write_results
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -24,6 +25,10 @@ from transformers import (
     DynamicCache,
     PreTrainedModel,
 )
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from timing import machine_arguments, write_results
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
 
