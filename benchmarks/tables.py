@@ -486,6 +486,26 @@ def checkpoints() -> str:
     return f"{markdown_table(names, rows)}\n{markdown_table(head, by_length)}"
 
 
+def same_checks(figures: dict) -> str:
+    """Of each model how many checks have which outcome; of each check where it is refused and where it differs."""
+    models = figures["models"]
+    rows = []
+    for name, found in models.items():
+        outcomes = [answer["outcome"] for answer in found["checks"].values()]
+        rows.append([name, *(outcomes.count(kind) for kind in ("same", "refused", "differs"))])
+    total = len(next(iter(models.values()))["checks"])
+    by_model = markdown_table([f"of {total} checks", "same", "refused", "differs, without a word"], rows)
+    lines = []
+    for check in next(iter(models.values()))["checks"]:
+        named: dict[str, list[str]] = {"refused": [], "differs": []}
+        for name, found in models.items():
+            if (outcome := found["checks"][check]["outcome"]) != "same":
+                named[outcome].append(name)
+        lines.append([check, *(", ".join(names) or "none" for names in named.values())])
+    by_check = markdown_table(["check", "refused by", "differs for"], lines).replace("---:", "---")
+    return f"{by_model}\n{by_check}"
+
+
 TABLES = {
     "bst_layer": bst_layer,
     "spade_ssm_cost": spade_ssm_cost,
@@ -513,6 +533,7 @@ TABLES = {
     "training": training,
     "weight_only": weight_only,
     "start_up": start_up,
+    "comparison": same_checks,
 }
 
 
