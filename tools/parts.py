@@ -52,6 +52,7 @@ TESTS = {prefix: " ".join(f"tests/ops/{name}.py" for name in names.split()) for 
     "models/official_state_dict.py": "tests/models/test_longhorn_conversion.py tests/models/test_spade_conversion.py",
     "models/packing.py": "tests/models/test_packed_pieces.py",
     "models/spade/": _SPADE,
+    "models/ssm_configuration.py": "tests/models/test_configurations.py",
     "models/spade/base_of_checkpoint.py": "tests/hub/test_base_of_exported.py tests/models/test_spade.py",
     "models/spade/convert_official_checkpoint.py": "tests/models/test_spade_conversion.py"
     " tests/golden/test_spade_model.py",

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hybrid_ssm.models.lmu_isa.lmu import LMU, ImplicitAttention
+from hf_hybrid_ssm.models.lmu_isa.lmu import ImplicitAttention
 from hf_hybrid_ssm.ops._core.native_library import missing_compiler
 from hf_hybrid_ssm.ops.implicit_attention import implicit_attention, native, torch_backend
 from hf_hybrid_ssm.ops.implicit_attention.decoding import apply_deferred, defer_updates
-from hf_hybrid_ssm.ops.legendre_memory import impulse_response, legendre_memory, transition
+from hf_hybrid_ssm.ops.legendre_memory import decode_memory, impulse_response, legendre_memory, transition
 from hf_hybrid_ssm.ops.legendre_memory.constants import finite_response
 
 PRESETS = [(50, 350.0), (65, 350.0), (90, 350.0), (110, 350.0), (150, 350.0), (220, 350.0)]
@@ -68,21 +68,20 @@ def test_tail(order, theta):
 
 @pytest.mark.parametrize(("order", "theta"), [(6, 20.0), *PRESETS])
 def test_delayed_signal_is_read_back(order, theta):
-    layer = LMU(1, order=order, theta=theta)
     length, frequency = int(3 * theta), 0.1 * order / (2 * theta)
     signal = torch.cos(2 * math.pi * frequency * torch.arange(length, dtype=torch.float64))
-    memory, _ = layer(signal.view(1, -1, 1))
+    memory, _ = legendre_memory(signal.view(1, -1, 1), order=order, theta=theta)
     delays = torch.arange(int(theta))
-    error = (layer.decode(memory[0, -1], delays)[:, 0] - signal[length - 1 - delays]).abs()
+    error = (decode_memory(memory[0, -1], delays, theta=theta)[:, 0] - signal[length - 1 - delays]).abs()
     inner = (delays >= 0.1 * theta) & (delays <= 0.9 * theta)
     assert error[inner].max() < 4e-3 and error.max() < 2e-2
 
 
 def test_constants_are_exact_and_ramps_nearly():
-    layer = LMU(1, order=6, theta=20.0)
-    constant, _ = layer(torch.full((1, 200, 1), 3.0, dtype=torch.float64))
+    sizes = {"order": 6, "theta": 20.0}
+    constant, _ = legendre_memory(torch.full((1, 200, 1), 3.0, dtype=torch.float64), **sizes)
     torch.testing.assert_close(constant[0, -1, :, 0], 3 * F.one_hot(torch.tensor(0), 6).double(), rtol=0, atol=1e-6)
-    ramp, _ = layer(torch.arange(400.0, dtype=torch.float64).view(1, -1, 1))
+    ramp, _ = legendre_memory(torch.arange(400.0, dtype=torch.float64).view(1, -1, 1), **sizes)
     assert ramp[0, -1, 0].item() == pytest.approx(399 - 9.5, abs=1e-2)
     assert ramp[0, -1, 1].item() == pytest.approx(-10, abs=2e-2)
 
@@ -366,12 +365,11 @@ def test_memory_equals_the_reference_and_steps(problem):
         real(got[0].flatten(2), lengths), real(want[0].flatten(2), lengths), rtol=1e-9, atol=1e-11
     )
     torch.testing.assert_close(got[1], want[1], rtol=1e-9, atol=1e-11)
-    layer, state = LMU(x.shape[2], order=order, theta=options["theta"]), None
-    state = layer.init_state(x.shape[0], dtype=torch.float64)
-    whole, _ = layer(x)
+    sizes, state = {"order": order, "theta": options["theta"]}, None
+    whole, _ = legendre_memory(x, **sizes)
     for t in range(min(x.shape[1], 5)):
-        y, state = layer.step(x[:, t], state)
-        torch.testing.assert_close(y, whole[:, t], rtol=1e-9, atol=1e-11)
+        y, state = legendre_memory(x[:, t : t + 1], **sizes, initial_state=state, return_final_state=True)
+        torch.testing.assert_close(y[:, 0], whole[:, t], rtol=1e-9, atol=1e-11)
 
 
 def test_gradcheck():

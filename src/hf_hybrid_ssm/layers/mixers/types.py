@@ -27,20 +27,3 @@ MIXER_TYPES: dict[str, Any] = {
     "ema": MixerType(16, **_PARTLY),
     "lstm": MixerType(),
 }
-
-
-def check_mixer_fields(config: Any) -> Any:
-    """The `MixerType` of `config.ssm_type`, or the class registered under that name.
-
-    Raises:
-        ValueError: there is no such mixer, or `config.ssm_state_size` is odd and its states are pairs.
-    """
-    name, size = config.ssm_type, config.ssm_state_size
-    if name not in MIXER_TYPES:
-        raise ValueError(
-            f"ssm_type={name!r} is not one of {', '.join(map(repr, MIXER_TYPES))}; one of your own is made known by "
-            "hf_hybrid_ssm.register_mixer."
-        )
-    if size is not None and size % 2 and MIXER_TYPES[name].conjugate_pairs:
-        raise ValueError(f"ssm_state_size={size} must be even for ssm_type={name!r}: its states are conjugate pairs.")
-    return MIXER_TYPES[name]

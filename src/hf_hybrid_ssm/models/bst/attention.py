@@ -9,7 +9,7 @@ from hf_hybrid_ssm.layers.l2_normalise import l2_normalise
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
-from hf_hybrid_ssm.models.bst.block_grid import AlignedGrid, FreeGrid, block_grid
+from hf_hybrid_ssm.models.bst.block_grid import BlockGrid, block_grid
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.bst.context_states import ContextStates, attend_context, newest_last, slot_by_slot
 from hf_hybrid_ssm.models.bst.recurrent_states import RecurrentStates
@@ -140,25 +140,24 @@ class BstAttention(nn.Module):
     ) -> tuple[torch.Tensor, States]:
         """(B, L, H, e) what the tokens find in the context states of their blocks (equations 3.3 and 3.4)."""
         queries = self._context_queries(z)
-        if (past or options["seq_idx"] is not None) and self.context_mask is not None and self.retrieval is None:
+        if self.context_mask is not None and self.retrieval is None:
             return self._attend_context_along_rows(queries, x, past, options)
         grid = self._grid(x, past, documents, options)
         keys, values, states = self.context(x, grid, past or None, **options)
         keys, values = self._for_every_query(keys, values)
-        if self.retrieval is not None:
-            blocks = grid.to_blocks(queries)
-            found, memory = attend_with_memory(
-                blocks, keys, values, grid, past or None, causal=self.context_mask, **self.retrieval
-            )
-            return grid.from_blocks(found), states | memory if options["return_final_state"] else {}
-        mask = grid.slot_mask if self.is_bidirectional else self.context_mask
-        blocks = attend_context(grid.to_blocks(queries), keys, values, mask=mask)
-        return grid.from_blocks(blocks), states
+        blocks = grid.to_blocks(queries)
+        if self.retrieval is None:
+            return grid.from_blocks(attend_context(blocks, keys, values)), states
+        found, memory = attend_with_memory(
+            blocks, keys, values, grid, past or None, causal=self.context_mask, **self.retrieval
+        )
+        return grid.from_blocks(found), states | memory if options["return_final_state"] else {}
 
     def _attend_context_along_rows(
         self, queries: torch.Tensor, x: torch.Tensor, past: States, options: dict[str, Any]
     ) -> tuple[torch.Tensor, States]:
-        """The same where blocks begin anywhere: a block's tokens and its states are the same columns of the row."""
+        """The same for "sh" and "mh", whose blocks have a state for each of their tokens: attention within chunks of W
+        tokens, wherever these begin."""
         keys, values, ssm = self.context.along_rows(x, past or None, **options)
         state = None
         if past:
@@ -194,12 +193,10 @@ class BstAttention(nn.Module):
         grid = self._grid(z, past, documents, options)
         return_state = options["return_final_state"]
         state_keys, state_values, after = self.recurrent(keys, values, grid, past or None, return_state=return_state)
-        blocks = attend_context(grid.to_blocks(self._context_queries(z)), state_keys, state_values, mask=None)
+        blocks = attend_context(grid.to_blocks(self._context_queries(z)), state_keys, state_values)
         return grid.from_blocks(blocks), after
 
-    def _grid(
-        self, x: torch.Tensor, past: States, documents: int | None, options: dict[str, Any]
-    ) -> AlignedGrid | FreeGrid:
+    def _grid(self, x: torch.Tensor, past: States, documents: int | None, options: dict[str, Any]) -> BlockGrid:
         """Where the tokens of x (B, L, d) lie in the blocks of their documents."""
         packing = {name: options[name] for name in ("seq_idx", "lengths")} | {"documents": documents}
         seen, device = past.get("seen"), x.device

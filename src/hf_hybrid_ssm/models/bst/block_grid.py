@@ -4,7 +4,6 @@ Blocks count from the first token of a document, wherever a piece of it begins a
 In a fresh batch, blocks are simply a reshape.
 """
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -13,48 +12,66 @@ import torch.nn.functional as F
 from hf_hybrid_ssm.ops._core.checks import can_read_values
 
 
-class BlockGrid(ABC):
+@dataclass(frozen=True)
+class BlockGrid:
     """The blocks 0..J-1 that a piece (B, L) touches, and block J after them.
 
-    Attributes:
+    Args:
         window: W.
         length: L.
-        num_blocks: J.
         starts: (B, J + 1) int64, column of each block's first token; negative where the block began in an earlier
             piece. Blocks that a row does not have start at L.
         is_first_block: (B, J + 1) bool, the block is the first of its document.
         tokens_seen: (B,) int64, tokens of the row's last document read so far, this piece included.
         next_block: (B,) int64, the block of the token that follows the piece.
-        real: (B,) int64, real tokens of the piece.
+        block: (B, L) int64, the block of each token; None where every row is one document from its first token, whose
+            blocks are a reshape.
     """
 
     window: int
     length: int
-    num_blocks: int
     starts: torch.Tensor
     is_first_block: torch.Tensor
     tokens_seen: torch.Tensor
     next_block: torch.Tensor
-    real: torch.Tensor
+    block: torch.Tensor | None = None
 
     @property
-    def slot_mask(self) -> torch.Tensor:
-        """(B, J, W) the slot holds a real token of this piece."""
-        columns = self.starts[:, :-1, None] + torch.arange(self.window, device=self.starts.device)
-        ends = torch.minimum(self.starts[:, 1:], self.real.unsqueeze(1))
-        return (columns >= 0) & (columns < ends.unsqueeze(-1))
+    def num_blocks(self) -> int:
+        """J."""
+        return self.starts.shape[1] - 1
 
-    @abstractmethod
+    @property
+    def ends(self) -> torch.Tensor:
+        """(B, J) column of the token before each of the blocks 1..J (where that is in this piece)."""
+        return (self.starts[:, 1:] - 1).clamp(0, self.length - 1)
+
     def to_blocks(self, x: torch.Tensor, past: torch.Tensor | None = None) -> torch.Tensor:
         """x (B, L, ...) → (B, J, W, ...), slot by slot.
 
         `past` (B, W, ...) fills the slots of block 0 that earlier pieces hold. Slots after a document's end hold
         something finite.
         """
+        slots = torch.arange(self.window, device=x.device)
+        if self.block is None:
+            gap = self.num_blocks * self.window - self.length
+            blocks = F.pad(x, (0, 0) * (x.dim() - 2) + (0, gap)) if gap else x
+            blocks = blocks.unflatten(1, (self.num_blocks, self.window))
+        else:
+            columns = (self.starts[:, :-1, None] + slots).clamp(0, self.length - 1)
+            blocks = _take(x, columns.flatten(1)).unflatten(1, columns.shape[1:])
+        if past is None:
+            return blocks
+        offset = (-self.starts[:, 0]).clamp(min=0)  # tokens of block 0 that earlier pieces hold
+        held = _like((slots < offset.unsqueeze(1)), past)
+        return torch.cat([torch.where(held, past, blocks[:, 0]).unsqueeze(1), blocks[:, 1:]], dim=1)
 
-    @abstractmethod
     def from_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
         """(B, J, W, ...) → (B, L, ...)."""
+        if self.block is None:
+            return blocks.flatten(1, 2)[:, : self.length]
+        slot = torch.arange(self.length, device=blocks.device) - self.starts.gather(1, self.block)
+        return _take(blocks.flatten(1, 2), self.block * self.window + slot)
 
     def unfinished(self, blocks: torch.Tensor) -> torch.Tensor:
         """From (B, J, W, ...) the block that goes on after the piece, (B, W, ...), zero where it is not yet
@@ -64,102 +81,6 @@ class BlockGrid(ABC):
         filled = torch.arange(self.window, device=blocks.device) < (self.tokens_seen % self.window).unsqueeze(1)
         kept = blocks[rows, last]
         return torch.where(_like(filled, kept), kept, 0.0)
-
-
-@dataclass(frozen=True)
-class AlignedGrid(BlockGrid):
-    """The grid of rows of one document that begin at a block's first token: a reshape, which needs no tensor.
-
-    Args:
-        window, length: W, L.
-        lengths: (B,) int, real tokens at the front of each row; or None.
-        batch: B.
-        device: of the tensors, which are made where they are asked for.
-    """
-
-    window: int
-    length: int
-    lengths: torch.Tensor | None
-    batch: int
-    device: torch.device | None
-
-    @property
-    def num_blocks(self) -> int:  # type: ignore[override]
-        return -(-self.length // self.window)
-
-    @property
-    def starts(self) -> torch.Tensor:  # type: ignore[override]
-        starts = torch.arange(self.num_blocks + 1, device=self.device) * self.window
-        return starts.expand(self.batch, -1)
-
-    @property
-    def is_first_block(self) -> torch.Tensor:  # type: ignore[override]
-        return self.starts == 0
-
-    @property
-    def tokens_seen(self) -> torch.Tensor:  # type: ignore[override]
-        return self.real
-
-    @property
-    def next_block(self) -> torch.Tensor:  # type: ignore[override]
-        return self.real // self.window
-
-    @property
-    def real(self) -> torch.Tensor:  # type: ignore[override]
-        if self.lengths is not None:
-            return self.lengths.to(torch.int64)
-        return torch.full((self.batch,), self.length, device=self.device)
-
-    def to_blocks(self, x: torch.Tensor, past: torch.Tensor | None = None) -> torch.Tensor:
-        if past is not None:
-            raise ValueError("past must be None: aligned rows have no earlier piece.")
-        gap = self.num_blocks * self.window - self.length
-        x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, gap)) if gap else x
-        return x.unflatten(1, (self.num_blocks, self.window))
-
-    def from_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
-        return blocks.flatten(1, 2)[:, : self.length]
-
-
-@dataclass(frozen=True)
-class FreeGrid(BlockGrid):
-    """The grid of rows whose blocks begin anywhere.
-
-    Args:
-        block: (B, L) int64, the block of each token; the others as in `BlockGrid`.
-    """
-
-    window: int
-    length: int
-    starts: torch.Tensor
-    is_first_block: torch.Tensor
-    block: torch.Tensor
-    tokens_seen: torch.Tensor
-    next_block: torch.Tensor
-    real: torch.Tensor
-
-    @property
-    def num_blocks(self) -> int:  # type: ignore[override]
-        return self.starts.shape[1] - 1
-
-    @property
-    def ends(self) -> torch.Tensor:
-        """(B, J) column of the token before each of the blocks 1..J (where that is in this piece)."""
-        return (self.starts[:, 1:] - 1).clamp(0, self.length - 1)
-
-    def to_blocks(self, x: torch.Tensor, past: torch.Tensor | None = None) -> torch.Tensor:
-        slots = torch.arange(self.window, device=x.device)
-        columns = (self.starts[:, :-1, None] + slots).clamp(0, self.length - 1)
-        blocks = _take(x, columns.flatten(1)).unflatten(1, columns.shape[1:])
-        if past is None:
-            return blocks
-        offset = (-self.starts[:, 0]).clamp(min=0)  # tokens of block 0 that earlier pieces hold
-        held = _like((slots < offset.unsqueeze(1)), past)
-        return torch.cat([torch.where(held, past, blocks[:, 0]).unsqueeze(1), blocks[:, 1:]], dim=1)
-
-    def from_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
-        slot = torch.arange(self.length, device=blocks.device) - self.starts.gather(1, self.block)
-        return _take(blocks.flatten(1, 2), self.block * self.window + slot)
 
 
 def block_grid(
@@ -172,7 +93,7 @@ def block_grid(
     lengths: torch.Tensor | None = None,
     documents: int | None = None,
     device: torch.device | None = None,
-) -> AlignedGrid | FreeGrid:
+) -> BlockGrid:
     """The grid of a piece.
 
     Args:
@@ -181,24 +102,24 @@ def block_grid(
         lengths: (B,) int, real tokens at the front of each row.
         documents: the most that a row of `seq_idx` holds, where its values are not to be read.
     """
-    if seq_idx is None and tokens_seen is None:
-        return AlignedGrid(window, length, lengths, batch, device)
-    columns = torch.arange(length, device=device)
     real = torch.full((batch,), length, device=device) if lengths is None else lengths.to(torch.int64)
+    if tokens_seen is None and seq_idx is None:
+        indices = torch.arange(-(-length // window) + 1, device=device).expand(batch, -1)
+        return BlockGrid(window, length, indices * window, indices == 0, real, real // window)
     before = torch.zeros(batch, dtype=torch.int64, device=device) if tokens_seen is None else tokens_seen
+    columns = torch.arange(length, device=device)
     if seq_idx is not None:
         return _packed_grid(length, window, columns, before, real, seq_idx, documents)
     offset = before % window
     indices = torch.arange((length + window - 2) // window + 2, device=device)
-    return FreeGrid(
+    return BlockGrid(
         window=window,
         length=length,
         starts=indices * window - offset.unsqueeze(1),
         is_first_block=(before // window).unsqueeze(1) + indices == 0,
-        block=(columns + offset.unsqueeze(1)) // window,
         tokens_seen=before + real,
         next_block=(offset + real) // window,
-        real=real,
+        block=(columns + offset.unsqueeze(1)) // window,
     )
 
 
@@ -221,7 +142,7 @@ def _packed_grid(
     real: torch.Tensor,
     seq_idx: torch.Tensor,
     documents: int | None,
-) -> FreeGrid:
+) -> BlockGrid:
     """Every document restarts the blocks, so their number depends on where documents begin.
 
     Where that costs a wait for the device, there are as many blocks as that number of documents can have.
@@ -242,7 +163,7 @@ def _packed_grid(
     tokens_seen = torch.where(real > 0, position.gather(1, last).squeeze(1) + 1, before)
     next_block = block.gather(1, last).squeeze(1) + (tokens_seen % window == 0)
     next_block = torch.where(real > 0, next_block, 0)
-    return FreeGrid(window, length, starts, first, block, tokens_seen, next_block, real)
+    return BlockGrid(window, length, starts, first, tokens_seen, next_block, block)
 
 
 def _take(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

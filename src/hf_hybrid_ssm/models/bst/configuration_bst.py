@@ -10,8 +10,9 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
 
-from hf_hybrid_ssm.layers.mixers.types import MIXER_TYPES, check_mixer_fields
-from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE, HybridConfigMixin
+from hf_hybrid_ssm.layers.mixers.types import MIXER_TYPES
+from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
+from hf_hybrid_ssm.models.ssm_configuration import SsmConfigMixin, default_state_size
 
 BLOCK_TYPES = ("sliding_attention", "bst", "block_recurrent")
 STATE_SIZES = {"s4d": 16, "s4": 16}  # the paper's
@@ -33,13 +34,8 @@ def _bst_layers(config: Any) -> list[int]:
     return [index for index, block_type in enumerate(config.block_types) if block_type == "bst"]
 
 
-def _state_size(config: Any) -> int | None:
-    default = getattr(MIXER_TYPES.get(config.ssm_type), "default_state_size", None)
-    return STATE_SIZES.get(config.ssm_type, default)
-
-
 @strict
-class BstConfig(HybridConfigMixin, PreTrainedConfig):
+class BstConfig(SsmConfigMixin, PreTrainedConfig):
     r"""
     Configuration of a Block-State Transformer (arXiv 2306.09539). The defaults are BST:SH:S4 of about 200M parameters.
 
@@ -157,7 +153,7 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
     derived: ClassVar[dict[str, Callable[[Any], Any]]] = {
         "block_types": _block_types,
         "ssm_layers": _bst_layers,
-        "ssm_state_size": _state_size,
+        "ssm_state_size": lambda config: STATE_SIZES.get(config.ssm_type, default_state_size(config)),
         "num_key_value_heads": lambda config: config.num_attention_heads,
         "logit_scale": lambda config: 1 / math.sqrt(config.hidden_size) if config.hidden_size > 0 else None,
     }
@@ -178,21 +174,11 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
     context_variant: str = "sh"
     num_context_states: int = 32
     recurrent_num_states: int = 512
-    ssm_type: str = "s4d"
-    ssm_state_size: int | None = None
-    ssm_num_dynamics: int | None = None
     ssm_init: str = "legs"
     ssm_discretization: str | None = None
-    ssm_dt_min: float = 1e-3
-    ssm_dt_max: float = 1e-1
     ssm_input_norm: bool = True
-    ssm_skip: bool = True
     ssm_learning_rate: float | None = 1e-3
-    filter_length: int = 4096
-    filter_emb_dim: int = 33
-    filter_hidden_size: int = 64
     filter_inner_layers: int = 2
-    filter_sin_freq: float | int = 14.0
     filter_fast_decay_pct: float = 0.3
     filter_slow_decay_pct: float = 1.5
     filter_decay_target: float = 0.01
@@ -250,18 +236,16 @@ class BstConfig(HybridConfigMixin, PreTrainedConfig):
         """Sizes that fit together."""
         self.check_positive(
             "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-            "intermediate_size", "sliding_window", "num_context_states", "ssm_state_size", "ssm_dt_min", "ssm_dt_max",
-            "filter_length",
-            "filter_hidden_size", "relative_attention_max_distance", "layer_norm_epsilon",
-            "max_position_embeddings", "logit_scale", "recurrent_num_states", "ssm_learning_rate", "filter_sin_freq",
+            "intermediate_size", "sliding_window", "num_context_states", "relative_attention_max_distance",
+            "layer_norm_epsilon", "max_position_embeddings", "logit_scale", "recurrent_num_states",
+            "ssm_learning_rate",
         )  # fmt: skip
-        self.check_order("ssm_dt_min", "ssm_dt_max")
         self.check_not_negative("filter_inner_layers", "initializer_range", "context_init_std", "context_id_std")
         self.check_dropout("dropout", "attention_dropout", "final_dropout")
         self.check_activation("hidden_act")
         self.check_choice("context_variant", ("sh", "mh", "mf"))
         self.check_choice("ssm_init", ("legs", "inv", "lin"))
-        mixer = check_mixer_fields(self)
+        mixer = self.check_ssm()
         if self.context_variant != "sh" and not mixer.supports_filters:
             several = [name for name, other in MIXER_TYPES.items() if other.supports_filters]
             raise ValueError(

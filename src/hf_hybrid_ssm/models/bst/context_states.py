@@ -18,7 +18,7 @@ from hf_hybrid_ssm.layers.mixers.base import State, mixer_state, named_states
 from hf_hybrid_ssm.layers.mixers.registry import mixer_from_config
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
-from hf_hybrid_ssm.models.bst.block_grid import AlignedGrid, FreeGrid
+from hf_hybrid_ssm.models.bst.block_grid import BlockGrid
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.ops._core.checks import can_read_values
 from hf_hybrid_ssm.ops._core.transforms import attention
@@ -83,7 +83,7 @@ class ContextStates(nn.Module):
             self.context_ids = nn.Parameter(torch.empty(config.num_context_states, hidden_size))
 
     def forward(
-        self, x: torch.Tensor, grid: AlignedGrid | FreeGrid, state: dict[str, torch.Tensor] | None, **options: Any
+        self, x: torch.Tensor, grid: BlockGrid, state: dict[str, torch.Tensor] | None, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """Keys and values of the blocks that a piece touches.
 
@@ -123,14 +123,14 @@ class ContextStates(nn.Module):
     def _shifted(
         self,
         x: torch.Tensor,
-        grid: AlignedGrid | FreeGrid,
+        grid: BlockGrid,
         past: tuple[torch.Tensor | None, torch.Tensor | None],
         options: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """C_0 learned, C_i = y at the last token of block i - 1: read out there only, all filters at once."""
         first = None
         selection: dict[str, Any] = {"stride": self.window}
-        if isinstance(grid, FreeGrid):
+        if grid.block is not None:
             first, selection = grid.is_first_block[..., None, None], {"positions": grid.ends}
         y, ssm = self.ssm(self._ssm_input(x), **options, **selection)  # (B, J or L // W, S, d)
         initial = self.initial_context.to(y.dtype).expand(len(x), 1, -1, -1)
@@ -237,36 +237,15 @@ def _rolled(x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
     return x.gather(2, source[:, None, :, None].expand_as(x))
 
 
-def attend_context(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    *,
-    mask: str | torch.Tensor | None,
-) -> torch.Tensor:
-    """Cross-attention of a block's tokens to its context states; scores are already scaled.
+def attend_context(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Cross-attention of a block's tokens to states that they all see; scores are already scaled.
 
     Args:
         queries: (B, J, W, H, e).
-        keys, values: (B, J, W or S, H, e).
-        mask: "causal" (slot s sees slots up to s), "strict" (slots before s; slot 0 sees nothing and gets 0), None, or
-            a boolean (B, J, W), the slots that all may see.
+        keys, values: (B, J, S, H, e).
 
     Returns:
         (B, J, W, H, e).
     """
-    batch, blocks = queries.shape[:2]
     q, k, v = (part.flatten(0, 1).transpose(1, 2) for part in (queries, keys, values))
-    options: dict[str, Any] = {"scale": 1.0}
-    if isinstance(mask, torch.Tensor):
-        options["attn_mask"] = (mask | ~mask.any(-1, keepdim=True)).flatten(0, 1)[:, None, None]
-    elif mask == "strict":
-        strict = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(-1)
-        strict[0, 0] = True
-        options["attn_mask"] = strict
-    elif mask == "causal":
-        options["is_causal"] = True
-    out = attention(q, k, v, **options).transpose(1, 2).unflatten(0, (batch, blocks))
-    if isinstance(mask, str) and mask == "strict":
-        out = torch.cat([torch.zeros_like(out[:, :, :1]), out[:, :, 1:]], dim=2)
-    return out
+    return attention(q, k, v, scale=1.0).transpose(1, 2).unflatten(0, queries.shape[:2])

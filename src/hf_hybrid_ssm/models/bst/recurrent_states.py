@@ -14,7 +14,7 @@ from torch import nn
 from hf_hybrid_ssm.layers.l2_normalise import l2_normalise
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
-from hf_hybrid_ssm.models.bst.block_grid import AlignedGrid, FreeGrid
+from hf_hybrid_ssm.models.bst.block_grid import BlockGrid
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.bst.context_states import boundaries
 from hf_hybrid_ssm.ops._core.checks import can_read_values
@@ -67,7 +67,7 @@ class RecurrentStates(nn.Module):
         self,
         token_keys: torch.Tensor,
         token_values: torch.Tensor,
-        grid: AlignedGrid | FreeGrid,
+        grid: BlockGrid,
         state: States | None,
         *,
         return_state: bool,
@@ -83,9 +83,7 @@ class RecurrentStates(nn.Module):
         Returns:
             keys and values (B, J, S, H, e), and the new state.
         """
-        starts_anew = (
-            isinstance(grid, AlignedGrid) and not return_state
-        )  # then only block 0 is the first of a document
+        starts_anew = grid.block is None and not return_state  # then only block 0 is the first of a document
         blocks, befores = [], []
         if starts_anew:
             tokens = [_windows(part, grid).unbind(1) for part in (token_keys, token_values)]
@@ -160,7 +158,7 @@ class RecurrentStates(nn.Module):
             blocks = [block.masked_fill(over, 0.0) for block in blocks]
         return found, dict(zip(RECURRENT_STATES, (s, keys, values, *blocks, *before)))
 
-    def _last_block_may_be_finished(self, grid: AlignedGrid | FreeGrid) -> bool:
+    def _last_block_may_be_finished(self, grid: BlockGrid) -> bool:
         """False where no row finishes the last block, so that the update after it may be left out."""
         return not can_read_values(grid.next_block) or bool((grid.next_block >= grid.num_blocks).any())
 
@@ -216,7 +214,7 @@ class RecurrentStates(nn.Module):
 
     def _after(
         self,
-        grid: AlignedGrid | FreeGrid,
+        grid: BlockGrid,
         states: list[torch.Tensor],
         keys: list[torch.Tensor],
         values: list[torch.Tensor],
@@ -237,7 +235,7 @@ def _is_plain(layer: nn.Module) -> bool:
     return type(layer) is nn.Linear and type(layer.weight) is nn.Parameter and not is_hooked
 
 
-def _windows(x: torch.Tensor, grid: AlignedGrid | FreeGrid) -> torch.Tensor:
+def _windows(x: torch.Tensor, grid: BlockGrid) -> torch.Tensor:
     """x (B, L, H, e) → (B, J, 2 W, H, e), each block after the one before it, and block 0 after zeros."""
     gap = grid.num_blocks * grid.window - grid.length
     padded = F.pad(x, (0, 0, 0, 0, grid.window, gap))

@@ -31,7 +31,8 @@ def attend_with_memory(
         keys, values: (B, J, W or S, H, e), the context states of the blocks of a piece.
         grid: the blocks.
         state: the tensors `MEMORY_STATES` after the tokens before the piece, or None.
-        causal: "causal", "strict" or None, which of its block's own states a token sees, as for `attend_context`.
+        causal: which of its block's own states a token sees: "causal" (slot s sees slots up to s), "strict" (slots
+            before s), or None (all).
         top_k: k, states that a token retrieves, for each head.
         capacity: M, states that the memory holds; the oldest fall out.
         stride: every `stride`-th state of a finished block is kept.

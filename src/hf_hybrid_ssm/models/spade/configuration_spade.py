@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from hf_hybrid_ssm.layers.mixers.types import MIXER_TYPES, check_mixer_fields
-from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE, HybridConfigMixin
+from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
+from hf_hybrid_ssm.models.ssm_configuration import SsmConfigMixin, default_state_size
 
 ATTENTION_TYPES = ("window", "chunk", "full")
 
@@ -60,7 +60,7 @@ _FSDP_PLAN |= {f"{stack}.*": "free_full_weight" for stack in ("layers", "encoder
 
 
 @strict
-class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
+class SpadeConfig(SsmConfigMixin, PreTrainedConfig):
     r"""
     Configuration of one SPADE stack (arXiv 2212.08136): a causal language model, or a bidirectional encoder with a
     classifier. The defaults are the paper's language model, with one embedding table for all tokens.
@@ -161,7 +161,7 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
     }
 
     derived: ClassVar[dict[str, Callable[[Any], Any]]] = {
-        "ssm_state_size": lambda config: getattr(MIXER_TYPES.get(config.ssm_type), "default_state_size", None),
+        "ssm_state_size": default_state_size,
         "ssm_trainable": lambda config: "none" if config.ssm_type in ("s4", "s4d") else "all",
         "final_norm": lambda config: config.norm_position == "pre",
         "embedding_norm": lambda config: config.norm_position == "post",
@@ -180,20 +180,11 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
     chunk_size: int = 512
     ssm_layers: list[int] | tuple[int, ...] = (0,)
     ssm_type: str = "s4"
-    ssm_state_size: int | None = None
-    ssm_num_dynamics: int | None = None
-    ssm_dt_min: float = 1e-3
-    ssm_dt_max: float = 1e-1
     ssm_trainable: str | None = None
     ssm_stop_gradient: bool = False
-    ssm_skip: bool = True
     ssm_merge: str = "concat"
     ssm_merge_weight: float = 0.5
     s5_blocks: int = 8
-    filter_length: int = 4096
-    filter_hidden_size: int = 64
-    filter_emb_dim: int = 33
-    filter_sin_freq: float = 14.0
     ema_activation: str | None = "silu"
     relative_attention_num_buckets: int = 32
     relative_attention_max_distance: int = 128
@@ -247,11 +238,9 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
         """Sizes that fit together, names that exist."""
         self.check_positive(
             "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-            "sliding_window", "chunk_size", "ssm_state_size", "relative_attention_max_distance", "layer_norm_epsilon",
-            "filter_length", "filter_hidden_size", "filter_sin_freq", "adaptive_factor", "classifier_hidden_size",
-            "pixel_std", "ssm_dt_min", "ssm_dt_max",
+            "sliding_window", "chunk_size", "relative_attention_max_distance", "layer_norm_epsilon",
+            "adaptive_factor", "classifier_hidden_size", "pixel_std",
         )  # fmt: skip
-        self.check_order("ssm_dt_min", "ssm_dt_max")
         self.check_not_negative("initializer_range", "ssm_merge_weight")
         self.check_dropout(
             "dropout", "attention_dropout", "activation_dropout", "embedding_dropout", "adaptive_dropout",
@@ -259,7 +248,7 @@ class SpadeConfig(HybridConfigMixin, PreTrainedConfig):
         )  # fmt: skip
         self.check_activation("hidden_act", "classifier_activation")
         self.check_choice("attention_type", ATTENTION_TYPES)
-        choices = check_mixer_fields(self).trainable_choices
+        choices = self.check_ssm().trainable_choices
         if self.ssm_trainable not in choices:
             known = f"{', '.join(map(repr, choices))}, the choices of ssm_type={self.ssm_type!r}"
             raise ValueError(f"ssm_trainable={self.ssm_trainable!r} is not one of {known}.")

@@ -60,6 +60,24 @@ def legendre_memory(
     return y, final if return_final_state else None
 
 
+def decode_memory(memory: torch.Tensor, delays: torch.Tensor, *, theta: float) -> torch.Tensor:
+    """The tokens `delays` steps ago, as the memory holds them: x_{t-k} ≈ Σ_i P_i(2 (k + 1/2) / theta - 1) m_i.
+
+    Args:
+        memory: (..., q, D), a final state or an output of `legendre_memory` without `weight`.
+        delays: (K,) how many tokens back, from 0 to `theta`.
+        theta: window of the memory, in tokens.
+
+    Returns:
+        (..., K, D). Frequencies above q / (pi theta) cycles per token are not in the memory.
+    """
+    z = 2 * (delays.to(memory.dtype) + 0.5) / theta - 1
+    polynomials = [torch.ones_like(z), z]
+    for i in range(1, memory.shape[-2] - 1):  # the recurrence; sums of binomials cancel beyond i = 20
+        polynomials.append(((2 * i + 1) * z * polynomials[i] - i * polynomials[i - 1]) / (i + 1))
+    return torch.stack(polynomials[: memory.shape[-2]], 1) @ memory
+
+
 def check_memory(order: int, theta: float, state: torch.Tensor | None, x: torch.Tensor) -> None:
     """`order` ≥ 1, `theta` > 0, and a state that fits x (B, L, D)."""
     if not isinstance(order, int) or order < 1:
@@ -69,4 +87,4 @@ def check_memory(order: int, theta: float, state: torch.Tensor | None, x: torch.
     check_tensor("initial_state", state, (x.shape[0], order, x.shape[2]), "B, q, D", beside=x, optional=True)
 
 
-__all__ = ["check_memory", "impulse_response", "legendre_memory", "transition"]
+__all__ = ["check_memory", "decode_memory", "impulse_response", "legendre_memory", "transition"]
