@@ -113,10 +113,10 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 vllm: $(VLLM_STAMP)
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m tests.reporting --make vllm $(PYTEST_ARGS)
 
-$(VLLM_STAMP): tests/serving/vllm_requirements.txt | $(STAMP)
+$(VLLM_STAMP): tests/serving/engine/requirements.txt | $(STAMP)
 	[ -x $(VLLM_VENV)/bin/python ] || $(BIN)/python -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet -c constraints.txt torch
-	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -r tests/serving/vllm_requirements.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -r tests/serving/engine/requirements.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -e .
 	@touch $@
 

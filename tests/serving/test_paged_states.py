@@ -125,14 +125,19 @@ def test_what_needs_more_than_a_page_is_refused(variant):
         PagedModel(language_model(variant), MAX_TOKENS)
 
 
-def test_rectangles_hold_no_more_tokens_than_one_forward():
+def test_rectangles_hold_no_more_tokens_than_one_forward_and_little_padding():
     """One long prompt among many short ones must not pad all of them to its length."""
-    paged = PagedModel(language_model("longhorn"), 64)
-    lengths, seen = [1] * 30 + [34, 5, 5, 2], [3] * 29 + [0] * 5
-    groups = list(paged._rectangles(Requests(lengths, seen, torch.arange(34))))
-    assert sorted(index for group in groups for index in group) == list(range(34)) and groups[0] == list(range(29))
-    assert all(len(group) * max(lengths[i] for i in group) <= 64 for group in groups)
-    assert len(groups) == 3
+    draw = random.Random(0)
+    for limit in (64, 4096):
+        paged = PagedModel(language_model("longhorn"), limit)
+        lengths, seen = [1] * 30 + [34, 5, 5, 2] + [draw.randint(2, 64) for _ in range(30)], [3] * 29 + [0] * 35
+        groups = list(paged._rectangles(Requests(lengths, seen, torch.arange(64))))
+        assert sorted(index for group in groups for index in group) == list(range(64))
+        assert groups[0] == list(range(29))
+        for group in groups:
+            own = [lengths[i] for i in group]
+            assert len(own) * max(own) <= min(limit, 1.25 * sum(own))
+    assert len(groups) < 10
 
 
 @pytest.mark.parametrize("variant", FIXED)

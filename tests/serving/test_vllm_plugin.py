@@ -1,4 +1,4 @@
-"""The plugin without vLLM: nothing is imported, what is registered, and what is refused. (With it: test_vllm.py.)"""
+"""The plugin without vLLM: nothing is imported, what is registered, and what is refused. (With it: the folder engine.)"""
 
 import ast
 import importlib

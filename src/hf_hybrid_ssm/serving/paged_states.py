@@ -17,6 +17,7 @@ from hf_hybrid_ssm.models.packing import PackedRows, States, with_zero_rows
 from hf_hybrid_ssm.serving.state_layout import State, StateLayout, state_layout
 
 ALIGNMENT = 16  # bytes: of no dtype's elements is a page cut
+MOST_PADDING = 0.25  # columns of padding for each token of a rectangle
 
 
 class Requests(NamedTuple):
@@ -80,7 +81,8 @@ class PagedModel:
 
     Args:
         model: in evaluation mode, with its weights or without.
-        max_tokens: of one forward. Requests of different lengths are padded to rectangles of at most as many.
+        max_tokens: of one forward. Requests of different lengths are padded to rectangles of at most as many, of which
+            a fifth at most is padding.
 
     Raises:
         ValueError: a layer keeps the keys and values of all tokens, or the model does not continue texts.
@@ -132,16 +134,23 @@ class PagedModel:
         return decoder(input_ids.unsqueeze(0), past_key_values=cache, use_cache=True).last_hidden_state[0]
 
     def _rectangles(self, requests: Requests) -> Iterator[list[int]]:
-        """The requests in groups that are run together: single tokens that go on, then the others by length."""
+        """The requests in groups that are run together: single tokens that go on, then the others by length.
+
+        Of several prompts, those of like lengths are together: a rectangle of all of them could be padding by half.
+        """
         lengths, seen = requests.lengths, requests.seen
         steps = [i for i, (length, before) in enumerate(zip(lengths, seen)) if length == 1 and before > 0]
         if steps:
             yield steps
-        pieces = sorted(set(range(len(lengths))) - set(steps), key=lambda i: -lengths[i])
-        while pieces:
-            count = max(1, self.max_tokens // lengths[pieces[0]])
-            yield pieces[:count]
-            pieces = pieces[count:]
+        group: list[int] = []
+        for i in sorted(set(range(len(lengths))) - set(steps), key=lambda i: -lengths[i]):
+            size, real = (len(group) + 1) * lengths[(group or [i])[0]], sum(lengths[j] for j in group) + lengths[i]
+            if group and (size > self.max_tokens or size > (1 + MOST_PADDING) * real):
+                yield group
+                group = []
+            group.append(i)
+        if group:
+            yield group
 
     def _run(self, ids: torch.Tensor, positions: torch.Tensor, requests: Requests) -> torch.Tensor:
         """Rows (R, L) whose real tokens come first → (R, L, D)."""

@@ -1,0 +1,62 @@
+"""Folders of every origin are served: with code, converted from an official checkpoint, upcycled from a transformer."""
+
+import pytest
+import torch
+
+from hf_hybrid_ssm.cli import main
+from hf_hybrid_ssm.upcycle import upcycle
+from tests.models.test_longhorn_conversion import official_state_dict
+from tests.models.test_spade_conversion import GOLDEN
+from tests.serving.engine.engines import (
+    FAMILIES,
+    SMALL,
+    answered,
+    engine_of,
+    folder_of,
+    generated,
+    model_of,
+    prompts_of,
+    tokens_of,
+)
+from tests.upcycle.test_upcycle import teacher_of
+
+
+def exported(family, folder):
+    model_of(folder_of(family)).save_pretrained(folder, export_code=True)
+    assert any(folder.glob("modeling_*.py"))
+
+
+def converted_longhorn(_, folder):
+    source = folder.with_suffix(".pt")
+    torch.save(official_state_dict(), source)
+    assert main(["convert", "longhorn", str(source), str(folder)]) == 0
+
+
+def converted_spade(_, folder):
+    """Of fairseq's own layout, with an adaptive vocabulary."""
+    assert main(["convert", "spade", str(GOLDEN / "fairseq_spade_lm.pt"), str(folder)]) == 0
+
+
+def upcycled(family, folder):
+    """From a Llama of random weights, whose attention is within windows from now on."""
+    own = {"keep": 0.5, "keep_as": "sliding_attention"} if family == "longhorn" else {"ssm_layers": [1, 3]}
+    teacher = teacher_of("llama", max_position_embeddings=512)
+    student, _ = upcycle(teacher, family=family, sliding_window=8, **own)
+    student.save_pretrained(folder)
+
+
+ORIGINS = {f"exported with its code, {family}": (exported, family) for family in FAMILIES}
+ORIGINS |= {"converted, longhorn": (converted_longhorn, ""), "converted, spade": (converted_spade, "")}
+ORIGINS |= {"upcycled to longhorn": (upcycled, "longhorn"), "upcycled to bst": (upcycled, "bst")}
+
+
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_origins(origin, tmp_path):
+    """Prompts that are cut, and single tokens, give the text of `generate`."""
+    make, family = ORIGINS[origin]
+    folder = tmp_path / "folder"
+    make(family, folder)
+    model = model_of(folder)
+    prompts = prompts_of(model, (1, 6, 70, 21), 10)
+    with engine_of(folder, **SMALL, trust_remote_code=family in ("spade", "lmu-isa")) as engine:
+        assert tokens_of(answered(engine, prompts)) == generated(model, prompts)
