@@ -133,7 +133,7 @@ def decoding(rounds: int) -> dict:
 
 
 def decoding_against_llama(rounds: int) -> dict:
-    """Width 512, 8 layers, one row: a block of the lagging memory and more."""
+    """Width 512, 8 layers, one row: a block of deferred updates and more."""
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 512, "num_hidden_layers": 8, **TOKENS}
     lmu = LmuIsaForCausalLM(LmuIsaConfig(**sizes, post_intermediate_size=1178, attention_scale=512**-0.5))
     llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8, intermediate_size=1376))
