@@ -67,7 +67,7 @@ class HybridPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: Any) -> None:
-        """Mixers start as their papers say, known by their method: a family without mixers imports none."""
+        """Initialise a module; one with `initial_values` (a mixer) says itself how its paper does it."""
         if hasattr(module, "initial_values"):
             for name, value in module.initial_values().items():
                 init.copy_(module.get_parameter(name), value)
@@ -76,8 +76,8 @@ class HybridPreTrainedModel(PreTrainedModel):
             super()._init_weights(module)
 
     def _initialize_weights(self, module: Any, *args: Any, **options: Any) -> None:
-        """transformers passes over a module of other packages whose own tensors are all initialised, and so over each
-        that has none: those may set what their children start with."""
+        """As in transformers, which skips a module of another package once all of its own tensors are initialised, and
+        so each that has none. Here those are not skipped: they may initialise their children."""
         if [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
             super()._initialize_weights(module, *args, **options)
         else:
@@ -151,8 +151,7 @@ class HybridPreTrainedModel(PreTrainedModel):
         self, save_directory: str | os.PathLike, *args: Any, export_code: bool | None = None, **kwargs: Any
     ) -> None:
         """As in transformers; `export_code=True` adds the code that `trust_remote_code=True` loads without this
-        package, `False` leaves it out. By default a model keeps what it came with: whoever could load it can load what
-        becomes of it.
+        package, `False` leaves it out. By default a model that was loaded with its code is saved with it.
         """
         self._set_code(export_code, save_directory)
         super().save_pretrained(save_directory, *args, **kwargs)

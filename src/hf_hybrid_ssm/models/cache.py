@@ -113,7 +113,7 @@ class RecurrentStateLayer(CacheLayerMixin):
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens, then drop the recorded past (it must lie within it)."""
+        """Forget the last `-tokens_to_remove` tokens, then drop the recording. The tokens must lie within it."""
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove={tokens_to_remove} must be negative: the number of tokens to remove.")
         if not self.record_past:

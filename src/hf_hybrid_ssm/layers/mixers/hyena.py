@@ -1,4 +1,4 @@
-"""Long convolutions with a free filter: the plain implicit one, and Hyena around it (Poli et al., 2023)."""
+"""Long convolutions with an unstructured filter: the plain implicit one, and Hyena around it (Poli et al., 2023)."""
 
 import math
 from typing import Any, ClassVar, Unpack
