@@ -4,7 +4,9 @@ import json
 
 from hf_hybrid_ssm import doctor
 from hf_hybrid_ssm.cli import main
+from hf_hybrid_ssm.ops._core import native_build
 from hf_hybrid_ssm.ops._core.dispatch import REGISTRY
+from hf_hybrid_ssm.ops._core.native_library import missing_compiler
 
 
 def test_every_op_is_examined_and_explained():
@@ -16,7 +18,8 @@ def test_every_op_is_examined_and_explained():
             assert set(state["kernel_errors"]) <= set(REGISTRY[name].kernels)
             assert all(error < 0.05 for error in state["kernel_errors"].values())
     scan = found["ops"]["longhorn_scan"]["cpu float32"]
-    if found["compiler"]:
+    assert (found["cpu_kernels"] is None) == (missing_compiler() is not None)
+    if found["cpu_kernels"]:
         assert scan["selected"] == "native" and scan["kernel_errors"]["native"] < 1e-5
     assert scan["backends"]["triton"] != "runs"
 
@@ -30,3 +33,12 @@ def test_report_names_what_is_not_selected_and_why(capsys):
 def test_json(capsys):
     assert main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ops"]["longhorn_scan"]["cpu float32"]["backends"]["torch"] == "runs"
+
+
+def test_kernels_that_came_with_the_package_are_named(tmp_path, monkeypatch):
+    folder = tmp_path / native_build.instruction_sets.in_use()
+    folder.mkdir()
+    monkeypatch.setattr(native_build, "SHIPPED", tmp_path)
+    assert native_build.origin() == f"shipped for {folder.name}"
+    monkeypatch.setattr(native_build, "missing_compiler", lambda: "no C compiler was found")
+    assert native_build.origin() is None

@@ -99,7 +99,10 @@ def test_the_doctor_leaves_out_what_it_cannot_know(monkeypatch):
 
 
 def test_the_doctor_says_a_reason_for_every_op_once():
-    missing, found = "No module named 'triton'", {"packages": {}, "python": "3", "compiler": "cc", "purposes": {}}
+    missing, found = (
+        "No module named 'triton'",
+        {"packages": {}, "python": "3", "cpu_kernels": "compiled by cc", "purposes": {}},
+    )
     states = {"torch": "runs", "triton": missing, "native": "it runs on the CPU"}
     ops = {
         name: {"cpu float32": {"selected": "torch", "backends": dict(states), "kernel_errors": {}}}

@@ -16,7 +16,7 @@ def examine() -> dict[str, Any]:
     """Everything the report shows, as plain values.
 
     Returns:
-        `packages` (name → version or None), `compiler` (path or None), `devices`, `purposes` (what one may want to do
+        `packages` (name → version or None), `cpu_kernels` (where the C kernels come from, or None), `devices`, `purposes` (what one may want to do
         → the command that installs what is missing for it, or None), and `ops`: for each op, device and
         dtype, the backend selected, the status of every backend, and the largest relative error of its kernels on a
         small example against the float64 reference.
@@ -25,6 +25,7 @@ def examine() -> dict[str, Any]:
 
     from hf_hybrid_ssm import ops as folder
     from hf_hybrid_ssm.ops._core.dispatch import PREFERENCE, REGISTRY
+    from hf_hybrid_ssm.ops._core.native_build import origin
 
     for found in pkgutil.iter_modules(folder.__path__):
         importlib.import_module(f"{folder.__name__}.{found.name}")
@@ -42,7 +43,7 @@ def examine() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
-        "compiler": _compiler(),
+        "cpu_kernels": origin(),
         "devices": devices,
         "purposes": purposes("cuda" in devices),
         "ops": ops,
@@ -77,14 +78,6 @@ def purposes(has_gpu: bool) -> dict[str, str | None]:
     return found
 
 
-def _compiler() -> str | None:
-    """The compiler that the C kernels are built with."""
-    from hf_hybrid_ssm.ops._core import native_build
-
-    command = native_build._compiler()
-    return None if command is None else " ".join(command)
-
-
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
@@ -106,7 +99,7 @@ def report(found: dict[str, Any]) -> str:
     """The findings as text."""
     lines = [f"python {found['python']}"]
     lines += [f"{name} {version or 'is not installed'}" for name, version in found["packages"].items()]
-    lines.append(f"C compiler: {found['compiler'] or 'none, so that the fused CPU kernels cannot be built'}")
+    lines.append(f"C kernels: {found['cpu_kernels'] or 'none, for the reason below'}")
     lines.append("\nwhat you may want to do, and what to type first:")
     lines += [f"  {name}: {command or 'ready'}" for name, command in found["purposes"].items()]
     everywhere = reasons_everywhere(found["ops"])

@@ -65,6 +65,14 @@ def missing_compiler() -> str | None:
     return NO_COMPILER
 
 
+def origin() -> str | None:
+    """Where the C kernels come from, "shipped for avx2" or "compiled by /usr/bin/gcc"; None if there are none."""
+    if missing_compiler():
+        return None
+    folder = _shipped_folder()
+    return f"shipped for {folder.name}" if folder else f"compiled by {' '.join(_compiler() or ())}"
+
+
 def _shipped_folder() -> Path | None:
     """Where the libraries for this processor are, if this package was installed with them."""
     names = (instruction_sets.held_to(),) if instruction_sets.held_to() else instruction_sets.available()
