@@ -16,10 +16,10 @@ def examine() -> dict[str, Any]:
     """Everything the report shows, as plain values.
 
     Returns:
-        `packages` (name → version or None), `cpu_kernels` (where the C kernels come from, or None), `devices`, `purposes` (what one may want to do
-        → the command that installs what is missing for it, or None), and `ops`: for each op, device and
-        dtype, the backend selected, the status of every backend, and the largest relative error of its kernels on a
-        small example against the float64 reference.
+        `packages` (name → version or None), `cpu_kernels` (where the C kernels come from, or None), `devices`,
+        `purposes` (what one may want to do → the command that installs what is missing for it, or None), and `ops`:
+        for each op, device and dtype, the backend selected, the status of every backend, and the largest relative
+        error of its kernels on a small example against the float64 reference.
     """
     import torch
 
