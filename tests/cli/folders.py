@@ -34,7 +34,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def forked(*arguments: object, **options) -> subprocess.CompletedProcess:
-    """Python in a process of its own, where torch and transformers are imported already."""
+    """Python in a process of its own, where torch is imported already, and transformers unless `options` say no."""
     return processes.run([sys.executable, *arguments], **{"env": environment()} | options)
 
 

@@ -4,7 +4,6 @@ import io
 import json
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -17,7 +16,7 @@ from hf_hybrid_ssm import cli
 from hf_hybrid_ssm.cli import COMMANDS, main
 from hf_hybrid_ssm.planning import Setup, plan
 from hf_hybrid_ssm.planning.presets import preset_config
-from tests.cli.folders import TEXT, environment, python, save_checkpoint
+from tests.cli.folders import TEXT, forked, python, save_checkpoint
 from tests.tiny_models import build, config_of
 
 
@@ -288,9 +287,6 @@ def test_the_installed_recipes_come_first(monkeypatch, tmp_path):
 
 
 def test_the_module_is_the_command(checkpoint):
-    ran = subprocess.run(
-        [sys.executable, "-m", "hf_hybrid_ssm", "check", str(checkpoint)],
-        env=environment(), capture_output=True, text=True,
-    )  # fmt: skip
+    ran = forked("-m", "hf_hybrid_ssm", "check", checkpoint, with_transformers=False)
     assert ran.returncode == 0 and "tensors" in ran.stdout
     assert config_of("longhorn").model_type == "longhorn"

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests import processes
 from tests.cli.folders import ROOT, environment, forked, python, save_checkpoint
 
 SCRIPT = Path(__file__).with_name("stock_training.py")
@@ -40,7 +39,8 @@ def test_the_stock_script_does_not_know_the_families(checkpoint, tmp_path):
 
 def test_run_is_the_plain_import(checkpoint, tmp_path):
     """The same weights as by the script after an import, to the bit; from a checkpoint and from scratch."""
-    ran = python("-m", "hf_hybrid_ssm", "run", SCRIPT, *training(checkpoint, tmp_path / "run"))
+    command = ["-m", "hf_hybrid_ssm", "run", SCRIPT]
+    ran = forked(*command, *training(checkpoint, tmp_path / "run"), with_transformers=False)
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert json.loads((tmp_path / "run/eval_results.json").read_text())["perplexity"] > 1
     code = f"import hf_hybrid_ssm, runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
@@ -136,11 +136,11 @@ def test_enabled_costs_a_start_nothing(other_python):
         added = modules_after(other_python, "import transformers") - library
         assert "hf_hybrid_ssm.auto" in added and "torch" not in added
         assert not [name for name in added if "modeling" in name or "configuration_" in name]
-        finders = "import sys; print([f for f in sys.meta_path if 'Hybrid' in repr(f)])"
-        assert "HfHybridSsmEnabled" in there(other_python, "-c", finders).stdout
-        assert "HfHybridSsmEnabled" not in there(other_python, "-c", f"import transformers; {finders}").stdout
-        code = "import transformers.models.auto as auto; print(auto.AutoConfig.for_model('bst').model_type)"
-        assert there(other_python, "-c", code).stdout.strip() == "bst"
+        finders = "print([f for f in sys.meta_path if 'Hybrid' in repr(f)])"
+        code = f"import sys; {finders}; import transformers.models.auto as auto; {finders}"
+        said = there(other_python, "-c", f"{code}; print(auto.AutoConfig.for_model('bst').model_type)").stdout
+        before, after, found = said.splitlines()
+        assert "HfHybridSsmEnabled" in before and "HfHybridSsmEnabled" not in after and found == "bst"
         # the package is gone, the file is not: nothing happens
         (sources,) = other_python[1].glob("sources.pth")
         text = sources.read_text()
@@ -166,9 +166,9 @@ assert transformers.LlamaConfig.__module__.startswith("transformers.")
 import transformers.processing_utils  # puts another module `transformers` in the place of this one
 assert sys.modules["transformers"].BstForMaskedLM is transformers.BstForMaskedLM is hf_hybrid_ssm.BstForMaskedLM
 """
-    first = "import sys; assert 'transformers' not in sys.modules"
-    second = "import sys; assert 'transformers' in sys.modules"
-    for ran in (python("-c", first + code), forked("-c", second + code, env=processes.AT_FIRST)):
+    for before in (False, True):
+        first = f"import sys; assert ('transformers' in sys.modules) is {before}"
+        ran = forked("-c", first + code, with_transformers=before)
         assert ran.returncode == 0, ran.stderr
 
 

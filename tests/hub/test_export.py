@@ -4,7 +4,6 @@ import ast
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from hf_hybrid_ssm.hub import check_folder, export_code
 from hf_hybrid_ssm.hub.export import auto_class_of, code_of
 from hf_hybrid_ssm.hub.verify_files import seal
 from hf_hybrid_ssm.ops._core.dispatch import backend
+from tests import processes
 from tests.hub.without_package import answer
 from tests.memory import in_own_memory
 from tests.reliability.test_security import findings
@@ -52,13 +52,8 @@ def folders(tmp_path_factory):
         build(variant, class_of(model_type)).save_pretrained(root / model_type, export_code=True)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"HF_MODULES_CACHE": str(root / "modules"), "HF_HUB_OFFLINE": "1"}
-    ran = subprocess.run(
-        [sys.executable, str(SCRIPT), *(str(root / model_type) for model_type in VARIANTS)],
-        env=environment,
-        cwd=root,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, SCRIPT, *(root / model_type for model_type in VARIANTS)]
+    ran = processes.run(command, env=environment, cwd=root)
     assert ran.returncode == 0, ran.stderr
     return root
 

@@ -6,7 +6,6 @@ the cache, and the merged weights give its logits to 1e-4 of the largest. LoRA, 
 nothing to merge.
 """
 
-import subprocess
 import sys
 
 import torch
@@ -14,6 +13,7 @@ from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_
 from peft.utils import constants
 
 from hf_hybrid_ssm.auto import FAMILIES, register
+from tests import processes
 from tests.matrix.checks import EVERY_FAMILY, assert_near, cells, check_generation, logits_of
 from tests.memory import in_own_memory
 from tests.tiny_models import ROWS, batch_of, own_language_model
@@ -84,13 +84,13 @@ def test_an_adapter_in_the_recurrence_is_found():
 def test_peft_learns_the_families_when_it_is_imported():
     lines = """
 import sys, hf_hybrid_ssm
-assert "peft" not in sys.modules and "torch" not in sys.modules
+assert "peft" not in sys.modules and "transformers.modeling_utils" not in sys.modules
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as lora
 assert "hf_hybrid_ssm.models.longhorn.modeling_longhorn" not in sys.modules
 assert all(family.model_type in lora for family in hf_hybrid_ssm.FAMILIES)
 assert lora["llama"] == ["q_proj", "v_proj"]
 """
-    subprocess.run([sys.executable, "-c", lines], check=True)
+    processes.run([sys.executable, "-c", lines], check=True, with_transformers=False)
 
 
 def test_families_enter_tables_that_are_there_already(monkeypatch):

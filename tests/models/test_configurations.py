@@ -1,7 +1,6 @@
 """Derived fields of every family follow what they are computed from, until someone sets them."""
 
 import json
-import subprocess
 import sys
 from dataclasses import fields as fields_of
 
@@ -11,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_hybrid_ssm import BstConfig, LmuIsaConfig, LonghornConfig, SpadeConfig, SpadeSeq2SeqConfig
 from hf_hybrid_ssm.layers.mixers import registry
 from hf_hybrid_ssm.layers.mixers.types import MixerType
+from tests import processes
 
 CLASSES = (LonghornConfig, BstConfig, LmuIsaConfig, SpadeConfig, SpadeSeq2SeqConfig)
 # family, a change, and the derived fields after it
@@ -166,7 +166,7 @@ for mixer in {sorted(registry.BUILT_IN)}:
 new = set(sys.modules) - before
 print(*sorted(name for name in new if name.startswith(("hf_hybrid_ssm.layers", "hf_hybrid_ssm.ops"))))
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    found = processes.run([sys.executable, "-c", code], check=True, with_transformers=False).stdout.split()
     mixers = "hf_hybrid_ssm.layers.mixers"
     assert found == ["hf_hybrid_ssm.layers", mixers, f"{mixers}.types"]  # which import nothing but dataclasses
 

@@ -1,4 +1,4 @@
-"""Two processes equal one: the recipe under the launcher that `accelerate launch` uses, and FSDP2 for every family.
+"""Two processes equal one: the recipe as under the launcher that `accelerate launch` uses, and FSDP2 for every family.
 
 accelerate makes no FSDP run of one on CPUs, it takes DDP; so FSDP2 is driven directly here, without the Trainer.
 """
@@ -40,8 +40,8 @@ use_cpu: true
 """
     (tmp_path / "settings.yaml").write_text(settings, encoding="utf-8")
     recipe = [RECIPE, tmp_path / "settings.yaml"]
-    two = [*LAUNCHER, *recipe, f"output_dir={tmp_path}/two", "per_device_train_batch_size=2", "ddp_backend=gloo"]
-    assert launched(two).count("'model_type': 'longhorn'") == 1
+    two = [sys.executable, *recipe, f"output_dir={tmp_path}/two", "per_device_train_batch_size=2", "ddp_backend=gloo"]
+    assert launched(two, ranks=2).count("'model_type': 'longhorn'") == 1
     launched([sys.executable, *recipe, f"output_dir={tmp_path}/one", "per_device_train_batch_size=4"])
     found = [json.loads((tmp_path / name / "results.json").read_text(encoding="utf-8")) for name in ("one", "two")]
     assert found[0]["tokens"] == found[1]["tokens"] == 4 * 32 * 4
@@ -58,6 +58,26 @@ use_cpu: true
     for other in others:
         for key, weights in one.items():
             torch.testing.assert_close(other[key], weights, rtol=1e-4, atol=1e-5)
+
+
+def test_launchers_tell_processes_what_they_are_told_here(tmp_path):
+    """The real launcher with a script of one line: no test needs to import torch in its processes too."""
+    script = tmp_path / "told.py"
+    script.write_text(f"""
+import json, os, pathlib
+told = {{name: os.environ[name] for name in {sorted(TOLD)}}}
+pathlib.Path({str(tmp_path)!r}, os.environ["RANK"] + os.environ["NAME"]).write_text(json.dumps(told))
+""")
+    launched([*LAUNCHER, script], environment={"NAME": "theirs"})
+    launched([sys.executable, script], ranks=2, environment={"NAME": "ours"})
+    for rank in "01":
+        theirs, ours = (json.loads((tmp_path / f"{rank}{name}").read_text()) for name in ("theirs", "ours"))
+        assert theirs.pop("MASTER_ADDR") and ours.pop("MASTER_ADDR") == "127.0.0.1"
+        assert theirs.pop("MASTER_PORT").isdigit() and ours.pop("MASTER_PORT").isdigit()
+        assert theirs == ours
+
+
+TOLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 
 
 def steps_of(checkpoint):

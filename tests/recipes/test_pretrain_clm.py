@@ -19,7 +19,7 @@ TINY = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
-    train, held_out = standard_documents()
+    train, held_out = standard_documents(most=60)  # more than are taken here
     for name, documents in (("train", train.select(range(20))), ("held_out", held_out.select(range(4)))):
         rows = (json.dumps({"text": text[:3000]}) for text in documents["text"])
         (folder / f"{name}.jsonl").write_text("\n".join(rows), encoding="utf-8")

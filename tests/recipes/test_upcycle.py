@@ -23,7 +23,7 @@ SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "nu
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
-    train, held_out = standard_documents()
+    train, held_out = standard_documents(most=60)  # more than are taken here
     for name, documents in (("train", train.select(range(20))), ("held_out", held_out.select(range(4)))):
         rows = (json.dumps({"text": text[:3000]}) for text in documents["text"])
         (folder / f"{name}.jsonl").write_text("\n".join(rows), encoding="utf-8")
