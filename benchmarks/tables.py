@@ -271,8 +271,8 @@ def scaling_law(figures: dict) -> str:
 
 
 def glue(figures: dict) -> str:
-    """Means over seeds from random initialisation and from the pre-trained weights, the paired difference of the first measure; and
-    what words alone reach."""
+    """Means over seeds from random initialisation and from the pre-trained weights, the paired difference of the
+    first measure; and what words alone reach."""
     pretrained, words = (load(name) for name in ALSO["glue_from_scratch"])
     rows = []
     for task, found in figures.items():

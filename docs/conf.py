@@ -62,8 +62,10 @@ CONTENTS = {
     "docs/experiments": {"": ["experiments_methods", "performance", "reproducing", "/checkpoints/README"]},
     "docs/quality": {"": ["/reports/*"]},
     "docs/extending": {
-        "": ["teaching/token", "teaching/s4d", "teaching/legendre_memory", "teaching/bst_block"]
-        + ["kernels", "kernels_design", "/CONTRIBUTING", "/SECURITY", "/CHANGELOG"]
+        "": [
+            *("teaching/token", "teaching/s4d", "teaching/legendre_memory", "teaching/bst_block"),
+            *("kernels", "kernels_design", "/CONTRIBUTING", "/SECURITY", "/CHANGELOG"),
+        ]
     },
     "checkpoints/README": {"": ["/checkpoints/*/README"]},
 }
