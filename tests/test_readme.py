@@ -49,8 +49,10 @@ def test_papers_are_those_of_the_families():
     for family in FAMILIES:
         entry = next(text for text in README.split("@") if family.card.arxiv in text and "title = {" in text)
         assert f"title = {{{family.card.title}}}" in entry
-        authors = re.search(r"author = {(.*)}", entry)[1].split(" and ")
-        assert sorted(authors) == sorted(family.card.authors.split("; "))
+        assert re.search(r"author = {(.*)}", entry)[1].split(" and ") == family.card.authors.split("; ")
+        for field, value in (("booktitle", family.card.venue), ("year", str(family.card.year))):
+            found = re.search(rf"{field} = {{(.*)}}", entry)
+            assert (found[1] if found else None) == value
 
 
 @pytest.fixture(scope="module")
