@@ -1,12 +1,13 @@
 """Draws every picture of benchmarks/results from the figures beside it, without measuring anything.
 
-python benchmarks/plots.py                 # all of them; `benchmarks/run.py` does so at its end
+python benchmarks/plots.py                 # all of them, and the checkpoints'; `benchmarks/run.py` does so at its end
 python benchmarks/plots.py streaming ...   # some
 """
 
 import argparse
 import json
 import sys
+import textwrap
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -21,13 +22,16 @@ import per_token_loss
 import scaling_law
 import upcycling_gaps
 import yaml
-from _lib.plotting import REFERENCE, measured_at, panels, style, write_png
+from _lib.plotting import REFERENCE, measured_at, panels, perplexity_by_length, style, write_png
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from publish_checkpoint import write_sums
 
+from benchmarks import titles
 from benchmarks.tables import LONGHORN_AND_PEERS
 
 RESULTS = Path(__file__).parent / "results"
+CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 FAMILIES = {"longhorn": "Longhorn", "spade": "SPADE", "bst": "BST", "lmu_isa": "LMU-ISA"}
 
 
@@ -43,19 +47,19 @@ def curve(axes: Axes, number: int, label: str, seconds: dict[str, float]) -> Non
 def by_length() -> Figure:
     """Seconds of a training step or of forward and backward, beside what linear time would be."""
     figure, row = panels("Does the time grow linearly with the length?", 3)
-    titles = ("Longhorn, training step", "window attention, forward and backward", "LMU-ISA, training step")
-    for axes, title in zip(row, titles):
+    steps = ("Longhorn, training step", "window attention, forward and backward", "LMU-ISA, training step")
+    for axes, title in zip(row, steps):
         axes.set_title(title, loc="left", fontsize=9)
-        axes.set(yscale="log", xlabel="tokens in a row", ylabel="time (s)")
+        axes.set(yscale="log", xlabel="tokens in a sequence", ylabel="time (s)")
     for number, (name, found) in enumerate(load("longhorn_training")["by_length"].items()):
         curve(row[0], number, LONGHORN_AND_PEERS[name], found["seconds"])
     curve(row[1], 0, "window of 128", load("local_attention")["seconds"])
-    steps = load("lmu_isa")["training_step_of_one_row"]
-    curve(row[2], 0, "LMU-ISA", steps["lmu_isa_seconds"])
-    curve(row[2], 1, "GPT-2 of transformers", steps["gpt2_seconds"])
+    seconds = load("lmu_isa")["training_step_of_one_row"]
+    curve(row[2], 0, "LMU-ISA", seconds["lmu_isa_seconds"])
+    curve(row[2], 1, "GPT-2 of transformers", seconds["gpt2_seconds"])
     for axes in row:
-        lengths, seconds = axes.lines[0].get_data()
-        line = [seconds[0], seconds[0] * lengths[-1] / lengths[0]]
+        lengths, times = axes.lines[0].get_data()
+        line = [times[0], times[0] * lengths[-1] / lengths[0]]
         axes.plot([lengths[0], lengths[-1]], line, color=REFERENCE, linestyle="--", linewidth=1, label="linear")
     return figure
 
@@ -102,6 +106,38 @@ def recall_panels() -> dict[str, list[str]]:
     return yaml.safe_load(config.read_text(encoding="utf-8"))["groups"]
 
 
+def entitled(name: str, figure: Figure) -> Figure:
+    """The picture under what it shows and the size of its models, instead of the question that its recipe asks."""
+    finding, sizes = titles.title(name, load)
+    lines = textwrap.wrap(finding, int(10.5 * figure.get_figwidth()))
+    figure.suptitle("\n".join([*lines, sizes]), x=0.01, horizontalalignment="left", fontsize=10, fontweight="bold")
+    return figure
+
+
+def draw(name: str) -> Figure:
+    return entitled(name, FIGURES[name]())
+
+
+def draw_checkpoint(name: str) -> Figure:
+    """Perplexity by length of a committed language model beside Llama's, on the scale of all of them."""
+    curves = {path.parent.name: by_window(path) for path in sorted(CHECKPOINTS.glob("*/results.json"))}
+    curves = {model: points for model, points in curves.items() if points}
+    values = [point["perplexity"] for points in curves.values() for point in points]
+    shown = {model: curves[model] for model in dict.fromkeys((name, "llama-books"))}
+    size = json.loads((CHECKPOINTS / name / "results.json").read_text(encoding="utf-8"))["parameters"]
+    first, last = curves[name][0], curves[name][-1]
+    finding = f"From {first['length']:,} to {last['length']:,} tokens {name} goes from perplexity "
+    finding += f"{first['perplexity']:.1f} to {last['perplexity']:.1f}"
+    figure = perplexity_by_length(f"{finding}\n{size / 1e6:.1f} million parameters", shown, first["length"])
+    figure.axes[0].set_ylim(0.95 * min(values), 1.05 * max(values))
+    return figure
+
+
+def by_window(path: Path) -> list[dict]:
+    found = json.loads(path.read_text(encoding="utf-8")).get("perplexity_by_length", {})
+    return [{"length": int(length), "perplexity": value} for length, value in found.items()]
+
+
 FIGURES = {
     "by_length": by_length,
     "training": training,
@@ -126,7 +162,11 @@ def main() -> None:
     if unknown := sorted(set(arguments.names) - set(FIGURES)):
         parser.error(f"{unknown} are not among {list(FIGURES)}")
     for name in arguments.names or FIGURES:
-        write_png(FIGURES[name](), RESULTS / f"{name}.png")
+        write_png(draw(name), RESULTS / f"{name}.png")
+    if not arguments.names:
+        for path in sorted(CHECKPOINTS.glob("*/extrapolation.png")):
+            write_png(draw_checkpoint(path.parent.name), path)
+            write_sums(path.parent)
 
 
 if __name__ == "__main__":

@@ -271,8 +271,8 @@ def scaling_law(figures: dict) -> str:
 
 
 def glue(figures: dict) -> str:
-    """Means over seeds from new weights and from the pre-trained ones, the paired difference of the first measure; and
-    what words alone reach."""
+    """Means over seeds from random initialisation and from the pre-trained weights, the paired difference of the
+    first measure; and what words alone reach."""
     pretrained, words = (load(name) for name in ALSO["glue_from_scratch"])
     rows = []
     for task, found in figures.items():
@@ -297,7 +297,7 @@ def glue(figures: dict) -> str:
             cells.append(" / ".join(f"{value:.1f}" for value in found["best"]["majority"][split].values()))
             label = task if split == "validation" else f"{task} {split.removeprefix('validation_')}"
             rows.append([f"{label}, {' / '.join(measures)}", *cells])
-    head = ["task, measure", "new weights", "pre-trained", "gain ± two standard errors"]
+    head = ["task, measure", "random initialisation", "pre-trained", "gain ± two standard errors"]
     head += ["bag of words", "word overlap", "majority"]
     return markdown_table(head, rows)
 
@@ -381,11 +381,12 @@ def lm_eval(figures: dict) -> str:
 
 
 def scitldr(figures: dict) -> str:
-    """The first sentence, a model of its own, and the committed one from new weights and from its own."""
+    """The first sentence, a model of its own, and the committed one from random initialisation and from its own
+    weights."""
     found = {
         "first sentence of the abstract": (figures, "first_sentence"),
         "SPADE from scratch": (figures, "model"),
-        "the committed encoder-decoder, new weights": (load("scitldr_new_weights"), "model"),
+        "the committed encoder-decoder, random initialisation": (load("scitldr_new_weights"), "model"),
         "the committed encoder-decoder": (load("scitldr_pretrained"), "model"),
     }
     rows = [

@@ -6,6 +6,7 @@ is the front page.
 """
 
 import html
+import importlib.util
 import re
 import shutil
 import xml.etree.ElementTree as ET
@@ -22,8 +23,10 @@ copyright = author
 release = version = hf_hybrid_ssm.__version__
 
 root_doc = "README"
-include_patterns = ["*.md", "docs/**.md", "reports/**.md", "model_cards/**.md", "checkpoints/**.md"]
+include_patterns = ["*.md", "docs/**.md", "reports/**.md", "checkpoints/**.md"]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+if importlib.util.find_spec("sphinx_copybutton"):  # an environment that is older than this extra goes without
+    extensions.append("sphinx_copybutton")
 myst_heading_anchors = 4
 myst_enable_extensions = ["dollarmath"]
 myst_fence_as_directive = ["math"]
@@ -48,32 +51,35 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 
 # what Sphinx calls a table of contents, which pages need not show where they are read without Sphinx
-FAMILIES = [f"docs/families/{name}" for name in ("longhorn", "spade", "bst", "lmu_isa")]
 CONTENTS = {
     "README": {
-        "Use": ["docs/README", "docs/choosing", "docs/text", "docs/generating", "docs/batching", "docs/faq"],
-        "Train": ["docs/training", "docs/parallel", "docs/planning", "docs/sharing"],
-        "Families": FAMILIES,
-        "Measurements": ["docs/performance", "docs/experiments", "docs/reproducing", "checkpoints/README"],
-        "Reports": ["reports/*"],
-        "Reference": ["docs/reference", "docs/kernels", "docs/extending", "model_cards/README"],
-        "Project": ["CONTRIBUTING", "CHANGELOG", "SECURITY"],
+        "Use": ["quickstart", "fine_tuning", "training", "generating", "serving", "scaling", "upcycling", "sharing"],
+        "Families": ["choosing", "families/longhorn", "families/spade", "families/bst", "families/lmu_isa"],
+        "Evidence": ["experiments", "comparison", "quality"],
+        "Project": ["limits", "troubleshooting", "extending", "reference"],
     },
-    "model_cards/README": {"Cards": ["model_cards/*"]},
-    "checkpoints/README": {"Cards": ["checkpoints/*/README"]},
+    "docs/generating": {"": ["batching", "command_line"]},
+    "docs/experiments": {"": ["experiments_methods", "performance", "reproducing", "/checkpoints/README"]},
+    "docs/quality": {"": ["/reports/*"]},
+    "docs/extending": {
+        "": [
+            *("teaching/token", "teaching/s4d", "teaching/legendre_memory", "teaching/bst_block"),
+            *("kernels", "kernels_design", "/CONTRIBUTING", "/SECURITY", "/CHANGELOG"),
+        ]
+    },
+    "checkpoints/README": {"": ["/checkpoints/*/README"]},
 }
-
-
-listed = {page for pages in CONTENTS["README"].values() for page in pages}
-others = sorted(f"docs/{path.stem}" for path in Path(__file__).parent.glob("*.md"))
-CONTENTS["README"]["Use"] += [page for page in others if page not in listed]
+ORPHANS = {"docs/README"}  # the list of pages, for readers of the repository
 
 
 def add_contents(app, name, source):
     parts = [source[0]]
+    if name in ORPHANS:
+        app.env.metadata[name]["orphan"] = ""
     for caption, pages in CONTENTS.get(name, {}).items():
-        entries = "\n".join(f"/{page}" for page in pages)
-        parts.append(f"```{{toctree}}\n:hidden:\n:glob:\n:caption: {caption}\n\n{entries}\n```")
+        entries = "\n".join(page if page.startswith("/") else f"/docs/{page}" for page in pages)
+        options = ":hidden:\n:glob:\n" + (f":caption: {caption}\n" if caption else "")
+        parts.append(f"```{{toctree}}\n{options}\n{entries}\n```")
     source[0] = re.sub(r"<!-- classes: (\w+) -->", _classes_of, "\n\n".join(parts))
 
 

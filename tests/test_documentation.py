@@ -222,3 +222,23 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
             config_class(**model.config)
         else:
             config_class.preset(model.preset, **model.config)
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/families").glob("*.md")), ids=lambda path: path.stem)
+def test_the_reading_path_of_a_family_exists_and_leads_through_it(page):
+    """The files in the order named; a reader meets each of them, by the counts of tools/reading_size.py."""
+    from tools.reading_size import files_of
+
+    text = page.read_text(encoding="utf-8")
+    opening = text[: text.index("## Equations")]
+    named = re.findall(r"^\d+\. `([\w/.]+)`: \S", opening, re.MULTILINE)
+    package = ROOT / "src/hf_hybrid_ssm"
+    reached = {path.relative_to(package).as_posix() for path in files_of(page.stem)}
+    assert len(named) >= 8 and len(set(named)) == len(named)
+    assert [path for path in named if path not in reached] == []
+    folders = {path.split("/")[1] for path in named if path.startswith("models/") and path.count("/") == 2}
+    assert folders == {page.stem}
+    for skipped in re.findall(r"`((?:models|layers|ops)/[\w/.]*)`", opening):
+        assert (package / skipped).exists(), skipped
+    for beside in re.findall(r"`(\w+\.py)`", opening):
+        assert any(package.rglob(beside)), beside

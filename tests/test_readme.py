@@ -1,11 +1,17 @@
 """The commands of README.md: the two that set up everything, and those of a user's own environment."""
 
+import importlib.util
+import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 import sysconfig
+import time
+import urllib.error
+import urllib.request
 import venv
 from pathlib import Path
 
@@ -16,7 +22,7 @@ from hf_hybrid_ssm.auto import FAMILIES
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SHELL = [
-    [line.partition("  #")[0].strip() for line in block.splitlines()]
+    [line.partition(" #")[0].strip() for line in block.splitlines()]
     for block in re.findall(r"^```bash\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 ]
 
@@ -43,8 +49,10 @@ def test_papers_are_those_of_the_families():
     for family in FAMILIES:
         entry = next(text for text in README.split("@") if family.card.arxiv in text and "title = {" in text)
         assert f"title = {{{family.card.title}}}" in entry
-        authors = re.search(r"author = {(.*)}", entry)[1].split(" and ")
-        assert sorted(authors) == sorted(family.card.authors.split("; "))
+        assert re.search(r"author = {(.*)}", entry)[1].split(" and ") == family.card.authors.split("; ")
+        for field, value in (("booktitle", family.card.venue), ("year", str(family.card.year))):
+            found = re.search(rf"{field} = {{(.*)}}", entry)
+            assert (found[1] if found else None) == value
 
 
 @pytest.fixture(scope="module")
@@ -60,25 +68,116 @@ def own_environment(tmp_path_factory):
     return folder
 
 
+BUDGETS = {"demo": ["--steps", "2", "--questions", "4", "--documents", "40"], "recipe": ["max_steps=2"]}
+SERVER_SECONDS = 180
+
+
+def words_of(command, variables):
+    """As a shell reads it, with the README's own variables; long runs are cut short by what their options say."""
+    words = shlex.split(command, comments=True)
+    words = [re.sub(r"\$(\w+)", lambda found: variables[found[1]], word) for word in words]
+    if words[0] == "hf-hybrid-ssm" and "evaluate_lm" not in words:
+        more = BUDGETS.get(words[1], [])
+        keys = tuple(word.partition("=")[0] + "=" for word in more if "=" in word)
+        words = [word for word in words if not (keys and word.startswith(keys))] + more
+    return words
+
+
+def texts_in(folder):
+    """The reader's own texts."""
+    (folder / "own.txt").write_text(README, encoding="utf-8")
+    (folder / "held_out.txt").write_text((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), encoding="utf-8")
+
+
+def tasks():
+    """The lines of the block of tasks: its variables, and its commands."""
+    lines = block_with("hf-hybrid-ssm export runs/own")
+    variables = dict(line.split("=", 1) for line in lines if re.match(r"[A-Z]+=", line))
+    return variables, [line for line in lines if not re.match(r"[A-Z]+=", line)]
+
+
+def answer_of_a_server(words, environment, folder):
+    """What the server of that command answers to one request of OpenAI's."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address, log = f"http://127.0.0.1:{port}/v1/completions", folder / "server.txt"
+    body = {"model": words[-1], "prompt": "Return a new", "max_tokens": 4}
+    request = urllib.request.Request(address, json.dumps(body).encode(), {"content-type": "application/json"})
+    words = [*words, "--port", str(port), "--device", "cpu"]
+    with log.open("w") as out, subprocess.Popen(words, cwd=folder, env=environment, stdout=out, stderr=out) as process:
+        try:
+            for _ in range(SERVER_SECONDS):
+                assert process.poll() is None, log.read_text()[-2000:]
+                try:
+                    return json.loads(urllib.request.urlopen(request, timeout=60).read())
+                except urllib.error.HTTPError as error:
+                    raise AssertionError(error.read()) from error
+                except OSError:  # it does not listen yet
+                    time.sleep(1)
+        finally:
+            process.kill()
+    raise AssertionError(log.read_text()[-2000:])
+
+
+def test_the_tasks_are_those_of_the_heading():
+    variables, commands = tasks()
+    assert variables == {"MODEL": "runs/demo/model"}
+    verbs = [words_of(command, variables)[1] for command in commands]
+    assert verbs == ["generate", "recipe", "recipe", "eval", "export", "card", "check", "run"]
+
+
 @pytest.mark.skipif(os.name != "posix", reason="the folder of scripts has another name")
-def test_an_own_environment(own_environment, tmp_path):
-    """`pip install` in a clone, then its commands from a folder that is none; the demo with fewer steps."""
+def test_an_own_environment_does_every_task_without_a_clone(own_environment, tmp_path):
+    """`pip install`, then every command of README.md from a folder that is no clone, one after the other."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_"))}
     environment |= {"PATH": f"{own_environment / 'bin'}{os.pathsep}{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
-    environment |= {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    commands = block_with("hf-hybrid-ssm doctor")
-    assert [shlex.split(command)[0] for command in commands] == ["pip", "hf-hybrid-ssm", "hf-hybrid-ssm"]
-    said = []
-    for command in commands:
-        words = shlex.split(command)
+    environment |= {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "OMP_NUM_THREADS": "1"}
+    first = block_with("hf-hybrid-ssm doctor")
+    assert [shlex.split(command)[0] for command in first] == ["pip", "hf-hybrid-ssm", "hf-hybrid-ssm"]
+    variables, more = tasks()
+    texts_in(tmp_path)
+    said = {}
+    for command in [*first, *more]:
+        words = words_of(command, variables)
         if words[0] == "pip":
             words = ["python", "-m", *words, "--no-build-isolation"]
-        elif words[-1] == "demo":
-            words += ["--steps", "2", "--questions", "4", "--documents", "40"]
+        if words[:3] == ["hf-hybrid-ssm", "run", "transformers"]:
+            if all(map(importlib.util.find_spec, ("fastapi", "uvicorn", "openai"))):
+                said["serve"] = answer_of_a_server(words, environment, tmp_path)
+            continue
         where = ROOT if "pip" in words else tmp_path
         done = subprocess.run(words, cwd=where, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{command}\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}"
-        said.append(done.stdout)
-    assert "Successfully installed hf-hybrid-ssm" in said[0]
-    assert str(own_environment) in said[1] or "longhorn_scan" in said[1]
-    assert "held-out perplexity" in said[2] and (tmp_path / "runs/demo/summary.json").is_file()
+        said[" ".join(words[1:3])] = done.stdout
+    assert "Successfully installed hf-hybrid-ssm" in said["-m pip"]
+    assert str(own_environment) in said["doctor"] or "longhorn_scan" in said["doctor"]
+    assert "held-out perplexity" in said["demo --steps"] and (tmp_path / "runs/demo/summary.json").is_file()
+    assert said["generate runs/demo/model"].strip()
+    assert json.loads((tmp_path / "runs/own/results.json").read_text(encoding="utf-8"))["steps"] == 2
+    assert (tmp_path / "runs/own/evaluation.json").is_file() and "standard_text_continuation" in said["eval run"]
+    assert (tmp_path / "runs/own/modeling_longhorn.py").is_file() and (tmp_path / "runs/own/README.md").is_file()
+    assert "serve" not in said or said["serve"]["choices"]
+
+
+def test_every_task_works_in_a_clone(tmp_path, monkeypatch):
+    """The same commands on a checkpoint that a clone has, in this process; what takes a server or lm-eval's own
+    process is the other test's."""
+    from hf_hybrid_ssm.cli import main
+
+    pytest.importorskip("datasets")
+    variables, commands = tasks()
+    assert "in a clone also checkpoints/longhorn-books" in README
+    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
+    texts_in(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    done = []
+    for command in commands:
+        words = words_of(command, {**variables, "MODEL": "checkpoints/longhorn-books"})
+        if words[1] not in ("eval", "run"):
+            assert main(words[1:]) == 0, command
+            done.append(words[1])
+    assert done == ["generate", "recipe", "recipe", "export", "card", "check"]
+    assert json.loads((tmp_path / "runs/own/results.json").read_text(encoding="utf-8"))["steps"] == 2
+    for made in ("evaluation.json", "modeling_longhorn.py", "README.md"):
+        assert (tmp_path / "runs/own" / made).is_file()

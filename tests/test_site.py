@@ -79,6 +79,23 @@ def test_links_and_pictures_lead_somewhere(site, pages):
     assert inside > 1000 and not missing, missing
 
 
+def test_the_contents_fit_a_sidebar_and_reach_every_page(site, pages):
+    """What is seen before a reader opens a part: at most twenty entries."""
+    front = (site / "index.html").read_text(encoding="utf-8")
+    assert 10 < len(re.findall(r'<li class="toctree-l1', front)) <= 20
+    listed = {
+        urllib.parse.unquote(target) for target in re.findall(r'class="reference internal" href="([^"#]+)', front)
+    }
+    own = {path.relative_to(site).as_posix() for path in pages if "_modules" not in path.parts}
+    assert own - listed == {"index.html", "README.html", "search.html"}
+    assert not (site / "model_cards").exists()  # cards of models without weights
+
+
+def test_code_can_be_copied(site):
+    pytest.importorskip("sphinx_copybutton")
+    assert "copybutton.js" in (site / "docs/quickstart.html").read_text(encoding="utf-8")
+
+
 def known(page, fragment):
     return urllib.parse.unquote(fragment) in page.anchors
 
@@ -106,6 +123,14 @@ def test_the_reference_has_every_public_name(pages, site):
     missing = {name for name in hf_hybrid_ssm.__all__ if not any(anchor.split(".")[-1] == name for anchor in anchors)}
     assert not missing
     assert "hf_hybrid_ssm.ops.longhorn_scan.longhorn_scan" in anchors
+
+
+def test_the_search_shows_excerpts(site):
+    """Which it cuts from the sources of the pages, as they were built."""
+    page = (site / "search.html").read_text(encoding="utf-8")
+    assert "searchtools.js" in page and 'data-content_root="./"' in page
+    options = (site / "_static/documentation_options.js").read_text(encoding="utf-8")
+    assert "SHOW_SEARCH_SUMMARY: true" in options
 
 
 def test_the_search_knows_words_of_pages_and_docstrings(site):

@@ -40,7 +40,7 @@ SHADES = 16  # of each colour in the file, from white
 
 
 def panels(question: str, count: int = 1, height: float = 3.8) -> tuple[Figure, list[Axes]]:
-    """A figure with `count` axes in a row, under the question that it answers."""
+    """A figure with `count` axes in a row, under the question that it answers or what it shows."""
     figure = Figure(figsize=(7.0 if count == 1 else 2.6 + 2.7 * count, height), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(question, x=0.01, horizontalalignment="left", fontsize=11, fontweight="bold")
@@ -101,19 +101,14 @@ def _file_palette() -> Image.Image:
 
 
 def perplexity_by_length(question: str, models: dict[str, list[dict[str, Any]]], trained_at: int | None) -> Figure:
-    """Curves of points with `length`, `loss`, `perplexity` and, of several seeds, `standard_deviation_of_loss`.
-
-    Where there are deviations the curves stand side by side, so that their bars do not cover each other.
-    """
+    """Curves of points with `length`, `loss`, `perplexity` and, of several seeds, `standard_deviation_of_loss`."""
     figure, (axes,) = panels(question)
     with_spread = any(point.get("standard_deviation_of_loss") for points in models.values() for point in points)
-    apart = 0.04 if with_spread else 0.0
     for number, (name, points) in enumerate(models.items()):
-        shift = math.exp(apart * (number - (len(models) - 1) / 2))
         middle = np.array([point["perplexity"] for point in points])
         deviation = np.array([point.get("standard_deviation_of_loss") or 0.0 for point in points])
         spread = middle * np.array([1 - np.exp(-deviation), np.exp(deviation) - 1]) if with_spread else None
-        places = [point["length"] * shift for point in points]
+        places = [point["length"] for point in points]
         axes.errorbar(places, middle, spread, label=name, capsize=3, **style(number))
     if trained_at is not None:
         axes.axvline(trained_at, color=REFERENCE, linestyle="--", linewidth=1, label="length of training")

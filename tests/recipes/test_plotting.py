@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import mqar
 import numpy as np
@@ -14,7 +15,7 @@ from matplotlib.colors import to_hex
 from matplotlib.container import BarContainer
 from PIL import Image
 
-from benchmarks.plots import FIGURES, RESULTS
+from benchmarks.plots import FIGURES, RESULTS, draw, draw_checkpoint
 
 SLACK = 0.5  # pixels
 
@@ -99,7 +100,7 @@ def check(figure):
     """Everything that a reader needs, measured on the drawn figure."""
     figure.draw_without_rendering()
     title = figure._suptitle
-    assert title is not None and title.get_text().endswith("?"), "the title is not a question"
+    assert title is not None and title.get_text(), "no title"
     assert inside(title.get_window_extent(), figure.bbox)
     check_legends(figure)
     for axes in figure.axes:
@@ -113,15 +114,36 @@ def check(figure):
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_committed_pictures_are_readable(name):
-    figure = FIGURES[name]()
+    """Their titles say what was found, and how large the models were."""
+    figure = draw(name)
     finish(figure)
     check(figure)
+    finding, _, sizes = figure._suptitle.get_text().rpartition("\n")
+    assert finding and not finding.endswith("?") and re.search(r"\d", finding)
+    assert re.search(r"parameters|layers|models", sizes)
+
+
+@pytest.mark.parametrize("name", ["longhorn-books", "llama-books"])
+def test_pictures_of_checkpoints_have_one_scale_and_a_llama(name):
+    figure, other = draw_checkpoint(name), draw_checkpoint("lmu-isa-books")
+    for each in (figure, other):
+        finish(each)
+        check(each)
+    assert figure.axes[0].get_ylim() == other.axes[0].get_ylim()
+    assert {name, "llama-books"} <= set(figure.axes[0].get_legend_handles_labels()[1])
+
+
+def test_points_stand_at_their_lengths():
+    curves = {f"model {n}": points([256, 512], [80 + n, 81], 0.1) for n in range(5)}
+    figure = perplexity_by_length(QUESTION, curves, 256)
+    drawn = [list(container.lines[0].get_xdata()) for container in figure.axes[0].containers]
+    assert drawn == [[256, 512]] * 5
 
 
 def test_every_committed_picture_is_drawn_from_results():
     assert {path.stem for path in RESULTS.glob("*.png")} == set(FIGURES)
     for path in RESULTS.glob("*.png"):
-        assert path.stat().st_size < 60_000, f"{path.name} is large"
+        assert path.stat().st_size < 64_000, f"{path.name} is large"
         with Image.open(path) as image:
             assert round(image.info["dpi"][0]) == 200 and image.width >= 1400
 

@@ -39,15 +39,17 @@ class CardText:
     title: str
     authors: str
     year: int
+    venue: str | None = None  # the proceedings, where the paper has appeared in some
 
     @property
     def citation(self) -> str:
         """BibTeX."""
         key = f"{self.authors.split(',')[0].lower()}{self.year}"
-        return (
-            f"@misc{{{key},\n  title = {{{self.title}}},\n  author = {{{self.authors.replace('; ', ' and ')}}},\n"
-            f"  year = {{{self.year}}},\n  eprint = {{{self.arxiv}}},\n  archivePrefix = {{arXiv}}\n}}"
-        )
+        fields = {"title": self.title, "author": self.authors.replace("; ", " and "), "booktitle": self.venue}
+        fields |= {"year": self.year, "eprint": self.arxiv, "archivePrefix": "arXiv"}
+        lines = [f"  {name} = {{{value}}}" for name, value in fields.items() if value is not None]
+        kind = "misc" if self.venue is None else "inproceedings"
+        return "\n".join([f"@{kind}{{{key},", ",\n".join(lines), "}"])
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,168 @@
+"""What each picture of benchmarks/results shows, in a sentence, and the size of its models: made from its figures."""
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
+KEPT = 0.05  # perplexity that changes by less is kept
+KNOWN = 0.99  # the share of right answers of a model that knows them
+
+
+def amount(number: float) -> str:
+    """About so many parameters."""
+    return f"{number / 1e6:.1f} million" if number >= 1e6 else f"{round(number, -3):,.0f}"
+
+
+def between(values: Iterable[float]) -> str:
+    low, high = amount(min(values := list(values))), amount(max(values))
+    return f"{low} parameters" if low == high else f"{low} to {high} parameters"
+
+
+def by_context(figures: dict, sizes: str) -> tuple[str, str]:
+    models = {name: found["points"] for name, found in figures["models"].items()}
+    change = {name: points[-1]["perplexity"] / points[0]["perplexity"] - 1 for name, points in models.items()}
+    points = next(iter(models.values()))
+    moved = [f"{name} {value:+.0%}" for name, value in change.items() if abs(value) >= KEPT]
+    kept = max((abs(value) for value in change.values() if abs(value) < KEPT), default=0.0)
+    rest = f"{'the others' if moved else 'all'} within ±{max(kept, 0.001):.1%}"
+    span = f"From {points[0]['length']:,} to {points[-1]['length']:,} tokens"
+    return f"{span} perplexity changes: {', '.join([*moved, rest])}", sizes
+
+
+def seeds(figures: dict) -> str:
+    count = max(found["checkpoints"] for found in figures["models"].values())
+    return "one seed" if count == 1 else f"{count} seeds"
+
+
+def of_stack(figures: dict) -> str:
+    config = figures["settings"]["base"]["config"]
+    return f"{config['num_hidden_layers']} layers of width {config['hidden_size']}, {seeds(figures)}"
+
+
+def families_length(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
+    return by_context(figures, f"{trained(load('families_books'))}, {seeds(figures)}")
+
+
+def checkpoints_length(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
+    named = [CHECKPOINTS / f"{name}-books/results.json" for name in ("longhorn", "llama")]
+    sizes = [json.loads(path.read_text(encoding="utf-8"))["parameters"] for path in named]
+    return by_context(figures, f"{between(sizes)}, {seeds(figures)}")
+
+
+def trained(figures: dict) -> str:
+    return f"models of {between(run['parameters'] for found in figures['models'].values() for run in found['runs'])}"
+
+
+def families_books(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
+    losses = {name: found["validation_loss"] for name, found in figures["models"].items()}
+    best, reference = min(losses, key=losses.__getitem__), figures["reference"]
+    below = losses[reference] - losses[best]
+    finding = f"{best} learns most from the same tokens: {below:.2f} nats below {reference}"
+    runs = len(figures["models"][best]["runs"])
+    return finding, f"{trained(figures)}, {runs} seeds"
+
+
+def first_token_recall(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
+    models, settings = figures["models"], figures["settings"]
+    inside = [str(distance) for distance in settings["distances"] if distance < settings["length"]]
+    knowing = [name for name, found in models.items() if min(found["accuracy"][at] for at in inside) >= KNOWN]
+    guess = 1.5 / settings["answers"]
+    guessing = [name for name, found in models.items() if max(found["accuracy"].values()) < guess]
+    finding = f"{len(knowing)} of {len(models)} models know the first token as far away as in training"
+    finding += "; windows guess" if guessing and all("windows alone" in name for name in guessing) else ""
+    config = settings["config"]
+    sizes = between(found["runs"][0]["parameters"] for found in models.values())
+    return finding, f"{config['num_hidden_layers']} layers of width {config['hidden_size']}, {sizes}; bars: 95 %"
+
+
+def mqar_families(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
+    pairs = min(figures["best"][0]["accuracy_by_pairs"], key=int)
+    shares = {entry["model"]: entry["accuracy_by_pairs"][pairs] for entry in figures["best"]}
+    best = max(shares, key=shares.__getitem__)
+    others = max(share for name, share in shares.items() if name != best)
+    finding = f"{best} recalls {shares[best]:.0%} of {pairs} pairs, the others at most {others:.0%}"
+    epochs = {entry["epochs"] for entry in figures["best"]}
+    sizes = between(entry["parameters"] for entry in figures["best"])
+    return finding, f"{sizes}, {max(epochs)} epochs, one seed"
+
+
+def per_token_loss(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
+    start, changes = 32, []
+    for found in figures["models"].values():
+        after = [loss for place, loss in zip(found["positions"], found["loss"]) if place >= start]
+        changes.append(max(after) - min(after))
+    members = load("scaling_law")["families"]
+    largest = [max(size_of(member) for member in found["members"].values()) for found in members.values()]
+    finding = f"From token {start} on, losses stay within {max(changes):.2f} nats: little is learnt from further back"
+    return finding, f"models of {between(largest)} (non-embedding)"
+
+
+def size_of(member: dict) -> float:
+    return member["parameters_beside_embeddings"] if "parameters_beside_embeddings" in member else member["parameters"]
+
+
+def scaling_law(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
+    from scaling_law import PAPER  # a recipe, on whose path plots.py is
+
+    alphas, theirs = [found["alpha"] for found in figures["families"].values()], [alpha for _, alpha in PAPER.values()]
+    members = [member for found in figures["families"].values() for member in found["members"].values()]
+    finding = f"Losses fall as size to the power {-max(alphas):.3f} at most, in the paper {-max(theirs):.3f}"
+    return finding, f"{between(map(size_of, members))} (non-embedding), {len(figures['seeds'])} seeds"
+
+
+def upcycling_gaps(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
+    loss = figures["teacher"]["loss"]
+    above = math.exp(figures["students"]["a quarter"]["loss"] - loss) - 1
+    teacher = json.loads((CHECKPOINTS / "llama-books/results.json").read_text(encoding="utf-8"))["parameters"]
+    finding = f"With a quarter of the attention a student is {above:.1%} above its teacher's perplexity"
+    return finding, f"the teacher: a Llama of {amount(teacher)} parameters"
+
+
+def by_length(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
+    exponents = [load("local_attention")["exponent"], load("lmu_isa")["training_step_of_one_row"]["exponent"]]
+    finding = f"Time grows linearly with the length (window attention: exponent {exponents[0]:.2f}, "
+    finding += f"LMU-ISA: {exponents[1]:.2f})"
+    shape, heads = figures["shape"], load("local_attention")["shape"]
+    sizes = f"Longhorn: {shape['num_hidden_layers']} layers of width {shape['hidden_size']}; "
+    return finding, sizes + f"window attention: {heads['heads']} heads of {heads['head_dim']}; LMU-ISA: the 1M preset"
+
+
+def training(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
+    times, shape = figures["training_step"]["longhorn_native_times_as_fast"], figures["shape"]
+    finding = f"At width {shape['hidden_size']} Longhorn trains {times['llama']:.1f} times as fast as Llama"
+    return finding, f"{shape['num_hidden_layers']} layers, vocabulary {shape['vocab_size']}; a small model"
+
+
+def streaming(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
+    models = list(figures["models"].values())
+    growth = max(found["megabytes_per_100k_tokens"] for found in models)
+    longest = max(found["tokens"] for found in models)
+    finding = f"Over up to {longest:,} tokens memory grows by at most {growth:.2f} MB per 100,000"
+    return finding, f"{len(models)} models: a trained Longhorn, and tiny ones of all families with random weights"
+
+
+SENTENCES: dict[str, Callable[[dict, Callable[[str], dict]], tuple[str, str]]] = {
+    "by_length": by_length,
+    "training": training,
+    "streaming": streaming,
+    "bst_16k": lambda figures, load: by_context(figures, of_stack(figures)),
+    "bst_books": lambda figures, load: by_context(figures, of_stack(figures)),
+    "checkpoints_length": checkpoints_length,
+    "families_books": families_books,
+    "families_length": families_length,
+    "first_token_recall": first_token_recall,
+    "mqar_families": mqar_families,
+    "per_token_loss": per_token_loss,
+    "scaling_law": scaling_law,
+    "upcycling_gaps": upcycling_gaps,
+}
+SOURCES = {"by_length": "longhorn_training", "training": "longhorn_training"}  # of the others the name
+
+
+def title(name: str, load: Callable[[str], dict]) -> tuple[str, str]:
+    """The finding, and the size of the models."""
+    figures: dict[str, Any] = load(SOURCES.get(name, name))
+    return SENTENCES[name](figures, load)
