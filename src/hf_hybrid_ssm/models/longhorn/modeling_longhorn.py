@@ -20,6 +20,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from hf_hybrid_ssm.layers.feed_forward import SwiGLU
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
+from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.models.base import HybridModelMixin, HybridPreTrainedModel
 from hf_hybrid_ssm.models.block import RecurrentMixin
@@ -51,15 +52,14 @@ class ShortConvolution(nn.Conv1d):
     def __init__(self, channels: int, kernel_size: int, bias: bool = True):
         super().__init__(channels, channels, kernel_size, groups=channels, bias=bias)
 
-    def forward(  # type: ignore[override]
-        self, x: torch.Tensor, *, overwritten: torch.Tensor | None = None, **options
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`options` (initial_state, seq_idx, lengths, return_final_state) as of `hf_hybrid_ssm.ops.causal_conv`; for
-        one token x (B, D) after earlier ones instead the state that the new one is to overwrite."""
-        if overwritten is not None:
-            y = causal_conv_step(x, overwritten, self.weight.squeeze(1), self.bias, activation="silu")
-            return y, overwritten
+    def forward(self, x: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:  # type: ignore[override]
+        """`options` (initial_state, seq_idx, lengths, return_final_state) as of `hf_hybrid_ssm.ops.causal_conv`."""
         return causal_conv(x, self.weight.squeeze(1), self.bias, activation="silu", **options)
+
+    @with_accelerate_hooks
+    def step(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """`forward` of one token (B, D) after earlier ones, without gradients; the state is overwritten."""
+        return causal_conv_step(x, state, self.weight.squeeze(1), self.bias, activation="silu")
 
 
 class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
@@ -110,7 +110,7 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
         self, hidden_states: torch.Tensor, *, past: States, capacity: int | None
     ) -> tuple[torch.Tensor, States]:
         raw, gate = self.in_proj(hidden_states)[:, 0].chunk(2, dim=-1)  # (B, D) each
-        x, _ = self.conv1d(raw, overwritten=past["conv"])
+        x = self.conv1d.step(raw, past["conv"])
         dt, k, q = self.x_proj(x).split(self.projection_sizes, dim=-1)
         z = gate if self.scan_norm is None else None
         y = longhorn_step(x, self.dt_proj(dt), k, q, past["scan"], beta_bias=self.dt_bias, D=self.D, z=z)
