@@ -146,6 +146,8 @@ def _file_of_class(family: Family, name: str) -> str:
 
 def _exportable(model_type: str) -> Family:
     family = family_of(model_type)
+    if not family.is_ours:
+        raise ValueError(f"model_type={model_type!r} was registered from outside, and its code is not exported.")
     if owner := owner_of(family):
         raise ValueError(
             f"transformers has a model type {model_type!r} of its own ({owner}); code exported under that name would "
