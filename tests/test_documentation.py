@@ -3,12 +3,15 @@
 import ast
 import re
 import shlex
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 from benchmarks.tables import rendered
+from hf_hybrid_ssm.auto import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 REPORTS = sorted((ROOT / "reports").rglob("*.md"))
@@ -30,10 +33,15 @@ def test_python_runs(page, tmp_path, monkeypatch):
         pytest.importorskip("trl")
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
     monkeypatch.chdir(tmp_path)
-    names = {"__name__": "documentation"}
-    for block in python_of(page):
-        block = block if torch.cuda.is_available() else block.replace('device="cuda"', 'device="cpu"')
-        exec(compile(block, str(page), "exec"), names)
+    module = ModuleType("documentation")  # which can be imported, as a notebook's `__main__`
+    monkeypatch.setitem(sys.modules, "documentation", module)
+    families = [*FAMILIES]
+    try:
+        for block in python_of(page):
+            block = block if torch.cuda.is_available() else block.replace('device="cuda"', 'device="cpu"')
+            exec(compile(block, str(page), "exec"), vars(module))
+    finally:
+        FAMILIES[:] = families  # without those that the page registers
 
 
 def test_the_first_example_writes_what_is_shown_and_warns_of_nothing(tmp_path, monkeypatch, capfd):

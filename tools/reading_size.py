@@ -4,8 +4,9 @@ python tools/reading_size.py             every model type
 python tools/reading_size.py bst --list  the files of one
 
 It follows the imports of the family's modeling file within this package, and the kernels of the ops found on the way,
-with their C sources. Every file counts whole, though a model seldom uses all of it. Of the mixers that a configuration
-chooses from, the first count follows the default one only; it is also given by level.
+with their C sources. Every file counts whole, though a model seldom uses all of it. The first count is that of the
+default configuration, without the mixers that it does not choose and the files of options that are off (`OPTIONAL`);
+it is also given by level.
 """
 
 import argparse
@@ -15,21 +16,29 @@ from pathlib import Path
 
 import hf_hybrid_ssm
 from hf_hybrid_ssm.auto import FAMILIES, family_of
-from hf_hybrid_ssm.hub.sources import ROOT, Module
+from hf_hybrid_ssm.hub.sources import PACKAGE, ROOT, Module
 from hf_hybrid_ssm.layers.mixers.registry import MIXERS
 from hf_hybrid_ssm.models.family import Family
 
 LEVELS = ("models and layers", "ops in torch", "kernels in C and Triton")
+# modules of options that are off in a family's default configuration, by model type
+OPTIONAL = {
+    "longhorn": ("models.longhorn.attention_longhorn", "models.rotary"),
+    "bst": ("models.bst.recurrent_states", "models.bst.retrieval", "models.rotary"),
+    "lmu_isa": ("layers.local_self_attention",),
+    "spade": ("models.spade.adaptive_vocabulary",),
+    "spade_seq2seq": ("models.spade.adaptive_vocabulary",),
+}
 
 
-def files_of(model_type: str, every_mixer: bool = False) -> list[Path]:
+def files_of(model_type: str, every_option: bool = False) -> list[Path]:
     """All files that a reader of a family goes through, sorted.
 
     Raises:
         ValueError: there is no such family.
     """
     family = family_of(model_type)
-    left_out = set() if every_mixer else _other_mixers(family)
+    left_out = set() if every_option else _other_mixers(family) | optional_modules(model_type)
     modules = _reached(sorted(set(family.module_of.values())), left_out)
     kernels = _reached(sorted({kernel for module in modules for kernel in _kernels(module)}), left_out)
     paths = {module.path for module in (*modules, *kernels)}
@@ -41,6 +50,11 @@ def _other_mixers(family: Family) -> set[str]:
     chosen = getattr(getattr(hf_hybrid_ssm, family.config)(), "ssm_type", None)
     used = MIXERS[chosen].__module__ if chosen else None
     return {mixer.__module__ for mixer in MIXERS.values()} - {used}
+
+
+def optional_modules(model_type: str) -> set[str]:
+    """The modules of a family's options that are off by default."""
+    return {f"{PACKAGE}.{name}" for name in OPTIONAL.get(model_type, ())}
 
 
 def _reached(entries: list[str], left_out: set[str]) -> list[Module]:
@@ -92,11 +106,11 @@ def _size(paths: list[Path]) -> str:
 
 def table(model_types: list[str]) -> str:
     """Files / lines of each, as CONTRIBUTING shows them."""
-    lines = [f"| files / lines | all | {' | '.join(LEVELS)} | with every mixer |", "| --- |" + " ---: |" * 5]
+    lines = [f"| files / lines | all | {' | '.join(LEVELS)} | with every option |", "| --- |" + " ---: |" * 5]
     for model_type in model_types:
         paths = files_of(model_type)
         levels = ([path for path in paths if level_of(path) == level] for level in LEVELS)
-        sizes = map(_size, (paths, *levels, files_of(model_type, every_mixer=True)))
+        sizes = map(_size, (paths, *levels, files_of(model_type, every_option=True)))
         lines.append(f"| `{model_type}` | {' | '.join(sizes)} |")
     return "\n".join(lines)
 

@@ -26,9 +26,9 @@ FOLDERS = (
     "lmu_isa",
     "spade",
 )
-FAMILIES: tuple[Family, ...] = tuple(
+FAMILIES: list[Family] = [
     family for folder in FOLDERS for family in importlib.import_module(f"hf_hybrid_ssm.models.{folder}").FAMILIES
-)
+]
 
 
 def family_of(model_type: str) -> Family:
@@ -42,6 +42,36 @@ def family_of(model_type: str) -> Family:
             return family
     known = ", ".join(family.model_type for family in FAMILIES)
     raise ValueError(f"model_type={model_type!r} is not a family of hf_hybrid_ssm; its families are {known}.")
+
+
+def register_family(family: Family) -> None:
+    """Make a family of your own known to the Auto classes, `pipeline`, PEFT, model cards and planning, as those of
+    this package are. Its code is not exported with checkpoints.
+
+    Args:
+        family: its declaration. One of the same model type and package takes the place of an earlier one, as when the
+            cell of a notebook is run again.
+
+    Raises:
+        TypeError: `family` is not a `Family`.
+        ValueError: the model type is that of another family or of transformers, a head has no Auto class, or the
+            package lacks a class.
+    """
+    if not isinstance(family, Family):
+        raise TypeError(f"family must be a Family (hf_hybrid_ssm.models.family), got {type(family).__name__}.")
+    earlier = next((known for known in FAMILIES if known.model_type == family.model_type), None)
+    owner = owner_of(family) if earlier is None else earlier.package
+    if owner not in (None, family.package):
+        raise ValueError(f"model_type={family.model_type!r} is taken, by {owner}; choose another.")
+    modeling_auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    for table in family.heads:
+        if not hasattr(modeling_auto, f"{table}_MAPPING"):
+            raise ValueError(f"heads[{table!r}]: transformers has no {table}_MAPPING.")
+    package = importlib.import_module(family.package)
+    if missing := [name for name in (*family.names, family.base) if not hasattr(package, name)]:
+        raise ValueError(f"package={family.package!r} has no {', '.join(missing)}.")
+    FAMILIES[:] = [known for known in FAMILIES if known is not earlier] + [family]
+    register()
 
 
 def owner_of(family: Family) -> str | None:
@@ -70,14 +100,15 @@ def _free_families() -> Iterator[Family]:
 def _name_in_library(_: ModuleType) -> None:
     """`transformers.LonghornForCausalLM`: servers and pipelines look a class up by the name in `config.json`.
 
-    The library finds a name in one of its modules, which it imports when the name is first asked for; ours are all in
-    one that stands for this package. Names of its own stay its own.
+    The library finds a name in one of its modules, which it imports when the name is first asked for; one stands for
+    each family. Names of its own stay its own.
     """
     library = sys.modules["transformers"]  # which replaces itself while it is imported
-    sys.modules["transformers.hf_hybrid_ssm"] = sys.modules["hf_hybrid_ssm"]
     for family in FAMILIES:
+        module = f"hf_hybrid_ssm_{family.model_type}"
+        sys.modules[f"transformers.{module}"] = importlib.import_module(family.package)
         for name in family.names:
-            library._class_to_module.setdefault(name, "hf_hybrid_ssm")
+            library._class_to_module.setdefault(name, module)
 
 
 def _register_configs(configuration_auto: ModuleType) -> None:

@@ -225,20 +225,20 @@ def test_decoding_from_a_memory_that_lags(channels, order, rows):
     layer, batch = ImplicitAttention(order, rows, 30.0, activation=F.gelu), 2
     x = torch.randn(batch, 80, channels)
     with torch.no_grad():
-        expected, _ = layer.double()(x.double())
+        expected, _ = layer.double()(x.double(), {})
         layer.float()
-        _, states = layer.continue_from({}, x[:, :5], return_final_state=True)
+        _, states = layer(x[:, :5], {}, return_final_state=True)
         for t in range(5, 80):
             before = {name: state.clone() for name, state in states.items()}
-            y, after = layer.continue_from(states, x[:, t : t + 1], return_final_state=True)
+            y, after = layer.step(x[:, t : t + 1], states)
             assert all(torch.equal(states[name], before[name]) for name in before)  # another may go on from these
             torch.testing.assert_close(y[:, 0].double(), expected[:, t], rtol=1e-4, atol=1e-5)
             states = after
             if t == 20:  # settle the second row alone, so that the rows advance at different tokens
                 memory = apply_deferred(states, layer.theta)
                 states = {name: torch.stack([states[name][0], defer_updates(memory)[name][1]]) for name in states}
-    _, exact = layer.double()(x.double(), return_final_state=True)
-    torch.testing.assert_close(apply_deferred(states, 30.0).double(), exact, rtol=1e-4, atol=1e-5)
+    _, exact = layer.double()(x.double(), {}, return_final_state=True)
+    torch.testing.assert_close(apply_deferred(states, 30.0).double(), exact["memory"], rtol=1e-4, atol=1e-5)
 
 
 @needs_compiler
@@ -247,11 +247,11 @@ def test_decoding_states_in_any_layout():
     torch.manual_seed(0)
     layer, x = ImplicitAttention(20, 4, 30.0, activation=F.gelu), torch.randn(3, 1, 9)
     with torch.no_grad():
-        _, states = layer.continue_from({}, torch.randn(3, 40, 9), return_final_state=True)
+        _, states = layer(torch.randn(3, 40, 9), {}, return_final_state=True)
         other = {name: state.movedim(0, -1).contiguous().movedim(-1, 0) for name, state in states.items()}
         assert not other["memory"].is_contiguous() and not other["recent"].is_contiguous()
         for _ in range(3):
-            (y, states), (found, other) = (layer.continue_from(s, x, return_final_state=True) for s in (states, other))
+            (y, states), (found, other) = (layer.step(x, s) for s in (states, other))
             torch.testing.assert_close((found, other), (y, states), rtol=0, atol=0)
 
 
@@ -263,13 +263,13 @@ def test_kernel_keeps_float32_under_autocast():
     results = []
     for enabled in (False, True):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
-            y, memory = layer(x, return_final_state=True)
+            y, states = layer(x, {}, return_final_state=True)
+            memory = states["memory"]
             results.append(
                 [y, memory, *torch.autograd.grad(y.square().sum() + memory.sum(), [x, *layer.parameters()])]
             )
             with torch.no_grad():
-                _, states = layer.continue_from({}, x, return_final_state=True)
-                results[-1].append(layer.continue_from(states, x[:, :1], return_final_state=True))
+                results[-1].append(layer.step(x[:, :1], states))
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
@@ -277,11 +277,11 @@ def test_kernel_keeps_float32_under_autocast():
 def test_decoding_compiled_equals_eager():
     torch.manual_seed(0)
     layer = ImplicitAttention(20, 4, 30.0, activation=F.gelu)
-    run = torch.compile(layer.continue_from, fullgraph=True)
+    run = torch.compile(layer.step, fullgraph=True)
     with torch.no_grad():
-        _, states = layer.continue_from({}, torch.randn(2, 40, 9), return_final_state=True)
+        _, states = layer(torch.randn(2, 40, 9), {}, return_final_state=True)
         x = torch.randn(2, 1, 9)
-        (y, after), (want, wanted) = (f(states, x, return_final_state=True) for f in (run, layer.continue_from))
+        (y, after), (want, wanted) = (f(x, states) for f in (run, layer.step))
     torch.testing.assert_close(y, want)
     torch.testing.assert_close(after, wanted)
 

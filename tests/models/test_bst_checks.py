@@ -17,6 +17,7 @@ from tests.models.test_bst import KINDS, RECURRENT, TINY, build
 
 WINDOW = TINY["sliding_window"]
 LENGTH = 3 * WINDOW + 5  # crosses three boundaries, ends inside a block
+ROWS = {"seq_idx": None, "lengths": None, "return_final_state": False}
 REMEMBERING = {"retrieval_k": 2, "retrieval_memory": 7, "retrieval_stride": 2}
 FIELDS = {
     "block_recurrent": RECURRENT,
@@ -206,7 +207,7 @@ def test_retrieval_equals_a_softmax_over_the_best_old_states():
     attention.context.register_forward_hook(
         lambda module, arguments, output: seen.update(keys=output[0], values=output[1])
     )
-    found, _ = attention._attend_context(x, x, {}, seq_idx=None, lengths=None, return_final_state=False)
+    found, _ = attention._attend_context(x, x, {}, ROWS, None)
     queries = attention._context_queries(x)[0]
     keys, values = (seen[name][0].flatten(0, 1) for name in ("keys", "values"))  # token by token
     for t in range(LENGTH):
@@ -227,7 +228,7 @@ def test_no_gradient_through_the_memory():
     x = torch.randn(1, 2 * WINDOW, 16, dtype=torch.float64, requires_grad=True)
     values = {}
     attention.context.register_forward_hook(lambda module, arguments, output: values.update(v=output[1]))
-    found, _ = attention._attend_context(x, x, {}, seq_idx=None, lengths=None, return_final_state=False)
+    found, _ = attention._attend_context(x, x, {}, ROWS, None)
     (gradient,) = torch.autograd.grad(found[0, WINDOW:].sum(), values["v"])
     assert gradient[0, 0].abs().sum() == 0 and gradient[0, 1].abs().sum() > 0
 

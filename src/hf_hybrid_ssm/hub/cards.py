@@ -10,7 +10,6 @@ from huggingface_hub import EvalResult, ModelCardData
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-import hf_hybrid_ssm
 from hf_hybrid_ssm.auto import family_of
 from hf_hybrid_ssm.hub.configurations import config_of_folder, without_memory
 from hf_hybrid_ssm.hub.export import auto_class_of
@@ -66,7 +65,7 @@ def model_card(
     if class_name not in family.heads.values():
         known = ", ".join(family.heads.values())
         raise ValueError(f"class_name={class_name!r} is not among the models of {config.model_type}: {known}.")
-    model = without_memory(lambda: getattr(hf_hybrid_ssm, class_name)(config))
+    model = without_memory(lambda: family.load(class_name)(config))
     table = next(table for table, name in family.heads.items() if name == class_name)
     task, text = TASKS.get(table), family.card
     data = ModelCardData(

@@ -13,7 +13,7 @@ from hf_hybrid_ssm import __version__
 from hf_hybrid_ssm.auto import family_of, owner_of
 from hf_hybrid_ssm.hub.configurations import config_of_folder
 from hf_hybrid_ssm.hub.flatten import flatten
-from hf_hybrid_ssm.hub.sources import PACKAGE, needed_modules
+from hf_hybrid_ssm.hub.sources import needed_modules
 from hf_hybrid_ssm.hub.verify_files import is_as_exported, read_config, seal
 from hf_hybrid_ssm.layers.mixers.registry import BUILT_IN
 from hf_hybrid_ssm.models.family import Family
@@ -105,7 +105,6 @@ def code_of(model_type: str) -> dict[str, str]:
     """File name → source of everything that the classes of a model type need."""
     family = _exportable(model_type)
     modules = needed_modules(sorted({family.module_of[name] for name in family.names}))
-    mixers = {module.name for module in needed_modules([f"{PACKAGE}.layers.mixers.registry"])}
     own = _file_of_class(family, family.config)
 
     def file_of(module: str) -> str:
@@ -113,7 +112,7 @@ def code_of(model_type: str) -> dict[str, str]:
         if level == "ops":  # a file for each op, and one for what they share
             return "dispatch" if rest[0] == "_core" else rest[0]
         if level == "layers":
-            return "mixers" if module in mixers else "layers"
+            return "mixers" if rest[0] == "mixers" else "layers"
         if level == "models" and len(rest) == 1:  # what all configurations share goes with the family's own
             return own if rest[0].endswith("configuration") else "model_parts"
         is_listed = rest[-1].startswith(("configuration", "modeling"))
@@ -147,6 +146,8 @@ def _file_of_class(family: Family, name: str) -> str:
 
 def _exportable(model_type: str) -> Family:
     family = family_of(model_type)
+    if not family.is_ours:
+        raise ValueError(f"model_type={model_type!r} was registered from outside, and its code is not exported.")
     if owner := owner_of(family):
         raise ValueError(
             f"transformers has a model type {model_type!r} of its own ({owner}); code exported under that name would "

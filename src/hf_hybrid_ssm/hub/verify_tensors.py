@@ -11,7 +11,6 @@ from safetensors import safe_open
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-import hf_hybrid_ssm
 from hf_hybrid_ssm.auto import family_of
 from hf_hybrid_ssm.hub.configurations import config_of_folder, without_memory
 from hf_hybrid_ssm.hub.verify_files import check_folder, shapes_of
@@ -121,7 +120,7 @@ def _check_tensors(folder: Path, config: Any) -> None:
         raise ValueError(
             f"{folder / 'config.json'} names the architecture {architecture!r}, but {config.model_type!r} has {known}."
         )
-    model = without_memory(lambda: getattr(hf_hybrid_ssm, architecture)(config))
+    model = without_memory(lambda: family.load(architecture)(config))
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     places = shapes_of(folder)
     found = {name: shape for shapes in places.values() for name, shape in shapes.items()}

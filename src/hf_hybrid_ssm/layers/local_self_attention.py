@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention, window_step
 
 
@@ -40,7 +41,6 @@ class LocalSelfAttention(nn.Module):
         past: dict[str, torch.Tensor],
         *,
         capacity: int | None = None,
-        overwrite: bool = False,
         **options: Any,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """(B, L, d), the states before it → (B, L, d), the states after it.
@@ -48,11 +48,8 @@ class LocalSelfAttention(nn.Module):
         Args:
             past: has the fields of `AttentionState` by name, or is empty.
             capacity: the number of keys to make room for, where all are kept.
-            overwrite: x is one token after earlier ones, and its states may be computed in place of `past`.
             options: of `local_attention`.
         """
-        if overwrite:
-            return self._step(x, past, capacity, options.get("bias"))
         q, k, v = (
             layer(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
             for layer in (self.q_proj, self.k_proj, self.v_proj)
@@ -70,10 +67,16 @@ class LocalSelfAttention(nn.Module):
         )
         return self.o_proj(y.transpose(1, 2).flatten(2)), {} if state is None else state._asdict()
 
-    def _step(
-        self, x: torch.Tensor, past: dict[str, torch.Tensor], capacity: int | None, bias: torch.Tensor | None
+    @with_accelerate_hooks
+    def step(
+        self,
+        x: torch.Tensor,
+        past: dict[str, torch.Tensor],
+        *,
+        capacity: int | None = None,
+        bias: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """`forward` of one token, x (B, 1, d)."""
+        """`forward` of one token (B, 1, d) after earlier ones, without gradients; `past` may be overwritten."""
         heads = (x.shape[0], self.num_heads, -1)
         q, k, v = (layer(x).view(heads) for layer in (self.q_proj, self.k_proj, self.v_proj))
         state = AttentionState(past["keys"], past["values"], past["seen"])

@@ -163,6 +163,11 @@ class HybridPreTrainedModel(PreTrainedModel):
 
     def _set_code(self, export_code: bool | None, folder: str | os.PathLike | None = None) -> None:
         exporter = None if export_code is None else self.config.code_exporter
+        if export_code and exporter is None and getattr(self.config, "auto_map", None) is None:
+            raise ValueError(
+                f"export_code=True: {type(self.config).__name__} was defined outside of hf_hybrid_ssm, and only the "
+                "code of this package is exported."
+            )
         if exporter is not None and export_code:
             exporter.check_exportable(self.config.model_type, self, folder)
             self.config.auto_map = exporter.auto_map_of(self.config.model_type)

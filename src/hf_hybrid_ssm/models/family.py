@@ -3,6 +3,7 @@
 A declaration names classes and computes nothing, so reading one imports neither torch nor transformers.
 """
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -54,13 +55,14 @@ class CardText:
 
 @dataclass(frozen=True)
 class Family:
-    """One model type: the classes of a folder below `models/` that share a configuration class.
+    """One model type: models that share a configuration class.
 
     Args:
-        model_type: the name in `config.json`; the models are in `modeling_{model_type}.py`.
-        folder: its name below `hf_hybrid_ssm.models`; the configuration is in `configuration_{folder}.py`.
+        model_type: the name in `config.json`.
+        package: the module whose attributes the classes are. A family of this package is a folder below `models/`,
+            with its configuration in `configuration_{folder}.py` and its models in `modeling_{model_type}.py`.
         config: name of the configuration class.
-        base: name of the class that all models derive from, in `modeling_{folder}.py`.
+        base: name of the class that all models derive from; in this package, in `modeling_{folder}.py`.
         heads: transformers' Auto mapping (without the suffix `_MAPPING`) → name of our class.
         peft: PEFT's defaults.
         card: what model cards say.
@@ -72,7 +74,7 @@ class Family:
     """
 
     model_type: str
-    folder: str
+    package: str
     config: str
     base: str
     heads: dict[str, str]
@@ -83,9 +85,18 @@ class Family:
     recurrent_states: Callable[[Any], Shapes] | None = None
 
     @property
-    def package(self) -> str:
-        """Where the classes can be imported from."""
-        return f"hf_hybrid_ssm.models.{self.folder}"
+    def folder(self) -> str:
+        """The last part of `package`."""
+        return self.package.rpartition(".")[2]
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is one of this package's, and not registered from outside."""
+        return self.package.startswith("hf_hybrid_ssm.")
+
+    def load(self, name: str) -> Any:
+        """The class of that name."""
+        return getattr(importlib.import_module(self.package), name)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -94,7 +105,7 @@ class Family:
 
     @property
     def module_of(self) -> dict[str, str]:
-        """Public name → the module that defines it."""
+        """Public name → the module that defines it, of a family of this package."""
         models = dict.fromkeys(self.heads.values(), f"{self.package}.modeling_{self.model_type}")
         base = {self.base: f"{self.package}.modeling_{self.folder}"}
         return {self.config: f"{self.package}.configuration_{self.folder}"} | base | models

@@ -3,14 +3,13 @@
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-import hf_hybrid_ssm
 from hf_hybrid_ssm.auto import FAMILIES, family_of
 from hf_hybrid_ssm.hub.configurations import without_memory
 
 
 def preset_names() -> list[str]:
     """family/preset of every preset of every family."""
-    presets = ((family, getattr(hf_hybrid_ssm, family.config).presets) for family in FAMILIES)
+    presets = ((family, family.load(family.config).presets) for family in FAMILIES)
     return [f"{family.model_type}/{preset}" for family, names in presets for preset in names]
 
 
@@ -21,7 +20,8 @@ def preset_config(name: str) -> PreTrainedConfig:
         ValueError: there is no such family or preset.
     """
     model_type, _, preset = name.partition("/")
-    return getattr(hf_hybrid_ssm, family_of(model_type).config).preset(preset)
+    family = family_of(model_type)
+    return family.load(family.config).preset(preset)
 
 
 def is_classifier(config: PreTrainedConfig) -> bool:
@@ -31,5 +31,6 @@ def is_classifier(config: PreTrainedConfig) -> bool:
 
 def meta_model(config: PreTrainedConfig, dtype: str = "float32") -> PreTrainedModel:
     """The language model (or the classifier) of a configuration, on the meta device: shapes without memory."""
-    model_class = getattr(hf_hybrid_ssm, family_of(config.model_type).main_class(config))
+    family = family_of(config.model_type)
+    model_class = family.load(family.main_class(config))
     return without_memory(lambda: model_class._from_config(config, dtype=getattr(torch, dtype)))

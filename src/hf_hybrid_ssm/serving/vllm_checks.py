@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from vllm.model_executor.models.config import MambaModelConfig
 
-import hf_hybrid_ssm
 from hf_hybrid_ssm.auto import family_of
 from hf_hybrid_ssm.serving.paged_states import check_pageable
 from hf_hybrid_ssm.serving.state_layout import growing_layers
@@ -65,4 +64,5 @@ def check_model(config: Any) -> None:
 
 def model_class(config: Any) -> Any:
     """The language model of a configuration's family."""
-    return getattr(hf_hybrid_ssm, family_of(config.model_type).heads["MODEL_FOR_CAUSAL_LM"])
+    family = family_of(config.model_type)
+    return family.load(family.heads["MODEL_FOR_CAUSAL_LM"])

@@ -1,11 +1,10 @@
 """Attention of a Block-State Transformer layer: to the window, and to context states or recurrent states."""
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from hf_hybrid_ssm.layers.l2_normalise import l2_normalise
+from hf_hybrid_ssm.layers.mixers.base import RowOptions
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
@@ -81,17 +80,20 @@ class BstAttention(nn.Module):
         x: torch.Tensor,
         past: States,
         *,
+        seq_idx: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
+        return_final_state: bool = False,
         documents: int | None = None,
         position_embeddings: PositionEmbeddings | None = None,
-        **options: Any,
     ) -> tuple[torch.Tensor, States]:
         """(B, L, d) normalised and raw inputs, the states before them → (B, L, d), the states after them.
 
         Args:
+            past, seq_idx, lengths, return_final_state: as of `RecurrentMixin.mix`.
             documents: as of `block_grid`.
             position_embeddings: cosines and sines (B or 1, at least L, e) of rotary positions.
-            options: as of `RecurrentMixin.mix`.
         """
+        rows: RowOptions = {"seq_idx": seq_idx, "lengths": lengths, "return_final_state": return_final_state}
         q, k, v = self._heads(z)
         bias = None if self.relative_bias is None else self.relative_bias(self.window)
         if self.scale is not None:
@@ -109,15 +111,14 @@ class BstAttention(nn.Module):
             zero_kv_sink=self.zero_kv_sink,
             dropout=self.dropout if self.training else 0.0,
             initial_state=AttentionState(*(past[name] for name in AttentionState._fields)) if past else None,
-            **options,
+            **rows,
         )
         y = y.transpose(1, 2)
         states: States = {} if state is None else state._asdict()
         if self.context is not None:
-            crossed, more = self._attend_context(z, x, past, documents=documents, **options)
+            crossed, more = self._attend_context(z, x, past, rows, documents)
         elif self.recurrent is not None:
-            of_tokens = self._for_every_query(unrotated, v)
-            crossed, more = self._attend_recurrent(z, *of_tokens, past, documents=documents, **options)
+            crossed, more = self._attend_recurrent(z, *self._for_every_query(unrotated, v), past, rows, documents)
         else:
             return self.o_proj(y.flatten(2)), states
         return self.o_proj(torch.cat([y.flatten(2), crossed.flatten(2)], dim=2)), states | more
@@ -136,14 +137,14 @@ class BstAttention(nn.Module):
         return keys.repeat_interleave(self.groups, -2), values.repeat_interleave(self.groups, -2)
 
     def _attend_context(
-        self, z: torch.Tensor, x: torch.Tensor, past: States, *, documents: int | None = None, **options: Any
+        self, z: torch.Tensor, x: torch.Tensor, past: States, rows: RowOptions, documents: int | None
     ) -> tuple[torch.Tensor, States]:
         """(B, L, H, e) what the tokens find in the context states of their blocks (equations 3.3 and 3.4)."""
         queries = self._context_queries(z)
         if self.context_mask is not None and self.retrieval is None:
-            return self._attend_context_along_rows(queries, x, past, options)
-        grid = self._grid(x, past, documents, options)
-        keys, values, states = self.context(x, grid, past or None, **options)
+            return self._attend_context_along_rows(queries, x, past, rows)
+        grid = self._grid(x, past, rows, documents)
+        keys, values, states = self.context(x, grid, past or None, **rows)
         keys, values = self._for_every_query(keys, values)
         blocks = grid.to_blocks(queries)
         if self.retrieval is None:
@@ -151,14 +152,14 @@ class BstAttention(nn.Module):
         found, memory = attend_with_memory(
             blocks, keys, values, grid, past or None, causal=self.context_mask, **self.retrieval
         )
-        return grid.from_blocks(found), states | memory if options["return_final_state"] else {}
+        return grid.from_blocks(found), states | memory if rows["return_final_state"] else {}
 
     def _attend_context_along_rows(
-        self, queries: torch.Tensor, x: torch.Tensor, past: States, options: dict[str, Any]
+        self, queries: torch.Tensor, x: torch.Tensor, past: States, rows: RowOptions
     ) -> tuple[torch.Tensor, States]:
         """The same for "sh" and "mh", whose blocks have a state for each of their tokens: attention within chunks of W
         tokens, wherever these begin."""
-        keys, values, ssm = self.context.along_rows(x, past or None, **options)
+        keys, values, ssm = self.context.along_rows(x, past or None, **rows)
         state = None
         if past:
             held = [newest_last(past[name], past["seen"]) for name in ("context_key", "context_value")]
@@ -171,7 +172,7 @@ class BstAttention(nn.Module):
             scale=1.0,
             initial_state=state,
             capacity=self.window,
-            **options,
+            **rows,
         )
         states: States = {}
         if after is not None:
@@ -185,22 +186,29 @@ class BstAttention(nn.Module):
         keys: torch.Tensor,
         values: torch.Tensor,
         past: States,
-        *,
-        documents: int | None = None,
-        **options: Any,
+        rows: RowOptions,
+        documents: int | None,
     ) -> tuple[torch.Tensor, States]:
         """(B, L, H, e) what the tokens find in the state their block began with."""
-        grid = self._grid(z, past, documents, options)
-        return_state = options["return_final_state"]
-        state_keys, state_values, after = self.recurrent(keys, values, grid, past or None, return_state=return_state)
+        grid = self._grid(z, past, rows, documents)
+        state_keys, state_values, after = self.recurrent(
+            keys, values, grid, past or None, return_state=rows["return_final_state"]
+        )
         blocks = attend_context(grid.to_blocks(self._context_queries(z)), state_keys, state_values)
         return grid.from_blocks(blocks), after
 
-    def _grid(self, x: torch.Tensor, past: States, documents: int | None, options: dict[str, Any]) -> BlockGrid:
+    def _grid(self, x: torch.Tensor, past: States, rows: RowOptions, documents: int | None) -> BlockGrid:
         """Where the tokens of x (B, L, d) lie in the blocks of their documents."""
-        packing = {name: options[name] for name in ("seq_idx", "lengths")} | {"documents": documents}
-        seen, device = past.get("seen"), x.device
-        return block_grid(x.shape[0], x.shape[1], self.window, tokens_seen=seen, device=device, **packing)
+        return block_grid(
+            x.shape[0],
+            x.shape[1],
+            self.window,
+            tokens_seen=past.get("seen"),
+            seq_idx=rows["seq_idx"],
+            lengths=rows["lengths"],
+            documents=documents,
+            device=x.device,
+        )
 
     def _context_queries(self, z: torch.Tensor) -> torch.Tensor:
         """(B, L, H, e), scaled."""
@@ -226,19 +234,18 @@ class BstAttention(nn.Module):
     ) -> tuple[torch.Tensor, States]:
         """`forward` of one token (B, 1, d) after earlier ones, without gradients; `past` is overwritten."""
         q, k, v = self._heads(z)
-        states, crossed = dict(past), None
-        scales: dict[str, Any] = {"scale": 1.0 if self.qk_norm else None}
+        states, crossed, scale = dict(past), None, 1.0 if self.qk_norm else None
         if self.context is not None:
             queries, right = self._context_heads(z)[:, 0], 0 if self.context_mask == "causal" else -1
             crossed, more = self.context.step(
-                queries, x[:, 0], past, right=right, head_scale=self.context_scale, **scales
+                queries, x[:, 0], past, right=right, scale=scale, head_scale=self.context_scale
             )
             states |= more
         elif self.recurrent is not None:
             key, value = self._for_every_query(k if self.scale is None else l2_normalise(k), v)
             queries = self._context_heads(z)[:, 0]
             crossed, more = self.recurrent.step(
-                queries, key[:, 0], value[:, 0], past, head_scale=self.context_scale, **scales
+                queries, key[:, 0], value[:, 0], past, scale=scale, head_scale=self.context_scale
             )
             states |= more
         if position_embeddings is not None:
@@ -251,9 +258,9 @@ class BstAttention(nn.Module):
             static_address=static_address,
             window=(self.window, self.right),
             bias=None if self.relative_bias is None else self.relative_bias(self.window),
+            scale=scale,
             head_scale=self.scale,
             zero_kv_sink=self.zero_kv_sink,
-            **scales,
         )
         y = y if crossed is None else torch.cat([y.flatten(1), crossed.flatten(1)], 1)
         return self.o_proj(y.flatten(1).unsqueeze(1)), states | state._asdict()

@@ -8,13 +8,13 @@ the block attend to (section 3 of the paper):
     "mf"  S filters; block i owns their outputs at the last token of block i - 1, and block 0 learned states
 """
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
 from hf_hybrid_ssm.layers.l2_normalise import l2_normalise
-from hf_hybrid_ssm.layers.mixers.base import State, mixer_state, named_states
+from hf_hybrid_ssm.layers.mixers.base import RowOptions, State, mixer_state, named_states
 from hf_hybrid_ssm.layers.mixers.registry import mixer_from_config
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
@@ -83,7 +83,7 @@ class ContextStates(nn.Module):
             self.context_ids = nn.Parameter(torch.empty(config.num_context_states, hidden_size))
 
     def forward(
-        self, x: torch.Tensor, grid: BlockGrid, state: dict[str, torch.Tensor] | None, **options: Any
+        self, x: torch.Tensor, grid: BlockGrid, state: dict[str, torch.Tensor] | None, **rows: Unpack[RowOptions]
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """Keys and values of the blocks that a piece touches.
 
@@ -91,65 +91,69 @@ class ContextStates(nn.Module):
             x: (B, L, d), the layer's input.
             grid: the blocks of the piece.
             state: the tensors that an earlier call returned, or None.
-            options: `seq_idx`, `lengths` and `return_final_state`, as for every mixer.
+            rows: as for every mixer.
 
         Returns:
             keys and values (B, J, W or S, H, e), and the state, empty if it was not asked for.
         """
-        past = (None, None) if not state else (state["context_key"], state["context_value"])
         if self.variant == "mf":
-            return self._shifted(x, grid, past, options | {"initial_state": mixer_state(state or {})})
-        *parts, ssm = self.along_rows(x, state, **options)
+            return self._shifted(x, grid, state, rows)
+        past = (None, None) if not state else (state["context_key"], state["context_value"])
+        *parts, ssm = self.along_rows(x, state, **rows)
         keys, values = (
             grid.to_blocks(part, None if held is None else held.transpose(1, 2)) for part, held in zip(parts, past)
         )
         after = {}
-        if options["return_final_state"]:
+        if rows["return_final_state"]:
             unfinished = (grid.unfinished(part).transpose(1, 2) for part in (keys, values))
             after = self.named_states(ssm, *unfinished)
         return keys, values, after
 
     def along_rows(
-        self, x: torch.Tensor, state: dict[str, torch.Tensor] | None, **options: Any
+        self, x: torch.Tensor, state: dict[str, torch.Tensor] | None, **rows: Unpack[RowOptions]
     ) -> tuple[torch.Tensor, torch.Tensor, State | None]:
         """As `forward` for "sh" and "mh", but token by token: keys and values (B, L, H, e), and the state of the
         state-space model. No shape depends on where the blocks of documents begin."""
-        y, ssm = self.ssm(self._ssm_input(x), initial_state=mixer_state(state or {}), **options)
+        y, ssm = self.ssm(self._ssm_input(x), initial_state=mixer_state(state or {}), **rows)
         return *self._project(y), ssm
 
     def _ssm_input(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.input_norm is None else self.input_norm(x)
 
     def _shifted(
-        self,
-        x: torch.Tensor,
-        grid: BlockGrid,
-        past: tuple[torch.Tensor | None, torch.Tensor | None],
-        options: dict[str, Any],
+        self, x: torch.Tensor, grid: BlockGrid, state: dict[str, torch.Tensor] | None, rows: RowOptions
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """C_0 learned, C_i = y at the last token of block i - 1: read out there only, all filters at once."""
         first = None
         selection: dict[str, Any] = {"stride": self.window}
         if grid.block is not None:
             first, selection = grid.is_first_block[..., None, None], {"positions": grid.ends}
-        y, ssm = self.ssm(self._ssm_input(x), **options, **selection)  # (B, J or L // W, S, d)
+        u, past = self._ssm_input(x), mixer_state(state or {})
+        y, ssm = self.ssm(u, initial_state=past, **rows, **selection)  # (B, J or L // W, S, d)
         initial = self.initial_context.to(y.dtype).expand(len(x), 1, -1, -1)
         y = y if first is None else torch.where(first[:, 1:], initial, y)
         contexts = self._project(torch.cat([initial, y], dim=1))
-        if past[0] is not None:  # before the first block is over, a cache may hold anything
-            held = (part.transpose(1, 2).unsqueeze(1) for part in past)
+        if state:  # before the first block is over, a cache may hold anything
+            held = (state[name].transpose(1, 2).unsqueeze(1) for name in ("context_key", "context_value"))
             starts = (torch.where(first[:, :1, None], new[:, :1], old) for new, old in zip(contexts, held))
             contexts = tuple(torch.cat([start, new[:, 1:]], 1) for start, new in zip(starts, contexts))
         after = {}
-        if options["return_final_state"]:
-            rows = torch.arange(len(x), device=x.device)
-            after = self.named_states(ssm, *(part[rows, grid.next_block].transpose(1, 2) for part in contexts))
+        if rows["return_final_state"]:
+            index = torch.arange(len(x), device=x.device)
+            after = self.named_states(ssm, *(part[index, grid.next_block].transpose(1, 2) for part in contexts))
         keys, values = (part[:, : grid.num_blocks] for part in contexts)
         return keys, values, after
 
     @with_accelerate_hooks
     def step(
-        self, queries: torch.Tensor, x: torch.Tensor, state: dict[str, torch.Tensor], *, right: int, **scales: Any
+        self,
+        queries: torch.Tensor,
+        x: torch.Tensor,
+        state: dict[str, torch.Tensor],
+        *,
+        right: int,
+        scale: float | None,
+        head_scale: torch.Tensor | None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """One token of each row after earlier ones, without gradients; the tensors of `state` are overwritten.
 
@@ -158,7 +162,7 @@ class ContextStates(nn.Module):
             x: (B, d), the layer's input.
             state: as in `forward`, with the tokens before this one, `seen` (B,).
             right: 0 if the token sees its own slot, else -1.
-            scales: `scale` and `head_scale` of `attention_step`.
+            scale, head_scale: as of `attention_step`.
 
         Returns:
             What the token finds (B, heads, e), and the state after it.
@@ -166,25 +170,32 @@ class ContextStates(nn.Module):
         u = self._ssm_input(x)
         held, seen = (state["context_key"], state["context_value"]), state["seen"]
         if self.variant == "mf":
-            return self._shifted_step(queries, u, state, **scales)
+            return self._shifted_step(queries, u, state, scale, head_scale)
         y, ssm = self.ssm.step_(u, mixer_state(state))
         z = self.norm(y)
         k, v = (layer(z).view(len(x), self.num_heads, self.head_dim) for layer in (self.k_proj, self.v_proj))
         if self.k_norm is not None:  # a step normalises to length 1 itself
             k = self.k_norm(k).to(v.dtype)
+        scales = {"scale": scale, "head_scale": head_scale}
         found = attention_step(queries, k, v, *held, seen, window=(None, right), block=True, **scales)
         return found, self.named_states(ssm, *held)
 
     def _shifted_step(
-        self, queries: torch.Tensor, u: torch.Tensor, state: dict[str, torch.Tensor], **scales: Any
+        self,
+        queries: torch.Tensor,
+        u: torch.Tensor,
+        state: dict[str, torch.Tensor],
+        scale: float | None,
+        head_scale: torch.Tensor | None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The context stays the same within a block: where the ranks can be read, little is left to do."""
+        """`step` of "mf", whose context stays the same within a block: only a block's first and last token change
+        it."""
         held, seen = [state["context_key"], state["context_value"]], state["seen"]
         begins, ends = boundaries(seen, self.window)
         if begins:  # a cache may hold anything before the first block of a document
             fresh = (seen == 0).view(-1, 1, 1, 1)
             held = [torch.where(fresh, new.transpose(0, 1), old) for new, old in zip(self._initial(), held)]
-        found = attention_step(queries, None, None, *held, **scales)
+        found = attention_step(queries, None, None, *held, scale=scale, head_scale=head_scale)
         if not ends:
             return found, self.named_states(self.ssm.advance_(u, mixer_state(state)), *held)
         y, ssm = self.ssm.step_(u, mixer_state(state))

@@ -16,7 +16,7 @@ def _layer_kinds(config: Any) -> list[str]:
 
 FAMILY = Family(
     model_type="bst",
-    folder="bst",
+    package="hf_hybrid_ssm.models.bst",
     config="BstConfig",
     base="BstPreTrainedModel",
     heads=usual_heads("Bst", MODEL_FOR_MASKED_LM="BstForMaskedLM"),

@@ -5,7 +5,6 @@ Block-State Transformers.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -119,7 +118,14 @@ class RecurrentStates(nn.Module):
 
     @with_accelerate_hooks
     def step(
-        self, queries: torch.Tensor, key: torch.Tensor, value: torch.Tensor, state: States, **scales: Any
+        self,
+        queries: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        state: States,
+        *,
+        scale: float | None,
+        head_scale: torch.Tensor | None,
     ) -> tuple[torch.Tensor, States]:
         """One token of each row after earlier ones, without gradients; the tensors of `state` are overwritten.
 
@@ -127,7 +133,7 @@ class RecurrentStates(nn.Module):
             queries: (B, H, e), not yet scaled.
             key, value: (B, H, e), the token's.
             state: the tensors `RECURRENT_STATES`, and `seen` (B,), the tokens before this one.
-            scales: `scale` and `head_scale` of `attention_step`.
+            scale, head_scale: as of `attention_step`.
 
         Returns:
             What the token finds (B, H, e), and the state after it.
@@ -140,7 +146,8 @@ class RecurrentStates(nn.Module):
             s = torch.where(fresh, self.initial_state, s)
             new = self._read(self.initial_state.unsqueeze(0), self._projection(), self._scales())
             keys, values = (torch.where(fresh.unsqueeze(-1), n, old) for n, old in zip(new, (keys, values)))
-        found = attention_step(queries, None, None, keys.transpose(1, 2), values.transpose(1, 2), **scales)
+        by_head = (keys.transpose(1, 2), values.transpose(1, 2))
+        found = attention_step(queries, None, None, *by_head, scale=scale, head_scale=head_scale)
         slot = (seen % window).view(-1, 1, 1, 1)
         for block, token in zip(blocks, (key, value)):
             block.scatter_(1, slot.expand(-1, 1, *block.shape[2:]), token.to(block.dtype).unsqueeze(1))

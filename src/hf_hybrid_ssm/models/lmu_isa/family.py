@@ -12,7 +12,7 @@ def _layer_kinds(config: Any) -> list[str]:
 
 FAMILY = Family(
     model_type="lmu_isa",
-    folder="lmu_isa",
+    package="hf_hybrid_ssm.models.lmu_isa",
     config="LmuIsaConfig",
     base="LmuIsaPreTrainedModel",
     heads=usual_heads("LmuIsa"),

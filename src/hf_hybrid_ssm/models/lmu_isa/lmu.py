@@ -41,28 +41,26 @@ class ImplicitAttention(nn.Module):
         self.collapse_weight = nn.Parameter(torch.randn(reduced_order) * reduced_order**-0.5)
         self.collapse_bias = nn.Parameter(torch.zeros(1)) if bias else None
 
-    def forward(self, x: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(B, L, D) → (B, L, D) and the memory (B, q, D) or None; options as of `ops.implicit_attention`."""
-        return implicit_attention(x, activation=self.activation, **self._parameters_in(x.dtype), **options)
-
-    def continue_from(
-        self, states: States, x: torch.Tensor, *, return_final_state: bool, **options: Any
+    def forward(
+        self, x: torch.Tensor, past: States, *, return_final_state: bool = False, **rows: Any
     ) -> tuple[torch.Tensor, States]:
-        """As `forward`, from and to what a cache keeps: a memory, which may lag behind the tokens (`decoding`)."""
-        decode_token = decoder(x, self.activation) if return_final_state else None
-        is_plain = options.get("lengths") is None and not torch.is_grad_enabled()
-        if decode_token is not None and "recent" in states and x.shape[1] == 1 and is_plain:
-            y, *after = self._decode(decode_token, x[:, 0], *(states[name] for name in LAGGING))
-            return y.unsqueeze(1), dict(zip(LAGGING, after))
-        memory = apply_deferred(states, self.theta)
-        y, memory = self(x, initial_state=memory, return_final_state=return_final_state, **options)
+        """(B, L, D), the states before it → (B, L, D), the states after it; `rows` (`seq_idx`, `lengths`) as of
+        `ops.implicit_attention`."""
+        options = {"initial_state": apply_deferred(past, self.theta), "return_final_state": return_final_state, **rows}
+        y, memory = implicit_attention(x, activation=self.activation, **self._parameters_in(x.dtype), **options)
         if memory is None:
             return y, {}
-        return y, defer_updates(memory) if decode_token is not None or "recent" in states else {"memory": memory}
+        lags = "recent" in past or decoder(x, self.activation) is not None
+        return y, defer_updates(memory) if lags else {"memory": memory}
 
     @with_accelerate_hooks
-    def _decode(self, decode_token: Callable, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return decode_token(*tensors, **self._parameters_in(tensors[0].dtype))
+    def step(self, x: torch.Tensor, past: States) -> tuple[torch.Tensor, States]:
+        """`forward` of one token (B, 1, D) after earlier ones, without gradients."""
+        decode_token = decoder(x, self.activation)
+        if decode_token is None or "recent" not in past:
+            return self.forward(x, past, return_final_state=True)
+        y, *after = decode_token(x[:, 0], *(past[name] for name in LAGGING), **self._parameters_in(x.dtype))
+        return y.unsqueeze(1), dict(zip(LAGGING, after))
 
     def _parameters_in(self, dtype: torch.dtype) -> dict[str, Any]:
         parameters = (self.reduce_weight, self.reduce_bias, self.collapse_weight, self.collapse_bias)

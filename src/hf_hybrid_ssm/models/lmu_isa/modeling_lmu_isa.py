@@ -66,21 +66,28 @@ class LmuIsaBlock(RecurrentMixin, GradientCheckpointingLayer):
         self.post_feed_forward = _feed_forward(config, config.post_intermediate_size)
         self.dropout = nn.Dropout(config.hidden_dropout)
 
-    def mix(
-        self, x: torch.Tensor, *, past: States, capacity: int | None, overwrite: bool = False, **options: Any
+    def mix(  # type: ignore[override]
+        self, x: torch.Tensor, *, past: States, capacity: int | None, **options: Any
     ) -> tuple[torch.Tensor, States]:
-        """The first two branches; with `overwrite`, the attention's states may be computed in place of `past`."""
+        """The first two branches."""
         states: States = {}
         if self.pre_feed_forward is not None:
             first = self.pre_feed_forward(self.pre_norm(x))
         else:
-            first, states = self.attention(self.pre_norm(x), past, capacity=capacity, overwrite=overwrite, **options)
+            first, states = self.attention(self.pre_norm(x), past, capacity=capacity, **options)
         x = x + self.dropout(first)
-        y, memory = self.memory.continue_from(past, self.memory_norm(x), **options)
+        y, memory = self.memory(self.memory_norm(x), past, **options)
         return x + self.dropout(y), states | memory
 
-    def step(self, x: torch.Tensor, **options: Any) -> tuple[torch.Tensor, States]:  # type: ignore[override]
-        return super().step(x, overwrite=True, **options)
+    def step(self, x: torch.Tensor, *, past: States, capacity: int | None) -> tuple[torch.Tensor, States]:  # type: ignore[override]
+        states: States = {}
+        if self.pre_feed_forward is not None:
+            first = self.pre_feed_forward(self.pre_norm(x))
+        else:
+            first, states = self.attention.step(self.pre_norm(x), past, capacity=capacity)
+        x = x + self.dropout(first)
+        y, memory = self.memory.step(self.memory_norm(x), past)
+        return x + self.dropout(y), states | memory
 
     def forward(
         self, hidden_states: torch.Tensor, rows: PackedRows | None = None, past_key_values: Cache | None = None

@@ -19,7 +19,7 @@ def _recurrent_states(config: Any) -> Shapes:
 
 FAMILY = Family(
     model_type="longhorn",
-    folder="longhorn",
+    package="hf_hybrid_ssm.models.longhorn",
     config="LonghornConfig",
     base="LonghornPreTrainedModel",
     heads=usual_heads("Longhorn"),

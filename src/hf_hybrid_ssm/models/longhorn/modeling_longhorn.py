@@ -11,15 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import Cache, GenerationMixin
 from transformers import initialization as init
-from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import eager_attention_forward
 from transformers.utils import auto_docstring
-from transformers.utils.generic import is_flash_attention_requested
 
 from hf_hybrid_ssm.layers.feed_forward import SwiGLU
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
+from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.models.base import HybridModelMixin, HybridPreTrainedModel
 from hf_hybrid_ssm.models.block import RecurrentMixin
@@ -31,12 +28,15 @@ from hf_hybrid_ssm.models.heads import (
     SequenceClassificationHead,
     TokenClassificationHead,
 )
+from hf_hybrid_ssm.models.longhorn.attention_longhorn import (
+    LonghornAttention,
+    LonghornSlidingAttention,
+    attention_masks,
+)
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.packing import PackedRows, States, resolve_packing
-from hf_hybrid_ssm.models.rotary import RotaryEmbedding, rotated
-from hf_hybrid_ssm.ops._core.checks import can_read_values
+from hf_hybrid_ssm.models.rotary import RotaryEmbedding
 from hf_hybrid_ssm.ops.causal_conv import causal_conv, causal_conv_step
-from hf_hybrid_ssm.ops.local_attention import AttentionState, append_to_window, local_attention, window_step
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan, longhorn_step
 
 SCAN_NORM_EPSILON = 1e-6
@@ -51,15 +51,14 @@ class ShortConvolution(nn.Conv1d):
     def __init__(self, channels: int, kernel_size: int, bias: bool = True):
         super().__init__(channels, channels, kernel_size, groups=channels, bias=bias)
 
-    def forward(  # type: ignore[override]
-        self, x: torch.Tensor, *, overwritten: torch.Tensor | None = None, **options
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`options` (initial_state, seq_idx, lengths, return_final_state) as of `hf_hybrid_ssm.ops.causal_conv`; for
-        one token x (B, D) after earlier ones instead the state that the new one is to overwrite."""
-        if overwritten is not None:
-            y = causal_conv_step(x, overwritten, self.weight.squeeze(1), self.bias, activation="silu")
-            return y, overwritten
+    def forward(self, x: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:  # type: ignore[override]
+        """`options` (initial_state, seq_idx, lengths, return_final_state) as of `hf_hybrid_ssm.ops.causal_conv`."""
         return causal_conv(x, self.weight.squeeze(1), self.bias, activation="silu", **options)
+
+    @with_accelerate_hooks
+    def step(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """`forward` of one token (B, D) after earlier ones, without gradients; the state is overwritten."""
+        return causal_conv_step(x, state, self.weight.squeeze(1), self.bias, activation="silu")
 
 
 class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
@@ -110,140 +109,13 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
         self, hidden_states: torch.Tensor, *, past: States, capacity: int | None
     ) -> tuple[torch.Tensor, States]:
         raw, gate = self.in_proj(hidden_states)[:, 0].chunk(2, dim=-1)  # (B, D) each
-        x, _ = self.conv1d(raw, overwritten=past["conv"])
+        x = self.conv1d.step(raw, past["conv"])
         dt, k, q = self.x_proj(x).split(self.projection_sizes, dim=-1)
         z = gate if self.scan_norm is None else None
         y = longhorn_step(x, self.dt_proj(dt), k, q, past["scan"], beta_bias=self.dt_bias, D=self.D, z=z)
         if self.scan_norm is not None:
             y = self.scan_norm(y) * F.silu(gate)
         return self.out_proj(y).unsqueeze(1), past
-
-
-class LonghornAttention(nn.Module):
-    """Grouped-query attention with rotary positions, for hybrid stacks."""
-
-    def __init__(self, config: LonghornConfig, layer_idx: int):
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.head_dim = config.head_dim
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = self.head_dim**-0.5
-        self.attention_dropout = config.attention_dropout
-        self.is_causal = True
-        queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        bias, eps = config.attention_bias, config.layer_norm_epsilon
-        self.q_proj = nn.Linear(config.hidden_size, queries, bias=bias)
-        self.k_proj = nn.Linear(config.hidden_size, keys, bias=bias)
-        self.v_proj = nn.Linear(config.hidden_size, keys, bias=bias)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=bias)
-        self.q_norm = RMSNorm(self.head_dim, eps=eps) if config.use_qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, eps=eps) if config.use_qk_norm else None
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        rows: PackedRows,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        **kwargs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if rows.token_mask is not None:  # the weight of padding is 0, and 0 times NaN is NaN
-            hidden_states = torch.where(rows.token_mask.unsqueeze(-1), hidden_states, 0.0)
-        queries, keys, values = (x.transpose(1, 2) for x in self._heads(hidden_states, position_embeddings))
-        if past_key_values is not None:
-            keys, values = past_key_values.update(keys, values, self.layer_idx)
-        output, weights = self._attend(queries, keys, values, attention_mask, **kwargs)
-        return self.o_proj(output), weights
-
-    def _heads(
-        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values, each (B, L, heads, head_dim)."""
-        queries, keys, values = (
-            layer(hidden_states).unflatten(-1, (-1, self.head_dim))
-            for layer in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            queries, keys = self.q_norm(queries), self.k_norm(keys)
-        return *rotated(queries, keys, position_embeddings, values.dtype), values
-
-    def _attend(self, *heads: torch.Tensor | None, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Queries, keys and values (B, heads, L, head_dim) and the mask → (B, L, heads · head_dim) and the weights, by
-        the attention that the configuration names."""
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        dropout = self.attention_dropout if self.training else 0.0
-        output, weights = attend(self, *heads, dropout=dropout, scaling=self.scaling, **options)
-        return output.flatten(2), weights
-
-
-class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
-    """Attention to the last `sliding_window` tokens, including the current one; padding does not count.
-
-    `heads` are queries, keys and values, each (B, L, heads, head_dim).
-    """
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        rows: PackedRows,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        **kwargs,
-    ) -> tuple[torch.Tensor, None]:
-        heads = self._heads(hidden_states, position_embeddings)
-        return self.mix_with_cache(*heads, rows=rows, past_key_values=past_key_values), None
-
-    def mix(  # type: ignore[override]
-        self, *heads: torch.Tensor, past: States, capacity: int | None, **options: Any
-    ) -> tuple[torch.Tensor, States]:
-        queries, keys, values = (x.transpose(1, 2) for x in heads)
-        if not past and options["seq_idx"] is None and is_flash_attention_requested(self.config):
-            # a row's only document from its start; padding comes after all tokens that look back
-            output, _ = self._attend(queries, keys, values, None, sliding_window=self.config.sliding_window)
-            states = self.states_after(*heads, past=past, **options) if options["return_final_state"] else {}
-            return self.o_proj(output), states
-        output, state = local_attention(
-            queries,
-            keys,
-            values,
-            window=(self.config.sliding_window - 1, 0),
-            scale=self.scaling,
-            dropout=self.attention_dropout if self.training else 0.0,
-            initial_state=AttentionState(**past) if past else None,
-            **options,
-        )
-        return self.o_proj(output.transpose(1, 2).flatten(2)), {} if state is None else state._asdict()
-
-    def step(  # type: ignore[override]
-        self, *heads: torch.Tensor, past: States, capacity: int | None
-    ) -> tuple[torch.Tensor, States]:
-        queries, keys, values = (x[:, 0] for x in heads)
-        output, state = window_step(
-            queries,
-            keys,
-            values,
-            AttentionState(**past),
-            static_address=capacity is not None,
-            window=(self.config.sliding_window - 1, 0),
-            scale=self.scaling,
-        )
-        return self.o_proj(output.flatten(1).unsqueeze(1)), state._asdict()
-
-    def states_after(  # type: ignore[override]
-        self,
-        *heads: torch.Tensor,
-        past: States,
-        seq_idx: torch.Tensor | None,
-        lengths: torch.Tensor | None,
-        **options: Any,
-    ) -> States:
-        """The last keys and values, without attending."""
-        before = AttentionState(**past) if past else None
-        keys, values = (x.transpose(1, 2) for x in heads[1:])
-        return append_to_window(before, keys, values, self.config.sliding_window - 1, seq_idx, lengths)._asdict()
 
 
 class LonghornBlock(GradientCheckpointingLayer):
@@ -368,39 +240,10 @@ class LonghornModel(HybridModelMixin, LonghornPreTrainedModel):
                 position_ids = rows.positions(hidden_states.device)
             position_embeddings = self.rotary_emb(hidden_states, position_ids)
             if masks is None:
-                masks = _attention_masks(self.config, hidden_states, rows, past_key_values)
+                masks = attention_masks(self.config, hidden_states, rows, past_key_values)
             mask = masks.get("full_attention")
         inputs = (rows, position_embeddings, mask)
         return self._through_layers(hidden_states, *inputs, past_key_values=past_key_values, **kwargs)
-
-
-def _attention_masks(
-    config: LonghornConfig, inputs_embeds: torch.Tensor, rows: PackedRows, past_key_values: Cache | None
-) -> dict[str, torch.Tensor | None]:
-    """The masks of the attention layers, by layer type.
-
-    Documents are found by `rows` only: given positions, transformers would look for them again.
-    """
-    if "full_attention" not in config.layer_types:
-        return {}
-    starts, past, real = rows.starts, rows.past, rows.full_token_mask
-    # with a function of positions transformers goes through vmap, which torch.export cannot save
-    by_function = starts is not None and config._attn_implementation == "flex_attention"
-    mask = create_causal_mask(
-        config=config,
-        inputs_embeds=inputs_embeds,
-        attention_mask=real,
-        past_key_values=past_key_values,
-        # it looks at the padding's values
-        allow_is_causal_skip=starts is None and not inputs_embeds.is_meta and (real is None or can_read_values(real)),
-        and_mask_function=(lambda row, head, q, key: key >= starts[row, q - past]) if by_function else None,
-    )
-    if starts is not None and isinstance(mask, torch.Tensor) and mask.dim() == 4:
-        before = torch.arange(mask.shape[-1], device=mask.device) < starts.unsqueeze(-1)  # of other documents
-        mask = mask.masked_fill(
-            before.unsqueeze(1), False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
-        )
-    return {"full_attention": mask}
 
 
 @auto_docstring
@@ -422,7 +265,7 @@ class LonghornForCausalLM(CausalLMHead, LonghornPreTrainedModel, GenerationMixin
         )
         rows = replace(rows, full_token_mask=None if attention_mask is None else attention_mask != 0)
         padding = CausalLMHead.create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values)
-        return _attention_masks(config, inputs_embeds, rows, past_key_values) | padding
+        return attention_masks(config, inputs_embeds, rows, past_key_values) | padding
 
 
 @auto_docstring

@@ -29,7 +29,7 @@ def _layer_kinds(config: Any) -> list[str]:
 
 STACK = Family(
     model_type="spade",
-    folder="spade",
+    package="hf_hybrid_ssm.models.spade",
     config="SpadeConfig",
     base="SpadePreTrainedModel",
     heads=usual_heads("Spade", MODEL_FOR_MASKED_LM="SpadeForMaskedLM", MODEL_FOR_TEXT_ENCODING="SpadeEncoderModel"),
@@ -40,7 +40,7 @@ STACK = Family(
 )
 ENCODER_DECODER = Family(
     model_type="spade_seq2seq",
-    folder="spade",
+    package="hf_hybrid_ssm.models.spade",
     config="SpadeSeq2SeqConfig",
     base="SpadePreTrainedModel",
     heads={

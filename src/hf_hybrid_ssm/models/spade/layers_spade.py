@@ -71,9 +71,20 @@ class SpadeAttention(LocalSelfAttention):
         self, x: torch.Tensor, past: States, *, bias: torch.Tensor | None = None, **options: Any
     ) -> tuple[torch.Tensor, States]:
         """As its base; `bias` (H, R) is that of all layers, where this one has none of its own."""
-        if self.relative_bias is not None:
-            bias = self.relative_bias(self.window[0])
-        return super().forward(x, past, bias=bias, **options)
+        return super().forward(x, past, bias=self._bias(bias), **options)
+
+    def step(
+        self,
+        x: torch.Tensor,
+        past: States,
+        *,
+        capacity: int | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, States]:
+        return super().step(x, past, capacity=capacity, bias=self._bias(bias))
+
+    def _bias(self, shared: torch.Tensor | None) -> torch.Tensor | None:
+        return shared if self.relative_bias is None else self.relative_bias(self.window[0])
 
 
 def relative_bias(config: SpadeConfig, is_causal: bool) -> RelativeBias:
@@ -124,10 +135,10 @@ class SpadeMixer(RecurrentMixin, nn.Module):
 
     def step(self, x: torch.Tensor, *, past: States, **options: Any) -> tuple[torch.Tensor, States]:  # type: ignore[override]
         if self.ssm is None:
-            return self.self_attn(x, past, overwrite=True, **options)
+            return self.self_attn.step(x, past, **options)
         g, state = self.ssm.step_(x[:, 0], mixer_state(past))
         g = g.unsqueeze(1)
-        a, states = self.self_attn(g if self.merge == "stack" else x, past, overwrite=True, **options)
+        a, states = self.self_attn.step(g if self.merge == "stack" else x, past, **options)
         return self._merged(g, a), states | named_states(state)
 
 

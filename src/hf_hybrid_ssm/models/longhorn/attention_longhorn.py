@@ -1,0 +1,175 @@
+"""The attention layers of hybrid Longhorn stacks, over all tokens or a window; the paper's models have neither."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import eager_attention_forward
+from transformers.utils.generic import is_flash_attention_requested
+
+from hf_hybrid_ssm.layers.rms_norm import RMSNorm
+from hf_hybrid_ssm.models.block import RecurrentMixin
+from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
+from hf_hybrid_ssm.models.packing import PackedRows, States
+from hf_hybrid_ssm.models.rotary import rotated
+from hf_hybrid_ssm.ops._core.checks import can_read_values
+from hf_hybrid_ssm.ops.local_attention import AttentionState, append_to_window, local_attention, window_step
+
+
+class LonghornAttention(nn.Module):
+    """Grouped-query attention with rotary positions, for hybrid stacks."""
+
+    def __init__(self, config: LonghornConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = True
+        queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        bias, eps = config.attention_bias, config.layer_norm_epsilon
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=bias)
+        self.q_norm = RMSNorm(self.head_dim, eps=eps) if config.use_qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, eps=eps) if config.use_qk_norm else None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        rows: PackedRows,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if rows.token_mask is not None:  # the weight of padding is 0, and 0 times NaN is NaN
+            hidden_states = torch.where(rows.token_mask.unsqueeze(-1), hidden_states, 0.0)
+        queries, keys, values = (x.transpose(1, 2) for x in self._heads(hidden_states, position_embeddings))
+        if past_key_values is not None:
+            keys, values = past_key_values.update(keys, values, self.layer_idx)
+        output, weights = self._attend(queries, keys, values, attention_mask, **kwargs)
+        return self.o_proj(output), weights
+
+    def _heads(
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values, each (B, L, heads, head_dim)."""
+        queries, keys, values = (
+            layer(hidden_states).unflatten(-1, (-1, self.head_dim))
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        return *rotated(queries, keys, position_embeddings, values.dtype), values
+
+    def _attend(self, *heads: torch.Tensor | None, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Queries, keys and values (B, heads, L, head_dim) and the mask → (B, L, heads · head_dim) and the weights, by
+        the attention that the configuration names."""
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        dropout = self.attention_dropout if self.training else 0.0
+        output, weights = attend(self, *heads, dropout=dropout, scaling=self.scaling, **options)
+        return output.flatten(2), weights
+
+
+class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
+    """Attention to the last `sliding_window` tokens, including the current one; padding does not count.
+
+    `heads` are queries, keys and values, each (B, L, heads, head_dim).
+    """
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        rows: PackedRows,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, None]:
+        heads = self._heads(hidden_states, position_embeddings)
+        return self.mix_with_cache(*heads, rows=rows, past_key_values=past_key_values), None
+
+    def mix(  # type: ignore[override]
+        self, *heads: torch.Tensor, past: States, capacity: int | None, **options: Any
+    ) -> tuple[torch.Tensor, States]:
+        queries, keys, values = (x.transpose(1, 2) for x in heads)
+        if not past and options["seq_idx"] is None and is_flash_attention_requested(self.config):
+            # a row's only document from its start; padding comes after all tokens that look back
+            output, _ = self._attend(queries, keys, values, None, sliding_window=self.config.sliding_window)
+            states = self.states_after(*heads, past=past, **options) if options["return_final_state"] else {}
+            return self.o_proj(output), states
+        output, state = local_attention(
+            queries,
+            keys,
+            values,
+            window=(self.config.sliding_window - 1, 0),
+            scale=self.scaling,
+            dropout=self.attention_dropout if self.training else 0.0,
+            initial_state=AttentionState(**past) if past else None,
+            **options,
+        )
+        return self.o_proj(output.transpose(1, 2).flatten(2)), {} if state is None else state._asdict()
+
+    def step(  # type: ignore[override]
+        self, *heads: torch.Tensor, past: States, capacity: int | None
+    ) -> tuple[torch.Tensor, States]:
+        queries, keys, values = (x[:, 0] for x in heads)
+        output, state = window_step(
+            queries,
+            keys,
+            values,
+            AttentionState(**past),
+            static_address=capacity is not None,
+            window=(self.config.sliding_window - 1, 0),
+            scale=self.scaling,
+        )
+        return self.o_proj(output.flatten(1).unsqueeze(1)), state._asdict()
+
+    def states_after(  # type: ignore[override]
+        self,
+        *heads: torch.Tensor,
+        past: States,
+        seq_idx: torch.Tensor | None,
+        lengths: torch.Tensor | None,
+        **options: Any,
+    ) -> States:
+        """The last keys and values, without attending."""
+        before = AttentionState(**past) if past else None
+        keys, values = (x.transpose(1, 2) for x in heads[1:])
+        return append_to_window(before, keys, values, self.config.sliding_window - 1, seq_idx, lengths)._asdict()
+
+
+def attention_masks(
+    config: LonghornConfig, inputs_embeds: torch.Tensor, rows: PackedRows, past_key_values: Cache | None
+) -> dict[str, torch.Tensor | None]:
+    """The masks of the attention layers, by layer type.
+
+    Documents are found by `rows` only: given positions, transformers would look for them again.
+    """
+    if "full_attention" not in config.layer_types:
+        return {}
+    starts, past, real = rows.starts, rows.past, rows.full_token_mask
+    # with a function of positions transformers goes through vmap, which torch.export cannot save
+    by_function = starts is not None and config._attn_implementation == "flex_attention"
+    mask = create_causal_mask(
+        config=config,
+        inputs_embeds=inputs_embeds,
+        attention_mask=real,
+        past_key_values=past_key_values,
+        # it looks at the padding's values
+        allow_is_causal_skip=starts is None and not inputs_embeds.is_meta and (real is None or can_read_values(real)),
+        and_mask_function=(lambda row, head, q, key: key >= starts[row, q - past]) if by_function else None,
+    )
+    if starts is not None and isinstance(mask, torch.Tensor) and mask.dim() == 4:
+        before = torch.arange(mask.shape[-1], device=mask.device) < starts.unsqueeze(-1)  # of other documents
+        mask = mask.masked_fill(
+            before.unsqueeze(1), False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+        )
+    return {"full_attention": mask}
