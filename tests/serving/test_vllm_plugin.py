@@ -1,4 +1,4 @@
-"""The plugin without vLLM: nothing is imported, what is registered, and what is refused. (With it: the folder engine.)"""
+"""The plugin without vLLM: what is imported, registered and refused. (With it: the tests in engine/.)"""
 
 import ast
 import importlib

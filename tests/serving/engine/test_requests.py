@@ -1,7 +1,7 @@
 """Requests in vLLM's engine give the text that `generate` gives, however they are scheduled.
 
-float32 on a CPU, greedy, random prompts of 1 to 210 tokens. The engine of a family is small on purpose, so that it cuts
-prompts and preempts requests.
+float32 on a CPU, greedy, random prompts of 1 to 210 tokens. The engine of a family is small on purpose, so that it
+cuts prompts and preempts requests.
 """
 
 import itertools

@@ -55,9 +55,9 @@ class ShortConvolution(nn.Conv1d):
         self, x: torch.Tensor, *, overwritten: torch.Tensor | None = None, **options
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`options` (initial_state, seq_idx, lengths, return_final_state) as of `hf_hybrid_ssm.ops.causal_conv`; for
-        one token x (B, D) after earlier ones instead the state that the new one is to overwrite."""
+        one token x (B, D) after earlier ones instead the state that the new one is to overwrite, and its `pages`."""
         if overwritten is not None:
-            y = causal_conv_step(x, overwritten, self.weight.squeeze(1), self.bias, activation="silu")
+            y = causal_conv_step(x, overwritten, self.weight.squeeze(1), self.bias, activation="silu", **options)
             return y, overwritten
         return causal_conv(x, self.weight.squeeze(1), self.bias, activation="silu", **options)
 
@@ -69,6 +69,7 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
     """
 
     float32_parameters = ("D", "dt_bias")
+    steps_on_pages = True
 
     def __init__(self, config: LonghornConfig, layer_idx: int):
         super().__init__()
@@ -107,13 +108,14 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
         return self.out_proj(y), states
 
     def step(  # type: ignore[override]
-        self, hidden_states: torch.Tensor, *, past: States, capacity: int | None
+        self, hidden_states: torch.Tensor, *, past: States, capacity: int | None, pages: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, States]:
         raw, gate = self.in_proj(hidden_states)[:, 0].chunk(2, dim=-1)  # (B, D) each
-        x, _ = self.conv1d(raw, overwritten=past["conv"])
+        x, _ = self.conv1d(raw, overwritten=past["conv"], pages=pages)
         dt, k, q = self.x_proj(x).split(self.projection_sizes, dim=-1)
         z = gate if self.scan_norm is None else None
-        y = longhorn_step(x, self.dt_proj(dt), k, q, past["scan"], beta_bias=self.dt_bias, D=self.D, z=z)
+        options = {"beta_bias": self.dt_bias, "D": self.D, "z": z, "pages": pages}
+        y = longhorn_step(x, self.dt_proj(dt), k, q, past["scan"], **options)
         if self.scan_norm is not None:
             y = self.scan_norm(y) * F.silu(gate)
         return self.out_proj(y).unsqueeze(1), past
