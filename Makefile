@@ -115,8 +115,8 @@ vllm: $(VLLM_STAMP)
 
 $(VLLM_STAMP): tests/serving/engine/requirements.txt | $(STAMP)
 	[ -x $(VLLM_VENV)/bin/python ] || $(BIN)/python -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --quiet -c constraints.txt torch
-	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -r tests/serving/engine/requirements.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-compile -c constraints.txt torch
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-compile --no-deps -r tests/serving/engine/requirements.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -e .
 	@touch $@
 

@@ -194,8 +194,10 @@ def test_generation_goes_on_with_the_last_document(variant, static):
 @pytest.mark.parametrize("variant", FAMILIES)
 @compiles
 def test_compiled_with_a_cache(variant):
-    """The default `use_cache`, and a piece that begins at a border: no value is known while compiling. (Both pieces have
-    one length: for another, all would be traced again.)"""
+    """The default `use_cache`, and a piece that begins at a border: no value is known while compiling.
+
+    Both pieces have one length: for another, all would be traced again.
+    """
     torch._dynamo.reset()
     model = exact(variant)
     if not variant.startswith("longhorn"):  # the first layer has all there is, a state-space model too; each is traced

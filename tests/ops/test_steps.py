@@ -16,6 +16,7 @@ from hf_hybrid_ssm.ops.local_attention import (
     window_step,
 )
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan, longhorn_step
+from tests.host_syncs import as_on_an_accelerator
 
 NATIVE = pytest.param("native", marks=pytest.mark.skipif(missing_compiler() is not None, reason="no C compiler"))
 BACKENDS = ["reference", "torch", NATIVE]
@@ -239,3 +240,67 @@ def test_steps_name_what_does_not_fit():
         linear_step(draw(1, 4), draw(1, 1, 4, 2), draw(1, 4, 2), draw(1, 3, 2))
     with pytest.raises(TypeError, match="q must have dtype"):
         longhorn_step(draw(1, 4), draw(1, 4), draw(1, 3), draw(1, 3).double(), draw(1, 4, 3))
+
+
+# -- states in pages --------------------------------------------------------------------------------------------------
+
+
+def paged(states: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """Memory of five pages that lie apart, with these states (B, ...) in theirs and other numbers elsewhere."""
+    size = states[0].numel()
+    memory = draw(5, size + 3, seed=9, dtype=states.dtype)
+    held = memory[:, 1 : size + 1].unflatten(1, states.shape[1:])
+    held[pages] = states
+    return held
+
+
+def step_on_pages_of_scan(batch, dtype, backend, state, **given):
+    x, z, logit = (draw(batch, 37, seed=seed, dtype=dtype) for seed in range(3))
+    k, q = draw(batch, 5, seed=3, dtype=dtype), draw(batch, 5, seed=4, dtype=dtype)
+    return longhorn_step(x, logit, k, q, state, z=z, D=draw(37, seed=5), **given, backend=backend)
+
+
+def step_on_pages_of_convolution(batch, dtype, backend, state, **given):
+    x, weight = draw(batch, 37, dtype=dtype), draw(37, 4, seed=1, dtype=dtype)
+    return causal_conv_step(x, state, weight, activation="silu", **given, backend=backend)
+
+
+PAGED = {"scan": (step_on_pages_of_scan, (37, 5)), "convolution": (step_on_pages_of_convolution, (3, 37))}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", PAGED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_steps_on_pages(backend, name, dtype):
+    """The bits of a step on rows; no number of another page changes, nor any between the pages."""
+    step, shape = PAGED[name]
+    pages = torch.tensor([3, 0, 4])
+    rows = draw(3, *shape, seed=6, dtype=dtype)
+    held = paged(rows, pages)
+    others = held._base.clone()
+    want = step(3, dtype, backend, rows)
+    got = step(3, dtype, backend, held, pages=pages)
+    assert torch.equal(got, want) and torch.equal(held[pages], rows)
+    changed = paged(held[pages].clone(), pages)._base
+    assert torch.equal(held._base, changed) and not torch.equal(others, changed)
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_pages_that_are_none(name):
+    """Refused before anything is written; by C too, where the values are not looked at before."""
+    step, shape = PAGED[name]
+    held = paged(draw(2, *shape), torch.tensor([0, 1]))
+    before = held._base.clone()
+    for pages in ([0, 5], [-1, 2], [3, 3]):
+        with pytest.raises(ValueError, match=r"pages must be different ones of 0\.\.4, got \["):
+            step(2, torch.float32, None, held, pages=torch.tensor(pages))
+    with pytest.raises(ValueError, match=r"pages must have shape \(B\) = \(2\)"):
+        step(2, torch.float32, None, held, pages=torch.tensor([1]))
+    with pytest.raises(TypeError, match="pages must be int64"):
+        step(2, torch.float32, None, held, pages=torch.tensor([1, 2], dtype=torch.int32))
+    with pytest.raises(ValueError, match="its pages must be contiguous"):
+        step(2, torch.float32, None, draw(5, *shape[::-1]).mT, pages=torch.tensor([1, 2]))
+    if missing_compiler() is None:
+        with as_on_an_accelerator(), pytest.raises(ValueError, match="pages must lie within the memory"):
+            step(2, torch.float32, "native", held, pages=torch.tensor([0, 5]))
+    assert torch.equal(held._base, before)

@@ -13,6 +13,8 @@ class RecurrentMixin:
     """A layer whose states live in `past_key_values.layers[layer_idx]`; it only says how to `mix`."""
 
     layer_idx: int
+    steps_on_pages = False
+    """Whether `step` takes `pages`: `past` is then memory of many texts (see `RecurrentStateLayer.hold_pages`)."""
 
     def mix(self, *inputs: torch.Tensor, **options: Any) -> tuple[torch.Tensor, States]:
         """Mix rows (B, L, ...) whose real tokens come first; what is in `options` but not listed is the layer's own.
@@ -77,6 +79,10 @@ class RecurrentMixin:
 
     def _step_with_cache(self, cache: Any, rows: PackedRows, *inputs: torch.Tensor, **options: Any) -> torch.Tensor:
         """`mix_with_cache` of one token after earlier ones, where no gradient is wanted."""
+        if cache.pages is not None:
+            y, states = self.step(*inputs, past=cache.states, pages=cache.pages, **options)
+            cache.step_states(rows, states)
+            return y
         past = rows.continued(cache.states)
         if cache.can_update_in_place():
             y, states = self.step(*inputs, past=past, **options)

@@ -58,6 +58,7 @@ class RecurrentStateLayer(CacheLayerMixin):
         super().__init__()
         self.states: States = {}
         self.packing_state: States = {}
+        self.pages: torch.Tensor | None = None
         self.seen_tokens: int | torch.Tensor = 0
         self.record_past = False
         self.history: list[_RecordedForward] = []
@@ -103,11 +104,23 @@ class RecurrentStateLayer(CacheLayerMixin):
         inference = torch.is_inference_mode_enabled()
         return inference or not any(state.is_inference() for state in self.states.values())
 
+    def hold_pages(self, states: States, pages: torch.Tensor) -> None:
+        """Stand for B texts among those of a server, for one token more of each, which overwrites their states.
+
+        Args:
+            states: name → memory of P pages (P, ...).
+            pages: (B,) int64, the page of each text.
+        """
+        self.states, self.pages = states, pages
+        self.seen_tokens = 1  # one column stands for all that went before
+        self.is_initialized = True
+        self.device = pages.device
+
     @property
     def batch_size(self) -> int:
         if not self.states:
             raise AttributeError("the layer holds no states yet")
-        return next(iter(self.states.values())).shape[0]
+        return len(next(iter(self.states.values())) if self.pages is None else self.pages)
 
     def activate_past_recording(self) -> None:
         self.record_past = True

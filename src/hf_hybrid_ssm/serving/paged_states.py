@@ -12,6 +12,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
+from hf_hybrid_ssm.models.block import RecurrentMixin
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
 from hf_hybrid_ssm.models.packing import PackedRows, States, with_zero_rows
 from hf_hybrid_ssm.serving.state_layout import State, StateLayout, state_layout
@@ -94,11 +95,15 @@ class PagedModel:
         layout = state_layout(model)
         check_pageable(model, layout.growing)
         self.layout = PageLayout(layout)
-        self._views: list[tuple[State, torch.Tensor]] = []
+        mixers = (module for module in model.get_decoder().modules() if isinstance(module, RecurrentMixin))
+        self._steps_on_pages = {mixer.layer_idx for mixer in mixers if mixer.steps_on_pages}
+        self._views: dict[int, States] = {}
 
     def bind(self, pages: torch.Tensor) -> None:
         """Take the server's memory: (P, at least `layout.num_bytes`) int8 or uint8, whatever it contains."""
-        self._views = self.layout.views(pages)
+        self._views = {}
+        for state, view in self.layout.views(pages):
+            self._views.setdefault(state.layer, {})[state.name] = view
 
     @torch.no_grad()
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, requests: Requests) -> torch.Tensor:
@@ -154,8 +159,16 @@ class PagedModel:
 
     def _run(self, ids: torch.Tensor, positions: torch.Tensor, requests: Requests) -> torch.Tensor:
         """Rows (R, L) whose real tokens come first → (R, L, D)."""
-        decoder, cache = self.model.get_decoder(), DynamicCache(config=self.model.config)
-        self._gather(cache, requests.pages, positions[:, 0] == 0 if 0 in requests.seen else None)
+        decoder, cache, pages = self.model.get_decoder(), DynamicCache(config=self.model.config), requests.pages
+        begins = positions[:, 0] == 0 if 0 in requests.seen else None
+        in_place = self._steps_on_pages if ids.shape[1] == 1 and begins is None else set()
+        for index, views in self._views.items():
+            layer = cache.layers[index]
+            assert is_recurrent_state_layer(layer)
+            if index in in_place:
+                layer.hold_pages(views, pages)
+            else:  # one column stands for all that went before
+                layer.update_states(PackedRows(1), _gathered(views, pages, begins), _not_recorded)
         hidden_states = decoder(
             ids,
             attention_mask=_mask(requests.lengths, ids),
@@ -164,22 +177,16 @@ class PagedModel:
             use_cache=True,
             continues_documents=True,
         ).last_hidden_state
-        self._scatter(cache, requests.pages)
+        for index in self._views.keys() - in_place:
+            for name, view in self._views[index].items():
+                view.index_copy_(0, pages, cache.layers[index].states[name])
         return hidden_states
 
-    def _gather(self, cache: DynamicCache, pages: torch.Tensor, begins: torch.Tensor | None) -> None:
-        """Fill an empty cache with the states in `pages` (R,), zero in the rows `begins` (R,) bool."""
-        held: list[States] = [{} for _ in cache.layers]
-        for state, view in self._views:
-            rows = view.index_select(0, pages)
-            held[state.layer][state.name] = rows if begins is None else with_zero_rows(rows, begins)
-        for layer, states in zip(cache.layers, held):
-            assert is_recurrent_state_layer(layer)
-            layer.update_states(PackedRows(1), states, _not_recorded)  # one column stands for all that went before
 
-    def _scatter(self, cache: DynamicCache, pages: torch.Tensor) -> None:
-        for state, view in self._views:
-            view.index_copy_(0, pages, cache.layers[state.layer].states[state.name])
+def _gathered(views: States, pages: torch.Tensor, begins: torch.Tensor | None) -> States:
+    """The states in `pages` (R,), zero in the rows `begins` (R,) bool."""
+    rows = {name: view.index_select(0, pages) for name, view in views.items()}
+    return rows if begins is None else {name: with_zero_rows(states, begins) for name, states in rows.items()}
 
 
 def _mask(lengths: list[int], ids: torch.Tensor) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""vLLM's engine in this process, and what `generate` gives for the same prompts. Without vLLM its tests are skipped."""
+"""vLLM's engine in this process, and what `generate` gives for the same prompts. Tests are skipped without vLLM."""
 
 import contextlib
 import gc

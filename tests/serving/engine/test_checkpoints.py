@@ -1,4 +1,4 @@
-"""Folders of every origin are served: with code, converted from an official checkpoint, upcycled from a transformer."""
+"""Folders of every origin are served: with code, converted from official checkpoints, upcycled from a Llama."""
 
 import pytest
 import torch

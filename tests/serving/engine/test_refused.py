@@ -26,7 +26,7 @@ REFUSED = {
     "prompt embeddings": ({"enable_prompt_embeds": True}, "enable_prompt_embeds=True is not possible"),
     "states of all blocks": (
         {"enable_prefix_caching": True, "mamba_cache_mode": "all"},
-        "mamba_cache_mode='all' is not possible",
+        "mamba_cache_mode='all' is not possible|Input should be 'align' or 'none'",  # vLLM's own, from 0.32
     ),
 }
 

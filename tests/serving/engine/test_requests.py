@@ -1,7 +1,7 @@
 """Requests in vLLM's engine give the text that `generate` gives, however they are scheduled.
 
-float32 on a CPU, greedy, random prompts of 1 to 210 tokens. The engine of a family is small on purpose, so that it cuts
-prompts and preempts requests.
+float32 on a CPU, greedy, random prompts of 1 to 210 tokens. The engine of a family is small on purpose, so that it
+cuts prompts and preempts requests.
 """
 
 import itertools
@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams, TokensPrompt
 
+from hf_hybrid_ssm.serving.paged_states import PagedModel
 from tests.serving.engine.engines import (
     FAMILIES,
     NEW,
@@ -57,9 +58,10 @@ def served(checkpoint, tmp_path_factory):
         yield engine, model_of(folder)
 
 
-def test_plain(served, checkpoint):
+def test_plain(served, checkpoint, record_property):
     """Prompts that fit into one forward: each alone by `generate`, alone and eight at once in the engine."""
     engine, model = served
+    record_property("bytes of a page", f"{PagedModel(model, 1).layout.num_bytes:,}")
     prompts = prompts_of(model, (1, 2, 3, 5, 7, 9, 11, 6), 1)
     expected = [generated(model, [prompt])[0] for prompt in prompts]
     assert tokens_of(answered(engine, prompts[:1])) == expected[:1]

@@ -56,9 +56,10 @@ class ShortConvolution(nn.Conv1d):
         return causal_conv(x, self.weight.squeeze(1), self.bias, activation="silu", **options)
 
     @with_accelerate_hooks
-    def step(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """`forward` of one token (B, D) after earlier ones, without gradients; the state is overwritten."""
-        return causal_conv_step(x, state, self.weight.squeeze(1), self.bias, activation="silu")
+    def step(self, x: torch.Tensor, state: torch.Tensor, pages: torch.Tensor | None = None) -> torch.Tensor:
+        """`forward` of one token (B, D) after earlier ones, without gradients; the state is overwritten. `pages` as of
+        `causal_conv_step`."""
+        return causal_conv_step(x, state, self.weight.squeeze(1), self.bias, activation="silu", pages=pages)
 
 
 class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
@@ -68,6 +69,7 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
     """
 
     float32_parameters = ("D", "dt_bias")
+    steps_on_pages = True
 
     def __init__(self, config: LonghornConfig, layer_idx: int):
         super().__init__()
@@ -106,13 +108,14 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
         return self.out_proj(y), states
 
     def step(  # type: ignore[override]
-        self, hidden_states: torch.Tensor, *, past: States, capacity: int | None
+        self, hidden_states: torch.Tensor, *, past: States, capacity: int | None, pages: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, States]:
         raw, gate = self.in_proj(hidden_states)[:, 0].chunk(2, dim=-1)  # (B, D) each
-        x = self.conv1d.step(raw, past["conv"])
+        x = self.conv1d.step(raw, past["conv"], pages)
         dt, k, q = self.x_proj(x).split(self.projection_sizes, dim=-1)
         z = gate if self.scan_norm is None else None
-        y = longhorn_step(x, self.dt_proj(dt), k, q, past["scan"], beta_bias=self.dt_bias, D=self.D, z=z)
+        options = {"beta_bias": self.dt_bias, "D": self.D, "z": z, "pages": pages}
+        y = longhorn_step(x, self.dt_proj(dt), k, q, past["scan"], **options)
         if self.scan_norm is not None:
             y = self.scan_norm(y) * F.silu(gate)
         return self.out_proj(y).unsqueeze(1), past

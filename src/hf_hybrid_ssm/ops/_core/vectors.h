@@ -61,6 +61,13 @@ static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
+/* does each of B rows have one of P pages? Without pages, row b has page b */
+static inline int are_pages(const int64_t *pages, int64_t B, int64_t P) {
+    for (int64_t b = 0; pages && b < B; b++)
+        if (pages[b] < 0 || pages[b] >= P) return 0;
+    return pages || B == P;
+}
+
 /* how many of a tile's channels exist, where d is its first */
 static inline int lanes_of(int64_t d, int64_t D) { return (int)smaller(D - d, LANES); }
 

@@ -4,6 +4,7 @@ import torch
 
 from hf_hybrid_ssm.ops._core.checks import check_lengths, check_overwritten, check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops._core.dispatch import Op
+from hf_hybrid_ssm.ops._core.pages import check_pages, on_pages
 from hf_hybrid_ssm.ops._core.rows import last_inputs
 from hf_hybrid_ssm.ops.causal_conv.reference import (
     causal_conv_reference,
@@ -85,6 +86,7 @@ def causal_conv_step(
     bias: torch.Tensor | None = None,
     *,
     activation: str | None = None,
+    pages: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """`causal_conv` of one token of each row, without gradients; `state` becomes the one after it, in place.
@@ -93,6 +95,9 @@ def causal_conv_step(
         x: (B, D).
         state: (B, K - 1, D), contiguous: the inputs before it, oldest first.
         weight, bias, activation, backend: as for `causal_conv`.
+        pages: (B,) int64; `state` is then memory of P pages, (P, K - 1, D), which may lie apart, and row b goes on
+            from `state[pages[b]]`. No page may be given twice. The C kernel works on float32 pages where they lie;
+            elsewhere they are gathered, and put back.
 
     Returns:
         y (B, D) in the dtype of x.
@@ -101,22 +106,29 @@ def causal_conv_step(
         TypeError, ValueError: an argument of wrong type, dtype, shape or device; an unknown activation or backend.
     """
     check_tensor("x", x, (None, None), "B, D")
-    _check_filter(x, state, weight, bias, activation)
-    check_overwritten("state", state, dense="contiguous")
+    _check_filter(x, state, weight, bias, activation, in_pages=pages is not None)
+    if pages is None:
+        check_overwritten("state", state, dense="contiguous")
+    else:
+        check_pages(pages, x.shape[0], state)
     run = _STEP.select(x.device.type, x.dtype, backend)
-    return run(x, state, weight, bias, activation=activation)[0]
+
+    def step(held: torch.Tensor, **given: torch.Tensor) -> torch.Tensor:
+        return run(x, held, weight, bias, activation=activation, **given)[0]
+
+    return step(state) if pages is None else on_pages(run, step, state, pages)
 
 
-def _check_filter(x, state, weight, bias, activation) -> None:
+def _check_filter(x, state, weight, bias, activation, in_pages=False) -> None:
     """What both take, for x (B, [L,] D)."""
-    batch, channels = x.shape[0], x.shape[-1]
+    batch, channels = None if in_pages else x.shape[0], x.shape[-1]
     check_tensor("weight", weight, (channels, None), "D, K", beside=x)
     check_tensor("bias", bias, (channels,), "D", beside=x, optional=True)
     if weight.shape[1] == 0:
         raise ValueError("weight must have at least one tap (K ≥ 1), got K = 0.")
     name = "state" if x.dim() == 2 else "initial_state"
     shape = (batch, weight.shape[1] - 1, channels)
-    check_tensor(name, state, shape, "B, K - 1, D", beside=x, optional=x.dim() == 3)
+    check_tensor(name, state, shape, "P, K - 1, D" if in_pages else "B, K - 1, D", beside=x, optional=x.dim() == 3)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r} must be one of {', '.join(map(repr, ACTIVATIONS))}.")
 

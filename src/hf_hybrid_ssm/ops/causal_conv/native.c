@@ -57,15 +57,17 @@ INLINE void forward_tile(
     }
 }
 
-/* One token of each row; weight is (D, K) here. state (B, K - 1, D) moves on by the token; rows of x lie apart as said. */
+/* One token of each row; weight is (D, K) here. state (P, K - 1, D) moves on by the token: row b's is at pages[b], or b
+ * without pages. Rows of x and pages lie apart as said. Returns 0, or 2 for a page that is none. */
 int causal_conv_step(
-    const float *x, const float *weight, const float *bias, float *state, float *y, int64_t x_row, int64_t silu,
-    int64_t B, int64_t K, int64_t D, int64_t threads) {
+    const float *x, const float *weight, const float *bias, float *state, const int64_t *pages, float *y, int64_t x_row,
+    int64_t page, int64_t silu, int64_t P, int64_t B, int64_t K, int64_t D, int64_t threads) {
     (void)threads;
+    if (!are_pages(pages, B, P)) return 2;
     for (int64_t b = 0; b < B; b++) {
         for (int64_t d = 0; d < D; d += LANES) {
             const int lanes = lanes_of(d, D);
-            float *held = state + b * (K - 1) * D + d;
+            float *held = state + (pages ? pages[b] : b) * page + d;
             vec out = bias ? load(bias + d, lanes) : broadcast(0);
             for (int64_t j = 0; j < K; j++) {
                 vec w = {0};

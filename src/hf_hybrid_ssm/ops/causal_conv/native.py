@@ -1,11 +1,14 @@
 """The fused CPU backend: `native.c`, compiled on first use and called directly or through custom ops."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from hf_hybrid_ssm.ops._core.c_function import CFunction
 from hf_hybrid_ssm.ops._core.custom_ops import differentiable_op
 from hf_hybrid_ssm.ops._core.native_library import library_beside, prepared, step_op, supports, with_dense_rows
+from hf_hybrid_ssm.ops._core.pages import REFUSES, on_rows
 from hf_hybrid_ssm.ops._core.rows import last_inputs
 from hf_hybrid_ssm.ops.causal_conv.torch_backend import causal_conv_torch
 
@@ -23,8 +26,9 @@ BACKWARD = CFunction(
 STEP = CFunction(
     _library,
     "causal_conv_step",
-    "x[B* D], weight[D K], bias?[D], state[B K-1 D], y[B D]",
-    "x.0, silu, B, K, D",
+    "x[B* D], weight[D K], bias?[D], state[P* K-1 D], pages?[B] int64, y[B D]",
+    "x.0, state.0, silu, P, B, K, D",
+    refuses=REFUSES,
 )
 
 
@@ -68,19 +72,24 @@ _convolve = differentiable_op(
 )
 
 
-def causal_conv_step_native(x, state, weight, bias=None, *, activation=None):
+def causal_conv_step_native(x, state, weight, bias=None, *, activation=None, pages=None):
     """As `hf_hybrid_ssm.ops.causal_conv.causal_conv_step`."""
-    wide = prepared(state)
-    y = _step(with_dense_rows(x), wide, prepared(weight), prepared(bias), activation == "silu")
+    if pages is not None and state.dtype != torch.float32:
+        step = partial(causal_conv_step_native, x, weight=weight, bias=bias, activation=activation)
+        return on_rows(lambda rows: step(state=rows)[0], state, pages), state
+    wide = state if state.dtype == torch.float32 else state.float()
+    y = _step(with_dense_rows(x), wide, prepared(weight), prepared(bias), pages, activation == "silu")
     if wide is not state:
         state.copy_(wide)
     return y.to(x.dtype), state
 
 
-def _compute_step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-    """y (B, D); weight is (D, K); float32, the rows of x may lie apart."""
+def _compute_step(
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, pages: Tensor | None, silu: bool
+) -> Tensor:
+    """y (B, D); weight is (D, K); float32, the rows of x and of the state may lie apart."""
     y = torch.empty(x.shape, dtype=x.dtype)
-    STEP((x, weight, bias, state, y), silu)
+    STEP((x, weight, bias, state, pages, y), silu)
     return y
 
 

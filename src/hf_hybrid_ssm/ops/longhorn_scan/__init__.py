@@ -4,6 +4,7 @@ import torch
 
 from hf_hybrid_ssm.ops._core.checks import check_lengths, check_overwritten, check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops._core.dispatch import Op
+from hf_hybrid_ssm.ops._core.pages import check_pages, on_pages
 from hf_hybrid_ssm.ops._core.rows import extend_last_document
 from hf_hybrid_ssm.ops.longhorn_scan.reference import (
     longhorn_scan_reference,
@@ -108,6 +109,7 @@ def longhorn_step(
     beta_bias: torch.Tensor | None = None,
     D: torch.Tensor | None = None,
     z: torch.Tensor | None = None,
+    pages: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """`longhorn_scan` of one token of each row, without gradients; `state` becomes the one after it, in place.
@@ -117,6 +119,9 @@ def longhorn_step(
         k, q: (B, N), of the same dtype.
         state: (B, D, N), contiguous, in any floating point dtype; computed with in float32 or wider.
         beta_bias, D: (D,).
+        pages: (B,) int64; `state` is then memory of P pages, (P, D, N), which may lie apart, and row b goes on
+            from `state[pages[b]]`. No page may be given twice. The C kernel works on float32 pages where they lie;
+            elsewhere they are gathered, and put back.
         backend: force one implementation (see `hf_hybrid_ssm.ops._core.dispatch`).
 
     Returns:
@@ -126,11 +131,20 @@ def longhorn_step(
         TypeError, ValueError: an argument of wrong type, dtype, shape or device; an unknown or unusable backend.
     """
     check_tensor("x", x, (None, None), "B, D")
-    check_tensor("state", state, (*x.shape, None), "B, D, N", beside=x)
-    check_overwritten("state", state, dense="contiguous")
+    batch, channels = x.shape
+    if pages is None:
+        check_tensor("state", state, (batch, channels, None), "B, D, N", beside=x)
+        check_overwritten("state", state, dense="contiguous")
+    else:
+        check_tensor("state", state, (None, channels, None), "P, D, N", beside=x)
+        check_pages(pages, batch, state)
     _check(x, beta_logit, k, q, beta_bias, D, z, state.shape[2])
     run = _STEP.select(x.device.type, x.dtype, backend)
-    return run(x, beta_logit, k, q, state, beta_bias=beta_bias, D=D, z=z)[0]
+
+    def step(held: torch.Tensor, **given: torch.Tensor) -> torch.Tensor:
+        return run(x, beta_logit, k, q, held, beta_bias=beta_bias, D=D, z=z, **given)[0]
+
+    return step(state) if pages is None else on_pages(run, step, state, pages)
 
 
 def _check(x, beta_logit, k, q, beta_bias, D, z, states=None) -> None:

@@ -151,12 +151,14 @@ int longhorn_forward(
     return failed;
 }
 
-/* One token of each row, its state (B, D, N) overwritten; rows of x, beta_logit, z and of k, q lie apart as said. */
+/* One token of each row. state (P, D, N) is overwritten: row b's is at pages[b], or b without pages. Rows of x,
+ * beta_logit, z, of k, q, and pages lie apart as said. Returns 0, or 2 for a page that is none. */
 int longhorn_step(
     const float *x, const float *beta_logit, const float *k, const float *q, const float *z, const float *beta_bias,
-    const float *skip, float *state, float *y, int64_t x_row, int64_t logit_row, int64_t k_row, int64_t q_row,
-    int64_t z_row, int64_t B, int64_t D, int64_t N, int64_t threads) {
+    const float *skip, float *state, const int64_t *pages, float *y, int64_t x_row, int64_t logit_row, int64_t k_row,
+    int64_t q_row, int64_t z_row, int64_t page, int64_t P, int64_t B, int64_t D, int64_t N, int64_t threads) {
     const int64_t tiles = ceil_div(D, LANES);
+    if (!are_pages(pages, B, P)) return 2;
 #pragma omp parallel for num_threads(threads) if (threads > 1 && B * D * N > 1 << 18)
     for (int64_t task = 0; task < B * tiles; task++) {
         const int64_t b = task / tiles, d = task % tiles * LANES;
@@ -169,7 +171,7 @@ int longhorn_step(
         vec out = broadcast(0);
         if (skip) out = load(skip + d, lanes) * value;
         for (int i = 0; i < lanes; i++) { /* here a vector is LANES states of one channel */
-            float *h = state + (b * D + d + i) * N;
+            float *h = state + (pages ? pages[b] : b) * page + (d + i) * N;
             vec read = broadcast(0);
             for (int64_t n = 0; n < N; n += LANES) {
                 const int states = lanes_of(n, N);

@@ -16,6 +16,7 @@ from hf_hybrid_ssm.ops._core.native_library import (
     supports,
     with_dense_rows,
 )
+from hf_hybrid_ssm.ops._core.pages import REFUSES, on_rows
 from hf_hybrid_ssm.ops._core.rows import zero_beyond
 from hf_hybrid_ssm.ops.longhorn_scan.flops import scan_flops
 
@@ -44,8 +45,10 @@ BACKWARD = CFunction(
 STEP = CFunction(
     _library,
     "longhorn_step",
-    "x[B* D], beta_logit[B* D], k[B* N], q[B* N], z?[B* D], beta_bias?[D], skip?[D], state[B D N], y[B D]",
-    "x.0, beta_logit.0, k.0, q.0, z.0, B, D, N",
+    """x[B* D], beta_logit[B* D], k[B* N], q[B* N], z?[B* D], beta_bias?[D], skip?[D], state[P* D N], pages?[B] int64,
+    y[B D]""",
+    "x.0, beta_logit.0, k.0, q.0, z.0, state.0, P, B, D, N",
+    refuses=REFUSES,
 )
 
 
@@ -120,11 +123,14 @@ _scan = differentiable_op(
 )
 
 
-def longhorn_step_native(x, beta_logit, k, q, state, *, beta_bias=None, D=None, z=None):
+def longhorn_step_native(x, beta_logit, k, q, state, *, beta_bias=None, D=None, z=None, pages=None):
     """As `hf_hybrid_ssm.ops.longhorn_scan.longhorn_step`."""
+    options = {"beta_bias": beta_bias, "D": D, "z": z}
+    if pages is not None and state.dtype != torch.float32:
+        return on_rows(lambda rows: longhorn_step_native(x, beta_logit, k, q, rows, **options)[0], state, pages), state
     rows = (with_dense_rows(part) for part in (x, beta_logit, k, q, z))
-    wide = prepared(state)
-    y = _step(*rows, prepared(beta_bias), prepared(D), wide)
+    wide = state if state.dtype == torch.float32 else state.float()
+    y = _step(*rows, prepared(beta_bias), prepared(D), wide, pages)
     if wide is not state:
         state.copy_(wide)
     return y.to(x.dtype), state
@@ -139,10 +145,11 @@ def _compute_step(
     beta_bias: Tensor | None,
     skip: Tensor | None,
     state: Tensor,
+    pages: Tensor | None,
 ) -> Tensor:
-    """y (B, D); float32, of the first five the rows may lie apart."""
+    """y (B, D); float32, of the first five and of the state the rows may lie apart."""
     y = torch.empty(x.shape, dtype=x.dtype)
-    STEP((x, beta_logit, k, q, z, beta_bias, skip, state, y))
+    STEP((x, beta_logit, k, q, z, beta_bias, skip, state, pages, y))
     return y
 
 

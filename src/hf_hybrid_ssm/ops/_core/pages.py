@@ -1,0 +1,50 @@
+"""States of many texts in one memory: a step of some of them is told which page is whose."""
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from hf_hybrid_ssm.ops._core.checks import can_read_values, check_tensor
+
+REFUSES = "pages must lie within the memory of the states."
+
+
+def check_pages(pages: Tensor, batch: int, state: Tensor) -> None:
+    """`pages` (B,) int64, a page of `state` (P, ...) for each row, none twice; the pages of `state` may lie apart.
+
+    The values are checked only where they can be read.
+
+    Raises:
+        TypeError: not an int64 tensor.
+        ValueError: wrong shape, device or value, or a page that is not contiguous.
+    """
+    check_tensor("pages", pages, (batch,), "B", beside=state)
+    if pages.dtype != torch.int64:
+        raise TypeError(f"pages must be int64, got {pages.dtype}.")
+    if state.shape[0] and not state[0].is_contiguous():
+        raise ValueError(f"state is overwritten and its pages must be contiguous, got strides {state.stride()}.")
+    if batch and can_read_values(pages):
+        held = sorted(pages.tolist())
+        if not 0 <= held[0] <= held[-1] < state.shape[0] or len(set(held)) < batch:
+            raise ValueError(f"pages must be different ones of 0..{state.shape[0] - 1}, got {pages.tolist()}.")
+
+
+def on_pages(implementation: Callable, step: Callable[..., Tensor], state: Tensor, pages: Tensor) -> Tensor:
+    """`step(state, pages=pages)` where the implementation of it has this parameter, else `on_rows`."""
+    return step(state, pages=pages) if _takes_pages(implementation) else on_rows(step, state, pages)
+
+
+def on_rows(step: Callable[[Tensor], Tensor], state: Tensor, pages: Tensor) -> Tensor:
+    """A step that overwrites contiguous states (B, ...): they are gathered for it, and put back after it."""
+    rows = state.index_select(0, pages)
+    y = step(rows)
+    state.index_copy_(0, pages, rows)
+    return y
+
+
+@cache
+def _takes_pages(implementation: Callable) -> bool:
+    return "pages" in inspect.signature(implementation).parameters
