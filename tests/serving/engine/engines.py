@@ -1,4 +1,4 @@
-"""vLLM's engine in this process, and what `generate` gives for the same prompts. Tests are skipped without vLLM."""
+"""vLLM's engine in this process, and what `generate` gives for the same prompts. Its tests need vLLM."""
 
 import contextlib
 import gc
@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-pytest.importorskip("vllm", reason="make vllm has an environment with it")
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
