@@ -19,17 +19,6 @@ from hf_hybrid_ssm.planning.presets import preset_config
 from tests.cli.folders import TEXT, forked, python, save_checkpoint
 from tests.tiny_models import build, config_of
 
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return save_checkpoint(tmp_path_factory.mktemp("cli") / "longhorn")
-
-
-@pytest.fixture
-def copy(checkpoint, tmp_path):
-    return shutil.copytree(checkpoint, tmp_path / "copy")
-
-
 # -- the door ---------------------------------------------------------------------------------------------------------
 
 

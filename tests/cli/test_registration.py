@@ -13,16 +13,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.cli.folders import ROOT, environment, forked, python, save_checkpoint
+from tests.cli.folders import ROOT, environment, forked, python
 
 SCRIPT = Path(__file__).with_name("stock_training.py")
 IS_KNOWN = "import sys; from transformers import AutoConfig; print(AutoConfig.from_pretrained(sys.argv[1]).model_type)"
 OPTIONS = ["--max_steps", "2", "--report_to", "none", "--use_cpu", "--save_strategy", "no", "--seed", "3"]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return save_checkpoint(tmp_path_factory.mktemp("stock") / "longhorn")
 
 
 def training(checkpoint: Path, output: Path) -> list[str]:

@@ -196,11 +196,11 @@ def test_generation_goes_on_with_the_last_document(variant, static):
 def test_compiled_with_a_cache(variant):
     """The default `use_cache`, and a piece that begins at a border: no value is known while compiling.
 
-    Both pieces have one length: for another, all would be traced again.
+    Both pieces have one length: for another, all would be traced once more.
     """
     torch._dynamo.reset()
     model = exact(variant)
-    if not variant.startswith("longhorn"):  # the first layer has all there is, a state-space model too; each is traced
+    if not variant.startswith("longhorn"):  # each layer is traced; the first has all there is, a state-space model too
         model.config.num_hidden_layers = 1
     ids = inv.random_ids(model, 2, 16, 0)
     expected, positions = alone(model, ids, ROWS_OF_DOCUMENTS), packed(ROWS_OF_DOCUMENTS)["position_ids"]
