@@ -36,9 +36,9 @@ NAMED = (
 def export_code(model_or_folder: PreTrainedModel | str | os.PathLike, folder: str | os.PathLike | None = None) -> Path:
     """Add to a saved checkpoint the code that loads it with `trust_remote_code=True`, without this package.
 
-    Writes at most 15 Python files, each with its hash in its head, and the `auto_map` of every head into
-    `config.json`; the same bytes each time. `model.save_pretrained(folder, export_code=True)` saves and does this in
-    one call.
+    Writes at most 15 Python files, each with its hash in its first lines, and the `auto_map` of every head into
+    `config.json`. The same package writes the same bytes. `model.save_pretrained(folder, export_code=True)` saves and
+    does this in one call.
 
     Args:
         model_or_folder: a model of this package, or the folder of a saved one.

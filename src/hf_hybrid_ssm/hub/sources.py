@@ -103,7 +103,7 @@ def _bound_by(node: ast.AST) -> list[str]:
 
 
 def _path(name: str) -> Path | None:
-    """Where a module of the package lies, or None."""
+    """The file of a module of the package, or None."""
     where = ROOT.joinpath(*name.split(".")[1:])
     candidates = (where / "__init__.py", where.with_suffix(".py"))
     return next((path for path in candidates if path.is_file()), None)

@@ -31,7 +31,7 @@ class FeedForward(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) · up(x)), without biases; `activation` may take the place of silu."""
+    """down(activation(gate(x)) · up(x)), without biases."""
 
     def __init__(
         self, hidden_size: int, intermediate_size: int, activation: Callable[[torch.Tensor], torch.Tensor] = F.silu

@@ -1,4 +1,4 @@
-"""Vectors of length 1."""
+"""L2 normalisation."""
 
 from typing import Any
 

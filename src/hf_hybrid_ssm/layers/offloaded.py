@@ -1,4 +1,4 @@
-"""Methods other than `forward` that read parameters, on a module whose parameters are kept elsewhere between calls."""
+"""Methods besides `forward` that read parameters which accelerate or FSDP keeps elsewhere between calls."""
 
 import functools
 from collections.abc import Callable

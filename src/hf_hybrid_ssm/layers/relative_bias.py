@@ -27,7 +27,7 @@ def distance_buckets(num_buckets: int, max_distance: int, count: int) -> tuple[i
 
 
 def two_sided_buckets(num_buckets: int, max_distance: int, count: int) -> tuple[int, ...]:
-    """The same for the distances 1 - count … count - 1; tokens ahead have the later half of the buckets."""
+    """The buckets of the distances 1 - count … count - 1; tokens ahead have the later half of the buckets."""
     half = num_buckets // 2
     back = distance_buckets(half, max_distance, count)
     return (*(half + bucket for bucket in reversed(back[1:])), *back)

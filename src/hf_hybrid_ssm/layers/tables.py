@@ -1,4 +1,4 @@
-"""A factor that the diagonal mixers share."""
+"""A constant factor of the diagonal mixers."""
 
 import torch
 
@@ -7,5 +7,5 @@ from hf_hybrid_ssm.ops._core.constants import constant
 
 @constant
 def twice_conjugate() -> torch.Tensor:
-    """(2,) by which real and imaginary part of c are multiplied so that c · s becomes 2 Re(c s) of the parts of s."""
+    """(2, -2): the factors of the real and imaginary parts of c, whose products with those of s sum to 2 Re(c s)."""
     return torch.tensor((2.0, -2.0))

@@ -1,4 +1,4 @@
-"""The truncated normal distribution of a wanted variance."""
+"""Truncated normal distributions of a given variance."""
 
 import math
 

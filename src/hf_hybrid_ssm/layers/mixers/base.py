@@ -23,7 +23,7 @@ class RowOptions(TypedDict):
 class Mixer(Float32ParametersMixin):
     """Base of every long-range mixer: (B, L, D) in, (B, L, D) out (or (B, L, F, D) with `filters=F`).
 
-    `forward(u)` of a whole sequence, `forward` in pieces with the returned state, and `step` token by token compute
+    `forward(u)` of a whole sequence, `forward` in chunks with the returned state, and `step` token by token compute
     the same. A state is one batch-first real tensor or a tuple of them. A subclass defines `init_parameters`, `mix`
     and `state_shapes`, and says in its class variables what it can do.
 
@@ -157,10 +157,10 @@ class Mixer(Float32ParametersMixin):
 
         Args:
             u: (B, L, D).
-            initial_state: what an earlier call returned, or `init_state`; of the row's first document.
-            seq_idx: (B, L) int, documents of a packed row: nothing passes from one to another.
-            lengths: (B,) int, the real tokens at the front of each row. Outputs after them are meaningless but finite,
-                and the final state is the one after them.
+            initial_state: what an earlier call returned, or `init_state`; of the sequence's first document.
+            seq_idx: (B, L) int, documents of a packed sequence: nothing passes from one to another.
+            lengths: (B,) int, the real tokens at the front of each sequence. Outputs after them are meaningless but
+                finite, and the final state is the one after them.
             return_final_state: also return the state.
             stride: W, outputs at the tokens W - 1, 2 W - 1, ... only: y is (B, L // W, [F,] D). This and `positions`
                 are for mixers that take `filters`.
@@ -210,7 +210,7 @@ class Mixer(Float32ParametersMixin):
         return y[:, 0], after
 
     def advance_(self, u_t: torch.Tensor, state: State) -> State:
-        """The state after the token alone, under the same terms."""
+        """The state after one token, without its output; like `step_`, it may overwrite `state`."""
         return self.step_(u_t, state)[1]
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:

@@ -10,10 +10,10 @@ from hf_hybrid_ssm.ops._core.transforms import is_transforming, without_autocast
 
 
 class CachedKernelMixer(Mixer):
-    """A mixer that remembers its kernel while the parameters it comes from are constants: frozen, or without autograd.
+    """A mixer that caches its kernel while the parameters it comes from are constants: frozen, or without autograd.
 
-    What is remembered is computed in float64, is not part of the state dict, and is forgotten when a parameter is
-    written, loaded, replaced, moved or cast. Inside `torch.compile` writes cannot be seen; there only frozen
+    What is cached is computed in float64, is not part of the state dict, and is dropped when a parameter is written,
+    loaded, replaced, moved or cast. Inside `torch.compile` writes cannot be seen; there only frozen
     parameters count as constants, and the ways that weights change outside of it (loading, moving, casting,
     `reset_parameters`) still drop it. Inside a function transform (`torch.func`, forward-mode differentiation)
     no parameter counts as a constant.

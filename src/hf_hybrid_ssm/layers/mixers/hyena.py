@@ -1,4 +1,4 @@
-"""Long convolutions with an unstructured filter: the plain implicit one, and Hyena around it (Poli et al., 2023)."""
+"""Long convolutions whose filter is a learned function of position: a plain one, and Hyena (Poli et al., 2023)."""
 
 import math
 from typing import Any, ClassVar, Unpack
@@ -156,7 +156,7 @@ class ImplicitLongConv(CachedKernelMixer):
         return drop_oldest(self._append_(u_t, state))
 
     def _append_(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
-        """The inputs that the filter reaches (B, Lf, D), this one last; the state moves along its buffer."""
+        """The inputs in reach of the filter (B, Lf, D), the token's last; the state moves on along its buffer."""
         self._check_step(u_t, state)
         assert isinstance(state, torch.Tensor)
         seen = append_slot(state)

@@ -26,7 +26,7 @@ class LSTM(Mixer):
         self.rnn = kind(hidden_size, width, batch_first=True, bidirectional=self.bidirectional, **self._factory)
 
     def init_parameters(self) -> dict[str, torch.Tensor]:
-        """torch's: uniform between -1 and 1 over the root of the width."""
+        """As in torch: uniform between -1/sqrt(D) and 1/sqrt(D), with D the width of a direction."""
         bound = self.rnn.hidden_size**-0.5
         return {
             name: (2 * torch.rand(parameter.shape, dtype=torch.float64) - 1) * bound
@@ -56,7 +56,7 @@ class LSTM(Mixer):
     def _run(
         self, x: torch.Tensor, state: tuple[torch.Tensor, ...] | None, lengths: torch.Tensor | None
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Rows of one document each; a row without tokens keeps its state."""
+        """Sequences of one document each; one without tokens keeps its state."""
         start = None if state is None else tuple(part.unsqueeze(0) for part in state)
         if lengths is None:
             y, final = self.rnn(x, start)
@@ -79,5 +79,5 @@ class LSTM(Mixer):
 
 
 def _widened(state: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """States travel in float32 at least, like those of every mixer."""
+    """States are returned in float32 or wider, like those of every mixer."""
     return tuple(part.to(torch.promote_types(part.dtype, torch.float32)) for part in state)

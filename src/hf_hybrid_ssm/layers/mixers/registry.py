@@ -27,7 +27,7 @@ _CONFIG_OPTIONS: dict[str, dict[str, str]] = {}  # of mixers registered with opt
 
 
 def register_mixer(name: str, mixer: type[Mixer], *, config_options: Mapping[str, str] | None = None) -> None:
-    """Let `ssm_type=name` of SPADE and BST mean a mixer of your own.
+    """Make a mixer of your own available to SPADE and BST as `ssm_type=name`.
 
     Args:
         name: as in a configuration.
@@ -70,8 +70,8 @@ def build_mixer(name: str, hidden_size: int, **options: Any) -> Mixer:
 
 
 def mixer_from_config(config: Any, **options: Any) -> Mixer:
-    """The mixer `config.ssm_type` of `config.hidden_size` channels, with what it reads of the configuration; `options`
-    (`bidirectional`, `filters`) are the model's."""
+    """The mixer `config.ssm_type` of `config.hidden_size` channels, with the options that it reads from the
+    configuration and those given (`bidirectional`, `filters`)."""
     name = config.ssm_type
     fields = COMMON_OPTIONS | _CONFIG_OPTIONS.get(name, MIXERS[name].config_options)
     read = {option: getattr(config, field) for option, field in fields.items() if hasattr(config, field)}

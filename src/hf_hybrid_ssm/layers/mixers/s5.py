@@ -141,7 +141,7 @@ class S5(CachedKernelMixer):
         return self._squeeze(y).to(u.dtype), state
 
     def _both_ways(self, decay: torch.Tensor, x: torch.Tensor, seq_idx: torch.Tensor | None) -> torch.Tensor:
-        """(B, L, P): the states of the scan that looks back, and of the one that looks ahead, as more rows of one."""
+        """The states (B, L, P) of the scan that looks back and of the one that looks ahead, computed as one batch."""
         documents = None if seq_idx is None else torch.cat([seq_idx, -seq_idx.flip(1)])
         back, ahead = diagonal_scan(decay, torch.cat([x, x.flip(1)]), seq_idx=documents)[0].chunk(2)
         return torch.cat([back, ahead.flip(1)], dim=-1)
@@ -188,8 +188,8 @@ class S5(CachedKernelMixer):
 
 
 def _product(x: torch.Tensor, matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x M^T as float32 or wider numbers. In a bfloat16 model factors and results are rounded to bfloat16, as in every
-    linear layer; the states between the two products are not, since they must not lose what they add up."""
+    """x M^T in float32 or wider. In a bfloat16 model factors and results are rounded to bfloat16, as in every linear
+    layer; the states between the two products are not, since rounding errors would add up in them."""
     if dtype == torch.bfloat16:
         return (x.to(dtype) @ matrix.to(dtype).T).to(matrix.dtype)
     return x.to(matrix.dtype) @ matrix.T

@@ -189,7 +189,7 @@ class StateSpaceMixer(CachedKernelMixer):
         return decay, vector, None
 
     def _step_constants(self, dtype: torch.dtype) -> StepConstants:
-        """What one token needs beside the state and itself."""
+        """The constants of `linear_step`."""
 
         def compute(exact: bool) -> StepConstants:
             inner = torch.float64 if exact else dtype

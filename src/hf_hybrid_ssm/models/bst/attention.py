@@ -22,11 +22,11 @@ PositionEmbeddings = tuple[torch.Tensor, torch.Tensor]
 
 
 class BstAttention(nn.Module):
-    """Attention to the W tokens before; beside it, in a "bst" layer to the context states of the block, in a
+    """Attention to the W tokens before; a "bst" layer also attends to the context states of the block, a
     "block_recurrent" layer to its recurrent states.
 
-    Queries and keys are L2-normalised; each head has a learned scale, and T5's bias lies inside it, as in the token
-    branch of Block-Recurrent Transformers (arXiv 2203.07852), whose official code has it so. With `rope_parameters`
+    Queries and keys are L2-normalised; the logits, T5's bias included, are multiplied by a learned scale per head, as
+    in the official code of Block-Recurrent Transformers (arXiv 2203.07852). With `rope_parameters`
     the queries and keys of tokens are rotated instead of biased; `num_key_value_heads` G below H are shared by H / G
     queries each.
     """
@@ -139,7 +139,7 @@ class BstAttention(nn.Module):
     def _attend_context(
         self, z: torch.Tensor, x: torch.Tensor, past: States, rows: RowOptions, documents: int | None
     ) -> tuple[torch.Tensor, States]:
-        """(B, L, H, e) what the tokens find in the context states of their blocks (equations 3.3 and 3.4)."""
+        """Cross-attention of the tokens to the context states of their blocks, (B, L, H, e); equations 3.3, 3.4."""
         queries = self._context_queries(z)
         if self.context_mask is not None and self.retrieval is None:
             return self._attend_context_along_rows(queries, x, past, rows)
@@ -157,8 +157,8 @@ class BstAttention(nn.Module):
     def _attend_context_along_rows(
         self, queries: torch.Tensor, x: torch.Tensor, past: States, rows: RowOptions
     ) -> tuple[torch.Tensor, States]:
-        """The same for "sh" and "mh", whose blocks have a state for each of their tokens: attention within chunks of W
-        tokens, wherever these begin."""
+        """`_attend_context` of "sh" and "mh", whose blocks have a context state for each of their tokens: attention
+        within chunks of W tokens."""
         keys, values, ssm = self.context.along_rows(x, past or None, **rows)
         state = None
         if past:
@@ -189,7 +189,7 @@ class BstAttention(nn.Module):
         rows: RowOptions,
         documents: int | None,
     ) -> tuple[torch.Tensor, States]:
-        """(B, L, H, e) what the tokens find in the state their block began with."""
+        """Cross-attention of the tokens to the recurrent states at the start of their blocks, (B, L, H, e)."""
         grid = self._grid(z, past, rows, documents)
         state_keys, state_values, after = self.recurrent(
             keys, values, grid, past or None, return_state=rows["return_final_state"]
@@ -211,14 +211,14 @@ class BstAttention(nn.Module):
         )
 
     def _context_queries(self, z: torch.Tensor) -> torch.Tensor:
-        """(B, L, H, e), scaled."""
+        """Queries of the cross-attention (B, L, H, e), scaled."""
         queries = self._context_heads(z)
         if self.context_scale is None:
             return queries * self.head_dim**-0.5
         return l2_normalise(queries) * self.context_scale.abs().to(queries.dtype).unsqueeze(1)
 
     def _context_heads(self, z: torch.Tensor) -> torch.Tensor:
-        """The same before the scale."""
+        """Queries of the cross-attention (B, L, H, e), not yet scaled."""
         queries = self.context_q_proj(z).unflatten(2, (self.num_heads, -1))
         return queries if self.context_q_norm is None else self.context_q_norm(queries).to(queries.dtype)
 

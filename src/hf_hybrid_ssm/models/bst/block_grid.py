@@ -1,7 +1,7 @@
-"""Where the tokens of a piece lie in the blocks of W tokens that every document is cut into.
+"""Where the tokens of a forward lie in the blocks of W tokens that every document is cut into.
 
-Blocks count from the first token of a document, wherever a piece of it begins and whatever else its packed row holds.
-In a fresh batch, blocks are simply a reshape.
+Blocks count from the first token of a document, wherever a forward enters it and whatever else a packed sequence
+holds. In a batch of new sequences, blocks are simply a reshape.
 """
 
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ from hf_hybrid_ssm.ops._core.checks import can_read_values
 
 @dataclass(frozen=True)
 class BlockGrid:
-    """The blocks 0..J-1 that a piece (B, L) touches, and block J after them.
+    """The blocks 0..J-1 that the tokens (B, L) of a forward touch, and block J after them.
 
     Args:
         window: W.
         length: L.
         starts: (B, J + 1) int64, column of each block's first token; negative where the block began in an earlier
-            piece. Blocks that a row does not have start at L.
+            forward. Blocks that a sequence does not have start at L.
         is_first_block: (B, J + 1) bool, the block is the first of its document.
-        tokens_seen: (B,) int64, tokens of the row's last document read so far, this piece included.
-        next_block: (B,) int64, the block of the token that follows the piece.
-        block: (B, L) int64, the block of each token; None where every row is one document from its first token, whose
-            blocks are a reshape.
+        tokens_seen: (B,) int64, tokens of the sequence's last document read so far, this forward included.
+        next_block: (B,) int64, the block of the token that follows.
+        block: (B, L) int64, the block of each token; None where every sequence is one document from its first token,
+            whose blocks are a reshape.
     """
 
     window: int
@@ -43,14 +43,14 @@ class BlockGrid:
 
     @property
     def ends(self) -> torch.Tensor:
-        """(B, J) column of the token before each of the blocks 1..J (where that is in this piece)."""
+        """(B, J) column of the token before each of the blocks 1..J (where that is in this forward)."""
         return (self.starts[:, 1:] - 1).clamp(0, self.length - 1)
 
     def to_blocks(self, x: torch.Tensor, past: torch.Tensor | None = None) -> torch.Tensor:
         """x (B, L, ...) → (B, J, W, ...), slot by slot.
 
-        `past` (B, W, ...) fills the slots of block 0 that earlier pieces hold. Slots after a document's end hold
-        something finite.
+        `past` (B, W, ...) fills the slots of block 0 that belong to earlier forwards. Slots after a document's end
+        hold something finite.
         """
         slots = torch.arange(self.window, device=x.device)
         if self.block is None:
@@ -62,7 +62,7 @@ class BlockGrid:
             blocks = _take(x, columns.flatten(1)).unflatten(1, columns.shape[1:])
         if past is None:
             return blocks
-        offset = (-self.starts[:, 0]).clamp(min=0)  # tokens of block 0 that earlier pieces hold
+        offset = (-self.starts[:, 0]).clamp(min=0)  # tokens of block 0 in earlier forwards
         held = _like((slots < offset.unsqueeze(1)), past)
         return torch.cat([torch.where(held, past, blocks[:, 0]).unsqueeze(1), blocks[:, 1:]], dim=1)
 
@@ -74,7 +74,7 @@ class BlockGrid:
         return _take(blocks.flatten(1, 2), self.block * self.window + slot)
 
     def unfinished(self, blocks: torch.Tensor) -> torch.Tensor:
-        """From (B, J, W, ...) the block that goes on after the piece, (B, W, ...), zero where it is not yet
+        """From (B, J, W, ...) the block that the next token continues, (B, W, ...), zero where it is not yet
         filled."""
         last = self.next_block.clamp(max=self.num_blocks - 1)
         rows = torch.arange(blocks.shape[0], device=blocks.device)
@@ -94,13 +94,13 @@ def block_grid(
     documents: int | None = None,
     device: torch.device | None = None,
 ) -> BlockGrid:
-    """The grid of a piece.
+    """The grid of a forward.
 
     Args:
-        tokens_seen: (B,) int64, tokens of each row's first document that earlier pieces hold; None: none do.
-        seq_idx: (B, L) int, documents of packed rows; padding belongs to the last one.
-        lengths: (B,) int, real tokens at the front of each row.
-        documents: the most that a row of `seq_idx` holds, where its values are not to be read.
+        tokens_seen: (B,) int64, tokens of each sequence's first document in earlier forwards; None: there are none.
+        seq_idx: (B, L) int, documents of packed sequences; padding belongs to the last one.
+        lengths: (B,) int, real tokens at the front of each sequence.
+        documents: the most documents that a sequence of `seq_idx` holds, where its values are not to be read.
     """
     real = torch.full((batch,), length, device=device) if lengths is None else lengths.to(torch.int64)
     if tokens_seen is None and seq_idx is None:

@@ -1,11 +1,11 @@
 """Context states: what a block of the Block-State Transformer knows of everything before it.
 
-A state-space model runs over the whole row; its outputs, cut into blocks, become keys and values that the tokens of
-the block attend to (section 3 of the paper):
+A state-space model runs over the whole sequence; its outputs, cut into blocks, become keys and values that the tokens
+of the block attend to (section 3 of the paper):
 
-    "sh"  one filter; block i owns its outputs y_s of the same block, seen causally, by all heads
-    "mh"  a filter for each key/value head; its queries see the outputs of this filter only
-    "mf"  S filters; block i owns their outputs at the last token of block i - 1, and block 0 learned states
+    "sh"  one filter; block i has its outputs at the tokens of block i, attended to causally by all heads
+    "mh"  a filter for each key/value head, whose queries attend to the outputs of this filter only
+    "mf"  S filters; block i has their outputs at the last token of block i - 1, and block 0 learned states
 """
 
 from typing import Any, Unpack
@@ -26,8 +26,8 @@ from hf_hybrid_ssm.ops.local_attention import attention_step
 
 
 def boundaries(seen: torch.Tensor, window: int) -> tuple[bool, bool]:
-    """Whether some row's next token is the first of its document, and the last of its block; where that is not known
-    without a wait for the device, it may be.
+    """Whether the next token of some sequence is the first of its document, and whether one is the last of its block.
+    Both are True where finding out would wait for the device.
 
     Args:
         seen: (B,) int64, tokens so far.
@@ -85,11 +85,11 @@ class ContextStates(nn.Module):
     def forward(
         self, x: torch.Tensor, grid: BlockGrid, state: dict[str, torch.Tensor] | None, **rows: Unpack[RowOptions]
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """Keys and values of the blocks that a piece touches.
+        """Keys and values of the blocks that the tokens of a forward touch.
 
         Args:
             x: (B, L, d), the layer's input.
-            grid: the blocks of the piece.
+            grid: the blocks.
             state: the tensors that an earlier call returned, or None.
             rows: as for every mixer.
 
@@ -123,7 +123,7 @@ class ContextStates(nn.Module):
     def _shifted(
         self, x: torch.Tensor, grid: BlockGrid, state: dict[str, torch.Tensor] | None, rows: RowOptions
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """C_0 learned, C_i = y at the last token of block i - 1: read out there only, all filters at once."""
+        """`forward` of "mf": C_0 is learned, C_i = y at the last token of block i - 1, the only outputs computed."""
         first = None
         selection: dict[str, Any] = {"stride": self.window}
         if grid.block is not None:
@@ -133,7 +133,7 @@ class ContextStates(nn.Module):
         initial = self.initial_context.to(y.dtype).expand(len(x), 1, -1, -1)
         y = y if first is None else torch.where(first[:, 1:], initial, y)
         contexts = self._project(torch.cat([initial, y], dim=1))
-        if state:  # before the first block is over, a cache may hold anything
+        if state:  # a cache need not hold zeros before the end of the first block
             held = (state[name].transpose(1, 2).unsqueeze(1) for name in ("context_key", "context_value"))
             starts = (torch.where(first[:, :1, None], new[:, :1], old) for new, old in zip(contexts, held))
             contexts = tuple(torch.cat([start, new[:, 1:]], 1) for start, new in zip(starts, contexts))
@@ -155,7 +155,7 @@ class ContextStates(nn.Module):
         scale: float | None,
         head_scale: torch.Tensor | None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """One token of each row after earlier ones, without gradients; the tensors of `state` are overwritten.
+        """One token of each sequence after earlier ones, without gradients; the tensors of `state` are overwritten.
 
         Args:
             queries: (B, heads, e), not yet scaled; H divides their number.
@@ -165,7 +165,7 @@ class ContextStates(nn.Module):
             scale, head_scale: as of `attention_step`.
 
         Returns:
-            What the token finds (B, heads, e), and the state after it.
+            The cross-attention's output (B, heads, e), and the state after the token.
         """
         u = self._ssm_input(x)
         held, seen = (state["context_key"], state["context_value"]), state["seen"]
@@ -192,7 +192,7 @@ class ContextStates(nn.Module):
         it."""
         held, seen = [state["context_key"], state["context_value"]], state["seen"]
         begins, ends = boundaries(seen, self.window)
-        if begins:  # a cache may hold anything before the first block of a document
+        if begins:  # a cache need not hold zeros before the first block of a document
             fresh = (seen == 0).view(-1, 1, 1, 1)
             held = [torch.where(fresh, new.transpose(0, 1), old) for new, old in zip(self._initial(), held)]
         found = attention_step(queries, None, None, *held, scale=scale, head_scale=head_scale)
@@ -224,13 +224,14 @@ class ContextStates(nn.Module):
 
     @staticmethod
     def named_states(ssm: State | None, keys: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What later pieces need: of the state-space model, and keys and values (B, H, W or S, e) of the block."""
+        """What later forwards need: the state of the state-space model, and keys and values (B, H, W or S, e) of the
+        block."""
         return {**named_states(ssm), "context_key": keys, "context_value": values}
 
 
 def newest_last(slots: torch.Tensor, tokens_seen: torch.Tensor) -> torch.Tensor:
-    """(B, H, W, e) of the slots of an unfinished block of rows that hold tokens_seen (B,) → the same with the newest
-    in the last place, as `AttentionState` has them."""
+    """Keys or values (B, H, W, e) of an unfinished block, slot by slot, after tokens_seen (B,) tokens → the newest in
+    the last place, as in `AttentionState`."""
     return _rolled(slots, -tokens_seen)
 
 
@@ -242,7 +243,7 @@ def slot_by_slot(newest: torch.Tensor, tokens_seen: torch.Tensor) -> torch.Tenso
 
 
 def _rolled(x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """x (B, H, W, e), each row moved on by shift (B,) places, around the end."""
+    """x (B, H, W, e) rolled by shift (B,) places along W."""
     window = x.shape[2]
     source = (torch.arange(window, device=x.device) - shift.unsqueeze(1)) % window
     return x.gather(2, source[:, None, :, None].expand_as(x))

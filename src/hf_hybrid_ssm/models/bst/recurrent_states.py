@@ -71,13 +71,13 @@ class RecurrentStates(nn.Module):
         *,
         return_state: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, States]:
-        """Keys and values of the state for each block that a piece touches, and the state after the piece.
+        """Keys and values of the state for each block that the tokens touch, and the state after the tokens.
 
         Args:
             token_keys, token_values: (B, L, H, e).
-            grid: the blocks of the piece.
-            state: the tensors `RECURRENT_STATES` after the tokens before the piece, or None.
-            return_state: also return the state after the piece; else it is empty.
+            grid: the blocks of the tokens.
+            state: the tensors `RECURRENT_STATES` after earlier tokens, or None.
+            return_state: also return the state after the tokens; else it is empty.
 
         Returns:
             keys and values (B, J, S, H, e), and the new state.
@@ -127,7 +127,7 @@ class RecurrentStates(nn.Module):
         scale: float | None,
         head_scale: torch.Tensor | None,
     ) -> tuple[torch.Tensor, States]:
-        """One token of each row after earlier ones, without gradients; the tensors of `state` are overwritten.
+        """One token of each sequence after earlier ones, without gradients; the tensors of `state` are overwritten.
 
         Args:
             queries: (B, H, e), not yet scaled.
@@ -136,7 +136,7 @@ class RecurrentStates(nn.Module):
             scale, head_scale: as of `attention_step`.
 
         Returns:
-            What the token finds (B, H, e), and the state after it.
+            The cross-attention's output (B, H, e), and the state after the token.
         """
         s, keys, values, *blocks, old_key, old_value = (state[name] for name in RECURRENT_STATES)
         seen, window = state["seen"], state["block_key"].shape[1]
@@ -166,7 +166,7 @@ class RecurrentStates(nn.Module):
         return found, dict(zip(RECURRENT_STATES, (s, keys, values, *blocks, *before)))
 
     def _last_block_may_be_finished(self, grid: BlockGrid) -> bool:
-        """False where no row finishes the last block, so that the update after it may be left out."""
+        """False where no sequence finishes the last block, so that the update after it may be left out."""
         return not can_read_values(grid.next_block) or bool((grid.next_block >= grid.num_blocks).any())
 
     def _projection(self) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -178,7 +178,8 @@ class RecurrentStates(nn.Module):
         return lambda r: torch.cat([layer(r) for layer in layers], -1)
 
     def _blending(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-        """s (B, S, d) and what it found (B, S, 2 H e) → g s + (1 - g) W found, the product and the sum as one."""
+        """s (B, S, d) and its attention's output (B, S, 2 H e) → g s + (1 - g) W output, the product and the sum in
+        one."""
         gate = self.gate.sigmoid()
         if not _is_plain(self.o_proj) or is_autocast_enabled(gate.device.type):
             return lambda s, found: gate * s + (1 - gate) * self.o_proj(found)
@@ -228,7 +229,7 @@ class RecurrentStates(nn.Module):
         befores: list[torch.Tensor],
         blocks: list[torch.Tensor],
     ) -> States:
-        """The state of the block that goes on after the piece, of each row."""
+        """The state of the block that the next token continues, of each sequence."""
         rows = torch.arange(states[0].shape[0], device=states[0].device)
         taken = (torch.stack(parts, 1)[rows, grid.next_block] for parts in (states, keys, values))
         unfinished = (grid.unfinished(part) for part in blocks)

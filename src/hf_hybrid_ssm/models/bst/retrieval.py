@@ -1,7 +1,7 @@
-"""Attention to a block's context states and, with them, to the best of many older ones: a memory without gradient.
+"""Attention to a block's context states and to the best of many older ones, a memory without gradients.
 
 The outlook of Block-State Transformers, after Memorizing Transformers (arXiv 2203.08913): each layer keeps the last M
-context states of finished blocks, and a token's query takes the k that fit it best into its softmax.
+context states of finished blocks, and the softmax of a token's query also covers the k with the largest logits.
 """
 
 import torch
@@ -28,9 +28,9 @@ def attend_with_memory(
 
     Args:
         queries: (B, J, W, H, e), scaled.
-        keys, values: (B, J, W or S, H, e), the context states of the blocks of a piece.
+        keys, values: (B, J, W or S, H, e), the context states of the blocks.
         grid: the blocks.
-        state: the tensors `MEMORY_STATES` after the tokens before the piece, or None.
+        state: the tensors `MEMORY_STATES` after earlier tokens, or None.
         causal: which of its block's own states a token sees: "causal" (slot s sees slots up to s), "strict" (slots
             before s), or None (all).
         top_k: k, states that a token retrieves, for each head.
@@ -62,11 +62,11 @@ def attend_with_memory(
         weights = torch.where(joint.isneginf().all(-1, keepdim=True), 0.0, joint).softmax(-1)
         weights = weights.masked_fill(joint.isneginf(), 0.0)  # a token that sees nothing finds nothing
         found.append((weights @ torch.cat([v, memory_value], 2)).transpose(1, 2))
-        finished = j < grid.next_block  # (B,) this row has read the block to its end
+        finished = j < grid.next_block  # (B,) this sequence has read the block to its end
         memory_key = _pushed(memory_key, k[:, :, stride - 1 :: stride], finished)
         memory_value = _pushed(memory_value, v[:, :, stride - 1 :: stride], finished)
         count = torch.where(finished, (count + k[:, :, stride - 1 :: stride].shape[2]).clamp(max=capacity), count)
-    # the block after the piece may begin a new document, whose memory is empty
+    # the next token may begin a new document, whose memory is empty
     rows = torch.arange(batch, device=queries.device)
     count = torch.where(grid.is_first_block[rows, grid.next_block], 0, count)
     return torch.stack(found, 1), dict(zip(MEMORY_STATES, (memory_key, memory_value, count)))
@@ -79,6 +79,6 @@ def _own_mask(window: int, slots: int, causal: str | None, device: torch.device)
 
 
 def _pushed(memory: torch.Tensor, new: torch.Tensor, finished: torch.Tensor) -> torch.Tensor:
-    """(B, H, M, e) with the states of a finished block after the others; never a way back for gradients."""
+    """(B, H, M, e) with the states of a finished block after the others, detached."""
     after = torch.cat([memory, new.detach().to(memory.dtype)], 2)[:, :, -memory.shape[2] :]
     return torch.where(finished[:, None, None, None], after, memory)

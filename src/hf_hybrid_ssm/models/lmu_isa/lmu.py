@@ -44,7 +44,7 @@ class ImplicitAttention(nn.Module):
     def forward(
         self, x: torch.Tensor, past: States, *, return_final_state: bool = False, **rows: Any
     ) -> tuple[torch.Tensor, States]:
-        """(B, L, D), the states before it → (B, L, D), the states after it; `rows` (`seq_idx`, `lengths`) as of
+        """(B, L, D), the states before it → (B, L, D), the states after it; `rows` (`seq_idx`, `lengths`) as in
         `ops.implicit_attention`."""
         options = {"initial_state": apply_deferred(past, self.theta), "return_final_state": return_final_state, **rows}
         y, memory = implicit_attention(x, activation=self.activation, **self._parameters_in(x.dtype), **options)

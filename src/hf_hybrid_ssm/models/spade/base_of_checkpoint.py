@@ -17,10 +17,10 @@ ENCODER_HEADS = (
 
 
 class BaseOfCheckpoint(PreTrainedModel):
-    """The class that `AutoModel` knows for a configuration, and that gives way to the encoder where the checkpoint is
-    one of an encoder or of a head over it, as `config.architectures` says.
+    """The base model that `AutoModel` builds for a configuration: the encoder instead of this class where
+    `config.architectures` names an encoder, or a head over one.
 
-    `AutoModel` always hands over the configuration. Loaded by its own name without one, the class is itself.
+    `AutoModel` always passes the configuration. Loaded by its own name without one, the class is kept.
     """
 
     encoder_architectures: ClassVar[tuple[str, ...]]  # the encoder first, which is in the module of the class
@@ -49,8 +49,8 @@ class BaseOfCheckpoint(PreTrainedModel):
 
 
 class StackOfCheckpoint(PreTrainedModel):
-    """A classifier that reads the stack which its checkpoint holds: over the weights of a causal language model it is
-    causal, unless `causal_classifier=False` asks for an encoder, which then starts anew.
+    """A classifier over the stack that its checkpoint holds: loaded from a causal language model it is causal.
+    `causal_classifier=False` asks for an encoder all the same, whose layers are then newly initialised.
     """
 
     @classmethod

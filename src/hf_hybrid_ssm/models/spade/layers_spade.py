@@ -70,7 +70,7 @@ class SpadeAttention(LocalSelfAttention):
     def forward(
         self, x: torch.Tensor, past: States, *, bias: torch.Tensor | None = None, **options: Any
     ) -> tuple[torch.Tensor, States]:
-        """As its base; `bias` (H, R) is that of all layers, where this one has none of its own."""
+        """As in `LocalSelfAttention`; `bias` (H, R) is the one shared by all layers, used without one of its own."""
         return super().forward(x, past, bias=self._bias(bias), **options)
 
     def step(
@@ -94,7 +94,7 @@ def relative_bias(config: SpadeConfig, is_causal: bool) -> RelativeBias:
 
 
 class SpadeMixer(RecurrentMixin, nn.Module):
-    """Local attention, in a global layer beside a state-space model: W [LN(ssm(x)) ; LN(attention(x))] + b."""
+    """Local attention; in a layer of `ssm_layers` also a state-space model, W [LN(ssm(x)) ; LN(attention(x))] + b."""
 
     def __init__(self, config: SpadeConfig, layer_idx: int, is_causal: bool, attention_bias: bool = False):
         super().__init__()
@@ -110,7 +110,7 @@ class SpadeMixer(RecurrentMixin, nn.Module):
             self.aggregate = nn.Linear(2 * config.hidden_size, config.hidden_size)
 
     def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
-        """(B, L, d) → (B, L, d); options as of `mix_with_cache`, and `bias`, the one by distance of all layers."""
+        """(B, L, d) → (B, L, d); `options` are those of `mix_with_cache`, and `bias`, shared by all layers."""
         return self.mix_with_cache(x, **options)
 
     def mix(
@@ -125,7 +125,7 @@ class SpadeMixer(RecurrentMixin, nn.Module):
         return self._merged(g, a), states | named_states(state)
 
     def _merged(self, g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-        """What the state-space model and the attention say together, each (B, L, d)."""
+        """The outputs of state-space model and attention, (B, L, d) each, as one."""
         if self.merge == "stack":
             return a
         g, a = self.norm_global(g), self.norm_local(a)
@@ -173,7 +173,7 @@ class SpadeBlock(GradientCheckpointingLayer):
 
 
 class SpadeStack:
-    """What lies between embeddings and heads; a mixin of the causal model, the encoder and the decoder."""
+    """The layers between embeddings and heads; a mixin of the causal model, the encoder and the decoder."""
 
     def _build_stack(self, config: SpadeConfig, blocks: Iterable[nn.Module], is_causal: bool) -> None:
         eps = config.layer_norm_epsilon

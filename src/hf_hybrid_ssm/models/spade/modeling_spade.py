@@ -31,7 +31,7 @@ from hf_hybrid_ssm.models.spade.base_of_checkpoint import ENCODER_HEADS, BaseOfC
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
 from hf_hybrid_ssm.models.spade.layers_spade import ScaleNorm, SpadeBlock, SpadeStack
 
-# of a language model or a decoder, in a checkpoint that an encoder is loaded from
+# weights of a language model or a decoder, which an encoder leaves unread
 NOT_OF_THE_ENCODER = [r"decoder\.", r"lm_head\.", r"^(model\.)?(layers|norm|embedding_norm|relative_bias)\."]
 
 
@@ -85,7 +85,7 @@ def spade_embedding(config: SpadeConfig) -> nn.Module:
 
 
 class SpadeLayers(SpadeStack, HybridModelMixin):
-    """A stack of `SpadeBlock` as the whole of a model but for its embeddings; placed before `SpadePreTrainedModel`."""
+    """A stack of `SpadeBlock`, which is all of a model but its embeddings; placed before `SpadePreTrainedModel`."""
 
     def _build_layers(self, config: SpadeConfig, is_causal: bool) -> None:
         blocks = (SpadeBlock(config, index, is_causal) for index in range(config.num_hidden_layers))

@@ -251,8 +251,8 @@ class SpadeSeq2SeqModel(BaseOfCheckpoint, SpadePreTrainedModel):
 
 
 class SpadeSeq2SeqEncoder(nn.Module):
-    """The encoder with the embeddings it shares with the decoder, as the model's own modules; what `generate` calls
-    before the first token."""
+    """The encoder with the embeddings that it shares with the decoder, made of the model's own modules; `generate`
+    calls it before the first token."""
 
     main_input_name = "input_ids"
 
