@@ -66,7 +66,7 @@ def test_equals_the_torch_implementation(without_compiler, case, rows):
 
 
 def test_what_it_has_not_is_left_to_torch(without_compiler, monkeypatch):
-    """Dropout, a state and short rows; everything else is its own."""
+    """Dropout, a state, short rows, and chunks without bias or documents; everything else is its own."""
     calls = []
     monkeypatch.setattr(triton, "local_attention_torch", lambda *arguments, **options: calls.append(options))
     q = torch.randn(1, 1, 130, 4)
@@ -77,6 +77,10 @@ def test_what_it_has_not_is_left_to_torch(without_compiler, monkeypatch):
     triton.local_attention_triton(q, q, q, **options | {"state": ()})
     triton.local_attention_triton(*[q[:, :, :5]] * 3, **options)
     assert [(call["dropout"], call["state"]) for call in calls] == [(0.1, None), (0.0, ()), (0.0, None)]
+    chunks = options | {"window": (9, 0), "chunk_size": 10}
+    for more in ({}, {"bias": torch.zeros(1, 10)}, {"seq_idx": torch.zeros(1, 130, dtype=torch.int64)}):
+        triton.local_attention_triton(q, q, q, **chunks | more)
+    assert len(calls) == 4 and calls[3]["chunk_size"] == 10
 
 
 @pytest.mark.parametrize("window", [(5, 0), (200, -1), (128, 0), (127, 300), (None, 0), (3, None)])

@@ -290,6 +290,26 @@ def test_a_window_is_a_pair():
         local_attention(*random_inputs(2, 8, 0), window=5)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("length", [0, 1, 9, 10, 11, 37])
+def test_causal_chunks_are_a_batch_of_them(length, groups):
+    """Ragged, shorter than a chunk, and with NaN in padding: outputs and gradients are the equation's."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 2, length, 4), (2, groups, length, 4), (2, groups, length, 6)]
+    leaves = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    lengths = torch.tensor([length, length // 2])
+    for x in leaves[1:]:
+        x[1, :, length // 2 :] = torch.nan
+    results = []
+    for backend in ("torch", "reference"):
+        inputs = [x.clone().requires_grad_() for x in leaves]
+        y, _ = local_attention(*inputs, window=(9, 0), chunk_size=10, lengths=lengths, backend=backend)
+        assert y.isfinite().all()
+        y = real_tokens(y, lengths)
+        results.append([y, *(torch.autograd.grad(y.square().sum(), inputs) if length else ())])
+    torch.testing.assert_close(*results, rtol=1e-11, atol=1e-12)
+
+
 @pytest.mark.parametrize("length", [1, 15, 64, 100])
 @pytest.mark.parametrize("window", [(20, 0), (32, 0), (31, 0), (20, -1), (3, 0)])
 @pytest.mark.parametrize("options", [{}, {"zero_kv_sink": True}, {"chunk_size": 8}, {"lengths": torch.tensor([9, 0])}])

@@ -19,6 +19,10 @@ def local_attention_torch(q, k, v, *, window, chunk_size, bias, scale, zero_kv_s
     """See `hf_hybrid_ssm.ops.local_attention.local_attention`."""
     (left, right), length = window, q.shape[2]
     seen = None if state is None else state.seen
+    if is_causal_by_chunk(window, chunk_size, bias, dropout, state, seq_idx):
+        dtype = _computed_in(q)
+        k, v = zero_beyond(k, lengths, dim=2), zero_beyond(v, lengths, dim=2)
+        return causal_chunks(q.to(dtype), k.to(dtype), v.to(dtype), chunk_size, scale).to(q.dtype)
     uniform = {"chunk_size": chunk_size, "zero_kv_sink": zero_kv_sink}
     if has_uniform_blocks(q, k, window=window, state=state, seq_idx=seq_idx, **uniform):
         k, v = zero_beyond(k, lengths, dim=2), zero_beyond(v, lengths, dim=2)
@@ -47,6 +51,26 @@ def local_attention_torch(q, k, v, *, window, chunk_size, bias, scale, zero_kv_s
         inner = (-(-left // size), (length - max(right, 0)) // size) if is_plain and chunk_size is None else None
         y = _blocks(*inputs, state, ranges, window, size, inner=inner, window=window, **options)
     return y.to(q.dtype)
+
+
+def is_causal_by_chunk(window, chunk_size, bias, dropout, state, seq_idx) -> bool:
+    """Whether these arguments of `local_attention` are those of `causal_chunks`."""
+    is_new = state is None and seq_idx is None
+    return is_new and chunk_size is not None and window == (chunk_size - 1, 0) and bias is None and not dropout
+
+
+def causal_chunks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk_size: int, scale: float) -> torch.Tensor:
+    """Causal attention within chunks: a batch of them, of q (B, H, L, E), k (B, G, L, E), v (B, G, L, V)."""
+    batch, heads, length, _ = q.shape
+    size = max(min(chunk_size, length), 1)
+    count = -(-length // size)
+    q, k, v = (
+        F.pad(x, (0, 0, 0, count * size - length)).unflatten(2, (count, size)).transpose(1, 2).flatten(0, 1)
+        for x in (q, k, v)
+    )
+    grouped = bool(heads != k.shape[1])  # sizes of a trace may be symbolic
+    y = attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    return y.unflatten(0, (batch, count)).transpose(1, 2).flatten(2, 3)[:, :, :length]
 
 
 def _computed_in(q: torch.Tensor) -> torch.dtype:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hf_hybrid_ssm.ops._core.precision import float32_precision
 from hf_hybrid_ssm.ops._core.rows import zero_beyond
 from hf_hybrid_ssm.ops.local_attention.distance_range import Window, distance_ranges, zero_key_logits
-from hf_hybrid_ssm.ops.local_attention.torch_backend import local_attention_torch
+from hf_hybrid_ssm.ops.local_attention.torch_backend import is_causal_by_chunk, local_attention_torch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK = 128  # tokens of a side of what is visited or skipped as a whole
@@ -43,10 +43,10 @@ def supports(device_type: str, dtype: torch.dtype) -> str | None:
 def local_attention_triton(
     q, k, v, *, window, chunk_size, bias, scale, zero_kv_sink, dropout, state, seq_idx, lengths
 ):
-    """As `local_attention_torch`, which takes over what FlexAttention has not: dropout, pieces that go on, and what
-    would not fill a block."""
+    """As `local_attention_torch`, which takes over what FlexAttention has not (dropout, an initial state), what would
+    not fill a block, and causal chunks without a bias, for which torch has a kernel."""
     few = q.shape[2] < BLOCK or min(q.shape[3], v.shape[3]) < LEAST_HEAD
-    if few or dropout or state is not None:
+    if few or dropout or state is not None or is_causal_by_chunk(window, chunk_size, bias, dropout, state, seq_idx):
         given = {"bias": bias, "scale": scale, "zero_kv_sink": zero_kv_sink, "dropout": dropout, "state": state}
         given |= {"window": window, "chunk_size": chunk_size, "seq_idx": seq_idx, "lengths": lengths}
         return local_attention_torch(q, k, v, **given)
