@@ -132,7 +132,8 @@ def test_the_reference_says_what_goes_in_and_out_and_nothing_twice(pages, site):
     models = [name for name in hf_hybrid_ssm.__all__ if not name.endswith(("Config", "register_mixer"))]
     for name in models:
         assert f"hf_hybrid_ssm.{name}.forward" in anchors
-    assert text.count("Inputs of every model (above)") == len(models) == text.count("transformers\N{RIGHT SINGLE QUOTATION MARK} <code")
+    returned = "transformers\N{RIGHT SINGLE QUOTATION MARK} <code"
+    assert text.count("Inputs of every model (above)") == len(models) == text.count(returned)
     for words in ("This model inherits from", "glossary#", "&lt;Tip&gt;", "[<code", "Bases:"):
         assert words not in text, words
     assert not re.search(r"Return type<span", text)  # `Returns:` is a sentence, not "type: sentence"
