@@ -42,7 +42,7 @@ class RecurrentStateLayer(CacheLayerMixin):
     and a function that recomputes those after the first tokens of that forward.
 
     While no past is recorded, a forward of one token without gradients may overwrite the states or move along a buffer
-    that holds them: who wants to come back to them takes a copy (`copy.deepcopy` of the cache).
+    that holds them: to come back to them later, take a copy (`copy.deepcopy` of the cache).
 
     `notes` says which document each row is in (see `hf_hybrid_ssm.models.packing`); it is empty until rows are packed.
     """
@@ -184,7 +184,7 @@ class RecurrentStateLayer(CacheLayerMixin):
 
 
 class WindowLayer(RecurrentStateLayer):
-    """The same under the other name."""
+    """`RecurrentStateLayer` for layers of the type `WINDOW_LAYER_TYPE`."""
 
     _layer_type = WINDOW_LAYER_TYPE
 

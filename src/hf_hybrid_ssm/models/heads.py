@@ -48,8 +48,8 @@ class LMHead:
         return hidden_states
 
     def _uses_fused_loss(self) -> bool:
-        """Not with a wrapped head (LoRA, quantization), which has more than a weight, nor with a shard of it (tensor
-        parallelism): such a head is called, as any module."""
+        """In training, if the configuration asks for it and the head is one plain weight. A wrapped head (LoRA,
+        quantization) or one sharded by tensor parallelism is called as a module instead."""
         is_plain = type(self.lm_head) is nn.Linear and type(self.lm_head.weight) is nn.Parameter
         return self.training and self.config.use_linear_cross_entropy and is_plain
 

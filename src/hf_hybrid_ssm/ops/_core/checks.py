@@ -14,7 +14,7 @@ def is_on_host(tensor: torch.Tensor) -> bool:
 def can_read_values(tensor: torch.Tensor) -> bool:
     """Whether reading values is possible and cheap: on CPU, outside of tracing and vmap, and not on meta.
 
-    Every look at values asks here first: elsewhere it would be a wait for the device, in each layer or token.
+    Code that reads values asks this first: elsewhere a read would synchronise with the device, per layer or token.
     """
     return (
         is_on_host(tensor)
