@@ -10,6 +10,7 @@
 #   make streaming   a million tokens in constant memory, with the curve
 #   make bench       the benchmarks; results in benchmarks/results
 #   make gpu         checks and benchmarks on a GPU, without a network or an environment; GPU_PYTHON names the Python
+#   make reports     every page of docs/quality.md anew, from one commit (hours); Triton's is made by `make triton`
 #   make reports-status   which pages in reports/ are older than the sources they are about
 #   make reliability the pages that are made from tests; or one of roundtrips, determinism, numerics, misuse, fuzz,
 #                    crash, scale by its name
@@ -76,6 +77,12 @@ reliability: $(REPORTS)
 
 roundtrips determinism numerics misuse fuzz crash scale: $(STAMP)
 	$(REPORT) --make $@
+
+.PHONY: reports operation-counts
+reports: upstream invariants programs matrix operation-counts plans reliability
+
+operation-counts: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.models.operation_counts
 
 reports-status: $(STAMP)
 	@$(REPORT)

@@ -105,7 +105,7 @@ def long_conv_counts(figures: dict) -> str:
 def decoding(figures: dict) -> str:
     shape = figures["shape"]
     rows = [[name, f"{value:.1f}"] for name, value in figures["milliseconds_per_token"].items()]
-    head = f"{shape['num_hidden_layers']} layers of width {shape['hidden_size']} (Longhorn too), one row"
+    head = f"{shape['num_hidden_layers']} layers of width {shape['hidden_size']} (Longhorn too), one sequence"
     share = figures["share_of_the_matrix_product_limit"]
     text = (
         f"{markdown_table([head, 'ms / token'], rows)}\nLonghorn decodes at {share:.0%} of the bare products' speed.\n"
@@ -113,7 +113,7 @@ def decoding(figures: dict) -> str:
     if "families" not in figures:
         return text
     families = figures["families"]
-    small = f"{of_transformer_size(families['shape'])}; one row"
+    small = f"{of_transformer_size(families['shape'])}; one sequence"
     over = [
         [name, f"{value:.1f}", f"{families['time_over_llama'][name]:.2f}x"]
         for name, value in families["milliseconds_per_token"].items()
@@ -130,7 +130,7 @@ def decoding(figures: dict) -> str:
 def lmu_isa(figures: dict) -> str:
     step, rows = figures["training_step_at_1024"], figures["training_step_of_one_row"]
     lines = [
-        [f"{name} form, {step['batch']} rows of 1024", f"{speed:,}", f"{step['peak_megabytes'][name]:,.0f}"]
+        [f"{name} form, {step['batch']} sequences of 1024", f"{speed:,}", f"{step['peak_megabytes'][name]:,.0f}"]
         for name, speed in step["tokens_per_second"].items()
     ]
     table = markdown_table(["training step, the 1M row of table 3", "tokens / s", "peak MB"], lines)

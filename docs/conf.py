@@ -9,6 +9,7 @@ import html
 import importlib.util
 import re
 import shutil
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -16,6 +17,10 @@ from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
 
 import hf_hybrid_ssm
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import signatures
 
 project = "hf-hybrid-ssm"
 author = "hf-hybrid-ssm contributors"
@@ -43,7 +48,6 @@ html_title = f"{project} {release}"
 html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}
 
-autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
@@ -87,12 +91,22 @@ def _classes_of(found):
     """The public classes of a family, configurations and bodies first."""
     names = [name for name in hf_hybrid_ssm.__all__ if name.startswith(found[1])]
     names.sort(key=lambda name: ("For" in name, not name.endswith("Config"), name))
-    return "\n".join(["```{eval-rst}", *(f".. autoclass:: hf_hybrid_ssm.{name}" for name in names), "```"])
+    lines = []
+    for name in names:
+        shown = "preset" if name.endswith("Config") else "forward"
+        lines += [f".. autoclass:: hf_hybrid_ssm.{name}", "", f"   .. automethod:: {shown}", ""]
+    return "\n".join(["```{eval-rst}", *lines, "```"])
 
 
 def read_markdown(app, what, name, obj, options, lines):
     """Docstrings are nearly reStructuredText: equations are indented, and code stands between fences."""
     text = "\n".join(lines)
+    if what == "class":
+        text = signatures.without_boilerplate(text)
+    if re.fullmatch(r"hf_hybrid_ssm\.\w+\.forward", name):  # of a model, by its public name
+        text = "\n".join(signatures.of_forward(obj))
+    text = signatures.on_one_line(text)
+    text = re.sub(r"\[`~?([\w.]+)`\]", r"`\1`", text)  # a link of transformers' own documentation
     text = re.sub(r"(?m)^( *)(?!Args|Raises|Returns|Example)(\S.*[^:\n]):\n\n(?=\1 +\S)", r"\1\2::\n\n", text)
     text = re.sub(r"\):\n +(?=\w)", "): ", text)  # an argument whose description begins on the next line
     text = re.sub(r"(?ms)^( *)```(\w+)\n(.*?)^ *```$", _code_block, text)

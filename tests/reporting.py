@@ -54,17 +54,17 @@ def _reliability(name: str, title: str, *about: str, files: tuple[str, ...] = ()
 
 MISUSES = ("misuse_of_configurations", "misuse_of_models")
 PAGES = {
-    "roundtrips": _reliability("roundtrips", "Saving and loading, bit by bit"),
-    "determinism": _reliability("determinism", "The same seed, the same bits"),
-    "numerics": _reliability("numerics", "Finite and close", files=("numerics", "recurrences")),
-    "misuse": _reliability("misuse", "What the API answers to mistakes", "src/hf_hybrid_ssm", files=MISUSES),
+    "roundtrips": _reliability("roundtrips", "Round trips"),
+    "determinism": _reliability("determinism", "Determinism"),
+    "numerics": _reliability("numerics", "Numerical stability", files=("numerics", "recurrences")),
+    "misuse": _reliability("misuse", "Misuse of the API", "src/hf_hybrid_ssm", files=MISUSES),
     "fuzz": _reliability(
         "fuzz",
         "Random configurations, damaged files",
         *(*MODELS, "src/hf_hybrid_ssm/hub"),
         files=("fuzz", "damaged_files"),
     ),
-    "crash": _reliability("crash", "Training that is killed", "src/hf_hybrid_ssm/training"),
+    "crash": _reliability("crash", "Crash recovery", "src/hf_hybrid_ssm/training"),
     "scale": Page(
         "reliability/scale.md",
         "Several processes, and plans",

@@ -32,7 +32,8 @@ def site(tmp_path_factory):
     """As `make site` builds it; a warning is an error."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", "-c", "docs", "."]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "TRANSFORMERS_VERBOSITY": "error"}
+    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRANSFORMERS_VERBOSITY": "error"}
     built = subprocess.run([*command, folder], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr[-4000:]
     return folder
@@ -122,7 +123,22 @@ def test_the_reference_has_every_public_name(pages, site):
     anchors = pages[site / "docs/reference.html"].anchors
     missing = {name for name in hf_hybrid_ssm.__all__ if not any(anchor.split(".")[-1] == name for anchor in anchors)}
     assert not missing
-    assert "hf_hybrid_ssm.ops.longhorn_scan.longhorn_scan" in anchors
+    for name in ("ops.longhorn_scan.longhorn_scan", "upcycle.upcycle", "hub.export_kernels", "hub.check_contents"):
+        assert f"hf_hybrid_ssm.{name}" in anchors
+
+
+def test_the_reference_says_what_goes_in_and_out_and_nothing_twice(pages, site):
+    """Every model's `forward` with its inputs and what it returns; no text that transformers gives each of its own."""
+    text = (site / "docs/reference.html").read_text(encoding="utf-8")
+    anchors = pages[site / "docs/reference.html"].anchors
+    models = [name for name in hf_hybrid_ssm.__all__ if not name.endswith(("Config", "register_mixer"))]
+    for name in models:
+        assert f"hf_hybrid_ssm.{name}.forward" in anchors
+    returned = "transformers\N{RIGHT SINGLE QUOTATION MARK} <code"
+    assert text.count("Inputs of every model (above)") == len(models) == text.count(returned)
+    for words in ("This model inherits from", "glossary#", "&lt;Tip&gt;", "[<code", "Bases:"):
+        assert words not in text, words
+    assert not re.search(r"Return type<span", text)  # `Returns:` is a sentence, not "type: sentence"
 
 
 def test_the_search_shows_excerpts(site):

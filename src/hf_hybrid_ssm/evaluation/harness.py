@@ -32,7 +32,7 @@ def evaluate(
         options: further arguments of `lm_eval.simple_evaluate` (`limit`, `num_fewshot`, `device`, ...).
 
     Returns:
-        lm-eval's results: metrics of each task under `["results"][task]`.
+        What lm-eval returns, with the metrics of each task under `["results"][task]`.
 
     Raises:
         ImportError: lm-eval is not installed.

@@ -18,7 +18,7 @@ def check_folder(folder: str | os.PathLike) -> dict[str, int]:
     """Read a checkpoint's files as far as needed to know that they are complete and, if exported, unchanged.
 
     Returns:
-        Counts: `tensors`, `bytes` of them, weight `files`, and `code` files.
+        How many `tensors`, `bytes` of them, weight `files` and `code` files there are.
 
     Raises:
         ValueError: says which file is missing, cut off, contradicts the index, or is not the code that was exported.

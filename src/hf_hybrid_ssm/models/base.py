@@ -67,7 +67,7 @@ class HybridPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: Any) -> None:
-        """Initialise a module; one with `initial_values` (a mixer) says itself how its paper does it."""
+        """Mixers (modules with `initial_values`) start as their papers say; a family without mixers imports none."""
         if hasattr(module, "initial_values"):
             for name, value in module.initial_values().items():
                 init.copy_(module.get_parameter(name), value)
@@ -151,7 +151,8 @@ class HybridPreTrainedModel(PreTrainedModel):
         self, save_directory: str | os.PathLike, *args: Any, export_code: bool | None = None, **kwargs: Any
     ) -> None:
         """As in transformers; `export_code=True` adds the code that `trust_remote_code=True` loads without this
-        package, `False` leaves it out. By default a model that was loaded with its code is saved with it.
+        package, `False` leaves it out. By default a model that was loaded from a folder with code is saved with code,
+        so that it still loads where this package is not installed.
         """
         self._set_code(export_code, save_directory)
         super().save_pretrained(save_directory, *args, **kwargs)

@@ -14,7 +14,7 @@ def is_on_host(tensor: torch.Tensor) -> bool:
 def can_read_values(tensor: torch.Tensor) -> bool:
     """Whether reading values is possible and cheap: on CPU, outside of tracing and vmap, and not on meta.
 
-    Code that looks at values asks this first: on an accelerator, reading one waits for the device.
+    Code that reads values asks this first: elsewhere a read would synchronise with the device, per layer or token.
     """
     return (
         is_on_host(tensor)

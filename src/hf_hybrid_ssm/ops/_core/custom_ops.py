@@ -25,8 +25,8 @@ def differentiable_op(
         name: "hf_hybrid_ssm::..."
         forward: (*inputs) → a tensor or several; its annotations are the op's schema.
         backward: (inputs, gradients of the outputs, whether the gradient of each input is needed) → gradients of the
-            first inputs, contiguous and each of the input's shape and dtype. Inputs that are None, or not tensors of
-            floating-point numbers, have none: whatever stands in their place is ignored.
+            first inputs, contiguous and each of the input's shape and dtype; what it returns for inputs that are None
+            or not floating-point is ignored.
         fake: (*inputs) → empty tensors as `forward` returns them.
         saved: (inputs, outputs) → the inputs that `backward` gets, and tensors that follow them there. A tensor that
             takes the place of an input has its shape and dtype.
