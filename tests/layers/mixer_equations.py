@@ -58,7 +58,7 @@ def discrete_system(mixer: S4 | S4D, p: dict, system: int):
 
 
 def _state_space(mixer: S4 | S4D, p: dict, u: torch.Tensor) -> torch.Tensor:
-    channels, filters = mixer.hidden_size, mixer.filters or 1
+    channels, filters = mixer.hidden_size, mixer.num_filters or 1
     y = torch.zeros(u.shape[0], filters * channels, dtype=torch.float64)
     for system in range(filters * channels):
         a, b = discrete_system(mixer, p, system)
@@ -76,14 +76,14 @@ def _state_space(mixer: S4 | S4D, p: dict, u: torch.Tensor) -> torch.Tensor:
                     state = a @ state + b * x[t + 1]
                     y[t, system] += (c @ state).real
     y = y.view(-1, filters, channels) + (p["D"] * u.unsqueeze(1) if mixer.use_skip else 0)
-    return y if mixer.filters else y.squeeze(1)
+    return y if mixer.num_filters else y.squeeze(1)
 
 
 def _s5(mixer: S5, p: dict, u: torch.Tensor) -> torch.Tensor:
     eigenvalues = torch.complex(p["A_real"], p["A_imag"])
     decay = torch.exp(torch.exp(p["log_dt"]) * eigenvalues)
     b = ((decay - 1) / eigenvalues).unsqueeze(1) * _complex(p["B"])
-    c = _complex(p["C"]).unflatten(0, (-1, mixer.filters or 1))
+    c = _complex(p["C"]).unflatten(0, (-1, mixer.num_filters or 1))
     y = p["D"] * u.unsqueeze(1)
     for direction in range(len(c)):
         state = torch.zeros_like(decay)
@@ -91,7 +91,7 @@ def _s5(mixer: S5, p: dict, u: torch.Tensor) -> torch.Tensor:
         for t in order:
             state = decay * state + b @ u[t].to(b.dtype)
             y[t] = y[t] + 2 * (c[direction] @ state).real
-    return y if mixer.filters else y.squeeze(1)
+    return y if mixer.num_filters else y.squeeze(1)
 
 
 def _ema(mixer: EMA, p: dict, u: torch.Tensor) -> torch.Tensor:
@@ -132,7 +132,7 @@ def _taps(mixer: ImplicitLongConv, p: dict) -> torch.Tensor:
             [low + c * (high - low) / max(mixer.hidden_size - 1, 1) for c in range(mixer.hidden_size)],
             dtype=torch.float64,
         )
-        h = (p["ffn_out"] @ x).view(-1, mixer.filters or 1, mixer.hidden_size)
+        h = (p["ffn_out"] @ x).view(-1, mixer.num_filters or 1, mixer.hidden_size)
         taps.append(h * torch.exp(-alpha * t))
     return torch.stack(taps, dim=-1)
 
@@ -146,7 +146,7 @@ def _unstructured(mixer: ImplicitLongConv, p: dict, u: torch.Tensor) -> torch.Te
                 y[t] = y[t] + taps[0, ..., t - j] * u[j]
             if mixer.bidirectional and 0 <= j - t < mixer.filter_length:
                 y[t] = y[t] + taps[1, ..., j - t] * u[j]
-    return y if mixer.filters else y.squeeze(1)
+    return y if mixer.num_filters else y.squeeze(1)
 
 
 def _hyena(mixer: Hyena, p: dict, u: torch.Tensor) -> torch.Tensor:

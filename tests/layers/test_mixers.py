@@ -21,20 +21,20 @@ CASES: dict[str, tuple[str, dict]] = {
     "s4": ("s4", {"state_size": 8, "block_size": 8}),
     "s4-frozen": ("s4", {"state_size": 8, "block_size": 8, "trainable": "none"}),
     "s4-output": ("s4", {"state_size": 8, "block_size": 8, "trainable": "output"}),
-    "s4-tied-filters": ("s4", {"state_size": 4, "block_size": 4, "num_dynamics": 3, "filters": 2}),
+    "s4-tied-filters": ("s4", {"state_size": 4, "block_size": 4, "num_dynamics": 3, "num_filters": 2}),
     "s4d-legs-zoh": ("s4d", {"state_size": 8, "block_size": 8}),
     "s4d-lin-bilinear": ("s4d", {"state_size": 8, "block_size": 16, "init": "lin", "discretization": "bilinear"}),
     "s4d-inv-zoh": ("s4d", {"state_size": 8, "block_size": 8, "init": "inv"}),
-    "s4d-filters": ("s4d", {"state_size": 4, "block_size": 4, "filters": 3, "num_dynamics": 1}),
+    "s4d-filters": ("s4d", {"state_size": 4, "block_size": 4, "num_filters": 3, "num_dynamics": 1}),
     "s4d-frozen": ("s4d", {"state_size": 8, "block_size": 8, "trainable": "none"}),
     "s5": ("s5", {"state_size": 12, "blocks": 3}),
-    "s5-filters": ("s5", {"state_size": 8, "blocks": 1, "filters": 2}),
+    "s5-filters": ("s5", {"state_size": 8, "blocks": 1, "num_filters": 2}),
     "hyena": ("hyena", {"filter_length": 11, "filter_emb": 5, "filter_hidden_size": 8}),
     "hyena-frozen": ("hyena", {"filter_length": 50, "filter_emb": 5, "filter_hidden_size": 8, "trainable": "none"}),
     "unstructured": ("unstructured", {"filter_length": 23, "filter_emb": 5, "filter_hidden_size": 8}),
     "unstructured-filters": (
         "unstructured",
-        {"filter_length": 64, "filter_emb": 5, "filter_hidden_size": 8, "filters": 2},
+        {"filter_length": 64, "filter_emb": 5, "filter_hidden_size": 8, "num_filters": 2},
     ),
     "ema": ("ema", {"state_size": 4, "block_size": 8}),
     "ema-frozen": ("ema", {"state_size": 4, "block_size": 8, "trainable": "none"}),
@@ -206,7 +206,7 @@ def test_positions_take_outputs_of_forward(case):
 def test_advance_is_the_state_of_step(case):
     mixer = build(case)
     state = nonzero_state(mixer, 2)
-    advanced = mixer.advance_(tokens(2, D), copy.deepcopy(state))
+    advanced = mixer.update_state_(tokens(2, D), copy.deepcopy(state))
     assert_states(advanced, mixer.step(tokens(2, D), state)[1])
 
 
@@ -622,17 +622,17 @@ def test_unknown_mixer_names_the_known_ones():
         ("s4", {"colour": 1}, "does not take"),
         ("s4d", {"init": "random"}, "legs, inv, lin"),
         ("s4d", {"discretization": "euler"}, "zoh, bilinear"),
-        ("s4d", {"filters": 0}, "filters"),
+        ("s4d", {"num_filters": 0}, "num_filters"),
         ("s5", {"state_size": 12, "blocks": 4}, "multiple of 2 blocks"),
-        ("s5", {"filters": 0}, "filters"),
-        ("hyena", {"filters": 2}, "filters must be None"),
+        ("s5", {"num_filters": 0}, "num_filters"),
+        ("hyena", {"num_filters": 2}, "num_filters must be None"),
         ("hyena", {"trainable": "output"}, "all, none"),
         ("unstructured", {"filter_emb": 4}, "odd"),
         ("unstructured", {"filter_length": 0}, "filter_length"),
         ("unstructured", {"fast_decay": 2.0}, "decay"),
         ("ema", {"activation": "relu"}, "silu"),
         ("ema", {"state_size": 0}, "state_size"),
-        ("ema", {"filters": 2}, "filters must be None"),
+        ("ema", {"num_filters": 2}, "num_filters must be None"),
         ("lstm", {"hidden_size": 5, "bidirectional": True}, "even"),
     ],
 )

@@ -10,13 +10,13 @@ from hf_hybrid_ssm.ops._core.transforms import is_transforming
 
 
 class RecurrentMixin:
-    """A layer whose states live in `past_key_values.layers[layer_idx]`; it only says how to `mix`."""
+    """A layer whose states live in `past_key_values.layers[layer_idx]`; it only says how to `forward_rows`."""
 
     layer_idx: int
     steps_on_pages = False
     """Whether `step` takes `pages`: `past` is then memory of many texts (see `RecurrentStateLayer.hold_pages`)."""
 
-    def mix(self, *inputs: torch.Tensor, **options: Any) -> tuple[torch.Tensor, States]:
+    def forward_rows(self, *inputs: torch.Tensor, **options: Any) -> tuple[torch.Tensor, States]:
         """Mix rows (B, L, ...) whose real tokens come first; what is in `options` but not listed is the layer's own.
 
         Args:
@@ -34,27 +34,27 @@ class RecurrentMixin:
     def step(
         self, *inputs: torch.Tensor, past: States, capacity: int | None, **options: Any
     ) -> tuple[torch.Tensor, States]:
-        """`mix` of rows (B, 1, ...) of one token after earlier ones, without gradients.
+        """`forward_rows` of rows (B, 1, ...) of one token after earlier ones, without gradients.
 
         It may overwrite the tensors of `past`: nobody asks for them again. A layer overrides it where one token is
         cheaper on its own.
         """
         rest = {"seq_idx": None, "lengths": None, "return_final_state": True}
-        return self.mix(*inputs, past=past, capacity=capacity, **rest, **options)
+        return self.forward_rows(*inputs, past=past, capacity=capacity, **rest, **options)
 
     def states_after(self, *inputs: torch.Tensor, **options: Any) -> States:
-        """The states that `mix` returns, for rollback; a layer overrides it where they are cheaper to compute
+        """The states that `forward_rows` returns, for rollback; a layer overrides it where they are cheaper to compute
         alone."""
-        return self.mix(*inputs, **options)[1]
+        return self.forward_rows(*inputs, **options)[1]
 
-    def mix_with_cache(
+    def forward_with_cache(
         self,
         *inputs: torch.Tensor,
         rows: PackedRows | None = None,
         past_key_values: Cache | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """`mix` of (B, L, ...) in columns as given, from the cache's states to the cache's states."""
+        """`forward_rows` of (B, L, ...) in columns as given, from the cache's states to the cache's states."""
         rows = PackedRows(inputs[0].shape[1]) if rows is None else rows
         cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         options["capacity"] = getattr(cache, "max_cache_len", None)
@@ -68,7 +68,7 @@ class RecurrentMixin:
             documents = {"seq_idx": part.unpadded_seq_idx, "lengths": part.lengths}
             return {"past": part.continued(states), **documents, **options}
 
-        y, states_after = self.mix(*inputs, **arguments(rows))
+        y, states_after = self.forward_rows(*inputs, **arguments(rows))
         if cache is not None:
 
             def recompute(first: PackedRows) -> States:
@@ -78,7 +78,7 @@ class RecurrentMixin:
         return rows.repad(y)
 
     def _step_with_cache(self, cache: Any, rows: PackedRows, *inputs: torch.Tensor, **options: Any) -> torch.Tensor:
-        """`mix_with_cache` of one token after earlier ones, where no gradient is wanted."""
+        """`forward_with_cache` of one token after earlier ones, where no gradient is wanted."""
         if cache.pages is not None:
             y, states = self.step(*inputs, past=cache.states, pages=cache.pages, **options)
             cache.step_states(rows, states)

@@ -13,7 +13,7 @@ State: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 class RowOptions(TypedDict):
-    """How `Mixer.mix` reads the rows: options of `Mixer.forward`, checked there."""
+    """How `Mixer.forward_rows` reads the rows: options of `Mixer.forward`, checked there."""
 
     seq_idx: torch.Tensor | None
     lengths: torch.Tensor | None
@@ -21,11 +21,11 @@ class RowOptions(TypedDict):
 
 
 class Mixer(Float32ParametersMixin):
-    """Base of every long-range mixer: (B, L, D) in, (B, L, D) out (or (B, L, F, D) with `filters=F`).
+    """Base of every long-range mixer: (B, L, D) in, (B, L, D) out (or (B, L, F, D) with `num_filters=F`).
 
     `forward(u)` of a whole sequence, `forward` in chunks with the returned state, and `step` token by token compute
-    the same. A state is one batch-first real tensor or a tuple of them. A subclass defines `init_parameters`, `mix`
-    and `state_shapes`, and says in its class variables what it can do.
+    the same. A state is one batch-first real tensor or a tuple of them. A subclass defines `init_parameters`,
+    `forward_rows` and `state_shapes`, and says in its class variables what it can do.
 
     Parameters come from `initial_values()`: drawn or derived in float64, then rounded once to the parameter's dtype.
     Models that are built on the meta device call it again for the tensors that no checkpoint filled. Parameters in
@@ -34,7 +34,7 @@ class Mixer(Float32ParametersMixin):
     Args:
         hidden_size: D.
         bidirectional: two-sided, for encoders; such a mixer has no state and no step.
-        filters: F filters per channel, y is (B, L, F, D); None: one, y is (B, L, D).
+        num_filters: F filters per channel, y is (B, L, F, D); None: one, y is (B, L, D).
         trainable: "all"; "none" (frozen: a constant filter, gradients reach only the input); some mixers also know
             "output" (what reads the state out still trains).
         learning_rate: of the recurrence's or filter's parameters (`dynamics_parameters`); read by the optimizer helper
@@ -60,7 +60,7 @@ class Mixer(Float32ParametersMixin):
         hidden_size: int,
         *,
         bidirectional: bool = False,
-        filters: int | None = None,
+        num_filters: int | None = None,
         trainable: str = "all",
         learning_rate: float | None = 1e-3,
         device: torch.device | str | None = None,
@@ -74,13 +74,13 @@ class Mixer(Float32ParametersMixin):
             raise ValueError(f"trainable={trainable!r} must be one of {choices} for {type(self).__name__}.")
         if bidirectional and not self.supports_bidirectional:
             raise ValueError(f"{type(self).__name__} looks back only: bidirectional must be False.")
-        if filters is not None and not self.supports_filters:
-            raise ValueError(f"filters must be None: {type(self).__name__} has one filter per channel.")
-        if filters is not None and filters < 1:
-            raise ValueError(f"filters must be None or at least 1, got {filters}.")
+        if num_filters is not None and not self.supports_filters:
+            raise ValueError(f"num_filters must be None: {type(self).__name__} has one filter per channel.")
+        if num_filters is not None and num_filters < 1:
+            raise ValueError(f"num_filters must be None or at least 1, got {num_filters}.")
         self.hidden_size = hidden_size
         self.bidirectional = bidirectional
-        self.filters = filters
+        self.num_filters = num_filters
         self.trainable = trainable
         self.learning_rate = learning_rate
         self._factory: dict[str, Any] = {"device": device, "dtype": dtype}  # of the parameters
@@ -163,7 +163,7 @@ class Mixer(Float32ParametersMixin):
                 finite, and the final state is the one after them.
             return_final_state: also return the state.
             stride: W, outputs at the tokens W - 1, 2 W - 1, ... only: y is (B, L // W, [F,] D). This and `positions`
-                are for mixers that take `filters`.
+                are for mixers that take `num_filters`.
             positions: (B, J) int64, outputs at these tokens only: y is (B, J, [F,] D).
 
         Returns:
@@ -183,9 +183,9 @@ class Mixer(Float32ParametersMixin):
         if initial_state is not None:
             self._check_state(initial_state, u.shape[0])
         rows: RowOptions = {"seq_idx": seq_idx, "lengths": lengths, "return_final_state": return_final_state}
-        return self.mix(u, initial_state, **rows, **selection)
+        return self.forward_rows(u, initial_state, **rows, **selection)
 
-    def mix(
+    def forward_rows(
         self, u: torch.Tensor, initial_state: State | None, **rows: Unpack[RowOptions]
     ) -> tuple[torch.Tensor, State | None]:
         """What `forward` computes, for arguments that it has checked; with `supports_filters` there are also the
@@ -209,7 +209,7 @@ class Mixer(Float32ParametersMixin):
         y, after = self(u_t.unsqueeze(1), initial_state=state, return_final_state=True)
         return y[:, 0], after
 
-    def advance_(self, u_t: torch.Tensor, state: State) -> State:
+    def update_state_(self, u_t: torch.Tensor, state: State) -> State:
         """The state after one token, without its output; like `step_`, it may overwrite `state`."""
         return self.step_(u_t, state)[1]
 
@@ -243,7 +243,7 @@ class Mixer(Float32ParametersMixin):
 
     def _squeeze(self, y: torch.Tensor) -> torch.Tensor:
         """(..., F, D) → (..., D), where F filters were not asked for."""
-        return y if self.filters else y.squeeze(-2)
+        return y if self.num_filters else y.squeeze(-2)
 
     def extra_repr(self) -> str:
         parts = [str(self.hidden_size)]

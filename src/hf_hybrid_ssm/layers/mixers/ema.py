@@ -46,7 +46,7 @@ class EMA(StateSpaceMixer):
         if activation not in ("silu", None):
             raise ValueError(f"activation={activation!r} must be 'silu' or None.")
         self.state_size, self.activation = state_size, activation
-        self.applies_silu = activation is not None  # a step does; `mix` applies it to whole rows
+        self.applies_silu = activation is not None  # a step does; `forward_rows` applies it to whole rows
         self.create_parameters()
 
     def init_parameters(self) -> dict[str, torch.Tensor]:
@@ -77,8 +77,8 @@ class EMA(StateSpaceMixer):
     def skip_weight(self, dtype: torch.dtype) -> torch.Tensor | None:
         return self.omega.to(dtype).unsqueeze(0) if self.use_skip else None
 
-    def mix(
+    def forward_rows(
         self, u: torch.Tensor, initial_state: State | None, **rows: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        y, state = super().mix(u, initial_state, **rows)
+        y, state = super().forward_rows(u, initial_state, **rows)
         return (F.silu(y) if self.activation else y), state

@@ -84,7 +84,7 @@ class ImplicitLongConv(CachedKernelMixer):
 
     @property
     def _outputs(self) -> int:
-        return (2 if self.bidirectional else 1) * (self.filters or 1) * self.hidden_size
+        return (2 if self.bidirectional else 1) * (self.num_filters or 1) * self.hidden_size
 
     def init_parameters(self) -> dict[str, torch.Tensor]:
         width, layers = self.filter_hidden_size, self.filter_layers
@@ -101,7 +101,7 @@ class ImplicitLongConv(CachedKernelMixer):
             "ffn_out": uniform(width, self._outputs, width),
         }
         if self.use_skip:
-            values["D"] = torch.randn(self.filters or 1, self.hidden_size, dtype=torch.float64)
+            values["D"] = torch.randn(self.num_filters or 1, self.hidden_size, dtype=torch.float64)
         return values
 
     def kernel(self, length: int, dtype: torch.dtype = torch.float32, direction: int = 0) -> torch.Tensor:
@@ -129,12 +129,12 @@ class ImplicitLongConv(CachedKernelMixer):
         x = torch.sin(freq * F.linear(x, self.ffn_in.to(dtype), self.ffn_in_bias.to(dtype)))
         for weight, bias in zip(self.ffn.to(dtype).unbind(), self.ffn_bias.to(dtype).unbind()):
             x = torch.sin(freq * F.linear(x, weight, bias))
-        h = (self.ffn_out.to(dtype) @ x.T).view(-1, self.filters or 1, self.hidden_size, length)
+        h = (self.ffn_out.to(dtype) @ x.T).view(-1, self.num_filters or 1, self.hidden_size, length)
         slowest, fastest = self.decays
         rates = torch.linspace(-slowest, -fastest, self.hidden_size, dtype=dtype, device=k.device)
         return h * torch.exp(torch.outer(rates, t))
 
-    def mix(
+    def forward_rows(
         self, u: torch.Tensor, initial_state: State | None, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         dtype = self._computing_dtype(u)
@@ -152,7 +152,7 @@ class ImplicitLongConv(CachedKernelMixer):
         seen = self._append_(u_t, state)
         return self._read(u_t, seen), drop_oldest(seen)
 
-    def advance_(self, u_t: torch.Tensor, state: State) -> State:
+    def update_state_(self, u_t: torch.Tensor, state: State) -> State:
         return drop_oldest(self._append_(u_t, state))
 
     def _append_(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
@@ -186,7 +186,7 @@ class ImplicitLongConv(CachedKernelMixer):
         return ((self.filter_length - 1, self.hidden_size),)
 
 
-COMMON_OPTIONS = ("bidirectional", "filters", "trainable", "learning_rate", "device", "dtype")  # of every mixer
+MIXER_OPTIONS = ("bidirectional", "num_filters", "trainable", "learning_rate", "device", "dtype")  # of every mixer
 
 
 class Hyena(Mixer):
@@ -201,7 +201,7 @@ class Hyena(Mixer):
     config_options: ClassVar[dict[str, str]] = ImplicitLongConv.config_options
 
     def __init__(self, hidden_size: int, **options: Any):
-        common = {name: options.pop(name) for name in COMMON_OPTIONS if name in options}
+        common = {name: options.pop(name) for name in MIXER_OPTIONS if name in options}
         super().__init__(hidden_size, **common)
         linear = FrozenLinear if self.trainable == "none" else nn.Linear
         self.in_proj = linear(hidden_size, 3 * hidden_size, **self._factory)
@@ -214,7 +214,7 @@ class Hyena(Mixer):
         weight, bias = (2 * torch.rand(channels, n, dtype=torch.float64) - 1 for n in (3, 1))
         return {"short_weight": weight / math.sqrt(3), "short_bias": bias.squeeze(1) / math.sqrt(3)}
 
-    def mix(
+    def forward_rows(
         self, u: torch.Tensor, initial_state: State | None, **rows: Unpack[RowOptions]
     ) -> tuple[torch.Tensor, State | None]:
         short, history = (None, None) if initial_state is None else initial_state

@@ -33,7 +33,7 @@ class LSTM(Mixer):
             for name, parameter in self.named_parameters()
         }
 
-    def mix(
+    def forward_rows(
         self, u: torch.Tensor, initial_state: State | None, **rows: Unpack[RowOptions]
     ) -> tuple[torch.Tensor, State | None]:
         lengths, state, documents = rows["lengths"], None, None

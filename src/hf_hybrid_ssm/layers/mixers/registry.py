@@ -22,7 +22,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "lstm": LSTM,
 }
 BUILT_IN = frozenset(MIXERS)
-COMMON_OPTIONS = {"trainable": "ssm_trainable", "learning_rate": "ssm_learning_rate"}
+CONFIG_OPTIONS_OF_ALL = {"trainable": "ssm_trainable", "learning_rate": "ssm_learning_rate"}
 _CONFIG_OPTIONS: dict[str, dict[str, str]] = {}  # of mixers registered with options other than their class's
 
 
@@ -71,8 +71,8 @@ def build_mixer(name: str, hidden_size: int, **options: Any) -> Mixer:
 
 def mixer_from_config(config: Any, **options: Any) -> Mixer:
     """The mixer `config.ssm_type` of `config.hidden_size` channels, with the options that it reads from the
-    configuration and those given (`bidirectional`, `filters`)."""
+    configuration and those given (`bidirectional`, `num_filters`)."""
     name = config.ssm_type
-    fields = COMMON_OPTIONS | _CONFIG_OPTIONS.get(name, MIXERS[name].config_options)
+    fields = CONFIG_OPTIONS_OF_ALL | _CONFIG_OPTIONS.get(name, MIXERS[name].config_options)
     read = {option: getattr(config, field) for option, field in fields.items() if hasattr(config, field)}
     return build_mixer(name, config.hidden_size, **read | options)

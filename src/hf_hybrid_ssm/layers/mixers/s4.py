@@ -27,8 +27,8 @@ class S4(DiagonalSSM):
     sqrt(2i+1), in the basis where A + P P^T is diagonal. It stays stable under training, since Re Lambda < 0 for all
     parameter values. The map is linear over the reals only, and its powers are taken as real N x N matrices.
 
-    Parameters as in `DiagonalSSM`, and P (S, n, 2). Further arguments: `DiagonalSSM` (state_size,
-    num_dynamics, dt_min, dt_max), `StateSpaceMixer` (filters, block_size, skip) and `Mixer` (bidirectional, trainable,
+    Parameters as in `DiagonalSSM`, and P (S, n, 2). Further arguments: `DiagonalSSM` (state_size, num_dynamics,
+    dt_min, dt_max), `StateSpaceMixer` (num_filters, block_size, skip) and `Mixer` (bidirectional, trainable,
     learning_rate).
     """
 

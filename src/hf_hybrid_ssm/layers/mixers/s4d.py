@@ -42,7 +42,7 @@ class DiagonalSSM(StateSpaceMixer):
         super().__init__(hidden_size, **options)
         if not isinstance(state_size, int) or state_size < 2 or state_size % 2:
             raise ValueError(f"state_size must be even and at least 2 (conjugate pairs), got {state_size!r}.")
-        systems = hidden_size * (self.filters or 1)
+        systems = hidden_size * (self.num_filters or 1)
         if num_dynamics is not None and (num_dynamics < 1 or systems % num_dynamics):
             raise ValueError(f"num_dynamics must divide the {systems} systems, got {num_dynamics}.")
         self.state_size = state_size
@@ -50,7 +50,7 @@ class DiagonalSSM(StateSpaceMixer):
         self.dt_min, self.dt_max = dt_min, dt_max
 
     def _common_parameters(self, eigenvalues: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
-        filters, channels, pairs = self.filters or 1, self.hidden_size, self.state_size // 2
+        filters, channels, pairs = self.num_filters or 1, self.hidden_size, self.state_size // 2
         directions = 2 if self.bidirectional else 1
         copies = self.num_dynamics
         values = {
@@ -66,7 +66,7 @@ class DiagonalSSM(StateSpaceMixer):
 
     def _tiled(self, value: torch.Tensor) -> torch.Tensor:
         """(S, n) -> (F, D, n): system f D + c takes copy (f D + c) mod S."""
-        filters = self.filters or 1
+        filters = self.num_filters or 1
         copies, pairs = value.shape
         if copies == 1:
             return value.expand(filters * self.hidden_size, pairs).view(filters, self.hidden_size, pairs)
@@ -85,7 +85,7 @@ class DiagonalSSM(StateSpaceMixer):
         """2 Re(C s) as a row over the real and imaginary parts of s: (2 Re C, -2 Im C)."""
         c = self.C.to(dtype)  # type: ignore[operator]
         rows = c * twice_conjugate(device=c.device)
-        return rows.flatten(-2).view(-1, self.filters or 1, self.hidden_size, self.state_size)
+        return rows.flatten(-2).view(-1, self.num_filters or 1, self.hidden_size, self.state_size)
 
 
 class S4D(DiagonalSSM):
@@ -95,7 +95,7 @@ class S4D(DiagonalSSM):
     (the normal part of HiPPO-LegS, Im B clipped to [-2, 2]), "inv" (A_n = -1/2 + i N / pi (N / (2n + 1) - 1), its
     asymptotic form) or "lin" (A_n = -1/2 + i pi n), both with B = 1.
 
-    Further arguments: `DiagonalSSM` (state_size, num_dynamics, dt_min, dt_max), `StateSpaceMixer` (filters,
+    Further arguments: `DiagonalSSM` (state_size, num_dynamics, dt_min, dt_max), `StateSpaceMixer` (num_filters,
     block_size, skip) and `Mixer` (bidirectional, trainable, learning_rate).
     """
 

@@ -67,7 +67,7 @@ class S5(CachedKernelMixer):
     def init_parameters(self) -> dict[str, torch.Tensor]:
         size, blocks, channels = self.state_size, self.blocks, self.hidden_size
         eigenvalues, basis = legs_dplr_basis(size // blocks)  # (p,), (2p, p): p pairs in each block
-        outputs = (2 if self.bidirectional else 1) * (self.filters or 1)
+        outputs = (2 if self.bidirectional else 1) * (self.num_filters or 1)
         b = _truncated_normal(blocks, size // blocks, channels, variance=1 / size)
         c = torch.complex(
             *(_truncated_normal(outputs, channels, blocks, size // blocks, variance=1 / size) for _ in "ri")
@@ -80,7 +80,7 @@ class S5(CachedKernelMixer):
             "log_dt": log_uniform_step((size // 2,), self.dt_min, self.dt_max),
         }
         if self.use_skip:
-            values["D"] = torch.randn(self.filters or 1, channels, dtype=torch.float64)
+            values["D"] = torch.randn(self.num_filters or 1, channels, dtype=torch.float64)
         return {name: value.contiguous() for name, value in values.items()}
 
     def _computing_dtype(self, u: torch.Tensor) -> torch.dtype:
@@ -104,7 +104,7 @@ class S5(CachedKernelMixer):
 
     def _output_matrix(self, dtype: torch.dtype) -> torch.Tensor:
         """2 Re(C ·) as a real matrix (F D, P), of both directions one after the other (F D, 2 P)."""
-        c = self.C.to(dtype).unflatten(0, (-1, self.filters or 1))
+        c = self.C.to(dtype).unflatten(0, (-1, self.num_filters or 1))
         return (c * twice_conjugate(device=c.device)).permute(1, 2, 0, 3, 4).flatten(0, 1).flatten(1)
 
     def _with_skip(self, y: torch.Tensor, u: torch.Tensor, skip: torch.Tensor | None) -> torch.Tensor:
@@ -112,7 +112,7 @@ class S5(CachedKernelMixer):
         y = y.unflatten(-1, (-1, self.hidden_size))
         return y if skip is None else torch.addcmul(y, skip, u.to(y.dtype).unsqueeze(-2))
 
-    def mix(
+    def forward_rows(
         self,
         u: torch.Tensor,
         initial_state: State | None,
@@ -152,7 +152,7 @@ class S5(CachedKernelMixer):
 
     @with_accelerate_hooks
     def step_(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:
-        next_state = self.advance_(u_t, state)
+        next_state = self.update_state_(u_t, state)
         dtype = self._computing_dtype(u_t)
         *_, rows, skip = self._step_constants(dtype)
         with without_autocast(u_t.device.type):
@@ -160,7 +160,7 @@ class S5(CachedKernelMixer):
         return self._squeeze(y).to(u_t.dtype), next_state
 
     @with_accelerate_hooks
-    def advance_(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
+    def update_state_(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
         self._check_step(u_t, state)
         dtype = self._computing_dtype(u_t)
         decay, matrix, *_ = self._step_constants(dtype)

@@ -41,7 +41,7 @@ class StateSpaceMixer(CachedKernelMixer):
     a state before or after them are convolved with the kernel where no fused scan runs, all others are scanned; both
     compute the same numbers. Constant kernels and block matrices are computed once, in float64 (`CachedKernelMixer`).
 
-    The state is (B, F, D, N), without `filters` (B, D, N).
+    The state is (B, F, D, N), without `num_filters` (B, D, N).
 
     Args:
         block_size: tokens per block, a power of two.
@@ -129,7 +129,7 @@ class StateSpaceMixer(CachedKernelMixer):
 
     # -- the interface ------------------------------------------------------------------------------------------
 
-    def mix(
+    def forward_rows(
         self, u: torch.Tensor, initial_state: State | None, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         dtype = self._computing_dtype(u)
@@ -151,7 +151,7 @@ class StateSpaceMixer(CachedKernelMixer):
         if returns_state and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             # Steps will follow, compiled ones perhaps: what they need is there when they are traced.
             self._step_constants(dtype)
-        return self._squeeze(y), final if final is None or self.filters else final.squeeze(1)
+        return self._squeeze(y), final if final is None or self.num_filters else final.squeeze(1)
 
     def _two_sided(self, u: torch.Tensor, dtype: torch.dtype, **options: Any) -> torch.Tensor:
         back, ahead = (self.kernel(max(u.shape[1], 1), dtype, direction) for direction in (0, 1))
@@ -166,7 +166,7 @@ class StateSpaceMixer(CachedKernelMixer):
         return self._squeeze(y), state
 
     @with_accelerate_hooks
-    def advance_(self, u_t: torch.Tensor, state: State) -> State:
+    def update_state_(self, u_t: torch.Tensor, state: State) -> State:
         self._run_step(u_t, state, with_output=False)
         return state
 
@@ -207,12 +207,12 @@ class StateSpaceMixer(CachedKernelMixer):
         return self._cached(("step", dtype), self._all_parameters, compute)
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        filters = () if self.filters is None else (self.filters,)
-        return ((*filters, self.hidden_size, self.state_size),)
+        leading = () if self.num_filters is None else (self.num_filters,)
+        return ((*leading, self.hidden_size, self.state_size),)
 
     def _widen(self, state: torch.Tensor) -> torch.Tensor:
         """The state as (B, F, D, N)."""
-        return state.unsqueeze(1) if self.filters is None else state
+        return state.unsqueeze(1) if self.num_filters is None else state
 
 
 def log_uniform_step(shape: tuple[int, ...], smallest: float, largest: float) -> torch.Tensor:

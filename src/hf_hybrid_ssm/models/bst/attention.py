@@ -89,7 +89,7 @@ class BstAttention(nn.Module):
         """(B, L, d) normalised and raw inputs, the states before them → (B, L, d), the states after them.
 
         Args:
-            past, seq_idx, lengths, return_final_state: as of `RecurrentMixin.mix`.
+            past, seq_idx, lengths, return_final_state: as of `RecurrentMixin.forward_rows`.
             documents: as of `block_grid`.
             position_embeddings: cosines and sines (B or 1, at least L, e) of rotary positions.
         """

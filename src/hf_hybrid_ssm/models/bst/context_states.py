@@ -69,7 +69,7 @@ class ContextStates(nn.Module):
         self.num_heads, self.head_dim, self.window = num_heads, head_dim, config.sliding_window
         self.variant, self.qk_norm = variant, config.qk_norm
         self.input_norm = RMSNorm(hidden_size, eps=eps) if config.ssm_input_norm else None
-        self.ssm = mixer_from_config(config, bidirectional=config.bidirectional, filters=filters)
+        self.ssm = mixer_from_config(config, bidirectional=config.bidirectional, num_filters=filters)
         self.norm = RMSNorm(hidden_size, eps=eps)
         if variant == "mh":
             self.k_proj: nn.Module = HeadwiseLinear(num_heads, hidden_size, head_dim)
@@ -197,7 +197,7 @@ class ContextStates(nn.Module):
             held = [torch.where(fresh, new.transpose(0, 1), old) for new, old in zip(self._initial(), held)]
         found = attention_step(queries, None, None, *held, scale=scale, head_scale=head_scale)
         if not ends:
-            return found, self.named_states(self.ssm.advance_(u, mixer_state(state)), *held)
+            return found, self.named_states(self.ssm.update_state_(u, mixer_state(state)), *held)
         y, ssm = self.ssm.step_(u, mixer_state(state))
         over = (seen % self.window == self.window - 1).view(-1, 1, 1, 1)
         after = (torch.where(over, new.transpose(1, 2).to(old.dtype), old) for new, old in zip(self._project(y), held))

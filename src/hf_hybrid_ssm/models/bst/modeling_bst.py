@@ -52,7 +52,7 @@ class BstBlock(RecurrentMixin, GradientCheckpointingLayer):
         )
         self.dropout = nn.Dropout(config.dropout)
 
-    def mix(self, x: torch.Tensor, *, capacity: int | None, **options: Any) -> tuple[torch.Tensor, States]:
+    def forward_rows(self, x: torch.Tensor, *, capacity: int | None, **options: Any) -> tuple[torch.Tensor, States]:
         return self.attention(self.dropout(self.attention_norm(x)), x, **options)
 
     def step(  # type: ignore[override]
@@ -72,7 +72,7 @@ class BstBlock(RecurrentMixin, GradientCheckpointingLayer):
     ) -> torch.Tensor:
         options: dict[str, Any] = {"rows": rows, "documents": documents, "past_key_values": past_key_values}
         options["position_embeddings"] = position_embeddings
-        hidden_states = hidden_states + self.mix_with_cache(hidden_states, **options)
+        hidden_states = hidden_states + self.forward_with_cache(hidden_states, **options)
         y = self.feed_forward(self.feed_forward_norm(hidden_states))
         return hidden_states + (self.dropout(y) if self.training else y)
 

@@ -66,7 +66,7 @@ class LmuIsaBlock(RecurrentMixin, GradientCheckpointingLayer):
         self.post_feed_forward = _feed_forward(config, config.post_intermediate_size)
         self.dropout = nn.Dropout(config.hidden_dropout)
 
-    def mix(  # type: ignore[override]
+    def forward_rows(  # type: ignore[override]
         self, x: torch.Tensor, *, past: States, capacity: int | None, **options: Any
     ) -> tuple[torch.Tensor, States]:
         """The first two branches."""
@@ -92,7 +92,7 @@ class LmuIsaBlock(RecurrentMixin, GradientCheckpointingLayer):
     def forward(
         self, hidden_states: torch.Tensor, rows: PackedRows | None = None, past_key_values: Cache | None = None
     ) -> torch.Tensor:
-        hidden_states = self.mix_with_cache(hidden_states, rows=rows, past_key_values=past_key_values)
+        hidden_states = self.forward_with_cache(hidden_states, rows=rows, past_key_values=past_key_values)
         return hidden_states + self.dropout(self.post_feed_forward(self.post_norm(hidden_states)))
 
 

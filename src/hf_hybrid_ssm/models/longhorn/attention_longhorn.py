@@ -94,9 +94,9 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
         **kwargs,
     ) -> tuple[torch.Tensor, None]:
         heads = self._heads(hidden_states, position_embeddings)
-        return self.mix_with_cache(*heads, rows=rows, past_key_values=past_key_values), None
+        return self.forward_with_cache(*heads, rows=rows, past_key_values=past_key_values), None
 
-    def mix(  # type: ignore[override]
+    def forward_rows(  # type: ignore[override]
         self, *heads: torch.Tensor, past: States, capacity: int | None, **options: Any
     ) -> tuple[torch.Tensor, States]:
         queries, keys, values = (x.transpose(1, 2) for x in heads)

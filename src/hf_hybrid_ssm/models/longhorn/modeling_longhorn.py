@@ -90,9 +90,9 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
         self, hidden_states: torch.Tensor, rows: PackedRows | None = None, past_key_values: Cache | None = None
     ) -> torch.Tensor:
         """(B, L, M) → (B, L, M)."""
-        return self.mix_with_cache(hidden_states, rows=rows, past_key_values=past_key_values)
+        return self.forward_with_cache(hidden_states, rows=rows, past_key_values=past_key_values)
 
-    def mix(  # type: ignore[override]
+    def forward_rows(  # type: ignore[override]
         self, hidden_states: torch.Tensor, *, past: States, capacity: int | None, **options: Any
     ) -> tuple[torch.Tensor, States]:
         raw, gate = self.in_proj(hidden_states).chunk(2, dim=-1)  # (B, L, D) each

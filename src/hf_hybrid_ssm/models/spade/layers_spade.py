@@ -110,10 +110,10 @@ class SpadeMixer(RecurrentMixin, nn.Module):
             self.aggregate = nn.Linear(2 * config.hidden_size, config.hidden_size)
 
     def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
-        """(B, L, d) → (B, L, d); `options` are those of `mix_with_cache`, and `bias`, shared by all layers."""
-        return self.mix_with_cache(x, **options)
+        """(B, L, d) → (B, L, d); `options` are those of `forward_with_cache`, and `bias`, shared by all layers."""
+        return self.forward_with_cache(x, **options)
 
-    def mix(
+    def forward_rows(
         self, x: torch.Tensor, *, past: States, capacity: int | None, bias: torch.Tensor | None = None, **options: Any
     ) -> tuple[torch.Tensor, States]:
         attention_options = options | {"bias": bias, "capacity": capacity}
