@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -102,7 +101,5 @@ def test_spawned_processes_compute_and_load_the_same(tmp_path):
     script = tmp_path / "mein skript ü.py"
     script.write_text(SPAWNED, encoding="utf-8")
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    done = processes.run([sys.executable, script], cwd=tmp_path, env=environment)
     assert done.returncode == 0 and "done" in done.stdout, done.stderr[-3000:]
