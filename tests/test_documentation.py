@@ -54,6 +54,12 @@ def test_links_lead_somewhere(page):
             assert (page.parent / target).exists(), f"{page.name} links {target}"
 
 
+def test_every_picture_is_on_a_page():
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    pictures = sorted((ROOT / "benchmarks/results").glob("*.png"))
+    assert pictures and [path.name for path in pictures if f"/{path.name})" not in text] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_tables_show_the_results(page):
     text = page.read_text(encoding="utf-8")
