@@ -62,6 +62,12 @@ def test_links_lead_somewhere(page):
             assert (page.parent / target).exists(), f"{page.name} links {target}"
 
 
+def test_every_picture_is_on_a_page():
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    pictures = sorted((ROOT / "benchmarks/results").glob("*.png"))
+    assert pictures and [path.name for path in pictures if f"/{path.name})" not in text] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_tables_show_the_results(page):
     text = page.read_text(encoding="utf-8")
@@ -250,3 +256,26 @@ def test_the_reading_path_of_a_family_exists_and_leads_through_it(page):
         assert (package / skipped).exists(), skipped
     for beside in re.findall(r"`(\w+\.py)`", opening):
         assert any(package.rglob(beside)), beside
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_shell_blocks_name_commands_that_exist(page):
+    """Every line of a bash block: a verb of ours, a recipe and its configuration, a script, or a make target."""
+    from hf_hybrid_ssm.cli import COMMANDS
+    from hf_hybrid_ssm.cli.recipe import config_names, recipe_names
+
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for language, block in BLOCK.findall(page.read_text(encoding="utf-8")):
+        for line in block.replace("\\\n", " ").splitlines() if language == "bash" else ():
+            words = shlex.split(line, comments=True)
+            if words[:1] == ["hf-hybrid-ssm"]:
+                assert words[1] in COMMANDS, line
+                if words[1] == "recipe":
+                    assert words[2] in recipe_names(), line
+                    named = [word for word in words[3:4] if "=" not in word and not word.startswith("-")]
+                    assert set(named) <= set(config_names()), line
+            elif words[:1] == ["make"]:
+                rule = rf"^(?:[\w-]+ )*{words[1]}(?: [\w-]+)*:"
+                assert re.search(rule, makefile, re.MULTILINE), line
+            elif words[:1] == ["python"] and not words[1].startswith("-"):
+                assert (ROOT / words[1]).is_file(), line

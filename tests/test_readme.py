@@ -22,7 +22,7 @@ from hf_hybrid_ssm.auto import FAMILIES
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SHELL = [
-    [line.partition(" #")[0].strip() for line in block.splitlines()]
+    [line.partition(" #")[0].strip() for line in block.replace("\\\n", " ").splitlines()]
     for block in re.findall(r"^```bash\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 ]
 
