@@ -2,6 +2,7 @@
 #
 #   make demo        train, evaluate, save, reload and score a small Longhorn on text that Python carries
 #   make test        the test suite
+#   make portable    what depends on the processor, with torch's code for any processor: no AVX
 #   make sanitize    random calls and misuse of the C kernels under the compiler's sanitizers, for ten minutes
 #   make lint        style, formatting, types
 #   make upstream    transformers' own model tests, run on the families of this package
@@ -38,7 +39,7 @@ UPSTREAM = HF_HYBRID_SSM_UPSTREAM_TESTS="$$($(BIN)/python tests/upstream/fetch.p
 REPORT = OMP_NUM_THREADS=1 $(BIN)/python -m tests.reporting
 RUN_TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-.PHONY: demo test sanitize lint upstream invariants programs streaming bench gpu docs install clean \
+.PHONY: demo test portable sanitize lint upstream invariants programs streaming bench gpu docs install clean \
     cards clean-room matrix reliability roundtrips determinism numerics misuse fuzz crash scale mutation faults plans \
     reports-status \
     lowest newest triton vllm
@@ -49,6 +50,11 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(UPSTREAM); export HF_HYBRID_SSM_UPSTREAM_TESTS; $(RUN_TESTS) -n $(JOBS) --dist worksteal
+
+# torch's own sums round otherwise where it does without AVX, and no tolerance may depend on that
+portable: $(STAMP)
+	ATEN_CPU_CAPABILITY=default $(RUN_TESTS) -n $(JOBS) --dist worksteal \
+	  tests/ops tests/layers tests/models tests/golden tests/invariants
 
 SECONDS_OF_SANITIZING ?= 600
 sanitize: $(STAMP)

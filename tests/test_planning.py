@@ -261,12 +261,15 @@ LARGEST = ["longhorn/1.3b", "bst/1.3b", "lmu_isa/100m-deep-global", "spade/spade
 
 @pytest.mark.parametrize("name", [*LARGEST, "spade/spade-lra-retrieval-chunk"])
 def test_presets_have_plans_in_seconds(name):
+    checkpointing = name == LARGEST[0]  # which takes two forwards more, of any model
     begun = time.process_time()
-    found = plan(preset_config(name), Setup(mixed_precision=True, checkpointing=True, sharding="fsdp2", gpus=4))
+    found = plan(
+        preset_config(name), Setup(mixed_precision=True, checkpointing=checkpointing, sharding="fsdp2", gpus=4)
+    )
     assert time.process_time() - begun < 30
     assert found.parameters >= found.trainable > 0 and found.step_flops > 0
     assert found.total > 4 * found.trainable  # a quarter each of weights, gradients and two moments, in float32
-    assert found.memory["recomputed"] > 0
+    assert (found.memory.get("recomputed", 0) > 0) == checkpointing
 
 
 def test_refusals():

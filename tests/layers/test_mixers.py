@@ -577,8 +577,10 @@ def test_recurrence_parameters_carry_their_optimizer_settings():
 def test_compiles_without_a_break_and_is_not_stale(case):
     torch._dynamo.reset()
     mixer = build(case, dtype=torch.float32)
-    run = torch.compile(mixer, backend="aot_eager", fullgraph=True, dynamic=False)
-    step = torch.compile(mixer.step, backend="aot_eager", fullgraph=True, dynamic=False)
+    # the gradients of models with S4 are compiled in tests/matrix; tracing them takes as long as all other mixers here
+    backend = "eager" if case.startswith("s4-") or case == "s4" else "aot_eager"
+    run = torch.compile(mixer, backend=backend, fullgraph=True, dynamic=False)
+    step = torch.compile(mixer.step, backend=backend, fullgraph=True, dynamic=False)
     u = tokens(2, L, D, dtype=torch.float32)
     state = nonzero_state(build(case), 2)
     state = tuple(part.float() for part in parts(state))

@@ -13,7 +13,7 @@ from hf_hybrid_ssm import (
     BstForTokenClassification,
     BstModel,
 )
-from tests.upstream.harness import CausalFamilyTests, CausalTester, ConfigTester, ModelTesterMixin
+from tests.upstream.harness import CausalFamilyTests, CausalTester, ConfigTester, ModelTesterMixin, OtherLayers
 
 
 class BstTest(CausalFamilyTests, unittest.TestCase):
@@ -52,23 +52,23 @@ class BstTest(CausalFamilyTests, unittest.TestCase):
     def test_model_rope_with_partial_rotation(self): ...
 
 
-# Other layers under the same heads: each variant runs every test, for the bare model, language model and a classifier.
-# A head reads the last hidden states whatever computed them. How the other three are loaded, resized, cast and trained
-# is tested in BstTest, and in BstEncoderTest, where they pool in other ways.
+# Other layers under the same heads: for the bare model, language model and a classifier. A head reads the last hidden
+# states whatever computed them. How the other three are loaded, resized, cast and trained is tested in BstTest, and in
+# BstEncoderTest, where they pool in other ways.
 WITH_ONE_CLASSIFIER = (BstModel, BstForCausalLM, BstForSequenceClassification)
 
 
-class BstMultiFilterTest(BstTest):
+class BstMultiFilterTest(OtherLayers, BstTest):
     all_model_classes = WITH_ONE_CLASSIFIER
     tester_config = BstTest.tester_config | {"context_variant": "mf", "ssm_type": "unstructured"}
 
 
-class BstSlideTest(BstTest):
+class BstSlideTest(OtherLayers, BstTest):
     all_model_classes = WITH_ONE_CLASSIFIER
     tester_config = BstTest.tester_config | {"ssm_layers": []}
 
 
-class BlockRecurrentTest(BstTest):
+class BlockRecurrentTest(OtherLayers, BstTest):
     all_model_classes = WITH_ONE_CLASSIFIER
     tester_config = BstTest.tester_config | {
         "ssm_layers": None,
@@ -77,7 +77,7 @@ class BlockRecurrentTest(BstTest):
     }
 
 
-class BstLikeLlamaTest(BstTest):
+class BstLikeLlamaTest(OtherLayers, BstTest):
     """With the attention and feed-forward layers that upcycled models have."""
 
     all_model_classes = WITH_ONE_CLASSIFIER
@@ -99,7 +99,7 @@ class BstLikeLlamaTest(BstTest):
     test_model_rope_with_partial_rotation = CausalFamilyTests.test_model_rope_with_partial_rotation
 
 
-class BstRetrievalTest(BstTest):
+class BstRetrievalTest(OtherLayers, BstTest):
     all_model_classes = WITH_ONE_CLASSIFIER
     tester_config = BstTest.tester_config | {"retrieval_k": 2, "retrieval_memory": 8}
 

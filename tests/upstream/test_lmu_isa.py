@@ -11,7 +11,7 @@ from hf_hybrid_ssm import (
     LmuIsaForTokenClassification,
     LmuIsaModel,
 )
-from tests.upstream.harness import CausalFamilyTests
+from tests.upstream.harness import CausalFamilyTests, OtherLayers
 
 
 class LmuIsaTest(CausalFamilyTests, unittest.TestCase):
@@ -43,5 +43,6 @@ class LmuIsaTest(CausalFamilyTests, unittest.TestCase):
     def test_model_rope_scaling_from_config_2_yarn(self): ...
 
 
-class LmuIsaGlobalTest(LmuIsaTest):
+class LmuIsaGlobalTest(OtherLayers, LmuIsaTest):
+    all_model_classes = LmuIsaTest.all_model_classes[:3]  # a head reads the last hidden states whatever computed them
     tester_config = LmuIsaTest.tester_config | {"first_sublayer": "global_attention", "num_attention_heads": 4}
