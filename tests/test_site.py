@@ -188,6 +188,12 @@ def test_a_browser_shows_every_page_on_a_phone(site, pages, browser, address):
     phone = browser.new_page(viewport=PHONE)
     problems = []
     phone.on("pageerror", lambda error: problems.append(f"{phone.url}: {error}"))
+
+    def note(said):  # the console's errors; that there is no icon is none of a page's
+        if said.type == "error" and not said.location["url"].endswith("favicon.ico"):
+            problems.append(f"{phone.url}: {said.text}")
+
+    phone.on("console", note)
     phone.on("response", lambda answer: answer.status < 400 or problems.append(f"{answer.url}: {answer.status}"))
     for path in pages:
         if "_modules" in path.parts:
@@ -205,4 +211,21 @@ def test_a_browser_searches(browser, address):
     page.goto(f"{address}/search.html?q=rollback")
     page.wait_for_selector("#search-results li a", timeout=20_000)
     assert "batching" in page.inner_text("#search-results").lower()
+    page.wait_for_selector("#search-results p.context", timeout=20_000)  # an excerpt of the page
     page.close()
+
+
+def test_a_browser_copies_the_code_that_is_shown(browser, address):
+    """Every block of a page has its button, and what it copies is what the page shows, without prompts."""
+    pytest.importorskip("sphinx_copybutton")
+    context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
+    page = context.new_page()
+    page.goto(f"{address}/docs/quickstart.html")
+    page.wait_for_selector("button.copybtn", state="attached")
+    blocks = page.locator("div.highlight > pre")
+    assert blocks.count() == page.locator("button.copybtn").count() > 4
+    for number in range(blocks.count()):
+        page.locator("button.copybtn").nth(number).click(force=True)
+        copied = page.evaluate("navigator.clipboard.readText()")
+        assert copied.strip() == blocks.nth(number).inner_text().strip()
+    context.close()
