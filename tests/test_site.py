@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 BAR, HAT = "\N{MODIFIER LETTER MACRON}", "\N{MODIFIER LETTER CIRCUMFLEX ACCENT}"
 PHONE = {"width": 390, "height": 844}
+DESKTOP = {"width": 1440, "height": 1000}
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +108,7 @@ def test_equations_are_set_as_written(pages, site):
         accented = rf'<mover accent="true"><mi>{letter}</mi><mo stretchy="false">{accent}</mo></mover><mi>{index}</mi>'
         assert f"<msub>{accented}</msub>" in text
     assert not re.search(rf"<munderover>\s*<mi>\w</mi>\s*<mi>\w</mi>\s*<mo[^>]*>[{BAR}{HAT}]", bst)
-    assert 'class="ams-align"' in bst and "equations.css" in bst and (site / "_static/equations.css").is_file()
+    assert 'class="ams-align"' in bst and "site.css" in bst and (site / "_static/site.css").is_file()
 
 
 def test_nothing_is_loaded_from_elsewhere(pages):
@@ -203,6 +204,26 @@ def test_a_browser_shows_every_page_on_a_phone(site, pages, browser, address):
         if found["width"] > PHONE["width"] or found["broken"]:
             problems.append(f"{path.relative_to(site)}: {found}")
     phone.close()
+    assert not problems, "\n".join(problems)
+
+
+OVERFLOWING = """() => [
+    [...document.querySelectorAll("article div.highlight-python pre")]
+        .filter(code => code.scrollWidth > code.clientWidth + 1).length,
+    document.documentElement.scrollWidth,
+]"""
+
+
+def test_code_fits_its_box_on_a_desktop(site, pages, browser, address):
+    desktop = browser.new_page(viewport=DESKTOP)
+    problems = []
+    for path in pages:
+        if "docs" in path.relative_to(site).parts:
+            desktop.goto(f"{address}/{path.relative_to(site).as_posix()}", wait_until="load")
+            too_wide, width = desktop.evaluate(OVERFLOWING)
+            if too_wide or width > DESKTOP["width"]:
+                problems.append(f"{path.relative_to(site)}: {too_wide} blocks, {width} pixels")
+    desktop.close()
     assert not problems, "\n".join(problems)
 
 
