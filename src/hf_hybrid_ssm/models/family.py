@@ -46,7 +46,7 @@ class CardText:
         """BibTeX."""
         key = f"{self.authors.split(',')[0].lower()}{self.year}"
         fields = {"title": self.title, "author": self.authors.replace("; ", " and "), "booktitle": self.venue}
-        fields |= {"year": self.year, "eprint": self.arxiv, "archivePrefix": "arXiv"}
+        fields |= {"year": str(self.year), "eprint": self.arxiv, "archivePrefix": "arXiv"}
         lines = [f"  {name} = {{{value}}}" for name, value in fields.items() if value is not None]
         kind = "misc" if self.venue is None else "inproceedings"
         return "\n".join([f"@{kind}{{{key},", ",\n".join(lines), "}"])
