@@ -21,6 +21,8 @@ for package in ("sphinx", "myst_parser", "furo"):
 
 ROOT = Path(__file__).parents[1]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
+in_a_browser = pytest.mark.skipif(BROWSER is None, reason=f"none of the browsers {', '.join(BROWSERS)} is installed")
 BAR, HAT = "\N{MODIFIER LETTER MACRON}", "\N{MODIFIER LETTER CIRCUMFLEX ACCENT}"
 PHONE = {"width": 390, "height": 844}
 DESKTOP = {"width": 1440, "height": 1000}
@@ -158,11 +160,8 @@ def test_the_search_knows_words_of_pages_and_docstrings(site):
 def browser():
     """Debian's chromium or an installed Chrome, driven by playwright."""
     api = pytest.importorskip("playwright.sync_api")
-    executable = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if executable is None:
-        pytest.skip(f"none of the browsers {', '.join(BROWSERS)} is installed")
     with api.sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        running = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
         yield running
         running.close()
 
@@ -185,6 +184,7 @@ READ = """() => ({
 })"""
 
 
+@in_a_browser
 def test_a_browser_shows_every_page_on_a_phone(site, pages, browser, address):
     phone = browser.new_page(viewport=PHONE)
     problems = []
@@ -214,6 +214,7 @@ OVERFLOWING = """() => [
 ]"""
 
 
+@in_a_browser
 def test_code_fits_its_box_on_a_desktop(site, pages, browser, address):
     desktop = browser.new_page(viewport=DESKTOP)
     problems = []
@@ -227,6 +228,7 @@ def test_code_fits_its_box_on_a_desktop(site, pages, browser, address):
     assert not problems, "\n".join(problems)
 
 
+@in_a_browser
 def test_a_browser_searches(browser, address):
     page = browser.new_page()
     page.goto(f"{address}/search.html?q=rollback")
@@ -236,6 +238,7 @@ def test_a_browser_searches(browser, address):
     page.close()
 
 
+@in_a_browser
 def test_a_browser_copies_the_code_that_is_shown(browser, address):
     """Every block of a page has its button, and what it copies is what the page shows, without prompts."""
     pytest.importorskip("sphinx_copybutton")
