@@ -41,8 +41,8 @@ suppress_warnings = ["myst.header"]  # generated cards begin their sections at t
 nitpicky = False
 
 html_theme = "furo"
-html_static_path = ["equations.css"]
-html_css_files = ["equations.css"]
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
 html_use_index = html_domain_indices = False  # too wide for a phone, and the search knows all names
 html_title = f"{project} {release}"
 html_show_sphinx = False

@@ -25,6 +25,7 @@ BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
 in_a_browser = pytest.mark.skipif(BROWSER is None, reason=f"none of the browsers {', '.join(BROWSERS)} is installed")
 BAR, HAT = "\N{MODIFIER LETTER MACRON}", "\N{MODIFIER LETTER CIRCUMFLEX ACCENT}"
 PHONE = {"width": 390, "height": 844}
+DESKTOP = {"width": 1440, "height": 1000}
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +110,7 @@ def test_equations_are_set_as_written(pages, site):
         accented = rf'<mover accent="true"><mi>{letter}</mi><mo stretchy="false">{accent}</mo></mover><mi>{index}</mi>'
         assert f"<msub>{accented}</msub>" in text
     assert not re.search(rf"<munderover>\s*<mi>\w</mi>\s*<mi>\w</mi>\s*<mo[^>]*>[{BAR}{HAT}]", bst)
-    assert 'class="ams-align"' in bst and "equations.css" in bst and (site / "_static/equations.css").is_file()
+    assert 'class="ams-align"' in bst and "site.css" in bst and (site / "_static/site.css").is_file()
 
 
 def test_nothing_is_loaded_from_elsewhere(pages):
@@ -188,6 +189,12 @@ def test_a_browser_shows_every_page_on_a_phone(site, pages, browser, address):
     phone = browser.new_page(viewport=PHONE)
     problems = []
     phone.on("pageerror", lambda error: problems.append(f"{phone.url}: {error}"))
+
+    def note(said):  # the console's errors; that there is no icon is none of a page's
+        if said.type == "error" and not said.location["url"].endswith("favicon.ico"):
+            problems.append(f"{phone.url}: {said.text}")
+
+    phone.on("console", note)
     phone.on("response", lambda answer: answer.status < 400 or problems.append(f"{answer.url}: {answer.status}"))
     for path in pages:
         if "_modules" in path.parts:
@@ -200,10 +207,49 @@ def test_a_browser_shows_every_page_on_a_phone(site, pages, browser, address):
     assert not problems, "\n".join(problems)
 
 
+OVERFLOWING = """() => [
+    [...document.querySelectorAll("article div.highlight-python pre")]
+        .filter(code => code.scrollWidth > code.clientWidth + 1).length,
+    document.documentElement.scrollWidth,
+]"""
+
+
+@in_a_browser
+def test_code_fits_its_box_on_a_desktop(site, pages, browser, address):
+    desktop = browser.new_page(viewport=DESKTOP)
+    problems = []
+    for path in pages:
+        if "docs" in path.relative_to(site).parts:
+            desktop.goto(f"{address}/{path.relative_to(site).as_posix()}", wait_until="load")
+            too_wide, width = desktop.evaluate(OVERFLOWING)
+            if too_wide or width > DESKTOP["width"]:
+                problems.append(f"{path.relative_to(site)}: {too_wide} blocks, {width} pixels")
+    desktop.close()
+    assert not problems, "\n".join(problems)
+
+
 @in_a_browser
 def test_a_browser_searches(browser, address):
     page = browser.new_page()
     page.goto(f"{address}/search.html?q=rollback")
     page.wait_for_selector("#search-results li a", timeout=20_000)
     assert "batching" in page.inner_text("#search-results").lower()
+    page.wait_for_selector("#search-results p.context", timeout=20_000)  # an excerpt of the page
     page.close()
+
+
+@in_a_browser
+def test_a_browser_copies_the_code_that_is_shown(browser, address):
+    """Every block of a page has its button, and what it copies is what the page shows, without prompts."""
+    pytest.importorskip("sphinx_copybutton")
+    context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
+    page = context.new_page()
+    page.goto(f"{address}/docs/quickstart.html")
+    page.wait_for_selector("button.copybtn", state="attached")
+    blocks = page.locator("div.highlight > pre")
+    assert blocks.count() == page.locator("button.copybtn").count() > 4
+    for number in range(blocks.count()):
+        page.locator("button.copybtn").nth(number).click(force=True)
+        copied = page.evaluate("navigator.clipboard.readText()")
+        assert copied.strip() == blocks.nth(number).inner_text().strip()
+    context.close()
