@@ -30,7 +30,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 REPORTS = ROOT / "reports"
 THOROUGH = "HF_HYBRID_SSM_PAGE" in os.environ
-MOST_ROWS = 12  # of a table of figures
+MOST_ROWS = 16  # of a table of figures
 MODELS = ("src/hf_hybrid_ssm/models", "src/hf_hybrid_ssm/layers", "src/hf_hybrid_ssm/ops")
 SERVED = tuple(f"src/hf_hybrid_ssm/models/{name}.py" for name in ("base", "block", "cache", "packing"))
 
