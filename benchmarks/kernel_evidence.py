@@ -8,6 +8,7 @@ and the share of memory bandwidth that follows. No card is needed, and nothing h
     python benchmarks/kernel_evidence.py                    with the Triton that is installed: its part of
                                                             reports/kernel_evidence.json, and the page of all parts
     python benchmarks/kernel_evidence.py --capability 90    of one generation only
+    python benchmarks/kernel_evidence.py --only chunk step  of kernels with such names only
     python -m tools.triton_versions                         with every version that pyproject.toml admits
 """
 
@@ -20,12 +21,16 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parents[1]
 LATENCY = 700e-9  # seconds that a load from memory takes under load, assumed
 ISSUE = 0.85  # share of a scheduler's cycles that issue an instruction while it has a warp, assumed
+SUMMARY_TOKENS = 2  # of a tile of the backward's first pass over a row that is cut
+CHUNK = 4  # tokens of a chunk of the scan's backward
+STEP = 8  # tokens of a step of what goes before its chunks, and after them
 STALL = 41  # where the second word of an instruction says how many cycles its warp waits before the next one
 # name, multiprocessors, clock (Hz), bytes a second, registers of a multiprocessor
 CARDS = {
@@ -38,6 +43,7 @@ MANY = 128  # registers of a thread: with more, fewer than four programs of four
 SHAPES = {"B=8, L=2048, D=1536": (8, 2048, 1536), "B=1, L=65536, D=1536": (1, 65536, 1536)}
 IN_INPUT_DTYPE = {"x", "beta_logit", "z", "k", "q", "u", "grad_o", "o", "dx", "dlogit", "dz", "dk", "dq"}
 IN_INPUT_DTYPE |= {"grad_y", "y", "weight", "columns", "grad_columns", "rows", "drows", "parameters"}
+SCANS = ("forward_kernel", "backward_kernel", "chunk_backward_kernel")
 BYTES = ("least", "checkpoints", "keys and queries", "scratch", "parts of dk, dq")
 IN_FLOAT32 = ("linear_scan", "long_conv")  # ops that convert what they are given before the launch
 TYPES = {"seq_idx": "*i64", "lengths": "*i64", "decay": "*fp64"}
@@ -92,7 +98,12 @@ def cases() -> Iterator[tuple[str, str, object, dict]]:
     from hf_hybrid_ssm.ops.linear_scan import triton as linear
     from hf_hybrid_ssm.ops.long_conv import triton as long_conv
     from hf_hybrid_ssm.ops.longhorn_scan import triton as scan
-    from hf_hybrid_ssm.ops.longhorn_scan import triton_backward_kernels, triton_kernels, triton_sizes
+    from hf_hybrid_ssm.ops.longhorn_scan import (
+        triton_backward_kernels,
+        triton_chunk_kernels,
+        triton_kernels,
+        triton_sizes,
+    )
     from hf_hybrid_ssm.ops.longhorn_scan import triton_step as scan_step
     from hf_hybrid_ssm.ops.longhorn_scan import triton_step_kernels as scan_step_kernels
 
@@ -111,6 +122,10 @@ def cases() -> Iterator[tuple[str, str, object, dict]]:
                     yield "longhorn_scan", f"N={states}", kernel, plain | sizes
                 elif states == 16:
                     yield "longhorn_scan", "", kernel, plain | sizes | {"HAS_DOCUMENTS": True}
+        if chunks := triton_sizes.chunk_sizes(states, "torch.bfloat16"):
+            name, sizes = f"N={states}", triton_sizes.tile_sizes(states, backward=True) | {"BD": chunks["BD"]}
+            yield "longhorn_scan", name, triton_chunk_kernels.chunk_backward_kernel, plain | chunks
+            yield "longhorn_scan", f"{name}, chunks", triton_backward_kernels.backward_summary_kernel, plain | sizes
         for kernel in kernels_of(scan_step_kernels).values():
             yield "longhorn_step", f"N={states}", kernel, scan_step.tile_sizes(states)
     for kernel in kernels_of(conv).values():
@@ -206,7 +221,9 @@ def _is_local(instruction: str) -> bool:
     return _opcode(instruction) in ("LDL", "STL")
 
 
-def bandwidth(report: dict, sizes: dict, capability: int, shape: tuple[int, int, int], *, backward: bool) -> dict:
+def bandwidth(
+    report: dict, sizes: dict, capability: int, shape: tuple[int, int, int], *, backward: bool, chunks: bool = False
+) -> dict:
     """What the machine code of the scan allows at (B, L, D), bfloat16, with a gate: see the page."""
     from hf_hybrid_ssm.ops.longhorn_scan import triton_sizes
 
@@ -229,7 +246,7 @@ def bandwidth(report: dict, sizes: dict, capability: int, shape: tuple[int, int,
     second = 1.0 if splits == 1 else 1.0 + report["summary share"]
     by_issue = ideal / (cycles * second / clock)
     by_latency = tiles_in_flight / (rate * LATENCY / processors)
-    moved = scan_bytes(sizes, backward=backward)
+    moved = scan_bytes(sizes, backward=backward, chunks=chunks)
     by_bytes = moved["least"] / sum(moved[name] for name in moved if name != "keys and queries")
     return {
         "splits": splits,
@@ -246,13 +263,15 @@ def bandwidth(report: dict, sizes: dict, capability: int, shape: tuple[int, int,
     }
 
 
-def evidence(capabilities: list[int]) -> list[dict]:
-    """A record of each kernel, class and generation."""
+def evidence(capabilities: list[int], only: list[str]) -> list[dict]:
+    """A record of each kernel, class and generation; of those alone whose name has one of some words."""
     import triton
 
     records = []
     for capability in capabilities:
         for op, shape_class, kernel, constants in cases():
+            if only and not any(word in kernel.fn.__name__ for word in only):
+                continue
             options = {"num_warps": constants.get("num_warps", 4)}
             report = read_machine_code(compile_for(kernel, capability, constants, **options))
             name = {"op": op, "kernel": kernel.fn.__name__, "class": shape_class, "sm": capability}
@@ -262,58 +281,99 @@ def evidence(capabilities: list[int]) -> list[dict]:
                 f"{op} {name['kernel']} {shape_class} sm_{capability}: {report['registers']} registers",
                 file=sys.stderr,
             )
-    for record in records:
-        if record["op"] == "longhorn_scan" and record["kernel"] in ("forward_kernel", "backward_kernel"):
-            record["bandwidth"] = _scan_shares(record, records)
     return records
+
+
+def add_shares(records: list[dict]) -> None:
+    """To those of the scan's kernels, what the records of all allow."""
+    for record in records:
+        if record["op"] == "longhorn_scan" and record["kernel"] in SCANS:
+            record["bandwidth"] = _scan_shares(record, records)
 
 
 def _plain_sizes(constants: dict) -> dict:
     return {name: value for name, value in constants.items() if type(value) is int}
 
 
-def scan_bytes(sizes: dict, *, backward: bool) -> dict[str, float]:
+def scan_bytes(sizes: dict, *, backward: bool, chunks: bool = False) -> dict[str, float]:
     """What the scan moves for a token and a channel in bfloat16 with a gate, by what it is for.
 
     `least` has to move: forward x, logit, z and o; backward x, logit and z twice, and the output's gradient. The rest
     is how the kernels work: checkpoints of the state, keys and queries in float32 (of each tile of channels, from the
     caches), and backward the states between the checkpoints and each tile's parts of the sums over channels (both
-    written and read).
+    written and read). In chunks, three numbers of each token and channel go to the scratch and three come from it.
     """
-    states, tile = sizes["S"] * sizes["P"], sizes["BD"]
+    states, tile = sizes.get("N") or sizes["S"] * sizes["P"], sizes["BD"]
     found = {
         "least": 2.0 * (7 if backward else 4),
         "checkpoints": 4 * states / sizes["BLOCK"],
         "keys and queries": 4 * (4 if backward else 2) * states / tile,
     }
     if backward:
-        found["scratch"] = 2 * 4 * states / sizes["T"]
+        found["scratch"] = 2 * 4 * (states / CHUNK + 6 if chunks else states / sizes["T"])
         found["parts of dk, dq"] = 2 * 4 * (2 * states + 1) / tile
     return found
 
 
-def _scan_shares(record: dict, records: list[dict]) -> dict:
-    backward = record["kernel"] == "backward_kernel"
-    same = [
-        r for r in records if r["op"] == record["op"] and r["sm"] == record["sm"] and r["class"] == record["class"]
-    ]
-    name = record["kernel"].replace("_kernel", "_summary_kernel")
-    summary = sum(next(r for r in same if r["kernel"] == name)["inner loops"])
-    inner = sum(record["inner loops"])
-    if not backward:  # a checkpoint is written once a block
-        inner -= sum(record["skipped in inner loops"]) * (1 - record["sizes"]["T"] / record["sizes"]["BLOCK"])
-    report = record | {"inner instructions per tile": inner, "summary share": summary / inner}
-    report["inner cycles per tile"] = sum(record["cycles of a warp in inner loops"])
+def implicit_bytes(order: int, rows: int, *, block: int = 32, tile: int = 128, shared: int = 227 * 1024) -> dict:
+    """What the forward of implicit attention moves for a token and channel in bfloat16, and the least it could.
+
+    `now`: x, the columns (memory and tokens of each block, written and read), the rows of queries, keys and values
+    (written and read), and y. The logits of a token are sums over all channels, so that no program that has a tile of
+    them can go from x to y alone; `fused` is what two kernels would move that both go from x to the rows again: x
+    twice, y, and each tile's part of the logits (written and read). And the matrix that reads the memories out, which
+    all columns share: `matrix` is what of it comes from the caches if the columns fill the memory that a
+    multiprocessor shares; 0 if that has room for the matrix itself, and for the columns of a tile.
+    """
+    height = -(-order // 8) * 8 + block
+    size = 2 * 3 * rows * block * height
+    fits = size + 2 * height * tile <= shared
     return {
-        shape: bandwidth(report, record["sizes"], record["sm"], numbers, backward=backward)
+        "now": 2 + 2 * 2 * height / block + 2 * 2 * 3 * rows + 2,
+        "fused": 2 * 2 + 2 + 2 * 4 * rows**2 / tile,
+        "matrix": 0.0 if fits else size / block / (shared // (2 * height)),
+    }
+
+
+def _scan_shares(record: dict, records: list[dict]) -> dict:
+    chunks, backward = record["kernel"] == "chunk_backward_kernel", record["kernel"] != "forward_kernel"
+    name = "backward_summary_kernel" if backward else "forward_summary_kernel"
+    same = {"op": record["op"], "sm": record["sm"], "triton": record["triton"], "kernel": name}
+    same["class"] = record["class"] + (", chunks" if chunks else "")
+    summary = sum(next(r for r in records if same.items() <= r.items())["inner loops"])
+    sizes = record["sizes"] | ({"T": STEP} if chunks else {})
+    inner = _of_tile(record, "inner loops", chunks)
+    if not backward:  # a checkpoint is written once a block
+        inner -= sum(record["skipped in inner loops"]) * (1 - sizes["T"] / sizes["BLOCK"])
+    each = summary / SUMMARY_TOKENS / (inner / sizes["T"]) if chunks else summary / inner
+    report = record | {"inner instructions per tile": inner, "summary share": each}
+    report["inner cycles per tile"] = _of_tile(record, "cycles of a warp in inner loops", chunks)
+    return {
+        shape: bandwidth(report, sizes, record["sm"], numbers, backward=backward, chunks=chunks)
         for shape, numbers in SHAPES.items()
     }
+
+
+def _of_tile(record: dict, name: str, chunks: bool) -> float:
+    """The sum over loops; in chunks for a step, of which a loop over chunks takes two turns."""
+    loops = record[name]
+    if not chunks:
+        return sum(loops)
+    if len(loops) != 4:
+        raise ValueError(
+            f"{record['kernel']} should have four loops, before, over and after its chunks; found {loops}"
+        )
+    return loops[0] + (loops[1] + loops[2]) * (STEP // CHUNK) + loops[3]
 
 
 PAGE = f"""
 The compiler's report on every Triton kernel of the package, for cards that were not there: **nothing on this page
 was measured on one.** Spills are reads and writes of local memory, in brackets those inside inner loops. The linear
 scans are compiled for complex states with every option on.
+
+With 32 and 64 states the scan's `backward_kernel` is launched for float32 alone: it stands here to be compared with
+`chunk_backward_kernel`, which goes in chunks of {CHUNK} tokens. Of versions between the oldest and the newest that are
+admitted, the page may have a part.
 
 Shares of memory bandwidth are estimates for bfloat16 with a gate. The bytes that have to move (forward x, logit, z, o;
 backward twice x, logit, z and the output's gradient) over the time that the inner loops take on the busiest scheduler:
@@ -332,9 +392,12 @@ def merged(records: list[dict]) -> list[dict]:
     """With those of other versions of Triton that are recorded, oldest version first."""
     file = ROOT / "reports" / "kernel_evidence.json"
     known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
-    new = {(r["triton"], r["sm"]) for r in records}
-    kept = [r for r in known if "triton" in r and (r["triton"], r["sm"]) not in new]
-    return sorted(kept + records, key=lambda r: [int(part) for part in r["triton"].split(".")])
+    of = itemgetter("triton", "sm", "op", "kernel", "class")
+    new = set(map(of, records))
+    kept = [r for r in known if of(r) not in new]
+    both = sorted(kept + records, key=lambda r: [int(part) for part in r["triton"].split(".")])
+    add_shares(both)
+    return both
 
 
 def write_page(records: list[dict]) -> None:
@@ -371,10 +434,27 @@ def write_page(records: list[dict]) -> None:
     moved = (
         [r["kernel"], r["class"], *(f"{found.get(name, 0):g}" for name in BYTES), f"{sum(found.values()):g}"]
         for r in newest if r["sm"] == SHOWN and "bandwidth" in r
-        for found in [scan_bytes(r["sizes"], backward=r["kernel"] == "backward_kernel")]
+        for found in [
+            scan_bytes(
+                r["sizes"], backward=r["kernel"] != "forward_kernel", chunks=r["kernel"] == "chunk_backward_kernel"
+            )
+        ]
     )  # fmt: skip
     moved_head = ["scan", "class", *BYTES, "all"]
     parts += ("## Bytes that the scan moves for a token and channel", reporting.table(moved_head, moved))
+    orders = ((50, 5), (220, 22))
+    moved = (
+        [f"q={order}, q'={rows}", *(f"{value:.3g}" for value in implicit_bytes(order, rows).values())]
+        for order, rows in orders
+    )
+    parts += (
+        "## Bytes that implicit attention moves for a token and channel, forward",
+        "Attention among the rows of a token sums over all channels, so that no kernel with a tile of them goes from "
+        "x to y: two kernels could, which both read the memories out. For q = 50 they would move less than 16 bytes; "
+        "they are not written. For q = 220 the matrix that reads the memories out does not fit into the memory that a "
+        "multiprocessor shares, and comes from the caches again for every tile.",
+        reporting.table(["class", "now", "of two fused kernels", "of their matrix, from caches"], moved),
+    )
     full = f"## Kernels that spill, or take more than {MANY} registers, on sm_{SHOWN} by Triton {versions[-1]}"
     parts += (full, reporting.table(head, rows))
     each: dict[tuple, dict] = {}
@@ -399,8 +479,9 @@ def main() -> int:
     parser.add_argument(
         "--capability", type=int, choices=CARDS, action="append", help="only this one; may be repeated"
     )
+    parser.add_argument("--only", nargs="+", default=[], help="only kernels with one of these words in their names")
     options = parser.parse_args()
-    write_page(evidence(options.capability or list(CARDS)))
+    write_page(evidence(options.capability or list(CARDS), options.only))
     return 0
 
 

@@ -95,7 +95,7 @@ def test_a_kernel_that_computes_something_else_is_not_used(checkpoints, plain, t
 @pytest.mark.parametrize("loaded_by", ["path", "kernels"])
 def test_the_kernels_themselves(checkpoints, plain, tmp_path, loaded_by):
     """In Triton's interpreter: found on the path, or loaded by the `kernels` library."""
-    pytest.importorskip("triton", minversion="3.3")
+    pytest.importorskip("triton", minversion="3.6")
     folder = export_kernels(tmp_path / "kernels")
     where = {"path": [folder / "build" / "torch-universal"]}
     if loaded_by == "kernels":

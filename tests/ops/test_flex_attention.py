@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention as flex
 
-from hf_hybrid_ssm.ops.local_attention import local_attention, triton
+from hf_hybrid_ssm.ops.local_attention import flex_attention, local_attention
 from hf_hybrid_ssm.ops.local_attention.reference import self_check_inputs
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called")
@@ -27,10 +27,10 @@ ROWS = ["plain", "packed", "padded", "packed and padded"]
 @pytest.fixture
 def without_compiler(monkeypatch):
     monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
-    monkeypatch.setattr(triton, "supports", lambda device_type, dtype: None)
-    monkeypatch.setattr(triton, "LEAST_HEAD", 1)
+    monkeypatch.setattr(flex_attention, "supports", lambda device_type, dtype: None)
+    monkeypatch.setattr(flex_attention, "LEAST_HEAD", 1)
     monkeypatch.setattr("hf_hybrid_ssm.ops.local_attention._OP.unavailable", lambda *arguments: None)
-    monkeypatch.setitem(_loaded(), "triton", triton.local_attention_triton)
+    monkeypatch.setitem(_loaded(), "triton", flex_attention.local_attention_triton)
 
 
 def _loaded() -> dict:
@@ -68,14 +68,14 @@ def test_equals_the_torch_implementation(without_compiler, case, rows):
 def test_what_it_has_not_is_left_to_torch(without_compiler, monkeypatch):
     """Dropout, a state, short rows, and chunks without bias or documents; everything else is its own."""
     calls = []
-    monkeypatch.setattr(triton, "local_attention_torch", lambda *arguments, **options: calls.append(options))
+    monkeypatch.setattr(flex_attention, "local_attention_torch", lambda *arguments, **options: calls.append(options))
     q = torch.randn(1, 1, 130, 4)
     options = {"chunk_size": None, "bias": None, "scale": 1.0, "zero_kv_sink": False, "state": None}
     options |= {"window": (3, 0), "seq_idx": None, "lengths": None, "dropout": 0.0}
-    assert triton.local_attention_triton(q, q, q, **options).shape == q.shape and calls == []
-    triton.local_attention_triton(q, q, q, **options | {"dropout": 0.1})
-    triton.local_attention_triton(q, q, q, **options | {"state": ()})
-    triton.local_attention_triton(*[q[:, :, :5]] * 3, **options)
+    assert flex_attention.local_attention_triton(q, q, q, **options).shape == q.shape and calls == []
+    flex_attention.local_attention_triton(q, q, q, **options | {"dropout": 0.1})
+    flex_attention.local_attention_triton(q, q, q, **options | {"state": ()})
+    flex_attention.local_attention_triton(*[q[:, :, :5]] * 3, **options)
     assert [(call["dropout"], call["state"]) for call in calls] == [(0.1, None), (0.0, ()), (0.0, None)]
     chunks = options | {"window": (9, 0), "chunk_size": 10}
     for more in ({}, {"bias": torch.zeros(1, 10)}, {"seq_idx": torch.zeros(1, 130, dtype=torch.int64)}):
@@ -87,7 +87,7 @@ def test_what_it_has_not_is_left_to_torch(without_compiler, monkeypatch):
 def test_no_block_of_a_window_is_left_out(window):
     """Each key that a query sees lies in a block that is visited, and each block that is visited holds one."""
     length = 700
-    count, indices = (table[0, 0] for table in triton._visited(length, window, torch.device("cpu")))
+    count, indices = (table[0, 0] for table in flex_attention._visited(length, window, torch.device("cpu")))
     distance = torch.arange(length).unsqueeze(1) - torch.arange(length)
     left, right = (length if limit is None else limit for limit in window)
     seen = (distance <= left) & (distance >= -right)
@@ -98,14 +98,14 @@ def test_no_block_of_a_window_is_left_out(window):
 
 
 def test_only_what_can_be_compiled():
-    assert "not torch.float64" in triton.supports("cuda", torch.float64)
-    assert "not on cpu" in triton.supports("cpu", torch.float32)
+    assert "not torch.float64" in flex_attention.supports("cuda", torch.float64)
+    assert "not on cpu" in flex_attention.supports("cpu", torch.float32)
 
 
 def test_self_check_covers_more_than_a_block(without_compiler):
     inputs = self_check_inputs()
-    assert inputs["q"].shape[2] > triton.BLOCK and inputs["zero_kv_sink"] and inputs["bias"] is not None
-    y = triton.local_attention_triton(**inputs)
+    assert inputs["q"].shape[2] > flex_attention.BLOCK and inputs["zero_kv_sink"] and inputs["bias"] is not None
+    y = flex_attention.local_attention_triton(**inputs)
     expected, _ = local_attention(
         *(inputs[name] for name in "qkv"),
         **{name: inputs[name] for name in ("window", "bias", "scale", "zero_kv_sink")},
@@ -117,18 +117,18 @@ def test_self_check_covers_more_than_a_block(without_compiler):
 def test_every_configuration_is_compiled_by_itself(without_compiler, monkeypatch):
     """Of one function torch keeps few compiled forms, and refuses the next: here five meet a limit of three, which are
     those of one configuration (two lengths, and another number of blocks)."""
-    monkeypatch.setattr(triton, "OPTIONS", {"fullgraph": True, "backend": "eager"})
-    monkeypatch.setattr(triton, "_is_compiled", lambda q: True)
+    monkeypatch.setattr(flex_attention, "OPTIONS", {"fullgraph": True, "backend": "eager"})
+    monkeypatch.setattr(flex_attention, "_is_compiled", lambda q: True)
     options = {"window": (20, 0), "chunk_size": None, "bias": None, "scale": 1.0, "zero_kv_sink": False}
     options |= {"dropout": 0.0, "state": None, "seq_idx": None, "lengths": None}
-    triton._compiled.cache_clear()
+    flex_attention._compiled.cache_clear()
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=3):
         for length, size, heads in ((150, 4, 2), (200, 4, 2), (300, 4, 2), (150, 8, 2), (150, 4, 3)):
             q, k, v = torch.randn(3, 2, heads, length, size).unbind(0)
-            y = triton.local_attention_triton(q, k, v, **options)
+            y = flex_attention.local_attention_triton(q, k, v, **options)
             want, _ = local_attention(q, k, v, window=(20, 0), scale=1.0, backend="reference")
             torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-5)
-    assert triton._compiled.cache_info().currsize == 3
-    triton._compiled.cache_clear()
+    assert flex_attention._compiled.cache_info().currsize == 3
+    flex_attention._compiled.cache_clear()
     torch._dynamo.reset()

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+import triton
 
 from hf_hybrid_ssm.ops.causal_conv import causal_conv, causal_conv_step
 from hf_hybrid_ssm.ops.causal_conv import triton as conv_launcher
@@ -17,6 +18,7 @@ from hf_hybrid_ssm.ops.longhorn_scan import triton as launcher
 from tests.ops import interpreter  # noqa: F401 - lets old versions run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CHUNKS = "chunk_backward_kernel"
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}  # relative to the largest entry
 
 
@@ -61,6 +63,18 @@ def assert_agree(got, want, bound):
         assert error <= bound, f"{name}: {error:.1e} > {bound:.1e}"
 
 
+class Recorder:
+    """Stands for a kernel and keeps the grids it was launched with, and in a list, if one is given, the kernel."""
+
+    def __init__(self, kernel, launched=None):
+        self.kernel, self.grids, self.launched = kernel, [], [] if launched is None else launched
+
+    def __getitem__(self, grid):
+        self.grids.append(grid)
+        self.launched.append(self.kernel)
+        return self.kernel[grid]
+
+
 def scan_inputs(batch, length, channels, states, dtype, optional=True):
     inputs = {"x": random(batch, length, channels, seed=1), "beta_logit": random(batch, length, channels, seed=2)}
     inputs |= {"k": random(batch, length, states, seed=3), "q": random(batch, length, states, seed=4)}
@@ -96,8 +110,17 @@ SCANS = {
 }
 
 
+def in_chunks(monkeypatch):
+    """Lets the backward of any inputs, float32 among them, take its tokens in chunks, two of them in a block."""
+    sizes = {"BD": 16, "num_warps": 1, "STAGES": 1, "BLOCK": 8}
+    monkeypatch.setattr(triton_sizes, "chunk_sizes", lambda n, *_: sizes | {"N": max(16, triton.next_power_of_2(n))})
+
+
+@pytest.mark.parametrize("chunks", [False, True], ids=["by-token", "in-chunks"])
 @pytest.mark.parametrize("case", SCANS.values(), ids=SCANS.keys())
-def test_scan_agrees_with_reference(case, monkeypatch):
+def test_scan_agrees_with_reference(case, chunks, monkeypatch):
+    if chunks:
+        in_chunks(monkeypatch)
     case = {"dtype": torch.float32, "packed": False, "lengths": None, "splits": 1, "optional": True} | case
     monkeypatch.setattr(triton_sizes, "time_splits", lambda *_: case["splits"])
     batch, length = case["shape"][:2]
@@ -137,7 +160,10 @@ def test_scan_follows_strides():
     torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)
 
 
-def test_extreme_steps_and_keys():
+@pytest.mark.parametrize("chunks", [False, True], ids=["by-token", "in-chunks"])
+def test_extreme_steps_and_keys(chunks, monkeypatch):
+    if chunks:
+        in_chunks(monkeypatch)
     inputs = scan_inputs(1, 8, 3, 4, torch.float32)
     logits = torch.tensor([-1e4, -100.0, 0.0, 1e4, 80.0, -80.0, 30.0, 1.0], device=DEVICE)
     inputs["beta_logit"] = logits[None, :, None].repeat(1, 1, 3)
@@ -149,11 +175,28 @@ def test_extreme_steps_and_keys():
     assert_agree(got, want, 2e-6)
 
 
-def test_gradients_repeat_bit_for_bit(monkeypatch):
+@pytest.mark.parametrize("chunks", [False, True], ids=["by-token", "in-chunks"])
+def test_gradients_repeat_bit_for_bit(chunks, monkeypatch):
+    if chunks:
+        in_chunks(monkeypatch)
     monkeypatch.setattr(triton_sizes, "time_splits", lambda *_: 2)
     inputs = scan_inputs(2, 17, 5, 3, torch.float32)
     first, second = (gradients(longhorn_scan, inputs, None, backend="triton") for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_many_states_of_16_bits_go_in_chunks(monkeypatch):
+    """And others do not: few states, float32, and a card whose programs can share too little memory."""
+    launched = []
+    for kernels, name in ((launcher.backward_kernels, "backward_kernel"), (launcher.chunk_kernels, CHUNKS)):
+        monkeypatch.setattr(kernels, name, Recorder(getattr(kernels, name), launched))
+    for states, dtype, memory in ((32, torch.bfloat16, 1e6), (32, torch.float32, 1e6), (31, torch.bfloat16, 1e6)):
+        monkeypatch.setattr(launcher, "shared_memory", lambda device, memory=memory: memory)
+        inputs = {name: t.requires_grad_() for name, t in scan_inputs(1, 2, 2, states, dtype, False).items()}
+        longhorn_scan(**inputs, backend="triton")[0].sum().backward()
+    assert [kernel.fn.__name__ for kernel in launched] == [CHUNKS, "backward_kernel", "backward_kernel"]
+    assert triton_sizes.chunk_sizes(64, "torch.bfloat16", 227 * 1024) is not None
+    assert triton_sizes.chunk_sizes(64, "torch.bfloat16", 99 * 1024) is None
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
@@ -277,17 +320,6 @@ def test_long_convolution_runs_the_kernel(monkeypatch):
     monkeypatch.setattr(long_launcher, "choose", lambda *_, **__: "fft")
     long_conv(u, kernel, backend="triton")
     assert len(launched) == 1
-
-
-class Recorder:
-    """Stands for a kernel and keeps the grids it was launched with."""
-
-    def __init__(self, kernel):
-        self.kernel, self.grids = kernel, []
-
-    def __getitem__(self, grid):
-        self.grids.append(grid)
-        return self.kernel[grid]
 
 
 def test_a_long_convolution_is_launched_along_one_axis(monkeypatch):

@@ -45,6 +45,7 @@ class Op:
             `supports(device_type, dtype) -> str | None`: None if it can run, else the reason it cannot. They are
             imported on first use, so that a missing or broken package never breaks the import.
         self_check_inputs: arguments on which a kernel is checked against the reference before its first use.
+        further_inputs: more of them, for kernels that take other ways with other sizes.
         opaque: names in `builtin` that are more than plain torch operations, and so, like every kernel, cannot run
             inside a function transform.
         differentiable: False for an op of decoding, which overwrites its state and has no gradients to be checked.
@@ -57,6 +58,7 @@ class Op:
     builtin: dict[str, Callable]
     kernels: dict[str, str] = field(default_factory=dict)
     self_check_inputs: Callable[[], dict] | None = None
+    further_inputs: tuple[Callable[[], dict], ...] = ()
     opaque: tuple[str, ...] = ()
     differentiable: bool = True
     _loaded: dict[str, Callable | str] = field(default_factory=dict, repr=False)
@@ -89,11 +91,13 @@ class Op:
         """The largest relative error of an optional backend that can run here, or what it raised; computed once."""
         key = (name, device_type, dtype)
         if key not in self._errors:
-            kernel, reference, inputs = self._loaded[name], self.builtin["reference"], self.self_check_inputs
+            kernel, reference = self._loaded[name], self.builtin["reference"]
             self._errors[key] = 0.0  # the check itself must not ask for a check
             try:
                 options = {"gradients": self.differentiable}
-                self._errors[key] = largest_error(kernel, reference, inputs, device_type, dtype, **options)  # type: ignore[arg-type]
+                examples = (self.self_check_inputs, *self.further_inputs)
+                errors = (largest_error(kernel, reference, each, device_type, dtype, **options) for each in examples)  # type: ignore[arg-type]
+                self._errors[key] = max(errors)
             except Exception as error:  # whatever a kernel does, the torch backend must work
                 self._errors[key] = f"{type(error).__name__}: {error}"
             if reason := self._failed_check(name, device_type, dtype):

@@ -3,6 +3,7 @@
 Kernels run on CUDA devices, or on any device when Triton interprets them in Python.
 """
 
+import math
 import os
 from contextlib import AbstractContextManager, nullcontext
 
@@ -37,6 +38,13 @@ def device_guard(tensor: Tensor) -> AbstractContextManager:
 def multiprocessors(device: torch.device) -> int:
     """How many the device has; where Triton interprets, one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def shared_memory(device: torch.device) -> float:
+    """How many bytes a program can share on the device; where Triton interprets, any number."""
+    if device.type != "cuda":
+        return math.inf
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def dense_rows(*tensors: Tensor | None) -> list:
@@ -83,14 +91,14 @@ def reciprocal(x):
 
 
 @triton.jit
-def pick(tile, index, i):
+def select_row(tile, index, i):
     """Row i of a tile; the compiler folds it away where the first axis lies in a lane's registers."""
     bits = tl.where(index == i, tile.to(tl.int32, bitcast=True), 0)
     return tl.sum(bits, 0).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def place(program, tiles, num_splits):
+def program_coords(program, tiles, num_splits):
     """Which channels, split and row a program has; one axis of the grid, so that none is too short."""
     rest = program // tiles
     return program % tiles, rest % num_splits, (rest // num_splits).to(tl.int64)

@@ -17,9 +17,9 @@ from hf_hybrid_ssm.ops._core.triton_helpers import (
     device_guard,
     exponential,
     load,
-    pick,
-    place,
+    program_coords,
     reciprocal,
+    select_row,
     strides,
     supports,
 )
@@ -82,7 +82,7 @@ def forward_kernel(
     K: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """y_t = silu(bias + sum_j w_j x_{t-K+1+j})."""
-    tile, block, row = place(tl.program_id(0), tiles, blocks)
+    tile, block, row = program_coords(tl.program_id(0), tiles, blocks)
     t, d = row * 0 + block * BT + tl.arange(0, BT), tile * BD + tl.arange(0, BD)
     is_channel = d < channels
     total = taps_sum(
@@ -121,7 +121,7 @@ def backward_kernel(
     Tokens come one after the other, `T` at a time, so that each is read once and the sums need no exchange between
     lanes. A program leaves its part of the weights' gradient, of `BLOCKS` T tokens.
     """
-    tile, chunk, row = place(tl.program_id(0), tiles, chunks)
+    tile, chunk, row = program_coords(tl.program_id(0), tiles, chunks)
     d = tile * BD + tl.arange(0, BD)
     is_channel = d < channels
     j2 = tl.arange(0, triton.next_power_of_2(K))[:, None]
@@ -179,7 +179,7 @@ def backward_kernel(
                 tl.store(dstate + (row * (K - 1) + i) * channels + d, total, mask=is_channel & between(first, 0, 1, d))
     part = row * chunks + chunk
     for j in tl.static_range(K):
-        tl.store(dweight_parts + (part * channels + d) * K + j, pick(dweight, j2, j), mask=is_channel)
+        tl.store(dweight_parts + (part * channels + d) * K + j, select_row(dweight, j2, j), mask=is_channel)
     if HAS_BIAS:
         tl.store(dbias_parts + part * channels + d, dbias, mask=is_channel)
 

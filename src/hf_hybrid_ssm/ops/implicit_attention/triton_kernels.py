@@ -18,7 +18,7 @@ from hf_hybrid_ssm.ops._core.triton_helpers import load
 
 
 @triton.jit
-def place(tiles, segments, per_segment, num_blocks):
+def program_coords(tiles, segments, per_segment, num_blocks):
     """Tile, row, and the first and last (exclusive) block that the program is to give."""
     tile, rest = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     first = (rest % segments) * per_segment
@@ -47,7 +47,7 @@ def memory_kernel(
     BK: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """columns[:, n]: the memory (`size` rows, and zeros) before block n, and below it the block's C tokens."""
-    tile, row, first, last = place(tiles, segments, per_segment, num_blocks)
+    tile, row, first, last = program_coords(tiles, segments, per_segment, num_blocks)
     tokens, end = ends(lengths, row, L, num_blocks, LENGTHS, C)
     d, m, k, c = tile * BD + tl.arange(0, BD), tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, C)
     is_channel, lane = (d < channels)[None, :], tl.arange(0, BD)[None, :]
@@ -110,7 +110,7 @@ def memory_gradient_kernel(
     BK: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """The same walk from the row's end, by the transposed matrices: the gradients of tokens and initial memory."""
-    tile, row, first, last = place(tiles, segments, per_segment, num_blocks)
+    tile, row, first, last = program_coords(tiles, segments, per_segment, num_blocks)
     tokens, end = ends(lengths, row, L, num_blocks, LENGTHS, C)
     d, m, k = tile * BD + tl.arange(0, BD), tl.arange(0, BM), tl.arange(0, BK)
     is_channel, lane = (d < channels)[None, :], tl.arange(0, BD)[None, :]

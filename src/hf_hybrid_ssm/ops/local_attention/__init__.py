@@ -13,7 +13,7 @@ _OP = Op(
     "local_attention",
     builtin={"torch": local_attention_torch, "reference": local_attention_reference},
     kernels={
-        "triton": "hf_hybrid_ssm.ops.local_attention.triton",
+        "triton": "hf_hybrid_ssm.ops.local_attention.flex_attention",
         "native": "hf_hybrid_ssm.ops.local_attention.native",
     },
     self_check_inputs=self_check_inputs,

@@ -10,6 +10,7 @@ from hf_hybrid_ssm.ops.longhorn_scan.reference import (
     longhorn_scan_reference,
     longhorn_step_reference,
     self_check_inputs,
+    self_check_inputs_of_many_states,
     step_self_check_inputs,
 )
 from hf_hybrid_ssm.ops.longhorn_scan.torch_backend import longhorn_scan_torch, longhorn_step_torch
@@ -19,6 +20,7 @@ _OP = Op(
     builtin={"torch": longhorn_scan_torch, "reference": longhorn_scan_reference},
     kernels={"native": "hf_hybrid_ssm.ops.longhorn_scan.native", "triton": "hf_hybrid_ssm.ops.longhorn_scan.triton"},
     self_check_inputs=self_check_inputs,
+    further_inputs=(self_check_inputs_of_many_states,),
     opaque=("torch",),
 )
 _STEP = Op(

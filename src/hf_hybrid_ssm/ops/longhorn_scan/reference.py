@@ -38,6 +38,12 @@ def self_check_inputs() -> dict:
     return draw(shapes | {"beta_bias": (18,), "D": (18,), "initial_state": (1, 18, 16)})
 
 
+def self_check_inputs_of_many_states() -> dict:
+    """So many that the backward of 16-bit inputs may take them in chunks of tokens; the last chunk is not whole."""
+    shapes = dict.fromkeys(("x", "beta_logit", "z"), (1, 67, 18)) | dict.fromkeys("kq", (1, 67, 33))
+    return draw(shapes | {"beta_bias": (18,), "D": (18,), "initial_state": (1, 18, 33)})
+
+
 def longhorn_step_reference(x, beta_logit, k, q, state, *, beta_bias=None, D=None, z=None):
     """See `hf_hybrid_ssm.ops.longhorn_scan.longhorn_step`: a scan of one token."""
     one = [each.unsqueeze(1) for each in (x, beta_logit, k, q)]

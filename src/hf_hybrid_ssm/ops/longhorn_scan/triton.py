@@ -12,10 +12,12 @@ from hf_hybrid_ssm.ops._core.triton_helpers import (
     dense_rows,
     device_guard,
     multiprocessors,
+    shared_memory,
     strides,
     supports,
 )
 from hf_hybrid_ssm.ops.longhorn_scan import triton_backward_kernels as backward_kernels
+from hf_hybrid_ssm.ops.longhorn_scan import triton_chunk_kernels as chunk_kernels
 from hf_hybrid_ssm.ops.longhorn_scan import triton_kernels as kernels
 from hf_hybrid_ssm.ops.longhorn_scan import triton_sizes
 
@@ -52,10 +54,14 @@ class _Launch:
             dtype=str(x.dtype),
             device=device,
         )
+        memory = shared_memory(x.device)
+        self.chunks = triton_sizes.chunk_sizes(self.num_states, str(x.dtype), memory) if backward else None
+        if self.chunks is not None:
+            self.sizes = self.sizes | {"BD": self.chunks["BD"]}  # of the first pass over a row that is cut
         self.block = self.sizes["BLOCK"]
         self.blocks = triton.cdiv(self.length, self.block)
         self.tiles = triton.cdiv(self.channels, self.sizes["BD"])
-        lanes = self.batch * self.tiles * 32 * self.sizes["num_warps"]
+        lanes = self.batch * self.tiles * 32 * (self.chunks or self.sizes)["num_warps"]
         self.splits = triton_sizes.time_splits(lanes, self.length, multiprocessors(x.device), backward)
         self.grid = (self.tiles * self.splits * self.batch,)
         counts = (self.tiles, self.splits, self.blocks, triton.cdiv(self.blocks, self.splits))
@@ -204,13 +210,19 @@ def scan_backward(
         dbias, dskip = (
             torch.empty((batch * launch.splits, channels) if t is not None else (0,), **exact) for t in (beta_bias, D)
         )
-        scratch = torch.empty(*launch.grid, launch.block // sizes["T"], launch.width, sizes["BD"], **exact)
-        backward_kernels.backward_kernel[launch.grid](
+        chunks = launch.chunks
+        kernel = backward_kernels.backward_kernel if chunks is None else chunk_kernels.chunk_backward_kernel
+        if chunks is None:
+            held = launch.block // sizes["T"] * launch.width
+        else:
+            held = chunk_kernels.held_rows(launch.block, launch.width)
+        scratch = torch.empty(*launch.grid, held, sizes["BD"], **exact)
+        kernel[launch.grid](
             x, beta_logit, z, grad_o, keys, queries, norms, keeps, beta_bias, D, checkpoints, grads, scratch,
             dx, dlogit, dz, dq_parts, dk_parts, norm_parts, dbias, dskip, dinitial,
             *strides(x, beta_logit, z, grad_o), *launch.shape, batch,
-            **flags, **sizes, HAS_SKIP=D is not None, HAS_GRAD_STATES=grads is not None,
-            WIDTH=triton_sizes.WIDTH,
+            **flags, **(sizes if chunks is None else chunks),
+            HAS_SKIP=D is not None, HAS_GRAD_STATES=grads is not None, WIDTH=triton_sizes.WIDTH,
         )  # fmt: skip
         backward_kernels.finish_kernel[launch.shared_grid](
             dq_parts, dk_parts, norm_parts, keys, dq, dk, length, launch.padded, num_states,

@@ -3,15 +3,22 @@
 import triton
 import triton.language as tl
 
-from hf_hybrid_ssm.ops._core.triton_helpers import INTERPRETING, exponential, load, pick, place, reciprocal
+from hf_hybrid_ssm.ops._core.triton_helpers import (
+    INTERPRETING,
+    exponential,
+    load,
+    program_coords,
+    reciprocal,
+    select_row,
+)
 from hf_hybrid_ssm.ops.longhorn_scan.triton_kernels import (
     UNKNOWN,
+    broadcast_lanes,
     compute_delta,
     dot_states,
     in_checkpoint,
     in_states,
     load_states,
-    spread,
     store_states,
 )
 
@@ -59,7 +66,7 @@ def backward_kernel(
     """
     N: tl.constexpr = S * P
     SUBS: tl.constexpr = BLOCK // T
-    tile, split, row = place(tl.program_id(0), tiles, num_splits)
+    tile, split, row = program_coords(tl.program_id(0), tiles, num_splits)
     d, t, wide = tile * BD + tl.arange(0, BD), tl.arange(0, T), row * 0  # makes what it is added to 64-bit
     is_channel = d < channels
     s3, t3, t4 = tl.arange(0, S)[:, None, None], t[:, None, None], t[:, None, None, None]
@@ -95,14 +102,14 @@ def backward_kernel(
             )
             delta, _ = compute_delta(logit + bias, tl.load(norms + shared + t)[:, None])
             key = tl.broadcast_to(tl.load(keys + shared * N + in_keys)[:, :, None, :], [T, S, BD, P])
-            deltas, writes = spread(delta, T, BD, P), spread(delta * x_t, T, BD, P)
+            deltas, writes = broadcast_lanes(delta, T, BD, P), broadcast_lanes(delta * x_t, T, BD, P)
             if HAS_DOCUMENTS:
-                keep = spread(tl.broadcast_to(tl.load(keeps + shared + t)[:, None], [T, BD]), T, BD, P)
+                keep = broadcast_lanes(tl.broadcast_to(tl.load(keeps + shared + t)[:, None], [T, BD]), T, BD, P)
             for i in tl.static_range(T):
-                k_i = pick(key, t4, i)
+                k_i = select_row(key, t4, i)
                 if HAS_DOCUMENTS:
-                    h = h * pick(keep, t3, i)[None, :, :]
-                h += k_i * (pick(writes, t3, i)[None, :, :] - pick(deltas, t3, i)[None, :, :] * k_i * h)
+                    h = h * select_row(keep, t3, i)[None, :, :]
+                h += k_i * (select_row(writes, t3, i)[None, :, :] - select_row(deltas, t3, i)[None, :, :] * k_i * h)
         store_states(own + (SUBS - 1) * (N * BD), own_at, BD, own_count, every, h, s3, S)
         tl.debug_barrier()  # the lanes that read a state below may not be those that wrote it
         for back in tl.range(0, SUBS, num_stages=STAGES):
@@ -127,23 +134,27 @@ def backward_kernel(
                 tl.broadcast_to(key[:, :, None, :], [T, S, BD, P]),
                 tl.broadcast_to(query[:, :, None, :], [T, S, BD, P]),
             )
-            deltas, writes, grads = spread(delta, T, BD, P), spread(delta * x_t, T, BD, P), spread(g_t, T, BD, P)
+            deltas, writes, grads = (
+                broadcast_lanes(delta, T, BD, P),
+                broadcast_lanes(delta * x_t, T, BD, P),
+                broadcast_lanes(g_t, T, BD, P),
+            )
             if HAS_DOCUMENTS:
-                keep = spread(tl.broadcast_to(tl.load(keeps + shared + t)[:, None], [T, BD]), T, BD, P)
+                keep = broadcast_lanes(tl.broadcast_to(tl.load(keeps + shared + t)[:, None], [T, BD]), T, BD, P)
             errors = ()  # Delta (x - k h) of the states that the tokens meet
             y = tl.zeros([T, BD, P], tl.float32)
             dq_t = tl.zeros([T, S, BD, P], x.dtype.element_ty if x.dtype.element_ty == tl.bfloat16 else tl.float32)
             for i in tl.static_range(T):
-                k_i, q_i = pick(key, t4, i), pick(query, t4, i)
+                k_i, q_i = select_row(key, t4, i), select_row(query, t4, i)
                 if HAS_DOCUMENTS:
-                    h = h * pick(keep, t3, i)[None, :, :]
-                error = pick(writes, t3, i)[None, :, :] - pick(deltas, t3, i)[None, :, :] * k_i * h
+                    h = h * select_row(keep, t3, i)[None, :, :]
+                error = select_row(writes, t3, i)[None, :, :] - select_row(deltas, t3, i)[None, :, :] * k_i * h
                 errors = errors + (error,)  # type: ignore[assignment]  # noqa: RUF005 - the compiler knows no unpacking
                 h += k_i * error
                 if HAS_GATE:
                     y_i = dot_states(h, q_i, s3, tl.zeros([BD, P], tl.float32), S)
                     y = tl.where(t3 == i, y_i[None, :, :], y)
-                dq_t = tl.where(t4 == i, summand(pick(grads, t3, i)[None, :, :] * h, x)[None, :, :, :], dq_t)
+                dq_t = tl.where(t4 == i, summand(select_row(grads, t3, i)[None, :, :] * h, x)[None, :, :, :], dq_t)
             part = (tile.to(tl.int64) * rows + row) * num_blocks * BLOCK + first
             tl.store(dq_parts + part * N + in_parts, sum_channels(dq_t, x, T, N, BD), mask=line == 0)
             key, query = tl.load(keys + shared * N + in_keys), tl.load(queries + shared * N + in_keys)  # once more:
@@ -155,17 +166,17 @@ def backward_kernel(
             recalled = tl.zeros([T, BD, P], tl.float32)
             ddelta = tl.zeros([T, BD, P], tl.float32)
             for i in tl.static_range(T - 1, -1, -1):
-                k_i = pick(key, t4, i)
-                lam = grad + pick(grads, t3, i)[None, :, :] * pick(query, t4, i)
+                k_i = select_row(key, t4, i)
+                lam = grad + select_row(grads, t3, i)[None, :, :] * select_row(query, t4, i)
                 lam_error = lam * errors[i]
                 zero = tl.zeros([BD, P], tl.float32)
                 recalled = tl.where(t3 == i, dot_states(lam, k_i, s3, zero, S)[None, :, :], recalled)
                 ddelta = tl.where(t3 == i, dot_states(lam_error, k_i, s3, zero, S)[None, :, :], ddelta)
-                half_dk = lam_error - 0.5 * pick(writes, t3, i)[None, :, :] * lam
+                half_dk = lam_error - 0.5 * select_row(writes, t3, i)[None, :, :] * lam
                 dk_t = tl.where(t4 == i, summand(half_dk, x)[None, :, :, :], dk_t)
-                grad = lam * (1.0 - pick(deltas, t3, i)[None, :, :] * (k_i * k_i))
+                grad = lam * (1.0 - select_row(deltas, t3, i)[None, :, :] * (k_i * k_i))
                 if HAS_DOCUMENTS:
-                    grad = grad * pick(keep, t3, i)[None, :, :]
+                    grad = grad * select_row(keep, t3, i)[None, :, :]
             at = (row * L + first) * channels + (t[:, None] * channels + d[None, :])
             delta_ddelta = tl.sum(ddelta, 2)
             dlogit_t = delta_ddelta * delta * e
@@ -194,7 +205,7 @@ def finish_kernel(
     T: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dq, dk (B, L, N): the sums of the parts, tile after tile; |k|² brings dk another -2 k."""
-    tile, _, row = place(tl.program_id(0), tiles, 1)
+    tile, _, row = program_coords(tl.program_id(0), tiles, 1)
     t, n = tile * T + row * 0 + tl.arange(0, T), tl.arange(0, BN)
     inside = t < padded
     dq_t, dk_t = tl.zeros([T, BN], tl.float32), tl.zeros([T, BN], tl.float32)
@@ -221,7 +232,7 @@ def backward_summary_kernel(
     BLOCK: tl.constexpr, T: tl.constexpr, S: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """As `forward_summary_kernel`, for the gradient that runs backwards through time."""
-    tile, split, row = place(tl.program_id(0), tiles, num_splits)
+    tile, split, row = program_coords(tl.program_id(0), tiles, num_splits)
     d, t, wide = tile * BD + tl.arange(0, BD), tl.arange(0, T), row * 0  # makes what it is added to 64-bit
     is_channel = d < channels
     s3, t3, t4 = tl.arange(0, S)[:, None, None], t[:, None, None], t[:, None, None, None]
@@ -246,15 +257,15 @@ def backward_summary_kernel(
             tl.broadcast_to(key[:, :, None, :], [T, S, BD, P]),
             tl.broadcast_to(query[:, :, None, :], [T, S, BD, P]),
         )
-        deltas, grads = spread(delta, T, BD, P), spread(g_t, T, BD, P)
+        deltas, grads = broadcast_lanes(delta, T, BD, P), broadcast_lanes(g_t, T, BD, P)
         if HAS_DOCUMENTS:
-            keep = spread(tl.broadcast_to(tl.load(keeps + shared + t)[:, None], [T, BD]), T, BD, P)
+            keep = broadcast_lanes(tl.broadcast_to(tl.load(keeps + shared + t)[:, None], [T, BD]), T, BD, P)
         for i in tl.static_range(T - 1, -1, -1):
-            k_i = pick(key, t4, i)
-            decay = 1.0 - pick(deltas, t3, i)[None, :, :] * k_i * k_i
+            k_i = select_row(key, t4, i)
+            decay = 1.0 - select_row(deltas, t3, i)[None, :, :] * k_i * k_i
             if HAS_DOCUMENTS:
-                decay = decay * pick(keep, t3, i)[None, :, :]
-            grad = decay * (grad + pick(grads, t3, i)[None, :, :] * pick(query, t4, i))
+                decay = decay * select_row(keep, t3, i)[None, :, :]
+            grad = decay * (grad + select_row(grads, t3, i)[None, :, :] * select_row(query, t4, i))
             product = product * decay
     at, next_state, count = in_states(d, lane, num_states, P, S)
     here = (row * num_splits + split) * num_states * channels

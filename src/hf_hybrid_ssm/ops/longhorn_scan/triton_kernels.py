@@ -17,7 +17,14 @@ the compiler would otherwise choose the layout of the registers after that of th
 import triton
 import triton.language as tl
 
-from hf_hybrid_ssm.ops._core.triton_helpers import INTERPRETING, exponential, load, pick, place, reciprocal
+from hf_hybrid_ssm.ops._core.triton_helpers import (
+    INTERPRETING,
+    exponential,
+    load,
+    program_coords,
+    reciprocal,
+    select_row,
+)
 
 UNKNOWN = ["lane"]
 
@@ -36,12 +43,12 @@ def dot_states(a, b, index, total, S: tl.constexpr):
         total += tl.sum(a * b, 0)
     else:
         for s in tl.static_range(S):
-            total += pick(a, index, s) * pick(b, index, s)
+            total += select_row(a, index, s) * select_row(b, index, s)
     return total
 
 
 @triton.jit
-def spread(tile, T: tl.constexpr, BD: tl.constexpr, P: tl.constexpr):
+def broadcast_lanes(tile, T: tl.constexpr, BD: tl.constexpr, P: tl.constexpr):
     """[T, BD] to all lanes of a channel."""
     return tl.broadcast_to(tile[:, :, None], [T, BD, P])
 
@@ -77,7 +84,7 @@ def load_states(base, at, step, count, is_channel, s3, S: tl.constexpr):
 @triton.jit
 def store_states(base, at, step, count, is_channel, tile, s3, S: tl.constexpr):
     for s in tl.static_range(S):
-        tl.store((base + at) + s * step, pick(tile, s3, s), mask=is_channel[:, None] & (s < count))
+        tl.store((base + at) + s * step, select_row(tile, s3, s), mask=is_channel[:, None] & (s < count))
 
 
 @triton.jit
@@ -90,7 +97,7 @@ def prepare_kernel(
 
     keeps is 1 where a token continues the document of the one before it, or lies beyond the row's end, else 0.
     """
-    tile, _, row = place(tl.program_id(0), tiles, 1)
+    tile, _, row = program_coords(tl.program_id(0), tiles, 1)
     t, n = tile * T + row * 0 + tl.arange(0, T), tl.arange(0, BN)
     real = (t < L)[:, None] & (n < num_states)[None, :]
     k_t = load(k + row * k_row + t[:, None] * k_step + n[None, :], real)
@@ -116,7 +123,7 @@ def forward_kernel(
     BLOCK: tl.constexpr, T: tl.constexpr, S: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """h += k (Delta x - Delta k h), o = (q·h + D x) silu(z): one split of one row for BD channels."""
-    tile, split, row = place(tl.program_id(0), tiles, num_splits)
+    tile, split, row = program_coords(tl.program_id(0), tiles, num_splits)
     d, t, wide = tile * BD + tl.arange(0, BD), tl.arange(0, T), row * 0  # makes what it is added to 64-bit
     is_channel = d < channels
     s3, t3, t4 = tl.arange(0, S)[:, None, None], t[:, None, None], t[:, None, None, None]
@@ -142,9 +149,9 @@ def forward_kernel(
             tl.broadcast_to(key[:, :, None, :], [T, S, BD, P]),
             tl.broadcast_to(query[:, :, None, :], [T, S, BD, P]),
         )
-        deltas, writes = spread(delta, T, BD, P), spread(delta * x_t, T, BD, P)
+        deltas, writes = broadcast_lanes(delta, T, BD, P), broadcast_lanes(delta * x_t, T, BD, P)
         if HAS_DOCUMENTS:
-            keep = spread(tl.broadcast_to(tl.load(keeps + shared + t)[:, None], [T, BD]), T, BD, P)
+            keep = broadcast_lanes(tl.broadcast_to(tl.load(keeps + shared + t)[:, None], [T, BD]), T, BD, P)
         if SAVE and step % (BLOCK // T) == 0:
             here = (
                 checkpoints + (row * num_blocks + step // (BLOCK // T)) * tl.cdiv(channels, WIDTH) * num_states * WIDTH
@@ -153,11 +160,11 @@ def forward_kernel(
             store_states(here, saved_at, next_saved, saved_count, is_channel, h, s3, S)
         y = tl.zeros([T, BD, P], tl.float32)
         for i in tl.static_range(T):
-            k_i = pick(key, t4, i)
+            k_i = select_row(key, t4, i)
             if HAS_DOCUMENTS:
-                h = h * pick(keep, t3, i)[None, :, :]
-            h += k_i * (pick(writes, t3, i)[None, :, :] - pick(deltas, t3, i)[None, :, :] * k_i * h)
-            y_i = dot_states(h, pick(query, t4, i), s3, tl.zeros([BD, P], tl.float32), S)
+                h = h * select_row(keep, t3, i)[None, :, :]
+            h += k_i * (select_row(writes, t3, i)[None, :, :] - select_row(deltas, t3, i)[None, :, :] * k_i * h)
+            y_i = dot_states(h, select_row(query, t4, i), s3, tl.zeros([BD, P], tl.float32), S)
             y = tl.where(t3 == i, y_i[None, :, :], y)
         o_t = tl.sum(y, 2) + through * x_t
         if HAS_GATE:
@@ -177,7 +184,7 @@ def forward_summary_kernel(
     BLOCK: tl.constexpr, T: tl.constexpr, S: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Of one split: the product of its decays and its end state if it started from zero, both (B, splits, D, N)."""
-    tile, split, row = place(tl.program_id(0), tiles, num_splits)
+    tile, split, row = program_coords(tl.program_id(0), tiles, num_splits)
     d, t, wide = tile * BD + tl.arange(0, BD), tl.arange(0, T), row * 0  # makes what it is added to 64-bit
     is_channel = d < channels
     s3, t3, t4 = tl.arange(0, S)[:, None, None], t[:, None, None], t[:, None, None, None]
@@ -194,17 +201,17 @@ def forward_summary_kernel(
         logit = load(beta_logit + row * logit_row + first * logit_step + (t[:, None] * logit_step + d[None, :]), real)
         delta, _ = compute_delta(logit + bias, tl.load(norms + shared + t)[:, None])
         key = tl.broadcast_to(tl.load(keys + shared * (S * P) + in_keys)[:, :, None, :], [T, S, BD, P])
-        deltas, writes = spread(delta, T, BD, P), spread(delta * x_t, T, BD, P)
+        deltas, writes = broadcast_lanes(delta, T, BD, P), broadcast_lanes(delta * x_t, T, BD, P)
         if HAS_DOCUMENTS:
-            keep = spread(tl.broadcast_to(tl.load(keeps + shared + t)[:, None], [T, BD]), T, BD, P)
+            keep = broadcast_lanes(tl.broadcast_to(tl.load(keeps + shared + t)[:, None], [T, BD]), T, BD, P)
         for i in tl.static_range(T):
-            k_i = pick(key, t4, i)
-            delta_k = pick(deltas, t3, i)[None, :, :] * k_i
+            k_i = select_row(key, t4, i)
+            delta_k = select_row(deltas, t3, i)[None, :, :] * k_i
             if HAS_DOCUMENTS:
-                keep_i = pick(keep, t3, i)[None, :, :]
+                keep_i = select_row(keep, t3, i)[None, :, :]
                 h = h * keep_i
                 product = product * keep_i
-            h += k_i * (pick(writes, t3, i)[None, :, :] - delta_k * h)
+            h += k_i * (select_row(writes, t3, i)[None, :, :] - delta_k * h)
             product = product * (1.0 - delta_k * k_i)
     at, next_state, count = in_states(d, lane, num_states, P, S)
     here = (row * num_splits + split) * num_states * channels
@@ -218,7 +225,7 @@ def chain_kernel(
     HAS_STATE: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What enters each split: `outer_state` (B, D, N) the first (the last if REVERSE), then product · state + end."""
-    tile, _, row = place(tl.program_id(0), tiles, 1)
+    tile, _, row = program_coords(tl.program_id(0), tiles, 1)
     i = tile * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
     state = tl.zeros([BLOCK], tl.float32)

@@ -29,6 +29,14 @@ BACKWARD = {
     64: {"BD": 32, "T": 2, "S": 8, "num_warps": 8, "STAGES": 3},
     math.inf: {"BD": 16, "T": 2, "S": 8, "num_warps": 8, "STAGES": 2},
 }
+# of the backward in chunks, which takes over from so many states on: fewer instructions, by the same reports
+CHUNKS_FROM = 32
+CHUNKS = {
+    32: {"BD": 64, "num_warps": 4, "STAGES": 2},
+    64: {"BD": 64, "num_warps": 4, "STAGES": 2},
+    math.inf: {"BD": 32, "num_warps": 8, "STAGES": 2},
+}
+CHUNK_MEMORY = {32: 88 * 1024, 64: 124 * 1024, math.inf: 140 * 1024}  # bytes that a multiprocessor must share
 MEASURING: dict[str, dict[str, int]] = {}  # what `triton_tune` is trying, by shape class
 
 
@@ -41,6 +49,19 @@ def tile_sizes(num_states: int, *, backward: bool, rows: int = 1, length: int = 
     found = found | (MEASURING.get(name) or tuned(device).get(name, {}))
     lanes = min(found["S"], states)
     return found | {"S": lanes, "P": states // lanes, "BLOCK": BLOCK, "enable_fp_fusion": True}
+
+
+def chunk_sizes(num_states: int, dtype: str, memory: float = math.inf) -> dict | None:
+    """Constants of the backward in chunks, or None where the gradients are computed token by token.
+
+    That is so for few states, which take fewer instructions; for float32, which would take three products for each;
+    and on cards whose programs can share less `memory` than the tables need, in bytes.
+    """
+    states = max(16, triton.next_power_of_2(num_states))
+    largest = next(largest for largest in CHUNKS if states <= largest)
+    if num_states < CHUNKS_FROM or dtype == "torch.float32" or memory < CHUNK_MEMORY[largest]:
+        return None
+    return {**CHUNKS[largest], "N": states, "BLOCK": BLOCK, "enable_fp_fusion": True}
 
 
 def shape_class(rows: int, length: int, num_states: int, dtype: str, *, backward: bool) -> str:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from hf_hybrid_ssm.ops._core.triton_helpers import load, place
+from hf_hybrid_ssm.ops._core.triton_helpers import load, program_coords
 from hf_hybrid_ssm.ops.longhorn_scan.triton_kernels import compute_delta
 
 
@@ -14,7 +14,7 @@ def step_kernel(
     HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_GATE: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """h += Delta k (x - k h) in place, y = (q·h + D x) silu(z), for BD channels of one row."""
-    tile, _, row = place(tl.program_id(0), tiles, 1)
+    tile, _, row = program_coords(tl.program_id(0), tiles, 1)
     d, n = tile * BD + tl.arange(0, BD), tl.arange(0, BN)
     is_channel, is_state = d < channels, n < num_states
     held = state + row * channels * num_states + (d[:, None] * num_states + n[None, :])

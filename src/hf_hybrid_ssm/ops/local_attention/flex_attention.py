@@ -66,7 +66,7 @@ def local_attention_triton(
     visited, indices = _visited(length, window, q.device)
     blocks = BlockMask.from_kv_blocks(visited, indices, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(length, length))
     options: dict[str, Any] = {"score_mod": None if bias is None else with_bias, "block_mask": blocks, "scale": scale}
-    options["enable_gqa"] = q.shape[1] != k.shape[1]
+    options["enable_gqa"] = bool(q.shape[1] != k.shape[1])  # of symbolic sizes a comparison is not a bool
     attend = _flex(q, _kind(q, k, v, window, bias, scale, zero_kv_sink))
     if not zero_kv_sink:
         return attend(q, k, v, **options)
