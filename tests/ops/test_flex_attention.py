@@ -79,7 +79,7 @@ def test_what_it_has_not_is_left_to_torch(without_compiler, monkeypatch):
     assert [(call["dropout"], call["state"]) for call in calls] == [(0.1, None), (0.0, ()), (0.0, None)]
     chunks = options | {"window": (9, 0), "chunk_size": 10}
     for more in ({}, {"bias": torch.zeros(1, 10)}, {"seq_idx": torch.zeros(1, 130, dtype=torch.int64)}):
-        triton.local_attention_triton(q, q, q, **chunks | more)
+        flex_attention.local_attention_triton(q, q, q, **chunks | more)
     assert len(calls) == 4 and calls[3]["chunk_size"] == 10
 
 
