@@ -31,8 +31,9 @@ _HUB = "tests/hub/test_export.py tests/hub/test_folder.py"
 TESTS = {prefix: " ".join(f"tests/ops/{name}.py" for name in names.split()) for prefix, names in _OPS.items()} | {
     "ops/implicit_attention/": _LMU,
     "ops/legendre_memory/": _LMU,
-    **{f"ops/{op}/triton": _TRITON for op in ("causal_conv", "linear_scan", "local_attention", "long_conv")},
-    **{f"ops/{op}/triton": _TRITON for op in ("implicit_attention", "longhorn_scan")},
+    **{f"ops/{op}/triton": _TRITON for op in ("causal_conv", "linear_scan", "long_conv", "implicit_attention")},
+    "ops/longhorn_scan/triton": f"{_TRITON} tests/ops/test_longhorn_chunks.py",
+    "ops/local_attention/flex_attention.py": "tests/ops/test_flex_attention.py",
     "layers/": f"tests/layers/test_mixers.py tests/layers/test_initial_values.py {_SPADE}",
     "layers/float32_parameters.py": "tests/layers/test_mixer_precision.py tests/layers/test_initial_values.py",
     "layers/relative_bias.py": f"{_SPADE} {_BST}",
@@ -135,7 +136,7 @@ SCOPES = {
     "ops": (f"{PACKAGE}/ops/", f"{PACKAGE}/models/cache.py"),
 }
 """What can be asked for by a name; a prefix of a path will do as well."""
-BESIDE_OPS = ("triton", "native")
+BESIDE_OPS = ("triton", "flex_attention", "native")
 """Files of ops that the scope "ops" leaves out, by how they begin: kernels, and what calls them."""
 
 

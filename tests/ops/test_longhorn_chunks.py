@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 T = 4
 SUBSETS = range(2**T)  # of a chunk's tokens: token t belongs to f if its bit t is set
@@ -137,3 +138,45 @@ def test_a_chunk_is_the_recurrence(keep, size):
     atol = 1e-12 * math.ceil(size**4)
     for name, one, other in zip(("h", "x", "delta", "k", "q"), got, want):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+class ElevenBits(TorchFunctionMode):
+    """Rounds what is multiplied as matrices to the eleven bits of tf32."""
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        if function in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__):
+            arguments = tuple(self.rounded(t) for t in arguments)
+        return function(*arguments, **(options or {}))
+
+    @staticmethod
+    def rounded(values):
+        mantissa, exponent = torch.frexp(values)
+        return torch.ldexp((mantissa * 2**11).round(), exponent - 11)
+
+
+@pytest.mark.parametrize("size", [0.3, 1.0, 5.0])
+def test_eleven_bits_keep_what_16_bits_hold(size):
+    """Over 64 tokens: less than bfloat16 itself rounds away, which is 4e-3 of a number."""
+    random = torch.Generator().manual_seed(1)
+    D, N, chunks = 24, 32, 16
+    shapes = ((D,), (D,), (N,), (N,), (D,))
+    x, logit, k, q, gy = (torch.randn(chunks, T, *s, generator=random, dtype=torch.float64) for s in shapes)
+    k = k * size
+    delta = 1 / (1 + torch.exp(logit) + (k**2).sum(-1, keepdim=True))
+    scale = (k**2).sum(-1, keepdim=True).clamp(min=1.0).rsqrt()  # as the kernel, which leaves no product too large
+    leaves = [t.requires_grad_() for t in (scale * x, delta / scale**2, scale * k, q)]
+    keep, states, ys = torch.ones(T, dtype=torch.float64), [torch.zeros(N, D, dtype=torch.float64)], []
+    for c in range(chunks):
+        y, after = recurrence(states[-1], *(t[c] for t in leaves), keep)
+        states.append(after)
+        ys.append(y)
+    want = list(torch.autograd.grad((torch.stack(ys) * gy).sum(), leaves))
+    want[1] = want[1] * leaves[1]
+    grad, found = torch.zeros_like(states[0]), []
+    with torch.no_grad(), ElevenBits():
+        for c in reversed(range(chunks)):
+            grad, *rest = backward(states[c], *(t[c] for t in leaves), keep, gy[c], grad)
+            found.insert(0, rest)
+    for name, got, expected in zip(("x", "delta", "k", "q"), zip(*found), want):
+        error = float((torch.stack(got) - expected.detach()).abs().max() / expected.detach().abs().max())
+        assert 0 < error < 2e-3, f"{name}: {error:.1e}"

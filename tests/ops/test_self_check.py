@@ -52,10 +52,18 @@ def make_op(monkeypatch):
         module.doubling_native, module.supports = kernel, supports
         monkeypatch.setitem(sys.modules, "doubling_kernel", module)
         plain = {"torch": lambda x: (x * 2,), "reference": lambda x: (x + x,)}
-        return Op("doubling", plain, {"native": "doubling_kernel"}, lambda: {"x": torch.arange(1.0, 9.0)})
+        op = Op("doubling", plain, {"native": "doubling_kernel"}, lambda: {"x": torch.arange(1.0, 9.0)})
+        op.further_inputs = (lambda: {"x": torch.arange(1.0, 99.0)},)
+        return op
 
     yield make
     REGISTRY.pop("doubling", None)
+
+
+def test_every_example_counts(make_op):
+    """A kernel that is wrong for larger sizes only, for which it takes another way."""
+    op = make_op(lambda x: (Doubling.apply(x, len(x) > 20, False),))
+    assert "its self-check" in op.unavailable("native", "cpu", torch.float32)
 
 
 def one_by_one(setting):
