@@ -235,6 +235,26 @@ def test_step_of_the_convolution_agrees_with_reference(dtype, width):
     assert_agree(*bounds)
 
 
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_steps_on_pages(dtype):
+    """The bits of a step on rows; no number of another page changes, nor any between the pages."""
+    pages, sizes = torch.tensor([4, 0, 3], device=DEVICE), (random(21, seed=1), random(21, 4, seed=2))
+    x, logit = random(3, 21, seed=3).to(dtype), random(3, 21, seed=4).to(dtype)
+    k, q = random(3, 5, seed=5).to(dtype), random(3, 5, seed=6).to(dtype)
+    steps = {
+        (21, 5): lambda state, **given: longhorn_step(x, logit, k, q, state, D=sizes[0], **given, backend="triton"),
+        (3, 21): lambda state, **given: causal_conv_step(x, state, sizes[1].to(dtype), **given, backend="triton"),
+    }
+    for shape, step in steps.items():
+        memory = random(5, shape[0] * shape[1] + 3, seed=7).to(dtype)
+        held = memory[:, 1 : 1 + shape[0] * shape[1]].unflatten(1, shape)
+        rows, wanted = held[pages], memory.clone()
+        y = step(rows)
+        wanted[:, 1 : 1 + shape[0] * shape[1]].unflatten(1, shape)[pages] = rows
+        assert torch.equal(step(held, pages=pages), y)
+        assert torch.equal(memory, wanted)
+
+
 CONVOLUTIONS = {
     "plain": {"shape": (2, 7, 5, 4), "optional": False, "activation": None},
     "silu": {"shape": (2, 7, 5, 4)},

@@ -96,8 +96,8 @@ def causal_conv_step(
         state: (B, K - 1, D), contiguous: the inputs before it, oldest first.
         weight, bias, activation, backend: as for `causal_conv`.
         pages: (B,) int64; `state` is then memory of P pages, (P, K - 1, D), which may lie apart, and row b goes on
-            from `state[pages[b]]`. No page may be given twice. The C kernel works on float32 pages where they lie;
-            elsewhere they are gathered, and put back.
+            from `state[pages[b]]`. No page may be given twice. Triton's kernel works on the pages where they lie, and
+            so does that in C if they are float32; elsewhere they are gathered, and put back.
 
     Returns:
         y (B, D) in the dtype of x.

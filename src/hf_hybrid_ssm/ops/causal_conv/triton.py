@@ -246,15 +246,16 @@ def _flags(weight: Tensor, initial_state: Tensor | None, seq_idx: Tensor | None)
 
 @triton.jit
 def step_kernel(
-    x, state, weight, bias, y, x_row, channels, tiles,
-    HAS_BIAS: tl.constexpr, SILU: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+    x, state, pages, weight, bias, y, x_row, state_row, channels, tiles,
+    HAS_BIAS: tl.constexpr, HAS_PAGES: tl.constexpr, SILU: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y = silu(bias + sum_j w_j x_j), the last tap on x, and the state (B, K - 1, D) moves on by x."""
+    """y = silu(bias + sum_j w_j x_j), the last tap on x, and the state (K - 1, D) of the row or page moves on by x."""
     tile, row = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     d = tile * BLOCK + tl.arange(0, BLOCK)
     inside = d < channels
     total = load(bias + d, inside) if HAS_BIAS else tl.zeros([BLOCK], tl.float32)
-    held = state + row * (K - 1) * channels + d
+    page = tl.load(pages + row) if HAS_PAGES else row
+    held = state + page * state_row + d
     for j in tl.static_range(K - 1):
         seen = load(held + j * channels, inside)
         total += load(weight + d * K + j, inside) * seen
@@ -269,14 +270,14 @@ def step_kernel(
     tl.store(y + row * channels + d, total, mask=inside)
 
 
-def causal_conv_step_triton(x, state, weight, bias=None, *, activation=None):
+def causal_conv_step_triton(x, state, weight, bias=None, *, activation=None, pages=None):
     """As `hf_hybrid_ssm.ops.causal_conv.causal_conv_step`; → y and the state (B, K - 1, D), which is overwritten."""
-    return step(*dense_rows(x), state, *contiguous(weight, bias), activation == "silu"), state
+    return step(*dense_rows(x), state, *contiguous(pages, weight, bias), activation == "silu"), state
 
 
 @torch.library.custom_op("hf_hybrid_ssm::causal_conv_step_triton", mutates_args=("state",))
-def step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-    """y (B, D); weight is (D, K), the rows of x may lie apart."""
+def step(x: Tensor, state: Tensor, pages: Tensor | None, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+    """y (B, D); weight is (D, K), the rows of x may lie apart, and so may the pages of state (P, K - 1, D)."""
     y = x.new_empty(x.shape)
     channels, width = weight.shape
     if y.numel() == 0:
@@ -284,12 +285,12 @@ def step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bo
     tiles = triton.cdiv(channels, STEP_TILE["BLOCK"])
     with device_guard(x):
         step_kernel[(tiles * x.shape[0],)](
-            x, state, weight, bias, y, x.stride(0), channels, tiles,
-            HAS_BIAS=bias is not None, SILU=silu, K=width, **STEP_TILE,
+            x, state, pages, weight, bias, y, x.stride(0), state.stride(0), channels, tiles,
+            HAS_BIAS=bias is not None, HAS_PAGES=pages is not None, SILU=silu, K=width, **STEP_TILE,
         )  # fmt: skip
     return y
 
 
 @step.register_fake
-def _(x, state, weight, bias, silu):
+def _(x, state, pages, weight, bias, silu):
     return x.new_empty(x.shape)

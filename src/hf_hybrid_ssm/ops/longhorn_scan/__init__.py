@@ -122,8 +122,8 @@ def longhorn_step(
         state: (B, D, N), contiguous, in any floating point dtype; computed with in float32 or wider.
         beta_bias, D: (D,).
         pages: (B,) int64; `state` is then memory of P pages, (P, D, N), which may lie apart, and row b goes on
-            from `state[pages[b]]`. No page may be given twice. The C kernel works on float32 pages where they lie;
-            elsewhere they are gathered, and put back.
+            from `state[pages[b]]`. No page may be given twice. Triton's kernel works on the pages where they lie, and
+            so does that in C if they are float32; elsewhere they are gathered, and put back.
         backend: force one implementation (see `hf_hybrid_ssm.ops._core.dispatch`).
 
     Returns:

@@ -12,9 +12,9 @@ __all__ = ["longhorn_step_triton", "supports"]
 TILE_NUMBERS = 512  # of a program's states: sixteen of each lane
 
 
-def longhorn_step_triton(x, beta_logit, k, q, state, *, beta_bias=None, D=None, z=None):
+def longhorn_step_triton(x, beta_logit, k, q, state, *, beta_bias=None, D=None, z=None, pages=None):
     """As `hf_hybrid_ssm.ops.longhorn_scan.longhorn_step`; → y and the state (B, D, N), which is overwritten."""
-    return step(*dense_rows(x, beta_logit, k, q, z), *contiguous(beta_bias, D), state), state
+    return step(*dense_rows(x, beta_logit, k, q, z), *contiguous(beta_bias, D), state, *contiguous(pages)), state
 
 
 def tile_sizes(num_states: int) -> dict[str, int]:
@@ -32,22 +32,24 @@ def step(
     beta_bias: Tensor | None,
     skip: Tensor | None,
     state: Tensor,
+    pages: Tensor | None,
 ) -> Tensor:
-    """y (B, D); the rows of the first five may lie apart."""
+    """y (B, D); the rows of the first five may lie apart, and so may the pages of state (P, D, N)."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    (batch, channels, num_states), sizes = state.shape, tile_sizes(state.shape[2])
+    (batch, channels), num_states, sizes = x.shape, state.shape[2], tile_sizes(state.shape[2])
     if y.numel() == 0:
         return y
     tiles = triton.cdiv(channels, sizes["BD"])
-    rows = (0 if t is None else t.stride(0) for t in (x, beta_logit, k, q, z))
+    rows = (0 if t is None else t.stride(0) for t in (x, beta_logit, k, q, z, state))
     with device_guard(x):
         kernels.step_kernel[(tiles * batch,)](
-            x, beta_logit, k, q, z, beta_bias, skip, state, y, *rows, channels, num_states, tiles,
-            HAS_BIAS=beta_bias is not None, HAS_SKIP=skip is not None, HAS_GATE=z is not None, **sizes,
+            x, beta_logit, k, q, z, beta_bias, skip, state, pages, y, *rows, channels, num_states, tiles,
+            HAS_BIAS=beta_bias is not None, HAS_SKIP=skip is not None, HAS_GATE=z is not None,
+            HAS_PAGES=pages is not None, **sizes,
         )  # fmt: skip
     return y
 
 
 @step.register_fake
-def _(x, beta_logit, k, q, z, beta_bias, skip, state):
+def _(x, beta_logit, k, q, z, beta_bias, skip, state, pages):
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)

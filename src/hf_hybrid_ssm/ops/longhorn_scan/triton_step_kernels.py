@@ -9,15 +9,17 @@ from hf_hybrid_ssm.ops.longhorn_scan.triton_kernels import compute_delta
 
 @triton.jit
 def step_kernel(
-    x, beta_logit, k, q, z, beta_bias, skip, state, y,
-    x_row, logit_row, k_row, q_row, z_row, channels, num_states, tiles,
-    HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_GATE: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
+    x, beta_logit, k, q, z, beta_bias, skip, state, pages, y,
+    x_row, logit_row, k_row, q_row, z_row, state_row, channels, num_states, tiles,
+    HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_GATE: tl.constexpr, HAS_PAGES: tl.constexpr,
+    BD: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """h += Delta k (x - k h) in place, y = (q·h + D x) silu(z), for BD channels of one row."""
+    """h += Delta k (x - k h) in place, y = (q·h + D x) silu(z), for BD channels of one row or its page."""
     tile, _, row = program_coords(tl.program_id(0), tiles, 1)
     d, n = tile * BD + tl.arange(0, BD), tl.arange(0, BN)
     is_channel, is_state = d < channels, n < num_states
-    held = state + row * channels * num_states + (d[:, None] * num_states + n[None, :])
+    page = tl.load(pages + row) if HAS_PAGES else row
+    held = state + page * state_row + (d[:, None] * num_states + n[None, :])
     in_tile = is_channel[:, None] & is_state[None, :]
     h = load(held, in_tile)
     k_t, q_t = load(k + row * k_row + n, is_state), load(q + row * q_row + n, is_state)
