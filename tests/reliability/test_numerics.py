@@ -179,7 +179,7 @@ def test_training_recovers_from_a_bad_batch(variant, record_property):
     torch.manual_seed(0)
     model = classes_of(variant)[class_with_loss(variant)](config_of(variant)).train()
     optimizer, generator = torch.optim.AdamW(model.parameters(), lr=5e-3), torch.Generator().manual_seed(1)
-    losses, bad = [], 60 if THOROUGH else 40
+    losses, bad = [], 90 if THOROUGH else 40
     for step in range(bad + 21):
         ids = torch.randint(3, 13, (8, 3), generator=generator).repeat(1, 8)
         if step == bad:
