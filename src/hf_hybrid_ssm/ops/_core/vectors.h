@@ -7,16 +7,16 @@
 #include <stdlib.h>
 #include <string.h>
 
+#if !defined(LANES) /* -DLANES=16 has the form for AVX-512 tested on any processor, in split vectors */
 #if defined(__AVX512F__)
 #define LANES 16
-#define REGISTERS 32
 #elif defined(__AVX2__)
 #define LANES 8
-#define REGISTERS 16
 #else
 #define LANES 4
-#define REGISTERS 16
 #endif
+#endif
+#define REGISTERS (LANES == 16 ? 32 : 16)
 #define GROUP (128 / LANES) /* tiles of LANES channels that one task of the thread pool walks through */
 #define AHEAD 16            /* tokens between the prefetch of a row and its use: rows lie pages apart, no hardware follows */
 
