@@ -4,6 +4,7 @@ import contextlib
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_hybrid_ssm.layers.mixers.base import Mixer
 from hf_hybrid_ssm.ops._core.transforms import is_transforming, without_autocast
@@ -58,7 +59,7 @@ class CachedKernelMixer(Mixer):
     def _clear_if_changed(self) -> None:
         """Writes into a parameter leave no other trace than its version; a replaced parameter is another object."""
         seen = [
-            (id(param), param.data_ptr(), -1 if param.is_inference() else param._version, param)
+            (id(param), _address(param), -1 if param.is_inference() else param._version, param)
             for param in self._own_parameters().values()
         ]
         if [mark[:3] for mark in seen] != [mark[:3] for mark in self._versions]:
@@ -100,3 +101,8 @@ def fold_token(back: torch.Tensor, ahead: torch.Tensor) -> tuple[torch.Tensor, t
     """Kernels that look back and ahead from the token itself, as `long_conv` takes them: the one ahead starts at the
     next token."""
     return torch.cat([back[..., :1] + ahead[..., :1], back[..., 1:]], dim=-1), ahead[..., 1:]
+
+
+def _address(param: torch.Tensor) -> int:
+    """Where its numbers lie; 0 if it has none."""
+    return 0 if isinstance(param, FakeTensor) else param.data_ptr()
