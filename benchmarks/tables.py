@@ -196,27 +196,39 @@ def comparison(figures: dict) -> str:
     return markdown_table(["model", "parameters", "held-out loss, nats per token"], rows)
 
 
-def compared_families(figures: dict) -> str:
-    """Best first, with the paired differences to the reference; below, what the state-space models add."""
-    models, rows = figures["models"], []
+# of compared models, those that differ in one thing
+ONE_THING_APART = (
+    ("SPADE", "SPADE without its SSM"),
+    ("BST", "sliding attention"),
+    ("Longhorn", "Longhorn without its convolution"),
+    ("Llama with the convolution", "Llama"),
+    ("S4, all trained", "frozen S4"),
+    ("S5", "S4, all trained"),
+)
+
+
+def compared(figures: dict) -> str:
+    """Best first, with the paired differences to the reference; below, those of models that differ in one thing."""
+    models, searched, rows = figures["models"], figures.get("learning_rates"), []
     for name, found in sorted(models.items(), key=lambda pair: pair[1]["validation_loss"]):
-        rates = figures["learning_rates"][name]
         difference = figures["differences"].get(name)
         minutes = sum(run["cpu_seconds"] for run in found["runs"]) / len(found["runs"]) / 60
         rows.append([
-            name, f"{found['runs'][0]['parameters_beside_embeddings']:,}", min(rates, key=rates.__getitem__),
+            name, f"{found['runs'][0]['parameters_beside_embeddings']:,}",
+            *([min(searched[name], key=searched[name].__getitem__)] if searched else []),
             f"{found['validation_loss']:.3f} ± {found['standard_deviation']:.3f}",
             f"{difference['mean']:+.3f} ± {difference['half_width_of_95_percent']:.3f}" if difference else "",
             f"{minutes:.1f}",
         ])  # fmt: skip
-    head = ["model", "non-embedding parameters", "learning rate", "held-out loss, nats per token"]
-    table = markdown_table([*head, f"minus {figures['reference']}'s, 95 %", "minutes of CPU time"], rows)
+    head = ["model", "non-embedding parameters", *(["learning rate"] if searched else [])]
+    head += ["held-out loss, nats per token", f"minus {figures['reference']}'s, 95 %", "minutes of CPU time"]
     notes = []
-    for name, without in (("SPADE", "SPADE without its SSM"), ("BST", "sliding attention")):
-        losses = [[run["validation_loss"] for run in models[each]["runs"]] for each in (name, without)]
-        added = ", ".join(f"{one - other:+.3f}" for one, other in zip(*losses))
-        notes.append(f"{name} minus {without}: {added}")
-    return f"{table}\nSeed by seed, {'; '.join(notes)}.\n"
+    for name, without in ONE_THING_APART:
+        if name in models and without in models:
+            losses = [[run["validation_loss"] for run in models[each]["runs"]] for each in (name, without)]
+            added = ", ".join(f"{one - other:+.3f}" for one, other in zip(*losses))
+            notes.append(f"{name} minus {without}: {added}")
+    return f"{markdown_table(head, rows)}\nSeed by seed, {'; '.join(notes)}.\n"
 
 
 def spade_ssm_cost(figures: dict) -> str:
@@ -511,7 +523,9 @@ TABLES = {
     "bst_layer": bst_layer,
     "spade_ssm_cost": spade_ssm_cost,
     "spade_books": comparison,
-    "families_books": compared_families,
+    "families_books": compared,
+    "spade_scaled_32": compared,
+    "longhorn_mamba_books": compared,
     "families_length": lengths,
     "checkpoints_length": lengths,
     "first_token_recall": first_token,
