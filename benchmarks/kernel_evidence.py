@@ -372,8 +372,7 @@ was measured on one.** Spills are reads and writes of local memory, in brackets 
 scans are compiled for complex states with every option on.
 
 With 32 and 64 states the scan's `backward_kernel` is launched for float32 alone: it stands here to be compared with
-`chunk_backward_kernel`, which goes in chunks of {CHUNK} tokens. Of versions between the oldest and the newest that are
-admitted, the page may have a part.
+`chunk_backward_kernel`, which goes in chunks of {CHUNK} tokens.
 
 Shares of memory bandwidth are estimates for bfloat16 with a gate. The bytes that have to move (forward x, logit, z, o;
 backward twice x, logit, z and the output's gradient) over the time that the inner loops take on the busiest scheduler:

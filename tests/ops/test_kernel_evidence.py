@@ -28,6 +28,17 @@ SPILLS |= {("chunk_backward_kernel", "N=64"): 260}
 SPILLS |= {("backward_kernel", f"N={states}"): 140 for states in (32, 64)}
 
 
+def test_every_version_has_every_kernel():
+    found = {version: {_name(r) for r in RECORDS if r["triton"] == version} for version in VERSIONS}
+    assert found[VERSIONS[0]] and {r["triton"] for r in RECORDS} == set(VERSIONS)
+    for version in VERSIONS:
+        assert found[version] == found[VERSIONS[0]], version
+
+
+def _name(record):
+    return record["op"], record["kernel"], record["class"], record["sm"]
+
+
 def test_inner_loops_do_not_spill():
     assert RECORDS
     for record in RECORDS:
