@@ -52,24 +52,24 @@ class BstTest(CausalFamilyTests, unittest.TestCase):
     def test_model_rope_with_partial_rotation(self): ...
 
 
-# Other layers under the same heads: for the bare model, language model and a classifier. A head reads the last hidden
-# states whatever computed them. How the other three are loaded, resized, cast and trained is tested in BstTest, and in
+# Other layers under the bare model and the language model. The other heads read the last hidden states whatever computed
+# them: with other layers they are tested in tests/models and tests/reliability, by transformers' tests in BstTest, and in
 # BstEncoderTest, where they pool in other ways.
-WITH_ONE_CLASSIFIER = (BstModel, BstForCausalLM, BstForSequenceClassification)
+WITHOUT_CLASSIFIERS = (BstModel, BstForCausalLM)
 
 
 class BstMultiFilterTest(OtherLayers, BstTest):
-    all_model_classes = WITH_ONE_CLASSIFIER
+    all_model_classes = WITHOUT_CLASSIFIERS
     tester_config = BstTest.tester_config | {"context_variant": "mf", "ssm_type": "unstructured"}
 
 
 class BstSlideTest(OtherLayers, BstTest):
-    all_model_classes = WITH_ONE_CLASSIFIER
+    all_model_classes = WITHOUT_CLASSIFIERS
     tester_config = BstTest.tester_config | {"ssm_layers": []}
 
 
 class BlockRecurrentTest(OtherLayers, BstTest):
-    all_model_classes = WITH_ONE_CLASSIFIER
+    all_model_classes = WITHOUT_CLASSIFIERS
     tester_config = BstTest.tester_config | {
         "ssm_layers": None,
         "block_types": ["block_recurrent", "sliding_attention"],
@@ -80,7 +80,7 @@ class BlockRecurrentTest(OtherLayers, BstTest):
 class BstLikeLlamaTest(OtherLayers, BstTest):
     """With the attention and feed-forward layers that upcycled models have."""
 
-    all_model_classes = WITH_ONE_CLASSIFIER
+    all_model_classes = WITHOUT_CLASSIFIERS
     tester_config = BstTest.tester_config | {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "num_key_value_heads": 2,
@@ -100,7 +100,7 @@ class BstLikeLlamaTest(OtherLayers, BstTest):
 
 
 class BstRetrievalTest(OtherLayers, BstTest):
-    all_model_classes = WITH_ONE_CLASSIFIER
+    all_model_classes = WITHOUT_CLASSIFIERS
     tester_config = BstTest.tester_config | {"retrieval_k": 2, "retrieval_memory": 8}
 
 
