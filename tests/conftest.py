@@ -7,9 +7,13 @@ class (`tests.upstream.guards`). Pages made from tests keep all: they name what 
 And what a test, or a library that it imports, writes to the environment ends with it: a process that it starts is
 forked only where the environment is that of the start (`tests.processes`), and lm-eval sets a variable of the Hub's
 when it is imported.
+
+What was collected lives as long as the process: the garbage collector passes it over, or a tenth of the time would go
+into looking through it again and again.
 """
 
 import contextlib
+import gc
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -67,6 +71,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[LEFT_OUT].update({item.nodeid: reasons[item] for item in out})
     config.hook.pytest_deselected(items=out)
     items[:] = [item for item in items if reasons[item] is None]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[object]:
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.set_threshold(20_000, 20, 50)
+        gc.enable()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -10,6 +10,7 @@ itself do by `subprocess`.
 
 import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -204,6 +205,7 @@ def _import(names: Sequence[str]) -> None:
         with contextlib.suppress(ModuleNotFoundError):  # an extra that is not installed
             importlib.import_module(name)
     assert threading.active_count() == 1  # a fork takes one thread along, and the locks of all
+    gc.freeze()  # or each fork's garbage collector would look through all of it, and so copy it
 
 
 def answer(own: socket.socket) -> None:
