@@ -39,6 +39,12 @@ def test_kernels_that_came_with_the_package_are_named(tmp_path, monkeypatch):
     folder = tmp_path / native_build.instruction_sets.in_use()
     folder.mkdir()
     monkeypatch.setattr(native_build, "SHIPPED", tmp_path)
+    monkeypatch.setattr(native_build, "_compiler", lambda: ("/usr/bin/cc",))
+    assert native_build.origin() == "compiled by /usr/bin/cc"  # what is in the folder was made of other sources
+    sources = list(native_build.INCLUDES.parent.glob("*/native*.c"))
+    assert len(sources) > 5
+    for source in sources:
+        (folder / native_build.shipped_name(source)).touch()
     assert native_build.origin() == f"shipped for {folder.name}"
     monkeypatch.setattr(native_build, "missing_compiler", lambda: "no C compiler was found")
     assert native_build.origin() is None

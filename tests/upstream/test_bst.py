@@ -52,9 +52,9 @@ class BstTest(CausalFamilyTests, unittest.TestCase):
     def test_model_rope_with_partial_rotation(self): ...
 
 
-# Other layers under the bare model and the language model. The other heads read the last hidden states whatever computed
-# them: with other layers they are tested in tests/models and tests/reliability, by transformers' tests in BstTest, and in
-# BstEncoderTest, where they pool in other ways.
+# Other layers under the bare model and the language model. The other heads read the last hidden states whatever
+# computed them: with other layers they are tested in tests/models and tests/reliability, by transformers' tests in
+# BstTest, and in BstEncoderTest, where they pool in other ways.
 WITHOUT_CLASSIFIERS = (BstModel, BstForCausalLM)
 
 

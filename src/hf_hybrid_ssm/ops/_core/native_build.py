@@ -69,8 +69,10 @@ def origin() -> str | None:
     """Where the C kernels come from, "shipped for avx2" or "compiled by /usr/bin/gcc"; None if there are none."""
     if missing_compiler():
         return None
-    folder = _shipped_folder()
-    return f"shipped for {folder.name}" if folder else f"compiled by {' '.join(_compiler() or ())}"
+    folder, compiler = _shipped_folder(), _compiler()
+    if folder and all((folder / shipped_name(source)).exists() for source in INCLUDES.parent.glob("*/native*.c")):
+        return f"shipped for {folder.name}"
+    return f"compiled by {' '.join(compiler)}" if compiler else None
 
 
 def _shipped_folder() -> Path | None:
