@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from scipy.stats import t as student
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 import targets as target_list
@@ -202,6 +204,7 @@ ONE_THING_APART = (
     ("BST", "sliding attention"),
     ("Longhorn", "Longhorn without its convolution"),
     ("Llama with the convolution", "Llama"),
+    ("Llama with the convolution", "Longhorn"),
     ("S4, all trained", "frozen S4"),
     ("S5", "S4, all trained"),
 )
@@ -226,9 +229,11 @@ def compared(figures: dict) -> str:
     for name, without in ONE_THING_APART:
         if name in models and without in models:
             losses = [[run["validation_loss"] for run in models[each]["runs"]] for each in (name, without)]
-            added = ", ".join(f"{one - other:+.3f}" for one, other in zip(*losses))
-            notes.append(f"{name} minus {without}: {added}")
-    return f"{markdown_table(head, rows)}\nSeed by seed, {'; '.join(notes)}.\n"
+            pairs = [one - other for one, other in zip(*losses)]
+            width = student.ppf(0.975, len(pairs) - 1) * statistics.stdev(pairs) / math.sqrt(len(pairs))
+            added = ", ".join(f"{pair:+.3f}" for pair in pairs)
+            notes.append(f"{name} minus {without}: {statistics.mean(pairs):+.3f} ± {width:.3f} ({added})")
+    return f"{markdown_table(head, rows)}\nPaired, and seed by seed: {'; '.join(notes)}.\n"
 
 
 def spade_ssm_cost(figures: dict) -> str:
