@@ -171,8 +171,11 @@ def outdated(page: Path) -> str | None:
         return "does not say which commit it was made from and which sources it is about"
     if not git("cat-file", "-t", commit[1]):
         return f"was made from {commit[1]}, which is not in this repository"
-    commits = git("log", "--format=%h", f"{commit[1]}..HEAD", "--", *re.findall(r"`([^`]+)`", about[1])).split()
-    return f"was made from {commit[1]}; its sources changed in {len(commits)} commits since" if commits else None
+    sources = re.findall(r"`([^`]+)`", about[1])
+    if not git("diff", "--name-only", commit[1], "HEAD", "--", *sources):
+        return None  # what was changed and changed back is as it was
+    commits = git("log", "--format=%h", f"{commit[1]}..HEAD", "--", *sources).split()
+    return f"was made from {commit[1]}; its sources changed in {len(commits)} commits since"
 
 
 # -- a run of tests as a page (a pytest plugin: `-p tests.reporting --page NAME`) -------------------------------------

@@ -10,7 +10,7 @@ from hf_hybrid_ssm.ops._core.transforms import is_transforming
 
 
 class RecurrentMixin:
-    """A layer whose states live in `past_key_values.layers[layer_idx]`; it only defines `forward_rows`."""
+    """A layer whose states live in `past_key_values.layers[layer_idx]`; it only says how to `forward_rows`."""
 
     layer_idx: int
     steps_on_pages = False

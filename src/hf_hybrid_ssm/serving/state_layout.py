@@ -1,6 +1,7 @@
 """What a cache holds of one row: found by running the model on a few tokens, so that no family says it twice."""
 
 import math
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +60,8 @@ def growing_layers(model: Any) -> list[int]:
     with torch.device("meta"):
         twin = type(decoder)._from_config(decoder.config, dtype=decoder.dtype)
     # constants that modules made before are used as they are
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # kernel caches compare them
         return state_layout(twin.to_empty(device="cpu").eval()).growing
 
 
