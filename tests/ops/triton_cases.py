@@ -337,7 +337,7 @@ def test_long_convolution_runs_the_kernel(monkeypatch):
     assert len(launched) == 1
     long_conv(u[:, :20], kernel[:, :20], seq_idx=documents(1, 20), backend="triton")
     long_conv(u[:, :20], kernel[:, :5], backend="triton")
-    monkeypatch.setattr(long_launcher, "choose", lambda *_, **__: "fft")
+    monkeypatch.setattr(long_launcher, "prefers_toeplitz", lambda *_, **__: False)
     long_conv(u, kernel, backend="triton")
     assert len(launched) == 1
 
