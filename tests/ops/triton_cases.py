@@ -330,9 +330,10 @@ def test_long_convolution_agrees_with_reference(case, tile, monkeypatch):
 
 def test_long_convolution_runs_the_kernel(monkeypatch):
     """And leaves to plain torch what it says it does."""
+    u, kernel = random(1, 30, 2, seed=1), random(2, 30, seed=2)
+    long_conv(u, kernel, backend="triton")  # which also checks the kernel, if nothing has before
     launched, toeplitz = [], long_launcher.toeplitz
     monkeypatch.setattr(long_launcher, "toeplitz", lambda *arguments: launched.append(1) or toeplitz(*arguments))
-    u, kernel = random(1, 30, 2, seed=1), random(2, 30, seed=2)
     long_conv(u, kernel, backend="triton")
     assert len(launched) == 1
     long_conv(u[:, :20], kernel[:, :20], seq_idx=documents(1, 20), backend="triton")
