@@ -22,7 +22,7 @@ LAUNCHERS = sorted((ROOT / "src" / "hf_hybrid_ssm" / "ops").rglob("triton*.py"))
 
 
 # kernel and class: registers that go to memory and back in inner loops, at most; all others none
-SPILLS = {("toeplitz_kernel", "float32"): 90, ("chunk_backward_kernel", "N=32"): 90}
+SPILLS = {("toeplitz_kernel", "float32"): 170, ("chunk_backward_kernel", "N=32"): 90}
 SPILLS |= {("chunk_backward_kernel", "N=64"): 260}
 # not launched with so many states, where chunks take fewer instructions, but counted to be compared
 SPILLS |= {("backward_kernel", f"N={states}"): 140 for states in (32, 64)}
