@@ -198,8 +198,8 @@ def comparison(figures: dict) -> str:
     return markdown_table(["model", "parameters", "held-out loss, nats per token"], rows)
 
 
-# of compared models, those that differ in one thing
-ONE_THING_APART = (
+# of compared models, those that the text sets against each other
+PAIRS = (
     ("SPADE", "SPADE without its SSM"),
     ("BST", "sliding attention"),
     ("Longhorn", "Longhorn without its convolution"),
@@ -211,7 +211,7 @@ ONE_THING_APART = (
 
 
 def compared(figures: dict) -> str:
-    """Best first, with the paired differences to the reference; below, those of models that differ in one thing."""
+    """Best first, with the paired differences to the reference; below, those within `PAIRS`."""
     models, searched, rows = figures["models"], figures.get("learning_rates"), []
     for name, found in sorted(models.items(), key=lambda pair: pair[1]["validation_loss"]):
         difference = figures["differences"].get(name)
@@ -226,7 +226,7 @@ def compared(figures: dict) -> str:
     head = ["model", "non-embedding parameters", *(["learning rate"] if searched else [])]
     head += ["held-out loss, nats per token", f"minus {figures['reference']}'s, 95 %", "minutes of CPU time"]
     notes = []
-    for name, without in ONE_THING_APART:
+    for name, without in PAIRS:
         if name in models and without in models:
             losses = [[run["validation_loss"] for run in models[each]["runs"]] for each in (name, without)]
             pairs = [one - other for one, other in zip(*losses)]

@@ -22,10 +22,12 @@ LAUNCHERS = sorted((ROOT / "src" / "hf_hybrid_ssm" / "ops").rglob("triton*.py"))
 
 
 # kernel and class: registers that go to memory and back in inner loops, at most; all others none
-SPILLS = {("toeplitz_kernel", "float32"): 170, ("chunk_backward_kernel", "N=32"): 90}
+SPILLS = {("toeplitz_kernel", "float32"): 90, ("chunk_backward_kernel", "N=32"): 90}
 SPILLS |= {("chunk_backward_kernel", "N=64"): 260}
 # not launched with so many states, where chunks take fewer instructions, but counted to be compared
 SPILLS |= {("backward_kernel", f"N={states}"): 140 for states in (32, 64)}
+# one version for one generation of cards
+WORST = {("long_conv", "toeplitz_kernel", "float32", "3.8.0", 80): 170}
 
 
 def test_every_version_has_every_kernel():
@@ -42,8 +44,8 @@ def _name(record):
 def test_inner_loops_do_not_spill():
     assert RECORDS
     for record in RECORDS:
-        allowed = SPILLS.get((record["kernel"], record["class"]), 0)
         name = (record["op"], record["kernel"], record["class"], record["triton"], record["sm"])
+        allowed = WORST.get(name) or SPILLS.get((record["kernel"], record["class"]), 0)
         assert record["spills in inner loops"] <= allowed, name
 
 
