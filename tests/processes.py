@@ -1,11 +1,11 @@
 """Python processes for tests, forked from one that has imported torch and transformers: that import takes six seconds
 of a processor, and a test that wants another process rarely wants another import.
 
-`run` is called as `subprocess.run` is. Each command has its own memory, working folder, environment, `sys.path` and
-`__main__`, as if started by itself; only modules of other people's are in `sys.modules` already, and this package is
-not. Where it matters what imports transformers, `with_transformers=False` forks from a process that has the rest. What
-an environment sets while these are imported cannot be forked: then `run` starts a new process, as tests of the start
-itself do by `subprocess`.
+`run` is called as `subprocess.run` is, with the Python of any environment. Each command has its own memory, working
+folder, environment, `sys.path` and `__main__`, as if started by itself; only modules of other people's are in
+`sys.modules` already, and this package is not. Where it matters what imports transformers, `with_transformers=False`
+forks from a process that has the rest. What an environment sets while these are imported cannot be forked: then `run`
+starts a new process, as tests of the start itself do by `subprocess`.
 """
 
 import atexit
@@ -68,7 +68,7 @@ def run(
     check: bool = False,
     with_transformers: bool = True,
 ) -> subprocess.CompletedProcess:
-    """The command of a Python program, without options of Python's own: [sys.executable, "-c" | "-m" | file, ...]."""
+    """The command of a Python program, without options of Python's own: [python, "-c" | "-m" | file, ...]."""
     environment = DEFAULTS | dict(os.environ if env is None else env)
     done = _run_all([list(map(str, command))], [environment], cwd, timeout, with_transformers)[0]
     if check:
@@ -95,9 +95,10 @@ def run_ranks(
 
 
 def _run_all(commands, environments, cwd, timeout, with_transformers=True) -> list[subprocess.CompletedProcess]:
-    can_fork = hasattr(os, "fork") and all(command[0] == sys.executable for command in commands)
+    pythons = {command[0] for command in commands}
+    can_fork = hasattr(os, "fork") and len(pythons) == 1
     if can_fork and not any(_differs(environment) for environment in environments):
-        return _server().run(commands, environments, Path(cwd or Path.cwd()), timeout, with_transformers)
+        return _server(*pythons).run(commands, environments, Path(cwd or Path.cwd()), timeout, with_transformers)
     with contextlib.ExitStack() as files:
         outputs = [[files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in commands]
         started = [
@@ -130,37 +131,45 @@ def _wait(started: Sequence[subprocess.Popen], timeout: float | None) -> None:
 
 
 def _differs(environment: Mapping[str, str]) -> bool:
-    theirs = _server().environment
+    theirs = _server_environment()
     names = [name for name in {*environment, *theirs} if name.startswith(READ_ON_IMPORT)]
     return any(environment.get(name) != theirs.get(name) for name in names if not name.startswith(FOLLOWED))
 
 
+def _server_environment() -> dict[str, str]:
+    return DEFAULTS | {name: value for name, value in AT_FIRST.items() if not name.startswith(FOLLOWED)}
+
+
 @cache
-def _server() -> "_Server":
-    return _Server()
+def _server(python: str) -> "_Server":
+    return _Server(python)
 
 
 class _Server:
     """The processes that fork, without transformers and with it; they end when this one does."""
 
-    def __init__(self) -> None:
-        kept = {name: value for name, value in AT_FIRST.items() if not name.startswith(FOLLOWED)}
-        self.environment = DEFAULTS | kept
+    def __init__(self, python: str) -> None:
         pairs = [socket.socketpair() for _ in range(2)]
         theirs = [pair[1].fileno() for pair in pairs]
-        command = [sys.executable, "-P", __file__, *map(str, theirs)]
+        command = [python, "-P", __file__, *map(str, theirs)]
         options = {"pass_fds": theirs, "process_group": 0, "stdin": subprocess.DEVNULL}
-        self._process = subprocess.Popen(command, env=self.environment, **options)
+        self._process = subprocess.Popen(command, env=_server_environment(), **options)
         for pair in pairs:
             pair[1].close()
         self._connections = [(ours, ours.makefile("rw", encoding="utf-8")) for ours, _ in pairs]
         atexit.register(self.close)
 
-    def close(self) -> None:
-        """End them and what they run."""
-        if self._process.poll() is None:
+    def close(self, patience: float = 5) -> None:
+        """End them and what they run. Those that end by themselves are waited for, so that their time counts as that
+        of this process's children."""
+        for connection, lines in self._connections:
+            lines.close()
+            connection.close()
+        try:
+            self._process.wait(patience)
+        except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+            self._process.wait()
 
     def run(self, commands, environments, cwd, timeout, with_transformers) -> list[subprocess.CompletedProcess]:
         connection, lines = self._connections[with_transformers]
@@ -176,7 +185,7 @@ class _Server:
                 statuses = json.loads(lines.readline())
             except TimeoutError:
                 _server.cache_clear()
-                self.close()
+                self.close(patience=0)
                 raise subprocess.TimeoutExpired(commands[0], timeout) from None
             texts = [[Path(file).read_text(encoding="utf-8", errors="replace") for file in files] for files in outputs]
         return [
@@ -191,9 +200,11 @@ class _Server:
 def serve(without: socket.socket, with_: socket.socket) -> None:
     """Fork for what is asked on each connection, until both are closed; a second process imports transformers."""
     _import(OTHERS)
-    if os.fork():
+    if second := os.fork():
         with_.close()
         answer(without)
+        with contextlib.suppress(ChildProcessError):  # waited for among the commands
+            os.waitpid(second, 0)
     else:
         without.close()
         _import(TRANSFORMERS)

@@ -68,8 +68,16 @@ def bytes_kept(model, inputs):
     return sum(storage.nbytes() for storage in kept.values())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "mixed precision"])
-@EVERY_CASE
+# each family's default layers in every precision, its variants in one
+FAMILIES = ("longhorn", "spade", "bst sh", "bst mf", "lmu_isa", "spade_seq2seq")
+PRECISIONS = {
+    "float32": CASES,
+    "bfloat16": [*FAMILIES, "longhorn hybrid", "spade chunk", "bst brect"],
+    "mixed precision": [*FAMILIES, "lmu_isa global", "spade classifier", "spade full, trained s4"],
+}
+
+
+@pytest.mark.parametrize("case, dtype", [(case, dtype) for dtype, cases in PRECISIONS.items() for case in cases])
 def test_saved_bytes(case, dtype):
     """What real tensors keep: activations, and of the logits their log-probabilities."""
     mixed = dtype == "mixed precision"

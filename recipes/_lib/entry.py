@@ -32,6 +32,7 @@ def guarded(recipe: str, run: Callable[[], Any]) -> None:
     Raises:
         SystemExit: with that line or status.
     """
+    _training[0] = False  # of a recipe that this process ran before
     try:
         run()
     except KeyboardInterrupt:
