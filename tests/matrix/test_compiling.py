@@ -23,7 +23,11 @@ def test_training_step(row):
     _check_training(row)
 
 
-@rows("bst sh s4d", every=[row for row in ROWS if not row.startswith(("lmu-isa", "encoder-decoder"))])
+@rows(
+    "bst sh s4d",
+    "bst mf unstructured",
+    every=[row for row in ROWS if not row.startswith(("lmu-isa", "encoder-decoder"))],
+)
 def test_packed_training_step(row):
     _check_training(row, seq_idx=DOCUMENTS)
 

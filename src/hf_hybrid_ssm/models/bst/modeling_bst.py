@@ -134,6 +134,8 @@ class BstModel(HybridModelMixin, BstPreTrainedModel):
         kinds, has_memory = set(self.config.block_types), self.config.retrieval_k is not None
         counts = "block_recurrent" in kinds or ("bst" in kinds and (self.config.context_variant == "mf" or has_memory))
         documents = rows.max_documents() if counts else None
+        if documents is not None:
+            torch._check(documents > 0)  # all that a graph knows of the number
         angles = self._position_embeddings(hidden_states, rows, past_key_values)
         return self._through_layers(hidden_states, rows, documents, angles, past_key_values=past_key_values)
 

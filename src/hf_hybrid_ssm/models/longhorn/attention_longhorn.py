@@ -168,8 +168,7 @@ def attention_masks(
         and_mask_function=(lambda row, head, q, key: key >= starts[row, q - past]) if by_function else None,
     )
     if starts is not None and isinstance(mask, torch.Tensor) and mask.dim() == 4:
-        before = torch.arange(mask.shape[-1], device=mask.device) < starts.unsqueeze(-1)  # of other documents
-        mask = mask.masked_fill(
-            before.unsqueeze(1), False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
-        )
+        own = (torch.arange(mask.shape[-1], device=mask.device) >= starts.unsqueeze(-1)).unsqueeze(1)
+        # ONNX Runtime fills no boolean tensors
+        mask = mask & own if mask.dtype == torch.bool else mask.masked_fill(~own, torch.finfo(mask.dtype).min)
     return {"full_attention": mask}

@@ -68,8 +68,6 @@ def sampled(
     taps = kernel.shape[-1]
     strided = torch.arange(length, device=u.device)[(stride or 1) - 1 :: stride]
     wanted = strided.expand(batch, -1) if positions is None else positions
-    if wanted.numel() == 0:
-        return u.new_zeros(*wanted.shape, kernel.shape[0], channels)
     missing = taps - 1 - history.shape[1]
     x = F.pad(torch.cat([history, u], dim=1), (0, 0, max(missing, 0), 0))[:, max(-missing, 0) :]
     rows = torch.arange(batch, device=u.device).unsqueeze(1)
@@ -78,8 +76,9 @@ def sampled(
         documents = torch.cat([seq_idx[:, :1].expand(batch, taps - 1), seq_idx], dim=1)
         spans = documents.unfold(1, taps, 1)[rows, wanted]
         windows = torch.where((spans == spans[..., -1:]).unsqueeze(2), windows, 0.0)
-    flat = windows.permute(2, 0, 1, 3).reshape(channels, -1, taps)
-    y = torch.bmm(flat, kernel.flip(-1).permute(1, 2, 0)).view(channels, batch, -1, kernel.shape[0])
+    outputs = wanted.shape[1]  # a number that a graph may not know, and zero may be: no size is left to be inferred
+    flat = windows.permute(2, 0, 1, 3).reshape(channels, batch * outputs, taps)
+    y = torch.bmm(flat, kernel.flip(-1).permute(1, 2, 0)).view(channels, batch, outputs, kernel.shape[0])
     y = y.permute(1, 2, 3, 0)
     return y if skip is None else y + skip * take_outputs(u, stride, positions).unsqueeze(2)
 
