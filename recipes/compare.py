@@ -10,7 +10,6 @@ beside it. A comparison that was killed goes on with the runs it lacks.
 """
 
 import json
-import math
 import statistics
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -21,12 +20,12 @@ from typing import Any
 from _lib import peers  # noqa: F401 - registers mamba_native and llama_conv
 from _lib.documents import DataArguments, paths_of
 from _lib.entry import start
+from _lib.intervals import half_width
 from _lib.plotting import panels, style
 from _lib.sweeps import check_claim, claim, once
 from _lib.training import perplexity, save_figure, say, write_json, write_results
 from matplotlib.figure import Figure
 from pretrain_clm import ModelArguments, pretrain
-from scipy.stats import t as student
 from transformers import HfArgumentParser, TrainingArguments
 
 
@@ -163,9 +162,11 @@ def differences(runs: dict[str, list[dict[str, Any]]], reference: str) -> dict[s
         pairs = [run["validation_loss"] - base[run["seed"]] for run in others if run["seed"] in base]
         if name == reference or not pairs:
             continue
-        spread = statistics.stdev(pairs) / math.sqrt(len(pairs)) if len(pairs) > 1 else None
-        width = None if spread is None else float(student.ppf(0.975, len(pairs) - 1)) * spread
-        found[name] = {"mean": statistics.mean(pairs), "half_width_of_95_percent": width, "pairs": len(pairs)}
+        found[name] = {
+            "mean": statistics.mean(pairs),
+            "half_width_of_95_percent": half_width(pairs),
+            "pairs": len(pairs),
+        }
     return found
 
 

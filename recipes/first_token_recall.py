@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from _lib import peers  # noqa: F401 - registers mamba_native
 from _lib.entry import start
+from _lib.intervals import half_width
 from _lib.plotting import REFERENCE, measured_at, panels, style
 from _lib.sweeps import claim, once, training_settings
 from _lib.training import Trainer, save_figure, say, write_figures
 from datasets import Dataset
 from matplotlib.figure import Figure
-from scipy.stats import t as student
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -219,8 +219,7 @@ def sweep(arguments: RecallArguments, training: TrainingArguments) -> dict[str, 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Mean accuracy over seeds at each distance, and half the width of its 95 % interval (Student's t)."""
     shares = {distance: [run["accuracy"][distance] for run in runs] for distance in runs[0]["accuracy"]}
-    width = float(student.ppf(0.975, len(runs) - 1)) / len(runs) ** 0.5 if len(runs) > 1 else None
-    half = {distance: width and width * statistics.stdev(found) for distance, found in shares.items()}
+    half = {distance: half_width(found) for distance, found in shares.items()}
     means = {distance: statistics.mean(found) for distance, found in shares.items()}
     return {"accuracy": means, "half_width_of_95_percent": half, "runs": runs}
 
