@@ -6,18 +6,31 @@ import re
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
-
-from scipy.stats import t as student
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import targets as target_list
+from experiment_tables import (
+    ALSO,
+    arena,
+    compared,
+    comparison,
+    first_token,
+    glue,
+    lengths,
+    lm_eval,
+    rare_words,
+    recall,
+    scaling_law,
+    scitldr,
+    settings_apart,
+    upcycling_gaps,
+)
+from table_text import RESULTS, load, markdown_table
 
 ROOT = Path(__file__).parents[1]
 WITH_HEAD = "training_step_of_one_row_of_1024_with_the_head"
 SPEED = "thousand_tokens_per_second"
-RESULTS = Path(__file__).parent / "results"
 GROWTH_FROM = 4096  # tokens; shorter rows measure the start of a step, not its length
 TARGET_COLUMNS = ["target", "wanted", "measured", "met", "its matrix products alone"]
 PROVENANCE = {"command", "machine", "commit"}
@@ -29,20 +42,7 @@ LONGHORN_AND_PEERS = {
     "mamba eager": "Mamba of transformers, eager",
     "llama": "Llama of transformers",
 }
-# lm-eval's tasks of several choices: what guessing gives
-GUESSES = {"piqa": 50, "hellaswag": 25, "winogrande": 50, "arc_easy": 25, "arc_challenge": 25, "openbookqa": 25}
-GUESSES |= {"social_iqa": 100 / 3, "boolq": 50}
-NORMALISED = ("hellaswag", "arc_challenge")
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def load(name: str) -> dict:
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-
-
-def markdown_table(head: list[str], rows: list[list[Any]]) -> str:
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
-    return "".join(f"| {' | '.join(str(cell) for cell in line)} |\n" for line in lines)
 
 
 def longhorn_training(figures: dict) -> str:
@@ -190,52 +190,6 @@ def bst_layer(figures: dict) -> str:
     )
 
 
-def comparison(figures: dict) -> str:
-    rows = [
-        [name, f"{found['parameters']:,}", f"{found['validation_loss']:.3f} ± {found['standard_deviation']:.3f}"]
-        for name, found in figures["models"].items()
-    ]
-    return markdown_table(["model", "parameters", "held-out loss, nats per token"], rows)
-
-
-# of compared models, those that the text sets against each other
-PAIRS = (
-    ("SPADE", "SPADE without its SSM"),
-    ("BST", "sliding attention"),
-    ("Longhorn", "Longhorn without its convolution"),
-    ("Llama with the convolution", "Llama"),
-    ("Llama with the convolution", "Longhorn"),
-    ("S4, all trained", "frozen S4"),
-    ("S5", "S4, all trained"),
-)
-
-
-def compared(figures: dict) -> str:
-    """Best first, with the paired differences to the reference; below, those within `PAIRS`."""
-    models, searched, rows = figures["models"], figures.get("learning_rates"), []
-    for name, found in sorted(models.items(), key=lambda pair: pair[1]["validation_loss"]):
-        difference = figures["differences"].get(name)
-        minutes = sum(run["cpu_seconds"] for run in found["runs"]) / len(found["runs"]) / 60
-        rows.append([
-            name, f"{found['runs'][0]['parameters_beside_embeddings']:,}",
-            *([min(searched[name], key=searched[name].__getitem__)] if searched else []),
-            f"{found['validation_loss']:.3f} ± {found['standard_deviation']:.3f}",
-            f"{difference['mean']:+.3f} ± {difference['half_width_of_95_percent']:.3f}" if difference else "",
-            f"{minutes:.1f}",
-        ])  # fmt: skip
-    head = ["model", "non-embedding parameters", *(["learning rate"] if searched else [])]
-    head += ["held-out loss, nats per token", f"minus {figures['reference']}'s, 95 %", "minutes of CPU time"]
-    notes = []
-    for name, without in PAIRS:
-        if name in models and without in models:
-            losses = [[run["validation_loss"] for run in models[each]["runs"]] for each in (name, without)]
-            pairs = [one - other for one, other in zip(*losses)]
-            width = student.ppf(0.975, len(pairs) - 1) * statistics.stdev(pairs) / math.sqrt(len(pairs))
-            added = ", ".join(f"{pair:+.3f}" for pair in pairs)
-            notes.append(f"{name} minus {without}: {statistics.mean(pairs):+.3f} ± {width:.3f} ({added})")
-    return f"{markdown_table(head, rows)}\nPaired, and seed by seed: {'; '.join(notes)}.\n"
-
-
 def spade_ssm_cost(figures: dict) -> str:
     rows = [
         [
@@ -254,163 +208,6 @@ def spade_ssm_cost(figures: dict) -> str:
         f"{table}\nA prompt of {prefill['tokens']} tokens in pieces of {prefill['piece']} takes "
         f"{prefill['pieces_to_whole']}x the time of one piece.\n"
     )
-
-
-def lengths(figures: dict) -> str:
-    found = figures["models"]
-    head = ["perplexity on held-out books, by evaluation context length", *next(iter(found.values()))["points"]]
-    head[1:] = [f"{point['length']:,}" for point in head[1:]]
-    rows = []
-    for name, model in found.items():
-        cells = []
-        for point in model["points"]:
-            deviation = point["standard_deviation_of_loss"]
-            spread = "" if deviation is None else f" ± {point['perplexity'] * deviation:.2f}"
-            cells.append(f"{point['perplexity']:.2f}{spread}")
-        rows.append([name, *cells])
-    return markdown_table(head, rows)
-
-
-def scaling_law(figures: dict) -> str:
-    rows = []
-    for family, found in figures["families"].items():
-        for name, member in found["members"].items():
-            spread = "" if member["standard_deviation"] is None else f" ± {member['standard_deviation']:.3f}"
-            loss = f"{member['validation_loss']:.3f}{spread}"
-            rows.append([f"{family}, {name}", f"{member['parameters_beside_embeddings']:,}", loss])
-    slopes = "; ".join(
-        f"{family} {found['alpha']:.4f} ± {found['standard_error']:.4f}"
-        + (f" (seeds spread by {spread:.4f})" if (spread := found.get("standard_deviation_of_alpha")) else "")
-        for family, found in figures["families"].items()
-    )
-    head = ["model", "non-embedding parameters", "held-out loss, nats per token"]
-    return f"{markdown_table(head, rows)}\nSlopes alpha of loss = (N / N_c)^-alpha: {slopes}.\n"
-
-
-def glue(figures: dict) -> str:
-    """Means over seeds from random initialisation and from the pre-trained weights, the paired difference of the
-    first measure; and what words alone reach."""
-    pretrained, words = (load(name) for name in ALSO["glue_from_scratch"])
-    rows = []
-    for task, found in figures.items():
-        for split, measures in found["best"]["measures"].items():
-            several = [
-                {name: [run["measures"][split][name] for run in of["runs"]] for name in measures}
-                for of in (found, pretrained[task])
-            ]
-            cells = [" / ".join(f"{statistics.mean(values):.1f}" for values in each.values()) for each in several]
-            scratch, better = (next(iter(each.values())) for each in several)
-            gains = [after - before for before, after in zip(scratch, better)]
-            error = statistics.stdev(gains) / len(gains) ** 0.5
-            cells.append(f"{statistics.mean(gains):+.1f} ± {2 * error:.1f}")
-            runs = words["tasks"][task]["runs"]
-            for kind in ("bag of words", "word overlap"):
-                means = (
-                    [statistics.mean(run[kind][split][name] for run in runs if kind in run) for name in measures]
-                    if kind in runs[0]
-                    else []
-                )
-                cells.append(" / ".join(f"{value:.1f}" for value in means))
-            cells.append(" / ".join(f"{value:.1f}" for value in found["best"]["majority"][split].values()))
-            label = task if split == "validation" else f"{task} {split.removeprefix('validation_')}"
-            rows.append([f"{label}, {' / '.join(measures)}", *cells])
-    head = ["task, measure", "random initialisation", "pre-trained", "gain ± two standard errors"]
-    head += ["bag of words", "word overlap", "majority"]
-    return markdown_table(head, rows)
-
-
-def first_token(figures: dict) -> str:
-    """Right answers by distance, in percent, with 95 % intervals over seeds; a model a row."""
-    models = figures["models"]
-    distances = list(next(iter(models.values()))["accuracy"])
-    rows = []
-    for name, found in models.items():
-        cells = []
-        for distance, share in found["accuracy"].items():
-            half = found["half_width_of_95_percent"][distance]
-            cells.append(f"{100 * share:.0f}" + (f" ± {100 * half:.0f}" if half else ""))
-        rows.append([name, f"{found['runs'][0]['parameters']:,}", *cells])
-    seeds = len(next(iter(models.values()))["runs"])
-    head = ["right answers, percent, by tokens in between", "parameters", *(f"{int(each):,}" for each in distances)]
-    return f"{markdown_table(head, rows)}\n{seeds} seeds; guessing gives {100 / figures['settings']['answers']:.0f}.\n"
-
-
-def recall(figures: dict) -> str:
-    found = figures["best"]
-    pairs = list(found[0]["accuracy_by_pairs"])
-    rows = [
-        [
-            entry["model"],
-            f"{entry['parameters']:,}",
-            f"{entry['learning_rate']:g}",
-            entry["epochs"],
-            *(f"{100 * share:.1f}" for share in entry["accuracy_by_pairs"].values()),
-        ]
-        for entry in found
-    ]
-    return markdown_table(["model", "parameters", "best rate", "epochs", *(f"{each} pairs" for each in pairs)], rows)
-
-
-def arena(figures: dict) -> str:
-    """Test accuracy of the weights best on validation: tasks across, models down."""
-    tasks = figures["tasks"]
-    names = next(iter(tasks.values()))
-    rows = [
-        [
-            name,
-            *(
-                f"{found[name]['test']['accuracy']:.1f} ({found[name]['seconds'] / 60:.0f})"
-                for found in tasks.values()
-            ),
-        ]
-        for name in names
-    ]
-    rows.append(["commonest class", *(f"{found['SPADE']['test']['commonest_class']:.1f}" for found in tasks.values())])
-    return markdown_table(["test accuracy, percent (minutes)", *tasks], rows)
-
-
-def lm_eval(figures: dict) -> str:
-    """Accuracy (of answers normalised by length where the paper's is) beside that of guessing; then perplexities."""
-    models = figures["models"]
-    tasks = next(iter(models.values()))["tasks"]
-    rows = []
-    for task, guess in GUESSES.items():
-        measure = "acc_norm" if task in NORMALISED else "acc"
-        shares = (100 * found["tasks"][task][measure] for found in models.values())
-        rows.append([f"{task}, {measure}", f"{guess:.1f}", *(f"{share:.1f}" for share in shares)])
-    for task, measure in (
-        ("lambada_openai", "perplexity"),
-        ("wikitext", "word_perplexity"),
-        ("wikitext", "bits_per_byte"),
-    ):
-        values = (found["tasks"][task][measure] for found in models.values())
-        rows.append(
-            [f"{task}, {measure}", "", *(f"{value:,.0f}" if value > 100 else f"{value:.3f}" for value in values)]
-        )
-    errors = [
-        found["tasks"][task][f"{'acc_norm' if task in NORMALISED else 'acc'}_stderr"]
-        for found in models.values()
-        for task in GUESSES
-    ]
-    documents = tasks["piqa"]["documents"]
-    note = f"{documents} documents of a task; the standard error of a share is at most {100 * max(errors):.1f}."
-    return f"{markdown_table(['task, measure', 'guessing', *models], rows)}\n{note}\n"
-
-
-def scitldr(figures: dict) -> str:
-    """The first sentence, a model of its own, and the committed one from random initialisation and from its own
-    weights."""
-    found = {
-        "first sentence of the abstract": (figures, "first_sentence"),
-        "SPADE from scratch": (figures, "model"),
-        "the committed encoder-decoder, random initialisation": (load("scitldr_new_weights"), "model"),
-        "the committed encoder-decoder": (load("scitldr_pretrained"), "model"),
-    }
-    rows = [
-        [label, *(f"{of['test'][key][rouge]:.1f}" for rouge in ("rouge1", "rouge2", "rougeL"))]
-        for label, (of, key) in found.items()
-    ]
-    return markdown_table(["SciTLDR, test", "ROUGE-1", "ROUGE-2", "ROUGE-L"], rows)
 
 
 def targets() -> str:
@@ -436,23 +233,6 @@ def training(figures: dict) -> str:
         f"layers and {sizes['length']:,} tokens BST SH takes {sizes['sh_time_over_sliding']:.2f}x the time of the "
         "same stack without context states.\n"
     )
-
-
-def upcycling_gaps(figures: dict) -> str:
-    rows = []
-    for name, found in {"the teacher": figures["teacher"], **figures["students"]}.items():
-        spread = found.get("loss_standard_deviation")
-        loss = f"{found['loss']:.3f}" + ("" if spread is None else f" ± {spread:.3f}")
-        over = f"{found.get('perplexity_over_teachers', 1.0):.3f}"
-        rows.append([name, loss, over, f"{found['loss_in_long_windows']:.3f}", f"{found['cache_bytes'] / 2**20:,.1f}"])
-    head = [
-        "layers that keep attention",
-        "held-out loss",
-        "perplexity over the teacher's",
-        "loss at 4,096",
-        "cache, MiB",
-    ]
-    return markdown_table(head, rows)
 
 
 def weight_only(figures: dict) -> str:
@@ -534,6 +314,8 @@ TABLES = {
     "families_length": lengths,
     "checkpoints_length": lengths,
     "first_token_recall": first_token,
+    "rare_words": rare_words,
+    "bst_settings_adamw": settings_apart,
     "upcycling_gaps": upcycling_gaps,
     "bst_books": lengths,
     "bst_16k": lengths,
@@ -557,11 +339,6 @@ TABLES = {
 }
 
 
-# tables of several files of results: the others
-ALSO = {
-    "glue_from_scratch": ["glue_pretrained", "glue_baselines"],
-    "scitldr": ["scitldr_new_weights", "scitldr_pretrained"],
-}
 WITHOUT_RESULTS = {"targets": targets, "checkpoints": checkpoints}  # which have no file of their own
 
 

@@ -37,6 +37,7 @@ class CompareArguments:
     variants: dict[str, dict[str, Any]] = field(metadata={"help": "name: settings that differ"})
     output_dir: str = "runs/compare"
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    only: list[str] = field(default_factory=list, metadata={"help": "variants to run now; all by default"})
     reference: str | None = field(default=None, metadata={"help": "the variant that differences are taken to"})
     learning_rates: list[float] = field(default_factory=list, metadata={"help": "to choose from, for each variant"})
     search_steps: int = field(default=0, metadata={"help": "of a run that tries a learning rate"})
@@ -48,8 +49,11 @@ class CompareArguments:
             raise ValueError(f"variants={list(self.variants)} must name at least two.")
         if not self.seeds:
             raise ValueError("seeds=[] must name at least one.")
-        if self.reference is not None and self.reference not in self.variants:
-            raise ValueError(f"reference={self.reference!r} must be one of variants={list(self.variants)}.")
+        if unknown := sorted(set(self.only) - set(self.variants)):
+            raise ValueError(f"only names {unknown}, which are not among variants={list(self.variants)}.")
+        if self.reference is not None and self.reference not in (self.only or self.variants):
+            named = f"only={self.only}" if self.only else f"variants={list(self.variants)}"
+            raise ValueError(f"reference={self.reference!r} must be one of {named}.")
         if self.learning_rates and self.search_steps < 1:
             raise ValueError(f"learning_rates are tried for search_steps={self.search_steps}, which must be positive.")
 
@@ -100,14 +104,15 @@ def search(arguments: CompareArguments, name: str) -> dict[str, float]:
 def compare(arguments: CompareArguments) -> dict[str, Any]:
     """All runs, seed by seed, so that an interrupted comparison is still fair."""
     check_claim(arguments.output_dir, settings_of(arguments), arguments.overwrite)
-    settings = {name: merged(arguments.base, over) for name, over in arguments.variants.items()}
+    names = arguments.only or list(arguments.variants)
+    settings = {name: merged(arguments.base, arguments.variants[name]) for name in names}
     for name, each in settings.items():  # a wrong last one cannot cost the first one's hours
         parsed(Path(arguments.output_dir) / name, each)
     claim(arguments.output_dir, settings_of(arguments), arguments.overwrite, "*/results.json")
     tried = {name: search(arguments, name) for name in settings if arguments.learning_rates}
     for name, losses in tried.items():
         settings[name]["learning_rate"] = float(min(losses, key=losses.__getitem__))
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.variants}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     figures: dict[str, Any] = {}
     for seed in arguments.seeds:
         for name, chosen in settings.items():

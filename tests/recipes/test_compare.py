@@ -67,6 +67,8 @@ def test_a_killed_comparison_goes_on_with_the_runs_it_lacks(settings, tmp_path, 
     again = compare(arguments)
     assert made == [str(missing.parent)]
     assert again["models"]["wide"]["validation_loss"] == figures["models"]["wide"]["validation_loss"]
+    one = compare(CompareArguments(**settings, output_dir=str(tmp_path), only=["wide"]))
+    assert one["models"] == {"wide": again["models"]["wide"]} and made == [str(missing.parent)]
     other = CompareArguments(settings["base"] | {"max_steps": 1}, settings["variants"], str(tmp_path))
     with pytest.raises(FileExistsError, match="output_dir"):
         compare(other)
@@ -109,6 +111,8 @@ def test_peers_that_transformers_lacks_train_beside_the_families(settings, tmp_p
         {"variants": {"a": {}}},
         {"seeds": []},
         {"reference": "c"},
+        {"only": ["c"]},
+        {"reference": "a", "only": ["b"]},
         {"learning_rates": [1e-3]},
     ],
 )

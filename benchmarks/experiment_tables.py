@@ -1,0 +1,287 @@
+"""The tables of docs/experiments.md: a function each, from the results to Markdown."""
+
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+
+from _lib.intervals import half_width
+from table_text import load, markdown_table
+
+# tables of several files of results: the others
+ALSO = {
+    "glue_from_scratch": ["glue_pretrained", "glue_baselines"],
+    "scitldr": ["scitldr_new_weights", "scitldr_pretrained"],
+}
+# lm-eval's tasks of several choices: what guessing gives
+GUESSES = {"piqa": 50, "hellaswag": 25, "winogrande": 50, "arc_easy": 25, "arc_challenge": 25, "openbookqa": 25}
+GUESSES |= {"social_iqa": 100 / 3, "boolq": 50}
+NORMALISED = ("hellaswag", "arc_challenge")
+
+# of compared models, those that the text sets against each other
+PAIRS = (
+    ("SPADE", "SPADE without its SSM"),
+    ("BST", "sliding attention"),
+    ("Longhorn", "Longhorn without its convolution"),
+    ("Llama with the convolution", "Llama"),
+    ("Llama with the convolution", "Longhorn"),
+    ("S4, all trained", "frozen S4"),
+    ("S5", "S4, all trained"),
+)
+
+
+def comparison(figures: dict) -> str:
+    rows = [
+        [name, f"{found['parameters']:,}", f"{found['validation_loss']:.3f} ± {found['standard_deviation']:.3f}"]
+        for name, found in figures["models"].items()
+    ]
+    return markdown_table(["model", "parameters", "held-out loss, nats per token"], rows)
+
+
+def compared(figures: dict) -> str:
+    """Best first, with the paired differences to the reference; below, those within `PAIRS`."""
+    models, searched, rows = figures["models"], figures.get("learning_rates"), []
+    for name, found in sorted(models.items(), key=lambda pair: pair[1]["validation_loss"]):
+        difference = figures["differences"].get(name)
+        minutes = sum(run["cpu_seconds"] for run in found["runs"]) / len(found["runs"]) / 60
+        rows.append([
+            name, f"{found['runs'][0]['parameters_beside_embeddings']:,}",
+            *([min(searched[name], key=searched[name].__getitem__)] if searched else []),
+            f"{found['validation_loss']:.3f} ± {found['standard_deviation']:.3f}",
+            f"{difference['mean']:+.3f} ± {difference['half_width_of_95_percent']:.3f}" if difference else "",
+            f"{minutes:.1f}",
+        ])  # fmt: skip
+    head = ["model", "non-embedding parameters", *(["learning rate"] if searched else [])]
+    head += ["held-out loss, nats per token", f"minus {figures['reference']}'s, 95 %", "minutes of CPU time"]
+    notes = []
+    for name, without in PAIRS:
+        if name in models and without in models:
+            losses = [[run["validation_loss"] for run in models[each]["runs"]] for each in (name, without)]
+            pairs = [one - other for one, other in zip(*losses)]
+            added = ", ".join(f"{pair:+.3f}" for pair in pairs)
+            notes.append(f"{name} minus {without}: {statistics.mean(pairs):+.3f} ± {half_width(pairs):.3f} ({added})")
+    return f"{markdown_table(head, rows)}\nPaired, and seed by seed: {'; '.join(notes)}.\n"
+
+
+def lengths(figures: dict) -> str:
+    found = figures["models"]
+    head = ["perplexity on held-out books, by evaluation context length", *next(iter(found.values()))["points"]]
+    head[1:] = [f"{point['length']:,}" for point in head[1:]]
+    rows = []
+    for name, model in found.items():
+        cells = []
+        for point in model["points"]:
+            deviation = point["standard_deviation_of_loss"]
+            spread = "" if deviation is None else f" ± {point['perplexity'] * deviation:.2f}"
+            cells.append(f"{point['perplexity']:.2f}{spread}")
+        rows.append([name, *cells])
+    return markdown_table(head, rows)
+
+
+def scaling_law(figures: dict) -> str:
+    rows = []
+    for family, found in figures["families"].items():
+        for name, member in found["members"].items():
+            spread = "" if member["standard_deviation"] is None else f" ± {member['standard_deviation']:.3f}"
+            loss = f"{member['validation_loss']:.3f}{spread}"
+            rows.append([f"{family}, {name}", f"{member['parameters_beside_embeddings']:,}", loss])
+    slopes = "; ".join(
+        f"{family} {found['alpha']:.4f} ± {found['standard_error']:.4f}"
+        + (f" (seeds spread by {spread:.4f})" if (spread := found.get("standard_deviation_of_alpha")) else "")
+        for family, found in figures["families"].items()
+    )
+    head = ["model", "non-embedding parameters", "held-out loss, nats per token"]
+    return f"{markdown_table(head, rows)}\nSlopes alpha of loss = (N / N_c)^-alpha: {slopes}.\n"
+
+
+def glue(figures: dict) -> str:
+    """Means over seeds from random initialisation and from the pre-trained weights, the paired difference of the
+    first measure; and what words alone reach."""
+    pretrained, words = (load(name) for name in ALSO["glue_from_scratch"])
+    rows = []
+    for task, found in figures.items():
+        for split, measures in found["best"]["measures"].items():
+            several = [
+                {name: [run["measures"][split][name] for run in of["runs"]] for name in measures}
+                for of in (found, pretrained[task])
+            ]
+            cells = [" / ".join(f"{statistics.mean(values):.1f}" for values in each.values()) for each in several]
+            scratch, better = (next(iter(each.values())) for each in several)
+            gains = [after - before for before, after in zip(scratch, better)]
+            error = statistics.stdev(gains) / len(gains) ** 0.5
+            cells.append(f"{statistics.mean(gains):+.1f} ± {2 * error:.1f}")
+            runs = words["tasks"][task]["runs"]
+            for kind in ("bag of words", "word overlap"):
+                means = (
+                    [statistics.mean(run[kind][split][name] for run in runs if kind in run) for name in measures]
+                    if kind in runs[0]
+                    else []
+                )
+                cells.append(" / ".join(f"{value:.1f}" for value in means))
+            cells.append(" / ".join(f"{value:.1f}" for value in found["best"]["majority"][split].values()))
+            label = task if split == "validation" else f"{task} {split.removeprefix('validation_')}"
+            rows.append([f"{label}, {' / '.join(measures)}", *cells])
+    head = ["task, measure", "random initialisation", "pre-trained", "gain ± two standard errors"]
+    head += ["bag of words", "word overlap", "majority"]
+    return markdown_table(head, rows)
+
+
+def first_token(figures: dict) -> str:
+    """Right answers by distance, in percent, with 95 % intervals over seeds; a model a row."""
+    models = figures["models"]
+    distances = list(next(iter(models.values()))["accuracy"])
+    rows = []
+    for name, found in models.items():
+        cells = []
+        for distance, share in found["accuracy"].items():
+            half = found["half_width_of_95_percent"][distance]
+            cells.append(f"{100 * share:.0f}" + (f" ± {100 * half:.0f}" if half else ""))
+        rows.append([name, f"{found['runs'][0]['parameters']:,}", *cells])
+    seeds = len(next(iter(models.values()))["runs"])
+    head = ["right answers, percent, by tokens in between", "parameters", *(f"{int(each):,}" for each in distances)]
+    return f"{markdown_table(head, rows)}\n{seeds} seeds; guessing gives {100 / figures['settings']['answers']:.0f}.\n"
+
+
+def recall(figures: dict) -> str:
+    found = figures["best"]
+    pairs = list(found[0]["accuracy_by_pairs"])
+    rows = [
+        [
+            entry["model"],
+            f"{entry['parameters']:,}",
+            f"{entry['learning_rate']:g}",
+            entry["epochs"],
+            *(f"{100 * share:.1f}" for share in entry["accuracy_by_pairs"].values()),
+        ]
+        for entry in found
+    ]
+    return markdown_table(["model", "parameters", "best rate", "epochs", *(f"{each} pairs" for each in pairs)], rows)
+
+
+def arena(figures: dict) -> str:
+    """Test accuracy of the weights best on validation: tasks across, models down."""
+    tasks = figures["tasks"]
+    names = next(iter(tasks.values()))
+    rows = [
+        [
+            name,
+            *(
+                f"{found[name]['test']['accuracy']:.1f} ({found[name]['seconds'] / 60:.0f})"
+                for found in tasks.values()
+            ),
+        ]
+        for name in names
+    ]
+    rows.append(["commonest class", *(f"{found['SPADE']['test']['commonest_class']:.1f}" for found in tasks.values())])
+    return markdown_table(["test accuracy, percent (minutes)", *tasks], rows)
+
+
+def lm_eval(figures: dict) -> str:
+    """Accuracy (of answers normalised by length where the paper's is) beside that of guessing; then perplexities."""
+    models = figures["models"]
+    tasks = next(iter(models.values()))["tasks"]
+    rows = []
+    for task, guess in GUESSES.items():
+        measure = "acc_norm" if task in NORMALISED else "acc"
+        shares = (100 * found["tasks"][task][measure] for found in models.values())
+        rows.append([f"{task}, {measure}", f"{guess:.1f}", *(f"{share:.1f}" for share in shares)])
+    for task, measure in (
+        ("lambada_openai", "perplexity"),
+        ("wikitext", "word_perplexity"),
+        ("wikitext", "bits_per_byte"),
+    ):
+        values = (found["tasks"][task][measure] for found in models.values())
+        rows.append(
+            [f"{task}, {measure}", "", *(f"{value:,.0f}" if value > 100 else f"{value:.3f}" for value in values)]
+        )
+    errors = [
+        found["tasks"][task][f"{'acc_norm' if task in NORMALISED else 'acc'}_stderr"]
+        for found in models.values()
+        for task in GUESSES
+    ]
+    documents = tasks["piqa"]["documents"]
+    note = f"{documents} documents of a task; the standard error of a share is at most {100 * max(errors):.1f}."
+    return f"{markdown_table(['task, measure', 'guessing', *models], rows)}\n{note}\n"
+
+
+def scitldr(figures: dict) -> str:
+    """The first sentence, a model of its own, and the committed one from random initialisation and from its own
+    weights."""
+    found = {
+        "first sentence of the abstract": (figures, "first_sentence"),
+        "SPADE from scratch": (figures, "model"),
+        "the committed encoder-decoder, random initialisation": (load("scitldr_new_weights"), "model"),
+        "the committed encoder-decoder": (load("scitldr_pretrained"), "model"),
+    }
+    rows = [
+        [label, *(f"{of['test'][key][rouge]:.1f}" for rouge in ("rouge1", "rouge2", "rougeL"))]
+        for label, (of, key) in found.items()
+    ]
+    return markdown_table(["SciTLDR, test", "ROUGE-1", "ROUGE-2", "ROUGE-L"], rows)
+
+
+def upcycling_gaps(figures: dict) -> str:
+    rows = []
+    for name, found in {"the teacher": figures["teacher"], **figures["students"]}.items():
+        spread = found.get("loss_standard_deviation")
+        loss = f"{found['loss']:.3f}" + ("" if spread is None else f" ± {spread:.3f}")
+        over = f"{found.get('perplexity_over_teachers', 1.0):.3f}"
+        rows.append([name, loss, over, f"{found['loss_in_long_windows']:.3f}", f"{found['cache_bytes'] / 2**20:,.1f}"])
+    head = [
+        "layers that keep attention",
+        "held-out loss",
+        "perplexity over the teacher's",
+        "loss at 4,096",
+        "cache, MiB",
+    ]
+    return markdown_table(head, rows)
+
+
+def rare_words(figures: dict) -> str:
+    """What is saved at later mentions, by distance; first what the first one costs."""
+    models = figures["models"]
+    names = list(next(iter(models.values()))["saved"])
+    rows = []
+    for name, found in models.items():
+        saved = [f"{each['mean']:.2f} ± {each['half_width_of_95_percent']:.2f}" for each in found["saved"].values()]
+        rows.append([name, f"{found['first']['mean']:.2f}", *saved])
+    last = max(int(name.partition("-")[2]) for name in names)
+    head = ["nats per word", "first mention"]
+    head += [
+        f"saved, last mention {low} to {int(high):,} tokens ago" if int(high) < last else f"{low} and more"
+        for low, _, high in (name.partition("-") for name in names)
+    ]
+    found = next(iter(models.values()))
+    counts = ", ".join(f"{each['mentions']:,} of {each['words']:,}" for each in found["saved"].values())
+    return (
+        f"{markdown_table(head, rows)}\n{found['first']['mentions']:,} first mentions of {found['first']['words']:,} "
+        f"words in {found['rows']} rows of {figures['settings']['row_length']:,} tokens; later mentions, by distance: "
+        f"{counts}.\n"
+    )
+
+
+def settings_apart(figures: dict) -> str:
+    """Of variants "model, settings": settings down, models across, with the paired difference to the model's first."""
+    settings: dict[str, dict[str, dict[int, float]]] = {}
+    for variant, found in figures["models"].items():
+        model, _, combination = variant.partition(", ")
+        losses = {run["seed"]: run["validation_loss"] for run in found["runs"]}
+        settings.setdefault(combination, {})[model] = losses
+    first, *others = settings
+    models, rows = list(settings[first]), []
+    for combination, of_models in settings.items():
+        cells = []
+        for model in models:
+            losses, base = of_models[model], settings[first][model]
+            pairs = [losses[seed] - base[seed] for seed in base]
+            width = half_width(pairs)
+            cells.append(f"{statistics.mean(losses.values()):.3f}")
+            if combination in others:
+                cells.append(f"{statistics.mean(pairs):+.3f}" + ("" if width is None else f" ± {width:.3f}"))
+            else:
+                cells.append("")
+        rows.append([combination, *cells])
+    columns = [f"{model}{what}" for model in models for what in ("", ", minus the first, 95 %")]
+    return markdown_table(["held-out loss, nats per token", *columns], rows)
