@@ -247,12 +247,9 @@ def rare_words(figures: dict) -> str:
     for name, found in models.items():
         saved = [f"{each['mean']:.2f} ± {each['half_width_of_95_percent']:.2f}" for each in found["saved"].values()]
         rows.append([name, f"{found['first']['mean']:.2f}", *saved])
-    last = max(int(name.partition("-")[2]) for name in names)
-    head = ["nats per word", "first mention"]
-    head += [
-        f"saved, last mention {low} to {int(high):,} tokens ago" if int(high) < last else f"{low} and more"
-        for low, _, high in (name.partition("-") for name in names)
-    ]
+    borders = [name.partition("-")[::2] for name in names]
+    head = ["nats per word", "first mention", "saved, last mention {} to {} tokens ago".format(*borders[0])]
+    head += [f"{low} to {int(high):,}" for low, high in borders[1:-1]] + [f"{borders[-1][0]} and more"]
     found = next(iter(models.values()))
     counts = ", ".join(f"{each['mentions']:,} of {each['words']:,}" for each in found["saved"].values())
     return (

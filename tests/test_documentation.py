@@ -134,6 +134,7 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
     from pretrain_clm import ModelArguments
     from pretrain_mlm import MaskingArguments
     from pretrain_seq2seq import SpanArguments
+    from rare_words import RareWordsArguments
     from scaling_law import ScalingArguments
     from transformers import CONFIG_MAPPING, HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
     from word_lm import WordArguments
@@ -173,6 +174,9 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
         arguments, _ = read_settings("first_token_recall.py", classes, [str(config), *training])
         for fields in (arguments.config | fields for fields in arguments.models.values()):
             models.append(ModelArguments(fields.pop("model_type"), config=fields))
+    elif config.stem == "rare_words":
+        (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
+        read_settings("rare_words.py", (RareWordsArguments,), [str(config)])
     elif config.parent.name == "length":
         (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
         (arguments,) = read_settings("length_extrapolation.py", (ExtrapolationArguments,), [str(config)])
