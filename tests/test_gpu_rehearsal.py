@@ -18,6 +18,7 @@ from benchmarks.gpu import child, requirements
 from benchmarks.gpu.__main__ import LONGEST_CASE, arguments_of, last_start
 from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.store import Store, digest
+from tests import processes
 
 ROOT = Path(__file__).parents[1]
 
@@ -40,13 +41,19 @@ def tree(tmp_path_factory):
     return root
 
 
-def rehearse(tree, results, *variables):
-    """`make gpu` as on a card's machine: nothing installed but for what its Python and PYTHONPATH have."""
+ARGUMENTS = "--device cpu --rehearse --results {} --minutes 25 --limit 60"
+
+
+def environment_of(tree):
+    """Nothing installed but for what this Python and PYTHONPATH have, as on a card's machine."""
     paths = [str(tree / "versions"), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    arguments = f"--device cpu --rehearse --results {results} --minutes 25 --limit 60"
-    command = ["make", "gpu", f"GPU_PYTHON={sys.executable}", f"GPU_ARGS={arguments}", *variables]
-    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def rehearse(tree, results, *variables):
+    """`make gpu`."""
+    command = ["make", "gpu", f"GPU_PYTHON={sys.executable}", f"GPU_ARGS={ARGUMENTS.format(results)}", *variables]
+    done = subprocess.run(command, cwd=tree, env=environment_of(tree), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -67,9 +74,21 @@ def test_every_part(tree, tmp_path):
     assert sorted(names) == sorted([f"gpu_{part}.json" for part in child.PARTS] + ["gpu.md"])
     assert "nothing here is a measurement" in page and "torch 2.11.0, transformers 5.17.0" in page
     assert all(f"| {part.replace('_', ' ')} |" in page for part in child.PARTS)
-    said = rehearse(tree, second, f"GPU_FROM={out / 'gpu.tar.gz'}")
+    command = [sys.executable, "-m", "benchmarks.gpu", *ARGUMENTS.format(second).split()]
+    environment = environment_of(tree)
+    environment["PYTHONPATH"] += f"{os.pathsep}{tree / 'src'}"
+    done = processes.run([*command, "--resume", out / "gpu.tar.gz"], cwd=tree, env=environment)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    said = done.stdout
     assert " 0 failed; " in said and ": ok (" not in said
     assert (second / "gpu_training.json").read_bytes() == (first / "gpu_training.json").read_bytes()
+
+
+def test_an_archive_is_handed_on():
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    command = ["make", "--dry-run", "gpu", "GPU_OUT=new", "GPU_FROM=old/gpu.tar.gz"]
+    said = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    assert '--out "new" --resume "old/gpu.tar.gz"' in said
 
 
 def test_the_report_is_of_a_card():
