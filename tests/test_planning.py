@@ -223,7 +223,7 @@ def test_decoding_state(case, dtype):
         assert decoding_state_bytes(model.config, length, dtype, "fused") == cache_bytes(cache) > 0
 
 
-@EVERY_CASE
+@pytest.mark.parametrize("case", [*FAMILIES, "spade classifier"])
 def test_a_plan_is_made_of_what_is_measured(case):
     """With the fused kernels, as `Setup` has them; the step itself is compared for one case."""
     config = built(case).config
