@@ -19,6 +19,7 @@ import length_extrapolation
 import mqar
 import numpy as np
 import per_token_loss
+import rare_words
 import scaling_law
 import upcycling_gaps
 import yaml
@@ -150,6 +151,7 @@ FIGURES = {
     "first_token_recall": lambda: first_token_recall.draw(load("first_token_recall"), recall_panels()),
     "mqar_families": lambda: mqar.draw(load("mqar_families")["best"]),
     "per_token_loss": lambda: per_token_loss.draw(load("per_token_loss")["models"]),
+    "rare_words": lambda: rare_words.draw(load("rare_words")),
     "scaling_law": lambda: scaling_law.draw(load("scaling_law")["families"]),
     "upcycling_gaps": lambda: upcycling_gaps.draw(load("upcycling_gaps")),
 }

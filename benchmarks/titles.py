@@ -52,6 +52,18 @@ def checkpoints_length(figures: dict, load: Callable[[str], dict]) -> tuple[str,
     return by_context(figures, f"{between(sizes)}, {seeds(figures)}")
 
 
+def rare_words(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
+    models = figures["models"].values()
+    first = [found["first"]["mean"] for found in models]
+    saved = max(each["mean"] for found in models for each in found["saved"].values())
+    finding = (
+        f"A rare word costs {min(first):.0f} to {max(first):.0f} nats, and at most {saved:.1f} less when it comes"
+    )
+    paths = [CHECKPOINTS / f"{name}-books/results.json" for name in ("longhorn", "llama", "spade", "bst", "lmu-isa")]
+    sizes = [json.loads(path.read_text(encoding="utf-8"))["parameters"] for path in paths]
+    return f"{finding} comes again", f"{between(sizes)}, one seed; bars: 95 % over words"
+
+
 def trained(figures: dict) -> str:
     return f"models of {between(run['parameters'] for found in figures['models'].values() for run in found['runs'])}"
 
@@ -156,6 +168,7 @@ SENTENCES: dict[str, Callable[[dict, Callable[[str], dict]], tuple[str, str]]] =
     "first_token_recall": first_token_recall,
     "mqar_families": mqar_families,
     "per_token_loss": per_token_loss,
+    "rare_words": rare_words,
     "scaling_law": scaling_law,
     "upcycling_gaps": upcycling_gaps,
 }

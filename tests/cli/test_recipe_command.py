@@ -95,20 +95,3 @@ def test_a_page_says_how_to_remove_all():
     for name in ("HF_HYBRID_SSM_CACHE", "XDG_CACHE_HOME", "hf_hybrid_ssm"):
         assert f'"{name}"' in source and name in page
     assert FILE in page and "hf-hybrid-ssm disable" in page and "pip uninstall hf-hybrid-ssm" in page
-
-
-def test_a_second_recipe_of_a_process_begins_anew():
-    """That one has trained says nothing about the next one's input."""
-    from _lib.entry import guarded, training_begins
-
-    def fail():
-        raise ValueError("wrong")
-
-    def train_and_fail():
-        training_begins()
-        fail()
-
-    with pytest.raises(ValueError, match="wrong"):
-        guarded("first.py", train_and_fail)
-    with pytest.raises(SystemExit, match=r"second\.py: wrong"):
-        guarded("second.py", fail)

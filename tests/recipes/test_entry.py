@@ -116,8 +116,14 @@ def test_errors_after_training_has_begun_show_where_they_come_from(monkeypatch):
     with pytest.raises(ValueError, match="deep inside"):
         guarded("some.py", fails)
     monkeypatch.delenv(TRACEBACK)
-    entry.training_begins()
+
+    def trains_and_fails():
+        entry.training_begins()
+        fails()
+
     with pytest.raises(ValueError, match="deep inside"):
+        guarded("some.py", trains_and_fails)
+    with pytest.raises(SystemExit, match="deep inside"):  # the next one of the process begins anew
         guarded("some.py", fails)
 
 
