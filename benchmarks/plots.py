@@ -29,15 +29,11 @@ from matplotlib.figure import Figure
 from publish_checkpoint import write_sums
 
 from benchmarks import titles
+from benchmarks.table_text import RESULTS, load
 from benchmarks.tables import LONGHORN_AND_PEERS
 
-RESULTS = Path(__file__).parent / "results"
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 FAMILIES = {"longhorn": "Longhorn", "spade": "SPADE", "bst": "BST", "lmu_isa": "LMU-ISA"}
-
-
-def load(name: str) -> dict:
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def curve(axes: Axes, number: int, label: str, seconds: dict[str, float]) -> None:

@@ -56,12 +56,13 @@ def rare_words(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
     models = figures["models"].values()
     first = [found["first"]["mean"] for found in models]
     saved = max(each["mean"] for found in models for each in found["saved"].values())
-    finding = (
-        f"A rare word costs {min(first):.0f} to {max(first):.0f} nats, and at most {saved:.1f} less when it comes"
-    )
+    cost = f"A rare word costs {min(first):.0f} to {max(first):.0f} nats"
     paths = [CHECKPOINTS / f"{name}-books/results.json" for name in ("longhorn", "llama", "spade", "bst", "lmu-isa")]
     sizes = [json.loads(path.read_text(encoding="utf-8"))["parameters"] for path in paths]
-    return f"{finding} comes again", f"{between(sizes)}, one seed; bars: 95 % over words"
+    return (
+        f"{cost}, and at most {saved:.1f} less when it comes again",
+        f"{between(sizes)}, one seed; bars: 95 % over words",
+    )
 
 
 def trained(figures: dict) -> str:
