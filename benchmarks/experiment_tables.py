@@ -2,6 +2,7 @@
 
 import statistics
 import sys
+from itertools import combinations
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -161,21 +162,33 @@ def recall(figures: dict) -> str:
 
 
 def arena(figures: dict) -> str:
-    """Test accuracy of the weights best on validation: tasks across, models down."""
+    """Test accuracy of the weights best on validation: tasks across, models down; with several seeds also by pairs."""
     tasks = figures["tasks"]
-    names = next(iter(tasks.values()))
-    rows = [
-        [
-            name,
-            *(
-                f"{found[name]['test']['accuracy']:.1f} ({found[name]['seconds'] / 60:.0f})"
-                for found in tasks.values()
-            ),
-        ]
-        for name in names
+    names = list(next(iter(tasks.values())))
+    rows = [[name, *(_accuracies(found[name]) for found in tasks.values())] for name in names]
+    guesses = (found[names[0]][0]["test"]["commonest_class"] for found in tasks.values())
+    table = markdown_table(
+        ["test accuracy, percent (minutes)", *tasks], [*rows, ["commonest class", *(f"{guess:.1f}" for guess in guesses)]]
+    )
+    notes = [
+        f"{task}, {one} minus {other}: {_paired(runs[one], runs[other])}"
+        for task, runs in tasks.items()
+        for one, other in combinations(names, 2)
+        if len(runs[one]) > 1
     ]
-    rows.append(["commonest class", *(f"{found['SPADE']['test']['commonest_class']:.1f}" for found in tasks.values())])
-    return markdown_table(["test accuracy, percent (minutes)", *tasks], rows)
+    return f"{table}\nPaired, and seed by seed: {'; '.join(notes)}.\n" if notes else table
+
+
+def _accuracies(runs: list[dict]) -> str:
+    found = [run["test"]["accuracy"] for run in runs]
+    spread = f" ± {statistics.stdev(found):.1f}" if len(found) > 1 else ""
+    minutes = statistics.mean(run["seconds"] for run in runs) / 60
+    return f"{statistics.mean(found):.1f}{spread} ({minutes:.0f})"
+
+
+def _paired(runs: list[dict], others: list[dict]) -> str:
+    pairs = [one["test"]["accuracy"] - other["test"]["accuracy"] for one, other in zip(runs, others)]
+    return f"{statistics.mean(pairs):+.1f} ± {half_width(pairs):.1f} ({', '.join(f'{pair:+.1f}' for pair in pairs)})"
 
 
 def lm_eval(figures: dict) -> str:

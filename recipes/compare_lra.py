@@ -1,4 +1,4 @@
-"""Several classifiers on several tasks of the Long Range Arena, with equal steps: one table.
+"""Several classifiers on several tasks of the Long Range Arena, with equal steps and several seeds: one table.
 
     python recipes/compare_lra.py recipes/configs/lra/spade_cpu.yaml [key=value ...]
 
@@ -8,6 +8,7 @@
 
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +27,27 @@ class CompareLraArguments:
     base: dict[str, Any] = field(metadata={"help": "settings of lra.py"})
     tasks: dict[str, dict[str, Any]] = field(metadata={"help": "task: settings that differ"})
     variants: dict[str, dict[str, Any]] = field(metadata={"help": "model: settings that differ"})
+    seeds: list[int] = field(default_factory=lambda: [42])
     output_dir: str = "runs/lra"
     results: str | None = field(default=None, metadata={"help": "another file for the figures"})
     overwrite: bool = False
 
     def __post_init__(self):
+        if not self.seeds:
+            raise ValueError("seeds=[] must name at least one.")
         if not self.tasks or not self.variants:
             raise ValueError(
                 f"tasks={list(self.tasks)} and variants={list(self.variants)} must each name at least one."
             )
 
 
-def settings_of(arguments: CompareLraArguments) -> dict[tuple[str, str], dict[str, Any]]:
-    """(task, model) → settings of lra.py."""
+def settings_of(arguments: CompareLraArguments) -> dict[tuple[str, str, int], dict[str, Any]]:
+    """(task, model, seed) → settings of lra.py, seed by seed, so that an interrupted comparison is still fair."""
     found = {}
-    for task, of_task in arguments.tasks.items():
-        for name, of_model in arguments.variants.items():
-            each = merged(merged(arguments.base, of_task), of_model)
-            folder = Path(arguments.output_dir) / f"{task}-{name}"
-            found[task, name] = each | {"task": task, "output_dir": str(folder), "overwrite": True}
+    for task, seed, name in product(arguments.tasks, arguments.seeds, arguments.variants):
+        each = merged(merged(arguments.base, arguments.tasks[task]), arguments.variants[name])
+        folder = Path(arguments.output_dir) / f"{task}-{name}-{seed}"
+        found[task, name, seed] = each | {"task": task, "seed": seed, "output_dir": str(folder), "overwrite": True}
     return found
 
 
@@ -60,10 +63,11 @@ def compare_lra(arguments: CompareLraArguments) -> dict[str, Any]:
         if not Path(each.data_folder).is_dir():
             raise FileNotFoundError(f"data_folder={each.data_folder!r} of {each.task} is not a folder.")
     claim(folder, settings, arguments.overwrite, "*/run.json")
-    found: dict[str, dict[str, Any]] = {task: {} for task in arguments.tasks}
-    for (task, name), each in runs.items():
-        found[task][name] = once(folder / f"{task}-{name}" / "run.json", partial(arena, *each))
-        say(f"{task}, {name}: {found[task][name]['test']}")
+    found: dict[str, dict[str, Any]] = {task: {name: [] for name in arguments.variants} for task in arguments.tasks}
+    for (task, name, seed), each in runs.items():
+        made = once(folder / f"{task}-{name}-{seed}" / "run.json", partial(arena, *each))
+        found[task][name].append({"seed": seed, **made})
+        say(f"{task}, {name}, seed {seed}: {made['test']}")
     figures = {"settings": settings, "tasks": found}
     write_figures(figures, folder, arguments.results)
     return figures

@@ -253,14 +253,19 @@ def test_models_side_by_side(tmp_path):
     given["tasks"] = {"listops": {"learning_rate": 1e-3}}
     given["variants"] = {"SPADE": {}, "window attention": {"config": {"ssm_layers": []}}}
     given["output_dir"] = str(tmp_path / "runs")
+    given["seeds"] = [3, 4]
     found = compare_lra(CompareLraArguments(**given, results=str(tmp_path / "lra.json")))["tasks"]["listops"]
-    assert found["window attention"]["parameters"] < found["SPADE"]["parameters"]
-    assert all(each["steps"] == 2 and 0 <= each["test"]["accuracy"] <= 100 for each in found.values())
+    assert found["window attention"][0]["parameters"] < found["SPADE"][0]["parameters"]
+    for runs in found.values():
+        assert [run["seed"] for run in runs] == [3, 4] and runs[0]["train_loss"] != runs[1]["train_loss"]
+        assert all(run["steps"] == 2 and 0 <= run["test"]["accuracy"] <= 100 for run in runs)
     assert json.loads((tmp_path / "lra.json").read_text())["tasks"]["listops"] == found
 
-    made = tmp_path / "runs" / "listops-SPADE" / "run.json"
-    made.write_text(json.dumps(found["SPADE"] | {"seconds": -1.0}))  # what is there is not run again
-    assert compare_lra(CompareLraArguments(**given))["tasks"]["listops"]["SPADE"]["seconds"] == -1.0
+    made = tmp_path / "runs" / "listops-SPADE-3" / "run.json"
+    made.write_text(json.dumps(found["SPADE"][0] | {"seconds": -1.0}))  # what is there is not run again
+    assert compare_lra(CompareLraArguments(**given))["tasks"]["listops"]["SPADE"][0]["seconds"] == -1.0
+    with pytest.raises(ValueError, match="seeds="):
+        CompareLraArguments(**given | {"seeds": []})
     with pytest.raises(ValueError, match="variants="):
         CompareLraArguments(base={}, tasks={"listops": {}}, variants={})
     with pytest.raises(ValueError, match="listpos"):  # before anything is trained
