@@ -168,7 +168,8 @@ def arena(figures: dict) -> str:
     rows = [[name, *(_accuracies(found[name]) for found in tasks.values())] for name in names]
     guesses = (found[names[0]][0]["test"]["commonest_class"] for found in tasks.values())
     table = markdown_table(
-        ["test accuracy, percent (minutes)", *tasks], [*rows, ["commonest class", *(f"{guess:.1f}" for guess in guesses)]]
+        ["test accuracy, percent (minutes)", *tasks],
+        [*rows, ["commonest class", *(f"{guess:.1f}" for guess in guesses)]],
     )
     notes = [
         f"{task}, {one} minus {other}: {_paired(runs[one], runs[other])}"
