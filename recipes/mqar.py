@@ -2,10 +2,13 @@
 
     python recipes/mqar.py recipes/configs/mqar/cpu.yaml [key=value ...]
 
-Trains every model at every length, width and learning rate of the settings, keeps the best learning rate, and writes
-results.json and accuracy.png to `output_dir`. A sweep that was stopped goes on with the runs it lacks.
+Trains every model at every length, width and learning rate of the settings with the first of the seeds, and at the
+best learning rate with the others too; writes results.json and accuracy.png to `output_dir`. A sweep that was stopped
+goes on with the runs it lacks.
 """
 
+import statistics
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from _lib import peers  # noqa: F401 - registers mamba_native and llama_conv
 from _lib.checks import check_config
 from _lib.entry import start
 from _lib.plotting import measured_at, panels, style
@@ -44,6 +48,10 @@ class MqarArguments:
     )
     widths: list[int] = field(default_factory=lambda: [64, 128, 256, 512])
     learning_rates: list[float] = field(default_factory=lambda: [1e-4, 4.64e-4, 2.15e-3, 1e-2])
+    seeds: list[int] = field(
+        default_factory=lambda: [42],
+        metadata={"help": "of weights and order; the first one finds the learning rate"},
+    )
     vocab_size: int = 8192
     train_rows: int = 100_000
     test_rows: int = 3_000
@@ -56,6 +64,10 @@ class MqarArguments:
     overwrite: bool = False
 
     def __post_init__(self):
+        if not self.seeds or not self.learning_rates:
+            raise ValueError(
+                f"seeds={self.seeds} and learning_rates={self.learning_rates} must each name at least one."
+            )
         for length, pairs in self.settings:
             check_sizes(length, pairs, self.vocab_size)
         for name, fields in self.models.items():
@@ -166,6 +178,48 @@ def groups(arguments: MqarArguments) -> list[tuple[int, list[int]]]:
     return [(length, [pairs for found, pairs in arguments.settings if found == length]) for length in lengths]
 
 
+def one_run(
+    folder: Path,
+    name: str,
+    make: Callable[[dict[str, Any]], dict[str, Any]],
+    options: dict[str, Any],
+    rate: float,
+    seed: int,
+) -> dict[str, Any]:
+    """What `make` returns of these options, unless it is in the folder already."""
+    given = options | {"learning_rate": rate, "seed": seed}
+    return once(folder / f"{name}-{rate:g}-{seed}.json", partial(make, given))
+
+
+def at_best_rate(one: Callable[[float, int], dict[str, Any]], arguments: MqarArguments) -> dict[str, Any]:
+    """All runs of a model: the first seed at every rate, until one is enough, and the others at the best.
+
+    Returns what is the same for all seeds at that rate, the means of their accuracies, and `runs`.
+    """
+    first, *others = arguments.seeds
+    runs = []
+    for rate in arguments.learning_rates:
+        runs.append({"learning_rate": rate, "seed": first, **one(rate, first)})
+        if runs[-1]["accuracy"] >= arguments.enough:
+            break
+    best = max(runs, key=lambda found: found["accuracy"])
+    more = [
+        {"learning_rate": best["learning_rate"], "seed": seed, **one(best["learning_rate"], seed)} for seed in others
+    ]
+    same = [best, *more]
+    return {
+        "learning_rate": best["learning_rate"],
+        "parameters": best["parameters"],
+        "epochs": max(run["epochs"] for run in same),
+        "accuracy": statistics.mean(run["accuracy"] for run in same),
+        "accuracy_by_pairs": {
+            pairs: statistics.mean(run["accuracy_by_pairs"][pairs] for run in same)
+            for pairs in best["accuracy_by_pairs"]
+        },
+        "runs": [*runs, *more],
+    }
+
+
 def sweep(arguments: MqarArguments, training: TrainingArguments) -> list[dict[str, Any]]:
     """The best learning rate of every model, length and width."""
     settings = {name: value for name, value in asdict(arguments).items() if name not in ("results", "overwrite")}
@@ -183,18 +237,10 @@ def sweep(arguments: MqarArguments, training: TrainingArguments) -> list[dict[st
             for name, fields in arguments.models.items():
                 fields = {"vocab_size": arguments.vocab_size} | fields
                 options = training.to_dict() | {"torch_compile": fields.pop("torch_compile", training.torch_compile)}
-                runs = []
-                for rate in arguments.learning_rates:
-                    options["learning_rate"] = rate
-                    made = Path(training.output_dir) / f"{length}-{pairs}-{width}" / f"{name}-{rate:g}.json"
-                    found = once(made, partial(run, fields, width, data, options, arguments.enough))
-                    runs.append({"learning_rate": rate, **found})
-                    if runs[-1]["accuracy"] >= arguments.enough:
-                        break
-                best = max(runs, key=lambda found: found["accuracy"])
-                results.append(
-                    {"model": name, "length": length, "pairs": several, "width": width, **best, "runs": runs}
-                )
+                folder = Path(training.output_dir) / f"{length}-{pairs}-{width}"
+                make = partial(run, fields, width, data, enough=arguments.enough)
+                found = at_best_rate(partial(one_run, folder, name, make, options), arguments)
+                results.append({"model": name, "length": length, "pairs": several, "width": width, **found})
                 say(results[-1])
                 figures = {"torch": torch.__version__, "best": results}
                 write_figures(figures, training.output_dir, arguments.results and f"{arguments.results}.json")

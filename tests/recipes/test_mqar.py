@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from mqar import MqarArguments, accuracy, data_of, groups, recall_rows, sweep
+from mqar import MqarArguments, accuracy, at_best_rate, data_of, groups, recall_rows, sweep
 from transformers import EvalPrediction, TrainingArguments
 
 
@@ -43,6 +43,7 @@ def test_sweep_writes_the_best(tmp_path):
         settings=[[16, 2]],
         widths=[8],
         learning_rates=[1e-5, 1e-2],
+        seeds=[1, 2],
         vocab_size=16,
         train_rows=64,
         test_rows=16,
@@ -52,7 +53,11 @@ def test_sweep_writes_the_best(tmp_path):
         disable_tqdm=True, dataloader_pin_memory=False,
     )  # fmt: skip
     (best,) = sweep(arguments, training)
-    assert best["accuracy"] == max(run["accuracy"] for run in best["runs"]) and len(best["runs"]) == 2
+    runs = best["runs"]
+    rate = max(runs[:2], key=lambda run: run["accuracy"])["learning_rate"]
+    assert [(run["learning_rate"], run["seed"]) for run in runs] == [(1e-5, 1), (1e-2, 1), (rate, 2)]
+    at_best = [run["accuracy"] for run in runs if run["learning_rate"] == rate]
+    assert best["learning_rate"] == rate and best["accuracy"] == sum(at_best) / 2
     assert best["accuracy_by_pairs"]["2"] <= best["accuracy"] and best["pairs"] == [2]
     assert json.loads((tmp_path / "results.json").read_text())["best"] == [best]
     assert (tmp_path / "accuracy.png").exists()
@@ -73,6 +78,24 @@ def test_mixed_settings_share_a_model():
 
     assert sorted(asked(train)) == [2] * 10 + [4] * 10
     assert {pairs: asked(rows) for pairs, rows in test.items()} == {2: [2] * 4, 4: [4] * 4}
+
+
+def test_the_first_seed_finds_the_rate():
+    """Rates after one that is enough are not tried, and other seeds see the best one only."""
+    asked = []
+
+    def one(rate, seed):
+        asked.append((rate, seed))
+        share = {0.1: 0.3, 0.2: 0.99, 0.3: 1.0}[rate] - 0.2 * (seed == 6)
+        return {"accuracy": share, "accuracy_by_pairs": {"2": share}, "epochs": seed, "parameters": 1}
+
+    arguments = MqarArguments({"a": {"model_type": "longhorn"}}, learning_rates=[0.1, 0.2, 0.3], seeds=[5, 6])
+    found = at_best_rate(one, arguments)
+    assert asked == [(0.1, 5), (0.2, 5), (0.2, 6)]
+    assert found["accuracy"] == found["accuracy_by_pairs"]["2"] == pytest.approx(0.89)
+    assert (found["learning_rate"], found["epochs"]) == (0.2, 6)
+    with pytest.raises(ValueError, match=r"seeds=\[\]"):
+        MqarArguments({"a": {"model_type": "longhorn"}}, seeds=[])
 
 
 @pytest.mark.parametrize(("settings", "vocab_size"), [([[64, 17]], 8192), ([[64, 0]], 8192), ([[64, 4]], 8)])
