@@ -28,6 +28,8 @@ PAIRS = (
     ("Longhorn", "Longhorn without its convolution"),
     ("Llama with the convolution", "Llama"),
     ("Llama with the convolution", "Longhorn"),
+    ("frozen S4", "window attention"),
+    ("S5", "window attention"),
     ("S4, all trained", "frozen S4"),
     ("S5", "S4, all trained"),
 )

@@ -309,6 +309,7 @@ TABLES = {
     "spade_ssm_cost": spade_ssm_cost,
     "spade_books": comparison,
     "families_books": compared,
+    "spade_scaled_8": compared,
     "spade_scaled_32": compared,
     "longhorn_mamba_books": compared,
     "families_length": lengths,
