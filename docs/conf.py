@@ -5,6 +5,7 @@ reference from the docstrings, and searches without a server. The sources are th
 is the front page.
 """
 
+import gc
 import html
 import importlib.util
 import re
@@ -21,6 +22,8 @@ import hf_hybrid_ssm
 sys.path.insert(0, str(Path(__file__).parent))
 
 import signatures
+
+gc.set_threshold(20_000, 20, 50)  # else a sixth of the time goes into looking through pages that stay
 
 project = "hf-hybrid-ssm"
 author = "hf-hybrid-ssm contributors"

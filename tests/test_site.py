@@ -5,7 +5,6 @@ import http.server
 import os
 import re
 import shutil
-import subprocess
 import sys
 import threading
 import urllib.parse
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import hf_hybrid_ssm
+from tests import processes
 
 for package in ("sphinx", "myst_parser", "furo"):
     pytest.importorskip(package)
@@ -34,8 +34,7 @@ def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", "-c", "docs", "."]
     paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRANSFORMERS_VERBOSITY": "error"}
-    built = subprocess.run([*command, folder], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    built = processes.run([*command, folder], cwd=ROOT, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
     assert built.returncode == 0, built.stderr[-4000:]
     return folder
 
