@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Enco
 from hf_hybrid_ssm.cli import main
 from hf_hybrid_ssm.ops._core.dispatch import backend
 from hf_hybrid_ssm.planning.measurement import cache_bytes
+from hf_hybrid_ssm.serving import context as contexts
 from hf_hybrid_ssm.serving import load_context, save_context
+from hf_hybrid_ssm.serving.state_layout import growing_layers
 from tests.cli.folders import TEXT, save_checkpoint
 from tests.models.invariances import TOLERANCE, pad_rows, random_ids, whole
 from tests.tiny_models import VARIANTS, language_model, own_language_model
@@ -26,6 +28,22 @@ GROWING = {
 }
 # one of each family, and the one with transformers' own cache layer
 SOME = ["longhorn + window and full attention", "bst block-recurrent", "lmu-isa", "spade s4 window"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def growing_layers_are_found_once():
+    """For each configuration and dtype: by fake tensors, which would take half the time of these tests."""
+    found = {}
+
+    def once(model):
+        key = type(model), model.config.to_json_string(), model.dtype
+        if key not in found:
+            found[key] = growing_layers(model)
+        return found[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(contexts, "growing_layers", once)
+        yield
 
 
 @pytest.fixture
