@@ -1,5 +1,7 @@
 """The ops of decoding: one token of each row equals the op for whole rows, in place, in every backend."""
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -93,6 +95,16 @@ WINDOWS = {
 }
 
 
+@cache
+def whole_rows(name, has_bias, dtype):
+    """Thirty queries, keys and values of two rows, the bias, and the outputs of the attention of whole rows."""
+    q, k, v = draw(2, 4, 30, 18, dtype=dtype), draw(2, 2, 30, 18, seed=1, dtype=dtype), draw(2, 2, 30, 5, seed=2)
+    v = v.to(dtype)
+    bias = draw(5, 4, seed=3, dtype=dtype).T if has_bias else None
+    want, _ = local_attention(q, k, v, **WINDOWS[name], bias=bias, backend="reference")
+    return q, k, v, bias, want
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", WINDOWS)
 @pytest.mark.parametrize("static_address", [False, True])
@@ -101,10 +113,7 @@ def test_step_of_the_window(backend, name, static_address, has_bias):
     """Thirty steps of rows that began at different times equal the attention of whole rows."""
     options, (left, _) = WINDOWS[name], WINDOWS[name]["window"]
     for dtype in dtypes(backend):
-        q, k, v = draw(2, 4, 30, 18, dtype=dtype), draw(2, 2, 30, 18, seed=1, dtype=dtype), draw(2, 2, 30, 5, seed=2)
-        v = v.to(dtype)
-        bias = draw(5, 4, seed=3, dtype=dtype).T if has_bias else None
-        want, _ = local_attention(q, k, v, **options, bias=bias, backend="reference")
+        q, k, v, bias, want = whole_rows(name, has_bias, dtype)
         state = empty_state(2, 2, 30 if left is None and static_address else left or 0, 18, value_dim=5, dtype=dtype)
         rows = []
         for t in range(30):
