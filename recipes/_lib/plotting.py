@@ -84,9 +84,10 @@ def finish(figure: Figure) -> None:
 def write_png(figure: Figure, path: str | Path) -> None:
     """Finished, with few colours and no date or version, so that the same figures give the same small file."""
     finish(figure)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, dpi=DOTS_PER_INCH, format="png")
-    image = Image.open(buffer).convert("RGB").quantize(palette=_file_palette(), dither=Image.Dither.NONE)
+    canvas = FigureCanvasAgg(figure)
+    canvas.print_figure(io.BytesIO(), dpi=DOTS_PER_INCH, format="rgba")  # a PNG would be written and read for nothing
+    image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+    image = image.quantize(palette=_file_palette(), dither=Image.Dither.NONE)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     image.save(path, format="PNG", optimize=True, dpi=(DOTS_PER_INCH, DOTS_PER_INCH))
 
