@@ -71,12 +71,13 @@ def test_kernels_are_compiled_into_folders_with_other_letters(tmp_path):
 SPAWNED = """
 import torch
 import hf_hybrid_ssm
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 def answer(model, ids, queue):
     queue.put(model(ids).logits.detach().numpy())
 
 if __name__ == "__main__":
+    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments  # what is spawned needs none
+
     torch.manual_seed(0)
     config = AutoConfig.for_model("longhorn", vocab_size=32, hidden_size=16, num_hidden_layers=1)
     model, ids = AutoModelForCausalLM.from_config(config).eval(), torch.randint(1, 32, (2, 12))

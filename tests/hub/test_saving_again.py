@@ -49,9 +49,20 @@ def root(tmp_path_factory):
 ORDERS = ("with", "without", "without, with", "without, without")
 
 
+def read_by_loading(folder):
+    """The files' contents, and what the model has to answer."""
+    paths = [path for path in folder.iterdir() if path.suffix in (".py", ".json", ".safetensors")]
+    answers = folder.with_suffix(".answers")
+    found = {path.name: path.read_bytes() for path in paths if path.name != "trainer_state.json"}
+    return folder.name in ONLY_CONFIGURATION, answers.is_file() and answers.read_bytes(), *sorted(found.items())
+
+
 def test_everything_saved_is_loaded_by_those_who_lack_the_package(root):
+    """One of those folders that are the same, byte for byte."""
     targets = [root / model_type / order for model_type in FAMILIES for order in ORDERS]
-    run_without_package(root, "load", *(folder for target in targets for folder in saved_folders(target)))
+    folders = [folder for target in targets for folder in saved_folders(target)]
+    distinct = {read_by_loading(folder): folder for folder in folders}
+    run_without_package(root, "load", *distinct.values())
 
 
 @EVERY
