@@ -150,14 +150,16 @@ def test_an_own_environment_does_every_task_without_a_clone(own_environment, tmp
             if all(map(importlib.util.find_spec, ("fastapi", "uvicorn", "openai"))):
                 said["serve"] = answer_of_a_server(words, environment, tmp_path)
             continue
-        if words[1] in ("-m", "doctor"):  # a start as a user's; the others come from one process that forks
-            where = ROOT if "pip" in words else tmp_path
-            done = subprocess.run(words, cwd=where, env=environment, capture_output=True, text=True, check=False)
+        if "pip" in words:
+            done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         else:
             script = OWN_TASKS_ALONE if words[1] == "eval" else own_environment / "bin" / words[0]
             done = processes.run([sys.executable, script, *words[1:]], cwd=tmp_path, env=environment | installed)
         assert done.returncode == 0, f"{command}\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}"
         said[" ".join(words[1:3])] = done.stdout
+    # those were forked, from a process that has the libraries, and the server not; this is how a shell finds them
+    listed = subprocess.check_output(["hf-hybrid-ssm", "recipes"], cwd=tmp_path, env=environment, text=True)
+    assert "pretrain_clm" in listed
     assert "Successfully installed hf-hybrid-ssm" in said["-m pip"]
     assert str(own_environment) in said["doctor"] or "longhorn_scan" in said["doctor"]
     assert "held-out perplexity" in said["demo --steps"] and (tmp_path / "runs/demo/summary.json").is_file()
