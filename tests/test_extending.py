@@ -21,7 +21,7 @@ class Copy:
 
     def __init__(self, folder: Path):
         self.folder, self.package = folder, folder / "src/hf_hybrid_ssm"
-        shutil.copytree(ROOT / "src/hf_hybrid_ssm", self.package)  # with what Python has compiled of it
+        shutil.copytree(ROOT / "src/hf_hybrid_ssm", self.package, ignore=shutil.ignore_patterns("__pycache__"))
 
     def add(self, path: str, text: str) -> None:
         assert not (self.package / path).exists()

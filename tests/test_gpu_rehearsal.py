@@ -31,7 +31,8 @@ def tree(tmp_path_factory):
     """What `make gpu` needs of the source tree, and packages of the versions that such a machine says it has."""
     root = tmp_path_factory.mktemp("tree")
     for folder in ("src", "benchmarks", "recipes"):
-        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("results"))
+        left_out = shutil.ignore_patterns("results", "__pycache__")
+        shutil.copytree(ROOT / folder, root / folder, ignore=left_out)
     shutil.copy(ROOT / "Makefile", root)
     for name, version in CARDS_MACHINE.items():
         folder = root / "versions" / f"{name}-{version}.dist-info"
