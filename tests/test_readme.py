@@ -137,7 +137,7 @@ def test_an_own_environment_does_every_task_without_a_clone(own_environment, tmp
     environment |= {"PATH": f"{own_environment / 'bin'}{os.pathsep}{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
     environment |= {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "OMP_NUM_THREADS": "1"}
     (there,) = own_environment.glob("lib/python*/site-packages")
-    installed = {"PYTHONPATH": str(there)}  # what that environment has and this one's packages are all it can import
+    installed = {"PYTHONPATH": str(there)}  # before all that this Python has
     first = block_with("hf-hybrid-ssm doctor")
     assert [shlex.split(command)[0] for command in first] == ["pip", "hf-hybrid-ssm", "hf-hybrid-ssm"]
     variables, more = tasks()
