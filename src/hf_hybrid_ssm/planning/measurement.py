@@ -5,8 +5,7 @@ in training, so every configuration that can be built can be planned.
 """
 
 import copy
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import Cache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
 from hf_hybrid_ssm.models.spade.adaptive_vocabulary import AdaptiveSoftmax
 from hf_hybrid_ssm.ops._core.dispatch import backend
+from hf_hybrid_ssm.planning.operations import Operations, by_kind
 from hf_hybrid_ssm.planning.presets import is_classifier, meta_model
 from hf_hybrid_ssm.planning.setup import Setup
 
@@ -86,6 +85,7 @@ class Measurement:
         logits: bytes of logits, of what the loss keeps of them, and of a gradient; 0 where no logits are formed.
         forward_flops: operations of the forward by kind.
         step_flops: operations of forward and backward.
+        state: bytes of the cache of one decoded sequence of the row's length; 0 for a classifier.
     """
 
     activations: int
@@ -93,27 +93,34 @@ class Measurement:
     logits: int
     forward_flops: dict[str, float]
     step_flops: float
+    state: int
 
 
-def measure_step(config: PreTrainedConfig, setup: Setup) -> Measurement:
-    """Run forward and backward of the configuration's language model (or classifier) on fake tensors."""
+def measure_step(config: PreTrainedConfig, setup: Setup, backward: bool = True) -> Measurement:
+    """Run forward and backward of the configuration's language model (or classifier) on fake tensors.
+
+    Without the backward, which takes as long as the rest, `step_flops` are those of the forward.
+    """
     model = meta_model(copy.deepcopy(config), setup.dtype)
     with _fake_tensors(setup.kernels):
-        model.to_empty(device="cpu").train()
+        state = _decoded_bytes(
+            _on_cpu(model), setup.length
+        )  # first: filters that do not train are computed once and cached
+        model.train()
         _leave_out_rare_bands(model)
         inputs = _inputs(config, setup.batch, setup.length)
-        with torch.no_grad():
-            model(**inputs)  # filters that do not train are computed once and cached
         recomputed, blocks = 0, blocks_of(model) if setup.checkpointing else ()
         if blocks:
             recomputed = max(_saved_by_blocks(model, blocks, inputs, setup))
             _checkpoint_layers(model)
-        saved = SavedBytes(model, blocks)
-        with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
+        saved, operations, of_base = SavedBytes(model, blocks), Operations(), {}
+        model.base_model.register_forward_hook(lambda *_: of_base.update(operations.counts))
+        with operations:
             with saved.recording(), _autocast(setup):
                 outputs = model(**inputs)
-            forward = _by_kind(counter, model)
-            outputs.loss.backward()
+            forward = by_kind(of_base, operations.counts.total())
+            if backward:
+                outputs.loss.backward()
     logits = 0
     if outputs.logits is not None and not is_classifier(config):
         # the loss keeps log-probabilities, and their gradient is as large
@@ -123,7 +130,8 @@ def measure_step(config: PreTrainedConfig, setup: Setup) -> Measurement:
         recomputed=recomputed,
         logits=logits,
         forward_flops=forward,
-        step_flops=float(counter.get_total_flops()),
+        step_flops=float(operations.counts.total()),
+        state=state,
     )
 
 
@@ -140,16 +148,23 @@ def decoding_state_bytes(config: PreTrainedConfig, length: int, dtype: str, kern
 
     A fused kernel may keep more than plain torch does: LMU-ISA's also keeps the tokens since its memory.
     """
-    if is_classifier(config):
-        return 0
     model = meta_model(config, dtype)
+    with _fake_tensors(kernels):
+        return _decoded_bytes(_on_cpu(model), length)
+
+
+@torch.no_grad()
+def _decoded_bytes(model: PreTrainedModel, length: int) -> int:
+    """The same of a model, which is then in evaluation mode. A classifier runs too, and has no cache."""
+    config = model.eval().config
+    if is_classifier(config):
+        model(**_inputs(config, 1, length))
+        return 0
     names = ("input_ids", "decoder_input_ids") if config.is_encoder_decoder else ("input_ids",)
-    with _fake_tensors(kernels), torch.no_grad():
-        model.to_empty(device="cpu").eval()
-        ids = torch.zeros(1, length, dtype=torch.int64)
-        # logits of one token: a cache does not depend on them
-        options = {} if config.is_encoder_decoder else {"logits_to_keep": 1}
-        return cache_bytes(model(**dict.fromkeys(names, ids), use_cache=True, **options).past_key_values)
+    ids = torch.zeros(1, length, dtype=torch.int64)
+    # logits of one token: a cache does not depend on them
+    options = {} if config.is_encoder_decoder else {"logits_to_keep": 1}
+    return cache_bytes(model(**dict.fromkeys(names, ids), use_cache=True, **options).past_key_values)
 
 
 def cache_bytes(cache: Cache) -> int:
@@ -174,6 +189,11 @@ def _fake_tensors(kernels: str) -> Iterator[None]:
     # constants that modules made before (HiPPO matrices, tables) are used as they are
     with FakeTensorMode(allow_non_fake_inputs=True), backend("torch" if kernels == "torch" else None):
         yield
+
+
+def _on_cpu(model: PreTrainedModel) -> PreTrainedModel:
+    """`model.to_empty`, which first makes a fake tensor of each on the meta device."""
+    return model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
 
 
 def _autocast(setup: Setup) -> torch.autocast:
@@ -205,60 +225,3 @@ def _saved_by_blocks(
     for hook in hooks:
         hook.remove()
     return (before + after for before, after in zip(sizes[::2], sizes[1::2]))
-
-
-def _real_fourier(shape: Any, dims: Any, *_: Any, out_shape: Any = None, **__: Any) -> float:
-    return _fourier(max(shape, out_shape, key=math.prod), dims, 2.5)
-
-
-def _complex_fourier(shape: Any, dims: Any, *_: Any, **__: Any) -> float:
-    return _fourier(shape, dims, 5.0)
-
-
-def _fourier(shape: Any, dims: Any, factor: float) -> float:
-    """factor n log2 n for each transform of n points."""
-    points = math.prod(shape[dim] for dim in dims)
-    return factor * math.prod(shape) * math.log2(max(points, 2))
-
-
-def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
-
-
-def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> float:
-    return 2.5 * _attention(query, key, value)  # scores once more, then four products
-
-
-def _formulas() -> dict[Any, Callable]:
-    """What torch's own counter leaves out: Fourier transforms, and the CPU's fused attention."""
-    aten = torch.ops.aten
-    return {
-        aten._fft_r2c: _real_fourier,
-        aten._fft_c2r: _real_fourier,
-        aten._fft_c2c: _complex_fourier,
-        aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    }
-
-
-FORMULAS = _formulas()
-KINDS = {
-    "_fft": "Fourier transforms",
-    "_scaled_dot_product": "attention",
-    "implicit_attention": "attention",
-    "local_attention": "attention",
-    "longhorn_scan": "recurrence",
-    "lti_scan": "recurrence",
-    "diagonal_scan": "recurrence",
-}
-
-
-def _by_kind(counter: FlopCounterMode, model: PreTrainedModel) -> dict[str, float]:
-    """Operations so far: of the base model by kind of op, and of the head."""
-    counts = counter.get_flop_counts()
-    found = dict.fromkeys(("matrix products", *KINDS.values(), "head"), 0.0)
-    for op, count in counts[f"{type(model).__name__}.{model.base_model_prefix}"].items():
-        name = str(op).split(".")[-1]
-        found[next((kind for start, kind in KINDS.items() if name.startswith(start)), "matrix products")] += count
-    found["head"] = counter.get_total_flops() - sum(found.values())
-    return found

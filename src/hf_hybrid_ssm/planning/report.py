@@ -1,7 +1,9 @@
 """A plan as text: in full, or one line per preset."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
+from hf_hybrid_ssm.planning.measurement import measure_step
 from hf_hybrid_ssm.planning.presets import preset_config, preset_names
 from hf_hybrid_ssm.planning.setup import Setup
 from hf_hybrid_ssm.planning.training_step import Plan, plan
@@ -70,14 +72,14 @@ def preset_line(name: str, setup: Setup) -> Sequence[str]:
     """One preset's row of `COLUMNS`."""
     config = preset_config(name)
     plain = plan(config, setup)
-    again = plan(config, Setup(**{**setup.__dict__, "checkpointing": True})).memory
+    again = measure_step(config, replace(setup, checkpointing=True), backward=False)
     held = sum(plain.memory[kind] for kind in plain.memory if kind not in ("activations", "recomputed", "logits"))
     return (
         name,
         si(plain.parameters),
         human_bytes(held),
         human_bytes(plain.memory["activations"]),
-        human_bytes(again["activations"] + again["recomputed"]),
+        human_bytes(again.activations + again.recomputed),
         human_bytes(plain.memory["logits"]) if plain.memory["logits"] else "-",
         si(sum(plain.forward_flops.values()) / (setup.batch * setup.length)),
         si(plain.step_flops),

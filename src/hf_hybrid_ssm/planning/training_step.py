@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_hybrid_ssm.planning.measurement import blocks_of, decoding_state_bytes, measure_step
+from hf_hybrid_ssm.planning.measurement import blocks_of, measure_step
 from hf_hybrid_ssm.planning.presets import meta_model
 from hf_hybrid_ssm.planning.setup import Setup
 
@@ -51,7 +51,7 @@ def plan(config: PreTrainedConfig, setup: Setup | None = None) -> Plan:
         memory=weights(model, setup) | held,
         forward_flops=step.forward_flops,
         step_flops=step.step_flops * setup.gpus,
-        state=decoding_state_bytes(config, setup.length, setup.dtype, setup.kernels),
+        state=step.state,
     )
 
 
