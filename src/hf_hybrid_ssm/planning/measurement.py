@@ -103,17 +103,16 @@ def measure_step(config: PreTrainedConfig, setup: Setup, backward: bool = True) 
     """
     model = meta_model(copy.deepcopy(config), setup.dtype)
     with _fake_tensors(setup.kernels):
-        state = _decoded_bytes(
-            _on_cpu(model), setup.length
-        )  # first: filters that do not train are computed once and cached
-        model.train()
+        state = _decoded_bytes(_on_cpu(model), setup.length)
+        model.train()  # filters that do not train have been computed by then, and are cached
         _leave_out_rare_bands(model)
         inputs = _inputs(config, setup.batch, setup.length)
         recomputed, blocks = 0, blocks_of(model) if setup.checkpointing else ()
         if blocks:
             recomputed = max(_saved_by_blocks(model, blocks, inputs, setup))
             _checkpoint_layers(model)
-        saved, operations, of_base = SavedBytes(model, blocks), Operations(), {}
+        saved, operations = SavedBytes(model, blocks), Operations()
+        of_base: dict[Any, float] = {}
         model.base_model.register_forward_hook(lambda *_: of_base.update(operations.counts))
         with operations:
             with saved.recording(), _autocast(setup):
