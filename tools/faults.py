@@ -68,7 +68,7 @@ FAULTS = [
           "test_transforms_cost_two_and_a_half_n_log_n",
           "2 * 2.5 * points",
           "2.5 * points"),
-    Fault(f"{SRC}/planning/measurement.py", "tests/test_planning.py::"
+    Fault(f"{SRC}/planning/operations.py", "tests/test_planning.py::"
           "test_fourier_transforms_and_scans_are_counted",
           "_fourier(shape, dims, 5.0)",
           "_fourier(shape, dims, 2.5)"),
