@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks.gpu import child, requirements
 from benchmarks.gpu.__main__ import LONGEST_CASE, arguments_of, last_start
+from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.store import Store, digest
 from tests import processes
@@ -68,12 +69,12 @@ def test_every_part(tree, tmp_path):
     with tarfile.open(out / "gpu.tar.gz") as tar:
         names = tar.getnames()
         page = tar.extractfile("gpu.md").read().decode()
-        for part in child.PARTS:
+        for part in PARTS:
             found = json.loads(tar.extractfile(f"gpu_{part}.json").read())
             assert found["cases"] and found["identity"].items() >= {"device": "cpu", "rehearsal": True}.items()
-    assert sorted(names) == sorted([f"gpu_{part}.json" for part in child.PARTS] + ["gpu.md"])
+    assert sorted(names) == sorted([f"gpu_{part}.json" for part in PARTS] + ["gpu.md"])
     assert "nothing here is a measurement" in page and "torch 2.11.0, transformers 5.17.0" in page
-    assert all(f"| {part.replace('_', ' ')} |" in page for part in child.PARTS)
+    assert all(f"| {part.replace('_', ' ')} |" in page for part in PARTS)
     command = [sys.executable, "-m", "benchmarks.gpu", *ARGUMENTS.format(second).split()]
     environment = environment_of(tree)
     environment["PYTHONPATH"] += f"{os.pathsep}{tree / 'src'}"

@@ -163,6 +163,22 @@ def own_language_model(variant: str, wide: bool = False) -> PreTrainedModel:
     return copy.deepcopy(language_model(variant, wide))
 
 
+@cache
+def shallow_language_model(variant: str) -> PreTrainedModel:
+    """`language_model` with one layer of each kind, for compilers: another is only more to trace."""
+    if EVERY[variant][0] == "spade":  # its second layer has no state-space model
+        return language_model(variant)
+    model = own_language_model(variant)
+    base, config = model.model, model.config
+    if config.is_encoder_decoder:
+        config.num_decoder_layers, base.decoder.layers = 1, base.decoder.layers[:1]
+        return model
+    kinds = getattr(config, "block_types", None) or ["lmu_isa"]
+    config.num_hidden_layers = len(set(kinds))  # all kinds come before one comes again
+    base.layers = base.layers[: config.num_hidden_layers]
+    return model
+
+
 def batch_of(variant: str, rows: int = 2, length: int = 14) -> dict[str, torch.Tensor]:
     """Token ids and labels of a language model; an encoder-decoder's target is shorter than its source."""
     ids = torch.randint(3, TOKENS["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(1))

@@ -57,7 +57,7 @@ def main() -> int:
     if found := problems(arguments.device):
         print("\n".join(["This cannot run:", *found]), file=sys.stderr)
         return 2
-    from benchmarks.gpu.child import DONE, FATAL, OUT_OF_TIME, PARTS, run_cases
+    from benchmarks.gpu.parts import DONE, FATAL, OUT_OF_TIME, PARTS
     from benchmarks.gpu.report import summary, write_report
     from benchmarks.gpu.settings import Settings
     from benchmarks.gpu.store import Store, digest
@@ -70,6 +70,8 @@ def main() -> int:
     identity = {"device": device_name(settings.device), "rehearsal": settings.rehearse, "sources": digest(ROOT)}
     store = Store(arguments.results, identity, archive=arguments.out and arguments.out.resolve() / "gpu.tar.gz")
     if arguments.until:  # the child
+        from benchmarks.gpu.child import run_cases
+
         return run_cases(settings, store, parts, arguments.until)
     if peers := missing_peers():
         print(f"Not compared with, since they are not installed: {', '.join(peers)}.", flush=True)

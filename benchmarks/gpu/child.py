@@ -10,26 +10,10 @@ from contextlib import nullcontext
 import torch
 
 from benchmarks.gpu.comparing import is_fatal, one_line
+from benchmarks.gpu.parts import DONE, FATAL, INTERPRETED, OUT_OF_TIME
 from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.store import Store
 from benchmarks.timing.models import FAMILIES, PEERS
-
-# in this order: what is wrong is found before anything is timed, and what matters most is timed first
-PARTS = {
-    "doctor": "what is installed, and every kernel's self-check",
-    "peaks": "copy bandwidth and rate of matrix products",
-    "parity": "every kernel against float64",
-    "scan": "the Longhorn scan",
-    "decoding": "a decoded token",
-    "training": "a training step and its memory",
-    "models": "every family against the CPU",
-    "syncs": "nothing waits for the GPU",
-    "window_attention": "window attention",
-    "long_convolution": "the long convolution",
-    "learning": "loss curves of short runs",
-}
-INTERPRETED = ("doctor", "parity")  # of a rehearsal; the rest runs in torch
-DONE, OUT_OF_TIME, FATAL = 0, 3, 4
 
 
 def run_cases(settings: Settings, store: Store, parts: Iterable[str], until: float) -> int:

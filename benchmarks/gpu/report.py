@@ -4,7 +4,7 @@ import platform
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks.gpu.child import PARTS
+from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.store import Store
 from benchmarks.tables import markdown_table

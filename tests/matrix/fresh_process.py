@@ -10,7 +10,7 @@ import torch
 
 from tests.matrix.checks import EVERY_FAMILY, assert_near, logits_of
 from tests.matrix.test_exporting import test_prefill
-from tests.tiny_models import batch_of, language_model
+from tests.tiny_models import batch_of, shallow_language_model
 
 
 def main() -> None:
@@ -19,7 +19,7 @@ def main() -> None:
             test_prefill("export: prefill", row, Path(folder))
         print("exported", row)
         torch._dynamo.reset()
-        model = language_model(row)
+        model = shallow_language_model(row)
         with torch.no_grad():
             got = torch.compile(model, fullgraph=True, backend="aot_eager")(**batch_of(row), use_cache=False).logits
         assert_near(got, logits_of(model, row), 1e-4, "logits")

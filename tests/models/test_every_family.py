@@ -9,7 +9,7 @@ from transformers import pipeline
 
 from tests.matrix.checks import EVERY_FAMILY
 from tests.models import invariances as inv
-from tests.tiny_models import VARIANTS, compiles, language_model, own_language_model
+from tests.tiny_models import VARIANTS, compiles, language_model, own_language_model, shallow_language_model
 
 EVERY = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -60,7 +60,7 @@ def test_gradient_checkpointing_changes_no_gradient(variant):
 @compiles
 def test_forward_compiles_into_one_graph(variant):
     torch._dynamo.reset()  # the graphs of the variant before count against a limit
-    model = language_model(variant)
+    model = shallow_language_model(variant)
     ids = inv.random_ids(model, 2, 14, 0)
     with torch.no_grad():
         compiled = torch.compile(model, fullgraph=True, backend="eager")

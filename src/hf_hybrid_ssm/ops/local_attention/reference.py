@@ -22,29 +22,39 @@ def local_attention_reference(
         held = 0 if state is None else min(seen, state.keys.shape[2])
         document = [0] * length if seq_idx is None else seq_idx[b].tolist()
         known = [(document[0] if length else 0, seen - held + s) for s in range(held)]  # (document, rank in it)
-        keys = [] if state is None else list(state.keys[b].unbind(1)[state.keys.shape[2] - held :])
-        values = [] if state is None else list(state.values[b].unbind(1)[state.keys.shape[2] - held :])
+        queries, keys, values = _tokens(q[b], 1, dtype), _tokens(k[b], shared, dtype), _tokens(v[b], shared, dtype)
+        if state is not None:
+            first_slot = state.keys.shape[2] - held
+            keys = _tokens(state.keys[b, :, first_slot:], shared, dtype) + keys
+            values = _tokens(state.values[b, :, first_slot:], shared, dtype) + values
         for i in range(length if lengths is None else int(lengths[b])):
             first = document[i] == document[0]
             known.append((document[i], seen + i if first else i - document.index(document[i])))
-            keys.append(k[b, :, i])
-            values.append(v[b, :, i])
+        nothing = torch.zeros(heads, v.shape[3], dtype=dtype)
+        row = [nothing] * length
         for i in range(held, len(known)):
             logits, seen_values = [], []
             for j in range(len(known)):
                 near = (left is None or i - j <= left) and (right is None or j - i <= right)
                 same_chunk = chunk_size is None or known[i][1] // chunk_size == known[j][1] // chunk_size
                 if near and same_chunk and known[i][0] == known[j][0]:
-                    product = (q[b, :, i - held].to(dtype) * keys[j].repeat_interleave(shared, 0).to(dtype)).sum(-1)
+                    product = (queries[i - held] * keys[j]).sum(-1)
                     logits.append(product * scale + _bias(bias, i - j, two_sided, heads, dtype))
-                    seen_values.append(values[j].repeat_interleave(shared, 0).to(dtype))
+                    seen_values.append(values[j])
             if zero_kv_sink:
                 for distance in range(max(-right, known[i][1] + 1), left + 1):
                     logits.append(_bias(bias, distance, two_sided, heads, dtype))
-                    seen_values.append(torch.zeros_like(y[b, :, 0]))
+                    seen_values.append(nothing)
             if logits:
-                y[b, :, i - held] = (_weights(logits).unsqueeze(-1) * torch.stack(seen_values)).sum(0)
+                row[i - held] = (_weights(logits).unsqueeze(-1) * torch.stack(seen_values)).sum(0)
+        if row:
+            y[b] = torch.stack(row, 1)
     return y.to(q.dtype)
+
+
+def _tokens(x, shared, dtype):
+    """Of keys or values (G, L, e), those of each token, for every head that shares them: L times (H, e)."""
+    return list(x.to(dtype).repeat_interleave(shared, 0).unbind(1))
 
 
 def _weights(logits):
