@@ -317,6 +317,7 @@ TABLES = {
     "first_token_recall": first_token,
     "rare_words": rare_words,
     "bst_settings_adamw": settings_apart,
+    "bst_settings_adafactor": settings_apart,
     "upcycling_gaps": upcycling_gaps,
     "bst_books": lengths,
     "bst_16k": lengths,
