@@ -306,3 +306,22 @@ def settings_apart(figures: dict) -> str:
         rows.append([combination, *cells])
     columns = [f"{model}{what}" for model in models for what in ("", ", minus the first, 95 %")]
     return markdown_table(["held-out loss, nats per token", *columns], rows)
+
+
+def rates_tried(figures: dict) -> str:
+    """Of variants "model, settings": the loss at each rate with the first seed, at the best one with all seeds."""
+    rates = figures["settings"]["learning_rates"]
+    rows = []
+    for name, tried in figures["learning_rates"].items():
+        model = name.partition(", ")[0]
+        first = next(other for other in figures["models"] if other.partition(", ")[0] == model)
+        losses, base = (
+            {run["seed"]: run["validation_loss"] for run in figures["models"][each]["runs"]} for each in (name, first)
+        )
+        pairs = [losses[seed] - base[seed] for seed in base]
+        against = "" if name == first else f"{statistics.mean(pairs):+.3f} ± {half_width(pairs):.3f}"
+        rows.append(
+            [name, *(f"{tried[str(rate)]:.3f}" for rate in rates), f"{statistics.mean(losses.values()):.3f}", against]
+        )
+    head = ["held-out loss, nats per token", *(f"rate {rate:g}, seed 0" for rate in rates)]
+    return markdown_table([*head, "best rate, all seeds", "minus the model's first, 95 %"], rows)
