@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import child, requirements
-from benchmarks.gpu.__main__ import LONGEST_CASE, arguments_of, last_start
+from benchmarks.gpu.__main__ import LONGEST_CASE, age, arguments_of, last_start
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.store import Store, digest
@@ -191,6 +191,17 @@ def test_the_sources_identify_results(tmp_path):
     file.parent.mkdir(parents=True)
     file.write_text("new")
     assert digest(tmp_path) != before and digest(ROOT) != before
+
+
+def test_the_mark_of_a_case_may_go_at_any_time(tmp_path, monkeypatch):
+    """The process of the cases removes it while its parent asks how old it is."""
+    mark = tmp_path / "mark"
+    mark.write_text("{}")
+    os.utime(mark, (time.time() - 900,) * 2)
+    assert 900 <= age(mark) < 1000
+    mark.unlink()
+    monkeypatch.setattr(Path, "is_file", lambda path: True)
+    assert age(mark) == 0
 
 
 def test_no_case_starts_that_cannot_end():

@@ -116,9 +116,17 @@ def watch(arguments: argparse.Namespace, parts: list[str], until: float, mark: P
     process = subprocess.Popen(command, cwd=ROOT, env=environment)
     while process.poll() is None:
         time.sleep(0.2)
-        if mark.is_file() and time.time() - mark.stat().st_mtime > LONGEST_CASE:
+        if age(mark) > LONGEST_CASE:
             process.kill()
     return process.wait()
+
+
+def age(file: Path) -> float:
+    """Seconds since a file was written, 0 where there is none; it may go at any time."""
+    try:
+        return time.time() - file.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def device_name(device: str) -> str:
