@@ -22,7 +22,7 @@ from tests.ops.misuse_cases import MEANT, REFUSED
 from tests.ops.random_cases import CASES, deviation
 
 SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=all"
-LIMITS = {"attention": 2e-3}  # where gradients that are nothing but rounding are compared with a hundredth
+LIMITS = {"attention": 2e-3}  # gradients that are nothing but rounding, beside a hundredth of the largest
 LIMIT = 2e-4
 
 
