@@ -16,6 +16,7 @@ COMMANDS = (
     "python benchmarks/run.py longhorn_scan decoding training start_up",
     "python benchmarks/run.py longhorn_training local_attention spade_ssm_cost bst_layer lmu_isa",
     "python benchmarks/lmu_isa.py --forms",
+    "python benchmarks/cpu_kernels.py",
 )
 SHARE = ("decoding", "weights_limit", "share")
 PEERS = ("longhorn_training", "training_step", "longhorn_native_times_as_fast")
@@ -41,7 +42,7 @@ class Target:
     relation: str
     wanted: float
     path: tuple[str, ...]
-    of: Callable[[Any], float] = float
+    of: Callable[[Any], float | None] = float
     limit: tuple[str, ...] = ()
 
     def found(self) -> float | None:
@@ -58,7 +59,7 @@ class Target:
         return found <= self.wanted if self.relation == "<=" else found >= self.wanted
 
 
-def _figure(path: tuple[str, ...], of: Callable[[Any], float] = float) -> float | None:
+def _figure(path: tuple[str, ...], of: Callable[[Any], float | None] = float) -> float | None:
     file = RESULTS / f"{path[0]}.json"
     if not file.is_file():
         return None
@@ -99,6 +100,23 @@ def _least_share(rates: Figures) -> float:
 
 def _slowest(forwards: Figures) -> float:
     return max(times["first"] for times in forwards.values())
+
+
+def _pairs(levels: Figures, *wanted: str) -> list[tuple[dict[str, float], ...]]:
+    """A tuple of milliseconds by backend for each case and direction: one of each of these instruction sets."""
+    first = levels[wanted[0]]
+    return [tuple(levels[level][case][kind] for level in wanted) for case in first for kind in first[case]]
+
+
+def _over_torch(levels: Figures) -> float:
+    times = [pair[0] for level, found in levels.items() if found for pair in _pairs(levels, level)]
+    return max(each["native"] / each["torch"] for each in times)
+
+
+def _avx2_over_avx512(levels: Figures) -> float | None:
+    if not levels["avx512"]:  # the processor does not have it
+        return None
+    return max(narrow["native"] / wide["native"] for narrow, wide in _pairs(levels, "avx2", "avx512"))
 
 
 TARGETS = (
@@ -186,6 +204,12 @@ TARGETS = (
     Target(
         "LMU-ISA's matrix products, share of one product's rate", ">=", 0.85,
         ("lmu_isa_forms", "matrix_products", "gigaflops"), _least_share,
+    ),
+    Target(
+        "C kernels over torch, slowest of all instruction sets", "<=", 1, ("cpu_kernels", "milliseconds"), _over_torch
+    ),
+    Target(
+        "C kernels with AVX2 over AVX-512, slowest", "<=", 2.2, ("cpu_kernels", "milliseconds"), _avx2_over_avx512
     ),
     Target("slowest first forward, kernels compiled, seconds", "<=", 1, ("start_up", "first forward"), _slowest),
 )  # fmt: skip
