@@ -1,10 +1,11 @@
 """Peers that transformers lacks, as model types to train beside the families; importing this registers them.
 
 `mamba_native` is transformers' Mamba with a scan in C (`mamba_scan.c`) instead of a Python loop over time: the same
-weights under the same names. `llama_conv` is its Llama with a short convolution before attention.
+weights under the same names. `llama_conv` is its Llama with a short convolution before attention. `lstm_lm` is torch's
+LSTM between embeddings and the same embeddings as a head.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,10 @@ from transformers import (
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
 )
+from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.mamba.modeling_mamba import MambaMixer
 
 from _lib.mamba_scan import selective_scan
@@ -114,9 +118,69 @@ def _convolve_input(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -
     return args, kwargs | {"hidden_states": short_convolution(kwargs["hidden_states"], conv, activation="silu")}
 
 
+class LstmConfig(PreTrainedConfig):
+    """Of `LstmForCausalLM`."""
+
+    model_type = "lstm_lm"
+
+    vocab_size: int = 50257
+    hidden_size: int = 128
+    num_hidden_layers: int = 2
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+
+class LstmForCausalLM(PreTrainedModel):
+    """Embeddings, `num_hidden_layers` of torch's LSTM of their width with torch's initial weights, and the embeddings
+    as a head. For training and scoring whole rows: it keeps no state between calls, and its state is carried over the
+    borders of packed documents.
+
+    Raises:
+        ValueError: in forward, `use_cache=True`, or a mask that hides tokens.
+    """
+
+    config: LstmConfig
+    config_class = LstmConfig
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "embed_tokens.weight"}
+
+    def __init__(self, config: LstmConfig):
+        super().__init__(config)
+        width = config.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, width)
+        self.lstm = nn.LSTM(width, width, config.num_hidden_layers, batch_first=True)
+        self.lm_head = nn.Linear(width, config.vocab_size, bias=False)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Embedding | nn.Linear):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutput:
+        if use_cache:
+            raise ValueError("lstm_lm keeps no state between calls; use_cache must be False.")
+        if attention_mask is not None and not attention_mask.all():
+            raise ValueError("lstm_lm takes whole rows; attention_mask must hide no token.")
+        logits = self.lm_head(self.lstm(self.embed_tokens(input_ids))[0])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
 for _config, _model in (
     (NativeMambaConfig, NativeMambaForCausalLM),
     (ConvolvedLlamaConfig, ConvolvedLlamaForCausalLM),
+    (LstmConfig, LstmForCausalLM),
 ):
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
     AutoModelForCausalLM.register(_config, _model, exist_ok=True)

@@ -99,3 +99,40 @@ def test_convolved_llama_sees_the_tokens_before_through_its_convolution():
     for wrong in ({"use_cache": True}, {"attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 1]])}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             model(tokens, **wrong)
+
+
+def test_an_lstm_is_its_equations():
+    """Gates i, f, g, o of W x + U h + b; c' = f c + i g, h' = o tanh(c'); logits by the embeddings."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("lstm_lm", vocab_size=30, hidden_size=12, num_hidden_layers=2)
+    model = AutoModelForCausalLM.from_config(config).double().eval()
+    assert model.num_parameters() - 30 * 12 == 2 * (8 * 12 * 12 + 8 * 12)  # the head is the embeddings
+    tokens = torch.randint(0, 30, (2, 9))
+    x = model.embed_tokens(tokens)
+    for layer in range(2):
+        w, u, b, bias = (
+            getattr(model.lstm, f"{name}_l{layer}") for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        )
+        h = c = x.new_zeros(2, 12)
+        outputs = []
+        for t in range(9):
+            i, f, g, o = (x[:, t] @ w.T + h @ u.T + b + bias).chunk(4, -1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * c.tanh()
+            outputs.append(h)
+        x = torch.stack(outputs, 1)
+    wanted = x @ model.embed_tokens.weight.T
+    found = model(tokens, labels=tokens)
+    torch.testing.assert_close(found.logits, wanted)
+    loss = torch.nn.functional.cross_entropy(wanted[:, :-1].reshape(-1, 30), tokens[:, 1:].reshape(-1))
+    torch.testing.assert_close(found.loss, loss.float())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [({"use_cache": True}, "use_cache"), ({"attention_mask": torch.zeros(1, 3)}, "attention_mask")],
+)
+def test_an_lstm_refuses_what_it_does_not_do(given, message):
+    config = AutoConfig.for_model("lstm_lm", vocab_size=30, hidden_size=12, num_hidden_layers=1)
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_config(config)(torch.ones(1, 3, dtype=torch.long), **given)
