@@ -5,12 +5,15 @@
 `base` holds settings of upcycle.py, each of `variants` what differs; a variant with `from_scratch: true` is the
 student of the same shape that learns the next token from random weights on as many tokens, and one with
 `teacher_goes_on: true` is the teacher itself, which goes on learning on as many: the control for the text that the
-students read. Each run's loss is measured at the training length and, on the same tokens, in windows `factor` times as
-long. A killed comparison goes on with the runs it lacks. Writes upcycling_gaps.json and .png to `output_dir`, and both
+students read. With `intermediate_size` its feed-forward layers are first made wider by units that start at zero: the
+control for their parameters, too. Each run's loss is measured on every kind of text in `files`, at the training length
+and, on the same tokens, in windows `factor` times as long. With `reference`, differences to that variant are paired by
+seed. A killed comparison goes on with the runs it lacks. Writes upcycling_gaps.json and .png to `output_dir`, and both
 to `results` (a path without extension).
 """
 
 import statistics
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,13 +21,21 @@ from typing import Any
 import torch
 from _lib.documents import DataArguments, begin_of, documents_of_files, token_ids
 from _lib.entry import start
+from _lib.intervals import half_width
 from _lib.plotting import SPREAD, panels, style
 from _lib.scoring import loss_at
 from _lib.training import perplexity, save_figure, say, write_json, write_results
 from compare import merged
 from matplotlib.figure import Figure
 from pretrain_clm import ModelArguments, pretrain
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    HfArgumentParser,
+    PreTrainedModel,
+    TrainingArguments,
+)
 from upcycle import STAGES, UpcycleArguments, upcycle_model
 
 from hf_hybrid_ssm.hub.verify_files import read_json
@@ -40,20 +51,54 @@ class GapArguments:
 
     base: dict[str, Any] = field(metadata={"help": "settings of upcycle.py"})
     variants: dict[str, dict[str, Any]] = field(
-        metadata={"help": "name: settings that differ, from_scratch: true or teacher_goes_on: true"}
+        metadata={
+            "help": "name: settings that differ, from_scratch: true or teacher_goes_on: true (and intermediate_size)"
+        }
     )
-    files: list[str] = field(metadata={"help": "held-out text to score: txt, jsonl or parquet"})
+    files: dict[str, list[str]] = field(metadata={"help": "kind: held-out text to score: txt, jsonl or parquet"})
+    reference: str | None = field(default=None, metadata={"help": "the variant that differences are taken to"})
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
     factor: int = field(default=8, metadata={"help": "of the training length, for the second loss"})
-    scored_tokens: int = 65_536
+    scored_tokens: int = field(default=65_536, metadata={"help": "of each kind at most"})
     output_dir: str = "runs/upcycling-gaps"
     results: str | None = field(default=None, metadata={"help": "another path, without extension, for the figures"})
 
     def __post_init__(self):
         if not self.variants or not self.seeds:
             raise ValueError(f"variants={list(self.variants)} and seeds={self.seeds} must each name at least one.")
+        if not isinstance(self.files, dict) or not self.files:
+            raise ValueError(
+                f"files={self.files!r} must map one kind of text or more to its files: {{novels: [...]}}."
+            )
         if self.factor < 2:
             raise ValueError(f"factor={self.factor} must be at least 2.")
+        if self.reference is not None and self.reference not in self.variants:
+            raise ValueError(f"reference={self.reference!r} must be one of variants={list(self.variants)}.")
+        for name, over in self.variants.items():
+            if "intermediate_size" in over and not over.get("teacher_goes_on"):
+                raise ValueError(f"variants: {name!r} has an intermediate_size without teacher_goes_on: true.")
+
+
+def widened(teacher: PreTrainedModel, intermediate_size: int) -> PreTrainedModel:
+    """The same function with feed-forward layers of this width: what is added gives zero until it is trained.
+
+    Raises:
+        ValueError: the teacher's are not narrower.
+    """
+    config = deepcopy(teacher.config)
+    if intermediate_size <= config.intermediate_size:
+        raise ValueError(
+            f"intermediate_size={intermediate_size} must be above the teacher's, {config.intermediate_size}."
+        )
+    config.intermediate_size = intermediate_size
+    wide = type(teacher)(config)
+    with torch.no_grad():
+        for name, parameter in wide.named_parameters():
+            given = teacher.get_parameter(name)
+            if parameter.shape != given.shape and name.endswith("down_proj.weight"):
+                parameter.zero_()
+            parameter[tuple(slice(size) for size in given.shape)] = given
+    return wide
 
 
 def run_one(arguments: GapArguments, name: str, seed: int) -> Path:
@@ -63,6 +108,7 @@ def run_one(arguments: GapArguments, name: str, seed: int) -> Path:
         return folder
     over = dict(arguments.variants[name])
     from_scratch, goes_on = over.pop("from_scratch", False), over.pop("teacher_goes_on", False)
+    intermediate_size = over.pop("intermediate_size", None)
     settings = merged(arguments.base, over) | {"seed": seed, "output_dir": str(folder)}
     given = HfArgumentParser((UpcycleArguments, DataArguments, TrainingArguments)).parse_dict(settings)
     upcycling, data, training = given
@@ -73,37 +119,47 @@ def run_one(arguments: GapArguments, name: str, seed: int) -> Path:
     training.max_steps = sum(stage["max_steps"] for stage in stages)
     training.learning_rate = stages[-1]["learning_rate"]
     data.tokenizer = data.tokenizer or upcycling.teacher
-    if goes_on:
-        pretrain(ModelArguments(model_name_or_path=upcycling.teacher, resume="auto"), data, training)
-        return folder
-    teacher = AutoConfig.from_pretrained(upcycling.teacher)
-    config = student_config(teacher, upcycling.keep, upcycling.keep_as, upcycling.student, **upcycling.config)
     start = Path(arguments.output_dir) / f"start-{name}-{seed}"
     torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(config).save_pretrained(start)
+    if from_scratch:
+        config = AutoConfig.from_pretrained(upcycling.teacher)
+        config = student_config(config, upcycling.keep, upcycling.keep_as, upcycling.student, **upcycling.config)
+        AutoModelForCausalLM.from_config(config).save_pretrained(start)
+    elif intermediate_size is not None:
+        teacher = AutoModelForCausalLM.from_pretrained(upcycling.teacher, dtype=torch.float32)
+        widened(teacher, intermediate_size).save_pretrained(start)
+    else:
+        start = Path(upcycling.teacher)
     pretrain(ModelArguments(model_name_or_path=str(start), resume="auto"), data, training)
     return folder
 
 
-def held_out_rows(arguments: GapArguments, tokenizer: Any, length: int) -> torch.Tensor:
-    """Rows (N, factor x length) from inside one document each."""
-    longest = arguments.factor * length
-    rows = []
-    for document in documents_of_files(arguments.files):
-        ids = [begin_of(tokenizer), *token_ids([document["text"]], tokenizer)[0]]
-        rows += [ids[start : start + longest] for start in range(0, len(ids) - longest + 1, longest)]
-    if not rows:
-        raise ValueError(f"factor={arguments.factor}: no document of {arguments.files} has {longest} tokens.")
-    return torch.tensor(rows[: max(1, arguments.scored_tokens // longest)])
+def held_out_rows(arguments: GapArguments, tokenizer: Any, length: int) -> dict[str, torch.Tensor]:
+    """kind → rows (N, factor x length) from inside one document each."""
+    longest, found = arguments.factor * length, {}
+    for kind, files in arguments.files.items():
+        rows: list[list[int]] = []
+        for document in documents_of_files(files):
+            ids = [begin_of(tokenizer), *token_ids([document["text"]], tokenizer)[0]]
+            rows += [ids[start : start + longest] for start in range(0, len(ids) - longest + 1, longest)]
+        if not rows:
+            raise ValueError(f"factor={arguments.factor}: no document of {kind}, {files}, has {longest} tokens.")
+        found[kind] = torch.tensor(rows[: max(1, arguments.scored_tokens // longest)])
+    return found
 
 
-def measure(folder: str | Path, rows: torch.Tensor, length: int) -> dict[str, Any]:
-    """Losses at both lengths, and the bytes of the cache of one long sequence."""
+def measure(folder: str | Path, rows: dict[str, torch.Tensor], length: int) -> dict[str, Any]:
+    """Losses at both lengths, by kind of text and their means, and the bytes of the cache of one long sequence."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     config = model.config if model.config.model_type in STUDENT_FAMILIES else student_config(model.config, keep=1.0)
+    short = {kind: loss_at(model, held, length, length) for kind, held in rows.items()}
+    long = {kind: loss_at(model, held, held.shape[1], length) for kind, held in rows.items()}
     return {
-        "loss": loss_at(model, rows, length, length),
-        "loss_in_long_windows": loss_at(model, rows, rows.shape[1], length),
+        "parameters": model.num_parameters(),
+        "losses": short,
+        "loss": statistics.mean(short.values()),
+        "losses_in_long_windows": long,
+        "loss_in_long_windows": statistics.mean(long.values()),
         "cache_bytes": plan(config, Setup(batch=1, length=STATE_LENGTH, dtype="bfloat16")).state,
     }
 
@@ -112,8 +168,8 @@ def gaps(arguments: GapArguments) -> dict[str, Any]:
     length, teacher = arguments.base["sequence_length"], arguments.base["teacher"]
     rows = held_out_rows(arguments, AutoTokenizer.from_pretrained(teacher), length)
     figures: dict[str, Any] = {
-        "settings": {"base": arguments.base, "variants": arguments.variants, "seeds": arguments.seeds},
-        "scored_tokens": rows.numel(),
+        "settings": {name: getattr(arguments, name) for name in ("base", "variants", "seeds", "reference")},
+        "scored_tokens": {kind: held.numel() for kind, held in rows.items()},
         "teacher": measure(teacher, rows, length),
         "students": {},
     }
@@ -122,9 +178,11 @@ def gaps(arguments: GapArguments) -> dict[str, Any]:
         for name in arguments.variants:
             folder = run_one(arguments, name, seed)
             known = read_json(folder / "results.json")
-            kept = {key: known[key] for key in ("loss_before_training", "tokens", "parameters") if key in known}
+            kept = {key: known[key] for key in ("loss_before_training", "tokens") if key in known}
             runs[name].append({"seed": seed} | kept | measure(folder, rows, length))
             figures["students"] = {name: summary(found, figures["teacher"]) for name, found in runs.items() if found}
+            if arguments.reference is not None and runs[arguments.reference]:
+                figures["differences"] = differences(runs, arguments.reference)
             write_json(Path(arguments.output_dir) / "upcycling_gaps.json", figures)
     targets = [Path(arguments.output_dir) / "upcycling_gaps"] + (
         [Path(arguments.results)] if arguments.results else []
@@ -134,6 +192,30 @@ def gaps(arguments: GapArguments) -> dict[str, Any]:
         save_figure(draw(figures), target.with_suffix(".png"))
     say(table(figures))
     return figures
+
+
+def differences(runs: dict[str, list[dict[str, Any]]], reference: str) -> dict[str, Any]:
+    """Loss minus the reference's, by pairs of a seed: mean and half the width of its 95 % interval, by kind too."""
+    found = {}
+    for name in runs:
+        pairs = list(zip(runs[name], runs[reference]))
+        if name == reference or not pairs:
+            continue
+        by_kind = {
+            kind: [one["losses"][kind] - other["losses"][kind] for one, other in pairs]
+            for kind in pairs[0][0]["losses"]
+        }
+        whole = [one["loss"] - other["loss"] for one, other in pairs]
+        found[name] = {
+            "mean": statistics.mean(whole),
+            "half_width_of_95_percent": half_width(whole),
+            "by_kind": {
+                kind: {"mean": statistics.mean(gaps), "half_width_of_95_percent": half_width(gaps)}
+                for kind, gaps in by_kind.items()
+            },
+            "pairs": whole,
+        }
+    return found
 
 
 def summary(runs: list[dict[str, Any]], teacher: dict[str, Any]) -> dict[str, Any]:
@@ -175,7 +257,7 @@ def draw(figures: dict[str, Any]) -> Figure:
         losses = [found[key] for found in models.values()]
         spread = [found.get(f"{key}_standard_deviation") or 0.0 for found in models.values()]
         axes.errorbar(losses, list(models), xerr=spread, capsize=3, label=label, **style(number, linestyle=""))
-    axes.set(xlabel="held-out loss (nats per token)", ylabel="layers with attention")
+    axes.set(xlabel="held-out loss (nats per token)")
     axes.set_title(SPREAD, loc="left", fontsize=9)
     return figure
 

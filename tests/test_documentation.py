@@ -151,14 +151,18 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
     elif config.parent.name == "upcycle":
         from upcycle import UpcycleArguments
         from upcycling_gaps import GapArguments
+        from upcycling_recall import UpcyclingRecallArguments
 
         classes = (UpcycleArguments, DataArguments, TrainingArguments)
         if config.stem.startswith("gaps"):
             (arguments,) = read_settings("upcycling_gaps.py", (GapArguments,), [str(config)])
             for over in arguments.variants.values():
                 settings = merged(arguments.base, over) | {"bf16": False, "use_cpu": True, "output_dir": str(tmp_path)}
-                kinds = {"from_scratch", "teacher_goes_on"}
+                kinds = {"from_scratch", "teacher_goes_on", "intermediate_size"}
                 HfArgumentParser(classes).parse_dict({k: v for k, v in settings.items() if k not in kinds})
+        elif config.stem.startswith("recall"):
+            known = (UpcyclingRecallArguments, TrainingArguments)
+            read_settings("upcycling_recall.py", known, [str(config), *training])
         else:
             read_settings("upcycle.py", classes, [str(config), *training])
     elif config.parent.name == "mqar":
@@ -186,7 +190,7 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
     elif config.parent.name == "lm_eval":
         (tmp_path / "lm_eval_tasks").mkdir()
         read_settings("lm_eval_table.py", (TableArguments,), [str(config)])
-    elif config == ROOT / "recipes/configs/lra/spade_cpu.yaml":
+    elif config.parent.name == "lra" and config.stem.startswith("spade"):
         (arguments,) = read_settings("compare_lra.py", (CompareLraArguments,), [str(config)])
         for settings in settings_of(arguments).values():
             parsed = HfArgumentParser((LraArguments, TrainingArguments)).parse_dict(settings | {"use_cpu": True})
@@ -203,7 +207,7 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
     elif config.stem == "wikitext103":
         classes = (ModelArguments, WordArguments, TrainingArguments)
         models.append(read_settings("word_lm.py", classes, [str(config), *training])[0])
-    elif config.stem == "scaling_cpu":
+    elif config.stem in ("scaling_cpu", "ladder_cpu"):
         (arguments,) = read_settings("scaling_law.py", (ScalingArguments,), [str(config)])
         for over in (over for members in arguments.families.values() for over in members.values()):
             settings = merged(arguments.base, over) | {"use_cpu": True, "output_dir": str(tmp_path)}

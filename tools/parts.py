@@ -124,6 +124,7 @@ _RECIPES = {
     "train_tokenizer.py": "test_documents",
     "upcycle.py": "test_upcycle",
     "upcycling_gaps.py": "test_upcycle",
+    "upcycling_recall.py": "test_upcycling_recall",
     "word_lm.py": "test_word_lm",
     "demo.py": "test_checks test_documents",
 }

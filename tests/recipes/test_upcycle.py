@@ -15,7 +15,7 @@ from pretrain_clm import ModelArguments, pretrain
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainingArguments
 from upcycle import UpcycleArguments, upcycle_model
-from upcycling_gaps import GapArguments, gaps
+from upcycling_gaps import GapArguments, gaps, widened
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 
@@ -157,15 +157,56 @@ def test_refusals(teacher, texts, tmp_path):
         upcycle_model(UpcycleArguments(str(teacher), resume=False), data_of(texts), training(tmp_path))
 
 
+def test_a_wider_teacher_is_the_same_function(teacher):
+    """Until it is trained: the new units' outputs are zero, their own weights are not, so that they can learn."""
+    narrow = AutoModelForCausalLM.from_pretrained(teacher).eval()
+    wide = widened(narrow, 100).eval()
+    ids = torch.randint(0, narrow.config.vocab_size, (2, 20), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(wide(ids).logits, narrow(ids).logits, rtol=1e-5, atol=1e-5)
+    assert wide.config.intermediate_size == 100 and narrow.config.intermediate_size == 64
+    wide(ids, labels=ids).loss.backward()
+    mlp = wide.model.layers[0].mlp
+    assert (mlp.gate_proj.weight[64:].abs().sum(1) > 0).all() and not mlp.down_proj.weight[:, 64:].any()
+    assert mlp.down_proj.weight.grad[:, 64:].any()
+    with pytest.raises(ValueError, match=r"intermediate_size=64 must be above the teacher's, 64"):
+        widened(narrow, 64)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"reference": "b"}, r"reference='b' must be one of variants=\['a'\]"),
+        ({"files": {}}, r"files=\{\} must map"),
+        ({"files": ["c"]}, r"files=\['c'\] must map one kind of text or more"),
+        ({"variants": {"a": {"intermediate_size": 8}}}, r"'a' has an intermediate_size without teacher_goes_on"),
+    ],
+)
+def test_gaps_that_cannot_be_measured(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        GapArguments(**{"base": {}, "variants": {"a": {}}, "files": {"b": ["c"]}} | wrong)
+
+
 def test_gaps_compare_students_with_their_teacher(teacher, texts, tmp_path):
     base = {"teacher": str(teacher), "config": {"state_size": 4}, "sequence_length": 32, "use_cpu": True}
     base |= {"train_files": [f"{texts}/train.jsonl"], "validation_files": [f"{texts}/held_out.jsonl"]}
     base |= {"per_device_train_batch_size": 2, "report_to": "none", "distil": {"max_steps": 2, "learning_rate": 1e-3}}
     variants = {"all": {"keep": 1.0, "distil": {"learning_rate": 0.0}}, "none": {"keep": 0.0}}
     variants |= {"scratch": {"keep": 0.0, "from_scratch": True}, "control": {"teacher_goes_on": True}}
-    held_out = [f"{texts}/held_out.jsonl"]
-    figures = gaps(GapArguments(base, variants, held_out, [0], 4, 512, str(tmp_path), str(tmp_path / "figures")))
+    variants["wider"] = {"teacher_goes_on": True, "intermediate_size": 80}
+    held_out = {"heard": [f"{texts}/train.jsonl"], "unheard": [f"{texts}/held_out.jsonl"]}
+    arguments = GapArguments(
+        base, variants, held_out, "control", [0], 4, 512, str(tmp_path), str(tmp_path / "figures")
+    )
+    figures = gaps(arguments)
     students = figures["students"]
+    assert figures["scored_tokens"] == {"heard": 512, "unheard": 512}
+    for found in (figures["teacher"], *(student["runs"][0] for student in students.values())):
+        assert found["loss"] == pytest.approx(sum(found["losses"].values()) / 2)
+    assert figures["teacher"]["losses"]["heard"] < figures["teacher"]["losses"]["unheard"]
+    gap = figures["differences"]["none"]
+    assert set(figures["differences"]) == set(variants) - {"control"}
+    assert gap["mean"] == gap["pairs"][0] == pytest.approx(students["none"]["loss"] - students["control"]["loss"])
+    assert gap["mean"] == pytest.approx(sum(kind["mean"] for kind in gap["by_kind"].values()) / 2)
     assert students["all"]["loss"] == pytest.approx(figures["teacher"]["loss"], abs=1e-5)
     assert students["all"]["perplexity_over_teachers"] == pytest.approx(1.0, abs=1e-5)
     assert students["all"]["cache_bytes"] == figures["teacher"]["cache_bytes"] > students["none"]["cache_bytes"]
@@ -173,5 +214,8 @@ def test_gaps_compare_students_with_their_teacher(teacher, texts, tmp_path):
     control = students["control"]  # the teacher itself, two steps later
     assert control["cache_bytes"] == figures["teacher"]["cache_bytes"] and control["runs"][0]["tokens"] == 128
     assert 0 < abs(control["loss"] - figures["teacher"]["loss"]) < 1
+    more = 4 * 16 * 3 * 32  # layers, units, matrices, width
+    assert students["wider"]["runs"][0]["parameters"] == figures["teacher"]["parameters"] + more
+    assert 0 < abs(students["wider"]["loss"] - control["loss"]) < 0.5
     assert json.loads((tmp_path / "figures.json").read_text())["students"] == json.loads(json.dumps(students))
     assert (tmp_path / "figures.png").stat().st_size > 1000
