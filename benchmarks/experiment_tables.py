@@ -148,7 +148,7 @@ def first_token(figures: dict) -> str:
 
 
 def recall(figures: dict) -> str:
-    """Pairs found, in percent, at the best rate, with 95 % intervals over its seeds."""
+    """Pairs found, in percent, at the best way to train, with 95 % intervals over its seeds."""
     found = figures["best"]
     pairs = list(found[0]["accuracy_by_pairs"])
     lengths = {entry["length"] for entry in found}
@@ -156,17 +156,24 @@ def recall(figures: dict) -> str:
         [
             entry["model"] + (f", {entry['length']} tokens" if len(lengths) > 1 else ""),
             f"{entry['parameters']:,}",
-            f"{entry['learning_rate']:g}",
+            _trial(entry["trial"]),
             entry["epochs"],
             *(_share(entry, number) for number in pairs),
         ]
         for entry in found
     ]
-    return markdown_table(["model", "parameters", "best rate", "epochs", *(f"{each} pairs" for each in pairs)], rows)
+    return markdown_table(
+        ["model", "parameters", "best rate and options", "epochs", *(f"{each} pairs" for each in pairs)], rows
+    )
+
+
+def _trial(trial: dict) -> str:
+    options = (f"`{name}={value}`" for name, value in trial.items() if name != "learning_rate")
+    return ", ".join([f"{trial['learning_rate']:g}", *options])
 
 
 def _share(entry: dict, pairs: str) -> str:
-    same = [run for run in entry["runs"] if run["learning_rate"] == entry["learning_rate"]]
+    same = [run for run in entry["runs"] if run["trial"] == entry["trial"]]
     half = half_width([100 * run["accuracy_by_pairs"][pairs] for run in same])
     return f"{100 * entry['accuracy_by_pairs'][pairs]:.1f}" + (f" ± {half:.1f}" if half is not None else "")
 

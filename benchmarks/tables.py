@@ -312,6 +312,7 @@ TABLES = {
     "families_books": compared,
     "spade_scaled_8": compared,
     "spade_scaled_32": compared,
+    "spade_scaled_128": compared,
     "longhorn_mamba_books": compared,
     "families_length": lengths,
     "checkpoints_length": lengths,

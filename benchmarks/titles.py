@@ -92,14 +92,15 @@ def first_token_recall(figures: dict, load: Callable[[str], dict]) -> tuple[str,
 
 
 def mqar_families(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
-    pairs = min(figures["best"][0]["accuracy_by_pairs"], key=int)
+    pairs = max(figures["best"][0]["accuracy_by_pairs"], key=int)
     shares = {entry["model"]: entry["accuracy_by_pairs"][pairs] for entry in figures["best"]}
-    best = max(shares, key=shares.__getitem__)
-    others = max(share for name, share in shares.items() if name != best)
-    finding = f"{best} recalls {shares[best]:.0%} of {pairs} pairs, the others at most {others:.0%}"
-    epochs = {entry["epochs"] for entry in figures["best"]}
+    first, second, *others = sorted(shares, key=shares.__getitem__, reverse=True)
+    finding = f"Of {pairs} pairs {first} recalls {shares[first]:.0%}, {second} {shares[second]:.0%}, "
+    finding += f"the others at most {max(shares[name] for name in others):.0%}"
+    epochs = max(entry["epochs"] for entry in figures["best"])
+    seeds = {run["seed"] for run in figures["best"][0]["runs"]}
     sizes = between(entry["parameters"] for entry in figures["best"])
-    return finding, f"{sizes}, {max(epochs)} epochs, one seed"
+    return finding, f"{sizes}, {epochs} epochs at most, {len(seeds)} seeds"
 
 
 def per_token_loss(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:

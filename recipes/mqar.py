@@ -3,14 +3,15 @@
     python recipes/mqar.py recipes/configs/mqar/cpu.yaml [key=value ...]
 
 Trains every model at every length, width and learning rate of the settings with the first of the seeds, and at the
-best learning rate with the others too; writes results.json and accuracy.png to `output_dir`. A sweep that was stopped
-goes on with the runs it lacks.
+best learning rate with the others too; `options` are other ways to train, each tried at every rate. Writes
+results.json and accuracy.png to `output_dir`. A sweep that was stopped goes on with the runs it lacks.
 """
 
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,13 @@ class MqarArguments:
     )
     widths: list[int] = field(default_factory=lambda: [64, 128, 256, 512])
     learning_rates: list[float] = field(default_factory=lambda: [1e-4, 4.64e-4, 2.15e-3, 1e-2])
+    options: list[dict[str, Any]] = field(
+        default_factory=lambda: [{}],
+        metadata={"help": "training arguments that differ, each tried at every learning rate"},
+    )
     seeds: list[int] = field(
         default_factory=lambda: [42],
-        metadata={"help": "of weights and order; the first one finds the learning rate"},
+        metadata={"help": "of weights and order; the first one finds the learning rate and the options"},
     )
     vocab_size: int = 8192
     train_rows: int = 100_000
@@ -64,17 +69,19 @@ class MqarArguments:
     overwrite: bool = False
 
     def __post_init__(self):
-        if not self.seeds or not self.learning_rates:
-            raise ValueError(
-                f"seeds={self.seeds} and learning_rates={self.learning_rates} must each name at least one."
-            )
+        for name in ("seeds", "learning_rates", "options"):
+            if not getattr(self, name):
+                raise ValueError(f"{name}=[] must name at least one; options=[{{}}] trains as the settings say.")
+        tried = {name for options in self.options for name in options}
+        if unknown := sorted(tried - set(TrainingArguments.__dataclass_fields__)):
+            raise ValueError(f"options: {unknown} are not training arguments.")
         for length, pairs in self.settings:
             check_sizes(length, pairs, self.vocab_size)
-        for name, fields in self.models.items():
-            if "model_type" not in fields:
+        for name, given in self.models.items():
+            if "model_type" not in given:
                 raise ValueError(f"models: {name!r} names no model_type.")
-            others = {key: value for key, value in fields.items() if key not in ("model_type", "torch_compile")}
-            check_config(fields["model_type"], others)
+            others = {key: value for key, value in given.items() if key not in ("model_type", "torch_compile")}
+            check_config(given["model_type"], others)
 
 
 def check_sizes(length: int, pairs: int, vocab_size: int) -> None:
@@ -182,33 +189,33 @@ def one_run(
     folder: Path,
     name: str,
     make: Callable[[dict[str, Any]], dict[str, Any]],
-    options: dict[str, Any],
-    rate: float,
+    settings: dict[str, Any],
+    trial: dict[str, Any],
     seed: int,
 ) -> dict[str, Any]:
-    """What `make` returns of these options, unless it is in the folder already."""
-    given = options | {"learning_rate": rate, "seed": seed}
-    return once(folder / f"{name}-{rate:g}-{seed}.json", partial(make, given))
+    """What `make` returns of these settings, unless it is in the folder already."""
+    options = "".join(f"-{name}={value}" for name, value in trial.items() if name != "learning_rate")
+    path = folder / f"{name}-{trial['learning_rate']:g}{options}-{seed}.json"
+    return once(path, partial(make, settings | trial | {"seed": seed}))
 
 
-def at_best_rate(one: Callable[[float, int], dict[str, Any]], arguments: MqarArguments) -> dict[str, Any]:
-    """All runs of a model: the first seed at every rate, until one is enough, and the others at the best.
+def best_trial(one: Callable[[dict[str, Any], int], dict[str, Any]], arguments: MqarArguments) -> dict[str, Any]:
+    """All runs of a model: the first seed at every rate with all options, until one is enough; the others at the best.
 
-    Returns what is the same for all seeds at that rate, the means of their accuracies, and `runs`.
+    Returns what is the same for all seeds at the best, the means of their accuracies, and `runs`.
     """
     first, *others = arguments.seeds
-    runs = []
-    for rate in arguments.learning_rates:
-        runs.append({"learning_rate": rate, "seed": first, **one(rate, first)})
+    runs: list[dict[str, Any]] = []
+    for options, rate in product(arguments.options, arguments.learning_rates):
+        trial = {"learning_rate": rate, **options}
+        runs.append({"trial": trial, "seed": first, **one(trial, first)})
         if runs[-1]["accuracy"] >= arguments.enough:
             break
     best = max(runs, key=lambda found: found["accuracy"])
-    more = [
-        {"learning_rate": best["learning_rate"], "seed": seed, **one(best["learning_rate"], seed)} for seed in others
-    ]
+    more = [{"trial": best["trial"], "seed": seed, **one(best["trial"], seed)} for seed in others]
     same = [best, *more]
     return {
-        "learning_rate": best["learning_rate"],
+        "trial": best["trial"],
         "parameters": best["parameters"],
         "epochs": max(run["epochs"] for run in same),
         "accuracy": statistics.mean(run["accuracy"] for run in same),
@@ -221,7 +228,7 @@ def at_best_rate(one: Callable[[float, int], dict[str, Any]], arguments: MqarArg
 
 
 def sweep(arguments: MqarArguments, training: TrainingArguments) -> list[dict[str, Any]]:
-    """The best learning rate of every model, length and width."""
+    """The best way to train of every model, length and width."""
     settings = {name: value for name, value in asdict(arguments).items() if name not in ("results", "overwrite")}
     settings |= training_settings(training)
     check_claim(training.output_dir, settings, arguments.overwrite)
@@ -236,10 +243,10 @@ def sweep(arguments: MqarArguments, training: TrainingArguments) -> list[dict[st
         for width in arguments.widths:
             for name, fields in arguments.models.items():
                 fields = {"vocab_size": arguments.vocab_size} | fields
-                options = training.to_dict() | {"torch_compile": fields.pop("torch_compile", training.torch_compile)}
+                given = training.to_dict() | {"torch_compile": fields.pop("torch_compile", training.torch_compile)}
                 folder = Path(training.output_dir) / f"{length}-{pairs}-{width}"
                 make = partial(run, fields, width, data, enough=arguments.enough)
-                found = at_best_rate(partial(one_run, folder, name, make, options), arguments)
+                found = best_trial(partial(one_run, folder, name, make, given), arguments)
                 results.append({"model": name, "length": length, "pairs": several, "width": width, **found})
                 say(results[-1])
                 figures = {"torch": torch.__version__, "best": results}

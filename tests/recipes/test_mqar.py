@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from mqar import MqarArguments, accuracy, at_best_rate, data_of, groups, recall_rows, sweep
+from mqar import MqarArguments, accuracy, best_trial, data_of, groups, recall_rows, sweep
 from transformers import EvalPrediction, TrainingArguments
 
 
@@ -54,10 +54,15 @@ def test_sweep_writes_the_best(tmp_path):
     )  # fmt: skip
     (best,) = sweep(arguments, training)
     runs = best["runs"]
-    rate = max(runs[:2], key=lambda run: run["accuracy"])["learning_rate"]
-    assert [(run["learning_rate"], run["seed"]) for run in runs] == [(1e-5, 1), (1e-2, 1), (rate, 2)]
-    at_best = [run["accuracy"] for run in runs if run["learning_rate"] == rate]
-    assert best["learning_rate"] == rate and best["accuracy"] == sum(at_best) / 2
+    trial = max(runs[:2], key=lambda run: run["accuracy"])["trial"]
+    rate = trial["learning_rate"]
+    assert [(run["trial"], run["seed"]) for run in runs] == [
+        ({"learning_rate": 1e-5}, 1),
+        ({"learning_rate": 1e-2}, 1),
+        ({"learning_rate": rate}, 2),
+    ]
+    at_best = [run["accuracy"] for run in runs if run["trial"] == trial]
+    assert best["trial"] == trial and best["accuracy"] == sum(at_best) / 2
     assert best["accuracy_by_pairs"]["2"] <= best["accuracy"] and best["pairs"] == [2]
     assert json.loads((tmp_path / "results.json").read_text())["best"] == [best]
     assert (tmp_path / "accuracy.png").exists()
@@ -80,22 +85,39 @@ def test_mixed_settings_share_a_model():
     assert {pairs: asked(rows) for pairs, rows in test.items()} == {2: [2] * 4, 4: [4] * 4}
 
 
-def test_the_first_seed_finds_the_rate():
-    """Rates after one that is enough are not tried, and other seeds see the best one only."""
+def test_the_first_seed_finds_rate_and_options():
+    """What comes after one that is enough is not tried, and other seeds see the best one only."""
     asked = []
 
-    def one(rate, seed):
-        asked.append((rate, seed))
-        share = {0.1: 0.3, 0.2: 0.99, 0.3: 1.0}[rate] - 0.2 * (seed == 6)
+    def one(trial, seed):
+        asked.append((trial, seed))
+        share = {0.1: 0.3, 0.2: 0.9}[trial["learning_rate"]] + 0.09 * (trial.get("warmup_steps") == 9)
+        share -= 0.2 * (seed == 6)
         return {"accuracy": share, "accuracy_by_pairs": {"2": share}, "epochs": seed, "parameters": 1}
 
-    arguments = MqarArguments({"a": {"model_type": "longhorn"}}, learning_rates=[0.1, 0.2, 0.3], seeds=[5, 6])
-    found = at_best_rate(one, arguments)
-    assert asked == [(0.1, 5), (0.2, 5), (0.2, 6)]
+    arguments = MqarArguments(
+        {"a": {"model_type": "longhorn"}},
+        learning_rates=[0.1, 0.2],
+        options=[{}, {"warmup_steps": 9}, {"warmup_steps": 99}],
+        seeds=[5, 6],
+    )
+    found = best_trial(one, arguments)
+    plain = [({"learning_rate": rate}, 5) for rate in (0.1, 0.2)]
+    warm = [{"learning_rate": rate, "warmup_steps": 9} for rate in (0.1, 0.2)]
+    assert asked == [*plain, (warm[0], 5), (warm[1], 5), (warm[1], 6)]
     assert found["accuracy"] == found["accuracy_by_pairs"]["2"] == pytest.approx(0.89)
-    assert (found["learning_rate"], found["epochs"]) == (0.2, 6)
-    with pytest.raises(ValueError, match=r"seeds=\[\]"):
-        MqarArguments({"a": {"model_type": "longhorn"}}, seeds=[])
+    assert (found["trial"], found["epochs"]) == (warm[1], 6)
+
+
+@pytest.mark.parametrize("name", ["seeds", "learning_rates", "options"])
+def test_a_sweep_over_nothing(name):
+    with pytest.raises(ValueError, match=rf"{name}=\[\]"):
+        MqarArguments({"a": {"model_type": "longhorn"}}, **{name: []})
+
+
+def test_an_option_that_training_does_not_have():
+    with pytest.raises(ValueError, match=r"options: \['warm_up'\] are not training arguments"):
+        MqarArguments({"a": {"model_type": "longhorn"}}, options=[{}, {"warm_up": 5}])
 
 
 @pytest.mark.parametrize(("settings", "vocab_size"), [([[64, 17]], 8192), ([[64, 0]], 8192), ([[64, 4]], 8)])
