@@ -270,6 +270,54 @@ def upcycling_gaps(figures: dict) -> str:
     return markdown_table(head, rows)
 
 
+def upcycling_controls(figures: dict) -> str:
+    """Loss by kind of text, then with the paired difference to the reference in all kinds together."""
+    reference, differences = figures["settings"]["reference"], figures["differences"]
+    kinds = list(figures["teacher"]["losses"])
+    rows = [_losses_by_kind("the teacher, as it was", [figures["teacher"]], None)]
+    rows += [
+        _losses_by_kind(name, found["runs"], differences.get(name)) for name, found in figures["students"].items()
+    ]
+    head = ["model", "parameters", *kinds, "mean", f'minus that of "{reference}", 95 %', "mean at 4,096"]
+    return markdown_table(head, rows)
+
+
+def _losses_by_kind(name: str, runs: list[dict], difference: dict | None) -> list[str]:
+    cells = []
+    for kind in runs[0]["losses"]:
+        cell = f"{statistics.mean(run['losses'][kind] for run in runs):.3f}"
+        if difference is not None:
+            cell += f" ({_interval(difference['by_kind'][kind])})"
+        cells.append(cell)
+    whole, windows = (statistics.mean(run[key] for run in runs) for key in ("loss", "loss_in_long_windows"))
+    apart = "" if difference is None else _interval(difference)
+    return [name, f"{runs[0]['parameters']:,}", *cells, f"{whole:.3f}", apart, f"{windows:.3f}"]
+
+
+def _interval(found: dict) -> str:
+    return f"{found['mean']:+.3f} ± {found['half_width_of_95_percent']:.3f}"
+
+
+def upcycling_recall(figures: dict) -> str:
+    """A table a task: right answers in percent with 95 % intervals, of students before and after training."""
+    parts = []
+    for task, models in figures["tasks"].items():
+        measured = list(models["teacher"]["recall"])
+        rows = []
+        for name, found in models.items():
+            for kind, label in (("recall_at_the_start", "translated"), ("recall", "trained")):
+                if kind in found:
+                    label = "" if name == "teacher" else f", {label}"
+                    rows.append([f"{name}{label}", *(_percent(found[kind][what]) for what in measured)])
+        parts.append(markdown_table([f"{task}: right answers, percent", *measured], rows))
+    return "\n".join(parts)
+
+
+def _percent(found: dict) -> str:
+    half = found["half_width_of_95_percent"]
+    return f"{100 * found['mean']:.0f}" + (f" ± {100 * half:.0f}" if half else "")
+
+
 def rare_words(figures: dict) -> str:
     """What is saved at later mentions, by distance; first what the first one costs."""
     models = figures["models"]

@@ -3,8 +3,8 @@
     python recipes/mqar.py recipes/configs/mqar/cpu.yaml [key=value ...]
 
 Trains every model at every length, width and learning rate of the settings with the first of the seeds, and at the
-best learning rate with the others too; `options` are other ways to train, each tried at every rate. Writes
-results.json and accuracy.png to `output_dir`. A sweep that was stopped goes on with the runs it lacks.
+best of them, or at several `finalists`, with the others too; `options` are other ways to train, each tried at every
+rate. Writes results.json and accuracy.png to `output_dir`. A sweep that was stopped goes on with the runs it lacks.
 """
 
 import statistics
@@ -57,6 +57,10 @@ class MqarArguments:
         default_factory=lambda: [42],
         metadata={"help": "of weights and order; the first one finds the learning rate and the options"},
     )
+    finalists: int = field(
+        default=1,
+        metadata={"help": "how many of the ways to train the other seeds try; the best on average counts"},
+    )
     vocab_size: int = 8192
     train_rows: int = 100_000
     test_rows: int = 3_000
@@ -72,6 +76,8 @@ class MqarArguments:
         for name in ("seeds", "learning_rates", "options"):
             if not getattr(self, name):
                 raise ValueError(f"{name}=[] must name at least one; options=[{{}}] trains as the settings say.")
+        if self.finalists < 1:
+            raise ValueError(f"finalists={self.finalists} must be at least 1.")
         tried = {name for options in self.options for name in options}
         if unknown := sorted(tried - set(TrainingArguments.__dataclass_fields__)):
             raise ValueError(f"options: {unknown} are not training arguments.")
@@ -200,30 +206,35 @@ def one_run(
 
 
 def best_trial(one: Callable[[dict[str, Any], int], dict[str, Any]], arguments: MqarArguments) -> dict[str, Any]:
-    """All runs of a model: the first seed at every rate with all options, until one is enough; the others at the best.
+    """All runs of a model: the first seed at every rate with all options, until one is enough; the others at the best,
+    or at several finalists.
 
     Returns what is the same for all seeds at the best, the means of their accuracies, and `runs`.
     """
     first, *others = arguments.seeds
-    runs: list[dict[str, Any]] = []
+    tried: list[dict[str, Any]] = []
     for options, rate in product(arguments.options, arguments.learning_rates):
         trial = {"learning_rate": rate, **options}
-        runs.append({"trial": trial, "seed": first, **one(trial, first)})
-        if runs[-1]["accuracy"] >= arguments.enough:
+        tried.append({"trial": trial, "seed": first, **one(trial, first)})
+        if tried[-1]["accuracy"] >= arguments.enough:
             break
-    best = max(runs, key=lambda found: found["accuracy"])
-    more = [{"trial": best["trial"], "seed": seed, **one(best["trial"], seed)} for seed in others]
-    same = [best, *more]
+    ranked = sorted(tried, key=lambda found: -found["accuracy"])
+    last = 1 if ranked[0]["accuracy"] >= arguments.enough else arguments.finalists
+    finals = [
+        [found, *({"trial": found["trial"], "seed": seed, **one(found["trial"], seed)} for seed in others)]
+        for found in ranked[:last]
+    ]
+    same = max(finals, key=lambda several: statistics.mean(run["accuracy"] for run in several))
     return {
-        "trial": best["trial"],
-        "parameters": best["parameters"],
+        "trial": same[0]["trial"],
+        "parameters": same[0]["parameters"],
         "epochs": max(run["epochs"] for run in same),
         "accuracy": statistics.mean(run["accuracy"] for run in same),
         "accuracy_by_pairs": {
             pairs: statistics.mean(run["accuracy_by_pairs"][pairs] for run in same)
-            for pairs in best["accuracy_by_pairs"]
+            for pairs in same[0]["accuracy_by_pairs"]
         },
-        "runs": [*runs, *more],
+        "runs": tried + [run for _, *more in finals for run in more],
     }
 
 

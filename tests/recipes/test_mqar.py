@@ -109,6 +109,28 @@ def test_the_first_seed_finds_rate_and_options():
     assert (found["trial"], found["epochs"]) == (warm[1], 6)
 
 
+@pytest.mark.parametrize(("enough", "trial", "runs"), [(0.99, 0.2, 5), (0.9, 0.3, 4)])
+def test_finalists_are_ranked_by_their_mean(enough, trial, runs):
+    """What the first seed ranks first may fail with the second; what is enough is not set against others."""
+    shares = {(0.1, 5): 0.1, (0.2, 5): 0.8, (0.3, 5): 0.9, (0.2, 6): 0.7, (0.3, 6): 0.0}
+
+    def one(trial, seed):
+        share = shares[trial["learning_rate"], seed]
+        return {"accuracy": share, "accuracy_by_pairs": {"2": share}, "epochs": 1, "parameters": 1}
+
+    arguments = MqarArguments(
+        {"a": {"model_type": "longhorn"}}, learning_rates=[0.1, 0.2, 0.3], seeds=[5, 6], finalists=2, enough=enough
+    )
+    found = best_trial(one, arguments)
+    assert found["trial"] == {"learning_rate": trial} and len(found["runs"]) == runs
+    assert found["accuracy"] == pytest.approx((shares[trial, 5] + shares[trial, 6]) / 2)
+
+
+def test_no_finalists():
+    with pytest.raises(ValueError, match="finalists=0 must be at least 1"):
+        MqarArguments({"a": {"model_type": "longhorn"}}, finalists=0)
+
+
 @pytest.mark.parametrize("name", ["seeds", "learning_rates", "options"])
 def test_a_sweep_over_nothing(name):
     with pytest.raises(ValueError, match=rf"{name}=\[\]"):
