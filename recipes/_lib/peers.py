@@ -1,11 +1,10 @@
 """Peers that transformers lacks, as model types to train beside the families; importing this registers them.
 
 `mamba_native` is transformers' Mamba with a scan in C (`mamba_scan.c`) instead of a Python loop over time: the same
-weights under the same names, which start as in Mamba's own code. `llama_conv` is its Llama with a short convolution
-before attention. `lstm_lm` is torch's LSTM between embeddings and the same embeddings as a head.
+weights under the same names. `llama_conv` is its Llama with a short convolution before attention. `lstm_lm` is torch's
+LSTM between embeddings and the same embeddings as a head.
 """
 
-import math
 from typing import Any, ClassVar
 
 import torch
@@ -18,11 +17,9 @@ from transformers import (
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
-    MambaModel,
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers import initialization as init
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.mamba.modeling_mamba import MambaMixer
 
@@ -49,34 +46,20 @@ class NativeMambaMixer(MambaMixer):
 
 
 class NativeMambaConfig(MambaConfig):
-    """As transformers' `MambaConfig`, with defaults that give the initial values of Mamba's own code: embeddings
-    N(0, 0.02), output projections as torch's divided by the root of the number of layers."""
+    """As transformers' `MambaConfig`. With `official_initialization` weights start as in Mamba's own code, and so as
+    Longhorn's: embeddings N(0, 0.02), `in_proj`, `x_proj` and the convolution as torch's own, `out_proj` as torch's
+    divided by the root of the number of layers. transformers draws embeddings, `in_proj` and `x_proj` from N(0, 0.1),
+    divides nothing, and has zeros for the convolution's bias.
+    """
 
     model_type = "mamba_native"
 
-    initializer_range: float = 0.02
-    rescale_prenorm_residual: bool = True
+    official_initialization: bool = False
 
-
-class NativeMambaModel(MambaModel):
-    """transformers' layers with `NativeMambaMixer`, which start as in Mamba's own code.
-
-    transformers draws `in_proj` and `x_proj` from N(0, 0.1) and has no bias in the convolution at first.
-    """
-
-    def __init__(self, config: NativeMambaConfig):
-        super().__init__(config)
-        for layer in self.layers:
-            layer.mixer.__class__ = NativeMambaMixer  # the same modules, another forward
-
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if isinstance(module, MambaMixer):
-            for projection in (module.in_proj, module.x_proj):
-                init.kaiming_uniform_(projection.weight, a=math.sqrt(5))
-            if module.conv1d.bias is not None:
-                bound = 1 / math.sqrt(module.conv1d.kernel_size[0])
-                init.uniform_(module.conv1d.bias, -bound, bound)
+    def __post_init__(self, **kwargs: Any):
+        super().__post_init__(**kwargs)
+        if self.official_initialization:
+            self.initializer_range, self.rescale_prenorm_residual = 0.02, True
 
 
 class NativeMambaForCausalLM(MambaForCausalLM):
@@ -87,8 +70,11 @@ class NativeMambaForCausalLM(MambaForCausalLM):
 
     def __init__(self, config: NativeMambaConfig):
         super().__init__(config)
-        self.backbone = NativeMambaModel(config)
-        self.post_init()
+        for layer in self.backbone.layers:
+            layer.mixer.__class__ = NativeMambaMixer  # the same modules and initial weights, another forward
+            if config.official_initialization:
+                for module in (layer.mixer.in_proj, layer.mixer.x_proj, layer.mixer.conv1d):
+                    module.reset_parameters()
 
 
 def short_convolution(x: Tensor, conv: nn.Conv1d, activation: str | None) -> Tensor:
