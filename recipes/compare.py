@@ -93,12 +93,21 @@ def parsed(folder: Path, settings: dict[str, Any]) -> tuple[ModelArguments, Data
 def search(arguments: CompareArguments, name: str) -> dict[str, float]:
     """The validation loss of each learning rate."""
     settings = merged(arguments.base, arguments.variants[name]) | {"seed": arguments.seeds[0]}
-    settings |= {"max_steps": arguments.search_steps, "eval_strategy": "no"}
-    losses = {}
-    for rate in arguments.learning_rates:
-        folder = Path(arguments.output_dir) / f"{name}-rate-{rate:g}"
-        losses[f"{rate:g}"] = run(folder, settings | {"learning_rate": rate})["validation_loss"]
-    return losses
+    if not searches_whole_runs(arguments, settings):
+        settings |= {"max_steps": arguments.search_steps, "eval_strategy": "no"}
+    return {
+        f"{rate:g}": run(rate_folder(arguments, name, rate), settings | {"learning_rate": rate})["validation_loss"]
+        for rate in arguments.learning_rates
+    }
+
+
+def rate_folder(arguments: CompareArguments, name: str, rate: float) -> Path:
+    return Path(arguments.output_dir) / f"{name}-rate-{rate:g}"
+
+
+def searches_whole_runs(arguments: CompareArguments, settings: dict[str, Any]) -> bool:
+    """Whether the first seed's runs of the search are those of the comparison."""
+    return bool(arguments.learning_rates) and arguments.search_steps == settings.get("max_steps")
 
 
 def compare(arguments: CompareArguments) -> dict[str, Any]:
@@ -117,6 +126,8 @@ def compare(arguments: CompareArguments) -> dict[str, Any]:
     for seed in arguments.seeds:
         for name, chosen in settings.items():
             folder = Path(arguments.output_dir) / f"{name}-{seed}"
+            if seed == arguments.seeds[0] and searches_whole_runs(arguments, chosen):
+                folder = rate_folder(arguments, name, chosen["learning_rate"])
             found = run(folder, chosen | {"seed": seed})
             runs[name].append({"seed": seed, **found, "curve": curve_of(folder, found)})
             figures = {"settings": settings_of(arguments)}
