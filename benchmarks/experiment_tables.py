@@ -295,7 +295,8 @@ def _losses_by_kind(name: str, runs: list[dict], difference: dict | None) -> lis
 
 
 def _interval(found: dict) -> str:
-    return f"{found['mean']:+.3f} ± {found['half_width_of_95_percent']:.3f}"
+    half = found["half_width_of_95_percent"]
+    return f"{found['mean']:+.3f}" + ("" if half is None else f" ± {half:.3f}")
 
 
 def upcycling_recall(figures: dict) -> str:

@@ -90,6 +90,22 @@ def test_each_variant_trains_at_its_best_learning_rate(settings, tmp_path, monke
     assert rates["wide-0"] == rates["narrow-0"] == (1e-2, 2) and rates["wide-rate-1e-09"] == (1e-9, 1)
 
 
+def test_a_search_on_whole_runs_makes_those_of_the_first_seed(settings, tmp_path, monkeypatch):
+    made = []
+    pretrain = compare_module.pretrain
+    monkeypatch.setattr(compare_module, "pretrain", lambda *given: made.append(given[2]) or pretrain(*given))
+    arguments = CompareArguments(
+        **settings | {"seeds": [0, 1]}, output_dir=str(tmp_path), learning_rates=[1e-9, 1e-2], search_steps=2
+    )
+    figures = compare(arguments)
+    for name, found in figures["models"].items():
+        assert [run["seed"] for run in found["runs"]] == [0, 1]
+        assert found["runs"][0]["validation_loss"] == figures["learning_rates"][name]["0.01"]
+    found = sorted((Path(training.output_dir).name, training.seed) for training in made)
+    searched = [(f"{name}-rate-{rate}", 0) for name in ("narrow", "wide") for rate in ("0.01", "1e-09")]
+    assert found == sorted([*searched, ("narrow-1", 1), ("wide-1", 1)])
+
+
 def test_peers_that_transformers_lacks_train_beside_the_families(settings, tmp_path):
     sizes = {"hidden_size": 8, "num_hidden_layers": 1}
     llama = sizes | {"intermediate_size": 16, "num_attention_heads": 2, "state_size": None}
