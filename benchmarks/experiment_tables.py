@@ -26,6 +26,7 @@ PAIRS = (
     ("SPADE", "SPADE without its SSM"),
     ("BST", "sliding attention"),
     ("Longhorn", "Longhorn without its convolution"),
+    ("Longhorn", "Mamba, its own code's initial values"),
     ("Llama with the convolution", "Llama"),
     ("Llama with the convolution", "Longhorn"),
     ("frozen S4", "window attention"),

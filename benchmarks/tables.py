@@ -25,7 +25,9 @@ from experiment_tables import (
     scaling_law,
     scitldr,
     settings_apart,
+    upcycling_controls,
     upcycling_gaps,
+    upcycling_recall,
 )
 from table_text import RESULTS, load, markdown_table
 
@@ -322,6 +324,8 @@ TABLES = {
     "bst_settings_adafactor": settings_apart,
     "bst_settings_rates": rates_tried,
     "upcycling_gaps": upcycling_gaps,
+    "upcycling_controls": upcycling_controls,
+    "upcycling_recall": upcycling_recall,
     "bst_books": lengths,
     "bst_16k": lengths,
     "scaling_law": scaling_law,
