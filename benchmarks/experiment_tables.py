@@ -301,7 +301,7 @@ def _interval(found: dict) -> str:
 
 
 def upcycling_recall(figures: dict) -> str:
-    """A table a task: right answers in percent with 95 % intervals, of students before and after training."""
+    """A table a task: right answers in percent, seed by seed where these differ, before and after training."""
     parts = []
     for task, models in figures["tasks"].items():
         measured = list(models["teacher"]["recall"])
@@ -310,14 +310,15 @@ def upcycling_recall(figures: dict) -> str:
             for kind, label in (("recall_at_the_start", "translated"), ("recall", "trained")):
                 if kind in found:
                     label = "" if name == "teacher" else f", {label}"
-                    rows.append([f"{name}{label}", *(_percent(found[kind][what]) for what in measured)])
+                    shares = ([run[kind][what] for run in found["runs"]] for what in measured)
+                    rows.append([f"{name}{label}", *map(_percents, shares)])
         parts.append(markdown_table([f"{task}: right answers, percent", *measured], rows))
     return "\n".join(parts)
 
 
-def _percent(found: dict) -> str:
-    half = found["half_width_of_95_percent"]
-    return f"{100 * found['mean']:.0f}" + (f" ± {100 * half:.0f}" if half else "")
+def _percents(shares: list[float]) -> str:
+    seeds = [f"{100 * share:.0f}" for share in shares]
+    return f"{100 * statistics.mean(shares):.0f}" + (f" ({', '.join(seeds)})" if len(set(seeds)) > 1 else "")
 
 
 def rare_words(figures: dict) -> str:
