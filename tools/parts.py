@@ -23,6 +23,7 @@ _OPS = {
 }
 _LMU = "tests/layers/test_lmu.py tests/ops/test_transforms.py"
 _TRITON = "tests/ops/test_triton.py"
+_MIXERS = "tests/layers/test_mixers.py tests/layers/test_mixer_training.py tests/layers/test_initial_values.py"
 _SPADE = "tests/models/test_spade.py tests/golden/test_spade.py"
 _BST = "tests/models/test_bst.py tests/models/test_bst_checks.py tests/golden/test_block_transformers.py"
 _LONGHORN = "tests/models/test_longhorn.py tests/golden/test_longhorn.py"
@@ -34,12 +35,11 @@ TESTS = {prefix: " ".join(f"tests/ops/{name}.py" for name in names.split()) for 
     **{f"ops/{op}/triton": _TRITON for op in ("causal_conv", "linear_scan", "long_conv", "implicit_attention")},
     "ops/longhorn_scan/triton": f"{_TRITON} tests/ops/test_longhorn_chunks.py",
     "ops/local_attention/flex_attention.py": "tests/ops/test_flex_attention.py",
-    "layers/": f"tests/layers/test_mixers.py tests/layers/test_initial_values.py {_SPADE}",
+    "layers/": f"{_MIXERS} {_SPADE}",
     "layers/float32_parameters.py": "tests/layers/test_mixer_precision.py tests/layers/test_initial_values.py",
     "layers/relative_bias.py": f"{_SPADE} {_BST}",
-    "layers/mixers/": "tests/layers/test_mixers.py tests/layers/test_initial_values.py"
-    " tests/golden/test_state_spaces.py",
-    "layers/mixers/s4.py": "tests/layers/test_mixers.py tests/layers/test_s4_kernel.py",
+    "layers/mixers/": f"{_MIXERS} tests/golden/test_state_spaces.py",
+    "layers/mixers/s4.py": f"{_MIXERS} tests/layers/test_s4_kernel.py",
     "models/": _MODELS,
     "models/bst/": _BST,
     "models/cache.py": f"tests/models/test_decoding.py {_LONGHORN} {_MODELS}",
