@@ -149,6 +149,7 @@ FIGURES = {
     "per_token_loss": lambda: per_token_loss.draw(load("per_token_loss")["models"]),
     "rare_words": lambda: rare_words.draw(load("rare_words")),
     "scaling_law": lambda: scaling_law.draw(load("scaling_law")["families"]),
+    "scaling_law_5m": lambda: scaling_law.draw(load("scaling_law_5m")["families"]),
     "upcycling_gaps": lambda: upcycling_gaps.draw(load("upcycling_gaps")),
 }
 

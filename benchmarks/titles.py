@@ -33,8 +33,11 @@ def by_context(figures: dict, sizes: str) -> tuple[str, str]:
 
 
 def seeds(figures: dict) -> str:
-    count = max(found["checkpoints"] for found in figures["models"].values())
-    return "one seed" if count == 1 else f"{count} seeds"
+    return so_many(max(found["checkpoints"] for found in figures["models"].values()))
+
+
+def so_many(seeds: int) -> str:
+    return "one seed" if seeds == 1 else f"{seeds} seeds"
 
 
 def of_stack(figures: dict) -> str:
@@ -124,7 +127,7 @@ def scaling_law(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
     alphas, theirs = [found["alpha"] for found in figures["families"].values()], [alpha for _, alpha in PAPER.values()]
     members = [member for found in figures["families"].values() for member in found["members"].values()]
     finding = f"Losses fall as size to the power {-max(alphas):.3f} at most, in the paper {-max(theirs):.3f}"
-    return finding, f"{between(map(size_of, members))} (non-embedding), {len(figures['seeds'])} seeds"
+    return finding, f"{between(map(size_of, members))} (non-embedding), {so_many(len(figures['seeds']))}"
 
 
 def upcycling_gaps(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
@@ -172,6 +175,7 @@ SENTENCES: dict[str, Callable[[dict, Callable[[str], dict]], tuple[str, str]]] =
     "per_token_loss": per_token_loss,
     "rare_words": rare_words,
     "scaling_law": scaling_law,
+    "scaling_law_5m": scaling_law,
     "upcycling_gaps": upcycling_gaps,
 }
 SOURCES = {"by_length": "longhorn_training", "training": "longhorn_training"}  # of the others the name
