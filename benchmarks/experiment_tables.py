@@ -173,6 +173,21 @@ def _trial(trial: dict) -> str:
     return ", ".join([f"{trial['learning_rate']:g}", *options])
 
 
+def recall_by_seed(figures: dict) -> str:
+    """Pairs found, in percent, at the one way to train: means, and each seed, since some have not begun to learn."""
+    found = figures["best"]
+    pairs = list(found[0]["accuracy_by_pairs"])
+    rows = [
+        [
+            entry["model"],
+            f"{entry['parameters']:,}",
+            *(_percents([run["accuracy_by_pairs"][number] for run in entry["runs"]]) for number in pairs),
+        ]
+        for entry in found
+    ]
+    return markdown_table(["right answers, percent", "parameters", *(f"{each} pairs" for each in pairs)], rows)
+
+
 def _share(entry: dict, pairs: str) -> str:
     same = [run for run in entry["runs"] if run["trial"] == entry["trial"]]
     half = half_width([100 * run["accuracy_by_pairs"][pairs] for run in same])

@@ -133,8 +133,8 @@ def _convolve_input(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -
 
 
 class LstmConfig(PreTrainedConfig):
-    """Of `LstmForCausalLM`. Its embeddings start at 0.3: two layers without norms hardly hear those of 0.02, and after a
-    million tokens know how often each one comes, no more.
+    """Of `LstmForCausalLM`. Its embeddings start at 0.3: two layers without norms hardly hear those of 0.02, and
+    after a million tokens know how often each one comes, no more.
     """
 
     model_type = "lstm_lm"
