@@ -96,8 +96,30 @@ def scaling_law(figures: dict) -> str:
         + (f" (seeds spread by {spread:.4f})" if (spread := found.get("standard_deviation_of_alpha")) else "")
         for family, found in figures["families"].items()
     )
+    if best := slopes_at_the_best_rates(figures["families"]):
+        slopes += f"; each size at its best rate: {best}"
     head = ["model", "non-embedding parameters", "held-out loss, nats per token"]
     return f"{markdown_table(head, rows)}\nSlopes alpha of loss = (N / N_c)^-alpha: {slopes}.\n"
+
+
+def slopes_at_the_best_rates(families: dict) -> str:
+    """Slopes of families that were trained at several rates ("NAME at RATE"), through the lowest loss of each size."""
+    from scaling_law import fit  # a recipe, whose imports take seconds
+
+    rates: dict[str, list[dict[str, dict]]] = {}
+    for family, found in families.items():
+        name, at, _ = family.rpartition(" at ")
+        if at:
+            rates.setdefault(name, []).append(found["members"])
+    parts = []
+    for name, tried in rates.items():
+        if len(tried) > 1:
+            best = [
+                min((members[size] for members in tried), key=lambda one: one["validation_loss"]) for size in tried[0]
+            ]
+            found = fit(*([one[key] for one in best] for key in ("parameters_beside_embeddings", "validation_loss")))
+            parts.append(f"{name} {found['alpha']:.4f} ± {found['standard_error']:.4f}")
+    return "; ".join(parts)
 
 
 def glue(figures: dict) -> str:

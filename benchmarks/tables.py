@@ -320,6 +320,8 @@ TABLES = {
     "families_length": lengths,
     "checkpoints_length": lengths,
     "first_token_recall": first_token,
+    "first_token_mixers": first_token,
+    "first_token_noise": first_token,
     "rare_words": rare_words,
     "bst_settings_adamw": settings_apart,
     "bst_settings_adafactor": settings_apart,
