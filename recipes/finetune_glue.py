@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from _lib.checks import check_checkpoint, check_config, check_labels, check_vocabulary
+from _lib.compared_texts import ComparedTexts, PairCollator
 from _lib.documents import token_ids, train_tokenizer
 from _lib.entry import start
 from _lib.sweeps import check_claim, claim, once, training_settings
@@ -73,6 +74,10 @@ class GlueArguments:
         default=False,
         metadata={"help": "new weights in the configuration of model_name_or_path, to compare with"},
     )
+    pairs: str = field(
+        default="together",
+        metadata={"help": "the texts of a pair: together in one row, or apart, compared token by token"},
+    )
     max_length: int = 256
     max_train_rows: int | None = None
     grid: dict[str, list] = field(
@@ -89,6 +94,8 @@ class GlueArguments:
                 f"give either model_type or model_name_or_path, got model_type={self.model_type!r} and "
                 f"model_name_or_path={self.model_name_or_path!r}."
             )
+        if self.pairs not in ("together", "apart"):
+            raise ValueError(f"pairs={self.pairs!r} must be 'together' or 'apart'.")
         check_config(self.model_type, self.config if self.model_type else {})
         if self.from_scratch and self.model_name_or_path is None:
             raise ValueError("from_scratch=True needs model_name_or_path, whose configuration and tokenizer it takes.")
@@ -132,6 +139,21 @@ def tokenized(rows: Dataset, task: Task, tokenizer: PreTrainedTokenizerBase, max
         fitting = (longest_first(row, max_length - len(texts)) for row in parts)
         ids = [[token for part in row for token in [*part, tokenizer.eos_token_id]] for row in fitting]
         return {"input_ids": ids, "labels": labels}
+
+    return rows.map(encode, batched=True, remove_columns=rows.column_names)
+
+
+def tokenized_apart(rows: Dataset, task: Task, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
+    """`first`, `second` and `labels`; what a row of both texts would have room for, and no special tokens."""
+
+    def encode(batch: dict[str, list]) -> dict[str, list]:
+        parts = zip(*(token_ids(batch[column], tokenizer) for column in task.columns))
+        first, second = zip(*(longest_first(row, max_length - len(task.columns)) for row in parts))
+        end = [tokenizer.eos_token_id]
+        labels = [float(label) if task.num_labels == 1 else label for label in batch["label"]]
+        first, second = ([ids or end for ids in part] for part in (first, second))
+        lengths = [max(map(len, pair)) for pair in zip(first, second)]  # by which rows of like length are grouped
+        return {"first": first, "second": second, "labels": labels, "length": lengths}
 
     return rows.map(encode, batched=True, remove_columns=rows.column_names)
 
@@ -189,11 +211,17 @@ def finetune(name: str, arguments: GlueArguments, training: TrainingArguments) -
     if arguments.max_train_rows is not None:
         train = train.select(range(min(arguments.max_train_rows, len(train))))
     model, tokenizer = build(arguments, task, train)
+    encode, collator = tokenized, DataCollatorWithPadding(tokenizer)
+    if arguments.pairs == "apart" and len(task.columns) == 2:
+        middle = float(np.mean(train["label"])) if task.num_labels == 1 else 0.0
+        model = ComparedTexts(model.base_model, task.num_labels, middle)
+        encode, collator = tokenized_apart, PairCollator(tokenizer.pad_token_id)
+        training.remove_unused_columns = False
     trainer = Trainer(
         model=model,
         args=training,
-        train_dataset=tokenized(train, task, tokenizer, arguments.max_length),
-        data_collator=DataCollatorWithPadding(tokenizer),
+        train_dataset=encode(train, task, tokenizer, arguments.max_length),
+        data_collator=collator,
         processing_class=tokenizer,
     )
     run = trainer.train()
@@ -201,7 +229,7 @@ def finetune(name: str, arguments: GlueArguments, training: TrainingArguments) -
     baseline: dict[str, dict[str, float]] = {}
     predictions: dict[str, list[float]] = {}
     for split in (split for split in task.validation if split in splits):
-        outputs = trainer.predictions(tokenized(splits[split], task, tokenizer, arguments.max_length))
+        outputs = trainer.predictions(encode(splits[split], task, tokenizer, arguments.max_length))
         predicted = outputs[:, 0] if task.num_labels == 1 else outputs.argmax(-1)
         labels = np.array(splits[split]["label"])
         values, counts = np.unique(np.array(train["label"]), return_counts=True)
