@@ -14,6 +14,7 @@ from table_text import load, markdown_table
 # tables of several files of results: the others
 ALSO = {
     "glue_from_scratch": ["glue_pretrained", "glue_baselines"],
+    "glue_apart": ["glue_apart_from_scratch", "glue_pretrained", "glue_baselines"],
     "scitldr": ["scitldr_new_weights", "scitldr_pretrained"],
 }
 # lm-eval's tasks of several choices: what guessing gives
@@ -152,6 +153,34 @@ def glue(figures: dict) -> str:
     head = ["task, measure", "random initialisation", "pre-trained", "gain ± two standard errors"]
     head += ["bag of words", "word overlap", "majority"]
     return markdown_table(head, rows)
+
+
+def glue_apart(figures: dict) -> str:
+    """Pairs that are read apart, beside those read together; what pre-training gains, and what is gained over the
+    better of words' two baselines, both paired by seed, in accuracy where there is one."""
+    scratch, together, words = (load(name) for name in ALSO["glue_apart"])
+    rows = []
+    for task, found in figures.items():
+        for split, measures in found["best"]["measures"].items():
+            shown = "accuracy" if "accuracy" in measures else next(iter(measures))
+            said = words["tasks"][task]["runs"]
+            several = [[run["measures"][split] for run in of[task]["runs"]] for of in (together, scratch, figures)]
+            several += [[run[kind][split] for run in said] for kind in ("bag of words", "word overlap")]
+            means = [{name: statistics.mean(run[name] for run in runs) for name in measures} for runs in several]
+            best = max(several[3:], key=lambda runs: statistics.mean(run[shown] for run in runs))
+            label = task if split == "validation" else f"{task} {split.removeprefix('validation_')}"
+            row = [f"{label}, {' / '.join(measures)}"]
+            row += [" / ".join(f"{value:.1f}" for value in each.values()) for each in means]
+            rows.append(row + [_gain(several[2], other, shown) for other in (several[1], best)])
+    head = ["task, measure", "together, pre-trained", "apart, random initialisation", "apart, pre-trained"]
+    head += ["bag of words", "word overlap", "gain of pre-training, 95 %"]
+    head += ["apart, pre-trained, minus the better of words', 95 %"]
+    return markdown_table(head, rows)
+
+
+def _gain(runs: list[dict], others: list[dict], measure: str) -> str:
+    pairs = [one[measure] - other[measure] for one, other in zip(runs, others)]
+    return f"{statistics.mean(pairs):+.1f} ± {half_width(pairs):.1f}"
 
 
 def first_token(figures: dict) -> str:

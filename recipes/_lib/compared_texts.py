@@ -27,7 +27,7 @@ class ComparedTexts(nn.Module):
         super().__init__()
         self.encoder, self.num_labels = encoder, num_labels
         width = 6 * encoder.config.hidden_size
-        self.standardise = nn.BatchNorm1d(width, affine=False)
+        self.standardise = Standardise(width, affine=False)
         self.classifier = nn.Linear(width, num_labels)
         nn.init.zeros_(self.classifier.weight)
         nn.init.constant_(self.classifier.bias, middle)
@@ -47,6 +47,15 @@ class ComparedTexts(nn.Module):
                 F.mse_loss(logits[:, 0], labels.float()) if self.num_labels == 1 else F.cross_entropy(logits, labels)
             )
         return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+class Standardise(nn.BatchNorm1d):
+    """One row has no deviation of its own: a last batch of one is measured by those before it."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        if self.training and len(features) == 1:
+            return F.batch_norm(features, self.running_mean, self.running_var, eps=self.eps)
+        return super().forward(features)
 
 
 def compared(states: Tensor, real: Tensor, others: Tensor, others_real: Tensor) -> Tensor:
