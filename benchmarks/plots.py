@@ -145,6 +145,7 @@ FIGURES = {
     "families_books": lambda: compare.draw(load("families_books")["models"]),
     "families_length": lambda: length_extrapolation.draw(load("families_length")),
     "first_token_recall": lambda: first_token_recall.draw(load("first_token_recall"), recall_panels()),
+    "first_token_noise": lambda: first_token_recall.draw(load("first_token_noise"), recall_panels()),
     "mqar_families": lambda: mqar.draw(load("mqar_families")["best"]),
     "per_token_loss": lambda: per_token_loss.draw(load("per_token_loss")["models"]),
     "rare_words": lambda: rare_words.draw(load("rare_words")),

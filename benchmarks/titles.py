@@ -171,6 +171,7 @@ SENTENCES: dict[str, Callable[[dict, Callable[[str], dict]], tuple[str, str]]] =
     "families_books": families_books,
     "families_length": families_length,
     "first_token_recall": first_token_recall,
+    "first_token_noise": first_token_recall,
     "mqar_families": mqar_families,
     "per_token_loss": per_token_loss,
     "rare_words": rare_words,

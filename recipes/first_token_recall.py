@@ -237,6 +237,7 @@ def draw(figures: dict[str, Any], groups: dict[str, list[str]]) -> Figure:
     settings, models = figures["settings"], figures["models"]
     groups = groups or {"": list(models)}
     groups = {title: [name for name in names if name in models] for title, names in groups.items()}
+    groups = {title: names for title, names in groups.items() if names}  # of a sweep with `only`
     figure, row = panels("Which models still know the first token?", len(groups), height=4.0)
     for axes, (title, names) in zip(row, groups.items()):
         for number, name in enumerate(names):

@@ -87,3 +87,11 @@ def test_the_committed_sweep_names_models_that_can_be_built():
         config = recipe.AutoConfig.for_model(**given)
         assert config.hidden_size == 64, name
         assert all(getattr(config, field) == value for field, value in fields.items() if field != "ssm_layers"), name
+
+
+def test_a_panel_none_of_whose_models_ran_is_not_drawn():
+    shares = {"accuracy": {"6": 1.0, "20": 0.5}, "half_width_of_95_percent": {"6": 0.0, "20": None}}
+    settings = {"answers": 2, "length": 12, "distances": [6, 20]}
+    figures = {"settings": settings, "models": {"Llama": shares}}
+    figure = recipe.draw(figures, {"all tokens": ["Llama"], "a window": ["windows"]})
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["all tokens"]
