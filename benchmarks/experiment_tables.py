@@ -116,7 +116,8 @@ def slopes_at_the_best_rates(families: dict) -> str:
     for name, tried in rates.items():
         if len(tried) > 1:
             best = [
-                min((members[size] for members in tried), key=lambda one: one["validation_loss"]) for size in tried[0]
+                min((members[size] for members in tried if size in members), key=lambda one: one["validation_loss"])
+                for size in max(tried, key=len)
             ]
             found = fit(*([one[key] for one in best] for key in ("parameters_beside_embeddings", "validation_loss")))
             parts.append(f"{name} {found['alpha']:.4f} ± {found['standard_error']:.4f}")
