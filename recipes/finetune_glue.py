@@ -149,7 +149,7 @@ def tokenized_apart(rows: Dataset, task: Task, tokenizer: PreTrainedTokenizerBas
     def encode(batch: dict[str, list]) -> dict[str, list]:
         parts = zip(*(token_ids(batch[column], tokenizer) for column in task.columns))
         fitting = [longest_first(row, max_length - len(task.columns)) for row in parts]
-        first, second = ([row[part] or [tokenizer.eos_token_id] for row in fitting] for part in (0, 1))
+        first, second = ([row[part] or [tokenizer.pad_token_id] for row in fitting] for part in (0, 1))
         labels = [float(label) if task.num_labels == 1 else label for label in batch["label"]]
         lengths = [max(map(len, pair)) for pair in zip(first, second)]  # by which rows of like length are grouped
         return {"first": first, "second": second, "labels": labels, "length": lengths}

@@ -124,7 +124,9 @@ def draw(families: dict[str, Any]) -> Figure:
     for dashes, (label, (critical, alpha)) in zip(("--", ":"), PAPER.items()):
         label = f"{label}: alpha = {alpha}"
         axes.plot(ends, (ends / critical) ** -alpha, linestyle=dashes, linewidth=1, color=REFERENCE, label=label)
-    axes.set_title(f"{SPREAD}; grey: the paper's fits, to another text", loc="left", fontsize=9)
+    several = any(member["standard_deviation"] for found in families.values() for member in found["members"].values())
+    notes = [SPREAD] if several else []
+    axes.set_title("; ".join([*notes, "grey: the paper's fits, to another text"]), loc="left", fontsize=9)
     axes.set(xscale="log", yscale="log", xlabel="non-embedding parameters", ylabel="held-out loss (nats per token)")
     return figure
 

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 from _lib.compared_texts import ComparedTexts, PairCollator, compared
-from finetune_glue import TASKS, GlueArguments, glue
-from transformers import AutoModel, BertConfig
+from datasets import Dataset
+from finetune_glue import TASKS, GlueArguments, glue, tokenized_apart
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModel, BertConfig, PreTrainedTokenizerFast
 
 from hf_hybrid_ssm import SpadeConfig
 from tests.recipes.test_finetune_glue import training
@@ -123,3 +125,16 @@ def test_one_text_is_read_as_ever(tmp_path):
 def test_a_way_that_does_not_exist():
     with pytest.raises(ValueError, match="pairs='aside' must be 'together' or 'apart'"):
         GlueArguments(model_type="bert", pairs="aside")
+
+
+def test_an_empty_text_and_one_that_is_too_long_with_a_tokenizer_without_an_end():
+    """As BERT's, which has no end-of-text token."""
+    words = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1, "a": 2, "b": 3}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]")
+    rows = Dataset.from_dict({"sentence1": ["", "a " * 30], "sentence2": ["a b", "b b"], "label": [1, 0]})
+    found = tokenized_apart(rows, TASKS["rte"], tokenizer, 10)
+    assert found["first"][:] == [[0], [2] * 6] and found["second"][:] == [[2, 3], [3, 3]]
+    assert found["length"][:] == [2, 6]
+    batch = PairCollator(tokenizer.pad_token_id)(list(found))
+    assert batch["attention_mask"].sum(-1).tolist() == [[1, 2], [6, 2]]
