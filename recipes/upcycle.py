@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _lib.checks import check_checkpoint, check_output, check_vocabulary, clear_checkpoints
-from _lib.documents import DataArguments, get_tokenizer, load_documents
+from _lib.checks import check_output, check_vocabulary, clear_checkpoints
+from _lib.documents import DataArguments, check_ends, get_tokenizer, load_documents
 from _lib.entry import start
 from _lib.rows import packed_rows, split_rows
 from _lib.training import LanguageTrainer, checkpoint_to_resume, perplexity, plot_loss, say, write_json
 from transformers import (
     CONFIG_MAPPING,
-    AutoModelForCausalLM,
     PreTrainedModel,
     TrainingArguments,
     default_data_collator,
@@ -36,8 +35,9 @@ from hf_hybrid_ssm.upcycle import (
     STUDENT_FAMILIES,
     alignment_losses,
     attention_sensitivity,
-    check_weights,
     distillation_loss,
+    load_teacher,
+    load_teacher_model,
     new_modules,
     upcycle,
 )
@@ -50,7 +50,7 @@ EVALUATION = "evaluation"
 class UpcycleArguments:
     """Which teacher, what remains of it, and how the student learns."""
 
-    teacher: str = field(metadata={"help": "a checkpoint: folder or Hub name"})
+    teacher: str = field(metadata={"help": "a checkpoint: folder, Hub name or GGUF file"})
     student: str = field(default="longhorn", metadata={"help": "its family: longhorn or bst"})
     keep: Any = field(
         default=None,
@@ -151,7 +151,6 @@ def upcycle_model(arguments: UpcycleArguments, data: DataArguments, training: Tr
     """Make, train, evaluate and save the student; returns what is written to results.json."""
     folder = Path(training.output_dir)
     check_output(training.output_dir, arguments.overwrite, "auto" if is_own(folder) and arguments.resume else None)
-    check_checkpoint(arguments.teacher, "teacher", AutoModelForCausalLM)
     check_fields(CONFIG_MAPPING[arguments.student], arguments.config)
     stages = {
         stage: stage_arguments(training, stage, getattr(arguments, stage))
@@ -162,15 +161,17 @@ def upcycle_model(arguments: UpcycleArguments, data: DataArguments, training: Tr
         raise ValueError(f"align runs in one process, this is one of {training.world_size}: leave it out here.")
     set_seed(training.seed)
     options = {} if arguments.teacher_device_map is None else {"device_map": arguments.teacher_device_map}
-    teacher = AutoModelForCausalLM.from_pretrained(arguments.teacher, dtype=torch.float32, **options)
-    check_weights(teacher)
-    teacher.eval().requires_grad_(False)
+    if data.tokenizer is None:
+        teacher, own_tokenizer = load_teacher(arguments.teacher, torch.float32, **options)
+    else:
+        teacher, own_tokenizer = load_teacher_model(arguments.teacher, torch.float32, **options), None
+    teacher.requires_grad_(False)
     if not options:
         teacher.to(training.device)
-    data.tokenizer = data.tokenizer or arguments.teacher
     with training.main_process_first(desc="data"):
         texts, validation_texts = load_documents(data)
-        tokenizer = get_tokenizer(data, texts)
+        tokenizer = own_tokenizer or get_tokenizer(data, texts)
+        check_ends(tokenizer, data.tokenizer or arguments.teacher)
         check_vocabulary(teacher, tokenizer)
         train = packed_rows(texts, tokenizer, data, training.seed)
         validation = None if validation_texts is None else packed_rows(validation_texts, tokenizer, data)

@@ -117,11 +117,20 @@ def get_tokenizer(data: DataArguments, documents: Dataset | IterableDataset) -> 
     """The tokenizer named in the settings, or a byte-level BPE trained on the documents."""
     if data.tokenizer is not None:
         tokenizer = AutoTokenizer.from_pretrained(data.tokenizer)
-        if tokenizer.eos_token_id is None:
-            raise ValueError(f"tokenizer={data.tokenizer!r} has no end-of-text token, which must end documents.")
+        check_ends(tokenizer, data.tokenizer)
         return tokenizer
     texts = (document[data.text_column] for document in islice(documents, 100_000))
     return train_tokenizer(texts, data.tokenizer_vocab_size)
+
+
+def check_ends(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Documents can be told apart.
+
+    Raises:
+        ValueError: the tokenizer has no token that ends them.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"tokenizer={name!r} has no end-of-text token, which must end documents.")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:

@@ -153,6 +153,8 @@ def test_configurations_are_refused_without_weights():
     quantized = LlamaConfig(**SIZES, quantization_config={"quant_method": "fp8"})
     with pytest.raises(ValueError, match=r"quantization_config \(fp8\) of the teacher"):
         student_config(quantized)
+    unpacked = LlamaConfig(**SIZES, quantization_config={"quant_method": "gguf"})  # once loaded, its weights are plain
+    assert student_config(unpacked).num_hidden_layers == SIZES["num_hidden_layers"]
     narrow = MistralConfig(**SIZES, sliding_window=1)
     with pytest.raises(ValueError, match=r"sliding_window=1 of the teacher: .* must be 2 or more"):
         student_config(narrow, family="bst")

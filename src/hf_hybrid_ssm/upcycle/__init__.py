@@ -15,6 +15,8 @@ __getattr__, __dir__, __all__ = attach(
         "evenly_spaced": f"{__name__}.configurations",
         "init_context": f"{__name__}.context_states",
         "init_from_attention": f"{__name__}.projections",
+        "load_teacher": f"{__name__}.loading",
+        "load_teacher_model": f"{__name__}.loading",
         "new_modules": f"{__name__}.student",
         "student_config": f"{__name__}.configurations",
         "upcycle": f"{__name__}.student",

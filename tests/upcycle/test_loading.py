@@ -1,0 +1,154 @@
+"""A teacher is a folder, a name on the Hub or a GGUF file; what is none of them is refused in one line."""
+
+import shutil
+import sys
+
+import pytest
+import torch
+from gguf import GGUFReader
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_hybrid_ssm.upcycle import load_teacher, loading, upcycle
+from tests.upcycle.teacher_files import TEXT, save_teacher, teacher_and_tokenizer, write_gguf
+
+MESSAGES = [{"role": "user", "content": "one"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_teacher(tmp_path_factory.mktemp("teacher") / "llama")
+
+
+@pytest.fixture(scope="module", params=["plain", "quantized"])
+def gguf(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("gguf") / "llama.gguf"
+    return write_gguf(path, quantized=request.param == "quantized")
+
+
+def test_a_folder_and_a_gguf_file_are_the_same_teacher(folder, gguf):
+    wanted, tokenizer = teacher_and_tokenizer()
+    ids = tokenizer(TEXT, return_tensors="pt")["input_ids"]
+    is_quantized = any(tensor.tensor_type.name == "Q4_1" for tensor in GGUFReader(gguf).tensors)
+    for source, step in (
+        (folder, 0),
+        (str(gguf), 0.05 if is_quantized else 0),
+    ):  # half a step: blocks span less than 1.5
+        model, found = load_teacher(source)
+        assert model.dtype == torch.float32 and not model.training
+        assert found(TEXT)["input_ids"] == ids[0].tolist()
+        assert found.apply_chat_template(MESSAGES, tokenize=False) == "<user>one"
+        torch.testing.assert_close(model.state_dict(), wanted.state_dict(), atol=step, rtol=0)
+        student, _ = upcycle(model, keep=1.0)
+        torch.testing.assert_close(student(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
+        assert "quantization_config" not in student.config.to_dict()
+
+
+def test_a_gguf_teacher_that_transformers_loaded_is_no_less(gguf):
+    """Its `quantization_config`, where transformers leaves one, speaks of the file and not of the weights."""
+    teacher = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name).eval()
+    ids = torch.arange(20)[None]
+    torch.testing.assert_close(upcycle(teacher, keep=1.0)[0](ids).logits, teacher(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_dtypes(folder, gguf):
+    """As saved by default; of a GGUF file float32, whatever its blocks hold."""
+    narrow = folder.parent / "narrow"
+    load_teacher(folder, torch.bfloat16)[0].save_pretrained(narrow)
+    shutil.copy(folder / "tokenizer.json", narrow)
+    assert load_teacher(narrow)[0].dtype == torch.bfloat16
+    assert load_teacher(narrow, torch.float32)[0].dtype == torch.float32
+    half, whole = load_teacher(gguf, torch.float16)[0], load_teacher(gguf)[0]
+    torch.testing.assert_close(half.state_dict(), whole.half().state_dict(), rtol=0, atol=0)
+
+
+def refused(tmp_path, kind):
+    """A source, and what is said of it."""
+    path = tmp_path / "teacher.gguf"
+    match kind:
+        case "no file":
+            return path, FileNotFoundError, "there is no such file"
+        case "no folder":
+            return tmp_path / "none", FileNotFoundError, "there is no such folder or file"
+        case "a folder that is not here":
+            return f"{tmp_path}/a/b", FileNotFoundError, "there is no such folder or file"
+        case "another file":
+            path.write_bytes(b"PK\x03\x04")
+            return path, ValueError, "no GGUF file"
+        case "a model file":
+            save_teacher(tmp_path / "folder")
+            return tmp_path / "folder" / "model.safetensors", ValueError, "no GGUF file"
+        case "cut off":
+            data = write_gguf(path).read_bytes()
+            path.write_bytes(data[: len(data) // 2])
+            return path, ValueError, "is not a complete GGUF file"
+        case "cut off in its head":
+            path.write_bytes(write_gguf(path).read_bytes()[:100])
+            return path, ValueError, "is not a complete GGUF file"
+        case "another architecture":
+            return write_gguf(path, architecture="gpt2"), ValueError, "model_type='gpt2' cannot be upcycled"
+        case "scaled positions":
+            more = {"llama__rope__scaling__type": "yarn"}
+            return write_gguf(path, **more), ValueError, r"rotary positions \(llama.rope.scaling.type\)"
+        case "a folder of GGUF files":
+            write_gguf(path)
+            return tmp_path, FileNotFoundError, "give one of its GGUF files, such as .*teacher.gguf"
+        case "an adapter":
+            (tmp_path / "adapter_config.json").write_text("{}")
+            return tmp_path, FileNotFoundError, "it is an adapter; merge it"
+        case "no tokenizer":
+            teacher_and_tokenizer()[0].save_pretrained(tmp_path)
+            return tmp_path, ValueError, "has no tokenizer"
+        case "incomplete weights":
+            weights = save_teacher(tmp_path) / "model.safetensors"
+            weights.write_bytes(weights.read_bytes()[:-100])
+            return tmp_path, ValueError, "not a complete safetensors file"
+        case "a student":
+            upcycle(teacher_and_tokenizer()[0])[0].save_pretrained(tmp_path)
+            return tmp_path, ValueError, "model_type='longhorn' cannot be upcycled"
+        case "no path":
+            return None, TypeError, "teacher must be a path or a name on the Hub, not NoneType"
+    raise AssertionError(kind)
+
+
+KINDS = (
+    "no file", "no folder", "a folder that is not here", "another file", "a model file", "cut off",
+    "cut off in its head", "another architecture", "scaled positions", "a folder of GGUF files", "an adapter",
+    "no tokenizer", "incomplete weights", "a student", "no path",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_teacher_is_refused_in_one_line(kind, tmp_path):
+    source, error, message = refused(tmp_path, kind)
+    with pytest.raises(error, match=message) as found:
+        load_teacher(source)
+    assert "\n" not in str(found.value)
+
+
+def test_without_the_package_gguf_the_error_says_what_to_type(tmp_path, monkeypatch):
+    path = write_gguf(tmp_path / "teacher.gguf")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ImportError, match=r"reading teacher\.gguf needs gguf: pip install 'gguf"):
+        load_teacher(path)
+
+
+def test_a_name_is_asked_of_the_hub_without_trust(monkeypatch, caplog):
+    asked = []
+    monkeypatch.setattr(
+        AutoConfig, "from_pretrained", lambda **given: asked.append(given) or (_ for _ in ()).throw(OSError("offline"))
+    )
+    with pytest.raises(OSError, match="offline"):
+        load_teacher("someone/a-model")
+    assert asked == [{"pretrained_model_name_or_path": "someone/a-model", "trust_remote_code": False}]
+    assert "the Hub is asked" in caplog.text and loading.logger.name == caplog.records[0].name
+
+
+def test_code_of_a_folder_is_not_run(folder, tmp_path):
+    """A model type that transformers does not know, with code beside it, is refused and not run."""
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / "code.py").write_text("raise SystemExit('was run')")
+    text = (copy / "config.json").read_text()
+    text = text.replace('"model_type": "llama"', '"model_type": "new", "auto_map": {"AutoConfig": "code.Config"}')
+    (copy / "config.json").write_text(text)
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        load_teacher(copy)
