@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
-from transformers.modeling_layers import GenericForQuestionAnswering, GenericForTokenClassification
 from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
     MaskedLMOutput,
@@ -22,6 +21,12 @@ from hf_hybrid_ssm.models.base import WithoutContinuousBatching
 from hf_hybrid_ssm.models.compat import PackedGeneration, slice_logits_to_keep
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.inputs import check_class_labels, check_labels, check_span, check_token_classes
+from hf_hybrid_ssm.models.losses import (
+    cross_entropy,
+    question_answering_loss,
+    sequence_classification_loss,
+    token_classification_loss,
+)
 from hf_hybrid_ssm.ops.linear_cross_entropy import linear_cross_entropy
 
 
@@ -214,6 +219,8 @@ class SequenceClassificationHead:
     """
 
     base_model_class: type[nn.Module]
+    loss_function: Callable[..., torch.Tensor]
+    _loss_function = staticmethod(sequence_classification_loss)
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)  # type: ignore[call-arg]
@@ -257,9 +264,8 @@ class SequenceClassificationHead:
         loss = None
         if labels is not None:
             check_class_labels(labels, pooled_logits, self.config.problem_type)
-            loss = self.loss_function(
-                logits=pooled_logits, labels=labels, pooled_logits=pooled_logits, config=self.config
-            )
+            targets = {"labels": labels, "pooled_logits": pooled_logits, "config": self.config}
+            loss = self.loss_function(logits=pooled_logits, **targets, **kwargs)
         return SequenceClassifierOutputWithPast(
             loss=loss,
             logits=pooled_logits,
@@ -303,22 +309,22 @@ class MultipleChoiceHead:
         loss = None
         if labels is not None:
             check_class_labels(labels, logits, "single_label_classification")
-            loss = nn.functional.cross_entropy(logits.float(), labels.to(logits.device))
+            loss = cross_entropy(logits, labels, kwargs.get("num_items_in_batch"))
         return MultipleChoiceModelOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
 
 
-class TokenClassificationHead(GenericForTokenClassification):
-    """transformers' head, one class per token, over the family's base model `base_model_class`.
-
-    The generic head asks `AutoModel` for the base model, which code exported with a checkpoint cannot do.
-    """
+class TokenClassificationHead:
+    """One class per token, over the family's base model `base_model_class`; its weights are named as in
+    transformers."""
 
     base_model_class: Callable[[Any], nn.Module]
+    loss_function: Callable[..., torch.Tensor]
+    _loss_function = staticmethod(token_classification_loss)
 
     def __init__(self, config: PreTrainedConfig):
-        super(GenericForTokenClassification, self).__init__(config)
+        super().__init__(config)  # type: ignore[call-arg]
         self.num_labels = config.num_labels
         self.model = self.base_model_class(config)
         rates = (getattr(config, name, None) for name in ("classifier_dropout", "final_dropout", "hidden_dropout"))
@@ -326,6 +332,7 @@ class TokenClassificationHead(GenericForTokenClassification):
         self.score = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -344,21 +351,39 @@ class TokenClassificationHead(GenericForTokenClassification):
         given = input_ids if inputs_embeds is None else inputs_embeds
         if labels is not None and given is not None:
             check_token_classes(labels, given.shape[:2], self.config.num_labels)
-        inputs = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, labels, use_cache)
-        return super().forward(*inputs, **kwargs)
+        outputs = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        logits = self.score(self.dropout(outputs.last_hidden_state))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, config=self.config, **kwargs)
+        return TokenClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
 
 
-class QuestionAnsweringHead(GenericForQuestionAnswering):
-    """transformers' head, start and end of a span, over the family's base model `base_model_class`."""
+class QuestionAnsweringHead:
+    """Start and end of a span, over the family's base model `base_model_class`; its weights are named as in
+    transformers."""
 
     base_model_class: Callable[[Any], nn.Module]
+    loss_function: Callable[..., torch.Tensor]
+    _loss_function = staticmethod(question_answering_loss)
 
     def __init__(self, config: PreTrainedConfig):
-        super(GenericForQuestionAnswering, self).__init__(config)
+        super().__init__(config)  # type: ignore[call-arg]
         self.model = self.base_model_class(config)
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -372,13 +397,31 @@ class QuestionAnsweringHead(GenericForQuestionAnswering):
     ) -> QuestionAnsweringModelOutput:
         r"""
         start_positions, end_positions (`torch.LongTensor` of shape `(batch_size,)`, *optional*):
-            The first and the last token of the answer; rows whose answer lies beyond their end are ignored.
+            The first and the last token of the answer; one that lies beyond the row's end adds nothing to the loss,
+            which is a mean over all rows.
         """
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is not None:
             check_span(start_positions, end_positions, given.shape[0])
-        inputs = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)
-        return super().forward(*inputs, start_positions, end_positions, **kwargs)
+        outputs = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+        start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(-1)
+        loss = None
+        if start_positions is not None:
+            loss = self.loss_function(start_logits, end_logits, start_positions, end_positions, **kwargs)
+        return QuestionAnsweringModelOutput(
+            loss=loss,
+            start_logits=start_logits.contiguous(),
+            end_logits=end_logits.contiguous(),
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
 
 
 def last_real_token(

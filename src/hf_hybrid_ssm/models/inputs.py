@@ -44,6 +44,15 @@ def check_labels(labels: torch.Tensor, vocab_size: int, shape: tuple[int, int] |
         _check_shape(labels, shape)
 
 
+def problem_type_of(problem_type: str | None, labels: torch.Tensor, classes: int) -> str:
+    """`config.problem_type`, or as in transformers what labels of so many classes look like where it is None."""
+    if problem_type is not None:
+        return problem_type
+    if classes == 1:
+        return "regression"
+    return "single_label_classification" if labels.dtype in INTEGERS else "multi_label_classification"
+
+
 def check_class_labels(labels: torch.Tensor, logits: torch.Tensor, problem_type: str | None) -> None:
     """The labels of a classifier with `logits` (B, C): class indices (B,), or values if it is not a single choice.
 
@@ -54,10 +63,7 @@ def check_class_labels(labels: torch.Tensor, logits: torch.Tensor, problem_type:
     if not isinstance(labels, torch.Tensor):
         raise TypeError(f"labels must be a tensor, got {type(labels).__name__}.")
     batch, classes = logits.shape
-    integers = labels.dtype in INTEGERS
-    if problem_type is None:
-        problem_type = "single_label_classification" if integers else "multi_label_classification"
-        problem_type = "regression" if classes == 1 else problem_type
+    problem_type = problem_type_of(problem_type, labels, classes)
     if problem_type != "single_label_classification":
         if labels.numel() != batch * classes:
             raise ValueError(
@@ -65,7 +71,7 @@ def check_class_labels(labels: torch.Tensor, logits: torch.Tensor, problem_type:
                 f"{tuple(labels.shape)}."
             )
         return
-    if not integers:
+    if labels.dtype not in INTEGERS:
         raise TypeError(f"labels must be int32 or int64 class indices for {problem_type}, got {labels.dtype}.")
     if labels.numel() != batch:
         raise ValueError(f"labels must have shape (batch,) = ({batch},), got {tuple(labels.shape)}.")

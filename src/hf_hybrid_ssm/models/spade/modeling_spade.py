@@ -25,6 +25,7 @@ from hf_hybrid_ssm.models.heads import (
     TokenClassificationHead,
 )
 from hf_hybrid_ssm.models.inputs import check_class_labels
+from hf_hybrid_ssm.models.losses import sequence_classification_loss
 from hf_hybrid_ssm.models.packing import PackedRows
 from hf_hybrid_ssm.models.spade.adaptive_vocabulary import AdaptiveEmbedding, AdaptiveSoftmax
 from hf_hybrid_ssm.models.spade.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint, StackOfCheckpoint
@@ -184,6 +185,7 @@ def classified_stack(config: SpadeConfig) -> SpadePreTrainedModel:
 class SpadeForSequenceClassification(StackOfCheckpoint, SpadePreTrainedModel):
     """A classifier over the bidirectional encoder, or over the causal stack of a language model."""
 
+    _loss_function = staticmethod(sequence_classification_loss)
     _keys_to_ignore_on_load_unexpected = NOT_OF_THE_ENCODER
 
     def __init__(self, config: SpadeConfig):
@@ -228,7 +230,8 @@ class SpadeForSequenceClassification(StackOfCheckpoint, SpadePreTrainedModel):
         loss = None
         if labels is not None:
             check_class_labels(labels, logits, self.config.problem_type)
-            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+            targets = {"labels": labels, "pooled_logits": logits, "config": self.config}
+            loss = self.loss_function(logits=logits, **targets, **kwargs)
         return SequenceClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
