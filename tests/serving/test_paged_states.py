@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from hf_hybrid_ssm.serving.paged_states import PagedModel, Requests
-from hf_hybrid_ssm.serving.state_layout import State, state_layout
+from hf_hybrid_ssm.serving.paged_states import PagedModel, PageLayout, Requests
+from hf_hybrid_ssm.serving.state_layout import State, StateLayout, state_layout
 from tests.host_syncs import as_on_an_accelerator, host_syncs
 from tests.models.invariances import TOLERANCE, random_ids, whole
 from tests.serving.test_context import GROWING
@@ -87,6 +87,31 @@ def test_any_schedule_gives_each_request_its_own_text(variant):
     assert happened == {"preempted", "steps only", "mixed", "begins and goes on"}
 
 
+@pytest.mark.parametrize("begins", [0, 1])
+@pytest.mark.parametrize("variant", FIXED)
+def test_a_request_that_begins_beside_one_that_goes_on_has_a_clean_page(variant, begins):
+    """In one rectangle, on either side: what the page held before is another request's."""
+    model, length = model_of(variant), 4
+    ids, paged = random_ids(model, 2, 2 * length), PagedModel(model, MAX_TOKENS)
+    memory = torch.zeros(3, paged.layout.num_bytes, dtype=torch.int8)
+    paged.bind(memory)
+    goes_on, pages = 1 - begins, torch.tensor([2, 1])
+    columns = torch.arange(length)
+    for row in (0, 1):  # the page of the one that begins still holds its forerunner's text
+        paged.forward(ids[row, :length], columns, Requests([length], [0], pages[[row]]))
+    seen = [length if row == goes_on else 0 for row in (0, 1)]
+    tokens = torch.cat([ids[row, seen[row] : seen[row] + length] for row in (0, 1)])
+    places = torch.cat([columns + seen[0], columns + seen[1]])
+    assert list(paged._rectangles(Requests([length] * 2, seen, pages))) == [[0, 1]]
+    found = paged.forward(tokens, places, Requests([length] * 2, seen, pages)).split(length)
+    torch.testing.assert_close(
+        model.lm_head(model._pre_head(found[goes_on])), whole(model, ids[[goes_on]])[0, length:], **TOLERANCE
+    )
+    torch.testing.assert_close(
+        model.lm_head(model._pre_head(found[begins])), whole(model, ids[[begins], :length])[0], **TOLERANCE
+    )
+
+
 @pytest.mark.parametrize("variant", ["longhorn", "bst block-recurrent", "lmu-isa", "spade s4 window"])
 def test_in_bfloat16(variant):
     """Close, as far as bfloat16 goes: pieces round where the whole does not."""
@@ -114,6 +139,16 @@ def test_a_page_is_as_large_as_its_states(variant):
         assert not view.any(), f"{state} overlaps another"
         view.fill_(number + 1)
     assert [int(view.real.min()) for _, view in layout.views(pages)] == [*range(1, len(layout.states) + 1)]
+
+
+def test_narrow_states_come_last_in_a_page():
+    """Whatever the order of the layers, so that each state lies at a multiple of its own elements' size."""
+    narrow, wide = State(0, "window", (3,), torch.bfloat16), State(1, "scan", (5,), torch.complex128)
+    layout = PageLayout(StateLayout([narrow, State(0, "flag", (1,), torch.bool), wide], []))
+    assert [state.dtype.itemsize for state in layout.states] == [16, 2, 1]
+    assert all(offset % state.dtype.itemsize == 0 for offset, state in zip(layout.offsets, layout.states))
+    views = layout.views(torch.zeros(2, layout.num_bytes, dtype=torch.uint8))
+    assert [view.shape for _, view in views] == [(2, 5), (2, 3), (2, 1)]
 
 
 @pytest.mark.parametrize("variant", [*GROWING, "encoder-decoder"])
