@@ -57,6 +57,10 @@ def test_static_cache(model):
     places = [state.data_ptr() for layer in states for state in layer.values()]
     close(steps(model, cache, ids[:, PROMPT:]), model(ids).logits[:, PROMPT:])
     assert places == [state.data_ptr() for layer in states for state in layer.values()]
+    cache.reset()
+    assert {int(layer.get_seq_length()) for layer in cache.layers} == {0}
+    other = text(2, 4, seed=1)
+    close(steps(model, cache, other), model(other).logits)
 
 
 @torch.inference_mode()
@@ -127,6 +131,31 @@ def test_beams_and_rollback(model):
     steps(model, cache, text(3, 4, seed=1))
     cache.crop(-4)
     close(steps(model, cache, rows[:, PROMPT + 4 :]), model(rows).logits[:, PROMPT + 4 :])
+
+
+@pytest.mark.parametrize("variant", ["longhorn", "bst mf unstructured", "lmu-isa", "spade s4 trained"])
+def test_rollback_keeps_the_gradient_mode_of_what_it_reads_again(variant):
+    """A forward with gradients is undone in part and keeps its graph; one without gets none."""
+    model, ids = language_model(variant), text(1, 12)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def gradients(cache):
+        loss = model(ids[:, 8:], past_key_values=cache).logits.square().sum()
+        return torch.autograd.grad(loss, trained, allow_unused=True)
+
+    straight, cropped, without = (DynamicCache(config=model.config) for _ in range(3))
+    model(ids[:, :8], past_key_values=straight)
+    cropped.activate_past_recording()
+    model(ids[:, :10], past_key_values=cropped)
+    cropped.crop(-2)
+    for got, want in zip(gradients(cropped), gradients(straight)):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+    without.activate_past_recording()
+    with torch.no_grad():
+        model(ids[:, :10], past_key_values=without)
+    without.crop(-2)
+    held = [state for layer in without.layers for state in getattr(layer, "states", {}).values()]
+    assert held and not any(state.requires_grad for state in held)
 
 
 def test_a_graph_keeps_its_states():

@@ -184,11 +184,13 @@ def test_generation_goes_on_with_the_last_document(variant, static):
     model = exact(variant)
     ids = inv.random_ids(model, 1, 16, 0)
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "pad_token_id": 0, "do_sample": False}
-    expected = model.generate(ids[:, 9:], **options)[:, -6:]
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    expected = model.generate(ids[:, 9:], **options)
     if static:
         options |= {"cache_implementation": "static", "disable_compile": True}
-    positions = packed([[9, 7]])["position_ids"]
-    assert model.generate(ids, position_ids=positions, **options)[:, -6:].tolist() == expected.tolist()
+    found = model.generate(ids, position_ids=packed([[9, 7]])["position_ids"], **options)
+    assert found.sequences[:, -6:].tolist() == expected.sequences[:, -6:].tolist()
+    assert_exact(torch.stack(found.logits), torch.stack(expected.logits))
 
 
 @pytest.mark.parametrize("variant", FAMILIES)

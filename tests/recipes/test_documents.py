@@ -18,7 +18,7 @@ from _lib.documents import (
 from _lib.rows import pack, packed_rows, shuffled, split_rows
 from _lib.scoring import scored_documents, token_losses
 from datasets import Dataset
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, default_data_collator
 
@@ -180,6 +180,7 @@ def test_workers_share_a_stream(numbered, workers):
     assert len(list(limited)) == 4
 
 
+@settings(deadline=None)
 @given(st.integers(0, 30), st.integers(1, 12), st.integers(0, 99))
 def test_shuffling_loses_nothing(rows, size, seed):
     found = list(shuffled(iter(range(rows)), size, np.random.default_rng(seed)))
