@@ -68,10 +68,19 @@ def _real(outputs: tuple, lengths: torch.Tensor | None) -> tuple:
     return y, state
 
 
+def _channels_and_heads(drawn: Drawn) -> tuple[int, list[int]]:
+    """Channels, and the heads among which they are shared out, if any."""
+    if drawn.chance(0.7):
+        return drawn.size(50), []
+    heads = drawn.random.randint(1, 4)
+    return heads * drawn.size(17), [heads]
+
+
 def longhorn(drawn: Drawn) -> Call:
-    batch, length, width, states = drawn.batch, drawn.size(70), drawn.size(50), drawn.size(20)
+    batch, length, states = drawn.batch, drawn.size(70), drawn.size(20)
+    width, heads = _channels_and_heads(drawn)
     rows = drawn.floats(batch, length, width, apart=True), drawn.floats(batch, length, width)
-    keys = drawn.floats(batch, length, states), drawn.floats(batch, length, states, apart=True)
+    keys = drawn.floats(batch, length, *heads, states), drawn.floats(batch, length, *heads, states, apart=True)
     options = {
         "beta_bias": drawn.optional(width),
         "D": drawn.optional(width),
@@ -84,8 +93,10 @@ def longhorn(drawn: Drawn) -> Call:
 
 
 def longhorn_token(drawn: Drawn) -> Call:
-    batch, width, states = drawn.batch, drawn.size(50), drawn.size(40)
-    rows = [drawn.floats(batch, size, leaf=False, apart=True) for size in (width, width, states, states)]
+    batch, states = drawn.batch, drawn.size(40)
+    width, heads = _channels_and_heads(drawn)
+    shapes = [(width,), (width,), (*heads, states), (*heads, states)]
+    rows = [drawn.floats(batch, *shape, leaf=False, apart=True) for shape in shapes]
     options = {"D": drawn.optional(width), "z": drawn.optional(batch, width), "beta_bias": drawn.optional(width)}
     state = drawn.floats(batch, width, states, leaf=False)
 

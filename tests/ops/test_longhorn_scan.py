@@ -98,7 +98,7 @@ def test_golden_gradients(backend):
 # Backends against the reference
 
 
-def draw(batch, length, channels, states, seed=0, given=OPTIONAL, scale=1.0) -> dict[str, torch.Tensor]:
+def draw(batch, length, channels, states, seed=0, given=OPTIONAL, scale=1.0, heads=()) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape):
@@ -106,7 +106,7 @@ def draw(batch, length, channels, states, seed=0, given=OPTIONAL, scale=1.0) -> 
 
     inputs = {
         "x": randn(batch, length, channels), "beta_logit": randn(batch, length, channels),
-        "k": randn(batch, length, states), "q": randn(batch, length, states),
+        "k": randn(batch, length, *heads, states), "q": randn(batch, length, *heads, states),
         "beta_bias": randn(channels), "D": randn(channels), "z": randn(batch, length, channels),
         "initial_state": randn(batch, channels, states),
     }  # fmt: skip
@@ -164,7 +164,10 @@ def test_any_combination_of_options(backend, data):
     batch, length = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 70))
     channels, states = data.draw(st.integers(1, 40)), data.draw(st.sampled_from([1, 2, 5, 16, 19]))
     used = data.draw(st.sets(st.sampled_from(OPTIONAL)))
-    inputs = draw(batch, length, channels, states, data.draw(st.integers(0, 2**16)), used)
+    heads = data.draw(st.sampled_from([(), (), (1,), (3,)]))
+    inputs = draw(
+        batch, length, channels * math.prod(heads), states, data.draw(st.integers(0, 2**16)), used, heads=heads
+    )
     options, rows = {}, None
     if data.draw(st.booleans()):
         steps = st.lists(st.integers(0, 1), min_size=length, max_size=length)
@@ -178,9 +181,31 @@ def test_any_combination_of_options(backend, data):
     assert_near(outputs_and_gradients(inputs, backend, dtype, rows=rows, **options), expected, tolerance)
 
 
+@pytest.mark.parametrize("backend", ["reference", "torch", NATIVE])
+@pytest.mark.parametrize("packed", [False, True])
+def test_heads_are_scans_beside_each_other(backend, packed):
+    """With every option; and each head's channels are what they are alone."""
+    dtype = torch.float32 if backend == "native" else F64
+    inputs = draw(2, 21, 12, 5, heads=(3,))
+    options = {"seq_idx": torch.tensor([[0] * 9 + [1] * 12] * 2)} if packed else {"lengths": torch.tensor([21, 13])}
+    rows = None if packed else (torch.arange(21) < options["lengths"][:, None])[..., None]
+    expected = outputs_and_gradients(inputs, "reference", rows=rows, **options)
+    assert_near(outputs_and_gradients(inputs, backend, dtype, rows, **options), expected, 1e-5)
+    for head in range(3):
+        channels = slice(4 * head, 4 * head + 4)
+        alone = {name: value[:, :, head] if name in "kq" else value[..., channels] for name, value in inputs.items()}
+        alone["initial_state"] = inputs["initial_state"][:, channels]
+        alone = {name: value.to(dtype) for name, value in alone.items()}
+        y, state = longhorn_scan(**alone, **options, return_final_state=True, backend=backend)
+        y = y if rows is None else torch.where(rows, y, 0.0)
+        torch.testing.assert_close(y.to(F64), expected["y"][..., channels], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(state.to(F64), expected["state"][:, channels], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("backend", ["torch", "reference", NATIVE])
-def test_nan_in_padding_reaches_no_state(backend):
-    inputs = {name: value.float() for name, value in draw(2, 6, 4, 3).items()}
+@pytest.mark.parametrize("heads", [(), (2,)], ids=str)
+def test_nan_in_padding_reaches_no_state(backend, heads):
+    inputs = {name: value.float() for name, value in draw(2, 6, 4, 3, heads=heads).items()}
     options = {"lengths": torch.tensor([6, 4]), "return_final_state": True, "backend": backend}
     expected = longhorn_scan(**inputs, **options)
     for name in ("x", "beta_logit", "k", "q", "z"):
@@ -213,8 +238,9 @@ def test_gradcheck():
 
 @pytest.mark.parametrize("backend", ["torch", NATIVE])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(backend, dtype):
-    rounded = {name: value.to(dtype).to(F64) for name, value in draw(2, 70, 24, 16, scale=0.5).items()}
+@pytest.mark.parametrize("heads", [(), (3,)], ids=str)
+def test_half_precision(backend, dtype, heads):
+    rounded = {name: value.to(dtype).to(F64) for name, value in draw(2, 70, 24, 16, scale=0.5, heads=heads).items()}
     y, state = longhorn_scan(
         **{name: value.to(dtype) for name, value in rounded.items()}, return_final_state=True, backend=backend
     )
@@ -242,8 +268,9 @@ def test_pieces_equal_the_whole(backend):
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch", NATIVE])
-def test_no_token(backend):
-    inputs = {name: value.float() for name, value in draw(2, 0, 4, 3).items()}
+@pytest.mark.parametrize("heads", [(), (2,)], ids=str)
+def test_no_token(backend, heads):
+    inputs = {name: value.float() for name, value in draw(2, 0, 4, 3, heads=heads).items()}
     y, state = longhorn_scan(**inputs, return_final_state=True, backend=backend)
     assert y.shape == (2, 0, 4)
     assert torch.equal(state, inputs["initial_state"])
@@ -377,6 +404,13 @@ def test_compiles_into_one_graph():
         ({"x": torch.zeros(2, 6, 4, dtype=torch.int64)}, TypeError, "floating point"),
         ({"k": torch.zeros(2, 5, 3, dtype=F64)}, ValueError, r"k must have shape .* got \(2, 5, 3\)"),
         ({"q": torch.zeros(2, 6, 4, dtype=F64)}, ValueError, "q must have shape"),
+        (
+            {"k": torch.zeros(2, 6, 3, 3, dtype=F64)},
+            ValueError,
+            "k has 3 heads, which must divide the 4 channels of x",
+        ),
+        ({"k": torch.zeros(2, 6, 0, 3, dtype=F64)}, ValueError, "k has 0 heads"),
+        ({"k": torch.zeros(2, 6, 2, 3, dtype=F64)}, ValueError, r"q must have shape \(B, L, H, N\) = \(2, 6, 2, 3\)"),
         ({"beta_logit": torch.zeros(2, 6, 4)}, TypeError, "beta_logit must have dtype torch.float64"),
         ({"beta_bias": torch.zeros(5)}, ValueError, "beta_bias"),
         ({"D": torch.zeros(1, 4)}, ValueError, "D must have shape"),

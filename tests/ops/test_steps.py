@@ -54,12 +54,16 @@ def test_step_of_the_convolution(backend, batch, channels, width, activation):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("batch, channels, states", [(1, 16, 16), (3, 37, 5), (2, 5, 33)])
+@pytest.mark.parametrize(
+    "batch, channels, states, heads", [(1, 16, 16, 0), (3, 37, 5, 0), (2, 5, 33, 0), (2, 12, 5, 3)]
+)
 @pytest.mark.parametrize("plain", [True, False])
-def test_step_of_the_scan(backend, batch, channels, states, plain):
+def test_step_of_the_scan(backend, batch, channels, states, heads, plain):
     for dtype in dtypes(backend):
         x, z = draw(batch, 2 * channels, dtype=dtype).chunk(2, -1)
-        k, q = draw(batch, 2 * states, seed=1, dtype=dtype).chunk(2, -1)
+        k, q = draw(batch, 2 * states * max(heads, 1), seed=1, dtype=dtype).chunk(2, -1)
+        if heads:
+            k, q = k.unflatten(1, (heads, states)), q.unflatten(1, (heads, states))
         logit = draw(batch, channels, seed=2, dtype=dtype)
         wide = torch.promote_types(dtype, torch.float32)
         state = draw(batch, channels, states, seed=3, dtype=wide)
@@ -274,7 +278,17 @@ def step_on_pages_of_convolution(batch, dtype, backend, state, **given):
     return causal_conv_step(x, state, weight, activation="silu", **given, backend=backend)
 
 
-PAGED = {"scan": (step_on_pages_of_scan, (37, 5)), "convolution": (step_on_pages_of_convolution, (3, 37))}
+def step_on_pages_of_heads(batch, dtype, backend, state, **given):
+    x, z, logit = (draw(batch, 12, seed=seed, dtype=dtype) for seed in range(3))
+    k, q = draw(batch, 3, 5, seed=3, dtype=dtype), draw(batch, 3, 5, seed=4, dtype=dtype)
+    return longhorn_step(x, logit, k, q, state, z=z, D=draw(12, seed=5), **given, backend=backend)
+
+
+PAGED = {
+    "heads": (step_on_pages_of_heads, (12, 5)),
+    "scan": (step_on_pages_of_scan, (37, 5)),
+    "convolution": (step_on_pages_of_convolution, (3, 37)),
+}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -310,6 +324,8 @@ def test_pages_that_are_none(name):
     with pytest.raises(ValueError, match="its pages must be contiguous"):
         step(2, torch.float32, None, draw(5, *shape[::-1]).mT, pages=torch.tensor([1, 2]))
     if missing_compiler() is None:
-        with as_on_an_accelerator(), pytest.raises(ValueError, match="pages must lie within the memory"):
+        # those of heads are gathered by torch
+        refused = (IndexError, "out of range") if name == "heads" else (ValueError, "pages must lie within the memory")
+        with as_on_an_accelerator(), pytest.raises(refused[0], match=refused[1]):
             step(2, torch.float32, "native", held, pages=torch.tensor([0, 5]))
     assert torch.equal(held._base, before)

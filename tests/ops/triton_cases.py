@@ -75,9 +75,9 @@ class Recorder:
         return self.kernel[grid]
 
 
-def scan_inputs(batch, length, channels, states, dtype, optional=True):
+def scan_inputs(batch, length, channels, states, dtype, optional=True, heads=()):
     inputs = {"x": random(batch, length, channels, seed=1), "beta_logit": random(batch, length, channels, seed=2)}
-    inputs |= {"k": random(batch, length, states, seed=3), "q": random(batch, length, states, seed=4)}
+    inputs |= {name: random(batch, length, *heads, states, seed=3 + index) for index, name in enumerate("kq")}
     if optional:
         inputs["z"] = random(batch, length, channels, seed=5)
     inputs = {name: t.to(dtype) for name, t in inputs.items()}
@@ -105,6 +105,7 @@ SCANS = {
     "split": {"shape": (2, 21, 3, 3), "splits": 3},
     "split-packed": {"shape": (1, 21, 3, 3), "splits": 2, "packed": True},
     "split-bare": {"shape": (1, 25, 3, 3), "splits": 4, "optional": False},
+    "heads": {"shape": (2, 11, 6, 3), "heads": (2,), "packed": True, "lengths": [11, 6]},
     "bfloat16": {"shape": (1, 13, 5, 3), "dtype": torch.bfloat16},
     "float16": {"shape": (1, 13, 5, 3), "dtype": torch.float16, "splits": 2},
 }
@@ -121,10 +122,17 @@ def in_chunks(monkeypatch):
 def test_scan_agrees_with_reference(case, chunks, monkeypatch):
     if chunks:
         in_chunks(monkeypatch)
-    case = {"dtype": torch.float32, "packed": False, "lengths": None, "splits": 1, "optional": True} | case
+    case = {
+        "dtype": torch.float32,
+        "packed": False,
+        "lengths": None,
+        "splits": 1,
+        "optional": True,
+        "heads": (),
+    } | case
     monkeypatch.setattr(triton_sizes, "time_splits", lambda *_: case["splits"])
     batch, length = case["shape"][:2]
-    inputs = scan_inputs(*case["shape"], case["dtype"], case["optional"])
+    inputs = scan_inputs(*case["shape"], case["dtype"], case["optional"], case["heads"])
     options = {"seq_idx": documents(batch, length) if case["packed"] else None, "lengths": None}
     if case["lengths"] is not None:
         options["lengths"] = torch.tensor(case["lengths"], device=DEVICE)
@@ -201,10 +209,12 @@ def test_many_states_of_16_bits_go_in_chunks(monkeypatch):
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("bare", [False, True])
-def test_step_of_the_scan_agrees_with_reference(dtype, bare):
+@pytest.mark.parametrize("heads", [(), (3,)], ids=str)
+def test_step_of_the_scan_agrees_with_reference(dtype, bare, heads):
     """One token after another, the state overwritten; the inputs' rows lie apart."""
     batch, length, channels, states = 2, 3, 21, 5
-    inputs = {name: t.detach() for name, t in scan_inputs(batch, length, channels, states, dtype, not bare).items()}
+    given = scan_inputs(batch, length, channels, states, dtype, not bare, heads)
+    inputs = {name: t.detach() for name, t in given.items()}
     state = inputs.pop("initial_state", torch.zeros(batch, channels, states, device=DEVICE)).clone()
     options = {name: inputs.pop(name) for name in ("beta_bias", "D") if not bare}
     exact = {name: t.double() for name, t in (inputs | options).items()}

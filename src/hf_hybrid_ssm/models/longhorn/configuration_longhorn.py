@@ -34,6 +34,8 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
         num_hidden_layers (`int`, *optional*, defaults to 24): Number of layers, twice a transformer's of equal depth.
         state_size (`int`, *optional*, defaults to 16): Size N of keys, queries and of each channel's predictor.
         expand (`int`, *optional*, defaults to 2): Channels inside the block, as a multiple of `hidden_size`.
+        num_heads (`int`, *optional*, defaults to 1): Groups of consecutive channels, each with keys and queries of
+            `state_size` numbers of its own; one, as in the paper, shares them among all channels.
         conv_kernel (`int`, *optional*, defaults to 4): Width K of the short causal convolution.
         time_step_rank (`int` or `str`, *optional*, defaults to `"auto"`): Rank of the projection to the step size
             (the logit of beta); `"auto"` is `ceil(hidden_size / 16)`.
@@ -120,6 +122,7 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
     num_hidden_layers: int = 24
     state_size: int = 16
     expand: int = 2
+    num_heads: int = 1
     conv_kernel: int = 4
     time_step_rank: int | str = "auto"
     use_bias: bool = False
@@ -191,11 +194,16 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
     def validate_architecture(self):
         """Sizes that fit together."""
         self.check_positive(
-            "vocab_size", "hidden_size", "num_hidden_layers", "state_size", "expand", "conv_kernel",
-            "mlp_intermediate_size", "layer_norm_epsilon", "max_position_embeddings",
+            "vocab_size", "hidden_size", "num_hidden_layers", "state_size", "expand", "num_heads",
+            "conv_kernel", "mlp_intermediate_size", "layer_norm_epsilon", "max_position_embeddings",
         )  # fmt: skip
         self.check_not_negative("initializer_range")
         self.check_dropout("attention_dropout")
+        if self.intermediate_size % self.num_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} must divide the {self.intermediate_size} channels of a block (expand * "
+                "hidden_size)."
+            )
         if not isinstance(self.time_step_rank, int) or self.time_step_rank <= 0:
             raise ValueError(f'time_step_rank={self.time_step_rank!r} must be "auto" or a positive integer.')
         if self.has_attention:

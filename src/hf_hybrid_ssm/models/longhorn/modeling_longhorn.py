@@ -66,6 +66,8 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
     """The Longhorn block: projections, short convolution, and the online-recall scan (section 3, algorithm 1).
 
     x, z = in_proj(u); x = silu(conv(x)); d, k, q = x_proj(x); out_proj(scan(x, dt_proj(d), k, q) · silu(z)).
+
+    With several heads k and q are (B, L, H, N), and each head has D / H consecutive channels.
     """
 
     float32_parameters = ("D", "dt_bias")
@@ -75,7 +77,8 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
         super().__init__()
         self.layer_idx = layer_idx
         channels, rank = config.intermediate_size, int(config.time_step_rank)
-        self.projection_sizes = [rank, config.state_size, config.state_size]
+        self.num_heads, self.state_size = config.num_heads, config.state_size
+        self.projection_sizes = [rank, self.num_heads * self.state_size, self.num_heads * self.state_size]
         self.in_proj = nn.Linear(config.hidden_size, 2 * channels, bias=config.use_bias)
         self.conv1d = ShortConvolution(channels, config.conv_kernel, bias=config.use_conv_bias)
         self.x_proj = nn.Linear(channels, sum(self.projection_sizes), bias=False)
@@ -97,7 +100,7 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
     ) -> tuple[torch.Tensor, States]:
         raw, gate = self.in_proj(hidden_states).chunk(2, dim=-1)  # (B, L, D) each
         x, conv_state = self.conv1d(raw, initial_state=past.get("conv"), **options)
-        dt, k, q = self.x_proj(x).split(self.projection_sizes, dim=-1)
+        dt, k, q = self._projected(x)
         z = gate if self.scan_norm is None else None
         y, scan_state = longhorn_scan(
             x, self.dt_proj(dt), k, q, beta_bias=self.dt_bias, D=self.D, z=z, initial_state=past.get("scan"), **options
@@ -107,12 +110,20 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
         states = {} if conv_state is None else {"conv": conv_state, "scan": scan_state}
         return self.out_proj(y), states
 
+    def _projected(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What `dt_proj` takes (..., R), and keys and queries, (..., N) of one head or (..., H, N)."""
+        dt, k, q = self.x_proj(x).split(self.projection_sizes, dim=-1)
+        if self.num_heads == 1:
+            return dt, k, q
+        heads = (self.num_heads, self.state_size)
+        return dt, k.unflatten(-1, heads), q.unflatten(-1, heads)
+
     def step(  # type: ignore[override]
         self, hidden_states: torch.Tensor, *, past: States, capacity: int | None, pages: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, States]:
         raw, gate = self.in_proj(hidden_states)[:, 0].chunk(2, dim=-1)  # (B, D) each
         x = self.conv1d.step(raw, past["conv"], pages)
-        dt, k, q = self.x_proj(x).split(self.projection_sizes, dim=-1)
+        dt, k, q = self._projected(x)
         z = gate if self.scan_norm is None else None
         options = {"beta_bias": self.dt_bias, "D": self.D, "z": z, "pages": pages}
         y = longhorn_step(x, self.dt_proj(dt), k, q, past["scan"], **options)

@@ -62,7 +62,8 @@ def longhorn_scan(
     Args:
         x: values (B, L, D).
         beta_logit: logit of β without its bias, (B, L, D).
-        k, q: keys and queries (B, L, N), shared by all channels.
+        k, q: keys and queries, (B, L, N) where all channels share them, or (B, L, H, N): of H heads, each of which
+            has D / H consecutive channels.
         beta_bias: (D,), added to the logit in float32.
         D: skip weight (D,).
         z: output gate (B, L, D).
@@ -84,13 +85,13 @@ def longhorn_scan(
     if not x.is_floating_point():
         raise TypeError(f"x must have a floating point dtype, got {x.dtype}.")
     _check(x, beta_logit, k, q, beta_bias, D, z)
-    shape = (x.shape[0], x.shape[2], k.shape[2])
+    shape = (x.shape[0], x.shape[2], k.shape[-1])
     check_tensor("initial_state", initial_state, shape, "B, D, N", beside=x, optional=True)
     batch, length, channels = x.shape
     check_seq_idx(seq_idx, batch, length)
     check_lengths(lengths, batch, length)
     if length == 0:
-        state = x.new_zeros(batch, channels, k.shape[2], dtype=torch.promote_types(x.dtype, torch.float32))
+        state = x.new_zeros(batch, channels, k.shape[-1], dtype=torch.promote_types(x.dtype, torch.float32))
         state = state if initial_state is None else initial_state.to(state.dtype)
         return torch.zeros_like(x), state if return_final_state else None
     if seq_idx is not None and lengths is not None:
@@ -118,12 +119,12 @@ def longhorn_step(
 
     Args:
         x, beta_logit, z: (B, D), one dtype.
-        k, q: (B, N), of the same dtype.
+        k, q: (B, N) or (B, H, N), of the same dtype.
         state: (B, D, N), contiguous, in any floating point dtype; computed with in float32 or wider.
         beta_bias, D: (D,).
         pages: (B,) int64; `state` is then memory of P pages, (P, D, N), which may lie apart, and row b goes on
             from `state[pages[b]]`. No page may be given twice. Triton's kernel works on the pages where they lie, and
-            so does that in C if they are float32; elsewhere they are gathered, and put back.
+            so does that in C if they are float32; elsewhere, and with heads, they are gathered, and put back.
         backend: force one implementation (see `hf_hybrid_ssm.ops._core.dispatch`).
 
     Returns:
@@ -153,8 +154,13 @@ def _check(x, beta_logit, k, q, beta_bias, D, z, states=None) -> None:
     """What both take, for x (B, [L,] D)."""
     *rows, channels = x.shape
     of_channels, of_states = ("B, L, D", "B, L, N") if len(rows) == 2 else ("B, D", "B, N")
-    check_tensor("k", k, (*rows, states), of_states, like=x)
-    check_tensor("q", q, (*rows, k.shape[-1]), of_states, like=x)
+    heads: list[int] = []
+    if isinstance(k, torch.Tensor) and k.dim() == len(rows) + 2:
+        heads, of_states = [k.shape[-2]], of_states.replace("N", "H, N")
+        if not heads[0] or channels % heads[0]:
+            raise ValueError(f"k has {heads[0]} heads, which must divide the {channels} channels of x.")
+    check_tensor("k", k, (*rows, *heads, states), of_states, like=x)
+    check_tensor("q", q, (*rows, *heads, k.shape[-1]), of_states, like=x)
     check_tensor("beta_logit", beta_logit, (*rows, channels), of_channels, like=x)
     check_tensor("z", z, (*rows, channels), of_channels, like=x, optional=True)
     check_tensor("beta_bias", beta_bias, (channels,), "D", beside=x, optional=True)

@@ -19,6 +19,7 @@ from hf_hybrid_ssm.ops._core.native_library import (
 from hf_hybrid_ssm.ops._core.pages import REFUSES, on_rows
 from hf_hybrid_ssm.ops._core.rows import zero_beyond
 from hf_hybrid_ssm.ops.longhorn_scan.flops import scan_flops
+from hf_hybrid_ssm.ops.longhorn_scan.heads import over_heads, step_over_heads
 
 __all__ = ["longhorn_scan_native", "longhorn_step_native", "supports"]
 
@@ -52,6 +53,7 @@ STEP = CFunction(
 )
 
 
+@over_heads
 def longhorn_scan_native(
     x, beta_logit, k, q, *, beta_bias=None, D=None, z=None, initial_state=None, seq_idx=None, lengths=None
 ):
@@ -123,6 +125,7 @@ _scan = differentiable_op(
 )
 
 
+@step_over_heads
 def longhorn_step_native(x, beta_logit, k, q, state, *, beta_bias=None, D=None, z=None, pages=None):
     """As `hf_hybrid_ssm.ops.longhorn_scan.longhorn_step`."""
     options = {"beta_bias": beta_bias, "D": D, "z": z}

@@ -13,16 +13,17 @@ def longhorn_scan_reference(
     dtype, output_dtype = torch.promote_types(x.dtype, torch.float32), x.dtype
     x, k, q, beta_logit = x.to(dtype), k.to(dtype), q.to(dtype), beta_logit.to(dtype)
     beta = torch.sigmoid(beta_logit if beta_bias is None else beta_logit + beta_bias)
-    h = x.new_zeros(x.shape[0], x.shape[2], k.shape[2]) if initial_state is None else initial_state.to(dtype)
+    h = x.new_zeros(x.shape[0], x.shape[2], k.shape[-1]) if initial_state is None else initial_state.to(dtype)
+    k, q = (_by_channel(tokens, x.shape[2]) for tokens in (k, q))
     rows = []
     for t in range(x.shape[1]):
         if seq_idx is not None and t > 0:
             h = h * (seq_idx[:, t] == seq_idx[:, t - 1])[:, None, None]
-        kk = (k[:, t] ** 2).sum(-1, keepdim=True)
+        key = k[:, t]  # (B, 1 or D, N)
+        kk = (key**2).sum(-1)
         delta = (beta[:, t] / (1 + beta[:, t] * kk))[:, :, None]  # (B, D, 1)
-        key = k[:, t, None, :]  # (B, 1, N)
         after = (1 - delta * key**2) * h + delta * x[:, t, :, None] * key
-        rows.append((after * q[:, t, None, :]).sum(-1))
+        rows.append((after * q[:, t]).sum(-1))
         h = after if lengths is None else torch.where((t < lengths)[:, None, None], after, h)
     y = torch.stack(rows, 1) if rows else torch.zeros_like(x)
     if D is not None:
@@ -30,6 +31,13 @@ def longhorn_scan_reference(
     if z is not None:
         y = y * F.silu(z.to(dtype))
     return y.to(output_dtype), h
+
+
+def _by_channel(tokens: torch.Tensor, channels: int) -> torch.Tensor:
+    """Keys or queries (B, L, N) of all channels, or (B, L, H, N) of heads → (B, L, 1 or D, N)."""
+    if tokens.dim() == 3:
+        return tokens.unsqueeze(2)
+    return tokens.repeat_interleave(channels // tokens.shape[2], dim=2)
 
 
 def self_check_inputs() -> dict:

@@ -13,10 +13,12 @@ import torch.nn.functional as F
 from hf_hybrid_ssm.ops._core.custom_ops import differentiable_op
 from hf_hybrid_ssm.ops._core.rows import zero_beyond
 from hf_hybrid_ssm.ops.longhorn_scan.flops import scan_flops
+from hf_hybrid_ssm.ops.longhorn_scan.heads import over_heads, step_over_heads
 
 SLICE_NUMBERS = 2**23  # numbers of one (B, L, D slice, N) tensor in backward
 
 
+@over_heads
 def longhorn_scan_torch(
     x, beta_logit, k, q, *, beta_bias=None, D=None, z=None, initial_state=None, seq_idx=None, lengths=None
 ):
@@ -213,6 +215,7 @@ def _slice_backward(part: _ChannelSlice, state, dy: torch.Tensor, dfinal: torch.
 scan = differentiable_op("hf_hybrid_ssm::longhorn_scan_torch", _forward, _backward, _fake, flops=scan_flops)
 
 
+@step_over_heads
 def longhorn_step_torch(x, beta_logit, k, q, state, *, beta_bias=None, D=None, z=None):
     """See `hf_hybrid_ssm.ops.longhorn_scan.longhorn_step`."""
     dtype = x.dtype if x.dtype == torch.float64 else torch.float32

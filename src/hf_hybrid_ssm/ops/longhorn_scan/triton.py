@@ -20,6 +20,7 @@ from hf_hybrid_ssm.ops.longhorn_scan import triton_backward_kernels as backward_
 from hf_hybrid_ssm.ops.longhorn_scan import triton_chunk_kernels as chunk_kernels
 from hf_hybrid_ssm.ops.longhorn_scan import triton_kernels as kernels
 from hf_hybrid_ssm.ops.longhorn_scan import triton_sizes
+from hf_hybrid_ssm.ops.longhorn_scan.heads import over_heads
 
 __all__ = ["longhorn_scan_triton", "supports"]
 
@@ -27,6 +28,7 @@ CHAIN_BLOCK = 512
 SHARED_TOKENS = 32  # of a program that prepares, or adds up, what all channels share
 
 
+@over_heads
 def longhorn_scan_triton(
     x, beta_logit, k, q, *, beta_bias=None, D=None, z=None, initial_state=None, seq_idx=None, lengths=None
 ):

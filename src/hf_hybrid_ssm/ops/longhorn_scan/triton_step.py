@@ -6,12 +6,14 @@ from torch import Tensor
 
 from hf_hybrid_ssm.ops._core.triton_helpers import contiguous, dense_rows, device_guard, supports
 from hf_hybrid_ssm.ops.longhorn_scan import triton_step_kernels as kernels
+from hf_hybrid_ssm.ops.longhorn_scan.heads import step_over_heads
 
 __all__ = ["longhorn_step_triton", "supports"]
 
 TILE_NUMBERS = 512  # of a program's states: sixteen of each lane
 
 
+@step_over_heads
 def longhorn_step_triton(x, beta_logit, k, q, state, *, beta_bias=None, D=None, z=None, pages=None):
     """As `hf_hybrid_ssm.ops.longhorn_scan.longhorn_step`; → y and the state (B, D, N), which is overwritten."""
     return step(*dense_rows(x, beta_logit, k, q, z), *contiguous(beta_bias, D), state, *contiguous(pages)), state

@@ -1,0 +1,81 @@
+"""Heads of the Longhorn scan: groups of channels with keys and queries of their own, folded into the batch.
+
+The kernels know rows whose channels share keys and queries; a head of a row is such a row. What differs from channel
+to channel but not from row to row (the bias of β's logit and the skip weight) and the gate are applied around the
+kernel. It gets float32 or wider, so that 16-bit inputs are rounded once, at the end, as they are without heads.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from hf_hybrid_ssm.ops._core.pages import on_rows
+from hf_hybrid_ssm.ops._core.rows import zero_beyond
+
+
+def over_heads(scan: Callable) -> Callable:
+    """An implementation of the scan that also takes k and q (B, L, H, N), for H groups of D / H channels."""
+
+    @functools.wraps(scan)
+    def with_heads(
+        x, beta_logit, k, q, *, beta_bias=None, D=None, z=None, initial_state=None, seq_idx=None, lengths=None
+    ):
+        if k.dim() == 3:
+            options = {"beta_bias": beta_bias, "D": D, "z": z, "initial_state": initial_state}
+            return scan(x, beta_logit, k, q, **options, seq_idx=seq_idx, lengths=lengths)
+        batch, heads, dtype = x.shape[0], k.shape[2], torch.promote_types(x.dtype, torch.float32)
+        values = zero_beyond(x, lengths).to(dtype)
+        by_head = (values, _biased(beta_logit.to(dtype), beta_bias))
+        y, final_state = scan(
+            *(tokens.unflatten(2, (heads, x.shape[2] // heads)).transpose(1, 2).flatten(0, 1) for tokens in by_head),
+            *(tokens.to(dtype).transpose(1, 2).flatten(0, 1) for tokens in (k, q)),
+            initial_state=None if initial_state is None else _folded(initial_state, heads),
+            seq_idx=None if seq_idx is None else seq_idx.repeat_interleave(heads, dim=0),
+            lengths=None if lengths is None else lengths.repeat_interleave(heads, dim=0),
+        )
+        y = y.unflatten(0, (batch, heads)).transpose(1, 2).flatten(2)
+        y = _skipped_and_gated(y, values, D, None if z is None else zero_beyond(z, lengths).to(dtype))
+        return y.to(x.dtype), final_state.unflatten(0, (batch, heads)).flatten(1, 2)
+
+    return with_heads
+
+
+def step_over_heads(step: Callable) -> Callable:
+    """The same of a step, with k and q (B, H, N). Pages are gathered for it, and put back."""
+
+    @functools.wraps(step)
+    def with_heads(x, beta_logit, k, q, state, *, beta_bias=None, D=None, z=None, **paged):
+        options = {"beta_bias": beta_bias, "D": D, "z": z}
+        if k.dim() == 2:
+            return step(x, beta_logit, k, q, state, **options, **paged)
+        if paged.get("pages") is not None:
+            of_rows = functools.partial(with_heads, x, beta_logit, k, q, **options)
+            return on_rows(lambda rows: of_rows(rows)[0], state, paged["pages"]), state
+        heads, dtype = k.shape[1], torch.promote_types(x.dtype, torch.float32)
+        values = x.to(dtype)
+        of_channels = (_folded(part, heads) for part in (values, _biased(beta_logit.to(dtype), beta_bias)))
+        of_states = (part.to(dtype).flatten(0, 1) for part in (k, q))
+        y, _ = step(*of_channels, *of_states, _folded(state, heads))
+        y = _skipped_and_gated(y.view(x.shape), values, D, None if z is None else z.to(dtype))
+        return y.to(x.dtype), state
+
+    return with_heads
+
+
+def _folded(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """(B, D, ...) → (B H, D / H, ...), of contiguous rows the same memory."""
+    return rows.unflatten(1, (heads, rows.shape[1] // heads)).flatten(0, 1)
+
+
+def _biased(beta_logit: torch.Tensor, beta_bias: torch.Tensor | None) -> torch.Tensor:
+    return beta_logit if beta_bias is None else beta_logit + beta_bias.to(beta_logit.dtype)
+
+
+def _skipped_and_gated(
+    y: torch.Tensor, x: torch.Tensor, D: torch.Tensor | None, z: torch.Tensor | None
+) -> torch.Tensor:
+    """(y + D x) silu(z)."""
+    y = y if D is None else torch.addcmul(y, D.to(y.dtype), x)
+    return y if z is None else y * F.silu(z)
