@@ -41,7 +41,10 @@ BLOCK_RECURRENT = {"ssm_layers": None, "block_types": ["block_recurrent", "slidi
 # language models, by family and what is special: (model type, fields of the configuration)
 VARIANTS: dict[str, tuple[str, dict]] = {
     "longhorn": ("longhorn", LONGHORN),
-    "longhorn scan norm": ("longhorn", {**LONGHORN, "use_scan_norm": True, "conv_kernel": 2}),
+    "longhorn heads + scan norm": (
+        "longhorn",
+        {**LONGHORN, "num_heads": 4, "use_scan_norm": True, "conv_kernel": 2},
+    ),
     "longhorn + window and full attention": ("longhorn", {**LONGHORN, **HYBRID}),
     "bst sh s4d": ("bst", BST),
     "bst mh s4": ("bst", {**BST, "context_variant": "mh", "ssm_type": "s4"}),

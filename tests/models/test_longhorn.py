@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hybrid_ssm import LonghornConfig, LonghornForCausalLM, LonghornForSequenceClassification, LonghornModel
 from hf_hybrid_ssm.models.longhorn.modeling_longhorn import LonghornMixer
+from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
 from tests.memory import in_own_memory
 from tests.models import invariances as inv
 from tests.models.strategies import SETTINGS, cuts, lengths, orders, row_lengths, seeds, sides
@@ -98,6 +99,23 @@ def test_golden_mixer():
     mixer.x_proj.weight.data[1:] *= 10
     strong = torch.tensor([-0.002684332179, -0.000612580038, 0.001734139828, 0.003302459397], dtype=torch.float64)
     torch.testing.assert_close(mixer(u)[0, -1], strong, rtol=0, atol=1e-11)
+
+
+def test_heads_by_the_equation():
+    """A block with heads is blocks without, side by side: each has its channels and its keys and queries."""
+    heads, states, channels = 4, 3, 12
+    mixer = LonghornMixer(LonghornConfig(**{**TINY, "state_size": states, "num_heads": heads}), 0).double()
+    u = torch.randn(2, 11, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x, z = mixer.in_proj(u).chunk(2, dim=-1)
+    x, _ = mixer.conv1d(x)
+    dt, *keys_and_queries = mixer.x_proj(x).split([2, heads * states, heads * states], dim=-1)
+    logit, rows = mixer.dt_proj(dt), []
+    for head in range(heads):
+        own = slice(head * channels, (head + 1) * channels)
+        k, q = (part.unflatten(-1, (heads, states))[:, :, head] for part in keys_and_queries)
+        options = {"beta_bias": mixer.dt_bias[own], "D": mixer.D[own], "z": z[..., own], "backend": "reference"}
+        rows.append(longhorn_scan(x[..., own], logit[..., own], k, q, **options)[0])
+    torch.testing.assert_close(mixer(u), mixer.out_proj(torch.cat(rows, -1)), rtol=0, atol=1e-12)
 
 
 def test_golden_model():
@@ -344,6 +362,8 @@ def test_compiled_forward_equals_eager():
         ({"state_size": -1}, "state_size=-1"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
         ({"conv_kernel": 0}, "conv_kernel=0"),
+        ({"num_heads": 0}, "num_heads=0"),
+        ({"num_heads": 5}, "num_heads=5 must divide the 48 channels of a block"),
         ({"time_step_rank": "large"}, "time_step_rank='large'"),
         ({"layer_types": ["full_attention"] * 3, "num_attention_heads": 5, "num_key_value_heads": 2}, "multiple"),
         ({"layer_types": ["linear_attention"]}, "names 1 layers"),

@@ -111,6 +111,7 @@ RELATIVE = {"decoder_position_embedding_type": "relative"}
 VARIANTS: dict[str, Variant] = {
     "longhorn": _longhorn("linear", "linear"),
     "longhorn scan norm": _longhorn("linear", "linear", use_scan_norm=True, conv_kernel=2),
+    "longhorn heads": _longhorn("linear", "linear", num_heads=4),
     "longhorn sliding": _longhorn("linear", "sliding", num_key_value_heads=1, mlp_intermediate_size=16),
     "longhorn sliding first": _longhorn("sliding", "linear"),
     "longhorn full": _longhorn("linear", "full", num_key_value_heads=1),

@@ -51,8 +51,9 @@ def step_over_heads(step: Callable) -> Callable:
         if k.dim() == 2:
             return step(x, beta_logit, k, q, state, **options, **paged)
         if paged.get("pages") is not None:
-            of_rows = functools.partial(with_heads, x, beta_logit, k, q, **options)
-            return on_rows(lambda rows: of_rows(rows)[0], state, paged["pages"]), state
+            return on_rows(
+                lambda rows: with_heads(x, beta_logit, k, q, rows, **options)[0], state, paged["pages"]
+            ), state
         heads, dtype = k.shape[1], torch.promote_types(x.dtype, torch.float32)
         values = x.to(dtype)
         of_channels = (_folded(part, heads) for part in (values, _biased(beta_logit.to(dtype), beta_bias)))
