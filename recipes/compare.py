@@ -21,12 +21,16 @@ from _lib import peers  # noqa: F401 - registers mamba_native and llama_conv
 from _lib.documents import DataArguments, paths_of
 from _lib.entry import start
 from _lib.intervals import half_width
+from _lib.parity import difference_in_size, size_of
 from _lib.plotting import panels, style
+from _lib.settings import filled
 from _lib.sweeps import check_claim, claim, once
 from _lib.training import perplexity, save_figure, say, write_json, write_results
 from matplotlib.figure import Figure
 from pretrain_clm import ModelArguments, pretrain
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import AutoConfig, TrainingArguments
+
+from hf_hybrid_ssm.hub.configurations import new_config
 
 
 @dataclass
@@ -84,10 +88,17 @@ def parsed(folder: Path, settings: dict[str, Any]) -> tuple[ModelArguments, Data
         FileNotFoundError: a file with text is not there.
         ValueError: they are not such settings.
     """
-    parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
-    model, data, training = parser.parse_dict(settings | {"output_dir": str(folder)})
+    classes = (ModelArguments, DataArguments, TrainingArguments)
+    model, data, training = filled(classes, settings | {"output_dir": str(folder)})
     paths_of([*data.train_files, *data.validation_files])
     return model, data, training
+
+
+def planned_size(settings: dict[str, Any]) -> int:
+    """The parameters of a variant's model beside the vocabulary's tables."""
+    if settings.get("model_name_or_path") is not None:
+        return size_of(AutoConfig.from_pretrained(settings["model_name_or_path"], trust_remote_code=False))
+    return size_of(new_config(settings["model_type"], settings.get("preset"), **settings.get("config", {})))
 
 
 def search(arguments: CompareArguments, name: str) -> dict[str, float]:
@@ -117,6 +128,8 @@ def compare(arguments: CompareArguments) -> dict[str, Any]:
     settings = {name: merged(arguments.base, arguments.variants[name]) for name in names}
     for name, each in settings.items():  # a wrong last one cannot cost the first one's hours
         parsed(Path(arguments.output_dir) / name, each)
+    if warning := difference_in_size({name: planned_size(each) for name, each in settings.items()}):
+        say(warning)
     claim(arguments.output_dir, settings_of(arguments), arguments.overwrite, "*/results.json")
     tried = {name: search(arguments, name) for name in settings if arguments.learning_rates}
     for name, losses in tried.items():

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from _lib.entry import start
+from _lib.settings import filled
 from _lib.sweeps import check_claim, claim, once
 from _lib.training import say, write_figures
 from compare import merged
 from lra import LraArguments, arena
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import TrainingArguments
 
 
 @dataclass
@@ -55,8 +56,8 @@ def compare_lra(arguments: CompareLraArguments) -> dict[str, Any]:
     """All runs, task by task; returns what is written to results.json."""
     settings = {name: getattr(arguments, name) for name in ("base", "tasks", "variants")}
     folder = Path(arguments.output_dir)
-    parser = HfArgumentParser((LraArguments, TrainingArguments))
-    runs = {place: parser.parse_dict(each) for place, each in settings_of(arguments).items()}
+    classes = (LraArguments, TrainingArguments)
+    runs = {place: filled(classes, each) for place, each in settings_of(arguments).items()}
     # all have been read: a wrong setting of the last one cannot cost the first one's hours
     check_claim(folder, settings, arguments.overwrite)
     for each, _ in runs.values():

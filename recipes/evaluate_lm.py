@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _lib.checks import check_checkpoint, check_columns, check_vocabulary
+from _lib.checks import check_checkpoint, check_texts, check_vocabulary
 from _lib.documents import begin_of, documents_of_files, token_ids
 from _lib.entry import guarded
 from _lib.plotting import perplexity_by_length
@@ -93,7 +93,7 @@ def evaluate(arguments: EvaluationArguments) -> dict[str, Any]:
         raise FileExistsError(f"{folder / PICTURE} is not of an evaluation: give another --output_dir.")
     set_seed(arguments.seed)
     documents = documents_of_files(arguments.files)
-    check_columns(documents, [arguments.text_column], "text_column")
+    check_texts(documents, [arguments.text_column], "text_column")
     check_checkpoint(arguments.model, "model", AutoModelForCausalLM)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     model = AutoModelForCausalLM.from_pretrained(arguments.model).eval()

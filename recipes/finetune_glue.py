@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _lib.checks import check_checkpoint, check_config, check_labels, check_vocabulary
+from _lib.checks import (
+    check_checkpoint,
+    check_columns,
+    check_config,
+    check_labels,
+    check_scores,
+    check_texts,
+    check_vocabulary,
+)
 from _lib.compared_texts import ComparedTexts, PairCollator
 from _lib.documents import token_ids, train_tokenizer
 from _lib.entry import start
@@ -118,12 +126,12 @@ def check_task(name: str, splits: DatasetDict) -> None:
     task = TASKS[name]
     for split in ("train", *(split for split in task.validation if split in splits)):
         rows = splits[split]
-        if set(task.columns) - set(rows.column_names) or "label" not in rows.column_names:
-            raise ValueError(
-                f"{name} {split}: the data has columns {rows.column_names}; {[*task.columns, 'label']} are needed."
-            )
+        check_columns(rows, [*task.columns, "label"], f"{name} {split}")
+        check_texts(rows, task.columns, f"{name} {split}")
         if task.num_labels > 1:
             check_labels(rows["label"], task.num_labels, f"{name} {split}")
+        else:
+            check_scores(rows["label"], f"{name} {split}")
 
 
 def tokenized(rows: Dataset, task: Task, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:

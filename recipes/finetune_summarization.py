@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _lib.checks import check_checkpoint, check_config, check_output, check_vocabulary, clear_checkpoints
+from _lib.checks import (
+    check_checkpoint,
+    check_columns,
+    check_config,
+    check_output,
+    check_texts,
+    check_vocabulary,
+    clear_checkpoints,
+)
 from _lib.documents import documents_of_files, train_tokenizer
 from _lib.entry import start
 from _lib.training import Trainer, load_to_train, say, write_figures, write_lines
@@ -108,9 +116,8 @@ def load_splits(arguments: SummarizationArguments) -> dict[str, Dataset]:
 def checked(rows: Dataset, arguments: SummarizationArguments, limit: int | None) -> Dataset:
     """The first `limit` rows, with the columns that the settings name."""
     wanted = [arguments.source_column, arguments.target_column, arguments.references_column]
-    missing = {column for column in wanted if column is not None} - set(rows.column_names)
-    if missing:
-        raise ValueError(f"columns {sorted(missing)} are not among the data's {rows.column_names}.")
+    check_columns(rows, [column for column in wanted if column is not None], "the settings' columns")
+    check_texts(rows, wanted[:2], "the settings' columns")
     return rows if limit is None else rows.select(range(min(limit, len(rows))))
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _lib.checks import check_checkpoint, check_columns, check_vocabulary
+from _lib.checks import check_checkpoint, check_texts, check_vocabulary
 from _lib.documents import begin_of, documents_of_files, token_ids
 from _lib.entry import start
 from _lib.plotting import perplexity_by_length
@@ -163,7 +163,7 @@ def summary(curves: list[list[float]], scored: int, arguments: ExtrapolationArgu
 
 def length_extrapolation(arguments: ExtrapolationArguments) -> dict[str, Any]:
     held_out = documents_of_files(arguments.files)
-    check_columns(held_out, [arguments.text_column], "text_column")
+    check_texts(held_out, [arguments.text_column], "text_column")
     settings = {name: getattr(arguments, name) for name in ("base", "variants", "train_length")}
     check_claim(arguments.output_dir, settings, arguments.overwrite)
     runs = runs_of(arguments)

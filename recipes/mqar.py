@@ -20,6 +20,7 @@ import torch
 from _lib import peers  # noqa: F401 - registers mamba_native and llama_conv
 from _lib.checks import check_config
 from _lib.entry import start
+from _lib.parity import difference_in_size, size_of
 from _lib.plotting import measured_at, panels, style
 from _lib.sweeps import check_claim, claim, once, training_settings
 from _lib.training import Trainer, save_figure, say, write_figures
@@ -28,6 +29,7 @@ from matplotlib.figure import Figure
 from transformers import (
     AutoModelForCausalLM,
     EvalPrediction,
+    PreTrainedConfig,
     TrainerCallback,
     TrainingArguments,
     default_data_collator,
@@ -42,7 +44,10 @@ class MqarArguments:
     """The sweep; the defaults are the benchmark's."""
 
     models: dict[str, dict[str, Any]] = field(
-        metadata={"help": "name: fields of its configuration, `model_type` among them; torch_compile: true compiles"}
+        metadata={
+            "help": "name: fields of its configuration, `model_type` among them; torch_compile: true compiles, and "
+            "times_width: {intermediate_size: 1.25} gives a field that grows with the width"
+        }
     )
     settings: list[list[int]] = field(
         default_factory=lambda: [[64, 4], [128, 8], [256, 16], [512, 64]], metadata={"help": "[length, pairs]"}
@@ -86,8 +91,17 @@ class MqarArguments:
         for name, given in self.models.items():
             if "model_type" not in given:
                 raise ValueError(f"models: {name!r} names no model_type.")
-            others = {key: value for key, value in given.items() if key not in ("model_type", "torch_compile")}
-            check_config(given["model_type"], others)
+            check_config(given["model_type"], fields_of(given, width=1, vocab_size=self.vocab_size)[1])
+
+
+def fields_of(given: dict[str, Any], width: int, vocab_size: int) -> tuple[str, dict[str, Any]]:
+    """The family and the fields of a model of `MqarArguments.models` at one width."""
+    fields = {"vocab_size": vocab_size} | given
+    fields.pop("torch_compile", None)
+    scaled = fields.pop("times_width", {})
+    return fields.pop("model_type"), fields | {"hidden_size": width} | {
+        name: max(1, round(factor * width)) for name, factor in scaled.items()
+    }
 
 
 def check_sizes(length: int, pairs: int, vocab_size: int) -> None:
@@ -149,8 +163,7 @@ def data_of(length: int, pairs: list[int], arguments: MqarArguments) -> tuple[Da
 
 
 def run(
-    fields: dict[str, Any],
-    width: int,
+    config: PreTrainedConfig,
     data: tuple[Dataset, dict[int, Dataset]],
     options: dict[str, Any],
     enough: float,
@@ -158,8 +171,7 @@ def run(
     """Train one model; its best test accuracy, that after training by pairs, and what it took."""
     training = TrainingArguments(**options)
     set_seed(training.seed)
-    fields = dict(fields) | {"hidden_size": width}
-    model = AutoModelForCausalLM.from_config(new_config(fields.pop("model_type"), **fields))
+    model = AutoModelForCausalLM.from_config(config)
     model.config.use_cache = False
     trainer = Trainer(
         model=model,
@@ -242,21 +254,27 @@ def sweep(arguments: MqarArguments, training: TrainingArguments) -> list[dict[st
     """The best way to train of every model, length and width."""
     settings = {name: value for name, value in asdict(arguments).items() if name not in ("results", "overwrite")}
     settings |= training_settings(training)
+    if training.eval_strategy == "no":
+        raise ValueError(
+            'eval_strategy="no": the accuracy is measured while a model trains; give eval_strategy=epoch.'
+        )
     check_claim(training.output_dir, settings, arguments.overwrite)
-    for fields in arguments.models.values():  # every model can be made, before the first one trains
-        others = {name: value for name, value in fields.items() if name != "torch_compile"}
-        for width in arguments.widths:
-            new_config(**{"vocab_size": arguments.vocab_size} | others | {"hidden_size": width})
+    configs = {}
+    for width in arguments.widths:  # every model can be made, before the first one trains
+        for name, fields in arguments.models.items():
+            family, values = fields_of(fields, width, arguments.vocab_size)
+            configs[name, width] = new_config(family, **values)
+        if warning := difference_in_size({name: size_of(configs[name, width]) for name in arguments.models}):
+            say(f"width {width}: {warning}")
     claim(training.output_dir, settings, arguments.overwrite, "*/*.json")
     results = []
     for length, several in groups(arguments):
         data, pairs = data_of(length, several, arguments), "+".join(map(str, several))
         for width in arguments.widths:
             for name, fields in arguments.models.items():
-                fields = {"vocab_size": arguments.vocab_size} | fields
-                given = training.to_dict() | {"torch_compile": fields.pop("torch_compile", training.torch_compile)}
+                given = training.to_dict() | {"torch_compile": fields.get("torch_compile", training.torch_compile)}
                 folder = Path(training.output_dir) / f"{length}-{pairs}-{width}"
-                make = partial(run, fields, width, data, enough=arguments.enough)
+                make = partial(run, configs[name, width], data, enough=arguments.enough)
                 found = best_trial(partial(one_run, folder, name, make, given), arguments)
                 results.append({"model": name, "length": length, "pairs": several, "width": width, **found})
                 say(results[-1])

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _lib.checks import check_checkpoint, check_columns, check_output, check_vocabulary
+from _lib.checks import check_checkpoint, check_output, check_texts, check_vocabulary
 from _lib.documents import begin_of, documents_of_files, token_ids
 from _lib.entry import start
 from _lib.plotting import measured_at, panels, style
@@ -52,7 +52,7 @@ def rows_of(arguments: PerTokenArguments, tokenizer: PreTrainedTokenizerBase) ->
     """Rows from inside one document each, (N, L): a position is the number of tokens the model has seen."""
     rows: list[list[int]] = []
     documents = documents_of_files(arguments.files)
-    check_columns(documents, [arguments.text_column], "text_column")
+    check_texts(documents, [arguments.text_column], "text_column")
     for document in documents:
         ids = [begin_of(tokenizer), *token_ids([document[arguments.text_column]], tokenizer)[0]]
         whole = len(ids) // arguments.sequence_length

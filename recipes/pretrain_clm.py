@@ -98,7 +98,7 @@ def pretrain(
     seed = training.seed if training.data_seed is None else training.data_seed
     with training.main_process_first(desc="data"):
         texts, validation_texts = documents or load_documents(data)
-        tokenizer = get_tokenizer(data, texts)
+        tokenizer = get_tokenizer(data, texts, model_arguments.model_name_or_path)
         train = packed_rows(texts, tokenizer, data, seed)
         validation = None if validation_texts is None else packed_rows(validation_texts, tokenizer, data)
     train, validation = split_rows(train, validation, data)

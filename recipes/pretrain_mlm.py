@@ -57,8 +57,8 @@ def pretrain(arguments: MaskingArguments, data: DataArguments, training: Trainin
     seed = training.seed if training.data_seed is None else training.data_seed
     with training.main_process_first(desc="data"):
         texts, validation_texts = load_documents(data)
-        tokenizer = get_tokenizer(data, texts)
-        if data.tokenizer is None:
+        tokenizer = get_tokenizer(data, texts, arguments.model_name_or_path)
+        if data.tokenizer is None and arguments.model_name_or_path is None:
             tokenizer.add_special_tokens({"pad_token": "<|pad|>", "mask_token": "<|mask|>"})
         collator = TokenMasking(tokenizer, arguments.masked_fraction, training.seed)
         length = data.sequence_length

@@ -140,7 +140,8 @@ def pretrain(arguments: SpanArguments, data: DataArguments, training: TrainingAr
     seed = training.seed if training.data_seed is None else training.data_seed
     with training.main_process_first(desc="data"):
         texts, validation_texts = load_documents(data)
-        tokenizer = with_sentinels(get_tokenizer(data, texts), data.tokenizer is None)
+        is_new = data.tokenizer is None and arguments.model_name_or_path is None
+        tokenizer = with_sentinels(get_tokenizer(data, texts, arguments.model_name_or_path), is_new)
         train = token_rows(texts, tokenizer, data, length, seed)
         held_out = None if validation_texts is None else token_rows(validation_texts, tokenizer, data, length)
     model = build_model(arguments, tokenizer, target_length)

@@ -31,7 +31,13 @@ from hf_hybrid_ssm.hub.verify_files import read_json
 
 SUMS = "SHA256SUMS"
 # not taught to converse: the messages follow each other as paragraphs, and the model goes on
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n\n{% endfor %}"
+# What was said, and nothing else: these models continue text. What stands between the generation tags is what TRL's
+# `assistant_only_loss` trains.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}{% endgeneration %}"
+    "{% else %}{{ message['content'] }}{% endif %}\n\n{% endfor %}"
+)
 DATA = (
     "novels and tales of Standard Ebooks (public domain in the USA; the editions CC0 1.0) and OpenStax textbooks (CC "
     "BY 4.0: College Success, Introduction to Anthropology, Introduction to Business, Introduction to Intellectual "

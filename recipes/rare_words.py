@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _lib.checks import check_checkpoint, check_columns, check_output, check_vocabulary
+from _lib.checks import check_checkpoint, check_output, check_texts, check_vocabulary
 from _lib.documents import begin_of, documents_of_files
 from _lib.entry import start
 from _lib.intervals import half_width
@@ -89,7 +89,7 @@ class Mention:
 
 def texts_of(files: list[str], column: str) -> list[str]:
     documents = documents_of_files(files)
-    check_columns(documents, [column], "text_column")
+    check_texts(documents, [column], "text_column")
     return [document[column] for document in documents]
 
 

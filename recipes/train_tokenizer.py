@@ -9,7 +9,7 @@ language modelling, and `<extra_id_0>`, `<extra_id_1>`, ... for span corruption.
 import argparse
 from pathlib import Path
 
-from _lib.checks import check_columns
+from _lib.checks import check_texts
 from _lib.documents import documents_of_files, train_tokenizer
 from _lib.entry import guarded
 
@@ -28,7 +28,7 @@ def main() -> None:
     if (Path(options.folder) / "tokenizer.json").exists() and not options.overwrite:
         raise FileExistsError(f"{options.folder} holds a tokenizer: name another folder, or give --overwrite.")
     documents = documents_of_files(options.files)
-    check_columns(documents, [options.text_column], "--text-column")
+    check_texts(documents, [options.text_column], "--text-column")
     special = {
         "pad_token": "<|pad|>",
         "mask_token": "<|mask|>",

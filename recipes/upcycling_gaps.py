@@ -24,6 +24,7 @@ from _lib.entry import start
 from _lib.intervals import half_width
 from _lib.plotting import SPREAD, panels, style
 from _lib.scoring import loss_at
+from _lib.settings import filled
 from _lib.training import perplexity, save_figure, say, write_json, write_results
 from compare import merged
 from matplotlib.figure import Figure
@@ -32,7 +33,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    HfArgumentParser,
     PreTrainedModel,
     TrainingArguments,
 )
@@ -110,7 +110,7 @@ def run_one(arguments: GapArguments, name: str, seed: int) -> Path:
     from_scratch, goes_on = over.pop("from_scratch", False), over.pop("teacher_goes_on", False)
     intermediate_size = over.pop("intermediate_size", None)
     settings = merged(arguments.base, over) | {"seed": seed, "output_dir": str(folder)}
-    given = HfArgumentParser((UpcycleArguments, DataArguments, TrainingArguments)).parse_dict(settings)
+    given = filled((UpcycleArguments, DataArguments, TrainingArguments), settings)
     upcycling, data, training = given
     if not (from_scratch or goes_on):
         upcycle_model(upcycling, data, training)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from datasets import Dataset, Value
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_hybrid_ssm.cli.parsing import is_path
@@ -126,12 +127,44 @@ def check_columns(rows: Any, columns: Sequence[str], where: str) -> None:
         raise ValueError(f"{where}: columns {missing} are not among the data's {rows.column_names}.")
 
 
+def check_texts(rows: Dataset, columns: Sequence[str], where: str) -> None:
+    """Every row has a text in these columns; an empty one is a text.
+
+    Raises:
+        ValueError: a column is not there, or holds something else; names the first row that has no text.
+    """
+    check_columns(rows, columns, where)
+    for column in columns:
+        kind = rows.features[column]
+        if not isinstance(kind, Value) or kind.dtype not in ("string", "large_string"):
+            shown = getattr(kind, "dtype", type(kind).__name__)
+            raise ValueError(f"{where}: column {column!r} holds {shown}, not texts.")
+        if rows.data.column(column).null_count:
+            first = next(number for number, text in enumerate(rows[column]) if text is None)
+            raise ValueError(f"{where}: column {column!r} holds null in row {first}; leave such rows out.")
+
+
+def check_scores(scores: Any, where: str) -> None:
+    """Every score is a number.
+
+    Raises:
+        ValueError: one is not.
+    """
+    for score in scores:
+        if not isinstance(score, int | float) or isinstance(score, bool):
+            raise ValueError(f"{where}: labels must be numbers, got {score!r}.")
+
+
 def check_labels(labels: Any, num_labels: int, where: str) -> None:
     """Class numbers are 0 ... num_labels - 1.
 
     Raises:
         ValueError: some are not.
     """
+    if wrong := [label for label in labels if not isinstance(label, int | np.integer) or isinstance(label, bool)][:1]:
+        raise ValueError(
+            f"{where}: labels must be class numbers 0 to {num_labels - 1}, got {wrong[0]!r}, which is not an integer."
+        )
     labels = np.asarray(labels)
     if labels.size and (labels.min() < 0 or labels.max() >= num_labels):
         raise ValueError(

@@ -11,6 +11,7 @@ from datasets import Dataset, IterableDataset, load_dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from _lib.checks import check_columns, check_texts
 from _lib.standard_text import standard_documents
 
 LOADERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -81,9 +82,10 @@ def load_documents(data: DataArguments) -> tuple[Dataset | IterableDataset, Data
         train = documents_of_files(data.train_files, streaming=data.streaming)
         validation = documents_of_files(data.validation_files) if data.validation_files else None
     for documents in (train, validation):
-        columns = None if documents is None else documents.column_names
-        if columns is not None and data.text_column not in columns:
-            raise ValueError(f"text_column={data.text_column!r} is not among the columns {columns}.")
+        if isinstance(documents, Dataset):
+            check_texts(documents, [data.text_column], "text_column")
+        elif documents is not None and documents.column_names is not None:
+            check_columns(documents, [data.text_column], "text_column")
     return train, validation
 
 
@@ -94,8 +96,13 @@ def documents_of_files(patterns: Iterable[str], *, streaming: bool = False) -> D
     if len(kinds) != 1 or None in kinds:
         raise ValueError(f"files must all be of one kind of {sorted(LOADERS)}, got {paths}.")
     kind = kinds.pop()
+    if all(Path(path).stat().st_size == 0 for path in paths):
+        raise ValueError(f"{paths} hold nothing: every file is empty.")
     options: dict[str, Any] = {"sample_by": "document"} if kind == "text" else {}
-    return load_dataset(kind, data_files=paths, split="train", streaming=streaming, **options)
+    try:
+        return load_dataset(kind, data_files=paths, split="train", streaming=streaming, **options)
+    except ValueError as error:  # what `datasets` says of a file without rows names no file
+        raise ValueError(f"{paths}: {error}") from error
 
 
 def paths_of(patterns: Iterable[str]) -> list[str]:
@@ -113,11 +120,22 @@ def paths_of(patterns: Iterable[str]) -> list[str]:
     return paths
 
 
-def get_tokenizer(data: DataArguments, documents: Dataset | IterableDataset) -> PreTrainedTokenizerBase:
-    """The tokenizer named in the settings, or a byte-level BPE trained on the documents."""
-    if data.tokenizer is not None:
-        tokenizer = AutoTokenizer.from_pretrained(data.tokenizer)
-        check_ends(tokenizer, data.tokenizer)
+def get_tokenizer(
+    data: DataArguments, documents: Dataset | IterableDataset, model: str | None = None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer named in the settings; else that of the `model` to continue with; else, for a new model, a
+    byte-level BPE trained on the documents.
+
+    Raises:
+        ValueError: there is none under that name, or it has no end-of-text token.
+    """
+    if (name := data.tokenizer or model) is not None:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            remedy = "" if data.tokenizer else " Give tokenizer=FOLDER, the one that the model was trained with."
+            raise ValueError(f"{name!r} holds no tokenizer.{remedy}") from error
+        check_ends(tokenizer, name)
         return tokenizer
     texts = (document[data.text_column] for document in islice(documents, 100_000))
     return train_tokenizer(texts, data.tokenizer_vocab_size)
@@ -164,5 +182,12 @@ def begin_of(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def token_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """The texts' tokens alone, without special ones."""
+    """The texts' tokens alone, without special ones.
+
+    Raises:
+        ValueError: one is not a text, which streamed rows say only now.
+    """
+    for number, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise ValueError(f"row {number} of {len(texts)} read together holds {text!r} where a text was expected.")
     return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, DatasetDict, load_dataset
 
-from _lib.checks import check_columns, check_labels
+from _lib.checks import check_columns, check_labels, check_texts
 
 PAD, END, UNKNOWN = 0, 1, 2  # of ListOps; bytes of text are padded with 0, which no text contains
 SYMBOLS = ("[MIN", "[MAX", "[MED", "[SM", "X", *map(str, range(10)))
@@ -77,6 +77,7 @@ def read_text(folder: Path, length: int) -> DatasetDict:
     rows = load_dataset("json", data_files={"train": str(train), "test": str(test)})
     for split in rows:
         check_columns(rows[split], ("text", "label"), f"{folder} {split}")
+        check_texts(rows[split], ["text"], f"{folder} {split}")
     rows = rows.map(
         lambda batch: {"input_ids": [byte_ids(text, length) for text in batch["text"]]},
         batched=True,

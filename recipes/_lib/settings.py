@@ -1,15 +1,17 @@
 """Settings of a recipe: one YAML file, then `key=value` pairs from the command line that win over it."""
 
+import difflib
 import os
 import re
 import sys
 import textwrap
 import types
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import torch
 import yaml
 from transformers import HfArgumentParser
 
@@ -20,6 +22,7 @@ def read_settings(recipe: str, classes: Sequence[type], arguments: Sequence[str]
     """Fill the given dataclasses from `[CONFIG.yaml] [key=value ...]`.
 
     `$NAME` in a text is the environment variable of that name. A dot goes into a mapping: `config.hidden_size=256`.
+    Where a list is wanted, one value alone is a list of one, and null is the empty list.
 
     Raises:
         SystemExit: help was asked for (it is printed, and the status is 0), or nothing was given (status 1).
@@ -44,13 +47,36 @@ def read_settings(recipe: str, classes: Sequence[type], arguments: Sequence[str]
         _set(settings, key.lstrip("-"), _value(value, pair))
     if "gradient_checkpointing" not in settings and "activation_checkpointing" in settings:
         _rename_for_older_transformers(settings, classes)
-    allowed = {field.name for cls in classes for field in fields(cls) if field.init}
-    if unknown := sorted(set(settings) - allowed):
-        raise ValueError(f"unknown settings {unknown}; the recipe knows {sorted(allowed)}.")
+    check_known(settings, {field.name for cls in classes for field in fields(cls) if field.init}, recipe)
     settings = _expand(settings)
     for cls in classes:
+        _as_lists(cls, settings)
         _check_types(cls, settings)
+    return filled(classes, settings)
+
+
+def filled(classes: Sequence[type], settings: dict[str, Any]) -> tuple[Any, ...]:
+    """The dataclasses with these values. Without an accelerator `use_cpu` is set, unless the settings say otherwise:
+    `bf16` of a configuration then means the processor's."""
+    names = {field.name for cls in classes for field in fields(cls)}
+    if "use_cpu" in names and not torch.accelerator.is_available():
+        settings = {"use_cpu": True} | settings
     return HfArgumentParser(classes).parse_dict(settings)
+
+
+def check_known(settings: Iterable[str], allowed: Iterable[str], recipe: str) -> None:
+    """Every setting is one of the recipe's.
+
+    Raises:
+        ValueError: names those that are not, and what may have been meant.
+    """
+    allowed = sorted(allowed)
+    said = []
+    for name in sorted(set(settings) - set(allowed)):
+        close = difflib.get_close_matches(name, allowed, n=1)
+        said.append(f"{name!r}, did you mean {close[0]!r}?" if close else f"{name!r}.")
+    if said:
+        raise ValueError(f"unknown setting {' '.join(said)} `{command_of(recipe)} --help` lists all of them.")
 
 
 def command_of(recipe: str) -> str:
@@ -76,6 +102,20 @@ def _rename_for_older_transformers(settings: dict, classes: Sequence[type]) -> N
     known = {field.name for cls in classes for field in fields(cls)}
     if "activation_checkpointing" not in known and "gradient_checkpointing" in known:
         settings["gradient_checkpointing"] = settings.pop("activation_checkpointing")
+
+
+def _as_lists(cls: type, settings: dict[str, Any]) -> None:
+    """Where a field holds a list: `files=own.txt` is `files=[own.txt]`, and null the empty list."""
+    kinds = get_type_hints(cls)
+    for field in fields(cls):
+        value = settings.get(field.name)
+        if field.name not in settings or get_origin(kinds[field.name]) is not list or isinstance(value, list):
+            continue
+        (inner,) = get_args(kinds[field.name])
+        if value is None:
+            settings[field.name] = []
+        elif _fits(value, inner) and not isinstance(value, dict):
+            settings[field.name] = [value]
 
 
 def _check_types(cls: type, settings: dict[str, Any]) -> None:

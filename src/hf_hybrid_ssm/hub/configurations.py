@@ -17,6 +17,8 @@ from hf_hybrid_ssm.hub.verify_files import read_config
 
 # transformers takes these as arguments of every configuration, besides its fields
 ARGUMENTS = frozenset({"num_labels", "attn_implementation", "torch_dtype", "rope_theta", "rope_scaling"})
+# families read the ids of special tokens, declared or not: T5 reads its decoder's first token and does not declare it
+TOKEN_IDS = frozenset({"bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"})
 
 
 def config_of_folder(folder: str | os.PathLike) -> PreTrainedConfig:
@@ -98,6 +100,7 @@ def check_fields(config_class: Any, names: Iterable[str]) -> None:
         *getattr(config_class, "__dataclass_fields__", ()),
         *getattr(config_class, "attribute_map", ()),
         *ARGUMENTS,
+        *TOKEN_IDS,
     }
     for name in names:
         if isinstance(names, Mapping) and names[name] is None:
