@@ -26,6 +26,7 @@ from _lib.plotting import panels, style
 from _lib.settings import filled
 from _lib.sweeps import check_claim, claim, once
 from _lib.training import perplexity, save_figure, say, write_json, write_results
+
 from matplotlib.figure import Figure
 from pretrain_clm import ModelArguments, pretrain
 from transformers import AutoConfig, TrainingArguments

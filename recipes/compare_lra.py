@@ -16,6 +16,7 @@ from _lib.entry import start
 from _lib.settings import filled
 from _lib.sweeps import check_claim, claim, once
 from _lib.training import say, write_figures
+
 from compare import merged
 from lra import LraArguments, arena
 from transformers import TrainingArguments

@@ -12,18 +12,20 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALL
 import argparse
 import json
 import random
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import yaml
 from _lib.documents import DataArguments, begin_of, token_ids
 from _lib.entry import guarded
 from _lib.ngrams import bigram_loss, unigram_loss
 from _lib.scoring import scored_documents, sliding_loss
 from _lib.standard_text import standard_documents
 from _lib.training import perplexity, plot_loss, write_json
+
+import numpy as np
+import yaml
 from datasets import Dataset
 from pretrain_clm import ModelArguments, pretrain
 from transformers import (
@@ -35,6 +37,7 @@ from transformers import (
     set_seed,
 )
 
+from hf_hybrid_ssm.cli.settings import as_flags
 from hf_hybrid_ssm.evaluation import evaluate
 
 TASK = "standard_text_continuation"
@@ -195,7 +198,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=900)
     parser.add_argument("--questions", type=int, default=200)
     parser.add_argument("--documents", type=int, help="to train and evaluate on, at the most (default: all)")
-    chosen = parser.parse_args()
+    chosen = parser.parse_args(as_flags(sys.argv[1:]))
     print(report(demo(chosen.output, chosen.steps, chosen.questions, chosen.documents), chosen.output))
 
 

@@ -14,15 +14,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
 from _lib.checks import check_checkpoint, check_texts, check_vocabulary
 from _lib.documents import begin_of, documents_of_files, token_ids
-from _lib.entry import guarded
+from _lib.entry import guarded, parsed
 from _lib.plotting import perplexity_by_length
 from _lib.scoring import loss_at, scored_documents, sliding_loss
 from _lib.training import perplexity, save_figure, write_json
+
+import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedModel, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
 
@@ -144,5 +145,5 @@ def table_of(figures: dict[str, Any]) -> str:
 if __name__ == "__main__":
     guarded(
         "evaluate_lm.py",
-        lambda: print(table_of(evaluate(HfArgumentParser(EvaluationArguments).parse_args_into_dataclasses()[0]))),
+        lambda: print(table_of(evaluate(parsed(EvaluationArguments)))),
     )

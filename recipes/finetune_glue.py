@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from _lib.checks import (
     check_checkpoint,
     check_columns,
@@ -29,10 +28,13 @@ from _lib.documents import token_ids, train_tokenizer
 from _lib.entry import start
 from _lib.sweeps import check_claim, claim, once, training_settings
 from _lib.training import Trainer, load_to_train, say, write_figures, write_lines, write_text
+
+import numpy as np
 from datasets import Dataset, DatasetDict, load_dataset
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     DataCollatorWithPadding,
@@ -199,6 +201,8 @@ def build(arguments: GlueArguments, task: Task, texts: Dataset) -> tuple[PreTrai
     else:
         tokenizer = train_tokenizer((text for column in task.columns for text in texts[column]), 4096)
         special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+        if getattr(CONFIG_MAPPING[str(arguments.model_type)], "is_encoder_decoder", False):
+            special["decoder_start_token_id"] = tokenizer.pad_token_id
         values = {"vocab_size": len(tokenizer)} | special | options
         model = AutoModelForSequenceClassification.from_config(new_config(str(arguments.model_type), **values))
     check_vocabulary(model, tokenizer)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from _lib.checks import (
     check_checkpoint,
     check_columns,
@@ -25,6 +24,8 @@ from _lib.checks import (
 from _lib.documents import documents_of_files, train_tokenizer
 from _lib.entry import start
 from _lib.training import Trainer, load_to_train, say, write_figures, write_lines
+
+import numpy as np
 from datasets import Dataset, load_dataset
 from rouge_score.rouge_scorer import RougeScorer
 from transformers import (
@@ -232,4 +233,10 @@ def summarize(arguments: SummarizationArguments, training: Seq2SeqTrainingArgume
 
 
 if __name__ == "__main__":
-    start("finetune_summarization.py", summarize, SummarizationArguments, Seq2SeqTrainingArguments)
+    start(
+        "finetune_summarization.py",
+        summarize,
+        SummarizationArguments,
+        Seq2SeqTrainingArguments,
+        then="hf-hybrid-ssm check {model}",
+    )

@@ -17,14 +17,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from _lib import peers  # noqa: F401 - registers mamba_native
 from _lib.entry import start
 from _lib.intervals import half_width
 from _lib.plotting import REFERENCE, measured_at, panels, style
 from _lib.sweeps import claim, once, training_settings
 from _lib.training import Trainer, save_figure, say, write_figures
+
+import numpy as np
+import torch
 from datasets import Dataset
 from matplotlib.figure import Figure
 from transformers import (

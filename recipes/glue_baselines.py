@@ -15,11 +15,12 @@ import statistics
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
-import torch
 from _lib.documents import begin_of, token_ids
 from _lib.entry import start
 from _lib.training import say, write_figures
+
+import numpy as np
+import torch
 from datasets import Dataset
 from finetune_glue import TASKS, check_task, load_task, measures_of
 from scipy.sparse import hstack

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from _lib.checks import check_checkpoint, check_texts, check_vocabulary
 from _lib.documents import begin_of, documents_of_files, token_ids
 from _lib.entry import start
@@ -22,6 +21,8 @@ from _lib.plotting import perplexity_by_length
 from _lib.scoring import loss_at
 from _lib.sweeps import check_claim, claim
 from _lib.training import perplexity, save_figure, say, write_results
+
+import torch
 from compare import merged, parsed, run
 from matplotlib.figure import Figure
 from tqdm import tqdm

@@ -8,11 +8,15 @@ Writes FOLDER/listops-1000/basic_{train,val,test}.tsv, as in the arena's archive
 import argparse
 import random
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from _lib.entry import guarded
+
 from tqdm import tqdm
+
+from hf_hybrid_ssm.cli.settings import as_flags
 
 OPERATORS: dict[str, Callable[[list[int]], int]] = {
     "[MIN": min,
@@ -102,7 +106,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--min-length", type=int, default=500)
     parser.add_argument("--max-length", type=int, default=2000)
-    given = parser.parse_args()
+    given = parser.parse_args(as_flags(sys.argv[1:]))
     print(write(given.folder, tuple(given.rows), given.seed, min_length=given.min_length, max_length=given.max_length))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from _lib.checks import check_checkpoint, check_output
 from _lib.entry import start
 from _lib.training import write_figures
+
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_hybrid_ssm.evaluation import evaluate

@@ -13,11 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from _lib.checks import check_config, check_output, clear_checkpoints
 from _lib.entry import start
 from _lib.lra_data import TASKS, collate, load_task
 from _lib.training import Trainer, checkpoint_to_resume, write_figures, write_json
+
+import numpy as np
 from transformers import (
     AutoModelForSequenceClassification,
     EvalPrediction,
@@ -138,4 +139,4 @@ def arena(arguments: LraArguments, training: TrainingArguments) -> dict[str, Any
 
 
 if __name__ == "__main__":
-    start("lra.py", arena, LraArguments, TrainingArguments)
+    start("lra.py", arena, LraArguments, TrainingArguments, then="hf-hybrid-ssm check {model}")

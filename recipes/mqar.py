@@ -15,8 +15,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from _lib import peers  # noqa: F401 - registers mamba_native and llama_conv
 from _lib.checks import check_config
 from _lib.entry import start
@@ -24,6 +22,9 @@ from _lib.parity import difference_in_size, size_of
 from _lib.plotting import measured_at, panels, style
 from _lib.sweeps import check_claim, claim, once, training_settings
 from _lib.training import Trainer, save_figure, say, write_figures
+
+import numpy as np
+import torch
 from datasets import Dataset, concatenate_datasets
 from matplotlib.figure import Figure
 from transformers import (

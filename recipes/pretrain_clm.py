@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from _lib.checks import check_checkpoint, check_config, check_output, check_vocabulary, clear_checkpoints
 from _lib.documents import DataArguments, begin_of, get_tokenizer, load_documents
 from _lib.entry import start
 from _lib.rows import packed_rows, split_rows
 from _lib.segments import SegmentTrainer, check_lanes, collate, in_lanes
 from _lib.training import LanguageTrainer, checkpoint_to_resume, load_to_train, perplexity, plot_loss, write_json
+
+import torch
 from datasets import Dataset
 from transformers import (
     AutoModelForCausalLM,
@@ -152,4 +153,11 @@ def pretrain(
 
 
 if __name__ == "__main__":
-    start("pretrain_clm.py", pretrain, ModelArguments, DataArguments, TrainingArguments)
+    start(
+        "pretrain_clm.py",
+        pretrain,
+        ModelArguments,
+        DataArguments,
+        TrainingArguments,
+        then="hf-hybrid-ssm generate {model} 'Once upon a time'",
+    )

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from _lib.checks import check_checkpoint, check_config, check_output, clear_checkpoints
 from _lib.documents import DataArguments, get_tokenizer, load_documents
 from _lib.entry import start
@@ -18,6 +17,8 @@ from _lib.rows import split_rows
 from _lib.span_corruption import NewMasksEachEpoch
 from _lib.token_masking import TokenMasking
 from _lib.training import LanguageTrainer, checkpoint_to_resume, perplexity, plot_loss, write_figures, write_json
+
+import torch
 from pretrain_clm import build_model
 from pretrain_seq2seq import token_rows
 from transformers import AutoModelForMaskedLM, TrainingArguments, set_seed
@@ -103,4 +104,11 @@ def pretrain(arguments: MaskingArguments, data: DataArguments, training: Trainin
 
 
 if __name__ == "__main__":
-    start("pretrain_mlm.py", pretrain, MaskingArguments, DataArguments, TrainingArguments)
+    start(
+        "pretrain_mlm.py",
+        pretrain,
+        MaskingArguments,
+        DataArguments,
+        TrainingArguments,
+        then="hf-hybrid-ssm recipe finetune_glue glue/spade_pretrained_cpu model_name_or_path={model}",
+    )

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from _lib.checks import check_checkpoint, check_config, check_output, check_vocabulary, clear_checkpoints
 from _lib.documents import DataArguments, get_tokenizer, load_documents
 from _lib.entry import start
@@ -28,6 +27,8 @@ from _lib.training import (
     write_figures,
     write_json,
 )
+
+import torch
 from datasets import Dataset, IterableDataset
 from transformers import (
     AutoModelForSeq2SeqLM,
@@ -186,4 +187,11 @@ def pretrain(arguments: SpanArguments, data: DataArguments, training: TrainingAr
 
 
 if __name__ == "__main__":
-    start("pretrain_seq2seq.py", pretrain, SpanArguments, DataArguments, TrainingArguments)
+    start(
+        "pretrain_seq2seq.py",
+        pretrain,
+        SpanArguments,
+        DataArguments,
+        TrainingArguments,
+        then="hf-hybrid-ssm recipe finetune_summarization SETTINGS.yaml model_name_or_path={model}",
+    )

@@ -14,15 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from _lib.documents import documents_of_files, paths_of
-from _lib.entry import guarded
+from _lib.entry import guarded, parsed
 from _lib.plotting import perplexity_by_length
 from _lib.publishing import NEW_TOKENS, CausalObjective, held_out_texts, objective_of
 from _lib.scoring import scored_documents
 from _lib.training import save_figure, write_json
+
+import torch
 from evaluate_lm import extrapolation
-from transformers import AutoTokenizer, HfArgumentParser, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
 from hf_hybrid_ssm.auto import FAMILIES
@@ -166,5 +167,5 @@ def sample_section(folder: Path, known: dict[str, Any], tokenizer: Any) -> str:
 if __name__ == "__main__":
     guarded(
         "publish_checkpoint.py",
-        lambda: print(publish(HfArgumentParser(PublishArguments).parse_args_into_dataclasses()[0])),
+        lambda: print(publish(parsed(PublishArguments))),
     )

@@ -21,7 +21,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
 from _lib.checks import check_checkpoint, check_output, check_texts, check_vocabulary
 from _lib.documents import begin_of, documents_of_files
 from _lib.entry import start
@@ -29,6 +28,8 @@ from _lib.intervals import half_width
 from _lib.plotting import measured_at, panels, style
 from _lib.scoring import token_losses
 from _lib.training import save_figure, say, write_results
+
+import torch
 from length_extrapolation import load
 from matplotlib.figure import Figure
 from tqdm import tqdm

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from _lib.entry import start
 from _lib.plotting import REFERENCE, SPREAD, panels, style
 from _lib.sweeps import check_claim, claim
 from _lib.training import save_figure, say, write_results
+
+import numpy as np
 from compare import merged, parsed, run
 from matplotlib.figure import Figure
 

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from _lib.chat import set_chat_template
 from _lib.checks import check_checkpoint, check_output, check_vocabulary, clear_checkpoints
 from _lib.documents import documents_of_files
 from _lib.entry import start
 from _lib.training import Trainer, load_to_train, perplexity, say, write_figures, write_lines
+
+import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
@@ -161,12 +162,13 @@ def finetune(arguments: SftArguments, training: SFTConfig) -> dict[str, Any]:
         results["validation_loss"] = trainer.evaluate()["eval_loss"]
         results["validation_perplexity"] = perplexity(results["validation_loss"])
     trainer.save_model()
-    model = trainer.accelerator.unwrap_model(trainer.model)
+    model, folder = trainer.accelerator.unwrap_model(trainer.model), Path(training.output_dir)
     if arguments.lora_rank:
+        folder = folder / "merged"
         model = model.merge_and_unload()
         if trainer.is_world_process_zero():
-            model.save_pretrained(Path(training.output_dir, "merged"))
-            tokenizer.save_pretrained(Path(training.output_dir, "merged"))
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
     write_figures(results, training.output_dir, arguments.results)
     if validation is not None and arguments.answers:
         questions = [
@@ -176,6 +178,7 @@ def finetune(arguments: SftArguments, training: SFTConfig) -> dict[str, Any]:
         lines = [{"question": question, "answer": answer} for question, answer in zip(questions, said, strict=True)]
         write_lines(Path(training.output_dir) / "answers.jsonl", lines)
     say(results)
+    say(f"\nThe model is in {folder}. Next:\n  hf-hybrid-ssm generate {folder} 'Hello'")
     return results
 
 

@@ -7,11 +7,14 @@ language modelling, and `<extra_id_0>`, `<extra_id_1>`, ... for span corruption.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 from _lib.checks import check_texts
 from _lib.documents import documents_of_files, train_tokenizer
 from _lib.entry import guarded
+
+from hf_hybrid_ssm.cli.settings import as_flags
 
 SENTINELS = 32  # spans of three tokens at a density of 15 %: enough for inputs of 600 tokens
 MAX_LENGTH = 1_000_000_000_000  # the models have no longest text
@@ -24,7 +27,7 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=4096, help="special tokens included (default: 4096)")
     parser.add_argument("--text-column", default="text")
     parser.add_argument("--overwrite", action="store_true", help="replace a tokenizer that is in the folder")
-    options = parser.parse_args()
+    options = parser.parse_args(as_flags(sys.argv[1:]))
     if (Path(options.folder) / "tokenizer.json").exists() and not options.overwrite:
         raise FileExistsError(f"{options.folder} holds a tokenizer: name another folder, or give --overwrite.")
     documents = documents_of_files(options.files)

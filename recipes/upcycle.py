@@ -14,12 +14,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from _lib.checks import check_output, check_vocabulary, clear_checkpoints
 from _lib.documents import DataArguments, check_ends, get_tokenizer, load_documents
 from _lib.entry import start
 from _lib.rows import packed_rows, split_rows
 from _lib.training import LanguageTrainer, checkpoint_to_resume, perplexity, plot_loss, say, write_json
+
+import torch
 from transformers import (
     CONFIG_MAPPING,
     PreTrainedModel,

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from _lib.documents import DataArguments, begin_of, documents_of_files, token_ids
 from _lib.entry import start
 from _lib.intervals import half_width
@@ -26,6 +25,8 @@ from _lib.plotting import SPREAD, panels, style
 from _lib.scoring import loss_at
 from _lib.settings import filled
 from _lib.training import perplexity, save_figure, say, write_json, write_results
+
+import torch
 from compare import merged
 from matplotlib.figure import Figure
 from pretrain_clm import ModelArguments, pretrain

@@ -15,11 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from _lib.entry import start
 from _lib.intervals import half_width
 from _lib.sweeps import check_claim, claim, once, training_settings
 from _lib.training import Trainer, say, write_figures
+
+import torch
 from datasets import Dataset
 from first_token_recall import RecallArguments, StopWhenSolved, accuracy_by_distance, training_rows
 from mqar import MqarArguments, data_of, groups

@@ -14,13 +14,14 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-import transformers
 from _lib.checks import check_output, clear_checkpoints
 from _lib.entry import start
 from _lib.training import Trainer, checkpoint_to_resume, perplexity, plot_loss, write_figures, write_json
 from _lib.word_stream import Blocks, stream_of, word_tokenizer
+
+import numpy as np
+import torch
+import transformers
 from datasets import load_dataset
 from pretrain_clm import ModelArguments, build_model
 from transformers import EvalPrediction, TrainingArguments, default_data_collator, set_seed
@@ -148,4 +149,4 @@ def word_lm(arguments: ModelArguments, words: WordArguments, training: TrainingA
 
 
 if __name__ == "__main__":
-    start("word_lm.py", word_lm, ModelArguments, WordArguments, TrainingArguments)
+    start("word_lm.py", word_lm, ModelArguments, WordArguments, TrainingArguments, then="hf-hybrid-ssm check {model}")

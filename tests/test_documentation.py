@@ -117,9 +117,10 @@ def test_figures_that_configurations_name_are_there(config):
 
 @pytest.mark.parametrize("config", OF_RECIPES, ids=lambda path: path.stem)
 def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
-    """Settings are known to the recipe of their folder, and model fields to their configuration."""
+    """As they stand, on a machine without an accelerator as on one that has it: settings are known to the recipe of
+    their folder, and model fields to their configuration."""
     from _lib.documents import DataArguments
-    from _lib.settings import read_settings
+    from _lib.settings import filled, read_settings
     from compare import CompareArguments, merged
     from compare_lra import CompareLraArguments, settings_of
     from finetune_glue import GlueArguments
@@ -129,25 +130,25 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
     from length_extrapolation import ExtrapolationArguments
     from lm_eval_table import TableArguments
     from lra import LraArguments
-    from mqar import MqarArguments
+    from mqar import MqarArguments, fields_of
     from per_token_loss import PerTokenArguments
     from pretrain_clm import ModelArguments
     from pretrain_mlm import MaskingArguments
     from pretrain_seq2seq import SpanArguments
     from rare_words import RareWordsArguments
     from scaling_law import ScalingArguments
-    from transformers import CONFIG_MAPPING, HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
+    from transformers import CONFIG_MAPPING, Seq2SeqTrainingArguments, TrainingArguments
     from word_lm import WordArguments
 
     monkeypatch.chdir(tmp_path)  # away from the checkpoints of earlier runs
     monkeypatch.setenv("HF_HYBRID_SSM_DATA", str(tmp_path))
-    training, pretraining = ["bf16=false", "use_cpu=true"], (ModelArguments, DataArguments, TrainingArguments)
+    pretraining = (ModelArguments, DataArguments, TrainingArguments)
     models = []
     if config.parent.name == "compare":
         (arguments,) = read_settings("compare.py", (CompareArguments,), [str(config)])
         for over in arguments.variants.values():
-            settings = merged(arguments.base, over) | {"use_cpu": True, "output_dir": str(tmp_path)}
-            models.append(HfArgumentParser(pretraining).parse_dict(settings)[0])
+            settings = merged(arguments.base, over) | {"output_dir": str(tmp_path)}
+            models.append(filled(pretraining, settings)[0])
     elif config.parent.name == "upcycle":
         from upcycle import UpcycleArguments
         from upcycling_gaps import GapArguments
@@ -157,25 +158,25 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
         if config.stem.startswith("gaps"):
             (arguments,) = read_settings("upcycling_gaps.py", (GapArguments,), [str(config)])
             for over in arguments.variants.values():
-                settings = merged(arguments.base, over) | {"bf16": False, "use_cpu": True, "output_dir": str(tmp_path)}
+                settings = merged(arguments.base, over) | {"output_dir": str(tmp_path)}
                 kinds = {"from_scratch", "teacher_goes_on", "intermediate_size"}
-                HfArgumentParser(classes).parse_dict({k: v for k, v in settings.items() if k not in kinds})
+                filled(classes, {k: v for k, v in settings.items() if k not in kinds})
         elif config.stem.startswith("recall"):
             known = (UpcyclingRecallArguments, TrainingArguments)
-            read_settings("upcycling_recall.py", known, [str(config), *training])
+            read_settings("upcycling_recall.py", known, [str(config)])
         else:
-            read_settings("upcycle.py", classes, [str(config), *training])
+            read_settings("upcycle.py", classes, [str(config)])
     elif config.parent.name == "mqar":
-        arguments, _ = read_settings("mqar.py", (MqarArguments, TrainingArguments), [str(config), *training])
-        for fields in map(dict, arguments.models.values()):
-            fields.pop("torch_compile", None)
-            models.append(ModelArguments(fields.pop("model_type"), config=fields))
+        arguments, _ = read_settings("mqar.py", (MqarArguments, TrainingArguments), [str(config)])
+        for given in arguments.models.values():
+            family, fields = fields_of(given, 64, arguments.vocab_size)
+            models.append(ModelArguments(family, config=fields))
     elif config == ROOT / "recipes/configs/length/families_books.yaml":
         with pytest.raises(FileNotFoundError, match="no such folder"):  # of models that compare.py trains
             read_settings("length_extrapolation.py", (ExtrapolationArguments,), [str(config)])
     elif config.parent.name == "recall":
         classes = (RecallArguments, TrainingArguments)
-        arguments, _ = read_settings("first_token_recall.py", classes, [str(config), *training])
+        arguments, _ = read_settings("first_token_recall.py", classes, [str(config)])
         for fields in (arguments.config | fields for fields in arguments.models.values()):
             models.append(ModelArguments(fields.pop("model_type"), config=fields))
     elif config.stem == "rare_words":
@@ -185,33 +186,33 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
         (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
         (arguments,) = read_settings("length_extrapolation.py", (ExtrapolationArguments,), [str(config)])
         for over in arguments.variants.values():
-            settings = merged(arguments.base, over) | {"use_cpu": True, "output_dir": str(tmp_path)}
-            models.append(HfArgumentParser(pretraining).parse_dict(settings)[0])
+            settings = merged(arguments.base, over) | {"output_dir": str(tmp_path)}
+            models.append(filled(pretraining, settings)[0])
     elif config.parent.name == "lm_eval":
         (tmp_path / "lm_eval_tasks").mkdir()
         read_settings("lm_eval_table.py", (TableArguments,), [str(config)])
     elif config.parent.name == "lra" and config.stem.startswith("spade"):
         (arguments,) = read_settings("compare_lra.py", (CompareLraArguments,), [str(config)])
         for settings in settings_of(arguments).values():
-            parsed = HfArgumentParser((LraArguments, TrainingArguments)).parse_dict(settings | {"use_cpu": True})
+            parsed = filled((LraArguments, TrainingArguments), settings)
             models.append(parsed[0])
     elif config.parent.name == "lra":
         monkeypatch.setenv("HF_HYBRID_SSM_LRA", str(tmp_path))
-        models.append(read_settings("lra.py", (LraArguments, TrainingArguments), [str(config), *training])[0])
+        models.append(read_settings("lra.py", (LraArguments, TrainingArguments), [str(config)])[0])
     elif "seq2seq" in (config.parent.name, *config.stem.split("-")):
         classes = (SpanArguments, DataArguments, TrainingArguments)
-        models.append(read_settings("pretrain_seq2seq.py", classes, [str(config), *training])[0])
+        models.append(read_settings("pretrain_seq2seq.py", classes, [str(config)])[0])
     elif config.parent.name == "mlm":
         classes = (MaskingArguments, DataArguments, TrainingArguments)
-        models.append(read_settings("pretrain_mlm.py", classes, [str(config), *training])[0])
+        models.append(read_settings("pretrain_mlm.py", classes, [str(config)])[0])
     elif config.stem == "wikitext103":
         classes = (ModelArguments, WordArguments, TrainingArguments)
-        models.append(read_settings("word_lm.py", classes, [str(config), *training])[0])
+        models.append(read_settings("word_lm.py", classes, [str(config)])[0])
     elif config.stem in ("scaling_cpu", "ladder_cpu"):
         (arguments,) = read_settings("scaling_law.py", (ScalingArguments,), [str(config)])
         for over in (over for members in arguments.families.values() for over in members.values()):
-            settings = merged(arguments.base, over) | {"use_cpu": True, "output_dir": str(tmp_path)}
-            models.append(HfArgumentParser(pretraining).parse_dict(settings)[0])
+            settings = merged(arguments.base, over) | {"output_dir": str(tmp_path)}
+            models.append(filled(pretraining, settings)[0])
     elif config.stem == "per_token_cpu":
         with pytest.raises(FileNotFoundError, match="no such folder"):  # read to the checkpoints, which are not here
             read_settings("per_token_loss.py", (PerTokenArguments,), [str(config)])
@@ -222,22 +223,22 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
         read_settings(
             "finetune_glue.py",
             classes,
-            [str(config), *training, "from_scratch=false", "model_name_or_path=null", "model_type=spade"],
+            [str(config), "from_scratch=false", "model_name_or_path=null", "model_type=spade"],
         )
     elif config.parent.name == "sft":
         pytest.importorskip("trl")
         from sft import SftArguments, SFTConfig
 
-        read_settings("sft.py", (SftArguments, SFTConfig), [str(config), *training, "model_name_or_path=FOLDER"])
+        read_settings("sft.py", (SftArguments, SFTConfig), [str(config), "model_name_or_path=FOLDER"])
         with pytest.raises(ValueError, match="model_name_or_path"):
-            read_settings("sft.py", (SftArguments, SFTConfig), [str(config), *training])
+            read_settings("sft.py", (SftArguments, SFTConfig), [str(config)])
     elif config.parent.name == "summarization":
         classes = (SummarizationArguments, Seq2SeqTrainingArguments)
-        arguments, _ = read_settings("finetune_summarization.py", classes, [str(config), *training])
+        arguments, _ = read_settings("finetune_summarization.py", classes, [str(config)])
         if arguments.model_type is not None:
             models.append(ModelArguments(arguments.model_type, config=arguments.config))
     else:
-        models.append(read_settings("pretrain_clm.py", pretraining, [str(config), *training])[0])
+        models.append(read_settings("pretrain_clm.py", pretraining, [str(config)])[0])
     for model in models:
         config_class = CONFIG_MAPPING[model.model_type]
         if model.preset is None:

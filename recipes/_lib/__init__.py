@@ -1,1 +1,5 @@
-"""What the recipes share: text and rows, settings, training, scoring. The scripts next to this folder are run."""
+"""What recipes share. Importing it before torch, as every recipe does, lets torch's threads wait without spinning."""
+
+from hf_hybrid_ssm.cli.threads import share_processors
+
+share_processors()

@@ -7,12 +7,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from _lib.checks import check_columns, check_texts
+from _lib.standard_text import standard_documents
+
 from datasets import Dataset, IterableDataset, load_dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-
-from _lib.checks import check_columns, check_texts
-from _lib.standard_text import standard_documents
 
 LOADERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 END_OF_TEXT = "<|endoftext|>"
@@ -83,9 +83,9 @@ def load_documents(data: DataArguments) -> tuple[Dataset | IterableDataset, Data
         validation = documents_of_files(data.validation_files) if data.validation_files else None
     for documents in (train, validation):
         if isinstance(documents, Dataset):
-            check_texts(documents, [data.text_column], "text_column")
+            check_texts(documents, [data.text_column], f"text_column={data.text_column!r}")
         elif documents is not None and documents.column_names is not None:
-            check_columns(documents, [data.text_column], "text_column")
+            check_columns(documents, [data.text_column], f"text_column={data.text_column!r}")
     return train, validation
 
 

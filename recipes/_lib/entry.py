@@ -1,16 +1,20 @@
 """How a recipe starts, and what it says when its input is wrong or somebody stops it."""
 
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from typing import Any
 
+from _lib.settings import read_settings
+
 from datasets.exceptions import DatasetsError
 from huggingface_hub.errors import StrictDataclassError
+from transformers import HfArgumentParser
 from yaml import YAMLError
 
-from _lib.settings import read_settings
 from hf_hybrid_ssm.cli.errors import EXPECTED, INTERRUPTED, TRACEBACK, one_line
+from hf_hybrid_ssm.cli.settings import as_flags
 
 INPUT = (*EXPECTED, YAMLError, StrictDataclassError, DatasetsError)
 _training = [False]
@@ -21,9 +25,27 @@ def training_begins() -> None:
     _training[0] = True
 
 
-def start(recipe: str, run: Callable[..., Any], *classes: type) -> None:
-    """`run` with its settings of these classes, from the command line; see `guarded`."""
-    guarded(recipe, lambda: run(*read_settings(recipe, classes)))
+def start(recipe: str, run: Callable[..., Any], *classes: type, then: str | None = None) -> None:
+    """`run` with its settings of these classes, from the command line; see `guarded`.
+
+    Args:
+        then: what one may type next, with `{model}` for the folder that the run left its model in (`output_dir`).
+    """
+
+    def run_and_tell() -> None:
+        settings = read_settings(recipe, classes)
+        run(*settings)
+        folder = next((each.output_dir for each in settings if hasattr(each, "output_dir")), None)
+        if then is not None and folder is not None and os.environ.get("RANK", "0") == "0":
+            model = shlex.quote(str(folder))
+            print(f"\nThe model is in {model}. Next:\n  {then.format(model=model)}")
+
+    guarded(recipe, run_and_tell)
+
+
+def parsed(kind: type) -> Any:
+    """The dataclass from flags: `--key value ...`, or `key=value`."""
+    return HfArgumentParser(kind).parse_args_into_dataclasses(as_flags(sys.argv[1:]))[0]
 
 
 def guarded(recipe: str, run: Callable[[], Any]) -> None:

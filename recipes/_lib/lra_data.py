@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from _lib.checks import check_columns, check_labels, check_texts
+
 import numpy as np
 from datasets import Dataset, DatasetDict, load_dataset
-
-from _lib.checks import check_columns, check_labels, check_texts
 
 PAD, END, UNKNOWN = 0, 1, 2  # of ListOps; bytes of text are padded with 0, which no text contains
 SYMBOLS = ("[MIN", "[MAX", "[MED", "[SM", "X", *map(str, range(10)))

@@ -7,6 +7,8 @@ LSTM between embeddings and the same embeddings as a head.
 
 from typing import Any, ClassVar
 
+from _lib.mamba_scan import selective_scan
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -23,7 +25,6 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.mamba.modeling_mamba import MambaMixer
 
-from _lib.mamba_scan import selective_scan
 from hf_hybrid_ssm.ops.causal_conv import causal_conv
 
 

@@ -5,6 +5,12 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
+from _lib.documents import begin_of, token_ids
+from _lib.scoring import scored_documents, sliding_loss
+from _lib.span_corruption import MaskingCollator, SpanCorruption, text_length
+from _lib.token_masking import TokenMasking
+from _lib.training import perplexity
+
 import torch
 import torch.nn.functional as F
 from pretrain_seq2seq import chunks
@@ -16,12 +22,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-
-from _lib.documents import begin_of, token_ids
-from _lib.scoring import scored_documents, sliding_loss
-from _lib.span_corruption import MaskingCollator, SpanCorruption, text_length
-from _lib.token_masking import TokenMasking
-from _lib.training import perplexity
 
 EVERY = 64  # of the vocabulary's logits that golden.json keeps
 MEAN_SPAN = 3.0

@@ -7,13 +7,13 @@ from functools import partial
 from itertools import chain, count, islice
 from typing import Any
 
+from _lib.documents import DataArguments, begin_of, token_ids
+
 import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
 from torch.utils.data import get_worker_info
 from transformers import PreTrainedTokenizerBase
-
-from _lib.documents import DataArguments, begin_of, token_ids
 
 Row = dict[str, Any]
 Cut = Callable[[Iterable[list[int]]], Iterator[Row]]  # the documents' tokens → rows

@@ -3,12 +3,12 @@
 import sys
 from collections.abc import Iterable, Iterator
 
+from _lib.documents import begin_of
+
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-from _lib.documents import begin_of
 
 
 def scored_documents(

@@ -7,11 +7,12 @@ from zero (section 10 of Block-State Transformers' outlook; Transformer-XL's cac
 
 from typing import Any
 
+from _lib.training import LanguageTrainer
+
 import torch
 from datasets import Dataset
 from transformers import Cache, TrainingArguments, default_data_collator
 
-from _lib.training import LanguageTrainer
 from hf_hybrid_ssm.models.cache import carry_segment
 
 

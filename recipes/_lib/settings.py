@@ -1,12 +1,11 @@
 """Settings of a recipe: one YAML file, then `key=value` pairs from the command line that win over it."""
 
-import difflib
 import os
 import re
 import sys
 import textwrap
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -15,11 +14,13 @@ import torch
 import yaml
 from transformers import HfArgumentParser
 
+from hf_hybrid_ssm.cli.settings import check_settings_known, setting_pairs, starts_with_pair
+
 NUMBER = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # YAML 1.1 reads 1e-3, which has no dot, as text
 
 
 def read_settings(recipe: str, classes: Sequence[type], arguments: Sequence[str] | None = None) -> tuple[Any, ...]:
-    """Fill the given dataclasses from `[CONFIG.yaml] [key=value ...]`.
+    """Fill the given dataclasses from `[CONFIG.yaml] [key=value ...]`; `--key value` and `--key=value` are the same.
 
     `$NAME` in a text is the environment variable of that name. A dot goes into a mapping: `config.hidden_size=256`.
     Where a list is wanted, one value alone is a list of one, and null is the empty list.
@@ -38,16 +39,14 @@ def read_settings(recipe: str, classes: Sequence[type], arguments: Sequence[str]
             raise SystemExit(usage)
         print(usage)
         raise SystemExit(0)
-    is_pair = "=" in arguments[0] and not Path(arguments[0]).is_file()
+    is_pair = starts_with_pair(arguments)
     settings = {} if is_pair else _of_file(Path(arguments[0]))
-    for pair in arguments[0 if is_pair else 1 :]:
-        key, equals, value = pair.partition("=")
-        if not equals:
-            raise ValueError(f"{pair!r} must have the form key=value.")
-        _set(settings, key.lstrip("-"), _value(value, pair))
+    for key, value in setting_pairs(arguments[0 if is_pair else 1 :]):
+        _set(settings, key, _value(value, f"{key}={value}"))
     if "gradient_checkpointing" not in settings and "activation_checkpointing" in settings:
         _rename_for_older_transformers(settings, classes)
-    check_known(settings, {field.name for cls in classes for field in fields(cls) if field.init}, recipe)
+    known = {field.name for cls in classes for field in fields(cls) if field.init}
+    check_settings_known(settings, known, command_of(recipe))
     settings = _expand(settings)
     for cls in classes:
         _as_lists(cls, settings)
@@ -62,21 +61,6 @@ def filled(classes: Sequence[type], settings: dict[str, Any]) -> tuple[Any, ...]
     if "use_cpu" in names and not torch.accelerator.is_available():
         settings = {"use_cpu": True} | settings
     return HfArgumentParser(classes).parse_dict(settings)
-
-
-def check_known(settings: Iterable[str], allowed: Iterable[str], recipe: str) -> None:
-    """Every setting is one of the recipe's.
-
-    Raises:
-        ValueError: names those that are not, and what may have been meant.
-    """
-    allowed = sorted(allowed)
-    said = []
-    for name in sorted(set(settings) - set(allowed)):
-        close = difflib.get_close_matches(name, allowed, n=1)
-        said.append(f"{name!r}, did you mean {close[0]!r}?" if close else f"{name!r}.")
-    if said:
-        raise ValueError(f"unknown setting {' '.join(said)} `{command_of(recipe)} --help` lists all of them.")
 
 
 def command_of(recipe: str) -> str:

@@ -7,12 +7,13 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
-from transformers import TrainingArguments
-
 from _lib.checks import check_output, is_first_process
 from _lib.provenance import to_json
 from _lib.training import write_json
+
+from accelerate import PartialState
+from transformers import TrainingArguments
+
 from hf_hybrid_ssm.hub.verify_files import read_json
 
 SETTINGS = "settings.json"

@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from _lib.span_corruption import MaskingCollator
+
 import numpy as np
 from transformers import PreTrainedTokenizerBase
-
-from _lib.span_corruption import MaskingCollator
 
 MASK, RANDOM = 0.8, 0.1  # of the hidden tokens: the mask token, a random one; the others stay as they are
 

@@ -8,6 +8,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from _lib.checks import is_first_process
+from _lib.entry import training_begins
+from _lib.plotting import loss_by_step, write_png
+from _lib.progress import REPLACED, TokenProgress
+from _lib.provenance import provenance, to_json
+
 import numpy as np
 import torch
 import transformers
@@ -15,11 +21,6 @@ from datasets import Dataset
 from matplotlib.figure import Figure
 from transformers import AutoConfig, PreTrainedModel
 
-from _lib.checks import is_first_process
-from _lib.entry import training_begins
-from _lib.plotting import loss_by_step, write_png
-from _lib.progress import REPLACED, TokenProgress
-from _lib.provenance import provenance, to_json
 from hf_hybrid_ssm.training.memory import keep_freed_memory
 from hf_hybrid_ssm.training.optim import parameter_groups
 from hf_hybrid_ssm.training.resume import checkpoint_defect, latest_complete_checkpoint

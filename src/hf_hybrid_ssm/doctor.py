@@ -2,11 +2,13 @@
 
 import importlib
 import importlib.metadata
+import os
 import pkgutil
 import platform
 from contextlib import suppress
 from typing import Any
 
+from hf_hybrid_ssm.cli.threads import POLICY, processor_quota, processors
 from hf_hybrid_ssm.extras import DISTRIBUTION, install_command, missing_requirements
 
 PACKAGES = ("torch", "transformers", "accelerate", "triton", "datasets", "lm_eval", "peft")
@@ -16,7 +18,8 @@ def examine() -> dict[str, Any]:
     """Everything the report shows, as plain values.
 
     Returns:
-        `packages` (name → version or None), `cpu_kernels` (where the C kernels come from, or None), `devices`,
+        `packages` (name → version or None), `threads` (torch's, the processors there are, those that the container
+        may use or None, and OMP_WAIT_POLICY), `cpu_kernels` (where the C kernels come from, or None), `devices`,
         `purposes` (what one may want to do → the command that installs what is missing for it, or None), and `ops`:
         for each op, device and dtype, the backend selected, the status of every backend, and the largest relative
         error of its kernels on a small example against the float64 reference.
@@ -43,6 +46,12 @@ def examine() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
+        "threads": {
+            "torch": torch.get_num_threads(),
+            "processors": processors(),
+            "quota": processor_quota(),
+            "wait_policy": os.environ.get(POLICY),
+        },
         "cpu_kernels": origin(),
         "devices": devices,
         "purposes": purposes("cuda" in devices),
@@ -99,6 +108,10 @@ def report(found: dict[str, Any]) -> str:
     """The findings as text."""
     lines = [f"python {found['python']}"]
     lines += [f"{name} {version or 'is not installed'}" for name, version in found["packages"].items()]
+    threads = found["threads"]
+    quota = "" if threads["quota"] is None else f", of which the container may use {threads['quota']:g}"
+    waiting = f"{POLICY}={threads['wait_policy']}" if threads["wait_policy"] else f"{POLICY} is not set: they spin"
+    lines.append(f"threads: {threads['torch']} on {threads['processors']} processors{quota}; {waiting}")
     lines.append(f"C kernels: {found['cpu_kernels'] or 'none, for the reason below'}")
     lines.append("\nwhat you may want to do, and what to type first:")
     lines += [f"  {name}: {command or 'ready'}" for name, command in found["purposes"].items()]

@@ -1,14 +1,20 @@
 """The recipes as commands, from a clone and from an installed package; what a missing package costs: one line."""
 
 import json
+import runpy
 import shutil
+import subprocess
+import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
+from _lib import entry
 
-from hf_hybrid_ssm.cli import main, recipe
+from hf_hybrid_ssm.cli import main, recipe, run
 from hf_hybrid_ssm.cli.recipe import config_names, recipe_names, settings_file
+from hf_hybrid_ssm.cli.recipe_fields import setting_names
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SCRIPT = '''"""Prints what it is given.
@@ -65,6 +71,72 @@ def test_a_recipe_that_is_not_there(capsys):
     with pytest.raises(SystemExit) as end:
         main(["recipe", "pretrain_cl"])
     assert end.value.code == 2 and "did you mean pretrain_clm?" in capsys.readouterr().err
+
+
+def test_all_recipes_that_begin_so_are_named(capsys):
+    with pytest.raises(SystemExit):
+        main(["recipe", "pretrain"])
+    assert "did you mean pretrain_clm or pretrain_mlm or pretrain_seq2seq?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_the_settings_of_a_recipe_are_read_from_its_source(name, monkeypatch):
+    """They are those of the classes that it hands to `start`, which it need not be imported for."""
+    handed = []
+    monkeypatch.setattr(entry, "start", lambda recipe, run, *classes, then=None: handed.extend(classes))
+    source = (RECIPES / f"{name}.py").read_text(encoding="utf-8")
+    found = setting_names(RECIPES / f"{name}.py")
+    if "    start(" not in source or name == "sft":  # parsers of flags, and TRL's settings
+        assert found is None
+        return
+    monkeypatch.setattr(sys, "path", [str(RECIPES), *sys.path])
+    runpy.run_path(str(RECIPES / f"{name}.py"), run_name="__main__")
+    wanted = {field.name for each in handed for field in fields(each) if field.init}
+    assert wanted and found >= wanted
+    assert not found & {"max_stepz", "learning_rates_"}
+
+
+def test_a_misspelt_key_is_said_before_torch_is_loaded():
+    script = "import sys; from hf_hybrid_ssm.cli import main\n"
+    script += "try: main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
+    arguments = ["recipe", "pretrain_clm", "longhorn/books_cpu", "max_stepz=3"]
+    ran = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
+    assert ran.returncode == 1 and ran.stdout == "False\n"
+    said = "pretrain_clm.py: unknown setting 'max_stepz', did you mean 'max_steps'? `hf-hybrid-ssm recipe pretrain_clm"
+    assert ran.stderr.startswith(said) and ran.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["recipe", "pretrain_clm", "NOWHERE.yaml"],
+        ["recipe", "evaluate_lm", "--model", "./NOWHERE", "--files", "NOWHERE.txt"],
+        ["run", "NOWHERE.py"],
+        ["generate", "./NOWHERE"],
+        ["check", "NOWHERE"],
+        ["card", "NOWHERE"],
+        ["export", "NOWHERE"],
+        ["convert", "longhorn", "NOWHERE.bin", "OUT"],
+        ["eval", "run", "--model_args", "pretrained=./NOWHERE"],
+    ],
+    ids=lambda command: " ".join(command[:2]),
+)
+def test_a_missing_file_has_one_exit_code(command, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = main(command)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1  # a message is printed, with status 1
+        print(end.code)
+    assert status == 1
+    told = capsys.readouterr()
+    assert "NOWHERE" in told.err + told.out
+
+
+def test_serving_without_its_extra_says_what_to_type(monkeypatch):
+    monkeypatch.setattr(run, "missing_requirements", lambda *extras, of: ["fastapi"])
+    with pytest.raises(SystemExit, match=r"^`transformers serve` needs: pip install "):
+        main(["run", "transformers", "serve"])
 
 
 def test_a_package_that_is_missing_is_named_with_what_to_type(installed, monkeypatch):

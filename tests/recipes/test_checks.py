@@ -1,11 +1,23 @@
 """What recipes look at before a run starts: each wrong thing is named."""
 
 import pytest
-from _lib.checks import check_checkpoint, check_labels, check_output, check_vocabulary, clear_checkpoints
-from _lib.documents import train_tokenizer
+import torch
+from _lib.checks import (
+    check_checkpoint,
+    check_labels,
+    check_output,
+    check_scores,
+    check_texts,
+    check_vocabulary,
+    clear_checkpoints,
+)
+from _lib.documents import DataArguments, documents_of_files, load_documents, token_ids, train_tokenizer
+from datasets import Dataset
 from evaluate_lm import EvaluationArguments, evaluate
-from finetune_glue import GlueArguments, glue
+from finetune_glue import TASKS, GlueArguments, glue
+from finetune_glue import build as build_classifier
 from finetune_summarization import SummarizationArguments, summarize
+from finetune_summarization import build as build_summarizer
 from per_token_loss import PerTokenArguments, per_token_loss, rows_of
 from transformers import (
     AutoConfig,
@@ -89,3 +101,91 @@ def test_recipes_refuse_what_they_cannot_load(tmp_path):
         per_token_loss(PerTokenArguments({}, output_dir=str(tmp_path), **files))
     with pytest.raises(FileExistsError):
         glue(GlueArguments(model_type="longhorn"), TrainingArguments(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "rows, message",
+    [
+        ({"text": ["a", None, "c"]}, "column 'text' holds null in row 1"),
+        ({"text": [1, 2]}, "column 'text' holds int64, not texts"),
+        ({"text": [["a"], ["b"]]}, "column 'text' holds .*, not texts"),
+        ({"other": ["a"]}, r"columns \['text'\] are not among"),
+    ],
+)
+def test_texts_are_texts(rows, message, tmp_path):
+    rows = Dataset.from_dict(rows)
+    with pytest.raises(ValueError, match=f"^here: {message}"):
+        check_texts(rows, ["text"], "here")
+    path = tmp_path / "rows.jsonl"
+    rows.to_json(path)
+    with pytest.raises(ValueError, match=message):
+        load_documents(DataArguments(train_files=[str(path)]))
+    check_texts(Dataset.from_dict({"text": ["", "a"]}), ["text"], "here")
+
+
+def test_streamed_texts_are_looked_at_as_they_come():
+    tokenizer = train_tokenizer(["some text"], 260)
+    with pytest.raises(ValueError, match="row 1 of 2 read together holds None"):
+        token_ids(["some", None], tokenizer)
+
+
+@pytest.mark.parametrize("name", ["empty.txt", "empty.jsonl"])
+def test_an_empty_file_is_named(name, tmp_path):
+    (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=f"{name}.*every file is empty"):
+        documents_of_files([str(tmp_path / name)])
+
+
+@pytest.mark.parametrize("labels", [["positive", "negative"], [0.5, 1.0], [True, False], [None, 1]])
+def test_class_labels_are_integers(labels):
+    with pytest.raises(ValueError, match=f"sst2 train: labels must be class numbers 0 to 1, got {labels[0]!r}"):
+        check_labels(labels, 2, "sst2 train")
+
+
+def test_scores_are_numbers():
+    check_scores([0, 1.5, 5.0], "stsb train")
+    with pytest.raises(ValueError, match="stsb train: labels must be numbers, got 'high'"):
+        check_scores([1.0, "high"], "stsb train")
+
+
+T5 = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+SEQ2SEQ = {"t5": T5, "longt5": T5}
+
+
+@pytest.mark.parametrize("model_type", SEQ2SEQ)
+def test_encoder_decoders_that_papers_compare_with_can_be_trained(model_type):
+    rows = Dataset.from_dict({"text": ["a text about something"] * 4, "summary": ["something"] * 4})
+    options = {"source_column": "text", "target_column": "summary", "tokenizer_vocab_size": 300}
+    arguments = SummarizationArguments(
+        model_type=model_type, config=SEQ2SEQ[model_type], train_files=["given"], **options
+    )
+    model, tokenizer = build_summarizer(arguments, rows)
+    assert model.config.decoder_start_token_id == model.config.pad_token_id == tokenizer.pad_token_id
+    ids = torch.tensor([tokenizer("a text")["input_ids"]])
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert loss.isfinite()
+    assert model.generate(ids, max_new_tokens=2, do_sample=False).shape[0] == 1
+
+
+CLASSIFIERS = {
+    "t5": T5,
+    "bert": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16},
+    "funnel": {"d_model": 16, "block_sizes": [1], "n_head": 2, "d_head": 8, "d_inner": 16},
+    "longformer": {
+        "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
+        "attention_window": [4],
+    },
+    "fnet": {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", CLASSIFIERS)
+def test_classifiers_that_papers_compare_with_can_be_trained(model_type):
+    texts = Dataset.from_dict({"sentence": ["a text about something"] * 4, "label": [0, 1, 0, 1]})
+    arguments = GlueArguments(tasks=["sst2"], model_type=model_type, config=CLASSIFIERS[model_type])
+    model, tokenizer = build_classifier(arguments, TASKS["sst2"], texts)
+    ids = torch.tensor([[*tokenizer("a text about")["input_ids"], tokenizer.eos_token_id]])
+    loss = model(input_ids=ids, labels=torch.tensor([1])).loss
+    loss.backward()
+    assert loss.isfinite() and model.config.pad_token_id is not None

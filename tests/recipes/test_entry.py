@@ -74,13 +74,13 @@ BAD = {
     "longhron": ["model_type=longhron", "train_files=[x]"],
     "'12m'": [*GOOD, "train_files=[x]", "preset=12m"],
     "no file matches": [*GOOD, "train_files=[nowhere.jsonl]", "output_dir=OUT"],
-    "of type str, not list[str]": [*GOOD, "train_files=x"],
+    "of type dict, not list[str]": [*GOOD, "train_files={a: x}"],
     "max_steps='many' is of type str, not int": [*GOOD, "train_files=[x]", "max_steps=many"],
     "learning_rate='fast' is of type str, not float": [*GOOD, "train_files=[x]", "learning_rate=fast"],
     "the value is not YAML": [*GOOD, "train_files=[x"],
     "config is 3": ["model_type=longhorn", "config=3", "config.x=1"],
     "names './nope', but there is no such folder": ["model_name_or_path=./nope", "train_files=[x]", "output_dir=OUT"],
-    "unknown settings": [*GOOD, "train_files=[x]", "max_step=3"],
+    "unknown setting 'max_step', did you mean 'max_steps'?": [*GOOD, "train_files=[x]", "max_step=3"],
     "describe a new model": ["model_name_or_path=x", "train_files=[x]", "config.hidden_size=3"],
 }
 

@@ -156,3 +156,43 @@ def test_standard_text_is_split_by_name():
     train, held_out = standard_documents()
     assert len(train) > 5 * len(held_out) > 50
     assert set(train["text"]).isdisjoint(held_out["text"])
+
+
+def test_a_model_that_goes_on_keeps_its_tokenizer(texts, tmp_path):
+    """A new one would give its old weights other tokens."""
+    pretrain(*settings(texts, tmp_path / "first", max_steps=1))
+    before = (tmp_path / "first/tokenizer.json").read_text()
+    data = DataArguments([f"{texts}/held_out.jsonl"], sequence_length=32, tokenizer_vocab_size=300)
+    _, _, training = settings(texts, tmp_path / "second", max_steps=1)
+    figures = pretrain(ModelArguments(model_name_or_path=str(tmp_path / "first")), data, training)
+    assert (tmp_path / "second/tokenizer.json").read_text() == before
+    (tmp_path / "first/tokenizer.json").unlink()
+    (tmp_path / "first/tokenizer_config.json").unlink()
+    _, _, training = settings(texts, tmp_path / "third", max_steps=1)
+    with pytest.raises(ValueError, match=r"holds no tokenizer\. Give tokenizer=FOLDER"):
+        pretrain(ModelArguments(model_name_or_path=str(tmp_path / "first")), data, training)
+    assert figures["steps"] == 1
+
+
+BASELINES = {
+    "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2},
+    "llama": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16},
+    "mamba": {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4},
+    "rwkv": {"hidden_size": 16, "num_hidden_layers": 2, "attention_hidden_size": 16, "intermediate_size": 16},
+    "transfo-xl": {},
+}
+
+
+@pytest.mark.parametrize("model_type", BASELINES)
+def test_the_papers_baselines_can_be_built(model_type):
+    """Those that transformers has; Transformer-XL it has no longer, which is said."""
+    tokenizer = AutoTokenizer.from_pretrained("checkpoints/longhorn-books")
+    if model_type == "transfo-xl":
+        with pytest.raises(ValueError, match="'transfo-xl' is not a family that transformers knows"):
+            ModelArguments(model_type=model_type)
+        return
+    model = build_model(ModelArguments(model_type=model_type, config=BASELINES[model_type]), tokenizer)
+    ids = torch.arange(8).view(1, 8)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert loss.isfinite() and model.config.eos_token_id == tokenizer.eos_token_id

@@ -5,8 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from _lib.settings import read_settings
+import torch
+from _lib.settings import filled, read_settings
 from _lib.training import write_json
+from transformers import TrainingArguments
+
+from hf_hybrid_ssm.cli.settings import setting_pairs
 
 
 @dataclass
@@ -98,3 +102,44 @@ def test_help_has_groups_and_only_names_of_what_others_document(capsys):
     assert "First: What it is made of." in printed
     assert "TrainingArguments, as documented by transformers:" in printed and "learning_rate" in printed
     assert max(map(len, printed.splitlines())) < 120
+
+
+def test_one_value_is_a_list_of_one_and_null_is_none(read):
+    assert read("files: own.txt")[1].files == ["own.txt"]
+    assert read("", "files=own.txt")[1].files == ["own.txt"]
+    assert read("files: [p, q]", "files=null")[1].files == []
+    with pytest.raises(ValueError, match=r"files=\{'a': 'b'\} is of type dict"):
+        read("files: {a: b}")
+
+
+@pytest.mark.parametrize(
+    "pairs", [["size=4", "folder=x"], ["--size", "4", "--folder", "x"], ["--size=4", "--folder=x"]]
+)
+def test_flags_are_settings_too(read, pairs):
+    assert read("size: 3", *pairs.split()) == (First(4), Second("x"))
+    assert read_settings("some.py", (First, Second), pairs.split()) == (First(4), Second("x"))
+
+
+def test_flags_without_values_are_true_and_negative_numbers_are_values():
+    pairs = setting_pairs(["--overwrite", "--size", "-3", "--bf16", "a=b"])
+    assert pairs == [("overwrite", "true"), ("size", "-3"), ("bf16", "true"), ("a", "b")]
+
+
+def test_an_unknown_key_is_named_with_what_may_have_been_meant(read):
+    with pytest.raises(ValueError, match=r"^unknown setting 'sise', did you mean 'size'\? `python recipes/some.py"):
+        read("sise: 3")
+
+
+@pytest.mark.parametrize("given, wanted", [({}, True), ({"use_cpu": False}, False)])
+def test_without_an_accelerator_the_processor_is_used(given, wanted, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+
+    @dataclass
+    class Training:
+        use_cpu: bool = False
+
+    assert filled((Training,), given)[0].use_cpu is wanted
+    (training,) = filled((TrainingArguments,), {"output_dir": str(tmp_path), "bf16": True})
+    assert training.use_cpu and training.bf16
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert not filled((Training,), {})[0].use_cpu

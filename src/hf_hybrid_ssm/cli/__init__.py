@@ -6,6 +6,7 @@ import sys
 
 import hf_hybrid_ssm
 from hf_hybrid_ssm.cli.errors import EXPECTED, print_what_can_be_shown, status_of
+from hf_hybrid_ssm.cli.threads import share_processors
 
 COMMANDS = {
     "run": "run a script, a module or another command with the families registered",
@@ -50,6 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.print_help()
         return 0
     given = parser.parse_args(arguments)
+    share_processors()
 
     def run() -> int:
         return importlib.import_module(f"{__name__}.{given.command}").main(given.rest)

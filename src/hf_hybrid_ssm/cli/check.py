@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
     if given.json:
         print(json.dumps({"complete": True} | found))
     else:
-        print(", ".join(f"{count:,} {kind}" for kind, count in found.items()))
+        print("complete: " + ", ".join(f"{count:,} {kind}" for kind, count in found.items()))
     return 0
 
 

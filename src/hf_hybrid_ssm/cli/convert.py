@@ -32,9 +32,9 @@ def main(arguments: list[str]) -> int:
     )
     given = parser.parse_args(arguments)
     if given.target.exists() and (not given.target.is_dir() or any(given.target.iterdir())):
-        parser.error(f"{given.target} is not empty")
+        raise FileExistsError(f"{given.target} is not empty; a new or empty folder was expected.")
     if not given.source.is_file():
-        parser.error(f"{given.source} is not a file")
+        raise FileNotFoundError(f"{given.source} is not a file.")
     check_writable(given.target, is_folder=True)
     fields = {name: value for name in TOKENS if (value := getattr(given, name)) is not None}
     for pair in given.set:

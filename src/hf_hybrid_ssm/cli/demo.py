@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> int:
     try:
         check_writable(Path(given.output), is_folder=True)
     except OSError as error:
-        parser.error(f"argument --output: {error}")
+        raise SystemExit(f"hf-hybrid-ssm demo: --output: {error}") from None
     if missing := [name for name in NEEDED if name in missing_modules(*EXTRAS["demo"])]:
         raise SystemExit(f"{', '.join(missing)} not installed; the demo needs: {install_command(*EXTRAS['demo'])}")
     return run_recipe("demo", [f"--{name}={value}" for name, value in vars(given).items() if value is not None])

@@ -1,7 +1,7 @@
 """Run a recipe, from an installed package as from a clone: train, fine-tune, upcycle, compare, evaluate, publish.
 
     hf-hybrid-ssm recipe pretrain_clm longhorn/books_cpu max_steps=100 output_dir=runs/mine
-    hf-hybrid-ssm recipe sft settings.yaml model_name_or_path=FOLDER train_files=[talks.jsonl]
+    hf-hybrid-ssm recipe sft settings.yaml model_name_or_path=FOLDER train_files=talks.jsonl
     hf-hybrid-ssm recipe evaluate_lm --model FOLDER --files text.jsonl
 
 NAME and, where a recipe reads settings, a YAML file of one's own or one of the configurations that `hf-hybrid-ssm
@@ -13,7 +13,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hf_hybrid_ssm.cli.parsing import parser_of
+from hf_hybrid_ssm.cli.recipe_fields import setting_names
 from hf_hybrid_ssm.cli.run import run_file
+from hf_hybrid_ssm.cli.settings import check_settings_known, setting_pairs, starts_with_pair
 from hf_hybrid_ssm.extras import install_command, missing_modules
 
 EXTRAS = {"sft": ("train", "sft"), "lm_eval_table": ("train", "eval"), "demo": ("train", "eval")}
@@ -69,9 +71,10 @@ def run_recipe(name: str, arguments: list[str]) -> int:
 
 
 def closest(name: str, known: Iterable[str]) -> str:
-    """What may have been meant, as the end of a sentence."""
-    found = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {found[0]}?" if found else "."
+    """What may have been meant, as the end of a sentence: all that begin so, or else the nearest."""
+    known = list(known)
+    found = [each for each in known if each.startswith(name)] or difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {' or '.join(found)}?" if found else "."
 
 
 def main(arguments: list[str]) -> int:
@@ -84,4 +87,22 @@ def main(arguments: list[str]) -> int:
         parser.error(f"there is no recipe {given.name!r}{closest(name, recipe_names())}")
     if rest and not rest[0].startswith("-") and "=" not in rest[0]:
         rest[0] = settings_file(rest[0])
+    check_settings(name, rest)
     return run_recipe(name, rest)
+
+
+def check_settings(name: str, arguments: list[str]) -> None:
+    """The keys on the command line are the recipe's, said before anything slow is imported; the recipe itself looks
+    at those of the file, and at values.
+
+    Raises:
+        SystemExit: with the line that says which key is unknown, and what may have been meant.
+    """
+    known = setting_names(recipes_folder() / f"{name}.py")
+    if known is None or not arguments or arguments[0] in ("-h", "--help"):
+        return
+    try:
+        pairs = setting_pairs(arguments if starts_with_pair(arguments) else arguments[1:])
+        check_settings_known({key.partition(".")[0] for key, _ in pairs}, known, f"hf-hybrid-ssm recipe {name}")
+    except ValueError as error:
+        raise SystemExit(f"{name}.py: {error}") from None

@@ -16,6 +16,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from hf_hybrid_ssm.cli.parsing import parser_of
+from hf_hybrid_ssm.extras import install_command, missing_requirements
 
 
 def run_file(path: Path, arguments: list[str]) -> int:
@@ -40,6 +41,8 @@ def run_command(name: str, arguments: list[str]) -> int:
     Raises:
         SystemExit: with the command's own status.
     """
+    if name == "transformers" and arguments[:1] == ["serve"] and missing_requirements("serving", of=name):
+        raise SystemExit(f"`transformers serve` needs: {install_command('serving', of=name)}")
     (command,) = entry_points(group="console_scripts", name=name)
     sys.argv = [name, *arguments]
     sys.exit(command.load()())
@@ -56,4 +59,4 @@ def main(arguments: list[str]) -> int:
         return run_file(Path(given.target), arguments[1:])
     if entry_points(group="console_scripts", name=given.target):
         return run_command(given.target, arguments[1:])
-    parser.error(f"{given.target} is neither a file nor a command of this environment")
+    raise SystemExit(f"hf-hybrid-ssm run: {given.target} is neither a file nor a command of this environment.")

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families, which lm-eval's `hf` model then knows
+from hf_hybrid_ssm.evaluation.git_hash import ask_git_only_within_a_repository
 from hf_hybrid_ssm.extras import install_command
 
 
@@ -44,6 +45,7 @@ def evaluate(
     except ImportError as error:
         raise ImportError(f"lm-eval is needed: {install_command('eval')}") from error
 
+    ask_git_only_within_a_repository()
     manager = None if include_path is None else TaskManager(include_path=str(include_path), include_defaults=False)
     if manager is None or not set(tasks) <= set(manager.all_subtasks):
         # lm-eval's own 14,000 task files take 20 seconds to read, so only where one of them is asked for
