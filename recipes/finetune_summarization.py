@@ -118,7 +118,7 @@ def checked(rows: Dataset, arguments: SummarizationArguments, limit: int | None)
     """The first `limit` rows, with the columns that the settings name."""
     wanted = [arguments.source_column, arguments.target_column, arguments.references_column]
     check_columns(rows, [column for column in wanted if column is not None], "the settings' columns")
-    check_texts(rows, wanted[:2], "the settings' columns")
+    check_texts(rows, [arguments.source_column, arguments.target_column], "the settings' columns")
     return rows if limit is None else rows.select(range(min(limit, len(rows))))
 
 

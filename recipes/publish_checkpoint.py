@@ -33,11 +33,11 @@ from hf_hybrid_ssm.hub.verify_files import read_json
 SUMS = "SHA256SUMS"
 # not taught to converse: the messages follow each other as paragraphs, and the model goes on
 # What was said, and nothing else: these models continue text. What stands between the generation tags is what TRL's
-# `assistant_only_loss` trains.
+# `assistant_only_loss` trains; a line break as text after a tag would be dropped.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}{% endgeneration %}"
-    "{% else %}{{ message['content'] }}{% endif %}\n\n{% endfor %}"
+    "{% else %}{{ message['content'] }}{% endif %}{{ '\\n\\n' }}{% endfor %}"
 )
 DATA = (
     "novels and tales of Standard Ebooks (public domain in the USA; the editions CC0 1.0) and OpenStax textbooks (CC "

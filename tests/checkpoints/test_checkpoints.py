@@ -7,6 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import publish_checkpoint
 import pytest
 
 from hf_hybrid_ssm.hub import check_folder, export_code
@@ -59,6 +60,10 @@ def test_language_models_can_be_chatted_with(folder):
     if objective == "CausalLM":
         messages = [{"role": "user", "content": "It was late."}, {"role": "assistant", "content": "Yes."}]
         assert tokenizer.apply_chat_template(messages, tokenize=False) == "It was late.\n\nYes.\n\n"
+        masked = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        trained = [token for token, one in zip(masked["input_ids"], masked["assistant_masks"], strict=True) if one]
+        assert tokenizer.decode(trained) == "Yes."
+        assert tokenizer.chat_template == publish_checkpoint.CHAT_TEMPLATE
 
 
 @named

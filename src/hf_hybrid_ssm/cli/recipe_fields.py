@@ -25,7 +25,8 @@ def _fields(name: str, path: Path) -> set[str] | None:
     tree = _tree(path)
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == name:
-            own = {each.target.id for each in node.body if isinstance(each, ast.AnnAssign) and _is_name(each.target)}
+            targets = (each.target for each in node.body if isinstance(each, ast.AnnAssign))
+            own = {target.id for target in targets if isinstance(target, ast.Name)}
             bases = [_fields(base.id, path) for base in node.bases if isinstance(base, ast.Name)]
             return None if None in bases else own.union(*(base or () for base in bases))
         if isinstance(node, ast.ImportFrom) and name in {alias.name for alias in node.names}:
@@ -34,18 +35,14 @@ def _fields(name: str, path: Path) -> set[str] | None:
     return None
 
 
-def _is_name(target: ast.expr) -> bool:
-    return isinstance(target, ast.Name)
-
-
 def _source(name: str, node: ast.ImportFrom, path: Path) -> Path | None:
     """The file that an import takes the class from: transformers' arguments, or a module beside the recipe."""
     module = node.module or ""
     if module == "transformers" or (node.level and name in OF_TRANSFORMERS):
         found = importlib.util.find_spec("transformers")
         folders = list(found.submodule_search_locations or ()) if found is not None else []
-        file = OF_TRANSFORMERS.get(name)
-        return Path(folders[0], file) if folders and file is not None else None
+        known = OF_TRANSFORMERS.get(name)
+        return Path(folders[0], known) if folders and known is not None else None
     for folder in (path.parent, path.parent.parent):
         file = folder.joinpath(*module.split(".")).with_suffix(".py")
         if file.is_file():
