@@ -142,6 +142,17 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "keys whose entries lie apart": (token(keys=draw(2, 2, 5, 12)[..., ::2]), ValueError, "its last stride must be 1"),
     "keys that share memory": (token(keys=SHARED), ValueError, "must not share memory"),
     "zeros before all time": (token(window=(None, 0), zero_kv_sink=True), ValueError, "a window with a finite left"),
+    "a value of no sink": (token(sink_values=draw(4, 3)), ValueError, "sink_values without sink_logits"),
+    "two sinks": (token(zero_kv_sink=True, sink_logits=draw(2, 4)), ValueError, "are two sinks: give one"),
+    "a sink of one row for two": (token(sink_logits=draw(1, 4)), ValueError, r"must have shape \(B, H\) = \(2, 4\)"),
+    "a sink of whole rows": (token(sink_logits=draw(2, 4, 12)), ValueError, r"sink_logits must have shape \(B, H\)"),
+    "a sink's value for three heads of four": (
+        token(sink_logits=draw(2, 4), sink_values=draw(3, 3)), ValueError, "a row for each of 4 or 2 heads, got 3"),
+    "a sink's value of another size": (
+        token(sink_logits=draw(2, 4), sink_values=draw(4, 6)), ValueError, "sink_values must have shape"),
+    "a sink of whole numbers": (
+        token(sink_logits=torch.ones(2, 4, dtype=torch.int64)), TypeError, "sink_logits must have a floating-point"),
+    "a sink elsewhere": (token(sink_logits=META.new_empty(2, 4)), ValueError, f"sink_logits {ELSEWHERE}"),
     "a block that ends early": (token(window=(None, -2), block=True), ValueError, "right must be 0 or -1"),
     "a window in halves": (token(window=(1.5, 0)), TypeError, "window must hold whole numbers or None"),
     "a chunk of none": (token(chunk_size=0), ValueError, "chunk_size must be at least 1"),
@@ -149,6 +160,16 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
         token(keys=META.new_empty(2, 2, 5, 6), values=META.new_empty(2, 2, 5, 3)), ValueError, ELSEWHERE),
     "rows: a window in halves": (rows(window=(1.5, 0)), TypeError, "window must hold whole numbers or None"),
     "rows: bias elsewhere": (rows(bias=META.new_empty(4, 5)), ValueError, ELSEWHERE),
+    "rows: a value of no sink": (rows(sink_values=draw(4, 3)), ValueError, "sink_values without sink_logits"),
+    "rows: two sinks": (
+        rows(zero_kv_sink=True, sink_logits=draw(2, 4, 12)), ValueError, "are two sinks: give one of them"),
+    "rows: a sink of a token": (rows(sink_logits=draw(2, 4)), ValueError, r"shape \(B, H, L\) = \(2, 4, 12\)"),
+    "rows: a sink for the heads of keys": (
+        rows(sink_logits=draw(2, 2, 12)), ValueError, "sink_logits must have shape"),
+    "rows: a sink's value for each token": (
+        rows(sink_logits=draw(2, 4, 12), sink_values=draw(12, 3)), ValueError, "each of 4 or 2 heads, got 12"),
+    "rows: a sink's value elsewhere": (
+        rows(sink_logits=draw(2, 4, 12), sink_values=META.new_empty(4, 3)), ValueError, f"sink_values {ELSEWHERE}"),
     "rows: bias of no distance": (rows(bias=draw(4, 0)), ValueError, "at least one distance"),
     "rows: a state of fewer tokens than none": (
         rows(initial_state=held(torch.tensor([3, -1]))), ValueError, "initial_state.seen must not be negative"),
@@ -185,6 +206,19 @@ MEANT: dict[str, tuple[Call, Call]] = {
     "rows: a window beyond all numbers": (rows(window=(2**63, 0)), rows(window=(None, 0))),
     "rows: a window that begins beyond them": (
         rows(window=(2**63, -(2**63))), lambda backend: torch.zeros(2, 4, 12, 3)),
+    "rows: a sink for all tokens of a head": (
+        rows(sink_logits=draw(4)[None, :, None].expand(2, 4, 12)),
+        rows(sink_logits=draw(4)[None, :, None].repeat(2, 1, 12)),
+    ),
+    "a sink for all rows": (
+        token(sink_logits=draw(4).expand(2, 4)), token(sink_logits=draw(4).expand(2, 4).contiguous())),
+    "rows: a sink in float64": (
+        rows(sink_logits=draw(2, 4, 12).double(), sink_values=draw(2, 3).double()),
+        rows(sink_logits=draw(2, 4, 12), sink_values=draw(2, 3).repeat_interleave(2, 0)),
+    ),
+    "rows: a sink that is nowhere": (
+        rows(sink_logits=torch.full((2, 4, 12), -torch.inf), sink_values=draw(4, 3)), rows()),
+    "a sink that is nowhere": (token(sink_logits=torch.full((2, 4), -torch.inf), sink_values=draw(4, 3)), token()),
     "linear step: no states": (
         system_token(0),
         lambda backend: (draw(1, 4, seed=2) * draw(2, 4).unsqueeze(1), torch.zeros(2, 1, 4, 0)),
@@ -195,6 +229,8 @@ MEANT: dict[str, tuple[Call, Call]] = {
 def _hides_all(is_step: bool, **options: Any) -> tuple[Call, Call]:
     """A bias of -inf at every distance: a token sees nothing, zeros before its document included."""
     bias = torch.full((4, 5), -torch.inf)
+    if "sink_values" in options:
+        options["sink_logits"] = torch.full((2, 4) if is_step else (2, 4, 12), -torch.inf)
     if is_step:
         seen, (_, *kept) = token(bias=bias, **options), token(**options)("reference")
         return seen, lambda backend: (torch.zeros(2, 4, 3), *kept)
@@ -205,6 +241,7 @@ for _name, _options in {
     "": {},
     " and zeros": {"zero_kv_sink": True},
     " and zeros strictly before": {"window": (4, -1), "zero_kv_sink": True},
+    " beside a sink that is nowhere": {"sink_values": draw(4, 3)},
 }.items():
     MEANT[f"a bias that hides all{_name}"] = _hides_all(True, **_options)
     MEANT[f"rows: a bias that hides all{_name}"] = _hides_all(False, **_options)

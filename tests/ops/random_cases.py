@@ -47,6 +47,13 @@ class Drawn:
     def optional(self, *shape: int) -> torch.Tensor | None:
         return self.floats(*shape) if self.chance() else None
 
+    def sink(self, *shape: int, groups: int, width: int) -> dict[str, torch.Tensor | None]:
+        """Logits of that shape (B, H, ...), some -inf, and perhaps values for each head or each head of keys."""
+        logits = self.floats(*shape[:1], *shape[2:], shape[1]).movedim(-1, 1)
+        absent = torch.rand(shape, generator=self.generator) < self.random.choice([0.0, 0.5])
+        values = self.optional(self.random.choice([shape[1], groups]), width)
+        return {"sink_logits": logits.masked_fill(absent, -torch.inf), "sink_values": values}
+
     def documents(self, length: int) -> torch.Tensor | None:
         if self.chance(0.6):
             return None
@@ -207,6 +214,8 @@ def attention(drawn: Drawn) -> Call:
     columns = drawn.size(30)
     options["bias"] = drawn.optional(heads, columns if causal else 2 * columns + 1)
     options["zero_kv_sink"] = causal and left is not None and options["chunk_size"] is None and drawn.chance()
+    if not options["zero_kv_sink"] and drawn.chance():
+        options |= drawn.sink(drawn.batch, heads, length, groups=groups, width=width)
     if causal and drawn.chance():
         slots = drawn.size(20, 0) if left is None else left
         slots = max(slots, options["chunk_size"] or 0)
@@ -240,6 +249,8 @@ def attention_token(drawn: Drawn) -> Call:
         options["chunk_size"] = drawn.random.choice([None, drawn.size(20)])
         options |= {"bias": drawn.optional(heads, drawn.size(20)), "shift": drawn.chance()}
         options["zero_kv_sink"] = left is not None and options["chunk_size"] is None and drawn.chance()
+    if not options.get("zero_kv_sink") and drawn.chance():
+        options |= drawn.sink(drawn.batch, heads, groups=groups, width=width)
 
     def run(backend: str):
         held = [part.clone(memory_format=torch.preserve_format) for part in (keys, values)]

@@ -20,6 +20,9 @@ CASES = {
     "all": {"window": (None, 0), "bias": 8},
     "both ways, all": {"window": (None, None)},
     "shared keys": {"window": (20, 0), "bias": 21, "groups": 1},
+    "scalar sink": {"window": (20, 0), "bias": 21, "sink": 0},
+    "constant sink": {"window": (20, -1), "sink": 1, "groups": 1},
+    "a constant sink for each head, of chunks": {"window": (9, 0), "chunk_size": 10, "sink": 2},
 }
 ROWS = ["plain", "packed", "padded", "packed and padded"]
 
@@ -45,11 +48,17 @@ def test_equals_the_torch_implementation(without_compiler, case, rows):
     """In float64, outputs and gradients, that of the bias included."""
     options = dict(CASES[case])
     generator = torch.Generator().manual_seed(0)
-    length, groups, size = 150, options.pop("groups", 2), options.pop("bias", None)
+    length, groups, size, sink = 150, options.pop("groups", 2), options.pop("bias", None), options.pop("sink", None)
     shapes = [(2, 2, length, 4), (2, groups, length, 4), (2, groups, length, 6)]
     shapes += [] if size is None else [(2, size)]
     leaves = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
     options["bias"] = None if size is None else leaves[3]
+    if sink is not None:
+        leaves.append(torch.randn(2, 2, length, generator=generator, dtype=torch.float64, requires_grad=True))
+        logits = leaves[-1]
+    if sink:
+        leaves.append(torch.randn(sink, 6, generator=generator, dtype=torch.float64, requires_grad=True))
+        options["sink_values"] = leaves[-1]
     if "packed" in rows:
         options["seq_idx"] = (torch.rand(2, length, generator=generator) < 0.05).cumsum(1)
     real = torch.ones(2, length, dtype=torch.bool)
@@ -58,6 +67,8 @@ def test_equals_the_torch_implementation(without_compiler, case, rows):
         real = torch.arange(length) < options["lengths"].unsqueeze(1)
     results = []
     for backend in ("triton", "torch"):
+        if sink is not None:
+            options["sink_logits"] = logits.masked_fill(torch.arange(length) <= 20, -torch.inf)
         y, _ = local_attention(*leaves[:3], **options, backend=backend)
         y = torch.where(real[:, None, :, None], y, 0.0)
         weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
@@ -72,13 +83,15 @@ def test_what_it_has_not_is_left_to_torch(without_compiler, monkeypatch):
     q = torch.randn(1, 1, 130, 4)
     options = {"chunk_size": None, "bias": None, "scale": 1.0, "zero_kv_sink": False, "state": None}
     options |= {"window": (3, 0), "seq_idx": None, "lengths": None, "dropout": 0.0}
+    options |= {"sink_logits": None, "sink_values": None}
     assert flex_attention.local_attention_triton(q, q, q, **options).shape == q.shape and calls == []
     flex_attention.local_attention_triton(q, q, q, **options | {"dropout": 0.1})
     flex_attention.local_attention_triton(q, q, q, **options | {"state": ()})
     flex_attention.local_attention_triton(*[q[:, :, :5]] * 3, **options)
     assert [(call["dropout"], call["state"]) for call in calls] == [(0.1, None), (0.0, ()), (0.0, None)]
     chunks = options | {"window": (9, 0), "chunk_size": 10}
-    for more in ({}, {"bias": torch.zeros(1, 10)}, {"seq_idx": torch.zeros(1, 130, dtype=torch.int64)}):
+    documents, sink = torch.zeros(1, 130, dtype=torch.int64), torch.zeros(1, 1, 130)
+    for more in ({}, {"bias": torch.zeros(1, 10)}, {"seq_idx": documents}, {"sink_logits": sink}):
         flex_attention.local_attention_triton(q, q, q, **chunks | more)
     assert len(calls) == 4 and calls[3]["chunk_size"] == 10
 
@@ -121,6 +134,7 @@ def test_every_configuration_is_compiled_by_itself(without_compiler, monkeypatch
     monkeypatch.setattr(flex_attention, "_is_compiled", lambda q: True)
     options = {"window": (20, 0), "chunk_size": None, "bias": None, "scale": 1.0, "zero_kv_sink": False}
     options |= {"dropout": 0.0, "state": None, "seq_idx": None, "lengths": None}
+    options |= {"sink_logits": None, "sink_values": None}
     flex_attention._compiled.cache_clear()
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=3):

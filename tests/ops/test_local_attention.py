@@ -21,7 +21,20 @@ def random_inputs(batch, length, seed, dtype=torch.float64):
     )
 
 
-def dense(q, k, v, *, window, chunk_size=None, bias=None, zero_keys=False, documents=None, lengths=None):
+def dense(
+    q,
+    k,
+    v,
+    *,
+    window,
+    chunk_size=None,
+    bias=None,
+    zero_keys=False,
+    sink_logits=None,
+    sink_values=None,
+    documents=None,
+    lengths=None,
+):
     """The definition with an L x L matrix, for rows without a cache."""
     batch, _, length, _ = q.shape
     left, right = window
@@ -47,7 +60,13 @@ def dense(q, k, v, *, window, chunk_size=None, bias=None, zero_keys=False, docum
         missing = torch.arange(-right, left + 1)
         extra = table[:, missing.clamp(max=table.shape[1] - 1)].exp()[None, :, None]
         total = total + (extra * (missing > rank[:, None, :, None])).sum(-1, keepdim=True)
-    return torch.where(total > 0, weights / total.clamp(min=1e-300), 0) @ v
+    if sink_logits is not None:
+        of_sink = sink_logits.exp().unsqueeze(-1)
+        total = total + of_sink
+    y = torch.where(total > 0, weights / total.clamp(min=1e-300), 0) @ v
+    if sink_values is None:
+        return y
+    return y + torch.where(total > 0, of_sink / total.clamp(min=1e-300), 0) * sink_values.unsqueeze(1)
 
 
 @st.composite
@@ -70,9 +89,15 @@ def problems(draw, causal=None):
     if draw(st.booleans()):
         lengths = torch.randint(0, length + 1, (batch,), generator=generator)
     zero_keys = causal and left is not None and chunk_size is None and draw(st.booleans())
+    sink = draw(st.sampled_from([{}, {}, {"scalar": True}, {"constant": True}])) if not zero_keys else {}
+    if sink:
+        logits = torch.randn(batch, HEADS, length, generator=generator, dtype=torch.float64)
+        absent = torch.rand(batch, HEADS, length, generator=generator) < draw(st.sampled_from([0.0, 0.3, 1.0]))
+        values = torch.randn(HEADS, SIZE, generator=generator, dtype=torch.float64) if "constant" in sink else None
+        sink = {"sink_logits": logits.masked_fill(absent, -torch.inf), "sink_values": values}
     return {
         "inputs": random_inputs(batch, length, seed),
-        "options": {"window": (left, right), "chunk_size": chunk_size, "bias": bias},
+        "options": {"window": (left, right), "chunk_size": chunk_size, "bias": bias, **sink},
         "documents": documents,
         "lengths": lengths,
         "zero_keys": zero_keys,
@@ -92,11 +117,12 @@ def test_equals_dense_forward_and_gradient(backend, dtype, problem):
     options, rows = problem["options"], {"lengths": problem["lengths"]}
     exact = dtype == torch.float64
     leaves = [x.clone().requires_grad_() for x in problem["inputs"]]
-    if options["bias"] is not None:
-        leaves.append(options["bias"].clone().requires_grad_())
-        options = {**options, "bias": leaves[3]}
+    for name in ("bias", "sink_logits", "sink_values"):
+        if options.get(name) is not None:
+            leaves.append(options[name].clone().requires_grad_())
+            options = {**options, name: leaves[-1]}
     expected = dense(*leaves[:3], **options, zero_keys=problem["zero_keys"], documents=problem["documents"], **rows)
-    given = {**options, "bias": None if options["bias"] is None else options["bias"].to(dtype)}
+    given = {name: x.to(dtype) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     given |= {"zero_kv_sink": problem["zero_keys"], "seq_idx": problem["documents"], "backend": backend}
     y, _ = local_attention(*(x.to(dtype) for x in leaves[:3]), **given, **rows)
     assert torch.isfinite(y).all()
@@ -119,14 +145,16 @@ def test_equals_dense_forward_and_gradient(backend, dtype, problem):
 @given(problems())
 def test_reference_equals_dense(problem):
     rows = {"lengths": problem["lengths"]}
-    inputs = [x[:, :, :30] for x in problem["inputs"]]
+    inputs, options = [x[:, :, :30] for x in problem["inputs"]], dict(problem["options"])
+    if "sink_logits" in options:
+        options["sink_logits"] = options["sink_logits"][:, :, :30]
     documents = None if problem["documents"] is None else problem["documents"][:, :30]
     if rows["lengths"] is not None:
         rows["lengths"] = rows["lengths"].clamp(max=inputs[0].shape[2])
-    expected = dense(*inputs, **problem["options"], zero_keys=problem["zero_keys"], documents=documents, **rows)
+    expected = dense(*inputs, **options, zero_keys=problem["zero_keys"], documents=documents, **rows)
     y, _ = local_attention(
         *inputs,
-        **problem["options"],
+        **options,
         zero_kv_sink=problem["zero_keys"],
         seq_idx=documents,
         **rows,
@@ -143,7 +171,8 @@ def test_pieces_equal_one_forward(problem, data):
     batch, _, length, _ = q.shape
     options = {**problem["options"], "zero_kv_sink": problem["zero_keys"]}
     documents = problem["documents"]
-    whole, end = local_attention(q, k, v, **options, seq_idx=documents, return_final_state=True)
+    logits = options.pop("sink_logits", None)
+    whole, end = local_attention(q, k, v, **options, sink_logits=logits, seq_idx=documents, return_final_state=True)
     state, done = None, 0
     while done < length:
         size = data.draw(st.integers(1, 30))
@@ -158,6 +187,8 @@ def test_pieces_equal_one_forward(problem, data):
             rows = torch.cat([rows, rows[:, -1:].expand(-1, padding.shape[2])], 1)
             if done and (documents[:, done] != documents[:, done - 1]).any():
                 return  # the state belongs to the first document of the piece: a caller starts such rows afresh
+        if logits is not None:
+            options["sink_logits"] = torch.cat([logits[:, :, piece], padding[..., 0]], 2)
         y, state = local_attention(
             *inputs, **options, initial_state=state, seq_idx=rows, lengths=lengths, return_final_state=True
         )
@@ -202,6 +233,27 @@ def test_gradcheck(options, length):
     inputs = [x.requires_grad_() for x in random_inputs(1, length, 5)]
     bias = torch.randn(HEADS, 7, dtype=torch.float64, requires_grad=True)
     torch.autograd.gradcheck(lambda q, k, v, bias: local_attention(q, k, v, bias=bias, **options)[0], (*inputs, bias))
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("length", [5, 20])
+@pytest.mark.parametrize("window", [(4, 0), (5, -1)])
+@pytest.mark.parametrize("rows", [1, 2, 4], ids=["for keys' heads", "for queries' heads", "for queries' own keys"])
+def test_gradcheck_of_a_sink(rows, window, length, backend):
+    """That is absent within the window and for one head, with a value for two heads of queries or for each."""
+    generator = torch.Generator().manual_seed(1)
+    groups = {1: 1, 2: 1, 4: 2}[rows]
+    shapes = [(1, 2, length, 3), (1, groups, length, 3), (1, groups, length, 2), (2, 7), (1, 2, length)]
+    shapes.append((2 if rows > 1 else 1, 2))
+    *leaves, bias, logits, values = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    absent = torch.arange(length) <= window[0]
+    absent = torch.stack([absent, torch.ones_like(absent)])
+
+    def attend(q, k, v, bias, logits, values):
+        sink = {"sink_logits": logits.masked_fill(absent, -torch.inf), "sink_values": values}
+        return local_attention(q, k, v, bias=bias, window=window, **sink, backend=backend)[0]
+
+    torch.autograd.gradcheck(attend, [x.requires_grad_() for x in (*leaves, bias, logits, values)])
 
 
 @pytest.mark.parametrize("backend, dtype", [("torch", torch.float64), ("reference", torch.float64), NATIVE])
@@ -278,6 +330,7 @@ def test_compiles_into_one_graph():
         ({"window": (4, 0), "initial_state": empty_state(2, HEADS, 3, SIZE)}, "holds 3 keys"),
         ({"window": (4, 0), "lengths": torch.tensor([1, 9])}, "lengths"),
         ({"window": (4, 0), "dropout": 1.5}, r"dropout=1.5 must lie in \[0, 1\)"),
+        ({"window": (4, 0), "sink_values": torch.zeros(HEADS, SIZE)}, "sink_values without sink_logits"),
     ],
 )
 def test_bad_input(options, message):
@@ -332,6 +385,9 @@ LONG = {
     "window": {"window": (300, 0), "columns": 129},
     "zeros before the row": {"window": (300, -1), "columns": 301, "zero_kv_sink": True},
     "zeros before documents": {"window": (90, -1), "columns": 40, "zero_kv_sink": True, "documents": True},
+    "sink": {"window": (300, 0), "sink": (2, True)},
+    "sink beside a bias": {"window": (90, -1), "columns": 40, "documents": True, "sink": (4, True)},
+    "sink without a value": {"window": (130, 0), "seen": [130, 7], "lengths": [600, 333], "sink": (4, False)},
     "zeros without a bias": {"window": (90, 0), "zero_kv_sink": True, "seen": [40, 500]},
     "two-sided": {"window": (70, 100), "columns": 61, "lengths": [600, 333]},
     "chunks": {"window": (255, 0), "chunk_size": 256, "seen": [100, 700]},
@@ -355,6 +411,12 @@ def long_problem(case, sizes, heads=(4, 2), dtype=torch.float64):
     leaves = [torch.randn(shape, generator=generator) for shape in shapes]
     leaves += [torch.randn(heads[0], columns, generator=generator)] if columns else []
     leaves += [torch.randn(2, heads[1], held, size, generator=generator) for size in sizes] if seen else []
+    rows, has_value = options.pop("sink", (0, False))
+    sink = [2 * torch.randn(2, 600, heads[0], generator=generator)] if rows else []  # rows that lie apart
+    if rows:
+        sink[0][:, : options["window"][0]] = -torch.inf
+    sink += [torch.randn(rows, sizes[1], generator=generator)] if has_value else []
+    leaves = [*sink, *leaves]
     if options.pop("documents", False):
         options["seq_idx"] = (torch.rand(2, 600, generator=generator) < 0.01).cumsum(1)
     if "lengths" in options:
@@ -363,9 +425,12 @@ def long_problem(case, sizes, heads=(4, 2), dtype=torch.float64):
 
     def run(**more):
         *_, old_keys, old_values = leaves
+        if sink:
+            more["sink_logits"], more["sink_values"] = leaves[0].mT, leaves[1] if has_value else None
         state = AttentionState(old_keys, old_values, torch.tensor(seen)) if seen else None
-        rows = (x.transpose(1, 2) for x in leaves[:3])
-        bias = leaves[3] if columns else None
+        q, k, v, *others = leaves[len(sink) :]
+        rows = (x.transpose(1, 2) for x in (q, k, v))
+        bias = others[0] if columns else None
         return local_attention(*rows, bias=bias, initial_state=state, **options, **more)[0]
 
     return leaves, run, options.get("lengths")
@@ -391,7 +456,8 @@ def test_native_gives_the_same_bits_with_any_number_of_threads():
     try:
         for count in (1, 3):
             torch.set_num_threads(count)
-            found.append(results_of("zeros before the row", (16, 16), "native", torch.float32))
+            cases = ("zeros before the row", "sink beside a bias")
+            found.append([x for case in cases for x in results_of(case, (16, 16), "native", torch.float32)])
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other))
@@ -421,6 +487,15 @@ def test_native_passes_a_nan_on():
     assert y[0, 0, 40].isnan().all() and not y.isnan().sum() > SIZE
 
 
+@pytest.mark.parametrize("backend", ["torch", "reference", pytest.param("native", marks=needs_compiler)])
+def test_a_nan_of_a_sink_is_passed_on(backend):
+    q, k, v = random_inputs(1, 80, 9, torch.float32)
+    logits = torch.zeros(1, HEADS, 80)
+    logits[0, 0, 40] = torch.nan
+    y, _ = local_attention(q, k, v, window=(20, 0), sink_logits=logits, backend=backend)
+    assert y[0, 0, 40].isnan().all() and not y.isnan().sum() > SIZE
+
+
 @needs_compiler
 @pytest.mark.parametrize("shape", [(0, HEADS, 5, SIZE), (2, HEADS, 0, SIZE)])
 def test_native_of_nothing(shape):
@@ -439,9 +514,12 @@ def test_native_op_is_well_registered():
 
     q, k, v = (x.transpose(1, 2).requires_grad_() for x in torch.randn(3, 2, 9, HEADS, SIZE))
     bias, seen = torch.randn(HEADS, 4, requires_grad=True), torch.tensor([2, 3])
-    arguments = (q, k, v, bias, seen, torch.zeros(2, 9).long(), torch.tensor([9, 4]), 0.5, [3, 0, 0, 1])
+    rows = (seen, torch.zeros(2, 9).long(), torch.tensor([9, 4]), 0.5)
+    arguments = (q, k, v, bias, None, None, *rows, [3, 0, 0, 1])
+    sink = (torch.randn(2, HEADS, 9, requires_grad=True), torch.randn(HEADS, SIZE, requires_grad=True))
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(_forward, arguments, test_utils=checks)
+    torch.library.opcheck(_forward, (q, k, v, None, *sink, *rows, [3, 0, 0, 0]), test_utils=checks)
     (gradient,) = torch.autograd.grad(_forward(*arguments)[0].sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="autograd"):
         gradient.sum().backward()

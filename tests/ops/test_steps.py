@@ -96,7 +96,21 @@ WINDOWS = {
     "sink": {"window": (5, 0), "zero_kv_sink": True},
     "strict sink": {"window": (5, -1), "zero_kv_sink": True},
     "no key but its own": {"window": (0, 0)},
+    "constant sink": {"window": (5, 0), "sink": 2},
+    "constant sink of a strict window": {"window": (5, -1), "sink": 4},
+    "scalar sink": {"window": (5, 0), "sink": 0},
+    "scalar sink of a chunk": {"window": (5, 0), "chunk_size": 4, "sink": 0},
 }
+
+
+def window_options(name, dtype):
+    """What `local_attention` is given; "sink" is how many heads' rows a sink's value has, which first tokens lack."""
+    options = dict(WINDOWS[name])
+    rows = options.pop("sink", None)
+    if rows is None:
+        return options
+    logits = draw(2, 4, 30, seed=7, dtype=dtype).masked_fill(torch.arange(30) <= 5, -torch.inf)
+    return options | {"sink_logits": logits, "sink_values": draw(rows, 5, seed=8, dtype=dtype) if rows else None}
 
 
 @cache
@@ -105,7 +119,7 @@ def whole_rows(name, has_bias, dtype):
     q, k, v = draw(2, 4, 30, 18, dtype=dtype), draw(2, 2, 30, 18, seed=1, dtype=dtype), draw(2, 2, 30, 5, seed=2)
     v = v.to(dtype)
     bias = draw(5, 4, seed=3, dtype=dtype).T if has_bias else None
-    want, _ = local_attention(q, k, v, **WINDOWS[name], bias=bias, backend="reference")
+    want, _ = local_attention(q, k, v, **window_options(name, dtype), bias=bias, backend="reference")
     return q, k, v, bias, want
 
 
@@ -115,13 +129,16 @@ def whole_rows(name, has_bias, dtype):
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_step_of_the_window(backend, name, static_address, has_bias):
     """Thirty steps of rows that began at different times equal the attention of whole rows."""
-    options, (left, _) = WINDOWS[name], WINDOWS[name]["window"]
+    left, _ = WINDOWS[name]["window"]
     for dtype in dtypes(backend):
+        options = window_options(name, dtype)
+        logits = options.pop("sink_logits", None)
         q, k, v, bias, want = whole_rows(name, has_bias, dtype)
         state = empty_state(2, 2, 30 if left is None and static_address else left or 0, 18, value_dim=5, dtype=dtype)
         rows = []
         for t in range(30):
             step = (part[:, :, t] for part in (q, k, v))
+            options |= {} if logits is None else {"sink_logits": logits[:, :, t]}
             y, state = window_step(*step, state, static_address=static_address, bias=bias, **options, backend=backend)
             rows.append(y)
         check((torch.stack(rows, 2),), (want,), dtype)
@@ -181,6 +198,39 @@ def test_normalised_queries_and_keys(backend):
     fixed = attention_step(q, None, None, keys, values, **options)
     options |= {"head_scale": None, "backend": "reference"}
     check((fixed,), (attention_step(normalised(q) * factor, None, None, keys, values, **options),), torch.float32)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rows", [0, 2, 4])
+def test_a_sink_is_one_more_column(backend, rows):
+    """Of slots without an order, by hand; `head_scale` changes queries and keys, not the sink's logit."""
+    q, keys, values = draw(2, 4, 8), draw(2, 2, 5, 8, seed=3), draw(2, 2, 5, 6, seed=4)
+    logits, own, scale = draw(2, 4, seed=6), draw(rows, 6, seed=7) if rows else None, draw(4, seed=5)
+    logits[0, 1] = -torch.inf
+    y = attention_step(
+        q, None, None, keys, values, sink_logits=logits, sink_values=own, head_scale=scale, scale=1.0, backend=backend
+    )
+    q, keys, values = q / q.norm(dim=-1, keepdim=True), keys.repeat_interleave(2, 1), values.repeat_interleave(2, 1)
+    products = (keys @ (q * scale.abs().unsqueeze(1)).unsqueeze(3)).squeeze(3)
+    weights = torch.cat([products, logits.unsqueeze(2)], 2).softmax(2)
+    column = torch.zeros(4, 6) if own is None else own.repeat_interleave(4 // rows, 0)
+    want = (weights[..., :5].unsqueeze(2) @ values).squeeze(2) + weights[..., 5:] * column
+    torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["torch", NATIVE])
+@pytest.mark.parametrize("right", [0, -1])
+def test_a_sink_beside_a_block(backend, right):
+    """The first token of a block, strictly before which there is nothing, sees the sink alone."""
+    token, seen = (draw(2, 4, 8), draw(2, 2, 8, seed=1), draw(2, 2, 6, seed=2)), torch.tensor([5, 8])
+    options = {"window": (None, right), "block": True, "sink_logits": draw(2, 4), "sink_values": draw(4, 6)}
+    results = []
+    for name in (backend, "reference"):
+        held = draw(2, 2, 5, 8, seed=3), draw(2, 2, 5, 6, seed=4)
+        results.append((attention_step(*token, *held, seen, **options, backend=name), *held))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+    if right:
+        torch.testing.assert_close(results[0][0][0], options["sink_values"], rtol=1e-6, atol=1e-6)
 
 
 def test_a_window_moves_along_its_buffer():

@@ -39,6 +39,10 @@ def attention(q, k, v, bias, **options):
     return local_attention(q, k, v, bias=bias, window=(6, 0), **options)[0]
 
 
+def attention_and_sink(q, k, v, bias, value):
+    return attention(q, k, v, bias, sink_logits=q.sum(-1), sink_values=value)
+
+
 ATTENDED = [(B, 2, L, N), (B, 2, L, N), (B, 2, L, N), (2, 7)]
 # a function of float tensors, and their shapes; the first is the one with rows of its own
 OPS = {
@@ -59,6 +63,7 @@ OPS = {
     ),
     "local_attention": (attention, ATTENDED),
     "local_attention packed": (lambda *t: attention(*t, seq_idx=DOCUMENTS[: t[0].shape[0]]), ATTENDED),
+    "local_attention with a sink": (attention_and_sink, [*ATTENDED, (2, N)]),
     "legendre_memory": (lambda x, w: legendre_memory(x, w, order=N, theta=9.0)[0], [(B, L, D), (2, N)]),
     "legendre_memory packed": (
         lambda x, w: legendre_memory(x, w, order=N, theta=9.0, seq_idx=DOCUMENTS[: x.shape[0]])[0],

@@ -5,7 +5,12 @@ import torch
 from hf_hybrid_ssm.ops._core.checks import check_lengths, check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops._core.dispatch import Op
 from hf_hybrid_ssm.ops.local_attention.distance_range import AttentionState, Window, append_to_window, checked_window
-from hf_hybrid_ssm.ops.local_attention.reference import local_attention_reference, self_check_inputs
+from hf_hybrid_ssm.ops.local_attention.reference import (
+    local_attention_reference,
+    self_check_inputs,
+    sink_self_check_inputs,
+)
+from hf_hybrid_ssm.ops.local_attention.sink import check_sink
 from hf_hybrid_ssm.ops.local_attention.step import append_slot, attention_step, check_seen, drop_oldest, window_step
 from hf_hybrid_ssm.ops.local_attention.torch_backend import local_attention_torch
 
@@ -17,6 +22,7 @@ _OP = Op(
         "native": "hf_hybrid_ssm.ops.local_attention.native",
     },
     self_check_inputs=self_check_inputs,
+    further_inputs=(sink_self_check_inputs,),
 )
 
 
@@ -30,6 +36,8 @@ def local_attention(
     bias: torch.Tensor | None = None,
     scale: float | None = None,
     zero_kv_sink: bool = False,
+    sink_logits: torch.Tensor | None = None,
+    sink_values: torch.Tensor | None = None,
     dropout: float = 0.0,
     initial_state: AttentionState | None = None,
     seq_idx: torch.Tensor | None = None,
@@ -41,7 +49,8 @@ def local_attention(
     r"""y_i = Σ_j softmax_j( scale · q_i·k_j + bias(i - j) ) v_j over the keys with i - left ≤ j ≤ i + right.
 
     Token i sees token j if j lies in its window, both are real tokens of the same document, and, with `chunk_size` C,
-    floor(i/C) = floor(j/C) counted from the document's start. A token that sees no key gets 0.
+    floor(i/C) = floor(j/C) counted from the document's start. A sink is one more column of the softmax, of logit
+    sink_logits_i and value sink_values. A token that sees neither a key nor a sink gets 0.
 
     Args:
         q, k, v: (B, H, L, E), (B, G, L, E), (B, G, L, V), one dtype; H / G heads in a row share keys and values.
@@ -54,6 +63,8 @@ def local_attention(
         scale: of q·k; E**-0.5 by default.
         zero_kv_sink: the distances that reach before the document's start hold keys and values that are 0
             (they take a share of the softmax); otherwise they hold nothing. Causal windows only.
+        sink_logits: (B, H, L), the logit of the sink for each token; -inf where it has none.
+        sink_values: (H, V), or (G, V) for heads that share keys and values; 0 by default (a scalar sink).
         dropout: on the softmax.
         initial_state: what an earlier call returned: its keys come before the row's first token, as part of the row's
             first document.
@@ -82,6 +93,7 @@ def local_attention(
     check_lengths(lengths, batch, length)
     window = checked_window(window)
     _check_options(window, chunk_size, zero_kv_sink)
+    check_sink(sink_logits, sink_values, q, v, zero_kv_sink)
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout={dropout} must lie in [0, 1).")
     if chunk_size is not None:
@@ -110,6 +122,8 @@ def local_attention(
         bias=bias,
         scale=size**-0.5 if scale is None else scale,
         zero_kv_sink=zero_kv_sink,
+        sink_logits=sink_logits,
+        sink_values=sink_values,
         dropout=dropout,
         state=initial_state,
         seq_idx=seq_idx,

@@ -1,7 +1,7 @@
 """Local attention on CUDA: FlexAttention, one kernel that holds neither copies of the keys nor a matrix of logits.
 
-Bias and mask are functions of the indices of tokens; blocks outside of the window are never visited. The zero sink
-scales the result: beside keys of total weight exp(l), one of weight exp(s) leaves them exp(l) / (exp(l) + exp(s)).
+Bias and mask are functions of the indices of tokens; blocks outside of the window are never visited. A sink scales the
+result: beside keys of total weight exp(l), one of weight exp(s) leaves them exp(l) / (exp(l) + exp(s)).
 """
 
 import importlib.util
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hf_hybrid_ssm.ops._core.precision import float32_precision
 from hf_hybrid_ssm.ops._core.rows import zero_beyond
 from hf_hybrid_ssm.ops.local_attention.distance_range import Window, distance_ranges, zero_key_logits
+from hf_hybrid_ssm.ops.local_attention.sink import beside_sink
 from hf_hybrid_ssm.ops.local_attention.torch_backend import is_causal_by_chunk, local_attention_torch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,13 +42,29 @@ def supports(device_type: str, dtype: torch.dtype) -> str | None:
 
 
 def local_attention_triton(
-    q, k, v, *, window, chunk_size, bias, scale, zero_kv_sink, dropout, state, seq_idx, lengths
+    q,
+    k,
+    v,
+    *,
+    window,
+    chunk_size,
+    bias,
+    scale,
+    zero_kv_sink,
+    sink_logits,
+    sink_values,
+    dropout,
+    state,
+    seq_idx,
+    lengths,
 ):
     """As `local_attention_torch`, which takes over what FlexAttention has not (dropout, an initial state), what would
     not fill a block, and causal chunks without a bias, for which torch has a kernel."""
-    few = q.shape[2] < BLOCK or min(q.shape[3], v.shape[3]) < LEAST_HEAD
-    if few or dropout or state is not None or is_causal_by_chunk(window, chunk_size, bias, dropout, state, seq_idx):
+    few, has_sink = q.shape[2] < BLOCK or min(q.shape[3], v.shape[3]) < LEAST_HEAD, sink_logits is not None
+    by_chunk = not has_sink and is_causal_by_chunk(window, chunk_size, bias, dropout, state, seq_idx)
+    if few or dropout or state is not None or by_chunk:
         given = {"bias": bias, "scale": scale, "zero_kv_sink": zero_kv_sink, "dropout": dropout, "state": state}
+        given |= {"sink_logits": sink_logits, "sink_values": sink_values}
         given |= {"window": window, "chunk_size": chunk_size, "seq_idx": seq_idx, "lengths": lengths}
         return local_attention_torch(q, k, v, **given)
     (left, right), length = window, q.shape[2]
@@ -67,13 +84,14 @@ def local_attention_triton(
     blocks = BlockMask.from_kv_blocks(visited, indices, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(length, length))
     options: dict[str, Any] = {"score_mod": None if bias is None else with_bias, "block_mask": blocks, "scale": scale}
     options["enable_gqa"] = bool(q.shape[1] != k.shape[1])  # of symbolic sizes a comparison is not a bool
-    attend = _flex(q, _kind(q, k, v, window, bias, scale, zero_kv_sink))
-    if not zero_kv_sink:
+    attend = _flex(q, _kind(q, k, v, window, bias, scale, zero_kv_sink or has_sink))
+    if not zero_kv_sink and not has_sink:
         return attend(q, k, v, **options)
     y, total = attend(q, k, v, **options, **LOG_SUM)
     total = total if isinstance(total, torch.Tensor) else total.lse
-    sink = zero_key_logits(bias, ranges.rank, left, right, total.new_empty(0))
-    return y * torch.sigmoid(total - sink).unsqueeze(-1).to(y.dtype)
+    if zero_kv_sink:
+        sink_logits = zero_key_logits(bias, ranges.rank, left, right, total.new_empty(0))
+    return beside_sink(y, total, sink_logits, sink_values)
 
 
 @lru_cache(maxsize=16)
@@ -91,12 +109,12 @@ def _visited(length: int, window: Window, device: torch.device) -> tuple[torch.T
         return (highest - lowest + 1).int()[None, None], indices.int()[None, None]
 
 
-def _kind(q, k, v, window, bias, scale, zero_kv_sink) -> tuple:
+def _kind(q, k, v, window, bias, scale, has_sink) -> tuple:
     """What another value of compiles anew; lengths and, above one, batches do not."""
     sizes = (q.shape[0] == 1, q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype, q.device)
     column = None if bias is None else (bias.shape, bias.dtype, window[1] is None or window[1] > 0)
     gradients = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, bias))
-    return (*sizes, column, gradients, scale, zero_kv_sink, float32_precision())
+    return (*sizes, column, gradients, scale, has_sink, float32_precision())
 
 
 def _flex(q: torch.Tensor, kind: tuple) -> Any:

@@ -99,16 +99,18 @@ static inline void logits_of(
 /* y of a tile, and the log of its summed weights, from keys and values that begin with key `from`. */
 static void attend(const problem *p, const memory *m, const tile *t, int64_t from, float *y, float *log_sum) {
     const int64_t E = p->key_width, V = p->value_width;
+    const float *sink_value = sink_value_of(p, t->h);
     float top[QUERIES], sum[QUERIES], factor[QUERIES];
+    memset(m->y, 0, QUERIES * V * sizeof(float));
     for (int64_t i = 0; i < QUERIES; i++) {
-        const int64_t first = tail_of(p, t->b * p->L + t->begin + smaller(i, t->count - 1));
-        const float zeros = first < p->tails ? p->tail[t->h * p->tail_width + first] : -INFINITY;
-        top[i] = zeros > NOTHING ? zeros : NOTHING; /* the bias may hide all of them */
-        sum[i] = zeros > NOTHING;
+        const float sink = sink_of(p, t->b, t->h, t->begin + smaller(i, t->count - 1));
+        const int is_absent = sink <= NOTHING; /* the bias may hide all zeros; NaN is not absent */
+        top[i] = is_absent ? NOTHING : sink;
+        sum[i] = !is_absent;
+        if (sink_value && !is_absent) memcpy(m->y + i * V, sink_value, p->V * sizeof(float));
     }
     copy_rows(m->q, E, QUERIES, token_of(p->q, t->b, t->h, t->begin), p->q.token, p->E, t->count, p->scale);
     turn(m->q_columns, m->q, E, p->E);
-    memset(m->y, 0, QUERIES * V * sizeof(float));
     for (int64_t j = t->low; j <= t->high; j += KEYS) {
         const int64_t count = ceil_div(smaller(KEYS, t->high + 1 - j), KEY_TILE) * KEY_TILE;
         for (int64_t r = 0; r < count; r += KEY_TILE)
@@ -128,7 +130,7 @@ static void attend(const problem *p, const memory *m, const tile *t, int64_t fro
             *(vec *)(sum + i) = *(vec *)(sum + i) * shrunk + total;
             *(vec *)(top + i) = most;
         }
-        for (int64_t i = 0; i < QUERIES && j > t->low; i++)
+        for (int64_t i = 0; i < QUERIES && (j > t->low || sink_value); i++)
             for (int64_t c = 0; c < V; c += LANES) *(vec *)(m->y + i * V + c) *= factor[i];
         add_products(m->y, QUERIES, m->weights, 1, QUERIES, m->values + (j - from) * V, V, count);
     }
@@ -181,13 +183,16 @@ static void forward_task(
 
 /* Returns 0, or 1 if memory ran out. log_sums (B, H, L). */
 int local_attention_forward(
-    const float *q, const float *k, const float *v, const float *bias, const int64_t *seen, const int64_t *seq_idx,
-    const int64_t *lengths, float *y, float *log_sums, double scale, int64_t q_row, int64_t q_head, int64_t q_token,
-    int64_t k_row, int64_t k_head, int64_t k_token, int64_t v_row, int64_t v_head, int64_t v_token, int64_t bias_head,
-    int64_t bias_column, int64_t left, int64_t right, int64_t chunk, int64_t sink, int64_t B, int64_t H, int64_t G,
-    int64_t L, int64_t M, int64_t E, int64_t V, int64_t R, int64_t threads) {
+    const float *q, const float *k, const float *v, const float *bias, const float *sink_logits,
+    const float *sink_values, const int64_t *seen, const int64_t *seq_idx, const int64_t *lengths, float *y,
+    float *log_sums, double scale, int64_t q_row, int64_t q_head, int64_t q_token, int64_t k_row, int64_t k_head,
+    int64_t k_token, int64_t v_row, int64_t v_head, int64_t v_token, int64_t bias_head, int64_t bias_column,
+    int64_t sink_row, int64_t sink_head, int64_t sink_token, int64_t left, int64_t right, int64_t chunk,
+    int64_t zeros_before, int64_t B, int64_t H, int64_t G, int64_t L, int64_t M, int64_t E, int64_t V, int64_t R,
+    int64_t S, int64_t threads) {
     problem p = {.q = {q, q_row, q_head, q_token}, {k, k_row, k_head, k_token}, {v, v_row, v_head, v_token}, bias, bias_head,
-                 bias_column, seen, seq_idx, lengths, scale, left, right, chunk, sink, B, H, G, L, M, E, V, R, threads};
+                 bias_column, {sink_logits, sink_row, sink_head, sink_token}, sink_values, seen, seq_idx, lengths, scale,
+                 left, right, chunk, zeros_before, B, H, G, L, M, E, V, R, S, threads};
     int64_t size, keys;
     char *space = 0;
     const int ready = open_problem(&p);
@@ -211,12 +216,35 @@ int local_attention_forward(
 typedef struct {
     array y, dy;
     const float *log_sums;
-    float *dq, *dk, *dv, *dbias; /* (B, L, H, E), (B, M + L, G, E), (B, M + L, G, V), (H, R) */
-    float *parts;                /* of dbias: (B, segments, H, R) */
+    float *dq, *dk, *dv, *dbias;        /* (B, L, H, E), (B, M + L, G, E), (B, M + L, G, V), (H, R) */
+    float *dsink_logits, *dsink_values; /* (B, H, L), (S, V) */
+    float *parts;                       /* of dbias and dsink_values: (B, segments, H, part_width) */
+    int64_t part_width;                 /* R, and V if the sink has a value */
 } gradients;
 
-/* The bias's gradient by the zeros of a tile's sink, whose weights are exp(bias - log_sum). */
-static void sink_back(const problem *p, const memory *m, const tile *t, const float *log_sum, const float *mean) {
+static inline float *part_of(const problem *p, const gradients *g, int64_t b, int64_t segment, int64_t h) {
+    return g->parts + ((b * p->segments + segment) * p->H + h) * g->part_width;
+}
+
+/* The gradients of a tile's sink: p (dy v - mean) of its logits, p dy of its value, p = exp(logit - log_sum). */
+static void sink_back(
+    const problem *p, const memory *m, const tile *t, const gradients *g, const float *log_sum, const float *mean) {
+    const float *value = sink_value_of(p, t->h);
+    float *dvalue = part_of(p, g, t->b, t->begin / p->segment, t->h) + p->R;
+    for (int64_t i = 0; i < t->count; i++) {
+        const float *dy = m->dy + i * p->value_width;
+        const float weight = expf(sink_of(p, t->b, t->h, t->begin + i) - log_sum[i]);
+        float product = 0;
+        for (int64_t c = 0; value && c < p->V; c++) {
+            product += dy[c] * value[c];
+            dvalue[c] += weight * dy[c];
+        }
+        g->dsink_logits[(t->b * p->H + t->h) * p->L + t->begin + i] = weight * (product - mean[i]);
+    }
+}
+
+/* The bias's gradient by the zeros before a tile's documents, whose weights are exp(bias - log_sum). */
+static void zeros_back(const problem *p, const memory *m, const tile *t, const float *log_sum, const float *mean) {
     const float *zeros = p->zeros + t->h * p->tail_width;
     for (int64_t i = 0; i < t->count; i++) {
         const int64_t first = tail_of(p, t->b * p->L + t->begin + i);
@@ -270,7 +298,8 @@ static void attend_back(const problem *p, const memory *m, const tile *t, int64_
         float *dq = g->dq + ((t->b * p->L + t->begin + i) * p->H + t->h) * p->E;
         for (int64_t e = 0; e < p->E; e++) dq[e] = m->dq[i * E + e] * p->scale;
     }
-    if (p->bias) sink_back(p, m, t, log_sum, mean);
+    if (p->bias) zeros_back(p, m, t, log_sum, mean);
+    if (p->sinks.at) sink_back(p, m, t, g, log_sum, mean);
 }
 
 /* dbias (R) from the sums by distance. */
@@ -310,7 +339,7 @@ static void backward_task(
             open_tile(p, &t, b, h, i, end);
             attend_back(p, m, &t, from, g);
         }
-        if (p->bias) fold_bias(p, m, g->parts + ((b * p->segments + segment) * p->H + h) * p->R);
+        if (p->bias) fold_bias(p, m, part_of(p, g, b, segment, h));
     }
     if (!keys) return;
     const int64_t row = b * (p->M + p->L) + from;
@@ -320,22 +349,26 @@ static void backward_task(
 
 /* Returns 0, or 1 if memory ran out. The gradients are zero at the start. */
 int local_attention_backward(
-    const float *q, const float *k, const float *v, const float *bias, const int64_t *seen, const int64_t *seq_idx,
-    const int64_t *lengths, const float *y, const float *dy, const float *log_sums, float *dq, float *dk, float *dv,
-    float *dbias, double scale, int64_t q_row, int64_t q_head, int64_t q_token, int64_t k_row, int64_t k_head,
+    const float *q, const float *k, const float *v, const float *bias, const float *sink_logits,
+    const float *sink_values, const int64_t *seen, const int64_t *seq_idx, const int64_t *lengths, const float *y,
+    const float *dy, const float *log_sums, float *dq, float *dk, float *dv, float *dbias, float *dsink_logits,
+    float *dsink_values, double scale, int64_t q_row, int64_t q_head, int64_t q_token, int64_t k_row, int64_t k_head,
     int64_t k_token, int64_t v_row, int64_t v_head, int64_t v_token, int64_t bias_head, int64_t bias_column,
-    int64_t left, int64_t right, int64_t chunk, int64_t sink, int64_t B, int64_t H, int64_t G, int64_t L, int64_t M,
-    int64_t E, int64_t V, int64_t R, int64_t y_row, int64_t y_head, int64_t y_token, int64_t dy_row, int64_t dy_head,
-    int64_t dy_token, int64_t threads) {
+    int64_t sink_row, int64_t sink_head, int64_t sink_token, int64_t left, int64_t right, int64_t chunk,
+    int64_t zeros_before, int64_t B, int64_t H, int64_t G, int64_t L, int64_t M, int64_t E, int64_t V, int64_t R,
+    int64_t S, int64_t y_row, int64_t y_head, int64_t y_token, int64_t dy_row, int64_t dy_head, int64_t dy_token,
+    int64_t threads) {
     problem p = {.q = {q, q_row, q_head, q_token}, {k, k_row, k_head, k_token}, {v, v_row, v_head, v_token}, bias, bias_head,
-                 bias_column, seen, seq_idx, lengths, scale, left, right, chunk, sink, B, H, G, L, M, E, V, R, threads};
-    gradients g = {{y, y_row, y_head, y_token}, {dy, dy_row, dy_head, dy_token}, log_sums, dq, dk, dv, dbias, 0};
+                 bias_column, {sink_logits, sink_row, sink_head, sink_token}, sink_values, seen, seq_idx, lengths, scale,
+                 left, right, chunk, zeros_before, B, H, G, L, M, E, V, R, S, threads};
+    gradients g = {{y, y_row, y_head, y_token}, {dy, dy_row, dy_head, dy_token}, log_sums, dq, dk, dv, dbias, dsink_logits,
+                   dsink_values, 0, R + (sink_values ? V : 0)};
     int64_t size, keys;
     char *space = 0;
     const int ready = open_problem(&p);
     if (ready) {
         cut(&p, 1);
-        g.parts = calloc(B * p.segments * H * R + 1, sizeof(float));
+        g.parts = calloc(B * p.segments * H * g.part_width + 1, sizeof(float));
         if (g.parts) space = memory_of_threads(&p, 1, &size, &keys);
     }
     for (int64_t odd = 0; odd < 2; odd++) {
@@ -349,7 +382,11 @@ int local_attention_backward(
         }
     }
     for (int64_t part = 0; part < (space ? B * p.segments : 0); part++)
-        for (int64_t x = 0; x < H * R; x++) dbias[x] += g.parts[part * H * R + x];
+        for (int64_t h = 0; h < H; h++) {
+            const float *of_head = part_of(&p, &g, part / p.segments, part % p.segments, h);
+            for (int64_t x = 0; x < R; x++) dbias[h * R + x] += of_head[x];
+            for (int64_t c = 0; c < g.part_width - R; c++) dsink_values[h / (H / S) * V + c] += of_head[R + c];
+        }
     free(g.parts);
     free(space);
     close_problem(&p);

@@ -12,6 +12,7 @@ from hf_hybrid_ssm.ops._core.native_library import (
     contiguous,
     is_plain_call,
     library_beside,
+    prepared,
     supports,
     with_dense_rows,
 )
@@ -22,27 +23,42 @@ __all__ = ["local_attention_native", "supports"]
 
 _library = library_beside(__file__)
 # T keys, the last L of them the row's own
-_INPUTS = """q[B* H* L* E], k[B* G* T* E], v[B* G* T* V], bias?[H* R*], seen?[B] int64, seq_idx?[B L] int64,
-    lengths?[B] int64"""
-_NUMBERS = """scale:float, q.0, q.1, q.2, k.0, k.1, k.2, v.0, v.1, v.2, bias.0, bias.1, left, right, chunk, sink,
-    B, H, G, L, T-L, E, V, R"""
+_INPUTS = """q[B* H* L* E], k[B* G* T* E], v[B* G* T* V], bias?[H* R*], sink_logits?[B* H* L*], sink_values?[S V],
+    seen?[B] int64, seq_idx?[B L] int64, lengths?[B] int64"""
+_NUMBERS = """scale:float, q.0, q.1, q.2, k.0, k.1, k.2, v.0, v.1, v.2, bias.0, bias.1, sink_logits.0, sink_logits.1,
+    sink_logits.2, left, right, chunk, zero_sink, B, H, G, L, T-L, E, V, R, S"""
 FORWARD = CFunction(_library, "local_attention_forward", f"{_INPUTS}, y[B L H V], log_sums[B H L]", _NUMBERS)
 BACKWARD = CFunction(
     _library,
     "local_attention_backward",
     f"""{_INPUTS}, y[B* H* L* V], dy[B* H* L* V], log_sums[B H L], dq[B L H E], dk[B T G E], dv[B T G V],
-    dbias?[H R]""",
+    dbias?[H R], dsink_logits?[B H L], dsink_values?[S V]""",
     f"{_NUMBERS}, y.0, y.1, y.2, dy.0, dy.1, dy.2",
 )
 
 
 def local_attention_native(
-    q, k, v, *, window, chunk_size, bias, scale, zero_kv_sink, dropout, state, seq_idx, lengths
+    q,
+    k,
+    v,
+    *,
+    window,
+    chunk_size,
+    bias,
+    scale,
+    zero_kv_sink,
+    sink_logits,
+    sink_values,
+    dropout,
+    state,
+    seq_idx,
+    lengths,
 ):
     """See `hf_hybrid_ssm.ops.local_attention.local_attention`; dropout runs in torch."""
     if dropout:
         given = {"window": window, "chunk_size": chunk_size, "bias": bias, "scale": scale, "dropout": dropout}
         given |= {"zero_kv_sink": zero_kv_sink, "state": state, "seq_idx": seq_idx, "lengths": lengths}
+        given |= {"sink_logits": sink_logits, "sink_values": sink_values}
         return local_attention_torch(q, k, v, **given)
     seen = None
     if state is not None:
@@ -52,8 +68,9 @@ def local_attention_native(
     numbers = (left, right, chunk_size or 0, int(zero_kv_sink))
     rows = (with_dense_rows(q), with_dense_rows(k), with_dense_rows(v))
     counts = (contiguous(seq_idx, torch.int64), contiguous(lengths, torch.int64))
-    inputs = (*rows, None if bias is None else bias.float(), seen, *counts)
-    trains = torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:4] if x is not None)
+    tables = (None if x is None else x.float() for x in (bias, sink_logits))
+    inputs = (*rows, *tables, prepared(sink_values), seen, *counts)
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:6] if x is not None)
     run: Callable = _forward if trains or not is_plain_call(q) else _compute_forward
     return run(*inputs, float(scale), numbers)[0].to(q.dtype)
 
@@ -69,20 +86,22 @@ def _compute_forward(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    sink_logits: Tensor | None,
+    sink_values: Tensor | None,
     seen: Tensor | None,
     seq_idx: Tensor | None,
     lengths: Tensor | None,
     scale: float,
     numbers: List[int],  # noqa: UP006 - all that torch 2.6 reads
 ) -> tuple[Tensor, Tensor]:
-    """y (B, H, L, V), the logs of the summed weights (B, H, L); numbers are left, right, chunk (0: none) and sink.
+    """y (B, H, L, V), the logs of the summed weights (B, H, L); numbers are left, right, chunk (0: none), zero_sink.
 
-    q (B, H, L, E), k (B, G, M + L, E) and v (B, G, M + L, V) are float32 with dense entries, bias (H, R) float32; the
-    last M tokens before the row come first among its keys.
+    q (B, H, L, E), k (B, G, M + L, E) and v (B, G, M + L, V) are float32 with dense entries, bias (H, R) and the
+    sink's logits (B, H, L) and values (S, V) float32; the last M tokens before the row come first among its keys.
     """
     (batch, heads, length, _), size = q.shape, v.shape[3]
     y, log_sums = q.new_empty(batch, length, heads, size), q.new_empty(batch, heads, length)
-    FORWARD((q, k, v, bias, seen, seq_idx, lengths, y, log_sums), scale, *numbers)
+    FORWARD((q, k, v, bias, sink_logits, sink_values, seen, seq_idx, lengths, y, log_sums), scale, *numbers)
     return y.transpose(1, 2), log_sums
 
 
@@ -92,7 +111,7 @@ _forward = torch.library.custom_op(
 
 
 @_forward.register_fake
-def _(q, k, v, bias, seen, seq_idx, lengths, scale, numbers):
+def _(q, k, v, bias, sink_logits, sink_values, seen, seq_idx, lengths, scale, numbers):
     batch, heads, length, _ = q.shape
     return q.new_empty(batch, length, heads, v.shape[3]).transpose(1, 2), q.new_empty(batch, heads, length)
 
@@ -103,6 +122,8 @@ def _backward(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    sink_logits: Tensor | None,
+    sink_values: Tensor | None,
     seen: Tensor | None,
     seq_idx: Tensor | None,
     lengths: Tensor | None,
@@ -112,17 +133,19 @@ def _backward(
     scale: float,
     numbers: List[int],  # noqa: UP006 - all that torch 2.6 reads
 ) -> List[Tensor]:  # noqa: UP006
-    """dq, dk, dv and dbias (empty without a bias)."""
+    """dq, dk, dv, and those of bias and sink (empty without them)."""
     dq, dk, dv = (_zeros_by_token(x) for x in (q, k, v))
-    dbias = q.new_zeros(0 if bias is None else bias.shape)
-    results = (*(x.transpose(1, 2) for x in (dq, dk, dv)), None if bias is None else dbias)
-    BACKWARD((q, k, v, bias, seen, seq_idx, lengths, y, dy, log_sums, *results), scale, *numbers)
-    return [dq, dk, dv, dbias]
+    tables = (bias, sink_logits, sink_values)
+    others = [q.new_zeros(0 if x is None else x.shape) for x in tables]
+    results = (*(x.transpose(1, 2) for x in (dq, dk, dv)), *(None if x is None else d for x, d in zip(tables, others)))
+    BACKWARD((q, k, v, *tables, seen, seq_idx, lengths, y, dy, log_sums, *results), scale, *numbers)
+    return [dq, dk, dv, *others]
 
 
 @_backward.register_fake
-def _(q, k, v, bias, seen, seq_idx, lengths, y, log_sums, dy, scale, numbers):
-    return [*(_zeros_by_token(x) for x in (q, k, v)), q.new_empty(0 if bias is None else bias.shape)]
+def _(q, k, v, bias, sink_logits, sink_values, seen, seq_idx, lengths, y, log_sums, dy, scale, numbers):
+    others = (q.new_empty(0 if x is None else x.shape) for x in (bias, sink_logits, sink_values))
+    return [*(_zeros_by_token(x) for x in (q, k, v)), *others]
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -134,8 +157,9 @@ def _setup_context(ctx, inputs, output) -> None:
 def _gradient(ctx, dy, dlog_sums):
     *inputs, y, log_sums = ctx.saved_tensors  # once: checkpointing unpacks them once
     saved = (*inputs, with_dense_rows(y), log_sums.contiguous(), with_dense_rows(dy))
-    dq, dk, dv, dbias = _backward(*saved, ctx.scale, ctx.numbers)
-    return dq, dk, dv, None if inputs[3] is None else dbias, None, None, None, None, None
+    gradients = _backward(*saved, ctx.scale, ctx.numbers)
+    given = (None if x is None else gradient for x, gradient in zip(inputs, gradients))  # what follows has none
+    return *given, None, None, None, None, None
 
 
 _forward.register_autograd(_gradient, setup_context=_setup_context)

@@ -14,12 +14,13 @@ typedef uint16_t narrow_vec __attribute__((vector_size(2 * LANES), aligned(2), m
 
 typedef struct {
     const float *q, *k, *v, *bias, *head_scale;
+    const float *sink_logits, *sink_values; /* (B, H) and (S, V), a row for H / S heads; null if there is none, or 0 */
     char *keys, *values;
     const int64_t *seen;
     float *y;
     int64_t key_row, key_head, key_slot, value_row, value_head, value_slot, bias_head, bias_column, R;
-    int64_t left, right, chunk, block, shift, sink, narrow;
-    int64_t B, H, G, M, E, V;
+    int64_t sink_row, sink_head, left, right, chunk, block, shift, zeros_before, narrow;
+    int64_t B, H, G, M, E, V, S;
     float scale;
 } problem;
 
@@ -67,10 +68,11 @@ static inline float bias_of(const problem *p, int64_t h, int64_t distance, float
     return factor * p->bias[h * p->bias_head + column * p->bias_column];
 }
 
-/* y = share * (sum of scores times values) of `vectors` vectors of entries from e on; the own value's score is last */
+/* y = share * (sum of scores times values) of `vectors` vectors of entries from e on; the own value's score is last, and
+ * the sink's value, if it has one, has its weight */
 INLINE void weighted(
     const problem *p, float *y, const char *values, int64_t e, const float *scores, int64_t first, int64_t held,
-    const float *own_value, float share, const int vectors, int lanes) {
+    const float *own_value, const float *sink_value, float sink_weight, float share, const int vectors, int lanes) {
     vec out[TOGETHER];
     for (int j = 0; j < vectors; j++) out[j] = broadcast(0);
     for (int64_t i = 0; i < held; i++)
@@ -78,6 +80,7 @@ INLINE void weighted(
             out[j] += scores[i] * load_held(values, (first + i) * p->value_slot + e + j * LANES, lanes, p->narrow);
     for (int j = 0; j < vectors; j++) {
         if (own_value) out[j] += scores[held] * load(own_value + e + j * LANES, lanes);
+        if (sink_value) out[j] += sink_weight * load(sink_value + e + j * LANES, lanes);
         store(y + j * LANES, out[j] * share, lanes);
     }
 }
@@ -88,6 +91,7 @@ static void attend(
     const problem *p, int64_t b, int64_t h, const float *q, float factor, const float *own_key, const float *own_value,
     int64_t first, int64_t held, int64_t far, int64_t missing_from, float *scores) {
     const int64_t g = h / (p->H / p->G), size = p->narrow ? 2 : 4;
+    if (!own_key) own_value = 0;
     const char *keys = p->keys + (b * p->key_row + g * p->key_head) * size;
     const char *values = p->values + (b * p->value_row + g * p->value_head) * size;
     float *y = p->y + (b * p->H + h) * p->V, top = -INFINITY;
@@ -103,16 +107,20 @@ static void attend(
         count++;
     }
     /* the distances before the document's start hold zeros: their logits are the biases */
-    for (int64_t d = missing_from; d <= p->left && p->sink; d++) {
+    for (int64_t d = missing_from; d <= p->left && p->zeros_before; d++) {
         const float logit = bias_of(p, h, d, factor);
         if (logit > top) top = logit;
     }
-    float total = 0;
-    if (top == -INFINITY) { /* a token that sees no key gets 0; the bias may hide all that there are */
+    const float sink = p->sink_logits ? p->sink_logits[b * p->sink_row + h * p->sink_head] : -INFINITY;
+    if (sink > top || sink != sink) top = sink;
+    if (top == -INFINITY) { /* a token that sees nothing gets 0; the bias may hide all that there are */
         memset(y, 0, p->V * sizeof(float));
         return;
     }
-    for (int64_t d = missing_from; d <= p->left && p->sink; d++) total += expf(bias_of(p, h, d, factor) - top);
+    const float *sink_value = p->sink_values ? p->sink_values + h / (p->H / p->S) * p->V : 0;
+    const float sink_weight = p->sink_logits ? expf(sink - top) : 0;
+    float total = sink_weight;
+    for (int64_t d = missing_from; d <= p->left && p->zeros_before; d++) total += expf(bias_of(p, h, d, factor) - top);
     for (int64_t i = 0; i < count; i += LANES) {
         const int lanes = lanes_of(i, count);
         vec weight = exponential(load(scores + i, lanes) - top);
@@ -122,9 +130,10 @@ static void attend(
     const float share = 1.0f / total;
     int64_t e = 0;
     for (; e + TOGETHER * LANES <= p->V; e += TOGETHER * LANES) /* sums that do not wait for each other */
-        weighted(p, y + e, values, e, scores, first, held, own_key ? own_value : 0, share, TOGETHER, LANES);
+        weighted(p, y + e, values, e, scores, first, held, own_value, sink_value, sink_weight, share, TOGETHER, LANES);
     for (; e < p->V; e += LANES)
-        weighted(p, y + e, values, e, scores, first, held, own_key ? own_value : 0, share, 1, lanes_of(e, p->V));
+        weighted(p, y + e, values, e, scores, first, held, own_value, sink_value, sink_weight, share, 1,
+                 lanes_of(e, p->V));
 }
 
 /* a token's key or value into its slot of M, or, where a block is over, zeros into all slots */
@@ -180,13 +189,14 @@ static void one_group(const problem *p, int64_t b, int64_t g, float *space) {
  * limit; chunk, block: 0 if there is none; k null: nothing is kept. */
 int attention_step(
     const float *q, const float *k, const float *v, char *keys, char *values, const int64_t *seen, const float *bias,
-    const float *head_scale, float *y, double scale, int64_t key_row, int64_t key_head, int64_t key_slot,
-    int64_t value_row, int64_t value_head, int64_t value_slot, int64_t bias_head, int64_t bias_column, int64_t R,
-    int64_t left, int64_t right, int64_t chunk, int64_t block, int64_t shift, int64_t sink, int64_t narrow, int64_t B, int64_t H, int64_t G, int64_t M, int64_t E,
-    int64_t V, int64_t threads) {
-    const problem p = {q, k, v, bias, head_scale, keys, values, seen, y, key_row, key_head, key_slot, value_row,
-                       value_head, value_slot, bias_head, bias_column, R, left, right, chunk, block, shift, sink, narrow,
-                       B, H, G, M, E, V, scale};
+    const float *head_scale, const float *sink_logits, const float *sink_values, float *y, double scale,
+    int64_t key_row, int64_t key_head, int64_t key_slot, int64_t value_row, int64_t value_head, int64_t value_slot,
+    int64_t bias_head, int64_t bias_column, int64_t R, int64_t sink_row, int64_t sink_head, int64_t left,
+    int64_t right, int64_t chunk, int64_t block, int64_t shift, int64_t zeros_before, int64_t narrow, int64_t B,
+    int64_t H, int64_t G, int64_t M, int64_t E, int64_t V, int64_t S, int64_t threads) {
+    const problem p = {q, k, v, bias, head_scale, sink_logits, sink_values, keys, values, seen, y, key_row, key_head,
+                       key_slot, value_row, value_head, value_slot, bias_head, bias_column, R, sink_row, sink_head, left,
+                       right, chunk, block, shift, zeros_before, narrow, B, H, G, M, E, V, S, scale};
     int failed = 0;
     for (int64_t b = 0; b < B; b++)
         if (M < 1 || (seen && seen[b] < 0)) return 2;

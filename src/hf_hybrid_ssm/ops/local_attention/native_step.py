@@ -13,9 +13,9 @@ STEP = CFunction(
     library_beside(__file__),
     "attention_step",
     """q[B H E], k?[B G E], v?[B G V], keys[B* G* M* E] held, values[B* G* M* V] held, seen?[B] int64, bias?[H* R*],
-    head_scale?[H], y[B H V]""",
-    """scale:float, keys.0, keys.1, keys.2, values.0, values.1, values.2, bias.0, bias.1, R, left, right, chunk, block,
-    shift, sink, narrow, B, H, G, M, E, V""",
+    head_scale?[H], sink_logits?[B* H*], sink_values?[S V], y[B H V]""",
+    """scale:float, keys.0, keys.1, keys.2, values.0, values.1, values.2, bias.0, bias.1, R, sink_logits.0,
+    sink_logits.1, left, right, chunk, block, shift, zero_sink, narrow, B, H, G, M, E, V, S""",
     refuses="seen must not be negative: it is how many tokens the row's document has had.",
 )
 
@@ -28,15 +28,32 @@ def supports(device_type: str, dtype: torch.dtype) -> str | None:
 
 
 def attention_step_native(
-    q, k, v, keys, values, seen, *, window, chunk_size, block, bias, scale, head_scale, zero_kv_sink, shift
+    q,
+    k,
+    v,
+    keys,
+    values,
+    seen,
+    *,
+    window,
+    chunk_size,
+    block,
+    bias,
+    scale,
+    head_scale,
+    zero_kv_sink,
+    sink_logits,
+    sink_values,
+    shift,
 ):
     """As `hf_hybrid_ssm.ops.local_attention.attention_step`."""
     left, right = window
     numbers = (-1 if left is None else left, right, chunk_size or 0, int(block), int(shift), int(zero_kv_sink))
     rows = (prepared(q), prepared(k), prepared(v))
     factors = (None if bias is None else bias.float(), prepared(head_scale))
+    sink = (None if sink_logits is None else sink_logits.float(), prepared(sink_values))
     seen = contiguous(seen, torch.int64)
-    return _step(*rows, keys, values, seen, *factors, float(scale), numbers).to(q.dtype), keys, values
+    return _step(*rows, keys, values, seen, *factors, *sink, float(scale), numbers).to(q.dtype), keys, values
 
 
 def _compute(
@@ -48,12 +65,15 @@ def _compute(
     seen: Tensor | None,
     bias: Tensor | None,
     head_scale: Tensor | None,
+    sink_logits: Tensor | None,
+    sink_values: Tensor | None,
     scale: float,
     numbers: List[int],  # noqa: UP006 - all that torch 2.6 reads
 ) -> Tensor:
-    """y (B, H, V); the numbers are left (-1: no limit), right, chunk (0: none), block, shift, sink."""
+    """y (B, H, V); the numbers are left (-1: no limit), right, chunk (0: none), block, shift, zero_sink."""
     y = torch.empty((*q.shape[:2], values.shape[3]), dtype=q.dtype)
-    STEP((q, k, v, keys, values, seen, bias, head_scale, y), scale, *numbers, keys.dtype != torch.float32)
+    tensors = (q, k, v, keys, values, seen, bias, head_scale, sink_logits, sink_values, y)
+    STEP(tensors, scale, *numbers, keys.dtype != torch.float32)
     return y
 
 

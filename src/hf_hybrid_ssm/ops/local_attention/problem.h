@@ -16,10 +16,12 @@ typedef struct {
     array q, k, v;
     const float *bias; /* (H, R) or null, whose strides follow */
     int64_t bias_head, bias_column;
+    array sinks;              /* (B, H, L), one logit for each token, or null */
+    const float *sink_values; /* (S, V), a row for H / S heads; null for 0 */
     const int64_t *seen, *seq_idx, *lengths; /* (B), (B, L), (B), each may be null */
     float scale;
-    int64_t left, right, chunk, sink; /* limits may be beyond all tokens; chunk, sink: 0 if there is none */
-    int64_t B, H, G, L, M, E, V, R;   /* M keys come before the row's own */
+    int64_t left, right, chunk, zeros_before; /* limits may be beyond all tokens; 0 if there is none of the others */
+    int64_t B, H, G, L, M, E, V, R, S;        /* M keys come before the row's own */
     int64_t threads;
     /* worked out from these */
     int64_t nearest, farthest, span;  /* distances between tokens of a row that may be seen, span is their number */
@@ -86,6 +88,18 @@ static inline int64_t tail_of(const problem *p, int64_t at) {
     return smaller(larger(p->rank[at] + 1 + p->right, 0), p->tails);
 }
 
+/* The logit of a query's sink, the zeros before its document among them; -INFINITY if it has none. */
+static inline float sink_of(const problem *p, int64_t b, int64_t h, int64_t i) {
+    if (p->sinks.at) return *token_of(p->sinks, b, h, i);
+    const int64_t first = tail_of(p, b * p->L + i);
+    return first < p->tails ? p->tail[h * p->tail_width + first] : -INFINITY;
+}
+
+/* The value (V) of a head's sink, or null for 0. */
+static inline const float *sink_value_of(const problem *p, int64_t h) {
+    return p->sink_values ? p->sink_values + h / (p->H / p->S) * p->V : 0;
+}
+
 static void close_problem(const problem *p) {
     free(p->low);
     free(p->high);
@@ -100,8 +114,8 @@ static int open_problem(problem *p) {
     p->farthest = smaller(p->left, p->M + p->L - 1);
     p->nearest = -smaller(p->right, p->L);
     p->span = larger(p->farthest - p->nearest + 1, 0);
-    p->tails = p->sink ? p->left + p->right + 1 : 0;
-    p->tail_width = p->sink ? whole(p->tails) + LANES : 0;
+    p->tails = p->zeros_before ? p->left + p->right + 1 : 0;
+    p->tail_width = p->zeros_before ? whole(p->tails) + LANES : 0;
     p->key_width = whole(p->E);
     p->value_width = whole(p->V);
     p->low = malloc((p->B * p->L + 1) * sizeof(int32_t));

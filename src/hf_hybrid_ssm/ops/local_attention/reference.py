@@ -6,7 +6,21 @@ from hf_hybrid_ssm.ops._core.self_check import draw
 
 
 def local_attention_reference(
-    q, k, v, *, window, chunk_size, bias, scale, zero_kv_sink, dropout, state, seq_idx, lengths
+    q,
+    k,
+    v,
+    *,
+    window,
+    chunk_size,
+    bias,
+    scale,
+    zero_kv_sink,
+    sink_logits,
+    sink_values,
+    dropout,
+    state,
+    seq_idx,
+    lengths,
 ):
     """See `hf_hybrid_ssm.ops.local_attention.local_attention`; computes in float32, or float64 for float64 inputs."""
     if dropout:
@@ -17,6 +31,8 @@ def local_attention_reference(
     left, right = window
     two_sided = right is None or right > 0
     y = torch.zeros(batch, heads, length, v.shape[3], dtype=dtype)
+    nothing = torch.zeros(heads, v.shape[3], dtype=dtype)
+    sink_value = _sink_value(sink_values, nothing)
     for b in range(batch):
         seen = 0 if state is None else int(state.seen[b])
         held = 0 if state is None else min(seen, state.keys.shape[2])
@@ -30,7 +46,6 @@ def local_attention_reference(
         for i in range(length if lengths is None else int(lengths[b])):
             first = document[i] == document[0]
             known.append((document[i], seen + i if first else i - document.index(document[i])))
-        nothing = torch.zeros(heads, v.shape[3], dtype=dtype)
         row = [nothing] * length
         for i in range(held, len(known)):
             logits, seen_values = [], []
@@ -45,6 +60,9 @@ def local_attention_reference(
                 for distance in range(max(-right, known[i][1] + 1), left + 1):
                     logits.append(_bias(bias, distance, two_sided, heads, dtype))
                     seen_values.append(nothing)
+            if sink_logits is not None:
+                logits.append(sink_logits[b, :, i - held].to(dtype))
+                seen_values.append(sink_value)
             if logits:
                 row[i - held] = (_weights(logits).unsqueeze(-1) * torch.stack(seen_values)).sum(0)
         if row:
@@ -60,7 +78,15 @@ def _tokens(x, shared, dtype):
 def _weights(logits):
     """The softmax over the keys, of logits (H,) each; 0 in a head whose bias hides all of them."""
     stacked = torch.stack(logits)
-    return torch.where(stacked.isneginf().all(0), 0.0, stacked.softmax(0))
+    hidden = stacked.isneginf().all(0)
+    return torch.where(hidden, 0.0, torch.where(hidden, 0.0, stacked).softmax(0))
+
+
+def _sink_value(sink_values, like):
+    """(H, V) the value of the sink for each head, like (H, V) in dtype; 0 if none is given."""
+    if sink_values is None:
+        return torch.zeros_like(like)
+    return sink_values.to(like.dtype).repeat_interleave(like.shape[0] // sink_values.shape[0], 0)
 
 
 def _bias(bias, distance, two_sided, heads, dtype):
@@ -73,12 +99,36 @@ def _bias(bias, distance, two_sided, heads, dtype):
 def self_check_inputs() -> dict:
     """More than one block, a bias, and zeros before the row."""
     options = {"window": (12, -1), "chunk_size": None, "scale": 0.25, "zero_kv_sink": True, "dropout": 0.0}
-    options |= {"state": None, "seq_idx": None, "lengths": None}
+    options |= {"state": None, "seq_idx": None, "lengths": None, "sink_logits": None, "sink_values": None}
     return draw(dict.fromkeys("qkv", (1, 2, 150, 16)) | {"bias": (2, 9)}) | options
 
 
+def sink_self_check_inputs() -> dict:
+    """A sink beside every window, whose value heads share; entries that do not fill a vector."""
+    options = {"window": (5, 0), "chunk_size": None, "scale": 0.25, "zero_kv_sink": False, "dropout": 0.0}
+    options |= {"bias": None, "state": None, "seq_idx": None, "lengths": None}
+    shapes: dict[str, tuple[int, ...]] = {"q": (1, 4, 20, 18), "k": (1, 2, 20, 18), "v": (1, 2, 20, 5)}
+    return draw(shapes | {"sink_logits": (1, 4, 20), "sink_values": (2, 5)}) | options
+
+
 def attention_step_reference(
-    q, k, v, keys, values, seen, *, window, chunk_size, block, bias, scale, head_scale, zero_kv_sink, shift
+    q,
+    k,
+    v,
+    keys,
+    values,
+    seen,
+    *,
+    window,
+    chunk_size,
+    block,
+    bias,
+    scale,
+    head_scale,
+    zero_kv_sink,
+    sink_logits,
+    sink_values,
+    shift,
 ):
     """See `hf_hybrid_ssm.ops.local_attention.attention_step`; computes in the same precision."""
     dtype, output_dtype = torch.promote_types(q.dtype, torch.float32), q.dtype
@@ -99,6 +149,9 @@ def attention_step_reference(
         for distance in range(max(-window[1], rank + 1), window[0] + 1) if zero_kv_sink else ():
             logits.append(_bias(bias, distance, False, heads, dtype))
             seen_values.append(torch.zeros_like(y[b]))
+        if sink_logits is not None:
+            logits.append(sink_logits[b].to(dtype))
+            seen_values.append(_sink_value(sink_values, y[b]))
         if logits:
             y[b] = (_weights(logits).unsqueeze(-1) * torch.stack(seen_values)).sum(0)
         if k is not None:
@@ -143,7 +196,18 @@ def _normalised(x, dtype):
 
 def step_self_check_inputs() -> dict:
     """Shared keys, a row at its start, entries that do not fill a vector."""
-    shapes: dict[str, tuple[int, ...]] = {"q": (2, 4, 18), "k": (2, 2, 18), "v": (2, 2, 5)}
-    options = {"window": (6, -1), "chunk_size": None, "block": False, "scale": 1.0, "zero_kv_sink": True}
-    shapes |= {"keys": (2, 2, 7, 18), "values": (2, 2, 7, 5), "bias": (4, 5), "head_scale": (4,)}
-    return draw(shapes) | options | {"seen": torch.tensor([3, 40]), "shift": False}
+    options = {"zero_kv_sink": True, "sink_logits": None, "sink_values": None}
+    return draw(_STEP_SHAPES) | _STEP_OPTIONS | options | {"seen": torch.tensor([3, 40])}
+
+
+def sink_step_self_check_inputs() -> dict:
+    """The same with a sink whose value heads share."""
+    shapes = _STEP_SHAPES | {"sink_logits": (2, 4), "sink_values": (2, 5)}
+    return draw(shapes) | _STEP_OPTIONS | {"zero_kv_sink": False, "seen": torch.tensor([0, 40])}
+
+
+_STEP_SHAPES: dict[str, tuple[int, ...]] = {
+    "q": (2, 4, 18), "k": (2, 2, 18), "v": (2, 2, 5), "keys": (2, 2, 7, 18), "values": (2, 2, 7, 5), "bias": (4, 5),
+    "head_scale": (4,),
+}  # fmt: skip
+_STEP_OPTIONS = {"window": (6, -1), "chunk_size": None, "block": False, "scale": 1.0, "shift": False}

@@ -7,7 +7,12 @@ import torch
 from hf_hybrid_ssm.ops._core.checks import can_read_values, check_overwritten, check_tensor
 from hf_hybrid_ssm.ops._core.dispatch import Op
 from hf_hybrid_ssm.ops.local_attention.distance_range import AttentionState, Window, checked_window
-from hf_hybrid_ssm.ops.local_attention.reference import attention_step_reference, step_self_check_inputs
+from hf_hybrid_ssm.ops.local_attention.reference import (
+    attention_step_reference,
+    sink_step_self_check_inputs,
+    step_self_check_inputs,
+)
+from hf_hybrid_ssm.ops.local_attention.sink import check_sink
 from hf_hybrid_ssm.ops.local_attention.torch_backend import attention_step_torch
 
 _OP = Op(
@@ -15,6 +20,7 @@ _OP = Op(
     builtin={"torch": attention_step_torch, "reference": attention_step_reference},
     kernels={"native": "hf_hybrid_ssm.ops.local_attention.native_step"},
     self_check_inputs=step_self_check_inputs,
+    further_inputs=(sink_step_self_check_inputs,),
     differentiable=False,
 )
 
@@ -34,6 +40,8 @@ def attention_step(
     scale: float | None = None,
     head_scale: torch.Tensor | None = None,
     zero_kv_sink: bool = False,
+    sink_logits: torch.Tensor | None = None,
+    sink_values: torch.Tensor | None = None,
     shift: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor:
@@ -57,10 +65,13 @@ def attention_step(
         head_scale: (H,): first q and k are L2-normalised (x / sqrt(x·x + 1e-6)); q and bias are multiplied by its
             absolute value.
         zero_kv_sink: distances that reach before the document's start hold keys and values that are 0.
+        sink_logits: (B, H), the logit of one more column of the softmax; -inf where there is none. `head_scale` does
+            not change it.
+        sink_values: its value (H, V), or (G, V) for heads that share keys and values; 0 by default.
         backend: force one implementation (see `hf_hybrid_ssm.ops._core.dispatch`).
 
     Returns:
-        y (B, H, V) in the dtype of q, 0 where a token sees nothing.
+        y (B, H, V) in the dtype of q, 0 where a token sees neither a key nor a sink.
 
     Raises:
         TypeError, ValueError: an argument of wrong type, dtype, shape or device; an unknown or unusable backend.
@@ -83,11 +94,13 @@ def attention_step(
     check_tensor("head_scale", head_scale, (heads,), "H", beside=q, optional=True)
     window = checked_window(window)
     _check_options(k, window, chunk_size, block, bias, zero_kv_sink)
+    check_sink(sink_logits, sink_values, q, values, zero_kv_sink)
     run = _OP.select(q.device.type, keys.dtype, backend)
     if k is not None or seen is not None:
         check_seen("seen", seen, batch, looks=run in _OP.builtin.values())  # the C kernel looks by itself
     options = {"window": window, "chunk_size": chunk_size, "block": block, "bias": bias, "head_scale": head_scale}
     options |= {"scale": size**-0.5 if scale is None else scale, "zero_kv_sink": zero_kv_sink, "shift": shift}
+    options |= {"sink_logits": sink_logits, "sink_values": sink_values}
     return run(q, k, v, keys, values, seen, **options)[0]
 
 

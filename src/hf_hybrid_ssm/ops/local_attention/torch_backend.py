@@ -12,19 +12,36 @@ from hf_hybrid_ssm.ops.local_attention.distance_range import (
     distance_ranges,
     zero_key_logits,
 )
+from hf_hybrid_ssm.ops.local_attention.sink import Sink, append_sink
 from hf_hybrid_ssm.ops.local_attention.uniform import has_uniform_blocks, uniform_attention
 
 
-def local_attention_torch(q, k, v, *, window, chunk_size, bias, scale, zero_kv_sink, dropout, state, seq_idx, lengths):
+def local_attention_torch(
+    q,
+    k,
+    v,
+    *,
+    window,
+    chunk_size,
+    bias,
+    scale,
+    zero_kv_sink,
+    sink_logits,
+    sink_values,
+    dropout,
+    state,
+    seq_idx,
+    lengths,
+):
     """See `hf_hybrid_ssm.ops.local_attention.local_attention`."""
     (left, right), length = window, q.shape[2]
-    seen = None if state is None else state.seen
-    if is_causal_by_chunk(window, chunk_size, bias, dropout, state, seq_idx):
+    seen, has_sink = None if state is None else state.seen, sink_logits is not None
+    if not has_sink and is_causal_by_chunk(window, chunk_size, bias, dropout, state, seq_idx):
         dtype = _computed_in(q)
         k, v = zero_beyond(k, lengths, dim=2), zero_beyond(v, lengths, dim=2)
         return causal_chunks(q.to(dtype), k.to(dtype), v.to(dtype), chunk_size, scale).to(q.dtype)
     uniform = {"chunk_size": chunk_size, "zero_kv_sink": zero_kv_sink}
-    if has_uniform_blocks(q, k, window=window, state=state, seq_idx=seq_idx, **uniform):
+    if not has_sink and has_uniform_blocks(q, k, window=window, state=state, seq_idx=seq_idx, **uniform):
         k, v = zero_beyond(k, lengths, dim=2), zero_beyond(v, lengths, dim=2)
         dtype = _computed_in(q)
         inputs = (q.to(dtype), k.to(dtype), v.to(dtype))
@@ -36,11 +53,13 @@ def local_attention_torch(q, k, v, *, window, chunk_size, bias, scale, zero_kv_s
     dtype = _computed_in(q)
     sink = None
     if zero_kv_sink:
-        sink = zero_key_logits(bias, ranges.rank, left, right, q.new_empty(0, dtype=dtype))
+        sink = Sink(zero_key_logits(bias, ranges.rank, left, right, q.new_empty(0, dtype=dtype)), None, True)
+    elif has_sink:
+        sink = Sink(sink_logits.to(dtype), sink_values, False)
     inputs = (q.to(dtype), k.to(dtype), v.to(dtype))
     options = {"bias": bias, "two_sided": two_sided, "sink": sink, "scale": scale, "dropout": dropout}
     span = None if left is None or right is None else max(left + right, 16)
-    is_plain = state is None and seq_idx is None and lengths is None and not zero_kv_sink
+    is_plain = state is None and seq_idx is None and lengths is None and sink is None
     if span is None or length <= span:
         y = _dense(*inputs, state, ranges, **options)
     elif chunk_size is not None and state is None and seq_idx is None:  # the chunks themselves are the blocks
@@ -89,7 +108,7 @@ def _dense(q, k, v, state, ranges: DistanceRange, *, bias, two_sided, sink, scal
     distance = (column + held).unsqueeze(1) - torch.arange(k.shape[2], device=q.device)
     allowed = (distance >= ranges.first.unsqueeze(-1)) & (distance <= ranges.last.unsqueeze(-1))
     logits = None if bias is None else bias_by_distance(bias, distance, two_sided).unsqueeze(0)
-    sink = None if sink is None else sink.unsqueeze(-1)
+    sink = None if sink is None else sink._replace(logits=sink.logits.unsqueeze(-1))
     return _attend(q, k, v, allowed.unsqueeze(1), logits, sink, scale, dropout)
 
 
@@ -135,7 +154,7 @@ def _blocks(
     first, last = torch.broadcast_tensors(ranges.first, ranges.last)
     first, last = (F.pad(limit, (0, padding)).reshape(-1, count, size, 1) for limit in (first, last))
     logits = None if bias is None else bias_by_distance(bias, distance, two_sided).unsqueeze(0)
-    sink = None if sink is None else query_blocks(sink.expand(first.shape[0], -1, -1).unsqueeze(-1))
+    of_sink = None if sink is None else query_blocks(sink.logits.unsqueeze(-1)).expand(batch, *(-1,) * 4)
     old_keys, old_values = (None, None) if state is None else (state.keys, state.values)
     begin, end = (0, 0) if inner is None or inner[1] - inner[0] < 2 else inner
     # split, not slices: the gradient of a slice is a whole tensor of zeros around it
@@ -146,19 +165,19 @@ def _blocks(
         key_blocks(old_values, v).split(pieces, 1),
         first.split(pieces, 1),
         last.split(pieces, 1),
-        [None] * 3 if sink is None else sink.split(pieces, 1),
+        [None] * 3 if of_sink is None else of_sink.split(pieces, 1),
     )
     shared = ((distance >= -window[1]) & (distance <= window[0]))[None, None]
     outputs = []
-    for index, (queries, keys, values, low, high, sinks) in enumerate(parts):
+    for index, (queries, keys, values, low, high, sinks) in enumerate(parts):  # with a sink, none is inner
         if pieces[index] == 0:
             continue
         allowed = shared
         if index != 1:
             allowed = ((distance >= low) & (distance <= high)).expand(batch, -1, -1, -1).reshape(-1, 1, size, width)
-            sinks = None if sinks is None else sinks.expand(batch, *(-1,) * 4).flatten(0, 1)
+        own_sink = None if sinks is None else sink._replace(logits=sinks.flatten(0, 1))
         queries, keys, values = queries.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1)
-        y = _attend(queries, keys, values, allowed, logits, sinks, scale, dropout)
+        y = _attend(queries, keys, values, allowed, logits, own_sink, scale, dropout)
         outputs.append(y.unflatten(0, (batch, pieces[index])))
     y = torch.cat(outputs, 1)
     return y.transpose(1, 2).reshape(batch, heads, count * size, -1)[:, :, :length]
@@ -167,24 +186,22 @@ def _blocks(
 def _attend(q, k, v, allowed, logits, sink, scale, dropout):
     """softmax(q k^T scale + logits) v over the allowed keys, and 0 where there is none.
 
-    `allowed` (R or 1, 1, Q, K) bool, `logits` (1, H, Q, K) or None, `sink` (R or 1, H or 1, Q, 1) or None: the logit
-    of one more key whose value is 0.
+    `allowed` (R or 1, 1, Q, K) bool, `logits` (1, H, Q, K) or None, `sink` with logits (R or 1, H or 1, Q, 1) or None.
     """
     mask, empty = allowed, None
-    if sink is None:
+    if sink is None or not sink.is_everywhere:
         empty = ~allowed.any(-1, keepdim=True)
+        empty = empty if sink is None else empty & sink.logits.isneginf()
         mask = allowed | empty  # a softmax over nothing is not finite; such rows are overwritten below
-        if can_use_cpu_flash_with_bias(q, k, v, logits, dropout):
-            mask = torch.where(mask, logits.to(q.dtype), float("-inf"))
-            return torch.where(empty, 0.0, biased_attention(q, k, v, mask, scale))
     if logits is not None or sink is not None:
         zero = torch.zeros((), dtype=q.dtype, device=q.device) if logits is None else logits.to(q.dtype)
         mask = torch.where(mask, zero, float("-inf"))
     if sink is not None:
-        mask, sink = mask.expand(-1, max(mask.shape[1], sink.shape[1]), -1, -1), sink.to(q.dtype)
-        shape = (*torch.broadcast_shapes(mask.shape[:3], sink.shape[:3]), 1)
-        mask = torch.cat([mask.expand(*shape[:3], -1), sink.expand(shape)], -1)
-        k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+        shape = (*torch.broadcast_shapes(mask.shape[:3], sink.logits.shape[:3]), 1)
+        mask = torch.cat([mask.expand(*shape[:3], -1), sink.logits.to(q.dtype).expand(shape)], -1)
+        k, v = append_sink(k, v, sink.values, q.shape[1])
+    if empty is not None and can_use_cpu_flash_with_bias(q, k, v, logits if sink is None else mask, dropout):
+        return torch.where(empty, 0.0, biased_attention(q, k, v, mask, scale))
     grouped = bool(q.shape[1] != k.shape[1])  # sizes of a trace may be symbolic
     options = {"attn_mask": mask, "dropout_p": dropout, "scale": scale, "enable_gqa": grouped}
     y = attention(q, k, v, **options)
@@ -192,7 +209,23 @@ def _attend(q, k, v, allowed, logits, sink, scale, dropout):
 
 
 def attention_step_torch(
-    q, k, v, keys, values, seen, *, window, chunk_size, block, bias, scale, head_scale, zero_kv_sink, shift
+    q,
+    k,
+    v,
+    keys,
+    values,
+    seen,
+    *,
+    window,
+    chunk_size,
+    block,
+    bias,
+    scale,
+    head_scale,
+    zero_kv_sink,
+    sink_logits,
+    sink_values,
+    shift,
 ):
     """See `hf_hybrid_ssm.ops.local_attention.attention_step`."""
     dtype = q.dtype if q.dtype == torch.float64 or q.device.type != "cpu" else torch.float32
@@ -201,7 +234,8 @@ def attention_step_torch(
         factor = head_scale.abs().unsqueeze(1).to(torch.promote_types(dtype, torch.float32))
         q, k = (_normalised(q) * factor).to(dtype), None if k is None else _normalised(k)
         bias = None if bias is None else bias * factor
-    options = {"scale": scale, "enable_gqa": bool(q.shape[1] != keys.shape[1])}
+    sink = None if sink_logits is None else Sink(sink_logits.to(dtype), sink_values, False)
+    options = {"scale": scale, "sink": sink}
     if k is None:
         y = _attend_slots(q, keys, values, None, None, **options)
     elif block:
@@ -246,17 +280,33 @@ def _attend_window(q, keys, values, bias, zero_kv_sink, *, seen, window, chunk_s
     return _attend_slots(q, keys, values, mask, empty, logits, **options)
 
 
-def _attend_slots(q, keys, values, mask, empty, logits=None, **options):
+def _attend_slots(q, keys, values, mask, empty, logits=None, *, sink, scale):
     """q (B, H, E), keys and values (B, G, M, e); mask (B, M) bool, logits (H, 1, M); empty (B, 1): sees nothing."""
+    if sink is not None:
+        return _attend_slots_and_sink(q, keys, values, mask, logits, sink, scale)
     if mask is not None:
         # a softmax over nothing is not finite; such rows are overwritten below
         mask = (mask if empty is None else mask | empty)[:, None, None]
         logits = mask if logits is None else torch.where(mask, logits, float("-inf"))
     elif logits is not None:
         logits = logits.unsqueeze(0)
-    options["attn_mask"] = logits
+    options = {"attn_mask": logits, "scale": scale, "enable_gqa": bool(q.shape[1] != keys.shape[1])}
     y = F.scaled_dot_product_attention(q.unsqueeze(2), keys.to(q.dtype), values.to(q.dtype), **options).squeeze(2)
     return y if empty is None else y.masked_fill(empty.unsqueeze(2), 0.0)
+
+
+def _attend_slots_and_sink(q, keys, values, mask, logits, sink, scale):
+    """The same with a sink of logits (B, H) beside the slots."""
+    column = sink.logits[:, :, None, None]
+    logits = column.new_zeros(1, 1, 1) if logits is None else logits
+    logits = logits if mask is None else torch.where(mask[:, None, None], logits, float("-inf"))
+    logits = torch.cat([logits.expand(*column.shape[:3], keys.shape[2]), column], -1)
+    empty = logits.isneginf().all(-1, keepdim=True)
+    logits = logits.masked_fill(empty, 0.0)
+    keys, values = append_sink(keys.to(q.dtype), values.to(q.dtype), sink.values, q.shape[1])
+    options = {"attn_mask": logits, "scale": scale, "enable_gqa": bool(q.shape[1] != keys.shape[1])}
+    y = F.scaled_dot_product_attention(q.unsqueeze(2), keys, values, **options)
+    return y.masked_fill(empty, 0.0).squeeze(2)
 
 
 def _joined(held: torch.Tensor, new: torch.Tensor, shift: bool) -> torch.Tensor:
