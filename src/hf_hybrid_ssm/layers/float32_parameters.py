@@ -4,6 +4,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 
 class Float32ParametersMixin(nn.Module):
@@ -18,9 +19,7 @@ class Float32ParametersMixin(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         protected: set[int] = set()
         for name in self.float32_parameters:
-            tensor = self._parameters.get(name)
-            tensor = self._buffers.get(name) if tensor is None else tensor
-            if tensor is not None:
+            for tensor in self._tensors_behind(name):
                 protected.update(id(kept) for kept in (tensor, tensor.grad) if kept is not None)
 
         def keep_precision(tensor: torch.Tensor) -> torch.Tensor:
@@ -30,3 +29,10 @@ class Float32ParametersMixin(nn.Module):
             return torch.empty_like(out, dtype=tensor.dtype) if tensor.is_meta else tensor.to(out.device)
 
         return super()._apply(keep_precision, recurse)
+
+    def _tensors_behind(self, name: str) -> list[torch.Tensor]:
+        """The parameter or buffer, or what a parametrization computes it from."""
+        if is_parametrized(self, name):
+            return [*self.parametrizations[name].parameters(), *self.parametrizations[name].buffers()]  # type: ignore[index,union-attr]
+        found = (tensors.get(name) for tensors in (self._parameters, self._buffers))
+        return [tensor for tensor in found if tensor is not None]

@@ -83,6 +83,17 @@ class HybridPreTrainedModel(PreTrainedModel):
         else:
             super()._initialize_weights(module)
 
+    def clear_kernel_caches(self) -> None:
+        """Drop what layers computed from their weights, to be computed again at the next forward.
+
+        Ordinary changes of weights (loading, optimizers, in-place operations, moving, casting) do it themselves, and
+        on the CPU all changes. On other devices call it after weights were written where torch does not look: through
+        `parameter.data`, as averaging and broadcasting libraries do, or from outside of torch.
+        """
+        for module in self.modules():
+            if hasattr(module, "clear_kernel_cache"):
+                module.clear_kernel_cache()
+
     # -- output_attentions --------------------------------------------------------------------------------------
 
     def _why_no_attentions(self) -> str | None:

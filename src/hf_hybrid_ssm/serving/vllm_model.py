@@ -158,7 +158,5 @@ class PagedHybridForCausalLM(nn.Module, HasInnerState, IsAttentionFree, Supports
             raise ValueError(
                 f"the checkpoint lacks {', '.join(missing[:3])}{more}, which {type(self.inner).__name__} needs."
             )
-        for module in self.inner.modules():
-            if hasattr(module, "clear_kernel_cache"):
-                module.clear_kernel_cache()
+        self.inner.clear_kernel_caches()
         return {f"inner.{name}" for name in own}

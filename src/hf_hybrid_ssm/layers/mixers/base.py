@@ -4,6 +4,7 @@ from typing import Any, ClassVar, TypeAlias, TypedDict, Unpack
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
 from hf_hybrid_ssm.ops._core.checks import check_lengths, check_seq_idx, check_tensor
@@ -254,6 +255,23 @@ class Mixer(Float32ParametersMixin):
         return ", ".join(parts)
 
 
+def mixer_step_(mixer: nn.Module, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
+    """`mixer.step_(u_t, state)`, for whatever stands in the mixer's place.
+
+    PEFT's `target_parameters` put a wrapper there, whose adapters are in the parameters within its `forward` alone,
+    and which has none of the mixer's other methods: it computes the token as a row.
+    """
+    if isinstance(mixer, Mixer):
+        return mixer.step_(u_t, state)
+    y, after = mixer(u_t.unsqueeze(1), initial_state=state, return_final_state=True)
+    return y[:, 0], after
+
+
+def mixer_update_state_(mixer: nn.Module, u_t: torch.Tensor, state: State) -> State:
+    """`mixer.update_state_(u_t, state)`, as `mixer_step_`."""
+    return mixer.update_state_(u_t, state) if isinstance(mixer, Mixer) else mixer_step_(mixer, u_t, state)[1]
+
+
 def named_states(state: State | None) -> dict[str, torch.Tensor]:
     """A state as a cache keeps it: its tensors by the names `ssm_0`, `ssm_1`, ...; without a state none."""
     parts = () if state is None else (state,) if isinstance(state, torch.Tensor) else state
@@ -278,5 +296,20 @@ class FrozenLinear(_Frozen, nn.Linear):
     """`nn.Linear` whose parameters do not train."""
 
 
-class FrozenLSTM(_Frozen, nn.LSTM):
-    """`nn.LSTM` whose parameters do not train."""
+class ParametrizableLSTM(nn.LSTM):
+    """`nn.LSTM` that reads its parameters by name where one is parametrized; torch's own reads a list that
+    `torch.nn.utils.parametrize` does not change."""
+
+    def forward(self, *args: Any) -> Any:
+        if not is_parametrized(self):
+            return super().forward(*args)
+        plain: Any = self._flat_weights  # type: ignore[has-type]
+        self._flat_weights = [getattr(self, name) for name in self._flat_weights_names]
+        try:
+            return super().forward(*args)
+        finally:
+            self._flat_weights = plain
+
+
+class FrozenLSTM(_Frozen, ParametrizableLSTM):
+    """`ParametrizableLSTM` whose parameters do not train."""

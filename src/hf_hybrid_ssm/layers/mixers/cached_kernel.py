@@ -1,12 +1,13 @@
 """Results that depend on parameters alone, computed once while the parameters are constants."""
 
 import contextlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_hybrid_ssm.layers.mixers.base import Mixer
+from hf_hybrid_ssm.layers.mixers.parameter_marks import ValueMark, VersionMark, mark_of
 from hf_hybrid_ssm.ops._core.transforms import is_transforming, without_autocast
 
 
@@ -14,37 +15,40 @@ class CachedKernelMixer(Mixer):
     """A mixer that caches its kernel while the parameters it comes from are constants: frozen, or without autograd.
 
     What is cached is computed in float64, is not part of the state dict, and is dropped when a parameter is written,
-    loaded, replaced, moved or cast. Inside `torch.compile` writes cannot be seen; there only frozen
-    parameters count as constants, and the ways that weights change outside of it (loading, moving, casting,
-    `reset_parameters`) still drop it. Inside a function transform (`torch.func`, forward-mode differentiation)
-    no parameter counts as a constant.
+    loaded, replaced, moved or cast. On the CPU parameters are compared by value, so that no write goes unnoticed. On
+    other devices a write through `.data` (or by another library into the same memory) leaves no trace: call
+    `clear_kernel_cache` after it, or `clear_kernel_caches` of the model. Inside `torch.compile` writes cannot be seen;
+    there only frozen parameters count as constants, and the ways that weights change outside of it (loading, moving,
+    casting, `reset_parameters`) still drop it. Inside a function transform (`torch.func`, forward-mode
+    differentiation) no parameter counts as a constant.
+
+    Parameters are the attributes with these names, whatever stands behind them: the `nn.Parameter`, or what a
+    parametrization, a forward hook (`torch.nn.utils.prune`) or a replica of `nn.DataParallel` puts in its place.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         self._kernel_cache: dict[Any, Any] = {}
-        self._versions: list[Any] = []
+        self._marks: dict[str, ValueMark | VersionMark] = {}
         super().__init__(*args, **kwargs)
 
-    def _own_parameters(self) -> dict[str, torch.Tensor]:
-        """Of this module itself, by name. A replica of `nn.DataParallel` has copies of them instead."""
-        params = self._parameters or getattr(self, "_former_parameters", {})
-        return {name: param for name, param in params.items() if param is not None}
-
-    def _trains(self, names: tuple[str, ...]) -> bool:
-        params = self._own_parameters()
-        return any(params[name].requires_grad for name in names if name in params)
+    def _own_tensors(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Those of the names that this module has (`D` only with a skip), as they are now."""
+        values = ((name, getattr(self, name, None)) for name in names)
+        return {name: value for name, value in values if value is not None}
 
     def _cached(self, key: Any, names: tuple[str, ...], compute: Any) -> Any:
         """`compute()`, cached under `key` while the parameters `names` are constants."""
         leave: Any = contextlib.nullcontext()
-        trains = (torch.compiler.is_compiling() or torch.is_grad_enabled()) and self._trains(names)
+        is_compiling = torch.compiler.is_compiling()
+        tensors = self._own_tensors(names)
+        trains = (is_compiling or torch.is_grad_enabled()) and any(one.requires_grad for one in tensors.values())
         if trains or is_transforming():
-            if not torch.compiler.is_compiling():
-                self._kernel_cache.pop(key, None)  # FSDP writes into gathered parameters without a trace
+            if not is_compiling:
+                self._kernel_cache = {}  # FSDP writes into gathered parameters without a trace
             with self._without_autocast():
                 return compute(False)
-        if not torch.compiler.is_compiling():
-            self._clear_if_changed()
+        if not is_compiling:
+            self._clear_if_changed(tensors)
             if torch.is_inference_mode_enabled():  # autograd could not use tensors made there
                 leave = torch.inference_mode(False)
         if key not in self._kernel_cache:
@@ -56,19 +60,18 @@ class CachedKernelMixer(Mixer):
         """Powers and kernels keep the precision of their parameters, whatever the model around computes in."""
         return without_autocast(self._device.type)
 
-    def _clear_if_changed(self) -> None:
-        """Writes into a parameter leave no other trace than its version; a replaced parameter is another object."""
-        seen = [
-            (id(param), _address(param), -1 if param.is_inference() else param._version, param)
-            for param in self._own_parameters().values()
-        ]
-        if [mark[:3] for mark in seen] != [mark[:3] for mark in self._versions]:
-            self._kernel_cache = {}
-            self._versions = seen  # which keeps the parameters: no other can have the id of one of them
+    def _clear_if_changed(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Drop everything if one of the parameters is not what it was; those seen for the first time are noted."""
+        known = [(self._marks.get(name), tensor) for name, tensor in tensors.items()]
+        if any(mark is not None and mark.has_changed(tensor) for mark, tensor in known):
+            self.clear_kernel_cache()
+        for name, tensor in tensors.items():
+            if name not in self._marks:
+                self._marks[name] = mark_of(tensor)
 
     def clear_kernel_cache(self) -> None:
         self._kernel_cache = {}
-        self._versions = []
+        self._marks = {}
 
     # the ways that parameters change, but for writes into them
 
@@ -86,14 +89,24 @@ class CachedKernelMixer(Mixer):
         self.clear_kernel_cache()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kernel_cache": {}, "_versions": []}
+        return {**self.__dict__, "_kernel_cache": {}, "_marks": {}}
+
+    def _replicate_for_data_parallel(self) -> "CachedKernelMixer":
+        replica = super()._replicate_for_data_parallel()
+        replica.clear_kernel_cache()  # what the original caches lies on its device
+        return replica
+
+    @property
+    def _all_parameters(self) -> tuple[str, ...]:
+        """The names of this module's own parameters: those its class declares, and what else is registered."""
+        return tuple(dict.fromkeys((*self.dynamics_parameters, *self.output_parameters, *self._parameters)))
 
     @property
     def _device(self) -> torch.device:
-        return next(iter(self._own_parameters().values())).device
+        return next(iter(self._own_tensors(self._all_parameters).values())).device
 
     def _computing_dtype(self, u: torch.Tensor) -> torch.dtype:
-        dtypes = (u.dtype, *(param.dtype for param in self._own_parameters().values()))
+        dtypes = (u.dtype, *(tensor.dtype for tensor in self._own_tensors(self._all_parameters).values()))
         return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
@@ -101,8 +114,3 @@ def fold_token(back: torch.Tensor, ahead: torch.Tensor) -> tuple[torch.Tensor, t
     """Kernels that look back and ahead from the token itself, as `long_conv` takes them: the one ahead starts at the
     next token."""
     return torch.cat([back[..., :1] + ahead[..., :1], back[..., 1:]], dim=-1), ahead[..., 1:]
-
-
-def _address(param: torch.Tensor) -> int:
-    """Where its numbers lie; 0 if it has none."""
-    return 0 if isinstance(param, FakeTensor) else param.data_ptr()

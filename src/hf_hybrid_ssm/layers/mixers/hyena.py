@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_hybrid_ssm.layers.mixers.base import FrozenLinear, Mixer, RowOptions, State
+from hf_hybrid_ssm.layers.mixers.base import FrozenLinear, Mixer, RowOptions, State, mixer_step_
 from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer, fold_token
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.ops._core.rows import zero_beyond
@@ -180,7 +180,7 @@ class ImplicitLongConv(CachedKernelMixer):
                 kernel = torch.cat([kernel[..., :1] + self.D.to(dtype).unsqueeze(-1), kernel[..., 1:]], -1)
             return kernel.flip(-1).mT.contiguous()
 
-        return self._cached(("step", dtype), (*self.dynamics_parameters, *self.output_parameters), compute)
+        return self._cached(("step", dtype), self._all_parameters, compute)
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         return ((self.filter_length - 1, self.hidden_size),)
@@ -207,6 +207,7 @@ class Hyena(Mixer):
         self.in_proj = linear(hidden_size, 3 * hidden_size, **self._factory)
         self.out_proj = linear(hidden_size, hidden_size, **self._factory)
         self.filter = ImplicitLongConv(hidden_size, **common, **options)
+        self.filter_length = self.filter.filter_length
         self.create_parameters()
 
     def init_parameters(self) -> dict[str, torch.Tensor]:
@@ -233,8 +234,8 @@ class Hyena(Mixer):
         short, history = state
         mixed = causal_conv_step(self.in_proj(u_t), short, self.short_weight.flip(1), self.short_bias)
         p0, p1, v = mixed.to(u_t.dtype).chunk(3, dim=-1)
-        z, history = self.filter.step_(p1 * v, history)
+        z, history = mixer_step_(self.filter, p1 * v, history)
         return self.out_proj(p0 * z), (short, history)
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        return (2, 3 * self.hidden_size), *self.filter.state_shapes()
+        return (2, 3 * self.hidden_size), (self.filter_length - 1, self.hidden_size)

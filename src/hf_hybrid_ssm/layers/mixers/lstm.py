@@ -5,7 +5,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from hf_hybrid_ssm.layers.mixers.base import FrozenLSTM, Mixer, RowOptions, State
+from hf_hybrid_ssm.layers.mixers.base import FrozenLSTM, Mixer, ParametrizableLSTM, RowOptions, State
 from hf_hybrid_ssm.ops._core.rows import packed_sequences, zero_beyond
 from hf_hybrid_ssm.ops._core.transforms import without_autocast
 
@@ -21,7 +21,7 @@ class LSTM(Mixer):
         super().__init__(hidden_size, **options)
         if self.bidirectional and hidden_size % 2:
             raise ValueError(f"hidden_size must be even for a bidirectional LSTM, got {hidden_size}.")
-        kind = FrozenLSTM if self.trainable == "none" else nn.LSTM
+        kind = FrozenLSTM if self.trainable == "none" else ParametrizableLSTM
         width = hidden_size // 2 if self.bidirectional else hidden_size
         self.rnn = kind(hidden_size, width, batch_first=True, bidirectional=self.bidirectional, **self._factory)
 
@@ -37,12 +37,13 @@ class LSTM(Mixer):
         self, u: torch.Tensor, initial_state: State | None, **rows: Unpack[RowOptions]
     ) -> tuple[torch.Tensor, State | None]:
         lengths, state, documents = rows["lengths"], None, None
+        dtype = next(self.parameters()).dtype
         if not self.bidirectional:
             start = self.init_state(u.shape[0], device=u.device) if initial_state is None else initial_state
-            state = tuple(part.to(self.rnn.weight_ih_l0.dtype) for part in start)
+            state = tuple(part.to(dtype) for part in start)
         if 0 in u.shape[:2]:
             return u, _widened(state) if rows["return_final_state"] and state is not None else None
-        x = u.to(self.rnn.weight_ih_l0.dtype)
+        x = u.to(dtype)
         if rows["seq_idx"] is not None:
             documents = packed_sequences(rows["seq_idx"], lengths)
             x, lengths = documents.unpack(x), documents.lengths

@@ -136,8 +136,11 @@ class S5(CachedKernelMixer):
             y = _product(torch.view_as_real(h).flatten(-2), self._output_matrix(dtype), x.dtype)
             y = self._with_skip(y, x, self.D.to(dtype) if self.use_skip else None)
         state = None if final is None else torch.view_as_real(final).flatten(-2)
-        if state is not None and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self._step_constants(dtype)  # steps will follow, compiled ones perhaps
+        if not torch.compiler.is_compiling():
+            if torch.is_grad_enabled():
+                self.clear_kernel_cache()  # as `_cached` does: the parameters may be about to change
+            elif state is not None:
+                self._step_constants(dtype)  # steps will follow, compiled ones perhaps
         return self._squeeze(y).to(u.dtype), state
 
     def _both_ways(self, decay: torch.Tensor, x: torch.Tensor, seq_idx: torch.Tensor | None) -> torch.Tensor:
@@ -152,18 +155,24 @@ class S5(CachedKernelMixer):
 
     @with_accelerate_hooks
     def step_(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:
-        next_state = self.update_state_(u_t, state)
-        dtype = self._computing_dtype(u_t)
-        *_, rows, skip = self._step_constants(dtype)
+        *dynamics, rows, skip = self._constants_for(u_t, state)
+        next_state = self._advanced(u_t, state, *dynamics)
         with without_autocast(u_t.device.type):
             y = self._with_skip(next_state @ rows, u_t, skip)
         return self._squeeze(y).to(u_t.dtype), next_state
 
     @with_accelerate_hooks
     def update_state_(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
+        decay, matrix, *_ = self._constants_for(u_t, state)
+        return self._advanced(u_t, state, decay, matrix)
+
+    def _constants_for(self, u_t: torch.Tensor, state: State) -> tuple[Any, ...]:
         self._check_step(u_t, state)
-        dtype = self._computing_dtype(u_t)
-        decay, matrix, *_ = self._step_constants(dtype)
+        return self._step_constants(self._computing_dtype(u_t))
+
+    def _advanced(self, u_t: torch.Tensor, state: State, decay: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        """The state after the token (B, P)."""
+        dtype = matrix.dtype
         with without_autocast(u_t.device.type):
             driven = self._complex(u_t.to(dtype) @ matrix, dtype)
             after = (decay * self._complex(state, dtype) + driven).to(driven.dtype)
@@ -178,10 +187,10 @@ class S5(CachedKernelMixer):
             inner = torch.float64 if exact else dtype
             decay, scale = self._discretised(inner)
             matrix, rows = self._input_matrix(scale).T, self._output_matrix(inner).T
-            skip = self.D.to(dtype) if self.use_skip else None
+            skip = self.D.to(dtype, copy=True) if self.use_skip else None
             return decay, matrix.to(dtype).contiguous(), rows.to(dtype).contiguous(), skip
 
-        return self._cached(("step", dtype), (*self.dynamics_parameters, *self.output_parameters), compute)
+        return self._cached(("step", dtype), self._all_parameters, compute)
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         return ((self.state_size,),)

@@ -87,10 +87,6 @@ class StateSpaceMixer(CachedKernelMixer):
         rows = self.output_rows(torch.float64 if exact else dtype)[direction]
         return transition, vector if exact else vector.to(dtype), rows
 
-    @property
-    def _all_parameters(self) -> tuple[str, ...]:
-        return (*self.dynamics_parameters, *self.output_parameters)
-
     def system(self, dtype: torch.dtype, direction: int = 0) -> ChannelSystem:
         """The system in `dtype` (float32 or float64); its block matrices are made where they are asked for."""
 
@@ -202,7 +198,8 @@ class StateSpaceMixer(CachedKernelMixer):
             if low_rank is not None:
                 low_rank = low_rank[0].to(dtype).contiguous(), low_rank[1].to(dtype).contiguous()
             skip = self.skip_weight(inner)
-            return change, vector, low_rank, rows, None if skip is None else skip.to(dtype).contiguous()
+            # a copy: torch swaps the parameter (`torch.utils.swap_tensors`) only if nobody else holds it
+            return change, vector, low_rank, rows, None if skip is None else skip.to(dtype, copy=True).contiguous()
 
         return self._cached(("step", dtype), self._all_parameters, compute)
 

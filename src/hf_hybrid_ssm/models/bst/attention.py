@@ -222,6 +222,14 @@ class BstAttention(nn.Module):
         queries = self.context_q_proj(z).unflatten(2, (self.num_heads, -1))
         return queries if self.context_q_norm is None else self.context_q_norm(queries).to(queries.dtype)
 
+    @property
+    def can_step(self) -> bool:
+        """Whether `step` computes this layer: it reads no old states from a memory, and sees no adapters that PEFT's
+        `target_parameters` put into the `forward` of context or recurrent states."""
+        if self.context is not None:
+            return self.retrieval is None and isinstance(self.context, ContextStates)
+        return self.recurrent is None or isinstance(self.recurrent, RecurrentStates)
+
     @with_accelerate_hooks
     def step(
         self,

@@ -14,7 +14,14 @@ import torch
 from torch import nn
 
 from hf_hybrid_ssm.layers.l2_normalise import l2_normalise
-from hf_hybrid_ssm.layers.mixers.base import RowOptions, State, mixer_state, named_states
+from hf_hybrid_ssm.layers.mixers.base import (
+    RowOptions,
+    State,
+    mixer_state,
+    mixer_step_,
+    mixer_update_state_,
+    named_states,
+)
 from hf_hybrid_ssm.layers.mixers.registry import mixer_from_config
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
@@ -171,7 +178,7 @@ class ContextStates(nn.Module):
         held, seen = (state["context_key"], state["context_value"]), state["seen"]
         if self.variant == "mf":
             return self._shifted_step(queries, u, state, scale, head_scale)
-        y, ssm = self.ssm.step_(u, mixer_state(state))
+        y, ssm = mixer_step_(self.ssm, u, mixer_state(state))
         z = self.norm(y)
         k, v = (layer(z).view(len(x), self.num_heads, self.head_dim) for layer in (self.k_proj, self.v_proj))
         if self.k_norm is not None:  # a step normalises to length 1 itself
@@ -197,8 +204,8 @@ class ContextStates(nn.Module):
             held = [torch.where(fresh, new.transpose(0, 1), old) for new, old in zip(self._initial(), held)]
         found = attention_step(queries, None, None, *held, scale=scale, head_scale=head_scale)
         if not ends:
-            return found, self.named_states(self.ssm.update_state_(u, mixer_state(state)), *held)
-        y, ssm = self.ssm.step_(u, mixer_state(state))
+            return found, self.named_states(mixer_update_state_(self.ssm, u, mixer_state(state)), *held)
+        y, ssm = mixer_step_(self.ssm, u, mixer_state(state))
         over = (seen % self.window == self.window - 1).view(-1, 1, 1, 1)
         after = (torch.where(over, new.transpose(1, 2).to(old.dtype), old) for new, old in zip(self._project(y), held))
         return found, self.named_states(ssm, *after)

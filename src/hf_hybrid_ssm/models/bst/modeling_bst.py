@@ -58,7 +58,7 @@ class BstBlock(RecurrentMixin, GradientCheckpointingLayer):
     def step(  # type: ignore[override]
         self, x: torch.Tensor, *, past: States, capacity: int | None, documents: int | None, **options: Any
     ) -> tuple[torch.Tensor, States]:
-        if self.attention.context is not None and self.attention.retrieval is not None:
+        if not self.attention.can_step:
             return super().step(x, past=past, capacity=capacity, documents=documents, **options)
         return self.attention.step(self.attention_norm(x), x, past, static_address=capacity is not None, **options)
 

@@ -80,6 +80,8 @@ class LmuIsaBlock(RecurrentMixin, GradientCheckpointingLayer):
         return x + self.dropout(y), states | memory
 
     def step(self, x: torch.Tensor, *, past: States, capacity: int | None) -> tuple[torch.Tensor, States]:  # type: ignore[override]
+        if not isinstance(self.memory, ImplicitAttention):  # PEFT's wrapper, which adapts `forward` alone
+            return super().step(x, past=past, capacity=capacity)
         states: States = {}
         if self.pre_feed_forward is not None:
             first = self.pre_feed_forward(self.pre_norm(x))

@@ -121,6 +121,8 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
     def step(  # type: ignore[override]
         self, hidden_states: torch.Tensor, *, past: States, capacity: int | None, pages: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, States]:
+        if not isinstance(self.conv1d, ShortConvolution):  # PEFT's wrapper, which adapts `forward` alone
+            return super().step(hidden_states, past=past, capacity=capacity)
         raw, gate = self.in_proj(hidden_states)[:, 0].chunk(2, dim=-1)  # (B, D) each
         x = self.conv1d.step(raw, past["conv"], pages)
         dt, k, q = self._projected(x)

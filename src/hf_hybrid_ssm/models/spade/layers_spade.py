@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_hybrid_ssm.layers.feed_forward import FeedForward
 from hf_hybrid_ssm.layers.local_self_attention import LocalSelfAttention
-from hf_hybrid_ssm.layers.mixers.base import mixer_state, named_states
+from hf_hybrid_ssm.layers.mixers.base import mixer_state, mixer_step_, named_states
 from hf_hybrid_ssm.layers.mixers.registry import mixer_from_config
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.models.block import RecurrentMixin
@@ -136,7 +136,7 @@ class SpadeMixer(RecurrentMixin, nn.Module):
     def step(self, x: torch.Tensor, *, past: States, **options: Any) -> tuple[torch.Tensor, States]:  # type: ignore[override]
         if self.ssm is None:
             return self.self_attn.step(x, past, **options)
-        g, state = self.ssm.step_(x[:, 0], mixer_state(past))
+        g, state = mixer_step_(self.ssm, x[:, 0], mixer_state(past))
         g = g.unsqueeze(1)
         a, states = self.self_attn.step(g if self.merge == "stack" else x, past, **options)
         return self._merged(g, a), states | named_states(state)
