@@ -20,6 +20,7 @@ from hf_hybrid_ssm.models.cache import check_cache_without_states, prepare_cache
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.inputs import check_inputs
 from hf_hybrid_ssm.models.packing import PackedRows, resolve_packing
+from hf_hybrid_ssm.models.unfinished import begin_forward, finish_forward
 
 LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 NARROW = (torch.bfloat16, torch.float16)
@@ -287,7 +288,9 @@ class HybridModelMixin:
         )
         check_cache_without_states(past_key_values, rows)
         options = {"position_ids": position_ids, "masks": masks, **kwargs}
+        begin_forward(past_key_values)
         hidden_states = self._run_layers(inputs_embeds, rows, past_key_values, **options)
+        finish_forward(past_key_values)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden_states if self.norm is None else self.norm(hidden_states),
             past_key_values=past_key_values if use_cache else None,

@@ -80,11 +80,13 @@ class RecurrentMixin:
     def _step_with_cache(self, cache: Any, rows: PackedRows, *inputs: torch.Tensor, **options: Any) -> torch.Tensor:
         """`forward_with_cache` of one token after earlier ones, where no gradient is wanted."""
         if cache.pages is not None:
+            cache.begin_step()
             y, states = self.step(*inputs, past=cache.states, pages=cache.pages, **options)
             cache.step_states(rows, states)
             return y
         past = rows.continued(cache.states)
         if cache.can_update_in_place():
+            cache.begin_step()
             y, states = self.step(*inputs, past=past, **options)
             cache.step_states(rows, states)
         else:

@@ -17,6 +17,7 @@ from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin
 
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE, WINDOW_LAYER_TYPE
 from hf_hybrid_ssm.models.packing import PackedRows, States, with_zero_rows
+from hf_hybrid_ssm.models.unfinished import check_finished
 from hf_hybrid_ssm.ops._core.checks import can_read_values
 
 STATE_LAYER_TYPES = (STATE_LAYER_TYPE, WINDOW_LAYER_TYPE)
@@ -60,6 +61,7 @@ class RecurrentStateLayer(CacheLayerMixin):
         self.packing_state: States = {}
         self.pages: torch.Tensor | None = None
         self.seen_tokens: int | torch.Tensor = 0
+        self.is_torn = False  # its states are being replaced: they belong to no number of tokens
         self.record_past = False
         self.history: list[_RecordedForward] = []
         self._made_without_gradient = False
@@ -79,17 +81,25 @@ class RecurrentStateLayer(CacheLayerMixin):
             self.history.append(
                 _RecordedForward(rows, self.states, self.packing_state, recompute, torch.is_grad_enabled())
             )
+        self.is_torn = True
         self.states = {name: _clone_if_view(state) for name, state in states.items()}
         self.packing_state = rows.packing_state
         self.seen_tokens += rows.length
+        self.is_torn = False
         self.is_initialized = True
         self.device = next(iter(states.values())).device
         self._made_without_gradient = not torch.is_grad_enabled()
 
     def step_states(self, rows: PackedRows, states: States) -> None:
-        """Replace the states by those after one more token; these may be the same tensors, updated in place."""
+        """Replace the states by those after one more token; these may be the same tensors, updated in place after
+        `begin_step`."""
         self.states, self.packing_state = states, rows.packing_state
         self.seen_tokens += 1
+        self.is_torn = False
+
+    def begin_step(self) -> None:
+        """The states are about to be overwritten by those after one more token, which `step_states` ends."""
+        self.is_torn = True
 
     def can_update_in_place(self) -> bool:
         """Whether the states are this layer's alone, so that a step may compute the next ones in their place.
@@ -158,7 +168,7 @@ class RecurrentStateLayer(CacheLayerMixin):
         self.states, self.packing_state = {}, {}
         self.seen_tokens = 0
         self.history.clear()
-        self.is_initialized = False
+        self.is_initialized = self.is_torn = False
 
     def reset_rows(self, rows: torch.Tensor) -> None:
         """Detach all states; rows (B,) bool get the state before the first token, which is zero in every family."""
@@ -223,11 +233,13 @@ class StaticRecurrentStateLayer(RecurrentStateLayer):
         self.step_states(rows, states)
 
     def step_states(self, rows: PackedRows, states: States) -> None:
+        self.is_torn = True
         self.packing_state = rows.packing_state
         for name, state in states.items():
             if state is not self.states[name]:
                 self.states[name].copy_(state)
         self.seen_tokens.add_(rows.length)  # type: ignore[union-attr]
+        self.is_torn = False
 
     def _allocate(self, states: States) -> None:
         self.device = next(iter(states.values())).device
@@ -251,7 +263,7 @@ class StaticRecurrentStateLayer(RecurrentStateLayer):
         return self.max_cache_len
 
     def reset(self) -> None:
-        self.packing_state = {}
+        self.packing_state, self.is_torn = {}, False
         if self.is_initialized:  # zeros are the state before the first token in every family
             for tensor in (*self.states.values(), self.seen_tokens):
                 tensor.zero_()
@@ -331,7 +343,7 @@ def prepare_cache(past_key_values: Cache | None, config: PreTrainedConfig, batch
 
     Raises:
         TypeError: `past_key_values` is not a `Cache`.
-        ValueError: it was made for or filled by another model, or holds another batch size.
+        ValueError: it was made for or filled by another model, holds another batch size, or is half advanced.
     """
     if past_key_values is None:
         past_key_values = DynamicCache(config=config)
@@ -353,6 +365,7 @@ def prepare_cache(past_key_values: Cache | None, config: PreTrainedConfig, batch
         )
     for index, layer in enumerate(layers):
         _check_content(layer, index, config.model_type, batch_size)
+    check_finished(past_key_values)
     return past_key_values
 
 

@@ -34,6 +34,7 @@ from hf_hybrid_ssm.models.spade.modeling_spade import (
     SpadePreTrainedModel,
     spade_embedding,
 )
+from hf_hybrid_ssm.models.unfinished import begin_forward, finish_forward
 from hf_hybrid_ssm.ops._core.checks import can_read_values, check_tensor
 
 
@@ -147,8 +148,10 @@ class SpadeDecoder(SpadeStack, SpadePreTrainedModel):
             # the weight of padding is 0, and 0 times NaN is NaN
             mask, encoder_states = real[:, None, None], torch.where(real.unsqueeze(-1), encoder_states, 0.0)
         inputs = (encoder_states, mask, self._shared_bias(), rows)
+        begin_forward(cache)
         for layer in self.layers:
             hidden_states = layer(hidden_states, *inputs, past_key_values=past_key_values)
+        finish_forward(cache)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden_states if self.norm is None else self.norm(hidden_states),
             past_key_values=past_key_values,
