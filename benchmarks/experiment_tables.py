@@ -8,7 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
-from _lib.intervals import half_width
+from _lib.intervals import half_width, half_width_of, plus_minus, quantile
 from table_text import load, markdown_table
 
 # tables of several files of results: the others
@@ -20,6 +20,7 @@ ALSO = {
 # lm-eval's tasks of several choices: what guessing gives
 GUESSES = {"piqa": 50, "hellaswag": 25, "winogrande": 50, "arc_easy": 25, "arc_challenge": 25, "openbookqa": 25}
 GUESSES |= {"social_iqa": 100 / 3, "boolq": 50}
+NORMAL = 1.96  # standard errors of a share that half of a 95 % interval is
 NORMALISED = ("hellaswag", "arc_challenge")
 
 # of compared models, those that the text sets against each other
@@ -38,11 +39,13 @@ PAIRS = (
 
 
 def comparison(figures: dict) -> str:
-    rows = [
-        [name, f"{found['parameters']:,}", f"{found['validation_loss']:.3f} ± {found['standard_deviation']:.3f}"]
-        for name, found in figures["models"].items()
-    ]
-    return markdown_table(["model", "parameters", "held-out loss, nats per token"], rows)
+    rows = [[name, f"{found['parameters']:,}", _mean_loss(found)] for name, found in figures["models"].items()]
+    return markdown_table(["model", "parameters", "held-out loss, nats per token, 95 %"], rows)
+
+
+def _mean_loss(found: dict) -> str:
+    losses = [run["validation_loss"] for run in found["runs"]]
+    return f"{statistics.mean(losses):.3f}{plus_minus(half_width(losses), 3)}"
 
 
 def compared(figures: dict) -> str:
@@ -54,12 +57,12 @@ def compared(figures: dict) -> str:
         rows.append([
             name, f"{found['runs'][0]['parameters_beside_embeddings']:,}",
             *([min(searched[name], key=searched[name].__getitem__)] if searched else []),
-            f"{found['validation_loss']:.3f} ± {found['standard_deviation']:.3f}",
+            _mean_loss(found),
             f"{difference['mean']:+.3f} ± {difference['half_width_of_95_percent']:.3f}" if difference else "",
             f"{minutes:.1f}",
         ])  # fmt: skip
-    head = ["model", "non-embedding parameters", *(["learning rate"] if searched else [])]
-    head += ["held-out loss, nats per token", f"minus {figures['reference']}'s, 95 %", "minutes of CPU time"]
+    head = ["model", "non-embedding parameters", *(["learning rate, best by this loss"] if searched else [])]
+    head += ["held-out loss, nats per token, 95 %", f"minus {figures['reference']}'s, 95 %", "minutes of CPU time"]
     notes = []
     for name, without in PAIRS:
         if name in models and without in models:
@@ -72,15 +75,14 @@ def compared(figures: dict) -> str:
 
 def lengths(figures: dict) -> str:
     found = figures["models"]
-    head = ["perplexity on held-out books, by evaluation context length", *next(iter(found.values()))["points"]]
+    head = ["perplexity on held-out books, 95 %, by evaluation context length", *next(iter(found.values()))["points"]]
     head[1:] = [f"{point['length']:,}" for point in head[1:]]
     rows = []
     for name, model in found.items():
         cells = []
         for point in model["points"]:
-            deviation = point["standard_deviation_of_loss"]
-            spread = "" if deviation is None else f" ± {point['perplexity'] * deviation:.2f}"
-            cells.append(f"{point['perplexity']:.2f}{spread}")
+            half = half_width_of(point["standard_deviation_of_loss"], model["checkpoints"])
+            cells.append(f"{point['perplexity']:.2f}{plus_minus(half and point['perplexity'] * half, 2)}")
         rows.append([name, *cells])
     return markdown_table(head, rows)
 
@@ -89,18 +91,22 @@ def scaling_law(figures: dict) -> str:
     rows = []
     for family, found in figures["families"].items():
         for name, member in found["members"].items():
-            spread = "" if member["standard_deviation"] is None else f" ± {member['standard_deviation']:.3f}"
-            loss = f"{member['validation_loss']:.3f}{spread}"
+            losses = list(member["losses_by_seed"].values())
+            loss = f"{member['validation_loss']:.3f}{plus_minus(half_width(losses), 3)}"
             rows.append([f"{family}, {name}", f"{member['parameters_beside_embeddings']:,}", loss])
     slopes = "; ".join(
-        f"{family} {found['alpha']:.4f} ± {found['standard_error']:.4f}"
-        + (f" (seeds spread by {spread:.4f})" if (spread := found.get("standard_deviation_of_alpha")) else "")
+        f"{family} {found['alpha']:.4f} ± {_slopes_half_width(found, len(found['members'])):.4f}"
+        + (f" (mean of the seeds' own slopes ± {half:.4f})" if (half := half_width(found["alphas_by_seed"])) else "")
         for family, found in figures["families"].items()
     )
     if best := slopes_at_the_best_rates(figures["families"]):
         slopes += f"; each size at its best rate: {best}"
-    head = ["model", "non-embedding parameters", "held-out loss, nats per token"]
-    return f"{markdown_table(head, rows)}\nSlopes alpha of loss = (N / N_c)^-alpha: {slopes}.\n"
+    head = ["model", "non-embedding parameters", "held-out loss, nats per token, 95 %"]
+    return f"{markdown_table(head, rows)}\nSlopes alpha of loss = (N / N_c)^-alpha, 95 % of the fit: {slopes}.\n"
+
+
+def _slopes_half_width(found: dict, sizes: int) -> float:
+    return quantile(sizes - 2) * found["standard_error"]
 
 
 def slopes_at_the_best_rates(families: dict) -> str:
@@ -120,7 +126,7 @@ def slopes_at_the_best_rates(families: dict) -> str:
                 for size in max(tried, key=len)
             ]
             found = fit(*([one[key] for one in best] for key in ("parameters_beside_embeddings", "validation_loss")))
-            parts.append(f"{name} {found['alpha']:.4f} ± {found['standard_error']:.4f}")
+            parts.append(f"{name} {found['alpha']:.4f} ± {_slopes_half_width(found, len(best)):.4f}")
     return "; ".join(parts)
 
 
@@ -138,8 +144,7 @@ def glue(figures: dict) -> str:
             cells = [" / ".join(f"{statistics.mean(values):.1f}" for values in each.values()) for each in several]
             scratch, better = (next(iter(each.values())) for each in several)
             gains = [after - before for before, after in zip(scratch, better)]
-            error = statistics.stdev(gains) / len(gains) ** 0.5
-            cells.append(f"{statistics.mean(gains):+.1f} ± {2 * error:.1f}")
+            cells.append(f"{statistics.mean(gains):+.1f}{plus_minus(half_width(gains), 1)}")
             runs = words["tasks"][task]["runs"]
             for kind in ("bag of words", "word overlap"):
                 means = (
@@ -151,7 +156,7 @@ def glue(figures: dict) -> str:
             cells.append(" / ".join(f"{value:.1f}" for value in found["best"]["majority"][split].values()))
             label = task if split == "validation" else f"{task} {split.removeprefix('validation_')}"
             rows.append([f"{label}, {' / '.join(measures)}", *cells])
-    head = ["task, measure", "random initialisation", "pre-trained", "gain ± two standard errors"]
+    head = ["task, measure", "random initialisation", "pre-trained", "gain, 95 %"]
     head += ["bag of words", "word overlap", "majority"]
     return markdown_table(head, rows)
 
@@ -196,7 +201,11 @@ def first_token(figures: dict) -> str:
             cells.append(f"{100 * share:.0f}" + (f" ± {100 * half:.0f}" if half else ""))
         rows.append([name, f"{found['runs'][0]['parameters']:,}", *cells])
     seeds = len(next(iter(models.values()))["runs"])
-    head = ["right answers, percent, by tokens in between", "parameters", *(f"{int(each):,}" for each in distances)]
+    head = [
+        "right answers, percent, 95 %, by tokens in between",
+        "parameters",
+        *(f"{int(each):,}" for each in distances),
+    ]
     return f"{markdown_table(head, rows)}\n{seeds} seeds; guessing gives {100 / figures['settings']['answers']:.0f}.\n"
 
 
@@ -215,9 +224,8 @@ def recall(figures: dict) -> str:
         ]
         for entry in found
     ]
-    return markdown_table(
-        ["model", "parameters", "best rate and options", "epochs", *(f"{each} pairs" for each in pairs)], rows
-    )
+    head = ["right answers, percent, 95 %", "parameters", "best rate and options by these answers", "epochs"]
+    return markdown_table([*head, *(f"{each} pairs" for each in pairs)], rows)
 
 
 def _trial(trial: dict) -> str:
@@ -243,7 +251,7 @@ def recall_by_seed(figures: dict) -> str:
 def _share(entry: dict, pairs: str) -> str:
     same = [run for run in entry["runs"] if run["trial"] == entry["trial"]]
     half = half_width([100 * run["accuracy_by_pairs"][pairs] for run in same])
-    return f"{100 * entry['accuracy_by_pairs'][pairs]:.1f}" + (f" ± {half:.1f}" if half is not None else "")
+    return f"{100 * entry['accuracy_by_pairs'][pairs]:.1f}{plus_minus(half, 1)}"
 
 
 def arena(figures: dict) -> str:
@@ -253,7 +261,7 @@ def arena(figures: dict) -> str:
     rows = [[name, *(_accuracies(found[name]) for found in tasks.values())] for name in names]
     guesses = (found[names[0]][0]["test"]["commonest_class"] for found in tasks.values())
     table = markdown_table(
-        ["test accuracy, percent (minutes)", *tasks],
+        ["test accuracy, percent, 95 % over seeds (minutes)", *tasks],
         [*rows, ["commonest class", *(f"{guess:.1f}" for guess in guesses)]],
     )
     notes = [
@@ -267,9 +275,8 @@ def arena(figures: dict) -> str:
 
 def _accuracies(runs: list[dict]) -> str:
     found = [run["test"]["accuracy"] for run in runs]
-    spread = f" ± {statistics.stdev(found):.1f}" if len(found) > 1 else ""
     minutes = statistics.mean(run["seconds"] for run in runs) / 60
-    return f"{statistics.mean(found):.1f}{spread} ({minutes:.0f})"
+    return f"{statistics.mean(found):.1f}{plus_minus(half_width(found), 1)} ({minutes:.0f})"
 
 
 def _paired(runs: list[dict], others: list[dict]) -> str:
@@ -301,7 +308,8 @@ def lm_eval(figures: dict) -> str:
         for task in GUESSES
     ]
     documents = tasks["piqa"]["documents"]
-    note = f"{documents} documents of a task; the standard error of a share is at most {100 * max(errors):.1f}."
+    half = 100 * NORMAL * max(errors)
+    note = f"{documents} documents of a task; half the 95 % interval of a share is at most {half:.1f}."
     return f"{markdown_table(['task, measure', 'guessing', *models], rows)}\n{note}\n"
 
 
@@ -324,13 +332,12 @@ def scitldr(figures: dict) -> str:
 def upcycling_gaps(figures: dict) -> str:
     rows = []
     for name, found in {"the teacher": figures["teacher"], **figures["students"]}.items():
-        spread = found.get("loss_standard_deviation")
-        loss = f"{found['loss']:.3f}" + ("" if spread is None else f" ± {spread:.3f}")
+        loss = f"{found['loss']:.3f}{plus_minus(half_width([run['loss'] for run in found.get('runs', ())]), 3)}"
         over = f"{found.get('perplexity_over_teachers', 1.0):.3f}"
         rows.append([name, loss, over, f"{found['loss_in_long_windows']:.3f}", f"{found['cache_bytes'] / 2**20:,.1f}"])
     head = [
         "layers that keep attention",
-        "held-out loss",
+        "held-out loss, 95 %",
         "perplexity over the teacher's",
         "loss at 4,096",
         "cache, MiB",
@@ -363,8 +370,7 @@ def _losses_by_kind(name: str, runs: list[dict], difference: dict | None) -> lis
 
 
 def _interval(found: dict) -> str:
-    half = found["half_width_of_95_percent"]
-    return f"{found['mean']:+.3f}" + ("" if half is None else f" ± {half:.3f}")
+    return f"{found['mean']:+.3f}{plus_minus(found['half_width_of_95_percent'], 3)}"
 
 
 def upcycling_recall(figures: dict) -> str:
@@ -397,7 +403,7 @@ def rare_words(figures: dict) -> str:
         saved = [f"{each['mean']:.2f} ± {each['half_width_of_95_percent']:.2f}" for each in found["saved"].values()]
         rows.append([name, f"{found['first']['mean']:.2f}", *saved])
     borders = [name.partition("-")[::2] for name in names]
-    head = ["nats per word", "first mention", "saved, last mention {} to {} tokens ago".format(*borders[0])]
+    head = ["nats per word, 95 %", "first mention", "saved, last mention {} to {} tokens ago".format(*borders[0])]
     head += [f"{low} to {int(high):,}" for low, high in borders[1:-1]] + [f"{borders[-1][0]} and more"]
     found = next(iter(models.values()))
     counts = ", ".join(f"{each['mentions']:,} of {each['words']:,}" for each in found["saved"].values())

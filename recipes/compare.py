@@ -20,7 +20,7 @@ from typing import Any
 from _lib import peers  # noqa: F401 - registers mamba_native and llama_conv
 from _lib.documents import DataArguments, paths_of
 from _lib.entry import start
-from _lib.intervals import half_width
+from _lib.intervals import half_width, plus_minus
 from _lib.parity import difference_in_size, size_of
 from _lib.plotting import panels, style
 from _lib.settings import filled
@@ -202,12 +202,12 @@ def differences(runs: dict[str, list[dict[str, Any]]], reference: str) -> dict[s
 
 def table(figures: dict[str, Any]) -> str:
     compared = figures.get("differences", {})
-    lines = ["| model | parameters | validation loss | perplexity |", "| --- | ---: | ---: | ---: |"]
+    lines = ["| model | parameters | validation loss, 95 % | perplexity |", "| --- | ---: | ---: | ---: |"]
     if compared:
-        lines = [f"{lines[0]} minus {figures['reference']}'s loss |", f"{lines[1]} ---: |"]
+        lines = [f"{lines[0]} minus {figures['reference']}'s loss, 95 % |", f"{lines[1]} ---: |"]
     for name, found in figures["models"].items():
-        spread = "" if found["standard_deviation"] is None else f" ± {found['standard_deviation']:.4f}"
-        loss = f"{found['validation_loss']:.4f}{spread}"
+        half = half_width([run["validation_loss"] for run in found["runs"]])
+        loss = f"{found['validation_loss']:.4f}{plus_minus(half, 4)}"
         line = f"| {name} | {found['parameters']:,} | {loss} | {found['validation_perplexity']:.2f} |"
         lines.append(line + (f" {_difference(compared.get(name))} |" if compared else ""))
     return "\n".join(lines)
@@ -216,8 +216,7 @@ def table(figures: dict[str, Any]) -> str:
 def _difference(found: dict[str, Any] | None) -> str:
     if found is None:
         return ""
-    width = found["half_width_of_95_percent"]
-    return f"{found['mean']:+.4f}" + ("" if width is None else f" ± {width:.4f}")
+    return f"{found['mean']:+.4f}{plus_minus(found['half_width_of_95_percent'], 4)}"
 
 
 def draw(models: dict[str, Any]) -> Figure:

@@ -17,6 +17,7 @@ from typing import Any
 from _lib.checks import check_checkpoint, check_texts, check_vocabulary
 from _lib.documents import begin_of, documents_of_files, token_ids
 from _lib.entry import start
+from _lib.intervals import half_width_of
 from _lib.plotting import perplexity_by_length
 from _lib.scoring import loss_at
 from _lib.sweeps import check_claim, claim
@@ -200,7 +201,13 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def draw(figures: dict[str, Any]) -> Figure:
-    curves = {name: found["points"] for name, found in figures["models"].items()}
+    curves = {
+        name: [
+            point | {"half_width_of_loss": half_width_of(point["standard_deviation_of_loss"], found["checkpoints"])}
+            for point in found["points"]
+        ]
+        for name, found in figures["models"].items()
+    }
     question = "Does perplexity stay low beyond the length of training?"
     return perplexity_by_length(question, curves, figures["train_length"])
 

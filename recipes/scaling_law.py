@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from _lib.entry import start
+from _lib.intervals import half_width, plus_minus, quantile
 from _lib.plotting import REFERENCE, SPREAD, panels, style
 from _lib.sweeps import check_claim, claim
 from _lib.training import save_figure, say, write_results
@@ -23,7 +24,11 @@ from compare import merged, parsed, run
 from matplotlib.figure import Figure
 
 # (N / N_c)^-alpha of arXiv 2110.02402 on OpenWebText2, nats per token
-PAPER = {"LMU-ISA, the paper": (1.95e14, 0.072), "LMU-ISA with attention, the paper": (3.80e14, 0.069)}
+PAPER = {
+    "LMU-ISA, the paper": (1.95e14, 0.072),
+    "LMU-ISA with attention, the paper": (3.80e14, 0.069),
+    "transformer without end, the paper": (6.5e13, 0.077),  # equation 12 without its term of the number of steps
+}
 
 
 @dataclass
@@ -108,6 +113,11 @@ def scaling_law(arguments: ScalingArguments) -> dict[str, Any]:
     return figures
 
 
+def half_width_of_slope(found: dict[str, Any]) -> float:
+    """Half the 95 % interval of a slope through the means of as many sizes as there are members."""
+    return quantile(len(found["members"]) - 2) * found["standard_error"]
+
+
 def draw(families: dict[str, Any]) -> Figure:
     figure, (axes,) = panels("How does the loss fall with size?", height=4.6)
     sizes: list[float] = []
@@ -115,14 +125,14 @@ def draw(families: dict[str, Any]) -> Figure:
         members = found["members"].values()
         n = [member["parameters_beside_embeddings"] for member in members]
         sizes += n
-        spread = [member["standard_deviation"] or 0.0 for member in members]
+        spread = [half_width(list(member["losses_by_seed"].values())) or 0.0 for member in members]
         losses = [member["validation_loss"] for member in members]
-        label = f"{family}: alpha = {found['alpha']:.3f} ± {found['standard_error']:.3f}"
+        label = f"{family}: alpha = {found['alpha']:.3f} ± {half_width_of_slope(found):.3f}"
         axes.errorbar(n, losses, spread, label=label, capsize=3, **style(number, linestyle="none"))
         line = np.exp(-found["alpha"] * (np.log(n) - found["log_critical_size"]))
         axes.plot(n, line, **style(number, marker=""))
     ends = np.array([min(sizes), max(sizes)])
-    for dashes, (label, (critical, alpha)) in zip(("--", ":"), PAPER.items()):
+    for dashes, (label, (critical, alpha)) in zip(("--", ":", "-."), PAPER.items()):
         label = f"{label}: alpha = {alpha}"
         axes.plot(ends, (ends / critical) ** -alpha, linestyle=dashes, linewidth=1, color=REFERENCE, label=label)
     several = any(member["standard_deviation"] for found in families.values() for member in found["members"].values())
@@ -133,12 +143,12 @@ def draw(families: dict[str, Any]) -> Figure:
 
 
 def table(families: dict[str, Any]) -> str:
-    lines = ["| family | member | parameters | loss | alpha |", "| --- | --- | ---: | ---: | ---: |"]
+    lines = ["| family | member | parameters | loss, 95 % | alpha, 95 % |", "| --- | --- | ---: | ---: | ---: |"]
     for family, found in families.items():
-        alpha = f"{found['alpha']:.4f} ± {found['standard_error']:.4f}"
+        alpha = f"{found['alpha']:.4f} ± {half_width_of_slope(found):.4f}"
         for name, member in found["members"].items():
-            spread = "" if member["standard_deviation"] is None else f" ± {member['standard_deviation']:.3f}"
-            loss = f"{member['validation_loss']:.3f}{spread}"
+            half = half_width(list(member["losses_by_seed"].values()))
+            loss = f"{member['validation_loss']:.3f}{plus_minus(half, 3)}"
             lines.append(f"| {family} | {name} | {member['parameters_beside_embeddings']:,} | {loss} | {alpha} |")
             family, alpha = "", ""
     return "\n".join(lines)

@@ -20,7 +20,7 @@ from typing import Any
 
 from _lib.documents import DataArguments, begin_of, documents_of_files, token_ids
 from _lib.entry import start
-from _lib.intervals import half_width
+from _lib.intervals import half_width, plus_minus
 from _lib.plotting import SPREAD, panels, style
 from _lib.scoring import loss_at
 from _lib.settings import filled
@@ -230,16 +230,20 @@ def summary(runs: list[dict[str, Any]], teacher: dict[str, Any]) -> dict[str, An
     return found
 
 
+def half_width_over_seeds(found: dict[str, Any], key: str) -> float | None:
+    """Half the 95 % interval of a mean over a student's runs; None for the teacher, which is one model."""
+    return half_width([run[key] for run in found.get("runs", ())])
+
+
 def table(figures: dict[str, Any]) -> str:
     lines = [
-        "| model | loss | perplexity over the teacher's | loss in long windows | cache at 32,768 tokens, KiB |",
+        "| model | loss, 95 % | perplexity over the teacher's | loss in long windows | cache at 32,768 tokens, KiB |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
     rows = {"teacher": figures["teacher"] | {"perplexity_over_teachers": 1.0}} | figures["students"]
     for name, found in rows.items():
-        spread = found.get("loss_standard_deviation")
         cells = [
-            f"{found['loss']:.3f}" + (f" ± {spread:.3f}" if spread is not None else ""),
+            f"{found['loss']:.3f}{plus_minus(half_width_over_seeds(found, 'loss'), 3)}",
             f"{found['perplexity_over_teachers']:.3f}",
             f"{found['loss_in_long_windows']:.3f}",
             f"{found['cache_bytes'] / 1024:,.0f}",
@@ -256,7 +260,7 @@ def draw(figures: dict[str, Any]) -> Figure:
     labels = {"loss": f"windows of {length:,}, as in training", "loss_in_long_windows": "longer windows"}
     for number, (key, label) in enumerate(labels.items()):
         losses = [found[key] for found in models.values()]
-        spread = [found.get(f"{key}_standard_deviation") or 0.0 for found in models.values()]
+        spread = [half_width_over_seeds(found, key) or 0.0 for found in models.values()]
         axes.errorbar(losses, list(models), xerr=spread, capsize=3, label=label, **style(number, linestyle=""))
     axes.set(xlabel="held-out loss (nats per token)")
     axes.set_title(SPREAD, loc="left", fontsize=9)

@@ -33,7 +33,7 @@ MARKERS = "osD^vPX"
 REFERENCE = "0.45"  # the grey of what was not measured
 LEAST_RANGE = 0.1  # of the y axis, relative to the values: a difference of 1 % looks like one
 MARGIN = 0.06  # of the axis's range, above and below the curves
-SPREAD = "bars: ± one standard deviation over seeds"
+SPREAD = "bars: 95 % intervals of the mean over seeds"
 GAP = 4  # pixels between labels
 DOTS_PER_INCH = 200
 SHADES = 16  # of each colour in the file, from white
@@ -102,13 +102,13 @@ def _file_palette() -> Image.Image:
 
 
 def perplexity_by_length(question: str, models: dict[str, list[dict[str, Any]]], trained_at: int | None) -> Figure:
-    """Curves of points with `length`, `loss`, `perplexity` and, of several seeds, `standard_deviation_of_loss`."""
+    """Curves of points with `length`, `loss`, `perplexity` and, of several seeds, `half_width_of_loss`."""
     figure, (axes,) = panels(question)
-    with_spread = any(point.get("standard_deviation_of_loss") for points in models.values() for point in points)
+    with_spread = any(point.get("half_width_of_loss") for points in models.values() for point in points)
     for number, (name, points) in enumerate(models.items()):
         middle = np.array([point["perplexity"] for point in points])
-        deviation = np.array([point.get("standard_deviation_of_loss") or 0.0 for point in points])
-        spread = middle * np.array([1 - np.exp(-deviation), np.exp(deviation) - 1]) if with_spread else None
+        half = np.array([point.get("half_width_of_loss") or 0.0 for point in points])
+        spread = middle * np.array([1 - np.exp(-half), np.exp(half) - 1]) if with_spread else None
         places = [point["length"] for point in points]
         axes.errorbar(places, middle, spread, label=name, capsize=3, **style(number))
     if trained_at is not None:
