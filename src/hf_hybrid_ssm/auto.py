@@ -158,16 +158,23 @@ def _code_exporter(config: Any) -> ModuleType | None:
     return importlib.import_module("hf_hybrid_ssm.hub.export") if is_ours else None
 
 
-def _connect_weight_check(base: ModuleType) -> None:
+def _connect_loading(base: ModuleType) -> None:
     base.HybridPreTrainedModel.check_weight_files = staticmethod(_check_weight_files)
+    base.HybridPreTrainedModel.delta_arguments = staticmethod(_delta_arguments)
 
 
 def _check_weight_files(folder: Any) -> None:
     importlib.import_module("hf_hybrid_ssm.hub.verify_files").check_weights_if_local(folder)
 
 
+def _delta_arguments(folder: Any, teacher: Any, given: dict[str, Any]) -> dict[str, Any] | None:
+    if teacher is None and not importlib.import_module("hf_hybrid_ssm.hub.delta_files").is_delta(folder):
+        return None  # as nearly always, and then nothing more is imported
+    return importlib.import_module("hf_hybrid_ssm.upcycle.delta").loading_arguments(folder, teacher, given)
+
+
 _REGISTRATIONS: dict[str, Callable[[ModuleType], None]] = {
-    "hf_hybrid_ssm.models.base": _connect_weight_check,
+    "hf_hybrid_ssm.models.base": _connect_loading,
     "hf_hybrid_ssm.models.configuration": _connect_code_export,
     "peft.utils.constants": _register_peft_targets,
     "transformers": _name_in_library,

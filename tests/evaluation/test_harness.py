@@ -24,6 +24,12 @@ def folder(tmp_path_factory):
     config = LonghornConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, state_size=4)
     LonghornForCausalLM(config).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
+    write_task(folder)
+    return folder
+
+
+def write_task(folder: Path) -> None:
+    """A task in `tasks`, and its rows in `data`."""
     (folder / "data").mkdir()
     (folder / "data/rows.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS), encoding="utf-8")
     task = {"task": "counting_here", "dataset_path": "json", "output_type": "multiple_choice", "test_split": "test"}
@@ -31,7 +37,6 @@ def folder(tmp_path_factory):
     task |= {"doc_to_target": "{{label}}", "doc_to_choice": "{{choices}}", "target_delimiter": ""}
     (folder / "tasks").mkdir()
     (folder / "tasks/counting.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
-    return folder
 
 
 @pytest.fixture(autouse=True)

@@ -1,25 +1,28 @@
 """Check a checkpoint folder before its weights are loaded: are files missing, truncated, or not of this model?
 
 Reads the headers of the weight files, config.json, the tokenizer's files and exported code, and compares the hashes of
-SHA256SUMS where the folder has one; executes and unpickles nothing. Exit status 0: complete; 1: refused, and the
+SHA256SUMS where the folder has one; executes and unpickles nothing. With --teacher it also reads the teacher of a
+delta, and compares its weights with the fingerprint. Exit status 0: complete; 1: refused, and the
 message names the file.
 """
 
 import json
 import sys
+from pathlib import Path
 
 from hf_hybrid_ssm.cli.errors import one_line
-from hf_hybrid_ssm.cli.parsing import check_is_folder, parser_of
+from hf_hybrid_ssm.cli.parsing import add_teacher, check_is_folder, parser_of
 
 
 def main(arguments: list[str]) -> int:
     parser = parser_of("check", __doc__)
     parser.add_argument("folder", metavar="FOLDER", help="a saved model")
     parser.add_argument("--values", action="store_true", help="read all weights too, and refuse NaN and infinity")
+    add_teacher(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     given = parser.parse_args(arguments)
     try:
-        found = check(given.folder, given.values)
+        found = check(given.folder, given.values, given.teacher)
     except (ValueError, OSError) as error:
         if given.json:
             print(json.dumps({"complete": False, "error": one_line(error)}))
@@ -33,8 +36,9 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def check(folder: str, values: bool) -> dict[str, int]:
-    """Counts of what was checked; the errors of `check_contents`, `check_sums` and `check_values`."""
+def check(folder: str, values: bool, teacher: str | None = None) -> dict[str, int]:
+    """Counts of what was checked; the errors of `check_contents`, `check_sums` and `check_values`, and those of
+    `weights_of` if a delta's teacher is given."""
     check_is_folder(folder)
     from hf_hybrid_ssm.hub.verify_tensors import check_contents, check_sums, check_values
 
@@ -43,4 +47,17 @@ def check(folder: str, values: bool) -> dict[str, int]:
         found["hashes"] = hashes
     if values:
         found["values"] = check_values(folder)
+    if teacher is not None:
+        found["carried"] = _check_teacher(folder, teacher)
     return found
+
+
+def _check_teacher(folder: str, teacher: str) -> int:
+    """How many tensors of a delta are its teacher's, which is read and compared."""
+    from hf_hybrid_ssm.hub.delta_files import is_delta, read_delta
+    from hf_hybrid_ssm.upcycle.delta import weights_of
+
+    if not is_delta(folder):
+        raise ValueError(f"--teacher {teacher} is for a delta, and {folder!r} is none: leave it out.")
+    weights_of(folder, teacher)
+    return len(read_delta(Path(folder)).carried)

@@ -2,7 +2,7 @@
 
     hf-hybrid-ssm eval run --model hf --model_args pretrained=FOLDER --tasks piqa,lambada_openai
 
-`hf-hybrid-ssm eval run --help` shows its options.
+`hf-hybrid-ssm eval run --help` shows its options. A delta needs its teacher: `pretrained=DELTA,teacher=PATH_OR_NAME`.
 """
 
 import sys

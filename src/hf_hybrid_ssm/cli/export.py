@@ -1,18 +1,42 @@
 """Add to a saved checkpoint the code that loads it without this package, by `trust_remote_code=True`.
 
 The folder gets at most 15 Python files and the entries of `config.json` that name them; weights are not touched.
+
+    hf-hybrid-ssm export DELTA --full OUT --teacher PATH_OR_NAME
+
+writes the whole model of a delta, and its code, as an ordinary folder.
 """
 
-from hf_hybrid_ssm.cli.parsing import check_is_folder, parser_of
+from pathlib import Path
+
+from hf_hybrid_ssm.cli.parsing import add_teacher, check_is_folder, check_writable, parser_of
 
 
 def main(arguments: list[str]) -> int:
     parser = parser_of("export", __doc__)
     parser.add_argument("folder", metavar="FOLDER", help="a saved model")
+    parser.add_argument("--full", type=Path, metavar="OUT", help="write the whole model of a delta there")
+    add_teacher(parser)
+    parser.add_argument("--overwrite", action="store_true", help="replace what OUT holds")
     given = parser.parse_args(arguments)
+    if given.full is None and (given.teacher or given.overwrite):
+        parser.error("--teacher and --overwrite belong to --full OUT")
     check_is_folder(given.folder)
+    target = given.folder
+    if given.full is not None:
+        target = given.full
+        check_writable(target, is_folder=True)
+        if target.is_dir() and any(target.iterdir()) and not given.overwrite:
+            raise FileExistsError(f"{str(target)!r} is not empty: name another folder, or give --overwrite.")
     from hf_hybrid_ssm.hub import check_folder, export_code
 
-    files = check_folder(export_code(given.folder))["code"]
-    print(f"{given.folder}: {files} code files")
+    if given.full is None:
+        export_code(target)
+    else:
+        from hf_hybrid_ssm.upcycle.delta import write_full
+
+        write_full(given.folder, target, given.teacher)
+    files = check_folder(target)
+    whole = f", {files['tensors']:,} tensors" if given.full is not None else ""
+    print(f"{target}: {files['code']} code files{whole}")
     return 0

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hf_hybrid_ssm.cli.parsing import check_is_folder, is_path, parser_of
+from hf_hybrid_ssm.cli.parsing import add_teacher, check_is_folder, is_path, parser_of
 from hf_hybrid_ssm.cli.read import continued
 
 SAMPLING = ("temperature", "top_p", "top_k")
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
 
     if reason := defect_of_device(given.device):
         parser.error(f"argument --device: {given.device!r} {reason}")
-    tokenizer, model = load(given.model, given.device, given.dtype)
+    tokenizer, model = load(given.model, given.device, given.dtype, given.teacher)
     if given.seed is not None:
         set_seed(given.seed)
     options: dict[str, Any] = {"max_new_tokens": given.max_new_tokens}
@@ -90,15 +90,19 @@ def defect_of_device(name: str | None) -> str | None:
     return None
 
 
-def load(name: str, device: str | None, dtype: str) -> tuple[Any, Any]:
+def load(name: str, device: str | None, dtype: str, teacher: str | None = None) -> tuple[Any, Any]:
     """Tokenizer and model of a folder, which is checked first, or of a name on the Hub. No code of either is executed.
 
+    Args:
+        teacher: of a delta, as the user gives it.
+
     Raises:
-        ValueError: the folder is damaged, or its model generates no text.
+        ValueError: the folder is damaged, its model generates no text, or it is a delta whose teacher is not given.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, logging
 
+    from hf_hybrid_ssm.hub.delta_files import is_delta
     from hf_hybrid_ssm.hub.verify_tensors import check_contents
 
     if Path(name).is_dir():
@@ -112,8 +116,16 @@ def load(name: str, device: str | None, dtype: str) -> tuple[Any, Any]:
     if not generating.intersection(config.architectures or generating):
         raise ValueError(f"{name} holds a {config.architectures[0]}, which generates no text.")
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    model = auto.from_pretrained(name, dtype=dtype, trust_remote_code=False).eval()
+    options = {} if teacher is None else {"teacher": teacher}
+    if teacher is not None and not is_delta(name):
+        raise ValueError(f"--teacher {teacher} is for a delta, and {name!r} is none: leave it out.")
+    if is_delta(name):
+        from hf_hybrid_ssm.upcycle.delta import tokenizer_of
+
+        tokenizer = tokenizer_of(name, teacher)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    model = auto.from_pretrained(name, dtype=dtype, trust_remote_code=False, **options).eval()
     return tokenizer, model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
@@ -135,6 +147,7 @@ def inputs_of(tokenizer: Any, prompt: str) -> Any:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("generate", __doc__)
     parser.add_argument("model", metavar="FOLDER", help="a saved model with its tokenizer, or a name on the Hub")
+    add_teacher(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="the text to continue; by default it is read from the input")
     parser.add_argument(
         "--context", metavar="PATH", help="what `hf-hybrid-ssm read` wrote: the prompt follows its text"

@@ -16,6 +16,16 @@ def parser_of(command: str, description: str | None) -> argparse.ArgumentParser:
     )
 
 
+def add_teacher(parser: argparse.ArgumentParser) -> None:
+    """`--teacher`, for commands that load a model which may be a delta."""
+    parser.add_argument(
+        "--teacher",
+        metavar="PATH_OR_NAME",
+        help="of a delta: its teacher's folder, name on the Hub or GGUF file, or `recorded` for the name that the "
+        "delta gives (default: what HF_HYBRID_SSM_TEACHER says)",
+    )
+
+
 def value_of(text: str) -> Any:
     """The value of FIELD=VALUE: JSON where it is JSON, else the text itself."""
     try:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hf_hybrid_ssm.cli.parsing import check_is_folder, is_path, parser_of
+from hf_hybrid_ssm.cli.parsing import add_teacher, check_is_folder, is_path, parser_of
 
 
 def main(arguments: list[str]) -> int:
@@ -20,6 +20,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("model", metavar="FOLDER", help="a saved model with its tokenizer, or a name on the Hub")
     parser.add_argument("text", metavar="FILE", help="a text in UTF-8; - is the input")
     parser.add_argument("--context", type=Path, metavar="PATH", required=True, help="the file to write")
+    add_teacher(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     parser.add_argument("--piece", type=int, default=4096, metavar="N", help="tokens at once (default: %(default)s)")
     parser.add_argument("--device", help="by default cuda where there is one")
@@ -42,7 +43,7 @@ def main(arguments: list[str]) -> int:
     from hf_hybrid_ssm.cli.generate import load
     from hf_hybrid_ssm.serving import save_context
 
-    tokenizer, model = load(given.model, given.device, given.dtype)
+    tokenizer, model = load(given.model, given.device, given.dtype, given.teacher)
     if model.config.is_encoder_decoder:
         raise ValueError(f"{given.model} holds an encoder-decoder, which reads its source at once.")
     tokens = tokenizer(text, return_tensors="pt", return_token_type_ids=False, verbose=False)["input_ids"]

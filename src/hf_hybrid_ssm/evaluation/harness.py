@@ -9,6 +9,7 @@ import yaml
 import hf_hybrid_ssm  # noqa: F401 - registers the families, which lm-eval's `hf` model then knows
 from hf_hybrid_ssm.evaluation.git_hash import ask_git_only_within_a_repository
 from hf_hybrid_ssm.extras import install_command
+from hf_hybrid_ssm.hub.delta_files import is_delta
 
 
 def evaluate(
@@ -18,6 +19,7 @@ def evaluate(
     include_path: str | Path | None = None,
     data_folder: str | Path | None = None,
     batch_size: int = 8,
+    teacher: str | Path | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Score a model by lm-eval's own `hf` model and tasks.
@@ -30,6 +32,7 @@ def evaluate(
         data_folder: what relative `data_files` of these task files are relative to; lm-eval itself takes them from
             the current directory.
         batch_size: requests scored at a time.
+        teacher: where the teacher of a delta is, if `model` is the folder of one.
         options: further arguments of `lm_eval.simple_evaluate` (`limit`, `num_fewshot`, `device`, ...).
 
     Returns:
@@ -53,12 +56,20 @@ def evaluate(
     if unknown := [task for task in tasks if task not in manager.all_tasks]:
         raise ValueError(f"tasks={unknown} are not known to lm-eval; is include_path={include_path!r} their folder?")
     if isinstance(model, str):
-        options["model_args"] = {"pretrained": model} | dict(options.get("model_args") or {})
+        options["model_args"] = _model_args(model, teacher) | dict(options.get("model_args") or {})
         model = "hf"
     wanted: list[Any] = list(tasks)
     if data_folder is not None and include_path is not None:
         wanted = [_with_data(task, Path(include_path), Path(data_folder)) for task in tasks]
     return lm_eval.simple_evaluate(model, tasks=wanted, task_manager=manager, batch_size=batch_size, **options)
+
+
+def _model_args(model: str, teacher: str | Path | None) -> dict[str, Any]:
+    if not is_delta(model):
+        return {"pretrained": model} | ({} if teacher is None else {"teacher": teacher})
+    from hf_hybrid_ssm.upcycle.delta import tokenizer_of
+
+    return {"pretrained": model, "teacher": teacher, "tokenizer": tokenizer_of(model, teacher)}
 
 
 class _AnyTag(yaml.SafeLoader):

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hybrid_ssm.auto import family_of
 from hf_hybrid_ssm.hub.configurations import config_of_folder, without_memory
+from hf_hybrid_ssm.hub.delta_files import Delta, is_delta, read_delta
 from hf_hybrid_ssm.hub.export import auto_class_of
 from hf_hybrid_ssm.hub.verify_files import check_folder, read_json
 
@@ -43,6 +44,7 @@ def model_card(
     recipe: str | None = None,
     trained: bool = False,
     exported: bool = False,
+    delta: Delta | None = None,
 ) -> str:
     """A card in Markdown with the Hub's metadata in front.
 
@@ -56,6 +58,7 @@ def model_card(
         recipe: the command that trains it.
         trained: there are weights to load; with results there always are.
         exported: it carries its code, and loads without this package.
+        delta: the folder holds what a student has beyond its teacher.
 
     Raises:
         ValueError: the configuration is not of a family of this package, or the family has no such class.
@@ -73,6 +76,7 @@ def model_card(
         library_name="transformers",
         pipeline_tag=task,
         tags=[config.model_type, "state-space-model", "hf-hybrid-ssm", f"arxiv:{text.arxiv}"],
+        base_model=delta.teacher if delta is not None and delta.is_on_hub else None,
         **_metrics(name, task, results, dataset),
     )
     has_weights = trained or results is not None
@@ -87,7 +91,8 @@ def model_card(
         _architecture(config, model, family.layer_kinds(config)),
         "## Training",
         _training(results, dataset, recipe, trained),
-        *(["## Use", _use(name, auto_class_of(table), exported)] if has_weights else []),
+        *(["## Teacher", _teacher(name, delta)] if delta is not None else []),
+        *(["## Use", _use(name, auto_class_of(table), exported, delta)] if has_weights else []),
         "## Limits",
         f"{limits}is in its training data, with the errors and prejudices there.",
         *(["## Citation", f"```bibtex\n{text.citation}\n```"] if has_weights else []),
@@ -113,6 +118,7 @@ def card_of_folder(folder: str | os.PathLike, **options: Any) -> str:
         "results": results,
         "trained": True,
         "exported": "auto_map" in saved,
+        "delta": read_delta(where) if is_delta(where) else None,
     }
     return model_card(config, **(found | options))
 
@@ -191,13 +197,24 @@ def _number(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
-def _use(name: str, auto: str, exported: bool) -> str:
+def _teacher(name: str, delta: Delta) -> str:
+    place = "on the Hub" if delta.is_on_hub else "a folder or file"
+    return (
+        f"This is a delta: it holds what the student has beyond its teacher, `{delta.teacher}` ({place}), of which "
+        f"{len(delta.carried)} tensors carry over. It loads where that teacher is at hand, whose weights have the "
+        f"fingerprint `{delta.fingerprint}`. `hf-hybrid-ssm export {name} --full OUT --teacher TEACHER` writes the "
+        "whole model."
+    )
+
+
+def _use(name: str, auto: str, exported: bool, delta: Delta | None) -> str:
     # without its configuration, AutoTokenizer asks whether to run the code that config.json names
     trust, config = (", trust_remote_code=True", ", config=model.config") if exported else ("", "")
+    teacher = "" if delta is None else f', teacher="{delta.teacher}"'
     first = "" if exported else "import hf_hybrid_ssm  # installed from its source\n"
     code = (
         f"{first}from transformers import AutoTokenizer, {auto}\n\n"
-        f'model = {auto}.from_pretrained("{name}"{trust})\n'
+        f'model = {auto}.from_pretrained("{name}"{trust}{teacher})\n'
         f'tokenizer = AutoTokenizer.from_pretrained("{name}"{config})\n'
     )
     note = "\n\nOnce `hf_hybrid_ssm` is imported, its own classes load it, with their kernels; trust is not needed."

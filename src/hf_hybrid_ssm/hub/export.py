@@ -12,6 +12,7 @@ from transformers.models.auto import modeling_auto
 from hf_hybrid_ssm import __version__
 from hf_hybrid_ssm.auto import family_of, owner_of
 from hf_hybrid_ssm.hub.configurations import config_of_folder
+from hf_hybrid_ssm.hub.delta_files import is_delta
 from hf_hybrid_ssm.hub.flatten import flatten
 from hf_hybrid_ssm.hub.sources import needed_modules
 from hf_hybrid_ssm.hub.verify_files import is_as_exported, read_config, seal
@@ -59,6 +60,8 @@ def export_code(model_or_folder: PreTrainedModel | str | os.PathLike, folder: st
     if len(given) != 1:
         raise ValueError(f"folder is needed, and one only: where was the model saved? Got {sorted(map(str, given))}.")
     target = given.pop()
+    if is_delta(target):
+        raise ValueError(f"{target} is a delta, which loads with this package alone: export the whole model (--full).")
     config = read_config(target)
     model_type = config_of_folder(target).model_type
     check_exportable(model_type, model, target)

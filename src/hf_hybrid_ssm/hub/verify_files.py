@@ -10,6 +10,8 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from hf_hybrid_ssm.hub.delta_files import DELTA_WEIGHTS, is_delta, read_delta
+
 SEAL = "# SHA-256 of this file without this line and the next: "
 """In the head of an exported file: transformers copies files one by one, and each must bring along what checks it."""
 
@@ -82,6 +84,9 @@ def shapes_of(folder: Path) -> dict[str, dict[str, tuple[int, ...]]]:
 
 def _tensors(folder: Path) -> dict[str, dict[str, tuple[list[int], str]]]:
     """Weight file → name of a tensor → shape and dtype."""
+    if is_delta(folder):
+        read_delta(folder)
+        return {DELTA_WEIGHTS: _header(folder / DELTA_WEIGHTS)}
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if (folder / SAFE_WEIGHTS_NAME).is_file() or not index.is_file():  # what transformers reads first
         return {SAFE_WEIGHTS_NAME: _header(folder / SAFE_WEIGHTS_NAME)}

@@ -13,6 +13,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_hybrid_ssm.auto import family_of
 from hf_hybrid_ssm.hub.configurations import config_of_folder, without_memory
+from hf_hybrid_ssm.hub.delta_files import check_carried, is_delta, read_delta
 from hf_hybrid_ssm.hub.verify_files import check_folder, shapes_of
 
 SUMS = "SHA256SUMS"
@@ -36,7 +37,7 @@ def check_contents(folder: str | os.PathLike) -> dict[str, int]:
         _check_json(path)
     _check_leftovers(where)
     config = config_of_folder(where)
-    _check_tensors(where, config)
+    check_tensors(where, config)
     _check_tokenizer(where, config)
     return counts
 
@@ -112,7 +113,12 @@ def _check_leftovers(folder: Path) -> None:
         )
 
 
-def _check_tensors(folder: Path, config: Any) -> None:
+def check_tensors(folder: Path, config: Any) -> None:
+    """The weights are those of the class in `config.json`, in name and shape; of a delta, with what carries over.
+
+    Raises:
+        ValueError: names the file and a tensor.
+    """
     architecture = next(iter(config.architectures or []), "")
     family = family_of(config.model_type)
     if architecture not in family.heads.values():
@@ -125,12 +131,17 @@ def _check_tensors(folder: Path, config: Any) -> None:
     places = shapes_of(folder)
     found = {name: shape for shapes in places.values() for name, shape in shapes.items()}
     file_of = {name: folder / file for file, shapes in places.items() for name in shapes}
-    if missing := sorted(expected.keys() - found.keys() - _tied(model)):
+    carried: dict[str, str] = {}
+    if is_delta(folder):
+        delta = read_delta(folder)
+        check_carried(folder, delta, found, expected)
+        carried = delta.carried
+    if missing := sorted(expected.keys() - found.keys() - _tied(model) - carried.keys()):
         raise ValueError(f"{folder}: no weight file holds {_few(missing)}, which {architecture} needs.")
     if foreign := sorted(name for name in found.keys() - expected.keys() if not _is_ignored(model, name)):
         raise ValueError(f"{file_of[foreign[0]]} holds {_few(foreign)}, which {architecture} does not have.")
     for name, shape in expected.items():
-        if found.get(name, shape) != shape:
+        if name not in carried and found.get(name, shape) != shape:
             raise ValueError(f"{file_of[name]}: {name} has shape {found[name]}, but {architecture} needs {shape}.")
 
 

@@ -143,15 +143,35 @@ class HybridPreTrainedModel(PreTrainedModel):
 
     # refuses a folder whose weight files are incomplete: set by the package, and None in an exported copy of this file
     check_weight_files: ClassVar[Callable[[Any], None] | None] = None
+    # what makes a model of a delta and its teacher: set and None likewise
+    delta_arguments: ClassVar[Callable[[Any, Any, dict[str, Any]], dict[str, Any] | None] | None] = None
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: Any,
+        *args: Any,
+        teacher: str | os.PathLike | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """As in transformers; a folder with a missing or truncated weight file is refused by the file's name, before
         any is read.
 
+        Args:
+            teacher: where the teacher of a delta is (`hf_hybrid_ssm.upcycle.save_delta`): a folder, a name on the Hub
+                or a GGUF file; by default what `HF_HYBRID_SSM_TEACHER` says.
+
         Raises:
-            ValueError: names the file.
+            ValueError: names the file; or the teacher of a delta is not given, or is another one.
         """
+        if cls.delta_arguments is not None:
+            if (found := cls.delta_arguments(pretrained_model_name_or_path, teacher, kwargs)) is not None:
+                loaded = super().from_pretrained(None, *args, **found)
+                model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info
+                model.name_or_path = model.config.name_or_path = str(pretrained_model_name_or_path)
+                return loaded
+        elif teacher is not None:
+            raise ValueError(f"teacher={str(teacher)!r}: deltas need the package hf_hybrid_ssm.")
         reads_others = {"subfolder", "variant", "gguf_file", "state_dict"} & kwargs.keys()
         if cls.check_weight_files is not None and not reads_others and kwargs.get("use_safetensors") is not False:
             cls.check_weight_files(pretrained_model_name_or_path)

@@ -19,9 +19,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import Cache, DynamicCache
 
+from hf_hybrid_ssm.hub.fingerprint import bytes_of
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer, prepare_cache, tokens_and_packing_state
 from hf_hybrid_ssm.models.packing import PackedRows, States
-from hf_hybrid_ssm.serving.fingerprint import architecture, bytes_of, weights_fingerprint
+from hf_hybrid_ssm.serving.fingerprint import architecture, weights_fingerprint
 from hf_hybrid_ssm.serving.state_layout import growing_layers
 
 FORMAT, VERSION = "hf_hybrid_ssm.context", 1

@@ -1,39 +1,24 @@
 """What a context depends on: the weights of the model that read it, and the fields of its configuration."""
 
 import dataclasses
-import hashlib
 import json
 from typing import Any
 
-import torch
 from transformers import PreTrainedConfig
+
+from hf_hybrid_ssm.hub.fingerprint import fingerprint_of
 
 # they change neither a state nor what follows from it
 WITHOUT_EFFECT = ("dropout", "_token_id", "use_cache", "use_linear_cross_entropy", "initializer_range")
 
 
 def weights_fingerprint(model: Any) -> str:
-    """SHA-256 over names, dtypes, shapes and values of everything that the decoder saves; its head takes no part.
-
-    It reads all weights: some seconds for each 10 GB, and a copy of one tensor at a time where they are on a device.
+    """`fingerprint_of` everything that the decoder saves; its head takes no part.
 
     Raises:
         ValueError: weights are on the meta device (offloaded, or never loaded).
     """
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.get_decoder().state_dict().items()):
-        if tensor.is_meta:
-            raise ValueError(
-                f"{name} is on the meta device: a context belongs to weights that can be read; load the model whole."
-            )
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(bytes_of(tensor))
-    return digest.hexdigest()
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The values of a tensor, as they lie in memory."""
-    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return fingerprint_of(model.get_decoder().state_dict())
 
 
 def architecture(config: Any) -> dict[str, Any]:

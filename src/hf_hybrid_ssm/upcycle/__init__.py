@@ -18,6 +18,7 @@ __getattr__, __dir__, __all__ = attach(
         "load_teacher": f"{__name__}.loading",
         "load_teacher_model": f"{__name__}.loading",
         "new_modules": f"{__name__}.student",
+        "save_delta": f"{__name__}.delta",
         "student_config": f"{__name__}.configurations",
         "upcycle": f"{__name__}.student",
     },

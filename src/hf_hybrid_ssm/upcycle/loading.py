@@ -39,12 +39,7 @@ def load_teacher(
         ValueError: files are incomplete, no tokenizer is there, or the model cannot be upcycled; says what is wrong.
     """
     place = _place(path_or_name)
-    model = _load_model(place, dtype, options)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(**place, trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises bare exceptions
-        raise ValueError(f"teacher={str(path_or_name)!r} has no tokenizer: {in_one_line(error)}") from error
-    return model, tokenizer
+    return _load_model(place, dtype, options), _load_tokenizer(place, path_or_name)
 
 
 def load_teacher_model(
@@ -52,6 +47,18 @@ def load_teacher_model(
 ) -> PreTrainedModel:
     """`load_teacher` without the tokenizer."""
     return _load_model(_place(path_or_name), dtype, options)
+
+
+def load_tokenizer(path_or_name: str | os.PathLike) -> PreTrainedTokenizerBase:
+    """`load_teacher` without the model."""
+    return _load_tokenizer(_place(path_or_name), path_or_name)
+
+
+def _load_tokenizer(place: dict[str, Any], path_or_name: str | os.PathLike) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(**place, trust_remote_code=False)
+    except Exception as error:  # the tokenizers library raises bare exceptions
+        raise ValueError(f"teacher={str(path_or_name)!r} has no tokenizer: {in_one_line(error)}") from error
 
 
 def _place(path_or_name: str | os.PathLike) -> dict[str, Any]:
@@ -133,7 +140,8 @@ def _load_model(place: dict[str, Any], dtype: torch.dtype | None, options: dict[
         wanted = torch.float32  # whichever float the blocks were of, so that versions of transformers agree
         if unpack := getattr(transformers, "GgufConfig", None):
             options = {"quantization_config": unpack(dequantize=True)} | options
-    model = AutoModelForCausalLM.from_pretrained(**place, dtype=wanted, trust_remote_code=False, **options)
+    options = {"config": config, "dtype": wanted, "trust_remote_code": False} | options
+    model = AutoModelForCausalLM.from_pretrained(**place, **options)
     if "gguf_file" in place and dtype is not None:
         model.to(dtype)
     check_weights(model)

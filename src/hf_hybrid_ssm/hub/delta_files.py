@@ -1,0 +1,102 @@
+"""The files of a delta: what a student has that its teacher has not, and which teacher that is.
+
+`delta.json` names the teacher, its fingerprint, and for each tensor that carried over the teacher's tensor;
+`delta.safetensors` holds all others. A tensor that is in both has the teacher's columns first, then those of the file.
+Reading these files reads nothing else: where the teacher lies is for the user to say (`upcycle.delta`).
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+DELTA = "delta.json"
+DELTA_WEIGHTS = "delta.safetensors"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What `delta.json` says.
+
+    Attributes:
+        teacher: a name on the Hub; of a folder or file the last part of its path.
+        is_on_hub: which of both.
+        fingerprint: of all of the teacher's tensors (`fingerprint_of`), in the type that they were saved in.
+        carried: the student's tensor → the teacher's.
+    """
+
+    teacher: str
+    is_on_hub: bool
+    fingerprint: str
+    carried: dict[str, str]
+
+    def write(self, folder: Path) -> None:
+        text = json.dumps({"format": FORMAT} | asdict(self), indent=2)
+        (folder / DELTA).write_text(f"{text}\n", encoding="utf-8")
+
+
+def is_delta(folder: object) -> bool:
+    """Whether a folder of this machine holds a delta."""
+    return isinstance(folder, str | os.PathLike) and (Path(folder) / DELTA).is_file()
+
+
+def read_delta(folder: Path) -> Delta:
+    """What `delta.json` says.
+
+    Raises:
+        ValueError: the file is not what `save_delta` writes, or whole weights lie beside it.
+    """
+    file = folder / DELTA
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
+        raise ValueError(f"{file} is not a delta of format {FORMAT}, which this version of hf-hybrid-ssm reads.")
+    kinds = {"teacher": str, "is_on_hub": bool, "fingerprint": str, "carried": dict}
+    if found.keys() != kinds.keys() or not all(isinstance(found[name], kind) for name, kind in kinds.items()):
+        raise ValueError(f"{file} must hold {', '.join(kinds)}, each of its type, and nothing else.")
+    if not all(isinstance(value, str) for value in found["carried"].values()):
+        raise ValueError(f"{file}: carried must map the names of tensors to names of tensors.")
+    if not found["is_on_hub"] and Path(found["teacher"]).name != found["teacher"]:
+        raise ValueError(f"{file}: teacher={found['teacher']!r} must be a name without its folder.")
+    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
+        if (folder / name).is_file():
+            raise ValueError(
+                f"{folder} holds both a delta ({DELTA}) and whole weights ({name}): move one of them away."
+            )
+    return Delta(**found)
+
+
+def check_carried(
+    folder: Path, delta: Delta, shapes: Mapping[str, tuple[int, ...]], needed: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Between them, teacher and file have every tensor of the student, and no other.
+
+    Args:
+        shapes: of the tensors in the file, by name.
+        needed: shapes of the student's tensors, by name.
+
+    Raises:
+        ValueError: names a tensor.
+    """
+    if foreign := sorted(delta.carried.keys() - needed.keys()):
+        raise ValueError(f"{folder / DELTA} carries {foreign[0]}, which the student does not have.")
+    for name in delta.carried.keys() & shapes.keys():
+        part, whole = shapes[name], needed[name]
+        if part[:-1] != whole[:-1] or part[-1] >= whole[-1]:
+            raise ValueError(
+                f"{folder / DELTA_WEIGHTS}: {name} has shape {part}; the teacher's columns are carried, so a part of "
+                f"the columns of {whole} was expected."
+            )
+
+
+def remove_weights(folder: Path) -> None:
+    """Take away what an earlier save left, whole or delta, so that nothing contradicts the next."""
+    for pattern in ("model*.safetensors", SAFE_WEIGHTS_INDEX_NAME, DELTA, DELTA_WEIGHTS):
+        for path in folder.glob(pattern):
+            path.unlink()

@@ -1,0 +1,232 @@
+"""A student as what it has beyond its teacher: saved as a delta, loaded where the teacher is at hand.
+
+A delta names its teacher, and a name is no permission: nothing outside of the folder is read or fetched until the user
+says where the teacher is, by an argument or in the environment. The fingerprint decides whether it is the right one.
+"""
+
+import copy
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from hf_hybrid_ssm.hub.cards import card_of_folder
+from hf_hybrid_ssm.hub.configurations import config_of_folder
+from hf_hybrid_ssm.hub.delta_files import DELTA_WEIGHTS, Delta, is_delta, read_delta, remove_weights
+from hf_hybrid_ssm.hub.fingerprint import fingerprint_of
+from hf_hybrid_ssm.hub.verify_tensors import check_tensors
+from hf_hybrid_ssm.upcycle.loading import load_teacher_model, load_tokenizer
+
+TEACHER = "HF_HYBRID_SSM_TEACHER"
+"""The environment variable that says where the teacher is when no argument does."""
+RECORDED = "recorded"
+"""Given as the teacher: the name that the delta gives, on the Hub or beside the delta's folder."""
+
+
+def save_delta(
+    student: PreTrainedModel,
+    folder: str | os.PathLike,
+    teacher: str | os.PathLike,
+    *,
+    model: PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+) -> Delta:
+    """Save a student without what is still its teacher's.
+
+    A tensor counts as the teacher's if its values are, so that nothing has to be told about what was trained; where
+    the first columns are the teacher's, only the others are saved.
+
+    Args:
+        student: of this package, made by `upcycle`, trained or not.
+        folder: to write into; made where it does not exist.
+        teacher: what the student was made from: a folder, a name on the Hub or a GGUF file. Its last part is recorded,
+            and no other part of a path.
+        model: the teacher as `load_teacher` gives it without a `dtype`, where it is at hand: else it is loaded.
+        tokenizer: saved beside, for programs that ask the folder for it; a delta without takes its teacher's in
+            this package's commands.
+        dtype: of the saved tensors of matrices, such as bfloat16 to halve the file; by default the student's, and then
+            the student comes back exactly.
+        overwrite: replace what is in the folder.
+
+    Returns:
+        What was written into `delta.json`.
+
+    Raises:
+        FileExistsError: the folder holds something.
+        ValueError: the student shares no tensor with the teacher.
+    """
+    where = Path(folder)
+    if where.is_dir() and any(where.iterdir()) and not overwrite:
+        raise FileExistsError(f"folder={str(folder)!r} is not empty: name another one, or give overwrite=True.")
+    weights = (load_teacher_model(teacher) if model is None else model).state_dict()
+    fingerprint = fingerprint_of(weights)
+    carried, own = _split(_untied(student), {name: value.to(student.dtype) for name, value in weights.items()})
+    if not carried:
+        raise ValueError(f"teacher={str(teacher)!r} has no tensor that the student still has: save the student whole.")
+    is_on_hub = not Path(teacher).exists()
+    delta = Delta(str(teacher) if is_on_hub else Path(teacher).resolve().name, is_on_hub, fingerprint, carried)
+    where.mkdir(parents=True, exist_ok=True)
+    remove_weights(where)
+    config = copy.deepcopy(student.config)
+    config.architectures, config.dtype = [type(student).__name__], student.dtype
+    if hasattr(config, "auto_map"):
+        del config.auto_map  # a delta does not carry code
+    config.save_pretrained(where)
+    if student.can_generate():
+        student.generation_config.save_pretrained(where)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(where)
+    narrow = {name: value if dtype is None or value.dim() < 2 else value.to(dtype) for name, value in own.items()}
+    save_file(narrow, where / DELTA_WEIGHTS, metadata={"format": "pt"})
+    delta.write(where)
+    return delta
+
+
+def _untied(student: PreTrainedModel) -> dict[str, torch.Tensor]:
+    tied = getattr(student, "all_tied_weights_keys", None) or {}
+    return {name: value for name, value in student.state_dict().items() if name not in tied}
+
+
+def _split(
+    student: Mapping[str, torch.Tensor], teacher: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """Which tensors are the teacher's, and what is left."""
+    by_values = {fingerprint_of({"": value}): name for name, value in reversed(list(teacher.items()))}
+    widths = {value.shape[-1] for value in teacher.values() if value.dim() == 2}
+    carried, own = {}, {}
+    for name, value in student.items():
+        if (found := by_values.get(fingerprint_of({"": value}))) is not None:
+            carried[name] = found
+            continue
+        own[name] = value.detach().cpu().contiguous()
+        for width in widths if value.dim() == 2 else ():
+            if width < value.shape[1] and (found := by_values.get(fingerprint_of({"": value[:, :width]}))) is not None:
+                carried[name] = found
+                own[name] = own[name][:, width:].contiguous()
+                break
+    return carried, own
+
+
+def loading_arguments(folder: Any, teacher: Any, given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The arguments of `from_pretrained` with which a delta becomes a model; None for what is no delta.
+
+    Args:
+        folder: the first argument of `from_pretrained`.
+        teacher: where the user says the teacher is; None: see the environment variable `HF_HYBRID_SSM_TEACHER`.
+        given: the other arguments.
+
+    Raises:
+        ValueError: as of `weights_of`; or a teacher was given for a folder that is no delta.
+    """
+    if "state_dict" in given or given.get("subfolder") or not is_delta(folder):
+        if teacher is not None:
+            raise ValueError(f"teacher={teacher!r} is for a delta, and {str(folder)!r} is none: leave it out.")
+        return None
+    where = Path(folder)
+    options = dict(given) | {"state_dict": weights_of(where, teacher)}
+    options["config"] = given.get("config") or str(where)
+    if given.get("generation_config") is None and (where / "generation_config.json").is_file():
+        options["generation_config"] = GenerationConfig.from_pretrained(where)
+    return options
+
+
+def weights_of(folder: str | os.PathLike, teacher: str | os.PathLike | None = None) -> dict[str, torch.Tensor]:
+    """All tensors of the student, by name: those of the delta, and the teacher's in the type they were saved in.
+
+    Raises:
+        ValueError: nobody said where the teacher is, it is another one than the delta's, or the files are damaged.
+    """
+    where = Path(folder)
+    delta = read_delta(where)
+    check_tensors(where, config_of_folder(where))
+    found = teacher_of(where, teacher)
+    weights = load_teacher_model(found).state_dict()
+    if (fingerprint := fingerprint_of(weights)) != delta.fingerprint:
+        raise ValueError(
+            f"teacher={str(found)!r} is not the teacher of {str(where)!r}: its weights have the fingerprint "
+            f"{fingerprint[:16]}, those of {delta.teacher!r} had {delta.fingerprint[:16]}."
+        )
+    if unknown := sorted(set(delta.carried.values()) - weights.keys()):
+        raise ValueError(f"{where} carries {unknown[0]}, which the teacher does not have.")
+    carried: dict[str, torch.Tensor] = {}
+    used: set[str] = set()
+    for ours, theirs in delta.carried.items():  # a tensor that carries over twice is two, which may be trained apart
+        carried[ours] = weights[theirs].clone() if theirs in used else weights[theirs]
+        used.add(theirs)
+    own = load_file(where / DELTA_WEIGHTS)
+    both = {name: torch.cat([carried[name], own[name].to(carried[name])], -1) for name in carried.keys() & own.keys()}
+    return carried | own | both
+
+
+def teacher_of(folder: Path, teacher: str | os.PathLike | None = None) -> str:
+    """Where the user says that the teacher of a delta is: the argument, else the environment.
+
+    Raises:
+        ValueError: nobody said it.
+    """
+    delta = read_delta(folder)
+    said = os.environ.get(TEACHER) if teacher is None else teacher
+    if not said:
+        raise ValueError(
+            f"{str(folder)!r} is a delta of the teacher {delta.teacher!r}, and nothing outside of the folder is read "
+            f"unasked: give teacher=PATH_OR_NAME, or set {TEACHER}; {RECORDED!r} there takes that name, "
+            f"{'on the Hub' if delta.is_on_hub else 'beside the folder'}."
+        )
+    if str(said) != RECORDED:
+        return str(said)
+    return delta.teacher if delta.is_on_hub else str(folder.resolve().parent / delta.teacher)
+
+
+def write_full(
+    folder: str | os.PathLike, target: str | os.PathLike, teacher: str | os.PathLike | None = None
+) -> PreTrainedModel:
+    """Write the whole model of a delta, with its code, tokenizer and card, as an ordinary folder.
+
+    Args:
+        folder: the delta.
+        target: to write into; what is there of earlier weights goes.
+        teacher: where the user says that the teacher is; None: see the environment variable `HF_HYBRID_SSM_TEACHER`.
+
+    Raises:
+        ValueError: `folder` is no delta, or as of `weights_of`.
+    """
+    where, to = Path(folder), Path(target)
+    if not is_delta(where):
+        raise ValueError(f"{str(where)!r} is no delta: it is whole already.")
+    if to.resolve() == where.resolve():
+        raise ValueError(f"target={str(to)!r} is the delta's own folder: name another one.")
+    tokenizer = tokenizer_of(where, teacher)
+    model = AutoModelForCausalLM.from_pretrained(where, teacher=teacher)
+    to.mkdir(parents=True, exist_ok=True)
+    remove_weights(to)
+    model.save_pretrained(to, export_code=True)
+    tokenizer.save_pretrained(to)
+    if (where / "results.json").is_file():
+        shutil.copyfile(where / "results.json", to / "results.json")
+    (to / "README.md").write_text(card_of_folder(to), encoding="utf-8")
+    return model
+
+
+def tokenizer_of(folder: str | os.PathLike, teacher: str | os.PathLike | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer in a delta's folder; without one its teacher's, where the user says that this is.
+
+    Raises:
+        ValueError: nobody said it, or there is no tokenizer either.
+    """
+    where = Path(folder)
+    if (where / "tokenizer_config.json").is_file():
+        return AutoTokenizer.from_pretrained(where, trust_remote_code=False)
+    return load_tokenizer(teacher_of(where, teacher))
