@@ -124,7 +124,8 @@ def size_of(member: dict) -> float:
 def scaling_law(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
     from scaling_law import PAPER  # a recipe, on whose path plots.py is
 
-    alphas, theirs = [found["alpha"] for found in figures["families"].values()], [alpha for _, alpha in PAPER.values()]
+    alphas = [found["alpha"] for found in figures["families"].values()]
+    theirs = [alpha for name, (_, alpha) in PAPER.items() if name.startswith("LMU-ISA")]
     members = [member for found in figures["families"].values() for member in found["members"].values()]
     finding = f"Losses fall as size to the power {-max(alphas):.3f} at most, in the paper {-max(theirs):.3f}"
     return finding, f"{between(map(size_of, members))} (non-embedding), {so_many(len(figures['seeds']))}"
