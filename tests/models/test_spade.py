@@ -1,5 +1,8 @@
 """The SPADE family: layers against a plain evaluation, invariances, sizes, heads, and refusals."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from hypothesis import given
@@ -268,6 +271,47 @@ def test_a_cache_that_was_reset_forgets_the_source(fields, kind):
         expected = model.generate(source, **settings, use_cache=False)
         assert torch.equal(model.generate(source, **settings, past_key_values=cache), expected)
         cache.reset()
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+def test_a_target_goes_on_with_the_source_it_began_with(kind):
+    """Given again, encoded again or copied with its cache; another source, or one of another length, is refused."""
+    model, target = seq2seq(**PAPER), inv.random_ids(seq2seq(), 2, 7, 1)
+    source, other = (inv.random_ids(model, 2, 13, seed) for seed in (0, 2))
+    mask = torch.ones_like(source)
+    mask[1, 9:] = 0
+    options = {"max_cache_len": 20} if kind is StaticCache else {}
+
+    @torch.no_grad()
+    def read(cache, columns, source=source, mask=mask, **given):
+        inputs = {"attention_mask": mask, "decoder_input_ids": target[:, columns], "past_key_values": cache}
+        return model(None if given else source, **inputs, **given).logits
+
+    expected = read(None, slice(None))
+    for encodes in (True, False):
+        given = {} if encodes else {"encoder_outputs": model.get_encoder()(source, mask)}
+        cache = EncoderDecoderCache(kind(config=model.config, **options), kind(config=model.config, **options))
+        parts = [read(cache, slice(column, column + 1), **given) for column in range(3)]
+        cache = pickle.loads(pickle.dumps(cache)) if encodes else copy.deepcopy(cache)
+        changed = other[:, :1]
+        for wrong in (other, source[:, :9], torch.cat([changed, source[:, 1:]], 1)):
+            with pytest.raises(ValueError, match="past_key_values was filled with another source: input_ids"):
+                read(cache, slice(3, 4), wrong, mask[:, : wrong.shape[1]])
+        with pytest.raises(ValueError, match="past_key_values was filled with another source: input_ids"):
+            read(cache, slice(3, 4), encoder_outputs=model.get_encoder()(other, mask))
+        parts += [read(cache, slice(column, column + 1), **given) for column in range(3, 7)]
+        torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-5)
+        rows = torch.tensor([1, 0])
+        cache.reorder_cache(rows)
+        read(cache, slice(0, 1), source[rows], mask[rows])
+        with pytest.raises(ValueError, match="filled with another source"):
+            read(cache, slice(0, 1), source, mask)
+
+
+def test_pieces_of_a_prompt_are_for_one_stack():
+    model, source = seq2seq(), inv.random_ids(seq2seq(), 1, 13, 0)
+    with pytest.raises(ValueError, match="prefill_chunk_size=4 is for models of one stack"):
+        model.generate(source, attention_mask=torch.ones_like(source), max_new_tokens=2, prefill_chunk_size=4)
 
 
 def test_encoder_decoder_assisted_equals_greedy():

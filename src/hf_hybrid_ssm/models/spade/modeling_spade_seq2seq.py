@@ -2,10 +2,13 @@
 # Licensed under the Apache License, Version 2.0: see LICENSE, or http://www.apache.org/licenses/LICENSE-2.0
 """PyTorch SPADE encoder-decoder (arXiv 2212.08136): T5-like, for summarization and other text-to-text tasks."""
 
+import weakref
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationMixin
+from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig, GenerationMixin
 from transformers.modeling_outputs import (
     BaseModelOutput,
     BaseModelOutputWithPast,
@@ -64,7 +67,10 @@ class SpadeCrossAttention(nn.Module):
             k, v = self._heads(self.k_proj(encoder_states)), self._heads(self.v_proj(encoder_states))
             if past_key_values is not None:
                 layer = past_key_values.cross_attention_cache.layers[self.layer_idx]
-                layer.update_states(PackedRows(k.shape[2]), {"keys": k, "values": v}, _never_recomputed)
+                states = {"keys": k, "values": v} | (
+                    {"source": encoder_states.detach()} if self.layer_idx == 0 else {}
+                )
+                layer.update_states(PackedRows(k.shape[2]), states, _never_recomputed)
                 past_key_values.is_updated[self.layer_idx] = True
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
@@ -142,11 +148,13 @@ class SpadeDecoder(SpadeStack, SpadePreTrainedModel):
         if self.positions is not None:
             embeddings = embeddings + self.positions(self._position_ids(rows, embeddings))
         hidden_states = self._enter_stack(embeddings)
-        mask = None
+        mask, given = None, encoder_states
         if encoder_mask is not None:
             real = encoder_mask != 0
             # the weight of padding is 0, and 0 times NaN is NaN
             mask, encoder_states = real[:, None, None], torch.where(real.unsqueeze(-1), encoder_states, 0.0)
+        if past_key_values is not None:
+            check_source(past_key_values, given, encoder_states)
         inputs = (encoder_states, mask, self._shared_bias(), rows)
         begin_forward(cache)
         for layer in self.layers:
@@ -181,6 +189,53 @@ def prepare_seq2seq_cache(
     if any(not is_recurrent_state_layer(layer) for layer in cross.layers) or not cross.layers:
         cross.layers = DynamicCache(config=config).layers
     return past_key_values
+
+
+class _Given:
+    """The tensor that a cache was last given, not kept alive. Copies share it, and a pickled one has lost it."""
+
+    def __init__(self, tensor: torch.Tensor | None = None):
+        self._tensor = None if tensor is None else weakref.ref(tensor)
+
+    def is_(self, tensor: torch.Tensor) -> bool:
+        return self._tensor is not None and self._tensor() is tensor
+
+    def __deepcopy__(self, memo: dict) -> "_Given":
+        return self
+
+    def __reduce__(self) -> tuple:
+        return _Given, ()
+
+
+def check_source(past_key_values: EncoderDecoderCache, given: torch.Tensor, encoder_states: torch.Tensor) -> None:
+    """A target goes on with the source it began with, whose keys and values the cache holds.
+
+    `generate` gives the same tensor at every step, which needs no look at its values.
+
+    Args:
+        given: (B, S, d), as the encoder returned it.
+        encoder_states: the same with zeros for padding.
+
+    Raises:
+        ValueError: they are those of another source.
+    """
+    layer = past_key_values.cross_attention_cache.layers[0]
+    if torch.compiler.is_compiling():
+        return
+    if past_key_values.is_updated.get(0) and not getattr(layer, "given", _Given()).is_(given):
+        held = layer.states["source"]
+        message = (
+            "past_key_values was filled with another source: input_ids, encoder_outputs or the attention_mask are not "
+            "those that this target began with. Give the same, or use a new cache."
+        )
+        if held.shape != encoder_states.shape:
+            raise ValueError(message)
+        is_same = torch.isclose(held, encoder_states.to(held.device), rtol=1e-3, atol=1e-3, equal_nan=True).all()
+        if not can_read_values(is_same):
+            torch._assert_async(is_same, message)
+        elif not bool(is_same):
+            raise ValueError(message)
+    layer.given = _Given(given)
 
 
 @auto_docstring
@@ -289,6 +344,18 @@ class SpadeForConditionalGeneration(WithoutContinuousBatching, LMHead, SpadePreT
 
     def get_encoder(self, modality: str | None = None) -> SpadeSeq2SeqEncoder:
         return self.model.get_encoder()
+
+    def _prefill(self, input_ids: torch.Tensor, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, whose pieces of a prompt would cut the source's mask.
+
+        Raises:
+            ValueError: `prefill_chunk_size` is set.
+        """
+        if (size := generation_config.prefill_chunk_size) is not None:
+            raise ValueError(
+                f"prefill_chunk_size={size} is for models of one stack: an encoder-decoder reads its source at once."
+            )
+        return super()._prefill(input_ids, generation_config, *args, **kwargs)
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
         """Labels (B, T) shifted one to the right, after the start token; -100 becomes padding."""
