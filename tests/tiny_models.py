@@ -34,6 +34,8 @@ SPADE |= {"sliding_window": 7, "chunk_size": 5, "ssm_state_size": 8}
 SEQ2SEQ = {**SPADE, "num_decoder_layers": 2, "max_target_positions": 64}
 HYBRID = {"block_types": ["linear_attention", "sliding_attention", "full_attention"], "num_key_value_heads": 2}
 HYBRID |= {"sliding_window": 6, "mlp_intermediate_size": 40}
+PARALLEL = {"block_types": ["hybrid_sliding", "linear_attention", "hybrid_sliding"], "num_key_value_heads": 2}
+PARALLEL |= {"sliding_window": 6, "num_heads": 4, "state_size": 12, "head_dim": 12, "use_rope_in_mixer": True}
 ROTARY = {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_parameters": {"rope_theta": 100.0}}
 ROTARY |= {"gated_mlp": True, "hidden_act": "silu", "attention_bias": True, "use_qk_norm": True, "qk_norm": False}
 BLOCK_RECURRENT = {"ssm_layers": None, "block_types": ["block_recurrent", "sliding_attention", "bst"]}
@@ -46,6 +48,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {
         {**LONGHORN, "num_heads": 4, "use_scan_norm": True, "conv_kernel": 2},
     ),
     "longhorn + window and full attention": ("longhorn", {**LONGHORN, **HYBRID}),
+    "longhorn beside windows": ("longhorn", {**LONGHORN, **PARALLEL}),
     "bst sh s4d": ("bst", BST),
     "bst mh s4": ("bst", {**BST, "context_variant": "mh", "ssm_type": "s4"}),
     "bst mf unstructured": ("bst", {**BST, "context_variant": "mf", "ssm_type": "unstructured", "filter_length": 16}),
@@ -89,6 +92,7 @@ FEW = ["longhorn + window and full attention", "bst mh s4", "lmu-isa", "spade s4
 ROWS = [
     "longhorn",
     "longhorn + window and full attention",
+    "longhorn beside windows",
     "bst sh s4d",
     "bst mh s4",
     "bst mf unstructured",
@@ -215,7 +219,8 @@ WIDE_SPADE = {"intermediate_size": 56, "num_attention_heads": 2, "sliding_window
 WIDE_BST = {"intermediate_size": 56, "num_attention_heads": 2, "head_dim": 10, "sliding_window": 16, "ssm_layers": [1]}
 WIDE_LMU = {"lmu_order": 20, "lmu_reduced_order": 6, "pre_intermediate_size": 31, "post_intermediate_size": 43}
 WIDE_LMU |= {"lmu_theta": 30.0, "num_attention_heads": 2, "sliding_window": 20}
-WIDE_HYBRID = {**HYBRID, "num_hidden_layers": 3, "sliding_window": 20, "num_attention_heads": 4}
+WIDE_HYBRID = {**HYBRID, "num_hidden_layers": 3, "sliding_window": 20, "num_attention_heads": 4, "num_heads": 2}
+WIDE_HYBRID |= {"block_types": ["hybrid_sliding", "sliding_attention", "full_attention"]}
 WITHOUT_DROPOUT = dict.fromkeys(("dropout", "attention_dropout", "embedding_dropout", "activation_dropout"), 0.0)
 CHUNKS = {"attention_type": "chunk", "chunk_size": 16, "relative_bias_scope": "none"}
 LIKE_LLAMA = {"rope_parameters": {"rope_theta": 100.0}, "gated_mlp": True, "hidden_act": "silu"}

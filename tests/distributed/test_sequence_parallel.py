@@ -47,6 +47,8 @@ def test_refusals():
             forward_shard(built("longhorn hybrid"), rows(9)["input_ids"])
         with pytest.raises(ValueError, match="only stacks of Longhorn layers"):
             forward_shard(built("lmu_isa"), rows(9)["input_ids"])
+        with pytest.raises(ValueError, match="whose layers read positions of tokens, which a shard does not know"):
+            forward_shard(built("longhorn", state_size=24, use_rope_in_mixer=True), rows(9)["input_ids"])
         with pytest.raises(ValueError, match="2 tokens a row for 3 processes"):
             forward_shard(longhorn(), rows(2)["input_ids"])
         model = longhorn()

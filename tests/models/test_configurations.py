@@ -126,25 +126,29 @@ def test_the_file_of_an_older_save(tmp_path):
 
 
 def test_layer_types_are_another_name_of_block_types():
-    kinds = ["linear_attention", "sliding_attention", "full_attention"]
-    config = LonghornConfig(num_hidden_layers=3, layer_types=kinds)
+    kinds = ["linear_attention", "sliding_attention", "hybrid_sliding", "full_attention"]
+    config = LonghornConfig(num_hidden_layers=4, layer_types=kinds)
     assert config.block_types == kinds
-    again = LonghornConfig(num_hidden_layers=3, layer_types=config.layer_types)  # as the property gives them
+    again = LonghornConfig(num_hidden_layers=4, layer_types=config.layer_types)  # as the property gives them
     assert again.to_dict() == config.to_dict()
-    assert LonghornConfig(num_hidden_layers=3, layer_types=kinds, block_types=kinds).block_types == kinds
+    assert LonghornConfig(num_hidden_layers=4, layer_types=kinds, block_types=kinds).block_types == kinds
     for fields, words in (
-        ({"layer_types": ["mamba"] * 3}, r"layer_types contains \['mamba'\]"),
-        ({"block_types": ["mamba"] * 3}, r"block_types contains \['mamba'\]"),
+        ({"layer_types": ["mamba"] * 4}, r"layer_types contains \['mamba'\]"),
+        ({"block_types": ["mamba"] * 4}, r"block_types contains \['mamba'\]"),
         ({"layer_types": kinds, "block_types": kinds[::-1]}, "layer_types=.* contradicts block_types="),
     ):
         with pytest.raises(ValueError, match=words):
-            LonghornConfig(num_hidden_layers=3, **fields)
+            LonghornConfig(num_hidden_layers=4, **fields)
 
 
 def test_rotary_positions_are_asked_for_where_there_are_some():
     assert LonghornConfig(hidden_size=33, num_hidden_layers=2).intermediate_size == 66
     with pytest.raises(ValueError, match="head_dim=33 must be even"):
         LonghornConfig(hidden_size=33, num_hidden_layers=1, block_types=["full_attention"])
+    with pytest.raises(ValueError, match="rotates keys of head_dim=64 numbers, but state_size=16"):
+        LonghornConfig(num_hidden_layers=2, use_rope_in_mixer=True)
+    with pytest.raises(ValueError, match="head_dim=33 must be even"):
+        LonghornConfig(hidden_size=33, num_hidden_layers=1, use_rope_in_mixer=True, state_size=33)
 
 
 def test_discretizations():

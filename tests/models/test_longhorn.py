@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hybrid_ssm import LonghornConfig, LonghornForCausalLM, LonghornForSequenceClassification, LonghornModel
 from hf_hybrid_ssm.models.longhorn.modeling_longhorn import LonghornMixer
+from hf_hybrid_ssm.models.packing import PackedRows
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
 from tests.memory import in_own_memory
 from tests.models import invariances as inv
@@ -116,6 +117,57 @@ def test_heads_by_the_equation():
         options = {"beta_bias": mixer.dt_bias[own], "D": mixer.D[own], "z": z[..., own], "backend": "reference"}
         rows.append(longhorn_scan(x[..., own], logit[..., own], k, q, **options)[0])
     torch.testing.assert_close(mixer(u), mixer.out_proj(torch.cat(rows, -1)), rtol=0, atol=1e-12)
+
+
+def test_rotary_keys_by_the_equation():
+    """Each pair of numbers of a key or query, n and n + N / 2, is turned by its angle times the token's position."""
+    fields = {**TINY, "state_size": 6, "num_heads": 2, "num_attention_heads": 4, "use_rope_in_mixer": True}
+    mixer = LonghornMixer(LonghornConfig(**fields), 0).double()
+    u = torch.randn(2, 7, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    angles = torch.arange(107, dtype=torch.float64)[:, None] * torch.tensor([1.0, 0.3, 0.01], dtype=torch.float64)
+    turn = torch.polar(torch.ones_like(angles), angles)  # halves of a head are real and imaginary parts
+    embeddings = tuple(part.repeat(1, 2)[None] for part in (turn.real, turn.imag))
+
+    def rotated(part: torch.Tensor, first: int) -> torch.Tensor:
+        numbers = torch.complex(*part.unflatten(-1, (2, 6)).chunk(2, -1)) * turn[first : first + 7, None]
+        return torch.cat([numbers.real, numbers.imag], -1)
+
+    x, z = mixer.in_proj(u).chunk(2, dim=-1)
+    x, _ = mixer.conv1d(x)
+    dt, k, q = mixer.x_proj(x).split([2, 12, 12], dim=-1)
+    for first in (0, 100):
+        options = {"beta_bias": mixer.dt_bias, "D": mixer.D, "z": z, "backend": "reference"}
+        y, _ = longhorn_scan(x, mixer.dt_proj(dt), rotated(k, first), rotated(q, first), **options)
+        given = tuple(part[:, first : first + 7] for part in embeddings)
+        found = mixer(u, position_embeddings=given)
+        torch.testing.assert_close(found, mixer.out_proj(y), rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="position_embeddings=None, but use_rope_in_mixer=True"):
+        mixer(u)
+
+
+def test_a_hybrid_block_is_the_sum_of_its_parts():
+    """Of the window's attention and of the mixer, each as it is in a block of its own; their states too."""
+    fields = {**HYBRID, "block_types": ["hybrid_sliding"] * 3, "num_heads": 4}
+    model = build(fields).double()
+    ids = inv.random_ids(model, 2, 15)
+    u, cache = model.model.embed_tokens(ids), DynamicCache(config=model.config)
+    model(ids, past_key_values=cache)
+    block = model.model.layers[0]
+    positions = model.model.rotary_emb(u, torch.arange(15)[None])
+    normed, apart = block.norm(u), {}
+    for kind in ("sliding_attention", "linear_attention"):
+        alone = DynamicCache(config=LonghornConfig(**{**fields, "block_types": [kind] * 3}))
+        if kind == "sliding_attention":
+            attended, _ = block.self_attn(normed, PackedRows(15), positions, past_key_values=alone)
+        else:
+            mixed = block.mixer(normed, past_key_values=alone)
+        apart |= alone.layers[0].states
+    u = u + attended + mixed
+    found = block(model.model.embed_tokens(ids), PackedRows(15), positions)
+    torch.testing.assert_close(found, u + block.mlp(block.mlp_norm(u)))
+    assert cache.layers[0].states.keys() == apart.keys() == {"keys", "values", "seen", "conv", "scan"}
+    for name, state in cache.layers[0].states.items():
+        torch.testing.assert_close(state, apart[name])
 
 
 def test_golden_model():
@@ -369,6 +421,7 @@ def test_compiled_forward_equals_eager():
         ({"layer_types": ["linear_attention"]}, "names 1 layers"),
         ({"layer_types": ["longhorn"] * 3}, "longhorn"),
         ({"layer_types": ["sliding_attention"] * 3, "sliding_window": None}, "sliding_window=None"),
+        ({"layer_types": ["hybrid_sliding"] * 3, "sliding_window": None}, 'block_types has "hybrid_sliding" layers'),
     ],
 )
 def test_bad_configurations(fields, message):

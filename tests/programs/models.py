@@ -79,6 +79,7 @@ class Variant:
 
 def _longhorn(*block_types: str, **fields) -> Variant:
     blocks = {"linear": "linear_attention", "sliding": "sliding_attention", "full": "full_attention"}
+    blocks["hybrid"] = "hybrid_sliding"
     fields |= {"block_types": [blocks[name] for name in block_types], "num_hidden_layers": len(block_types)}
     return Variant(
         "longhorn",
@@ -112,6 +113,8 @@ VARIANTS: dict[str, Variant] = {
     "longhorn": _longhorn("linear", "linear"),
     "longhorn scan norm": _longhorn("linear", "linear", use_scan_norm=True, conv_kernel=2),
     "longhorn heads": _longhorn("linear", "linear", num_heads=4),
+    "longhorn hybrid": _longhorn("hybrid", "hybrid", num_heads=2),
+    "longhorn hybrid rotary": _longhorn("hybrid", "linear", num_heads=2, state_size=8, use_rope_in_mixer=True),
     "longhorn sliding": _longhorn("linear", "sliding", num_key_value_heads=1, mlp_intermediate_size=16),
     "longhorn sliding first": _longhorn("sliding", "linear"),
     "longhorn full": _longhorn("linear", "full", num_key_value_heads=1),

@@ -19,7 +19,7 @@ FREE: dict[str, dict[str, tuple]] = {
         "time_step_rank": ("auto", 1, 3), "use_bias": FLAG, "use_conv_bias": FLAG, "use_scan_norm": FLAG,
         "residual_in_fp32": FLAG, "rescale_prenorm_residual": FLAG, "sliding_window": (1, 3, 50),
         "head_dim": (2, 6, 8), "attention_dropout": (0.0, 0.3), "mlp_intermediate_size": (None, 1, 17),
-        "max_position_embeddings": (4, 2048), "num_key_value_heads": (1, 2, 4),
+        "max_position_embeddings": (4, 2048), "num_key_value_heads": (1, 2, 4), "num_heads": (1, 2, 4),
     },
     "bst": {
         "num_attention_heads": (1, 2, 3), "head_dim": (4, 7), "hidden_act": ("relu", "gelu", "silu"),
@@ -70,6 +70,8 @@ def legal(model_type: str, random: Random) -> Fields:
         fields["ssm_layers"] = random.sample(range(layers), random.randint("retrieval_k" in own, layers))
     elif model_type.startswith("spade"):
         fields["ssm_layers"] = random.sample(range(layers), random.randint(0, layers))
+    if own.get("use_rope_in_mixer"):  # its keys are as long as those of attention
+        fields["state_size"] = fields["head_dim"]
     if model_type == "bst":
         fields["ssm_discretization"] = random.choice(DISCRETIZATIONS.get(ssm, (None,)))
         if "rope_parameters" in own:  # Llama's attention: grouped heads of even size, whose queries have one norm

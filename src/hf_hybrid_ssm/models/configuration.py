@@ -12,10 +12,11 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-# Cache layers with states of fixed size; the second is window attention's, where a family must tell it from a
-# recurrence. Here rather than beside the cache, since configurations do without torch.
+# Cache layers with states of fixed size: of a recurrence, of window attention, of both side by side; a family with
+# several kinds must tell them apart. Here rather than beside the cache, since configurations do without torch.
 STATE_LAYER_TYPE = "hybrid_ssm_state"
 WINDOW_LAYER_TYPE = "hybrid_ssm_window"
+STATE_AND_WINDOW_LAYER_TYPE = "hybrid_ssm_state_and_window"
 
 GPT2_END_OF_TEXT = 50256
 # what a config.json may hold beside the fields of its configuration

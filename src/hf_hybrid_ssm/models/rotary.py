@@ -21,7 +21,7 @@ def rotated(
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys (B, L, heads, head_dim), turned by the angles whose cosines and sines (B or 1, L, head_dim) a
-    `RotaryEmbedding` gave; in the `dtype` of the values, since under autocast the angles are float32."""
-    turned = apply_rotary_pos_emb(queries, keys, *position_embeddings, unsqueeze_dim=2)
+    """Queries and keys (B, [L,] heads, head_dim), turned by the angles whose cosines and sines (B or 1, [L,] head_dim)
+    a `RotaryEmbedding` gave; in the `dtype` of the values, since under autocast the angles are float32."""
+    turned = apply_rotary_pos_emb(queries, keys, *position_embeddings, unsqueeze_dim=queries.dim() - 2)
     return turned[0].to(dtype), turned[1].to(dtype)

@@ -95,8 +95,10 @@ class PagedModel:
         layout = state_layout(model)
         check_pageable(model, layout.growing)
         self.layout = PageLayout(layout)
-        mixers = (module for module in model.get_decoder().modules() if isinstance(module, RecurrentMixin))
+        mixers = [module for module in model.get_decoder().modules() if isinstance(module, RecurrentMixin)]
+        # a mixer beside another has its layer's states with that one
         self._steps_on_pages = {mixer.layer_idx for mixer in mixers if mixer.steps_on_pages}
+        self._steps_on_pages -= {mixer.layer_idx for mixer in mixers if not mixer.steps_on_pages}
         self._views: dict[int, States] = {}
 
     def bind(self, pages: torch.Tensor) -> None:

@@ -93,6 +93,10 @@ def _check(model: PreTrainedModel, length: int, ranks: int) -> None:
             f"model is a {type(model).__name__} with layers of type {', '.join(sorted(kinds))}; only stacks of {able} "
             "layers can be sharded along the sequence."
         )
+    if model.get_decoder().has_columns:
+        raise ValueError(
+            f"model is a {type(model).__name__} whose layers read positions of tokens, which a shard does not know."
+        )
     if model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise ValueError("gradient checkpointing would receive each state twice: disable it.")
     if length < ranks:

@@ -10,6 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 from transformers.utils.generic import is_flash_attention_requested
 
+from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.models.block import RecurrentMixin
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
@@ -51,13 +52,13 @@ class LonghornAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if rows.token_mask is not None:  # the weight of padding is 0, and 0 times NaN is NaN
             hidden_states = torch.where(rows.token_mask.unsqueeze(-1), hidden_states, 0.0)
-        queries, keys, values = (x.transpose(1, 2) for x in self._heads(hidden_states, position_embeddings))
+        queries, keys, values = (x.transpose(1, 2) for x in self.heads(hidden_states, position_embeddings))
         if past_key_values is not None:
             keys, values = past_key_values.update(keys, values, self.layer_idx)
         output, weights = self._attend(queries, keys, values, attention_mask, **kwargs)
         return self.o_proj(output), weights
 
-    def _heads(
+    def heads(
         self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values, each (B, L, heads, head_dim)."""
@@ -93,9 +94,10 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, None]:
-        heads = self._heads(hidden_states, position_embeddings)
+        heads = self.heads(hidden_states, position_embeddings)
         return self.forward_with_cache(*heads, rows=rows, past_key_values=past_key_values), None
 
+    @with_accelerate_hooks
     def forward_rows(  # type: ignore[override]
         self, *heads: torch.Tensor, past: States, capacity: int | None, **options: Any
     ) -> tuple[torch.Tensor, States]:
@@ -117,6 +119,7 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
         )
         return self.o_proj(output.transpose(1, 2).flatten(2)), {} if state is None else state._asdict()
 
+    @with_accelerate_hooks
     def step(  # type: ignore[override]
         self, *heads: torch.Tensor, past: States, capacity: int | None
     ) -> tuple[torch.Tensor, States]:

@@ -12,6 +12,7 @@ from transformers.modeling_rope_utils import RopeParameters
 
 from hf_hybrid_ssm.models.configuration import (
     GPT2_END_OF_TEXT,
+    STATE_AND_WINDOW_LAYER_TYPE,
     STATE_LAYER_TYPE,
     WINDOW_LAYER_TYPE,
     HybridConfigMixin,
@@ -19,8 +20,12 @@ from hf_hybrid_ssm.models.configuration import (
 )
 
 # The cache layers of blocks with states of fixed size; full attention keeps transformers' own name and cache layer.
-CACHE_LAYER_TYPES = {"linear_attention": STATE_LAYER_TYPE, "sliding_attention": WINDOW_LAYER_TYPE}
-BLOCK_TYPES = ("linear_attention", "sliding_attention", "full_attention")
+CACHE_LAYER_TYPES = {
+    "linear_attention": STATE_LAYER_TYPE,
+    "sliding_attention": WINDOW_LAYER_TYPE,
+    "hybrid_sliding": STATE_AND_WINDOW_LAYER_TYPE,
+}
+BLOCK_TYPES = ("linear_attention", "sliding_attention", "hybrid_sliding", "full_attention")
 
 
 @strict
@@ -41,6 +46,8 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
             (the logit of beta); `"auto"` is `ceil(hidden_size / 16)`.
         use_bias (`bool`, *optional*, defaults to `False`): Bias in the input and output projections.
         use_conv_bias (`bool`, *optional*, defaults to `True`): Bias in the short convolution.
+        use_rope_in_mixer (`bool`, *optional*, defaults to `False`): Rotate the scan's keys and queries by their
+            positions, as attention does; `state_size` must then be `head_dim`.
         use_scan_norm (`bool`, *optional*, defaults to `False`): RMSNorm between the scan and the output gate, which
             the official kernel offers and the published models leave off.
         layer_norm_epsilon (`float`, *optional*, defaults to 1e-5): Epsilon of the RMSNorms.
@@ -53,9 +60,10 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
         use_linear_cross_entropy (`bool`, *optional*, defaults to `False`): When training with labels, compute the loss
             in chunks that never hold all logits; `logits` is then `None`.
         block_types (`list[str]`, *optional*): One entry for each layer: `"linear_attention"` (Longhorn),
-            `"sliding_attention"` or `"full_attention"`. All Longhorn by default. Also accepted under the name
+            `"sliding_attention"`, `"hybrid_sliding"` (both side by side: they read the same normed input, and their
+            outputs are added) or `"full_attention"`. All Longhorn by default. Also accepted under the name
             `layer_types`.
-        sliding_window (`int`, *optional*, defaults to 2048): Tokens a sliding-attention layer sees, including the
+        sliding_window (`int`, *optional*, defaults to 2048): Tokens that sliding attention sees, including the
             current one.
         num_attention_heads (`int`, *optional*): Heads of the attention layers; of size 64 by default where that
             divides `hidden_size`, else one.
@@ -127,6 +135,7 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
     time_step_rank: int | str = "auto"
     use_bias: bool = False
     use_conv_bias: bool = True
+    use_rope_in_mixer: bool = False
     use_scan_norm: bool = False
     layer_norm_epsilon: float = 1e-5
     residual_in_fp32: bool = True
@@ -178,6 +187,11 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
         return any(block_type != "linear_attention" for block_type in self.block_types)
 
     @property
+    def has_positions(self) -> bool:
+        """Whether some layer rotates by the positions of tokens."""
+        return self.has_attention or self.use_rope_in_mixer
+
+    @property
     def intermediate_size(self) -> int:
         """Channels D inside a Longhorn block."""
         return self.expand * self.hidden_size
@@ -208,10 +222,17 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
             raise ValueError(f'time_step_rank={self.time_step_rank!r} must be "auto" or a positive integer.')
         if self.has_attention:
             self._check_attention()
+        if self.use_rope_in_mixer and self.state_size != self.head_dim:
+            raise ValueError(
+                f"use_rope_in_mixer=True rotates keys of head_dim={self.head_dim} numbers, but state_size="
+                f"{self.state_size}: make them equal."
+            )
+        if self.has_positions:
+            self.check_rope()
 
     def validate_rope(self):
         """As in transformers, where there is something to rotate."""
-        if self.has_attention:
+        if self.has_positions:
             super().validate_rope()
 
     def _check_attention(self) -> None:
@@ -224,9 +245,9 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
                 f"{self.num_attention_heads}: heads of {size} channels would leave out {rest}. Choose another number, "
                 "or another head_dim."
             )
-        self.check_rope()
-        if "sliding_attention" in self.block_types and self.sliding_window is None:
-            raise ValueError('sliding_window=None, but block_types has "sliding_attention" layers: give their window.')
+        slides = [kind for kind in ("sliding_attention", "hybrid_sliding") if kind in self.block_types]
+        if slides and self.sliding_window is None:
+            raise ValueError(f'sliding_window=None, but block_types has "{slides[0]}" layers: give their window.')
 
 
 __all__ = ["LonghornConfig"]

@@ -35,8 +35,9 @@ from hf_hybrid_ssm.models.longhorn.attention_longhorn import (
 )
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.packing import PackedRows, States, resolve_packing
-from hf_hybrid_ssm.models.rotary import RotaryEmbedding
+from hf_hybrid_ssm.models.rotary import RotaryEmbedding, rotated
 from hf_hybrid_ssm.ops.causal_conv import causal_conv, causal_conv_step
+from hf_hybrid_ssm.ops.local_attention import AttentionState
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan, longhorn_step
 
 SCAN_NORM_EPSILON = 1e-6
@@ -67,7 +68,8 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
 
     x, z = in_proj(u); x = silu(conv(x)); d, k, q = x_proj(x); out_proj(scan(x, dt_proj(d), k, q) · silu(z)).
 
-    With several heads k and q are (B, L, H, N), and each head has D / H consecutive channels.
+    With several heads k and q are (B, L, H, N), and each head has D / H consecutive channels. With `use_rope_in_mixer`
+    they are rotated by the tokens' positions; `rotation` are then cosines and sines, (B, L, N) each, else nothing.
     """
 
     float32_parameters = ("D", "dt_bias")
@@ -78,6 +80,7 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
         self.layer_idx = layer_idx
         channels, rank = config.intermediate_size, int(config.time_step_rank)
         self.num_heads, self.state_size = config.num_heads, config.state_size
+        self.use_rope = config.use_rope_in_mixer
         self.projection_sizes = [rank, self.num_heads * self.state_size, self.num_heads * self.state_size]
         self.in_proj = nn.Linear(config.hidden_size, 2 * channels, bias=config.use_bias)
         self.conv1d = ShortConvolution(channels, config.conv_kernel, bias=config.use_conv_bias)
@@ -90,17 +93,42 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
         self.out_proj = nn.Linear(channels, config.hidden_size, bias=config.use_bias)
 
     def forward(
-        self, hidden_states: torch.Tensor, rows: PackedRows | None = None, past_key_values: Cache | None = None
+        self,
+        hidden_states: torch.Tensor,
+        rows: PackedRows | None = None,
+        past_key_values: Cache | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """(B, L, M) → (B, L, M)."""
-        return self.forward_with_cache(hidden_states, rows=rows, past_key_values=past_key_values)
+        rotation = self.rotation(position_embeddings, len(hidden_states))
+        return self.forward_with_cache(hidden_states, *rotation, rows=rows, past_key_values=past_key_values)
 
+    def rotation(
+        self, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None, batch: int
+    ) -> tuple[torch.Tensor, ...]:
+        """Cosines and sines (B or 1, L, N) → those that keys and queries are turned by, (B, L, N); none without RoPE.
+
+        Raises:
+            ValueError: the mixer rotates, and was given no positions.
+        """
+        if not self.use_rope:
+            return ()
+        if position_embeddings is None:
+            raise ValueError("position_embeddings=None, but use_rope_in_mixer=True: give cosines and sines.")
+        return tuple(part.expand(batch, -1, -1) for part in position_embeddings)
+
+    @with_accelerate_hooks
     def forward_rows(  # type: ignore[override]
-        self, hidden_states: torch.Tensor, *, past: States, capacity: int | None, **options: Any
+        self,
+        hidden_states: torch.Tensor,
+        *rotation: torch.Tensor,
+        past: States,
+        capacity: int | None,
+        **options: Any,
     ) -> tuple[torch.Tensor, States]:
         raw, gate = self.in_proj(hidden_states).chunk(2, dim=-1)  # (B, L, D) each
         x, conv_state = self.conv1d(raw, initial_state=past.get("conv"), **options)
-        dt, k, q = self._projected(x)
+        dt, k, q = self._projected(x, *rotation)
         z = gate if self.scan_norm is None else None
         y, scan_state = longhorn_scan(
             x, self.dt_proj(dt), k, q, beta_bias=self.dt_bias, D=self.D, z=z, initial_state=past.get("scan"), **options
@@ -110,22 +138,30 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
         states = {} if conv_state is None else {"conv": conv_state, "scan": scan_state}
         return self.out_proj(y), states
 
-    def _projected(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What `dt_proj` takes (..., R), and keys and queries, (..., N) of one head or (..., H, N)."""
+    def _projected(self, x: torch.Tensor, *rotation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What `dt_proj` takes (B, [L,] R), and keys and queries, (B, [L,] N) of one head or (B, [L,] H, N)."""
         dt, k, q = self.x_proj(x).split(self.projection_sizes, dim=-1)
-        if self.num_heads == 1:
+        if self.num_heads == 1 and not rotation:
             return dt, k, q
-        heads = (self.num_heads, self.state_size)
-        return dt, k.unflatten(-1, heads), q.unflatten(-1, heads)
+        k, q = (part.unflatten(-1, (self.num_heads, self.state_size)) for part in (k, q))
+        if rotation:
+            q, k = rotated(q, k, (rotation[0], rotation[1]), x.dtype)
+        return (dt, k, q) if self.num_heads > 1 else (dt, k.squeeze(-2), q.squeeze(-2))
 
+    @with_accelerate_hooks
     def step(  # type: ignore[override]
-        self, hidden_states: torch.Tensor, *, past: States, capacity: int | None, pages: torch.Tensor | None = None
+        self,
+        hidden_states: torch.Tensor,
+        *rotation: torch.Tensor,
+        past: States,
+        capacity: int | None,
+        pages: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, States]:
         if not isinstance(self.conv1d, ShortConvolution):  # PEFT's wrapper, which adapts `forward` alone
             return super().step(hidden_states, past=past, capacity=capacity)
         raw, gate = self.in_proj(hidden_states)[:, 0].chunk(2, dim=-1)  # (B, D) each
         x = self.conv1d.step(raw, past["conv"], pages)
-        dt, k, q = self._projected(x)
+        dt, k, q = self._projected(x, *(part[:, 0] for part in rotation))
         z = gate if self.scan_norm is None else None
         options = {"beta_bias": self.dt_bias, "D": self.D, "z": z, "pages": pages}
         y = longhorn_step(x, self.dt_proj(dt), k, q, past["scan"], **options)
@@ -143,10 +179,10 @@ class LonghornBlock(GradientCheckpointingLayer):
         self.norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         block_type = config.block_types[layer_idx]
         self.is_recurrent = block_type == "linear_attention"
-        if self.is_recurrent:
+        if block_type in ("linear_attention", "hybrid_sliding"):
             self.mixer = LonghornMixer(config, layer_idx)
-        else:
-            attention = LonghornSlidingAttention if block_type == "sliding_attention" else LonghornAttention
+        if block_type != "linear_attention":
+            attention = LonghornAttention if block_type == "full_attention" else LonghornSlidingAttention
             self.self_attn = attention(config, layer_idx)
         if config.mlp_intermediate_size is None:
             self.mlp = None
@@ -165,21 +201,78 @@ class LonghornBlock(GradientCheckpointingLayer):
     ) -> torch.Tensor:
         if self.residual_in_fp32:
             hidden_states = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
-        normed = self.norm(hidden_states)
-        if self.is_recurrent:
-            mixed = self.mixer(normed, rows, past_key_values)
-        else:
-            mixed, _ = self.self_attn(normed, rows, position_embeddings, attention_mask, past_key_values, **kwargs)
-        hidden_states = hidden_states + mixed
+        inputs = (self.norm(hidden_states), rows, position_embeddings, attention_mask, past_key_values)
+        hidden_states = hidden_states + self._mixed(*inputs, **kwargs)
         if self.mlp is not None:
             hidden_states = hidden_states + self.mlp(self.mlp_norm(hidden_states))
         return hidden_states
+
+    def _mixed(
+        self,
+        normed: torch.Tensor,
+        rows: PackedRows | None,
+        position_embeddings: Any,
+        attention_mask: torch.Tensor | None,
+        past_key_values: Cache | None,
+        **kwargs,
+    ) -> torch.Tensor:
+        if self.is_recurrent:
+            return self.mixer(normed, rows, past_key_values, position_embeddings)
+        return self.self_attn(normed, rows, position_embeddings, attention_mask, past_key_values, **kwargs)[0]
+
+
+class LonghornHybridBlock(RecurrentMixin, LonghornBlock):
+    """A block with window attention and a Longhorn mixer side by side: both read the same normed input, and their
+    outputs are added.
+
+    One layer of the cache holds the states of both: keys and values of the window, convolution and scan of the mixer.
+    The inputs of `forward_rows` are the normed hidden states (B, L, M), the window's heads, and the mixer's rotation.
+    """
+
+    def __init__(self, config: LonghornConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.layer_idx = layer_idx
+
+    def _mixed(self, normed, rows, position_embeddings, attention_mask, past_key_values, **kwargs) -> torch.Tensor:
+        heads = self.self_attn.heads(normed, position_embeddings)
+        rotation = self.mixer.rotation(position_embeddings, len(normed))
+        return self.forward_with_cache(normed, *heads, *rotation, rows=rows, past_key_values=past_key_values)
+
+    def forward_rows(self, normed, queries, keys, values, *rotation, past, **options) -> tuple[torch.Tensor, States]:
+        of_window, of_mixer = _states_by_part(past)
+        attended, window = self.self_attn.forward_rows(queries, keys, values, past=of_window, **options)
+        mixed, states = self.mixer.forward_rows(normed, *rotation, past=of_mixer, **options)
+        return attended + mixed, window | states
+
+    def step(  # type: ignore[override]
+        self, normed, queries, keys, values, *rotation, past, **options
+    ) -> tuple[torch.Tensor, States]:
+        of_window, of_mixer = _states_by_part(past)
+        attended, window = self.self_attn.step(queries, keys, values, past=of_window, **options)
+        mixed, states = self.mixer.step(normed, *rotation, past=of_mixer, **options)
+        return attended + mixed, window | states
+
+    def states_after(self, normed, queries, keys, values, *rotation, past, **options) -> States:
+        of_window, of_mixer = _states_by_part(past)
+        window = self.self_attn.states_after(queries, keys, values, past=of_window, **options)
+        return window | self.mixer.states_after(normed, *rotation, past=of_mixer, **options)
+
+
+def _states_by_part(states: States) -> tuple[States, States]:
+    """Those of the window, and those of the mixer beside it."""
+    of_window = {name: state for name, state in states.items() if name in AttentionState._fields}
+    return of_window, {name: state for name, state in states.items() if name not in of_window}
+
+
+def _block(config: LonghornConfig, layer_idx: int) -> LonghornBlock:
+    is_hybrid = config.block_types[layer_idx] == "hybrid_sliding"
+    return (LonghornHybridBlock if is_hybrid else LonghornBlock)(config, layer_idx)
 
 
 @auto_docstring
 class LonghornPreTrainedModel(HybridPreTrainedModel):
     config: LonghornConfig
-    _no_split_modules = ["LonghornBlock"]
+    _no_split_modules = ["LonghornBlock", "LonghornHybridBlock"]
     _supports_flash_attn = True
     _supports_flex_attn = True
     _can_record_outputs = {"hidden_states": LonghornBlock, "attentions": LonghornAttention}
@@ -233,10 +326,10 @@ class LonghornModel(HybridModelMixin, LonghornPreTrainedModel):
         super().__init__(config)
         # no padding_idx: text often ends with the token that also pads, and its embedding must be learnt
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(LonghornBlock(config, index) for index in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(_block(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.has_columns = config.has_attention
-        self.rotary_emb = RotaryEmbedding(config) if config.has_attention else None
+        self.has_columns = config.has_positions
+        self.rotary_emb = RotaryEmbedding(config) if config.has_positions else None
         self.gradient_checkpointing = False
         self.post_init()
 
