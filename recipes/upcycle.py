@@ -33,9 +33,10 @@ from hf_hybrid_ssm.hub import card_of_folder
 from hf_hybrid_ssm.hub.configurations import check_fields
 from hf_hybrid_ssm.hub.verify_files import read_json
 from hf_hybrid_ssm.upcycle import (
+    KEEP_BY,
     STUDENT_FAMILIES,
     alignment_losses,
-    attention_sensitivity,
+    choose_layers,
     distillation_loss,
     load_teacher,
     load_teacher_model,
@@ -55,9 +56,14 @@ class UpcycleArguments:
     student: str = field(default="longhorn", metadata={"help": "its family: longhorn or bst"})
     keep: Any = field(
         default=None,
-        metadata={"help": "attention layers that stay in a longhorn: their share (0.25), or a list of indices"},
+        metadata={
+            "help": "attention layers that stay in a longhorn: how many (6), which share (0.25), or a list of indices"
+        },
     )
-    keep_by: str = field(default="even", metadata={"help": "with a share: evenly spaced (even), or sensitivity"})
+    keep_by: str | None = field(
+        default=None,
+        metadata={"help": "with a count or share: recall (even, if the teacher has none), kl, sensitivity or even"},
+    )
     keep_as: str | None = field(
         default=None, metadata={"help": "full_attention or sliding_attention; as in the teacher by default"}
     )
@@ -81,10 +87,10 @@ class UpcycleArguments:
             raise ValueError(f"student={self.student!r} must be one of {', '.join(map(repr, STUDENT_FAMILIES))}.")
         if self.student == "longhorn" and self.keep is None:
             self.keep = 0.25
-        if self.keep_by not in ("even", "sensitivity"):
-            raise ValueError(f"keep_by={self.keep_by!r} must be 'even' or 'sensitivity'.")
-        if self.keep_by == "sensitivity" and not isinstance(self.keep, float):
-            raise ValueError(f"keep_by='sensitivity' chooses a share of the layers, got keep={self.keep!r}.")
+        if self.keep_by not in (None, *KEEP_BY):
+            raise ValueError(f"keep_by={self.keep_by!r} must be one of {', '.join(map(repr, KEEP_BY))}.")
+        if self.keep_by is not None and not isinstance(self.keep, int | float):
+            raise ValueError(f"keep_by={self.keep_by!r} chooses a count or share of layers, got keep={self.keep!r}.")
         if not self.temperature > 0:
             raise ValueError(f"temperature={self.temperature} must be positive.")
 
@@ -115,15 +121,16 @@ def stage_arguments(training: TrainingArguments, stage: str, settings: dict[str,
     return replace(training, output_dir=str(Path(training.output_dir) / stage), **settings)
 
 
-def chosen_layers(arguments: UpcycleArguments, teacher: PreTrainedModel, rows: Any) -> Any:
-    """`keep`; by sensitivity, the layers whose attention the teacher misses most on a few rows of text."""
-    if arguments.keep_by == "even":
+def chosen_layers(arguments: UpcycleArguments, teacher: PreTrainedModel, tokenizer: Any, rows: Any) -> Any:
+    """The layers of a longhorn that keep their attention; some rankings read a few rows of text."""
+    if arguments.student != "longhorn":
         return arguments.keep
-    batches = [{"input_ids": torch.tensor([row["input_ids"]], device=teacher.device)} for row in rows.select(range(8))]
-    rises = attention_sensitivity(teacher, batches)
-    say(f"loss without a layer's attention, minus the teacher's: {[round(rise, 3) for rise in rises]}")
-    count = round(arguments.keep * len(rises))
-    return sorted(sorted(range(len(rises)), key=lambda index: -rises[index])[:count])
+    texts = [torch.tensor([row["input_ids"]]) for row in rows.select(range(min(8, len(rows))))]
+    window = arguments.config.get("sliding_window")
+    options = {} if window is None else {"window": window}
+    choice = choose_layers(teacher, arguments.keep, arguments.keep_by, tokenizer, texts, **options)
+    say(choice)
+    return choice.layers
 
 
 def is_own(folder: Path) -> bool:
@@ -178,7 +185,7 @@ def upcycle_model(arguments: UpcycleArguments, data: DataArguments, training: Tr
         validation = None if validation_texts is None else packed_rows(validation_texts, tokenizer, data)
     train, validation = split_rows(train, validation, data)
 
-    keep = chosen_layers(arguments, teacher, train)
+    keep = chosen_layers(arguments, teacher, tokenizer, train)
     student, report = upcycle(teacher, keep, arguments.keep_as, arguments.init, arguments.student, **arguments.config)
     say(report)
     if "align" in stages and not new_modules(student):

@@ -3,7 +3,6 @@
 import json
 import shutil
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +15,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainingArguments
 from upcycle import UpcycleArguments, upcycle_model
 from upcycling_gaps import GapArguments, gaps, widened
+
+from hf_hybrid_ssm.upcycle import recall_prompts
+from tests.upcycle.recalling_teacher import VOCAB, recalling_teacher
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 
@@ -88,13 +90,15 @@ def test_the_result_is_an_ordinary_checkpoint_whose_card_names_the_teacher(whole
         assert json.loads((saved / "config.json").read_text())["use_cache"] is True, saved
 
 
-def test_sensitivity_keeps_the_layers_that_the_teacher_misses_most(monkeypatch):
-    monkeypatch.setattr(upcycle, "attention_sensitivity", lambda teacher, batches: [0.1, 0.4, -0.2, 0.3, 0.05])
-    rows = Dataset.from_dict({"input_ids": [[1, 2, 3]] * 8})
-    teacher = SimpleNamespace(device="cpu")
-    for share, wanted in ((0.2, [1]), (0.4, [1, 3]), (0.6, [0, 1, 3]), (0.8, [0, 1, 3, 4])):
-        arguments = UpcycleArguments("teacher", keep=share, keep_by="sensitivity")
-        assert upcycle.chosen_layers(arguments, teacher, rows) == wanted
+@pytest.mark.parametrize("keep_by", [None, "recall", "kl", "sensitivity", "even"])
+def test_layers_are_chosen_as_asked(keep_by):
+    """The teacher's third layer alone recalls, its second writes what that one reads; rows of text are recalled."""
+    rows = Dataset.from_dict(
+        {"input_ids": [prompt.input_ids[0].tolist() for prompt in recall_prompts(None, VOCAB, 40)]}
+    )
+    wanted = {"sensitivity": [1, 2], "even": [1, 3]}.get(keep_by, [0, 2])
+    arguments = UpcycleArguments("teacher", keep=2, keep_by=keep_by, config={"sliding_window": 16})
+    assert upcycle.chosen_layers(arguments, recalling_teacher(), None, rows) == wanted
 
 
 def test_a_killed_run_goes_on_to_the_same_bits(whole, arguments, texts, tmp_path):

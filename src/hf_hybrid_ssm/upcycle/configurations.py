@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
+from hf_hybrid_ssm.upcycle.layer_ranking import number_of_layers
 from hf_hybrid_ssm.upcycle.teachers import attention_types, check_teacher, has_attention_bias, head_dim_of
 
 SHARED_FIELDS = (
@@ -44,8 +45,8 @@ def student_config(
 
     Args:
         teacher: of a Llama, Mistral, Qwen2 or Qwen3.
-        keep: the layers of a Longhorn hybrid that keep their attention: their indices, or the share of all layers,
-            evenly spaced; a quarter by default.
+        keep: the layers of a Longhorn hybrid that keep their attention: their indices, or how many (int) or which
+            share of all layers (float), evenly spaced; a quarter by default. `choose_layers` chooses better ones.
         keep_as: "full_attention" or "sliding_attention" for the layers that keep it; None: as in the teacher.
         family: "longhorn", or "bst": all layers keep their attention as a window.
         fields: of the student's configuration. For Longhorn such as `state_size` (32 by default) and
@@ -87,9 +88,7 @@ def student_config(
 def _longhorn_fields(teacher: Any, keep: float | Sequence[int], keep_as: str | None) -> dict[str, Any]:
     layers = teacher.num_hidden_layers
     if isinstance(keep, int | float):
-        if not 0 <= keep <= 1:
-            raise ValueError(f"keep={keep} must be a share between 0 and 1, or a list of layers.")
-        keep = evenly_spaced(layers, round(keep * layers))
+        keep = evenly_spaced(layers, number_of_layers(keep, layers))
     if unknown := sorted(set(keep) - set(range(layers))):
         raise ValueError(f"keep={list(keep)} names {unknown}, but the teacher's layers are 0 to {layers - 1}.")
     if keep_as not in (None, "full_attention", "sliding_attention"):

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from hf_hybrid_ssm.models.bst.modeling_bst import BstForCausalLM
 from hf_hybrid_ssm.models.longhorn.modeling_longhorn import LonghornForCausalLM
+from hf_hybrid_ssm.upcycle.choice import WINDOW, LayerChoice, choose_layers
 from hf_hybrid_ssm.upcycle.configurations import student_config
 from hf_hybrid_ssm.upcycle.context_states import init_context
 from hf_hybrid_ssm.upcycle.projections import init_from_attention
@@ -39,15 +40,18 @@ class UpcycleReport:
         translated: of attention that was replaced; the new mixer starts from them.
         dropped: of attention that was replaced; nothing of them is left.
         new: of the student, with no counterpart in the teacher.
+        choice: which layers were kept, and why; None where no layers are kept as they are.
     """
 
     copied: list[str] = field(default_factory=list)
     translated: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     new: list[str] = field(default_factory=list)
+    choice: LayerChoice | None = None
 
     def __str__(self) -> str:
-        lines = [f"{len(self.copied)} tensors are copied."]
+        lines = [] if self.choice is None else [str(self.choice)]
+        lines.append(f"{len(self.copied)} tensors are copied.")
         for name in ("translated", "dropped", "new"):
             if found := getattr(self, name):
                 lines.append(f"{name}: {', '.join(found)}")
@@ -61,6 +65,8 @@ def upcycle(
     keep_as: str | None = None,
     init: str = "projections",
     family: str = "longhorn",
+    keep_by: str | None = None,
+    tokenizer: Any | None = None,
     **fields: Any,
 ) -> tuple[Student, UpcycleReport]:
     """A hybrid that starts from a trained transformer.
@@ -73,6 +79,9 @@ def upcycle(
     Args:
         teacher: a causal language model of transformers, plain (see `check_weights`); not changed.
         keep, keep_as, family, fields: as of `student_config`.
+        keep_by: how a count or share of layers is chosen, as of `choose_layers`; None: by recall, evenly spaced with a
+            warning if the teacher does not recall.
+        tokenizer: the teacher's, for recall.
         init: new mixers start from the "projections" of the attention they replace (see `init_from_attention`),
             context states from those of the attention beside them (see `init_context`); or both "random".
 
@@ -86,9 +95,10 @@ def upcycle(
     if init not in INITS:
         raise ValueError(f"init={init!r} must be one of {', '.join(map(repr, INITS))}.")
     check_weights(teacher)
-    config = student_config(teacher.config, keep, keep_as, family, **fields)
+    choice = _choice(teacher, keep, keep_by, tokenizer, family, fields)
+    config = student_config(teacher.config, keep if choice is None else choice.layers, keep_as, family, **fields)
     student = STUDENTS[family](config).to(device=teacher.device, dtype=teacher.dtype)
-    report = UpcycleReport()
+    report = UpcycleReport(choice=choice)
     weights, wanted = teacher.state_dict(), student.state_dict()
     filled = set()
     for name, value in weights.items():
@@ -112,6 +122,20 @@ def upcycle(
                 init_context(new.attention, new.attention_norm)
     student.generation_config = copy.deepcopy(teacher.generation_config)
     return student, report
+
+
+def _choice(
+    teacher: Any, keep: Any, keep_by: str | None, tokenizer: Any | None, family: str, fields: dict[str, Any]
+) -> LayerChoice | None:
+    """The layers of a Longhorn hybrid that keep their attention; refuses what a Block-State Transformer cannot use."""
+    if family != "longhorn":
+        if keep_by is not None:
+            raise ValueError(
+                f"keep_by={keep_by!r} is for Longhorn: in a BST all layers keep their attention as a window."
+            )
+        return None
+    keep = 0.25 if keep is None else keep
+    return choose_layers(teacher, keep, keep_by, tokenizer, window=fields.get("sliding_window") or WINDOW)
 
 
 def _copy(value: torch.Tensor, target: torch.Tensor, name: str) -> list[str]:

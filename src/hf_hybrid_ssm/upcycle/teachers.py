@@ -20,8 +20,8 @@ UNSUPPORTED_REASONS = {
 """What a student would need, by model type; for models that people ask about."""
 
 
-def check_teacher(config: PreTrainedConfig) -> None:
-    """Refuse a model whose layers a student cannot hold.
+def check_model_type(config: PreTrainedConfig) -> None:
+    """Refuse an architecture that is not one of `TEACHERS`.
 
     Raises:
         ValueError: names what is missing.
@@ -32,6 +32,15 @@ def check_teacher(config: PreTrainedConfig) -> None:
             kind, "it is not known to be made of RMSNorm, rotary attention and a gated SiLU layer"
         )
         raise ValueError(f"model_type={kind!r} cannot be upcycled: {reason}. Known: {', '.join(TEACHERS)}.")
+
+
+def check_teacher(config: PreTrainedConfig) -> None:
+    """Refuse a model whose layers a student cannot hold.
+
+    Raises:
+        ValueError: names what is missing.
+    """
+    check_model_type(config)
     for name, wanted in (("hidden_act", "silu"), ("mlp_bias", False), ("partial_rotary_factor", 1.0)):
         if (found := getattr(config, name, None)) not in (None, wanted):
             raise ValueError(f"{name}={found!r} of the teacher cannot be carried over; only {wanted!r} can.")

@@ -1,0 +1,117 @@
+"""Which layers of a teacher keep their reach: a list, or so many, in the order of a ranking."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_hybrid_ssm.upcycle import divergence, recall
+from hf_hybrid_ssm.upcycle.configurations import evenly_spaced
+from hf_hybrid_ssm.upcycle.divergence import rank_layers_by_kl, text_of
+from hf_hybrid_ssm.upcycle.layer_ranking import LayerRanking, RecallScore, number_of_layers, ranking_of
+from hf_hybrid_ssm.upcycle.probe_prompts import recall_prompts
+from hf_hybrid_ssm.upcycle.recall import NoRecallError, rank_layers_by_recall, recall_of
+from hf_hybrid_ssm.upcycle.sensitivity import attention_sensitivity
+
+logger = logging.getLogger(__name__)
+WINDOW = 256
+KEEP_BY = ("recall", "kl", "sensitivity", "even")
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """The layers that keep their reach, and why.
+
+    Attributes:
+        layers: in ascending order.
+        by: "recall", "kl", "sensitivity", "even", or "list" if they were named.
+        ranking: of all layers; None where nothing was ranked.
+        teacher, kept: what the teacher recalls of prompts that the ranking has not seen, and what it recalls with
+            windows in all other layers at once; None unless ranked by recall.
+    """
+
+    layers: list[int]
+    by: str
+    ranking: LayerRanking | None = None
+    teacher: RecallScore | None = None
+    kept: RecallScore | None = None
+
+    def __str__(self) -> str:
+        lines = [] if self.ranking is None else [str(self.ranking)]
+        lines.append(f"kept ({self.by}): {self.layers}")
+        if self.kept is not None:
+            lines.append(f"other prompts: the teacher recalls {self.teacher}; with these layers alone {self.kept}")
+        return "\n".join(lines)
+
+
+def choose_layers(
+    teacher: Any,
+    keep: float | Sequence[int],
+    keep_by: str | None = None,
+    tokenizer: Any | None = None,
+    texts: Sequence[torch.Tensor] | None = None,
+    window: int = WINDOW,
+    seed: int = 0,
+    progress: Callable[[Sequence[Any]], Any] | None = None,
+) -> LayerChoice:
+    """The layers to keep.
+
+    Args:
+        teacher: a causal language model that can be upcycled; not changed.
+        keep: how many (int), which share (float), or a list of layers.
+        keep_by: "recall" (`rank_layers_by_recall`; the layers chosen are then tried together), "kl"
+            (`rank_layers_by_kl`), "sensitivity" (`attention_sensitivity`), or "even" (evenly spaced); None: by recall,
+            evenly spaced with a warning if the teacher does not recall. A list needs none.
+        tokenizer: the teacher's, for recall.
+        texts: token ids (B, L), for kl and sensitivity; None: what the teacher itself writes.
+        window: tokens that a student's windowed layers will see before their own. Rankings use it, or a shorter one
+            that takes less time (recall 64, kl 128); the layers chosen by recall are tried with it, where the
+            teacher's positions are four times as many.
+        seed: of prompts and of the teacher's text.
+        progress: wraps what takes long, as `tqdm` does.
+
+    Raises:
+        ValueError: there is no such layer, count, share or ranking; the teacher does not recall (`NoRecallError`).
+    """
+    if keep_by not in (None, *KEEP_BY):
+        raise ValueError(f"keep_by={keep_by!r} must be one of {', '.join(map(repr, KEEP_BY))}.")
+    layers = teacher.config.num_hidden_layers
+    if not isinstance(keep, int | float):
+        if unknown := sorted(set(keep) - set(range(layers))):
+            raise ValueError(f"keep={list(keep)} names {unknown}, but the teacher's layers are 0 to {layers - 1}.")
+        return LayerChoice(sorted(set(keep)), "list")
+    count = number_of_layers(keep, layers)
+    if keep_by == "even" or count in (0, layers):
+        return LayerChoice(evenly_spaced(layers, count), "even")
+    if keep_by in (None, "recall"):
+        try:
+            return _by_recall(teacher, count, tokenizer, window, seed, progress)
+        except NoRecallError as error:
+            if keep_by is not None:
+                raise
+            logger.warning("The layers to keep are evenly spaced, not chosen by recall: %s", error)
+            return LayerChoice(evenly_spaced(layers, count), "even")
+    short = min(window, divergence.PROBE_WINDOW, teacher.config.max_position_embeddings // 4)
+    if keep_by == "kl":
+        ranking = rank_layers_by_kl(teacher, texts, short, seed, progress)
+    else:
+        if texts is None:
+            texts = [text_of(teacher, divergence.ROWS, divergence.LENGTH_IN_WINDOWS * short, seed)]
+        batches = [{"input_ids": text.to(teacher.device)} for text in texts]
+        ranking = ranking_of(attention_sensitivity(teacher, batches), keep_by)
+    return LayerChoice(sorted(ranking.layers[:count]), keep_by, ranking)
+
+
+def _by_recall(
+    teacher: Any, count: int, tokenizer: Any | None, window: int, seed: int, progress: Callable[..., Any] | None
+) -> LayerChoice:
+    """The layers that recall most needs, tried together on prompts that the ranking has not seen."""
+    short = min(window, recall.PROBE_WINDOW)
+    ranking = rank_layers_by_recall(teacher, tokenizer, short, seed=seed, progress=progress)
+    wide = window if window <= teacher.config.max_position_embeddings // 4 else short
+    others = recall_prompts(tokenizer, teacher.config.vocab_size, wide, seed=seed + 1)
+    own = recall_of(teacher, others, wide)
+    kept = recall_of(teacher, others, wide, ranking.layers[count:])
+    return LayerChoice(sorted(ranking.layers[:count]), "recall", ranking, own, kept)

@@ -1,0 +1,97 @@
+"""Which layers' reach a teacher's distribution of the next token needs most: each is restored alone.
+
+All layers but one get a window; a layer's score is how much nearer its reach brings the next token's distribution to
+the teacher's, in KL divergence (arXiv 2512.20569 selects layers so, with trained students in place of windows).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hf_hybrid_ssm.upcycle.layer_ranking import LayerRanking, ranking_of
+from hf_hybrid_ssm.upcycle.teachers import check_model_type
+from hf_hybrid_ssm.upcycle.windowed_teacher import LayerReplay, maskable, window_mask
+
+PROBE_WINDOW = 128
+ROWS = 4
+LENGTH_IN_WINDOWS = 3
+
+
+@torch.inference_mode()
+def rank_layers_by_kl(
+    teacher: Any,
+    texts: Sequence[torch.Tensor] | None = None,
+    window: int = PROBE_WINDOW,
+    seed: int = 0,
+    progress: Callable[[Sequence[Any]], Any] | None = None,
+) -> LayerRanking:
+    """The layers of a teacher by KL(teacher || windowed), less that with the layer's own reach; tokens beyond the
+    window alone count.
+
+    Args:
+        teacher: a causal language model that can be upcycled; not changed.
+        texts: token ids (B, L) without padding, L longer than the window; None: `text_of` the teacher, four rows of
+            three windows.
+        window: tokens that a windowed layer sees before its own; the first token too.
+        seed: of the teacher's text.
+        progress: wraps the sequence of rows, as `tqdm` does.
+
+    Raises:
+        ValueError: the teacher cannot be upcycled, or a text ends within the window.
+    """
+    check_model_type(teacher.config)
+    if texts is None:
+        texts = [text_of(teacher, ROWS, LENGTH_IN_WINDOWS * window, seed)]
+    rows = [row[None] for text in texts for row in text]
+    if short := [row.shape[1] for row in rows if row.shape[1] <= window + 1]:
+        raise ValueError(f"texts have {short[0]} tokens, which window={window} shows whole: give longer ones.")
+    if not rows:
+        raise ValueError("texts is empty: give some token ids, or None.")
+    layers = range(len(teacher.model.layers))
+    won = torch.zeros(len(layers), dtype=torch.float64)
+    tokens = 0
+    with maskable(teacher):
+        for row in rows if progress is None else progress(rows):
+            mask = window_mask(row.shape[1], window, device=teacher.device)
+            replay = LayerReplay(teacher, row.to(teacher.device), dict.fromkeys(layers, mask))
+            wanted = _log_distributions(teacher, replay.teachers_own, window)
+            whole = _kl(wanted, teacher, replay.base, window)
+            for layer in layers:
+                states = replay.hidden_states(dict.fromkeys([other for other in layers if other != layer], mask))
+                won[layer] += whole - _kl(wanted, teacher, states, window)
+            tokens += len(wanted)
+    return ranking_of((won / tokens).tolist(), "kl", window=window)
+
+
+@torch.inference_mode()
+def text_of(teacher: Any, rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    """What a teacher writes, drawn from its own distribution after its first token, or a random one: (rows, length).
+
+    The same for the same seed, whatever other random numbers are drawn.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    start = teacher.config.bos_token_id
+    tokens = torch.randint(teacher.config.vocab_size, (rows, 1), generator=draw)
+    ids = [tokens if start is None else torch.full_like(tokens, start)]
+    training, cache = teacher.training, None
+    teacher.eval()
+    try:
+        while len(ids) < length:
+            output = teacher(ids[-1].to(teacher.device), past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            ids.append(torch.multinomial(output.logits[:, -1].float().softmax(-1).cpu(), 1, generator=draw))
+    finally:
+        teacher.train(training)
+    return torch.cat(ids, dim=1)
+
+
+def _log_distributions(teacher: Any, states: torch.Tensor, window: int) -> torch.Tensor:
+    """Of the next token after each beyond the window, in one row, (L - W - 1, V)."""
+    return teacher.lm_head(states[0, window + 1 :]).float().log_softmax(-1)
+
+
+def _kl(wanted: torch.Tensor, teacher: Any, states: torch.Tensor, window: int) -> float:
+    """KL(wanted || found), the sum over tokens, in nats."""
+    found = _log_distributions(teacher, states, window)
+    return float(torch.nn.functional.kl_div(found, wanted, reduction="sum", log_target=True))

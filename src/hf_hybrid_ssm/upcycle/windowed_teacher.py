@@ -1,0 +1,112 @@
+"""A teacher some of whose layers see a window: through its attention masks, without a student and without training.
+
+Query i of a windowed layer sees key j if i - W <= j <= i, as a student's `sliding_window` W counts, and the first
+`sinks` tokens: pretrained attention rests on the first token, as a place to put none, and loses far more without it
+than what lies beyond the window is worth.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+MASKABLE = ("eager", "sdpa")
+"""Implementations of attention that take any mask."""
+
+
+def window_mask(length: int, window: int, sinks: int = 1, device: Any = None) -> torch.Tensor:
+    """Which of `length` keys each query sees, bool (L, L): itself, the `window` tokens before, the first `sinks`."""
+    position = torch.arange(length, device=device)
+    distance = position[:, None] - position
+    return (distance >= 0) & ((distance <= window) | (position < sinks))
+
+
+def windowed_groups(mask: torch.Tensor, groups: Collection[int], heads: int, kv_heads: int) -> torch.Tensor:
+    """The mask (L, L) for the query heads of some key/value groups, all of the past for the others: bool (H, L, L)."""
+    is_windowed = torch.tensor([head // (heads // kv_heads) in groups for head in range(heads)], device=mask.device)
+    causal = torch.ones_like(mask).tril()
+    return torch.where(is_windowed[:, None, None], mask, causal)
+
+
+@contextmanager
+def maskable(teacher: PreTrainedModel) -> Iterator[None]:
+    """While it lasts, attention that takes any mask, and no dropout."""
+    implementation, training = teacher.config._attn_implementation, teacher.training
+    if implementation not in MASKABLE:
+        teacher.set_attn_implementation("sdpa")
+    teacher.eval()
+    try:
+        yield
+    finally:
+        if implementation not in MASKABLE:
+            teacher.set_attn_implementation(implementation)
+        teacher.train(training)
+
+
+class LayerReplay:
+    """A forward of a teacher that can be run again with other masks, from the first layer on whose mask is another.
+
+    Args:
+        teacher: a causal language model with `model.layers` and `model.norm`, within `maskable`.
+        input_ids: (B, L), without padding.
+        masks: what the layers see in the runs that others are compared with; as of `hidden_states`.
+    """
+
+    def __init__(self, teacher: Any, input_ids: torch.Tensor, masks: Mapping[int, torch.Tensor] | None = None):
+        self.teacher, self.length = teacher, input_ids.shape[1]
+        self._given: list[dict[str, Any]] = []
+        self._inputs: list[torch.Tensor] = []
+        self._masks: Mapping[int, torch.Tensor] = {}
+
+        def remember(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._inputs.append(args[0])
+            self._given.append(kwargs)
+
+        hooks = [layer.register_forward_pre_hook(remember, with_kwargs=True) for layer in teacher.model.layers]
+        try:
+            self.teachers_own = teacher.model(input_ids=input_ids, use_cache=False).last_hidden_state
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.base = self.teachers_own
+        if masks:
+            self._inputs, self.base = self._run(masks)
+            self._masks = masks
+
+    def hidden_states(self, masks: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """The last hidden states, normalised, (B, L, d).
+
+        Args:
+            masks: layer → the keys that its queries see, bool (L, L), or (H, L, L) where heads differ; layers that it
+                does not name see what the teacher's do.
+        """
+        return self._run(masks)[1]
+
+    def _run(self, masks: Mapping[int, torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """The inputs of all layers and the last hidden states."""
+        layers = self.teacher.model.layers
+        changed = [index for index in range(len(layers)) if masks.get(index) is not self._masks.get(index)]
+        if not changed:
+            return self._inputs, self.base
+        inputs = self._inputs[: changed[0]]
+        x = self._inputs[changed[0]]
+        for index in range(changed[0], len(layers)):
+            inputs.append(x)
+            given = self._given[index]
+            if index in masks:
+                given = given | {"attention_mask": _scores_mask(given.get("attention_mask"), masks[index], x.dtype)}
+            output = layers[index](x, **given)
+            x = output[0] if isinstance(output, tuple) else output
+        return inputs, self.teacher.model.norm(x)
+
+
+def _scores_mask(own: torch.Tensor | None, seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to the scores of a layer, (B or 1, H or 1, L, L), from its own mask (None: causal) and `seen`."""
+    lowest = torch.finfo(dtype).min
+    seen = seen.expand(1, -1, -1, -1) if seen.dim() == 3 else seen[None, None]
+    if own is not None and own.dtype != torch.bool:
+        return own.masked_fill(~seen.to(own.device), lowest)
+    both = seen if own is None else own & seen.to(own.device)
+    return torch.zeros((), dtype=dtype, device=both.device).masked_fill(~both, lowest)

@@ -1,0 +1,209 @@
+"""Layers are ranked by what a teacher recalls with them, or by its distribution; chosen by count, share or list."""
+
+import pytest
+import torch
+
+from hf_hybrid_ssm.upcycle import (
+    NoRecallError,
+    choice,
+    choose_layers,
+    rank_layers_by_kl,
+    rank_layers_by_recall,
+    recall_of,
+    recall_prompts,
+    upcycle,
+)
+from hf_hybrid_ssm.upcycle.divergence import text_of
+from hf_hybrid_ssm.upcycle.windowed_teacher import LayerReplay, maskable, window_mask, windowed_groups
+from tests.upcycle.recalling_teacher import LAYERS, READS_PREVIOUS, RECALLS, VOCAB, recalling_teacher
+from tests.upcycle.test_upcycle import TEACHERS, teacher_of, tokens
+
+WINDOW = 16
+
+
+def window_of_reference(length, window, sinks):
+    return [[j <= i and (i - j <= window or j < sinks) for j in range(length)] for i in range(length)]
+
+
+@pytest.mark.parametrize("sinks", [0, 1, 3])
+def test_a_window_holds_itself_those_before_and_the_first(sinks):
+    assert window_mask(9, 3, sinks).tolist() == window_of_reference(9, 3, sinks)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
+@pytest.mark.parametrize("name", TEACHERS)
+def test_a_replay_is_the_forward_with_these_masks(name, implementation):
+    """Against attention of which every layer is given its mask by hand."""
+    teacher, inputs = teacher_of(name), tokens(2, 24)
+    mask = window_mask(24, 5)
+    wanted = forward_with_masks(teacher, inputs, {1: mask, 3: mask})
+    teacher.config._attn_implementation = implementation
+    with maskable(teacher), torch.no_grad():
+        for first in ({}, {0: mask}, {2: mask, 3: mask}):
+            replay = LayerReplay(teacher, inputs, first)
+            torch.testing.assert_close(replay.hidden_states({1: mask, 3: mask}), wanted, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(replay.hidden_states(first), replay.base)
+    assert teacher.config._attn_implementation == implementation
+    assert not torch.allclose(replay.teachers_own, wanted, atol=1e-3)
+
+
+def forward_with_masks(teacher, inputs, masks):
+    """By a hook on every windowed attention, which changes the scores' mask in an eager forward."""
+    teacher.set_attn_implementation("eager")
+
+    def window(mask):
+        def change(module, args, kwargs):
+            return args, kwargs | {
+                "attention_mask": kwargs["attention_mask"] + torch.zeros(()).masked_fill(~mask, -1e9)
+            }
+
+        return change
+
+    layers = teacher.model.layers
+    hooks = [layers[i].self_attn.register_forward_pre_hook(window(m), with_kwargs=True) for i, m in masks.items()]
+    with torch.no_grad():
+        states = teacher.model(inputs, use_cache=False).last_hidden_state
+    for hook in hooks:
+        hook.remove()
+    return states
+
+
+def test_groups_of_a_layer_are_windowed_alone():
+    """Without their own value, the query heads of a group say nothing of a window; the other group's do."""
+    teacher, inputs, mask = teacher_of("llama"), tokens(1, 24), window_mask(24, 5)
+    heads, kv_heads = teacher.config.num_attention_heads, teacher.config.num_key_value_heads
+    assert (heads, kv_heads) == (4, 2)
+    grouped = windowed_groups(mask, [1], heads, kv_heads)
+    assert grouped[:2].equal(torch.ones(2, 24, 24, dtype=torch.bool).tril()) and grouped[2:].equal(
+        mask.expand(2, -1, -1)
+    )
+    width = teacher.model.layers[2].self_attn.head_dim
+    with torch.no_grad(), maskable(teacher):
+        replay = LayerReplay(teacher, inputs)
+        both = replay.hidden_states({2: windowed_groups(mask, [0, 1], heads, kv_heads)})
+        torch.testing.assert_close(both, replay.hidden_states({2: mask}))
+        assert not torch.allclose(replay.hidden_states({2: grouped}), replay.base, atol=1e-4)
+        teacher.model.layers[2].self_attn.o_proj.weight[:, 2 * width :] = 0
+        silenced = LayerReplay(teacher, inputs)
+        torch.testing.assert_close(silenced.hidden_states({2: grouped}), silenced.base)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_recall_needs_the_layer_that_was_made_for_it(seed):
+    teacher = recalling_teacher()
+    ranking = rank_layers_by_recall(teacher, window=WINDOW, seed=seed)
+    assert ranking.layers[0] == RECALLS and ranking.teacher.right > 0.9
+    assert ranking.scores[RECALLS] > 1
+    assert max(abs(score) for layer, score in enumerate(ranking.scores) if layer != RECALLS) < 1e-3
+    assert f"layer {RECALLS}" in str(ranking).splitlines()[2]
+    prompts = recall_prompts(None, VOCAB, WINDOW, seed=seed + 1)
+    others = [layer for layer in range(LAYERS) if layer != RECALLS]
+    assert recall_of(teacher, prompts, WINDOW, others) == recall_of(teacher, prompts, WINDOW)
+    assert recall_of(teacher, prompts, WINDOW, [RECALLS]).right < 0.3
+    assert recall_of(teacher, prompts, 8 * WINDOW, [RECALLS]).right > 0.9  # the window holds the prompt
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_distribution_needs_it_too(seed):
+    texts = [prompt.input_ids for prompt in recall_prompts(None, VOCAB, WINDOW, seed=seed)]
+    ranking = rank_layers_by_kl(recalling_teacher(), texts, WINDOW)
+    assert ranking.layers[0] == RECALLS and ranking.scores[RECALLS] > 0.05
+    assert max(abs(score) for layer, score in enumerate(ranking.scores) if layer != RECALLS) < 1e-3
+
+
+def test_sensitivity_keeps_the_layers_that_the_teacher_misses_most(monkeypatch):
+    monkeypatch.setattr(choice, "attention_sensitivity", lambda teacher, batches: [0.1, 0.4, -0.2, 0.3])
+    for keep, wanted in ((1, [1]), (0.5, [1, 3]), (3, [0, 1, 3])):
+        found = choose_layers(recalling_teacher(), keep, "sensitivity", texts=[torch.zeros(1, 9, dtype=torch.long)])
+        assert found.layers == wanted and found.ranking.scores == [0.1, 0.4, -0.2, 0.3]
+
+
+def test_a_default_that_cannot_be_met_is_told_and_evenly_spaced(caplog):
+    chosen = choose_layers(teacher_of("llama"), 2, window=8)
+    assert chosen.layers == [1, 3] and chosen.by == "even"
+    assert "evenly spaced, not chosen by recall: the teacher recalls" in caplog.text
+
+
+@pytest.mark.parametrize("keep_by", [None, "recall", "even"])
+def test_a_student_keeps_what_was_chosen(keep_by):
+    student, report = upcycle(recalling_teacher(), 2, init="random", keep_by=keep_by, sliding_window=16)
+    wanted = [1, 3] if keep_by == "even" else [0, RECALLS]
+    assert [i for i, kind in enumerate(student.config.block_types) if kind != "linear_attention"] == wanted
+    assert report.choice.layers == wanted and str(report).startswith(str(report.choice))
+
+
+def test_a_block_state_transformer_has_no_choice():
+    with pytest.raises(ValueError, match="keep_by='recall' is for Longhorn"):
+        upcycle(recalling_teacher(), family="bst", keep_by="recall")
+
+
+def test_without_texts_the_teacher_writes_them():
+    teacher = teacher_of("qwen2")
+    texts = [text_of(teacher, 4, 24, 5)]
+    assert rank_layers_by_kl(teacher, window=8, seed=5) == rank_layers_by_kl(teacher, texts, 8)
+
+
+def test_a_ranking_is_the_same_for_the_same_seed():
+    teacher = recalling_teacher()
+    assert rank_layers_by_recall(teacher, window=WINDOW) == rank_layers_by_recall(teacher, window=WINDOW)
+    texts = [text_of(teacher, 2, 40, seed) for seed in (0, 0, 1)]
+    assert texts[0].equal(texts[1]) and not texts[0].equal(texts[2])
+    assert texts[0].shape == (2, 40)
+
+
+def test_a_teacher_without_recall_is_told_so():
+    with pytest.raises(ValueError, match=r'the teacher recalls .*% of the tokens.*keep_by="kl"'):
+        rank_layers_by_recall(teacher_of("llama"), window=8)
+    assert choose_layers(teacher_of("llama"), 2, "even").layers == [1, 3]
+
+
+def test_what_is_kept_is_checked_together():
+    teacher = recalling_teacher()
+    choice = choose_layers(teacher, 1, window=WINDOW)
+    assert choice.layers == [RECALLS] and choice.kept == choice.teacher and choice.teacher.right > 0.9
+    assert "kept (recall): [2]" in str(choice)
+    texts = [prompt.input_ids for prompt in recall_prompts(None, VOCAB, WINDOW)]
+    assert choose_layers(teacher, 0.25, "kl", texts=texts, window=WINDOW).layers == [RECALLS]
+    assert choose_layers(teacher, 2, "sensitivity", texts=texts).layers == [READS_PREVIOUS, RECALLS]
+
+
+@pytest.mark.parametrize(
+    ("keep", "keep_by", "layers"),
+    [
+        ([3, 0, 3], "recall", [0, 3]),
+        (2, "even", [1, 3]),
+        (0.25, "even", [2]),
+        (0, "recall", []),
+        (1.0, "kl", [0, 1, 2, 3]),
+    ],
+)
+def test_counts_shares_and_lists(keep, keep_by, layers):
+    assert choose_layers(recalling_teacher(), keep, keep_by).layers == layers
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"keep": 5}, "count between 0 and 4"),
+        ({"keep": -1}, "count between 0 and 4"),
+        ({"keep": 1.5}, "share between 0 and 1"),
+        ({"keep": [4]}, r"names \[4\]"),
+        ({"keep": 1, "keep_by": "luck"}, "'recall', 'kl', 'sensitivity', 'even'"),
+        ({"keep": 1, "window": 0}, "window=0"),
+        ({"keep": 1, "keep_by": "kl", "window": 8, "texts": [torch.zeros(1, 9, dtype=torch.long)]}, "texts have 9"),
+        ({"keep": 1, "keep_by": "kl", "texts": []}, "texts is empty"),
+    ],
+)
+def test_misuse_is_named(options, words):
+    with pytest.raises(ValueError, match=words):
+        choose_layers(recalling_teacher(), **options)
+
+
+def test_prompts_are_within_the_positions_of_the_teacher():
+    with pytest.raises(NoRecallError, match=r"window=1000 makes prompts of 1064 tokens.*max_position_embeddings=1024"):
+        rank_layers_by_recall(recalling_teacher(), window=1000)
+
+
+def test_facts_are_bounded_by_the_vocabulary():
+    with pytest.raises(ValueError, match="facts=9 must be at most 8"):
+        recall_prompts(None, VOCAB, WINDOW, facts=9)
