@@ -87,14 +87,14 @@ def language_model(rounds: int, device: str) -> dict:
 
     @torch.inference_mode()
     def prefill() -> None:
-        model(prompt, past_key_values=DynamicCache(config=model.config), use_cache=True, logits_to_keep=1)
+        model(prompt, cache=DynamicCache(config=model.config), use_cache=True, logits_to_keep=1)
 
     @torch.inference_mode()
     def decode() -> None:
-        model(token, past_key_values=held, use_cache=True)
+        model(token, cache=held, use_cache=True)
 
     with torch.inference_mode():
-        model(prompt, past_key_values=held, use_cache=True, logits_to_keep=1)
+        model(prompt, cache=held, use_cache=True, logits_to_keep=1)
     prefilled = paired_seconds({"prefill": prefill}, rounds=max(2, rounds // 2), warm_up=1, device=device)["prefill"]
     decoded = paired_seconds({"decode": decode}, rounds=5 * rounds, device=device)["decode"]
     return {

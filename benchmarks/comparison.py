@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from timing import machine_arguments, write_results
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
+from hf_hybrid_ssm.models.cache_names import CACHE
 
 TOLERANCE = 1e-4  # of the standard deviation of the logits; roundings of float32 reach 3e-5 of it
 SPREAD = 0.7  # of the matrices: wide, so that every layer and every state tells in the logits
@@ -148,12 +149,13 @@ def forward(model: PreTrainedModel, ids: Tensor, **given: Any) -> Any:
 
 
 def cache_of(output: Any) -> Any:
-    return output.cache_params if hasattr(output, "cache_params") else output.past_key_values
+    return output[next(name for name in ("cache", "past_key_values", "cache_params") if name in output)]
 
 
 def named(model: PreTrainedModel, cache: Any) -> dict[str, Any]:
-    """Mamba and Mamba-2 call the argument `cache_params`."""
-    return {"cache_params" if model.config.model_type in ("mamba", "mamba2") else "past_key_values": cache}
+    """Mamba and Mamba-2 called the argument `cache_params` before transformers 5.24."""
+    is_mamba = model.config.model_type in ("mamba", "mamba2")
+    return {"cache_params" if CACHE == "past_key_values" and is_mamba else CACHE: cache}
 
 
 def in_chunks(model: PreTrainedModel, ids: Tensor, ends: list[int], cache: Any = None, start: int = 0) -> Tensor:

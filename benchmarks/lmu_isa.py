@@ -118,7 +118,7 @@ def decoding_step(model: PreTrainedModel, prompt: int) -> Callable[[], None]:
 
     def step(tokens: torch.Tensor = token) -> None:
         with torch.inference_mode():
-            model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(tokens, cache=cache, use_cache=True, logits_to_keep=1)
         wait()
 
     step(token.expand(1, prompt))

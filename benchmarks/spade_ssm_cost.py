@@ -55,7 +55,7 @@ def prefill(model: SpadeForCausalLM, length: int, piece: int) -> Callable[[], No
     def run() -> None:
         past = None
         for ids in pieces:
-            past = model(ids, past_key_values=past, use_cache=True, logits_to_keep=1).past_key_values
+            past = model(ids, cache=past, use_cache=True, logits_to_keep=1).cache
 
     return run
 

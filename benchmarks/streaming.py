@@ -42,7 +42,7 @@ def stream(model: PreTrainedModel, tokens: torch.Tensor, piece: int) -> Iterator
     last = None
     with torch.inference_mode():
         for ids in tokens.split(piece):
-            logits = model(ids.unsqueeze(0), past_key_values=cache, use_cache=True).logits[0]
+            logits = model(ids.unsqueeze(0), cache=cache, use_cache=True).logits[0]
             before = logits if last is None else torch.cat([last, logits])
             targets = ids[1:] if last is None else ids
             loss = F.cross_entropy(before[:-1].float(), targets).item()

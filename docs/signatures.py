@@ -6,7 +6,8 @@ import re
 from typing import Any
 
 SHARED = {
-    *("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache", "seq_idx"),
+    *("input_ids", "attention_mask", "position_ids", "inputs_embeds", "cache", "past_key_values", "use_cache"),
+    "seq_idx",
     *("decoder_input_ids", "decoder_attention_mask", "decoder_inputs_embeds", "encoder_outputs", "cu_seq_lens_q"),
     *("continues_documents", "logits_to_keep", "start_positions", "end_positions", "kwargs"),
 }

@@ -16,6 +16,8 @@ from hf_hybrid_ssm.ops._core import checks
 
 READS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "nonzero_numpy", "masked_select"}
 READS |= {"_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "bincount", "histc"}
+# of these the innermost: what transformers asks inside of `generate` is its own
+ASKING = ("hf_hybrid_ssm", "transformers/generation")
 METHODS = ("tolist", "numpy", "__array__")
 
 
@@ -37,8 +39,8 @@ class _Reads(TorchDispatchMode):
 
     def note(self, what: str) -> None:
         frames = [frame for frame in traceback.extract_stack() if "torch/" not in frame.filename][:-2]
-        own = [frame for frame in frames if "hf_hybrid_ssm" in frame.filename] or frames
-        self.places.append(f"{what} in {own[-1].name} at {own[-1].filename}:{own[-1].lineno}")
+        asking = [frame for frame in frames if any(name in frame.filename for name in ASKING)] or frames
+        self.places.append(f"{what} in {asking[-1].name} at {asking[-1].filename}:{asking[-1].lineno}")
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         if _reads(operation, args, kwargs or {}):

@@ -63,7 +63,7 @@ def decoding(settings: Settings, name: str, rows: str) -> dict:
 
     def feed(first: int, last: int) -> None:
         options = {"attention_mask": mask[:, :last]} if rows == "padded" else {}
-        model(ids[:, first:last], past_key_values=cache, use_cache=True, **options)
+        model(ids[:, first:last], cache=cache, use_cache=True, **options)
 
     feed(0, length)
     feed(length, length + 1)

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
+from hf_hybrid_ssm.models.cache_names import CACHE
 
 FAMILIES = ("Longhorn", "SPADE", "BST sliding", "BST SH", "BST MF", "Block-Recurrent", "LMU-ISA")
 PEERS = ("Llama", "Mamba")
@@ -68,7 +69,8 @@ def build(
 
 
 def cache_argument(model: PreTrainedModel) -> str:
-    return "cache_params" if model.config.model_type == "mamba" else "past_key_values"
+    """Mamba had a name of its own before transformers 5.24."""
+    return "cache_params" if CACHE == "past_key_values" and model.config.model_type == "mamba" else CACHE
 
 
 def read_prompt(model: PreTrainedModel, cache: Any, length: int = 16) -> None:

@@ -120,7 +120,7 @@ class ConvolvedLlamaForCausalLM(LlamaForCausalLM):
         use_cache: bool | None = None,
         **kwargs: Any,
     ):
-        if use_cache or kwargs.get("past_key_values") is not None:
+        if use_cache or any(kwargs.get(name) is not None for name in ("cache", "past_key_values")):
             raise ValueError("llama_conv keeps no cache of its convolution; use_cache must be False.")
         if attention_mask is not None and not attention_mask.all():
             raise ValueError("llama_conv takes whole rows; attention_mask must hide no token.")

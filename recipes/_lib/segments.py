@@ -79,7 +79,7 @@ class SegmentTrainer(LanguageTrainer):
         carried = self._carried[training]
         if carried is not None:
             carry_segment(carried, begins)
-        inputs |= {"past_key_values": carried, "use_cache": True}
+        inputs |= {"cache": carried, "use_cache": True}
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
-        self._carried[training] = outputs.past_key_values
+        self._carried[training] = outputs.cache
         return (loss, outputs) if return_outputs else loss

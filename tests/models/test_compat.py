@@ -5,6 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_hybrid_ssm.models import compat
+from hf_hybrid_ssm.models.cache_names import CACHE
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,6 @@ def test_documents_after_a_cache_are_refused(monkeypatch):
     monkeypatch.setattr(compat, "ADDS_FULL_MASKS", True)
     cache = DynamicCache()
     cache.update(*[torch.zeros(1, 1, 3, 2)] * 2, 0)
-    given = {"position_ids": torch.tensor([[0, 1, 0]]), "past_key_values": cache}
+    given = {"position_ids": torch.tensor([[0, 1, 0]]), CACHE: cache}
     with pytest.raises(ValueError, match=r"transformers>=5\.18"):
         Model()._prepare_attention_mask_for_generation(torch.ones(1, 3), None, given)

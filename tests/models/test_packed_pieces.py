@@ -124,7 +124,7 @@ def test_pieces_of_packed_and_padded_rows(variant):
             cache, logits = DynamicCache(config=model.config), []
             for a, b in pairwise([0, *cuts, 12]):
                 real = mask[:, :b] if whole_mask else mask[:, a:b]
-                inputs = {"attention_mask": real, "seq_idx": seq_idx[:, a:b], "past_key_values": cache}
+                inputs = {"attention_mask": real, "seq_idx": seq_idx[:, a:b], "cache": cache}
                 with torch.no_grad():
                     logits.append(model(given[:, a:b], use_cache=True, **inputs).logits)
             assert_exact(torch.cat(logits, 1)[mask.bool()], expected)

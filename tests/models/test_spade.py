@@ -295,9 +295,9 @@ def test_a_target_goes_on_with_the_source_it_began_with(kind):
         cache = pickle.loads(pickle.dumps(cache)) if encodes else copy.deepcopy(cache)
         changed = other[:, :1]
         for wrong in (other, source[:, :9], torch.cat([changed, source[:, 1:]], 1)):
-            with pytest.raises(ValueError, match="past_key_values was filled with another source: input_ids"):
+            with pytest.raises(ValueError, match="cache was filled with another source: input_ids"):
                 read(cache, slice(3, 4), wrong, mask[:, : wrong.shape[1]])
-        with pytest.raises(ValueError, match="past_key_values was filled with another source: input_ids"):
+        with pytest.raises(ValueError, match="cache was filled with another source: input_ids"):
             read(cache, slice(3, 4), encoder_outputs=model.get_encoder()(other, mask))
         parts += [read(cache, slice(column, column + 1), **given) for column in range(3, 7)]
         torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-5)

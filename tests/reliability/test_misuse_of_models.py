@@ -61,7 +61,7 @@ LANGUAGE_MODEL = [
     ({"labels": IDS[:, 1:]}, r"ValueError: labels must have the input's shape .*\(2, 6\), got \(2, 5\)"),
     ({"labels": 0 * IDS - 1}, "ValueError: labels has ids from -1 to -1"),
     ({"logits_to_keep": -2}, "ValueError: logits_to_keep=-2 must be"),
-    ({"past_key_values": EncoderDecoderCache(DynamicCache(), DynamicCache())}, "TypeError: got EncoderDecoderCache"),
+    ({"cache": EncoderDecoderCache(DynamicCache(), DynamicCache())}, "TypeError: got EncoderDecoderCache"),
 ]
 CLASSIFIER = [
     ({"labels": [0, 1]}, "TypeError: labels must be a tensor, got list"),
@@ -98,7 +98,7 @@ ENCODER_DECODER = [
     ({"input_ids": None, "encoder_outputs": (NARROW,)}, r"ValueError: encoder_outputs\[0\] .*24\), got \(2, 5, 7\)"),
     ({"labels": IDS}, r"ValueError: labels must have .*\(2, 4\), got \(2, 6\)"),
     ({"decoder_input_ids": None, "labels": IDS[0]}, r"ValueError: labels must have shape .*length\).*got \(6,\)"),
-    ({"past_key_values": DynamicCache()}, "TypeError: must be an EncoderDecoderCache, got DynamicCache"),
+    ({"cache": DynamicCache()}, "TypeError: must be an EncoderDecoderCache, got DynamicCache"),
 ]
 HEADS = {
     (MIXED, "LonghornForCausalLM"): LANGUAGE_MODEL,
@@ -118,14 +118,14 @@ def test_arguments(variant, name, wrong, answer):
 # -- caches and settings of generation ------------------------------------------------------------------------------
 
 CACHES = [  # a model, the cache it is given, the answer
-    (MIXED, lambda: filled("longhorn"), "ValueError: past_key_values has layers .*which are not those of this model"),
+    (MIXED, lambda: filled("longhorn"), "ValueError: cache has layers .*which are not those of this model"),
     ("bst sh s4d", lambda: filled("longhorn"), "ValueError: filled by a model of the family 'longhorn'.*'bst'"),
     ("longhorn", lambda: filled("bst sh s4d"), "ValueError: filled by a model of the family 'bst'.*'longhorn'"),
     ("lmu-isa", lambda: filled("spade s4 window"), "ValueError: filled by a model of the family 'spade'.*'lmu_isa'"),
     ("spade s4 window", lambda: filled("lmu-isa"), "ValueError: filled by a model of the family 'lmu_isa'.*'spade'"),
     ("longhorn", lambda: filled("longhorn", hidden_size=32), r"ValueError: initial_state .*48\), got \(2, 3, 64\)"),
     ("bst sh s4d", lambda: filled("bst mh s4"), "ValueError: state must have shape"),
-    ("bst s5 bidirectional", DynamicCache, "ValueError: past_key_values cannot be used with a bidirectional BstModel"),
+    ("bst s5 bidirectional", DynamicCache, "ValueError: cache cannot be used with a bidirectional BstModel"),
 ]
 
 
@@ -153,7 +153,7 @@ OTHERS = [
         lambda: model("encoder-decoder", decoder_start_token_id=None)(IDS, labels=IDS),
         "ValueError: decoder_start_token_id=None and pad_token_id=0 .* must both be set",
     ),
-    (lambda: carry_segment(filled(), BEGINS), "ValueError: layer 2 of past_key_values is a DynamicLayer"),
+    (lambda: carry_segment(filled(), BEGINS), "ValueError: layer 2 of cache is a DynamicLayer"),
     (
         lambda: carry_segment(filled("longhorn"), BEGINS[:1]),
         r"ValueError: begins must be bool of shape \(batch,\) = \(2,\)",

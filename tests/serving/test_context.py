@@ -140,10 +140,10 @@ def test_static_caches(variant, path):
     ids, static = random_ids(model, 1, 20), lambda: StaticCache(config=model.config, max_cache_len=24)
     cache = read(model, ids[:, :13], static())
     if variant in GROWING:
-        with pytest.raises(ValueError, match=r"is a static cache, and layers .* reserve room in it"):
+        with pytest.raises(ValueError, match=r"cache is static, and layers .* reserve room in it"):
             save_context(cache, path, model)
         saved(read(model, ids[:, :13]), path, model)
-        with pytest.raises(ValueError, match=r"is a static cache, and layers .* reserve room in it"):
+        with pytest.raises(ValueError, match=r"cache is static, and layers .* reserve room in it"):
             load_context(path, model, past_key_values=static())
         return
     saved(cache, path, model)
@@ -281,11 +281,11 @@ def test_what_cannot_be_saved(path, book):
         save_context(cache, book, model)
     assert book.read_bytes() == content
     book.unlink()
-    with pytest.raises(ValueError, match="past_key_values is empty"):
+    with pytest.raises(ValueError, match="cache is empty"):
         save_context(DynamicCache(config=model.config), path, model)
-    with pytest.raises(TypeError, match="past_key_values must be a transformers Cache of one stack"):
+    with pytest.raises(TypeError, match="cache must be a transformers Cache of one stack"):
         save_context(EncoderDecoderCache(DynamicCache(), DynamicCache()), path, model)
-    with pytest.raises(TypeError, match="past_key_values must be a transformers Cache"):
+    with pytest.raises(TypeError, match="cache must be a transformers Cache"):
         save_context(((ids,),), path, model)
     with pytest.raises(ValueError, match="filled by a model of the family 'longhorn'"):
         save_context(cache, path, language_model("bst block-recurrent"))
@@ -295,7 +295,7 @@ def test_what_cannot_be_saved(path, book):
         save_context(cache, path, model, tokens=ids, attention_mask=torch.ones(1, 9))
     assert list(path.parent.iterdir()) == []
     save_context(cache, path, model)
-    with pytest.raises(ValueError, match="past_key_values holds 9 tokens: give an empty cache"):
+    with pytest.raises(ValueError, match="cache holds 9 tokens: give an empty cache"):
         load_context(path, model, past_key_values=cache)
 
 

@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
     if given.context is None:
         inputs = inputs_of(tokenizer, prompt).to(model.device)
     else:
-        inputs, options["past_key_values"] = continued(given.context, tokenizer, model, prompt)
+        inputs, options["cache"] = continued(given.context, tokenizer, model, prompt)
     sampling = {name: getattr(given, name) for name in SAMPLING if getattr(given, name) is not None}
     if given.sample or sampling:
         options |= {"do_sample": True} | sampling

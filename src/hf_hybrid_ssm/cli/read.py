@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
     with torch.inference_mode():
         # the last token stays unread: it is what the model continues from
         for piece in tokens[:, :-1].to(model.device).split(given.piece, dim=1):
-            model.get_decoder()(piece, past_key_values=cache, use_cache=True)
+            model.get_decoder()(piece, cache=cache, use_cache=True)
     size = save_context(cache, given.context, model, tokens=tokens, overwrite=given.overwrite)
     seconds, count = time.perf_counter() - begun, tokens.shape[1]
     if given.json:
@@ -80,4 +80,4 @@ def continued(path: str, tokenizer: Any, model: Any, prompt: str) -> tuple[dict[
     ids = torch.cat([context.tokens, ids.to(model.device)], dim=1)
     if ids.shape[1] == context.num_tokens:
         raise ValueError(f"{path} ends with a token that was read: give a prompt.")
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, context.past_key_values
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, context.cache

@@ -17,6 +17,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
 from hf_hybrid_ssm.models.cache import check_cache_without_states, prepare_cache, tokens_and_packing_state
+from hf_hybrid_ssm.models.cache_names import CACHE, NEW, OLD, BaseModelOutputWithCache, by_both_cache_names
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.inputs import check_inputs
 from hf_hybrid_ssm.models.packing import PackedRows, resolve_packing
@@ -31,7 +32,7 @@ class HybridPreTrainedModel(PreTrainedModel):
 
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = [NEW, OLD]
     _supports_sdpa = True
     _can_compile_fullgraph = True
     _tp_plan: dict[str, str] | None
@@ -256,12 +257,13 @@ class HybridModelMixin:
     @merge_with_config_defaults
     @capture_outputs
     @auto_docstring
+    @by_both_cache_names
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | dict[str, torch.Tensor | None] | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         use_cache: bool | None = None,
         seq_idx: torch.IntTensor | None = None,
@@ -277,26 +279,25 @@ class HybridModelMixin:
         cu_seq_lens_q (`torch.IntTensor` of shape `(documents + 1,)`, *optional*):
             Where the documents of a single packed row begin and end, instead of `seq_idx`.
         continues_documents (`bool`, *optional*, defaults to `False`):
-            The first tokens go on with the documents in `past_key_values`, as they do in each step of `generate`. A
-            single token that does is not padding.
+            The first tokens go on with the documents in the cache, as they do in each step of `generate`. A single
+            token that does is not padding.
         """
         self._refuse_attentions(kwargs.get("output_attentions"))
         check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         if self.is_bidirectional:
-            if past_key_values is not None:
+            if cache is not None:
                 raise ValueError(
-                    f"past_key_values cannot be used with a bidirectional {type(self).__name__}: its tokens see the "
-                    "future."
+                    f"cache cannot be used with a bidirectional {type(self).__name__}: its tokens see the future."
                 )
             use_cache = False
-        if use_cache or past_key_values is not None:
-            past_key_values = prepare_cache(past_key_values, self.config, inputs_embeds.shape[0])
+        if use_cache or cache is not None:
+            cache = prepare_cache(cache, self.config, inputs_embeds.shape[0])
         masks = attention_mask if isinstance(attention_mask, dict) else None  # made ahead of compiled decoding
         rows = resolve_packing(
             inputs_embeds.shape[:2],
-            tokens_and_packing_state(past_key_values),
+            tokens_and_packing_state(cache),
             attention_mask=attention_mask if masks is None else masks[STATE_LAYER_TYPE],
             position_ids=position_ids,
             seq_idx=seq_idx,
@@ -306,27 +307,28 @@ class HybridModelMixin:
             # prepared masks contain the padding, and a token mask that grows would recompile every compiled step
             keeps_padding=self.has_columns and (masks is None or position_ids is None),
         )
-        check_cache_without_states(past_key_values, rows)
+        check_cache_without_states(cache, rows)
         options = {"position_ids": position_ids, "masks": masks, **kwargs}
-        begin_forward(past_key_values)
-        hidden_states = self._run_layers(inputs_embeds, rows, past_key_values, **options)
-        finish_forward(past_key_values)
-        return BaseModelOutputWithPast(
+        begin_forward(cache)
+        hidden_states = self._run_layers(inputs_embeds, rows, cache, **options)
+        finish_forward(cache)
+        return BaseModelOutputWithCache(
             last_hidden_state=hidden_states if self.norm is None else self.norm(hidden_states),
-            past_key_values=past_key_values if use_cache else None,
+            **{CACHE: cache if use_cache else None},
         )
 
     def _run_layers(
-        self, hidden_states: torch.Tensor, rows: PackedRows, past_key_values: Cache | None, **kwargs: Any
+        self, hidden_states: torch.Tensor, rows: PackedRows, cache: Cache | None, **kwargs: Any
     ) -> torch.Tensor:
         """(B, L, d) embeddings → (B, L, d) before the last norm; `kwargs` are for layers with positions or masks."""
-        return self._through_layers(hidden_states, rows, past_key_values=past_key_values)
+        return self._through_layers(hidden_states, rows, cache=cache)
 
+    @by_both_cache_names
     def _through_layers(
-        self, hidden_states: torch.Tensor, *inputs: Any, past_key_values: Cache | None, **options: Any
+        self, hidden_states: torch.Tensor, *inputs: Any, cache: Cache | None, **options: Any
     ) -> torch.Tensor:
         """The layers one after the other, each with the same inputs."""
         for layer in self.layers[: self.config.num_hidden_layers]:  # fewer while generation exits early
             # by name: gradient checkpointing takes the cache out, or a recompute would store the states twice
-            hidden_states = layer(hidden_states, *inputs, past_key_values=past_key_values, **options)
+            hidden_states = layer(hidden_states, *inputs, **{CACHE: cache}, **options)
         return hidden_states

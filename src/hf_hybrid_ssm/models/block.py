@@ -5,12 +5,19 @@ from typing import Any
 import torch
 from transformers import Cache
 
+from hf_hybrid_ssm.models.cache_names import by_both_cache_names
 from hf_hybrid_ssm.models.packing import PackedRows, States
 from hf_hybrid_ssm.ops._core.transforms import is_transforming
 
 
 class RecurrentMixin:
-    """A layer whose states live in `past_key_values.layers[layer_idx]`; it only says how to `forward_rows`."""
+    """A layer whose states live in `cache.layers[layer_idx]`; it only says how to `forward_rows`."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """A layer may call the cache either way in its `forward`."""
+        if "forward" in vars(cls):
+            cls.forward = by_both_cache_names(cls.forward)  # type: ignore[attr-defined]
+        super().__init_subclass__(**kwargs)
 
     layer_idx: int
     steps_on_pages = False
@@ -47,21 +54,22 @@ class RecurrentMixin:
         alone."""
         return self.forward_rows(*inputs, **options)[1]
 
+    @by_both_cache_names
     def forward_with_cache(
         self,
         *inputs: torch.Tensor,
         rows: PackedRows | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **options: Any,
     ) -> torch.Tensor:
         """`forward_rows` of (B, L, ...) in columns as given, from the cache's states to the cache's states."""
         rows = PackedRows(inputs[0].shape[1]) if rows is None else rows
-        cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        options["capacity"] = getattr(cache, "max_cache_len", None)
-        states = {} if cache is None else cache.states
+        layer = None if cache is None else cache.layers[self.layer_idx]
+        options["capacity"] = getattr(layer, "max_cache_len", None)
+        states = {} if layer is None else layer.states
         if states and rows.is_step and not torch.is_grad_enabled() and not is_transforming():
-            return self._step_with_cache(cache, rows, *inputs, **options)
-        options["return_final_state"] = cache is not None
+            return self._step_with_cache(layer, rows, *inputs, **options)
+        options["return_final_state"] = layer is not None
         inputs = tuple(rows.unpad(x) for x in inputs)
 
         def arguments(part: PackedRows) -> dict[str, Any]:
@@ -69,30 +77,30 @@ class RecurrentMixin:
             return {"past": part.continued(states), **documents, **options}
 
         y, states_after = self.forward_rows(*inputs, **arguments(rows))
-        if cache is not None:
+        if layer is not None:
 
             def recompute(first: PackedRows) -> States:
                 return self.states_after(*(x[:, : first.length] for x in inputs), **arguments(first))
 
-            cache.update_states(rows, states_after, recompute)
+            layer.update_states(rows, states_after, recompute)
         return rows.repad(y)
 
-    def _step_with_cache(self, cache: Any, rows: PackedRows, *inputs: torch.Tensor, **options: Any) -> torch.Tensor:
+    def _step_with_cache(self, layer: Any, rows: PackedRows, *inputs: torch.Tensor, **options: Any) -> torch.Tensor:
         """`forward_with_cache` of one token after earlier ones, where no gradient is wanted."""
-        if cache.pages is not None:
-            cache.begin_step()
-            y, states = self.step(*inputs, past=cache.states, pages=cache.pages, **options)
-            cache.step_states(rows, states)
+        if layer.pages is not None:
+            layer.begin_step()
+            y, states = self.step(*inputs, past=layer.states, pages=layer.pages, **options)
+            layer.step_states(rows, states)
             return y
-        past = rows.continued(cache.states)
-        if cache.can_update_in_place():
-            cache.begin_step()
+        past = rows.continued(layer.states)
+        if layer.can_update_in_place():
+            layer.begin_step()
             y, states = self.step(*inputs, past=past, **options)
-            cache.step_states(rows, states)
+            layer.step_states(rows, states)
         else:
             past = {name: state.clone() for name, state in past.items()}
             y, states = self.step(*inputs, past=past, **options)
-            cache.update_states(rows, states, _of_no_token)
+            layer.update_states(rows, states, _of_no_token)
         return y
 
 

@@ -294,23 +294,23 @@ def is_recurrent_state_layer(layer: object) -> TypeGuard[RecurrentStateLayer]:
     return getattr(layer, "holds_states", False)
 
 
-def carry_segment(past_key_values: Cache, begins: torch.Tensor) -> None:
+def carry_segment(cache: Cache, begins: torch.Tensor) -> None:
     """Make a cache, in place, the one that the next segment of every row starts from.
 
     No gradient goes back through it, and rows whose next segment begins a document start from zero.
 
     Args:
-        past_key_values: what a forward with `use_cache=True` returned.
+        cache: what a forward with `use_cache=True` returned.
         begins: (B,) bool.
 
     Raises:
         ValueError: a layer keeps keys and values of all tokens (full attention), which cannot reset a single row; or
             `begins` has another shape or dtype.
     """
-    for index, layer in enumerate(past_key_values.layers):
+    for index, layer in enumerate(cache.layers):
         if not is_recurrent_state_layer(layer):
             raise ValueError(
-                f"layer {index} of past_key_values is a {type(layer).__name__}; only layers with a state of fixed "
+                f"layer {index} of cache is a {type(layer).__name__}; only layers with a state of fixed "
                 "size can carry it from segment to segment."
             )
         if begins.dtype != torch.bool or begins.shape != (layer.batch_size,):
@@ -328,51 +328,51 @@ def _clone_if_view(state: torch.Tensor) -> torch.Tensor:
     return state
 
 
-def tokens_and_packing_state(past_key_values: Cache | None) -> tuple[int | torch.Tensor, States]:
+def tokens_and_packing_state(cache: Cache | None) -> tuple[int | torch.Tensor, States]:
     """The number of tokens in a cache and its packing state, from the first layer that has any: all hold the same.
 
     That is not always the first one: with pipeline parallelism the earlier layers are on other devices. A static
     cache's count is a tensor where reading it would cost (on an accelerator, while compiling).
     """
-    layers = [layer for layer in getattr(past_key_values, "layers", ()) if layer.is_initialized]
+    layers = [layer for layer in getattr(cache, "layers", ()) if layer.is_initialized]
     seen = layers[0].get_seq_length() if layers else 0
     if isinstance(seen, torch.Tensor) and seen.is_cpu and not torch.compiler.is_compiling():
         seen = int(seen)
     return seen, next((layer.packing_state for layer in layers if is_recurrent_state_layer(layer)), {})
 
 
-def prepare_cache(past_key_values: Cache | None, config: PreTrainedConfig, batch_size: int) -> Cache:
+def prepare_cache(cache: Cache | None, config: PreTrainedConfig, batch_size: int) -> Cache:
     """The cache to use in this forward: a new one, or the given one if it fits the model and the batch.
 
     A `DynamicCache()` that was made without a config gets the layers of `config` while it is still empty; an empty
     layer becomes this family's.
 
     Raises:
-        TypeError: `past_key_values` is not a `Cache`.
+        TypeError: `cache` is not a `Cache`.
         ValueError: it was made for or filled by another model, holds another batch size, or is half advanced.
     """
-    if past_key_values is None:
-        past_key_values = DynamicCache(config=config)
-    if not isinstance(past_key_values, Cache) or isinstance(past_key_values, EncoderDecoderCache):
+    if cache is None:
+        cache = DynamicCache(config=config)
+    if not isinstance(cache, Cache) or isinstance(cache, EncoderDecoderCache):
         raise TypeError(
-            f"past_key_values must be a transformers Cache of one stack, got {type(past_key_values).__name__}; make "
+            f"cache must be a transformers Cache of one stack, got {type(cache).__name__}; make "
             "one with `DynamicCache(config=model.config)`."
         )
-    if not past_key_values.layers and isinstance(past_key_values, DynamicCache):
-        past_key_values.layers = DynamicCache(config=config).layers
-        past_key_values.layer_class_to_replicate = None
-    layers = past_key_values.layers
+    if not cache.layers and isinstance(cache, DynamicCache):
+        cache.layers = DynamicCache(config=config).layers
+        cache.layer_class_to_replicate = None
+    layers = cache.layers
     wanted = [layer_type in STATE_LAYER_TYPES for layer_type in config.layer_types]
     if [is_recurrent_state_layer(layer) for layer in layers] != wanted:
         raise ValueError(
-            f"past_key_values has layers {[type(layer).__name__ for layer in layers]}, which are not those of this "
+            f"cache has layers {[type(layer).__name__ for layer in layers]}, which are not those of this "
             f"model ({len(wanted)} layers, layer_types={config.layer_types}); make it with "
             "`DynamicCache(config=model.config)`."
         )
     for index, layer in enumerate(layers):
         _check_content(layer, index, config.model_type, batch_size)
-    check_finished(past_key_values)
-    return past_key_values
+    check_finished(cache)
+    return cache
 
 
 def _check_content(layer: CacheLayerMixin, index: int, model_type: str, batch_size: int) -> None:
@@ -383,28 +383,26 @@ def _check_content(layer: CacheLayerMixin, index: int, model_type: str, batch_si
         is_filled = isinstance(keys, torch.Tensor) and keys.dim() == 4 and not torch.compiler.is_compiling()
         held = keys.shape[0] if is_filled else None
     if held not in (None, batch_size):
-        raise ValueError(
-            f"past_key_values holds a batch of {held} (layer {index}), but the input has a batch of {batch_size}."
-        )
+        raise ValueError(f"cache holds a batch of {held} (layer {index}), but the input has a batch of {batch_size}.")
     if not is_recurrent_state_layer(layer) or torch.compiler.is_compiling():
         return
     if layer.states and layer.model_type not in (None, model_type):
         raise ValueError(
-            f"past_key_values was filled by a model of the family {layer.model_type!r} (layer {index}), this model "
+            f"cache was filled by a model of the family {layer.model_type!r} (layer {index}), this model "
             f"is of the family {model_type!r}; make a new one with `DynamicCache(config=model.config)`."
         )
     layer.model_type = model_type
 
 
-def check_cache_without_states(past_key_values: Cache | None, rows: PackedRows) -> None:
+def check_cache_without_states(cache: Cache | None, rows: PackedRows) -> None:
     """A model with only full attention cannot cache a packing state: refuse pieces that would need it.
 
     Raises:
         ValueError: the cache holds documents or padding, and it is not known where.
     """
-    if past_key_values is None or any(map(is_recurrent_state_layer, past_key_values.layers)):
+    if cache is None or any(map(is_recurrent_state_layer, cache.layers)):
         return
-    layer = past_key_values.layers[0]
+    layer = cache.layers[0]
     unkept = getattr(layer, "unkept", {})
     if not isinstance(rows.past, int) or rows.past > 0:
         _refuse(unkept.get("documents"), "several documents of packed rows", "read packed rows at once")
@@ -421,8 +419,7 @@ def _refuse(is_held: torch.Tensor | None, what: str, remedy: str) -> None:
     if is_held is None:
         return
     message = (
-        f"past_key_values holds {what}, and a model with only full attention does not keep where: {remedy}, or use a "
-        "new cache."
+        f"cache holds {what}, and a model with only full attention does not keep where: {remedy}, or use a new cache."
     )
     if not can_read_values(is_held):
         torch._assert_async(~is_held, message)

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 import transformers
 
+from hf_hybrid_ssm.models.cache_names import CACHE
+
 
 def slice_logits_to_keep(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
     """The tokens of (B, L, D) whose logits are wanted; transformers has this function from 5.21 on.
@@ -34,16 +36,16 @@ class PackedGeneration:
         """No mask where it would hide nothing and positions restart; called where the caller gave none.
 
         Raises:
-            ValueError: past_key_values already hold tokens, which these versions find by the mask.
+            ValueError: the cache already holds tokens, which these versions find by the mask.
         """
         mask = super()._prepare_attention_mask_for_generation(inputs, generation_config, model_kwargs)  # type: ignore[misc]
         positions = model_kwargs.get("position_ids") if ADDS_FULL_MASKS else None
         if positions is None or bool((positions.diff() == 1).all()) or not bool((mask == 1).all()):
             return mask
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE)
         if cache is not None and cache.get_seq_length() > 0:
             raise ValueError(
-                f"generate of transformers {transformers.__version__} cannot go on from past_key_values with "
+                f"generate of transformers {transformers.__version__} cannot go on from a cache with "
                 "position_ids that restart: install transformers>=5.18."
             )
         return None

@@ -18,6 +18,13 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from hf_hybrid_ssm.models.base import WithoutContinuousBatching
+from hf_hybrid_ssm.models.cache_names import (
+    CACHE,
+    CausalLMOutputWithCache,
+    GenerationByBothCacheNames,
+    SequenceClassifierOutputWithCache,
+    by_both_cache_names,
+)
 from hf_hybrid_ssm.models.compat import PackedGeneration, slice_logits_to_keep
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.inputs import check_class_labels, check_labels, check_span, check_token_classes
@@ -104,16 +111,17 @@ class LMHead:
         return head.loss(hidden_states.flatten(0, 1), targets.flatten(), ignore_index) / count
 
 
-class CausalLMHead(WithoutContinuousBatching, PackedGeneration, LMHead):
+class CausalLMHead(WithoutContinuousBatching, GenerationByBothCacheNames, PackedGeneration, LMHead):
     """Next-token prediction."""
 
     @can_return_tuple
+    @by_both_cache_names
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values=None,
+        cache=None,
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
@@ -137,28 +145,28 @@ class CausalLMHead(WithoutContinuousBatching, PackedGeneration, LMHead):
             input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             seq_idx=seq_idx,
             **kwargs,
         )
         logits, loss = self._predict(outputs.last_hidden_state, labels, logits_to_keep, **kwargs)
-        return CausalLMOutputWithPast(
+        return CausalLMOutputWithCache(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **{CACHE: outputs.cache},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
 
-    def prepare_inputs_for_generation(self, *args, is_first_iteration: bool | None = False, **kwargs) -> dict:
-        """As in transformers; no step after the first begins a document, whose positions then need no look."""
-        inputs = super().prepare_inputs_for_generation(*args, is_first_iteration=is_first_iteration, **kwargs)  # type: ignore[misc]
-        return inputs | {"continues_documents": not is_first_iteration}
+    def _inputs_of_step(self, is_first_iteration: bool) -> dict[str, Any]:
+        """No step after the first begins a document, whose positions then need no look."""
+        return {"continues_documents": not is_first_iteration}
 
     @staticmethod
-    def create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values, **kwargs) -> dict:
+    @by_both_cache_names
+    def create_masks_for_generate(config, inputs_embeds, attention_mask, cache, **kwargs) -> dict:
         """Masks made ahead of compiled decoding; a generated token is never padding.
 
         transformers' `create_recurrent_attention_mask` does not serve: it drops the columns of earlier tokens, and so
@@ -233,12 +241,13 @@ class SequenceClassificationHead:
         return config.num_labels
 
     @can_return_tuple
+    @by_both_cache_names
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values=None,
+        cache=None,
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
@@ -252,7 +261,7 @@ class SequenceClassificationHead:
             input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             **kwargs,
@@ -266,10 +275,10 @@ class SequenceClassificationHead:
             check_class_labels(labels, pooled_logits, self.config.problem_type)
             targets = {"labels": labels, "pooled_logits": pooled_logits, "config": self.config}
             loss = self.loss_function(logits=pooled_logits, **targets, **kwargs)
-        return SequenceClassifierOutputWithPast(
+        return SequenceClassifierOutputWithCache(
             loss=loss,
             logits=pooled_logits,
-            past_key_values=outputs.past_key_values,
+            **{CACHE: outputs.cache},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
@@ -333,12 +342,13 @@ class TokenClassificationHead:
         self.post_init()
 
     @can_return_tuple
+    @by_both_cache_names
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values=None,
+        cache=None,
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
@@ -355,7 +365,7 @@ class TokenClassificationHead:
             input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             **kwargs,
@@ -384,12 +394,13 @@ class QuestionAnsweringHead:
         self.post_init()
 
     @can_return_tuple
+    @by_both_cache_names
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values=None,
+        cache=None,
         inputs_embeds: torch.FloatTensor | None = None,
         start_positions: torch.LongTensor | None = None,
         end_positions: torch.LongTensor | None = None,
@@ -407,7 +418,7 @@ class QuestionAnsweringHead:
             input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             **kwargs,
         )

@@ -244,7 +244,7 @@ def resolve_packing(
         and not continues_documents
     ):
         raise ValueError(
-            "cu_seq_lens_q alone does not say whether a piece continues the document that past_key_values ends "
+            "cu_seq_lens_q alone does not say whether a piece continues the document that the cache ends "
             "with: give position_ids or seq_idx too."
         )
     if has_explicit_seq_idx and token_mask is not None:
@@ -382,7 +382,7 @@ def _starts_new_document(
     if can_read_values(first) and bool((known & (first < last)).any()):
         row = int((known & (first < last)).to(torch.uint8).argmax())
         raise ValueError(
-            f"seq_idx begins with document {int(seq_idx[row, 0])} in row {row}, but past_key_values ends with "
+            f"seq_idx begins with document {int(seq_idx[row, 0])} in row {row}, but the cache ends with "
             f"document {(int(last[row]) - 1) // 2}: numbers of documents must not decrease from piece to piece."
         )
     return torch.where(known, first != last, False if at_zero is None else at_zero)

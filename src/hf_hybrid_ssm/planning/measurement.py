@@ -163,7 +163,7 @@ def _decoded_bytes(model: PreTrainedModel, length: int) -> int:
     ids = torch.zeros(1, length, dtype=torch.int64)
     # logits of one token: a cache does not depend on them
     options = {} if config.is_encoder_decoder else {"logits_to_keep": 1}
-    return cache_bytes(model(**dict.fromkeys(names, ids), use_cache=True, **options).past_key_values)
+    return cache_bytes(model(**dict.fromkeys(names, ids), use_cache=True, **options).cache)
 
 
 def cache_bytes(cache: Cache) -> int:

@@ -21,6 +21,7 @@ from transformers import Cache, DynamicCache
 
 from hf_hybrid_ssm.hub.fingerprint import bytes_of
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer, prepare_cache, tokens_and_packing_state
+from hf_hybrid_ssm.models.cache_names import by_both_cache_names
 from hf_hybrid_ssm.models.packing import PackedRows, States
 from hf_hybrid_ssm.serving.fingerprint import architecture, weights_fingerprint
 from hf_hybrid_ssm.serving.state_layout import growing_layers
@@ -33,21 +34,27 @@ class Context(NamedTuple):
     """What a file holds.
 
     Args:
-        past_key_values: the cache after `num_tokens` tokens.
+        cache: the cache after `num_tokens` tokens.
         num_tokens: columns that the cache holds, padding included.
         tokens: (B, T ≥ num_tokens) int64, the text as `generate` wants it, or None where it was not saved. What goes
             beyond the cache has not been read yet, as the last token that `generate` returns.
         attention_mask: (B, T) int64, or None where it was not saved: the rows have no padding.
     """
 
-    past_key_values: Cache
+    cache: Cache
     num_tokens: int
     tokens: torch.Tensor | None
     attention_mask: torch.Tensor | None
 
+    @property
+    def past_key_values(self) -> Cache:
+        """`cache`, as transformers called it before 5.24."""
+        return self.cache
 
+
+@by_both_cache_names
 def save_context(
-    past_key_values: Cache,
+    cache: Cache,
     path: str | os.PathLike,
     model: Any,
     *,
@@ -62,7 +69,7 @@ def save_context(
     saved like any other, except where it reserves room for the keys of all tokens.
 
     Args:
-        past_key_values: after at least one token.
+        cache: after at least one token.
         path: the file to write.
         model: which has read the tokens.
         tokens: (B, T) int, the text so far, T ≥ the tokens in the cache. `generate` asks for it to continue (and uses
@@ -85,14 +92,14 @@ def save_context(
     path = Path(path)
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists: choose another name, or allow overwriting.")
-    tensors = _held(past_key_values, model)
-    num_tokens, batch = int(past_key_values.get_seq_length()), next(iter(tensors.values())).shape[0]
+    tensors = _held(cache, model)
+    num_tokens, batch = int(cache.get_seq_length()), next(iter(tensors.values())).shape[0]
     given = {"tokens": tokens, "attention_mask": attention_mask}
     tensors |= {name: _of_text(name, value, batch, num_tokens) for name, value in given.items() if value is not None}
     growing = growing_layers(model)
-    if growing and any(layer.is_compileable for layer in past_key_values.layers):
+    if growing and any(layer.is_compileable for layer in cache.layers):
         raise ValueError(
-            f"past_key_values is a static cache, and layers {growing} reserve room in it for the keys of all tokens: "
+            f"the cache is static, and layers {growing} reserve room in it for the keys of all tokens: "
             "read the text with `DynamicCache(config=model.config)`."
         )
     header = _identity(model) | {"num_tokens": num_tokens, "content": _digest(tensors)}
@@ -101,12 +108,13 @@ def save_context(
         warnings.warn(
             f"layers {growing} keep the keys and values of all tokens: the context of {num_tokens:,} tokens has "
             f"{size:,} bytes, and grows with the text.",
-            stacklevel=2,
+            stacklevel=3,  # past the wrapper for the names of the cache
         )
     return size
 
 
-def load_context(path: str | os.PathLike, model: Any, *, past_key_values: Cache | None = None) -> Context:
+@by_both_cache_names
+def load_context(path: str | os.PathLike, model: Any, *, cache: Cache | None = None) -> Context:
     """Read a file of `save_context` for the model that wrote it.
 
     The cache belongs to the caller, and continuing changes it: to continue several times, load again or take copies
@@ -115,28 +123,28 @@ def load_context(path: str | os.PathLike, model: Any, *, past_key_values: Cache 
     ```python
     >>> context = load_context("book.safetensors", model)
     >>> text = torch.cat([context.tokens, question], dim=1)
-    >>> answer = model.generate(text, past_key_values=context.past_key_values)
+    >>> answer = model.generate(text, cache=context.cache)
     ```
 
     Args:
         path: the file.
         model: of the same family, configuration, weights and dtype as the one that read the text, on any device.
-        past_key_values: an empty cache to fill, such as a `StaticCache`; by default a `DynamicCache`.
+        cache: an empty cache to fill, such as a `StaticCache`; by default a `DynamicCache`.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is damaged, is not a context, or is that of another model; or `past_key_values` is not
+        ValueError: the file is damaged, is not a context, or is that of another model; or `cache` is not
             empty, or reserves room for the keys of all tokens.
     """
     path = Path(path)
     header, tensors = _read(path)
     _check_identity(path, header, model)
-    cache = DynamicCache(config=model.config) if past_key_values is None else past_key_values
+    cache = DynamicCache(config=model.config) if cache is None else cache
     num_tokens, decoder = header["num_tokens"], model.get_decoder()
     if cache.get_seq_length() > 0:
-        raise ValueError(f"past_key_values holds {int(cache.get_seq_length())} tokens: give an empty cache.")
+        raise ValueError(f"cache holds {int(cache.get_seq_length())} tokens: give an empty cache.")
     if any(layer.is_compileable for layer in cache.layers) and (growing := growing_layers(model)):
-        raise ValueError(f"past_key_values is a static cache, and layers {growing} reserve room in it for all keys.")
+        raise ValueError(f"the cache is static, and layers {growing} reserve room in it for all keys.")
     tokens, mask = (None if name not in tensors else tensors.pop(name).to(model.device).long() for name in OF_TEXT)
     prepare_cache(cache, model.config, next(iter(tensors.values())).shape[0])
     packing_state = _below("packing_state", tensors, model.device)
@@ -162,17 +170,15 @@ def _below(prefix: str, tensors: States, device: torch.device) -> States:
     return {name.removeprefix(f"{prefix}."): tensors[name].to(device) for name in names}
 
 
-def _held(past_key_values: Cache, model: Any) -> States:
+def _held(cache: Cache, model: Any) -> States:
     """Everything that a cache holds, by name, in copies on the CPU; the first has the batch in front."""
-    layers: Any = getattr(past_key_values, "layers", ())
+    layers: Any = getattr(cache, "layers", ())
     held = [_of_layer(layer) for layer in layers] if any(layer.is_initialized for layer in layers) else []
-    prepare_cache(past_key_values, model.config, next(iter(held[0].values())).shape[0] if held else 1)
+    prepare_cache(cache, model.config, next(iter(held[0].values())).shape[0] if held else 1)
     if not held:
-        raise ValueError("past_key_values is empty: nothing has been read yet.")
+        raise ValueError("cache is empty: nothing has been read yet.")
     tensors = {f"layers.{index}.{name}": state for index, states in enumerate(held) for name, state in states.items()}
-    tensors |= {
-        f"packing_state.{name}": tensor for name, tensor in tokens_and_packing_state(past_key_values)[1].items()
-    }
+    tensors |= {f"packing_state.{name}": tensor for name, tensor in tokens_and_packing_state(cache)[1].items()}
     tensors |= {f"unkept.{name}": flag for name, flag in getattr(layers[0], "unkept", {}).items()}
     return {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()

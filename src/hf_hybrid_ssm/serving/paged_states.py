@@ -1,4 +1,4 @@
-"""Between a server's pages and `past_key_values`: gather the states of the requests, run the model, scatter them back.
+"""Between a server's pages and a cache: gather the states of the requests, run the model, scatter them back.
 
 A server that batches continuously keeps one page of memory for each request, and calls the model on whatever tokens it
 has scheduled: whole prompts, pieces of prompts, single tokens. A page holds the states of all layers. Every state has
@@ -138,7 +138,7 @@ class PagedModel:
         """(T,) → (T, D) of one text: the memory and time that T tokens take, before there are pages."""
         cache = DynamicCache(config=self.model.config)
         decoder = self.model.get_decoder()
-        return decoder(input_ids.unsqueeze(0), past_key_values=cache, use_cache=True).last_hidden_state[0]
+        return decoder(input_ids.unsqueeze(0), cache=cache, use_cache=True).last_hidden_state[0]
 
     def _rectangles(self, requests: Requests) -> Iterator[list[int]]:
         """The requests in groups that are run together: single tokens that go on, then the others by length.
@@ -175,7 +175,7 @@ class PagedModel:
             ids,
             attention_mask=_mask(requests.lengths, ids),
             position_ids=positions if decoder.has_columns else None,  # the cache counts columns, each request its own
-            past_key_values=cache,
+            cache=cache,
             use_cache=True,
             continues_documents=True,
         ).last_hidden_state

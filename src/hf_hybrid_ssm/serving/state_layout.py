@@ -12,7 +12,7 @@ from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
 
 
 class State(NamedTuple):
-    """One state of one layer: `past_key_values.layers[layer].states[name]` is (B, *shape)."""
+    """One state of one layer: `cache.layers[layer].states[name]` is (B, *shape)."""
 
     layer: int
     name: str
@@ -46,7 +46,7 @@ def state_layout(model: Any) -> StateLayout:
     cache, found = DynamicCache(config=decoder.config), []
     for length in (2, 1):
         ids = torch.zeros(1, length, dtype=torch.int64, device=decoder.device)
-        decoder(ids, past_key_values=cache, use_cache=True)
+        decoder(ids, cache=cache, use_cache=True)
         found.append([_states(layer) for layer in cache.layers])
     first, second = found
     growing = [index for index, (before, after) in enumerate(zip(first, second)) if before is None or before != after]

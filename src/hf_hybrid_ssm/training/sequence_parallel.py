@@ -27,6 +27,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_hybrid_ssm.auto import FAMILIES, family_of
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, Recompute, RecurrentStateLayer
+from hf_hybrid_ssm.models.cache_names import CACHE, CausalLMOutputWithCache
 from hf_hybrid_ssm.models.packing import PackedRows, States
 
 
@@ -49,7 +50,7 @@ def forward_shard(
 
     Returns:
         `logits` of the shard; `loss`, the shard's share of the mean over the rows (the shares of all processes add up
-        to it); `past_key_values`, on the last process only: the state after the rows, to decode from.
+        to it); `cache`, on the last process only: the state after the rows, to decode from.
 
     Raises:
         ValueError: attention layers, gradient checkpointing, or rows shorter than the number of processes.
@@ -66,14 +67,14 @@ def forward_shard(
         shifted = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
         options |= {"labels": labels[:, begin:end], "shift_labels": shifted[:, begin:end].contiguous()}
         options["num_items_in_batch"] = (shifted != -100).sum()
-    outputs = model(input_ids[:, begin:end], past_key_values=cache, use_cache=True, **options)
+    outputs = model(input_ids[:, begin:end], cache=cache, use_cache=True, **options)
     receipts = [layer.send_token for layer in cache.layers if layer.send_token is not None]
     loss, logits = outputs.loss, outputs.logits
     if receipts:  # a backward from the loss, or without labels from the logits, must reach the states that were sent
         loss = None if loss is None else _AttachBackward.apply(loss, *receipts)
         logits = logits if loss is not None else _AttachBackward.apply(logits, *receipts)
     final_cache = _final_cache(model, cache, length) if rank == ranks - 1 else None
-    return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=final_cache)
+    return CausalLMOutputWithCache(loss=loss, logits=logits, **{CACHE: final_cache})
 
 
 def sum_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hf_hybrid_ssm.models.cache_names import CACHE
 from hf_hybrid_ssm.upcycle.layer_ranking import LayerRanking, ranking_of
 from hf_hybrid_ssm.upcycle.teachers import check_model_type
 from hf_hybrid_ssm.upcycle.windowed_teacher import LayerReplay, maskable, window_mask
@@ -78,8 +79,8 @@ def text_of(teacher: Any, rows: int, length: int, seed: int = 0) -> torch.Tensor
     teacher.eval()
     try:
         while len(ids) < length:
-            output = teacher(ids[-1].to(teacher.device), past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
+            output = teacher(ids[-1].to(teacher.device), use_cache=True, **{CACHE: cache})
+            cache = output[CACHE]
             ids.append(torch.multinomial(output.logits[:, -1].float().softmax(-1).cpu(), 1, generator=draw))
     finally:
         teacher.train(training)

@@ -125,7 +125,7 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
     ```"""
 
     model_type = "bst"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache", "past_key_values"]
     # heads need their biases, scales and context states unsharded: projections are gathered, their outputs split
     base_model_tp_plan: ClassVar[dict[str, str]] = {
         "layers.*.attention.q_proj": "colwise_gather_output",

@@ -68,9 +68,9 @@ class BstBlock(RecurrentMixin, GradientCheckpointingLayer):
         rows: PackedRows | None = None,
         documents: int | None = None,
         position_embeddings: PositionEmbeddings | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
     ) -> torch.Tensor:
-        options: dict[str, Any] = {"rows": rows, "documents": documents, "past_key_values": past_key_values}
+        options: dict[str, Any] = {"rows": rows, "documents": documents, "cache": cache}
         options["position_embeddings"] = position_embeddings
         hidden_states = hidden_states + self.forward_with_cache(hidden_states, **options)
         y = self.feed_forward(self.feed_forward_norm(hidden_states))
@@ -128,7 +128,7 @@ class BstModel(HybridModelMixin, BstPreTrainedModel):
         self.post_init()
 
     def _run_layers(
-        self, hidden_states: torch.Tensor, rows: PackedRows, past_key_values: Cache | None, **kwargs: Any
+        self, hidden_states: torch.Tensor, rows: PackedRows, cache: Cache | None, **kwargs: Any
     ) -> torch.Tensor:
         # the more documents, the more blocks: where a layer has to know how many, they are counted here, once
         kinds, has_memory = set(self.config.block_types), self.config.retrieval_k is not None
@@ -136,18 +136,18 @@ class BstModel(HybridModelMixin, BstPreTrainedModel):
         documents = rows.max_documents() if counts else None
         if documents is not None:
             torch._check(documents > 0)  # all that a graph knows of the number
-        angles = self._position_embeddings(hidden_states, rows, past_key_values)
-        return self._through_layers(hidden_states, rows, documents, angles, past_key_values=past_key_values)
+        angles = self._position_embeddings(hidden_states, rows, cache)
+        return self._through_layers(hidden_states, rows, documents, angles, cache=cache)
 
     def _position_embeddings(
-        self, x: torch.Tensor, rows: PackedRows, past_key_values: Cache | None
+        self, x: torch.Tensor, rows: PackedRows, cache: Cache | None
     ) -> PositionEmbeddings | None:
         """Cosines and sines (B or 1, L, e) of rotary positions for rows whose real tokens come first, as layers see
         them: of the tokens before each one in its document. Keys are held as they were rotated."""
         if self.rotary_emb is None:
             return None
         columns, seq_idx, seen = torch.arange(x.shape[1], device=x.device), rows.unpadded_seq_idx, None
-        for layer in () if past_key_values is None else past_key_values.layers:
+        for layer in () if cache is None else cache.layers:
             if is_recurrent_state_layer(layer) and layer.states:
                 seen = rows.continued({"seen": layer.states["seen"]})["seen"].to(x.device)  # the same in all layers
                 break

@@ -92,9 +92,9 @@ class LmuIsaBlock(RecurrentMixin, GradientCheckpointingLayer):
         return x + self.dropout(y), states | memory
 
     def forward(
-        self, hidden_states: torch.Tensor, rows: PackedRows | None = None, past_key_values: Cache | None = None
+        self, hidden_states: torch.Tensor, rows: PackedRows | None = None, cache: Cache | None = None
     ) -> torch.Tensor:
-        hidden_states = self.forward_with_cache(hidden_states, rows=rows, past_key_values=past_key_values)
+        hidden_states = self.forward_with_cache(hidden_states, rows=rows, cache=cache)
         return hidden_states + self.dropout(self.post_feed_forward(self.post_norm(hidden_states)))
 
 

@@ -13,6 +13,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.models.block import RecurrentMixin
+from hf_hybrid_ssm.models.cache_names import CACHE, by_both_cache_names
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.packing import PackedRows, States
 from hf_hybrid_ssm.models.rotary import rotated
@@ -41,20 +42,21 @@ class LonghornAttention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, eps=eps) if config.use_qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, eps=eps) if config.use_qk_norm else None
 
+    @by_both_cache_names
     def forward(
         self,
         hidden_states: torch.Tensor,
         rows: PackedRows,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if rows.token_mask is not None:  # the weight of padding is 0, and 0 times NaN is NaN
             hidden_states = torch.where(rows.token_mask.unsqueeze(-1), hidden_states, 0.0)
         queries, keys, values = (x.transpose(1, 2) for x in self.heads(hidden_states, position_embeddings))
-        if past_key_values is not None:
-            keys, values = past_key_values.update(keys, values, self.layer_idx)
+        if cache is not None:
+            keys, values = cache.update(keys, values, self.layer_idx)
         output, weights = self._attend(queries, keys, values, attention_mask, **kwargs)
         return self.o_proj(output), weights
 
@@ -91,11 +93,11 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
         rows: PackedRows,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, None]:
         heads = self.heads(hidden_states, position_embeddings)
-        return self.forward_with_cache(*heads, rows=rows, past_key_values=past_key_values), None
+        return self.forward_with_cache(*heads, rows=rows, cache=cache), None
 
     @with_accelerate_hooks
     def forward_rows(  # type: ignore[override]
@@ -150,7 +152,7 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
 
 
 def attention_masks(
-    config: LonghornConfig, inputs_embeds: torch.Tensor, rows: PackedRows, past_key_values: Cache | None
+    config: LonghornConfig, inputs_embeds: torch.Tensor, rows: PackedRows, cache: Cache | None
 ) -> dict[str, torch.Tensor | None]:
     """The masks of the attention layers, by layer type.
 
@@ -165,7 +167,7 @@ def attention_masks(
         config=config,
         inputs_embeds=inputs_embeds,
         attention_mask=real,
-        past_key_values=past_key_values,
+        **{CACHE: cache},
         # it looks at the padding's values
         allow_is_causal_skip=starts is None and not inputs_embeds.is_meta and (real is None or can_read_values(real)),
         and_mask_function=(lambda row, head, q, key: key >= starts[row, q - past]) if by_function else None,

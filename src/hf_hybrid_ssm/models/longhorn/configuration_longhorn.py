@@ -88,7 +88,7 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
     ```"""
 
     model_type = "longhorn"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache", "past_key_values"]
     # the scan is replicated on every device: its inputs are gathered, its output is split again
     base_model_tp_plan: ClassVar[dict[str, str]] = {
         "layers.*.mixer.in_proj": "colwise_gather_output",

@@ -21,6 +21,7 @@ from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.models.base import HybridModelMixin, HybridPreTrainedModel
 from hf_hybrid_ssm.models.block import RecurrentMixin
 from hf_hybrid_ssm.models.cache import tokens_and_packing_state
+from hf_hybrid_ssm.models.cache_names import by_both_cache_names
 from hf_hybrid_ssm.models.heads import (
     CausalLMHead,
     MultipleChoiceHead,
@@ -96,12 +97,12 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
         self,
         hidden_states: torch.Tensor,
         rows: PackedRows | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """(B, L, M) → (B, L, M)."""
         rotation = self.rotation(position_embeddings, len(hidden_states))
-        return self.forward_with_cache(hidden_states, *rotation, rows=rows, past_key_values=past_key_values)
+        return self.forward_with_cache(hidden_states, *rotation, rows=rows, cache=cache)
 
     def rotation(
         self, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None, batch: int
@@ -190,18 +191,19 @@ class LonghornBlock(GradientCheckpointingLayer):
             self.mlp_norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
             self.mlp = SwiGLU(config.hidden_size, config.mlp_intermediate_size)
 
+    @by_both_cache_names
     def forward(
         self,
         hidden_states: torch.Tensor,
         rows: PackedRows | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs,
     ) -> torch.Tensor:
         if self.residual_in_fp32:
             hidden_states = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
-        inputs = (self.norm(hidden_states), rows, position_embeddings, attention_mask, past_key_values)
+        inputs = (self.norm(hidden_states), rows, position_embeddings, attention_mask, cache)
         hidden_states = hidden_states + self._mixed(*inputs, **kwargs)
         if self.mlp is not None:
             hidden_states = hidden_states + self.mlp(self.mlp_norm(hidden_states))
@@ -213,12 +215,12 @@ class LonghornBlock(GradientCheckpointingLayer):
         rows: PackedRows | None,
         position_embeddings: Any,
         attention_mask: torch.Tensor | None,
-        past_key_values: Cache | None,
+        cache: Cache | None,
         **kwargs,
     ) -> torch.Tensor:
         if self.is_recurrent:
-            return self.mixer(normed, rows, past_key_values, position_embeddings)
-        return self.self_attn(normed, rows, position_embeddings, attention_mask, past_key_values, **kwargs)[0]
+            return self.mixer(normed, rows, cache, position_embeddings)
+        return self.self_attn(normed, rows, position_embeddings, attention_mask, cache, **kwargs)[0]
 
 
 class LonghornHybridBlock(RecurrentMixin, LonghornBlock):
@@ -233,10 +235,10 @@ class LonghornHybridBlock(RecurrentMixin, LonghornBlock):
         super().__init__(config, layer_idx)
         self.layer_idx = layer_idx
 
-    def _mixed(self, normed, rows, position_embeddings, attention_mask, past_key_values, **kwargs) -> torch.Tensor:
+    def _mixed(self, normed, rows, position_embeddings, attention_mask, cache, **kwargs) -> torch.Tensor:
         heads = self.self_attn.heads(normed, position_embeddings)
         rotation = self.mixer.rotation(position_embeddings, len(normed))
-        return self.forward_with_cache(normed, *heads, *rotation, rows=rows, past_key_values=past_key_values)
+        return self.forward_with_cache(normed, *heads, *rotation, rows=rows, cache=cache)
 
     def forward_rows(self, normed, queries, keys, values, *rotation, past, **options) -> tuple[torch.Tensor, States]:
         of_window, of_mixer = _states_by_part(past)
@@ -337,7 +339,7 @@ class LonghornModel(HybridModelMixin, LonghornPreTrainedModel):
         self,
         hidden_states: torch.Tensor,
         rows: PackedRows,
-        past_key_values: Cache | None,
+        cache: Cache | None,
         *,
         position_ids: torch.Tensor | None = None,
         masks: dict[str, torch.Tensor | None] | None = None,
@@ -349,10 +351,10 @@ class LonghornModel(HybridModelMixin, LonghornPreTrainedModel):
                 position_ids = rows.positions(hidden_states.device)
             position_embeddings = self.rotary_emb(hidden_states, position_ids)
             if masks is None:
-                masks = attention_masks(self.config, hidden_states, rows, past_key_values)
+                masks = attention_masks(self.config, hidden_states, rows, cache)
             mask = masks.get("full_attention")
         inputs = (rows, position_embeddings, mask)
-        return self._through_layers(hidden_states, *inputs, past_key_values=past_key_values, **kwargs)
+        return self._through_layers(hidden_states, *inputs, cache=cache, **kwargs)
 
 
 @auto_docstring
@@ -360,21 +362,22 @@ class LonghornForCausalLM(CausalLMHead, LonghornPreTrainedModel, GenerationMixin
     base_model_class = LonghornModel
 
     @staticmethod
+    @by_both_cache_names
     def create_masks_for_generate(
-        config, inputs_embeds, attention_mask, past_key_values, position_ids=None, is_first_iteration=False, **kwargs
+        config, inputs_embeds, attention_mask, cache, position_ids=None, is_first_iteration=False, **kwargs
     ) -> dict:
         """Masks made ahead of compiled decoding; a generated token is never padding."""
         rows = resolve_packing(
             inputs_embeds.shape[:2],
-            tokens_and_packing_state(past_key_values),
+            tokens_and_packing_state(cache),
             attention_mask=attention_mask,
             position_ids=position_ids,
             continues_documents=not is_first_iteration,
             keeps_starts=True,
         )
         rows = replace(rows, full_token_mask=None if attention_mask is None else attention_mask != 0)
-        padding = CausalLMHead.create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values)
-        return attention_masks(config, inputs_embeds, rows, past_key_values) | padding
+        padding = CausalLMHead.create_masks_for_generate(config, inputs_embeds, attention_mask, cache)
+        return attention_masks(config, inputs_embeds, rows, cache) | padding
 
 
 @auto_docstring

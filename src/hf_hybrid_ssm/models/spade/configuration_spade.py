@@ -140,7 +140,7 @@ class SpadeConfig(SsmConfigMixin, PreTrainedConfig):
     """
 
     model_type = "spade"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
     base_model_tp_plan: ClassVar[dict[str, str]] = _stack_tp_plan("layers", "encoder.layers")
     base_model_fsdp_plan: ClassVar[dict[str, str]] = _FSDP_PLAN
     presets: ClassVar[dict[str, dict[str, Any]]] = {

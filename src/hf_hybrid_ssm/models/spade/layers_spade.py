@@ -16,6 +16,7 @@ from hf_hybrid_ssm.layers.mixers.base import mixer_state, mixer_step_, named_sta
 from hf_hybrid_ssm.layers.mixers.registry import mixer_from_config
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.models.block import RecurrentMixin
+from hf_hybrid_ssm.models.cache_names import by_both_cache_names
 from hf_hybrid_ssm.models.packing import PackedRows, States
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
 
@@ -155,14 +156,15 @@ class SpadeBlock(GradientCheckpointingLayer):
         self.feed_forward_norm = build_norm(config)
         self.dropout = nn.Dropout(config.dropout)
 
+    @by_both_cache_names
     def forward(
         self,
         hidden_states: torch.Tensor,
         bias: torch.Tensor | None = None,
         rows: PackedRows | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
     ) -> torch.Tensor:
-        mixing = {"bias": bias, "rows": rows, "past_key_values": past_key_values}
+        mixing = {"bias": bias, "rows": rows, "cache": cache}
         hidden_states = self._residual(hidden_states, self.mixing, self.mixing_norm, **mixing)
         return self._residual(hidden_states, self.feed_forward, self.feed_forward_norm)
 

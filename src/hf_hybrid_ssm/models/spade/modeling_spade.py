@@ -95,11 +95,11 @@ class SpadeLayers(SpadeStack, HybridModelMixin):
         self.gradient_checkpointing = False
 
     def _run_layers(
-        self, hidden_states: torch.Tensor, rows: PackedRows, past_key_values: Cache | None, **kwargs: Any
+        self, hidden_states: torch.Tensor, rows: PackedRows, cache: Cache | None, **kwargs: Any
     ) -> torch.Tensor:
         if not isinstance(self.layers[0], nn.Identity):  # else a pipeline's earlier process has done it
             hidden_states = self._enter_stack(hidden_states * self.embedding_scale)
-        return self._through_layers(hidden_states, self._shared_bias(), rows, past_key_values=past_key_values)
+        return self._through_layers(hidden_states, self._shared_bias(), rows, cache=cache)
 
 
 @auto_docstring

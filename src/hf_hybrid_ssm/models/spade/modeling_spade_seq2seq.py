@@ -21,6 +21,14 @@ from transformers.utils.output_capturing import capture_outputs
 
 from hf_hybrid_ssm.models.base import WithoutContinuousBatching
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer, prepare_cache, tokens_and_packing_state
+from hf_hybrid_ssm.models.cache_names import (
+    CACHE,
+    BaseModelOutputWithCache,
+    GenerationByBothCacheNames,
+    Seq2SeqLMOutputWithCache,
+    Seq2SeqModelOutputWithCache,
+    by_both_cache_names,
+)
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.heads import LMHead
 from hf_hybrid_ssm.models.inputs import check_inputs, check_labels
@@ -51,27 +59,28 @@ class SpadeCrossAttention(nn.Module):
         sizes = (config.hidden_size, config.hidden_size, bias)
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(*sizes) for _ in range(4))
 
+    @by_both_cache_names
     def forward(
         self,
         x: torch.Tensor,
         encoder_states: torch.Tensor,
         mask: torch.Tensor | None,
-        past_key_values: EncoderDecoderCache | None,
+        cache: EncoderDecoderCache | None,
     ) -> torch.Tensor:
         """(B, T, d), (B, S, d), mask (B, 1, 1, S) → (B, T, d); keys and values are computed once per cache."""
         q = self._heads(self.q_proj(x))
-        if past_key_values is not None and past_key_values.is_updated.get(self.layer_idx):
-            held = past_key_values.cross_attention_cache.layers[self.layer_idx].states
+        if cache is not None and cache.is_updated.get(self.layer_idx):
+            held = cache.cross_attention_cache.layers[self.layer_idx].states
             k, v = held["keys"], held["values"]
         else:
             k, v = self._heads(self.k_proj(encoder_states)), self._heads(self.v_proj(encoder_states))
-            if past_key_values is not None:
-                layer = past_key_values.cross_attention_cache.layers[self.layer_idx]
+            if cache is not None:
+                layer = cache.cross_attention_cache.layers[self.layer_idx]
                 states = {"keys": k, "values": v} | (
                     {"source": encoder_states.detach()} if self.layer_idx == 0 else {}
                 )
                 layer.update_states(PackedRows(k.shape[2]), states, _never_recomputed)
-                past_key_values.is_updated[self.layer_idx] = True
+                cache.is_updated[self.layer_idx] = True
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
         return self.o_proj(y.transpose(1, 2).flatten(2))
@@ -93,6 +102,7 @@ class SpadeDecoderBlock(SpadeBlock):
         self.cross_attn = SpadeCrossAttention(config, layer_idx, bias)
         self.cross_attn_norm = build_norm(config)
 
+    @by_both_cache_names
     def forward(  # type: ignore[override]
         self,
         hidden_states: torch.Tensor,
@@ -100,12 +110,12 @@ class SpadeDecoderBlock(SpadeBlock):
         encoder_mask: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         rows: PackedRows | None = None,
-        past_key_values: EncoderDecoderCache | None = None,
+        cache: EncoderDecoderCache | None = None,
     ) -> torch.Tensor:
-        cache = None if past_key_values is None else past_key_values.self_attention_cache
-        mixing = {"bias": bias, "rows": rows, "past_key_values": cache}
+        own = None if cache is None else cache.self_attention_cache
+        mixing = {"bias": bias, "rows": rows, "cache": own}
         hidden_states = self._residual(hidden_states, self.mixing, self.mixing_norm, **mixing)
-        cross = {"encoder_states": encoder_states, "mask": encoder_mask, "past_key_values": past_key_values}
+        cross = {"encoder_states": encoder_states, "mask": encoder_mask, "cache": cache}
         hidden_states = self._residual(hidden_states, self.cross_attn, self.cross_attn_norm, **cross)
         return self._residual(hidden_states, self.feed_forward, self.feed_forward_norm)
 
@@ -127,20 +137,21 @@ class SpadeDecoder(SpadeStack, SpadePreTrainedModel):
         self.post_init()
 
     @capture_outputs
+    @by_both_cache_names
     def forward(
         self,
         embeddings: torch.Tensor,
         encoder_states: torch.Tensor,
         attention_mask: torch.Tensor | None,
         encoder_mask: torch.Tensor | None,
-        past_key_values: EncoderDecoderCache | None,
+        cache: EncoderDecoderCache | None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
         """(B, T, d), (B, S, d) → (B, T, d)."""
-        cache = None if past_key_values is None else past_key_values.self_attention_cache
+        own = None if cache is None else cache.self_attention_cache
         rows = resolve_packing(
             embeddings.shape[:2],
-            tokens_and_packing_state(cache),
+            tokens_and_packing_state(own),
             attention_mask=attention_mask,
             keeps_padding=self.positions is not None,
             mask_name="decoder_attention_mask",
@@ -153,16 +164,16 @@ class SpadeDecoder(SpadeStack, SpadePreTrainedModel):
             real = encoder_mask != 0
             # the weight of padding is 0, and 0 times NaN is NaN
             mask, encoder_states = real[:, None, None], torch.where(real.unsqueeze(-1), encoder_states, 0.0)
-        if past_key_values is not None:
-            check_source(past_key_values, given, encoder_states)
+        if cache is not None:
+            check_source(cache, given, encoder_states)
         inputs = (encoder_states, mask, self._shared_bias(), rows)
-        begin_forward(cache)
+        begin_forward(own)
         for layer in self.layers:
-            hidden_states = layer(hidden_states, *inputs, past_key_values=past_key_values)
-        finish_forward(cache)
-        return BaseModelOutputWithPast(
+            hidden_states = layer(hidden_states, *inputs, **{CACHE: cache})
+        finish_forward(own)
+        return BaseModelOutputWithCache(
             last_hidden_state=hidden_states if self.norm is None else self.norm(hidden_states),
-            past_key_values=past_key_values,
+            **{CACHE: cache},
         )
 
     def _position_ids(self, rows: PackedRows, embeddings: torch.Tensor) -> torch.Tensor:
@@ -176,19 +187,17 @@ class SpadeDecoder(SpadeStack, SpadePreTrainedModel):
         return positions
 
 
-def prepare_seq2seq_cache(
-    past_key_values: Cache | None, config: SpadeSeq2SeqConfig, batch_size: int
-) -> EncoderDecoderCache:
+def prepare_seq2seq_cache(cache: Cache | None, config: SpadeSeq2SeqConfig, batch_size: int) -> EncoderDecoderCache:
     """The cache to use in this forward: a new one, or the given one if it fits the model and the batch."""
-    if past_key_values is None:
+    if cache is None:
         return EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
-    if not isinstance(past_key_values, EncoderDecoderCache):
-        raise TypeError(f"past_key_values must be an EncoderDecoderCache, got {type(past_key_values).__name__}.")
-    prepare_cache(past_key_values.self_attention_cache, config, batch_size)
-    cross = past_key_values.cross_attention_cache
+    if not isinstance(cache, EncoderDecoderCache):
+        raise TypeError(f"cache must be an EncoderDecoderCache, got {type(cache).__name__}.")
+    prepare_cache(cache.self_attention_cache, config, batch_size)
+    cross = cache.cross_attention_cache
     if any(not is_recurrent_state_layer(layer) for layer in cross.layers) or not cross.layers:
         cross.layers = DynamicCache(config=config).layers
-    return past_key_values
+    return cache
 
 
 class _Given:
@@ -207,7 +216,7 @@ class _Given:
         return _Given, ()
 
 
-def check_source(past_key_values: EncoderDecoderCache, given: torch.Tensor, encoder_states: torch.Tensor) -> None:
+def check_source(cache: EncoderDecoderCache, given: torch.Tensor, encoder_states: torch.Tensor) -> None:
     """A target goes on with the source it began with, whose keys and values the cache holds.
 
     `generate` gives the same tensor at every step, which needs no look at its values.
@@ -219,13 +228,13 @@ def check_source(past_key_values: EncoderDecoderCache, given: torch.Tensor, enco
     Raises:
         ValueError: they are those of another source.
     """
-    layer = past_key_values.cross_attention_cache.layers[0]
+    layer = cache.cross_attention_cache.layers[0]
     if torch.compiler.is_compiling():
         return
-    if past_key_values.is_updated.get(0) and not getattr(layer, "given", _Given()).is_(given):
+    if cache.is_updated.get(0) and not getattr(layer, "given", _Given()).is_(given):
         held = layer.states["source"]
         message = (
-            "past_key_values was filled with another source: input_ids, encoder_outputs or the attention_mask are not "
+            "cache was filled with another source: input_ids, encoder_outputs or the attention_mask are not "
             "those that this target began with. Give the same, or use a new cache."
         )
         if held.shape != encoder_states.shape:
@@ -256,6 +265,7 @@ class SpadeSeq2SeqModel(BaseOfCheckpoint, SpadePreTrainedModel):
 
     @can_return_tuple
     @auto_docstring
+    @by_both_cache_names
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -263,7 +273,7 @@ class SpadeSeq2SeqModel(BaseOfCheckpoint, SpadePreTrainedModel):
         decoder_input_ids: torch.LongTensor | None = None,
         decoder_attention_mask: torch.Tensor | None = None,
         encoder_outputs: tuple | BaseModelOutput | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         decoder_inputs_embeds: torch.FloatTensor | None = None,
         use_cache: bool | None = None,
@@ -272,7 +282,7 @@ class SpadeSeq2SeqModel(BaseOfCheckpoint, SpadePreTrainedModel):
         self._refuse_attentions(kwargs.get("output_attentions"))
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         if self.training and self.gradient_checkpointing:  # a layer run again would store its states twice
-            use_cache, past_key_values = False, None
+            use_cache, cache = False, None
         if kwargs.get("output_hidden_states") is None:
             kwargs["output_hidden_states"] = self.config.output_hidden_states
         if encoder_outputs is None:
@@ -293,15 +303,15 @@ class SpadeSeq2SeqModel(BaseOfCheckpoint, SpadePreTrainedModel):
                 f"decoder_input_ids has a batch of {decoder_inputs_embeds.shape[0]}, but the encoder's input has one "
                 f"of {encoder_states.shape[0]}."
             )
-        if use_cache or past_key_values is not None:
-            past_key_values = prepare_seq2seq_cache(past_key_values, self.config, decoder_inputs_embeds.shape[0])
+        if use_cache or cache is not None:
+            cache = prepare_seq2seq_cache(cache, self.config, decoder_inputs_embeds.shape[0])
         if isinstance(decoder_attention_mask, dict):
             decoder_attention_mask = decoder_attention_mask[STATE_LAYER_TYPE]
         inputs = (decoder_inputs_embeds, encoder_states, decoder_attention_mask, attention_mask)
-        outputs = self.decoder(*inputs, past_key_values, return_dict=True, **kwargs)
-        return Seq2SeqModelOutput(
+        outputs = self.decoder(*inputs, cache, return_dict=True, **kwargs)
+        return Seq2SeqModelOutputWithCache(
             last_hidden_state=outputs.last_hidden_state,
-            past_key_values=past_key_values if use_cache else None,
+            **{CACHE: cache if use_cache else None},
             decoder_hidden_states=outputs.hidden_states,
             encoder_last_hidden_state=encoder_states,
             encoder_hidden_states=getattr(encoder_outputs, "hidden_states", None),
@@ -334,7 +344,9 @@ class SpadeSeq2SeqEncoder(nn.Module):
 
 
 @auto_docstring
-class SpadeForConditionalGeneration(WithoutContinuousBatching, LMHead, SpadePreTrainedModel, GenerationMixin):
+class SpadeForConditionalGeneration(
+    WithoutContinuousBatching, GenerationByBothCacheNames, LMHead, SpadePreTrainedModel, GenerationMixin
+):
     config: SpadeSeq2SeqConfig
     base_model_class = SpadeSeq2SeqModel
 
@@ -370,6 +382,7 @@ class SpadeForConditionalGeneration(WithoutContinuousBatching, LMHead, SpadePreT
 
     @can_return_tuple
     @auto_docstring
+    @by_both_cache_names
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -377,7 +390,7 @@ class SpadeForConditionalGeneration(WithoutContinuousBatching, LMHead, SpadePreT
         decoder_input_ids: torch.LongTensor | None = None,
         decoder_attention_mask: torch.Tensor | None = None,
         encoder_outputs: tuple | BaseModelOutput | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         decoder_inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
@@ -399,17 +412,17 @@ class SpadeForConditionalGeneration(WithoutContinuousBatching, LMHead, SpadePreT
             decoder_input_ids=decoder_input_ids,
             decoder_attention_mask=decoder_attention_mask,
             encoder_outputs=encoder_outputs,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             decoder_inputs_embeds=decoder_inputs_embeds,
             use_cache=use_cache,
             **kwargs,
         )
         logits, loss = self._predict(outputs.last_hidden_state, labels, **kwargs)
-        return Seq2SeqLMOutput(
+        return Seq2SeqLMOutputWithCache(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **{CACHE: outputs.cache},
             decoder_hidden_states=outputs.decoder_hidden_states,
             encoder_last_hidden_state=outputs.encoder_last_hidden_state,
             encoder_hidden_states=outputs.encoder_hidden_states,
