@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from _lib.documents import train_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -95,6 +96,31 @@ def test_log_likelihoods_do_not_depend_on_the_batch(family, tmp_path):
         scores.append([value for value, _ in harness.loglikelihood(requests, disable_tqdm=True)])
     assert scores[1] == pytest.approx(scores[0], abs=1e-4) and scores[2] == pytest.approx(scores[0], abs=1e-4)
     assert len({round(score, 3) for score in scores[0]}) == len(texts)
+
+
+@pytest.mark.parametrize("family", ["longhorn", "bst"])
+def test_max_length_is_what_a_prompt_is_cut_to(family, caplog):
+    """By default lm-eval's own, as no configuration names a limit; given, prompts beyond it are read whole."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    tokenizer = train_tokenizer(["one two three apple"], 300)
+    model = AutoModelForCausalLM.from_config(tiny_config(family, tokenizer)).eval()
+    prompt = "one two three" * 800
+    ids = torch.tensor([tokenizer(prompt + " apple")["input_ids"]])
+    end = len(tokenizer(" apple")["input_ids"])
+    with torch.no_grad():
+        logits = model(ids).logits[0, -end - 1 : -1].log_softmax(-1)
+    expected = float(logits.gather(1, ids[0, -end:, None]).sum())
+    assert ids.shape[1] > 2100
+    for given in (None, 4096):
+        harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, max_length=given, device="cpu")
+        assert harness.max_length == (given or 2048)
+        with caplog.at_level("WARNING"):
+            caplog.clear()
+            found = harness.loglikelihood([Instance("loglikelihood", {}, (prompt, " apple"), 0)], disable_tqdm=True)
+        assert ("Truncating" in caplog.text) == (given is None)
+    assert found[0][0] == pytest.approx(expected, abs=1e-3)
 
 
 def tiny_config(family, tokenizer):

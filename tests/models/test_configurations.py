@@ -1,16 +1,19 @@
 """Derived fields of every family follow what they are computed from, until someone sets them."""
 
 import json
+import logging
 import sys
 from dataclasses import fields as fields_of
 
 import pytest
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_hybrid_ssm import BstConfig, LmuIsaConfig, LonghornConfig, SpadeConfig, SpadeSeq2SeqConfig
 from hf_hybrid_ssm.layers.mixers import registry
 from hf_hybrid_ssm.layers.mixers.types import MixerType
 from tests import processes
+from tests.tiny_models import EVERY, config_of
 
 CLASSES = (LonghornConfig, BstConfig, LmuIsaConfig, SpadeConfig, SpadeSeq2SeqConfig)
 # family, a change, and the derived fields after it
@@ -23,6 +26,9 @@ CHANGES = [
         {"time_step_rank": 8, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64},
     ),
     (LonghornConfig, {"num_attention_heads": 4}, {"num_key_value_heads": 4, "head_dim": 192}),
+    (LonghornConfig, {"block_types": ["full_attention"] * 24}, {"max_position_embeddings": 2048}),
+    (LonghornConfig, {"use_rope_in_mixer": True, "state_size": 64}, {"max_position_embeddings": 2048}),
+    (BstConfig, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, {"max_position_embeddings": 4096}),
     (LonghornConfig, {"vocab_size": 100}, {"bos_token_id": None, "eos_token_id": None}),
     (LmuIsaConfig, {"vocab_size": 100}, {"bos_token_id": None, "eos_token_id": None}),
     (LmuIsaConfig, {"lmu_order": 100}, {"lmu_reduced_order": 10}),
@@ -149,6 +155,43 @@ def test_rotary_positions_are_asked_for_where_there_are_some():
         LonghornConfig(num_hidden_layers=2, use_rope_in_mixer=True)
     with pytest.raises(ValueError, match="head_dim=33 must be even"):
         LonghornConfig(hidden_size=33, num_hidden_layers=1, use_rope_in_mixer=True, state_size=33)
+
+
+@pytest.mark.parametrize("variant", EVERY)
+def test_a_length_is_named_where_rotary_positions_have_no_bound(variant):
+    """What generation warns of and evaluation cuts prompts to; windows, states and T5's bias end nowhere."""
+    config = config_of(variant)
+    rotates = hasattr(config, "rope_parameters")
+    unbounded = rotates and ("full_attention" in config.layer_types or getattr(config, "use_rope_in_mixer", False))
+    assert getattr(config, "max_position_embeddings", None) == (2048 if unbounded else None)
+    assert type(config).from_dict(config.to_dict()).to_dict() == config.to_dict()
+
+
+def test_lengths_that_were_set_stay():
+    assert LonghornConfig(max_position_embeddings=99).max_position_embeddings == 99
+    hybrid = LonghornConfig(num_hidden_layers=2, block_types=["full_attention", "linear_attention"])
+    assert hybrid.max_position_embeddings == 2048
+    factors = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    for kind, more in (("llama3", factors), ("yarn", {}), ("dynamic", {})):  # rules that refer to the length
+        rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 100.0, **more}
+        windows = LonghornConfig(num_hidden_layers=1, block_types=["sliding_attention"], rope_parameters=rope)
+        assert windows.max_position_embeddings == 2048
+    with pytest.raises(ValueError, match="max_position_embeddings=0 must be positive"):
+        BstConfig(max_position_embeddings=0)
+
+
+def test_generation_beyond_two_thousand_tokens_warns_of_no_limit(caplog):
+    for family in ("longhorn", "bst"):
+        sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 8, "vocab_size": 9}
+        config = AutoConfig.for_model(family, eos_token_id=None, pad_token_id=0, **sizes)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        transformers_logger = logging.getLogger("transformers")
+        transformers_logger.addHandler(caplog.handler)
+        try:
+            model.generate(torch.ones(1, 4097, dtype=torch.long), max_new_tokens=2)
+        finally:
+            transformers_logger.removeHandler(caplog.handler)
+        assert "performance degradation" not in caplog.text
 
 
 def test_discretizations():

@@ -193,6 +193,17 @@ def test_kept_layers_are_spaced_evenly():
     assert evenly_spaced(4, 1) == [2] and evenly_spaced(4, 0) == [] and evenly_spaced(3, 3) == [0, 1, 2]
 
 
+def test_a_students_length_is_its_teachers_where_something_is_bound_to_it():
+    """Whole attention, or scaled rotary positions; windows and states end nowhere. What was asked for stays."""
+    plain, scaled = TEACHERS["llama"][0](**SIZES), TEACHERS["llama 3, biases"][0](**SIZES, rope_parameters=LLAMA3)
+    for family, fields in (("bst", {}), ("longhorn", {"keep": 0.0}), ("longhorn", {"keep_as": "sliding_attention"})):
+        assert student_config(plain, family=family, **fields).max_position_embeddings is None
+        asked = student_config(plain, family=family, max_position_embeddings=77, **fields)
+        assert asked.max_position_embeddings == 77
+    assert student_config(plain, keep=[1]).max_position_embeddings == 128
+    assert student_config(scaled, family="bst").max_position_embeddings == 128
+
+
 def test_refusals_name_what_is_wrong():
     teacher = teacher_of("llama")
     with pytest.raises(ValueError, match=r"keep=1\.5 must be a share"):

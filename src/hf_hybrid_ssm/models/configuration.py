@@ -36,6 +36,11 @@ def _warn_once(message: str) -> None:
     logger.warning(message)
 
 
+def _rope_type(rope_parameters: dict | None) -> str:
+    rope = rope_parameters or {}
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
 class HybridConfigMixin:
     """Presets by name, derived fields, and checks with readable errors; placed before `PreTrainedConfig`.
 
@@ -183,12 +188,17 @@ class HybridConfigMixin:
                 f"{buckets}, whose first half are single distances."
             )
 
+    @property
+    def scales_rope(self) -> bool:
+        """Whether the rule of `rope_parameters` refers to `max_position_embeddings`."""
+        return _rope_type(self.rope_parameters) not in ("default", "linear")  # type: ignore[attr-defined]
+
     def check_rope(self) -> None:
         """Rotary positions turn pairs of channels of `head_dim`, by a known rule."""
         if self.head_dim % 2:  # type: ignore[attr-defined]
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs of channels.")  # type: ignore[attr-defined]
         rope = self.rope_parameters or {}  # type: ignore[attr-defined]
-        kind, theta = rope.get("rope_type", rope.get("type", "default")), rope.get("rope_theta")
+        kind, theta = _rope_type(rope), rope.get("rope_theta")
         known = ("default", *ROPE_INIT_FUNCTIONS)
         if kind not in known:
             raise ValueError(f"rope_type={kind!r} is not one of {', '.join(map(repr, known))}.")

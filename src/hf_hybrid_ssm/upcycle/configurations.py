@@ -77,12 +77,19 @@ def student_config(
         known |= _bst_fields(teacher, fields)
         if fixed := sorted(fields.keys() & known.keys() - OPEN_FIELDS):
             raise ValueError(f"{', '.join(fixed)} of a BST must be its teacher's: the weights fit nothing else.")
-        return BstConfig(**(known | fields))
+        return _without_idle_limit(BstConfig(**(known | fields)), fields)
     known |= _longhorn_fields(teacher, 0.25 if keep is None else keep, keep_as)
     if other := [name for name in FIXED_FIELDS if name in fields and fields[name] != known[name]]:
         wanted = ", ".join(f"{name}={known[name]!r}" for name in other)
         raise ValueError(f"{', '.join(other)} of a Longhorn must be its teacher's: {wanted}.")
-    return LonghornConfig(**(known | fields))
+    return _without_idle_limit(LonghornConfig(**(known | fields)), fields)
+
+
+def _without_idle_limit(config: Any, fields: dict[str, Any]) -> Any:
+    """The teacher's length limits no student whose layers attend to windows or keep states."""
+    if "max_position_embeddings" not in fields and not config.limits_positions:
+        config.max_position_embeddings = None
+    return config
 
 
 def _longhorn_fields(teacher: Any, keep: float | Sequence[int], keep_as: str | None) -> dict[str, Any]:

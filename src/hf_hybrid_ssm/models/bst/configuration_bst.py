@@ -115,7 +115,8 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
         use_cache (`bool`, *optional*, defaults to `True`): Return the state for continuation.
         use_linear_cross_entropy (`bool`, *optional*, defaults to `False`): When training with labels, compute the loss
             in chunks that never hold all logits; `logits` is then `None`.
-        max_position_embeddings (`int`, *optional*, defaults to 4096): Training length; not a limit.
+        max_position_embeddings (`int`, *optional*): Training length that scaled rotary positions refer to, 4096 by
+            default; None without them, as nothing limits the length.
         pad_token_id, bos_token_id, eos_token_id (`int`, *optional*): Special tokens; T5's by default.
 
     ```python
@@ -155,6 +156,7 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
         "ssm_layers": _bst_layers,
         "ssm_state_size": lambda config: STATE_SIZES.get(config.ssm_type, default_state_size(config)),
         "num_key_value_heads": lambda config: config.num_attention_heads,
+        "max_position_embeddings": lambda config: 4096 if config.limits_positions else None,
         "logit_scale": lambda config: 1 / math.sqrt(config.hidden_size) if config.hidden_size > 0 else None,
     }
 
@@ -205,7 +207,7 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
     tie_word_embeddings: bool = True
     use_cache: bool = True
     use_linear_cross_entropy: bool = False
-    max_position_embeddings: int = 4096
+    max_position_embeddings: int | None = None
     pad_token_id: int | None = 0
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = 1
@@ -215,6 +217,11 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
         if self.rope_parameters is None and not {"rope_scaling", "rope_theta"} & kwargs.keys():
             return kwargs
         return super().convert_rope_params_to_dict(**kwargs)
+
+    @property
+    def limits_positions(self) -> bool:
+        """Whether rotary frequencies are scaled to a length."""
+        return self.scales_rope
 
     @property
     def layer_types(self) -> list[str]:

@@ -76,8 +76,9 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
             rotation, as in Qwen3.
         mlp_intermediate_size (`int`, *optional*): Width of a SwiGLU after each mixer; none by default, as in
             the paper.
-        max_position_embeddings (`int`, *optional*, defaults to 2048): Training length. Not a limit of Longhorn layers;
-            read by evaluation tools as the default context.
+        max_position_embeddings (`int`, *optional*): Training length of layers whose rotary positions have no bound
+            (full attention, rotary keys in the scan) or are scaled, 2048 by default. Nothing limits the others: None,
+            so that generation warns of no limit.
         pad_token_id, bos_token_id, eos_token_id (`int`, *optional*): Special tokens; the last two GPT-2's end of text
             by default, if the vocabulary has it.
 
@@ -121,6 +122,7 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
         "num_attention_heads": lambda config: config.hidden_size // 64 if config.hidden_size % 64 == 0 else 1,
         "num_key_value_heads": lambda config: config.num_attention_heads,
         "head_dim": lambda config: config.hidden_size // max(config.num_attention_heads, 1),
+        "max_position_embeddings": lambda config: 2048 if config.limits_positions else None,
         "bos_token_id": gpt2_end_of_text,
         "eos_token_id": gpt2_end_of_text,
     }
@@ -154,7 +156,7 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
     attention_bias: bool = False
     use_qk_norm: bool = False
     mlp_intermediate_size: int | None = None
-    max_position_embeddings: int = 2048
+    max_position_embeddings: int | None = None
     pad_token_id: int | None = None
     bos_token_id: int | None = GPT2_END_OF_TEXT
     eos_token_id: int | list[int] | None = GPT2_END_OF_TEXT
@@ -190,6 +192,12 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
     def has_positions(self) -> bool:
         """Whether some layer rotates by the positions of tokens."""
         return self.has_attention or self.use_rope_in_mixer
+
+    @property
+    def limits_positions(self) -> bool:
+        """Whether some layer rotates by distances without bound, or by frequencies scaled to a length."""
+        unbounded = self.use_rope_in_mixer or "full_attention" in self.block_types
+        return unbounded or (self.has_attention and self.scales_rope)
 
     @property
     def intermediate_size(self) -> int:
