@@ -13,6 +13,7 @@ from hf_hybrid_ssm.ops.causal_conv import causal_conv
 from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
 from hf_hybrid_ssm.ops.legendre_memory import legendre_memory
 from hf_hybrid_ssm.ops.linear_cross_entropy import linear_cross_entropy
+from hf_hybrid_ssm.ops.linear_kl_divergence import linear_kl_divergence
 from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition, diagonal_scan, lti_scan
 from hf_hybrid_ssm.ops.local_attention import local_attention
 from hf_hybrid_ssm.ops.long_conv import long_conv
@@ -33,6 +34,13 @@ def labels_of(hidden):
 
 def loss(hidden, weight):
     return linear_cross_entropy(hidden, weight, labels_of(hidden), chunk_size=5)
+
+
+def divergence(hidden, weight):
+    """From a teacher of width 3."""
+    teacher, head = torch.linspace(-1, 1, 3 * L).view(L, 3).to(hidden), torch.linspace(-1, 1, 21).view(7, 3).to(hidden)
+    rows = hidden.shape[:-1]
+    return linear_kl_divergence(hidden, weight, teacher.expand(*rows, 3), head, temperature=2.0, chunk_size=5)
 
 
 def attention(q, k, v, bias, **options):
@@ -76,6 +84,7 @@ OPS = {
     "diagonal_scan": (lambda x, a: diagonal_scan(a.sigmoid(), x)[0], [(B, L, D), (D,)]),
     "lti_scan": (filtered, [(B, L, D), (1, D, N), (1, D, N), (1, D, N)]),
     "linear_cross_entropy": (loss, [(B, L, D), (7, D)]),
+    "linear_kl_divergence": (divergence, [(B, L, D), (7, D)]),
 }
 
 
