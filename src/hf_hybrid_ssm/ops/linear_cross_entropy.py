@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 
 from hf_hybrid_ssm.ops._core.checks import can_read_values, check_tensor
+from hf_hybrid_ssm.ops._core.dispatch import forced_backend
+from hf_hybrid_ssm.ops._core.second_derivatives import refuse_second_derivative
 from hf_hybrid_ssm.ops._core.transforms import is_transforming
 
 REDUCTIONS = ("mean", "sum")
@@ -25,6 +27,7 @@ def linear_cross_entropy(
 
     The gradients of a chunk are computed with its loss, so that backward only scales them. On CPU only rows whose
     label counts are multiplied by the weight: a masked language model, or a chat's answers, pay for their own tokens.
+    There is no second derivative but with the backend "reference", which is the equation.
 
     Args:
         hidden: (..., D).
@@ -63,7 +66,7 @@ def linear_cross_entropy(
         raise ValueError(f"chunk_size={chunk_size} must be positive.")
     chunk_size = chunk_size or max(1, CHUNK_NUMBERS // weight.shape[0])
     rows, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-    if is_transforming():  # the hand-written gradient has no rules for it
+    if is_transforming() or forced_backend() == "reference":  # the hand-written gradient has no rules for it
         logits = F.linear(rows, weight, bias).to(torch.promote_types(rows.dtype, torch.float32))
         total = F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
     else:
@@ -107,15 +110,14 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
                 dweight += (gradient.to(chunk.dtype).T @ chunk).to(dtype)
             if dbias is not None:
                 dbias += gradient.sum(0)
-        ctx.save_for_backward(drows, dweight, dbias)
+        ctx.save_for_backward(drows, dweight, dbias, total)
         ctx.dtypes = rows.dtype, weight.dtype, None if bias is None else bias.dtype
         return total
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dloss):
-        gradients = (
-            None if gradient is None else (gradient * dloss).to(dtype)
-            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes)
-        )
-        return (*gradients, None, None, None)
+        *kept, total = ctx.saved_tensors
+        gradients = [
+            None if gradient is None else (gradient * dloss).to(dtype) for gradient, dtype in zip(kept, ctx.dtypes)
+        ]
+        return (*refuse_second_derivative("linear_cross_entropy", gradients, total), None, None, None)

@@ -163,6 +163,12 @@ def _neighbour(group: dist.ProcessGroup | None, step: int) -> int:
     return place if group is None else dist.get_global_rank(group, place)
 
 
+def _refuse_second_derivative() -> None:
+    """Messages of a backward carry numbers, and no graph."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("create_graph=True is not possible in sequence parallelism: it has no second derivatives.")
+
+
 class _Send(torch.autograd.Function):
     """A message to the next process; the gradient comes back from it. Returns a zero that stands for the message."""
 
@@ -174,6 +180,7 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, zero: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        _refuse_second_derivative()
         gradient = zero.new_empty(ctx.size, dtype=ctx.dtype)
         dist.recv(gradient, _neighbour(ctx.group, 1), group=ctx.group)
         return gradient, None
@@ -193,6 +200,7 @@ class _Receive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        _refuse_second_derivative()
         dist.send(gradient.contiguous(), _neighbour(ctx.group, -1), group=ctx.group)
         return gradient.new_zeros(()), None, None, None
 

@@ -6,7 +6,6 @@ import weakref
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig, GenerationMixin
 from transformers.modeling_outputs import (
@@ -47,6 +46,7 @@ from hf_hybrid_ssm.models.spade.modeling_spade import (
 )
 from hf_hybrid_ssm.models.unfinished import begin_forward, finish_forward
 from hf_hybrid_ssm.ops._core.checks import can_read_values, check_tensor
+from hf_hybrid_ssm.ops._core.full_attention import attention
 
 
 class SpadeCrossAttention(nn.Module):
@@ -82,7 +82,7 @@ class SpadeCrossAttention(nn.Module):
                 layer.update_states(PackedRows(k.shape[2]), states, _never_recomputed)
                 cache.is_updated[self.layer_idx] = True
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+        y = attention(q, k, v, attn_mask=mask, dropout_p=dropout)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:

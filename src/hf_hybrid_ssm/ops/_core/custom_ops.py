@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from hf_hybrid_ssm.ops._core.second_derivatives import register_refusal
+
 
 def differentiable_op(
     name: str,
@@ -69,6 +71,7 @@ def differentiable_op(
     op.register_fake(fake)
     op_backward.register_fake(fake_gradient)
     op.register_autograd(gradient, setup_context=save)
+    register_refusal(op_backward, name.partition("::")[2])
     if flops is not None:
         of_backward = backward_flops or (lambda *inputs: 2 * flops(*inputs))
         count_flops(name, flops)

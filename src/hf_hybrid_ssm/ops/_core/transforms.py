@@ -1,12 +1,9 @@
 """What may be active around an op: autocast, and function transforms, for which kernels have no rules."""
 
 import contextlib
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.autograd import forward_ad
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def is_transforming() -> bool:
@@ -25,14 +22,6 @@ def is_batched(tensor: torch.Tensor) -> bool:
             return True
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return False
-
-
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
-    """`scaled_dot_product_attention`, by its equation inside a transform: the fused kernels have no tangents."""
-    if not is_transforming():
-        return F.scaled_dot_product_attention(q, k, v, **options)
-    with sdpa_kernel(SDPBackend.MATH):
-        return F.scaled_dot_product_attention(q, k, v, **options)
 
 
 def is_autocast_enabled(device_type: str) -> bool:

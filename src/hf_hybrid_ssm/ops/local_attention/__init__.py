@@ -96,15 +96,17 @@ def local_attention(
     check_sink(sink_logits, sink_values, q, v, zero_kv_sink)
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout={dropout} must lie in [0, 1).")
+    bias_is_two_sided = _looks_ahead(window)
     if chunk_size is not None:
         window = _within_chunk(window, chunk_size)
-    left, right = window
-    two_sided = right is None or right > 0
+    left, two_sided = window[0], _looks_ahead(window)
     check_tensor("bias", bias, (heads, None), "H, R", beside=q, optional=True)
     if bias is not None and bias.shape[1] == 0:
         raise ValueError("bias (H, R) must have a column for at least one distance, got R = 0.")
-    if bias is not None and two_sided and bias.shape[1] % 2 == 0:
+    if bias is not None and bias_is_two_sided and bias.shape[1] % 2 == 0:
         raise ValueError(f"bias of two-sided attention must have an odd number of distances, got {bias.shape[1]}.")
+    if bias is not None and bias_is_two_sided and not two_sided:  # chunks of one token leave nothing to look ahead at
+        bias = bias[:, bias.shape[1] // 2 :]
     if two_sided and (initial_state is not None or return_final_state):
         raise ValueError(f"window={window} looks ahead: such attention has no state to start from or to return.")
     if capacity is not None and left is not None and capacity < left:
@@ -158,6 +160,10 @@ def _check_options(window: Window, chunk_size: int | None, zero_kv_sink: bool) -
             "zero_kv_sink needs a causal window, (left, right) with a finite left and right ≤ 0, and no chunk_size; "
             f"got window={window}, chunk_size={chunk_size}."
         )
+
+
+def _looks_ahead(window: Window) -> bool:
+    return window[1] is None or window[1] > 0
 
 
 def _within_chunk(window: Window, chunk_size: int) -> tuple[int, int]:

@@ -7,7 +7,6 @@ the bias's gradient is recomputed block by block from the log-sum-exp that the k
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from hf_hybrid_ssm.ops._core.transforms import is_transforming
 
@@ -53,9 +52,10 @@ class _BiasedAttention(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad):
         q, k, v, mask, y, logsumexp = ctx.saved_tensors
+        if torch.is_grad_enabled():  # this gradient is to be differentiated too
+            return *_gradients(grad, q, k, v, mask, ctx.scale), None
         grads = _BACKWARD(grad, q, k, v, y, logsumexp, 0.0, False, attn_mask=mask, scale=ctx.scale)
         shift = (grad * y).sum(-1, keepdim=True)
         total = torch.zeros_like(mask)
@@ -68,3 +68,14 @@ class _BiasedAttention(torch.autograd.Function):
             change = (grad[part] @ v[part].transpose(2, 3)).sub_(shift[part]).mul_(weights)
             total[of_part] += change.sum(0, keepdim=True) if mask.shape[0] == 1 else change
         return *grads, total, None
+
+
+def _gradients(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, ...]:
+    """Those of q, k, v and the mask, by operations that have derivatives themselves."""
+    weights = ((q * scale) @ k.transpose(2, 3) + mask).softmax(-1)
+    of_weights = grad @ v.transpose(2, 3)
+    of_logits = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True))
+    of_mask = of_logits.sum(0, keepdim=True) if mask.shape[0] == 1 else of_logits
+    return scale * of_logits @ k, scale * of_logits.transpose(2, 3) @ q, weights.transpose(2, 3) @ grad, of_mask

@@ -16,6 +16,7 @@ from hf_hybrid_ssm.ops._core.native_library import (
     supports,
     with_dense_rows,
 )
+from hf_hybrid_ssm.ops._core.second_derivatives import register_refusal
 from hf_hybrid_ssm.ops.local_attention.distance_range import UNLIMITED
 from hf_hybrid_ssm.ops.local_attention.torch_backend import local_attention_torch
 
@@ -163,6 +164,7 @@ def _gradient(ctx, dy, dlog_sums):
 
 
 _forward.register_autograd(_gradient, setup_context=_setup_context)
+register_refusal(_backward, "local_attention_native")
 
 
 def _flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *rest: Any) -> int:

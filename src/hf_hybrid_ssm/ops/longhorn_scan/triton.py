@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from hf_hybrid_ssm.ops._core.rows import zero_beyond
+from hf_hybrid_ssm.ops._core.second_derivatives import register_refusal
 from hf_hybrid_ssm.ops._core.triton_helpers import (
     contiguous,
     dense_rows,
@@ -260,3 +261,4 @@ def _backward(ctx, grad_o, grad_final_state, _):
 
 
 scan.register_autograd(_backward, setup_context=_save_for_backward)
+register_refusal(scan_backward, "longhorn_scan_triton")
