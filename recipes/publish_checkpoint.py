@@ -28,7 +28,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 import hf_hybrid_ssm  # noqa: F401 - registers the families
 from hf_hybrid_ssm.auto import FAMILIES
 from hf_hybrid_ssm.hub import card_of_folder, check_folder, export_code
-from hf_hybrid_ssm.hub.verify_files import read_json
+from hf_hybrid_ssm.hub.reading import read_json
+from hf_hybrid_ssm.hub.writing import write_whole
 
 SUMS = "SHA256SUMS"
 # not taught to converse: the messages follow each other as paragraphs, and the model goes on
@@ -80,7 +81,7 @@ def write_sums(folder: Path) -> None:
     """SHA-256 of every file, as `sha256sum --check` reads it."""
     files = sorted(path for path in folder.iterdir() if path.name != SUMS)
     lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files]
-    (folder / SUMS).write_text("".join(lines), encoding="utf-8")
+    write_whole(folder / SUMS, "".join(lines))
 
 
 def peer_card(name: str, model: PreTrainedModel, results: dict[str, Any], recipe: str) -> str:

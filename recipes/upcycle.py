@@ -31,7 +31,7 @@ from transformers import (
 
 from hf_hybrid_ssm.hub import card_of_folder
 from hf_hybrid_ssm.hub.configurations import check_fields
-from hf_hybrid_ssm.hub.verify_files import read_json
+from hf_hybrid_ssm.hub.reading import read_json
 from hf_hybrid_ssm.upcycle import (
     KEEP_BY,
     STUDENT_FAMILIES,

@@ -39,7 +39,7 @@ from transformers import (
 )
 from upcycle import STAGES, UpcycleArguments, upcycle_model
 
-from hf_hybrid_ssm.hub.verify_files import read_json
+from hf_hybrid_ssm.hub.reading import read_json
 from hf_hybrid_ssm.planning import Setup, plan
 from hf_hybrid_ssm.upcycle import STUDENT_FAMILIES, student_config
 

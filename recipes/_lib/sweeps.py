@@ -14,7 +14,7 @@ from _lib.training import write_json
 from accelerate import PartialState
 from transformers import TrainingArguments
 
-from hf_hybrid_ssm.hub.verify_files import read_json
+from hf_hybrid_ssm.hub.reading import read_json
 
 SETTINGS = "settings.json"
 

@@ -21,6 +21,7 @@ from datasets import Dataset
 from matplotlib.figure import Figure
 from transformers import AutoConfig, PreTrainedModel
 
+from hf_hybrid_ssm.hub.writing import write_whole
 from hf_hybrid_ssm.training.memory import keep_freed_memory
 from hf_hybrid_ssm.training.optim import parameter_groups
 from hf_hybrid_ssm.training.resume import checkpoint_defect, latest_complete_checkpoint
@@ -129,9 +130,7 @@ def write_text(path: str | Path, text: str) -> None:
     """The whole file or, if the process is killed, none of it. Of several processes, only the first writes."""
     if is_first_process():
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        part = Path(f"{path}.part")
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
+        write_whole(path, text)
 
 
 def write_json(path: str | Path, content: Any) -> None:

@@ -283,8 +283,12 @@ def test_parameters_are_defined_without_the_device(case):
     finally:
         torch.set_default_dtype(previous)
     assert all(value.is_meta for value in mixer.parameters())
+    shapes = {key: value.shape for key, value in wanted.named_parameters()}
+    assert shapes == {key: value.shape for key, value in mixer.named_parameters()}
     for module in mixer.modules():
         if isinstance(module, Mixer):
+            is_ours = type(module).__module__.startswith("hf_hybrid_ssm.")
+            assert module.init_reads_values != is_ours  # sizes beyond memory are refused by their shapes alone
             own = {key: module.get_parameter(key) for key in module.initial_values()}
             assert own.keys() >= dict(module.named_parameters(recurse=False)).keys()
             for key in module.float32_parameters:

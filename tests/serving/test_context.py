@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, EncoderDecoderCache, StaticCache
 
@@ -15,7 +16,6 @@ from hf_hybrid_ssm.ops._core.dispatch import backend
 from hf_hybrid_ssm.planning.measurement import cache_bytes
 from hf_hybrid_ssm.serving import context as contexts
 from hf_hybrid_ssm.serving import load_context, save_context
-from hf_hybrid_ssm.serving.state_layout import growing_layers
 from tests.cli.folders import TEXT, save_checkpoint
 from tests.models.invariances import TOLERANCE, pad_rows, random_ids, whole
 from tests.tiny_models import VARIANTS, language_model, own_language_model
@@ -28,22 +28,6 @@ GROWING = {
 }
 # one of each family, and the one with transformers' own cache layer
 SOME = ["longhorn + window and full attention", "bst block-recurrent", "lmu-isa", "spade s4 window"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def growing_layers_are_found_once():
-    """For each configuration and dtype: by fake tensors, which would take half the time of these tests."""
-    found = {}
-
-    def once(model):
-        key = type(model), model.config.to_json_string(), model.dtype
-        if key not in found:
-            found[key] = growing_layers(model)
-        return found[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(contexts, "growing_layers", once)
-        yield
 
 
 @pytest.fixture
@@ -265,12 +249,97 @@ def test_damaged_files(book, tmp_path):
     for place in (header, (header + len(content)) // 2, len(content) - 1):
         refused(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :], "is damaged: its content")
     refused(content.replace(b'\\"weights\\"', b'\\"heights\\"'), "has a damaged header")
-    refused(content.replace(b'"version":"1"', b'"version":"9"'), "is a context of version 9")
+    refused(content.replace(b'"version":"2"', b'"version":"9"'), "is a context of version 9")
     book.write_bytes(content)
     save_file(load_file(book), book)
     refused(book.read_bytes(), "is not a context")
     with pytest.raises(FileNotFoundError, match=r"none\.safetensors is not a file"):
         load_context(tmp_path / "none.safetensors", model)
+
+
+def rewritten(path, change):
+    """The file as somebody would write it who computes the digest too."""
+    with safe_open(path, framework="pt") as file:
+        header = json.loads(file.metadata()["context"])
+    tensors = load_file(path)
+    header, tensors = change(header, tensors) or (header, tensors)
+    if isinstance(header, dict) and "content" in header:
+        header.pop("content")
+        header |= {"content": contexts._digest(header, tensors)}
+    metadata = {"format": contexts.FORMAT, "version": str(contexts.VERSION), "context": json.dumps(header)}
+    save_file(tensors, path, metadata)
+
+
+def of_header(**fields):
+    return lambda header, tensors: header.update(fields)
+
+
+def of_state(change, name="layers.0."):
+    def changed(_, tensors):
+        key = next(key for key in sorted(tensors) if key.startswith(name) and tensors[key].is_floating_point())
+        tensors[key] = change(tensors[key]).contiguous()
+
+    return changed
+
+
+FORGED = {
+    "more tokens": (of_header(num_tokens=10**9), "must have shape"),
+    "no tokens": (of_header(num_tokens=0), "num_tokens=0 must be at least 1"),
+    "tokens as text": (of_header(num_tokens="9"), "num_tokens must be int, got '9'"),
+    "tokens as a flag": (of_header(num_tokens=True), "num_tokens must be int, got True"),
+    "a list of weights": (of_header(weights=[1]), r"weights must be str, got \[1\]"),
+    "no weights": (of_header(weights=None), "weights must be str"),
+    "a configuration in words": (of_header(configuration="large"), "configuration must be dict"),
+    "a number as family": (of_header(family=3), "family must be str"),
+    "another field": (of_header(more=1), "its fields are"),
+    "a list": (lambda header, tensors: ([], tensors), "its fields are .* got list"),
+    "a lacking field": (lambda header, _: header.pop("dtype") and None, "its fields are"),
+    "nothing": (lambda header, _: (header, {}), "lacks layers.0"),
+    "text alone": (
+        lambda header, tensors: (header, {"tokens": tensors["tokens"]}),
+        "lacks layers.0",
+    ),
+    "a lacking state": (lambda _, tensors: tensors.pop(next(iter(sorted(tensors)))) is None, "lacks|holds"),
+    "another state": (lambda _, tensors: tensors.update({"layers.9.x": torch.zeros(1)}), r"holds layers\.9\.x"),
+    "whole numbers": (of_state(lambda state: state.to(torch.int8)), "must have shape .* got .* torch.int8"),
+    "NaN": (of_state(lambda state: state * torch.nan), "holds NaN"),
+    "another shape": (of_state(lambda state: state[..., :-1]), "must have shape"),
+    "another rank": (of_state(lambda state: state[..., None]), "must have shape"),
+    "another batch": (of_state(lambda state: torch.cat([state, state])), "must have shape"),
+    "unknown tokens": (lambda _, tensors: tensors["tokens"].fill_(10**6) is None, "must lie in the vocabulary"),
+    "fewer tokens": (
+        lambda header, tensors: (header, tensors | {"tokens": tensors["tokens"][:, :3].contiguous()}),
+        "tokens must have",
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", ["longhorn + full attention", "lmu-isa", "spade s4 window"])
+@pytest.mark.parametrize("forged", FORGED)
+def test_what_is_no_state_of_the_model_is_refused_in_a_line(forged, variant, path):
+    """Also where the digest is right, which anybody can compute."""
+    model = language_model(variant)
+    ids = random_ids(model, 1, 9)
+    saved(read(model, ids), path, model, tokens=ids)
+    rewritten(path, lambda *_: None)
+    load_context(path, model)
+    change, words = FORGED[forged]
+    rewritten(path, change)
+    with pytest.raises(ValueError, match=words) as error:
+        load_context(path, model)
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_no_bit_of_the_header_can_change(book):
+    """Every letter of it, one at a time: `num_tokens` of 40 that becomes 10 would read 30 tokens again."""
+    model, content = language_model("spade s4 window"), book.read_bytes()
+    with safe_open(book, framework="pt") as file:
+        written = json.dumps(file.metadata()["context"]).encode()[1:-1]
+    start = content.index(written)
+    for place in range(start, start + len(written)):
+        book.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        with pytest.raises(ValueError, match=r"context|header|damaged|complete"):
+            load_context(book, model)
 
 
 def test_what_cannot_be_saved(path, book):

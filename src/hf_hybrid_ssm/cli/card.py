@@ -3,6 +3,7 @@
 A README.md that is there stays as it is, unless --overwrite is given. No code of the folder is executed.
 """
 
+import os
 from pathlib import Path
 
 from hf_hybrid_ssm.cli.parsing import check_is_folder, parser_of
@@ -20,6 +21,7 @@ def main(arguments: list[str]) -> int:
     import transformers
 
     from hf_hybrid_ssm.hub import card_of_folder
+    from hf_hybrid_ssm.hub.writing import write_whole
 
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
@@ -31,8 +33,17 @@ def main(arguments: list[str]) -> int:
         print(card)
         return 0
     target = given.folder / "README.md"
-    if target.exists() and not given.overwrite and target.read_text(encoding="utf-8", errors="replace") != card:
+    if os.path.lexists(target) and not given.overwrite and not _says(target, card):
         raise FileExistsError(f"{target} is there and says something else: --overwrite replaces it, --stdout prints.")
-    target.write_text(card, encoding="utf-8")
+    write_whole(target, card)
     print(f"wrote {target}")
     return 0
+
+
+def _says(file: Path, card: str) -> bool:
+    from hf_hybrid_ssm.hub.reading import read_bytes
+
+    try:
+        return read_bytes(file).decode("utf-8", "replace") == card
+    except ValueError:  # a link that leads elsewhere, or no regular file
+        return False

@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Callable
 
+from hf_hybrid_ssm.hub.one_line import in_one_line
+
 TRACEBACK = "HF_HYBRID_SSM_TRACEBACK"
 EXPECTED = (ValueError, OSError, ImportError)
 """What input raises; every other error is a defect, and shows its traceback."""
@@ -31,12 +33,12 @@ def status_of(name: str, run: Callable[[], int], expected: tuple[type[BaseExcept
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, without its line breaks, and then what it came from, unless it says that itself."""
-    said = " ".join(str(error).split()) or type(error).__name__
+    """What an error says (see `in_one_line`), and then what it came from, unless it says that itself."""
+    said = in_one_line(error)
     cause = error.__cause__
     while cause is not None and cause.__cause__ is not None:
         cause = cause.__cause__
-    reason = " ".join(str(cause).split()) if cause is not None else ""
+    reason = in_one_line(cause) if cause is not None else ""
     return said if not reason or reason in said else f"{said} ({reason})"
 
 

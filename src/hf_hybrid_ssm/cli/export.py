@@ -14,7 +14,7 @@ from hf_hybrid_ssm.cli.parsing import add_teacher, check_is_folder, check_writab
 
 def main(arguments: list[str]) -> int:
     parser = parser_of("export", __doc__)
-    parser.add_argument("folder", metavar="FOLDER", help="a saved model")
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="a saved model")
     parser.add_argument("--full", type=Path, metavar="OUT", help="write the whole model of a delta there")
     add_teacher(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace what OUT holds")
@@ -29,7 +29,9 @@ def main(arguments: list[str]) -> int:
         if target.is_dir() and any(target.iterdir()) and not given.overwrite:
             raise FileExistsError(f"{str(target)!r} is not empty: name another folder, or give --overwrite.")
     from hf_hybrid_ssm.hub import check_folder, export_code
+    from hf_hybrid_ssm.hub.verify_files import check_saved
 
+    check_saved(given.folder)
     if given.full is None:
         export_code(target)
     else:

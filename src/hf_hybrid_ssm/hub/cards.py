@@ -14,7 +14,8 @@ from hf_hybrid_ssm.auto import family_of
 from hf_hybrid_ssm.hub.configurations import config_of_folder, without_memory
 from hf_hybrid_ssm.hub.delta_files import Delta, is_delta, read_delta
 from hf_hybrid_ssm.hub.export import auto_class_of
-from hf_hybrid_ssm.hub.verify_files import check_folder, read_json
+from hf_hybrid_ssm.hub.reading import read_json
+from hf_hybrid_ssm.hub.verify_files import check_folder
 
 # bookkeeping, and what the table of layers says
 HIDDEN_FIELDS = {"architectures", "layer_types", "block_types", "ssm_layers", "transformers_version"}

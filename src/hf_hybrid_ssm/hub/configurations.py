@@ -13,7 +13,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
 from hf_hybrid_ssm.auto import family_of
+from hf_hybrid_ssm.hub.one_line import in_one_line
 from hf_hybrid_ssm.hub.verify_files import read_config
+from hf_hybrid_ssm.models.saved_configuration import check_saved_configuration
 
 # transformers takes these as arguments of every configuration, besides its fields
 ARGUMENTS = frozenset({"num_labels", "attn_implementation", "torch_dtype", "rope_theta", "rope_scaling"})
@@ -34,12 +36,15 @@ def config_of_folder(folder: str | os.PathLike) -> PreTrainedConfig:
         raise ValueError(f"{file} has no model_type, which says whose model this is. No code of the folder is run.")
     family_of(saved["model_type"])
     try:
+        if "configuration_files" in saved:
+            raise ValueError("configuration_files names other files, which transformers would read instead of this")
+        check_saved_configuration(saved, CONFIG_MAPPING[saved["model_type"]])
         config = AutoConfig.from_pretrained(where, trust_remote_code=False)
         names = config.architectures
         if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
             raise TypeError(f"architectures={names!r} must be a list of class names")
         return config
-    except (StrictDataclassError, ValueError, TypeError, AttributeError, KeyError) as error:
+    except Exception as error:  # whatever a value raises that nobody expected
         raise ValueError(f"{file}: {in_one_line(error)}") from error
 
 
@@ -90,7 +95,7 @@ def without_memory(build: Callable[[], Any]) -> Any:
     try:
         with torch.device("meta"):
             return build()
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError, OverflowError) as error:
         raise ValueError(f"no model of these sizes can be: {in_one_line(error)}.") from error
 
 
@@ -107,11 +112,6 @@ def check_fields(config_class: Any, names: Iterable[str]) -> None:
             continue  # set to nothing, where settings are shared with a family that has it
         if name not in known and not isinstance(getattr(config_class, name, None), property):
             raise ValueError(f"config.{name}: {config_class.__name__} has no such field{_meant(name, known)}")
-
-
-def in_one_line(error: BaseException) -> str:
-    """What an error says, without its line breaks."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _meant(name: str, known: Iterable[str]) -> str:

@@ -13,6 +13,9 @@ from pathlib import Path
 
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from hf_hybrid_ssm.hub.reading import read_any_json
+from hf_hybrid_ssm.hub.writing import write_whole
+
 DELTA = "delta.json"
 DELTA_WEIGHTS = "delta.safetensors"
 FORMAT = 1
@@ -36,7 +39,7 @@ class Delta:
 
     def write(self, folder: Path) -> None:
         text = json.dumps({"format": FORMAT} | asdict(self), indent=2)
-        (folder / DELTA).write_text(f"{text}\n", encoding="utf-8")
+        write_whole(folder / DELTA, f"{text}\n")
 
 
 def is_delta(folder: object) -> bool:
@@ -51,10 +54,7 @@ def read_delta(folder: Path) -> Delta:
         ValueError: the file is not what `save_delta` writes, or whole weights lie beside it.
     """
     file = folder / DELTA
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    found = read_any_json(file)
     if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
         raise ValueError(f"{file} is not a delta of format {FORMAT}, which this version of hf-hybrid-ssm reads.")
     kinds = {"teacher": str, "is_on_hub": bool, "fingerprint": str, "carried": dict}

@@ -14,8 +14,10 @@ from hf_hybrid_ssm.auto import family_of, owner_of
 from hf_hybrid_ssm.hub.configurations import config_of_folder
 from hf_hybrid_ssm.hub.delta_files import is_delta
 from hf_hybrid_ssm.hub.flatten import flatten
+from hf_hybrid_ssm.hub.reading import check_readable
 from hf_hybrid_ssm.hub.sources import needed_modules
 from hf_hybrid_ssm.hub.verify_files import is_as_exported, read_config, seal
+from hf_hybrid_ssm.hub.writing import write_whole
 from hf_hybrid_ssm.layers.mixers.registry import BUILT_IN
 from hf_hybrid_ssm.models.family import Family
 
@@ -49,9 +51,9 @@ def export_code(model_or_folder: PreTrainedModel | str | os.PathLike, folder: st
         The folder.
 
     Raises:
-        ValueError: nothing was saved there, it is not a family of this package, its configuration holds what it may
-            not, transformers has a model type of that name itself, or there are Python files that this function did
-            not write. Nothing has been written then.
+        ValueError: nothing was saved there, or a file is not to be read; it is not a family of this package, its
+            configuration holds what it may not, or transformers has a model type of that name itself; or there are
+            Python files that this function did not write. Nothing has been written then.
     """
     model = model_or_folder if isinstance(model_or_folder, PreTrainedModel) else None
     if model is None and not isinstance(model_or_folder, str | os.PathLike):
@@ -63,11 +65,12 @@ def export_code(model_or_folder: PreTrainedModel | str | os.PathLike, folder: st
     if is_delta(target):
         raise ValueError(f"{target} is a delta, which loads with this package alone: export the whole model (--full).")
     config = read_config(target)
+    check_readable(target)
     model_type = config_of_folder(target).model_type
     check_exportable(model_type, model, target)
     write_code(target, model_type)
     config["auto_map"] = auto_map_of(model_type)
-    (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    write_whole(target / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
     return target
 
 
@@ -82,7 +85,7 @@ def write_code(folder: str | os.PathLike, model_type: str) -> None:
         if path.is_file() and not is_as_exported(path):
             logger.warning("%s was not written by export_code, or was changed since; it stays as it is.", path)
         else:
-            path.write_text(text, encoding="utf-8", newline="\n")
+            write_whole(path, text)
 
 
 def check_exportable(model_type: str, model: PreTrainedModel | None, folder: str | os.PathLike | None) -> None:

@@ -1,7 +1,6 @@
 """Checks of a checkpoint's folder: complete shards, unchanged code. Nothing in it is executed or unpickled."""
 
 import hashlib
-import json
 import math
 import os
 import re
@@ -11,6 +10,13 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_hybrid_ssm.hub.delta_files import DELTA_WEIGHTS, is_delta, read_delta
+from hf_hybrid_ssm.hub.reading import check_readable, read_bytes, read_json, read_text
+from hf_hybrid_ssm.models.saved_configuration import check_sizes
+
+LARGEST_CONFIG = 16 << 20  # bytes
+INDEX = ".safetensors.index.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTERS = ("LORA", "IA3")
 
 SEAL = "# SHA-256 of this file without this line and the next: "
 """In the head of an exported file: transformers copies files one by one, and each must bring along what checks it."""
@@ -26,29 +32,32 @@ def check_folder(folder: str | os.PathLike) -> dict[str, int]:
         ValueError: says which file is missing, cut off, contradicts the index, or is not the code that was exported.
     """
     where = Path(folder)
-    config = read_config(where)
-    tensors = check_weights(where)
-    code = _check_code(where, config.get("auto_map") or {})
+    tensors = check_saved(where)
+    code = _check_code(where, read_config(where).get("auto_map") or {})
     sizes = [size for of_file in tensors.values() for size in of_file.values()]
     return {"tensors": len(sizes), "bytes": sum(sizes), "files": len(tensors), "code": code}
 
 
-def read_json(path: Path) -> dict:
-    """A file's JSON object; a ValueError that names the file if it holds none."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold a JSON object, not {type(found).__name__}.")
-    return found
+def check_saved(folder: Path) -> dict[str, dict[str, int]]:
+    """`check_folder` without the code, which `export_code` may still have to write; weight file → name of a tensor →
+    bytes."""
+    read_config(folder)
+    check_readable(folder)
+    _check_adapter(folder)
+    return check_weights(folder)
 
 
 def read_config(folder: Path) -> dict:
     """What `config.json` holds."""
-    if not (folder / "config.json").is_file():
+    if not os.path.lexists(folder / "config.json"):
         raise ValueError(f"folder={str(folder)!r} has no config.json: save the model there first (save_pretrained).")
-    return read_json(folder / "config.json")
+    file = folder / "config.json"
+    saved = read_json(file, LARGEST_CONFIG)
+    try:
+        check_sizes(saved)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    return saved
 
 
 def seal(head: str, body: str) -> str:
@@ -57,15 +66,18 @@ def seal(head: str, body: str) -> str:
 
 
 def is_as_exported(path: Path) -> bool:
-    """Whether a file holds what it was sealed with."""
-    head, _, rest = path.read_bytes().partition(SEAL.encode())
+    """Whether a file holds what it was sealed with; one that is not to be read does not."""
+    try:
+        head, _, rest = read_bytes(path).partition(SEAL.encode())
+    except ValueError:
+        return False
     stated, _, body = rest.partition(b"\n\n")
     return stated == hashlib.sha256(head + body).hexdigest().encode()
 
 
 def check_weights(folder: Path) -> dict[str, dict[str, int]]:
     """Weight file → name of a tensor → bytes; the errors of `check_folder`."""
-    return {name: {key: _bytes(*of) for key, of in tensors.items()} for name, tensors in _tensors(folder).items()}
+    return {name: {key: _bytes(*of) for key, of in tensors.items()} for name, tensors in tensors_of(folder).items()}
 
 
 def check_weights_if_local(folder: object) -> None:
@@ -73,23 +85,46 @@ def check_weights_if_local(folder: object) -> None:
     if not isinstance(folder, str | os.PathLike):
         return
     where = Path(folder)
-    if any((where / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
-        _tensors(where)
+    if named_weights(where) or any((where / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
+        tensors_of(where)
 
 
-def shapes_of(folder: Path) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Weight file → name of a tensor → shape; the errors of `check_folder`."""
-    return {name: {key: tuple(of[0]) for key, of in tensors.items()} for name, tensors in _tensors(folder).items()}
+def weights_name(folder: Path) -> str:
+    """The file with which transformers begins to read weights: itself one of them, or an index of several."""
+    index = SAFE_WEIGHTS_INDEX_NAME
+    usual = SAFE_WEIGHTS_NAME if (folder / SAFE_WEIGHTS_NAME).is_file() or not (folder / index).is_file() else index
+    return named_weights(folder) or usual
 
 
-def _tensors(folder: Path) -> dict[str, dict[str, tuple[list[int], str]]]:
-    """Weight file → name of a tensor → shape and dtype."""
+def named_weights(folder: Path) -> str | None:
+    """The file that `transformers_weights` of config.json names, which is read before any other; None without it.
+
+    Raises:
+        ValueError: it is not the name of such a file of the folder.
+    """
+    file = (folder / "config.json").resolve()
+    if not file.is_file():
+        return None
+    name = read_json(file, LARGEST_CONFIG).get("transformers_weights")
+    if name is None:
+        return None
+    if not isinstance(name, str) or Path(name).name != name or not name.endswith((".safetensors", INDEX)):
+        raise ValueError(
+            f"{folder / 'config.json'}: transformers_weights={name!r} must name a file of the folder, *.safetensors "
+            f"or *{INDEX}."
+        )
+    return name
+
+
+def tensors_of(folder: Path) -> dict[str, dict[str, tuple[tuple[int, ...], str]]]:
+    """Weight file → name of a tensor → shape and dtype, as safetensors calls it; the errors of `check_folder`."""
     if is_delta(folder):
         read_delta(folder)
         return {DELTA_WEIGHTS: _header(folder / DELTA_WEIGHTS)}
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
-    if (folder / SAFE_WEIGHTS_NAME).is_file() or not index.is_file():  # what transformers reads first
-        return {SAFE_WEIGHTS_NAME: _header(folder / SAFE_WEIGHTS_NAME)}
+    name = weights_name(folder)
+    if not name.endswith(INDEX):
+        return {name: _header(folder / name)}
+    index = folder / name
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise ValueError(f"{index} has no weight_map from tensors to files.")
@@ -102,18 +137,31 @@ def _tensors(folder: Path) -> dict[str, dict[str, tuple[list[int], str]]]:
     return found
 
 
-def _header(path: Path) -> dict[str, tuple[list[int], str]]:
+def _check_adapter(folder: Path) -> None:
+    """PEFT's adapter beside a model, which transformers loads with it: there, complete, and only of this folder."""
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return
+    kind = read_json(folder / ADAPTER_CONFIG, LARGEST_CONFIG).get("peft_type")
+    if kind not in ADAPTERS:  # others name further adapters, which PEFT would fetch
+        raise ValueError(
+            f"{folder / ADAPTER_CONFIG} has peft_type={kind!r}, and adapters of {' and '.join(ADAPTERS)} are read: "
+            "merge it into the model (merge_and_unload) and save that."
+        )
+    _header(folder / ADAPTER_WEIGHTS)
+
+
+def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     if not path.is_file():
         raise ValueError(f"{path} is missing.")
     try:
         with safe_open(path, framework="pt") as weights:  # checks header, offsets and length; maps the rest
             parts = {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118 - not a mapping
-            return {name: (part.get_shape(), part.get_dtype()) for name, part in parts.items()}
+            return {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
     except SafetensorError as error:
         raise ValueError(f"{path} is not a complete safetensors file: {error}") from error
 
 
-def _bytes(shape: list[int], dtype: str) -> int:
+def _bytes(shape: tuple[int, ...], dtype: str) -> int:
     bits = 8 if dtype == "BOOL" else int("".join(part for part in dtype.split("_")[0] if part.isdigit()))
     return math.prod(shape) * bits // 8
 
@@ -135,7 +183,7 @@ def _check_code(folder: Path, auto_map: dict[str, str]) -> int:
         if name not in known:
             raise ValueError(f"{folder} lacks the code file {name} that {wanted[name]} names.")
         followed.add(name)
-        text = (folder / name).read_text(encoding="utf-8")
+        text = read_text(folder / name)
         imported = re.findall(r"^\s*from\s+\.(\w+)\s+import", text, re.MULTILINE)
         wanted = {f"{module}.py": name for module in imported} | wanted
     return len(code)

@@ -1,29 +1,39 @@
 """Does a checkpoint folder hold the model that its config.json describes, and all of it?"""
 
 import hashlib
-import json
 import os
 import re
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
-from transformers import AutoTokenizer, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from hf_hybrid_ssm.auto import family_of
 from hf_hybrid_ssm.hub.configurations import config_of_folder, without_memory
 from hf_hybrid_ssm.hub.delta_files import check_carried, is_delta, read_delta
-from hf_hybrid_ssm.hub.verify_files import check_folder, shapes_of
+from hf_hybrid_ssm.hub.one_line import in_one_line
+from hf_hybrid_ssm.hub.reading import check_regular, read_any_json, read_json, read_text
+from hf_hybrid_ssm.hub.verify_files import check_folder, tensors_of, weights_name
+from hf_hybrid_ssm.hub.verify_tokenizer import check_tokenizer
 
 SUMS = "SHA256SUMS"
+GENERATION = "generation_config.json"
+COUNTS, MOST_ROWS = ("num_beams", "num_beam_groups", "num_return_sequences"), 1024
+FLOATING = ("BF16", "F16", "F32", "F64")
+OTHERS = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32",
+    torch.int64: "I64", torch.complex64: "C64",
+}  # fmt: skip
 SUM = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
 
 def check_contents(folder: str | os.PathLike) -> dict[str, int]:
     """`check_folder`, and then: every JSON file is one, no weight file is left from another model, the tensors are
-    those of the class in `config.json`, in name and shape, and the tokenizer's ids lie in the vocabulary. Nothing in
-    the folder is executed.
+    those of the class in `config.json`, in name, shape and kind of number, the tokenizer's ids lie in the vocabulary,
+    and `generate` can be called. Nothing in the folder is executed.
 
     Returns:
         What `check_folder` does.
@@ -34,11 +44,14 @@ def check_contents(folder: str | os.PathLike) -> dict[str, int]:
     where = Path(folder)
     counts = check_folder(where)
     for path in sorted(where.glob("*.json")):
-        _check_json(path)
+        read_any_json(path)
     _check_leftovers(where)
     config = config_of_folder(where)
+    if hasattr(config, "quantization_config"):
+        raise ValueError(f"{where / 'config.json'}: quantized weights are not checked; from_pretrained loads them.")
     check_tensors(where, config)
-    _check_tokenizer(where, config)
+    check_tokenizer(where, config)
+    _check_generation(where)
     return counts
 
 
@@ -52,16 +65,17 @@ def check_sums(folder: str | os.PathLike) -> int:
         ValueError: a file is missing or holds something else, or a line names no file of the folder.
     """
     where = Path(folder)
-    if not (where / SUMS).is_file():
+    if not os.path.lexists(where / SUMS):
         return 0
-    lines = (where / SUMS).read_text(encoding="utf-8").splitlines()
+    lines = read_text(where / SUMS).splitlines()
     for number, line in enumerate(lines, 1):
         stated = SUM.fullmatch(line)
         if stated is None or Path(stated[2]).name != stated[2]:
             raise ValueError(f"{where / SUMS}, line {number}: a SHA-256 and the name of a file here were expected.")
         path = where / stated[2]
-        if not path.is_file():
+        if not os.path.lexists(path):
             raise ValueError(f"{path} is missing, which {SUMS} names.")
+        check_regular(path)
         with path.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != stated[1]:
                 raise ValueError(f"{path} is not the file that {SUMS} names: its SHA-256 is another.")
@@ -78,7 +92,7 @@ def check_values(folder: str | os.PathLike) -> int:
         ValueError: names the file and the first tensor with NaN or infinite numbers, and how many.
     """
     where, count = Path(folder), 0
-    for file, tensors in shapes_of(where).items():
+    for file, tensors in tensors_of(where).items():
         with safe_open(where / file, framework="pt") as weights:
             for name in tensors:
                 tensor = weights.get_tensor(name)
@@ -92,18 +106,9 @@ def check_values(folder: str | os.PathLike) -> int:
     return count
 
 
-def _check_json(path: Path) -> None:
-    try:
-        json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-
-
 def _check_leftovers(folder: Path) -> None:
     """Weights that `from_pretrained` does not read, because others are there."""
-    used = set(shapes_of(folder))
-    if used != {SAFE_WEIGHTS_NAME}:
-        used.add(SAFE_WEIGHTS_INDEX_NAME)
+    used = {*tensors_of(folder), weights_name(folder)}
     patterns = ("model*.safetensors", SAFE_WEIGHTS_INDEX_NAME, "pytorch_model*.bin")
     found = {path.name for pattern in patterns for path in folder.glob(pattern)}
     if foreign := sorted(found - used):
@@ -127,22 +132,29 @@ def check_tensors(folder: Path, config: Any) -> None:
             f"{folder / 'config.json'} names the architecture {architecture!r}, but {config.model_type!r} has {known}."
         )
     model = without_memory(lambda: family.load(architecture)(config))
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    places = shapes_of(folder)
-    found = {name: shape for shapes in places.values() for name, shape in shapes.items()}
-    file_of = {name: folder / file for file, shapes in places.items() for name in shapes}
+    expected = model.state_dict()
+    places = tensors_of(folder)
+    found = {name: tensor for tensors in places.values() for name, tensor in tensors.items()}
+    file_of = {name: folder / file for file, tensors in places.items() for name in tensors}
     carried: dict[str, str] = {}
     if is_delta(folder):
         delta = read_delta(folder)
-        check_carried(folder, delta, found, expected)
+        shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
+        check_carried(folder, delta, {name: shape for name, (shape, _) in found.items()}, shapes)
         carried = delta.carried
     if missing := sorted(expected.keys() - found.keys() - _tied(model) - carried.keys()):
         raise ValueError(f"{folder}: no weight file holds {_few(missing)}, which {architecture} needs.")
     if foreign := sorted(name for name in found.keys() - expected.keys() if not _is_ignored(model, name)):
         raise ValueError(f"{file_of[foreign[0]]} holds {_few(foreign)}, which {architecture} does not have.")
-    for name, shape in expected.items():
-        if name not in carried and found.get(name, shape) != shape:
-            raise ValueError(f"{file_of[name]}: {name} has shape {found[name]}, but {architecture} needs {shape}.")
+    for name in sorted(expected.keys() & found.keys()):
+        (shape, dtype), wanted = found[name], expected[name]
+        if name not in carried and shape != tuple(wanted.shape):
+            raise ValueError(
+                f"{file_of[name]}: {name} has shape {shape}, but {architecture} needs {tuple(wanted.shape)}."
+            )
+        if not _fits(dtype, wanted.dtype):
+            needed = ", ".join(FLOATING) if wanted.is_floating_point else OTHERS.get(wanted.dtype)
+            raise ValueError(f"{file_of[name]}: {name} has dtype {dtype}, but {architecture} needs {needed}.")
 
 
 def _tied(model: PreTrainedModel) -> set[str]:
@@ -158,15 +170,20 @@ def _few(names: list[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def _check_tokenizer(folder: Path, config: Any) -> None:
-    if not (folder / "tokenizer.json").is_file():
+def _check_generation(folder: Path) -> None:
+    """`generate` can be called with the settings of generation_config.json, whose counts memory can hold."""
+    if not os.path.lexists(folder / GENERATION):
         return
+    saved = read_json(folder / GENERATION)
+    for name in COUNTS:
+        if isinstance(value := saved.get(name), int) and value > MOST_ROWS:
+            raise ValueError(f"{folder / GENERATION}: {name}={value} is beyond {MOST_ROWS:,}, the most that is read.")
     try:
-        tokens = len(AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False))
-    except Exception as error:  # the tokenizers library raises bare exceptions
-        raise ValueError(f"{folder / 'tokenizer.json'} holds no tokenizer: {error}") from error
-    if tokens > config.vocab_size:
-        raise ValueError(
-            f"{folder / 'tokenizer.json'} has {tokens} tokens, but the model's vocab_size is {config.vocab_size}: it "
-            "belongs to another model."
-        )
+        GenerationConfig.from_pretrained(folder).validate()
+    except Exception as error:  # whatever a value raises that nobody expected
+        raise ValueError(f"{folder / GENERATION}: {in_one_line(error)}") from error
+
+
+def _fits(stored: str, wanted: torch.dtype) -> bool:
+    """Whether numbers of a stored dtype are what a tensor of the model holds: transformers converts any to any."""
+    return stored in FLOATING if wanted.is_floating_point else stored == OTHERS.get(wanted)

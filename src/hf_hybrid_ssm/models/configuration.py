@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from hf_hybrid_ssm.models.saved_configuration import check_saved_configuration
+
 # Cache layers with states of fixed size: of a recurrence, of window attention, of both side by side; a family with
 # several kinds must tell them apart. Here rather than beside the cache, since configurations do without torch.
 STATE_LAYER_TYPE = "hybrid_ssm_state"
@@ -129,6 +131,16 @@ class HybridConfigMixin:
         exporter.write_code(save_directory, self.model_type)
         if push_to_hub:
             self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers, which gives what is saved here, and apart from it what the caller chose.
+
+        Raises:
+            ValueError: what is saved may not be (see `check_saved_configuration`).
+        """
+        check_saved_configuration(config_dict, cls)
+        return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]
 
     def validate_layer_type(self) -> None:
         """Overridden by configurations with `block_types`."""

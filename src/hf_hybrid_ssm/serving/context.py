@@ -4,7 +4,8 @@ A recurrent state has one size, however long the text: kilobytes to a few megaby
 is left of it, and continuing a hundred times gives what reading it a hundred times would give, to rounding.
 
 The file is safetensors. Its header names the family, the configuration, the weights (by a fingerprint), the dtype and
-the number of tokens; a context of another model is refused, and so is a damaged file.
+the number of tokens; a context of another model is refused, and so is a damaged file. A digest covers header and
+tensors. Anybody can compute it: it guards against damage, and not against whoever can write the file.
 """
 
 import hashlib
@@ -20,14 +21,15 @@ from safetensors.torch import save_file
 from transformers import Cache, DynamicCache
 
 from hf_hybrid_ssm.hub.fingerprint import bytes_of
+from hf_hybrid_ssm.hub.writing import whole_file
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer, prepare_cache, tokens_and_packing_state
 from hf_hybrid_ssm.models.cache_names import by_both_cache_names
 from hf_hybrid_ssm.models.packing import PackedRows, States
+from hf_hybrid_ssm.serving.context_checks import OF_TEXT, check_header, check_tensors
 from hf_hybrid_ssm.serving.fingerprint import architecture, weights_fingerprint
 from hf_hybrid_ssm.serving.state_layout import growing_layers
 
-FORMAT, VERSION = "hf_hybrid_ssm.context", 1
-OF_TEXT = {"tokens": torch.int32, "attention_mask": torch.bool}  # how they are stored
+FORMAT, VERSION = "hf_hybrid_ssm.context", 2
 
 
 class Context(NamedTuple):
@@ -82,8 +84,9 @@ def save_context(
 
     Raises:
         FileExistsError: there is such a file, and `overwrite` is not set.
-        ValueError: the cache is empty, of another model, or static with room for all keys; tokens or mask of another
-            shape.
+        OSError: the file cannot be written, or not all of it; what was there stays.
+        ValueError: the cache is empty, of another model, holds NaN, or is static with room for all keys; tokens or
+            mask of another shape.
         TypeError: the cache is that of an encoder-decoder, or not a cache.
 
     Warns:
@@ -102,8 +105,10 @@ def save_context(
             f"the cache is static, and layers {growing} reserve room in it for the keys of all tokens: "
             "read the text with `DynamicCache(config=model.config)`."
         )
-    header = _identity(model) | {"num_tokens": num_tokens, "content": _digest(tensors)}
-    size = _write(path, tensors, {"format": FORMAT, "version": str(VERSION), "context": json.dumps(header)})
+    header = _identity(model) | {"num_tokens": num_tokens}
+    check_tensors(path, tensors, num_tokens, model)
+    written = json.dumps(header | {"content": _digest(header, tensors)})
+    size = _write(path, tensors, {"format": FORMAT, "version": str(VERSION), "context": written})
     if growing:
         warnings.warn(
             f"layers {growing} keep the keys and values of all tokens: the context of {num_tokens:,} tokens has "
@@ -139,6 +144,7 @@ def load_context(path: str | os.PathLike, model: Any, *, cache: Cache | None = N
     path = Path(path)
     header, tensors = _read(path)
     _check_identity(path, header, model)
+    check_tensors(path, tensors, header["num_tokens"], model)
     cache = DynamicCache(config=model.config) if cache is None else cache
     num_tokens, decoder = header["num_tokens"], model.get_decoder()
     if cache.get_seq_length() > 0:
@@ -231,8 +237,9 @@ def _check_identity(path: Path, header: dict[str, Any], model: Any) -> None:
         )
 
 
-def _digest(tensors: States) -> str:
-    digest = hashlib.sha256()
+def _digest(header: dict[str, Any], tensors: States) -> str:
+    """Of everything that the file says, in whatever order: its header, and names, dtypes, shapes and values."""
+    digest = hashlib.sha256(f"{json.dumps(header, sort_keys=True)}\n".encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(bytes_of(tensor))
@@ -240,15 +247,13 @@ def _digest(tensors: States) -> str:
 
 
 def _write(path: Path, tensors: States, metadata: dict[str, str]) -> int:
-    """A file that is there is complete: it is written beside its place, and then moved."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        save_file(tensors, beside, metadata)
-        size = beside.stat().st_size
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
-    return size
+    """A file that is there is complete."""
+    with whole_file(path) as beside:
+        try:
+            save_file(tensors, beside, metadata)
+        except SafetensorError as error:  # a full disk among them
+            raise OSError(f"{path} could not be written: {error}") from error
+        return beside.stat().st_size
 
 
 def _read(path: Path) -> tuple[dict[str, Any], States]:
@@ -269,10 +274,9 @@ def _read(path: Path) -> tuple[dict[str, Any], States]:
         )
     try:
         header = json.loads(metadata["context"])
-        whole = header["content"] == _digest(tensors)
-        header = {name: header[name] for name in ("family", "dtype", "configuration", "weights", "num_tokens")}
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} has a damaged header: {error!r}") from error
-    if not whole:
+    except (KeyError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} has a damaged header: {type(error).__name__}") from error
+    check_header(path, header)
+    if header.pop("content") != _digest(header, tensors):
         raise ValueError(f"{path} is damaged: its content is not what its header says.")
     return header, tensors

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache
 
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
+from hf_hybrid_ssm.ops._core.dispatch import forced_backend
 
 
 class State(NamedTuple):
@@ -54,15 +55,27 @@ def state_layout(model: Any) -> StateLayout:
     return StateLayout(states, growing)
 
 
+# by class, configuration, dtype and the backend that is forced
+_LAYOUTS: dict[tuple[type, str, torch.dtype, str | None], StateLayout] = {}
+
+
+def layout_without_running(model: Any) -> StateLayout:
+    """As `state_layout`, of the kernels of the CPU and of fake tensors: the model itself is not run."""
+    decoder = model.get_decoder()
+    key = type(decoder), decoder.config.to_json_string(), decoder.dtype, forced_backend()
+    if key not in _LAYOUTS:
+        with torch.device("meta"):
+            twin = type(decoder)._from_config(decoder.config, dtype=decoder.dtype)
+        # constants that modules made before are used as they are
+        with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # kernel caches compare them
+            _LAYOUTS[key] = state_layout(twin.to_empty(device="cpu").eval())
+    return _LAYOUTS[key]
+
+
 def growing_layers(model: Any) -> list[int]:
     """The layers of a model whose cache grows with every token; the model itself is not run."""
-    decoder = model.get_decoder()
-    with torch.device("meta"):
-        twin = type(decoder)._from_config(decoder.config, dtype=decoder.dtype)
-    # constants that modules made before are used as they are
-    with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # kernel caches compare them
-        return state_layout(twin.to_empty(device="cpu").eval()).growing
+    return layout_without_running(model).growing
 
 
 def _states(layer: Any) -> list[tuple[str, tuple[int, ...], torch.dtype]] | None:

@@ -4,13 +4,13 @@
 incomplete folder as the newest checkpoint; `resume_from_checkpoint=True` would use it.
 """
 
-import json
 import os
 import re
 import zipfile
 from pathlib import Path
 
-from hf_hybrid_ssm.hub.verify_files import check_weights, read_json
+from hf_hybrid_ssm.hub.reading import read_any_json, read_json
+from hf_hybrid_ssm.hub.verify_files import check_weights
 
 NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
 
@@ -61,9 +61,9 @@ def checkpoint_defect(checkpoint: str | os.PathLike) -> str | None:
             return reason
     for path in folder.glob("*.json"):
         try:
-            json.loads(path.read_text(encoding="utf-8"))
+            read_any_json(path)
         except ValueError as error:
-            return f"{path.name} is not valid JSON: {error}"
+            return str(error)
     return None
 
 

@@ -26,6 +26,7 @@ from hf_hybrid_ssm.hub.configurations import config_of_folder
 from hf_hybrid_ssm.hub.delta_files import DELTA_WEIGHTS, Delta, is_delta, read_delta, remove_weights
 from hf_hybrid_ssm.hub.fingerprint import fingerprint_of
 from hf_hybrid_ssm.hub.verify_tensors import check_tensors
+from hf_hybrid_ssm.hub.writing import write_whole
 from hf_hybrid_ssm.upcycle.loading import load_teacher_model, load_tokenizer
 
 TEACHER = "HF_HYBRID_SSM_TEACHER"
@@ -216,7 +217,7 @@ def write_full(
     tokenizer.save_pretrained(to)
     if (where / "results.json").is_file():
         shutil.copyfile(where / "results.json", to / "results.json")
-    (to / "README.md").write_text(card_of_folder(to), encoding="utf-8")
+    write_whole(to / "README.md", card_of_folder(to))
     return model
 
 

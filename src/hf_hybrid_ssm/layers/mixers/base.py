@@ -54,6 +54,7 @@ class Mixer(Float32ParametersMixin):
     config_options: ClassVar[dict[str, str]] = {}
     default_state_size: ClassVar[int | None] = None  # of the option `state_size`; None: there is no such option
     conjugate_pairs: ClassVar[bool] = False  # of states, so that `state_size` is even
+    init_reads_values: ClassVar[bool] = True  # `init_parameters` looks at values, and cannot run on the meta device
     discretizations: ClassVar[tuple[str, ...]] = ()  # of a continuous system, the first is the default
 
     def __init__(
@@ -92,9 +93,9 @@ class Mixer(Float32ParametersMixin):
         """Fresh float64 values of the parameters this class defines itself, by name. Random ones are drawn again."""
         return {}
 
-    def initial_values(self) -> dict[str, torch.Tensor]:
-        """`init_parameters()` on the CPU, each value in the dtype of its parameter."""
-        with torch.device("cpu"), torch.no_grad():
+    def initial_values(self, device: str = "cpu") -> dict[str, torch.Tensor]:
+        """`init_parameters()` on the CPU (or the meta device), each value in the dtype of its parameter."""
+        with torch.device(device), torch.no_grad():
             values = self.init_parameters()
         return {name: value.to(self._parameter_dtype(name)) for name, value in values.items()}
 
@@ -103,7 +104,9 @@ class Mixer(Float32ParametersMixin):
         where = (
             self._factory["device"] or torch.empty(0).device
         )  # torch 2.6 names another default device inside `with torch.device`
-        for name, value in self.initial_values().items():
+        # shapes alone are wanted there, and the values of large ones would need their memory and their time
+        is_meta = torch.device(where).type == "meta" and not self.init_reads_values
+        for name, value in self.initial_values("meta" if is_meta else "cpu").items():
             self.register_parameter(name, nn.Parameter(value.to(where)))
 
     @torch.no_grad()

@@ -23,6 +23,7 @@ class EMA(StateSpaceMixer):
         activation: "silu" (as MEGA) or None.
     """
 
+    init_reads_values: ClassVar[bool] = False
     ahead_includes_token: ClassVar[bool] = True
     supports_filters: ClassVar[bool] = False
     config_options: ClassVar[dict[str, str]] = {"state_size": "ssm_state_size", "activation": "ema_activation"}

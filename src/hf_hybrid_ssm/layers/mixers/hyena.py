@@ -34,6 +34,7 @@ class ImplicitLongConv(CachedKernelMixer):
         skip: with the D term.
     """
 
+    init_reads_values: ClassVar[bool] = False
     supports_filters: ClassVar[bool] = True
     config_options: ClassVar[dict[str, str]] = {
         "filter_length": "filter_length",
@@ -198,6 +199,7 @@ class Hyena(Mixer):
     The state is the last two rows of W_in u, (B, 2, 3 D), and the filter's own, (B, filter_length - 1, D).
     """
 
+    init_reads_values: ClassVar[bool] = False
     config_options: ClassVar[dict[str, str]] = ImplicitLongConv.config_options
 
     def __init__(self, hidden_size: int, **options: Any):

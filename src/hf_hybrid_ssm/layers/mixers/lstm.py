@@ -1,6 +1,6 @@
 """`torch.nn.LSTM` with the interface of the long-range mixers, for ablations."""
 
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import nn
@@ -16,6 +16,8 @@ class LSTM(Mixer):
     Documents and ragged rows run as rows of their own, so nothing passes between them. State: (h, c), (B, D) each.
     Like every recurrence it computes in the precision of its parameters, whatever autocast says.
     """
+
+    init_reads_values: ClassVar[bool] = False
 
     def __init__(self, hidden_size: int, **options: Any):
         super().__init__(hidden_size, **options)

@@ -23,6 +23,7 @@ class DiagonalSSM(StateSpaceMixer):
         B (S, n, 2)                 C (directions F, D, n, 2)      log_dt (F, D)      D (F, D)
     """
 
+    init_reads_values: ClassVar[bool] = False
     trainable_choices: ClassVar[tuple[str, ...]] = ("all", "output", "none")
     output_parameters: ClassVar[tuple[str, ...]] = ("C", "D")
     config_options: ClassVar[dict[str, str]] = SSM_FIELDS | {"num_dynamics": "ssm_num_dynamics"}

@@ -34,6 +34,7 @@ class S5(CachedKernelMixer):
         skip: with the D term.
     """
 
+    init_reads_values: ClassVar[bool] = False
     supports_filters: ClassVar[bool] = True
     config_options: ClassVar[dict[str, str]] = SSM_FIELDS | {"blocks": "s5_blocks"}
     default_state_size: ClassVar[int] = 256
