@@ -313,9 +313,12 @@ class HybridModelMixin:
         hidden_states = self._run_layers(inputs_embeds, rows, cache, **options)
         finish_forward(cache)
         return BaseModelOutputWithCache(
-            last_hidden_state=hidden_states if self.norm is None else self.norm(hidden_states),
+            last_hidden_state=self._last_norm(hidden_states, rows),
             **{CACHE: cache if use_cache else None},
         )
+
+    def _last_norm(self, hidden_states: torch.Tensor, rows: PackedRows) -> torch.Tensor:
+        return hidden_states if self.norm is None else self.norm(hidden_states)
 
     def _run_layers(
         self, hidden_states: torch.Tensor, rows: PackedRows, cache: Cache | None, **kwargs: Any

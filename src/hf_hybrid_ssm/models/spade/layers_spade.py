@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import Cache
 from transformers.activations import ACT2FN
@@ -35,10 +36,39 @@ class ScaleNorm(nn.Module):
 
 
 class TimeBatchNorm(nn.BatchNorm1d):
-    """Batch normalisation of (B, L, D) over batch and time; for inputs without padding."""
+    """Batch normalisation of (B, L, D) over batch and time: over the tokens that are not padding.
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+    The running statistics take in each batch once, also where gradient checkpointing runs the forward again.
+    """
+
+    def forward(self, x: torch.Tensor, token_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """x (B, L, D) → the same; `token_mask` (B, L) bool, the tokens that count; None: all."""
+        repeats = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1  # within a backward
+        if not self.training or (token_mask is None and not repeats):
+            return super().forward(x.transpose(1, 2)).transpose(1, 2)
+        if token_mask is None:  # the same operation, on statistics that nobody keeps
+            assert self.running_mean is not None and self.running_var is not None
+            mean, variance = self.running_mean.clone(), self.running_var.clone()
+            y = F.batch_norm(x.transpose(1, 2), mean, variance, self.weight, self.bias, training=True, eps=self.eps)
+            return y.transpose(1, 2)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        counts = token_mask.unsqueeze(-1).to(wide.dtype)
+        count = counts.sum().clamp(min=1)
+        mean = (wide * counts).sum((0, 1)) / count
+        variance = ((wide - mean).square() * counts).sum((0, 1)) / count
+        if not repeats:
+            self._take_in(mean.detach(), variance.detach() * (count / (count - 1).clamp(min=1)))
+        normalised = (wide - mean) * torch.rsqrt(variance + self.eps)
+        return (normalised * self.weight + self.bias).to(x.dtype)
+
+    @torch.no_grad()
+    def _take_in(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        """Move the running statistics towards those of a batch, as torch does."""
+        assert self.running_mean is not None and self.running_var is not None and self.momentum is not None
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        for running, new in ((self.running_mean, mean), (self.running_var, variance)):
+            running.lerp_(new.to(running.dtype), self.momentum)
 
 
 def build_norm(config: SpadeConfig) -> nn.Module:
@@ -47,6 +77,13 @@ def build_norm(config: SpadeConfig) -> nn.Module:
     if config.norm_type == "layernorm":
         return nn.LayerNorm(size, eps=eps)
     return ScaleNorm(eps) if config.norm_type == "scalenorm" else TimeBatchNorm(size, eps=eps)
+
+
+def normalised(norm: nn.Module | None, x: torch.Tensor, rows: PackedRows | None) -> torch.Tensor:
+    """norm(x) of (B, L, d), x itself without a norm; what is taken over tokens leaves the padding in `rows` out."""
+    if isinstance(norm, TimeBatchNorm):
+        return norm(x, None if rows is None else rows.token_mask)
+    return x if norm is None else norm(x)
 
 
 def attention_window(config: SpadeConfig, is_causal: bool) -> dict[str, Any]:
@@ -165,13 +202,15 @@ class SpadeBlock(GradientCheckpointingLayer):
         cache: Cache | None = None,
     ) -> torch.Tensor:
         mixing = {"bias": bias, "rows": rows, "cache": cache}
-        hidden_states = self._residual(hidden_states, self.mixing, self.mixing_norm, **mixing)
-        return self._residual(hidden_states, self.feed_forward, self.feed_forward_norm)
+        hidden_states = self._residual(hidden_states, rows, self.mixing, self.mixing_norm, **mixing)
+        return self._residual(hidden_states, rows, self.feed_forward, self.feed_forward_norm)
 
-    def _residual(self, x: torch.Tensor, branch: nn.Module, norm: nn.Module, **options: Any) -> torch.Tensor:
-        y = branch(norm(x) if self.is_pre else x, **options)
+    def _residual(
+        self, x: torch.Tensor, rows: PackedRows | None, branch: nn.Module, norm: nn.Module, /, **options: Any
+    ) -> torch.Tensor:
+        y = branch(normalised(norm, x, rows) if self.is_pre else x, **options)
         x = x + (self.dropout(y) if self.training else y)
-        return x if self.is_pre else norm(x)
+        return x if self.is_pre else normalised(norm, x, rows)
 
 
 class SpadeStack:

@@ -30,7 +30,7 @@ from hf_hybrid_ssm.models.packing import PackedRows
 from hf_hybrid_ssm.models.spade.adaptive_vocabulary import AdaptiveEmbedding, AdaptiveSoftmax
 from hf_hybrid_ssm.models.spade.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint, StackOfCheckpoint
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
-from hf_hybrid_ssm.models.spade.layers_spade import ScaleNorm, SpadeBlock, SpadeStack
+from hf_hybrid_ssm.models.spade.layers_spade import ScaleNorm, SpadeBlock, SpadeStack, normalised
 
 # weights of a language model or a decoder, which an encoder leaves unread
 NOT_OF_THE_ENCODER = [r"decoder\.", r"lm_head\.", r"^(model\.)?(layers|norm|embedding_norm|relative_bias)\."]
@@ -101,6 +101,9 @@ class SpadeLayers(SpadeStack, HybridModelMixin):
             hidden_states = self._enter_stack(hidden_states * self.embedding_scale)
         return self._through_layers(hidden_states, self._shared_bias(), rows, cache=cache)
 
+    def _last_norm(self, hidden_states: torch.Tensor, rows: PackedRows) -> torch.Tensor:
+        return normalised(self.norm, hidden_states, rows)
+
 
 @auto_docstring
 class SpadeModel(BaseOfCheckpoint, SpadeLayers, SpadePreTrainedModel):
@@ -164,9 +167,11 @@ class SpadeEncoderModel(HybridModelMixin, SpadePreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def _run_layers(self, hidden_states: torch.Tensor, *inputs: Any, **kwargs: Any) -> torch.Tensor:
-        hidden_states = self.encoder._run_layers(hidden_states, *inputs, **kwargs)
-        return hidden_states if self.encoder.norm is None else self.encoder.norm(hidden_states)
+    def _run_layers(
+        self, hidden_states: torch.Tensor, rows: PackedRows, cache: Cache | None, **kwargs: Any
+    ) -> torch.Tensor:
+        hidden_states = self.encoder._run_layers(hidden_states, rows, cache, **kwargs)
+        return normalised(self.encoder.norm, hidden_states, rows)
 
 
 @auto_docstring

@@ -34,7 +34,7 @@ from hf_hybrid_ssm.models.inputs import check_inputs, check_labels
 from hf_hybrid_ssm.models.packing import PackedRows, resolve_packing
 from hf_hybrid_ssm.models.spade.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig, SpadeSeq2SeqConfig
-from hf_hybrid_ssm.models.spade.layers_spade import SpadeBlock, SpadeStack, build_norm
+from hf_hybrid_ssm.models.spade.layers_spade import SpadeBlock, SpadeStack, build_norm, normalised
 from hf_hybrid_ssm.models.spade.modeling_spade import (
     SpadeEncoder,
     SpadeEncoderModel,
@@ -114,10 +114,10 @@ class SpadeDecoderBlock(SpadeBlock):
     ) -> torch.Tensor:
         own = None if cache is None else cache.self_attention_cache
         mixing = {"bias": bias, "rows": rows, "cache": own}
-        hidden_states = self._residual(hidden_states, self.mixing, self.mixing_norm, **mixing)
+        hidden_states = self._residual(hidden_states, rows, self.mixing, self.mixing_norm, **mixing)
         cross = {"encoder_states": encoder_states, "mask": encoder_mask, "cache": cache}
-        hidden_states = self._residual(hidden_states, self.cross_attn, self.cross_attn_norm, **cross)
-        return self._residual(hidden_states, self.feed_forward, self.feed_forward_norm)
+        hidden_states = self._residual(hidden_states, rows, self.cross_attn, self.cross_attn_norm, **cross)
+        return self._residual(hidden_states, rows, self.feed_forward, self.feed_forward_norm)
 
 
 class SpadeDecoder(SpadeStack, SpadePreTrainedModel):
@@ -172,7 +172,7 @@ class SpadeDecoder(SpadeStack, SpadePreTrainedModel):
             hidden_states = layer(hidden_states, *inputs, **{CACHE: cache})
         finish_forward(own)
         return BaseModelOutputWithCache(
-            last_hidden_state=hidden_states if self.norm is None else self.norm(hidden_states),
+            last_hidden_state=normalised(self.norm, hidden_states, rows),
             **{CACHE: cache},
         )
 
