@@ -67,6 +67,10 @@ class UpcycleArguments:
     keep_as: str | None = field(
         default=None, metadata={"help": "full_attention or sliding_attention; as in the teacher by default"}
     )
+    others_as: str | None = field(
+        default=None,
+        metadata={"help": "the other layers of a longhorn: linear_attention, sliding_attention or hybrid_sliding"},
+    )
     init: str = field(default="projections", metadata={"help": "of what is new: projections or random"})
     config: dict[str, Any] = field(default_factory=dict, metadata={"help": "fields of the student's configuration"})
     align: dict[str, Any] | None = field(default=None, metadata={"help": "settings of this stage's training"})
@@ -186,7 +190,9 @@ def upcycle_model(arguments: UpcycleArguments, data: DataArguments, training: Tr
     train, validation = split_rows(train, validation, data)
 
     keep = chosen_layers(arguments, teacher, tokenizer, train)
-    student, report = upcycle(teacher, keep, arguments.keep_as, arguments.init, arguments.student, **arguments.config)
+    student, report = upcycle(
+        teacher, keep, arguments.keep_as, arguments.init, arguments.student, arguments.others_as, **arguments.config
+    )
     say(report)
     if "align" in stages and not new_modules(student):
         raise ValueError("align has nothing to train: the student has no new mixers or context states. Leave it out.")
@@ -246,7 +252,8 @@ def layers_of(config: Any) -> dict[str, Any]:
     """What became of the teacher's attention layers, for results.json."""
     kinds = list(enumerate(config.block_types))
     if config.model_type == "longhorn":
-        return {"kept_attention_layers": [index for index, kind in kinds if kind != "linear_attention"]}
+        with_mixers = ("linear_attention", "hybrid_sliding")
+        return {"kept_attention_layers": [index for index, kind in kinds if kind not in with_mixers]}
     states = [index for index, kind in kinds if kind != "sliding_attention"]
     return {"sliding_window": config.sliding_window, "layers_with_context_states": states}
 

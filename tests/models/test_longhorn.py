@@ -119,6 +119,25 @@ def test_heads_by_the_equation():
     torch.testing.assert_close(mixer(u), mixer.out_proj(torch.cat(rows, -1)), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("num_heads", [1, 4])
+@pytest.mark.parametrize("use_qk_norm", [False, True])
+def test_keys_of_the_input_by_the_equation(num_heads, use_qk_norm):
+    """k and q are maps of the block's input, which no convolution has seen; with norms, each head is normed."""
+    fields = {**TINY, "num_heads": num_heads, "use_qk_proj": True, "use_qk_norm": use_qk_norm, "use_bias": True}
+    mixer = LonghornMixer(LonghornConfig(**fields), 0).double()
+    u = torch.randn(2, 11, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x, z = mixer.in_proj(u).chunk(2, dim=-1)
+    x, _ = mixer.conv1d(x)
+    k, q = (part(u).unflatten(-1, (num_heads, 5)) for part in (mixer.k_proj, mixer.q_proj))
+    if use_qk_norm:
+        mixer.k_norm.weight.data.uniform_(0.5, 2)
+        k = k / (k.square().mean(-1, keepdim=True) + 1e-5).sqrt() * mixer.k_norm.weight
+        q = q / (q.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    options = {"beta_bias": mixer.dt_bias, "D": mixer.D, "z": z, "backend": "reference"}
+    y, _ = longhorn_scan(x, mixer.dt_proj(mixer.x_proj(x)), k, q, **options)
+    torch.testing.assert_close(mixer(u), mixer.out_proj(y), rtol=0, atol=1e-12)
+
+
 def test_rotary_keys_by_the_equation():
     """Each pair of numbers of a key or query, n and n + N / 2, is turned by its angle times the token's position."""
     fields = {**TINY, "state_size": 6, "num_heads": 2, "num_attention_heads": 4, "use_rope_in_mixer": True}

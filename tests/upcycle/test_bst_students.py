@@ -144,7 +144,7 @@ def test_refusals_name_what_is_wrong():
     teacher = teacher_of("llama")
     with pytest.raises(ValueError, match="family='spade' must be one of 'longhorn', 'bst'"):
         upcycle(teacher, family="spade")
-    with pytest.raises(ValueError, match=r"keep=0\.5 and keep_as=None are for Longhorn"):
+    with pytest.raises(ValueError, match=r"keep=0\.5, keep_as=None and others_as=None are for Longhorn"):
         upcycle(teacher, 0.5, family="bst")
     with pytest.raises(ValueError, match="num_key_value_heads, rope_parameters of a BST must be its teacher's"):
         student_config(teacher.config, family="bst", num_key_value_heads=4, rope_parameters=None)

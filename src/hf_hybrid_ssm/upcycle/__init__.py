@@ -25,6 +25,7 @@ __getattr__, __dir__, __all__ = attach(
         "has_plain_head": f"{__name__}.objectives",
         "init_context": f"{__name__}.context_states",
         "init_from_attention": f"{__name__}.projections",
+        "init_from_heads": f"{__name__}.mixer_heads",
         "load_teacher": f"{__name__}.loading",
         "load_teacher_model": f"{__name__}.loading",
         "new_modules": f"{__name__}.student",

@@ -17,6 +17,9 @@ SHARED_FIELDS = (
     "pad_token_id", "bos_token_id", "eos_token_id",
 )  # fmt: skip
 STUDENT_FAMILIES = ("longhorn", "bst")
+OTHERS = ("linear_attention", "sliding_attention", "hybrid_sliding")
+WINDOW = 512
+"""Tokens of a student's windows where its teacher has none."""
 OPEN_FIELDS = {
     "max_position_embeddings", "initializer_range", "attention_dropout", "dropout", "final_dropout", "sliding_window",
     "ssm_layers", "pad_token_id", "bos_token_id", "eos_token_id",
@@ -39,6 +42,7 @@ def student_config(
     keep: float | Sequence[int] | None = None,
     keep_as: str | None = None,
     family: str = "longhorn",
+    others_as: str | None = None,
     **fields: Any,
 ) -> LonghornConfig | BstConfig:
     """The configuration of a hybrid with the teacher's sizes.
@@ -49,10 +53,13 @@ def student_config(
             share of all layers (float), evenly spaced; a quarter by default. `choose_layers` chooses better ones.
         keep_as: "full_attention" or "sliding_attention" for the layers that keep it; None: as in the teacher.
         family: "longhorn", or "bst": all layers keep their attention as a window.
-        fields: of the student's configuration. For Longhorn such as `state_size` (32 by default) and
-            `sliding_window`. For BST such as `sliding_window`, the tokens that a token sees before itself (by default
-            those of the teacher's windows, or 512), and `ssm_layers`, which get context states (by default a quarter,
-            evenly spaced).
+        others_as: what the other layers of a Longhorn hybrid become: "linear_attention", a mixer in the place of
+            attention (the default); "sliding_attention", the attention within a window; or "hybrid_sliding", such a
+            window and beside it a mixer with the attention's heads.
+        fields: of the student's configuration. For Longhorn such as `state_size` (32 by default, the attention's size
+            of a head beside it) and `sliding_window` (of the teacher's windows, or 512). For BST such as
+            `sliding_window`, the tokens that a token sees before itself (by default those of the teacher's windows,
+            or 512), and `ssm_layers`, which get context states (by default a quarter, evenly spaced).
 
     Raises:
         ValueError: the teacher cannot be upcycled, there is no such layer, or the family has no use for an argument.
@@ -69,16 +76,16 @@ def student_config(
         "use_qk_norm": teacher.model_type == "qwen3",
     }
     if family == "bst":
-        if keep is not None or keep_as is not None:
+        if keep is not None or keep_as is not None or others_as is not None:
             raise ValueError(
-                f"keep={keep} and keep_as={keep_as} are for Longhorn: in a BST all layers keep their attention as a "
-                "window. Give sliding_window, and ssm_layers for those with context states."
+                f"keep={keep}, keep_as={keep_as} and others_as={others_as} are for Longhorn: in a BST all layers keep "
+                "their attention as a window. Give sliding_window, and ssm_layers for those with context states."
             )
         known |= _bst_fields(teacher, fields)
         if fixed := sorted(fields.keys() & known.keys() - OPEN_FIELDS):
             raise ValueError(f"{', '.join(fixed)} of a BST must be its teacher's: the weights fit nothing else.")
         return _without_idle_limit(BstConfig(**(known | fields)), fields)
-    known |= _longhorn_fields(teacher, 0.25 if keep is None else keep, keep_as)
+    known |= _longhorn_fields(teacher, 0.25 if keep is None else keep, keep_as, others_as or "linear_attention")
     if other := [name for name in FIXED_FIELDS if name in fields and fields[name] != known[name]]:
         wanted = ", ".join(f"{name}={known[name]!r}" for name in other)
         raise ValueError(f"{', '.join(other)} of a Longhorn must be its teacher's: {wanted}.")
@@ -92,7 +99,7 @@ def _without_idle_limit(config: Any, fields: dict[str, Any]) -> Any:
     return config
 
 
-def _longhorn_fields(teacher: Any, keep: float | Sequence[int], keep_as: str | None) -> dict[str, Any]:
+def _longhorn_fields(teacher: Any, keep: float | Sequence[int], keep_as: str | None, others_as: str) -> dict[str, Any]:
     layers = teacher.num_hidden_layers
     if isinstance(keep, int | float):
         keep = evenly_spaced(layers, number_of_layers(keep, layers))
@@ -100,18 +107,34 @@ def _longhorn_fields(teacher: Any, keep: float | Sequence[int], keep_as: str | N
         raise ValueError(f"keep={list(keep)} names {unknown}, but the teacher's layers are 0 to {layers - 1}.")
     if keep_as not in (None, "full_attention", "sliding_attention"):
         raise ValueError(f'keep_as={keep_as!r} must be "full_attention", "sliding_attention" or None.')
-    types = [
-        (keep_as or kind) if index in keep else "linear_attention"
-        for index, kind in enumerate(attention_types(teacher))
-    ]
+    if others_as not in OTHERS:
+        raise ValueError(f"others_as={others_as!r} must be one of {', '.join(map(repr, OTHERS))}.")
+    types = [(keep_as or kind) if index in keep else others_as for index, kind in enumerate(attention_types(teacher))]
     window = getattr(teacher, "sliding_window", None)
-    return {
+    if window is None and others_as != "linear_attention":
+        window = WINDOW
+    known = {
         "block_types": types,
         "mlp_intermediate_size": teacher.intermediate_size,
         "use_bias": True,  # a constant gate has no other place
         "residual_in_fp32": False,
         "state_size": 32,
-    } | ({} if window is None else {"sliding_window": window})
+    }
+    if window is not None:
+        known["sliding_window"] = window
+    return known | (_beside_attention(teacher) if others_as == "hybrid_sliding" else {})
+
+
+def _beside_attention(teacher: Any) -> dict[str, Any]:
+    """What gives a mixer the heads of its teacher's attention: keys, queries, and values in pairs of channels."""
+    size, heads = head_dim_of(teacher), teacher.num_attention_heads
+    return {
+        "num_heads": heads,
+        "state_size": size,
+        "expand": -(-2 * heads * size // teacher.hidden_size),
+        "use_qk_proj": True,
+        "use_rope_in_mixer": True,
+    }
 
 
 def _bst_fields(teacher: Any, given: dict[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ RIDGE = 1e-3
 """Of the least squares, relative to the mean squared singular value of the values' projection."""
 
 
-def _inverse_silu(value: float) -> float:
+def inverse_silu(value: float) -> float:
     """b with silu(b) = value > 0, by Newton's method."""
     b = value
     for _ in range(50):
@@ -61,10 +61,15 @@ def init_from_attention(mixer: LonghornMixer, attention: nn.Module) -> None:
     Channels beyond the values' pairs keep their initial values, and do not reach the output yet.
 
     Raises:
-        ValueError: the mixer has no bias, or too few channels for the values.
+        ValueError: the mixer has several heads, no bias, or too few channels for the values.
     """
-    channels, rank = mixer.D.shape[0], mixer.projection_sizes[0]
-    states = mixer.projection_sizes[1]
+    if mixer.num_heads > 1 or mixer.q_proj is not None:
+        raise ValueError(
+            f"num_heads={mixer.num_heads}, use_qk_proj={mixer.q_proj is not None}: a mixer in the place of attention "
+            "starts from one pair of keys and queries, projected from its channels. With others_as='hybrid_sliding' "
+            "it has the attention's heads."
+        )
+    channels, rank, states = len(mixer.D), mixer.projection_sizes[0], mixer.state_size
     values = attention.v_proj.weight.double()  # (KV heads x e, M)
     count = len(values)
     if mixer.in_proj.bias is None or mixer.out_proj.bias is None:
@@ -88,7 +93,7 @@ def init_from_attention(mixer: LonghornMixer, attention: nn.Module) -> None:
     weight[count : 2 * count] = -values.to(weight)
     weight[constant] = 0
     weight[channels:] = 0
-    bias[constant] = bias[channels:] = _inverse_silu(1.0)
+    bias[constant] = bias[channels:] = inverse_silu(1.0)
     if attention.v_proj.bias is not None:
         shift = attention.v_proj.bias[pairs].to(bias)
         bias[:count], bias[count : 2 * count] = shift, -shift

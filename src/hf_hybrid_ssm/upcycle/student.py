@@ -9,10 +9,11 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_hybrid_ssm.models.bst.modeling_bst import BstForCausalLM
-from hf_hybrid_ssm.models.longhorn.modeling_longhorn import LonghornForCausalLM
+from hf_hybrid_ssm.models.longhorn.modeling_longhorn import LonghornBlock, LonghornForCausalLM, LonghornHybridBlock
 from hf_hybrid_ssm.upcycle.choice import WINDOW, LayerChoice, choose_layers
 from hf_hybrid_ssm.upcycle.configurations import student_config
 from hf_hybrid_ssm.upcycle.context_states import init_context
+from hf_hybrid_ssm.upcycle.mixer_heads import close_output, init_from_heads
 from hf_hybrid_ssm.upcycle.projections import init_from_attention
 from hf_hybrid_ssm.upcycle.teacher_weights import check_weights
 
@@ -65,6 +66,7 @@ def upcycle(
     keep_as: str | None = None,
     init: str = "projections",
     family: str = "longhorn",
+    others_as: str | None = None,
     keep_by: str | None = None,
     tokenizer: Any | None = None,
     **fields: Any,
@@ -72,18 +74,21 @@ def upcycle(
     """A hybrid that starts from a trained transformer.
 
     Embeddings, norms, feed-forward layers and head are copied. In a Longhorn hybrid the attention layers to `keep` are
-    copied too, and a mixer takes the place of every other attention. In a Block-State Transformer all attention is
-    copied and sees `sliding_window` tokens before its own; the layers in `ssm_layers` also attend to context states,
-    whose half of the output projection starts at zero: until it is trained, the student is its teacher with windows.
+    copied too. A mixer takes the place of every other attention, or with `others_as` that is copied as well and sees a
+    window; a mixer beside it ("hybrid_sliding") has an output projection of zero. In a Block-State Transformer all
+    attention is copied and sees `sliding_window` tokens before its own; the layers in `ssm_layers` also attend to
+    context states, whose half of the output projection is zero. Until it is trained, a student in which no mixer takes
+    the place of attention is its teacher with windows.
 
     Args:
         teacher: a causal language model of transformers, plain (see `check_weights`); not changed.
-        keep, keep_as, family, fields: as of `student_config`.
+        keep, keep_as, family, others_as, fields: as of `student_config`.
         keep_by: how a count or share of layers is chosen, as of `choose_layers`; None: by recall, evenly spaced with a
             warning if the teacher does not recall.
         tokenizer: the teacher's, for recall.
-        init: new mixers start from the "projections" of the attention they replace (see `init_from_attention`),
-            context states from those of the attention beside them (see `init_context`); or both "random".
+        init: new mixers start from the "projections" of the attention that they replace (see `init_from_attention`) or
+            stand beside (see `init_from_heads`), context states from those of the attention beside them (see
+            `init_context`); or all of them "random".
 
     Returns:
         The student, in the teacher's dtype and on its device, and what became of each weight.
@@ -96,7 +101,8 @@ def upcycle(
         raise ValueError(f"init={init!r} must be one of {', '.join(map(repr, INITS))}.")
     check_weights(teacher)
     choice = _choice(teacher, keep, keep_by, tokenizer, family, fields)
-    config = student_config(teacher.config, keep if choice is None else choice.layers, keep_as, family, **fields)
+    kept = keep if choice is None else choice.layers
+    config = student_config(teacher.config, kept, keep_as, family, others_as, **fields)
     student = STUDENTS[family](config).to(device=teacher.device, dtype=teacher.dtype)
     report = UpcycleReport(choice=choice)
     weights, wanted = teacher.state_dict(), student.state_dict()
@@ -114,12 +120,8 @@ def upcycle(
         else:
             report.dropped.append(name)
     report.new += sorted(wanted.keys() - filled)
-    if init == "projections":
-        for old, new in zip(teacher.model.layers, student.model.layers):
-            if family == "longhorn" and new.is_recurrent:
-                init_from_attention(new.mixer, old.self_attn)
-            elif family == "bst" and new.attention.context is not None:
-                init_context(new.attention, new.attention_norm)
+    for old, new in zip(teacher.model.layers, student.model.layers):
+        _init_new(old, new, init)
     student.generation_config = copy.deepcopy(teacher.generation_config)
     return student, report
 
@@ -136,6 +138,21 @@ def _choice(
         return None
     keep = 0.25 if keep is None else keep
     return choose_layers(teacher, keep, keep_by, tokenizer, window=fields.get("sliding_window") or WINDOW)
+
+
+def _init_new(old: Any, new: Any, init: str) -> None:
+    """What a layer has beyond that of its teacher."""
+    if isinstance(new, LonghornHybridBlock):
+        if init == "projections":
+            init_from_heads(new.mixer, old.self_attn, new.norm, new.self_attn.config.sliding_window)
+        close_output(new.mixer)
+    elif init != "projections":
+        return
+    elif isinstance(new, LonghornBlock):
+        if new.is_recurrent:
+            init_from_attention(new.mixer, old.self_attn)
+    elif new.attention.context is not None:
+        init_context(new.attention, new.attention_norm)
 
 
 def _copy(value: torch.Tensor, target: torch.Tensor, name: str) -> list[str]:
@@ -156,6 +173,6 @@ def new_modules(student: Student) -> list[str]:
             kind = "context" if layer.attention.context is not None else "recurrent"
             if layer.attention.o_proj.in_features > layer.attention.q_proj.out_features:
                 names += [f"model.layers.{index}.attention.{part}" for part in (kind, "context_q_proj", "o_proj")]
-        elif layer.is_recurrent:
+        elif hasattr(layer, "mixer"):
             names.append(f"model.layers.{index}.mixer")
     return names

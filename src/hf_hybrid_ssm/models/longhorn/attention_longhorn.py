@@ -20,6 +20,9 @@ from hf_hybrid_ssm.models.rotary import rotated
 from hf_hybrid_ssm.ops._core.checks import can_read_values
 from hf_hybrid_ssm.ops.local_attention import AttentionState, append_to_window, local_attention, window_step
 
+WINDOW_STATES = AttentionState._fields
+"""The names of what window attention keeps in its layer of the cache."""
+
 
 class LonghornAttention(nn.Module):
     """Grouped-query attention with rotary positions, for hybrid stacks."""

@@ -46,6 +46,8 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
             (the logit of beta); `"auto"` is `ceil(hidden_size / 16)`.
         use_bias (`bool`, *optional*, defaults to `False`): Bias in the input and output projections.
         use_conv_bias (`bool`, *optional*, defaults to `True`): Bias in the short convolution.
+        use_qk_proj (`bool`, *optional*, defaults to `False`): Project the scan's keys and queries from the block's
+            input, as attention does, instead of from the convolved channels; with `use_qk_norm` they have its norms.
         use_rope_in_mixer (`bool`, *optional*, defaults to `False`): Rotate the scan's keys and queries by their
             positions, as attention does; `state_size` must then be `head_dim`.
         use_scan_norm (`bool`, *optional*, defaults to `False`): RMSNorm between the scan and the output gate, which
@@ -95,6 +97,8 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
         "layers.*.mixer.in_proj": "colwise_gather_output",
         "layers.*.mixer.x_proj": "rowwise_split_input",
         "layers.*.mixer.dt_proj": "colwise_gather_output",
+        "layers.*.mixer.q_proj": "colwise_gather_output",
+        "layers.*.mixer.k_proj": "colwise_gather_output",
         "layers.*.mixer.out_proj": "rowwise_split_input",
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
@@ -137,6 +141,7 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
     time_step_rank: int | str = "auto"
     use_bias: bool = False
     use_conv_bias: bool = True
+    use_qk_proj: bool = False
     use_rope_in_mixer: bool = False
     use_scan_norm: bool = False
     layer_norm_epsilon: float = 1e-5

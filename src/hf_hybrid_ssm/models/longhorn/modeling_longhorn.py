@@ -30,6 +30,7 @@ from hf_hybrid_ssm.models.heads import (
     TokenClassificationHead,
 )
 from hf_hybrid_ssm.models.longhorn.attention_longhorn import (
+    WINDOW_STATES,
     LonghornAttention,
     LonghornSlidingAttention,
     attention_masks,
@@ -38,7 +39,6 @@ from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.packing import PackedRows, States, resolve_packing
 from hf_hybrid_ssm.models.rotary import RotaryEmbedding, rotated
 from hf_hybrid_ssm.ops.causal_conv import causal_conv, causal_conv_step
-from hf_hybrid_ssm.ops.local_attention import AttentionState
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan, longhorn_step
 
 SCAN_NORM_EPSILON = 1e-6
@@ -69,8 +69,9 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
 
     x, z = in_proj(u); x = silu(conv(x)); d, k, q = x_proj(x); out_proj(scan(x, dt_proj(d), k, q) · silu(z)).
 
-    With several heads k and q are (B, L, H, N), and each head has D / H consecutive channels. With `use_rope_in_mixer`
-    they are rotated by the tokens' positions; `rotation` are then cosines and sines, (B, L, N) each, else nothing.
+    With several heads k and q are (B, L, H, N), and each head has D / H consecutive channels. With `use_qk_proj` they
+    are k_proj(u) and q_proj(u). With `use_rope_in_mixer` they are rotated by the tokens' positions; `rotation` are
+    then cosines and sines, (B, L, N) each, else nothing.
     """
 
     float32_parameters = ("D", "dt_bias")
@@ -82,10 +83,17 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
         channels, rank = config.intermediate_size, int(config.time_step_rank)
         self.num_heads, self.state_size = config.num_heads, config.state_size
         self.use_rope = config.use_rope_in_mixer
-        self.projection_sizes = [rank, self.num_heads * self.state_size, self.num_heads * self.state_size]
+        size = self.num_heads * self.state_size
+        self.projection_sizes = [rank] if config.use_qk_proj else [rank, size, size]
         self.in_proj = nn.Linear(config.hidden_size, 2 * channels, bias=config.use_bias)
         self.conv1d = ShortConvolution(channels, config.conv_kernel, bias=config.use_conv_bias)
         self.x_proj = nn.Linear(channels, sum(self.projection_sizes), bias=False)
+        self.q_proj = self.k_proj = self.q_norm = self.k_norm = None
+        if config.use_qk_proj:
+            self.q_proj, self.k_proj = (nn.Linear(config.hidden_size, size, bias=config.use_bias) for _ in range(2))
+        if config.use_qk_proj and config.use_qk_norm:
+            eps = config.layer_norm_epsilon
+            self.q_norm, self.k_norm = (RMSNorm(self.state_size, eps=eps) for _ in range(2))
         self.dt_proj = nn.Linear(rank, channels, bias=False)
         # The scan adds this bias in float32, so it is not part of `dt_proj`.
         self.dt_bias = nn.Parameter(torch.zeros(channels))
@@ -129,7 +137,7 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
     ) -> tuple[torch.Tensor, States]:
         raw, gate = self.in_proj(hidden_states).chunk(2, dim=-1)  # (B, L, D) each
         x, conv_state = self.conv1d(raw, initial_state=past.get("conv"), **options)
-        dt, k, q = self._projected(x, *rotation)
+        dt, k, q = self._projected(x, hidden_states, *rotation)
         z = gate if self.scan_norm is None else None
         y, scan_state = longhorn_scan(
             x, self.dt_proj(dt), k, q, beta_bias=self.dt_bias, D=self.D, z=z, initial_state=past.get("scan"), **options
@@ -139,12 +147,19 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
         states = {} if conv_state is None else {"conv": conv_state, "scan": scan_state}
         return self.out_proj(y), states
 
-    def _projected(self, x: torch.Tensor, *rotation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _projected(
+        self, x: torch.Tensor, hidden_states: torch.Tensor, *rotation: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What `dt_proj` takes (B, [L,] R), and keys and queries, (B, [L,] N) of one head or (B, [L,] H, N)."""
-        dt, k, q = self.x_proj(x).split(self.projection_sizes, dim=-1)
-        if self.num_heads == 1 and not rotation:
+        dt, *keys_and_queries = self.x_proj(x).split(self.projection_sizes, dim=-1)
+        if self.k_proj is not None and self.q_proj is not None:
+            keys_and_queries = [self.k_proj(hidden_states), self.q_proj(hidden_states)]
+        k, q = keys_and_queries
+        if self.num_heads == 1 and self.k_norm is None and not rotation:
             return dt, k, q
         k, q = (part.unflatten(-1, (self.num_heads, self.state_size)) for part in (k, q))
+        if self.k_norm is not None and self.q_norm is not None:
+            k, q = self.k_norm(k), self.q_norm(q)
         if rotation:
             q, k = rotated(q, k, (rotation[0], rotation[1]), x.dtype)
         return (dt, k, q) if self.num_heads > 1 else (dt, k.squeeze(-2), q.squeeze(-2))
@@ -160,9 +175,10 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
     ) -> tuple[torch.Tensor, States]:
         if not isinstance(self.conv1d, ShortConvolution):  # PEFT's wrapper, which adapts `forward` alone
             return super().step(hidden_states, past=past, capacity=capacity)
-        raw, gate = self.in_proj(hidden_states)[:, 0].chunk(2, dim=-1)  # (B, D) each
+        hidden_states = hidden_states[:, 0]
+        raw, gate = self.in_proj(hidden_states).chunk(2, dim=-1)  # (B, D) each
         x = self.conv1d.step(raw, past["conv"], pages)
-        dt, k, q = self._projected(x, *(part[:, 0] for part in rotation))
+        dt, k, q = self._projected(x, hidden_states, *(part[:, 0] for part in rotation))
         z = gate if self.scan_norm is None else None
         options = {"beta_bias": self.dt_bias, "D": self.D, "z": z, "pages": pages}
         y = longhorn_step(x, self.dt_proj(dt), k, q, past["scan"], **options)
@@ -218,6 +234,7 @@ class LonghornBlock(GradientCheckpointingLayer):
         cache: Cache | None,
         **kwargs,
     ) -> torch.Tensor:
+        """What the mixer, the attention or both make of the normed input (B, L, M)."""
         if self.is_recurrent:
             return self.mixer(normed, rows, cache, position_embeddings)
         return self.self_attn(normed, rows, position_embeddings, attention_mask, cache, **kwargs)[0]
@@ -262,7 +279,7 @@ class LonghornHybridBlock(RecurrentMixin, LonghornBlock):
 
 def _states_by_part(states: States) -> tuple[States, States]:
     """Those of the window, and those of the mixer beside it."""
-    of_window = {name: state for name, state in states.items() if name in AttentionState._fields}
+    of_window = {name: state for name, state in states.items() if name in WINDOW_STATES}
     return of_window, {name: state for name, state in states.items() if name not in of_window}
 
 
@@ -286,8 +303,9 @@ class LonghornPreTrainedModel(HybridPreTrainedModel):
         if isinstance(module, LonghornMixer):
             init.zeros_(module.dt_bias)
             init.ones_(module.D)
-            for projection in (module.in_proj, module.x_proj, module.dt_proj):
-                _uniform_fan_in(projection)
+            for projection in (module.in_proj, module.x_proj, module.dt_proj, module.q_proj, module.k_proj):
+                if projection is not None:
+                    _uniform_fan_in(projection)
             bound = 1 / math.sqrt(module.conv1d.kernel_size[0])
             init.uniform_(module.conv1d.weight, -bound, bound)
             if module.conv1d.bias is not None:
