@@ -6,8 +6,8 @@
 states. Stages, each optional and resumable: `align` (every new mixer, or attention with context states, imitates the
 teacher's attention, given the teacher's own input to it), `distil` (the student imitates the teacher's distribution of
 the next token) and `finetune` (next token, on text). Before anything is trained, the weights that do not carry over
-are listed. Writes to `output_dir` the student with tokenizer, code and card, results.json, and gap.png: the way to the
-teacher's loss.
+are listed. Writes to `output_dir` the student with tokenizer, code and card (or with delta=true what it has beyond its
+teacher), results.json, and gap.png: the way to the teacher's loss.
 """
 
 from dataclasses import dataclass, field, replace
@@ -17,8 +17,11 @@ from typing import Any
 from _lib.checks import check_output, check_vocabulary, clear_checkpoints
 from _lib.documents import DataArguments, check_ends, get_tokenizer, load_documents
 from _lib.entry import start
+from _lib.recall_rows import with_recall_rows
 from _lib.rows import packed_rows, split_rows
-from _lib.training import LanguageTrainer, checkpoint_to_resume, perplexity, plot_loss, say, write_json
+from _lib.stages import Stage, StageTrainer
+from _lib.teacher_states import TeacherStates
+from _lib.training import checkpoint_to_resume, perplexity, plot_loss, say, write_json
 
 import torch
 from transformers import (
@@ -31,21 +34,23 @@ from transformers import (
 
 from hf_hybrid_ssm.hub import card_of_folder
 from hf_hybrid_ssm.hub.configurations import check_fields
+from hf_hybrid_ssm.hub.delta_files import remove_weights
 from hf_hybrid_ssm.hub.reading import read_json
 from hf_hybrid_ssm.upcycle import (
     KEEP_BY,
     STUDENT_FAMILIES,
-    alignment_losses,
     choose_layers,
-    distillation_loss,
     load_teacher,
     load_teacher_model,
+    memory_window,
     new_modules,
+    save_delta,
     upcycle,
 )
 
 STAGES = ("align", "distil", "finetune")
 EVALUATION = "evaluation"
+TRAINED = ("all", "new")
 
 
 @dataclass
@@ -80,6 +85,17 @@ class UpcycleArguments:
     lora_rank: int | None = field(
         default=None, metadata={"help": "in distil and finetune: train what is new, and LoRA on all else"}
     )
+    trained: str = field(default="all", metadata={"help": "in distil and finetune: all weights, or only what is new"})
+    within_weight: float = field(
+        default=1.0, metadata={"help": "of tokens that a window still shows, in align and distil; others have 1"}
+    )
+    recall_share: float = field(
+        default=0.0, metadata={"help": "of the training rows: copies and values of keys, from beyond the window"}
+    )
+    teacher_states: str | None = field(
+        default=None, metadata={"help": "a folder to keep the teacher's last hidden states in, for distil"}
+    )
+    delta: bool = field(default=False, metadata={"help": "save what the student has beyond its teacher, not all"})
     teacher_device_map: str | None = field(
         default=None, metadata={"help": 'where the teacher lies: "auto", "cuda:1", ...'}
     )
@@ -97,27 +113,18 @@ class UpcycleArguments:
             raise ValueError(f"keep_by={self.keep_by!r} chooses a count or share of layers, got keep={self.keep!r}.")
         if not self.temperature > 0:
             raise ValueError(f"temperature={self.temperature} must be positive.")
-
-
-class StageTrainer(LanguageTrainer):
-    """Trains by the loss of a stage; evaluates by the next token's loss, whatever the stage."""
-
-    def __init__(self, *args: Any, stage: str, teacher: PreTrainedModel, temperature: float, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.stage, self.teacher, self.temperature = stage, teacher, temperature
-        if stage != "finetune":
-            self.model_accepts_loss_kwargs = False  # the Trainer divides by the accumulation steps itself
-
-    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
-        if self.stage == "finetune" or not model.training:
-            return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
-        if self.stage == "align":
-            losses = alignment_losses(self.accelerator.unwrap_model(model), self.teacher, **inputs)
-            return torch.stack(list(losses.values())).mean()
-        given = {name: value for name, value in inputs.items() if name != "labels"}
-        with torch.no_grad():
-            wanted = self.teacher(**given, use_cache=False).logits
-        return distillation_loss(model(**given).logits, wanted, self.temperature)
+        if self.trained not in TRAINED:
+            raise ValueError(f"trained={self.trained!r} must be one of {', '.join(map(repr, TRAINED))}.")
+        if self.trained == "new" and self.lora_rank is not None:
+            raise ValueError(f"lora_rank={self.lora_rank} trains more than trained='new' does: give one of them.")
+        if self.lora_rank is not None and self.lora_rank < 1:
+            raise ValueError(f"lora_rank={self.lora_rank} must be at least 1.")
+        if not 0 < self.within_weight <= 1:
+            raise ValueError(f"within_weight={self.within_weight} must lie above 0 and at most at 1.")
+        if not 0 <= self.recall_share < 1:
+            raise ValueError(f"recall_share={self.recall_share} must be at least 0 and below 1.")
+        if self.teacher_states is not None and self.distil is None:
+            raise ValueError(f"teacher_states={self.teacher_states!r} are for distil, which has no settings.")
 
 
 def stage_arguments(training: TrainingArguments, stage: str, settings: dict[str, Any]) -> TrainingArguments:
@@ -194,13 +201,18 @@ def upcycle_model(arguments: UpcycleArguments, data: DataArguments, training: Tr
         teacher, keep, arguments.keep_as, arguments.init, arguments.student, arguments.others_as, **arguments.config
     )
     say(report)
-    if "align" in stages and not new_modules(student):
-        raise ValueError("align has nothing to train: the student has no new mixers or context states. Leave it out.")
+    window = checked_window(arguments, data, student, stages)
+    train = with_recall_rows(train, tokenizer, arguments.recall_share, window or 0, training.seed)
+    states = None
+    if arguments.teacher_states is not None:
+        states = TeacherStates(arguments.teacher_states, teacher, train)
+        train = train.add_column("row", list(range(len(train))))
 
-    def trainer_of(model: Any, stage: str, settings: TrainingArguments) -> StageTrainer:
+    def trainer_of(model: Any, name: str, settings: TrainingArguments) -> StageTrainer:
+        stage = Stage(name, teacher, arguments.temperature, window, arguments.within_weight, states)
         return StageTrainer(
             model=model, args=settings, train_dataset=train, eval_dataset=validation, processing_class=tokenizer,
-            data_collator=default_data_collator, stage=stage, teacher=teacher, temperature=arguments.temperature,
+            data_collator=default_data_collator, stage=stage,
         )  # fmt: skip
 
     (folder / EVALUATION).mkdir(parents=True, exist_ok=True)  # by which a later run knows the folder
@@ -248,6 +260,36 @@ def upcycle_model(arguments: UpcycleArguments, data: DataArguments, training: Tr
     return results
 
 
+def checked_window(
+    arguments: UpcycleArguments, data: DataArguments, student: Any, stages: dict[str, TrainingArguments]
+) -> int | None:
+    """The window beside which something new remembers, if there is one.
+
+    Raises:
+        ValueError: nothing new is there to train, or rows or weights of tokens do not fit the window.
+    """
+    if not new_modules(student):
+        for setting, given in (("align", "align" in stages), ("trained='new'", arguments.trained == "new")):
+            if given:
+                raise ValueError(
+                    f"{setting} has nothing to train: the student has no new mixers or context states. Leave it out."
+                )
+    window = memory_window(student.config)
+    if window is None:
+        if arguments.within_weight != 1:
+            raise ValueError(
+                f"within_weight={arguments.within_weight} is for students with something new beside a window, and "
+                "this has none: leave it out."
+            )
+        return None
+    if stages and data.sequence_length < 2 * window:
+        raise ValueError(
+            f"sequence_length={data.sequence_length} must be at least {2 * window}, twice the window of "
+            f"{window} tokens: beyond it what is new has something to learn."
+        )
+    return window
+
+
 def layers_of(config: Any) -> dict[str, Any]:
     """What became of the teacher's attention layers, for results.json."""
     kinds = list(enumerate(config.block_types))
@@ -263,7 +305,7 @@ def run_stage(
 ) -> tuple[dict[str, Any], Any]:
     """Train one stage; what to remember of it, and the student after it."""
     model: Any = student
-    if stage == "align":  # an optimizer need not hold the rest
+    if stage == "align" or arguments.trained == "new":  # an optimizer need not hold the rest
         new = new_modules(student)
         for name, parameter in student.named_parameters():
             parameter.requires_grad_(within(name, new))
@@ -291,11 +333,15 @@ def save(
     arguments: UpcycleArguments,
     training: TrainingArguments,
 ) -> None:
-    """An ordinary checkpoint, whose card names the teacher and the gap."""
+    """An ordinary checkpoint, or a delta, whose card names the teacher and the gap."""
     if not training.should_save:
         return
-    student.save_pretrained(folder, export_code=True)
-    tokenizer.save_pretrained(folder)
+    if arguments.delta:
+        save_delta(student, folder, arguments.teacher, tokenizer=tokenizer, overwrite=True)
+    else:
+        remove_weights(folder)
+        student.save_pretrained(folder, export_code=True)
+        tokenizer.save_pretrained(folder)
     write_json(folder / "results.json", results)
     card = card_of_folder(folder, recipe=f"python recipes/upcycle.py CONFIG.yaml teacher={results['teacher']}")
     if (folder / "README.md").exists() and not arguments.overwrite:

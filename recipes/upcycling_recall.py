@@ -17,6 +17,7 @@ from typing import Any
 
 from _lib.entry import start
 from _lib.intervals import half_width
+from _lib.stages import Stage, StageTrainer
 from _lib.sweeps import check_claim, claim, once, training_settings
 from _lib.training import Trainer, say, write_figures
 
@@ -31,7 +32,7 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
-from upcycle import StageTrainer, within
+from upcycle import within
 
 from hf_hybrid_ssm.hub.configurations import new_config
 from hf_hybrid_ssm.upcycle import new_modules, student_config, upcycle
@@ -163,7 +164,7 @@ def train_student(
         model.config.use_cache = False
         trainer = StageTrainer(
             model=model, args=training, train_dataset=task.rows(seed), data_collator=default_data_collator,
-            stage=stage, teacher=teacher, temperature=1.0,
+            stage=Stage(stage, teacher),
         )  # fmt: skip
         if stage == "finetune":
             trainer.add_callback(StopWhenSolved(arguments.enough))

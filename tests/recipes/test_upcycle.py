@@ -1,14 +1,19 @@
 """The recipe: every stage learns, a killed run goes on, and the result is an ordinary checkpoint."""
 
 import json
+import random
+import re
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import upcycle
-from _lib.documents import DataArguments
+from _lib.documents import DataArguments, train_tokenizer
+from _lib.recall_rows import with_recall_rows
 from _lib.standard_text import standard_documents
+from _lib.teacher_states import TeacherStates
 from datasets import Dataset
 from pretrain_clm import ModelArguments, pretrain
 from safetensors.torch import load_file
@@ -32,10 +37,9 @@ def texts(tmp_path_factory):
     return folder
 
 
-def data_of(texts):
-    return DataArguments(
-        [f"{texts}/train.jsonl"], [f"{texts}/held_out.jsonl"], sequence_length=64, tokenizer_vocab_size=400
-    )
+def data_of(texts, sequence_length=64):
+    files = {"train_files": [f"{texts}/train.jsonl"], "validation_files": [f"{texts}/held_out.jsonl"]}
+    return DataArguments(**files, sequence_length=sequence_length, tokenizer_vocab_size=400)
 
 
 def training(output, **options):
@@ -142,6 +146,138 @@ def test_a_block_state_transformer_goes_through_every_stage(lora_rank, texts, te
         )
         assert torch.equal(first, then) and not torch.equal(then, last)
     assert torch.equal(old["model.embed_tokens.weight"], new["model.embed_tokens.weight"]) == (lora_rank is not None)
+
+
+SMALL_BST = {"sliding_window": 16, "ssm_layers": [1, 3], "ssm_state_size": 4}
+
+
+def new_parts_alone(teacher, **more):
+    stages = {"align": {"max_steps": 4}, "distil": {"max_steps": 6}}
+    options = {"trained": "new", "within_weight": 0.1, "config": SMALL_BST} | stages
+    return UpcycleArguments(str(teacher), "bst", **(options | more))
+
+
+def test_only_what_is_new_is_trained_and_saved_as_a_delta(texts, teacher, tmp_path):
+    results = upcycle_model(new_parts_alone(teacher, delta=True), data_of(texts), training(tmp_path))
+    said, old = json.loads((tmp_path / "delta.json").read_text()), load_file(teacher / "model.safetensors")
+    assert not (tmp_path / "model.safetensors").exists() and said["teacher"] == teacher.name
+    assert "model.layers.1.attention.q_proj.weight" in said["carried"]
+    assert "model.layers.1.attention.context_q_proj.weight" not in said["carried"]
+    student = AutoModelForCausalLM.from_pretrained(tmp_path, teacher=teacher)
+    assert torch.equal(student.model.embed_tokens.weight, old["model.embed_tokens.weight"])
+    aligned, distilled = (load_file(tmp_path / stage / "model.safetensors") for stage in ("align", "distil"))
+    assert torch.equal(
+        student.model.layers[1].attention.o_proj.weight, distilled["model.layers.1.attention.o_proj.weight"]
+    )
+    new = [name for name in distilled if not torch.equal(aligned[name], distilled[name])]
+    assert new and all(".layers.1." in name or ".layers.3." in name for name in new)
+    card = (tmp_path / "README.md").read_text()
+    assert "## Teacher" in card and "validation loss" in card and results["steps"] == 10
+
+
+def test_the_teachers_states_are_kept_and_read_again(texts, teacher, tmp_path, monkeypatch):
+    arguments = new_parts_alone(teacher, align=None, teacher_states=str(tmp_path / "states"), recall_share=0.2)
+    losses, forwards, keep = {}, [], TeacherStates.of
+
+    def counted(self, rows, compute):
+        return keep(self, rows, lambda: forwards.append(1) or compute())
+
+    monkeypatch.setattr(TeacherStates, "of", counted)
+    for name in ("first", "second"):
+        losses[name] = upcycle_model(arguments, data_of(texts, 160), training(tmp_path / name))["loss_after_distil"]
+        forwards.append(name)
+    assert losses["first"] == losses["second"]
+    assert forwards[-2:] == ["first", "second"] and len(forwards) > 2  # the second time none is computed
+    (folder,) = (tmp_path / "states").iterdir()
+    about = json.loads((folder / "about.json").read_text())
+    assert (folder / "states").stat().st_size == 2 * about["shape"][0] * 160 * 32
+    without = new_parts_alone(teacher, align=None, recall_share=0.2)
+    loss = upcycle_model(without, data_of(texts, 160), training(tmp_path / "third"))["loss_after_distil"]
+    assert loss == pytest.approx(losses["first"], abs=1e-3)  # bfloat16
+
+
+def test_states_belong_to_the_teacher_and_to_the_rows(texts, teacher, tmp_path, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(teacher)
+    rows = Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5, 6]], "position_ids": [[0, 1, 2]] * 2})
+
+    def states_of(model, rows):
+        return TeacherStates(tmp_path, model, rows)
+
+    wanted = torch.randn(2, 3, 32)
+    order = torch.tensor([1, 0])
+    kept = states_of(model, rows).of(order, lambda: wanted)
+    assert kept.dtype == torch.bfloat16 and torch.equal(kept, wanted.bfloat16())
+    again = states_of(model, rows).of(torch.tensor([0, 1]), lambda: pytest.fail("they are there"))
+    assert torch.equal(again, wanted.bfloat16().flip(0))
+    other = rows.map(lambda row: {"position_ids": [0, 1, 0]})
+    with torch.no_grad():
+        moved = AutoModelForCausalLM.from_pretrained(teacher)
+        moved.model.norm.weight[0] += 1
+    for states in (states_of(model, other), states_of(moved, rows)):
+        assert not states.done.any()
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10))
+    with pytest.raises(ValueError, match=r"take 0\.0 GB, and 0\.0 GB are free"):
+        states_of(model, rows.select([0]))
+
+
+FACT = r"The code of (\w+) is (\d{5})"
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_recall_rows_repeat_what_stood_beyond_the_window(named):
+    """Half copy passages, half say facts twice; each repetition stands more than a window after what it repeats."""
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghij", k=5)) for _ in range(150 if named else 3)]
+    tokenizer = train_tokenizer([" ".join(["", *words] * 20)], 900)
+    length, window = 500, 100
+    random_ids = [[draw.randrange(len(tokenizer)) for _ in range(length)] for _ in range(30)]
+    positions = list(range(length))
+    rows = Dataset.from_list(
+        [{"input_ids": ids, "labels": ids, "position_ids": positions, "continues": False} for ids in random_ids]
+    )
+    mixed = with_recall_rows(rows, tokenizer, 0.25, window=window, seed=1)
+    assert len(mixed) == 40 and mixed[:30] == rows[:]
+    border = (length - window) // 2
+    for number, made in enumerate(mixed.select(range(30, 40))):
+        ids = made["input_ids"]
+        assert len(ids) == length and made["labels"] == [-100, *ids[1:]] and made["position_ids"] == positions
+        early, late = ids[:border], ids[border + window :]
+        if named and number % 2:
+            said = [set(re.findall(FACT, tokenizer.decode(part))) for part in (early, late)]
+            assert said[0] == said[1] != set()
+            continue
+        size = 8 if number % 2 == 0 else 4
+        grams = [{tuple(part[at : at + size]) for at in range(len(part) - size + 1)} for part in (early, late)]
+        assert grams[0] & grams[1]
+    with pytest.raises(ValueError, match="sequence_length=500 is too short for recall_share"):
+        with_recall_rows(rows, tokenizer, 0.25, window=400, seed=1)
+    assert with_recall_rows(rows, tokenizer, 0, window=400, seed=1) is rows
+
+
+def test_new_settings_are_checked_by_name(teacher, texts, tmp_path):
+    for given, message in (
+        ({"trained": "head"}, "trained='head' must be one of 'all', 'new'"),
+        ({"lora_rank": 2}, "lora_rank=2 trains more than trained='new' does"),
+        ({"lora_rank": 0, "trained": "all"}, "lora_rank=0 must be at least 1"),
+        ({"within_weight": 0.0}, r"within_weight=0\.0 must lie above 0"),
+        ({"recall_share": 1.0}, r"recall_share=1\.0 must be at least 0 and below 1"),
+        ({"distil": None, "teacher_states": "x"}, "teacher_states='x' are for distil"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            new_parts_alone(teacher, **given)
+    nothing = {"config": SMALL_BST | {"ssm_layers": []}, "align": None, "within_weight": 1.0}
+    for given, message in (
+        ({"config": SMALL_BST | {"sliding_window": 33}}, "sequence_length=64 must be at least 66, twice the window"),
+        (nothing, "trained='new' has nothing to train"),
+        (nothing | {"trained": "all", "within_weight": 0.5}, r"within_weight=0\.5 is for students with something new"),
+        ({"recall_share": 0.1}, "sequence_length=64 is too short for recall_share"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            upcycle_model(new_parts_alone(teacher, **given), data_of(texts), training(tmp_path))
+    data = data_of(texts)
+    data.streaming = True
+    with pytest.raises(ValueError, match="teacher_states needs rows that stay the same: streaming=false"):
+        upcycle_model(new_parts_alone(teacher, teacher_states=str(tmp_path)), data, training(tmp_path))
 
 
 def test_refusals(teacher, texts, tmp_path):

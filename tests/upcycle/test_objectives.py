@@ -9,7 +9,9 @@ from hf_hybrid_ssm.upcycle import (
     distillation_loss,
     fused_distillation_loss,
     has_plain_head,
+    memory_window,
     new_modules,
+    student_config,
     upcycle,
 )
 from tests.upcycle.test_upcycle import TEACHERS, teacher_of, tokens
@@ -98,6 +100,19 @@ def test_fused_distillation_is_distillation(name, kind):
     beyond = fused_distillation_loss(student, states, head, token_weights=counted.float(), **given)
     ours, theirs = student(**given, use_cache=False).logits[counted], output.logits[counted]
     torch.testing.assert_close(beyond, distillation_loss(ours, theirs), rtol=1e-4, atol=1e-6)
+    weighed = fused_distillation_loss(student, states, head, token_weights=weights, **given)
+    whole = distillation_loss(student(**given, use_cache=False).logits, output.logits, token_weights=weights)
+    torch.testing.assert_close(weighed, whole, rtol=1e-4, atol=1e-6)
+
+
+def test_which_students_remember_beside_a_window():
+    teacher = teacher_of("llama").config
+    assert memory_window(student_config(teacher, family="bst", sliding_window=6)) == 6
+    assert memory_window(student_config(teacher, family="bst", sliding_window=6, ssm_layers=[])) is None
+    assert memory_window(student_config(teacher, keep=1.0, keep_as="sliding_attention")) is None
+    assert memory_window(student_config(teacher, keep=[1])) is None
+    beside = ["hybrid_sliding"] * 4
+    assert memory_window(student_config(teacher, block_types=beside, sliding_window=6)) == 5
 
 
 def test_stored_states_may_be_narrower():

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 
 from hf_hybrid_ssm.ops._core.checks import can_read_values, check_tensor
+from hf_hybrid_ssm.ops._core.dispatch import forced_backend
+from hf_hybrid_ssm.ops._core.second_derivatives import refuse_second_derivative
 from hf_hybrid_ssm.ops._core.transforms import is_transforming
 from hf_hybrid_ssm.ops.linear_cross_entropy import CHUNK_NUMBERS
 
@@ -22,7 +24,7 @@ def linear_kl_divergence(
     alike, with memory for `chunk_size` rows of logits.
 
     The gradients of a chunk are computed with its divergence, so that backward only scales them. Rows of weight 0 are
-    not multiplied on CPU.
+    not multiplied on CPU. There is no second derivative but with the backend "reference", which is the equation.
 
     Args:
         hidden: (..., D), of the student.
@@ -57,7 +59,7 @@ def linear_kl_divergence(
     weights = weights.detach().to(dtype)
     total = weights.sum()
     teacher_weight = teacher_weight.detach()
-    if is_transforming():  # the hand-written gradient has no rules for it
+    if is_transforming() or forced_backend() == "reference":  # the hand-written gradient has no rules for it
         ours = F.log_softmax(F.linear(rows, weight).to(dtype) / temperature, -1)
         wanted = F.log_softmax(F.linear(theirs, teacher_weight).to(dtype) / temperature, -1)
         divergence = ((wanted.exp() * (wanted - ours)).sum(-1) * weights).sum()
@@ -95,15 +97,15 @@ class _ChunkedLinearKL(torch.autograd.Function):
                 drows[piece] = gradient.to(weight.dtype) @ weight
             if dweight is not None:
                 dweight += (gradient.to(chunk.dtype).T @ chunk).to(dtype)
-        ctx.save_for_backward(drows, dweight)
+        ctx.save_for_backward(drows, dweight, total)
         ctx.dtypes = rows.dtype, weight.dtype
         return total
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dtotal):
-        gradients = (
-            None if gradient is None else (gradient * dtotal).to(dtype)
-            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes)
-        )
-        return (*gradients, None, None, None, None, None)
+        *kept, total = ctx.saved_tensors
+        gradients = [
+            None if gradient is None else (gradient * dtotal).to(dtype) for gradient, dtype in zip(kept, ctx.dtypes)
+        ]
+        refused = refuse_second_derivative("linear_kl_divergence", gradients, total)
+        return (*refused, None, None, None, None, None)

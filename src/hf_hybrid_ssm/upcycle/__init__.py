@@ -28,6 +28,7 @@ __getattr__, __dir__, __all__ = attach(
         "init_from_heads": f"{__name__}.mixer_heads",
         "load_teacher": f"{__name__}.loading",
         "load_teacher_model": f"{__name__}.loading",
+        "memory_window": f"{__name__}.objectives",
         "new_modules": f"{__name__}.student",
         "rank_layers_by_kl": f"{__name__}.divergence",
         "rank_layers_by_recall": f"{__name__}.recall",

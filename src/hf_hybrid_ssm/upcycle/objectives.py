@@ -111,6 +111,15 @@ def alignment_losses(
     return losses
 
 
+def memory_window(config: Any) -> int | None:
+    """Tokens before its own that a student's window shows where something else is to remember what lies beyond:
+    context states of a BST, or Longhorn mixers beside windows. None where no layer has both."""
+    kinds = set(config.block_types)
+    if config.model_type == "bst":
+        return config.sliding_window if kinds - {"sliding_attention"} else None
+    return config.sliding_window - 1 if "hybrid_sliding" in kinds else None  # Longhorn's counts the token itself
+
+
 def beyond_window(window: int, within: float, **inputs: torch.Tensor) -> torch.Tensor:
     """Weights (B, L) of tokens: 1 where more than `window` tokens of the document come before, `within` elsewhere.
 
@@ -129,12 +138,16 @@ def beyond_window(window: int, within: float, **inputs: torch.Tensor) -> torch.T
 
 
 def distillation_loss(
-    student_logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float = 1.0
+    student_logits: torch.Tensor,
+    teacher_logits: torch.Tensor,
+    temperature: float = 1.0,
+    token_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """T² KL(teacher || student) of the distributions at temperature T, the mean over tokens, in nats.
 
     Args:
         student_logits, teacher_logits: (..., V).
+        token_weights: (...), of a weighted mean; by default every token counts alike.
 
     Raises:
         ValueError: the vocabularies or the temperature do not allow it.
@@ -148,7 +161,11 @@ def distillation_loss(
         raise ValueError(f"temperature={temperature} must be positive.")
     ours = F.log_softmax(student_logits.float() / temperature, dim=-1).flatten(0, -2)
     theirs = F.log_softmax(teacher_logits.float().to(ours.device) / temperature, dim=-1).flatten(0, -2)
-    return F.kl_div(ours, theirs, log_target=True, reduction="batchmean") * temperature**2
+    if token_weights is None:
+        return F.kl_div(ours, theirs, log_target=True, reduction="batchmean") * temperature**2
+    weights = token_weights.to(ours).flatten()
+    divergences = F.kl_div(ours, theirs, log_target=True, reduction="none").sum(-1)
+    return (weights * divergences).sum() / weights.sum() * temperature**2
 
 
 @contextmanager
