@@ -89,6 +89,7 @@ NORM = RMSNorm(4)
 # those of the package: a function of tensors that runs it, and their shapes; None: of processes, tests/distributed
 FUNCTIONS = {
     "_ChunkedLinearCrossEntropy": OPS["linear_cross_entropy"],
+    "_ChunkedLinearKL": OPS["linear_kl_divergence"],
     "_BiasedAttention": OPS["local_attention"],
     "_FFTConv": OPS["long_conv fft"],
     "_RMSNorm": (lambda x, w: torch.func.functional_call(NORM.to(x.dtype), {"weight": w}, (x,)), [(2, 9, 4), (4,)]),
@@ -124,7 +125,7 @@ def test_of_autograd_functions(name):
     points, directions = [t.double().requires_grad_() for t in drawn(shapes)], drawn(shapes, 1)
     with backend("torch"):
         wanted = differences(weighted(function), points, directions)
-        if name in ("_ChunkedLinearCrossEntropy", "_Refusal"):
+        if name in ("_ChunkedLinearCrossEntropy", "_ChunkedLinearKL", "_Refusal"):
             with pytest.raises(RuntimeError, match=REFUSED):
                 second_derivative(weighted(function), points, directions)
         else:
