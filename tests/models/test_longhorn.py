@@ -189,6 +189,21 @@ def test_a_hybrid_block_is_the_sum_of_its_parts():
         torch.testing.assert_close(state, apart[name])
 
 
+def test_a_row_in_training_gets_its_window_or_does_not():
+    """In training alone, and as it is: nothing is scaled."""
+    fields = {**HYBRID, "num_hidden_layers": 1, "block_types": ["hybrid_sliding"], "window_dropout": 0.4}
+    model = build({**fields, "mlp_intermediate_size": None}).double()
+    layer, rows = model.model.layers[0], 400
+    x = torch.randn(1, 4, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).expand(rows, -1, -1)
+    positions = model.model.rotary_emb(x, torch.arange(4)[None])
+    whole = layer(x, PackedRows(4), positions)
+    alone = x + layer.mixer(layer.norm(x))
+    found = layer.train()(x, PackedRows(4), positions)
+    is_whole, is_alone = ((found - each).abs().amax((1, 2)) < 1e-12 for each in (whole, alone))
+    assert bool((is_whole ^ is_alone).all())
+    assert 0.3 < is_alone.double().mean() < 0.5
+
+
 def test_golden_model():
     model = LonghornForCausalLM(GOLDEN).double().eval()
     fill(model.model.embed_tokens.weight, 20)
@@ -434,6 +449,7 @@ def test_compiled_forward_equals_eager():
         ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
         ({"conv_kernel": 0}, "conv_kernel=0"),
         ({"num_heads": 0}, "num_heads=0"),
+        ({"window_dropout": 1.0}, "window_dropout=1.0 must lie in"),
         ({"num_heads": 5}, "num_heads=5 must divide the 48 channels of a block"),
         ({"time_step_rank": "large"}, "time_step_rank='large'"),
         ({"layer_types": ["full_attention"] * 3, "num_attention_heads": 5, "num_key_value_heads": 2}, "multiple"),

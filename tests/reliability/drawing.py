@@ -20,7 +20,7 @@ FREE: dict[str, dict[str, tuple]] = {
         "residual_in_fp32": FLAG, "rescale_prenorm_residual": FLAG, "sliding_window": (1, 3, 50),
         "head_dim": (2, 6, 8), "attention_dropout": (0.0, 0.3), "mlp_intermediate_size": (None, 1, 17),
         "max_position_embeddings": (4, 2048), "num_key_value_heads": (1, 2, 4), "num_heads": (1, 2, 4),
-        "use_qk_proj": FLAG, "use_qk_norm": FLAG,
+        "use_qk_proj": FLAG, "use_qk_norm": FLAG, "window_dropout": (0.0, 0.3),
     },
     "bst": {
         "num_attention_heads": (1, 2, 3), "head_dim": (4, 7), "hidden_act": ("relu", "gelu", "silu"),

@@ -8,7 +8,7 @@ entry is one of `STATE_LAYER_TYPES`, so `generate()`, beam search, prompt reuse 
 model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple, TypeGuard
 
 import torch
@@ -174,6 +174,11 @@ class RecurrentStateLayer(CacheLayerMixin):
         """Detach all states; rows (B,) bool get the state before the first token, which is zero in every family."""
         self._apply(lambda state: with_zero_rows(state.detach(), rows))
 
+    def zero_states(self, keep: Collection[str] = ()) -> None:
+        """Forget what all states say but those named in `keep`."""
+        self.states = {name: x if name in keep else torch.zeros_like(x) for name, x in self.states.items()}
+        self.history.clear()
+
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.batch_select_indices(beam_idx)
 
@@ -246,6 +251,11 @@ class StaticRecurrentStateLayer(RecurrentStateLayer):
                 self.states[name].copy_(state)
         self.seen_tokens.add_(rows.length)  # type: ignore[union-attr]
         self.is_torn = False
+
+    def zero_states(self, keep: Collection[str] = ()) -> None:
+        for name, state in self.states.items():
+            if name not in keep:
+                state.zero_()
 
     def _allocate(self, states: States) -> None:
         self.device = next(iter(states.values())).device

@@ -73,6 +73,9 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
         head_dim (`int`, *optional*): Size of an attention head; `hidden_size // num_attention_heads` by default.
         rope_parameters (`RopeParameters`, *optional*): Rotary embedding of the attention layers.
         attention_dropout (`float`, *optional*, defaults to 0.0): Dropout of the attention weights.
+        window_dropout (`float`, *optional*, defaults to 0.0): In training, the probability that a row does not get the
+            output of a `"hybrid_sliding"` layer's window, so that the mixer beside it learns what the window would
+            leave it no reason to. What is kept is not scaled: it is what the layer computes afterwards.
         attention_bias (`bool`, *optional*, defaults to `False`): Bias in the projections of the attention layers.
         use_qk_norm (`bool`, *optional*, defaults to `False`): RMSNorm of each head's queries and keys before the
             rotation, as in Qwen3.
@@ -158,6 +161,7 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
     head_dim: int | None = None
     rope_parameters: RopeParameters | dict | None = None
     attention_dropout: float | int = 0.0
+    window_dropout: float | int = 0.0
     attention_bias: bool = False
     use_qk_norm: bool = False
     mlp_intermediate_size: int | None = None
@@ -225,7 +229,7 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
             "conv_kernel", "mlp_intermediate_size", "layer_norm_epsilon", "max_position_embeddings",
         )  # fmt: skip
         self.check_not_negative("initializer_range")
-        self.check_dropout("attention_dropout")
+        self.check_dropout("attention_dropout", "window_dropout")
         if self.intermediate_size % self.num_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} must divide the {self.intermediate_size} channels of a block (expand * "

@@ -251,6 +251,7 @@ class LonghornHybridBlock(RecurrentMixin, LonghornBlock):
     def __init__(self, config: LonghornConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.layer_idx = layer_idx
+        self.window_dropout = config.window_dropout
 
     def _mixed(self, normed, rows, position_embeddings, attention_mask, cache, **kwargs) -> torch.Tensor:
         heads = self.self_attn.heads(normed, position_embeddings)
@@ -260,6 +261,9 @@ class LonghornHybridBlock(RecurrentMixin, LonghornBlock):
     def forward_rows(self, normed, queries, keys, values, *rotation, past, **options) -> tuple[torch.Tensor, States]:
         of_window, of_mixer = _states_by_part(past)
         attended, window = self.self_attn.forward_rows(queries, keys, values, past=of_window, **options)
+        if self.training and self.window_dropout > 0:
+            is_open = torch.rand(len(attended), 1, 1, device=attended.device) >= self.window_dropout
+            attended = torch.where(is_open, attended, 0.0)
         mixed, states = self.mixer.forward_rows(normed, *rotation, past=of_mixer, **options)
         return attended + mixed, window | states
 
