@@ -247,6 +247,50 @@ def test_a_missing_compiler_is_passed_over(monkeypatch):
     native_build._compiler.cache_clear()
 
 
+@pytest.mark.parametrize("command", ["gcc 'unfinished", '"', "   "])
+def test_a_command_that_is_none_is_passed_over(source, monkeypatch, caplog, command):
+    monkeypatch.setenv("CC", command)
+    native_build._compiler.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert native_build.compile_and_load(source).answer() == 42
+        assert native_build.compile_and_load(source).answer() == 42
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"CC={command!r} is not a command (") and "\n" not in line
+    monkeypatch.delenv("CC")
+    native_build._compiler.cache_clear()
+
+
+@pytest.mark.parametrize("place", ["folder", "file"])
+def test_a_link_that_is_moved_after_the_check_leads_nowhere_else(source, tmp_path, monkeypatch, place):
+    """Whoever may write where a link lies can point it elsewhere between the check and the load."""
+    own, others, link = tmp_path / "own", tmp_path / "others", tmp_path / "link"
+    own.mkdir(mode=0o700)
+    link.symlink_to(own)
+    monkeypatch.setenv("HF_HYBRID_SSM_CACHE", str(link if place == "folder" else own))
+    kept = compiled(source)
+    shutil.copytree(own, others)
+    (hostile,) = libraries(others)
+    if place == "file":
+        kept = kept.rename(tmp_path / "answer.so")
+        link.unlink()
+        link = own / hostile.name
+        link.symlink_to(kept)
+    check, places = cache_folder.unsafe, []
+
+    def checked_and_moved(path):
+        places.append(path)
+        reason = check(path)
+        if path.suffix == ".so" or place == "folder":
+            link.unlink(missing_ok=True)
+            link.symlink_to(hostile if place == "file" else others)
+        return reason
+
+    monkeypatch.setattr(native_build, "unsafe", checked_and_moved)
+    library = native_build.compile_and_load(source)
+    assert library.answer() == 42 and Path(library._name).samefile(kept) and not Path(library._name).samefile(hostile)
+    assert places and all(path == path.resolve() for path in places)
+
+
 def test_another_header_is_another_library(source, tmp_path, monkeypatch):
     (tmp_path / "include").mkdir()
     monkeypatch.setattr(native_build, "INCLUDES", tmp_path / "include")

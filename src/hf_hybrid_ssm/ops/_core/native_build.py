@@ -48,7 +48,11 @@ def _compiler() -> tuple[str, ...] | None:
     for command in (os.environ.get("CC"), sysconfig.get_config_var("CC"), "cc", "gcc", "clang"):
         if not command:
             continue
-        program, *arguments = [command] if shutil.which(command) else shlex.split(command)
+        try:
+            program, *arguments = [command] if shutil.which(command) else shlex.split(command)
+        except ValueError as error:  # a quote that does not end
+            _say_once(f"CC={command!r} is not a command ({error}); another compiler is looked for.")
+            continue
         if found := shutil.which(program):
             return (found, *arguments)
     return None
@@ -110,8 +114,11 @@ def compile_and_load(source: Path) -> ctypes.CDLL:
 def _loaded(library: Path) -> ctypes.CDLL | None:
     """The library in this file, or None if there is none that is whole and can be trusted."""
     try:
-        content = library.read_bytes()
+        library = library.resolve(
+            strict=True
+        )  # what is checked is what is read and loaded, wherever a link leads then
         reason = unsafe(library)
+        content = library.read_bytes()
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -139,6 +146,7 @@ def _place() -> Path:
     try:
         folder = cache_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = folder.resolve(strict=True)  # a link on the way may be somebody else's, and lead elsewhere later
         reason = unsafe(folder)
     except OSError as error:
         folder, reason = Path("the cache folder"), str(error)

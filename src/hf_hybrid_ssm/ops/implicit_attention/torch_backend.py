@@ -45,7 +45,7 @@ def implicit_attention_torch(
 
 def _read_and_attend(blocks, weight, dtype, attend):
     """(B, J C, D) from all blocks. The products are made in `dtype`: states are never rounded, what reads them is."""
-    batch, _, block, channels = blocks.x.shape
+    batch, count, block, channels = blocks.x.shape
     x, states = (part.flatten(0, 1).to(dtype) for part in (blocks.x, blocks.states))
     from_inputs, from_state = (matrix.to(dtype) for matrix in read_out_matrices(weight, blocks.operators))
 
@@ -58,7 +58,7 @@ def _read_and_attend(blocks, weight, dtype, attend):
     run = partial(checkpoint, group, use_reentrant=False) if torch.is_grad_enabled() and not is_held else group
     size = max(1, (GROUP if x.is_cpu else HELD) // entries)
     pairs = zip(x.split(size), states.split(size))
-    return torch.cat([run(from_inputs, from_state, *pair) for pair in pairs]).view(batch, -1, channels)
+    return torch.cat([run(from_inputs, from_state, *pair) for pair in pairs]).view(batch, count * block, channels)
 
 
 def _attend(y, bias, collapse, collapse_bias, activation, scale):

@@ -25,7 +25,8 @@ def legendre_memory_torch(x, *, weight, order, theta, state, lengths):
             blocks = Blocks(x.to(dtype), order, theta, state)
             from_inputs, from_state = read_out_matrices(weight, blocks.operators)
             y = read_out(from_inputs, from_state, blocks.x.flatten(0, 1), blocks.states.flatten(0, 1))
-            y = y.view(x.shape[0], -1, weight.shape[0], x.shape[2])[:, : x.shape[1]]
+            tokens = blocks.x.shape[1] * blocks.x.shape[2]
+            y = y.view(x.shape[0], tokens, weight.shape[0], x.shape[2])[:, : x.shape[1]]
             final = blocks.final_state(lengths)
         return y.to(x.dtype), final
 

@@ -180,7 +180,7 @@ def _blocks(
         y = _attend(queries, keys, values, allowed, logits, own_sink, scale, dropout)
         outputs.append(y.unflatten(0, (batch, pieces[index])))
     y = torch.cat(outputs, 1)
-    return y.transpose(1, 2).reshape(batch, heads, count * size, -1)[:, :, :length]
+    return y.transpose(1, 2).reshape(batch, heads, count * size, y.shape[-1])[:, :, :length]
 
 
 def _attend(q, k, v, allowed, logits, sink, scale, dropout):

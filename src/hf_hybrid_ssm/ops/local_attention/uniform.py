@@ -16,7 +16,7 @@ from hf_hybrid_ssm.ops.local_attention.biased import biased_attention, can_use_c
 def has_uniform_blocks(q, k, *, window, chunk_size, zero_kv_sink, state, seq_idx) -> bool:
     """Whether `uniform_attention` can run these arguments of `local_attention`, and wastes little on a short row."""
     (left, right), length = window, q.shape[2]
-    if state is not None or seq_idx is not None or left is None or right is None or right > 0:
+    if state is not None or seq_idx is not None or left is None or right is None or right > 0 or length == 0:
         return False
     if chunk_size is not None:
         return right == 0 and left == chunk_size - 1

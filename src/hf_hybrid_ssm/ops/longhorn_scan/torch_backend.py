@@ -69,9 +69,8 @@ def _block_length(length: int) -> int:
 
 def _blocks(tensor: torch.Tensor, size: int) -> torch.Tensor:
     """(B, L, X) → (C, B, G, X), zero padded: a token with k = 0 leaves the state as it is."""
-    batch, length, width = tensor.shape
-    padded = F.pad(tensor, (0, 0, 0, -length % size))
-    return padded.view(batch, -1, size, width).permute(2, 0, 1, 3).contiguous()
+    padded = F.pad(tensor, (0, 0, 0, -tensor.shape[1] % size))
+    return padded.unflatten(1, (-1, size)).permute(2, 0, 1, 3).contiguous()
 
 
 def _flat(blocks: torch.Tensor, length: int) -> torch.Tensor:
