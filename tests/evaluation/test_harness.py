@@ -136,10 +136,12 @@ def tiny_config(family, tokenizer):
 
 
 def test_command_line_registers_the_families(folder):
-    arguments = ["run", "--model", "hf", "--model_args", f"pretrained={folder / 'model'}", "--tasks", "counting_here"]
+    arguments = ["run", "--model", "hf", "--model_args", f"pretrained={folder / 'model'}", "--tasks"]
+    arguments += ["counting_here,recall_needle", "--metadata", '{"multiples": [1], "samples": 2}']
     arguments += ["--include_path", str(folder / "tasks"), "--device", "cpu", "--output_path", str(folder / "scores")]
     command = [sys.executable, Path(__file__).with_name("own_tasks_alone.py"), "eval", *arguments]
     path = os.pathsep.join(p for p in sys.path if p)
     run = processes.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": path})
     assert run.returncode == 0, run.stderr[-2000:]
     assert "counting_here" in run.stdout
+    assert "recall_needle" in run.stdout and "|acc_1x" in run.stdout

@@ -2,12 +2,20 @@
 
     hf-hybrid-ssm eval run --model hf --model_args pretrained=FOLDER --tasks piqa,lambada_openai
 
+Beside lm-eval's tasks there are recall_needle, recall_several, recall_distractors, recall_variables and recall_pairs
+(all of them: recall), which ask for what a text said up to many windows ago; no data are needed. Accuracy is given for
+each length:
+
+    hf-hybrid-ssm eval run --model hf --model_args pretrained=FOLDER --apply_chat_template --tasks recall_needle \\
+        --metadata '{"window": 256, "multiples": [1, 4, 8], "samples": 60}'
+
 `hf-hybrid-ssm eval run --help` shows its options. A delta needs its teacher: `pretrained=DELTA,teacher=PATH_OR_NAME`.
 """
 
 import sys
 
 from hf_hybrid_ssm.cli.parsing import check_is_folder, is_path, parser_of
+from hf_hybrid_ssm.evaluation.recall_tasks import with_files
 from hf_hybrid_ssm.extras import install_command
 
 
@@ -33,6 +41,6 @@ def main(arguments: list[str]) -> int:
     from hf_hybrid_ssm.evaluation.git_hash import ask_git_only_within_a_repository
 
     ask_git_only_within_a_repository()
-    sys.argv = ["lm_eval", *arguments]
+    sys.argv = ["lm_eval", *with_files(arguments)]
     cli_evaluate()
     return 0

@@ -8,6 +8,7 @@ import yaml
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families, which lm-eval's `hf` model then knows
 from hf_hybrid_ssm.evaluation.git_hash import ask_git_only_within_a_repository
+from hf_hybrid_ssm.evaluation.recall_tasks import RECALL_FOLDER, with_tag
 from hf_hybrid_ssm.extras import install_command
 from hf_hybrid_ssm.hub.delta_files import is_delta
 
@@ -27,7 +28,8 @@ def evaluate(
     Args:
         model: folder or Hub name of a checkpoint, or a loaded model (its tokenizer is then found by
             `options["model_args"]`, as lm-eval's documentation of `HFLM` says), or an lm-eval `LM`.
-        tasks: names of lm-eval's tasks, or of those in `include_path`.
+        tasks: names of lm-eval's tasks, of those in `include_path`, or of `RECALL_TASKS`, which take their lengths
+            from `options["metadata"]` (see `recall_tasks.documents.documents_of`).
         include_path: folder of further task files (YAML).
         data_folder: what relative `data_files` of these task files are relative to; lm-eval itself takes them from
             the current directory.
@@ -49,15 +51,18 @@ def evaluate(
         raise ImportError(f"lm-eval is needed: {install_command('eval')}") from error
 
     ask_git_only_within_a_repository()
-    manager = None if include_path is None else TaskManager(include_path=str(include_path), include_defaults=False)
-    if manager is None or not set(tasks) <= set(manager.all_subtasks):
-        # lm-eval's own 14,000 task files take 20 seconds to read, so only where one of them is asked for
-        manager = TaskManager(include_path=None if include_path is None else str(include_path))
-    if unknown := [task for task in tasks if task not in manager.all_tasks]:
-        raise ValueError(f"tasks={unknown} are not known to lm-eval; is include_path={include_path!r} their folder?")
+    tasks = with_tag(tasks)
     if isinstance(model, str):
         options["model_args"] = _model_args(model, teacher) | dict(options.get("model_args") or {})
         model = "hf"
+    metadata = _of_model(model, options.get("model_args")) | dict(options.pop("metadata", None) or {})
+    folders = [str(RECALL_FOLDER), *([] if include_path is None else [str(include_path)])]
+    manager = TaskManager(include_path=folders, include_defaults=False, metadata=metadata)
+    if not set(tasks) <= set(manager.all_subtasks):
+        # lm-eval's own 14,000 task files take 20 seconds to read, so only where one of them is asked for
+        manager = TaskManager(include_path=folders, metadata=metadata)
+    if unknown := [task for task in tasks if task not in manager.all_tasks]:
+        raise ValueError(f"tasks={unknown} are not known to lm-eval; is include_path={include_path!r} their folder?")
     wanted: list[Any] = list(tasks)
     if data_folder is not None and include_path is not None:
         wanted = [_with_data(task, Path(include_path), Path(data_folder)) for task in tasks]
@@ -70,6 +75,14 @@ def _model_args(model: str, teacher: str | Path | None) -> dict[str, Any]:
     from hf_hybrid_ssm.upcycle.delta import tokenizer_of
 
     return {"pretrained": model, "teacher": teacher, "tokenizer": tokenizer_of(model, teacher)}
+
+
+def _of_model(model: Any, model_args: Any) -> dict[str, Any]:
+    """What tasks that make their own documents want to know of a model: its tokenizer, and how much it reads."""
+    given = (
+        {} if isinstance(model, str) else {name: getattr(model, name, None) for name in ("tokenizer", "max_length")}
+    )
+    return {name: value for name, value in given.items() if value is not None} | dict(model_args or {})
 
 
 class _AnyTag(yaml.SafeLoader):
