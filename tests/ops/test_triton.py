@@ -42,6 +42,57 @@ def test_every_kernel_has_evidence():
     assert kernels and kernels == reported
 
 
+def test_a_new_length_compiles_little_anew():
+    """Of large kernels one that is compiled takes half a minute. Of 27 lengths each kernel needs two at most: where a
+    row begins at a multiple of 16 bytes, and where it does not."""
+    script = Path(__file__).with_name("compilations_by_length.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert all(found.values()) and max(count for kernels in found.values() for count in kernels.values()) <= 3
+    assert {name: sum(kernels.values()) for name, kernels in found.items()} == {
+        "scan": 10,
+        "scan of slices": 6,
+        "convolution": 2,
+        "long convolution": 2,
+        "implicit attention": 4,
+        "linear scan": 3,
+    }
+
+
+def test_amd_is_refused_before_its_compiler_meets_assembly(monkeypatch):
+    from hf_hybrid_ssm.ops._core.triton_helpers import supports
+
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    assert "ROCm" in supports("cuda", torch.float32)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert supports("cuda", torch.float32) is None
+
+
+def test_sizes_that_find_no_room_give_way_to_smaller_ones_and_are_not_tried_again():
+    from triton.runtime.errors import OutOfResources
+
+    from hf_hybrid_ssm.ops._core.triton_helpers import first_that_fits
+    from hf_hybrid_ssm.ops.longhorn_scan import triton_sizes
+
+    tried = []
+
+    def launch(size):
+        tried.append(size)
+        if size > 10:
+            raise OutOfResources(size, 10, "shared memory")
+        return size
+
+    assert first_that_fits(("test", 1), (30, 20, 10, 5), launch) == 10
+    assert first_that_fits(("test", 1), (30, 20, 10, 5), launch) == 10 and tried == [30, 20, 10, 10]
+    with pytest.raises(OutOfResources):
+        first_that_fits(("test", 2), (30, 20), launch)
+    sizes = triton_sizes.tile_sizes(256, backward=True)
+    attempts = triton_sizes.by_shared_memory(sizes, triton_sizes.chunk_sizes(256, "torch.bfloat16"))
+    assert [chunks and chunks["BD"] for _, chunks in attempts] == [32, 16, None, None]
+    assert [common["STAGES"] for common, _ in attempts[2:]] == [2, 1]
+
+
 def small_cases():
     """A case of each kernel, and of each pass of those that have several."""
     seen = {}

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
 from hf_hybrid_ssm.ops._core.second_derivatives import register_refusal
@@ -96,3 +97,27 @@ def count_flops(name: str, formula: Callable[..., float]) -> None:
 
 def _is_differentiable(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def is_plain_call(tensor: Tensor) -> bool:
+    """Whether a kernel may be called without torch.library in between, which takes longer than the functions of
+    decoding.
+
+    Not while something traces or watches the calls (`torch.compile`, a dispatch mode), nor for a subclass of tensors.
+    The caller knows that no gradient is wanted.
+    """
+    return type(tensor) is Tensor and not torch.compiler.is_compiling() and not is_in_torch_dispatch_mode()
+
+
+def step_op(
+    name: str,
+    compute: Callable[..., Any],
+    fake: Callable[..., Any],
+    changes: tuple[str, ...],
+    device_types: str | None = "cpu",
+) -> Callable:
+    """`compute`, which overwrites the arguments that `changes` names and has no gradient: called as it is where its
+    first argument allows it (`is_plain_call`), else as an op of torch.library."""
+    op = torch.library.custom_op(name, compute, mutates_args=changes, device_types=device_types)
+    op.register_fake(fake)
+    return lambda *arguments: (compute if is_plain_call(arguments[0]) else op)(*arguments)

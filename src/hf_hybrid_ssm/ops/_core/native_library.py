@@ -1,4 +1,4 @@
-"""What the bindings of the C kernels share: when they run, the form of their arguments, and steps without a detour.
+"""What the bindings of the C kernels share: when they run, and the form of their arguments.
 
 Without a compiler there is no native backend, and the torch backend runs instead.
 """
@@ -7,11 +7,10 @@ import ctypes
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from hf_hybrid_ssm.ops._core.custom_ops import is_plain_call, step_op
 from hf_hybrid_ssm.ops._core.native_build import compile_and_load, missing_compiler
 
 __all__ = [
@@ -55,23 +54,6 @@ def with_dense_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None
     tensor = tensor.float()  # first: a conversion may order the numbers anew
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def is_plain_call(tensor: torch.Tensor) -> bool:
-    """Whether C may be called without torch.library in between, which takes longer than the functions of decoding.
-
-    Not while something traces or watches the calls (`torch.compile`, a dispatch mode), nor for a subclass of tensors.
-    The caller knows that no gradient is wanted.
-    """
-    return type(tensor) is torch.Tensor and not torch.compiler.is_compiling() and not is_in_torch_dispatch_mode()
-
-
-def step_op(name: str, compute: Callable[..., Any], fake: Callable[..., Any], changes: tuple[str, ...]) -> Callable:
-    """`compute`, which overwrites the arguments that `changes` names and has no gradient: called as it is where its
-    first argument allows it (`is_plain_call`), else as an op of torch.library."""
-    op = torch.library.custom_op(name, compute, mutates_args=changes, device_types="cpu")
-    op.register_fake(fake)
-    return lambda *arguments: (compute if is_plain_call(arguments[0]) else op)(*arguments)
 
 
 def library_beside(module: str) -> Callable[[], ctypes.CDLL]:

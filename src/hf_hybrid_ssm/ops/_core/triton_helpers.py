@@ -3,14 +3,17 @@
 Kernels run on CUDA devices, or on any device when Triton interprets them in Python.
 """
 
-import math
+import inspect
 import os
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 # read once, as `triton.jit` does when it wraps a kernel
 INTERPRETING = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y"))
@@ -19,8 +22,25 @@ LOWEST = (3, 6)  # of the versions that `make triton` compiles the kernels with
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
+# what changes from call to call with the length and the batch; `lane` is what the compiler must not know
+VARYING = frozenset({
+    "L", "T", "W", "FIRST", "input_channels", "filters", "padded", "tiles", "parts", "rows", "num_rows", "num_splits",
+    "num_blocks", "num_tiles", "blocks_per_split", "blocks", "chunks", "per_segment", "segments", "warm", "lane",
+})  # fmt: skip
+
+
+def kernel(function: Callable) -> Any:
+    """`triton.jit`, which compiles a kernel anew where an argument becomes 1 or a multiple of 16, but for those of
+    `VARYING`: no address is aligned by them, and a large kernel takes half a minute."""
+    names = inspect.signature(function).parameters
+    left_out = [name for name in names if name in VARYING and function.__annotations__.get(name) is not tl.constexpr]
+    return triton.jit(function, do_not_specialize=left_out)
+
+
 def supports(device_type: str, dtype: torch.dtype) -> str | None:
     """None if a Triton kernel can run on such tensors, else the reason it cannot."""
+    if device_type == "cuda" and torch.version.hip is not None:
+        return "the Triton kernels hold NVIDIA's assembly, and this torch is AMD's (ROCm)"
     if VERSION < LOWEST:
         return f"Triton {triton.__version__} is too old: pip install 'triton>={'.'.join(map(str, LOWEST))}'"
     if dtype not in DTYPES:
@@ -40,11 +60,32 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def shared_memory(device: torch.device) -> float:
-    """How many bytes a program can share on the device; where Triton interprets, any number."""
-    if device.type != "cuda":
-        return math.inf
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+_FITTING: dict[Hashable, int] = {}
+
+
+def first_that_fits(key: Hashable, attempts: Sequence[Any], launch: Callable[[Any], Any]) -> Any:
+    """What `launch` returns of the first attempt whose programs find room on the device.
+
+    Triton compares what a compiled program shares with what the device has, before anything runs. Which attempt fits
+    is remembered.
+
+    Args:
+        key: of launches that compile to the same programs on the same device.
+        attempts: sizes, those that need the least shared memory last.
+
+    Raises:
+        triton.runtime.errors.OutOfResources: not even the last one fits.
+    """
+    for number in range(_FITTING.get(key, 0), len(attempts)):
+        try:
+            result = launch(attempts[number])
+        except OutOfResources:
+            if number + 1 == len(attempts):
+                raise
+            continue
+        _FITTING[key] = number
+        return result
+    raise ValueError(f"attempts={attempts!r} must hold at least one.")
 
 
 def dense_rows(*tensors: Tensor | None) -> list:

@@ -9,13 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_hybrid_ssm.ops._core.custom_ops import differentiable_op
+from hf_hybrid_ssm.ops._core.custom_ops import differentiable_op, step_op
 from hf_hybrid_ssm.ops._core.rows import last_inputs
 from hf_hybrid_ssm.ops._core.triton_helpers import (
     contiguous,
     dense_rows,
     device_guard,
     exponential,
+    kernel,
     load,
     program_coords,
     reciprocal,
@@ -75,7 +76,7 @@ def taps_sum(
     return total
 
 
-@triton.jit
+@kernel
 def forward_kernel(
     x, weight, bias, state, seq_idx, y, x_row, x_step, L, channels, tiles, blocks,
     HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, SILU: tl.constexpr,
@@ -109,7 +110,7 @@ def token(x, state, row, t, d, is_channel, x_row, x_step, L, channels, K: tl.con
     return value
 
 
-@triton.jit
+@kernel
 def backward_kernel(
     x, weight, bias, state, seq_idx, grad_y, dx, dstate, dweight_parts, dbias_parts,
     x_row, x_step, g_row, g_step, L, channels, tiles, chunks,
@@ -244,7 +245,7 @@ def _flags(weight: Tensor, initial_state: Tensor | None, seq_idx: Tensor | None)
     }
 
 
-@triton.jit
+@kernel
 def step_kernel(
     x, state, pages, weight, bias, y, x_row, state_row, channels, tiles,
     HAS_BIAS: tl.constexpr, HAS_PAGES: tl.constexpr, SILU: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
@@ -275,8 +276,7 @@ def causal_conv_step_triton(x, state, weight, bias=None, *, activation=None, pag
     return step(*dense_rows(x), state, *contiguous(pages, weight, bias), activation == "silu"), state
 
 
-@torch.library.custom_op("hf_hybrid_ssm::causal_conv_step_triton", mutates_args=("state",))
-def step(x: Tensor, state: Tensor, pages: Tensor | None, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+def _step(x: Tensor, state: Tensor, pages: Tensor | None, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
     """y (B, D); weight is (D, K), the rows of x may lie apart, and so may the pages of state (P, K - 1, D)."""
     y = x.new_empty(x.shape)
     channels, width = weight.shape
@@ -291,6 +291,6 @@ def step(x: Tensor, state: Tensor, pages: Tensor | None, weight: Tensor, bias: T
     return y
 
 
-@step.register_fake
-def _(x, state, pages, weight, bias, silu):
-    return x.new_empty(x.shape)
+step = step_op(
+    "hf_hybrid_ssm::causal_conv_step_triton", _step, lambda x, *_: x.new_empty(x.shape), ("state",), device_types=None
+)

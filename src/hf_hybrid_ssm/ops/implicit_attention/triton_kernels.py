@@ -14,7 +14,7 @@ again from what was read out.
 import triton
 import triton.language as tl
 
-from hf_hybrid_ssm.ops._core.triton_helpers import load
+from hf_hybrid_ssm.ops._core.triton_helpers import kernel, load
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def step_matrix(table, tokens, j, padded, C: tl.constexpr):
     return table + tl.where(real == 0, C, real - 1) * padded
 
 
-@triton.jit
+@kernel
 def memory_kernel(
     x, state, lengths, table, columns, carry, final, x_row, x_step, L, size, padded, channels, total_channels,
     num_blocks, per_segment, segments, warm, tiles,
@@ -102,7 +102,7 @@ def memory_kernel(
             tl.store(at, s, mask=is_channel & (i < tl.where(is_last, size, 0))[:, None])
 
 
-@triton.jit
+@kernel
 def memory_gradient_kernel(
     grad_columns, grad_final, lengths, table, dx, carry, dstate, L, size, padded, channels, total_channels,
     num_blocks, per_segment, segments, warm, tiles,
@@ -205,7 +205,7 @@ def attention_weights(
     return weights / tl.sum(weights, 1)[:, None]
 
 
-@triton.jit
+@kernel
 def attention_kernel(
     rows, parameters, y, size, channels,
     R: tl.constexpr, C: tl.constexpr, SCALE: tl.constexpr, P: tl.constexpr, TOKENS: tl.constexpr, BD: tl.constexpr,
@@ -231,7 +231,7 @@ def attention_kernel(
         tl.store(y + t[:, None] * channels + d[None, :], total, mask=is_token[:, None] & is_channel)
 
 
-@triton.jit
+@kernel
 def attention_gradient_kernel(
     rows, parameters, grad_y, drows, sums, size, channels,
     R: tl.constexpr, C: tl.constexpr, SCALE: tl.constexpr, P: tl.constexpr, TOKENS: tl.constexpr, BD: tl.constexpr,

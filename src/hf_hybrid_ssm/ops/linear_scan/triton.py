@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_hybrid_ssm.ops._core.triton_helpers import device_guard, supports
+from hf_hybrid_ssm.ops._core.triton_helpers import device_guard, kernel, supports
 from hf_hybrid_ssm.ops.linear_scan.custom_ops import channel_op, diagonal_op, diagonal_scan_by, lti_scan_by
 
 __all__ = ["diagonal_scan_triton", "lti_scan_triton", "supports"]
@@ -69,7 +69,7 @@ def fetch(signal, weight, seq_idx, offset, weight_offset, t, q, end, step, weigh
     return x, w, keep
 
 
-@triton.jit
+@kernel
 def channel_kernel(
     signal, weight, decay, entering, reading, skip, seq_idx, lengths, start, final_grad, out, final, sums, more_sums,
     dskip, s_row, s_step, s_filter, w_row, w_step, w_filter, L, channels, filters, num_states,
@@ -198,7 +198,7 @@ def channel_kernel(
         tl.store(dskip + (row * filters + f) * channels + d, skip_sum, mask=is_channel)
 
 
-@triton.jit
+@kernel
 def diagonal_kernel(
     x, h, decay, start, seq_idx, out, final, ddecay, L, channels,
     BACKWARDS: tl.constexpr, COMPLEX: tl.constexpr, DOCUMENTS: tl.constexpr, START: tl.constexpr, BITS: tl.constexpr,

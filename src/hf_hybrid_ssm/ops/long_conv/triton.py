@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_hybrid_ssm.ops._core.triton_helpers import device_guard, strides, supports
+from hf_hybrid_ssm.ops._core.triton_helpers import device_guard, kernel, supports
 from hf_hybrid_ssm.ops.long_conv.thresholds import prefers_toeplitz
 from hf_hybrid_ssm.ops.long_conv.torch_backend import long_conv_torch
 
@@ -38,23 +38,25 @@ def long_conv_triton(u, kernel, future_kernel, skip, history, seq_idx):
     return y if skip is None else torch.addcmul(y, skip, u.unsqueeze(2).to(y.dtype))
 
 
-@triton.jit
+@kernel
 def toeplitz_kernel(
-    x, taps, y, x_row, x_step, y_row, y_step, T, W, L, FIRST, input_channels, num_rows, num_blocks,
-    num_tiles, N: tl.constexpr, M: tl.constexpr, PRECISION: tl.constexpr,
+    x, taps, y, x_step, y_step, T, W, L, FIRST, input_channels, filters, num_rows, num_blocks, num_tiles,
+    N: tl.constexpr, M: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """y[r, c, t] = sum_j taps[c, t - j - FIRST] x[r, c % input_channels, j] for 0 <= t < L, 0 <= j < T.
 
     Program c num_tiles + p: M blocks of N outputs of channel c, those of all rows at one place of the row side by
-    side, so that a causal filter's tiles end with the same block. `x_row` and `x_step` are the strides of row and
-    channel. PRECISION is that of the products: "tf32x3" keeps float32, "tf32" keeps what bfloat16 numbers have.
+    side, so that a causal filter's tiles end with the same block. `x_step` and `y_step` are the strides of channels,
+    which lie side by side. PRECISION is that of the products: "tf32x3" keeps float32, "tf32" what bfloat16 numbers
+    have.
     """
     channel = tl.program_id(0) // num_tiles
     place = (tl.program_id(0) % num_tiles) * M + tl.arange(0, M)
     row, block = (place % num_rows).to(tl.int64), place // num_rows
     is_block = block < num_blocks
     n, o = tl.arange(0, N), tl.arange(0, N)
-    source = x + row * x_row + (channel % input_channels) * x_step
+    # in 64 bits: rows, channels and tokens together pass 2^31
+    source = x + (row * input_channels + channel % input_channels) * x_step
     filter_ = taps + channel.to(tl.int64) * W
     # T_k holds lags from k N - (N - 1) to k N + (N - 1); blocks before or after the input are zero
     last_block = tl.max(tl.where(is_block, block, 0), 0)
@@ -69,7 +71,7 @@ def toeplitz_kernel(
         matrix = tl.load(filter_ + lag, mask=(lag >= 0) & (lag < W), other=0.0)
         total = tl.dot(tile.to(tl.float32), matrix, total, input_precision=PRECISION)
     t = block[:, None] * N + o[None, :]
-    target = y + row * y_row + channel.to(tl.int64) * y_step
+    target = y + (row * filters + channel) * y_step
     tl.store(target[:, None] + t, total, mask=is_block[:, None] & (t < L))
 
 
@@ -89,8 +91,9 @@ def toeplitz(x: Tensor, taps: Tensor, first: int, length: int, is_coarse: bool =
         # one axis: the others end at 65,535, which training reaches with 8 rows and 8,192 filters
         with device_guard(x):
             toeplitz_kernel[(tiles * taps.shape[0],)](
-                x, taps, y, *strides(x, y), time, taps.shape[1], length, first,
-                channels, rows, blocks, tiles, **TILE | {"PRECISION": "tf32" if is_coarse else "tf32x3"},
+                x, taps, y, time, length, time, taps.shape[1], length, first,
+                channels, taps.shape[0], rows, blocks, tiles,
+                **TILE | {"PRECISION": "tf32" if is_coarse else "tf32x3"},
             )  # fmt: skip
     return y
 

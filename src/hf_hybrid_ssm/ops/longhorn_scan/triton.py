@@ -12,8 +12,8 @@ from hf_hybrid_ssm.ops._core.triton_helpers import (
     contiguous,
     dense_rows,
     device_guard,
+    first_that_fits,
     multiprocessors,
-    shared_memory,
     strides,
     supports,
 )
@@ -26,7 +26,8 @@ from hf_hybrid_ssm.ops.longhorn_scan.heads import over_heads
 __all__ = ["longhorn_scan_triton", "supports"]
 
 CHAIN_BLOCK = 512
-SHARED_TOKENS = 32  # of a program that prepares, or adds up, what all channels share
+SHARED_TOKENS = 32  # of a program that prepares what all channels share
+SUMMED_TOKENS = (32, 16, 8)  # of one that adds it up, which keeps several parts in shared memory
 
 
 @over_heads
@@ -46,21 +47,18 @@ def longhorn_scan_triton(
 class _Launch:
     """What the launches of one direction share: sizes, grids, and the tensors that all channels read."""
 
-    def __init__(self, x: Tensor, k: Tensor, q: Tensor, seq_idx: Tensor | None, *, backward: bool):
+    def __init__(
+        self,
+        x: Tensor,
+        k: Tensor,
+        q: Tensor,
+        seq_idx: Tensor | None,
+        sizes: tuple[dict, dict | None],
+        *,
+        backward: bool,
+    ):
         (self.batch, self.length, self.channels), self.num_states = x.shape, k.shape[-1]
-        device = torch.cuda.get_device_name(x.device) if x.is_cuda else ""
-        self.sizes = triton_sizes.tile_sizes(
-            self.num_states,
-            backward=backward,
-            rows=self.batch * self.channels,
-            length=self.length,
-            dtype=str(x.dtype),
-            device=device,
-        )
-        memory = shared_memory(x.device)
-        self.chunks = triton_sizes.chunk_sizes(self.num_states, str(x.dtype), memory) if backward else None
-        if self.chunks is not None:
-            self.sizes = self.sizes | {"BD": self.chunks["BD"]}  # of the first pass over a row that is cut
+        self.sizes, self.chunks = sizes
         self.block = self.sizes["BLOCK"]
         self.blocks = triton.cdiv(self.length, self.block)
         self.tiles = triton.cdiv(self.channels, self.sizes["BD"])
@@ -104,6 +102,20 @@ class _Launch:
         return entering
 
 
+def _attempts(x: Tensor, num_states: int, *, backward: bool) -> list[tuple[dict, dict | None]]:
+    """Sizes to launch with, until one fits."""
+    sizes = triton_sizes.tile_sizes(
+        num_states,
+        backward=backward,
+        rows=x.shape[0] * x.shape[2],
+        length=x.shape[1],
+        dtype=str(x.dtype),
+        device=torch.cuda.get_device_name(x.device) if x.is_cuda else "",
+    )
+    chunks = triton_sizes.chunk_sizes(num_states, str(x.dtype)) if backward else None
+    return triton_sizes.by_shared_memory(sizes, chunks)
+
+
 def _checkpoint_shape(x: Tensor, k: Tensor) -> tuple:
     (batch, length, channels), num_states = x.shape, k.shape[-1]
     block, width = triton_sizes.BLOCK, triton_sizes.WIDTH
@@ -136,8 +148,9 @@ def scan(
         return o, final_state, checkpoints
     states = None if initial_state is None else initial_state.float().contiguous()
     flags = {"HAS_BIAS": beta_bias is not None, "HAS_DOCUMENTS": seq_idx is not None}
-    with device_guard(x):
-        launch = _Launch(x, k, q, seq_idx, backward=False)
+
+    def run(sizes: tuple[dict, dict | None]) -> None:
+        launch, entering = _Launch(x, k, q, seq_idx, sizes, backward=False), states
         keys, queries, norms, keeps = launch.shared
         if launch.splits > 1:
             products, ends = launch.between_splits()
@@ -145,13 +158,17 @@ def scan(
                 x, beta_logit, keys, norms, keeps, beta_bias, products, ends,
                 *strides(x, beta_logit), *launch.shape, **flags, **launch.sizes,
             )  # fmt: skip
-            states = launch.chain(products, ends, states, reverse=False)
+            entering = launch.chain(products, ends, entering, reverse=False)
         kernels.forward_kernel[launch.grid](
-            x, beta_logit, z, keys, queries, norms, keeps, beta_bias, D, states, o, final_state, checkpoints,
+            x, beta_logit, z, keys, queries, norms, keeps, beta_bias, D, entering, o, final_state, checkpoints,
             *strides(x, beta_logit, z), *launch.shape, **flags, **launch.sizes,
-            HAS_SKIP=D is not None, HAS_GATE=z is not None, HAS_STATES=states is not None, SAVE=save,
+            HAS_SKIP=D is not None, HAS_GATE=z is not None, HAS_STATES=entering is not None, SAVE=save,
             WIDTH=triton_sizes.WIDTH,
         )  # fmt: skip
+
+    with device_guard(x):
+        compiled = ("forward", num_states, x.dtype, save, D is None, z is None, *flags.values(), x.device)
+        first_that_fits(compiled, _attempts(x, num_states, backward=False), run)
     return o, final_state, checkpoints
 
 
@@ -197,8 +214,9 @@ def scan_backward(
         return [dx, dlogit, dk.zero_(), dq.zero_(), *sums, dz, dinitial]
     grads = None if grad_final_state is None else grad_final_state.float().contiguous()
     flags = {"HAS_BIAS": beta_bias is not None, "HAS_DOCUMENTS": seq_idx is not None, "HAS_GATE": z is not None}
-    with device_guard(x):
-        launch = _Launch(x, k, q, seq_idx, backward=True)
+
+    def run(sizes: tuple[dict, dict | None]) -> list[Tensor]:
+        launch, leaving = _Launch(x, k, q, seq_idx, sizes, backward=True), grads
         keys, queries, norms, keeps = launch.shared
         if launch.splits > 1:
             products, ends = launch.between_splits()
@@ -206,8 +224,8 @@ def scan_backward(
                 beta_logit, z, grad_o, keys, queries, norms, keeps, beta_bias, products, ends,
                 *strides(beta_logit, z, grad_o), *launch.shape, **flags, **launch.sizes,
             )  # fmt: skip
-            grads = launch.chain(products, ends, grads, reverse=True)
-        sizes, tiles, tokens = launch.sizes, launch.tiles, (batch, launch.padded)
+            leaving = launch.chain(products, ends, leaving, reverse=True)
+        common, tiles, tokens = launch.sizes, launch.tiles, (batch, launch.padded)
         dq_parts, dk_parts = (torch.empty(tiles, *tokens, launch.width, **exact) for _ in range(2))
         norm_parts = torch.empty(tiles, *tokens, **exact)
         dbias, dskip = (
@@ -216,21 +234,31 @@ def scan_backward(
         chunks = launch.chunks
         kernel = backward_kernels.backward_kernel if chunks is None else chunk_kernels.chunk_backward_kernel
         if chunks is None:
-            held = launch.block // sizes["T"] * launch.width
+            held = launch.block // common["T"] * launch.width
         else:
             held = chunk_kernels.held_rows(launch.block, launch.width)
-        scratch = torch.empty(*launch.grid, held, sizes["BD"], **exact)
+        scratch = torch.empty(*launch.grid, held, common["BD"], **exact)
         kernel[launch.grid](
-            x, beta_logit, z, grad_o, keys, queries, norms, keeps, beta_bias, D, checkpoints, grads, scratch,
+            x, beta_logit, z, grad_o, keys, queries, norms, keeps, beta_bias, D, checkpoints, leaving, scratch,
             dx, dlogit, dz, dq_parts, dk_parts, norm_parts, dbias, dskip, dinitial,
             *strides(x, beta_logit, z, grad_o), *launch.shape, batch,
-            **flags, **(sizes if chunks is None else chunks),
-            HAS_SKIP=D is not None, HAS_GRAD_STATES=grads is not None, WIDTH=triton_sizes.WIDTH,
+            **flags, **(common if chunks is None else chunks),
+            HAS_SKIP=D is not None, HAS_GRAD_STATES=leaving is not None, WIDTH=triton_sizes.WIDTH,
         )  # fmt: skip
-        backward_kernels.finish_kernel[launch.shared_grid](
-            dq_parts, dk_parts, norm_parts, keys, dq, dk, length, launch.padded, num_states,
-            launch.shared_grid[0] // batch, tiles, batch, T=SHARED_TOKENS, BN=launch.width, num_warps=4,
-        )  # fmt: skip
+
+        def add_up(summed: int) -> None:
+            programs = triton.cdiv(launch.padded, summed)
+            backward_kernels.finish_kernel[(programs * batch,)](
+                dq_parts, dk_parts, norm_parts, keys, dq, dk, length, launch.padded, num_states,
+                programs, tiles, batch, T=summed, BN=launch.width, num_warps=4,
+            )  # fmt: skip
+
+        first_that_fits(("finish", launch.width, x.dtype, x.device), SUMMED_TOKENS, add_up)
+        return [dbias, dskip]
+
+    with device_guard(x):
+        compiled = ("backward", num_states, x.dtype, D is None, grads is None, *flags.values(), x.device)
+        dbias, dskip = first_that_fits(compiled, _attempts(x, num_states, backward=True), run)
     return [dx, dlogit, dk, dq, *(t.sum(0) if t.dim() == 2 else t for t in (dbias, dskip)), dz, dinitial]
 
 

@@ -6,13 +6,13 @@ import triton.language as tl
 from hf_hybrid_ssm.ops._core.triton_helpers import (
     INTERPRETING,
     exponential,
+    kernel,
     load,
     program_coords,
     reciprocal,
     select_row,
 )
 from hf_hybrid_ssm.ops.longhorn_scan.triton_kernels import (
-    UNKNOWN,
     broadcast_lanes,
     compute_delta,
     dot_states,
@@ -48,7 +48,7 @@ def sum_channels(values, like, T: tl.constexpr, N: tl.constexpr, BD: tl.constexp
         return tl.dot(ones, values, input_precision="tf32")
 
 
-@triton.jit(do_not_specialize=UNKNOWN)
+@kernel
 def backward_kernel(
     x, beta_logit, z, grad_o, keys, queries, norms, keeps, beta_bias, skip, checkpoints, grad_states, scratch,
     dx, dlogit, dz, dq_parts, dk_parts, norm_parts, dbias_parts, dskip_parts, dinitial,
@@ -199,7 +199,7 @@ def backward_kernel(
         store_states(dinitial + row * size, leaving_at, next_state, states_left, is_channel, grad, s3, S)
 
 
-@triton.jit
+@kernel
 def finish_kernel(
     dq_parts, dk_parts, norm_parts, keys, dq, dk, L, padded, num_states, tiles, parts, rows,
     T: tl.constexpr, BN: tl.constexpr,
@@ -223,7 +223,7 @@ def finish_kernel(
     tl.store(dk + to, 2.0 * (dk_t - key * norm_t[:, None]), mask=real)
 
 
-@triton.jit(do_not_specialize=UNKNOWN)
+@kernel
 def backward_summary_kernel(
     beta_logit, z, grad_o, keys, queries, norms, keeps, beta_bias, products, ends,
     logit_row, logit_step, z_row, z_step, g_row, g_step,

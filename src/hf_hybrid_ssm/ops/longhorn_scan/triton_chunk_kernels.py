@@ -16,8 +16,8 @@ keys longer than 1. As the result does not depend on r, no gradient goes through
 import triton
 import triton.language as tl
 
-from hf_hybrid_ssm.ops._core.triton_helpers import exponential, load, program_coords, reciprocal
-from hf_hybrid_ssm.ops.longhorn_scan.triton_kernels import UNKNOWN, compute_delta
+from hf_hybrid_ssm.ops._core.triton_helpers import exponential, kernel, load, program_coords, reciprocal
+from hf_hybrid_ssm.ops.longhorn_scan.triton_kernels import compute_delta
 
 T = tl.constexpr(4)  # tokens of a chunk
 ROWS = tl.constexpr(8)  # tokens of a step of what goes before and after
@@ -114,7 +114,7 @@ def document_numbers(keeps, at):
     return (keep[0], one, two, two * keep[3]), (0.0, second, third, third + 1.0 - keep[3])
 
 
-@triton.jit(do_not_specialize=UNKNOWN)
+@kernel
 def chunk_backward_kernel(
     x, beta_logit, z, grad_o, keys, queries, norms, keeps, beta_bias, skip, checkpoints, grad_states, scratch,
     dx, dlogit, dz, dq_parts, dk_parts, norm_parts, dbias_parts, dskip_parts, dinitial,

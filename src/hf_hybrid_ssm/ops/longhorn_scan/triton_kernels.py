@@ -20,13 +20,12 @@ import triton.language as tl
 from hf_hybrid_ssm.ops._core.triton_helpers import (
     INTERPRETING,
     exponential,
+    kernel,
     load,
     program_coords,
     reciprocal,
     select_row,
 )
-
-UNKNOWN = ["lane"]
 
 
 @triton.jit
@@ -87,7 +86,7 @@ def store_states(base, at, step, count, is_channel, tile, s3, S: tl.constexpr):
         tl.store((base + at) + s * step, select_row(tile, s3, s), mask=is_channel[:, None] & (s < count))
 
 
-@triton.jit
+@kernel
 def prepare_kernel(
     k, q, seq_idx, keys, queries, norms, keeps,
     k_row, k_step, q_row, q_step, L, padded, num_states, tiles,
@@ -113,7 +112,7 @@ def prepare_kernel(
         tl.store(keeps + at, tl.where(here == before, 1.0, 0.0), mask=inside)
 
 
-@triton.jit(do_not_specialize=UNKNOWN)
+@kernel
 def forward_kernel(
     x, beta_logit, z, keys, queries, norms, keeps, beta_bias, skip, initial_states, o, final_state, checkpoints,
     x_row, x_step, logit_row, logit_step, z_row, z_step,
@@ -175,7 +174,7 @@ def forward_kernel(
         store_states(final_state + row * size, at, next_state, count, is_channel, h, s3, S)
 
 
-@triton.jit(do_not_specialize=UNKNOWN)
+@kernel
 def forward_summary_kernel(
     x, beta_logit, keys, norms, keeps, beta_bias, products, ends,
     x_row, x_step, logit_row, logit_step,
@@ -219,7 +218,7 @@ def forward_summary_kernel(
     store_states(ends + here, at, next_state, count, is_channel, h, s3, S)
 
 
-@triton.jit
+@kernel
 def chain_kernel(
     products, ends, outer_state, initial_states, size, num_splits, tiles,
     HAS_STATE: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr,

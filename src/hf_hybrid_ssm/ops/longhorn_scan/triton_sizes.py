@@ -36,7 +36,6 @@ CHUNKS = {
     64: {"BD": 64, "num_warps": 4, "STAGES": 2},
     math.inf: {"BD": 32, "num_warps": 8, "STAGES": 2},
 }
-CHUNK_MEMORY = {32: 88 * 1024, 64: 124 * 1024, math.inf: 140 * 1024}  # bytes that a multiprocessor must share
 MEASURING: dict[str, dict[str, int]] = {}  # what `triton_tune` is trying, by shape class
 
 
@@ -51,17 +50,26 @@ def tile_sizes(num_states: int, *, backward: bool, rows: int = 1, length: int = 
     return found | {"S": lanes, "P": states // lanes, "BLOCK": BLOCK, "enable_fp_fusion": True}
 
 
-def chunk_sizes(num_states: int, dtype: str, memory: float = math.inf) -> dict | None:
+def chunk_sizes(num_states: int, dtype: str) -> dict | None:
     """Constants of the backward in chunks, or None where the gradients are computed token by token.
 
-    That is so for few states, which take fewer instructions; for float32, which would take three products for each;
-    and on cards whose programs can share less `memory` than the tables need, in bytes.
+    That is so for few states, which take fewer instructions, and for float32, which would take three products each.
     """
     states = max(16, triton.next_power_of_2(num_states))
     largest = next(largest for largest in CHUNKS if states <= largest)
-    if num_states < CHUNKS_FROM or dtype == "torch.float32" or memory < CHUNK_MEMORY[largest]:
+    if num_states < CHUNKS_FROM or dtype == "torch.float32":
         return None
     return {**CHUNKS[largest], "N": states, "BLOCK": BLOCK, "enable_fp_fusion": True}
+
+
+def by_shared_memory(sizes: dict, chunks: dict | None) -> list[tuple[dict, dict | None]]:
+    """Sizes of a direction beside those of its chunks or None, those that share the least memory last: programs of
+    fewer channels, then token by token, then fewer tiles of tokens under way at a time."""
+    found: list[tuple[dict, dict | None]] = []
+    while chunks is not None and chunks["BD"] >= WIDTH:
+        found.append((sizes | {"BD": chunks["BD"]}, chunks))  # a first pass over a row that is cut has the same tiles
+        chunks = chunks | {"BD": chunks["BD"] // 2}
+    return found + [(sizes | {"STAGES": stages}, None) for stages in range(sizes["STAGES"], 0, -1)]
 
 
 def shape_class(rows: int, length: int, num_states: int, dtype: str, *, backward: bool) -> str:

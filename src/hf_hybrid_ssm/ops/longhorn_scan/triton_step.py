@@ -1,9 +1,10 @@
-"""One token of the Longhorn scan on CUDA: the launch, as a torch.library op that overwrites the state."""
+"""One token of the Longhorn scan on CUDA: the launch, which overwrites the state."""
 
 import torch
 import triton
 from torch import Tensor
 
+from hf_hybrid_ssm.ops._core.custom_ops import step_op
 from hf_hybrid_ssm.ops._core.triton_helpers import contiguous, dense_rows, device_guard, supports
 from hf_hybrid_ssm.ops.longhorn_scan import triton_step_kernels as kernels
 from hf_hybrid_ssm.ops.longhorn_scan.heads import step_over_heads
@@ -24,8 +25,7 @@ def tile_sizes(num_states: int) -> dict[str, int]:
     return {"BN": states, "BD": max(1, TILE_NUMBERS // states), "num_warps": 1}
 
 
-@torch.library.custom_op("hf_hybrid_ssm::longhorn_step_triton", mutates_args=("state",))
-def step(
+def _step(
     x: Tensor,
     beta_logit: Tensor,
     k: Tensor,
@@ -52,6 +52,8 @@ def step(
     return y
 
 
-@step.register_fake
-def _(x, beta_logit, k, q, z, beta_bias, skip, state, pages):
+def _empty(x, beta_logit, k, q, z, beta_bias, skip, state, pages):
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+step = step_op("hf_hybrid_ssm::longhorn_step_triton", _step, _empty, ("state",), device_types=None)

@@ -1,13 +1,12 @@
 """The Triton kernel of one decoded token: scan, skip and gate in one launch."""
 
-import triton
 import triton.language as tl
 
-from hf_hybrid_ssm.ops._core.triton_helpers import load, program_coords
+from hf_hybrid_ssm.ops._core.triton_helpers import kernel, load, program_coords
 from hf_hybrid_ssm.ops.longhorn_scan.triton_kernels import compute_delta
 
 
-@triton.jit
+@kernel
 def step_kernel(
     x, beta_logit, k, q, z, beta_bias, skip, state, pages, y,
     x_row, logit_row, k_row, q_row, z_row, state_row, channels, num_states, tiles,

@@ -15,7 +15,6 @@ import torch
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
-from hf_hybrid_ssm.ops._core.triton_helpers import shared_memory
 from hf_hybrid_ssm.ops.longhorn_scan import triton_sizes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -57,7 +56,7 @@ def tune(batch: int, length: int, width: int, num_states: int, dtype: torch.dtyp
         )
     device, found = torch.cuda.get_device_name(), {}
     inputs = _inputs(batch, length, width, num_states, dtype)
-    in_chunks = triton_sizes.chunk_sizes(num_states, str(dtype), shared_memory(torch.device("cuda")))
+    in_chunks = triton_sizes.chunk_sizes(num_states, str(dtype))
     if in_chunks is not None:
         print("the backward takes its tokens in chunks, in tiles whose sizes are fixed: only the forward is tuned")
     for backward in (False,) if in_chunks is not None else (False, True):
