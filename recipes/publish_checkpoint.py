@@ -107,6 +107,7 @@ def publish(arguments: PublishArguments) -> dict[str, Any]:
     if isinstance(objective, CausalObjective):  # greedy text of small models repeats itself
         model.generation_config.update(do_sample=True, temperature=0.8, top_p=0.95)
         tokenizer.chat_template = CHAT_TEMPLATE
+        tokenizer.padding_side = "left"  # rows of a batch go on from their ends
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if (folder / "tokenizer.json").is_file():  # again, on one line: less than half the size
@@ -128,7 +129,7 @@ def publish(arguments: PublishArguments) -> dict[str, Any]:
         save_figure(figure, folder / "extrapolation.png")
     recipe = f"python recipes/{objective.recipe} {arguments.config}"
     if ours:
-        card = card_of_folder(folder, dataset=DATA, recipe=recipe)
+        card = card_of_folder(folder, dataset=DATA, recipe=recipe, license="apache-2.0")
     else:
         card = peer_card(folder.name, model, results, recipe)
     (folder / "README.md").write_text(card + sample_section(folder, known, tokenizer), encoding="utf-8")

@@ -36,6 +36,7 @@ from hf_hybrid_ssm.hub import card_of_folder
 from hf_hybrid_ssm.hub.configurations import check_fields
 from hf_hybrid_ssm.hub.delta_files import remove_weights
 from hf_hybrid_ssm.hub.reading import read_json
+from hf_hybrid_ssm.hub.writing import write_whole
 from hf_hybrid_ssm.upcycle import (
     KEEP_BY,
     STUDENT_FAMILIES,
@@ -347,7 +348,7 @@ def save(
     if (folder / "README.md").exists() and not arguments.overwrite:
         say(f"{folder / 'README.md'} stays as it is; hf-hybrid-ssm card {folder} --overwrite replaces it.")
     else:
-        (folder / "README.md").write_text(card, encoding="utf-8")
+        write_whole(folder / "README.md", card)
 
 
 if __name__ == "__main__":

@@ -31,14 +31,14 @@ def preset_cards() -> dict[str, str]:
         configuration, kind = getattr(hf_hybrid_ssm, family.config), family.model_type.replace("_", "-")
         presets = [preset for preset in configuration.presets if not NO_CARD.search(preset)]
         names = [preset if preset.startswith(family.folder) else f"{kind}-{preset}" for preset in presets]
-        found = {
-            name: model_card(configuration.preset(preset), name=name, recipe=recipes.get((family.model_type, preset)))
-            for name, preset in zip(names, presets)
-        }
+        found = {}
+        for name, preset in zip(names, presets):
+            command, fields = recipes.get((family.model_type, preset), (None, {}))
+            found[name] = model_card(configuration.preset(preset, **fields), name=name, recipe=command)
         counts = [_counts(card)[0] for card in found.values()]
         if family.model_type in LADDERS:
             commands = [
-                recipes[family.model_type, preset] for preset in presets if (family.model_type, preset) in recipes
+                recipes[family.model_type, preset][0] for preset in presets if (family.model_type, preset) in recipes
             ]
             found = {
                 kind: ladder(kind, [configuration.preset(preset) for preset in presets], presets, found, commands)
@@ -81,15 +81,16 @@ def _counts(card: str) -> tuple[str, str]:
     return re.search(r"([\d,]+) parameters, ([\d,]+) of them", card).groups()  # type: ignore[return-value, union-attr]
 
 
-def recipes_of_presets() -> dict[tuple[str, str], str]:
-    """(model type, preset) → the command that trains it, from the recipes' configurations of the papers' sizes."""
+def recipes_of_presets() -> dict[tuple[str, str], tuple[str, dict]]:
+    """(model type, preset) → the command that trains it and the fields that it sets beside the preset, from the
+    recipes' configurations of the papers' sizes."""
     found = {}
     for path in sorted(ROOT.glob("recipes/configs/*/*.yaml")):
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
         if isinstance(settings, dict) and "preset" in settings and not path.stem.endswith("_cpu"):
             script = SCRIPTS.get(path.stem) or SCRIPTS.get(path.parent.name, "pretrain_clm.py")
             command = f"python recipes/{script} {path.relative_to(ROOT).as_posix()}"
-            found[settings["model_type"], settings["preset"]] = command
+            found[settings["model_type"], settings["preset"]] = command, settings.get("config") or {}
     return found
 
 

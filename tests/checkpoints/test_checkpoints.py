@@ -9,6 +9,8 @@ from pathlib import Path
 
 import publish_checkpoint
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 from hf_hybrid_ssm.hub import check_folder, export_code
 from tests import processes
@@ -64,6 +66,32 @@ def test_language_models_can_be_chatted_with(folder):
         trained = [token for token, one in zip(masked["input_ids"], masked["assistant_masks"], strict=True) if one]
         assert tokenizer.decode(trained) == "Yes."
         assert tokenizer.chat_template == publish_checkpoint.CHAT_TEMPLATE
+
+
+@named
+def test_rows_of_a_batch_go_on_as_if_alone(folder):
+    """The tokenizer pads on the left, where a language model goes on at the end."""
+    model, tokenizer, objective = loaded(folder)
+    if objective == "CausalLM":
+        prompts, options = ["The old man", "It was"], {"max_new_tokens": 3, "do_sample": False}
+        batch = tokenizer(prompts, padding=True, return_tensors="pt", return_token_type_ids=False)
+        together = model.generate(**batch, **options)[:, batch["input_ids"].shape[1] :]
+        for prompt, row in zip(prompts, together, strict=True):
+            alone = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+            assert torch.equal(model.generate(**alone, **options)[0, alone["input_ids"].shape[1] :], row)
+
+
+OTHER_STACK = {"spade-encoder-books": AutoModelForCausalLM, "spade-books": AutoModelForMaskedLM}
+
+
+@pytest.mark.parametrize("name", OTHER_STACK)
+def test_a_model_of_another_stack_is_refused(name):
+    """None of its layers would have weights; a new head on the layers of the checkpoint is no such thing."""
+    with pytest.raises(ValueError, match=rf"{name}' holds a Spade\w+, and none of its weights are those of a Spade"):
+        OTHER_STACK[name].from_pretrained(ROOT / name)
+    model, report = AutoModelForSequenceClassification.from_pretrained(ROOT / name, output_loading_info=True)
+    assert all("classifier" in key or "score" in key or "dense" in key for key in report["missing_keys"])
+    assert isinstance(AutoModelForSequenceClassification.from_pretrained(ROOT / name), type(model))
 
 
 @named

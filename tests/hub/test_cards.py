@@ -1,20 +1,34 @@
 """Cards say what is in the files: metadata the Hub reads, exact parameters, figures from results alone."""
 
+import ast
+import html
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
 from _lib.documents import train_tokenizer
 from huggingface_hub import ModelCard
-from transformers import LlamaConfig
+from markdown_it import MarkdownIt
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    LlamaConfig,
+)
 
 from hf_hybrid_ssm import LonghornConfig, SpadeConfig
 from hf_hybrid_ssm.cli import main
 from hf_hybrid_ssm.hub import card_of_folder, model_card
+from hf_hybrid_ssm.hub.configurations import new_config
+from hf_hybrid_ssm.serving.state_layout import growing_layers
 from tests import processes
-from tests.tiny_models import build, config_of
+from tests.tiny_models import VARIANTS, build, config_of, language_model
 from tools.model_cards import preset_cards
 
 ROOT = Path(__file__).parents[2]
@@ -127,3 +141,113 @@ def test_bad_input(folder, tmp_path):
     (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match="not a complete safetensors file"):
         card_of_folder(folder)
+
+
+# -- what others wrote ------------------------------------------------------------------------------------------------
+
+HOSTILE = (
+    "<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "[click](javascript:alert(1))", "![x](http://a/b.png)",
+    "a | b | c", "`code`", "**bold**", "_slanted_", "# heading", "line\n\n## heading", "\\", "&lt;b&gt;", "$x^2$",
+    "http://evil.example", "www.evil.example", "~~gone~~", "[ref]: http://x", "\x1b[31mred", "me@example.com",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_what_a_folder_says_is_shown_as_it_is(text, folder):
+    """Strings of results.json and config.json, as keys and as values: their letters, and nothing else, are shown."""
+    results = {text: 1, "named": text, "several": [text], "teacher": text}
+    (folder / "results.json").write_text(json.dumps(results))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {text: text, "hidden_note": text}))
+    card = card_of_folder(folder).split("---", 2)[2]
+    body = MarkdownIt("commonmark").enable(["table", "strikethrough"]).render(card.split("## Use")[0])
+    shown = "".join(letter for letter in " ".join(text.split()) if letter.isprintable())
+    plain = html.unescape(re.sub(r"<[^>]*>", "", body))
+    assert plain.count(shown) >= 4  # a key (where `_` is a space), three values, the base model, a field
+    assert set(re.findall(r"</?(\w+)", body)) == {
+        "h1",
+        "h2",
+        "p",
+        "code",
+        "a",
+        "table",
+        "thead",
+        "tbody",
+        "tr",
+        "th",
+        "td",
+    }
+    assert re.findall(r'href="([^"]*)"', body) == ["https://arxiv.org/abs/2407.14207"]
+    assert body.count("<h2>") == 2 and body.count("<tr>") == 5
+    bare = card.replace("https://arxiv.org", "")  # which GitHub and the Hub would make links
+    assert not re.search(r"://|www\.\w|(?<!\\)@", bare.split("## Use")[0])
+
+
+def test_a_name_cannot_leave_its_place(folder):
+    """The folder's own name, in the heading and in the code."""
+    strange = folder.rename(folder.with_name('x"); import os  # <b>`'))
+    text = card_of_folder(strange)
+    code = text.split("```python\n")[1].split("```")[0]
+    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    assert [call.args[0].value for call in calls] == [strange.name] * 2
+    assert "<b>" not in text.split("## Use")[0].split("---", 2)[2]
+
+
+def test_a_licence_is_said_where_it_is_known(folder, capsys):
+    """Of the weights: not because the code has one."""
+    card = ModelCard(card_of_folder(folder))
+    assert card.data.license is None and "is not told here" in card.text
+    (folder / "results.json").write_text(json.dumps({"teacher": "someone/teacher", "loss": 1.0}))
+    card = ModelCard(card_of_folder(folder))
+    assert card.data.license is None and card.data.base_model == "someone/teacher"
+    assert "The weights come from someone/teacher, whose licence holds for them" in card.text
+    (folder / "results.json").write_text(json.dumps({"teacher": "local-folder", "loss": 1.0}))
+    card = ModelCard(card_of_folder(folder))
+    assert card.data.base_model is None and "The weights come from local-folder" in card.text
+    assert main(["card", str(folder), "--license", "mit", "--base-model", "a/b", "--overwrite"]) == 0
+    card = ModelCard.load(folder / "README.md")
+    assert (card.data.license, card.data.base_model) == ("mit", "a/b") and "Licence of the weights: mit." in card.text
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_state_of_one_size_is_told_only_of_such_models(variant):
+    """Measured: the layers whose cache grows."""
+    config = config_of(variant)
+    told = "one size, however long" in model_card(config, name="model")
+    assert not told or growing_layers(language_model(variant)) == []
+    if config.model_type == "longhorn":
+        assert told == (growing_layers(language_model(variant)) == [])
+
+
+TOKENIZERS = {"google-t5/t5-base": 32100, "openai-community/gpt2": 50257, "mistralai/Mistral-7B-v0.1": 32000}
+COMMAND = re.compile(r"`python recipes/(\w+)\.py (recipes/configs/[\w./-]+\.yaml)`")
+AUTOS = {"pretrain_seq2seq": AutoModelForSeq2SeqLM, "pretrain_mlm": AutoModelForMaskedLM}
+CARDS = [path for folder in ("model_cards", "checkpoints/*") for path in ROOT.glob(f"{folder}/*.md")]
+WITH_COMMAND = [path for path in CARDS if COMMAND.search(path.read_text(encoding="utf-8")) and path.parent != ROOT]
+
+
+@pytest.mark.parametrize("path", WITH_COMMAND, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_a_card_describes_what_its_command_builds(path):
+    """Its numbers are those of the model that the recipe makes, for its tokenizer."""
+    text = path.read_text(encoding="utf-8")
+    script, file = COMMAND.search(text).groups()
+    settings = yaml.safe_load((ROOT / file).read_text(encoding="utf-8"))
+    fields = settings.get("config") or {}
+    if settings.get("tokenizer") in TOKENIZERS:
+        fields = {"vocab_size": TOKENIZERS[settings["tokenizer"]]} | fields
+    elif (path.parent / "tokenizer.json").is_file():  # the recipe has trained it
+        fields = {"vocab_size": len(AutoTokenizer.from_pretrained(path.parent))} | fields
+    config = new_config(settings["model_type"], settings.get("preset"), **fields)
+    with torch.device("meta"):
+        model = AUTOS.get(script, AutoModelForCausalLM).from_config(config)
+    total = model.num_parameters()
+    if path.stem == "lmu-isa":  # a table of sizes, of which the command trains one
+        assert f"| {settings['preset']} | {total:,} |" in text
+    elif config.model_type == "llama":
+        assert f"| parameters | {total:.4g} |" in text
+    else:
+        assert f"{total:,} parameters" in text and f"`{type(model).__name__}`" in text
+
+
+def test_there_are_cards_with_commands():
+    assert len(WITH_COMMAND) >= 12

@@ -14,6 +14,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="a saved model")
     parser.add_argument("--dataset", metavar="TEXT", help="what the model was trained and validated on")
     parser.add_argument("--recipe", metavar="COMMAND", help="the command that trained it")
+    parser.add_argument("--license", metavar="NAME", help="of the weights, as the Hub calls it (apache-2.0)")
+    parser.add_argument("--base-model", metavar="NAME", help="what the weights come from, if the folder does not say")
     parser.add_argument("--overwrite", action="store_true", help="replace a README.md that is there")
     parser.add_argument("--stdout", action="store_true", help="print the card instead of writing it")
     given = parser.parse_args(arguments)
@@ -26,7 +28,8 @@ def main(arguments: list[str]) -> int:
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
-        card = card_of_folder(given.folder, dataset=given.dataset, recipe=given.recipe)
+        told = {name: getattr(given, name) for name in ("dataset", "recipe", "license", "base_model")}
+        card = card_of_folder(given.folder, **{name: value for name, value in told.items() if value is not None})
     finally:
         transformers.logging.set_verbosity(verbosity)
     if given.stdout:

@@ -1,7 +1,11 @@
 """Model cards: what a checkpoint is, how it was trained, its metrics and how to load it, from its own files."""
 
 import itertools
+import json
+import math
 import os
+import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,9 +18,13 @@ from hf_hybrid_ssm.auto import family_of
 from hf_hybrid_ssm.hub.configurations import config_of_folder, without_memory
 from hf_hybrid_ssm.hub.delta_files import Delta, is_delta, read_delta
 from hf_hybrid_ssm.hub.export import auto_class_of
+from hf_hybrid_ssm.hub.markdown import code_span, escaped
 from hf_hybrid_ssm.hub.reading import read_json
 from hf_hybrid_ssm.hub.verify_files import check_folder
+from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPES
+from hf_hybrid_ssm.models.family import CardText
 
+ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
 # bookkeeping, and what the table of layers says
 HIDDEN_FIELDS = {"architectures", "layer_types", "block_types", "ssm_layers", "transformers_version"}
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -46,6 +54,8 @@ def model_card(
     trained: bool = False,
     exported: bool = False,
     delta: Delta | None = None,
+    license: str | None = None,
+    base_model: str | None = None,
 ) -> str:
     """A card in Markdown with the Hub's metadata in front.
 
@@ -60,6 +70,13 @@ def model_card(
         trained: there are weights to load; with results there always are.
         exported: it carries its code, and loads without this package.
         delta: the folder holds what a student has beyond its teacher.
+        license: of the weights, as the Hub calls it ("apache-2.0"); without it the card does not say one, unless
+            there are no weights.
+        base_model: what the weights come from, such as an upcycled model's teacher; a name on the Hub ("owner/name")
+            is also put into the metadata.
+
+    What comes from the configuration, `results`, `name`, `delta` and `base_model` is escaped; `dataset` and `recipe`
+    are yours, and may hold Markdown.
 
     Raises:
         ValueError: the configuration is not of a family of this package, or the family has no such class.
@@ -72,22 +89,24 @@ def model_card(
     model = without_memory(lambda: family.load(class_name)(config))
     table = next(table for table, name in family.heads.items() if name == class_name)
     task, text = TASKS.get(table), family.card
+    has_weights = trained or results is not None
+    if base_model is None and delta is not None:
+        base_model = delta.teacher
     data = ModelCardData(
-        license="apache-2.0",
+        license=license if has_weights else "apache-2.0",  # of the code, and of this card
         library_name="transformers",
         pipeline_tag=task,
         tags=[config.model_type, "state-space-model", "hf-hybrid-ssm", f"arxiv:{text.arxiv}"],
-        base_model=delta.teacher if delta is not None and delta.is_on_hub else None,
+        base_model=base_model if base_model and ON_HUB.fullmatch(base_model) else None,
         **_metrics(name, task, results, dataset),
     )
-    has_weights = trained or results is not None
     limits = (
         f"{text.limits} A model trained by these recipes was not taught to be helpful or harmless; it repeats what "
     )
     sections = [
         f"---\n{data.to_yaml().strip()}\n---",
-        f"# {name}",
-        f"{text.name} ([arXiv {text.arxiv}](https://arxiv.org/abs/{text.arxiv})). {text.idea}",
+        f"# {escaped(name)}",
+        f"{text.name} ([arXiv {text.arxiv}](https://arxiv.org/abs/{text.arxiv})). {text.idea}{_memory(config, text)}",
         "## Architecture",
         _architecture(config, model, family.layer_kinds(config)),
         "## Training",
@@ -97,7 +116,7 @@ def model_card(
         "## Limits",
         f"{limits}is in its training data, with the errors and prejudices there.",
         *(["## Citation", f"```bibtex\n{text.citation}\n```"] if has_weights else []),
-        *(["Licence of code and card: Apache-2.0."] if has_weights else []),
+        *([_licences(license, base_model)] if has_weights else []),
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -120,13 +139,31 @@ def card_of_folder(folder: str | os.PathLike, **options: Any) -> str:
         "trained": True,
         "exported": "auto_map" in saved,
         "delta": read_delta(where) if is_delta(where) else None,
+        "base_model": teacher if results and isinstance(teacher := results.get("teacher"), str) else None,
     }
     return model_card(config, **(found | options))
 
 
+def _licences(license: str | None, base_model: str | None) -> str:
+    if license is not None:
+        weights = f"Licence of the weights: {escaped(license)}."
+    elif base_model is not None:
+        weights = f"The weights come from {escaped(base_model)}, whose licence holds for them; it is not told here."
+    else:
+        weights = "Under which licence the weights are is not told here."
+    return f"Licence of code and card: Apache-2.0. {weights}"
+
+
+def _memory(config: PreTrainedConfig, text: CardText) -> str:
+    """What the family says of its memory, where no layer keeps the keys of all tokens."""
+    grows = any(kind not in STATE_LAYER_TYPES for kind in config.layer_types)
+    return f" {text.memory}" if text.memory and not grows else ""
+
+
 def _metrics(name: str, task: str | None, results: Mapping[str, Any] | None, dataset: str | None) -> dict[str, Any]:
     """The Hub asks for the data set of every metric; without its name they are only in the text."""
-    found = [(*METRICS[key], results[key]) for key in METRICS if results and key in results]
+    figures = {key: value for key in METRICS if isinstance(value := (results or {}).get(key), int | float)}
+    found = [(*METRICS[key], value) for key, value in figures.items() if math.isfinite(value)]
     if dataset is None or not found:
         return {}
     values = [
@@ -151,8 +188,9 @@ def _architecture(config: PreTrainedConfig, model: PreTrainedModel, kinds: list[
         for key, value in config.to_dict().items()
         # a name that begins with _ holds where the model was loaded from
         if _plain(value) and key not in HIDDEN_FIELDS and key[0] != "_" and value != defaults.get(key)
+        if key.isidentifier()
     }
-    fields = ", ".join(f"`{key}` {value}" for key, value in shown.items())
+    fields = ", ".join(f"`{key}` {escaped(value)}" for key, value in shown.items())
     return (
         f"`{type(model).__name__}`: {counted}. {_layers(kinds)}\n\n"
         f"{fields}; all other fields of `{type(config).__name__}` have their defaults."
@@ -179,7 +217,8 @@ def _training(results: Mapping[str, Any] | None, dataset: str | None, recipe: st
     if recipe:
         lines.append(f"Command: `{recipe}`.")
     if results:
-        rows = [f"| {key.replace('_', ' ')} | {_number(value)} |" for key, value in results.items() if _plain(value)]
+        told = {escaped(key.replace("_", " ")): value for key, value in results.items() if _plain(value)}
+        rows = [f"| {key} | {_number(value)} |" for key, value in told.items()]
         lines.append("\n\n| metric | value |\n| --- | ---: |\n" + "\n".join(rows))
     elif not trained:
         lines.insert(0, "No trained weights are published yet.")
@@ -194,29 +233,29 @@ def _training(results: Mapping[str, Any] | None, dataset: str | None, recipe: st
 
 def _number(value: Any) -> str:
     if isinstance(value, bool | str | list):
-        return str(value)
+        return escaped(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def _teacher(name: str, delta: Delta) -> str:
     place = "on the Hub" if delta.is_on_hub else "a folder or file"
+    command = f"hf-hybrid-ssm export {shlex.quote(name)} --full OUT --teacher TEACHER"
     return (
-        f"This is a delta: it holds what the student has beyond its teacher, `{delta.teacher}` ({place}), of which "
-        f"{len(delta.carried)} tensors carry over. It loads where that teacher is at hand, whose weights have the "
-        f"fingerprint `{delta.fingerprint}`. `hf-hybrid-ssm export {name} --full OUT --teacher TEACHER` writes the "
-        "whole model."
+        f"This is a delta: it holds what the student has beyond its teacher, {code_span(delta.teacher)} ({place}), of "
+        f"which {len(delta.carried)} tensors carry over. It loads where that teacher is at hand, whose weights have "
+        f"the fingerprint {code_span(delta.fingerprint)}. {code_span(command)} writes the whole model."
     )
 
 
 def _use(name: str, auto: str, exported: bool, delta: Delta | None) -> str:
     # without its configuration, AutoTokenizer asks whether to run the code that config.json names
     trust, config = (", trust_remote_code=True", ", config=model.config") if exported else ("", "")
-    teacher = "" if delta is None else f', teacher="{delta.teacher}"'
+    teacher = "" if delta is None else f", teacher={json.dumps(delta.teacher)}"
     first = "" if exported else "import hf_hybrid_ssm  # installed from its source\n"
     code = (
         f"{first}from transformers import AutoTokenizer, {auto}\n\n"
-        f'model = {auto}.from_pretrained("{name}"{trust}{teacher})\n'
-        f'tokenizer = AutoTokenizer.from_pretrained("{name}"{config})\n'
+        f"model = {auto}.from_pretrained({json.dumps(name)}{trust}{teacher})\n"
+        f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(name)}{config})\n"
     )
     note = "\n\nOnce `hf_hybrid_ssm` is imported, its own classes load it, with their kernels; trust is not needed."
     return f"```python\n{code}```{note if exported else ''}"

@@ -163,7 +163,8 @@ class HybridPreTrainedModel(PreTrainedModel):
                 or a GGUF file; by default what `HF_HYBRID_SSM_TEACHER` says.
 
         Raises:
-            ValueError: names the file; or the teacher of a delta is not given, or is another one.
+            ValueError: names the file; or the teacher of a delta is not given, or is another one; or no weight of the
+                layers is in the checkpoint, which holds another stack.
         """
         if cls.delta_arguments is not None:
             if (found := cls.delta_arguments(pretrained_model_name_or_path, teacher, kwargs)) is not None:
@@ -176,7 +177,27 @@ class HybridPreTrainedModel(PreTrainedModel):
         reads_others = {"subfolder", "variant", "gguf_file", "state_dict"} & kwargs.keys()
         if cls.check_weight_files is not None and not reads_others and kwargs.get("use_safetensors") is not False:
             cls.check_weight_files(pretrained_model_name_or_path)
-        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        tells = kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        if pretrained_model_name_or_path is not None and "state_dict" not in kwargs:
+            model._refuse_to_be_new(pretrained_model_name_or_path, info["missing_keys"])
+        return (model, info) if tells else model
+
+    def _refuse_to_be_new(self, source: Any, missing: set[str]) -> None:
+        """A ValueError if nothing of the layers and embeddings came from the checkpoint, which is of another stack.
+
+        A new head on layers that were loaded is what fine-tuning begins with.
+        """
+        prefix = "" if self.base_model is self else f"{self.base_model_prefix}."
+        tied = getattr(self, "all_tied_weights_keys", None) or {}  # which no report names
+        names = {f"{prefix}{name}" for name, _ in self.base_model.named_parameters()}
+        wanted = names - tied.keys() - set(tied.values())
+        if wanted and wanted <= set(missing):
+            holds = next(iter(getattr(self.config, "architectures", None) or []), "another model")
+            raise ValueError(
+                f"{str(source)!r} holds a {holds}, and none of its weights are those of a {type(self).__name__}, "
+                f"which would be random: load it as a {holds}, or make a new model with from_config."
+            )
 
     # -- saving with code ---------------------------------------------------------------------------------------
 

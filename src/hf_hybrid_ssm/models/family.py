@@ -41,6 +41,7 @@ class CardText:
     authors: str
     year: int
     venue: str | None = None  # the proceedings, where the paper has appeared in some
+    memory: str | None = None  # said of configurations of which no layer keeps the keys of all tokens
 
     @property
     def citation(self) -> str:

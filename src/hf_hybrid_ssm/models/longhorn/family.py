@@ -32,7 +32,8 @@ FAMILY = Family(
     card=CardText(
         name="Longhorn",
         idea="Blocks like Mamba's whose recurrence is the closed-form step of online associative recall: each token "
-        "moves the state so that the key recalls the value. The state has one size, however long the text.",
+        "moves the state so that the key recalls the value.",
+        memory="The state has one size, however long the text.",
         limits="What no longer fits the state is forgotten: exact copies of long passages are not to be expected.",
         arxiv="2407.14207",
         title="Longhorn: State Space Models are Amortized Online Learners",
