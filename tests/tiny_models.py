@@ -38,6 +38,7 @@ PARALLEL = {"block_types": ["hybrid_sliding", "linear_attention", "hybrid_slidin
 PARALLEL |= {"sliding_window": 6, "num_heads": 4, "state_size": 12, "head_dim": 12, "use_rope_in_mixer": True}
 PARALLEL |= {"use_qk_proj": True, "use_qk_norm": True}
 ROTARY = {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_parameters": {"rope_theta": 100.0}}
+SINK, SCALAR_SINK = {"attention_sink": "constant"}, {"attention_sink": "scalar", "zero_kv_sink": False}
 ROTARY |= {"gated_mlp": True, "hidden_act": "silu", "attention_bias": True, "use_qk_norm": True, "qk_norm": False}
 BLOCK_RECURRENT = {"ssm_layers": None, "block_types": ["block_recurrent", "sliding_attention", "bst"]}
 
@@ -49,13 +50,16 @@ VARIANTS: dict[str, tuple[str, dict]] = {
         {**LONGHORN, "num_heads": 4, "use_scan_norm": True, "conv_kernel": 2},
     ),
     "longhorn + window and full attention": ("longhorn", {**LONGHORN, **HYBRID}),
-    "longhorn beside windows": ("longhorn", {**LONGHORN, **PARALLEL}),
+    "longhorn beside windows, a sink": ("longhorn", {**LONGHORN, **PARALLEL, **SINK}),
     "bst sh s4d": ("bst", BST),
     "bst mh s4": ("bst", {**BST, "context_variant": "mh", "ssm_type": "s4"}),
     "bst mf unstructured": ("bst", {**BST, "context_variant": "mf", "ssm_type": "unstructured", "filter_length": 16}),
-    "bst with memory": ("bst", {**BST, "retrieval_k": 2, "retrieval_memory": 7, "retrieval_stride": 2}),
+    "bst with memory": (
+        "bst",
+        {**BST, **SCALAR_SINK, "retrieval_k": 2, "retrieval_memory": 7, "retrieval_stride": 2},
+    ),
     "bst block-recurrent": ("bst", {**BST, **BLOCK_RECURRENT, "recurrent_num_states": 3}),
-    "bst rotary": ("bst", {**BST, **ROTARY}),
+    "bst rotary with a sink": ("bst", {**BST, **ROTARY, **SINK, "zero_kv_sink": False}),
     "lmu-isa": ("lmu_isa", LMU),
     "lmu-isa + global attention": ("lmu_isa", {**LMU, "first_sublayer": "global_attention"}),
     "lmu-isa + window attention": ("lmu_isa", {**LMU, "first_sublayer": "window_attention", "sliding_window": 5}),
@@ -93,7 +97,7 @@ FEW = ["longhorn + window and full attention", "bst mh s4", "lmu-isa", "spade s4
 ROWS = [
     "longhorn",
     "longhorn + window and full attention",
-    "longhorn beside windows",
+    "longhorn beside windows, a sink",
     "bst sh s4d",
     "bst mh s4",
     "bst mf unstructured",
@@ -161,7 +165,9 @@ def language_model(variant: str, wide: bool = False) -> PreTrainedModel:
     # a decoder hears its encoder through maps that start near nothing
     scale = 6.0 if config.is_encoder_decoder else 1.5
     for name, parameter in model.named_parameters():
-        if parameter.dim() >= 2 and parameter.requires_grad and ".ssm." not in name:
+        if "sink" in name:  # which start at 0
+            parameter.data.normal_()
+        elif parameter.dim() >= 2 and parameter.requires_grad and ".ssm." not in name:
             parameter.data.mul_(scale)
     return model
 
@@ -220,12 +226,13 @@ WIDE_SPADE = {"intermediate_size": 56, "num_attention_heads": 2, "sliding_window
 WIDE_BST = {"intermediate_size": 56, "num_attention_heads": 2, "head_dim": 10, "sliding_window": 16, "ssm_layers": [1]}
 WIDE_LMU = {"lmu_order": 20, "lmu_reduced_order": 6, "pre_intermediate_size": 31, "post_intermediate_size": 43}
 WIDE_LMU |= {"lmu_theta": 30.0, "num_attention_heads": 2, "sliding_window": 20}
-WIDE_HYBRID = {**HYBRID, "num_hidden_layers": 3, "sliding_window": 20, "num_attention_heads": 4, "num_heads": 2}
-WIDE_HYBRID |= {"use_qk_proj": True}
+WIDE_HYBRID = {**HYBRID, **SINK, "num_hidden_layers": 3, "sliding_window": 20, "num_attention_heads": 4}
+WIDE_HYBRID |= {"num_heads": 2, "use_qk_proj": True}
 WIDE_HYBRID |= {"block_types": ["hybrid_sliding", "sliding_attention", "full_attention"]}
 WITHOUT_DROPOUT = dict.fromkeys(("dropout", "attention_dropout", "embedding_dropout", "activation_dropout"), 0.0)
 CHUNKS = {"attention_type": "chunk", "chunk_size": 16, "relative_bias_scope": "none"}
 LIKE_LLAMA = {"rope_parameters": {"rope_theta": 100.0}, "gated_mlp": True, "hidden_act": "silu"}
+LIKE_LLAMA |= {**SINK, "zero_kv_sink": False}
 BRECT = {"ssm_layers": None, "block_types": ["sliding_attention", "block_recurrent"], "recurrent_num_states": 12}
 CASES: dict[str, tuple[str, dict]] = {
     "longhorn": ("longhorn", {"state_size": 5}),

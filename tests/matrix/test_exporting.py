@@ -185,7 +185,7 @@ def test_prefill_of_any_length(row, tmp_path):
 
 @cells(
     {
-        "export: one token": (*EVERY_FAMILY, "longhorn beside windows"),
+        "export: one token": (*EVERY_FAMILY, "longhorn beside windows, a sink"),
         "ONNX: one token": ("lmu-isa", "longhorn + window and full attention"),
     }
 )

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from hf_hybrid_ssm import BstConfig, BstForCausalLM, BstForSequenceClassification
+from hf_hybrid_ssm.models.rotary import with_sink_rotation
 from tests.memory import in_own_memory
 from tests.models import invariances as inv
 from tests.models.strategies import SETTINGS, cuts, lengths, orders, row_lengths, seeds, sides
@@ -29,7 +30,10 @@ OPTIONS = {
         "num_key_value_heads": 2, "attention_bias": True, "qk_norm": False, "use_qk_norm": True, "gated_mlp": True,
         "hidden_act": "silu", "attend_self": True, "zero_kv_sink": False,
     },
+    "constant sink": {"attention_sink": "constant", "zero_kv_sink": False},
+    "scalar sink": {"attention_sink": "scalar", "zero_kv_sink": False},
 }  # fmt: skip
+OPTIONS["like-llama, constant sink"] = OPTIONS["like-llama"] | {"attention_sink": "constant"}
 
 
 def build(model_class=BstForCausalLM, **fields):
@@ -38,6 +42,8 @@ def build(model_class=BstForCausalLM, **fields):
     for name, parameter in model.named_parameters():  # away from the smooth initial point, so that a mistake shows
         if name.endswith("scale"):
             parameter.data.uniform_(-2.0, -1.0)  # its absolute value counts
+        elif "sink" in name:
+            parameter.data.normal_()
         elif name.endswith("bias") or ("_norm." in name and "attention." in name):
             parameter.data.add_(torch.rand_like(parameter))
     return model
@@ -80,10 +86,11 @@ def rms(x, norm):
     return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
 
 
-def turned(x, theta):
-    """Channels c and c + e / 2 of x (L, H, e) as one complex number, turned by t theta^(-2 c / e)."""
-    half = x.shape[-1] // 2
-    angles = torch.arange(len(x)).unsqueeze(1) * theta ** (-torch.arange(half, dtype=x.dtype) / half)
+def turned(x, theta, distance=None):
+    """Channels c and c + e / 2 of x (L, H, e) as one complex number, turned by t theta^(-2 c / e), t = 0 … L - 1 or
+    a fixed distance."""
+    half, steps = x.shape[-1] // 2, torch.arange(len(x)) if distance is None else torch.full((len(x),), distance)
+    angles = steps.unsqueeze(1) * theta ** (-torch.arange(half, dtype=x.dtype) / half)
     z = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
     return torch.cat([z.real, z.imag], -1)
 
@@ -116,6 +123,7 @@ def plain_layer(layer, config, x):
         q, k = rms(q, attention.q_norm), rms(k, attention.k_norm)
     k, v = (part.repeat_interleave(heads // config.num_key_value_heads, 1) for part in (k, v))
     rope = config.rope_parameters
+    queries_of_sink = q if rope is None else turned(q, rope["rope_theta"], window)
     q, k = (q, k) if rope is None else (turned(part, rope["rope_theta"]) for part in (q, k))
     bias = attention.relative_bias(window) if rope is None else torch.zeros(heads, 1, dtype=x.dtype)
     scale = attention.scale.abs() if config.qk_norm else torch.full((heads,), config.head_dim**-0.5, dtype=x.dtype)
@@ -138,6 +146,16 @@ def plain_layer(layer, config, x):
             elif config.zero_kv_sink:
                 logits.append(scale * b if config.qk_norm else b)
                 values.append(torch.zeros_like(v[0]))
+        if config.attention_sink == "scalar":
+            logits.append(attention.sink.logits)
+            values.append(torch.zeros_like(v[0]))
+        elif config.attention_sink == "constant" and t > window:  # the first token is seen no more
+            shared = heads // config.num_key_value_heads
+            key, value = (x.repeat_interleave(shared, 0) for x in (attention.sink.key, attention.sink.value))
+            query = l2(queries_of_sink[t]) if config.qk_norm else queries_of_sink[t]
+            product, b = (query * key).sum(-1), bias[:, -1]
+            logits.append(scale * (product + b) if config.qk_norm else scale * product + b)
+            values.append(value)
         parts = [torch.zeros_like(v[0])]
         if logits:
             parts = [(torch.stack(logits).softmax(0).unsqueeze(-1) * torch.stack(values)).sum(0)]
@@ -223,9 +241,9 @@ def test_options_equal_the_equations_and_decode(options, variant):
     model = build(context_variant=variant, **options).double()
     x = torch.randn(20, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     layer, rotary = model.model.layers[0], model.model.rotary_emb
-    angles = None if rotary is None else rotary(x[None], torch.arange(20)[None])
+    angles = (None, None) if rotary is None else with_sink_rotation(rotary, x[None], torch.arange(20)[None], 6)
     rtol = 1e-9 if rotary is None else 1e-5  # angles are float32, as in every model of transformers
-    found = layer(x[None], position_embeddings=angles)[0]
+    found = layer(x[None], position_embeddings=angles[0], sink_rotation=angles[1])[0]
     torch.testing.assert_close(found, plain_layer(layer, model.config, x), rtol=rtol, atol=rtol)
     inv.check_split(model, inv.random_ids(model, 2, 20, 0), list(range(1, 20)))
 

@@ -11,7 +11,11 @@ from tests.tiny_models import classes_of, config_of
 STD = 0.05
 SIZES = {"hidden_size": 64, "initializer_range": STD, "tie_word_embeddings": False}
 NORMAL_MAPS = [(r"(_proj|fc\d|lm_head|aggregate|dense|classifier|embed_\w+|positions?)\.weight", "normal", STD)]
-NORMS = [(r"norm\w*\.weight|\bscale$|_scale$|\bD$", "ones", None), (r"bias$", "zeros", None)]
+NORMS = [
+    (r"\.sink\.", "zeros", None),
+    (r"norm\w*\.weight|\bscale$|_scale$|\bD$", "ones", None),
+    (r"bias$", "zeros", None),
+]
 # by a pattern of names, the first that fits: the distribution, and its standard deviation (or half width) by the shape
 RULES: dict[str, list] = {
     "longhorn": [
@@ -49,10 +53,13 @@ HYBRID = {"mlp_intermediate_size": 40}
 MEMORY = {"lmu_order": 64, "lmu_reduced_order": 32, "lmu_theta": 80.0}
 MODELS = [
     ("longhorn + window and full attention", "LonghornForCausalLM", HYBRID),
+    ("longhorn beside windows, a sink", "LonghornForCausalLM", {"conv_kernel": 4}),
     ("longhorn heads + scan norm", "LonghornForCausalLM", {"conv_kernel": 4}),
     ("bst mf unstructured", "BstForCausalLM", {}),
     ("bst mh s4", "BstForCausalLM", {"gated_mlp": True}),
     ("bst block-recurrent", "BstForCausalLM", {}),
+    ("bst with memory", "BstForCausalLM", {}),
+    ("bst rotary with a sink", "BstForCausalLM", {}),
     ("lmu-isa", "LmuIsaForCausalLM", MEMORY),
     ("lmu-isa + window attention", "LmuIsaForCausalLM", MEMORY),
     ("spade s4 window", "SpadeForSequenceClassification", {}),

@@ -269,6 +269,6 @@ ILLEGAL: dict[str, tuple[Callable[[Machine, State], None], tuple[str, ...]]] = {
             **machine.inputs(Feed(rows=[[3]] * len(state.rows), starts=[[] for _ in state.rows]), State(state.rows)),
             past_key_values="none",
         ),
-        ("past_key_values",),
+        ("past_key_values", "cache"),
     ),
 }

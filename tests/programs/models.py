@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from hf_hybrid_ssm import SpadeEncoderModel
+from hf_hybrid_ssm.layers.attention_sink import AttentionSink
 from hf_hybrid_ssm.layers.mixers.base import Mixer
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 
@@ -117,6 +118,8 @@ VARIANTS: dict[str, Variant] = {
     "longhorn hybrid rotary": _longhorn("hybrid", "linear", num_heads=2, state_size=8, use_rope_in_mixer=True),
     "longhorn sliding": _longhorn("linear", "sliding", num_key_value_heads=1, mlp_intermediate_size=16),
     "longhorn sliding first": _longhorn("sliding", "linear"),
+    "longhorn constant sink": _longhorn("sliding", "linear", num_key_value_heads=1, attention_sink="constant"),
+    "longhorn scalar sink": _longhorn("linear", "sliding", attention_sink="scalar"),
     "longhorn full": _longhorn("linear", "full", num_key_value_heads=1),
     "longhorn full first": _longhorn("full", "linear"),
     "longhorn full alone": _longhorn("full", "full"),
@@ -147,6 +150,16 @@ VARIANTS: dict[str, Variant] = {
     "bst mf unstructured": _bst(context_variant="mf", ssm_type="unstructured"),
     "bst mf s4d": _bst(context_variant="mf", qk_norm=False, attend_self=True),
     "bst slide": _bst(block_types=["sliding_attention", "sliding_attention"], zero_kv_sink=False),
+    "bst constant sink": _bst(zero_kv_sink=False, attention_sink="constant"),
+    "bst constant sink rotary": _bst(
+        zero_kv_sink=False,
+        attention_sink="constant",
+        attend_self=True,
+        qk_norm=False,
+        num_key_value_heads=1,
+        rope_parameters={"rope_theta": 100.0},
+    ),
+    "bst scalar sink": _bst(block_types=["block_recurrent", "bst"], zero_kv_sink=False, attention_sink="scalar"),
     "bst block-recurrent": _bst(block_types=["block_recurrent", "sliding_attention"]),
     "bst retrieval sh": _bst(retrieval_k=2, retrieval_memory=5, retrieval_stride=2),
     "bst retrieval mf": _bst(context_variant="mf", retrieval_k=2, retrieval_memory=5),
@@ -195,6 +208,9 @@ def _draw_weights(model: PreTrainedModel, generator: torch.Generator) -> None:
             module.weight.normal_(std=module.in_features**-0.5, generator=generator)
             if module.bias is not None:
                 module.bias.normal_(std=0.3, generator=generator)
+        elif isinstance(module, AttentionSink):
+            for parameter in module.parameters():
+                parameter.normal_(generator=generator)
         elif isinstance(module, RelativeBias):
             module.weight.normal_(std=0.7, generator=generator)
         elif isinstance(module, nn.Embedding):

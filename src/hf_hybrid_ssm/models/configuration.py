@@ -21,6 +21,7 @@ WINDOW_LAYER_TYPE = "hybrid_ssm_window"
 STATE_AND_WINDOW_LAYER_TYPE = "hybrid_ssm_state_and_window"
 
 GPT2_END_OF_TEXT = 50256
+ATTENTION_SINKS = ("constant", "scalar")
 # what a config.json may hold beside the fields of its configuration
 EXTRA_FIELDS = frozenset({"auto_map", "custom_pipelines", "quantization_config"})
 
@@ -245,6 +246,12 @@ class HybridConfigMixin:
         value = getattr(self, name)
         if value not in choices:
             raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}.")
+
+    def check_attention_sink(self) -> None:
+        """`attention_sink` must be a kind of sink, or None."""
+        if self.attention_sink not in (None, *ATTENTION_SINKS):  # type: ignore[attr-defined]
+            kinds = ", ".join(map(repr, ATTENTION_SINKS))
+            raise ValueError(f"attention_sink={self.attention_sink!r} must be one of {kinds}, or None.")  # type: ignore[attr-defined]
 
     def check_block_types(self, choices: tuple[str, ...]) -> None:
         """`block_types` must name one of `choices` for each layer."""

@@ -15,6 +15,23 @@ class RotaryEmbedding(Float32ParametersMixin, LlamaRotaryEmbedding):
     float32_parameters = ("inv_freq", "original_inv_freq")
 
 
+def with_sink_rotation(
+    rotary_emb: RotaryEmbedding, x: torch.Tensor, position_ids: torch.Tensor, distance: int | None
+) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None]:
+    """Cosines and sines of tokens (B or 1, L, head_dim), and those (head_dim) that turn a query by `distance` from a
+    key that is not turned, as a constant sink's; None for a `distance` of None.
+
+    Both come from one call, since some kinds of rotary positions choose their frequencies by the largest position, and
+    scale queries and keys.
+    """
+    if distance is None:
+        return rotary_emb(x, position_ids), None
+    ends = (torch.arange(2, device=position_ids.device) * distance).expand(position_ids.shape[0], -1)
+    cos, sin = rotary_emb(x, torch.cat([position_ids, ends], 1))
+    scale = cos[0, -2]  # the cosines of position 0
+    return (cos[:, :-2], sin[:, :-2]), (cos[0, -1] * scale, sin[0, -1] * scale)
+
+
 def rotated(
     queries: torch.Tensor,
     keys: torch.Tensor,

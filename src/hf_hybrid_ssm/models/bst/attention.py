@@ -1,8 +1,11 @@
 """Attention of a Block-State Transformer layer: to the window, and to context states or recurrent states."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
+from hf_hybrid_ssm.layers.attention_sink import AttentionSink, Rotation, sink_of_token
 from hf_hybrid_ssm.layers.l2_normalise import l2_normalise
 from hf_hybrid_ssm.layers.mixers.base import RowOptions
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
@@ -15,7 +18,7 @@ from hf_hybrid_ssm.models.bst.recurrent_states import RecurrentStates
 from hf_hybrid_ssm.models.bst.retrieval import attend_with_memory
 from hf_hybrid_ssm.models.cache import States
 from hf_hybrid_ssm.models.rotary import rotated
-from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention, window_step
+from hf_hybrid_ssm.ops.local_attention import AttentionState, document_ranks, local_attention, window_step
 
 PositionEmbeddings = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines (B or 1, L, e) of rotary positions."""
@@ -28,7 +31,7 @@ class BstAttention(nn.Module):
     Queries and keys are L2-normalised; the logits, T5's bias included, are multiplied by a learned scale per head, as
     in the official code of Block-Recurrent Transformers (arXiv 2203.07852). With `rope_parameters`
     the queries and keys of tokens are rotated instead of biased; `num_key_value_heads` G below H are shared by H / G
-    queries each.
+    queries each. `attention_sink` adds a sink to the window (`AttentionSink`).
     """
 
     def __init__(self, config: BstConfig, layer_idx: int):
@@ -55,6 +58,9 @@ class BstAttention(nn.Module):
                 bidirectional=config.bidirectional,
             )
         self.scale = nn.Parameter(torch.ones(self.num_heads)) if config.qk_norm else None
+        sizes = {"heads": self.num_heads, "groups": config.num_key_value_heads, "head_dim": self.head_dim}
+        kind = config.attention_sink
+        self.sink = None if kind is None else AttentionSink(kind, **sizes)
         self.context: ContextStates | None = None
         self.recurrent: RecurrentStates | None = None
         block_type = config.block_types[layer_idx]
@@ -85,6 +91,7 @@ class BstAttention(nn.Module):
         return_final_state: bool = False,
         documents: int | None = None,
         position_embeddings: PositionEmbeddings | None = None,
+        sink_rotation: Rotation | None = None,
     ) -> tuple[torch.Tensor, States]:
         """(B, L, d) normalised and raw inputs, the states before them → (B, L, d), the states after them.
 
@@ -92,6 +99,7 @@ class BstAttention(nn.Module):
             past, seq_idx, lengths, return_final_state: as of `RecurrentMixin.forward_rows`.
             documents: as of `block_grid`.
             position_embeddings: cosines and sines (B or 1, at least L, e) of rotary positions.
+            sink_rotation: of a constant sink, as of `sink_logits`.
         """
         rows: RowOptions = {"seq_idx": seq_idx, "lengths": lengths, "return_final_state": return_final_state}
         q, k, v = self._heads(z)
@@ -99,6 +107,10 @@ class BstAttention(nn.Module):
         if self.scale is not None:
             scale = self.scale.abs().to(q.dtype).unsqueeze(1)
             q, k, bias = l2_normalise(q) * scale, l2_normalise(k), None if bias is None else bias * scale
+        sink = {}
+        if self.sink is not None:
+            rank = document_ranks(z.shape[1], seen=past.get("seen"), seq_idx=seq_idx, device=z.device)
+            sink = self.sink(q, rank, **self._of_sink(bias, sink_rotation))
         unrotated = k
         if position_embeddings is not None:
             cos, sin = (part[:, : z.shape[1]] for part in position_embeddings)  # rollback replays fewer tokens
@@ -109,6 +121,7 @@ class BstAttention(nn.Module):
             bias=bias,
             scale=1.0 if self.qk_norm else None,
             zero_kv_sink=self.zero_kv_sink,
+            **sink,
             dropout=self.dropout if self.training else 0.0,
             initial_state=AttentionState(*(past[name] for name in AttentionState._fields)) if past else None,
             **rows,
@@ -129,6 +142,11 @@ class BstAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:  # under autocast they are float32
             q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         return q, k, v
+
+    def _of_sink(self, bias: torch.Tensor | None, rotation: Rotation | None) -> dict[str, Any]:
+        """What the sink is given beside queries and ranks; the bias (H, R) is scaled as the queries are."""
+        options = {"left": self.window, "scale": 1.0 if self.qk_norm else self.head_dim**-0.5, "rotation": rotation}
+        return options | {"is_rotary": bias is None, "bias": None if bias is None else bias[:, -1]}
 
     def _for_every_query(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(..., G, e) → (..., H, e)."""
@@ -239,6 +257,7 @@ class BstAttention(nn.Module):
         *,
         static_address: bool,
         position_embeddings: PositionEmbeddings | None = None,
+        sink_rotation: Rotation | None = None,
     ) -> tuple[torch.Tensor, States]:
         """`forward` of one token (B, 1, d) after earlier ones, without gradients; `past` is overwritten."""
         q, k, v = self._heads(z)
@@ -256,6 +275,8 @@ class BstAttention(nn.Module):
                 queries, key[:, 0], value[:, 0], past, scale=scale, head_scale=self.context_scale
             )
             states |= more
+        bias = None if self.relative_bias is None else self.relative_bias(self.window)
+        sink = {} if self.sink is None else self._sink_of_step(q, bias, past["seen"], sink_rotation)
         if position_embeddings is not None:
             q, k = rotated(q, k, position_embeddings, v.dtype)
         y, state = window_step(
@@ -265,10 +286,20 @@ class BstAttention(nn.Module):
             AttentionState(past["keys"], past["values"], past["seen"]),
             static_address=static_address,
             window=(self.window, self.right),
-            bias=None if self.relative_bias is None else self.relative_bias(self.window),
+            bias=bias,
             scale=scale,
             head_scale=self.scale,
             zero_kv_sink=self.zero_kv_sink,
+            **sink,
         )
         y = y if crossed is None else torch.cat([y.flatten(1), crossed.flatten(1)], 1)
         return self.o_proj(y.flatten(1).unsqueeze(1)), states | state._asdict()
+
+    def _sink_of_step(
+        self, q: torch.Tensor, bias: torch.Tensor | None, seen: torch.Tensor, rotation: Rotation | None
+    ) -> dict[str, torch.Tensor | None]:
+        """Of a token whose query (B, 1, H, e) and bias (H, R) `attention_step` will scale."""
+        if self.scale is not None:
+            scale = self.scale.abs().to(q.dtype).unsqueeze(1)
+            q, bias = l2_normalise(q) * scale, None if bias is None else bias * scale
+        return sink_of_token(self.sink, q, seen, **self._of_sink(bias, rotation))

@@ -101,6 +101,9 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
         attend_self (`bool`, *optional*, defaults to `False`): A token attends to itself too, besides the W before it.
         zero_kv_sink (`bool`, *optional*, defaults to `True`): Positions before the first token hold zero keys and
             values.
+        attention_sink (`str`, *optional*): A sink of the window attention, with `zero_kv_sink=False`: `"constant"` (a
+            learned key and value for each key/value head, in the place of a first token that the window has left) or
+            `"scalar"` (a learned logit for each head, of value 0, as in gpt-oss); none by default.
         relative_attention_num_buckets, relative_attention_max_distance (`int`, *optional*, defaults to 32 and 128):
             T5's relative bias.
         rope_parameters (`RopeParameters`, *optional*): Rotary positions of the tokens' queries and keys, in place of
@@ -193,6 +196,7 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
     use_qk_norm: bool = False
     attend_self: bool = False
     zero_kv_sink: bool = True
+    attention_sink: str | None = None
     relative_attention_num_buckets: int = 32
     relative_attention_max_distance: int = 128
     rope_parameters: RopeParameters | dict | None = None
@@ -273,6 +277,7 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
                 f"block_types={self.block_types}."
             )
         self._check_retrieval()
+        self._check_sink()
         self.check_grouped_heads()
         if self.qk_norm and self.use_qk_norm:
             raise ValueError("use_qk_norm=True needs qk_norm=False: queries and keys have one norm.")
@@ -280,6 +285,14 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
             self.check_relative_bias(two_sided=self.bidirectional)
         else:
             self.check_rope()
+
+    def _check_sink(self) -> None:
+        self.check_attention_sink()
+        if self.attention_sink is not None and (self.zero_kv_sink or self.bidirectional):
+            raise ValueError(
+                f"attention_sink={self.attention_sink!r} needs zero_kv_sink=False, which is another sink, and "
+                f"bidirectional=False; got zero_kv_sink={self.zero_kv_sink}, bidirectional={self.bidirectional}."
+            )
 
     def _check_retrieval(self) -> None:
         if self.retrieval_k is None:

@@ -12,6 +12,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import auto_docstring
 
+from hf_hybrid_ssm.layers.attention_sink import AttentionSink, Rotation
 from hf_hybrid_ssm.layers.feed_forward import FeedForward, SwiGLU
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
@@ -34,7 +35,7 @@ from hf_hybrid_ssm.models.heads import (
     TokenClassificationHead,
 )
 from hf_hybrid_ssm.models.packing import PackedRows
-from hf_hybrid_ssm.models.rotary import RotaryEmbedding
+from hf_hybrid_ssm.models.rotary import RotaryEmbedding, with_sink_rotation
 
 
 class BstBlock(RecurrentMixin, GradientCheckpointingLayer):
@@ -68,10 +69,11 @@ class BstBlock(RecurrentMixin, GradientCheckpointingLayer):
         rows: PackedRows | None = None,
         documents: int | None = None,
         position_embeddings: PositionEmbeddings | None = None,
+        sink_rotation: Rotation | None = None,
         cache: Cache | None = None,
     ) -> torch.Tensor:
         options: dict[str, Any] = {"rows": rows, "documents": documents, "cache": cache}
-        options["position_embeddings"] = position_embeddings
+        options |= {"position_embeddings": position_embeddings, "sink_rotation": sink_rotation}
         hidden_states = hidden_states + self.forward_with_cache(hidden_states, **options)
         y = self.feed_forward(self.feed_forward_norm(hidden_states))
         return hidden_states + (self.dropout(y) if self.training else y)
@@ -104,6 +106,9 @@ class BstPreTrainedModel(HybridPreTrainedModel):
             for scale in (module.scale, getattr(module, "context_scale", None)):
                 if scale is not None:
                     init.ones_(scale)
+        elif isinstance(module, AttentionSink):
+            for parameter in module.parameters():
+                init.zeros_(parameter)
         elif isinstance(module, nn.Linear):
             init.trunc_normal_(module.weight, **truncated_normal(1 / module.in_features))
             if module.bias is not None:
@@ -137,15 +142,16 @@ class BstModel(HybridModelMixin, BstPreTrainedModel):
         if documents is not None:
             torch._check(documents > 0)  # all that a graph knows of the number
         angles = self._position_embeddings(hidden_states, rows, cache)
-        return self._through_layers(hidden_states, rows, documents, angles, cache=cache)
+        return self._through_layers(hidden_states, rows, documents, *angles, cache=cache)
 
     def _position_embeddings(
         self, x: torch.Tensor, rows: PackedRows, cache: Cache | None
-    ) -> PositionEmbeddings | None:
+    ) -> tuple[PositionEmbeddings | None, Rotation | None]:
         """Cosines and sines (B or 1, L, e) of rotary positions for rows whose real tokens come first, as layers see
-        them: of the tokens before each one in its document. Keys are held as they were rotated."""
+        them: of the tokens before each one in its document. Keys are held as they were rotated. Then those of a
+        constant sink."""
         if self.rotary_emb is None:
-            return None
+            return None, None
         columns, seq_idx, seen = torch.arange(x.shape[1], device=x.device), rows.unpadded_seq_idx, None
         for layer in () if cache is None else cache.layers:
             if is_recurrent_state_layer(layer) and layer.states:
@@ -157,7 +163,10 @@ class BstModel(HybridModelMixin, BstPreTrainedModel):
             positions = positions_in_documents(
                 columns, torch.zeros_like(columns[:1]) if seen is None else seen, seq_idx
             )
-        return self.rotary_emb(x, positions)
+        has_constant_sink = self.config.attention_sink == "constant"
+        return with_sink_rotation(
+            self.rotary_emb, x, positions, self.config.sliding_window if has_constant_sink else None
+        )
 
 
 class BstLMHead(LMHead):

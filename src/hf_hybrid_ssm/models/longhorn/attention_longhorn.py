@@ -10,6 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 from transformers.utils.generic import is_flash_attention_requested
 
+from hf_hybrid_ssm.layers.attention_sink import AttentionSink, Rotation, sink_of_token
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.models.block import RecurrentMixin
@@ -18,7 +19,13 @@ from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.packing import PackedRows, States
 from hf_hybrid_ssm.models.rotary import rotated
 from hf_hybrid_ssm.ops._core.checks import can_read_values
-from hf_hybrid_ssm.ops.local_attention import AttentionState, append_to_window, local_attention, window_step
+from hf_hybrid_ssm.ops.local_attention import (
+    AttentionState,
+    append_to_window,
+    document_ranks,
+    local_attention,
+    window_step,
+)
 
 WINDOW_STATES = AttentionState._fields
 """The names of what window attention keeps in its layer of the cache."""
@@ -53,6 +60,7 @@ class LonghornAttention(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
         cache: Cache | None = None,
+        sink_rotation: Rotation | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if rows.token_mask is not None:  # the weight of padding is 0, and 0 times NaN is NaN
@@ -67,13 +75,18 @@ class LonghornAttention(nn.Module):
         self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values, each (B, L, heads, head_dim)."""
+        queries, keys, values = self._projected(hidden_states)
+        return *rotated(queries, keys, position_embeddings, values.dtype), values
+
+    def _projected(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`heads`, not yet rotated."""
         queries, keys, values = (
             layer(hidden_states).unflatten(-1, (-1, self.head_dim))
             for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.q_norm is not None and self.k_norm is not None:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
-        return *rotated(queries, keys, position_embeddings, values.dtype), values
+        return queries, keys, values
 
     def _attend(self, *heads: torch.Tensor | None, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Queries, keys and values (B, heads, L, head_dim) and the mask → (B, L, heads · head_dim) and the weights, by
@@ -85,10 +98,17 @@ class LonghornAttention(nn.Module):
 
 
 class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
-    """Attention to the last `sliding_window` tokens, including the current one; padding does not count.
+    """Attention to the last `sliding_window` tokens, including the current one, and to a sink if `attention_sink` says
+    so; padding does not count.
 
-    `heads` are queries, keys and values, each (B, L, heads, head_dim).
+    `heads` are queries, keys and values, each (B, L, heads, head_dim), and for a sink the queries before rotation.
     """
+
+    def __init__(self, config: LonghornConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        sizes = {"heads": config.num_attention_heads, "groups": config.num_key_value_heads, "head_dim": self.head_dim}
+        kind = config.attention_sink
+        self.sink = None if kind is None else AttentionSink(kind, **sizes)
 
     def forward(
         self,
@@ -97,27 +117,47 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
         cache: Cache | None = None,
+        sink_rotation: Rotation | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, None]:
         heads = self.heads(hidden_states, position_embeddings)
-        return self.forward_with_cache(*heads, rows=rows, cache=cache), None
+        return self.forward_with_cache(*heads, rows=rows, cache=cache, sink_rotation=sink_rotation), None
+
+    def heads(  # type: ignore[override]
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """What `forward_rows` takes."""
+        queries, keys, values = self._projected(hidden_states)
+        heads = (*rotated(queries, keys, position_embeddings, values.dtype), values)
+        return heads if self.sink is None else (*heads, queries)
 
     @with_accelerate_hooks
     def forward_rows(  # type: ignore[override]
-        self, *heads: torch.Tensor, past: States, capacity: int | None, **options: Any
+        self,
+        *heads: torch.Tensor,
+        past: States,
+        capacity: int | None,
+        sink_rotation: Rotation | None = None,
+        **options: Any,
     ) -> tuple[torch.Tensor, States]:
-        queries, keys, values = (x.transpose(1, 2) for x in heads)
-        if not past and options["seq_idx"] is None and is_flash_attention_requested(self.config):
+        queries, keys, values = (x.transpose(1, 2) for x in heads[:3])
+        is_one_document = not past and options["seq_idx"] is None
+        if is_one_document and self.sink is None and is_flash_attention_requested(self.config):
             # a row's only document from its start; padding comes after all tokens that look back
             output, _ = self._attend(queries, keys, values, None, sliding_window=self.config.sliding_window)
             states = self.states_after(*heads, past=past, **options) if options["return_final_state"] else {}
             return self.o_proj(output), states
+        sink = {}
+        if self.sink is not None:
+            where = {"seen": past.get("seen"), "seq_idx": options["seq_idx"], "device": queries.device}
+            sink = self.sink(heads[3], document_ranks(queries.shape[2], **where), **self._of_sink(sink_rotation))
         output, state = local_attention(
             queries,
             keys,
             values,
             window=(self.config.sliding_window - 1, 0),
             scale=self.scaling,
+            **sink,
             dropout=self.attention_dropout if self.training else 0.0,
             initial_state=AttentionState(**past) if past else None,
             **options,
@@ -126,9 +166,12 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
 
     @with_accelerate_hooks
     def step(  # type: ignore[override]
-        self, *heads: torch.Tensor, past: States, capacity: int | None
+        self, *heads: torch.Tensor, past: States, capacity: int | None, sink_rotation: Rotation | None = None
     ) -> tuple[torch.Tensor, States]:
-        queries, keys, values = (x[:, 0] for x in heads)
+        queries, keys, values = (x[:, 0] for x in heads[:3])
+        sink = {}
+        if self.sink is not None:
+            sink = sink_of_token(self.sink, heads[3], past["seen"], **self._of_sink(sink_rotation))
         output, state = window_step(
             queries,
             keys,
@@ -137,8 +180,17 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
             static_address=capacity is not None,
             window=(self.config.sliding_window - 1, 0),
             scale=self.scaling,
+            **sink,
         )
         return self.o_proj(output.flatten(1).unsqueeze(1)), state._asdict()
+
+    def _of_sink(self, rotation: Rotation | None) -> dict[str, Any]:
+        return {
+            "left": self.config.sliding_window - 1,
+            "scale": self.scaling,
+            "is_rotary": True,
+            "rotation": rotation,
+        }
 
     def states_after(  # type: ignore[override]
         self,
@@ -150,7 +202,7 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
     ) -> States:
         """The last keys and values, without attending."""
         before = AttentionState(**past) if past else None
-        keys, values = (x.transpose(1, 2) for x in heads[1:])
+        keys, values = (x.transpose(1, 2) for x in heads[1:3])
         return append_to_window(before, keys, values, self.config.sliding_window - 1, seq_idx, lengths)._asdict()
 
 

@@ -67,6 +67,9 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
             `layer_types`.
         sliding_window (`int`, *optional*, defaults to 2048): Tokens that sliding attention sees, including the
             current one.
+        attention_sink (`str`, *optional*): A sink of sliding attention: `"constant"` (a learned key and value for each
+            key/value head, in the place of a first token that the window has left) or `"scalar"` (a learned logit for
+            each head, of value 0, as in gpt-oss); none by default.
         num_attention_heads (`int`, *optional*): Heads of the attention layers; of size 64 by default where that
             divides `hidden_size`, else one.
         num_key_value_heads (`int`, *optional*): Key/value heads of the attention layers; as many as heads by default.
@@ -156,6 +159,7 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
     use_linear_cross_entropy: bool = False
     block_types: list[str] | None = None
     sliding_window: int | None = 2048
+    attention_sink: str | None = None
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
     head_dim: int | None = None
@@ -237,6 +241,12 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
             )
         if not isinstance(self.time_step_rank, int) or self.time_step_rank <= 0:
             raise ValueError(f'time_step_rank={self.time_step_rank!r} must be "auto" or a positive integer.')
+        self.check_attention_sink()
+        if self.attention_sink is not None and not any("sliding" in kind for kind in self.block_types):
+            raise ValueError(
+                f"attention_sink={self.attention_sink!r} needs sliding attention, which no layer has: block_types="
+                f"{self.block_types}."
+            )
         if self.has_attention:
             self._check_attention()
         if self.use_rope_in_mixer and self.state_size != self.head_dim:

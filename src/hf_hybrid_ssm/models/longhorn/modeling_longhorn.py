@@ -14,6 +14,7 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import auto_docstring
 
+from hf_hybrid_ssm.layers.attention_sink import AttentionSink
 from hf_hybrid_ssm.layers.feed_forward import SwiGLU
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
@@ -37,7 +38,7 @@ from hf_hybrid_ssm.models.longhorn.attention_longhorn import (
 )
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.packing import PackedRows, States, resolve_packing
-from hf_hybrid_ssm.models.rotary import RotaryEmbedding, rotated
+from hf_hybrid_ssm.models.rotary import RotaryEmbedding, rotated, with_sink_rotation
 from hf_hybrid_ssm.ops.causal_conv import causal_conv, causal_conv_step
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan, longhorn_step
 
@@ -174,7 +175,7 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
         pages: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, States]:
         if not isinstance(self.conv1d, ShortConvolution):  # PEFT's wrapper, which adapts `forward` alone
-            return super().step(hidden_states, past=past, capacity=capacity)
+            return super().step(hidden_states, *rotation, past=past, capacity=capacity)
         hidden_states = hidden_states[:, 0]
         raw, gate = self.in_proj(hidden_states).chunk(2, dim=-1)  # (B, D) each
         x = self.conv1d.step(raw, past["conv"], pages)
@@ -245,7 +246,7 @@ class LonghornHybridBlock(RecurrentMixin, LonghornBlock):
     outputs are added.
 
     One layer of the cache holds the states of both: keys and values of the window, convolution and scan of the mixer.
-    The inputs of `forward_rows` are the normed hidden states (B, L, M), the window's heads, and the mixer's rotation.
+    The inputs of `forward_rows` are the normed hidden states (B, L, M), the mixer's rotation, and the window's heads.
     """
 
     def __init__(self, config: LonghornConfig, layer_idx: int):
@@ -253,32 +254,44 @@ class LonghornHybridBlock(RecurrentMixin, LonghornBlock):
         self.layer_idx = layer_idx
         self.window_dropout = config.window_dropout
 
-    def _mixed(self, normed, rows, position_embeddings, attention_mask, cache, **kwargs) -> torch.Tensor:
+    def _mixed(
+        self, normed, rows, position_embeddings, attention_mask, cache, sink_rotation=None, **kwargs
+    ) -> torch.Tensor:
         heads = self.self_attn.heads(normed, position_embeddings)
         rotation = self.mixer.rotation(position_embeddings, len(normed))
-        return self.forward_with_cache(normed, *heads, *rotation, rows=rows, cache=cache)
+        inputs = (normed, *rotation, *heads)
+        return self.forward_with_cache(*inputs, rows=rows, cache=cache, sink_rotation=sink_rotation)
 
-    def forward_rows(self, normed, queries, keys, values, *rotation, past, **options) -> tuple[torch.Tensor, States]:
-        of_window, of_mixer = _states_by_part(past)
-        attended, window = self.self_attn.forward_rows(queries, keys, values, past=of_window, **options)
+    def forward_rows(self, *inputs, past, sink_rotation, **options) -> tuple[torch.Tensor, States]:
+        of_mixer, heads = self._by_part(inputs)
+        before_window, before_mixer = _states_by_part(past)
+        of_window = {"past": before_window, "sink_rotation": sink_rotation}
+        attended, window = self.self_attn.forward_rows(*heads, **of_window, **options)
         if self.training and self.window_dropout > 0:
             is_open = torch.rand(len(attended), 1, 1, device=attended.device) >= self.window_dropout
             attended = torch.where(is_open, attended, 0.0)
-        mixed, states = self.mixer.forward_rows(normed, *rotation, past=of_mixer, **options)
+        mixed, states = self.mixer.forward_rows(*of_mixer, past=before_mixer, **options)
         return attended + mixed, window | states
 
     def step(  # type: ignore[override]
-        self, normed, queries, keys, values, *rotation, past, **options
+        self, *inputs, past, sink_rotation, **options
     ) -> tuple[torch.Tensor, States]:
-        of_window, of_mixer = _states_by_part(past)
-        attended, window = self.self_attn.step(queries, keys, values, past=of_window, **options)
-        mixed, states = self.mixer.step(normed, *rotation, past=of_mixer, **options)
+        of_mixer, heads = self._by_part(inputs)
+        before_window, before_mixer = _states_by_part(past)
+        attended, window = self.self_attn.step(*heads, past=before_window, sink_rotation=sink_rotation, **options)
+        mixed, states = self.mixer.step(*of_mixer, past=before_mixer, **options)
         return attended + mixed, window | states
 
-    def states_after(self, normed, queries, keys, values, *rotation, past, **options) -> States:
-        of_window, of_mixer = _states_by_part(past)
-        window = self.self_attn.states_after(queries, keys, values, past=of_window, **options)
-        return window | self.mixer.states_after(normed, *rotation, past=of_mixer, **options)
+    def states_after(self, *inputs, past, sink_rotation, **options) -> States:
+        of_mixer, heads = self._by_part(inputs)
+        before_window, before_mixer = _states_by_part(past)
+        window = self.self_attn.states_after(*heads, past=before_window, **options)
+        return window | self.mixer.states_after(*of_mixer, past=before_mixer, **options)
+
+    def _by_part(self, inputs: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """Inputs of the mixer, and heads of the window."""
+        count = 3 if self.mixer.use_rope else 1
+        return inputs[:count], inputs[count:]
 
 
 def _states_by_part(states: States) -> tuple[States, States]:
@@ -319,6 +332,9 @@ class LonghornPreTrainedModel(HybridPreTrainedModel):
             for projection in (module.q_proj, module.k_proj, module.v_proj):
                 _uniform_fan_in(projection)
             _uniform_fan_in(module.o_proj, self._residual_scale())
+        elif isinstance(module, AttentionSink):
+            for parameter in module.parameters():
+                init.zeros_(parameter)
         elif isinstance(module, SwiGLU):
             _uniform_fan_in(module.gate_proj)
             _uniform_fan_in(module.up_proj)
@@ -334,6 +350,15 @@ class LonghornPreTrainedModel(HybridPreTrainedModel):
         if not attending:
             return "no token attends to another"
         return None if attending == {"full_attention"} else f"window {super()._why_no_attentions()}"
+
+    def init_parallel_plans(self) -> None:
+        """A sink has a logit for every head: the heads of attention are then gathered before it."""
+        super().init_parallel_plans()
+        if self.config.attention_sink is None or self._tp_plan is None:
+            return
+        whole = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
+        of_attention = (rule for rule in self._tp_plan if ".self_attn." in rule)
+        self._tp_plan |= {rule: whole.get(self._tp_plan[rule], self._tp_plan[rule]) for rule in of_attention}
 
     def _residual_scale(self) -> float:
         return 1 / math.sqrt(self.config.num_hidden_layers) if self.config.rescale_prenorm_residual else 1.0
@@ -371,7 +396,12 @@ class LonghornModel(HybridModelMixin, LonghornPreTrainedModel):
         if self.rotary_emb is not None:
             if position_ids is None:
                 position_ids = rows.positions(hidden_states.device)
-            position_embeddings = self.rotary_emb(hidden_states, position_ids)
+            distance = self.config.sliding_window if self.config.attention_sink == "constant" else None
+            position_embeddings, sink_rotation = with_sink_rotation(
+                self.rotary_emb, hidden_states, position_ids, distance
+            )
+            if sink_rotation is not None:
+                kwargs["sink_rotation"] = sink_rotation
             if masks is None:
                 masks = attention_masks(self.config, hidden_states, rows, cache)
             mask = masks.get("full_attention")

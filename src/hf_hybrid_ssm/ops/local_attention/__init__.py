@@ -4,7 +4,13 @@ import torch
 
 from hf_hybrid_ssm.ops._core.checks import check_lengths, check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops._core.dispatch import Op
-from hf_hybrid_ssm.ops.local_attention.distance_range import AttentionState, Window, append_to_window, checked_window
+from hf_hybrid_ssm.ops.local_attention.distance_range import (
+    AttentionState,
+    Window,
+    append_to_window,
+    checked_window,
+    document_ranks,
+)
 from hf_hybrid_ssm.ops.local_attention.reference import (
     local_attention_reference,
     self_check_inputs,
@@ -191,6 +197,7 @@ __all__ = [
     "append_slot",
     "append_to_window",
     "attention_step",
+    "document_ranks",
     "drop_oldest",
     "empty_state",
     "local_attention",

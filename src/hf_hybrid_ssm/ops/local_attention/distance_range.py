@@ -69,14 +69,9 @@ def distance_ranges(
     the row, the empty slots of a cache, the borders of documents, and the grid of chunks."""
     left, right = window
     position = torch.arange(length, device=device).unsqueeze(0)
-    rank, end = position, None
-    if seen is not None:
-        rank = rank + seen.unsqueeze(1)
-    if seq_idx is not None:
-        is_start = torch.ones_like(seq_idx, dtype=torch.bool)
-        is_start[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
-        start = torch.where(is_start, position, 0).cummax(1).values
-        rank = torch.where(start == 0, rank, position - start)
+    is_start = None if seq_idx is None else _is_start(seq_idx)
+    rank, end = _ranks(position, seen, is_start), None
+    if is_start is not None:
         later_start = torch.where(is_start, position, length).flip(1).cummin(1).values.flip(1)  # at or after i
         end = torch.cat([later_start[:, 1:], torch.full_like(later_start[:, :1], length)], 1)
     last = rank if left is None else rank.clamp(max=left)
@@ -92,6 +87,34 @@ def distance_ranges(
         offset = rank % chunk_size
         first, last = torch.maximum(first, offset + 1 - chunk_size), torch.minimum(last, offset)
     return DistanceRange(first, last, rank)
+
+
+def document_ranks(
+    length: int, *, seen: torch.Tensor | None, seq_idx: torch.Tensor | None, device: torch.device
+) -> torch.Tensor:
+    """(B or 1, L) int64, how many tokens of its document come before each of the L tokens.
+
+    Args:
+        length: L.
+        seen: (B,), tokens that the row's first document had before; or None.
+        seq_idx: (B, L), documents of packed rows; or None.
+    """
+    position = torch.arange(length, device=device).unsqueeze(0)
+    return _ranks(position, seen, None if seq_idx is None else _is_start(seq_idx))
+
+
+def _ranks(position: torch.Tensor, seen: torch.Tensor | None, is_start: torch.Tensor | None) -> torch.Tensor:
+    rank = position if seen is None else position + seen.unsqueeze(1)
+    if is_start is None:
+        return rank
+    start = torch.where(is_start, position, 0).cummax(1).values
+    return torch.where(start == 0, rank, position - start)
+
+
+def _is_start(seq_idx: torch.Tensor) -> torch.Tensor:
+    is_start = torch.ones_like(seq_idx, dtype=torch.bool)
+    is_start[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    return is_start
 
 
 def bias_by_distance(bias: torch.Tensor, distance: torch.Tensor, two_sided: bool) -> torch.Tensor:
