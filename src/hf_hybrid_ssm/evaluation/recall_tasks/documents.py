@@ -6,14 +6,16 @@ arguments of the model, which lm-eval adds.
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
-from datasets import Dataset
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from hf_hybrid_ssm.evaluation.recall_tasks.filler import sentences, sentences_of_file
 from hf_hybrid_ssm.evaluation.recall_tasks.questions import QUESTIONS, Question
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 WINDOW = 256
 MULTIPLES = (1, 2, 4, 8)
@@ -22,7 +24,7 @@ INTRODUCTION = "Read the text and remember what it says of people with names.\n\
 TEMPLATE_ARGUMENTS = {"tokenize": False, "add_generation_prompt": True}
 
 
-def documents_of(kind: str, **metadata: Any) -> dict[str, Dataset]:
+def documents_of(kind: str, **metadata: Any) -> "dict[str, Dataset]":
     """The test split of a task.
 
     Every document has at most `multiple` · `window` tokens with chat template, question and answer. From two windows
@@ -38,6 +40,8 @@ def documents_of(kind: str, **metadata: Any) -> dict[str, Dataset]:
         ValueError: no tokenizer is named, a length is too short for its facts, or longer than the model reads: lm-eval
             would cut the facts away, and the zero would say nothing.
     """
+    from datasets import Dataset
+
     window, samples = (
         int(metadata.get(name, default)) for name, default in (("window", WINDOW), ("samples", SAMPLES))
     )
@@ -130,7 +134,13 @@ def _tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerBase:
         return given
     if not isinstance(given, str):
         raise ValueError('recall tasks count tokens: name a tokenizer, --metadata \'{"tokenizer": "FOLDER"}\'.')
-    return AutoTokenizer.from_pretrained(given, **_file(metadata))
+    return _load_tokenizer(given, metadata.get("gguf_file"))
+
+
+@cache
+def _load_tokenizer(place: str, gguf_file: str | None) -> PreTrainedTokenizerBase:
+    """Once for all tasks: to read that of a GGUF file takes long."""
+    return AutoTokenizer.from_pretrained(place, **_file({"gguf_file": gguf_file}))
 
 
 def _file(metadata: Mapping[str, Any]) -> dict[str, Any]:
