@@ -116,6 +116,15 @@ def test_the_file_that_is_checked_is_the_one_that_is_loaded(checkpoint, tmp_path
         LonghornForCausalLM.from_pretrained(folder)
 
 
+def test_weights_may_lie_elsewhere_for_who_loads_them(copy, tmp_path, capsys):
+    """People link large files; commands, which are given folders of others, follow no such link."""
+    (tmp_path / "elsewhere").mkdir()
+    (copy / "model.safetensors").rename(tmp_path / "elsewhere/weights")
+    (copy / "model.safetensors").symlink_to(tmp_path / "elsewhere/weights")
+    assert LonghornForCausalLM.from_pretrained(copy)
+    assert main(["check", str(copy)]) == 1 and "leads out of its folder" in capsys.readouterr().err
+
+
 def test_a_folder_of_the_hubs_cache_is_whole(checkpoint, tmp_path):
     """Its files are links to those beside it, by their hashes."""
     blobs, snapshot_of = tmp_path / "models--a--b/blobs", tmp_path / "models--a--b/snapshots/0123"

@@ -5,7 +5,8 @@ report names what is missing or unexpected. An `AttributeError`, `KeyError` and 
 fault. `hf_hybrid_ssm.hub.check_folder` must find a folder whole or raise a `ValueError`, and must find every fault for
 which safetensors refuses to load. A pickle whose unpickling would write a file is among the damages; it must not be
 executed. Which damage is found, and in which words, is in tests/hub, tests/cli and tests/models.
-Not covered: a `config.json` that asks for a very large model gets one, as in all of transformers.
+Not covered: a `config.json` that asks for a very wide model gets one, as in all of transformers; folders made to harm
+are in tests/cli.
 """
 
 import atexit

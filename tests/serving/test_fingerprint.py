@@ -33,8 +33,9 @@ def test_shapes_and_dtypes_are_part_of_a_digest():
     """The same bytes in another shape or dtype are other states, and other weights."""
     values = torch.arange(12, dtype=torch.float32)
     tensors = [values.view(shape) for shape in SHAPES] + [values.view(torch.int32).view(SHAPES[0])]
-    assert len({contexts._digest({"layers.0.scan": tensor}) for tensor in tensors}) == len(tensors)
-    assert contexts._digest({"a": values}) != contexts._digest({"b": values})
+    assert len({contexts._digest({}, {"layers.0.scan": tensor}) for tensor in tensors}) == len(tensors)
+    assert contexts._digest({}, {"a": values}) != contexts._digest({}, {"b": values})
+    assert contexts._digest({"num_tokens": 40}, {}) != contexts._digest({"num_tokens": 10}, {})
     model = own_language_model("longhorn")
     decoder, found = model.get_decoder(), set()
     for tensor in tensors:
