@@ -18,7 +18,7 @@ ATTENTION = [
     ("encoder-decoder", "SpadeForConditionalGeneration"),
 ]
 RATES = [(*where, "attention_dropout") for where in ATTENTION]
-RATES += [("longhorn beside windows", "LonghornForCausalLM", "window_dropout")]
+RATES += [("longhorn beside windows, a sink", "LonghornForCausalLM", "window_dropout")]
 RATES += [("bst sh s4d", "BstForCausalLM", field) for field in ("dropout", "final_dropout")]
 RATES += [(f"lmu-isa{more}", "LmuIsaForCausalLM", "hidden_dropout") for more in ("", " + global attention")]
 SPADE = ("dropout", "activation_dropout", "embedding_dropout")
