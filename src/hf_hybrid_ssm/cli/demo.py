@@ -5,6 +5,7 @@ Writes summary.json, loss.png and the model below --output, which must be empty,
 type where a package is missing.
 """
 
+import sys
 from pathlib import Path
 
 from hf_hybrid_ssm.cli.parsing import check_writable, parser_of
@@ -24,7 +25,8 @@ def main(arguments: list[str]) -> int:
     try:
         check_writable(Path(given.output), is_folder=True)
     except OSError as error:
-        raise SystemExit(f"hf-hybrid-ssm demo: --output: {error}") from None
+        print(f"hf-hybrid-ssm demo: --output: {error}", file=sys.stderr)
+        return 1
     if missing := [name for name in NEEDED if name in missing_modules(*EXTRAS["demo"])]:
         raise SystemExit(f"{', '.join(missing)} not installed; the demo needs: {install_command(*EXTRAS['demo'])}")
     return run_recipe("demo", [f"--{name}={value}" for name, value in vars(given).items() if value is not None])
