@@ -192,6 +192,26 @@ def _plain(machine: Machine, state: State, **more) -> None:
     machine.call(inputs | {f"{prefix}{name}": make(len(tokens), width) for name, make in more.items()})
 
 
+def _contradicting(machine: Machine, state: State, changes: Callable[[list[bool]], list[int]]) -> None:
+    """A mask of all columns that says something else of the past, in the first row of which `changes` finds places."""
+    past = [[column is not None for column in row.columns] for row in state.rows]
+    for row in past:
+        if places := changes(row):
+            for place in places:
+                row[place] = not row[place]
+            break
+    mask = torch.cat([torch.tensor(past), torch.ones(len(past), 1, dtype=torch.bool)], 1).long()
+    _plain(machine, state, attention_mask=lambda batch, length: mask)
+
+
+def _first(row: list[bool], what: bool) -> list[int]:
+    return [row.index(what)] if what in row else []
+
+
+def _one_of_each(row: list[bool]) -> list[int]:
+    return _first(row, True) + _first(row, False) if len(set(row)) == 2 else []
+
+
 ILLEGAL: dict[str, tuple[Callable[[Machine, State], None], tuple[str, ...]]] = {
     "batch": (lambda machine, state: _plain(machine, state, tokens=[[3]] * (len(state.rows) + 1)), ("batch",)),
     "vocabulary": (
@@ -235,6 +255,18 @@ ILLEGAL: dict[str, tuple[Callable[[Machine, State], None], tuple[str, ...]]] = {
         ),
         ("attention_mask",),
     ),
+    "past text as padding": (
+        lambda machine, state: _contradicting(machine, state, lambda row: _first(row, True)),
+        ("columns of the past",),
+    ),
+    "past padding as text": (
+        lambda machine, state: _contradicting(machine, state, lambda row: _first(row, False)),
+        ("columns of the past",),
+    ),
+    "past padding elsewhere": (
+        lambda machine, state: _contradicting(machine, state, _one_of_each),
+        ("columns of the past",),
+    ),
     "seq_idx shape": (
         lambda machine, state: _plain(
             machine, state, seq_idx=lambda batch, length: torch.zeros(batch, length + 1, dtype=torch.int32)
@@ -269,6 +301,6 @@ ILLEGAL: dict[str, tuple[Callable[[Machine, State], None], tuple[str, ...]]] = {
             **machine.inputs(Feed(rows=[[3]] * len(state.rows), starts=[[] for _ in state.rows]), State(state.rows)),
             past_key_values="none",
         ),
-        ("past_key_values", "cache"),
+        ("cache must be",),
     ),
 }

@@ -259,6 +259,14 @@ class Specification:
             self.is_compiled = True
         elif isinstance(step, Illegal) and (self.is_compiled or program_cache == "none" or state.num_columns == 0):
             raise Malformed("values are checked outside of a compiled model, against a cache with tokens")
+        elif isinstance(step, Illegal) and step.kind.startswith("past") and not self._may_contradict(step.kind):
+            raise Malformed("there is no past that a mask could contradict")
+
+    def _may_contradict(self, kind: str) -> bool:
+        """Whether a state remembers the past, and the past has what is to be called something else."""
+        wanted = {"past text as padding": {False}, "past padding as text": {True}}.get(kind, {True, False})
+        found = [{column is None for column in row.columns} for row in self.state.rows]
+        return self.variant.has_states and any(wanted <= kinds for kinds in found)
 
     def _move_rows(self, step: Reorder | Select | Repeat) -> None:
         state, program, batch = self.state, self.program, len(self.state.rows)

@@ -69,6 +69,23 @@ ONCE_FAILED = {
         record=True,
         dtype="float64",
     ),
+    "masks that contradict the past": [
+        program(
+            variant,
+            feed([None, 4, 5], [6, None, None], mask="full"),
+            {"op": "illegal", "kind": "past padding as text"},
+            feed([3, 7], [8, 9], mask="current"),
+            {"op": "illegal", "kind": "past text as padding"},
+            {"op": "crop", "count": 1},
+            {"op": "illegal", "kind": "past padding elsewhere"},
+            {"op": "reorder", "rows": [1, 0]},
+            {"op": "illegal", "kind": "past padding as text"},
+            feed([10, None], [11, 12], mask="full"),
+            record=True,
+            **({"sources": [[5, 6], [7]]} if "seq2seq" in variant else {}),
+        )
+        for variant in ("longhorn all", "spade s4 window", "bst sh s4d", "lmu-isa", "spade seq2seq window s4")
+    ],
     "cu_seq_lens": program("lmu-isa", feed([3, 4, 5], starts=[[1]], packing="cu_seq_lens")),
 }
 

@@ -16,7 +16,12 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
-from hf_hybrid_ssm.models.cache import check_cache_without_states, prepare_cache, tokens_and_packing_state
+from hf_hybrid_ssm.models.cache import (
+    check_cache_without_states,
+    holds_states,
+    prepare_cache,
+    tokens_and_packing_state,
+)
 from hf_hybrid_ssm.models.cache_names import CACHE, NEW, OLD, BaseModelOutputWithCache, by_both_cache_names
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.inputs import check_inputs
@@ -327,6 +332,7 @@ class HybridModelMixin:
             keeps_starts=self.has_columns,
             # prepared masks contain the padding, and a token mask that grows would recompile every compiled step
             keeps_padding=self.has_columns and (masks is None or position_ids is None),
+            has_states=attention_mask is None or holds_states(cache),
         )
         check_cache_without_states(cache, rows)
         options = {"position_ids": position_ids, "masks": masks, **kwargs}

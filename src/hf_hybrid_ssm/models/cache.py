@@ -304,6 +304,11 @@ def is_recurrent_state_layer(layer: object) -> TypeGuard[RecurrentStateLayer]:
     return getattr(layer, "holds_states", False)
 
 
+def holds_states(cache: Cache | None) -> bool:
+    """Whether some layer has a state, which cannot be hidden from later tokens as keys and values can."""
+    return any(map(is_recurrent_state_layer, getattr(cache, "layers", ())))
+
+
 def carry_segment(cache: Cache, begins: torch.Tensor) -> None:
     """Make a cache, in place, the one that the next segment of every row starts from.
 
@@ -410,7 +415,7 @@ def check_cache_without_states(cache: Cache | None, rows: PackedRows) -> None:
     Raises:
         ValueError: the cache holds documents or padding, and it is not known where.
     """
-    if cache is None or any(map(is_recurrent_state_layer, cache.layers)):
+    if cache is None or holds_states(cache):
         return
     layer = cache.layers[0]
     unkept = getattr(layer, "unkept", {})

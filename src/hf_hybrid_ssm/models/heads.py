@@ -21,12 +21,12 @@ from hf_hybrid_ssm.models.base import WithoutContinuousBatching
 from hf_hybrid_ssm.models.cache_names import (
     CACHE,
     CausalLMOutputWithCache,
-    GenerationByBothCacheNames,
     SequenceClassifierOutputWithCache,
     by_both_cache_names,
 )
 from hf_hybrid_ssm.models.compat import PackedGeneration, slice_logits_to_keep
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
+from hf_hybrid_ssm.models.ended_rows import GenerationOfRowsThatEnd, reads_padding
 from hf_hybrid_ssm.models.inputs import check_class_labels, check_labels, check_span, check_token_classes
 from hf_hybrid_ssm.models.losses import (
     cross_entropy,
@@ -111,7 +111,7 @@ class LMHead:
         return head.loss(hidden_states.flatten(0, 1), targets.flatten(), ignore_index) / count
 
 
-class CausalLMHead(WithoutContinuousBatching, GenerationByBothCacheNames, PackedGeneration, LMHead):
+class CausalLMHead(WithoutContinuousBatching, GenerationOfRowsThatEnd, PackedGeneration, LMHead):
     """Next-token prediction."""
 
     @can_return_tuple
@@ -161,18 +161,23 @@ class CausalLMHead(WithoutContinuousBatching, GenerationByBothCacheNames, Packed
         )
 
     def _inputs_of_step(self, is_first_iteration: bool) -> dict[str, Any]:
-        """No step after the first begins a document, whose positions then need no look."""
-        return {"continues_documents": not is_first_iteration}
+        """No step after the first begins a document, whose positions then need no look; nor does its mask, while all
+        rows go on."""
+        return {"continues_documents": not is_first_iteration and not reads_padding()}
 
     @staticmethod
     @by_both_cache_names
-    def create_masks_for_generate(config, inputs_embeds, attention_mask, cache, **kwargs) -> dict:
-        """Masks made ahead of compiled decoding; a generated token is never padding.
+    def create_masks_for_generate(
+        config, inputs_embeds, attention_mask, cache, is_first_iteration=False, **kwargs
+    ) -> dict:
+        """Masks made ahead of compiled decoding; a generated token is padding only in rows that have ended.
 
         transformers' `create_recurrent_attention_mask` does not serve: it drops the columns of earlier tokens, and so
         where their padding was, and ignores masks that it does not understand.
         """
-        return {STATE_LAYER_TYPE: None if inputs_embeds.shape[1] == 1 else attention_mask}
+        if inputs_embeds.shape[1] == 1 and not is_first_iteration:
+            attention_mask = attention_mask[:, -1:] if reads_padding() else None  # of one shape at every step
+        return {STATE_LAYER_TYPE: attention_mask}
 
     def _targets(
         self, labels: torch.Tensor, shift_labels: torch.Tensor | None = None, ignore_index: int = -100, **kwargs: Any

@@ -11,7 +11,8 @@ is cached with the states (`RecurrentStateLayer.packing_state`):
 
     document    (B,) int64, 2 seq_idx + 1 of the row's last token; 0 where no seq_idx was given
     start       (B,) int64, the column of all tokens so far where the row's last document begins
-    token_mask  (B, T) bool, which columns so far are not padding
+    token_mask  (B, T) bool, which columns so far are not padding; where layers attend to single columns
+    padding     (B,) int64, the same in one number (`past_padding.signature`); None where there was none
 """
 
 import copy
@@ -21,6 +22,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from hf_hybrid_ssm.models.inputs import check_position_ids
+from hf_hybrid_ssm.models.past_padding import check_columns_are_known, check_past, signature
 from hf_hybrid_ssm.ops._core.checks import can_read_values, check_seq_idx
 
 States = dict[str, torch.Tensor]
@@ -160,7 +162,15 @@ class PackedRows:
     def _packing_state(self) -> States:
         start = None if self.starts is None else self.starts[:, -1]
         packing_state = {"document": self._last_document(), "start": start, "token_mask": self.full_token_mask}
+        packing_state["padding"] = self._padding()
         return {name: tensor for name, tensor in packing_state.items() if tensor is not None}
+
+    def _padding(self) -> torch.Tensor | None:
+        held = self.before.get("padding")
+        if self.token_mask is None:
+            return held
+        more = signature(~self.token_mask, self.past)
+        return more if held is None else held + more
 
     def _last_document(self) -> torch.Tensor | None:
         last = self.before.get("document")
@@ -199,6 +209,7 @@ def resolve_packing(
     continues_documents: bool = False,
     keeps_starts: bool = False,
     keeps_padding: bool = False,
+    has_states: bool = True,
     mask_name: str = "attention_mask",
 ) -> PackedRows:
     """The rows of one forward.
@@ -217,6 +228,7 @@ def resolve_packing(
             real, whatever the mask says.
         keeps_starts: the layers need `starts`, in this forward and later.
         keeps_padding: the layers need `full_token_mask`, in this forward and later.
+        has_states: some layer has a state, which has read the past as earlier masks said.
         mask_name: of the mask, in messages.
 
     Raises:
@@ -229,6 +241,11 @@ def resolve_packing(
         _check_mask_shape(attention_mask, batch, length, past, mask_name)
         if not (continues_documents and length == 1):
             token_mask = _token_mask(attention_mask, length, mask_name)
+            if has_states:
+                check_past(attention_mask, length, before.get("padding"), mask_name)
+    covers = attention_mask is not None and attention_mask.shape[1] > length
+    if keeps_padding and has_past and not covers and "token_mask" not in before:
+        check_columns_are_known(before.get("padding"), mask_name)
     if position_ids is not None:
         check_position_ids(position_ids, batch, length)
         position_ids = None if attention_mask is not None or position_ids.is_meta else position_ids.expand(batch, -1)
@@ -265,7 +282,7 @@ def resolve_packing(
         if keeps_padding
         else None,
         keeps_starts,
-        mask_covers_cache=attention_mask is not None and attention_mask.shape[1] > length,
+        mask_covers_cache=covers,
         num_documents=None if cu_seq_lens_q is None or has_explicit_seq_idx else len(cu_seq_lens_q) - 1,
         before=before,
     )

@@ -21,7 +21,7 @@ from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.models.base import HybridModelMixin, HybridPreTrainedModel
 from hf_hybrid_ssm.models.block import RecurrentMixin
-from hf_hybrid_ssm.models.cache import tokens_and_packing_state
+from hf_hybrid_ssm.models.cache import holds_states, tokens_and_packing_state
 from hf_hybrid_ssm.models.cache_names import by_both_cache_names
 from hf_hybrid_ssm.models.heads import (
     CausalLMHead,
@@ -418,7 +418,7 @@ class LonghornForCausalLM(CausalLMHead, LonghornPreTrainedModel, GenerationMixin
     def create_masks_for_generate(
         config, inputs_embeds, attention_mask, cache, position_ids=None, is_first_iteration=False, **kwargs
     ) -> dict:
-        """Masks made ahead of compiled decoding; a generated token is never padding."""
+        """Masks made ahead of compiled decoding; a generated token is padding only in rows that have ended."""
         rows = resolve_packing(
             inputs_embeds.shape[:2],
             tokens_and_packing_state(cache),
@@ -426,9 +426,13 @@ class LonghornForCausalLM(CausalLMHead, LonghornPreTrainedModel, GenerationMixin
             position_ids=position_ids,
             continues_documents=not is_first_iteration,
             keeps_starts=True,
+            keeps_padding=True,
+            has_states=holds_states(cache),
         )
         rows = replace(rows, full_token_mask=None if attention_mask is None else attention_mask != 0)
-        padding = CausalLMHead.create_masks_for_generate(config, inputs_embeds, attention_mask, cache)
+        padding = CausalLMHead.create_masks_for_generate(
+            config, inputs_embeds, attention_mask, cache, is_first_iteration=is_first_iteration
+        )
         return attention_masks(config, inputs_embeds, rows, cache) | padding
 
 

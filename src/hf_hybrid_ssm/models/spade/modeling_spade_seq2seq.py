@@ -23,12 +23,12 @@ from hf_hybrid_ssm.models.cache import is_recurrent_state_layer, prepare_cache, 
 from hf_hybrid_ssm.models.cache_names import (
     CACHE,
     BaseModelOutputWithCache,
-    GenerationByBothCacheNames,
     Seq2SeqLMOutputWithCache,
     Seq2SeqModelOutputWithCache,
     by_both_cache_names,
 )
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
+from hf_hybrid_ssm.models.ended_rows import GenerationOfRowsThatEnd
 from hf_hybrid_ssm.models.heads import LMHead
 from hf_hybrid_ssm.models.inputs import check_inputs, check_labels
 from hf_hybrid_ssm.models.packing import PackedRows, resolve_packing
@@ -345,7 +345,7 @@ class SpadeSeq2SeqEncoder(nn.Module):
 
 @auto_docstring
 class SpadeForConditionalGeneration(
-    WithoutContinuousBatching, GenerationByBothCacheNames, LMHead, SpadePreTrainedModel, GenerationMixin
+    WithoutContinuousBatching, GenerationOfRowsThatEnd, LMHead, SpadePreTrainedModel, GenerationMixin
 ):
     config: SpadeSeq2SeqConfig
     base_model_class = SpadeSeq2SeqModel
