@@ -8,15 +8,16 @@ nothing to merge.
 
 import sys
 
+import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from peft.utils import constants
 
 from hf_hybrid_ssm.auto import FAMILIES, register
 from tests import processes
-from tests.matrix.checks import EVERY_FAMILY, assert_near, cells, check_generation, logits_of
+from tests.matrix.checks import EVERY_FAMILY, GREEDY, assert_near, cells, check_generation, logits_of
 from tests.memory import in_own_memory
-from tests.tiny_models import ROWS, batch_of, own_language_model
+from tests.tiny_models import ROWS, batch_of, build, own_language_model
 
 # parameters that make the recurrence, by the module that holds them; no adapter of the defaults may sit in one
 RECURRENCE = {"ssm", "memory", "recurrent", "x_proj", "dt_proj"}
@@ -73,6 +74,46 @@ def test_adapter(column, row, tmp_path):
         merged = loaded.merge_and_unload()
         assert_near(logits_of(merged, row), trained, 1e-4, "merged weights")
         assert not [name for name, _ in merged.named_parameters() if "lora" in name or "ia3" in name]
+
+
+@pytest.mark.parametrize("row", [*ROWS, "bst block-recurrent", "bst with memory", "bst s5 bidirectional"])
+def test_several_adapters_in_one_batch(row):
+    """`adapter_names`: each row of the batch has its own, or none, when it is read and when it is generated."""
+    bidirectional = "bidirectional" in row
+    model = build(row, "BstForMaskedLM") if bidirectional else own_language_model(row)
+    torch.manual_seed(1)
+    tuned = get_peft_model(model, _drawn(), adapter_name="first")
+    tuned.add_adapter("second", _drawn())
+    tuned.eval()
+    names = ["second", "first", "__base__"]
+    inputs = {name: x for name, x in batch_of(row, rows=3).items() if name != "labels"}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = inputs["input_ids"][:, :5]
+    with torch.no_grad():
+        mixed = tuned(**inputs, adapter_names=names).logits
+        alone = [_with_adapter(tuned, name, lambda: tuned(**inputs).logits) for name in names]
+    assert not torch.allclose(alone[0], alone[1]) and not torch.allclose(alone[0], alone[2])
+    for index, logits in enumerate(alone):
+        assert_near(mixed[index], logits[index], 1e-5, f"row {index}, {names[index]}")
+    if bidirectional:
+        return
+    prompt = {"input_ids": inputs["input_ids"][:, :7], "max_new_tokens": 8, "min_new_tokens": 8, **GREEDY}
+    texts = tuned.generate(**prompt, adapter_names=names)
+    for index, name in enumerate(names):
+        text = _with_adapter(tuned, name, lambda: tuned.generate(**prompt))
+        assert texts[index].tolist() == text[index].tolist(), name
+
+
+def _drawn():
+    return LoraConfig(r=2, init_lora_weights=False, **ALL)
+
+
+def _with_adapter(tuned, name, call):
+    if name == "__base__":
+        with tuned.disable_adapter():
+            return call()
+    tuned.set_adapter(name)
+    return call()
 
 
 def test_an_adapter_in_the_recurrence_is_found():

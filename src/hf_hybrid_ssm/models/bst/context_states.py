@@ -201,7 +201,8 @@ class ContextStates(nn.Module):
         begins, ends = boundaries(seen, self.window)
         if begins:  # a cache need not hold zeros before the first block of a document
             fresh = (seen == 0).view(-1, 1, 1, 1)
-            held = [torch.where(fresh, new.transpose(0, 1), old) for new, old in zip(self._initial(), held)]
+            initial = self._initial(len(queries))
+            held = [torch.where(fresh, new.transpose(-3, -2), old) for new, old in zip(initial, held)]
         found = attention_step(queries, None, None, *held, scale=scale, head_scale=head_scale)
         if not ends:
             return found, self.named_states(mixer_update_state_(self.ssm, u, mixer_state(state)), *held)
@@ -210,9 +211,14 @@ class ContextStates(nn.Module):
         after = (torch.where(over, new.transpose(1, 2).to(old.dtype), old) for new, old in zip(self._project(y), held))
         return found, self.named_states(ssm, *after)
 
-    def _initial(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values (S, H, e) of the learned context of a document's first block."""
-        return self._project(self.initial_context)
+    def _initial(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values ([B,] S, H, e) of the learned context of a document's first block: once for all rows, unless
+        the maps are wrapped, as by adapters that differ from row to row."""
+        initial = self.initial_context
+        return self._project(initial if self._maps_are_plain() else initial.expand(batch, -1, -1))
+
+    def _maps_are_plain(self) -> bool:
+        return type(self.k_proj) is nn.Linear and type(self.v_proj) is nn.Linear
 
     def _project(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """SSM outputs (..., [H or S,] d) → keys and values (..., [S,] H, e)."""
@@ -222,7 +228,8 @@ class ContextStates(nn.Module):
         if self.variant == "mh":
             keys, values = self.k_proj(z), self.v_proj(z)
         else:
-            flat = z.flatten(0, -2)  # once for both; bitsandbytes' 8-bit linear layers take at most three dimensions
+            # once for both; wrapped maps want the batch in front (adapters) and at most three dimensions (bitsandbytes)
+            flat = z.flatten(0 if self._maps_are_plain() or z.dim() < 3 else 1, -2)
             heads = (*z.shape[:-1], self.num_heads, self.head_dim)
             keys, values = self.k_proj(flat).view(heads), self.v_proj(flat).view(heads)
         if self.k_norm is not None:

@@ -145,7 +145,10 @@ class RecurrentStates(nn.Module):
         if begins:  # a cache may hold zeros before the first block of a document
             fresh = (seen == 0).view(-1, 1, 1)
             s = torch.where(fresh, self.initial_state, s)
-            new = self._read(self.initial_state.unsqueeze(0), self._projection(), self._scales())
+            # once for all rows, unless the maps are wrapped, as by adapters that differ from row to row
+            is_shared = all(map(_is_plain, self._projected_by()))
+            initial = self.initial_state.expand(1 if is_shared else len(s), -1, -1)
+            new = self._read(initial, self._projection(), self._scales())
             keys, values = (torch.where(fresh.unsqueeze(-1), n, old) for n, old in zip(new, (keys, values)))
         by_head = (keys.transpose(1, 2), values.transpose(1, 2))
         found = attention_step(queries, None, None, *by_head, scale=scale, head_scale=head_scale)
@@ -170,10 +173,13 @@ class RecurrentStates(nn.Module):
         """False where no sequence finishes the last block, so that the update after it may be left out."""
         return not can_read_values(grid.next_block) or bool((grid.next_block >= grid.num_blocks).any())
 
+    def _projected_by(self) -> tuple[nn.Module, ...]:
+        return self.k_proj, self.q_proj, self.token_q_proj, self.v_proj
+
     def _projection(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """(B, S, d) → (B, S, 4 H e): keys, both queries, values, as one product where the four maps are plain."""
-        layers = (self.k_proj, self.q_proj, self.token_q_proj, self.v_proj)
-        if all(_is_plain(layer) for layer in layers):
+        layers = self._projected_by()
+        if all(map(_is_plain, layers)):
             weight = torch.cat([layer.weight for layer in layers])
             return lambda r: F.linear(r, weight)
         return lambda r: torch.cat([layer(r) for layer in layers], -1)
