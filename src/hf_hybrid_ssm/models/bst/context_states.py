@@ -228,7 +228,7 @@ class ContextStates(nn.Module):
         if self.variant == "mh":
             keys, values = self.k_proj(z), self.v_proj(z)
         else:
-            # once for both; wrapped maps want the batch in front (adapters) and at most three dimensions (bitsandbytes)
+            # once for both; wrapped maps want the batch in front (adapters), at most three dimensions (bitsandbytes)
             flat = z.flatten(0 if self._maps_are_plain() or z.dim() < 3 else 1, -2)
             heads = (*z.shape[:-1], self.num_heads, self.head_dim)
             keys, values = self.k_proj(flat).view(heads), self.v_proj(flat).view(heads)
