@@ -132,6 +132,8 @@ def test_weights_and_optimizer(case):
         assert found["gradients"] == sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
         states = [tensor for state in optimizer.state.values() for tensor in state.values()]
         assert found["optimizer"] == sum(tensor.nbytes for tensor in states)
+        plain = weights(meta_model(model.config, dtype), setup_for(dtype=dtype, optimizer="sgd"))
+        assert plain == {**found, "optimizer": 0}  # it keeps nothing
 
 
 @pytest.mark.parametrize("case", ["longhorn", "spade", "bst sh", "lmu_isa", "spade_seq2seq"])

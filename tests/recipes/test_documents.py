@@ -201,6 +201,18 @@ def test_rest_of_a_group_is_carried_on():
     assert len(packed_rows(texts, tokenizer, data)) == 2 * -(-tokens // 2 // 1024)
 
 
+def test_workers_keep_the_order_of_documents(numbered):
+    """Each cuts a piece of the documents: the rows' text is that of the documents, in their order."""
+    data = DataArguments([numbered[0]], sequence_length=16)
+    documents = load_documents(data)[0]
+    texts = []
+    for data.preprocessing_workers in (1, 2):
+        rows = packed_rows(documents, numbered[1], data)
+        texts.append(numbered[1].decode([token for row in rows for token in row["input_ids"]]))
+    places = [[text.index(each) for each in numbered[2]] for text in texts]
+    assert all(found == sorted(found) for found in places)
+
+
 def test_rows_held_out_and_their_limit(numbered):
     data = DataArguments([numbered[0]], sequence_length=16, validation_fraction=0.5, max_validation_rows=2)
     rows = packed_rows(load_documents(data)[0], numbered[1], data)
