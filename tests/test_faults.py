@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_every_fault_made_by_hand_can_be_made(fault):
     start, text = fault.place(ROOT), (ROOT / fault.file).read_text(encoding="utf-8")
-    ast.parse(text[:start] + fault.new + text[start + len(fault.old) :])
+    if fault.file.endswith(".py"):
+        ast.parse(text[:start] + fault.new + text[start + len(fault.old) :])
     for test in fault.tests.split():
         path, _, name = test.partition("::")
         assert (ROOT / path).exists()
