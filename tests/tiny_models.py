@@ -1,6 +1,7 @@
 """The tiny models that the tests share: every family, its variants, and what to feed them."""
 
 import copy
+import inspect
 from functools import cache
 
 import pytest
@@ -204,8 +205,7 @@ def inputs_for(model: PreTrainedModel, seed: int = 0, rows: int = 2, length: int
     ids = torch.randint(3, TOKENS["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(seed))
     if "MultipleChoice" in type(model).__name__:
         return {"input_ids": torch.stack((ids, ids.flip(1)), 1)}
-    decodes = model.config.is_encoder_decoder and "Classification" not in type(model).__name__
-    decodes = decodes and "Encoder" not in type(model).__name__
+    decodes = "decoder_input_ids" in inspect.signature(model.forward).parameters
     return {"input_ids": ids} | ({"decoder_input_ids": ids[:, :5]} if decodes else {})
 
 

@@ -24,7 +24,7 @@ from hf_hybrid_ssm.models.cache import (
 )
 from hf_hybrid_ssm.models.cache_names import CACHE, NEW, OLD, BaseModelOutputWithCache, by_both_cache_names
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
-from hf_hybrid_ssm.models.inputs import check_inputs
+from hf_hybrid_ssm.models.inputs import check_arguments, check_inputs
 from hf_hybrid_ssm.models.packing import PackedRows, resolve_packing
 from hf_hybrid_ssm.models.unfinished import begin_forward, finish_forward
 
@@ -308,6 +308,7 @@ class HybridModelMixin:
             The first tokens go on with the documents in the cache, as they do in each step of `generate`. A single
             token that does is not padding.
         """
+        check_arguments(self, kwargs)
         self._refuse_attentions(kwargs.get("output_attentions"))
         check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
         if inputs_embeds is None:

@@ -1,10 +1,34 @@
 """Checks of every model's inputs, before the first layer."""
 
+import inspect
+from difflib import get_close_matches
+from typing import Any
+
 import torch
+from torch import nn
+from transformers.utils import TransformersKwargs
 
 from hf_hybrid_ssm.ops._core.checks import can_read_values
 
 INTEGERS = (torch.int32, torch.int64)
+# what every forward may be given: what transformers lists, and what its decorators, `generate` and losses hand on
+LISTED = frozenset(TransformersKwargs.__annotations__) | {"return_dict", "use_cache", "is_causal"}
+LISTED |= {"debug_io", "debug_io_dir", "prune_layers", "shift_labels", "ignore_index"}
+
+
+def check_arguments(model: nn.Module, others: dict[str, Any]) -> None:
+    """A forward takes its own arguments, and `others` that transformers gives to any forward.
+
+    Raises:
+        TypeError: there is another, which would have no effect.
+    """
+    unknown = [name for name in others if name not in LISTED]
+    if not unknown:
+        return
+    own = [name for name in inspect.signature(model.forward).parameters if name != "kwargs"]
+    near = get_close_matches(unknown[0], [*own, *sorted(LISTED)], 1)
+    meant = f" Did you mean {near[0]!r}?" if near else ""
+    raise TypeError(f"{type(model).__name__}.forward has no argument {unknown[0]!r}.{meant} It takes {', '.join(own)}.")
 
 
 def check_token_ids(name: str, ids: torch.Tensor, vocab_size: int, *, ignore_index: int | None = None) -> None:

@@ -30,7 +30,7 @@ from hf_hybrid_ssm.models.cache_names import (
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.ended_rows import GenerationOfRowsThatEnd
 from hf_hybrid_ssm.models.heads import LMHead
-from hf_hybrid_ssm.models.inputs import check_inputs, check_labels
+from hf_hybrid_ssm.models.inputs import check_arguments, check_inputs, check_labels
 from hf_hybrid_ssm.models.packing import PackedRows, resolve_packing
 from hf_hybrid_ssm.models.spade.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig, SpadeSeq2SeqConfig
@@ -279,6 +279,7 @@ class SpadeSeq2SeqModel(BaseOfCheckpoint, SpadePreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqModelOutput:
+        check_arguments(self, kwargs)
         self._refuse_attentions(kwargs.get("output_attentions"))
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         if self.training and self.gradient_checkpointing:  # a layer run again would store its states twice
