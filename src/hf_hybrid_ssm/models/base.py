@@ -26,10 +26,13 @@ from hf_hybrid_ssm.models.cache_names import CACHE, NEW, OLD, BaseModelOutputWit
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.inputs import check_arguments, check_inputs
 from hf_hybrid_ssm.models.packing import PackedRows, resolve_packing
+from hf_hybrid_ssm.models.tested_versions import warn_of_untested_transformers
 from hf_hybrid_ssm.models.unfinished import begin_forward, finish_forward
 
 LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 NARROW = (torch.bfloat16, torch.float16)
+
+warn_of_untested_transformers()  # here for folders with code, which import nothing of the package
 
 
 class HybridPreTrainedModel(PreTrainedModel):

@@ -28,7 +28,9 @@ def check_arguments(model: nn.Module, others: dict[str, Any]) -> None:
     own = [name for name in inspect.signature(model.forward).parameters if name != "kwargs"]
     near = get_close_matches(unknown[0], [*own, *sorted(LISTED)], 1)
     meant = f" Did you mean {near[0]!r}?" if near else ""
-    raise TypeError(f"{type(model).__name__}.forward has no argument {unknown[0]!r}.{meant} It takes {', '.join(own)}.")
+    raise TypeError(
+        f"{type(model).__name__}.forward has no argument {unknown[0]!r}.{meant} It takes {', '.join(own)}."
+    )
 
 
 def check_token_ids(name: str, ids: torch.Tensor, vocab_size: int, *, ignore_index: int | None = None) -> None:
