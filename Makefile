@@ -19,6 +19,7 @@
 #   make mutation    change the package and the recipes at random and see whether a test notices
 #   make faults      make a list of faults by hand, one at a time, and see whether their tests notice
 #   make lowest      the tests with the lowest versions of the dependencies; make newest: with the newest
+#   make smoke       two minutes with the lowest transformers, and with what pip resolves today
 #   make triton      the kernels with every version of Triton that is admitted: interpreted, compiled, counted (an hour)
 #   make matrix      what PEFT, quantization, compiling, export and offloading do with every family
 #   make cards       the model cards of the papers' language models
@@ -42,7 +43,7 @@ RUN_TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 .PHONY: demo test portable sanitize lint upstream invariants programs streaming bench gpu docs install clean \
     cards clean-room matrix reliability roundtrips determinism numerics misuse fuzz crash scale mutation faults plans \
     reports-status \
-    lowest newest triton vllm
+    lowest newest smoke triton vllm
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
@@ -109,6 +110,11 @@ faults: $(STAMP)
 VERSIONS = nice $(BIN)/python -m tools.versions
 lowest newest: $(STAMP)
 	$(VERSIONS) $@
+
+# Two minutes with the lowest transformers, which must pass, and with what pip resolves today, which is only told.
+smoke: $(STAMP)
+	$(BIN)/python -m tools.smoke resolved
+	$(BIN)/python -m tools.smoke lowest
 
 triton: $(STAMP)
 	nice $(BIN)/python -m tools.triton_versions

@@ -6,10 +6,10 @@ import warnings
 from pathlib import Path
 
 import pytest
-import transformers
 from packaging.requirements import Requirement
 
 from hf_hybrid_ssm import doctor
+from hf_hybrid_ssm.models import tested_versions
 from hf_hybrid_ssm.models.tested_versions import TESTED, outside, warn_of_untested_transformers
 from tools.triton_versions import VERSIONS
 
@@ -60,7 +60,7 @@ def test_versions_outside_of_a_range(package):
     ],
 )
 def test_import_says_once_that_transformers_is_untested(version, says, monkeypatch):
-    monkeypatch.setattr(transformers, "__version__", version)
+    monkeypatch.setattr(tested_versions.transformers, "__version__", version)
     warn_of_untested_transformers.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 from hf_hybrid_ssm.hub import check_folder, export_code
+from hf_hybrid_ssm.hub.sources import PACKAGE
 from tests import processes
 from tests.checkpoints import golden
 from tests.checkpoints.golden import check_golden, loaded
@@ -49,7 +50,10 @@ def test_logits_and_greedy_text_are_golden(folder):
 def test_exported_they_say_the_same_where_the_package_is_missing(tmp_path):
     ours = [folder for folder in FOLDERS if folder.name != "llama-books"]
     copies = [export_code(shutil.copytree(folder, tmp_path / folder.name)) for folder in ours]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    paths = [
+        path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if not (Path(path) / PACKAGE).exists()
+    ]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     environment |= {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
     ran = processes.run([sys.executable, golden.__file__, *copies], env=environment, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from transformers import (
     BitsAndBytesConfig,
     LlamaConfig,
@@ -30,9 +30,7 @@ def compiled_inside():
 
 
 def with_an_adapter():
-    teacher = teacher_of("llama")
-    teacher.add_adapter(LORA)
-    return teacher
+    return inject_adapter_in_model(LORA, teacher_of("llama"))
 
 
 def peft_model():
