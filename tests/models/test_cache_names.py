@@ -3,6 +3,7 @@
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -132,3 +133,16 @@ def test_neither_name_brings_a_warning():
 @pytest.mark.parametrize("variant", FEW)
 def test_configurations_leave_the_cache_out_of_evaluation(variant):
     assert set(NAMES) <= set(config_of(variant).keys_to_ignore_at_inference)
+
+
+# where the old name must stand: the table of names, fields that others read, and models of transformers
+BOTH_STAND = {"cache_names.py", "context.py", "peers.py", "comparison.py", "timing/models.py"}
+BOTH_STAND |= {f"configuration_{family}.py" for family in ("bst", "lmu_isa", "longhorn", "spade")}
+
+
+def test_the_name_of_one_version_stands_nowhere_else():
+    """With transformers' own models it is deprecated from 5.24 on; with ours both are read, and one is enough."""
+    root = Path(__file__).parents[2]
+    found = [path for folder in ("src", "recipes", "benchmarks") for path in (root / folder).rglob("*.py")]
+    found = [path.as_posix() for path in found if OLD in path.read_text(encoding="utf-8")]
+    assert found and [path for path in found if not path.endswith(tuple(BOTH_STAND))] == []

@@ -21,6 +21,21 @@ def gradients_of(model, ids):
 
 
 @EVERY
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_what_stays_float32_is_made_so(variant, dtype):
+    """Whatever the default dtype is when a model is built, as in `from_config(dtype=...)`."""
+    config, default = language_model(variant).config, torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        model = type(language_model(variant))(config)
+    finally:
+        torch.set_default_dtype(default)
+    names = set(model._keep_in_fp32_modules_strict or ())
+    kept = {name: part.dtype for name, part in model.named_parameters() if name.rpartition(".")[2] in names}
+    assert set(kept.values()) <= {torch.promote_types(dtype, torch.float32)} and bool(kept) == bool(names)
+
+
+@EVERY
 def test_lora_trains_and_merges(variant):
     base = own_language_model(variant)
     ids = inv.random_ids(base, 2, 14, 0)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from hf_hybrid_ssm.models.cache_names import CACHE
+
 
 @torch.inference_mode()
 def loss_by_position(model: Any, input_ids: torch.Tensor, piece: int = 512) -> torch.Tensor:
@@ -33,8 +35,8 @@ def loss_by_position(model: Any, input_ids: torch.Tensor, piece: int = 512) -> t
         for start in range(0, input_ids.shape[1] - 1, piece):
             given = input_ids[:, start : start + piece].to(model.device)
             wanted = input_ids[:, start + 1 : start + 1 + piece].to(model.device)
-            output = model(given, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
+            output = model(given, use_cache=True, **{CACHE: cache})
+            cache = output[CACHE]
             logits = output.logits[:, : wanted.shape[1]].float()
             losses.append(F.cross_entropy(logits.transpose(1, 2), wanted, reduction="none").cpu())
     finally:

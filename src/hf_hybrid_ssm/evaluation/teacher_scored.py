@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from hf_hybrid_ssm.evaluation.position_loss import loss_by_position
+from hf_hybrid_ssm.models.cache_names import CACHE
 
 
 @torch.inference_mode()
@@ -34,8 +35,8 @@ def teacher_scored_generation(
     model.eval()
     try:
         for _ in range(new_tokens):
-            output = model(ids[-1].to(model.device), past_key_values=cache, use_cache=True)
-            cache, logits = output.past_key_values, output.logits[:, -1].float().cpu()
+            output = model(ids[-1].to(model.device), use_cache=True, **{CACHE: cache})
+            cache, logits = output[CACHE], output.logits[:, -1].float().cpu()
             best = logits.argmax(-1, keepdim=True)
             ids.append(best if draw is None else torch.multinomial(logits.softmax(-1), 1, generator=draw))
     finally:

@@ -36,6 +36,9 @@ def with_accelerate_hooks(method: Method) -> Method:
 
 
 def _is_sharded(module: Any) -> bool:
+    """Whether parameters of a unit of FSDP are not gathered; those of a unit inside wait for its own `forward`."""
     from torch.distributed.tensor import DTensor
 
-    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+    inside = (part for part in module.children() if not hasattr(part, "unshard"))
+    own = module.parameters(recurse=False)
+    return any(isinstance(parameter, DTensor) for parameter in own) or any(map(_is_sharded, inside))

@@ -97,8 +97,9 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
             self.q_norm, self.k_norm = (RMSNorm(self.state_size, eps=eps) for _ in range(2))
         self.dt_proj = nn.Linear(rank, channels, bias=False)
         # The scan adds this bias in float32, so it is not part of `dt_proj`.
-        self.dt_bias = nn.Parameter(torch.zeros(channels))
-        self.D = nn.Parameter(torch.ones(channels))
+        at_least_float32 = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        self.dt_bias = nn.Parameter(torch.zeros(channels, dtype=at_least_float32))
+        self.D = nn.Parameter(torch.ones(channels, dtype=at_least_float32))
         self.scan_norm = RMSNorm(channels, eps=SCAN_NORM_EPSILON) if config.use_scan_norm else None
         self.out_proj = nn.Linear(channels, config.hidden_size, bias=config.use_bias)
 
