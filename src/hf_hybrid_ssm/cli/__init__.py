@@ -19,6 +19,7 @@ COMMANDS = {
     "export": "add the code to a folder that loads it without this package",
     "card": "write the model card of a folder",
     "convert": "convert an official checkpoint",
+    "upcycle": "turn a pretrained transformer into a hybrid",
     "plan": "memory and operations of a training step, without running it",
     "doctor": "what is installed, which kernels run here, and why others do not",
     "recipes": "list the recipes and their configurations",

@@ -20,6 +20,7 @@ from hf_hybrid_ssm.hub.delta_files import Delta, is_delta, read_delta
 from hf_hybrid_ssm.hub.export import auto_class_of
 from hf_hybrid_ssm.hub.markdown import code_span, escaped
 from hf_hybrid_ssm.hub.reading import read_json
+from hf_hybrid_ssm.hub.tables import tables_of
 from hf_hybrid_ssm.hub.verify_files import check_folder
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPES
 from hf_hybrid_ssm.models.family import CardText
@@ -64,7 +65,7 @@ def model_card(
         name: what the model is called; "FOLDER" in the code that loads it is replaced by it.
         class_name: the class of its weights; by default the language model, or the classifier of a configuration that
             is only for classification.
-        results: metrics as the recipes write them to results.json.
+        results: metrics as the recipes write them to results.json; `tables` (`hub.tables`) are shown as such.
         dataset: what it was trained and validated on.
         recipe: the command that trains it.
         trained: there are weights to load; with results there always are.
@@ -100,6 +101,7 @@ def model_card(
         base_model=base_model if base_model and ON_HUB.fullmatch(base_model) else None,
         **_metrics(name, task, results, dataset),
     )
+    tables = [] if results is None else tables_of(results)
     limits = (
         f"{text.limits} A model trained by these recipes was not taught to be helpful or harmless; it repeats what "
     )
@@ -111,6 +113,7 @@ def model_card(
         _architecture(config, model, family.layer_kinds(config)),
         "## Training",
         _training(results, dataset, recipe, trained),
+        *(["## Measured", *map(str, tables)] if tables else []),
         *(["## Teacher", _teacher(name, delta)] if delta is not None else []),
         *(["## Use", _use(name, auto_class_of(table), exported, delta)] if has_weights else []),
         "## Limits",

@@ -1,0 +1,225 @@
+"""Turn a pretrained transformer into a hybrid, without training or with it, and measure what became of it:
+
+    hf-hybrid-ssm upcycle model.gguf OUT --window 256 --keep 6
+    hf-hybrid-ssm upcycle TEACHER OUT --keep 0 --memory --text book.txt
+    hf-hybrid-ssm upcycle TEACHER OUT --memory --train train_files=[text.jsonl] distil.max_steps=500
+
+TEACHER is a folder, a name on the Hub or a GGUF file. A few layers keep full attention, chosen by what recall needs;
+the others see a window. With --memory something new stands beside the windows, closed until it is trained: Longhorn
+mixers or, in a BST, context states. OUT becomes an ordinary folder, or with --delta what the student has beyond its
+teacher; its card shows what was measured. Settings after --train are those of the recipe `upcycle`.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from hf_hybrid_ssm.cli.parsing import check_writable, parser_of, value_of
+
+KEEP_BY = ("recall", "kl", "sensitivity", "even")
+FAMILIES = ("longhorn", "bst")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def main(arguments: list[str]) -> int:
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    _check(parser, given)
+    check_writable(given.out, is_folder=True)
+    if given.out.is_dir() and any(given.out.iterdir()) and not given.overwrite:
+        raise FileExistsError(f"{str(given.out)!r} is not empty: name another folder, or give --overwrite.")
+    text = None if given.text is None else given.text.read_text(encoding="utf-8")
+
+    import torch
+    from transformers import logging
+
+    from hf_hybrid_ssm.cli.generate import defect_of_device
+    from hf_hybrid_ssm.upcycle import load_teacher
+
+    if reason := defect_of_device(given.device):
+        parser.error(f"argument --device: {given.device!r} {reason}")
+    logging.disable_progress_bar()
+    _say(f"reading {given.teacher}")
+    teacher, tokenizer = load_teacher(given.teacher)
+    teacher.to(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    ids = None if text is None else tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
+    if ids is not None and ids.shape[1] < 4 * given.window:
+        raise ValueError(f"{given.text} has {ids.shape[1]} tokens, and at least {4 * given.window} are needed.")
+    options = _options(given, teacher, tokenizer)
+    if given.train is None:
+        student = _made(given, options, teacher, tokenizer)
+    else:
+        student = _trained(given, options)
+    _measure(given, student, teacher, tokenizer, ids)
+    return 0
+
+
+def _options(given: argparse.Namespace, teacher: Any, tokenizer: Any) -> dict[str, Any]:
+    """The arguments of `upcycle`: with the layers to keep, which are chosen here and shown."""
+    if given.family == "bst":
+        options: dict[str, Any] = {"family": "bst", "sliding_window": given.window}
+        return options if given.memory else options | {"ssm_layers": []}
+    from hf_hybrid_ssm.upcycle import choose_layers
+
+    choice = choose_layers(teacher, given.keep, given.keep_by, tokenizer, window=given.window, progress=_progress)
+    print(choice)
+    others = "hybrid_sliding" if given.memory else "sliding_attention"
+    # a Longhorn's window counts the token itself
+    return {
+        "keep": choice.layers,
+        "keep_as": "full_attention",
+        "others_as": others,
+        "sliding_window": given.window + 1,
+    }
+
+
+def _made(given: argparse.Namespace, options: dict[str, Any], teacher: Any, tokenizer: Any) -> Any:
+    """The student as it starts, in its folder."""
+    import torch
+
+    from hf_hybrid_ssm.hub.delta_files import remove_weights
+    from hf_hybrid_ssm.upcycle import save_delta, upcycle
+
+    student, report = upcycle(teacher, **options)
+    _say(
+        f"{len(report.copied)} of the teacher's tensors carry over, {len(report.dropped)} do not; "
+        f"{len(report.new)} of the student's are new"
+    )
+    if given.dtype != "auto":
+        student.to(getattr(torch, given.dtype))
+    student.eval()
+    if given.delta:
+        save_delta(student, given.out, given.teacher, model=teacher, tokenizer=tokenizer, overwrite=True)
+        return student
+    given.out.mkdir(parents=True, exist_ok=True)
+    remove_weights(given.out)
+    student.save_pretrained(given.out, export_code=True)
+    tokenizer.save_pretrained(given.out)
+    return student
+
+
+def _trained(given: argparse.Namespace, options: dict[str, Any]) -> Any:
+    """The student after the recipe's stages."""
+    from transformers import AutoModelForCausalLM
+
+    from hf_hybrid_ssm.cli.recipe import run_recipe
+
+    chosen = ("keep", "keep_as", "others_as")
+    fields = {name: value for name, value in options.items() if name not in (*chosen, "family")}
+    settings: dict[str, Any] = {name: options[name] for name in chosen if name in options}
+    settings |= {"teacher": given.teacher, "student": given.family, "config": fields, "output_dir": str(given.out)}
+    settings |= {"delta": given.delta, "overwrite": given.overwrite}
+    pairs = [f"{name}={json.dumps(value)}" for name, value in settings.items()]
+    try:
+        run_recipe("upcycle", [*pairs, *given.train])
+    except SystemExit as end:
+        if end.code:
+            raise
+    extra = {"teacher": given.teacher} if given.delta else {}
+    return AutoModelForCausalLM.from_pretrained(given.out, **extra).eval()
+
+
+def _measure(given: argparse.Namespace, student: Any, teacher: Any, tokenizer: Any, ids: Any) -> None:
+    """Tables on the terminal, in results.json and in the card."""
+    from hf_hybrid_ssm.hub import card_of_folder
+    from hf_hybrid_ssm.hub.reading import read_json
+    from hf_hybrid_ssm.hub.writing import write_whole
+    from hf_hybrid_ssm.upcycle.measurements import cache_table, loss_table, needle_table
+
+    models = {"teacher": teacher, "student": student.to(teacher.device)}
+    tables = [cache_table(models)]
+    if ids is not None:
+        tables.append(loss_table(models, ids[:, : 8 * given.window], given.window))
+    if given.needles:
+        tables.append(needle_table(models, tokenizer, given.window, given.needles, _progress))
+    print(*tables, sep="\n\n")
+    file = given.out / "results.json"
+    results: dict[str, Any] = (
+        read_json(file) if file.is_file() and given.train is not None else {"teacher": Path(given.teacher).name}
+    )
+    results["tables"] = [table.as_json() for table in tables]
+    write_whole(file, json.dumps(results, indent=2) + "\n")
+    write_whole(given.out / "README.md", card_of_folder(given.out))
+    _say(f"wrote {given.out}")
+
+
+def _check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    if given.window < 2:
+        parser.error(f"--window {given.window} must be at least 2")
+    if given.needles < 0:
+        parser.error(f"--needles {given.needles} must not be negative")
+    if given.text is not None and not given.text.is_file():
+        raise FileNotFoundError(f"--text {given.text} is not a file.")
+    if given.family == "bst":
+        if given.keep is not None or given.keep_by is not None:
+            parser.error("--keep and --keep-by are for a longhorn: all layers of a bst have windows")
+    elif given.keep is None:
+        given.keep = 0.2
+    if given.train is not None:
+        if given.dtype != "auto":
+            parser.error("--dtype is for a student that is not trained")
+        if wrong := [pair for pair in given.train if "=" not in pair]:
+            parser.error(f"--train {wrong[0]}: key=value was expected, as the recipe upcycle takes it")
+
+
+def _keep(text: str) -> Any:
+    """A count, a share, or layers with commas between them."""
+    value = value_of(f"[{text}]" if "," in text else text)
+    layers = value if isinstance(value, list) else [value]
+    if not all(isinstance(each, int | float) and not isinstance(each, bool) for each in layers):
+        raise argparse.ArgumentTypeError(f"{text} is no count (6), share (0.2) or list of layers (7,8,14)")
+    return value
+
+
+def _progress(steps: Any) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(steps, file=sys.stderr, leave=False)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of("upcycle", __doc__)
+    parser.add_argument("teacher", metavar="TEACHER", help="a folder, a name on the Hub or a GGUF file")
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder to write")
+    parser.add_argument("--family", choices=FAMILIES, default="longhorn", help="(default: %(default)s)")
+    parser.add_argument(
+        "--window",
+        type=int,
+        default=256,
+        metavar="W",
+        help="tokens that a layer sees before its own (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--keep",
+        type=_keep,
+        metavar="N",
+        help="layers with full attention: how many, which share, or which (default: a fifth)",
+    )
+    parser.add_argument(
+        "--keep-by", choices=KEEP_BY, help="how they are chosen (default: recall, or even where the teacher has none)"
+    )
+    parser.add_argument(
+        "--memory",
+        action="store_true",
+        help="mixers or context states beside the windows, closed until they are trained",
+    )
+    parser.add_argument("--text", type=Path, metavar="FILE", help="measure the loss of this text by position")
+    parser.add_argument(
+        "--needles",
+        type=int,
+        default=8,
+        metavar="N",
+        help="texts of each length that hide a number to be asked for (default: %(default)s)",
+    )
+    parser.add_argument("--train", nargs="+", metavar="KEY=VALUE", help="train it: settings of the recipe upcycle")
+    parser.add_argument("--delta", action="store_true", help="write what the student has beyond its teacher")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights (default: the teacher's)")
+    parser.add_argument("--device", help="by default cuda where there is one")
+    parser.add_argument("--overwrite", action="store_true", help="replace what OUT holds")
+    return parser

@@ -1,0 +1,96 @@
+"""What became of a teacher, in three tables: loss by position, answers from far back, and the cache by length."""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hf_hybrid_ssm.evaluation.intervals import wilson_interval
+from hf_hybrid_ssm.evaluation.position_loss import loss_by_position, mean_by_position
+from hf_hybrid_ssm.evaluation.recall_tasks.documents import document
+from hf_hybrid_ssm.evaluation.recall_tasks.filler import sentences
+from hf_hybrid_ssm.evaluation.recall_tasks.questions import needle
+from hf_hybrid_ssm.hub.tables import Table
+from hf_hybrid_ssm.planning.measurement import decoding_state_bytes
+from hf_hybrid_ssm.upcycle.configurations import STUDENT_FAMILIES, student_config
+
+MULTIPLES = (1, 4, 8)
+LENGTHS = (1024, 4096, 16384, 65536)
+Progress = Callable[[Sequence[Any]], Any]
+Models = Mapping[str, Any]
+
+
+def needle_table(models: Models, tokenizer: Any, window: int, samples: int, progress: Progress | None = None) -> Table:
+    """Whole answers right, of `samples` texts of 1, 4 and 8 windows that hide a number; those that a model cannot
+    read, because its positions end before them, are left out for all."""
+    most = min(model.config.max_position_embeddings for model in models.values())
+    multiples = [multiple for multiple in MULTIPLES if multiple * window <= most]
+    right = {name: dict.fromkeys(multiples, 0) for name in models}
+    tasks = [(multiple, sample) for multiple in multiples for sample in range(samples)]
+    for multiple, sample in tasks if progress is None else progress(tasks):
+        draw = random.Random(f"{window} {multiple} {sample}")
+        ids, answer = _prompt(tokenizer, window, multiple, draw)
+        for name, model in models.items():
+            right[name][multiple] += _answers(model, ids, answer)
+    rows = [[name, *(_share(found[multiple], samples) for multiple in multiples)] for name, found in right.items()]
+    title = f"Needles: whole answers right of {samples}, and 95 % intervals, by the tokens of the text"
+    return Table(title, ["model", *(f"{multiple * window:,}" for multiple in multiples)], rows)
+
+
+def _prompt(tokenizer: Any, window: int, multiple: int, draw: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens (1, L) of a text that hides a number, in the chat template where there is one, with the question and
+    the answer; and those of the answer alone, (N,)."""
+    found = document(needle(draw), sentences(draw), tokenizer, window, multiple, draw)
+    if getattr(tokenizer, "chat_template", None):
+        message = [{"role": "user", "content": found["text"]}]
+        context = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    else:
+        context = f"{tokenizer.bos_token or ''}{found['text']} "
+    context += found["prefix"]
+    ids = tokenizer(f"{context} {found['answer']}", add_special_tokens=False)["input_ids"]
+    before = len(tokenizer(context, add_special_tokens=False)["input_ids"])
+    return torch.tensor([ids]), torch.tensor(ids[before:])
+
+
+def _share(right: int, count: int) -> str:
+    low, high = wilson_interval(right, count)
+    return f"{right} ({low:.0%} to {high:.0%})"
+
+
+@torch.inference_mode()
+def _answers(model: Any, ids: torch.Tensor, answer: torch.Tensor) -> bool:
+    """Whether each token of the answer (N,), which ends the text (1, L), is the model's first choice."""
+    logits = model(ids.to(model.device), use_cache=False, logits_to_keep=len(answer) + 1).logits[0, :-1]
+    return bool((logits.argmax(-1).cpu() == answer).all())
+
+
+def loss_table(models: Models, ids: torch.Tensor, window: int) -> Table:
+    """Loss of a text (1, L), in nats per token, by the tokens before.
+
+    Raises:
+        ValueError: the text has fewer than four windows.
+    """
+    if ids.shape[1] < 4 * window:
+        raise ValueError(f"the text has {ids.shape[1]} tokens, and at least {4 * window} are needed: four windows.")
+    edges = [edge for edge in (window // 4, window, 2 * window, 4 * window, 8 * window) if edge <= ids.shape[1]]
+    rows = []
+    for name, model in models.items():
+        found = mean_by_position(loss_by_position(model, ids), edges)
+        rows.append([name, *(f"{loss:.3f}" for loss in found.values())])
+    return Table("Loss in nats per token, by the tokens before", ["model", *found], rows)
+
+
+def cache_table(models: Models) -> Table:
+    """MiB of the cache of one sequence, in the dtype of the models, by its length."""
+    rows = []
+    for name, model in models.items():
+        config = model.config
+        if config.model_type not in STUDENT_FAMILIES:  # its cache is that of a student that keeps all
+            config = student_config(config, keep=1.0)
+        dtype = str(model.dtype).removeprefix("torch.")
+        sizes = (decoding_state_bytes(config, length, dtype, "torch") / 2**20 for length in LENGTHS)
+        rows.append([name, *(f"{size:,.1f}" for size in sizes)])
+    return Table(
+        "Cache of one sequence in MiB, by its tokens", ["model", *(f"{length:,}" for length in LENGTHS)], rows
+    )

@@ -1,0 +1,130 @@
+"""`hf-hybrid-ssm upcycle`: a student in an ordinary folder or as a delta, measured, and nothing replaced unasked."""
+
+import json
+
+import pytest
+import torch
+from _lib.standard_text import standard_documents
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_hybrid_ssm.cli import main
+from hf_hybrid_ssm.hub import check_contents
+from hf_hybrid_ssm.hub.tables import tables_of
+from hf_hybrid_ssm.upcycle import load_teacher_model, upcycle
+from tests.upcycle.teacher_files import save_teacher, write_gguf
+
+WINDOW = 300  # a text with a number to find takes most of it, in the few tokens that this tokenizer has
+SHORT = {"max_position_embeddings": 1500}  # of 1 and 4 windows, not of 8
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("upcycle")
+    save_teacher(folder / "teacher", **SHORT)
+    (folder / "text.txt").write_text("\n".join(standard_documents(most=8)[0]["text"])[:12000], encoding="utf-8")
+    return folder
+
+
+def run(made, out, *options, teacher="teacher"):
+    return main(["upcycle", str(made / teacher), str(out), "--window", str(WINDOW), "--device", "cpu", *options])
+
+
+def test_an_ordinary_folder_and_what_was_measured(made, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert run(made, out, "--keep", "1,2", "--text", str(made / "text.txt"), "--needles", "2") == 0
+    shown = capsys.readouterr()
+    assert "of the teacher's tensors carry over" in shown.err
+    assert check_contents(out)["code"] > 0
+    teacher = load_teacher_model(made / "teacher")
+    wanted, _ = upcycle(teacher, [1, 2], "full_attention", others_as="sliding_attention", sliding_window=WINDOW + 1)
+    found = AutoModelForCausalLM.from_pretrained(out)
+    torch.testing.assert_close(found.state_dict(), wanted.state_dict(), rtol=0, atol=0)
+    assert found.config.block_types == ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+    assert AutoTokenizer.from_pretrained(out, config=found.config).chat_template
+    cache, loss, needles = tables_of(json.loads((out / "results.json").read_text()))
+    assert [float(row[-1].replace(",", "")) for row in cache.rows] == [32.0, pytest.approx(16.1, abs=0.2)]
+    assert loss.columns == ["model", "75-300", "300-600", "600-1200", "1200-2400"]
+    assert loss.rows[0][1] == loss.rows[1][1] != loss.rows[1][2]  # within the window the student is its teacher
+    assert needles.columns == ["model", "300", "1,200"] and all(row[1][0] in "012" for row in needles.rows)
+    card = (out / "README.md").read_text()
+    for table in (cache, loss, needles):
+        assert str(table) in card and str(table) in shown.out
+
+
+@pytest.mark.parametrize("source", ["teacher", "teacher.gguf"])
+def test_a_delta(source, made, tmp_path):
+    if source.endswith("gguf"):
+        write_gguf(made / source)
+    out = tmp_path / "out"
+    options = ["--family", "bst", "--memory", "--delta", "--needles", "0"]
+    assert run(made, out, *options, teacher=source) == 0
+    assert not list(out.glob("model*.safetensors")) and check_contents(out)["files"] == 1
+    found = AutoModelForCausalLM.from_pretrained(out, teacher=made / source)
+    assert found.config.sliding_window == WINDOW and found.config.block_types.count("bst") == 1
+    assert f"`{source}`" in (out / "README.md").read_text()
+    whole = tmp_path / "whole"
+    assert run(made, whole, *options[:3], *options[4:], teacher=source) == 0
+    other = AutoModelForCausalLM.from_pretrained(whole)
+    carried = json.loads((out / "delta.json").read_text())["carried"]
+    assert carried and all(torch.equal(found.state_dict()[name], other.state_dict()[name]) for name in carried)
+
+
+def test_training_by_the_recipe(made, tmp_path, capsys):
+    texts, _ = standard_documents(most=8)
+    file = tmp_path / "texts.jsonl"
+    file.write_text("\n".join(json.dumps({"text": text[:3000]}) for text in texts["text"]), encoding="utf-8")
+    settings = [f"train_files=[{file}]", "sequence_length=64", "align.max_steps=2", "trained=new"]
+    settings += ["per_device_train_batch_size=2", "use_cpu=true", "disable_tqdm=true", "report_to=none"]
+    out, options = tmp_path / "out", ["--memory", "--keep", "1", "--keep-by", "even", "--delta", "--needles", "0"]
+    command = ["upcycle", str(made / "teacher"), str(out), "--window", "16", "--device", "cpu", *options]
+    assert main([*command, "--train", *settings]) == 0
+    results = json.loads((out / "results.json").read_text())
+    assert results["steps"] == 2 and results["tables"] and results["kept_attention_layers"] == [2]
+    student = AutoModelForCausalLM.from_pretrained(out, teacher=made / "teacher")
+    assert student.config.block_types.count("hybrid_sliding") == 3 and student.config.sliding_window == 17
+    assert "loss after align" in (out / "README.md").read_text()
+    with pytest.raises(SystemExit, match="sequence_length=20 must be at least 32"):
+        main([*command, "--overwrite", "--train", *settings, "sequence_length=20"])
+
+
+def test_nothing_is_replaced_unasked(made, tmp_path, capsys):
+    (tmp_path / "mine").write_text("mine")
+    assert run(made, tmp_path) == 1
+    assert "is not empty: name another folder, or give --overwrite" in capsys.readouterr().err
+    assert run(made, tmp_path, "--overwrite", "--needles", "0", "--keep", "4", "--delta") == 0
+    assert run(made, tmp_path, "--overwrite", "--needles", "0", "--keep", "4") == 0
+    assert (tmp_path / "mine").read_text() == "mine" and not (tmp_path / "delta.json").exists()
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--family", "bst", "--keep", "2"], "--keep and --keep-by are for a longhorn"),
+        (["--keep", "many"], "many is no count"),
+        (["--needles", "-1"], "--needles -1 must not be negative"),
+        (["--train", "quickly"], "--train quickly: key=value was expected"),
+        (["--dtype", "bfloat16", "--train", "a=b"], "--dtype is for a student that is not trained"),
+        (["--device", "abacus"], "is not a device of torch"),
+    ],
+)
+def test_wrong_usage(options, message, made, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run(made, tmp_path / "out", *options)
+    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_wrong_input_is_one_line(made, tmp_path, capsys):
+    (tmp_path / "short.txt").write_text("one two three")
+    for options, message in (
+        (["--text", str(tmp_path / "none.txt")], "is not a file"),
+        (["--text", str(tmp_path / "short.txt")], "tokens, and at least 1200 are needed"),
+        (["--keep", "9"], "9"),
+        (["--keep", "1", "--keep-by", "recall"], "recalls"),
+    ):
+        assert run(made, tmp_path / "out", *options) == 1
+        said = capsys.readouterr().err
+        assert message in said.splitlines()[-1] and said.splitlines()[-1].startswith("hf-hybrid-ssm upcycle: ")
+        assert not (tmp_path / "out").exists()
+    assert main(["upcycle", str(tmp_path / "x.gguf"), str(tmp_path / "out")]) == 1
+    assert "there is no such file" in capsys.readouterr().err
