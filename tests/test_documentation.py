@@ -153,6 +153,7 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
         from upcycle import UpcycleArguments
         from upcycling_gaps import GapArguments
         from upcycling_recall import UpcyclingRecallArguments
+        from upcycling_report import ReportArguments
 
         classes = (UpcycleArguments, DataArguments, TrainingArguments)
         if config.stem.startswith("gaps"):
@@ -161,6 +162,8 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
                 settings = merged(arguments.base, over) | {"output_dir": str(tmp_path)}
                 kinds = {"from_scratch", "teacher_goes_on", "intermediate_size"}
                 filled(classes, {k: v for k, v in settings.items() if k not in kinds})
+        elif config.stem.startswith("report"):
+            read_settings("upcycling_report.py", (ReportArguments,), [str(config), "teacher=FOLDER"])
         elif config.stem.startswith("recall"):
             known = (UpcyclingRecallArguments, TrainingArguments)
             read_settings("upcycling_recall.py", known, [str(config)])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hf_hybrid_ssm.models.cache_names import CACHE
 from hf_hybrid_ssm.upcycle import (
     NoRecallError,
     choice,
@@ -14,7 +15,7 @@ from hf_hybrid_ssm.upcycle import (
     upcycle,
 )
 from hf_hybrid_ssm.upcycle.divergence import text_of
-from hf_hybrid_ssm.upcycle.windowed_teacher import LayerReplay, maskable, window_mask, windowed_groups
+from hf_hybrid_ssm.upcycle.windowed_teacher import LayerReplay, maskable, window_mask, windowed_groups, windowed_layers
 from tests.upcycle.recalling_teacher import LAYERS, READS_PREVIOUS, RECALLS, VOCAB, recalling_teacher
 from tests.upcycle.test_upcycle import TEACHERS, teacher_of, tokens
 
@@ -86,6 +87,45 @@ def test_groups_of_a_layer_are_windowed_alone():
         teacher.model.layers[2].self_attn.o_proj.weight[:, 2 * width :] = 0
         silenced = LayerReplay(teacher, inputs)
         torch.testing.assert_close(silenced.hidden_states({2: grouped}), silenced.base)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
+def test_windowed_layers_are_those_of_a_replay(implementation):
+    """Padding on the right changes nothing; a cache is refused; afterwards the teacher is what it was."""
+    teacher, inputs, mask = teacher_of("qwen3"), tokens(2, 24), window_mask(24, 5)
+    with maskable(teacher), torch.no_grad():
+        wanted = LayerReplay(teacher, inputs).hidden_states({1: mask, 2: mask})
+    teacher.config._attn_implementation = implementation
+    with windowed_layers(teacher, [2, 1], 5), torch.no_grad():
+        torch.testing.assert_close(teacher.model(inputs, use_cache=False).last_hidden_state, wanted)
+        padded = torch.nn.functional.pad(inputs, (0, 6))
+        torch.testing.assert_close(teacher.model(padded, use_cache=False).last_hidden_state[:, :24], wanted)
+        whole = teacher.model(inputs, use_cache=True)
+        torch.testing.assert_close(whole.last_hidden_state, wanted)
+        with pytest.raises(ValueError, match="cannot go on from a cache"):
+            teacher(inputs, **{CACHE: whole[CACHE]})
+    assert teacher.config._attn_implementation == implementation
+    assert not any(layer._forward_pre_hooks for layer in teacher.model.layers)
+
+
+def test_the_first_are_ranked_again_with_all_others_windowed():
+    """Their scores are differences of what the teacher recalls when windows are put on by hand."""
+    teacher = recalling_teacher()
+    torch.manual_seed(1)
+    for parameter in teacher.parameters():  # every layer has a say
+        parameter.data += 0.013 * torch.randn_like(parameter)
+    prompts = recall_prompts(None, VOCAB, WINDOW, count=2)
+    first = rank_layers_by_recall(teacher, window=WINDOW, prompts=prompts)
+    ranking = rank_layers_by_recall(teacher, window=WINDOW, prompts=prompts, keep=1)
+    others = first.layers[2:]
+    together = recall_of(teacher, prompts, WINDOW, others).log_probability
+    for layer in first.layers[:2]:
+        without = recall_of(teacher, prompts, WINDOW, [*others, layer]).log_probability
+        assert ranking.again[layer] == pytest.approx(together - without, abs=1e-5)
+        assert abs(ranking.again[layer] - first.scores[layer]) > 1e-4  # the windows of the others tell
+    assert set(ranking.again) == set(first.layers[:2]) and ranking.layers[2:] == others
+    assert ranking.again[ranking.layers[0]] > ranking.again[ranking.layers[1]]
+    assert first.again is None and "among the first" in str(ranking).splitlines()[2]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

@@ -15,7 +15,7 @@ def loss_by_position(model: Any, input_ids: torch.Tensor, piece: int = 512) -> t
     """The loss of every token but the first, in nats: float32 (B, L - 1), on the CPU.
 
     The text is read once, `piece` tokens at a time. Beside the model's cache, which a window or a state bounds, memory
-    does not grow with the length.
+    does not grow with the length. A text of one piece is read without a cache.
 
     Args:
         model: a causal language model.
@@ -35,8 +35,9 @@ def loss_by_position(model: Any, input_ids: torch.Tensor, piece: int = 512) -> t
         for start in range(0, input_ids.shape[1] - 1, piece):
             given = input_ids[:, start : start + piece].to(model.device)
             wanted = input_ids[:, start + 1 : start + 1 + piece].to(model.device)
-            output = model(given, use_cache=True, **{CACHE: cache})
-            cache = output[CACHE]
+            goes_on = start + piece < input_ids.shape[1] - 1
+            output = model(given, use_cache=goes_on or cache is not None, **{CACHE: cache})
+            cache = output[CACHE] if goes_on else None
             logits = output.logits[:, : wanted.shape[1]].float()
             losses.append(F.cross_entropy(logits.transpose(1, 2), wanted, reduction="none").cpu())
     finally:

@@ -13,6 +13,7 @@ __getattr__, __dir__, __all__ = attach(
         "RecallScore": f"{__name__}.layer_ranking",
         "UpcycleReport": f"{__name__}.student",
         "STUDENT_FAMILIES": f"{__name__}.configurations",
+        "TEACHERS": f"{__name__}.teachers",
         "alignment_losses": f"{__name__}.objectives",
         "attention_sensitivity": f"{__name__}.sensitivity",
         "beyond_window": f"{__name__}.objectives",
@@ -39,5 +40,6 @@ __getattr__, __dir__, __all__ = attach(
         "without_part": f"{__name__}.ablations",
         "zero_memory": f"{__name__}.ablations",
         "upcycle": f"{__name__}.student",
+        "windowed_layers": f"{__name__}.windowed_teacher",
     },
 )

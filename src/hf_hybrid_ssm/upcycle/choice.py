@@ -109,7 +109,7 @@ def _by_recall(
 ) -> LayerChoice:
     """The layers that recall most needs, tried together on prompts that the ranking has not seen."""
     short = min(window, recall.PROBE_WINDOW)
-    ranking = rank_layers_by_recall(teacher, tokenizer, short, seed=seed, progress=progress)
+    ranking = rank_layers_by_recall(teacher, tokenizer, short, seed=seed, keep=count, progress=progress)
     wide = window if window <= teacher.config.max_position_embeddings // 4 else short
     others = recall_prompts(tokenizer, teacher.config.vocab_size, wide, seed=seed + 1)
     own = recall_of(teacher, others, wide)

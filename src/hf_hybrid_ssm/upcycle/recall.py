@@ -4,7 +4,8 @@ The probe needs no data (`recall_prompts`), no student and no training. A layer'
 answers lose without its reach. Perplexity does not tell: a text is predicted nearly as well without any reach.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,19 +33,23 @@ def rank_layers_by_recall(
     window: int = PROBE_WINDOW,
     prompts: Sequence[RecallPrompt] | None = None,
     seed: int = 0,
+    keep: int | None = None,
     progress: Progress | None = None,
 ) -> LayerRanking:
     """The layers of a teacher by what recall loses when each alone gets a window.
 
-    A windowed layer sees `window` tokens before its own, and the first token. Each prompt takes the work of about
-    layers / 2 + 2 forwards.
+    A windowed layer sees `window` tokens before its own, and the first token. Several layers may recall the same, so
+    that each alone is missed little: with `keep`, the 2 · keep layers most needed are ranked again among themselves,
+    by what is lost when each gets a window too and all others have one. Each prompt takes the work of about
+    layers / 2 + 2 forwards, and of keep + 2 more.
 
     Args:
         teacher: a causal language model that can be upcycled; not changed.
         tokenizer: the teacher's; None: the prompts are random token ids.
         window: of the probe; it need not be the student's.
         prompts: others than `recall_prompts(tokenizer, vocab_size, window, seed=seed)`.
-        progress: wraps the sequence of prompts, as `tqdm` does.
+        keep: how many layers are to be kept; None: the first ranking is all.
+        progress: wraps the sequence of prompts, as `tqdm` does, once or twice.
 
     Raises:
         NoRecallError: the teacher recalls less than half of the tokens, so that the ranking would be noise; or its
@@ -53,25 +58,48 @@ def rank_layers_by_recall(
     """
     check_model_type(teacher.config)
     prompts = _prompts(teacher, tokenizer, window, prompts, seed)
-    layers = len(teacher.model.layers)
-    whole: list[torch.Tensor] = []
-    losses: list[torch.Tensor] = []
+    layers = range(len(teacher.model.layers))
+    own = recall_of(teacher, prompts, window)
+    if own.right < ENOUGH:
+        raise NoRecallError(
+            f"the teacher recalls {own} of the probe; layers are ranked by recall from {ENOUGH:.0%} on, since below "
+            'the ranking is noise. Give keep_by="kl", keep_by="even" or a list of layers.'
+        )
+    alone = _losses(teacher, prompts if progress is None else progress(prompts), window, layers)
+    ranking = ranking_of([alone[layer] for layer in layers], "recall", window=window, teacher=own)
+    if keep is None or not 0 < 2 * keep < len(layers):
+        return ranking
+    candidates = ranking.layers[: 2 * keep]
+    again = _losses(teacher, prompts if progress is None else progress(prompts), window, candidates, among=candidates)
+    first = sorted(candidates, key=lambda layer: -again[layer])
+    return replace(ranking, layers=first + ranking.layers[2 * keep :], again=again)
+
+
+def _losses(
+    teacher: Any,
+    prompts: Iterable[RecallPrompt],
+    window: int,
+    layers: Sequence[int],
+    among: Collection[int] | None = None,
+) -> dict[int, float]:
+    """What the mean log-probability loses when a layer gets a window, by layer.
+
+    Args:
+        among: all layers but these have one already; None: no other has.
+    """
+    others = [] if among is None else [index for index in range(len(teacher.model.layers)) if index not in among]
+    lost: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
     with maskable(teacher):
-        own = recall_of(teacher, prompts, window)
-        if own.right < ENOUGH:
-            raise NoRecallError(
-                f"the teacher recalls {own} of the probe; layers are ranked by recall from {ENOUGH:.0%} on, since "
-                'below the ranking is noise. Give keep_by="kl", keep_by="even" or a list of layers.'
-            )
-        for prompt in prompts if progress is None else progress(prompts):
-            replay, answers = LayerReplay(teacher, prompt.input_ids.to(teacher.device)), _answers(prompt, teacher)
-            whole.append(_log_probabilities(teacher, replay.base, answers)[0])
-            mask = window_mask(replay.length, window, device=teacher.device)
-            without = [replay.hidden_states({layer: mask}) for layer in range(layers)]
-            found = torch.stack([_log_probabilities(teacher, states, answers)[0] for states in without])
-            losses.append(whole[-1] - found)
-    scores = torch.cat(losses, dim=1).double().mean(1).tolist()
-    return ranking_of(scores, "recall", window=window, teacher=own)
+        for prompt in prompts:
+            mask = window_mask(prompt.input_ids.shape[1], window, device=teacher.device)
+            base = dict.fromkeys(others, mask)
+            replay = LayerReplay(teacher, prompt.input_ids.to(teacher.device), base)
+            answers = _answers(prompt, teacher)
+            whole, _ = _log_probabilities(teacher, replay.base, answers)
+            for layer in layers:
+                found, _ = _log_probabilities(teacher, replay.hidden_states(base | {layer: mask}), answers)
+                lost[layer].append(whole - found)
+    return {layer: float(torch.cat(parts).double().mean()) for layer, parts in lost.items()}
 
 
 @torch.inference_mode()

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hf_hybrid_ssm.models.cache_names import CACHE
+
 MASKABLE = ("eager", "sdpa")
 """Implementations of attention that take any mask."""
 
@@ -43,6 +45,30 @@ def maskable(teacher: PreTrainedModel) -> Iterator[None]:
         if implementation not in MASKABLE:
             teacher.set_attn_implementation(implementation)
         teacher.train(training)
+
+
+@contextmanager
+def windowed_layers(teacher: Any, layers: Collection[int], window: int, sinks: int = 1) -> Iterator[None]:
+    """While it lasts, these layers of a teacher see a window and the first `sinks` tokens.
+
+    Texts are read whole, padded on the right at most: after a cache that holds tokens the teacher raises a ValueError.
+    """
+
+    def windowed(module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        cache = given.get(CACHE)
+        if cache is not None and cache.get_seq_length(module.self_attn.layer_idx):
+            raise ValueError("a teacher with windowed layers reads whole texts: it cannot go on from a cache.")
+        mask = window_mask(args[0].shape[1], window, sinks, args[0].device)
+        return args, given | {"attention_mask": _scores_mask(given.get("attention_mask"), mask, args[0].dtype)}
+
+    with maskable(teacher):
+        chosen = [teacher.model.layers[index] for index in layers]
+        hooks = [layer.register_forward_pre_hook(windowed, with_kwargs=True) for layer in chosen]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 class LayerReplay:
