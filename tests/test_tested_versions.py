@@ -1,15 +1,15 @@
 """What is said of the versions of other packages."""
 
 import re
+import subprocess
+import sys
 import tomllib
-import warnings
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
 from hf_hybrid_ssm import doctor
-from hf_hybrid_ssm.models import tested_versions
 from hf_hybrid_ssm.models.tested_versions import TESTED, outside, warn_of_untested_transformers
 from hf_hybrid_ssm.serving import vllm_plugin
 from tools.triton_versions import VERSIONS
@@ -62,16 +62,26 @@ def test_versions_outside_of_a_range(package):
         (f"{TESTED['transformers'].lowest}.1", None),
     ],
 )
-def test_import_says_once_that_transformers_is_untested(version, says, monkeypatch):
-    monkeypatch.setattr(tested_versions.transformers, "__version__", version)
+def test_an_untested_transformers_is_told_once(version, says, caplog):
     warn_of_untested_transformers.cache_clear()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        warn_of_untested_transformers()
-        warn_of_untested_transformers()
+    for _ in range(2):
+        warn_of_untested_transformers(version)
     warn_of_untested_transformers.cache_clear()
-    wanted = [] if says is None else [says.format(**TESTED["transformers"]._asdict())]
-    assert [str(warning.message) for warning in caught] == wanted
+    assert caplog.messages == ([] if says is None else [says.format(**TESTED["transformers"]._asdict())])
+
+
+IMPORTING = """
+import transformers
+transformers.__version__ = "99.1.0"
+import hf_hybrid_ssm
+from hf_hybrid_ssm.models import base
+"""
+
+
+def test_importing_tells_of_an_untested_transformers_in_one_line():
+    run = subprocess.run([sys.executable, "-c", IMPORTING], capture_output=True, text=True, check=True)
+    (line,) = run.stderr.splitlines()
+    assert line.startswith("transformers 99.1.0 is newer than") and run.stdout == ""
 
 
 def test_doctor_shows_lowest_newest_and_installed(monkeypatch):
@@ -101,4 +111,5 @@ def test_code_of_exported_folders_says_it_too():
 
     for family in FAMILIES:
         text = "\n".join(code_of(family.model_type).values())
-        assert "\nwarn_of_untested_transformers()" in text and f'"{TESTED["transformers"].newest}"' in text
+        assert "\nwarn_of_untested_transformers(transformers.__version__)" in text
+        assert f'"{TESTED["transformers"].newest}"' in text

@@ -5,7 +5,6 @@ Importing the package registers its families with transformers' Auto classes; ev
 
 from hf_hybrid_ssm.auto import FAMILIES, register
 from hf_hybrid_ssm.lazy import attach
-from hf_hybrid_ssm.models.tested_versions import warn_of_untested_transformers
 
 __version__ = "0.1.0"
 
@@ -15,5 +14,4 @@ __getattr__, __dir__, __all__ = attach(
     | {"register_family": "hf_hybrid_ssm.auto", "register_mixer": "hf_hybrid_ssm.layers.mixers.registry"},
 )
 
-warn_of_untested_transformers()
 register()

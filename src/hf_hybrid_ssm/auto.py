@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from hf_hybrid_ssm.models.family import Family
+from hf_hybrid_ssm.models.tested_versions import warn_of_untested_transformers
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +105,7 @@ def _name_in_library(_: ModuleType) -> None:
     each family. Names of its own stay its own.
     """
     library = sys.modules["transformers"]  # which replaces itself while it is imported
+    warn_of_untested_transformers(library.__version__)
     for family in FAMILIES:
         module = f"hf_hybrid_ssm_{family.model_type}"
         sys.modules[f"transformers.{module}"] = importlib.import_module(family.package)

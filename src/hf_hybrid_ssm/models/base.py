@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+import transformers
 from torch import nn
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
@@ -32,7 +33,8 @@ from hf_hybrid_ssm.models.unfinished import begin_forward, finish_forward
 LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 NARROW = (torch.bfloat16, torch.float16)
 
-warn_of_untested_transformers()  # here for folders with code, which import nothing of the package
+# here, since folders with code import nothing of the package
+warn_of_untested_transformers(transformers.__version__)
 
 
 class HybridPreTrainedModel(PreTrainedModel):

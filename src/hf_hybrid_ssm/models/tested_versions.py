@@ -1,11 +1,11 @@
 """Versions of other packages: the lowest that serve, and the newest that the tests have run with."""
 
+import logging
 import re
-import warnings
 from functools import lru_cache
 from typing import NamedTuple
 
-import transformers
+logger = logging.getLogger(__name__)
 
 
 class Tested(NamedTuple):
@@ -35,19 +35,12 @@ def outside(package: str, version: str) -> str | None:
 
 
 @lru_cache
-def warn_of_untested_transformers() -> None:
-    """Once in a process.
-
-    Warns:
-        UserWarning: transformers is older or newer than what the tests have run with.
-    """
-    version = transformers.__version__
+def warn_of_untested_transformers(version: str) -> None:
+    """Log in one line, once in a process, that the tests have run with no transformers so old, or so new."""
     if (where := outside("transformers", version)) is not None:
         end = TESTED["transformers"]
         known = f"{end.newest}, the newest" if where == "newer" else f"{end.lowest}, the oldest"
-        warnings.warn(
-            f"transformers {version} is {where} than {known} that these models are tested with.", stacklevel=2
-        )
+        logger.warning("transformers %s is %s than %s that these models are tested with.", version, where, known)
 
 
 def _minor(version: str) -> tuple[int, ...]:
