@@ -45,6 +45,14 @@ class Prefill(torch.nn.Module):
         return self.model(**dict(zip(names, ids)), use_cache=False).logits
 
 
+class MaskedPrefill(Prefill):
+    """`Prefill` with the mask (B, L) of the first ids."""
+
+    def forward(self, mask: torch.Tensor, *ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        names = ("input_ids", "decoder_input_ids")
+        return self.model(**dict(zip(names, ids)), attention_mask=mask, use_cache=False).logits
+
+
 class Step(torch.nn.Module):
     """One token (B, 1), the number of tokens before it, and the states → logits (B, 1, V) and the states after it.
 
@@ -181,6 +189,27 @@ def test_prefill_of_any_length(row, tmp_path):
         for length in (9, 30, 70):
             other = tuple(tokens.repeat(1, 5)[:, :length] for tokens in ids)
             assert_near(exported(*other), module(*other), 1e-4, f"logits of {length} tokens")
+
+
+@rows("longhorn", "bst mf unstructured")
+def test_prefill_of_any_batch_with_a_mask(row, tmp_path):
+    """Rows that begin with padding, as many as there are."""
+    model, batch = shallow_language_model(row), batch_of(row, rows=4)
+    tokens = [batch["input_ids"], *([batch["labels"]] if model.config.is_encoder_decoder else [])]
+
+    def inputs(rows: int) -> tuple[torch.Tensor, ...]:
+        ids = tuple(x.repeat(2, 1)[:rows] for x in tokens)
+        mask = torch.ones_like(ids[0])
+        mask[1, :3] = 0
+        return mask, *ids
+
+    size = torch.export.Dim("size", min=2, max=64)
+    shapes = ({0: size}, tuple({0: size} for _ in tokens))
+    with torch.no_grad(), dispatch.backend("torch"):
+        module = MaskedPrefill(model).eval()
+        exported = _exported(module, inputs(4), tmp_path, dynamic_shapes=shapes)
+        for rows in (2, 7):
+            assert_near(exported(*inputs(rows)), module(*inputs(rows)), 1e-4, f"logits of {rows} rows")
 
 
 @cells(

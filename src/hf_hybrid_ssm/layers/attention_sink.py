@@ -61,7 +61,7 @@ class AttentionSink(nn.Module):
         """
         dtype = torch.promote_types(queries.dtype, torch.float32)
         if self.kind == "scalar":
-            return {"sink_logits": self.logits.to(dtype)[:, None].expand(len(queries), -1, queries.shape[1])}
+            return {"sink_logits": self.logits.to(dtype)[:, None].expand(queries.shape[0], -1, queries.shape[1])}
         key = self.key.to(dtype)
         if is_rotary:
             if rotation is None:

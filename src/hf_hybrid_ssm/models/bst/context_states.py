@@ -137,7 +137,7 @@ class ContextStates(nn.Module):
             first, selection = grid.is_first_block[..., None, None], {"positions": grid.ends}
         u, past = self._ssm_input(x), mixer_state(state or {})
         y, ssm = self.ssm(u, initial_state=past, **rows, **selection)  # (B, J or L // W, S, d)
-        initial = self.initial_context.to(y.dtype).expand(len(x), 1, -1, -1)
+        initial = self.initial_context.to(y.dtype).expand(x.shape[0], 1, -1, -1)
         y = y if first is None else torch.where(first[:, 1:], initial, y)
         contexts = self._project(torch.cat([initial, y], dim=1))
         if state:  # a cache need not hold zeros before the end of the first block
@@ -146,7 +146,7 @@ class ContextStates(nn.Module):
             contexts = tuple(torch.cat([start, new[:, 1:]], 1) for start, new in zip(starts, contexts))
         after = {}
         if rows["return_final_state"]:
-            index = torch.arange(len(x), device=x.device)
+            index = torch.arange(x.shape[0], device=x.device)
             after = self.named_states(ssm, *(part[index, grid.next_block].transpose(1, 2) for part in contexts))
         keys, values = (part[:, : grid.num_blocks] for part in contexts)
         return keys, values, after
@@ -180,7 +180,7 @@ class ContextStates(nn.Module):
             return self._shifted_step(queries, u, state, scale, head_scale)
         y, ssm = mixer_step_(self.ssm, u, mixer_state(state))
         z = self.norm(y)
-        k, v = (layer(z).view(len(x), self.num_heads, self.head_dim) for layer in (self.k_proj, self.v_proj))
+        k, v = (layer(z).view(x.shape[0], self.num_heads, self.head_dim) for layer in (self.k_proj, self.v_proj))
         if self.k_norm is not None:  # a step normalises to length 1 itself
             k = self.k_norm(k).to(v.dtype)
         scales = {"scale": scale, "head_scale": head_scale}
@@ -201,7 +201,7 @@ class ContextStates(nn.Module):
         begins, ends = boundaries(seen, self.window)
         if begins:  # a cache need not hold zeros before the first block of a document
             fresh = (seen == 0).view(-1, 1, 1, 1)
-            initial = self._initial(len(queries))
+            initial = self._initial(queries.shape[0])
             held = [torch.where(fresh, new.transpose(-3, -2), old) for new, old in zip(initial, held)]
         found = attention_step(queries, None, None, *held, scale=scale, head_scale=head_scale)
         if not ends:

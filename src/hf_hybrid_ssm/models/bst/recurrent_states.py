@@ -147,7 +147,7 @@ class RecurrentStates(nn.Module):
             s = torch.where(fresh, self.initial_state, s)
             # once for all rows, unless the maps are wrapped, as by adapters that differ from row to row
             is_shared = all(map(_is_plain, self._projected_by()))
-            initial = self.initial_state.expand(1 if is_shared else len(s), -1, -1)
+            initial = self.initial_state.expand(1 if is_shared else s.shape[0], -1, -1)
             new = self._read(initial, self._projection(), self._scales())
             keys, values = (torch.where(fresh.unsqueeze(-1), n, old) for n, old in zip(new, (keys, values)))
         by_head = (keys.transpose(1, 2), values.transpose(1, 2))

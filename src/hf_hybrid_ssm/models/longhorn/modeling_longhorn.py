@@ -111,7 +111,7 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """(B, L, M) → (B, L, M)."""
-        rotation = self.rotation(position_embeddings, len(hidden_states))
+        rotation = self.rotation(position_embeddings, hidden_states.shape[0])
         return self.forward_with_cache(hidden_states, *rotation, rows=rows, cache=cache)
 
     def rotation(
@@ -259,7 +259,7 @@ class LonghornHybridBlock(RecurrentMixin, LonghornBlock):
         self, normed, rows, position_embeddings, attention_mask, cache, sink_rotation=None, **kwargs
     ) -> torch.Tensor:
         heads = self.self_attn.heads(normed, position_embeddings)
-        rotation = self.mixer.rotation(position_embeddings, len(normed))
+        rotation = self.mixer.rotation(position_embeddings, normed.shape[0])
         inputs = (normed, *rotation, *heads)
         return self.forward_with_cache(*inputs, rows=rows, cache=cache, sink_rotation=sink_rotation)
 
@@ -269,7 +269,7 @@ class LonghornHybridBlock(RecurrentMixin, LonghornBlock):
         of_window = {"past": before_window, "sink_rotation": sink_rotation}
         attended, window = self.self_attn.forward_rows(*heads, **of_window, **options)
         if self.training and self.window_dropout > 0:
-            is_open = torch.rand(len(attended), 1, 1, device=attended.device) >= self.window_dropout
+            is_open = torch.rand(attended.shape[0], 1, 1, device=attended.device) >= self.window_dropout
             attended = torch.where(is_open, attended, 0.0)
         mixed, states = self.mixer.forward_rows(*of_mixer, past=before_mixer, **options)
         return attended + mixed, window | states

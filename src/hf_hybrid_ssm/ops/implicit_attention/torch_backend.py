@@ -54,7 +54,7 @@ def _read_and_attend(blocks, weight, dtype, attend):
         return attend(y.unflatten(1, (block, -1)))  # (n, C, D)
 
     entries = block * weight.shape[0] * channels
-    is_held = len(x) * entries <= HELD or torch.compiler.is_compiling() or is_transforming()
+    is_held = x.shape[0] * entries <= HELD or torch.compiler.is_compiling() or is_transforming()
     run = partial(checkpoint, group, use_reentrant=False) if torch.is_grad_enabled() and not is_held else group
     size = max(1, (GROUP if x.is_cpu else HELD) // entries)
     pairs = zip(x.split(size), states.split(size))
