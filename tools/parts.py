@@ -71,6 +71,10 @@ TESTS = {prefix: " ".join(f"tests/ops/{name}.py" for name in names.split()) for 
     "hub/kernels.py": "tests/hub/test_kernels.py",
     "serving/": "tests/serving/test_context.py tests/serving/test_paged_states.py tests/serving/test_vllm_plugin.py",
     "evaluation/": "tests/evaluation/test_harness.py",
+    "evaluation/intervals.py": "tests/evaluation/test_position_loss.py",
+    "evaluation/position_loss.py": "tests/evaluation/test_position_loss.py",
+    "evaluation/recall_tasks/": "tests/evaluation/test_recall_tasks.py",
+    "evaluation/teacher_scored.py": "tests/evaluation/test_position_loss.py",
     "cli/": "tests/cli/test_commands.py tests/cli/test_refusals.py",
     "cli/read.py": "tests/serving/test_context.py",
     "cli/recipe.py": "tests/cli/test_recipe_command.py",
@@ -125,6 +129,7 @@ _RECIPES = {
     "upcycle.py": "test_upcycle",
     "upcycling_gaps.py": "test_upcycle",
     "upcycling_recall.py": "test_upcycling_recall",
+    "upcycling_report.py": "test_upcycling_report",
     "word_lm.py": "test_word_lm",
     "demo.py": "test_checks test_documents",
 }
