@@ -53,7 +53,7 @@ def _check_training(row, **packing):
 
 
 # `make test` has the prefill of every family in test_fresh_process.py; the families of SPADE share their layers
-@cells({"prefill": (), "prefill, inductor": EVERY_FAMILY[:-1]})
+@cells({"prefill": ("lmu-isa",), "prefill, inductor": EVERY_FAMILY[:-1]})
 def test_prefill(column, row):
     model, backend = shallow_language_model(row), "inductor" if "inductor" in column else TRACED
     with torch.no_grad():

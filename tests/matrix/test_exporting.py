@@ -168,7 +168,7 @@ EXPORTERS = {"export": _exported, "ONNX": _onnx_runtime}
 
 
 # `make test` exports the prefill of every family in test_fresh_process.py
-@cells({"export: prefill": (), "ONNX: prefill": ("lmu-isa",)})
+@cells({"export: prefill": ("lmu-isa",), "ONNX: prefill": ("lmu-isa",)})
 @NO_COMPLEX
 def test_prefill(column, row, tmp_path):
     module, ids = _prefill(row)

@@ -9,7 +9,8 @@ import torch
 from accelerate import cpu_offload, disk_offload
 
 from tests.matrix.checks import EVERY_FAMILY, assert_near, cells, check_generation, logits_of
-from tests.tiny_models import own_language_model
+from tests.models.invariances import check_rollback
+from tests.tiny_models import batch_of, own_language_model
 
 QUICK = {
     "automatic device map": ("encoder-decoder",),
@@ -43,3 +44,5 @@ def test_offloaded(column, row, tmp_path):
     assert all(weights) or (column == "automatic device map" and any(weights)), "a weight stayed in place"
     assert_near(logits_of(offloaded, row), expected, 1e-6, "the offloaded model")
     check_generation(offloaded, row)
+    if not offloaded.config.is_encoder_decoder:  # a rollback recomputes outside of the modules' forward
+        check_rollback(offloaded, batch_of(row)["input_ids"], cuts=[6], removed=3)

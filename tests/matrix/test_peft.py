@@ -10,7 +10,15 @@ import sys
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import (
+    IA3Config,
+    LoraConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from peft.utils import constants
 
 from hf_hybrid_ssm.auto import FAMILIES, register
@@ -114,6 +122,19 @@ def _with_adapter(tuned, name, call):
             return call()
     tuned.set_adapter(name)
     return call()
+
+
+@pytest.mark.parametrize("row", EVERY_FAMILY)
+def test_prefix_tuning_is_refused_with_what_works_instead(row):
+    """It puts keys and values before the text; a state has no place for them."""
+    model = own_language_model(row)
+    task = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
+    tuned = get_peft_model(model, PrefixTuningConfig(num_virtual_tokens=3, task_type=task))
+    inputs = batch_of(row)
+    with pytest.raises(ValueError, match=r"prefix tuning\) has no place before a state: use prompt tuning"):
+        tuned(**inputs)
+    works = get_peft_model(own_language_model(row), PromptEncoderConfig(num_virtual_tokens=3, task_type=task))
+    assert works(**inputs).loss.isfinite()
 
 
 def test_an_adapter_in_the_recurrence_is_found():

@@ -379,10 +379,13 @@ def prepare_cache(cache: Cache | None, config: PreTrainedConfig, batch_size: int
     layers = cache.layers
     wanted = [layer_type in STATE_LAYER_TYPES for layer_type in config.layer_types]
     if [is_recurrent_state_layer(layer) for layer in layers] != wanted:
+        filled = any(layer.is_initialized and not is_recurrent_state_layer(layer) for layer in layers)
+        advice = " A prefix of keys and values (PEFT's prefix tuning) has no place before a state: use prompt tuning "
+        advice += "(PromptTuningConfig) or P-tuning (PromptEncoderConfig), which learn tokens."
         raise ValueError(
             f"cache has layers {[type(layer).__name__ for layer in layers]}, which are not those of this "
             f"model ({len(wanted)} layers, layer_types={config.layer_types}); make it with "
-            "`DynamicCache(config=model.config)`."
+            f"`DynamicCache(config=model.config)`.{advice if filled else ''}"
         )
     for index, layer in enumerate(layers):
         _check_content(layer, index, config.model_type, batch_size)

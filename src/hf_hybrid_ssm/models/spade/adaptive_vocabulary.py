@@ -3,6 +3,8 @@
 `torch.nn.AdaptiveLogSoftmaxWithLoss` cannot share its weights with an input of bands, which here saves half of them.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -36,6 +38,40 @@ class AdaptiveEmbedding(nn.Module):
         """P_b, (d, d / factor^b)."""
         return [self.get_parameter(f"projection_{band}") for band in range(len(self.bands))]
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise AttributeError(
+                "an adaptive embedding has a table for each band of the vocabulary, and no weight of all tokens: what "
+                "changes single tokens (PEFT's trainable_token_indices) cannot be applied; train it whole with "
+                "modules_to_save=['embed_tokens']."
+            )
+        return super().__getattr__(name)
+
+    @torch.no_grad()
+    def resize(self, num_tokens: int, std: float | None = None) -> None:
+        """Add tokens to the last band, or take them from its end.
+
+        Args:
+            num_tokens: of the vocabulary.
+            std: of the new tokens' normal embeddings; None: the mean of the band's.
+
+        Raises:
+            ValueError: the last band would be empty.
+        """
+        band, old = len(self.bands) - 1, self.tables[-1]
+        start = self.bands[-2] if band else 0
+        if num_tokens <= start:
+            raise ValueError(
+                f"new_num_tokens={num_tokens} leaves nothing of the last band of tokens, which begins at {start} "
+                "(adaptive_cutoffs)."
+            )
+        table = old.new_empty(num_tokens - start, old.shape[1])
+        table.copy_(old.mean(0)) if std is None else table.normal_(std=std)
+        kept = min(len(old), len(table))
+        table[:kept] = old[:kept]
+        self.register_parameter(f"table_{band}", nn.Parameter(table, requires_grad=old.requires_grad))
+        self.bands[-1] = num_tokens
+
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """(B, L) ids → (B, L, d)."""
         out = self.projections[0].new_zeros(*input_ids.shape, self.hidden_size)
@@ -53,17 +89,26 @@ class AdaptiveSoftmax(nn.Module):
 
     The first band's tokens and one entry for each other band share a softmax. All weights but those of these entries
     are the embedding's: a band's scores are E_b P_b^T h, those of the first band E_0 h.
+
+    Args:
+        base: whose `embed_tokens`, an `AdaptiveEmbedding`, it reads: whatever stands there now, as PEFT may put a copy
+            there to train it.
+        dropout: of what is mapped to scores.
     """
 
-    def __init__(self, embedding: AdaptiveEmbedding, dropout: float = 0.0):
+    def __init__(self, base: Any, dropout: float = 0.0):
         super().__init__()
-        self.embedding = [embedding]  # a list: its parameters are saved where they belong
-        self.clusters = nn.Parameter(torch.zeros(len(embedding.bands) - 1, embedding.hidden_size))
+        self.base = [base]  # a list: its parameters are saved where they belong
+        self.clusters = nn.Parameter(torch.zeros(len(self.embedding.bands) - 1, self.embedding.hidden_size))
         self.dropout = nn.Dropout(dropout)
+
+    @property
+    def embedding(self) -> AdaptiveEmbedding:
+        return self.base[0].embed_tokens
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """(..., d) → (..., V) log-probabilities."""
-        (embedding,) = self.embedding
+        embedding = self.embedding
         h = self.dropout(hidden_states)
         head = self.first_band(h)
         first = embedding.bands[0]
@@ -74,7 +119,7 @@ class AdaptiveSoftmax(nn.Module):
 
     def loss(self, hidden_states: torch.Tensor, targets: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
         """(T, d) and (T,) ids → (), the summed cross-entropy; a rare band is computed for its own tokens only."""
-        (embedding,) = self.embedding
+        embedding = self.embedding
         first = embedding.bands[0]
         kept = targets != ignore_index
         h, targets = self.dropout(hidden_states[kept]), targets[kept]
@@ -90,9 +135,9 @@ class AdaptiveSoftmax(nn.Module):
 
     def first_band(self, h: torch.Tensor) -> torch.Tensor:
         """Log-probabilities of the first band's tokens, then of the other bands."""
-        return F.linear(h, torch.cat([self.embedding[0].tables[0], self.clusters])).log_softmax(-1)
+        return F.linear(h, torch.cat([self.embedding.tables[0], self.clusters])).log_softmax(-1)
 
     def _tail(self, h: torch.Tensor, band: int) -> torch.Tensor:
         """Log-probabilities of a band's tokens, given the band."""
-        inner = self.dropout(h @ self.embedding[0].projections[band])
-        return F.linear(inner, self.embedding[0].tables[band]).log_softmax(-1)
+        inner = self.dropout(h @ self.embedding.projections[band])
+        return F.linear(inner, self.embedding.tables[band]).log_softmax(-1)

@@ -62,6 +62,27 @@ class SpadePreTrainedModel(HybridPreTrainedModel):
         else:
             super()._init_weights(module)
 
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Module:
+        """As in transformers; an adaptive vocabulary grows and shrinks at the end of its last band.
+
+        Raises:
+            ValueError: nothing would be left of that band.
+        """
+        embeddings = self.get_input_embeddings()
+        if not isinstance(embeddings, AdaptiveEmbedding):
+            return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        if new_num_tokens is None and pad_to_multiple_of is None:
+            return embeddings
+        size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
+        unit = pad_to_multiple_of or 1
+        size = -(-size // unit) * unit
+        std = None if mean_resizing else embeddings.tables[-1].shape[1] ** -0.5  # as they are initialised
+        embeddings.resize(size, std)
+        self.config.vocab_size = size
+        return embeddings
+
 
 class PixelEmbedding(nn.Linear):
     """Grey values 0 … 255 as tokens, normalised and mapped linearly to the width."""
@@ -131,7 +152,7 @@ class SpadeLMHead(LMHead):
         if config.adaptive_cutoffs is None:
             return super()._build_lm_head(config)
         self._tied_weights_keys = {}  # it reads the embeddings themselves
-        return AdaptiveSoftmax(self.model.embed_tokens, config.adaptive_dropout)
+        return AdaptiveSoftmax(self.model, config.adaptive_dropout)
 
     def _uses_fused_loss(self) -> bool:
         is_adaptive = self.training and isinstance(self.lm_head, AdaptiveSoftmax)
