@@ -58,7 +58,7 @@ def test_a_window_changes_the_teacher_as_mistral_would():
     teacher = teacher_of("llama")
     window = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=10, tie_word_embeddings=True)).eval()
     window.load_state_dict(teacher.state_dict())
-    student, _ = student_of(teacher, sliding_window=9)
+    student, _ = student_of(teacher, sliding_window=9, attention_sink=None)
     assert_same_text(student, window)
     assert (student(tokens()).logits - teacher(tokens()).logits)[:, :10].abs().max() < 1e-5
     assert (student(tokens()).logits - teacher(tokens()).logits)[:, 10:].abs().max() > 1e-2
@@ -73,7 +73,9 @@ def test_what_is_new_is_named():
     there = {name for name in report.new if ".layers.3.attention." in name}
     assert {name for name in report.new if "context" in name} < there
     assert new_modules(student) == [f"model.layers.3.attention.{n}" for n in ("context", "context_q_proj", "o_proj")]
-    assert student_of(teacher, ssm_layers=[])[1].new == [f"model.layers.{i}.attention.o_proj.bias" for i in range(4)]
+    new = student_of(teacher, ssm_layers=[])[1].new
+    parts = ("o_proj.bias", "sink.key", "sink.value")
+    assert new == [f"model.layers.{index}.attention.{part}" for index in range(4) for part in parts]
 
 
 def test_tied_weights_stay_tied_and_a_checkpoint_keeps_the_student(tmp_path):

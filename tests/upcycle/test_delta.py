@@ -79,19 +79,18 @@ def test_a_student_comes_back_exactly(name, kind, teachers, tmp_path):
 
 
 def test_only_what_is_new_is_saved(teachers, tmp_path):
-    """Of an output projection with more columns than the teacher's, the others; of windows alone, nothing."""
-    nothing = student_of(teachers["folder"], "bst, windows alone")
-    save_delta(nothing, tmp_path / "windows", teachers["folder"])
-    assert load_file(tmp_path / "windows" / "delta.safetensors") == {}
+    """Of an output projection with more columns than the teacher's, the others; of windows alone, their sinks."""
+    windows = student_of(teachers["folder"], "bst, windows alone")
+    save_delta(windows, tmp_path / "windows", teachers["folder"])
+    sinks = {name for name in windows.state_dict() if ".sink." in name}
+    assert set(load_file(tmp_path / "windows" / "delta.safetensors")) == sinks and len(sinks) == 8
     untrained, _ = upcycle(load_teacher_model(teachers["folder"]), **STUDENTS["bst"])
     delta = save_delta(untrained, tmp_path / "untrained", teachers["folder"])
     own = load_file(tmp_path / "untrained" / "delta.safetensors")
     both = "model.layers.1.attention.o_proj.weight"
     assert delta.carried[both] == "model.layers.1.self_attn.o_proj.weight" and own[both].shape == (32, 32)
-    assert set(own) == {name for name in untrained.state_dict() if "context" in name and name not in delta.carried} | {
-        both,
-        "model.layers.3.attention.o_proj.weight",
-    }
+    new = {name for name in untrained.state_dict() if "context" in name and name not in delta.carried}
+    assert set(own) == new | sinks | {both, "model.layers.3.attention.o_proj.weight"}
     same(AutoModelForCausalLM.from_pretrained(tmp_path / "untrained", teacher=teachers["folder"]), untrained.eval())
 
 

@@ -27,6 +27,7 @@ __getattr__, __dir__, __all__ = attach(
         "init_context": f"{__name__}.context_states",
         "init_from_attention": f"{__name__}.projections",
         "init_from_heads": f"{__name__}.mixer_heads",
+        "init_sinks": f"{__name__}.sinks",
         "load_teacher": f"{__name__}.loading",
         "load_teacher_model": f"{__name__}.loading",
         "memory_window": f"{__name__}.objectives",

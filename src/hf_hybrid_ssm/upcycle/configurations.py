@@ -59,7 +59,8 @@ def student_config(
         fields: of the student's configuration. For Longhorn such as `state_size` (32 by default, the attention's size
             of a head beside it) and `sliding_window` (of the teacher's windows, or 512). For BST such as
             `sliding_window`, the tokens that a token sees before itself (by default those of the teacher's windows,
-            or 512), and `ssm_layers`, which get context states (by default a quarter, evenly spaced).
+            or 512), and `ssm_layers`, which get context states (by default a quarter, evenly spaced). For both
+            `attention_sink`: "constant" by default where windows take the place of attention to all tokens, or None.
 
     Raises:
         ValueError: the teacher cannot be upcycled, there is no such layer, or the family has no use for an argument.
@@ -84,12 +85,25 @@ def student_config(
         known |= _bst_fields(teacher, fields)
         if fixed := sorted(fields.keys() & known.keys() - OPEN_FIELDS):
             raise ValueError(f"{', '.join(fixed)} of a BST must be its teacher's: the weights fit nothing else.")
+        known |= _sink_fields(teacher, ["sliding_attention"], fields)
         return _without_idle_limit(BstConfig(**(known | fields)), fields)
     known |= _longhorn_fields(teacher, 0.25 if keep is None else keep, keep_as, others_as or "linear_attention")
     if other := [name for name in FIXED_FIELDS if name in fields and fields[name] != known[name]]:
         wanted = ", ".join(f"{name}={known[name]!r}" for name in other)
         raise ValueError(f"{', '.join(other)} of a Longhorn must be its teacher's: {wanted}.")
+    known |= _sink_fields(teacher, fields.get("block_types", known["block_types"]), fields)
     return _without_idle_limit(LonghornConfig(**(known | fields)), fields)
+
+
+def _sink_fields(teacher: Any, block_types: Sequence[str], given: dict[str, Any]) -> dict[str, Any]:
+    """A sink for windows that take the place of attention to all tokens; a teacher's own windows have none."""
+    if given.get("attention_sink") == "scalar":
+        raise ValueError(
+            'attention_sink="scalar" would change what the teacher computes within the window: give "constant", or '
+            "None."
+        )
+    slides = any("sliding" in kind for kind in block_types) and not given.get("bidirectional")
+    return {"attention_sink": "constant"} if slides and "sliding_attention" not in attention_types(teacher) else {}
 
 
 def _without_idle_limit(config: Any, fields: dict[str, Any]) -> Any:

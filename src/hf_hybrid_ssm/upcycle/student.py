@@ -15,6 +15,7 @@ from hf_hybrid_ssm.upcycle.configurations import student_config
 from hf_hybrid_ssm.upcycle.context_states import init_context
 from hf_hybrid_ssm.upcycle.mixer_heads import close_output, init_from_heads
 from hf_hybrid_ssm.upcycle.projections import init_from_attention
+from hf_hybrid_ssm.upcycle.sinks import init_sinks
 from hf_hybrid_ssm.upcycle.teacher_weights import check_weights
 
 Student = LonghornForCausalLM | BstForCausalLM
@@ -77,15 +78,16 @@ def upcycle(
     copied too. A mixer takes the place of every other attention, or with `others_as` that is copied as well and sees a
     window; a mixer beside it ("hybrid_sliding") has an output projection of zero. In a Block-State Transformer all
     attention is copied and sees `sliding_window` tokens before its own; the layers in `ssm_layers` also attend to
-    context states, whose half of the output projection is zero. Until it is trained, a student in which no mixer takes
-    the place of attention is its teacher with windows.
+    context states, whose half of the output projection is zero. Windows have a constant sink (`init_sinks`) where the
+    teacher saw all tokens. Until it is trained, a student in which no mixer takes the place of attention is its
+    teacher with windows, and the teacher itself within the window.
 
     Args:
         teacher: a causal language model of transformers, plain (see `check_weights`); not changed.
         keep, keep_as, family, others_as, fields: as of `student_config`.
         keep_by: how a count or share of layers is chosen, as of `choose_layers`; None: by recall, evenly spaced with a
             warning if the teacher does not recall.
-        tokenizer: the teacher's, for recall.
+        tokenizer: the teacher's, for recall, and for sinks: whether all texts begin with one token.
         init: new mixers start from the "projections" of the attention that they replace (see `init_from_attention`) or
             stand beside (see `init_from_heads`), context states from those of the attention beside them (see
             `init_context`); or all of them "random".
@@ -122,6 +124,7 @@ def upcycle(
     report.new += sorted(wanted.keys() - filled)
     for old, new in zip(teacher.model.layers, student.model.layers):
         _init_new(old, new, init)
+    init_sinks(student, teacher, tokenizer)
     student.generation_config = copy.deepcopy(teacher.generation_config)
     return student, report
 

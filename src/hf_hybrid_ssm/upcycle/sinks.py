@@ -1,0 +1,82 @@
+"""Constant sinks of a student's windows: the key and the value that a first token has.
+
+A pretrained transformer rests most of its attention on the first token, as a place to put none (Xiao et al., arXiv
+2309.17453), and a window that has moved on takes that place away. The key of a first token depends on that token
+alone, and above the lowest layers hardly on it: so it can be a constant of the layer, made without any text from
+forwards of length one.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+TOKENS = 256
+"""How many tokens of the vocabulary a sink is the mean of, where no token begins every text."""
+
+
+def init_sinks(student: nn.Module, teacher: Any, tokenizer: Any | None = None, seed: int = 0) -> None:
+    """Set the constant sinks of a student's windows: for each layer and key/value head the mean of its unrotated key
+    and of its value, over forwards of the teacher of length one.
+
+    Args:
+        student: its layers are the teacher's, in order; those without a constant sink are left as they are.
+        teacher: a causal language model; not changed.
+        tokenizer: the teacher's. If it begins every text with one token, that one is taken.
+        seed: of the other teachers' tokens, drawn from the vocabulary.
+    """
+    sinks = {index: sink for index, layer in enumerate(student.model.layers) if (sink := _sink_of(layer)) is not None}
+    if not sinks:
+        return
+    ids = first_tokens(teacher.config.vocab_size, tokenizer, seed).to(teacher.device)
+    training = teacher.training
+    teacher.eval()
+    try:
+        with torch.no_grad(), _keys_and_values(teacher, list(sinks)) as found:
+            teacher.model(input_ids=ids, use_cache=False)
+    finally:
+        teacher.train(training)
+    with torch.no_grad():
+        for index, sink in sinks.items():
+            for name, target in (("key", sink.key), ("value", sink.value)):
+                of_heads = found[index][name].float().view(len(ids), *target.shape)
+                target.copy_(of_heads.mean(0))
+
+
+def first_tokens(vocab_size: int, tokenizer: Any | None, seed: int) -> torch.Tensor:
+    """Token ids (B, 1): the one that the tokenizer begins every text with, or `TOKENS` drawn from the vocabulary."""
+    if tokenizer is not None:
+        begins = {tuple(tokenizer(text)["input_ids"][:1]) for text in ("a", "The")}
+        if begins == {(tokenizer.bos_token_id,)}:
+            return torch.tensor([[tokenizer.bos_token_id]])
+    return torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))[:TOKENS].unsqueeze(1)
+
+
+def _sink_of(layer: Any) -> Any:
+    attention = getattr(layer, "self_attn", getattr(layer, "attention", None))
+    sink = getattr(attention, "sink", None)
+    return sink if sink is not None and sink.kind == "constant" else None
+
+
+@contextmanager
+def _keys_and_values(teacher: Any, layers: list[int]) -> Iterator[dict[int, dict[str, torch.Tensor]]]:
+    """While the teacher runs, what its layers make of their input: keys before the rotation, after their norm, and
+    values."""
+    found: dict[int, dict[str, torch.Tensor]] = {index: {} for index in layers}
+
+    def keeps(index: int, name: str) -> Any:
+        return lambda module, args, output: found[index].__setitem__(name, output)
+
+    hooks = []
+    for index in layers:
+        attention = teacher.model.layers[index].self_attn
+        of_keys = getattr(attention, "k_norm", None) or attention.k_proj
+        hooks.append(of_keys.register_forward_hook(keeps(index, "key")))
+        hooks.append(attention.v_proj.register_forward_hook(keeps(index, "value")))
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
