@@ -199,14 +199,21 @@ def upcycle_model(arguments: UpcycleArguments, data: DataArguments, training: Tr
 
     keep = chosen_layers(arguments, teacher, tokenizer, train)
     student, report = upcycle(
-        teacher, keep, arguments.keep_as, arguments.init, arguments.student, arguments.others_as, **arguments.config
+        teacher,
+        keep,
+        arguments.keep_as,
+        arguments.init,
+        arguments.student,
+        arguments.others_as,
+        tokenizer=tokenizer,
+        **arguments.config,
     )
     say(report)
     window = checked_window(arguments, data, student, stages)
     train = with_recall_rows(train, tokenizer, arguments.recall_share, window or 0, training.seed)
     states = None
     if arguments.teacher_states is not None:
-        states = TeacherStates(arguments.teacher_states, teacher, train)
+        states = TeacherStates(arguments.teacher_states, teacher, train, rows_read(stages["distil"]))
         train = train.add_column("row", list(range(len(train))))
 
     def trainer_of(model: Any, name: str, settings: TrainingArguments) -> StageTrainer:
@@ -289,6 +296,12 @@ def checked_window(
             f"{window} tokens: beyond it what is new has something to learn."
         )
     return window
+
+
+def rows_read(settings: TrainingArguments) -> int | None:
+    """How many rows a stage reads at most; None where it goes by passes over all of them."""
+    rows = settings.train_batch_size * settings.gradient_accumulation_steps * settings.world_size
+    return settings.max_steps * rows if settings.max_steps > 0 else None
 
 
 def layers_of(config: Any) -> dict[str, Any]:

@@ -31,12 +31,13 @@ class TeacherStates:
         folder: for all teachers and texts.
         teacher: its base model's `last_hidden_state` is what is kept.
         rows: of one length, in an order that stays.
+        read: how many of them will be, at most, where that is known: the others take no room.
 
     Raises:
         ValueError: the rows are streamed, or the states need more room than is free.
     """
 
-    def __init__(self, folder: str | Path, teacher: Any, rows: Dataset):
+    def __init__(self, folder: str | Path, teacher: Any, rows: Dataset, read: int | None = None):
         if isinstance(rows, RowStream):
             raise ValueError("teacher_states needs rows that stay the same: streaming=false.")
         ids = np.asarray(rows.with_format("numpy")["input_ids"][:], dtype=np.int64)
@@ -50,7 +51,7 @@ class TeacherStates:
         name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
         where = Path(folder) / name
         count = int(np.prod(self.shape))
-        _check_room(where, count * BYTES)
+        _check_room(where, count * BYTES * min(len(ids), read or len(ids)) // len(ids))
         where.mkdir(parents=True, exist_ok=True)
         write_json(where / "about.json", about)
         options: Any = {"shared": True}  # written where it is read, page by page

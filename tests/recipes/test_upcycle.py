@@ -218,6 +218,10 @@ def test_states_belong_to_the_teacher_and_to_the_rows(texts, teacher, tmp_path, 
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10))
     with pytest.raises(ValueError, match=r"take 0\.0 GB, and 0\.0 GB are free"):
         states_of(model, rows.select([0]))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=200))
+    with pytest.raises(ValueError, match="are free"):
+        TeacherStates(tmp_path / "new", model, rows)  # of two rows, 384 bytes
+    TeacherStates(tmp_path / "new", model, rows, read=1)
 
 
 FACT = r"The code of (\w+) is (\d{5})"

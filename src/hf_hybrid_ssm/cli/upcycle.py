@@ -82,7 +82,7 @@ def _made(given: argparse.Namespace, options: dict[str, Any], teacher: Any, toke
     from hf_hybrid_ssm.hub.delta_files import remove_weights
     from hf_hybrid_ssm.upcycle import save_delta, upcycle
 
-    student, report = upcycle(teacher, **options)
+    student, report = upcycle(teacher, tokenizer=tokenizer, **options)
     _say(
         f"{len(report.copied)} of the teacher's tensors carry over, {len(report.dropped)} do not; "
         f"{len(report.new)} of the student's are new"
