@@ -18,7 +18,7 @@ import hf_hybrid_ssm
 from hf_hybrid_ssm.auto import FAMILIES
 from hf_hybrid_ssm.models.heads import CausalLMHead
 from hf_hybrid_ssm.models.inputs import LISTED
-from tests.tiny_models import FEW, build, classes_of, inputs_for
+from tests.tiny_models import FEW, build, classes_of, inputs_for, language_model
 
 CLASSES = [(variant, name) for variant in [*FEW, "bst s5 bidirectional"] for name in classes_of(variant)]
 EVERY_CLASS = {name: getattr(hf_hybrid_ssm, name) for family in FAMILIES for name in family.names}
@@ -42,6 +42,16 @@ def test_forwards_take_what_transformers_lists(variant, name):
     given = {name: None for name in LISTED - {"debug_io", "debug_io_dir", "prune_layers"} if name not in shown}
     inputs = inputs_for(model)
     torch.testing.assert_close(model(**inputs, **given)[0], model(**inputs)[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}])
+@pytest.mark.parametrize("variant", FEW)
+def test_generate_keeps_its_own_arguments_from_the_forward(variant, options):
+    """A server gives it a tokenizer, which it hands on to the inputs of every step."""
+    model = language_model(variant)
+    ids = inputs_for(model)["input_ids"][:1]
+    settings = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "use_cache": True} | options
+    assert torch.equal(model.generate(ids, tokenizer=object(), **settings), model.generate(ids, **settings))
 
 
 # -- methods of transformers that ours stand for ----------------------------------------------------------------------

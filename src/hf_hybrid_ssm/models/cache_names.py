@@ -150,6 +150,10 @@ GENERATED: dict[type, type] = {
 }
 
 
+# what `generate` needs itself, and hands on to every step as well
+OF_GENERATE = ("tokenizer", "assistant_tokenizer", "assistant_model", "streamer")
+
+
 class GenerationByBothCacheNames:
     """`generate` and what it calls; placed before `GenerationMixin`."""
 
@@ -171,6 +175,7 @@ class GenerationByBothCacheNames:
         **kwargs: Any,
     ) -> dict[str, Any]:
         """As in transformers; and what the model wants to know besides (`_inputs_of_step`)."""
+        kwargs = {name: value for name, value in kwargs.items() if name not in OF_GENERATE}
         options = {CACHE: cache, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds, **kwargs}
         options |= {"next_sequence_length": next_sequence_length, "is_first_iteration": is_first_iteration}
         inputs = super().prepare_inputs_for_generation(input_ids, **options)  # type: ignore[misc]
