@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from hf_hybrid_ssm.ops._core.dispatch import backend
 from tests.counting import count_operations
 from tests.reporting import MODELS, made_by, table, write_page
-from tests.tiny_models import TOKENS, VARIANTS
+from tests.tiny_models import SINK, TOKENS, VARIANTS
 
 LLAMA = {"hidden_size": 24, "num_attention_heads": 4, "intermediate_size": 40}
 # layer: the variant in tests/tiny_models.py, and what makes all of its layers this one
@@ -23,7 +23,15 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
         "longhorn + window and full attention",
         {"block_types": ["sliding_attention"]},
     ),
+    "longhorn, sliding attention with a constant sink": (
+        "longhorn + window and full attention",
+        {"block_types": ["sliding_attention"], **SINK},
+    ),
     "bst, sliding attention": ("bst sh s4d", {"ssm_layers": None, "block_types": ["sliding_attention"]}),
+    "bst, sliding attention with a constant sink": (
+        "bst sh s4d",
+        {"ssm_layers": None, "block_types": ["sliding_attention"], **SINK, "zero_kv_sink": False},
+    ),
     "bst SH, S4D": ("bst sh s4d", {}),
     "bst SH, S5": ("bst sh s4d", {"ssm_type": "s5", "ssm_state_size": 8}),
     "bst MH, S4": ("bst mh s4", {}),

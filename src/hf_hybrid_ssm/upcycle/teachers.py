@@ -11,11 +11,13 @@ UNSUPPORTED_REASONS = {
     "gemma3_text": "norms after each layer, and two rotary bases",
     "gpt2": "learned positions, LayerNorm and a feed-forward layer without a gate",
     "gpt_neox": "LayerNorm, parallel layers and partly rotated heads",
+    "granite": "multipliers of embeddings, scores, residual branches and logits",
     "mixtral": "experts",
     "olmo2": "norms after each layer",
     "phi": "LayerNorm, parallel layers and partly rotated heads",
     "phi3": "fused projections",
     "qwen3_moe": "experts",
+    "smollm3": "layers without rotary positions",
 }
 """What a student would need, by model type; for models that people ask about."""
 

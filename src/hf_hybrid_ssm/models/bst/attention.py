@@ -61,6 +61,7 @@ class BstAttention(nn.Module):
         sizes = {"heads": self.num_heads, "groups": config.num_key_value_heads, "head_dim": self.head_dim}
         kind = config.attention_sink
         self.sink = None if kind is None else AttentionSink(kind, **sizes)
+        self.has_scalar_sink = kind == "scalar"
         self.context: ContextStates | None = None
         self.recurrent: RecurrentStates | None = None
         block_type = config.block_types[layer_idx]
@@ -299,7 +300,7 @@ class BstAttention(nn.Module):
         self, q: torch.Tensor, bias: torch.Tensor | None, seen: torch.Tensor, rotation: Rotation | None
     ) -> dict[str, torch.Tensor | None]:
         """Of a token whose query (B, 1, H, e) and bias (H, R) `attention_step` will scale."""
-        if self.scale is not None:
+        if self.scale is not None and not self.has_scalar_sink:  # which asks for none of them
             scale = self.scale.abs().to(q.dtype).unsqueeze(1)
             q, bias = l2_normalise(q) * scale, None if bias is None else bias * scale
         return sink_of_token(self.sink, q, seen, **self._of_sink(bias, rotation))
