@@ -54,6 +54,13 @@ def test_generate_keeps_its_own_arguments_from_the_forward(variant, options):
     assert torch.equal(model.generate(ids, tokenizer=object(), **settings), model.generate(ids, **settings))
 
 
+def test_generate_takes_the_labels_that_seq2seq_trainer_gives_it():
+    model = language_model("encoder-decoder")
+    ids = inputs_for(model)["input_ids"]
+    settings = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    assert torch.equal(model.generate(ids, labels=ids[:, :4], **settings), model.generate(ids, **settings))
+
+
 # -- methods of transformers that ours stand for ----------------------------------------------------------------------
 
 MASKS = "masks by documents and windows are the layers' own, which see them without this"

@@ -336,8 +336,10 @@ class SpadeSeq2SeqEncoder(nn.Module):
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutput:
+        """`labels` are the decoder's: `Seq2SeqTrainer` gives them to `generate`, which hands them on."""
         check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
         embeddings = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         kwargs["return_dict"] = True
