@@ -54,8 +54,15 @@ READ_ON_IMPORT = (
     "ATEN_", "HF_", "HOME", "LANG", "LC_", "LD_", "MKL_", "OMP_", "PYTHON", "TMPDIR", "TORCH", "TRANSFORMERS_",
     "TRITON_", "XDG_",
 )  # fmt: skip
-FOLLOWED = ("PYTHONPATH", "HF_MODULES_CACHE", "HF_HYBRID_SSM_", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-DEFAULTS = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+FOLLOWED = (
+    "PYTHONPATH",
+    "HF_MODULES_CACHE",
+    "HF_HYBRID_SSM_",
+    "HF_XET_",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+)
+DEFAULTS = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 AT_FIRST = dict(os.environ)  # before a test changes it for itself
 
 

@@ -101,7 +101,8 @@ def test_the_doctor_leaves_out_what_it_cannot_know(monkeypatch):
 def test_the_doctor_says_a_reason_for_every_op_once():
     missing, found = (
         "No module named 'triton'",
-        {"packages": {}, "python": "3", "cpu_kernels": "compiled by cc", "purposes": {}},
+        {"packages": {}, "python": "3", "cpu_kernels": "compiled by cc", "purposes": {}}
+        | {"threads": {"torch": 1, "processors": 2, "quota": 1.5, "wait_policy": None}},
     )
     states = {"torch": "runs", "triton": missing, "native": "it runs on the CPU"}
     ops = {
@@ -111,6 +112,7 @@ def test_the_doctor_says_a_reason_for_every_op_once():
     ops["two"]["cpu float32"]["backends"]["native"] = "runs"
     assert doctor.reasons_everywhere(ops) == {"triton": missing}
     shown = doctor.report(found | {"ops": ops})
+    assert "threads: 1 on 2 processors, of which the container may use 1.5; OMP_WAIT_POLICY is not set" in shown
     assert shown.count(missing) == 1 and shown.count("not native: it runs on the CPU") == 1
 
 

@@ -112,9 +112,7 @@ def test_one_value_is_a_list_of_one_and_null_is_none(read):
         read("files: {a: b}")
 
 
-@pytest.mark.parametrize(
-    "pairs", [["size=4", "folder=x"], ["--size", "4", "--folder", "x"], ["--size=4", "--folder=x"]]
-)
+@pytest.mark.parametrize("pairs", ["size=4 folder=x", "--size 4 --folder x", "--size=4 --folder=x"])
 def test_flags_are_settings_too(read, pairs):
     assert read("size: 3", *pairs.split()) == (First(4), Second("x"))
     assert read_settings("some.py", (First, Second), pairs.split()) == (First(4), Second("x"))

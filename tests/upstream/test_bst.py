@@ -83,6 +83,7 @@ class BstLikeLlamaTest(OtherLayers, BstTest):
     all_model_classes = WITHOUT_CLASSIFIERS
     tester_config = BstTest.tester_config | {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "max_position_embeddings": 64,  # which tests of rotary scaling multiply; nothing limits this model
         "num_key_value_heads": 2,
         "attention_bias": True,
         "qk_norm": False,

@@ -71,4 +71,7 @@ class LonghornHybridTest(CausalFamilyTests, unittest.TestCase):
 class LonghornWindowTest(OtherLayers, CausalFamilyTests, unittest.TestCase):
     config_class = LonghornConfig
     all_model_classes = CLASSES[:2]  # a head reads the last hidden states whatever computed them
-    tester_config = LonghornHybridTest.tester_config | {"block_types": ["linear_attention", "sliding_attention"]}
+    tester_config = LonghornHybridTest.tester_config | {
+        "block_types": ["linear_attention", "sliding_attention"],
+        "max_position_embeddings": 64,  # which tests of rotary scaling multiply; nothing limits this model
+    }

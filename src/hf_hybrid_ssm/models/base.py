@@ -202,8 +202,8 @@ class HybridPreTrainedModel(PreTrainedModel):
         tied = getattr(self, "all_tied_weights_keys", None) or {}  # which no report names
         names = {f"{prefix}{name}" for name, _ in self.base_model.named_parameters()}
         wanted = names - tied.keys() - set(tied.values())
-        if wanted and wanted <= set(missing):
-            holds = next(iter(getattr(self.config, "architectures", None) or []), "another model")
+        holds = next(iter(getattr(self.config, "architectures", None) or []), "another model")
+        if wanted and wanted <= set(missing) and holds != type(self).__name__:
             raise ValueError(
                 f"{str(source)!r} holds a {holds}, and none of its weights are those of a {type(self).__name__}, "
                 f"which would be random: load it as a {holds}, or make a new model with from_config."
