@@ -192,7 +192,16 @@ def report(arguments: ReportArguments) -> dict[str, Any]:
         model = partial(_masked, teacher, others, arguments.window)
         found[name] = {"layers": kept["layers"], **judge.judge(name, model, False)}
     for name, given in arguments.students.items():
-        found[name] = judge.judge(name, partial(_student, arguments, teacher, tokenizer, given), True)
+        found[name] = {}
+        if not isinstance(given, str) and isinstance(
+            given.get("keep"), int | float
+        ):  # chosen once, not for each judge
+            choose = partial(_chosen, teacher, tokenizer, given, arguments)
+            kept = once(folder / f"{name}-layers.json", choose)
+            say(f"{name}: {kept['text']}")
+            found[name]["layers"] = kept["layers"]
+            given = {key: value for key, value in given.items() if key != "keep_by"} | {"keep": kept["layers"]}
+        found[name] |= judge.judge(name, partial(_student, arguments, teacher, tokenizer, given), True)
     figures = {"settings": settings, "models": found}
     write_figures(figures, folder, arguments.results)
     return figures

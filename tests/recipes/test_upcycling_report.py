@@ -76,7 +76,9 @@ def test_a_stopped_report_goes_on(whole, place, monkeypatch):
     monkeypatch.setattr(upcycling_report, "loss_by_position", lambda *a, **k: asked.append(1) or loss(*a, **k))
     monkeypatch.setattr(upcycling_report, "evaluate", None)
     assert report(arguments_of(place, output)) == found
-    assert len(asked) == 2
+    assert len(asked) == 2 and found["models"]["made"]["layers"] == [0, 1, 2]
+    monkeypatch.setattr(upcycling_report, "choose_layers", None)  # what was chosen is not chosen again
+    assert report(arguments_of(place, output)) == found
     with pytest.raises(FileExistsError):
         report(arguments_of(place, output, samples=4))
 
