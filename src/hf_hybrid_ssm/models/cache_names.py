@@ -36,10 +36,10 @@ def take_cache(arguments: dict[str, Any], given: Any = None) -> Any:
     """The cache among named arguments, by whichever name, which leaves them; `given` is one given by position.
 
     Raises:
-        ValueError: there are two.
+        ValueError: there are two, and not the same one twice.
     """
     found = [cache for cache in (given, arguments.pop(NEW, None), arguments.pop(OLD, None)) if cache is not None]
-    if len(found) > 1:
+    if any(cache is not found[0] for cache in found):
         raise ValueError(f"{NEW} and {OLD} are two names of one argument, and both were given: give {NEW} alone.")
     return found[0] if found else None
 
@@ -174,11 +174,16 @@ class GenerationByBothCacheNames:
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """As in transformers; and what the model wants to know besides (`_inputs_of_step`)."""
+        """As in transformers; and what the model wants to know besides (`_inputs_of_step`).
+
+        The cache is there by the old name as well: PEFT looks for it, and begins every step with its virtual tokens
+        where it finds none.
+        """
         kwargs = {name: value for name, value in kwargs.items() if name not in OF_GENERATE}
         options = {CACHE: cache, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds, **kwargs}
         options |= {"next_sequence_length": next_sequence_length, "is_first_iteration": is_first_iteration}
         inputs = super().prepare_inputs_for_generation(input_ids, **options)  # type: ignore[misc]
+        inputs |= {OLD: inputs[CACHE]} if CACHE in inputs else {}
         return inputs | self._inputs_of_step(bool(is_first_iteration))
 
     def _inputs_of_step(self, is_first_iteration: bool) -> dict[str, Any]:
