@@ -63,6 +63,8 @@ def by_both_cache_names(function: Callable) -> Callable:
 
     @wraps(function)
     def taking_both(*args: Any, **kwargs: Any) -> Any:
+        if "kwargs" in kwargs:  # transformers' pipelines hand on as one argument what a forward was given besides
+            kwargs |= kwargs.pop("kwargs")
         if other in kwargs:
             cache = take_cache(kwargs, args[place] if len(args) > place else None)
             if len(args) > place:
