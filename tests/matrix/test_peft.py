@@ -60,13 +60,7 @@ def _losses(model, inputs, steps, learning_rate):
         return before, model.eval()(**inputs).loss
 
 
-# PEFT 0.21 looks for the cache under the name it had before transformers 5.24, with Llama too
-OLD_NAME = pytest.mark.limit(
-    "peft", "the cache changes the generated tokens", "prompt tuning generates with use_cache=False from 5.24 on"
-)
-
-
-@cells({column: quick for column, (quick, *_) in METHODS.items()}, tuning=OLD_NAME)
+@cells({column: quick for column, (quick, *_) in METHODS.items()})
 def test_adapter(column, row, tmp_path):
     _, make, learning_rate = METHODS[column]
     merges = column != "prompt tuning"

@@ -114,8 +114,8 @@ def test_one_value_is_a_list_of_one_and_null_is_none(read):
 
 @pytest.mark.parametrize("pairs", ["size=4 folder=x", "--size 4 --folder x", "--size=4 --folder=x"])
 def test_flags_are_settings_too(read, pairs):
-    assert read("size: 3", *pairs) == (First(4), Second("x"))
-    assert read_settings("some.py", (First, Second), pairs) == (First(4), Second("x"))
+    assert read("size: 3", *pairs.split()) == (First(4), Second("x"))
+    assert read_settings("some.py", (First, Second), pairs.split()) == (First(4), Second("x"))
 
 
 def test_flags_without_values_are_true_and_negative_numbers_are_values():
