@@ -27,6 +27,7 @@ from hf_hybrid_ssm.models.cache_names import CACHE, NEW, OLD, BaseModelOutputWit
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.inputs import check_arguments, check_inputs
 from hf_hybrid_ssm.models.packing import PackedRows, resolve_packing
+from hf_hybrid_ssm.models.sharded_rollback import remember_units
 from hf_hybrid_ssm.models.tested_versions import warn_of_untested_transformers
 from hf_hybrid_ssm.models.unfinished import begin_forward, finish_forward
 
@@ -345,6 +346,8 @@ class HybridModelMixin:
         begin_forward(cache)
         hidden_states = self._run_layers(inputs_embeds, rows, cache, **options)
         finish_forward(cache)
+        if cache is not None:
+            remember_units(cache, self, self.layers)
         return BaseModelOutputWithCache(
             last_hidden_state=self._last_norm(hidden_states, rows),
             **{CACHE: cache if use_cache else None},

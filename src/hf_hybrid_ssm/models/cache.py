@@ -35,6 +35,10 @@ class _RecordedForward(NamedTuple):
     with_gradient: bool
 
 
+def _in_place(recompute: Recompute, first: PackedRows) -> States:
+    return recompute(first)
+
+
 class RecurrentStateLayer(CacheLayerMixin):
     """The states of one layer between two forwards: `states[name]`, each with the batch in front.
 
@@ -64,6 +68,8 @@ class RecurrentStateLayer(CacheLayerMixin):
         self.is_torn = False  # its states are being replaced: they belong to no number of tokens
         self.record_past = False
         self.history: list[_RecordedForward] = []
+        # runs a recomputation where the weights are; see `hf_hybrid_ssm.models.sharded_rollback`
+        self.gathering: Callable[[Recompute, PackedRows], States] = _in_place
         self._made_without_gradient = False
         self.device: torch.device | None = None
         self.model_type: str | None = None
@@ -159,7 +165,8 @@ class RecurrentStateLayer(CacheLayerMixin):
             if kept:
                 first = forward.rows.first(kept)
                 with torch.set_grad_enabled(forward.with_gradient):
-                    self.states, self.packing_state = forward.recompute(first), first.packing_state
+                    self.states = self.gathering(forward.recompute, first)
+                self.packing_state = first.packing_state
             self.seen_tokens -= length - kept
             remaining -= length - kept
         self.history.clear()

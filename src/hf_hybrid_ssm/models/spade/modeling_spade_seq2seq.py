@@ -2,7 +2,6 @@
 # Licensed under the Apache License, Version 2.0: see LICENSE, or http://www.apache.org/licenses/LICENSE-2.0
 """PyTorch SPADE encoder-decoder (arXiv 2212.08136): T5-like, for summarization and other text-to-text tasks."""
 
-import weakref
 from typing import Any
 
 import torch
@@ -32,8 +31,10 @@ from hf_hybrid_ssm.models.ended_rows import GenerationOfRowsThatEnd
 from hf_hybrid_ssm.models.heads import LMHead
 from hf_hybrid_ssm.models.inputs import check_arguments, check_inputs, check_labels
 from hf_hybrid_ssm.models.packing import PackedRows, resolve_packing
+from hf_hybrid_ssm.models.sharded_rollback import remember_units
 from hf_hybrid_ssm.models.spade.base_of_checkpoint import ENCODER_HEADS, BaseOfCheckpoint
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig, SpadeSeq2SeqConfig
+from hf_hybrid_ssm.models.spade.cross_attention import SpadeCrossAttention, check_source
 from hf_hybrid_ssm.models.spade.layers_spade import SpadeBlock, SpadeStack, build_norm, normalised
 from hf_hybrid_ssm.models.spade.modeling_spade import (
     SpadeEncoder,
@@ -46,51 +47,6 @@ from hf_hybrid_ssm.models.spade.modeling_spade import (
 )
 from hf_hybrid_ssm.models.unfinished import begin_forward, finish_forward
 from hf_hybrid_ssm.ops._core.checks import can_read_values, check_tensor
-from hf_hybrid_ssm.ops._core.full_attention import attention
-
-
-class SpadeCrossAttention(nn.Module):
-    """Scaled attention to all real tokens of the encoder, without bias by distance."""
-
-    def __init__(self, config: SpadeConfig, layer_idx: int, bias: bool):
-        super().__init__()
-        self.layer_idx = layer_idx
-        self.num_heads, self.dropout = config.num_attention_heads, config.attention_dropout
-        sizes = (config.hidden_size, config.hidden_size, bias)
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(*sizes) for _ in range(4))
-
-    @by_both_cache_names
-    def forward(
-        self,
-        x: torch.Tensor,
-        encoder_states: torch.Tensor,
-        mask: torch.Tensor | None,
-        cache: EncoderDecoderCache | None,
-    ) -> torch.Tensor:
-        """(B, T, d), (B, S, d), mask (B, 1, 1, S) → (B, T, d); keys and values are computed once per cache."""
-        q = self._heads(self.q_proj(x))
-        if cache is not None and cache.is_updated.get(self.layer_idx):
-            held = cache.cross_attention_cache.layers[self.layer_idx].states
-            k, v = held["keys"], held["values"]
-        else:
-            k, v = self._heads(self.k_proj(encoder_states)), self._heads(self.v_proj(encoder_states))
-            if cache is not None:
-                layer = cache.cross_attention_cache.layers[self.layer_idx]
-                states = {"keys": k, "values": v} | (
-                    {"source": encoder_states.detach()} if self.layer_idx == 0 else {}
-                )
-                layer.update_states(PackedRows(k.shape[2]), states, _never_recomputed)
-                cache.is_updated[self.layer_idx] = True
-        dropout = self.dropout if self.training else 0.0
-        y = attention(q, k, v, attn_mask=mask, dropout_p=dropout)
-        return self.o_proj(y.transpose(1, 2).flatten(2))
-
-    def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
-
-
-def _never_recomputed(first: PackedRows) -> dict[str, torch.Tensor]:
-    raise AssertionError("the encoder's keys and values cover no decoder tokens that could be undone")
 
 
 class SpadeDecoderBlock(SpadeBlock):
@@ -171,6 +127,8 @@ class SpadeDecoder(SpadeStack, SpadePreTrainedModel):
         for layer in self.layers:
             hidden_states = layer(hidden_states, *inputs, **{CACHE: cache})
         finish_forward(own)
+        if own is not None:
+            remember_units(own, self, self.layers)
         return BaseModelOutputWithCache(
             last_hidden_state=normalised(self.norm, hidden_states, rows),
             **{CACHE: cache},
@@ -198,53 +156,6 @@ def prepare_seq2seq_cache(cache: Cache | None, config: SpadeSeq2SeqConfig, batch
     if any(not is_recurrent_state_layer(layer) for layer in cross.layers) or not cross.layers:
         cross.layers = DynamicCache(config=config).layers
     return cache
-
-
-class _Given:
-    """The tensor that a cache was last given, not kept alive. Copies share it, and a pickled one has lost it."""
-
-    def __init__(self, tensor: torch.Tensor | None = None):
-        self._tensor = None if tensor is None else weakref.ref(tensor)
-
-    def is_(self, tensor: torch.Tensor) -> bool:
-        return self._tensor is not None and self._tensor() is tensor
-
-    def __deepcopy__(self, memo: dict) -> "_Given":
-        return self
-
-    def __reduce__(self) -> tuple:
-        return _Given, ()
-
-
-def check_source(cache: EncoderDecoderCache, given: torch.Tensor, encoder_states: torch.Tensor) -> None:
-    """A target goes on with the source it began with, whose keys and values the cache holds.
-
-    `generate` gives the same tensor at every step, which needs no look at its values.
-
-    Args:
-        given: (B, S, d), as the encoder returned it.
-        encoder_states: the same with zeros for padding.
-
-    Raises:
-        ValueError: they are those of another source.
-    """
-    layer = cache.cross_attention_cache.layers[0]
-    if torch.compiler.is_compiling():
-        return
-    if cache.is_updated.get(0) and not getattr(layer, "given", _Given()).is_(given):
-        held = layer.states["source"]
-        message = (
-            "cache was filled with another source: input_ids, encoder_outputs or the attention_mask are not "
-            "those that this target began with. Give the same, or use a new cache."
-        )
-        if held.shape != encoder_states.shape:
-            raise ValueError(message)
-        is_same = torch.isclose(held, encoder_states.to(held.device), rtol=1e-3, atol=1e-3, equal_nan=True).all()
-        if not can_read_values(is_same):
-            torch._assert_async(is_same, message)
-        elif not bool(is_same):
-            raise ValueError(message)
-    layer.given = _Given(given)
 
 
 @auto_docstring
