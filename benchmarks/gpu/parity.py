@@ -63,7 +63,7 @@ def cases(settings: Settings) -> Iterator[tuple[str, Callable[[], dict]]]:
                     lambda s=shape, r=rows, d=dtype: implicit(settings, s, r, d, kernel),
                 )
     for shape in settings.pick(WINDOWS, TINY_WINDOWS):
-        for extra in ("bare", "biased", "zero sink", "packed"):
+        for extra in ("bare", "biased", "zero sink", "sink with a value", "packed"):
             yield f"window attention {shape} {extra}", lambda s=shape, e=extra: window(settings, s, e)
     length = settings.pick(LONG, 40)
     for rows in (1, 2):
@@ -188,6 +188,8 @@ def window(settings: Settings, shape: tuple, extra: str) -> dict:
     inputs = {name: random(batch, heads, length, size, seed=i) for i, name in enumerate("qkv")}
     if extra in ("biased", "zero sink"):
         inputs["bias"] = random(heads, width, seed=4)
+    if extra == "sink with a value":
+        inputs |= {"sink_logits": random(batch, heads, length, seed=5), "sink_values": random(heads, size, seed=6)}
     options = {"window": (width - 1, 0), "zero_kv_sink": extra == "zero sink"}
     options |= row_options("packed", batch, length) if extra == "packed" else {}
     return compared(local_attention, inputs, options, settings, torch.float32, by_blocks=length > 200)
