@@ -16,6 +16,7 @@ from transformers.models.t5 import modeling_t5
 
 import hf_hybrid_ssm
 from hf_hybrid_ssm.auto import FAMILIES
+from hf_hybrid_ssm.models.cache_names import CACHE
 from hf_hybrid_ssm.models.heads import CausalLMHead
 from hf_hybrid_ssm.models.inputs import LISTED
 from tests.tiny_models import FEW, build, classes_of, inputs_for, language_model
@@ -52,6 +53,23 @@ def test_generate_keeps_its_own_arguments_from_the_forward(variant, options):
     ids = inputs_for(model)["input_ids"][:1]
     settings = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "use_cache": True} | options
     assert torch.equal(model.generate(ids, tokenizer=object(), **settings), model.generate(ids, **settings))
+
+
+@pytest.mark.parametrize("variant", [variant for variant in FEW if variant != "encoder-decoder"])
+def test_arguments_bound_to_the_signature_are_those_that_were_given(variant):
+    """Pipeline parallelism binds them, and hands on as `kwargs` what is in `**kwargs`."""
+    model = language_model(variant)
+    ids = inputs_for(model)["input_ids"]
+    with torch.no_grad():
+        caches = [model(ids[:, :5], use_cache=True).cache for _ in range(2)]
+        options = {"continues_documents": True, "output_hidden_states": True}
+        expected = model(ids[:, 5:6], cache=caches[0], **options)
+        bound = inspect.signature(model.forward).bind_partial(ids[:, 5:6], **{CACHE: caches[1]}, **options)
+        assert set(bound.arguments["kwargs"]) == set(options)
+        found = model(**bound.arguments)
+    assert torch.equal(found.logits, expected.logits) and len(found.hidden_states) == len(expected.hidden_states)
+    with pytest.raises(TypeError, match="no argument 'attention_maks'"):
+        model(ids, kwargs={"attention_maks": None})
 
 
 def test_generate_takes_the_labels_that_seq2seq_trainer_gives_it():
