@@ -7,8 +7,7 @@ import logging
 
 logger = logging.getLogger(__name__)
 
-# `make vllm` runs tests/serving/engine with the first; with the second, requests and refusals of all families passed,
-# and lm-eval, the server and folders of one each
+# `make vllm` runs tests/serving/engine with the last; with the first they passed before
 TESTED_VERSIONS = ("0.29.0", "0.32.0")
 MODEL = "hf_hybrid_ssm.serving.vllm_model:PagedHybridForCausalLM"
 

@@ -34,7 +34,7 @@ LAYERS: dict[str, tuple[str, dict]] = {
         {"block_types": ["linear_attention", "sliding_attention"], "num_hidden_layers": 2},
     ),
     "bst block-recurrent": ("bst block-recurrent", {}),
-    "bst rotary": ("bst rotary", {}),
+    "bst rotary with a sink": ("bst rotary with a sink", {}),
     "spade adaptive": ("spade adaptive", {}),
 }
 
