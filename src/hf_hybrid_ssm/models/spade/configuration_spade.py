@@ -374,7 +374,7 @@ class SpadeSeq2SeqConfig(SpadeConfig):
         """The decoder's stack as a configuration of its own."""
         fields = {name: getattr(self, name) for name in SpadeConfig.__dataclass_fields__ if hasattr(self, name)}
         relative = self.decoder_position_embedding_type == "relative"
-        return SpadeConfig(
+        stack = SpadeConfig(
             **fields
             | {
                 "num_hidden_layers": self.num_decoder_layers,
@@ -385,6 +385,8 @@ class SpadeSeq2SeqConfig(SpadeConfig):
                 "is_encoder_decoder": False,
             }
         )
+        stack._attn_implementation = self._attn_implementation  # transformers keeps it apart from the fields
+        return stack
 
 
 __all__ = ["SpadeConfig", "SpadeSeq2SeqConfig"]
