@@ -35,6 +35,8 @@ class Reader(LM):
 
     max_length = 100_000
 
+    tokenizer_name = "reader"
+
     def __init__(self, tokenizer, reach=None):
         super().__init__()
         self.tokenizer, self.reach, self.seen = tokenizer, reach, []
@@ -45,9 +47,15 @@ class Reader(LM):
             context, continuation = request.args
             ids = self.tokenizer(context)["input_ids"]
             self.seen.append(len(ids))
-            right = self.answer(self.tokenizer.decode(ids if self.reach is None else ids[-self.reach :]))
-            found.append((0.0 if right == continuation.strip() else -10.0, right == continuation.strip()))
+            right = f" {self.answer(self.tokenizer.decode(ids if self.reach is None else ids[-self.reach :]))}"
+            found.append((0.0 if right == continuation else -10.0, right == continuation))
         return found
+
+    def chat_template(self, chat_template=False):
+        return "as apply_chat_template does"
+
+    def apply_chat_template(self, chat_history, add_generation_prompt=True):
+        return " ".join(message["content"] for message in chat_history) + " " * add_generation_prompt
 
     def answer(self, text):
         numbers = dict(re.findall(r"(\w+) (?:is|has the number) (\d{5})\.", text))
@@ -68,9 +76,12 @@ class Reader(LM):
         raise NotImplementedError
 
 
+@pytest.mark.parametrize("templated", [False, True])
 @pytest.mark.parametrize("task", RECALL_TASKS)
-def test_a_window_fails_where_the_whole_text_does_not(task, tokenizer):
+def test_a_window_fails_where_the_whole_text_does_not(task, templated, tokenizer):
+    """The answer follows one space, with a chat template too: other tokens are another answer."""
     options = {"metadata": {"window": WINDOW, "multiples": MULTIPLES, "samples": SAMPLES}, "bootstrap_iters": 0}
+    options["apply_chat_template"] = templated
     whole, window = Reader(tokenizer), Reader(tokenizer, WINDOW)
     found = [evaluate(reader, [task], **options)["results"][task] for reader in (whole, window)]
     for multiple in MULTIPLES:
