@@ -7,6 +7,7 @@ places which read the tables of class names (label smoothing in `Trainer`, lm-ev
 
 import importlib
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from importlib.abc import Loader, MetaPathFinder
@@ -165,6 +166,16 @@ def _connect_loading(base: ModuleType) -> None:
     base.HybridPreTrainedModel.delta_arguments = staticmethod(_delta_arguments)
 
 
+def _connect_prefix_cache(reading: ModuleType) -> None:
+    reading.GenerationFromPrefixes.prefix_cache_of_process = staticmethod(_prefix_cache_of_process)
+
+
+def _prefix_cache_of_process() -> Any:
+    if os.environ.get("HF_HYBRID_SSM_PREFIX_CACHE", "0") == "0":
+        return None  # as nearly always, and then nothing more is imported
+    return importlib.import_module("hf_hybrid_ssm.serving.prefix_cache").of_process()
+
+
 def _check_weight_files(folder: Any) -> None:
     importlib.import_module("hf_hybrid_ssm.hub.verify_files").check_weights_if_local(folder)
 
@@ -177,6 +188,7 @@ def _delta_arguments(folder: Any, teacher: Any, given: dict[str, Any]) -> dict[s
 
 _REGISTRATIONS: dict[str, Callable[[ModuleType], None]] = {
     "hf_hybrid_ssm.models.base": _connect_loading,
+    "hf_hybrid_ssm.models.prefix_reading": _connect_prefix_cache,
     "hf_hybrid_ssm.models.configuration": _connect_code_export,
     "peft.utils.constants": _register_peft_targets,
     "transformers": _name_in_library,

@@ -9,10 +9,12 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hf_hybrid_ssm.cli import run
 from tests.cli.folders import environment, save_checkpoint
 
 for needed in ("fastapi", "uvicorn", "openai", "starlette", "rich"):  # what `transformers[serving]` installs
@@ -102,6 +104,38 @@ def test_chat(server, folder, expected):
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": expected}
     parts = events(asked(server[0], "chat/completions", **content, stream=True))
     assert "".join(part["choices"][0]["delta"].get("content") or "" for part in parts) == expected
+
+
+def test_turns_of_a_chat_go_on_as_if_all_was_read(server, folder):
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    messages = []
+    for turn in range(3):
+        messages.append({"role": "user", "content": f"{PROMPT} {turn}"})
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False, add_special_tokens=False)
+        out = model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        content = {"model": str(folder), "messages": messages, "max_tokens": TOKENS}
+        for _ in range(2):  # asked again, from the states before the answer
+            answer = json.loads(asked(server[0], "chat/completions", **content))["choices"][0]["message"]
+            assert answer["content"] == tokenizer.decode(out, skip_special_tokens=True)
+        messages.append(answer)
+
+
+@pytest.mark.parametrize("asked_for", [None, "0", "5000"])
+def test_a_server_has_a_cache_of_prefixes_unless_told_otherwise(asked_for, monkeypatch):
+    monkeypatch.delenv("HF_HYBRID_SSM_PREFIX_CACHE", raising=False)
+    if asked_for is not None:
+        monkeypatch.setenv("HF_HYBRID_SSM_PREFIX_CACHE", asked_for)
+    seen = {}
+
+    def serve():
+        seen["bytes"] = os.environ["HF_HYBRID_SSM_PREFIX_CACHE"]
+
+    monkeypatch.setattr(run, "entry_points", lambda **_: [SimpleNamespace(load=lambda: serve)])
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    with pytest.raises(SystemExit):
+        run.run_command("transformers", ["serve", "FOLDER"])
+    assert seen["bytes"] == (asked_for or str(2**30))
 
 
 def test_chat_in_the_terminal(server, folder, expected, tmp_path):

@@ -10,6 +10,7 @@ Exactly `python SCRIPT ...` after `import hf_hybrid_ssm`. A launcher of several 
     torchrun --nproc-per-node 8 -m hf_hybrid_ssm run SCRIPT.py ...
 """
 
+import os
 import runpy  # runs what the user names on the command line, and nothing else  # noqa: TID251
 import sys
 from importlib.metadata import entry_points
@@ -17,6 +18,9 @@ from pathlib import Path
 
 from hf_hybrid_ssm.cli.parsing import parser_of
 from hf_hybrid_ssm.extras import install_command, missing_requirements
+
+# a server goes on with what it has read of a conversation; the user's own value stays, 0 for none
+PREFIX_CACHE, PREFIX_CACHE_BYTES = "HF_HYBRID_SSM_PREFIX_CACHE", str(2**30)
 
 
 def run_file(path: Path, arguments: list[str]) -> int:
@@ -43,6 +47,8 @@ def run_command(name: str, arguments: list[str]) -> int:
     """
     if name == "transformers" and arguments[:1] == ["serve"] and missing_requirements("serving", of=name):
         raise SystemExit(f"`transformers serve` needs: {install_command('serving', of=name)}")
+    if name == "transformers" and arguments[:1] == ["serve"]:
+        os.environ.setdefault(PREFIX_CACHE, PREFIX_CACHE_BYTES)
     (command,) = entry_points(group="console_scripts", name=name)
     sys.argv = [name, *arguments]
     sys.exit(command.load()())

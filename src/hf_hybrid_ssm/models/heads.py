@@ -26,7 +26,7 @@ from hf_hybrid_ssm.models.cache_names import (
 )
 from hf_hybrid_ssm.models.compat import PackedGeneration, slice_logits_to_keep
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
-from hf_hybrid_ssm.models.ended_rows import GenerationOfRowsThatEnd, reads_padding
+from hf_hybrid_ssm.models.ended_rows import reads_padding
 from hf_hybrid_ssm.models.inputs import check_class_labels, check_labels, check_span, check_token_classes
 from hf_hybrid_ssm.models.losses import (
     cross_entropy,
@@ -34,6 +34,7 @@ from hf_hybrid_ssm.models.losses import (
     sequence_classification_loss,
     token_classification_loss,
 )
+from hf_hybrid_ssm.models.prefix_reading import GenerationFromPrefixes
 from hf_hybrid_ssm.ops.linear_cross_entropy import linear_cross_entropy
 
 
@@ -111,7 +112,7 @@ class LMHead:
         return head.loss(hidden_states.flatten(0, 1), targets.flatten(), ignore_index) / count
 
 
-class CausalLMHead(WithoutContinuousBatching, GenerationOfRowsThatEnd, PackedGeneration, LMHead):
+class CausalLMHead(WithoutContinuousBatching, GenerationFromPrefixes, PackedGeneration, LMHead):
     """Next-token prediction."""
 
     @can_return_tuple

@@ -6,6 +6,7 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "Context": f"{__name__}.context",
+        "PrefixCache": f"{__name__}.prefix_cache",
         "load_context": f"{__name__}.context",
         "save_context": f"{__name__}.context",
     },

@@ -1,0 +1,236 @@
+"""States of the beginnings of texts, so that a conversation reads only what is new.
+
+Keys and values can be cut off anywhere; a recurrent state cannot. So the states are copied at some places: every so
+many tokens, at the end of a prompt, at the end of an answer, and where a text has left an earlier one. A text that
+begins like one of them starts from the longest copy that it shares, by token ids: a chat template that tokenizes an
+answer differently from how it was generated goes back to the copy before the first token that differs.
+"""
+
+import copy
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache, StoppingCriteria, StoppingCriteriaList
+
+from hf_hybrid_ssm.models.cache_names import CACHE
+from hf_hybrid_ssm.serving.prefix_request import Request
+from hf_hybrid_ssm.serving.weights_mark import weights_mark
+
+VARIABLE = "HF_HYBRID_SSM_PREFIX_CACHE"
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """The states after `tokens` (T,) int64 on the CPU, by the weights of `mark`. Nobody writes to them."""
+
+    mark: tuple[Any, ...]
+    tokens: torch.Tensor
+    cache: Cache
+    num_bytes: int
+
+
+class PrefixCache:
+    """States of earlier texts, for `generate(prefix_cache=...)`; the least recently used go first.
+
+    ```python
+    >>> prefix_cache = PrefixCache(max_bytes=2**30)
+    >>> ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+    >>> model.generate(ids, prefix_cache=prefix_cache)
+    ```
+
+    Texts are those without it, to rounding. States belong to the weights that they were made with: after a training
+    step, with another adapter or another model a text is read anew. Threads may share one.
+
+    Args:
+        max_bytes: of all tensors that it holds: states, and eight bytes a token for the ids. Layers with full
+            attention keep keys and values of all tokens in every copy.
+        every: tokens between two copies of one text.
+
+    Attributes:
+        tokens_read: tokens of prompts that models have read through it, so far.
+        tokens_reused: tokens of prompts that they did not have to read.
+
+    Raises:
+        ValueError: `max_bytes` or `every` is not a positive whole number.
+    """
+
+    def __init__(self, max_bytes: int = 2**30, every: int = 512):
+        for name, value in (("max_bytes", max_bytes), ("every", every)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r} must be a positive whole number.")
+        self.max_bytes, self.every = max_bytes, every
+        self.tokens_read = self.tokens_reused = 0
+        self._snapshots: OrderedDict[tuple[Any, ...], _Snapshot] = OrderedDict()  # the last one was used last
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """How many copies it holds."""
+        return len(self._snapshots)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors that it holds."""
+        with self._lock:
+            return self._held()
+
+    def clear(self) -> None:
+        """Forget all texts."""
+        with self._lock:
+            self._snapshots.clear()
+
+    def why_not(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Why it cannot serve a call of `generate`; None where it can."""
+        return Request(model, args, kwargs).why_not()
+
+    @torch.no_grad()
+    def generate(self, model: Any, generate: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`generate(*args, **kwargs)` of a model, from the longest copy of its text's beginning.
+
+        Raises:
+            ValueError: it cannot serve this call (several rows, padding, beams, an assistant, a cache of its own ...).
+        """
+        request = Request(model, args, kwargs)
+        if (reason := request.why_not()) is not None:
+            raise ValueError(f"prefix_cache: {reason}.")
+        mark = weights_mark(model)
+        ids = request.ids
+        cache = self._read(model, mark, ids)
+        criteria = StoppingCriteriaList(request.arguments.get("stopping_criteria") or [])
+        criteria.append(_Copying(self, mark, cache))
+        output = generate(**request.arguments | {CACHE: cache, "stopping_criteria": criteria})
+        sequences = output if isinstance(output, torch.Tensor) else output.sequences
+        self._keep(mark, sequences, cache)
+        return output
+
+    def _read(self, model: Any, mark: tuple[Any, ...], ids: torch.Tensor) -> Cache:
+        """All of (1, L) but the last token, which `generate` needs for its first logits."""
+        tokens = ids[0].cpu()
+        found, shared = self._find(mark, tokens[:-1])
+        cache = DynamicCache(config=model.config) if found is None else _copied(found.cache)
+        start = 0 if found is None else len(found.tokens)
+        for begin, end in self._pieces(start, shared, len(tokens) - 1):
+            model.get_decoder()(ids[:, begin:end], **{CACHE: cache}, use_cache=True)
+            self._keep(mark, ids[:, :end], cache)
+        with self._lock:
+            self.tokens_reused += start
+            self.tokens_read += len(tokens) - start
+        return cache
+
+    def _pieces(self, start: int, shared: int, end: int) -> Iterator[tuple[int, int]]:
+        stops = {*range(self.every, end, self.every), shared, end}
+        for stop in sorted(stop for stop in stops if start < stop <= end):
+            yield start, stop
+            start = stop
+
+    def _find(self, mark: tuple[Any, ...], tokens: torch.Tensor) -> tuple[_Snapshot | None, int]:
+        """The longest copy that `tokens` begin with, and how many tokens they share with any other text."""
+        best, shared = None, 0
+        with self._lock:
+            for snapshot in self._snapshots.values():
+                if snapshot.mark != mark:
+                    continue
+                common = _common_prefix(snapshot.tokens, tokens)
+                shared = max(shared, common)
+                if common == len(snapshot.tokens) and (best is None or common > len(best.tokens)):
+                    best = snapshot
+            if best is not None:
+                self._snapshots.move_to_end(_key(best.mark, best.tokens))
+        return best, shared
+
+    def _keep(self, mark: tuple[Any, ...], ids: torch.Tensor, cache: Cache) -> None:
+        """Copy the states of a cache, whose tokens are the first of `ids` (1, T)."""
+        tokens = ids[0, : int(cache.get_seq_length())].cpu().clone()
+        key = _key(mark, tokens)
+        with self._lock:
+            if key in self._snapshots:
+                self._snapshots.move_to_end(key)
+                return
+        held = _copied(cache)
+        snapshot = _Snapshot(mark, tokens, held, sum(map(_bytes, _tensors(held))) + _bytes(tokens))
+        if snapshot.num_bytes > self.max_bytes:
+            return
+        with self._lock:
+            self._snapshots[key] = snapshot
+            while self._held() > self.max_bytes:
+                self._snapshots.popitem(last=False)
+
+    def _held(self) -> int:
+        return sum(snapshot.num_bytes for snapshot in self._snapshots.values())
+
+
+class _Copying(StoppingCriteria):
+    """Stops nothing: called after every token, it copies the states of a long answer now and then."""
+
+    def __init__(self, prefix_cache: PrefixCache, mark: tuple[Any, ...], cache: Cache):
+        self.prefix_cache, self.mark, self.cache = prefix_cache, mark, cache
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if int(self.cache.get_seq_length()) % self.prefix_cache.every == 0:
+            self.prefix_cache._keep(self.mark, input_ids, self.cache)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def _key(mark: tuple[Any, ...], tokens: torch.Tensor) -> tuple[Any, ...]:
+    return mark, tokens.numpy().tobytes()
+
+
+def _common_prefix(one: torch.Tensor, other: torch.Tensor) -> int:
+    length = min(len(one), len(other))
+    differs = (one[:length] != other[:length]).nonzero()
+    return int(differs[0]) if len(differs) else length
+
+
+def _copied(cache: Cache) -> Cache:
+    """With tensors of its own, each of no more memory than its numbers; without a recorded past."""
+    twin = copy.copy(cache)
+    twin.layers = []
+    for layer in cache.layers:
+        own = copy.copy(layer)
+        for name, value in vars(layer).items():
+            if isinstance(value, torch.Tensor):
+                setattr(own, name, _clone(value))
+            elif isinstance(value, dict):
+                setattr(own, name, {key: _clone(inner) for key, inner in value.items()})
+            elif isinstance(value, list):
+                setattr(own, name, [])
+        twin.layers.append(own)
+    return twin
+
+
+def _clone(tensor: Any) -> Any:
+    is_tensor = isinstance(tensor, torch.Tensor)
+    return tensor.detach().clone(memory_format=torch.contiguous_format) if is_tensor else tensor
+
+
+def _tensors(cache: Cache) -> Iterator[torch.Tensor]:
+    for layer in cache.layers:
+        for value in vars(layer).values():
+            inner = value.values() if isinstance(value, dict) else (value,)
+            yield from (tensor for tensor in inner if isinstance(tensor, torch.Tensor))
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+def of_process() -> PrefixCache | None:
+    """The cache of calls that name none: of as many bytes as the environment says in `HF_HYBRID_SSM_PREFIX_CACHE`.
+
+    Raises:
+        ValueError: that is not a whole number.
+    """
+    asked = os.environ.get(VARIABLE, "0")
+    if not asked.isdecimal():
+        raise ValueError(f"{VARIABLE}={asked!r} must be a number of bytes, 0 for none.")
+    return _of_bytes(int(asked)) if int(asked) else None
+
+
+@lru_cache(maxsize=1)
+def _of_bytes(max_bytes: int) -> PrefixCache:
+    return PrefixCache(max_bytes)
