@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hf_hybrid_ssm.cli.loading import load
 from hf_hybrid_ssm.cli.parsing import add_teacher, check_is_folder, is_path, parser_of
 
 
@@ -40,7 +41,6 @@ def main(arguments: list[str]) -> int:
     import torch
     from transformers import DynamicCache
 
-    from hf_hybrid_ssm.cli.generate import load
     from hf_hybrid_ssm.serving import save_context
 
     tokenizer, model = load(given.model, given.device, given.dtype, given.teacher)

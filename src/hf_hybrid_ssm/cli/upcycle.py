@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
     import torch
     from transformers import logging
 
-    from hf_hybrid_ssm.cli.generate import defect_of_device
+    from hf_hybrid_ssm.cli.loading import defect_of_device
     from hf_hybrid_ssm.upcycle import load_teacher
 
     if reason := defect_of_device(given.device):
