@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.tables import rendered
-from hf_hybrid_ssm.auto import FAMILIES
+from hf_hybrid_ssm.models.families import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 REPORTS = sorted((ROOT / "reports").rglob("*.md"))

@@ -71,9 +71,9 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import hf_hybrid_ssm
-from hf_hybrid_ssm.auto import family_of
 from hf_hybrid_ssm.hub import card_of_folder, check_folder
 from hf_hybrid_ssm.hub.export import auto_class_of
+from hf_hybrid_ssm.models.families import family_of
 from hf_hybrid_ssm.ops._core.dispatch import backend
 from hf_hybrid_ssm.planning import Setup, plan
 from hf_hybrid_ssm.planning.presets import preset_names
@@ -116,7 +116,7 @@ def test_a_family_is_its_folder_and_one_line(copy):
     for path in source.glob("*.py"):
         text = re.sub("longhorn(?!_scan|_step)", "tinyhorn", path.read_text().replace("Longhorn", "Tinyhorn"))
         (target / path.name.replace("longhorn", "tinyhorn")).write_text(text)
-    copy.replace("auto.py", '    "longhorn",\n', '    "longhorn",\n    "tinyhorn",\n')
+    copy.replace("models/families.py", '    "longhorn",\n', '    "longhorn",\n    "tinyhorn",\n')
     copy.run("-c", FAMILY)
     copy.runs_without_package("saved")
 
@@ -226,7 +226,7 @@ def test_a_mixer_is_one_file_and_two_entries_and_a_family_around_it_a_folder(cop
     without_registration = [line for line in declaration.splitlines() if "register_family" not in line]
     copy.add("models/leaky/family.py", "\n".join(without_registration))
     copy.add("models/leaky/__init__.py", (copy.package / "models/bst/__init__.py").read_text().replace("bst", "leaky"))
-    copy.replace("auto.py", '    "longhorn",\n', '    "longhorn",\n    "leaky",\n')
+    copy.replace("models/families.py", '    "longhorn",\n', '    "longhorn",\n    "leaky",\n')
     copy.run("-c", USE_MIXER)
     copy.runs_without_package("bst", "leaky")
 

@@ -3,16 +3,18 @@
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 import torch
 
 import hf_hybrid_ssm
-from hf_hybrid_ssm.auto import FAMILIES
 from hf_hybrid_ssm.hub.sources import Module
+from hf_hybrid_ssm.models.families import FAMILIES
 from tests import processes
 from tools.reading_size import files_of, optional_modules
 
@@ -45,6 +47,45 @@ def test_imports_go_down_only(path):
             assert rest and rest[0] in below[level], f"{path} imports {module} from a level above"
             if rest[0] == "models" and len(rest) > 2 and family is not None:
                 assert rest[1] == family, f"{path} imports {module} of another family"
+
+
+def modules_used(path):
+    """All that a file imports: at its top, within functions, and by a name in `import_module`."""
+    ours = {name_of(file) for file in FILES}
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            yield from names & ours
+            if names - ours:
+                yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from (each.value for each in node.args if isinstance(each, ast.Constant))
+
+
+def name_of(path):
+    return ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_no_modules_import_each_other():
+    """Not even within functions. The package itself stays out, which every module of it imports first."""
+    used = {
+        name_of(path): {name for name in modules_used(path) if name.startswith("hf_hybrid_ssm.")} for path in FILES
+    }
+    graph = {name: others - {name} for name, others in used.items() if name != "hf_hybrid_ssm"}
+    assert graph["hf_hybrid_ssm.auto"] >= {"hf_hybrid_ssm.models.families", "hf_hybrid_ssm.hub.export"}
+    assert len(list(TopologicalSorter(graph).static_order())) == len(FILES) - 1
+
+
+def test_no_class_is_changed_from_outside():
+    found = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            owners = [ast.unparse(each.value) for each in targets if isinstance(each, ast.Attribute)]
+            found += [f"{path}: {owner}" for owner in owners if re.match("_?[A-Z][a-z]", owner.rpartition(".")[2])]
+    assert not found
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 import hf_hybrid_ssm
-from hf_hybrid_ssm.auto import FAMILIES
+from hf_hybrid_ssm.models.families import FAMILIES
 
 compiles = pytest.mark.skipif(
     torch.__version__.startswith("2.6"),

@@ -44,6 +44,8 @@ TESTS = {prefix: " ".join(f"tests/ops/{name}.py" for name in names.split()) for 
     "models/bst/": _BST,
     "models/cache.py": f"tests/models/test_decoding.py {_LONGHORN} {_MODELS}",
     "models/configuration.py": "tests/models/test_configurations.py",
+    "models/connections.py": f"tests/test_packaging.py {_HUB}",
+    "models/families.py": f"tests/models/test_model_interface.py {_HUB}",
     "models/heads.py": "tests/models/test_classifiers.py tests/models/test_span_and_token_heads.py"
     " tests/models/test_masked_lm.py",
     "models/inputs.py": f"tests/models/test_packed_pieces.py {_MODELS}",

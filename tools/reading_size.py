@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import hf_hybrid_ssm
-from hf_hybrid_ssm.auto import FAMILIES, family_of
 from hf_hybrid_ssm.hub.sources import PACKAGE, ROOT, Module
 from hf_hybrid_ssm.layers.mixers.registry import MIXERS
+from hf_hybrid_ssm.models.families import FAMILIES, family_of
 from hf_hybrid_ssm.models.family import Family
 
 LEVELS = ("models and layers", "ops in torch", "kernels in C and Triton")

@@ -3,8 +3,9 @@
 Importing the package registers its families with transformers' Auto classes; everything else is imported on first use.
 """
 
-from hf_hybrid_ssm.auto import FAMILIES, register
+from hf_hybrid_ssm.auto import register
 from hf_hybrid_ssm.lazy import attach
+from hf_hybrid_ssm.models.families import FAMILIES
 
 __version__ = "0.1.0"
 

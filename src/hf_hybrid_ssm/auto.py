@@ -1,4 +1,4 @@
-"""The families of the package, and their registration with transformers' Auto classes and with PEFT.
+"""Registration of the families with transformers' Auto classes, with PEFT, and of what loading and saving call.
 
 transformers finds its own families by name and imports a family's code when it is first asked for. Ours enter the same
 tables in the same form, so that `import hf_hybrid_ssm` imports neither torch nor any modeling file, and so that the
@@ -15,35 +15,12 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from hf_hybrid_ssm.models.connections import CONNECTIONS
+from hf_hybrid_ssm.models.families import FAMILIES, owner_of
 from hf_hybrid_ssm.models.family import Family
 from hf_hybrid_ssm.models.tested_versions import warn_of_untested_transformers
 
 logger = logging.getLogger(__name__)
-
-
-# the folders of the families below `models/`; each declares itself in its `family.py`
-FOLDERS = (
-    "longhorn",
-    "bst",
-    "lmu_isa",
-    "spade",
-)
-FAMILIES: list[Family] = [
-    family for folder in FOLDERS for family in importlib.import_module(f"hf_hybrid_ssm.models.{folder}").FAMILIES
-]
-
-
-def family_of(model_type: str) -> Family:
-    """The declaration of a model type.
-
-    Raises:
-        ValueError: no family of this package has that type.
-    """
-    for family in FAMILIES:
-        if family.model_type == model_type:
-            return family
-    known = ", ".join(family.model_type for family in FAMILIES)
-    raise ValueError(f"model_type={model_type!r} is not a family of hf_hybrid_ssm; its families are {known}.")
 
 
 def register_family(family: Family) -> None:
@@ -74,14 +51,6 @@ def register_family(family: Family) -> None:
         raise ValueError(f"package={family.package!r} has no {', '.join(missing)}.")
     FAMILIES[:] = [known for known in FAMILIES if known is not earlier] + [family]
     register()
-
-
-def owner_of(family: Family) -> str | None:
-    """The configuration class of transformers' own that has the family's model type; None if the name is ours."""
-    configuration_auto = importlib.import_module("transformers.models.auto.configuration_auto")
-    registered = configuration_auto.CONFIG_MAPPING._modules.get(family.model_type)
-    is_ours = getattr(registered, "__name__", None) == family.package
-    return None if is_ours else configuration_auto.CONFIG_MAPPING_NAMES.get(family.model_type)
 
 
 def _free_families() -> Iterator[Family]:
@@ -151,23 +120,10 @@ def _register_peft_targets(constants: ModuleType) -> None:
         feed_forward.setdefault(family.model_type, list(family.peft.ia3_feed_forward))
 
 
-def _connect_code_export(configuration: ModuleType) -> None:
-    configuration.HybridConfigMixin.code_exporter = property(_code_exporter)
-
-
-def _code_exporter(config: Any) -> ModuleType | None:
+def _code_exporter(config_class: type) -> ModuleType | None:
     """Writes the code of this package's own configurations; None for a class derived elsewhere."""
-    is_ours = type(config).__module__.startswith("hf_hybrid_ssm.")
+    is_ours = config_class.__module__.startswith("hf_hybrid_ssm.")
     return importlib.import_module("hf_hybrid_ssm.hub.export") if is_ours else None
-
-
-def _connect_loading(base: ModuleType) -> None:
-    base.HybridPreTrainedModel.check_weight_files = staticmethod(_check_weight_files)
-    base.HybridPreTrainedModel.delta_arguments = staticmethod(_delta_arguments)
-
-
-def _connect_prefix_cache(reading: ModuleType) -> None:
-    reading.GenerationFromPrefixes.prefix_cache_of_process = staticmethod(_prefix_cache_of_process)
 
 
 def _prefix_cache_of_process() -> Any:
@@ -187,9 +143,6 @@ def _delta_arguments(folder: Any, teacher: Any, given: dict[str, Any]) -> dict[s
 
 
 _REGISTRATIONS: dict[str, Callable[[ModuleType], None]] = {
-    "hf_hybrid_ssm.models.base": _connect_loading,
-    "hf_hybrid_ssm.models.prefix_reading": _connect_prefix_cache,
-    "hf_hybrid_ssm.models.configuration": _connect_code_export,
     "peft.utils.constants": _register_peft_targets,
     "transformers": _name_in_library,
     "transformers.processing_utils": _name_in_library,  # which puts a second module of the library in its place
@@ -231,6 +184,10 @@ def register() -> None:
 
     Calling it again changes nothing. A model type that transformers itself owns is never taken over.
     """
+    CONNECTIONS.code_exporter = _code_exporter
+    CONNECTIONS.check_weight_files = _check_weight_files
+    CONNECTIONS.delta_arguments = _delta_arguments
+    CONNECTIONS.prefix_cache_of_process = _prefix_cache_of_process
     # first: what is registered below may import another of these modules
     if not any(isinstance(finder, _RegisteringFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _RegisteringFinder())

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForQuestionAnswering, AutoModelForTokenClassification, pipeline
 
-from hf_hybrid_ssm.auto import FAMILIES
+from hf_hybrid_ssm.models.families import FAMILIES
 from tests.memory import in_own_memory
 from tests.tiny_models import EVERY, ROWS, TOKENS, config_of
 

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from hf_hybrid_ssm.auto import FAMILIES
 from hf_hybrid_ssm.layers.mixers.s4 import S4
+from hf_hybrid_ssm.models.families import FAMILIES
 from hf_hybrid_ssm.models.spade.modeling_spade import SpadePreTrainedModel
 from tests.memory import in_own_memory
 from tests.reliability.bits import same_bits

@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 import hf_hybrid_ssm.serving
-from hf_hybrid_ssm.auto import FAMILIES
+from hf_hybrid_ssm.models.families import FAMILIES
 from hf_hybrid_ssm.serving import vllm_plugin
 from tests.cli.folders import python
 from tests.tiny_models import config_of

@@ -8,8 +8,8 @@ import importlib
 import importlib.util
 from pathlib import Path
 
-from hf_hybrid_ssm.auto import FAMILIES
 from hf_hybrid_ssm.cli.parsing import check_writable, parser_of, value_of
+from hf_hybrid_ssm.models.families import FAMILIES
 
 TOKENS = ("bos_token_id", "pad_token_id", "eos_token_id")
 

@@ -14,7 +14,6 @@ from huggingface_hub import EvalResult, ModelCardData
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_hybrid_ssm.auto import family_of
 from hf_hybrid_ssm.hub.configurations import config_of_folder, without_memory
 from hf_hybrid_ssm.hub.delta_files import Delta, is_delta, read_delta
 from hf_hybrid_ssm.hub.export import auto_class_of
@@ -23,6 +22,7 @@ from hf_hybrid_ssm.hub.reading import read_json
 from hf_hybrid_ssm.hub.tables import tables_of
 from hf_hybrid_ssm.hub.verify_files import check_folder
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPES
+from hf_hybrid_ssm.models.families import family_of
 from hf_hybrid_ssm.models.family import CardText
 
 ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")

@@ -11,10 +11,9 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
-import hf_hybrid_ssm  # noqa: F401 - registers the families
-from hf_hybrid_ssm.auto import family_of
 from hf_hybrid_ssm.hub.one_line import in_one_line
 from hf_hybrid_ssm.hub.verify_files import read_config
+from hf_hybrid_ssm.models.families import family_of
 from hf_hybrid_ssm.models.saved_configuration import check_saved_configuration
 
 # transformers takes these as arguments of every configuration, besides its fields

@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from hf_hybrid_ssm import __version__
-from hf_hybrid_ssm.auto import family_of, owner_of
 from hf_hybrid_ssm.hub.configurations import config_of_folder
 from hf_hybrid_ssm.hub.delta_files import is_delta
 from hf_hybrid_ssm.hub.flatten import flatten
@@ -19,6 +18,7 @@ from hf_hybrid_ssm.hub.sources import needed_modules
 from hf_hybrid_ssm.hub.verify_files import is_as_exported, read_config, seal
 from hf_hybrid_ssm.hub.writing import write_whole
 from hf_hybrid_ssm.layers.mixers.registry import BUILT_IN
+from hf_hybrid_ssm.models.families import family_of, owner_of
 from hf_hybrid_ssm.models.family import Family
 
 logger = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ def code_of(model_type: str) -> dict[str, str]:
         if level == "layers":
             return "mixers" if rest[0] == "mixers" else "layers"
         if level == "models" and len(rest) == 1:  # what all configurations share goes with the family's own
-            return own if rest[0].endswith("configuration") else "model_parts"
+            return own if rest[0].endswith(("configuration", "connections")) else "model_parts"
         is_listed = rest[-1].startswith(("configuration", "modeling"))
         return rest[-1] if is_listed else f"layers_{rest[0]}"
 

@@ -11,13 +11,13 @@ from safetensors import safe_open
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from hf_hybrid_ssm.auto import family_of
 from hf_hybrid_ssm.hub.configurations import config_of_folder, without_memory
 from hf_hybrid_ssm.hub.delta_files import check_carried, is_delta, read_delta
 from hf_hybrid_ssm.hub.one_line import in_one_line
 from hf_hybrid_ssm.hub.reading import check_regular, read_any_json, read_json, read_text
 from hf_hybrid_ssm.hub.verify_files import check_folder, tensors_of, weights_name
 from hf_hybrid_ssm.hub.verify_tokenizer import check_tokenizer
+from hf_hybrid_ssm.models.families import family_of
 
 SUMS = "SHA256SUMS"
 GENERATION = "generation_config.json"

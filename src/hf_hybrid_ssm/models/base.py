@@ -2,8 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import transformers
@@ -25,6 +24,7 @@ from hf_hybrid_ssm.models.cache import (
 )
 from hf_hybrid_ssm.models.cache_names import CACHE, NEW, OLD, BaseModelOutputWithCache, by_both_cache_names
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
+from hf_hybrid_ssm.models.connections import CONNECTIONS
 from hf_hybrid_ssm.models.inputs import check_arguments, check_inputs
 from hf_hybrid_ssm.models.packing import PackedRows, resolve_packing
 from hf_hybrid_ssm.models.sharded_rollback import remember_units
@@ -153,11 +153,6 @@ class HybridPreTrainedModel(PreTrainedModel):
 
     # -- loading ------------------------------------------------------------------------------------------------
 
-    # refuses a folder whose weight files are incomplete: set by the package, and None in an exported copy of this file
-    check_weight_files: ClassVar[Callable[[Any], None] | None] = None
-    # what makes a model of a delta and its teacher: set and None likewise
-    delta_arguments: ClassVar[Callable[[Any, Any, dict[str, Any]], dict[str, Any] | None] | None] = None
-
     @classmethod
     def from_pretrained(
         cls,
@@ -177,8 +172,8 @@ class HybridPreTrainedModel(PreTrainedModel):
             ValueError: names the file; or the teacher of a delta is not given, or is another one; or no weight of the
                 layers is in the checkpoint, which holds another stack.
         """
-        if cls.delta_arguments is not None:
-            if (found := cls.delta_arguments(pretrained_model_name_or_path, teacher, kwargs)) is not None:
+        if CONNECTIONS.delta_arguments is not None:
+            if (found := CONNECTIONS.delta_arguments(pretrained_model_name_or_path, teacher, kwargs)) is not None:
                 loaded = super().from_pretrained(None, *args, **found)
                 model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info
                 model.name_or_path = model.config.name_or_path = str(pretrained_model_name_or_path)
@@ -186,8 +181,9 @@ class HybridPreTrainedModel(PreTrainedModel):
         elif teacher is not None:
             raise ValueError(f"teacher={str(teacher)!r}: deltas need the package hf_hybrid_ssm.")
         reads_others = {"subfolder", "variant", "gguf_file", "state_dict"} & kwargs.keys()
-        if cls.check_weight_files is not None and not reads_others and kwargs.get("use_safetensors") is not False:
-            cls.check_weight_files(pretrained_model_name_or_path)
+        is_usual = not reads_others and kwargs.get("use_safetensors") is not False
+        if CONNECTIONS.check_weight_files is not None and is_usual:
+            CONNECTIONS.check_weight_files(pretrained_model_name_or_path)
         tells = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         if pretrained_model_name_or_path is not None and "state_dict" not in kwargs:

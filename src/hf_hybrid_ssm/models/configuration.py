@@ -7,11 +7,13 @@ import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from hf_hybrid_ssm.models.connections import CONNECTIONS
 from hf_hybrid_ssm.models.saved_configuration import check_saved_configuration
 
 # Cache layers with states of fixed size: of a recurrence, of window attention, of both side by side; a family with
@@ -62,8 +64,6 @@ class HybridConfigMixin:
     presets: ClassVar[dict[str, dict]] = {}
     # field → its value, given the configuration; a field comes after those it is computed from
     derived: ClassVar[dict[str, Callable[[Any], Any]]] = {}
-    # what writes the code of a configuration next to it: set by the package, and None in an exported copy of this file
-    code_exporter: ClassVar[Any] = None
     _following: frozenset[str]
 
     def __post_init__(self, **kwargs):
@@ -120,6 +120,12 @@ class HybridConfigMixin:
         output = super().to_dict()  # type: ignore[misc]
         output.pop("_following", None)
         return output
+
+    @property
+    def code_exporter(self) -> ModuleType | None:
+        """Who writes the code of this configuration's family beside it; None if nobody does."""
+        found = CONNECTIONS.code_exporter
+        return None if found is None else found(type(self))
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs) -> None:
         """As in transformers; a configuration with an `auto_map` takes along the code that this names."""

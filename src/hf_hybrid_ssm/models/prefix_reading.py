@@ -1,20 +1,17 @@
 """`generate(prefix_cache=...)`: what a text has in common with earlier ones is not read again."""
 
-from collections.abc import Callable
 from functools import wraps
-from typing import Any, ClassVar
+from typing import Any
 
 from transformers import GenerationMixin
 
+from hf_hybrid_ssm.models.connections import CONNECTIONS
 from hf_hybrid_ssm.models.ended_rows import GenerationOfRowsThatEnd
 
 
 class GenerationFromPrefixes(GenerationOfRowsThatEnd):
     """`generate` with a cache of states by prefix (`hf_hybrid_ssm.serving.PrefixCache`); placed before
     `GenerationMixin`."""
-
-    # the cache that calls without one use: set by the package, and None in an exported copy of this file
-    prefix_cache_of_process: ClassVar[Callable[[], Any] | None] = None
 
     @wraps(GenerationMixin.generate)
     def generate(self, *args: Any, prefix_cache: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
@@ -29,7 +26,7 @@ class GenerationFromPrefixes(GenerationOfRowsThatEnd):
             if not hasattr(prefix_cache, "generate"):
                 raise TypeError(f"prefix_cache must be a PrefixCache, got {type(prefix_cache).__name__}.")
             return prefix_cache.generate(self, generate, args, kwargs)
-        find = type(self).prefix_cache_of_process
+        find = CONNECTIONS.prefix_cache_of_process
         shared = None if find is None else find()
         if shared is None or shared.why_not(self, args, kwargs) is not None:
             return generate(*args, **kwargs)

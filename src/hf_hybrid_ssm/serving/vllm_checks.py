@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from vllm.model_executor.models.config import MambaModelConfig
 
-from hf_hybrid_ssm.auto import family_of
+from hf_hybrid_ssm.models.families import family_of
 from hf_hybrid_ssm.serving.paged_states import check_pageable
 from hf_hybrid_ssm.serving.state_layout import growing_layers
 
