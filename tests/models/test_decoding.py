@@ -6,7 +6,14 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
+from hf_hybrid_ssm.models.cache import (
+    RecurrentStateLayer,
+    StateAndWindowLayer,
+    WindowLayer,
+    is_recurrent_state_layer,
+    state_layer,
+)
+from hf_hybrid_ssm.models.packing import PackedRows
 from hf_hybrid_ssm.ops._core.dispatch import backend
 from tests.tiny_models import VARIANTS, language_model, own_language_model
 
@@ -209,3 +216,30 @@ def test_precomputed_constants_follow_the_weights(variant):
     model.load_state_dict(language_model(variant).state_dict())
     check(model)
     check(model.double())
+
+
+@pytest.mark.parametrize("kind", [RecurrentStateLayer, WindowLayer, StateAndWindowLayer])
+def test_states_that_nothing_recomputes_are_undone_as_a_whole(kind):
+    """As those that a file, a server's pages or another process gave; and one token, before which nothing is left."""
+    layer = kind()
+    layer.activate_past_recording()
+    for length in (3, 1):
+        layer.update_states(PackedRows(length), {"state": torch.full((2, 1), float(length))})
+    with pytest.raises(RuntimeError, match="tokens_to_remove=-2 goes back into a forward of 3 tokens"):
+        layer.crop(-2)
+    # what could be undone was, and the rest is as it was
+    assert layer.get_seq_length() == 3 and layer.states["state"].eq(3).all()
+    layer.crop(-3)
+    assert layer.get_seq_length() == 0 and not layer.states
+
+
+def test_the_states_of_a_layer_are_asked_for_by_its_number(model):
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(text(2), past_key_values=cache)
+    for index, layer in enumerate(cache.layers):
+        if is_recurrent_state_layer(layer):
+            assert state_layer(cache, index) is layer
+        else:
+            with pytest.raises(TypeError, match=f"layer {index} of cache is a DynamicLayer, which holds no recurrent"):
+                state_layer(cache, index)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from transformers import Cache
 
+from hf_hybrid_ssm.models.cache import RecurrentStateLayer, state_layer
 from hf_hybrid_ssm.models.cache_names import by_both_cache_names
 from hf_hybrid_ssm.models.packing import PackedRows, States
 from hf_hybrid_ssm.ops._core.transforms import is_transforming
@@ -64,10 +65,10 @@ class RecurrentMixin:
     ) -> torch.Tensor:
         """`forward_rows` of (B, L, ...) in columns as given, from the cache's states to the cache's states."""
         rows = PackedRows(inputs[0].shape[1]) if rows is None else rows
-        layer = None if cache is None else cache.layers[self.layer_idx]
+        layer = None if cache is None else state_layer(cache, self.layer_idx)
         options["capacity"] = getattr(layer, "max_cache_len", None)
-        states = {} if layer is None else layer.states
-        if states and rows.is_step and not torch.is_grad_enabled() and not is_transforming():
+        states: States = {} if layer is None else layer.states
+        if layer is not None and states and rows.is_step and not torch.is_grad_enabled() and not is_transforming():
             return self._step_with_cache(layer, rows, *inputs, **options)
         options["return_final_state"] = layer is not None
         inputs = tuple(rows.unpad(x) for x in inputs)
@@ -85,7 +86,9 @@ class RecurrentMixin:
             layer.update_states(rows, states_after, recompute)
         return rows.repad(y)
 
-    def _step_with_cache(self, layer: Any, rows: PackedRows, *inputs: torch.Tensor, **options: Any) -> torch.Tensor:
+    def _step_with_cache(
+        self, layer: RecurrentStateLayer, rows: PackedRows, *inputs: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
         """`forward_with_cache` of one token after earlier ones, where no gradient is wanted."""
         if layer.pages is not None:
             layer.begin_step()
@@ -100,9 +103,5 @@ class RecurrentMixin:
         else:
             past = {name: state.clone() for name, state in past.items()}
             y, states = self.step(*inputs, past=past, **options)
-            layer.update_states(rows, states, _of_no_token)
+            layer.update_states(rows, states)
         return y
-
-
-def _of_no_token(first: PackedRows) -> States:
-    raise AssertionError("one token is undone by going back to the states before it")

@@ -9,7 +9,7 @@ model.
 """
 
 from collections.abc import Callable, Collection
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig
@@ -31,7 +31,7 @@ class _RecordedForward(NamedTuple):
     rows: PackedRows
     previous: States
     previous_packing_state: States
-    recompute: Recompute
+    recompute: Recompute | None
     with_gradient: bool
 
 
@@ -74,14 +74,15 @@ class RecurrentStateLayer(CacheLayerMixin):
         self.device: torch.device | None = None
         self.model_type: str | None = None
 
-    def update_states(self, rows: PackedRows, states: States, recompute: Recompute) -> None:
+    def update_states(self, rows: PackedRows, states: States, recompute: Recompute | None = None) -> None:
         """Replace the states by those after more tokens.
 
         Args:
             rows: of the forward.
             states: name → tensor (B, ...). Every name of the layer is given at every call.
             recompute: `recompute(rows.first(n))` returns the states after the first n < L tokens of this forward;
-                called only by `crop`, and kept only while the past is recorded.
+                called only by `crop`, and kept only while the past is recorded. Without it, `crop` can undo this
+                forward only as a whole, as it does one of a single token.
         """
         if self.record_past:
             self.history.append(
@@ -158,11 +159,17 @@ class RecurrentStateLayer(CacheLayerMixin):
             )
         remaining = -tokens_to_remove
         while remaining > 0:
-            forward = self.history.pop()
+            forward = self.history[-1]
             length = forward.rows.length
             kept = max(length - remaining, 0)
+            if kept and forward.recompute is None:
+                raise RuntimeError(
+                    f"tokens_to_remove={tokens_to_remove} goes back into a forward of {length} tokens whose states "
+                    "were given without a way to recompute them: remove all of its tokens or none."
+                )
+            self.history.pop()
             self.states, self.packing_state = forward.previous, forward.previous_packing_state
-            if kept:
+            if kept and forward.recompute is not None:
                 first = forward.rows.first(kept)
                 with torch.set_grad_enabled(forward.with_gradient):
                     self.states = self.gathering(forward.recompute, first)
@@ -244,7 +251,7 @@ class StaticRecurrentStateLayer(RecurrentStateLayer):
         super().__init__()
         self.max_cache_len = max_cache_len
 
-    def update_states(self, rows: PackedRows, states: States, recompute: Recompute) -> None:
+    def update_states(self, rows: PackedRows, states: States, recompute: Recompute | None = None) -> None:
         if not self.is_initialized:
             self._allocate(states)
         self._made_without_gradient = True  # they are copies
@@ -309,6 +316,18 @@ def is_recurrent_state_layer(layer: object) -> TypeGuard[RecurrentStateLayer]:
     copies of this module (a folder's own code beside the package's, or two folders').
     """
     return getattr(layer, "holds_states", False)
+
+
+def state_layer(cache: Cache, index: int) -> RecurrentStateLayer:
+    """The states of one layer of a cache.
+
+    Raises:
+        TypeError: the cache keeps something else for that layer.
+    """
+    layer: Any = cache.layers[index]
+    if not getattr(layer, "holds_states", False):  # as `is_recurrent_state_layer`; each decoded token comes here
+        raise TypeError(f"layer {index} of cache is a {type(layer).__name__}, which holds no recurrent states.")
+    return layer
 
 
 def holds_states(cache: Cache | None) -> bool:

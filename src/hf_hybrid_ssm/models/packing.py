@@ -55,6 +55,7 @@ class PackedRows:
         unpadded_seq_idx: (B, L), `seq_idx` in the order of the unpadded rows.
         starts: (B, L) int64, the column of all tokens so far where each token's document begins; None where that is 0.
         packing_state: what the next piece must know.
+        is_step: one real token a row, of the document before it or of its own.
     """
 
     length: int
@@ -70,6 +71,7 @@ class PackedRows:
     before: States = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.is_step = self.length == 1 and self.token_mask is None and self.seq_idx is None  # asked by every layer
         self.order = self.inverse = self.lengths = None
         self.unpadded_seq_idx = self.seq_idx
         if self.token_mask is not None:
@@ -88,11 +90,6 @@ class PackedRows:
             self.starts_new_document = None
         self.starts = self._starts() if self.keeps_starts else None
         self.packing_state = self._packing_state()
-
-    @property
-    def is_step(self) -> bool:
-        """One real token a row, of the document before it or of its own."""
-        return self.length == 1 and self.token_mask is None and self.seq_idx is None
 
     def unpad(self, x: torch.Tensor) -> torch.Tensor:
         """(B, L, ...) in columns as given → real tokens first."""

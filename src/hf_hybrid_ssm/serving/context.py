@@ -160,15 +160,11 @@ def load_context(path: str | os.PathLike, model: Any, *, cache: Cache | None = N
             rows = PackedRows(num_tokens)
             rows.packing_state = packing_state
             with torch.no_grad():
-                layer.update_states(rows, held, _not_recorded)
+                layer.update_states(rows, held)
         else:
             layer.update(held["keys"], held["values"])
             layer.unkept = _below("unkept", tensors, model.device)
     return Context(cache, num_tokens, tokens, mask)
-
-
-def _not_recorded(first: PackedRows) -> States:
-    raise AssertionError("a cache that was loaded has no recorded past")
 
 
 def _below(prefix: str, tensors: States, device: torch.device) -> States:

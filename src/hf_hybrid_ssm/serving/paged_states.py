@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
 from hf_hybrid_ssm.models.block import RecurrentMixin
-from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
+from hf_hybrid_ssm.models.cache import state_layer
 from hf_hybrid_ssm.models.packing import PackedRows, States, with_zero_rows
 from hf_hybrid_ssm.serving.state_layout import State, StateLayout, state_layout
 
@@ -165,12 +165,11 @@ class PagedModel:
         begins = positions[:, 0] == 0 if 0 in requests.seen else None
         in_place = self._steps_on_pages if ids.shape[1] == 1 and begins is None else set()
         for index, views in self._views.items():
-            layer = cache.layers[index]
-            assert is_recurrent_state_layer(layer)
+            layer = state_layer(cache, index)
             if index in in_place:
                 layer.hold_pages(views, pages)
             else:  # one column stands for all that went before
-                layer.update_states(PackedRows(1), _gathered(views, pages, begins), _not_recorded)
+                layer.update_states(PackedRows(1), _gathered(views, pages, begins))
         hidden_states = decoder(
             ids,
             attention_mask=_mask(requests.lengths, ids),
@@ -181,7 +180,7 @@ class PagedModel:
         ).last_hidden_state
         for index in self._views.keys() - in_place:
             for name, view in self._views[index].items():
-                view.index_copy_(0, pages, cache.layers[index].states[name])
+                view.index_copy_(0, pages, state_layer(cache, index).states[name])
         return hidden_states
 
 
@@ -197,7 +196,3 @@ def _mask(lengths: list[int], ids: torch.Tensor) -> torch.Tensor | None:
         return None
     columns = torch.arange(ids.shape[1], device=ids.device)
     return (columns < torch.tensor(lengths, device=ids.device).unsqueeze(1)).long()
-
-
-def _not_recorded(first: PackedRows) -> States:
-    raise AssertionError("pages do not go back")

@@ -137,7 +137,7 @@ class _ShardLayer(RecurrentStateLayer):
             return states
         return {name: torch.where(self.continues[:, None, None], state, 0.0) for name, state in states.items()}
 
-    def update_states(self, rows: PackedRows, states: States, recompute: Recompute) -> None:
+    def update_states(self, rows: PackedRows, states: States, recompute: Recompute | None = None) -> None:
         if dist.get_rank(self.group) < dist.get_world_size(self.group) - 1:
             message = torch.cat([states[name].to(self.wide).flatten() for name in self.shapes])
             self.send_token = _Send.apply(message, self.group)
@@ -222,9 +222,5 @@ def _final_cache(model: PreTrainedModel, shards: DynamicCache, length: int) -> D
     """An ordinary cache with the states after the rows."""
     cache = DynamicCache(config=model.config)
     for layer, shard in zip(cache.layers, shards.layers):
-        layer.update_states(PackedRows(length), shard.states, _cannot_replay)
+        layer.update_states(PackedRows(length), shard.states)
     return cache
-
-
-def _cannot_replay(first: PackedRows) -> States:
-    raise RuntimeError("a cache from sequence parallelism cannot be rolled back into the rows")

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import EncoderDecoderCache
 
+from hf_hybrid_ssm.models.cache import state_layer
 from hf_hybrid_ssm.models.cache_names import by_both_cache_names
 from hf_hybrid_ssm.models.packing import PackedRows
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
@@ -34,16 +35,16 @@ class SpadeCrossAttention(nn.Module):
         """(B, T, d), (B, S, d), mask (B, 1, 1, S) → (B, T, d); keys and values are computed once per cache."""
         q = self._heads(self.q_proj(x))
         if cache is not None and cache.is_updated.get(self.layer_idx):
-            held = cache.cross_attention_cache.layers[self.layer_idx].states
+            held = state_layer(cache.cross_attention_cache, self.layer_idx).states
             k, v = held["keys"], held["values"]
         else:
             k, v = self._heads(self.k_proj(encoder_states)), self._heads(self.v_proj(encoder_states))
             if cache is not None:
-                layer = cache.cross_attention_cache.layers[self.layer_idx]
+                layer = state_layer(cache.cross_attention_cache, self.layer_idx)
                 states = {"keys": k, "values": v} | (
                     {"source": encoder_states.detach()} if self.layer_idx == 0 else {}
                 )
-                layer.update_states(PackedRows(k.shape[2]), states, _never_recomputed)
+                layer.update_states(PackedRows(k.shape[2]), states)
                 cache.is_updated[self.layer_idx] = True
         dropout = self.dropout if self.training else 0.0
         y = attention(q, k, v, attn_mask=mask, dropout_p=dropout)
@@ -51,10 +52,6 @@ class SpadeCrossAttention(nn.Module):
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
-
-
-def _never_recomputed(first: PackedRows) -> dict[str, torch.Tensor]:
-    raise AssertionError("the encoder's keys and values cover no decoder tokens that could be undone")
 
 
 class _Given:
@@ -85,7 +82,7 @@ def check_source(cache: EncoderDecoderCache, given: torch.Tensor, encoder_states
     Raises:
         ValueError: they are those of another source.
     """
-    layer = cache.cross_attention_cache.layers[0]
+    layer = state_layer(cache.cross_attention_cache, 0)
     if torch.compiler.is_compiling():
         return
     if cache.is_updated.get(0) and not getattr(layer, "given", _Given()).is_(given):
