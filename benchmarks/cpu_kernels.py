@@ -17,8 +17,8 @@ from functools import partial
 import torch
 from timing import machine_arguments, seconds_of, write_results
 
-from hf_hybrid_ssm.ops._core import instruction_sets
 from hf_hybrid_ssm.ops.causal_conv import causal_conv
+from hf_hybrid_ssm.ops.core import instruction_sets
 from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
 from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition, diagonal_scan, lti_scan
 from hf_hybrid_ssm.ops.local_attention import local_attention

@@ -17,7 +17,7 @@ from timing import exponent, paired_seconds, peak_megabytes_of, write_results
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_hybrid_ssm import LmuIsaConfig, LmuIsaForCausalLM
-from hf_hybrid_ssm.ops._core.dispatch import backend
+from hf_hybrid_ssm.ops.core.dispatch import backend
 from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
 from hf_hybrid_ssm.ops.legendre_memory.torch_backend import read_out
 

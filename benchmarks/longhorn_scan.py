@@ -17,7 +17,7 @@ from transformers import MambaConfig
 from transformers.models.mamba.modeling_mamba import MambaMixer
 
 from hf_hybrid_ssm import LonghornConfig, LonghornModel
-from hf_hybrid_ssm.ops._core.dispatch import KERNEL_OF
+from hf_hybrid_ssm.ops.core.dispatch import KERNEL_OF
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
 
 WIDTH, STATE = 1536, 16

@@ -14,7 +14,7 @@ from timing import exponent, machine_arguments, paired_seconds, peak_megabytes_o
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedModel
 
 from hf_hybrid_ssm import LonghornConfig, LonghornForCausalLM
-from hf_hybrid_ssm.ops._core.dispatch import backend
+from hf_hybrid_ssm.ops.core.dispatch import backend
 
 WIDTH, DEPTH, STATE, VOCABULARY = 128, 2, 16, 500
 SHAPE = {"hidden_size": WIDTH, "num_hidden_layers": DEPTH, "vocab_size": VOCABULARY}

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_hybrid_ssm.ops._core import checks
+from hf_hybrid_ssm.ops.core import checks
 
 READS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "nonzero_numpy", "masked_select"}
 READS |= {"_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "bincount", "histc"}

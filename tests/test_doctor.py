@@ -4,9 +4,9 @@ import json
 
 from hf_hybrid_ssm import doctor
 from hf_hybrid_ssm.cli import main
-from hf_hybrid_ssm.ops._core import native_build
-from hf_hybrid_ssm.ops._core.dispatch import REGISTRY
-from hf_hybrid_ssm.ops._core.native_library import missing_compiler
+from hf_hybrid_ssm.ops.core import native_build
+from hf_hybrid_ssm.ops.core.dispatch import REGISTRY
+from hf_hybrid_ssm.ops.core.native_library import missing_compiler
 
 
 def test_every_op_is_examined_and_explained():

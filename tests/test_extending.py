@@ -74,7 +74,7 @@ import hf_hybrid_ssm
 from hf_hybrid_ssm.hub import card_of_folder, check_folder
 from hf_hybrid_ssm.hub.export import auto_class_of
 from hf_hybrid_ssm.models.families import family_of
-from hf_hybrid_ssm.ops._core.dispatch import backend
+from hf_hybrid_ssm.ops.core.dispatch import backend
 from hf_hybrid_ssm.planning import Setup, plan
 from hf_hybrid_ssm.planning.presets import preset_names
 from tests.hub.without_package import answer
@@ -125,7 +125,7 @@ BACKEND = '''"""For the test: the equation itself, counted."""
 
 import torch
 
-from hf_hybrid_ssm.ops._core.dispatch import REGISTRY
+from hf_hybrid_ssm.ops.core.dispatch import REGISTRY
 
 calls = 0
 
@@ -176,7 +176,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_hybrid_ssm
-from hf_hybrid_ssm.ops._core.dispatch import backend
+from hf_hybrid_ssm.ops.core.dispatch import backend
 from hf_hybrid_ssm.planning import Setup, plan
 from tests.hub.without_package import answer
 

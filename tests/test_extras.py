@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 
 from hf_hybrid_ssm import doctor, extras
 from hf_hybrid_ssm.extras import install_command, missing_modules, missing_requirements, requirements_of
-from hf_hybrid_ssm.ops._core import native_build
+from hf_hybrid_ssm.ops.core import native_build
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 LINES = [

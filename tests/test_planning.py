@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_hybrid_ssm.ops._core.dispatch import backend
+from hf_hybrid_ssm.ops.core.dispatch import backend
 from hf_hybrid_ssm.planning import Setup, plan
 from hf_hybrid_ssm.planning.measurement import Measurement, cache_bytes, decoding_state_bytes, measure_step
 from hf_hybrid_ssm.planning.operations import FORMULAS, Operations

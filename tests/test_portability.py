@@ -20,7 +20,7 @@ FAMILIES = {
 STEP = f"""
 import json, logging, sys, torch
 import hf_hybrid_ssm
-from hf_hybrid_ssm.ops._core.native_library import missing_compiler
+from hf_hybrid_ssm.ops.core.native_library import missing_compiler
 from transformers import AutoConfig, AutoModelForCausalLM
 torch.manual_seed(0)
 ids = torch.randint(1, 32, (2, 12))

@@ -7,7 +7,7 @@ import zipfile
 
 import pytest
 
-from hf_hybrid_ssm.ops._core import instruction_sets, native_build
+from hf_hybrid_ssm.ops.core import instruction_sets, native_build
 from tools import wheels
 
 pytestmark = pytest.mark.skipif(

@@ -9,11 +9,11 @@ from pathlib import Path
 PACKAGE = "src/hf_hybrid_ssm"
 _OPS = {
     "ops/": "test_dispatch test_steps",
-    "ops/_core/": "test_dispatch test_self_check test_custom_ops test_transforms test_native_library test_linear_scan",
-    "ops/_core/blocks.py": "test_linear_scan test_long_conv",
-    "ops/_core/checks.py": "test_causal_conv test_linear_scan test_long_conv",
-    "ops/_core/rows.py": "test_causal_conv test_longhorn_scan test_linear_scan",
-    "ops/_core/triton_helpers.py": "test_triton",
+    "ops/core/": "test_dispatch test_self_check test_custom_ops test_transforms test_native_library test_linear_scan",
+    "ops/core/blocks.py": "test_linear_scan test_long_conv",
+    "ops/core/checks.py": "test_causal_conv test_linear_scan test_long_conv",
+    "ops/core/rows.py": "test_causal_conv test_longhorn_scan test_linear_scan",
+    "ops/core/triton_helpers.py": "test_triton",
     "ops/causal_conv/": "test_causal_conv test_steps",
     "ops/linear_cross_entropy.py": "test_linear_cross_entropy",
     "ops/linear_scan/": "test_linear_scan test_linear_scan_kernels test_steps",

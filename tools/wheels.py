@@ -5,7 +5,7 @@ python -m tools.wheels --check                # and run it from a folder of its 
 python -m tools.wheels --machine aarch64 --compiler aarch64-linux-gnu-gcc
 
 Python loads the kernels by ctypes, so one wheel serves every version of Python and torch. It holds each kernel for
-every instruction set of `ops._core.instruction_sets`, of which the best is chosen where it runs. Libraries name no
+every instruction set of `ops.core.instruction_sets`, of which the best is chosen where it runs. Libraries name no
 OpenMP runtime, since torch brings its own; that the tag's C library is enough for them is checked.
 """
 
@@ -23,8 +23,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from hf_hybrid_ssm.ops._core.instruction_sets import LEVELS
-from hf_hybrid_ssm.ops._core.native_build import FLAGS, INCLUDES, shipped_name
+from hf_hybrid_ssm.ops.core.instruction_sets import LEVELS
+from hf_hybrid_ssm.ops.core.native_build import FLAGS, INCLUDES, shipped_name
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(path for path in (ROOT / "src/hf_hybrid_ssm/ops").glob("*/native*.c"))
@@ -39,8 +39,8 @@ BUILT = (1980, 1, 1, 0, 0, 0)  # the same sources give the same bytes
 PROGRAM = """
 import ctypes, importlib, json, pkgutil, torch
 from hf_hybrid_ssm import ops
-from hf_hybrid_ssm.ops._core import instruction_sets, native_build
-from hf_hybrid_ssm.ops._core.dispatch import REGISTRY
+from hf_hybrid_ssm.ops.core import instruction_sets, native_build
+from hf_hybrid_ssm.ops.core.dispatch import REGISTRY
 for found in pkgutil.iter_modules(ops.__path__):
     importlib.import_module(f"{ops.__name__}.{found.name}")
 kernels = [op for op in REGISTRY.values() if "native" in op.kernels]

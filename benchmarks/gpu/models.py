@@ -8,7 +8,7 @@ import torch
 from benchmarks.gpu.families import FAMILIES, ROWS, small
 from benchmarks.gpu.settings import Settings
 from benchmarks.timing.models import batch_of, random_rows
-from hf_hybrid_ssm.ops._core.dispatch import backend
+from hf_hybrid_ssm.ops.core.dispatch import backend
 
 LOGITS, GRADIENTS = 1e-4, 1e-3  # of the largest entry; float32 on both sides, sums in another order
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.settings import Settings
-from hf_hybrid_ssm.ops._core.self_check import BOUNDS
 from hf_hybrid_ssm.ops.causal_conv import causal_conv
+from hf_hybrid_ssm.ops.core.self_check import BOUNDS
 from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
 from hf_hybrid_ssm.ops.local_attention import local_attention
 from hf_hybrid_ssm.ops.long_conv import long_conv

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from hf_hybrid_ssm.ops._core.dispatch import backend
+from hf_hybrid_ssm.ops.core.dispatch import backend
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 
-from hf_hybrid_ssm.ops._core import instruction_sets
+from hf_hybrid_ssm.ops.core import instruction_sets
 
 ROOT = Path(__file__).parents[2]
 DATA_FOLDERS = ("HF_HYBRID_SSM_DATA", "HF_HYBRID_SSM_LRA")

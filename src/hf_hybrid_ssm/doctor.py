@@ -29,8 +29,8 @@ def examine() -> dict[str, Any]:
     import torch
 
     from hf_hybrid_ssm import ops as folder
-    from hf_hybrid_ssm.ops._core.dispatch import PREFERENCE, REGISTRY
-    from hf_hybrid_ssm.ops._core.native_build import origin
+    from hf_hybrid_ssm.ops.core.dispatch import PREFERENCE, REGISTRY
+    from hf_hybrid_ssm.ops.core.native_build import origin
 
     for found in pkgutil.iter_modules(folder.__path__):
         importlib.import_module(f"{folder.__name__}.{found.name}")
@@ -75,7 +75,7 @@ KERNELS_ON_CPU, KERNELS_ON_GPU = "fused kernels on the CPU", "fused kernels on t
 
 def purposes(has_gpu: bool) -> dict[str, str | None]:
     """What one may want to do → what to type for it first, or None if nothing is missing."""
-    from hf_hybrid_ssm.ops._core.native_library import missing_compiler
+    from hf_hybrid_ssm.ops.core.native_library import missing_compiler
 
     found: dict[str, str | None] = {}
     for name, (package, *extras) in PURPOSES.items():

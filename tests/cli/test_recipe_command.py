@@ -160,7 +160,7 @@ def test_a_recipes_own_keys_and_refusals(capsys):
 
 def test_a_page_says_how_to_remove_all():
     from hf_hybrid_ssm.cli.enable import FILE
-    from hf_hybrid_ssm.ops._core import cache_folder
+    from hf_hybrid_ssm.ops.core import cache_folder
 
     page = (RECIPES.parent / "docs/command_line.md").read_text(encoding="utf-8").partition("## Removing everything")[2]
     source = Path(cache_folder.__file__).read_text(encoding="utf-8")

@@ -15,7 +15,7 @@ import yaml
 from _lib.documents import train_tokenizer
 from safetensors.torch import load_file
 
-from hf_hybrid_ssm.ops._core.dispatch import backend
+from hf_hybrid_ssm.ops.core.dispatch import backend
 from tests.hub.test_export import SCRIPT, VARIANTS, class_of
 from tests.hub.without_package import answer
 from tests.tiny_models import build, classes_of, config_of

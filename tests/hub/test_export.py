@@ -18,7 +18,7 @@ from hf_hybrid_ssm.hub import check_folder, export_code
 from hf_hybrid_ssm.hub.export import auto_class_of, code_of
 from hf_hybrid_ssm.hub.verify_files import seal
 from hf_hybrid_ssm.models.families import FAMILIES
-from hf_hybrid_ssm.ops._core.dispatch import backend
+from hf_hybrid_ssm.ops.core.dispatch import backend
 from tests import processes
 from tests.hub.without_package import answer
 from tests.memory import in_own_memory

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, DynamicCache, StaticCache
 
-from hf_hybrid_ssm.ops._core.dispatch import backend
+from hf_hybrid_ssm.ops.core.dispatch import backend
 from tests.memory import in_own_memory
 from tests.models import invariances as inv
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_hybrid_ssm.models.lmu_isa.lmu import ImplicitAttention
-from hf_hybrid_ssm.ops._core.native_library import missing_compiler
+from hf_hybrid_ssm.ops.core.native_library import missing_compiler
 from hf_hybrid_ssm.ops.implicit_attention import implicit_attention, native, torch_backend
 from hf_hybrid_ssm.ops.implicit_attention.decoding import apply_deferred, defer_updates
 from hf_hybrid_ssm.ops.legendre_memory import decode_memory, impulse_response, legendre_memory, transition

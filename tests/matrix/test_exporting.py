@@ -16,7 +16,7 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedCon
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, is_recurrent_state_layer
-from hf_hybrid_ssm.ops._core import dispatch
+from hf_hybrid_ssm.ops.core import dispatch
 from tests.matrix.checks import EVERY_FAMILY, assert_near, cells, rows
 from tests.tiny_models import batch_of, shallow_language_model
 

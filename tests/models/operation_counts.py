@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from hf_hybrid_ssm.ops._core.dispatch import backend
+from hf_hybrid_ssm.ops.core.dispatch import backend
 from tests.counting import count_operations
 from tests.reporting import MODELS, made_by, table, write_page
 from tests.tiny_models import SINK, TOKENS, VARIANTS
@@ -72,7 +72,7 @@ def _of_a_layer(count: Any, layer: str) -> float:
 def decoding_count(layer: str, implementation: str | None = None) -> float:
     """Of a token after a prompt that is longer than the windows, in inference mode: the mean of two blocks of 6.
 
-    `implementation` forces a backend, as `hf_hybrid_ssm.ops._core.dispatch.backend` does.
+    `implementation` forces a backend, as `hf_hybrid_ssm.ops.core.dispatch.backend` does.
     """
 
     def count(model: PreTrainedModel) -> Any:

@@ -14,7 +14,7 @@ from hf_hybrid_ssm.models.cache import (
     state_layer,
 )
 from hf_hybrid_ssm.models.packing import PackedRows
-from hf_hybrid_ssm.ops._core.dispatch import backend
+from hf_hybrid_ssm.ops.core.dispatch import backend
 from tests.tiny_models import VARIANTS, language_model, own_language_model
 
 PROMPT, STEPS = 9, 14

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from hf_hybrid_ssm import LmuIsaConfig, LmuIsaForCausalLM, LmuIsaForSequenceClassification
-from hf_hybrid_ssm.ops._core.native_library import missing_compiler
+from hf_hybrid_ssm.ops.core.native_library import missing_compiler
 from hf_hybrid_ssm.ops.legendre_memory import transition
 from tests.counting import count_operations
 from tests.memory import in_own_memory

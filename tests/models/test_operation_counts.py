@@ -6,7 +6,7 @@ package counts once. `python -m tests.models.operation_counts` writes the table 
 
 import pytest
 
-from hf_hybrid_ssm.ops._core.native_library import missing_compiler
+from hf_hybrid_ssm.ops.core.native_library import missing_compiler
 from tests.models.operation_counts import decoding_count
 
 needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason="the counts are those of the C kernels")

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_hybrid_ssm.layers.mixers.registry import build_mixer
-from hf_hybrid_ssm.ops._core.native_library import missing_compiler
+from hf_hybrid_ssm.ops.core.native_library import missing_compiler
 from tests.counting import count_operations
 from tests.tiny_models import TOKENS, VARIANTS
 

@@ -12,8 +12,8 @@ import triton.runtime
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from hf_hybrid_ssm.ops._core.dispatch import REGISTRY
 from hf_hybrid_ssm.ops.causal_conv import causal_conv
+from hf_hybrid_ssm.ops.core.dispatch import REGISTRY
 from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
 from hf_hybrid_ssm.ops.implicit_attention import triton as attention_launches
 from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition, lti_scan

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from hf_hybrid_ssm.ops._core.dispatch import REGISTRY
-from hf_hybrid_ssm.ops._core.native_build import _compiler
+from hf_hybrid_ssm.ops.core.dispatch import REGISTRY
+from hf_hybrid_ssm.ops.core.native_build import _compiler
 from tests.ops.misuse_cases import MEANT, REFUSED
 from tests.ops.random_cases import CASES, deviation
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import hf_hybrid_ssm.ops
-from hf_hybrid_ssm.ops._core.dispatch import REGISTRY
 from hf_hybrid_ssm.ops.causal_conv import causal_conv
+from hf_hybrid_ssm.ops.core.dispatch import REGISTRY
 from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
 from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition, diagonal_scan, lti_scan
 from hf_hybrid_ssm.ops.local_attention import local_attention

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_hybrid_ssm.ops._core import native_build
+from hf_hybrid_ssm.ops.core import native_build
 from hf_hybrid_ssm.ops.linear_scan import native_step
 from tests.ops import random_cases, sanitize
 

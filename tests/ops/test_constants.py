@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hf_hybrid_ssm.ops._core.constants import constant
+from hf_hybrid_ssm.ops.core.constants import constant
 from tests.tiny_models import compiles
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_hybrid_ssm.ops._core.custom_ops import differentiable_op
+from hf_hybrid_ssm.ops.core.custom_ops import differentiable_op
 
 needs = []
 

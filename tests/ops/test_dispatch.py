@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from hf_hybrid_ssm.ops._core.dispatch import REGISTRY, Op, backend
+from hf_hybrid_ssm.ops.core.dispatch import REGISTRY, Op, backend
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
 from tests import processes
 
@@ -60,7 +60,7 @@ def test_force_by_argument_and_context(op):
 
 
 def fresh(value):
-    code = "from hf_hybrid_ssm.ops._core.dispatch import forced_backend; print(forced_backend())"
+    code = "from hf_hybrid_ssm.ops.core.dispatch import forced_backend; print(forced_backend())"
     environment = {**os.environ, "HF_HYBRID_SSM_BACKEND": value, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return processes.run([sys.executable, "-c", code], env=environment)
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hf_hybrid_ssm.ops._core.dispatch import REGISTRY, backend
 from hf_hybrid_ssm.ops.causal_conv import causal_conv
+from hf_hybrid_ssm.ops.core.dispatch import REGISTRY, backend
 from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
 from hf_hybrid_ssm.ops.legendre_memory import legendre_memory
 from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition, diagonal_scan, lti_scan

@@ -111,7 +111,7 @@ def test_versions_are_those_that_are_admitted():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     floor = re.search(r">=([\d.]+)", project["optional-dependencies"]["gpu"][0])[1]
     assert VERSIONS[0].rsplit(".", 1)[0] == floor and list(VERSIONS) == sorted(VERSIONS)
-    helpers = (ROOT / "src/hf_hybrid_ssm/ops/_core/triton_helpers.py").read_text(encoding="utf-8")
+    helpers = (ROOT / "src/hf_hybrid_ssm/ops/core/triton_helpers.py").read_text(encoding="utf-8")
     assert f"LOWEST = ({floor.replace('.', ', ')})" in helpers
 
 

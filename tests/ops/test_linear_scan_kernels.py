@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from hf_hybrid_ssm.ops._core.native_library import missing_compiler
+from hf_hybrid_ssm.ops.core.native_library import missing_compiler
 from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition, diagonal_scan, lti_scan
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"

@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
-from hf_hybrid_ssm.ops._core import checks
-from hf_hybrid_ssm.ops._core.native_library import missing_compiler
+from hf_hybrid_ssm.ops.core import checks
+from hf_hybrid_ssm.ops.core.native_library import missing_compiler
 from hf_hybrid_ssm.ops.implicit_attention.native import decode_token
 from tests.ops.misuse_cases import MEANT, REFUSED, UNREAD, draw
 

@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-from hf_hybrid_ssm.ops._core import cache_folder, native_build
+from hf_hybrid_ssm.ops.core import cache_folder, native_build
 
 pytestmark = pytest.mark.skipif(native_build.missing_compiler() is not None, reason="no C compiler")
 
@@ -41,7 +41,7 @@ def libraries(folder: Path) -> list[Path]:
 def started_elsewhere(*sources: Path) -> subprocess.Popen:
     code = (
         "import sys, logging; logging.basicConfig(level=logging.WARNING); from pathlib import Path\n"
-        "from hf_hybrid_ssm.ops._core.native_build import compile_and_load\n"
+        "from hf_hybrid_ssm.ops.core.native_build import compile_and_load\n"
         "for source in sys.argv[1:]: print(compile_and_load(Path(source)).answer())"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

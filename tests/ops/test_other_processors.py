@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_hybrid_ssm.ops._core import instruction_sets, native_build
+from hf_hybrid_ssm.ops.core import instruction_sets, native_build
 
 OPS = Path(native_build.__file__).parents[1]
 IS_X86 = platform.machine() == "x86_64"

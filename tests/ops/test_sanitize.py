@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_hybrid_ssm.ops._core.native_build import missing_compiler
+from hf_hybrid_ssm.ops.core.native_build import missing_compiler
 from tests.ops import random_cases, sanitize
 
 pytestmark = pytest.mark.skipif(missing_compiler() is not None, reason="no C compiler")

@@ -10,8 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from hf_hybrid_ssm.ops._core import dispatch, precision
-from hf_hybrid_ssm.ops._core.dispatch import REGISTRY, Op
+from hf_hybrid_ssm.ops.core import dispatch, precision
+from hf_hybrid_ssm.ops.core.dispatch import REGISTRY, Op
 
 
 class Doubling(torch.autograd.Function):

@@ -5,9 +5,9 @@ from functools import cache
 import pytest
 import torch
 
-from hf_hybrid_ssm.ops._core.dispatch import REGISTRY
-from hf_hybrid_ssm.ops._core.native_library import missing_compiler
 from hf_hybrid_ssm.ops.causal_conv import causal_conv, causal_conv_step
+from hf_hybrid_ssm.ops.core.dispatch import REGISTRY
+from hf_hybrid_ssm.ops.core.native_library import missing_compiler
 from hf_hybrid_ssm.ops.linear_scan import linear_step
 from hf_hybrid_ssm.ops.local_attention import (
     append_slot,

@@ -8,8 +8,8 @@ import torch.autograd.forward_ad as forward_ad
 from torch.func import grad, jvp, vmap
 
 from hf_hybrid_ssm.layers.mixers.registry import MIXERS, build_mixer
-from hf_hybrid_ssm.ops._core.dispatch import backend
 from hf_hybrid_ssm.ops.causal_conv import causal_conv
+from hf_hybrid_ssm.ops.core.dispatch import backend
 from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
 from hf_hybrid_ssm.ops.legendre_memory import legendre_memory
 from hf_hybrid_ssm.ops.linear_cross_entropy import linear_cross_entropy

@@ -61,7 +61,7 @@ def test_a_new_length_compiles_little_anew():
 
 
 def test_amd_is_refused_before_its_compiler_meets_assembly(monkeypatch):
-    from hf_hybrid_ssm.ops._core.triton_helpers import supports
+    from hf_hybrid_ssm.ops.core.triton_helpers import supports
 
     monkeypatch.setattr(torch.version, "hip", "7.1")
     assert "ROCm" in supports("cuda", torch.float32)
@@ -72,7 +72,7 @@ def test_amd_is_refused_before_its_compiler_meets_assembly(monkeypatch):
 def test_sizes_that_find_no_room_give_way_to_smaller_ones_and_are_not_tried_again():
     from triton.runtime.errors import OutOfResources
 
-    from hf_hybrid_ssm.ops._core.triton_helpers import first_that_fits
+    from hf_hybrid_ssm.ops.core.triton_helpers import first_that_fits
     from hf_hybrid_ssm.ops.longhorn_scan import triton_sizes
 
     tried = []
@@ -171,7 +171,7 @@ def test_the_page_of_evidence_is_of_these_kernels():
 
 
 def test_versions_that_nobody_compiled_with_are_refused(monkeypatch):
-    from hf_hybrid_ssm.ops._core import triton_helpers
+    from hf_hybrid_ssm.ops.core import triton_helpers
 
     monkeypatch.setattr(triton_helpers, "VERSION", (3, 5))
     assert "pip install 'triton>=3.6'" in triton_helpers.supports("cuda", torch.float32)

@@ -6,7 +6,7 @@ Each token adds as much as every other. A sum kept in bfloat16 stops to grow at 
 import pytest
 import torch
 
-from hf_hybrid_ssm.ops._core.dispatch import REGISTRY, backend
+from hf_hybrid_ssm.ops.core.dispatch import REGISTRY, backend
 from hf_hybrid_ssm.ops.linear_kl_divergence import linear_kl_divergence
 from tests.ops.test_transforms import OPS as OPS_OF_SHORT_ROWS
 

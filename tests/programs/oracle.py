@@ -3,7 +3,7 @@
 import torch
 from transformers import PreTrainedModel
 
-from hf_hybrid_ssm.ops._core.dispatch import backend
+from hf_hybrid_ssm.ops.core.dispatch import backend
 from tests.programs.models import VARIANTS, build
 from tests.programs.program import Program
 from tests.programs.specification import Question

@@ -5,7 +5,7 @@ import torch
 from _lib.peers import selective_scan
 from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 
-from hf_hybrid_ssm.ops._core.native_library import missing_compiler
+from hf_hybrid_ssm.ops.core.native_library import missing_compiler
 
 needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
 MAMBA = {"vocab_size": 50, "hidden_size": 24, "num_hidden_layers": 2, "state_size": 5}

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hf_hybrid_ssm.layers.mixers.registry import build_mixer
-from hf_hybrid_ssm.ops._core.dispatch import REGISTRY
+from hf_hybrid_ssm.ops.core.dispatch import REGISTRY
 from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
 from tests.tiny_models import own_language_model
 

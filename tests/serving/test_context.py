@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, EncoderDecoderCache, StaticCache
 
 from hf_hybrid_ssm.cli import main
-from hf_hybrid_ssm.ops._core.dispatch import backend
+from hf_hybrid_ssm.ops.core.dispatch import backend
 from hf_hybrid_ssm.planning.measurement import cache_bytes
 from hf_hybrid_ssm.serving import context as contexts
 from hf_hybrid_ssm.serving import load_context, save_context

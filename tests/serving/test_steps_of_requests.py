@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_hybrid_ssm.ops._core.native_library import missing_compiler
+from hf_hybrid_ssm.ops.core.native_library import missing_compiler
 from hf_hybrid_ssm.serving.paged_states import PagedModel, Requests
 from tests.host_syncs import as_on_an_accelerator
 from tests.models.invariances import random_ids
@@ -72,7 +72,7 @@ class Step:
 
 @pytest.mark.parametrize("variant", FIXED)
 def test_a_step_has_the_calls_and_addresses_of_the_one_before(variant, monkeypatch):
-    monkeypatch.setattr("hf_hybrid_ssm.ops._core.dispatch._EVERYWHERE", "torch")
+    monkeypatch.setattr("hf_hybrid_ssm.ops.core.dispatch._EVERYWHERE", "torch")
     step, calls = Step(variant, (2, 5, 1)), []
     with as_on_an_accelerator():
         step.run()  # computes what is kept

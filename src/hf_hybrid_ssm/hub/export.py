@@ -116,7 +116,7 @@ def code_of(model_type: str) -> dict[str, str]:
     def file_of(module: str) -> str:
         _, level, *rest = module.split(".")
         if level == "ops":  # a file for each op, and one for what they share
-            return "dispatch" if rest[0] == "_core" else rest[0]
+            return "dispatch" if rest[0] == "core" else rest[0]
         if level == "layers":
             return "mixers" if rest[0] == "mixers" else "layers"
         if level == "models" and len(rest) == 1:  # what all configurations share goes with the family's own

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_hybrid_ssm.ops._core.transforms import without_autocast
+from hf_hybrid_ssm.ops.core.transforms import without_autocast
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines (head_dim) of rotary positions."""

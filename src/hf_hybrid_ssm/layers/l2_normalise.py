@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from hf_hybrid_ssm.ops._core.transforms import is_transforming
+from hf_hybrid_ssm.ops.core.transforms import is_transforming
 
 EPSILON = 1e-6
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_hybrid_ssm.ops._core.constants import constant
+from hf_hybrid_ssm.ops.core.constants import constant
 
 
 def distance_buckets(num_buckets: int, max_distance: int, count: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hf_hybrid_ssm.ops._core.transforms import is_transforming
+from hf_hybrid_ssm.ops.core.transforms import is_transforming
 
 
 class RMSNorm(nn.RMSNorm):

@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_hybrid_ssm.ops._core.constants import constant
+from hf_hybrid_ssm.ops.core.constants import constant
 
 
 @constant

@@ -8,7 +8,7 @@ from transformers import Cache
 from hf_hybrid_ssm.models.cache import RecurrentStateLayer, state_layer
 from hf_hybrid_ssm.models.cache_names import by_both_cache_names
 from hf_hybrid_ssm.models.packing import PackedRows, States
-from hf_hybrid_ssm.ops._core.transforms import is_transforming
+from hf_hybrid_ssm.ops.core.transforms import is_transforming
 
 
 class RecurrentMixin:

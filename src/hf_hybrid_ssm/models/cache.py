@@ -18,7 +18,7 @@ from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin
 from hf_hybrid_ssm.models.configuration import STATE_AND_WINDOW_LAYER_TYPE, STATE_LAYER_TYPE, WINDOW_LAYER_TYPE
 from hf_hybrid_ssm.models.packing import PackedRows, States, with_zero_rows
 from hf_hybrid_ssm.models.unfinished import check_finished
-from hf_hybrid_ssm.ops._core.checks import can_read_values
+from hf_hybrid_ssm.ops.core.checks import can_read_values
 
 STATE_LAYER_TYPES = (STATE_LAYER_TYPE, WINDOW_LAYER_TYPE, STATE_AND_WINDOW_LAYER_TYPE)
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers.utils import TransformersKwargs
 
-from hf_hybrid_ssm.ops._core.checks import can_read_values
+from hf_hybrid_ssm.ops.core.checks import can_read_values
 
 INTEGERS = (torch.int32, torch.int64)
 # what every forward may be given: what transformers lists, and what its decorators, `generate` and losses hand on

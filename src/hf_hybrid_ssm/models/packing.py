@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from hf_hybrid_ssm.models.inputs import check_position_ids
 from hf_hybrid_ssm.models.past_padding import check_columns_are_known, check_past, signature
-from hf_hybrid_ssm.ops._core.checks import can_read_values, check_seq_idx
+from hf_hybrid_ssm.ops.core.checks import can_read_values, check_seq_idx
 
 States = dict[str, torch.Tensor]
 

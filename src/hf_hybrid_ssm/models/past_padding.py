@@ -7,7 +7,7 @@ modulo 2^64: 0 where there was none, whatever pieces the text was read in.
 
 import torch
 
-from hf_hybrid_ssm.ops._core.checks import can_read_values
+from hf_hybrid_ssm.ops.core.checks import can_read_values
 
 MULTIPLIERS = (-7046029254386353131, -4417276706812531889)  # odd, as signed 64-bit integers
 

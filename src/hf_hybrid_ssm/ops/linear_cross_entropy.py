@@ -3,10 +3,10 @@
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid_ssm.ops._core.checks import can_read_values, check_tensor
-from hf_hybrid_ssm.ops._core.dispatch import forced_backend
-from hf_hybrid_ssm.ops._core.second_derivatives import refuse_second_derivative
-from hf_hybrid_ssm.ops._core.transforms import is_transforming
+from hf_hybrid_ssm.ops.core.checks import can_read_values, check_tensor
+from hf_hybrid_ssm.ops.core.dispatch import forced_backend
+from hf_hybrid_ssm.ops.core.second_derivatives import refuse_second_derivative
+from hf_hybrid_ssm.ops.core.transforms import is_transforming
 
 REDUCTIONS = ("mean", "sum")
 CHUNK_NUMBERS = 2**22  # logits held at a time

@@ -17,7 +17,7 @@ from transformers import Cache, EncoderDecoderCache, PreTrainedConfig, PreTraine
 
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
 from hf_hybrid_ssm.models.spade.adaptive_vocabulary import AdaptiveSoftmax
-from hf_hybrid_ssm.ops._core.dispatch import backend
+from hf_hybrid_ssm.ops.core.dispatch import backend
 from hf_hybrid_ssm.planning.operations import Operations, by_kind
 from hf_hybrid_ssm.planning.presets import is_classifier, meta_model
 from hf_hybrid_ssm.planning.setup import Setup

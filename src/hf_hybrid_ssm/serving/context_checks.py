@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from hf_hybrid_ssm.models.packing import States
-from hf_hybrid_ssm.ops._core.dispatch import backend
+from hf_hybrid_ssm.ops.core.dispatch import backend
 from hf_hybrid_ssm.serving.state_layout import State, StateLayout, layout_without_running
 
 OF_TEXT = {"tokens": torch.int32, "attention_mask": torch.bool}  # how they are stored

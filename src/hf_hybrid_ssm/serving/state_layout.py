@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache
 
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
-from hf_hybrid_ssm.ops._core.dispatch import forced_backend
+from hf_hybrid_ssm.ops.core.dispatch import forced_backend
 
 
 class State(NamedTuple):

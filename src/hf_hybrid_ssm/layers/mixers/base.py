@@ -7,8 +7,8 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
-from hf_hybrid_ssm.ops._core.checks import check_lengths, check_seq_idx, check_tensor
-from hf_hybrid_ssm.ops._core.transforms import is_transforming
+from hf_hybrid_ssm.ops.core.checks import check_lengths, check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops.core.transforms import is_transforming
 
 State: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 

@@ -8,7 +8,7 @@ import torch
 
 from hf_hybrid_ssm.layers.mixers.base import Mixer
 from hf_hybrid_ssm.layers.mixers.parameter_marks import ValueMark, VersionMark, mark_of
-from hf_hybrid_ssm.ops._core.transforms import is_transforming, without_autocast
+from hf_hybrid_ssm.ops.core.transforms import is_transforming, without_autocast
 
 
 class CachedKernelMixer(Mixer):

@@ -10,9 +10,9 @@ from torch import nn
 from hf_hybrid_ssm.layers.mixers.base import FrozenLinear, Mixer, RowOptions, State, mixer_step_
 from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer, fold_token
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
-from hf_hybrid_ssm.ops._core.rows import zero_beyond
-from hf_hybrid_ssm.ops._core.transforms import without_autocast
 from hf_hybrid_ssm.ops.causal_conv import causal_conv_step
+from hf_hybrid_ssm.ops.core.rows import zero_beyond
+from hf_hybrid_ssm.ops.core.transforms import without_autocast
 from hf_hybrid_ssm.ops.local_attention import append_slot, drop_oldest
 from hf_hybrid_ssm.ops.long_conv import long_conv
 

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from hf_hybrid_ssm.layers.mixers.base import FrozenLSTM, Mixer, ParametrizableLSTM, RowOptions, State
-from hf_hybrid_ssm.ops._core.rows import packed_sequences, zero_beyond
-from hf_hybrid_ssm.ops._core.transforms import without_autocast
+from hf_hybrid_ssm.ops.core.rows import packed_sequences, zero_beyond
+from hf_hybrid_ssm.ops.core.transforms import without_autocast
 
 
 class LSTM(Mixer):

@@ -11,9 +11,9 @@ from hf_hybrid_ssm.layers.mixers.state_space import SSM_FIELDS, complex_pairs, l
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.layers.tables import twice_conjugate
 from hf_hybrid_ssm.layers.truncated_normal import truncated_normal
-from hf_hybrid_ssm.ops._core.checks import check_output_positions
-from hf_hybrid_ssm.ops._core.rows import take_outputs, zero_beyond
-from hf_hybrid_ssm.ops._core.transforms import without_autocast
+from hf_hybrid_ssm.ops.core.checks import check_output_positions
+from hf_hybrid_ssm.ops.core.rows import take_outputs, zero_beyond
+from hf_hybrid_ssm.ops.core.transforms import without_autocast
 from hf_hybrid_ssm.ops.linear_scan import diagonal_scan
 
 LARGEST_REAL = -1e-4  # eigenvalues are kept left of it, so that the recurrence stays stable whatever training does

@@ -10,8 +10,8 @@ from torch import nn
 from hf_hybrid_ssm.layers.mixers.base import State
 from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer, fold_token
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
-from hf_hybrid_ssm.ops._core.blocks import power_of_two
-from hf_hybrid_ssm.ops._core.transforms import without_autocast
+from hf_hybrid_ssm.ops.core.blocks import power_of_two
+from hf_hybrid_ssm.ops.core.transforms import without_autocast
 from hf_hybrid_ssm.ops.linear_scan import (
     BlockMatrices,
     ChannelSystem,

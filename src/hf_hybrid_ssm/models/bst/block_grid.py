@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid_ssm.ops._core.checks import can_read_values
+from hf_hybrid_ssm.ops.core.checks import can_read_values
 
 
 @dataclass(frozen=True)

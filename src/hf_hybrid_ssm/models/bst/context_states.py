@@ -27,8 +27,8 @@ from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.models.bst.block_grid import BlockGrid
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
-from hf_hybrid_ssm.ops._core.checks import can_read_values
-from hf_hybrid_ssm.ops._core.full_attention import attention
+from hf_hybrid_ssm.ops.core.checks import can_read_values
+from hf_hybrid_ssm.ops.core.full_attention import attention
 from hf_hybrid_ssm.ops.local_attention import attention_step
 
 

@@ -16,9 +16,9 @@ from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.models.bst.block_grid import BlockGrid
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.bst.context_states import boundaries
-from hf_hybrid_ssm.ops._core.checks import can_read_values
-from hf_hybrid_ssm.ops._core.full_attention import attention
-from hf_hybrid_ssm.ops._core.transforms import is_autocast_enabled
+from hf_hybrid_ssm.ops.core.checks import can_read_values
+from hf_hybrid_ssm.ops.core.full_attention import attention
+from hf_hybrid_ssm.ops.core.transforms import is_autocast_enabled
 from hf_hybrid_ssm.ops.local_attention import attention_step
 
 States = dict[str, torch.Tensor]

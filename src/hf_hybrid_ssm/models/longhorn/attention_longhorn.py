@@ -18,7 +18,7 @@ from hf_hybrid_ssm.models.cache_names import CACHE, by_both_cache_names
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.packing import PackedRows, States
 from hf_hybrid_ssm.models.rotary import rotated
-from hf_hybrid_ssm.ops._core.checks import can_read_values
+from hf_hybrid_ssm.ops.core.checks import can_read_values
 from hf_hybrid_ssm.ops.local_attention import (
     AttentionState,
     append_to_window,

@@ -10,8 +10,8 @@ from hf_hybrid_ssm.models.cache import state_layer
 from hf_hybrid_ssm.models.cache_names import by_both_cache_names
 from hf_hybrid_ssm.models.packing import PackedRows
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
-from hf_hybrid_ssm.ops._core.checks import can_read_values
-from hf_hybrid_ssm.ops._core.full_attention import attention
+from hf_hybrid_ssm.ops.core.checks import can_read_values
+from hf_hybrid_ssm.ops.core.full_attention import attention
 
 
 class SpadeCrossAttention(nn.Module):

@@ -46,7 +46,7 @@ from hf_hybrid_ssm.models.spade.modeling_spade import (
     spade_embedding,
 )
 from hf_hybrid_ssm.models.unfinished import begin_forward, finish_forward
-from hf_hybrid_ssm.ops._core.checks import can_read_values, check_tensor
+from hf_hybrid_ssm.ops.core.checks import can_read_values, check_tensor
 
 
 class SpadeDecoderBlock(SpadeBlock):

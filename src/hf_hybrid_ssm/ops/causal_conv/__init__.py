@@ -2,10 +2,6 @@
 
 import torch
 
-from hf_hybrid_ssm.ops._core.checks import check_lengths, check_overwritten, check_seq_idx, check_tensor
-from hf_hybrid_ssm.ops._core.dispatch import Op
-from hf_hybrid_ssm.ops._core.pages import check_pages, on_pages
-from hf_hybrid_ssm.ops._core.rows import last_inputs
 from hf_hybrid_ssm.ops.causal_conv.reference import (
     causal_conv_reference,
     causal_conv_step_reference,
@@ -13,6 +9,10 @@ from hf_hybrid_ssm.ops.causal_conv.reference import (
     step_self_check_inputs,
 )
 from hf_hybrid_ssm.ops.causal_conv.torch_backend import causal_conv_step_torch, causal_conv_torch
+from hf_hybrid_ssm.ops.core.checks import check_lengths, check_overwritten, check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops.core.dispatch import Op
+from hf_hybrid_ssm.ops.core.pages import check_pages, on_pages
+from hf_hybrid_ssm.ops.core.rows import last_inputs
 
 _OP = Op(
     "causal_conv",
@@ -54,7 +54,7 @@ def causal_conv(
             belongs to the document of the row's first token.
         lengths: (B,) int, real tokens at the front of each row; the final state is taken after them.
         return_final_state: also return the inputs that the next token needs.
-        backend: force one implementation (see `hf_hybrid_ssm.ops._core.dispatch`).
+        backend: force one implementation (see `hf_hybrid_ssm.ops.core.dispatch`).
 
     Returns:
         y (B, L, D), and the final state (B, K - 1, D) or None; both in the dtype of x.

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_hybrid_ssm.ops._core.custom_ops import differentiable_op, step_op
-from hf_hybrid_ssm.ops._core.rows import last_inputs
-from hf_hybrid_ssm.ops._core.triton_helpers import (
+from hf_hybrid_ssm.ops.core.custom_ops import differentiable_op, step_op
+from hf_hybrid_ssm.ops.core.rows import last_inputs
+from hf_hybrid_ssm.ops.core.triton_helpers import (
     contiguous,
     dense_rows,
     device_guard,

@@ -6,9 +6,9 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid_ssm.ops._core.checks import check_lengths, check_seq_idx, check_tensor
-from hf_hybrid_ssm.ops._core.dispatch import Op
-from hf_hybrid_ssm.ops._core.rows import run_by_document
+from hf_hybrid_ssm.ops.core.checks import check_lengths, check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops.core.dispatch import Op
+from hf_hybrid_ssm.ops.core.rows import run_by_document
 from hf_hybrid_ssm.ops.implicit_attention.reference import implicit_attention_reference, self_check_inputs
 from hf_hybrid_ssm.ops.implicit_attention.torch_backend import implicit_attention_torch
 from hf_hybrid_ssm.ops.legendre_memory import check_memory

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid_ssm.ops._core.dispatch import REGISTRY
-from hf_hybrid_ssm.ops._core.transforms import without_autocast
+from hf_hybrid_ssm.ops.core.dispatch import REGISTRY
+from hf_hybrid_ssm.ops.core.transforms import without_autocast
 from hf_hybrid_ssm.ops.legendre_memory.constants import BlockOperators, block_operators
 from hf_hybrid_ssm.ops.legendre_memory.torch_backend import BLOCK, advanced
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_hybrid_ssm.ops._core.c_function import CFunction
-from hf_hybrid_ssm.ops._core.constants import constant
-from hf_hybrid_ssm.ops._core.custom_ops import differentiable_op
-from hf_hybrid_ssm.ops._core.native_library import is_plain_call, library_beside, prepared, supports
-from hf_hybrid_ssm.ops._core.transforms import without_autocast
+from hf_hybrid_ssm.ops.core.c_function import CFunction
+from hf_hybrid_ssm.ops.core.constants import constant
+from hf_hybrid_ssm.ops.core.custom_ops import differentiable_op
+from hf_hybrid_ssm.ops.core.native_library import is_plain_call, library_beside, prepared, supports
+from hf_hybrid_ssm.ops.core.transforms import without_autocast
 from hf_hybrid_ssm.ops.implicit_attention.decoding import DECODE, is_exact_gelu
 from hf_hybrid_ssm.ops.implicit_attention.torch_backend import implicit_attention_torch
 from hf_hybrid_ssm.ops.legendre_memory.constants import BlockOperators, block_operators, finite_response

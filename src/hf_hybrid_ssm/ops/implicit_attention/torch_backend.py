@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from hf_hybrid_ssm.ops._core.transforms import is_transforming, without_autocast
+from hf_hybrid_ssm.ops.core.transforms import is_transforming, without_autocast
 from hf_hybrid_ssm.ops.legendre_memory.constants import impulse_response
 from hf_hybrid_ssm.ops.legendre_memory.torch_backend import Blocks, by_steps, read_out, read_out_matrices
 

@@ -15,11 +15,11 @@ import triton
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from hf_hybrid_ssm.ops._core.blocks import causal_toeplitz
-from hf_hybrid_ssm.ops._core.constants import constant
-from hf_hybrid_ssm.ops._core.custom_ops import differentiable_op
-from hf_hybrid_ssm.ops._core.transforms import without_autocast
-from hf_hybrid_ssm.ops._core.triton_helpers import dense_rows, device_guard, multiprocessors, strides, supports
+from hf_hybrid_ssm.ops.core.blocks import causal_toeplitz
+from hf_hybrid_ssm.ops.core.constants import constant
+from hf_hybrid_ssm.ops.core.custom_ops import differentiable_op
+from hf_hybrid_ssm.ops.core.transforms import without_autocast
+from hf_hybrid_ssm.ops.core.triton_helpers import dense_rows, device_guard, multiprocessors, strides, supports
 from hf_hybrid_ssm.ops.implicit_attention import triton_kernels as kernels
 from hf_hybrid_ssm.ops.implicit_attention.decoding import is_exact_gelu
 from hf_hybrid_ssm.ops.implicit_attention.torch_backend import implicit_attention_torch

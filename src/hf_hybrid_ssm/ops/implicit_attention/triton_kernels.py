@@ -14,7 +14,7 @@ again from what was read out.
 import triton
 import triton.language as tl
 
-from hf_hybrid_ssm.ops._core.triton_helpers import kernel, load
+from hf_hybrid_ssm.ops.core.triton_helpers import kernel, load
 
 
 @triton.jit

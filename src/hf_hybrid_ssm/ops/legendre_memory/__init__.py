@@ -5,9 +5,9 @@ from functools import partial
 
 import torch
 
-from hf_hybrid_ssm.ops._core.checks import check_lengths, check_seq_idx, check_tensor
-from hf_hybrid_ssm.ops._core.dispatch import Op
-from hf_hybrid_ssm.ops._core.rows import run_by_document
+from hf_hybrid_ssm.ops.core.checks import check_lengths, check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops.core.dispatch import Op
+from hf_hybrid_ssm.ops.core.rows import run_by_document
 from hf_hybrid_ssm.ops.legendre_memory.constants import impulse_response, transition
 from hf_hybrid_ssm.ops.legendre_memory.reference import legendre_memory_reference
 from hf_hybrid_ssm.ops.legendre_memory.torch_backend import legendre_memory_torch
@@ -41,7 +41,7 @@ def legendre_memory(
         lengths: (B,) int, real tokens at the front of each row; outputs after them are meaningless but finite, and
             the final state is the one after them.
         return_final_state: also return the memory.
-        backend: force one implementation (see `hf_hybrid_ssm.ops._core.dispatch`).
+        backend: force one implementation (see `hf_hybrid_ssm.ops.core.dispatch`).
 
     Returns:
         y (B, L, r, D) (r = q without `weight`) in x's dtype, and the memory (B, q, D), float32 or wider, or None.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_hybrid_ssm.ops._core.constants import constant
+from hf_hybrid_ssm.ops.core.constants import constant
 
 NEGLIGIBLE = 2.0**-26  # what the taps left out may add up to, of all of them: a quarter of float32's rounding
 

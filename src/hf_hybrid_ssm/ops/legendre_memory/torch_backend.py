@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid_ssm.ops._core.blocks import causal_toeplitz
-from hf_hybrid_ssm.ops._core.transforms import is_transforming, without_autocast
+from hf_hybrid_ssm.ops.core.blocks import causal_toeplitz
+from hf_hybrid_ssm.ops.core.transforms import is_transforming, without_autocast
 from hf_hybrid_ssm.ops.legendre_memory.constants import (
     BlockOperators,
     block_operators,

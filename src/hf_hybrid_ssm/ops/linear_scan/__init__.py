@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import torch
 
-from hf_hybrid_ssm.ops._core.checks import check_lengths, check_output_positions, check_seq_idx, check_tensor
-from hf_hybrid_ssm.ops._core.dispatch import Op
-from hf_hybrid_ssm.ops._core.transforms import without_autocast
+from hf_hybrid_ssm.ops.core.checks import check_lengths, check_output_positions, check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops.core.dispatch import Op
+from hf_hybrid_ssm.ops.core.transforms import without_autocast
 from hf_hybrid_ssm.ops.linear_scan.channel_blocks import (
     BlockMatrices,
     BlockOutputs,

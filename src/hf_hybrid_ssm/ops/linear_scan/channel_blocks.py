@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid_ssm.ops._core.blocks import causal_toeplitz, document_before_block, document_blocks, power_of_two
-from hf_hybrid_ssm.ops._core.rows import take_outputs, zero_beyond
+from hf_hybrid_ssm.ops.core.blocks import causal_toeplitz, document_before_block, document_blocks, power_of_two
+from hf_hybrid_ssm.ops.core.rows import take_outputs, zero_beyond
 from hf_hybrid_ssm.ops.linear_scan.diagonal import diagonal_scan
 from hf_hybrid_ssm.ops.linear_scan.transition import Transition, power
 from hf_hybrid_ssm.ops.long_conv.fft import channels_first, channels_last

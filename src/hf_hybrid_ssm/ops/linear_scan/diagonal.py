@@ -2,9 +2,9 @@ r"""Diagonal recurrence whose states are themselves the result: h_t = a h_{t-1} 
 
 import torch
 
-from hf_hybrid_ssm.ops._core.checks import check_lengths, check_seq_idx, check_tensor
-from hf_hybrid_ssm.ops._core.dispatch import Op
-from hf_hybrid_ssm.ops._core.transforms import without_autocast
+from hf_hybrid_ssm.ops.core.checks import check_lengths, check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops.core.dispatch import Op
+from hf_hybrid_ssm.ops.core.transforms import without_autocast
 from hf_hybrid_ssm.ops.linear_scan.reference import diagonal_inputs, diagonal_scan_reference
 from hf_hybrid_ssm.ops.linear_scan.torch_backend import diagonal_scan_torch
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from hf_hybrid_ssm.ops._core.c_function import CFunction
-from hf_hybrid_ssm.ops._core.native_library import library_beside, supports
+from hf_hybrid_ssm.ops.core.c_function import CFunction
+from hf_hybrid_ssm.ops.core.native_library import library_beside, supports
 from hf_hybrid_ssm.ops.linear_scan.custom_ops import channel_op, diagonal_op, diagonal_scan_by, lti_scan_by
 
 __all__ = ["diagonal_scan_native", "lti_scan_native", "supports"]

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from hf_hybrid_ssm.ops._core.c_function import CFunction
-from hf_hybrid_ssm.ops._core.native_library import library_beside, prepared, step_op, supports
+from hf_hybrid_ssm.ops.core.c_function import CFunction
+from hf_hybrid_ssm.ops.core.native_library import library_beside, prepared, step_op, supports
 
 __all__ = ["linear_step_native", "supports"]
 

@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid_ssm.ops._core.rows import take_outputs, zero_beyond
-from hf_hybrid_ssm.ops._core.self_check import draw
+from hf_hybrid_ssm.ops.core.rows import take_outputs, zero_beyond
+from hf_hybrid_ssm.ops.core.self_check import draw
 from hf_hybrid_ssm.ops.linear_scan.transition import Transition
 
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from hf_hybrid_ssm.ops._core.checks import check_tensor
-from hf_hybrid_ssm.ops._core.dispatch import Op
+from hf_hybrid_ssm.ops.core.checks import check_tensor
+from hf_hybrid_ssm.ops.core.dispatch import Op
 from hf_hybrid_ssm.ops.linear_scan.reference import linear_step_reference, step_inputs
 from hf_hybrid_ssm.ops.linear_scan.torch_backend import linear_step_torch
 
@@ -44,7 +44,7 @@ def linear_step(
         low_rank: l and r, (F, D, N) each.
         skip: d, (F, D).
         silu: act is SiLU instead of nothing.
-        backend: force one implementation (see `hf_hybrid_ssm.ops._core.dispatch`).
+        backend: force one implementation (see `hf_hybrid_ssm.ops.core.dispatch`).
 
     Returns:
         y (B, F, D) in the dtype of u, or None.

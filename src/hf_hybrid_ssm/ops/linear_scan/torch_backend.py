@@ -6,7 +6,7 @@ The scan takes products inside of blocks, and the same scan over the states at t
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid_ssm.ops._core.blocks import causal_toeplitz, document_before_block, document_blocks
+from hf_hybrid_ssm.ops.core.blocks import causal_toeplitz, document_before_block, document_blocks
 from hf_hybrid_ssm.ops.linear_scan.transition import power
 
 BLOCK = 32  # tokens; the depth of the recursion is the logarithm of the length to this base

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_hybrid_ssm.ops._core.triton_helpers import device_guard, kernel, supports
+from hf_hybrid_ssm.ops.core.triton_helpers import device_guard, kernel, supports
 from hf_hybrid_ssm.ops.linear_scan.custom_ops import channel_op, diagonal_op, diagonal_scan_by, lti_scan_by
 
 __all__ = ["diagonal_scan_triton", "lti_scan_triton", "supports"]

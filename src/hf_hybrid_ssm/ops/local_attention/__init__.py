@@ -2,8 +2,8 @@
 
 import torch
 
-from hf_hybrid_ssm.ops._core.checks import check_lengths, check_seq_idx, check_tensor
-from hf_hybrid_ssm.ops._core.dispatch import Op
+from hf_hybrid_ssm.ops.core.checks import check_lengths, check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops.core.dispatch import Op
 from hf_hybrid_ssm.ops.local_attention.distance_range import (
     AttentionState,
     Window,
@@ -80,7 +80,7 @@ def local_attention(
         return_final_state: also return what the next tokens need.
         capacity: number of keys the final state holds, at least what the window needs (the default); with left = None
             the default is to hold all.
-        backend: force one implementation (see `hf_hybrid_ssm.ops._core.dispatch`).
+        backend: force one implementation (see `hf_hybrid_ssm.ops.core.dispatch`).
 
     Returns:
         y (B, H, L, V) in the dtype of q, and the final state or None.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_hybrid_ssm.ops._core.transforms import is_transforming
+from hf_hybrid_ssm.ops.core.transforms import is_transforming
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -6,9 +6,9 @@ from typing import Any, List  # noqa: UP035
 import torch
 from torch import Tensor
 
-from hf_hybrid_ssm.ops._core.c_function import CFunction
-from hf_hybrid_ssm.ops._core.custom_ops import count_flops
-from hf_hybrid_ssm.ops._core.native_library import (
+from hf_hybrid_ssm.ops.core.c_function import CFunction
+from hf_hybrid_ssm.ops.core.custom_ops import count_flops
+from hf_hybrid_ssm.ops.core.native_library import (
     contiguous,
     is_plain_call,
     library_beside,
@@ -16,7 +16,7 @@ from hf_hybrid_ssm.ops._core.native_library import (
     supports,
     with_dense_rows,
 )
-from hf_hybrid_ssm.ops._core.second_derivatives import register_refusal
+from hf_hybrid_ssm.ops.core.second_derivatives import register_refusal
 from hf_hybrid_ssm.ops.local_attention.distance_range import UNLIMITED
 from hf_hybrid_ssm.ops.local_attention.torch_backend import local_attention_torch
 

@@ -5,9 +5,9 @@ from typing import List  # noqa: UP035
 import torch
 from torch import Tensor
 
-from hf_hybrid_ssm.ops._core import native_library
-from hf_hybrid_ssm.ops._core.c_function import CFunction
-from hf_hybrid_ssm.ops._core.native_library import contiguous, library_beside, prepared, step_op
+from hf_hybrid_ssm.ops.core import native_library
+from hf_hybrid_ssm.ops.core.c_function import CFunction
+from hf_hybrid_ssm.ops.core.native_library import contiguous, library_beside, prepared, step_op
 
 STEP = CFunction(
     library_beside(__file__),

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid_ssm.ops._core.checks import check_tensor
+from hf_hybrid_ssm.ops.core.checks import check_tensor
 
 
 class Sink(NamedTuple):

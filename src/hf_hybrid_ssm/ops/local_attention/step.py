@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from hf_hybrid_ssm.ops._core.checks import can_read_values, check_overwritten, check_tensor
-from hf_hybrid_ssm.ops._core.dispatch import Op
+from hf_hybrid_ssm.ops.core.checks import can_read_values, check_overwritten, check_tensor
+from hf_hybrid_ssm.ops.core.dispatch import Op
 from hf_hybrid_ssm.ops.local_attention.distance_range import AttentionState, Window, checked_window
 from hf_hybrid_ssm.ops.local_attention.reference import (
     attention_step_reference,
@@ -68,7 +68,7 @@ def attention_step(
         sink_logits: (B, H), the logit of one more column of the softmax; -inf where there is none. `head_scale` does
             not change it.
         sink_values: its value (H, V), or (G, V) for heads that share keys and values; 0 by default.
-        backend: force one implementation (see `hf_hybrid_ssm.ops._core.dispatch`).
+        backend: force one implementation (see `hf_hybrid_ssm.ops.core.dispatch`).
 
     Returns:
         y (B, H, V) in the dtype of q, 0 where a token sees neither a key nor a sink.

@@ -9,7 +9,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid_ssm.ops._core.full_attention import attention
+from hf_hybrid_ssm.ops.core.full_attention import attention
 from hf_hybrid_ssm.ops.local_attention.biased import biased_attention, can_use_cpu_flash_with_bias
 
 

@@ -2,10 +2,10 @@
 
 import torch
 
-from hf_hybrid_ssm.ops._core.checks import check_lengths, check_output_positions, check_seq_idx, check_tensor
-from hf_hybrid_ssm.ops._core.dispatch import Op
-from hf_hybrid_ssm.ops._core.rows import last_inputs, take_outputs, zero_beyond
-from hf_hybrid_ssm.ops._core.transforms import without_autocast
+from hf_hybrid_ssm.ops.core.checks import check_lengths, check_output_positions, check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops.core.dispatch import Op
+from hf_hybrid_ssm.ops.core.rows import last_inputs, take_outputs, zero_beyond
+from hf_hybrid_ssm.ops.core.transforms import without_autocast
 from hf_hybrid_ssm.ops.long_conv.reference import long_conv_reference, self_check_inputs
 from hf_hybrid_ssm.ops.long_conv.torch_backend import long_conv_torch, sampled
 

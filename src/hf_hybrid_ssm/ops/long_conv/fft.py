@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hf_hybrid_ssm.ops._core.transforms import is_transforming
+from hf_hybrid_ssm.ops.core.transforms import is_transforming
 
 CACHED = 1 << 19  # numbers of one group of channels, of the order of a second-level cache
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_hybrid_ssm.ops._core.self_check import draw
+from hf_hybrid_ssm.ops.core.self_check import draw
 
 
 def long_conv_reference(u, kernel, future_kernel, skip, history, seq_idx):

@@ -8,9 +8,9 @@ the right output make packed rows exact, with fixed shapes and in O(L log^2 L).
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid_ssm.ops._core.blocks import power_of_two, toeplitz
-from hf_hybrid_ssm.ops._core.checks import can_read_values
-from hf_hybrid_ssm.ops._core.rows import packed_sequences, take_outputs
+from hf_hybrid_ssm.ops.core.blocks import power_of_two, toeplitz
+from hf_hybrid_ssm.ops.core.checks import can_read_values
+from hf_hybrid_ssm.ops.core.rows import packed_sequences, take_outputs
 from hf_hybrid_ssm.ops.long_conv.fft import fast_length, fft_conv
 from hf_hybrid_ssm.ops.long_conv.thresholds import DIRECT
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_hybrid_ssm.ops._core.triton_helpers import device_guard, kernel, supports
+from hf_hybrid_ssm.ops.core.triton_helpers import device_guard, kernel, supports
 from hf_hybrid_ssm.ops.long_conv.thresholds import prefers_toeplitz
 from hf_hybrid_ssm.ops.long_conv.torch_backend import long_conv_torch
 

@@ -2,10 +2,10 @@
 
 import torch
 
-from hf_hybrid_ssm.ops._core.checks import check_lengths, check_overwritten, check_seq_idx, check_tensor
-from hf_hybrid_ssm.ops._core.dispatch import Op
-from hf_hybrid_ssm.ops._core.pages import check_pages, on_pages
-from hf_hybrid_ssm.ops._core.rows import extend_last_document
+from hf_hybrid_ssm.ops.core.checks import check_lengths, check_overwritten, check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops.core.dispatch import Op
+from hf_hybrid_ssm.ops.core.pages import check_pages, on_pages
+from hf_hybrid_ssm.ops.core.rows import extend_last_document
 from hf_hybrid_ssm.ops.longhorn_scan.reference import (
     longhorn_scan_reference,
     longhorn_step_reference,
@@ -73,7 +73,7 @@ def longhorn_scan(
         lengths: (B,) int, real tokens at the front of each row; what follows is padding: its outputs are meaningless
             and it does not change the state.
         return_final_state: also return the state after the last real token.
-        backend: force one implementation (see `hf_hybrid_ssm.ops._core.dispatch`).
+        backend: force one implementation (see `hf_hybrid_ssm.ops.core.dispatch`).
 
     Returns:
         y (B, L, D) in the dtype of x, and the final state (B, D, N) in float32 (float64 for float64 inputs), or None.
@@ -125,7 +125,7 @@ def longhorn_step(
         pages: (B,) int64; `state` is then memory of P pages, (P, D, N), which may lie apart, and row b goes on
             from `state[pages[b]]`. No page may be given twice. Triton's kernel works on the pages where they lie, and
             so does that in C if they are float32; elsewhere, and with heads, they are gathered, and put back.
-        backend: force one implementation (see `hf_hybrid_ssm.ops._core.dispatch`).
+        backend: force one implementation (see `hf_hybrid_ssm.ops.core.dispatch`).
 
     Returns:
         y (B, D) in the dtype of x.

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hf_hybrid_ssm.ops._core.c_function import CFunction
-from hf_hybrid_ssm.ops._core.custom_ops import differentiable_op
-from hf_hybrid_ssm.ops._core.native_library import (
+from hf_hybrid_ssm.ops.core.c_function import CFunction
+from hf_hybrid_ssm.ops.core.custom_ops import differentiable_op
+from hf_hybrid_ssm.ops.core.native_library import (
     contiguous,
     is_plain_call,
     library_beside,
@@ -16,8 +16,8 @@ from hf_hybrid_ssm.ops._core.native_library import (
     supports,
     with_dense_rows,
 )
-from hf_hybrid_ssm.ops._core.pages import REFUSES, on_rows
-from hf_hybrid_ssm.ops._core.rows import zero_beyond
+from hf_hybrid_ssm.ops.core.pages import REFUSES, on_rows
+from hf_hybrid_ssm.ops.core.rows import zero_beyond
 from hf_hybrid_ssm.ops.longhorn_scan.flops import scan_flops
 from hf_hybrid_ssm.ops.longhorn_scan.heads import over_heads, step_over_heads
 

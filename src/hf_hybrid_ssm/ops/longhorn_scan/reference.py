@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid_ssm.ops._core.self_check import draw
+from hf_hybrid_ssm.ops.core.self_check import draw
 
 
 def longhorn_scan_reference(

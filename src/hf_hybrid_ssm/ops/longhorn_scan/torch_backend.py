@@ -10,8 +10,8 @@ linear in the length and no (B, L, D, N) tensor outlives a slice. Both direction
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid_ssm.ops._core.custom_ops import differentiable_op
-from hf_hybrid_ssm.ops._core.rows import zero_beyond
+from hf_hybrid_ssm.ops.core.custom_ops import differentiable_op
+from hf_hybrid_ssm.ops.core.rows import zero_beyond
 from hf_hybrid_ssm.ops.longhorn_scan.flops import scan_flops
 from hf_hybrid_ssm.ops.longhorn_scan.heads import over_heads, step_over_heads
 

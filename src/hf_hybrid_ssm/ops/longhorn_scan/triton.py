@@ -6,9 +6,9 @@ import torch
 import triton
 from torch import Tensor
 
-from hf_hybrid_ssm.ops._core.rows import zero_beyond
-from hf_hybrid_ssm.ops._core.second_derivatives import register_refusal
-from hf_hybrid_ssm.ops._core.triton_helpers import (
+from hf_hybrid_ssm.ops.core.rows import zero_beyond
+from hf_hybrid_ssm.ops.core.second_derivatives import register_refusal
+from hf_hybrid_ssm.ops.core.triton_helpers import (
     contiguous,
     dense_rows,
     device_guard,

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from hf_hybrid_ssm.ops._core.triton_helpers import (
+from hf_hybrid_ssm.ops.core.triton_helpers import (
     INTERPRETING,
     exponential,
     kernel,

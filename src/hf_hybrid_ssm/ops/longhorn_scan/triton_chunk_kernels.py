@@ -16,7 +16,7 @@ keys longer than 1. As the result does not depend on r, no gradient goes through
 import triton
 import triton.language as tl
 
-from hf_hybrid_ssm.ops._core.triton_helpers import exponential, kernel, load, program_coords, reciprocal
+from hf_hybrid_ssm.ops.core.triton_helpers import exponential, kernel, load, program_coords, reciprocal
 from hf_hybrid_ssm.ops.longhorn_scan.triton_kernels import compute_delta
 
 T = tl.constexpr(4)  # tokens of a chunk

@@ -17,7 +17,7 @@ the compiler would otherwise choose the layout of the registers after that of th
 import triton
 import triton.language as tl
 
-from hf_hybrid_ssm.ops._core.triton_helpers import (
+from hf_hybrid_ssm.ops.core.triton_helpers import (
     INTERPRETING,
     exponential,
     kernel,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import triton
 
-from hf_hybrid_ssm.ops._core.cache_folder import cache_folder
+from hf_hybrid_ssm.ops.core.cache_folder import cache_folder
 
 BLOCK = 64  # tokens between checkpoints
 SCHEDULERS = 4  # of a multiprocessor, each of which issues from one warp at a time

@@ -4,8 +4,8 @@ import torch
 import triton
 from torch import Tensor
 
-from hf_hybrid_ssm.ops._core.custom_ops import step_op
-from hf_hybrid_ssm.ops._core.triton_helpers import contiguous, dense_rows, device_guard, supports
+from hf_hybrid_ssm.ops.core.custom_ops import step_op
+from hf_hybrid_ssm.ops.core.triton_helpers import contiguous, dense_rows, device_guard, supports
 from hf_hybrid_ssm.ops.longhorn_scan import triton_step_kernels as kernels
 from hf_hybrid_ssm.ops.longhorn_scan.heads import step_over_heads
 

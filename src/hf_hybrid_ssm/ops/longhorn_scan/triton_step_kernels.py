@@ -2,7 +2,7 @@
 
 import triton.language as tl
 
-from hf_hybrid_ssm.ops._core.triton_helpers import kernel, load, program_coords
+from hf_hybrid_ssm.ops.core.triton_helpers import kernel, load, program_coords
 from hf_hybrid_ssm.ops.longhorn_scan.triton_kernels import compute_delta
 
 

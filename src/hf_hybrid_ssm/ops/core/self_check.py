@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hf_hybrid_ssm.ops._core.precision import full_float32
+from hf_hybrid_ssm.ops.core.precision import full_float32
 
 # relative to the largest entry; a few times what rounding alone does to the examples
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}

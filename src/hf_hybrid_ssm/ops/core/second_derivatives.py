@@ -12,7 +12,7 @@ def no_second_derivative(name: str) -> RuntimeError:
     return RuntimeError(
         f"{name} has no second derivative (a gradient was taken with create_graph=True, and then differentiated): "
         "compute the forward with HF_HYBRID_SSM_BACKEND=reference, or inside of `with backend('reference'):` "
-        "(hf_hybrid_ssm.ops._core.dispatch), whose operations have all derivatives."
+        "(hf_hybrid_ssm.ops.core.dispatch), whose operations have all derivatives."
     )
 
 

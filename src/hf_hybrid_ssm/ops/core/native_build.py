@@ -27,8 +27,8 @@ from pathlib import Path
 
 import torch
 
-from hf_hybrid_ssm.ops._core import instruction_sets
-from hf_hybrid_ssm.ops._core.cache_folder import cache_folder, unsafe
+from hf_hybrid_ssm.ops.core import instruction_sets
+from hf_hybrid_ssm.ops.core.cache_folder import cache_folder, unsafe
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hf_hybrid_ssm.ops._core.dispatch import forced_backend
-from hf_hybrid_ssm.ops._core.transforms import is_transforming
+from hf_hybrid_ssm.ops.core.dispatch import forced_backend
+from hf_hybrid_ssm.ops.core.transforms import is_transforming
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hf_hybrid_ssm.ops._core.self_check import BOUNDS, largest_error
-from hf_hybrid_ssm.ops._core.transforms import is_transforming
+from hf_hybrid_ssm.ops.core.self_check import BOUNDS, largest_error
+from hf_hybrid_ssm.ops.core.transforms import is_transforming
 
 __all__ = ["BACKENDS", "KERNEL_OF", "PREFERENCE", "REGISTRY", "Op", "backend"]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from hf_hybrid_ssm.ops._core.custom_ops import is_plain_call, step_op
-from hf_hybrid_ssm.ops._core.native_build import compile_and_load, missing_compiler
+from hf_hybrid_ssm.ops.core.custom_ops import is_plain_call, step_op
+from hf_hybrid_ssm.ops.core.native_build import compile_and_load, missing_compiler
 
 __all__ = [
     "contiguous",

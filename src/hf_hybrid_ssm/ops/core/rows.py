@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_hybrid_ssm.ops._core.transforms import is_batched
+from hf_hybrid_ssm.ops.core.transforms import is_batched
 
 
 def zero_beyond(x: torch.Tensor, lengths: torch.Tensor | None, dim: int = 1) -> torch.Tensor:

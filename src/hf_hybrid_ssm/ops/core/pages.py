@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from hf_hybrid_ssm.ops._core.checks import can_read_values, check_tensor
+from hf_hybrid_ssm.ops.core.checks import can_read_values, check_tensor
 
 REFUSES = "pages must lie within the memory of the states."
 

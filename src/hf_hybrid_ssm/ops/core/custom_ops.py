@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
-from hf_hybrid_ssm.ops._core.second_derivatives import register_refusal
+from hf_hybrid_ssm.ops.core.second_derivatives import register_refusal
 
 
 def differentiable_op(

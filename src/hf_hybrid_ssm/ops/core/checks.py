@@ -3,7 +3,7 @@
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hf_hybrid_ssm.ops._core.transforms import is_batched
+from hf_hybrid_ssm.ops.core.transforms import is_batched
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
