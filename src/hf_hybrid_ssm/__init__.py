@@ -12,7 +12,11 @@ __version__ = "0.1.0"
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {name: family.package for family in FAMILIES for name in family.names}
-    | {"register_family": "hf_hybrid_ssm.auto", "register_mixer": "hf_hybrid_ssm.layers.mixers.registry"},
+    | {
+        "LowBitConfig": "hf_hybrid_ssm.models.low_bit",
+        "register_family": "hf_hybrid_ssm.auto",
+        "register_mixer": "hf_hybrid_ssm.layers.mixers.registry",
+    },
 )
 
 register()

@@ -103,6 +103,11 @@ def _register_cache_layers(_: ModuleType) -> None:
     importlib.import_module("hf_hybrid_ssm.models.cache")
 
 
+def _register_low_bits(_: ModuleType) -> None:
+    """A folder with rounded weights loads without an import of its configuration."""
+    importlib.import_module("hf_hybrid_ssm.models.low_bit")
+
+
 def _register_peft_targets(constants: ModuleType) -> None:
     """`LoraConfig()` alone works for every family; what PEFT itself knows of a model type stays.
 
@@ -147,6 +152,7 @@ _REGISTRATIONS: dict[str, Callable[[ModuleType], None]] = {
     "transformers": _name_in_library,
     "transformers.processing_utils": _name_in_library,  # which puts a second module of the library in its place
     "transformers.cache_utils": _register_cache_layers,
+    "transformers.quantizers.auto": _register_low_bits,
     "transformers.models.auto.configuration_auto": _register_configs,
     "transformers.models.auto.modeling_auto": _register_models,
 }

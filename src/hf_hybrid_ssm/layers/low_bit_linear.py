@@ -1,0 +1,184 @@
+"""A linear map whose weight has 8 or 4 bits, computed by torch's own kernels for CPUs.
+
+8 bits: one scale a row, `y = x (codes · scale)ᵀ`. 4 bits: a scale and a zero for every `group_size` columns of a row,
+`y = x ((codes - 8) · scale + zero)ᵀ`, where the grid reaches from the smallest to the largest weight of the group.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+GROUP_SIZES = (32, 64, 128, 256)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROWS = 16  # the kernel of 4 bits wants multiples of it; outputs in between are padded
+
+
+class LowBitLinear(nn.Module):
+    """`nn.Linear` for inference on a CPU, with weights of `bits` bits.
+
+    Args:
+        in_features, out_features: as in `nn.Linear`. With 4 bits `in_features` is a multiple of `group_size`.
+        bits: 8 or 4.
+        group_size: how many columns share a scale, with 4 bits: 32, 64, 128 or 256.
+        bias: whether there is one; it keeps its precision.
+
+    Its buffers are `weight_codes`, int8 `(out_features, in_features)` or uint8, two codes a byte,
+    `(out_features rounded up to 16, in_features / 2)`, and `weight_scales`, `(out_features,)` or
+    `(in_features / group_size, out_features rounded up to 16, 2)`, scale and zero. Packed for this processor's kernel
+    the codes of 4 bits have the same size; `state_dict` gives and takes them unpacked, for every processor.
+
+    Raises:
+        ValueError: bits, a group size or a shape that the kernels do not have.
+    """
+
+    weight_codes: Tensor
+    weight_scales: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bits: int,
+        group_size: int = 32,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        check_grid(bits, group_size)
+        if not fits(in_features, bits, group_size):
+            raise ValueError(f"in_features={in_features} must be a multiple of group_size={group_size} with 4 bits.")
+        self.in_features, self.out_features = in_features, out_features
+        self.bits, self.group_size, self.is_packed = bits, group_size, False
+        padded = -(-out_features // ROWS) * ROWS
+        if bits == 8:
+            codes = torch.zeros(out_features, in_features, dtype=torch.int8, device=device)
+            scales = torch.ones(out_features, dtype=dtype, device=device)
+        else:
+            codes = torch.zeros(padded, in_features // 2, dtype=torch.uint8, device=device)
+            scales = torch.ones(in_features // group_size, padded, 2, dtype=dtype, device=device)
+        self.register_buffer("weight_codes", codes)
+        self.register_buffer("weight_scales", scales)
+        self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device), False) if bias else None
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, *, bits: int, group_size: int = 32) -> "LowBitLinear":
+        """The map of an `nn.Linear`, its weights rounded to the nearest code."""
+        weight = linear.weight.detach()
+        rounded = cls(
+            linear.in_features,
+            linear.out_features,
+            bits=bits,
+            group_size=group_size,
+            bias=linear.bias is not None,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+        if linear.bias is not None:
+            rounded.bias = nn.Parameter(linear.bias.detach().clone(), False)
+        rounded._round_to_8_bits(weight.float()) if bits == 8 else rounded._round_to_4_bits(weight.float())
+        return rounded.train(linear.training)
+
+    def _round_to_8_bits(self, weight: Tensor) -> None:
+        self.weight_scales.copy_((weight.abs().amax(1) / 127).clamp(min=1e-7))
+        codes = (weight / self.weight_scales.float()[:, None]).round_()
+        self.weight_codes.copy_(codes.clamp_(-127, 127))
+
+    def _round_to_4_bits(self, weight: Tensor) -> None:
+        groups = weight.view(self.out_features, -1, self.group_size)
+        low, high = groups.amin(-1), groups.amax(-1)
+        scale = ((high - low) / 15).clamp(min=1e-7)
+        scales = torch.stack([scale, low + 8 * scale], -1).transpose(0, 1)
+        self.weight_scales[:, : self.out_features].copy_(scales)
+        # against the scales as they are stored, which have the dtype of the weights
+        scale, zero = self.weight_scales[:, : self.out_features].float().transpose(0, 1).unbind(-1)
+        codes = ((groups - zero[..., None]) / scale[..., None]).round_().add_(8).clamp_(0, 15)
+        codes = codes.view_as(weight).to(torch.uint8)
+        self.weight_codes[: self.out_features].copy_(codes[:, ::2] | codes[:, 1::2] << 4)
+
+    def _unpacked_codes(self) -> Tensor:
+        if not self.is_packed:
+            return self.weight_codes
+        # the layout depends on the processor, so that the kernel itself must read it: the rows of the identity
+        padded, groups = len(self.weight_codes), self.in_features // self.group_size
+        scales = torch.stack([torch.ones(groups, padded), torch.zeros(groups, padded)], -1)
+        identity = torch.eye(self.in_features)
+        codes = torch.ops.aten._weight_int4pack_mm_for_cpu(identity, self.weight_codes, self.group_size, scales)
+        codes = codes.round().add_(8).to(torch.uint8).T
+        return codes[:, ::2] | codes[:, 1::2] << 4
+
+    def pack(self) -> None:
+        """Bring the codes of 4 bits into the order that this processor's kernel reads; a second time does nothing."""
+        if self.bits == 8 or self.is_packed:
+            return
+        codes = torch.stack([self.weight_codes & 15, self.weight_codes >> 4], -1).flatten(1).int()
+        self.weight_codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+        self.is_packed = True
+
+    def dequantized(self) -> Tensor:
+        """The weight `(out_features, in_features)` that the codes stand for, in float64."""
+        scales = self.weight_scales.double()
+        if self.bits == 8:
+            return self.weight_codes.double() * scales[:, None]
+        codes = self._unpacked_codes()
+        codes = torch.stack([codes & 15, codes >> 4], -1).flatten(1).double()
+        scale, zero = scales.transpose(0, 1).repeat_interleave(self.group_size, 1).unbind(-1)
+        return ((codes - 8) * scale + zero)[: self.out_features]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """`(..., in_features)` to `(..., out_features)`, in the inputs' dtype.
+
+        Raises:
+            TypeError: inputs that are not float32, bfloat16 or float16.
+            ValueError: inputs on another device than a CPU.
+            NotImplementedError: inputs that want a gradient, which these kernels do not give.
+        """
+        if inputs.dtype not in DTYPES:
+            raise TypeError(f"inputs must be float32, bfloat16 or float16, got {inputs.dtype}.")
+        if inputs.device.type != "cpu" or self.weight_codes.device.type != "cpu":
+            raise ValueError(f"weights of {self.bits} bits are for CPUs; the inputs are on {inputs.device}.")
+        if inputs.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"weights of {self.bits} bits give no gradient; train the model before rounding."
+            )
+        flat = inputs.reshape(-1, self.in_features)
+        scales = self.weight_scales.to(inputs.dtype)
+        if flat.numel() == 0:
+            outputs = flat.new_zeros(len(flat), self.out_features)
+        elif self.bits == 8:
+            outputs = torch.ops.aten._weight_int8pack_mm(flat.contiguous(), self.weight_codes, scales)
+        else:
+            self.pack()
+            kernel = torch.ops.aten._weight_int4pack_mm_for_cpu
+            outputs = kernel(flat.contiguous(), self.weight_codes, self.group_size, scales)[:, : self.out_features]
+        if self.bias is not None:
+            outputs = outputs + self.bias.to(outputs.dtype)
+        return outputs.reshape(*inputs.shape[:-1], self.out_features)
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[arg-type]
+        destination[prefix + "weight_codes"] = self._unpacked_codes()
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
+        if prefix + "weight_codes" in state_dict:
+            self.is_packed = False
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        group = f", group_size={self.group_size}" if self.bits == 4 else ""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}{group}"
+
+
+def check_grid(bits: int, group_size: int) -> None:
+    """Raises ValueError for bits or a group size that the kernels do not have."""
+    if isinstance(bits, bool) or bits not in (8, 4):
+        raise ValueError(f"bits must be 8 or 4, got {bits!r}.")
+    if isinstance(group_size, bool) or group_size not in GROUP_SIZES:
+        raise ValueError(f"group_size must be one of {', '.join(map(str, GROUP_SIZES))}, got {group_size!r}.")
+
+
+def fits(in_features: int, bits: int, group_size: int) -> bool:
+    """Whether a map of so many inputs can be rounded; 8 bits always."""
+    return bits == 8 or in_features % group_size == 0

@@ -1,0 +1,128 @@
+"""Weights of 8 or 4 bits on a CPU, as one more `quantization_config` of transformers."""
+
+import logging
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from hf_hybrid_ssm.layers.low_bit_linear import DTYPES, LowBitLinear, check_grid, fits
+
+logger = logging.getLogger(__name__)
+METHOD = "hf_hybrid_ssm_low_bit"
+
+
+class LowBitConfig(QuantizationConfigMixin):
+    """Linear maps and the language-model head in 8 or 4 bits, for inference on a CPU.
+
+    `AutoModelForCausalLM.from_pretrained(folder, dtype="bfloat16", quantization_config=LowBitConfig(bits=4))`;
+    `save_pretrained` writes the rounded weights, and such a folder loads without the argument.
+
+    Args:
+        bits: 8 (one scale a row) or 4 (a scale and a zero a group of columns).
+        group_size: columns of a group, with 4 bits: 32, 64, 128 or 256. Maps whose inputs it does not divide keep
+            their precision; a warning names them.
+        modules_to_not_convert: names of further maps that keep their precision, or the last parts of names.
+
+    Raises:
+        ValueError: bits or a group size that there is not.
+    """
+
+    def __init__(
+        self,
+        bits: int = 8,
+        group_size: int = 32,
+        modules_to_not_convert: list[str] | None = None,
+        quant_method: str = METHOD,
+    ):
+        check_grid(bits, group_size)
+        if isinstance(modules_to_not_convert, str):
+            raise TypeError(f"modules_to_not_convert must be a list of names, got {modules_to_not_convert!r}.")
+        self.quant_method = quant_method  # type: ignore[assignment]
+        self.bits, self.group_size = bits, group_size
+        self.modules_to_not_convert = modules_to_not_convert
+
+
+class LowBitQuantizer(HfQuantizer):
+    """Puts a `LowBitLinear` in the place of every linear map: before loading a rounded folder, after any other."""
+
+    quantization_config: LowBitConfig
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        placed = kwargs.get("device_map")
+        devices = placed.values() if isinstance(placed, dict) else [] if placed in (None, "auto") else [placed]
+        if other := [device for device in devices if str(device) != "cpu"]:
+            raise ValueError(f"LowBitConfig is for CPUs; device_map asks for {other[0]}.")
+
+    def _chosen(self, model: PreTrainedModel) -> dict[str, nn.Linear]:
+        config = self.quantization_config
+        skipped = tuple(config.modules_to_not_convert or ())
+        linear = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+        chosen = {
+            name: module
+            for name, module in linear.items()
+            if not any(name == skip or name.endswith(f".{skip}") for skip in skipped)
+        }
+        # the shared embeddings of an encoder and a decoder are one tensor with the head, and stay one
+        if model.config.is_encoder_decoder and model.config.tie_word_embeddings:
+            head = model.get_output_embeddings()
+            chosen = {name: module for name, module in chosen.items() if module is not head}
+        unfit = [
+            name for name, module in chosen.items() if not fits(module.in_features, config.bits, config.group_size)
+        ]
+        if unfit:
+            logger.warning(
+                "%d linear maps keep their precision, as group_size=%d does not divide their inputs: %s",
+                len(unfit),
+                config.group_size,
+                ", ".join(unfit),
+            )
+        return {name: module for name, module in chosen.items() if name not in unfit}
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        if not self.pre_quantized:
+            return
+        config = self.quantization_config
+        for name, linear in self._chosen(model).items():
+            empty = LowBitLinear(
+                linear.in_features,
+                linear.out_features,
+                bits=config.bits,
+                group_size=config.group_size,
+                bias=linear.bias is not None,
+                device=linear.weight.device,
+                dtype=linear.weight.dtype,
+            )
+            model.set_submodule(name, empty)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        config = self.quantization_config
+        if not self.pre_quantized:
+            for name, linear in self._chosen(model).items():
+                if linear.weight.dtype not in DTYPES:
+                    raise TypeError(f"{name}.weight must be float32, bfloat16 or float16, got {linear.weight.dtype}.")
+                model.set_submodule(
+                    name, LowBitLinear.from_linear(linear, bits=config.bits, group_size=config.group_size)
+                )
+        if isinstance(model.get_output_embeddings(), LowBitLinear) and model.config.tie_word_embeddings:
+            model.config.tie_word_embeddings = False  # the head has codes of its own, the embeddings keep theirs
+            model.all_tied_weights_keys = {}
+        for module in model.modules():
+            if isinstance(module, LowBitLinear):
+                module.pack()
+        model.requires_grad_(False)
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+if METHOD not in AUTO_QUANTIZER_MAPPING:
+    register_quantization_config(METHOD)(LowBitConfig)
+    register_quantizer(METHOD)(LowBitQuantizer)
