@@ -196,3 +196,11 @@ def test_reading_size_leaves_out_only_what_a_default_model_does_not_hold(family)
         model = getattr(hf_hybrid_ssm, family.main_class(config))(config)
     held = {type(module).__module__ for module in model.modules()}
     assert f"{family.package}.modeling_{family.folder}" in held and not held & left_out
+
+
+@pytest.mark.parametrize("name", ["PreTrainedModel", "AutoModelForCausalLM", "quantizers", "cache_utils"])
+def test_any_name_of_transformers_may_come_first(name):
+    """What waits for a module of transformers to be imported must not need one that is on its way to it."""
+    code = f"import hf_hybrid_ssm; from transformers import {name}; from hf_hybrid_ssm import LonghornForCausalLM"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,15 +1,19 @@
 """Weights of 8 or 4 bits on a CPU, as one more `quantization_config` of transformers."""
 
+from __future__ import annotations
+
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_hybrid_ssm.layers.low_bit_linear import DTYPES, LowBitLinear, check_grid, fits
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel  # whose module imports the quantizers, and these this one
 
 logger = logging.getLogger(__name__)
 METHOD = "hf_hybrid_ssm_low_bit"
