@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, GenerationMixin
 
+from hf_hybrid_ssm.models.cache_names import NEW, OLD
+
 SIGNATURE = inspect.signature(GenerationMixin.generate)
 # values that say nothing; any other one is refused
 SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -21,7 +23,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "custom_generate": (None,),
     "assistant_model": (None,),
 }
-FORBIDDEN = {"cache", "past_key_values", "inputs_embeds", "position_ids"}
+FORBIDDEN = {NEW, OLD, "inputs_embeds", "position_ids"}
 KNOWN = {"input_ids", "attention_mask"}
 
 
