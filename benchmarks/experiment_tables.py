@@ -389,6 +389,23 @@ def upcycling_recall(figures: dict) -> str:
     return "\n".join(parts)
 
 
+def upcycling_report(figures: dict) -> str:
+    """Needles right with Wilson's intervals, loss by position, and the cache, for a teacher and its students."""
+    models, multiples = figures["models"], figures["settings"]["multiples"]
+    lengths = [multiple * figures["settings"]["window"] for multiple in multiples]
+    samples, parts = figures["settings"]["samples"], list(models["teacher"]["loss"]["mean"])[-2:]
+    rows = []
+    for name, found in models.items():
+        needles = (found["recall"]["recall_needle"][f"{multiple}x"] for multiple in multiples)
+        shown = (f"{each['right']} ({each['interval'][0]:.0%} to {each['interval'][1]:.0%})" for each in needles)
+        losses = (f"{found['loss']['mean'][part]:.3f}" for part in parts)
+        caches = (f"{found['cache_bytes'][length] / 2**20:,.0f}" for length in ("4096", "65536"))
+        rows.append([name, *shown, *losses, *caches])
+    head = ["model", *(f"needles of {samples} in {length:,} tokens, 95 %" for length in lengths)]
+    head += [f"loss, tokens {part.replace('-', ' to ')}" for part in parts]
+    return markdown_table([*head, "cache at 4,096, MiB", "at 65,536"], rows)
+
+
 def _percents(shares: list[float]) -> str:
     seeds = [f"{100 * share:.0f}" for share in shares]
     return f"{100 * statistics.mean(shares):.0f}" + (f" ({', '.join(seeds)})" if len(set(seeds)) > 1 else "")

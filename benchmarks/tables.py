@@ -30,6 +30,7 @@ from experiment_tables import (
     upcycling_controls,
     upcycling_gaps,
     upcycling_recall,
+    upcycling_report,
 )
 from table_text import RESULTS, load, markdown_table
 
@@ -330,6 +331,7 @@ TABLES = {
     "upcycling_gaps": upcycling_gaps,
     "upcycling_controls": upcycling_controls,
     "upcycling_recall": upcycling_recall,
+    "upcycling_report": upcycling_report,
     "bst_books": lengths,
     "bst_16k": lengths,
     "scaling_law": scaling_law,

@@ -44,6 +44,16 @@ def test_python_runs(page, tmp_path, monkeypatch):
         FAMILIES[:] = families  # without those that the page registers
 
 
+def test_blocks_of_the_first_page_run_alone(tmp_path, monkeypatch):
+    """As they are pasted: without what the blocks before have imported or made."""
+    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
+    monkeypatch.chdir(tmp_path)
+    blocks = python_of(ROOT / "README.md")
+    assert len(blocks) >= 2
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {"__name__": "documentation"})
+
+
 def test_the_first_example_writes_what_is_shown_and_warns_of_nothing(tmp_path, monkeypatch, capfd):
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
     monkeypatch.chdir(tmp_path)
