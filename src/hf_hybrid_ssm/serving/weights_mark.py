@@ -18,8 +18,8 @@ def weights_mark(model: Any) -> tuple[Any, ...]:
     """Equal for two calls if what the decoder computes from is: class, configuration, dtypes, devices, a checksum of
     every weight (CRC-32), adapters that are switched on, autocast, and training or not.
 
-    It reads all weights, which costs about what a token costs, and on an accelerator copies them to the CPU. Unlike a
-    fingerprint it is for one process.
+    It reads all weights once, as a token does, and on an accelerator copies them to the CPU. Unlike a fingerprint it
+    is for one process.
     """
     decoder = model.get_decoder()
     weights = tuple(
