@@ -83,7 +83,7 @@ REPORTS = roundtrips determinism numerics misuse fuzz crash scale
 reliability: $(REPORTS)
 
 roundtrips determinism numerics misuse fuzz crash scale: $(STAMP)
-	$(REPORT) --make $@
+	$(REPORT) $@
 
 .PHONY: reports operation-counts
 reports: upstream invariants programs matrix operation-counts plans reliability
@@ -121,7 +121,7 @@ triton: $(STAMP)
 
 matrix: $(STAMP)
 	$(BIN)/python -m pip install --quiet -r tests/matrix/requirements.txt
-	$(REPORT) --make matrix
+	$(REPORT) matrix
 
 cards: $(STAMP)
 	$(BIN)/python tools/model_cards.py
@@ -130,7 +130,7 @@ cards: $(STAMP)
 VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 vllm: $(VLLM_STAMP)
-	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m tests.reporting --make vllm $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m tests.reporting vllm $(PYTEST_ARGS)
 
 $(VLLM_STAMP): tests/serving/engine/requirements.txt | $(STAMP)
 	[ -x $(VLLM_VENV)/bin/python ] || $(BIN)/python -m venv $(VLLM_VENV)

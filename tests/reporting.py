@@ -2,7 +2,10 @@
 
     python -m tests.reporting                       the pages whose sources changed after they were made
     python -m tests.reporting --check               the same, with status 1 if there is one
-    python -m tests.reporting --make numerics       make a page anew (or several) from a run of its tests
+    python -m tests.reporting --list                every name that can be run, and what it is for
+    python -m tests.reporting numerics              make a page anew (or several) from a run of its tests
+    python -m tests.reporting invariants            what else is run seldom (`tests.jobs`)
+    python -m tests.reporting reports               every page of docs/quality.md, from one commit (hours)
     python -m tests.reporting --stamp PAGE          say in a page that another command wrote what it was made from
 
 A page that is made takes every variant where `make test` takes a few (`THOROUGH`). Tests put figures on a page by
@@ -26,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.jobs import JOBS, run_job
 
 ROOT = Path(__file__).parents[1]
 REPORTS = ROOT / "reports"
@@ -97,10 +102,16 @@ PAGES = {
     ),
 }
 
+RELIABILITY = ("roundtrips", "determinism", "numerics", "misuse", "fuzz", "crash", "scale")
+GROUPS = {
+    "reliability": RELIABILITY,
+    "reports": ("upstream", "invariants", "programs", "matrix", "operation-counts", "plans", *RELIABILITY),
+}
+
 # pages that other commands write: the command, and what they are about
 STAMPED = {
-    "planning.md": ("make plans", *MODELS, "src/hf_hybrid_ssm/planning"),
-    "programs.md": ("make programs", *MODELS, "tests/programs"),
+    "planning.md": ("python -m tests.reporting plans", *MODELS, "src/hf_hybrid_ssm/planning"),
+    "programs.md": ("python -m tests.reporting programs", *MODELS, "tests/programs"),
 }
 
 
@@ -212,7 +223,7 @@ class Writer:
         self.page = page
         self.reports: list[pytest.TestReport] = []
         # of the sources as they are when the run begins
-        self.made = made_by(f"python -m tests.reporting --make {name}", page.about, page.libraries)
+        self.made = made_by(f"python -m tests.reporting {name}", page.about, page.libraries)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
@@ -344,22 +355,49 @@ def make(name: str, arguments: list[str]) -> int:
         "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }
+    if name == "matrix":
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "-r", "tests/matrix/requirements.txt"]
+        subprocess.run(install, cwd=ROOT, check=True)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.reporting", "--page", name, *page.tests, *arguments]
     command += ["-n", str(page.processes), "--timeout", "1800"] if page.processes else []
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 
+def names() -> dict[str, str]:
+    """Every name that can be run, and what it is for."""
+    told = {name: f"{page.title}: reports/{page.path}" for name, page in PAGES.items()}
+    told |= {name: job.about for name, job in JOBS.items()}
+    return told | {group: ", ".join(members) for group, members in GROUPS.items()}
+
+
+def run(name: str, arguments: list[str]) -> int:
+    """A group runs to its end, and its status is the largest of its members'."""
+    if name in GROUPS:
+        return max(run(member, arguments) for member in GROUPS[name])
+    return make(name, arguments) if name in PAGES else run_job(name, arguments)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--make", nargs="+", choices=PAGES, help="make these pages anew")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="what to run (--list)")
+    parser.add_argument("--list", action="store_true", help="the names, and what each is for")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a page is older than its sources")
     parser.add_argument("--stamp", type=Path, metavar="PAGE", help="a page that was written just now")
     options, arguments = parser.parse_known_args()
+    if unknown := [name for name in options.names if name not in names()]:
+        parser.error(f"there is no {', '.join(unknown)}: choose from {', '.join(sorted(names()))}")
+    if options.list:
+        print("\n".join(f"{name:17} {about}" for name, about in sorted(names().items())))
+        return 0
     if options.stamp:
         stamp(options.stamp)
         return 0
-    if options.make:
-        return max(make(name, arguments) for name in options.make)
+    if options.names:
+        return max(run(name, arguments) for name in options.names)
+    if arguments:
+        parser.error(f"{' '.join(arguments)} belongs to no NAME")
     reasons = {page: outdated(page) for page in sorted(REPORTS.rglob("*.md")) if page.name != "README.md"}
     for page, reason in reasons.items():
         print(f"{page.relative_to(ROOT)}: {reason or 'up to date'}")

@@ -1,12 +1,13 @@
 """A page tells every outcome of the run it is made from, and pages older than their sources are listed."""
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests import reporting
+from tests import jobs, reporting
 
 TESTS = '''"""What is asked
 
@@ -98,3 +99,30 @@ def test_a_stale_page_fails_the_check(reason, status, tmp_path, monkeypatch, cap
         assert reporting.main() == expected
     assert (reason or "up to date") in capsys.readouterr().out
     assert "--check" in (Path(__file__).parents[1] / "Makefile").read_text(encoding="utf-8")
+
+
+def test_every_name_is_listed_and_a_command_of_it_is_there(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["reporting", "--list"])
+    assert reporting.main() == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert listed == sorted({*reporting.PAGES, *reporting.JOBS, *reporting.GROUPS})
+    assert {member for members in reporting.GROUPS.values() for member in members} <= set(listed)
+    commands = [shlex.split(command) for job in jobs.JOBS.values() for command in job.commands]
+    for first, second, *_ in ([*words, ""] for words in commands):
+        file = second.replace(".", "/") + ".py" if first == "-m" else first
+        assert second in ("pytest", "hf_hybrid_ssm") or (reporting.ROOT / file).is_file(), file
+
+
+def test_a_job_stops_at_the_first_command_that_fails(monkeypatch):
+    job = jobs.Job("it", ('-c "import sys; sys.exit(len(sys.argv))"', "-c pass"))
+    monkeypatch.setitem(jobs.JOBS, "it", job)
+    assert reporting.run("it", ["one", "two"]) == 3
+    monkeypatch.setitem(jobs.JOBS, "it", jobs.Job("it", ("-c pass", '-c "import sys; sys.exit(len(sys.argv))"')))
+    assert reporting.run("it", ["one", "two"]) == 1  # further arguments are the first command's
+
+
+def test_a_name_that_is_not_there_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["reporting", "numeric"])
+    with pytest.raises(SystemExit):
+        reporting.main()
+    assert "there is no numeric: choose from bench" in capsys.readouterr().err
