@@ -95,6 +95,10 @@ JOBS = {
         ("-m tools.triton_versions",),
         threads=None,
     ),
+    "build": Job("the wheel and the source distribution in dist/", ("-m hatchling build",), threads=None),
+    "reports-status": Job(
+        "which pages in reports/ are older than the sources they are about", ("-m tests.reporting",), threads=None
+    ),
     "cards": Job("the model cards of the papers' language models", ("tools/model_cards.py",), threads=None),
     "clean-room": Job(
         "exported folders in a new environment that lacks the package, lm-eval's own command included",

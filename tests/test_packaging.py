@@ -16,6 +16,7 @@ import hf_hybrid_ssm
 from hf_hybrid_ssm.hub.sources import Module
 from hf_hybrid_ssm.models.families import FAMILIES
 from tests import processes
+from tools import reading_size
 from tools.reading_size import files_of, optional_modules
 
 SOURCE = Path(__file__).parents[1] / "src"
@@ -196,6 +197,12 @@ def test_reading_size_leaves_out_only_what_a_default_model_does_not_hold(family)
         model = getattr(hf_hybrid_ssm, family.main_class(config))(config)
     held = {type(module).__module__ for module in model.modules()}
     assert f"{family.package}.modeling_{family.folder}" in held and not held & left_out
+
+
+def test_contributing_has_the_reading_sizes_of_today():
+    now = reading_size.table([family.model_type for family in FAMILIES])
+    assert now.count("\n") == 1 + len(FAMILIES)
+    assert reading_size.shown() == now, "CONTRIBUTING.md is behind: python tools/reading_size.py --write"
 
 
 @pytest.mark.parametrize("name", ["PreTrainedModel", "AutoModelForCausalLM", "quantizers", "cache_utils"])

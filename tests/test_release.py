@@ -168,7 +168,7 @@ def test_workflows_and_templates_are_read(path):
             if "uses" in step:
                 assert re.fullmatch(r"[\w-]+/[\w-]+@(v\d+|release/v1)", step["uses"])
             for target in re.findall(r"^make ([a-z]+)", step.get("run", ""), re.MULTILINE):
-                assert re.search(rf"^(?:[\w-]+ )*{target}(?: [\w-]+)*:", text, re.MULTILINE), target
+                assert re.search(rf"^{target}:", text, re.MULTILINE), target
             for file in re.findall(r"\btests/[\w./]+", step.get("run", "")):
                 assert (ROOT / file).exists(), file
 
@@ -185,7 +185,10 @@ def test_workflows_cover_what_is_promised():
     weekly = yaml.safe_load((ROOT / ".github/workflows/newest.yml").read_text(encoding="utf-8"))
     times = weekly[True]["schedule"]  # YAML reads "on" as true
     assert re.fullmatch(r"\d+ \d+ \* \* \d", times[0]["cron"])
-    assert [step["run"] for step in weekly["jobs"]["newest"]["steps"] if "run" in step] == ["make newest"]
+    assert [step["run"] for step in weekly["jobs"]["newest"]["steps"] if "run" in step] == [
+        "make install",
+        ".venv/bin/python -m tests.reporting newest",
+    ]
     publish = yaml.safe_load((ROOT / ".github/workflows/publish.yml").read_text(encoding="utf-8"))["jobs"]["publish"]
     assert publish["permissions"] == {"id-token": "write"} and "secrets" not in str(publish)
 

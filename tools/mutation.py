@@ -91,7 +91,7 @@ def write(seed: int, mutants: list[Mutant], entries: list[dict]) -> None:
     path = write_page(
         "reliability/mutation.md",
         "Mutation testing",
-        made_by("make mutation", ("src/hf_hybrid_ssm", "recipes", "tests")),
+        made_by("python -m tests.reporting mutation", ("src/hf_hybrid_ssm", "recipes", "tests")),
         f"{len(entries)} of the {len(mutants):,} faults that `tools.mutants` can make in the package and the recipes, "
         f"drawn with seed {seed}, each against the tests of its part: **{score(entries)}** (a test failed, hung or "
         "crashed). C files are not among them.",

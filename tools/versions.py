@@ -88,8 +88,8 @@ def main() -> int:
     write_page(
         "reliability/versions.md",
         "Lowest and newest versions",
-        made_by(f"make {arguments.kind}", ("src", "tests", "pyproject.toml")),
-        "`make lowest` and `make newest` run the tests in environments of their own. What needs several processes, "
+        made_by(f"python -m tests.reporting {arguments.kind}", ("src", "tests", "pyproject.toml")),
+        "The tests in environments of their own. What needs several processes, "
         "transformers' own tests, the documentation's, the matrix's and those of the plans are left out; `make test` "
         "runs all with pinned versions.",
         table(["versions", "python", *SHOWN, *outcomes], rows),

@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_committed_cards_are_those_of_the_presets():
     committed = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "model_cards").glob("*.md")}
-    assert committed == preset_cards(), "run make cards"
+    assert committed == preset_cards(), "run python -m tests.reporting cards"
 
 
 def test_no_card_is_of_a_task_or_of_a_size_that_no_paper_has():

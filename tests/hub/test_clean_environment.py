@@ -1,6 +1,7 @@
-"""`make clean-room`: exported folders in an environment that pip filled with transformers, torch and lm-eval alone.
+"""Exported folders in an environment that pip filled with transformers, torch and lm-eval alone.
 
-Building it takes minutes, so `make test` leaves it out and blocks the package's import instead (test_export.py).
+Building it takes minutes, so `make test` leaves it out and blocks the package's import instead (test_export.py);
+`python -m tests.reporting clean-room` runs it.
 """
 
 import json
@@ -23,7 +24,7 @@ from tests.tiny_models import build, classes_of, config_of
 ROOT = Path(__file__).parents[2]
 WANTED = "HF_HYBRID_SSM_CLEAN_ROOM"
 pytestmark = [
-    pytest.mark.skipif(WANTED not in os.environ, reason=f"make clean-room sets {WANTED}"),
+    pytest.mark.skipif(WANTED not in os.environ, reason=f"`python -m tests.reporting clean-room` sets {WANTED}"),
     pytest.mark.timeout(1800),
 ]
 TEXTS = ["one two three apple four five six seven"] * 4

@@ -1,4 +1,7 @@
-"""The promise at the top of the README, for every family and variant; `make invariants` draws many more cases."""
+"""The promise at the top of the README, for every family and variant.
+
+`python -m tests.reporting invariants` draws many more cases.
+"""
 
 import zlib
 from random import Random

@@ -1,4 +1,6 @@
-"""A slice of `make sanitize`: one small kernel under the sanitizers, and a few random calls of all of them without."""
+"""A slice of `python -m tests.reporting sanitize`: one small kernel under the sanitizers, a few random calls of all
+of them without.
+"""
 
 import pytest
 

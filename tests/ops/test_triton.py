@@ -15,7 +15,8 @@ import torch
 import hf_hybrid_ssm.ops
 from benchmarks import kernel_evidence
 
-triton = pytest.importorskip("triton", minversion="3.6", reason="needs Triton: `make triton` takes every version")
+REASON = "needs Triton: `python -m tests.reporting triton` takes every version"
+triton = pytest.importorskip("triton", minversion="3.6", reason=REASON)
 
 # what keeps the compiler's time short; states that lie in lanes and in registers, and several tokens, remain
 SMALL = {"T": 2, "S": 4, "P": 4, "BD": 16, "BLOCK": 8, "num_warps": 2, "STAGES": 2}
@@ -164,7 +165,7 @@ def test_the_page_of_evidence_is_of_these_kernels():
     records = json.loads(file.read_text(encoding="utf-8"))
     reported = {(r["op"], r["kernel"], r["class"]): r for r in records if r.get("triton") == triton.__version__}
     if not reported:
-        pytest.skip(f"the page has nothing of Triton {triton.__version__}: `make triton` has it counted")
+        pytest.skip(f"the page has nothing of Triton {triton.__version__}: `tests.reporting triton` counts")
     for op, shape_class, kernel, constants in kernel_evidence.cases():
         name = (op, kernel.fn.__name__, shape_class)
         assert reported[name]["sizes"] == kernel_evidence._plain_sizes(constants)

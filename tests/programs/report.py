@@ -19,7 +19,7 @@ A program is a list of instructions (feed, crop, reorder, select, repeat, reset,
 ones that must be refused and change nothing) run on a tiny model and its cache. After every feed the outputs of all
 real tokens are compared with a float64 forward of the token's document alone, without cache, mask or packing, by the
 step-by-step reference implementations. A deviation is relative to the largest value expected of the token (at least
-1); a program fails above {bounds}. Written by `make programs`.
+1); a program fails above {bounds}. Written by `python -m tests.reporting programs`.
 """
 
 

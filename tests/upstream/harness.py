@@ -5,7 +5,7 @@ are not part of the distribution), a set of common configuration values, what th
 the generation mixin, recreated in `generation_checks.py`. Nothing of the distribution is copied into this repository.
 
 The folder that holds the distribution's `tests` is named by the environment variable HF_HYBRID_SSM_UPSTREAM_TESTS
-(`make upstream` downloads it and sets the variable).
+(`python -m tests.reporting upstream` downloads it and sets the variable).
 """
 
 import importlib
@@ -36,7 +36,7 @@ def _module(name: str, **attributes) -> None:
 def _load():
     root = os.environ.get(VARIABLE)
     if not root:
-        pytest.skip(f"{VARIABLE} is not set; `make upstream` sets it", allow_module_level=True)
+        pytest.skip(f"{VARIABLE} is not set; `python -m tests.reporting upstream` sets it", allow_module_level=True)
     folder = Path(root, "tests")
     if not (folder / "test_modeling_common.py").exists():
         raise FileNotFoundError(f"{VARIABLE}={root} holds no tests/test_modeling_common.py")

@@ -1,6 +1,6 @@
 """Run transformers' own tests on every family and on peers of transformers, and write the table of what came out.
 
-    make upstream
+    python -m tests.reporting upstream
 
 Writes reports/upstream.md. Exits with 1 if a test of this package's families failed.
 """
@@ -82,7 +82,11 @@ def main() -> int:
     files = [str(path) for path in sorted(FOLDER.glob("test_*.py"))]
     pytest.main(["-q", "-n", "2", "--dist", "worksteal", *files, str(FOLDER / "peers.py")], plugins=[collector])
     write(
-        collector, made_by("make upstream", ("src/hf_hybrid_ssm/models", "src/hf_hybrid_ssm/layers", "tests/upstream"))
+        collector,
+        made_by(
+            "python -m tests.reporting upstream",
+            ("src/hf_hybrid_ssm/models", "src/hf_hybrid_ssm/layers", "tests/upstream"),
+        ),
     )
     return int(any(tests for name, tests in collector.failed.items() if not name.endswith("Peer")))
 

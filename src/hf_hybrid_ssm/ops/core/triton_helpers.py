@@ -18,7 +18,7 @@ from triton.runtime.errors import OutOfResources
 # read once, as `triton.jit` does when it wraps a kernel
 INTERPRETING = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y"))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LOWEST = (3, 6)  # of the versions that `make triton` compiles the kernels with
+LOWEST = (3, 6)  # of the versions that `python -m tests.reporting triton` compiles the kernels with
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
