@@ -1,4 +1,6 @@
-"""Pre-train several models on the same text with several seeds and compare their validation loss.
+"""Compare the losses of models pre-trained on one text.
+
+All read the same text with several seeds, and their validation losses are compared.
 
     python recipes/compare.py recipes/configs/compare/spade_books.yaml [key=value ...]
 

@@ -1,4 +1,6 @@
-"""Several classifiers on several tasks of the Long Range Arena, with equal steps and several seeds: one table.
+"""Compare classifiers on tasks of the Long Range Arena.
+
+All train for the same number of steps, with several seeds, and one table shows the results.
 
     python recipes/compare_lra.py recipes/configs/lra/spade_cpu.yaml [key=value ...]
 

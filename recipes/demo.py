@@ -1,4 +1,6 @@
-"""End to end on two cores, without a network: train, evaluate, save, reload, generate, score.
+"""Train, evaluate, save, reload and score a small model.
+
+It takes minutes on two cores and needs no network.
 
     make demo
 

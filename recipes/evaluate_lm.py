@@ -1,4 +1,6 @@
-"""Evaluate a causal language model: sliding perplexity, perplexity at 1x to 32x of a length, samples.
+"""Evaluate a causal language model: perplexity, samples.
+
+Perplexity is that of a sliding window, and that at 1 to 32 times a length.
 
     python recipes/evaluate_lm.py --model runs/longhorn-books --files text.jsonl --length 512
 

@@ -1,4 +1,6 @@
-"""Fine-tune a sequence classifier on the tasks of GLUE; one table at the end.
+"""Fine-tune a sequence classifier on the tasks of GLUE.
+
+One table at the end.
 
     python recipes/finetune_glue.py recipes/configs/glue/local.yaml model_name_or_path=FOLDER [key=value ...]
 

@@ -1,4 +1,6 @@
-"""Fine-tune an encoder-decoder for summarization and measure ROUGE.
+"""Fine-tune an encoder-decoder to summarize.
+
+Summaries are scored by ROUGE.
 
     python recipes/finetune_summarization.py recipes/configs/summarization/scitldr_cpu.yaml [key=value ...]
 

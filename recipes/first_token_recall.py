@@ -1,4 +1,6 @@
-"""Is the long-range mechanism used at all? The first token of a row is asked again, far outside the windows.
+"""Test recall of a row's first token beyond the windows.
+
+Only the long-range mechanism can know it: the token is asked for again far outside of the windows.
 
     python recipes/first_token_recall.py recipes/configs/recall/short.yaml [key=value ...]
 

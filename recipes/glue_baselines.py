@@ -1,4 +1,6 @@
-"""What words alone reach on GLUE: a bag of words, and for pairs how many words the two texts share.
+"""Score GLUE by words alone, as a baseline.
+
+A bag of words, and for pairs how many words the two texts share.
 
     python recipes/glue_baselines.py recipes/configs/glue/baselines.yaml [key=value ...]
 

@@ -1,4 +1,6 @@
-"""Perplexity far beyond the training length: the same held-out tokens, read in windows of more and more tokens.
+"""Measure perplexity far beyond the training length.
+
+The same held-out tokens are read in windows of more and more tokens.
 
     python recipes/length_extrapolation.py recipes/configs/length/books_cpu.yaml [key=value ...]
 

@@ -1,4 +1,6 @@
-"""ListOps of the Long Range Arena: nested operations on digits, generated as the arena generates them.
+"""Generate ListOps of the Long Range Arena.
+
+Nested operations on digits, generated as the arena generates them.
 
     python recipes/listops.py FOLDER [--rows 96000 2000 2000] [--seed 0] [--min-length 500] [--max-length 2000]
 

@@ -1,4 +1,6 @@
-"""Score checkpoints on the Longhorn paper's eight tasks, LAMBADA and WikiText by lm-eval; one table in its layout.
+"""Score checkpoints with lm-eval, in one table.
+
+The Longhorn paper's eight tasks, LAMBADA and WikiText, in the layout of its table.
 
     python recipes/lm_eval_table.py recipes/configs/lm_eval/local.yaml models.NAME=FOLDER [models.OTHER=FOLDER ...]
 

@@ -1,4 +1,4 @@
-"""Long Range Arena: train a classifier of long sequences on one of its six tasks.
+"""Train a classifier on a task of the Long Range Arena.
 
     python recipes/lra.py recipes/configs/lra/image.yaml [key=value ...]
 

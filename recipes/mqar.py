@@ -1,4 +1,6 @@
-"""Multi-query associative recall (arXiv 2312.04927): can a model look up what it has read?
+"""Train and test multi-query associative recall.
+
+Can a model look up what it has read (arXiv 2312.04927)?
 
     python recipes/mqar.py recipes/configs/mqar/cpu.yaml [key=value ...]
 

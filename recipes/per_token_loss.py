@@ -1,4 +1,6 @@
-"""Loss by position in a row: does more context keep helping a model, or does its loss flatten?
+"""Measure the loss by position in a row.
+
+Does more context keep helping a model, or does its loss flatten?
 
     python recipes/per_token_loss.py recipes/configs/lmu_isa/per_token_cpu.yaml [key=value ...]
 

@@ -1,4 +1,6 @@
-"""Pre-train a causal language model: one of this package, or any of transformers for comparison.
+"""Pre-train a causal language model.
+
+One of this package, or any of transformers for comparison.
 
     python recipes/pretrain_clm.py recipes/configs/longhorn/books_cpu.yaml [key=value ...]
     accelerate launch recipes/pretrain_clm.py CONFIG.yaml    # many processes

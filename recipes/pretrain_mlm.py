@@ -1,4 +1,6 @@
-"""Pre-train an encoder by masked language modelling: SPADE's, BST's (bidirectional: true), or any of transformers.
+"""Pre-train an encoder by masked language modelling.
+
+SPADE's, BST's (bidirectional: true), or any of transformers.
 
     python recipes/pretrain_mlm.py recipes/configs/mlm/spade_books_cpu.yaml [key=value ...]
 

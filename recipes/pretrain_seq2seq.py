@@ -1,4 +1,6 @@
-"""Pre-train an encoder-decoder by T5's span corruption: SPADE's, or any of transformers for comparison.
+"""Pre-train an encoder-decoder by span corruption.
+
+SPADE's, or any of transformers for comparison; T5's span corruption.
 
     python recipes/pretrain_seq2seq.py recipes/configs/seq2seq/books_cpu.yaml [key=value ...]
 

@@ -1,4 +1,6 @@
-"""Make a folder to share of a trained run: bfloat16 weights, code, held-out figures, plots, a card and hashes.
+"""Make a folder to share of a trained run.
+
+It gets bfloat16 weights, code, held-out figures, plots, a card and hashes.
 
     python recipes/publish_checkpoint.py RUN FOLDER --config CONFIG.yaml --held_out novels=A.jsonl tales=B.jsonl
 

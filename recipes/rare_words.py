@@ -1,4 +1,6 @@
-"""Does a model remember a name? The loss of words that are rare in its training text, by how far back they were last.
+"""Measure the loss of rare words by their last mention.
+
+Does a model remember a name? The words are rare in its training text.
 
     python recipes/rare_words.py recipes/configs/length/rare_words.yaml [key=value ...]
 

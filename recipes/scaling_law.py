@@ -1,4 +1,6 @@
-"""Loss against size: train a ladder of models of several families and fit loss = (N / N_c)^-alpha to each.
+"""Fit loss against size for models of several families.
+
+A ladder of models of each family is trained, and loss = (N / N_c)^-alpha fitted to it.
 
     python recipes/scaling_law.py recipes/configs/lmu_isa/scaling_cpu.yaml [key=value ...]
 

@@ -1,4 +1,6 @@
-"""Supervised fine-tuning of a causal language model with TRL: conversations, prompts with completions, or texts.
+"""Fine-tune on conversations, prompts or texts with TRL.
+
+Supervised fine-tuning of a causal language model: conversations, prompts with completions, or texts.
 
     python recipes/sft.py recipes/configs/sft/local.yaml model_name_or_path=FOLDER [key=value ...]
 

@@ -1,4 +1,4 @@
-"""Train the byte-level BPE tokenizer that the checkpoints share.
+"""Train the byte-level BPE tokenizer of the checkpoints.
 
     python recipes/train_tokenizer.py FOLDER FILE [FILE ...] --vocab-size 4096
 

@@ -1,4 +1,6 @@
-"""Turn a pretrained Llama, Mistral or Qwen into a hybrid whose memory grows in few layers, or in none.
+"""Turn a Llama, Mistral or Qwen into a hybrid.
+
+Its memory then grows in few layers, or in none.
 
     python recipes/upcycle.py recipes/configs/upcycle/books_cpu.yaml [key=value ...]
 

@@ -1,4 +1,6 @@
-"""How far behind its teacher is a student, by the share of attention it keeps, and what is its start worth?
+"""Measure how far students are behind their teacher.
+
+By the share of attention they keep; and what their start is worth.
 
     python recipes/upcycling_gaps.py recipes/configs/upcycle/gaps_cpu.yaml [key=value ...]
 

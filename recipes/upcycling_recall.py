@@ -1,4 +1,6 @@
-"""What do students of a transformer still recall? A teacher that has solved a task, and students with less attention.
+"""Measure what students of a transformer still recall.
+
+The teacher has solved a task; its students have less attention.
 
     python recipes/upcycling_recall.py recipes/configs/upcycle/recall_cpu.yaml [key=value ...]
 

@@ -1,4 +1,6 @@
-"""What is left of a transformer when most of its layers see a window: recall, loss by position, bytes of cache.
+"""Measure recall, loss and cache of students.
+
+Most of their layers see a window only.
 
     python recipes/upcycling_report.py recipes/configs/upcycle/report_cpu.yaml teacher=FOLDER_OR_GGUF [key=value ...]
 

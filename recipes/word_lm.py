@@ -1,4 +1,6 @@
-"""Pre-train and score a language model of words on one continuous stream, with fairseq's protocol for WikiText-103.
+"""Pre-train and score a language model of words.
+
+It reads one continuous stream, with fairseq's protocol for WikiText-103.
 
     python recipes/word_lm.py recipes/configs/spade/wikitext103.yaml [key=value ...]
 

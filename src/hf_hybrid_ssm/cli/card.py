@@ -1,24 +1,39 @@
-"""Write FOLDER/README.md: the model card of a saved model, with the Hub's metadata, from the folder's own files.
+"""Write the model card of a saved model, FOLDER/README.md, from the folder's own files.
 
-A README.md that is there stays as it is, unless --overwrite is given. No code of the folder is executed.
+The card has the Hub's metadata. A README.md that is there stays as it is, unless --overwrite is given. No code of the
+folder is executed.
+
+Examples:
+    hf-hybrid-ssm card FOLDER
+    hf-hybrid-ssm card FOLDER --dataset "novels of Project Gutenberg" --license apache-2.0
+    hf-hybrid-ssm card FOLDER --stdout
 """
 
+import argparse
 import os
 from pathlib import Path
 
 from hf_hybrid_ssm.cli.parsing import check_is_folder, parser_of
 
 
-def main(arguments: list[str]) -> int:
+def build_parser() -> argparse.ArgumentParser:
     parser = parser_of("card", __doc__)
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="a saved model")
-    parser.add_argument("--dataset", metavar="TEXT", help="what the model was trained and validated on")
-    parser.add_argument("--recipe", metavar="COMMAND", help="the command that trained it")
-    parser.add_argument("--license", metavar="NAME", help="of the weights, as the Hub calls it (apache-2.0)")
-    parser.add_argument("--base-model", metavar="NAME", help="what the weights come from, if the folder does not say")
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="folder of a saved model")
+    parser.add_argument("--dataset", metavar="TEXT", help="data that the model was trained and validated on")
+    parser.add_argument("--recipe", metavar="COMMAND", help="command that trained the model")
+    parser.add_argument(
+        "--license", metavar="NAME", help="license of the weights, as the Hub calls it, such as apache-2.0"
+    )
+    parser.add_argument(
+        "--base-model", metavar="NAME", help="model that the weights come from (default: what the folder says)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace a README.md that is there")
     parser.add_argument("--stdout", action="store_true", help="print the card instead of writing it")
-    given = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: list[str]) -> int:
+    given = build_parser().parse_args(arguments)
     check_is_folder(given.folder)
     import transformers
 

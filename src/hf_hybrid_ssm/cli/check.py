@@ -1,26 +1,36 @@
-"""Check a checkpoint folder before its weights are loaded: are files missing, truncated, or not of this model?
+"""Check a checkpoint folder for missing, truncated and foreign files, before its weights are loaded.
 
 Reads the headers of the weight files, config.json, the tokenizer's files and exported code, and compares the hashes of
 SHA256SUMS where the folder has one; executes and unpickles nothing. With --teacher it also reads the teacher of a
 delta, and compares its weights with the fingerprint. Exit status 0: complete; 1: refused, and the
 message names the file.
+
+Examples:
+    hf-hybrid-ssm check FOLDER
+    hf-hybrid-ssm check FOLDER --values --json
+    hf-hybrid-ssm check DELTA --teacher PATH_OR_NAME
 """
 
+import argparse
 import json
 import sys
 from pathlib import Path
 
 from hf_hybrid_ssm.cli.errors import one_line
-from hf_hybrid_ssm.cli.parsing import add_teacher, check_is_folder, parser_of
+from hf_hybrid_ssm.cli.parsing import add_json, add_teacher, check_is_folder, parser_of
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = parser_of("check", __doc__)
+    parser.add_argument("folder", metavar="FOLDER", help="folder of a saved model")
+    parser.add_argument("--values", action="store_true", help="read all weights too, and refuse NaN and infinity")
+    add_teacher(parser)
+    add_json(parser)
+    return parser
 
 
 def main(arguments: list[str]) -> int:
-    parser = parser_of("check", __doc__)
-    parser.add_argument("folder", metavar="FOLDER", help="a saved model")
-    parser.add_argument("--values", action="store_true", help="read all weights too, and refuse NaN and infinity")
-    add_teacher(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
-    given = parser.parse_args(arguments)
+    given = build_parser().parse_args(arguments)
     try:
         found = check(given.folder, given.values, given.teacher)
     except (ValueError, OSError) as error:

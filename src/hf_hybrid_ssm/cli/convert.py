@@ -1,9 +1,11 @@
-"""Convert an official checkpoint of a family to a folder that from_pretrained loads:
+"""Convert an official checkpoint of a family to a folder that from_pretrained loads.
 
-hf-hybrid-ssm convert longhorn checkpoint.pt FOLDER
-hf-hybrid-ssm convert spade checkpoint_best.pt FOLDER --set sliding_window=512
+Examples:
+    hf-hybrid-ssm convert longhorn checkpoint.pt FOLDER
+    hf-hybrid-ssm convert spade checkpoint_best.pt FOLDER --set sliding_window=512
 """
 
+import argparse
 import importlib
 import importlib.util
 from pathlib import Path
@@ -14,22 +16,26 @@ from hf_hybrid_ssm.models.families import FAMILIES
 TOKENS = ("bos_token_id", "pad_token_id", "eos_token_id")
 
 
-def main(arguments: list[str]) -> int:
+def build_parser() -> argparse.ArgumentParser:
     parser = parser_of("convert", __doc__)
-    parser.add_argument("family", choices=_converters(), help="which family's official code wrote the file")
-    parser.add_argument("source", metavar="IN", type=Path, help="checkpoint file (.pt, .bin or .safetensors)")
-    parser.add_argument("target", metavar="OUT", type=Path, help="folder to write; must not exist or be empty")
+    parser.add_argument("family", choices=_converters(), help="family whose official code wrote the file")
+    parser.add_argument("source", metavar="FILE", type=Path, help="checkpoint file (.pt, .bin or .safetensors)")
+    parser.add_argument("target", metavar="OUT", type=Path, help="folder to write, which must be new or empty")
     for name in TOKENS:
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=int, metavar="ID", help="in the checkpoint's vocabulary"
-        )
+        flag, token = f"--{name.replace('_', '-')}", name.removesuffix("_token_id")
+        parser.add_argument(flag, type=int, metavar="ID", help=f"number of the {token} token in the vocabulary")
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="FIELD=VALUE",
-        help="a field of the configuration that the file does not tell; may be repeated",
+        help="field of the configuration that the file does not tell; may be repeated",
     )
+    return parser
+
+
+def main(arguments: list[str]) -> int:
+    parser = build_parser()
     given = parser.parse_args(arguments)
     if given.target.exists() and (not given.target.is_dir() or any(given.target.iterdir())):
         raise FileExistsError(f"{given.target} is not empty; a new or empty folder was expected.")

@@ -1,10 +1,14 @@
-"""End to end in a few minutes on two cores, without a network: train a small Longhorn on text that Python carries,
-evaluate, save, reload, generate, score with lm-eval.
+"""Train a small Longhorn on text that Python carries, evaluate, save, reload, generate, and score it with lm-eval.
 
-Writes summary.json, loss.png and the model below --output, which must be empty, or of an earlier demo. Says what to
-type where a package is missing.
+It takes a few minutes on two cores and needs no network. It writes summary.json, loss.png and the model below
+--output, which must be empty, or of an earlier demo. It says what to type where a package is missing.
+
+Examples:
+    hf-hybrid-ssm demo
+    hf-hybrid-ssm demo --output runs/demo --steps 900
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -15,13 +19,21 @@ from hf_hybrid_ssm.extras import install_command, missing_modules
 NEEDED = ("datasets", "lm_eval", "matplotlib", "yaml")
 
 
-def main(arguments: list[str]) -> int:
+def build_parser() -> argparse.ArgumentParser:
     parser = parser_of("demo", __doc__)
-    parser.add_argument("--output", default="runs/demo", metavar="FOLDER", help="(default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=900, metavar="N", help="of training (default: %(default)s)")
-    parser.add_argument("--questions", type=int, default=200, metavar="N", help="of lm-eval (default: %(default)s)")
-    parser.add_argument("--documents", type=int, metavar="N", help="to train and evaluate on, at the most")
-    given = parser.parse_args(arguments)
+    parser.add_argument(
+        "--output", default="runs/demo", metavar="FOLDER", help="folder to write (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=900, metavar="N", help="steps of training (default: %(default)s)")
+    parser.add_argument(
+        "--questions", type=int, default=200, metavar="N", help="questions of lm-eval (default: %(default)s)"
+    )
+    parser.add_argument("--documents", type=int, metavar="N", help="documents to train and evaluate on (default: all)")
+    return parser
+
+
+def main(arguments: list[str]) -> int:
+    given = build_parser().parse_args(arguments)
     try:
         check_writable(Path(given.output), is_folder=True)
     except OSError as error:

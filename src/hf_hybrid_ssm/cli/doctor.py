@@ -1,16 +1,27 @@
-"""Show what is installed, which backend each operation uses on this machine and why others do not run, and how far
-each kernel is from the float64 reference. Send its output with a bug report.
+"""Show what is installed, and which backend each operation uses on this machine.
+
+It also says why other backends do not run, what to type for what is missing, and how far each kernel is from the
+float64 reference. Send its output with a bug report.
+
+Examples:
+    hf-hybrid-ssm doctor
+    hf-hybrid-ssm doctor --json
 """
 
+import argparse
 import json
 
-from hf_hybrid_ssm.cli.parsing import parser_of
+from hf_hybrid_ssm.cli.parsing import add_json, parser_of
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = parser_of("doctor", __doc__)
+    add_json(parser)
+    return parser
 
 
 def main(arguments: list[str]) -> int:
-    parser = parser_of("doctor", __doc__)
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
-    given = parser.parse_args(arguments)
+    given = build_parser().parse_args(arguments)
     from hf_hybrid_ssm.doctor import examine, report
 
     found = examine()

@@ -3,13 +3,17 @@
 Writes one line to the environment's site-packages, in a file of its own. Python reads it whenever it starts; nothing
 is imported until a program imports transformers, and then neither torch nor any model. `hf-hybrid-ssm disable`
 removes the file, and nothing else is left.
+
+Examples:
+    hf-hybrid-ssm enable
 """
 
+import argparse
 import json
 import sysconfig
 from pathlib import Path
 
-from hf_hybrid_ssm.cli.parsing import parser_of
+from hf_hybrid_ssm.cli.parsing import add_json, parser_of
 
 FILE = "hf_hybrid_ssm_enabled.pth"
 # A finder that finds nothing: asked for transformers, it leaves, and imports the package if it is still installed. One
@@ -32,10 +36,14 @@ def report(path: Path, done: str, as_json: bool) -> None:
     print(json.dumps({"enabled": enabled, "file": str(path)}) if as_json else f"{done} {path}")
 
 
-def main(arguments: list[str]) -> int:
+def build_parser() -> argparse.ArgumentParser:
     parser = parser_of("enable", __doc__)
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
-    given = parser.parse_args(arguments)
+    add_json(parser)
+    return parser
+
+
+def main(arguments: list[str]) -> int:
+    given = build_parser().parse_args(arguments)
     path = enabling_file()
     path.write_text(LINE, encoding="utf-8")
     report(path, "The families are known from now on; undo it with hf-hybrid-ssm disable. Wrote", given.json)

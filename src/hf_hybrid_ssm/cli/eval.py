@@ -1,17 +1,17 @@
-"""Score checkpoints with lm-eval. All arguments go to lm-eval's own command line, which knows the families:
-
-    hf-hybrid-ssm eval run --model hf --model_args pretrained=FOLDER --tasks piqa,lambada_openai
+"""Score checkpoints with lm-eval, whose own command line gets all arguments, and knows the families.
 
 Beside lm-eval's tasks there are recall_needle, recall_several, recall_distractors, recall_variables and recall_pairs
-(all of them: recall), which ask for what a text said up to many windows ago; no data are needed. Accuracy is given for
-each length:
+(all of them: recall), which ask for what a text said up to many windows ago. They need no data, and accuracy is given
+for each length. `hf-hybrid-ssm eval run --help` shows lm-eval's options. A delta needs its teacher.
 
+Examples:
+    hf-hybrid-ssm eval run --model hf --model_args pretrained=FOLDER --tasks piqa,lambada_openai
+    hf-hybrid-ssm eval run --model hf --model_args pretrained=DELTA,teacher=PATH_OR_NAME --tasks piqa
     hf-hybrid-ssm eval run --model hf --model_args pretrained=FOLDER --apply_chat_template --tasks recall_needle \\
         --metadata '{"window": 256, "multiples": [1, 4, 8], "samples": 60}'
-
-`hf-hybrid-ssm eval run --help` shows its options. A delta needs its teacher: `pretrained=DELTA,teacher=PATH_OR_NAME`.
 """
 
+import argparse
 import sys
 
 from hf_hybrid_ssm.cli.parsing import check_is_folder, is_path, parser_of
@@ -27,11 +27,16 @@ def check_models(arguments: list[str]) -> None:
             check_is_folder(folder)
 
 
+def build_parser() -> argparse.ArgumentParser:
+    """For its help alone: lm-eval reads the arguments."""
+    parser = parser_of("eval", __doc__)
+    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="arguments of lm-eval")
+    return parser
+
+
 def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
-        parser = parser_of("eval", __doc__)
-        parser.add_argument("arguments", nargs="*", metavar="...", help="of lm-eval")
-        parser.print_help()
+        build_parser().print_help()
         return 0 if arguments else 2
     check_models(arguments)
     try:

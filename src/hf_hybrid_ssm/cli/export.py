@@ -1,23 +1,30 @@
 """Add to a saved checkpoint the code that loads it without this package, by `trust_remote_code=True`.
 
-The folder gets at most 15 Python files and the entries of `config.json` that name them; weights are not touched.
+The folder gets at most 15 Python files and the entries of `config.json` that name them; weights are not touched. With
+--full, the whole model of a delta and its code are written as an ordinary folder.
 
+Examples:
+    hf-hybrid-ssm export FOLDER
     hf-hybrid-ssm export DELTA --full OUT --teacher PATH_OR_NAME
-
-writes the whole model of a delta, and its code, as an ordinary folder.
 """
 
+import argparse
 from pathlib import Path
 
 from hf_hybrid_ssm.cli.parsing import add_teacher, check_is_folder, check_writable, parser_of
 
 
-def main(arguments: list[str]) -> int:
+def build_parser() -> argparse.ArgumentParser:
     parser = parser_of("export", __doc__)
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="a saved model")
-    parser.add_argument("--full", type=Path, metavar="OUT", help="write the whole model of a delta there")
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="folder of a saved model")
+    parser.add_argument("--full", type=Path, metavar="OUT", help="folder to write the whole model of a delta to")
     add_teacher(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace what OUT holds")
+    return parser
+
+
+def main(arguments: list[str]) -> int:
+    parser = build_parser()
     given = parser.parse_args(arguments)
     if given.full is None and (given.teacher or given.overwrite):
         parser.error("--teacher and --overwrite belong to --full OUT")

@@ -1,11 +1,12 @@
-"""Continue a text with a checkpoint, word by word as it is generated:
-
-    hf-hybrid-ssm generate FOLDER --prompt "It was a dark and" --max-new-tokens 100
-    hf-hybrid-ssm generate FOLDER --temperature 0.8 --top-p 0.95 < prompt.txt
-    hf-hybrid-ssm generate FOLDER --context book.safetensors --prompt "And then"
+"""Continue a text with a checkpoint, word by word as it is generated.
 
 Greedy, unless the folder's generation_config.json says otherwise; with a sampling option, tokens are drawn. The
 prompt gets the special tokens that the tokenizer itself adds, and no others. No code of the folder is executed.
+
+Examples:
+    hf-hybrid-ssm generate FOLDER --prompt "It was a dark and" --max-new-tokens 100
+    hf-hybrid-ssm generate FOLDER --temperature 0.8 --top-p 0.95 < prompt.txt
+    hf-hybrid-ssm generate FOLDER --context book.safetensors --prompt "And then"
 """
 
 import argparse
@@ -15,15 +16,14 @@ import time
 from typing import Any
 
 from hf_hybrid_ssm.cli.loading import defect_of_device, load
-from hf_hybrid_ssm.cli.parsing import add_teacher, check_is_folder, is_path, parser_of
+from hf_hybrid_ssm.cli.parsing import add_device, add_dtype, add_json, add_teacher, check_is_folder, is_path, parser_of
 from hf_hybrid_ssm.cli.read import continued
 
 SAMPLING = ("temperature", "top_p", "top_k")
-DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
 def main(arguments: list[str]) -> int:
-    parser = _parser()
+    parser = build_parser()
     given = parser.parse_args(arguments)
     if is_path(given.model):
         check_is_folder(given.model)
@@ -87,25 +87,32 @@ def inputs_of(tokenizer: Any, prompt: str) -> Any:
     return inputs
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = parser_of("generate", __doc__)
-    parser.add_argument("model", metavar="FOLDER", help="a saved model with its tokenizer, or a name on the Hub")
-    add_teacher(parser)
-    parser.add_argument("--prompt", metavar="TEXT", help="the text to continue; by default it is read from the input")
     parser.add_argument(
-        "--context", metavar="PATH", help="what `hf-hybrid-ssm read` wrote: the prompt follows its text"
+        "model", metavar="FOLDER", help="folder of a saved model with its tokenizer, or a name on the Hub"
+    )
+    add_teacher(parser)
+    parser.add_argument("--prompt", metavar="TEXT", help="text to continue (default: it is read from the input)")
+    parser.add_argument(
+        "--context", metavar="FILE", help="file that `hf-hybrid-ssm read` wrote, whose text the prompt follows"
     )
     parser.add_argument(
-        "--max-new-tokens", type=positive, default=100, metavar="N", help="at most (default: %(default)s)"
+        "--max-new-tokens", type=positive, default=100, metavar="N", help="new tokens at most (default: %(default)s)"
     )
     parser.add_argument("--sample", action="store_true", help="draw tokens instead of taking the likeliest")
-    parser.add_argument("--temperature", type=float, metavar="T", help="below 1: likelier tokens more often")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="temperature to draw with; below 1, likelier tokens are drawn more often",
+    )
     parser.add_argument("--top-p", type=share, metavar="P", help="draw among the likeliest tokens of total share P")
     parser.add_argument("--top-k", type=positive, metavar="K", help="draw among the K likeliest tokens")
-    parser.add_argument("--seed", type=int, metavar="N", help="the same text each time")
-    parser.add_argument("--device", help="by default cuda where there is one")
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights (default: as saved)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object at the end, for programs")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of the draws, for the same text each time")
+    add_device(parser)
+    add_dtype(parser)
+    add_json(parser)
     return parser
 
 

@@ -6,13 +6,38 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+EXAMPLES = "\nExamples:\n"
 
-def parser_of(command: str, description: str | None) -> argparse.ArgumentParser:
-    """A parser whose help begins with the docstring of the command's module, as it is written there."""
+
+def parser_of(command: str, docstring: str | None) -> argparse.ArgumentParser:
+    """A parser whose help is the docstring of the command's module, as it is written there: what the command does
+    before the arguments, and the examples after them."""
+    description, _, examples = (docstring or "").partition(EXAMPLES)
     return argparse.ArgumentParser(
         prog=f"hf-hybrid-ssm {command}",
-        description=description,
+        description=description.strip(),
+        epilog=f"examples:\n{examples.rstrip()}" if examples else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    """`--dtype`, for commands that load a saved model."""
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="auto", help="dtype of the weights; auto is as saved (default: %(default)s)"
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """`--json`, for commands whose output a program may read."""
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """`--device`, for commands that compute with a model."""
+    parser.add_argument(
+        "--device", metavar="NAME", help="device of torch (default: cuda where there is one, else cpu)"
     )
 
 
@@ -21,8 +46,8 @@ def add_teacher(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--teacher",
         metavar="PATH_OR_NAME",
-        help="of a delta: its teacher's folder, name on the Hub or GGUF file, or `recorded` for the name that the "
-        "delta gives (default: what HF_HYBRID_SSM_TEACHER says)",
+        help="teacher of a delta: a folder, a name on the Hub, a GGUF file, or `recorded` for the name that the delta "
+        "gives (default: what HF_HYBRID_SSM_TEACHER says)",
     )
 
 

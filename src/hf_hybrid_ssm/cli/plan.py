@@ -1,28 +1,30 @@
-"""Measure what a training step of a model needs, in memory of each device and in operations, without running it:
+"""Measure what a training step of a model needs, in memory of each device and in operations, without running it.
 
+Without a model it prints the names of the presets. Of a FOLDER only config.json is read.
+
+Examples:
     hf-hybrid-ssm plan longhorn/125m --gpus 8 --batch 8 --length 1024 --sharding fsdp2
-    hf-hybrid-ssm plan FOLDER --bf16                            of a saved model; only its config.json is read
-    hf-hybrid-ssm plan longhorn/125m config.state_size=32       with another value of a field
-
-Without a preset: their names.
+    hf-hybrid-ssm plan longhorn/125m config.state_size=32
+    hf-hybrid-ssm plan FOLDER --bf16
 """
 
+import argparse
 import json
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from hf_hybrid_ssm.cli.parsing import check_is_folder, check_writable, given_fields, is_path, parser_of
+from hf_hybrid_ssm.cli.parsing import add_json, check_is_folder, check_writable, given_fields, is_path, parser_of
 from hf_hybrid_ssm.planning.setup import DTYPE_BYTES, KERNELS, OPTIMIZERS, SHARDINGS, Setup
 
 CHOICES = {"dtype": tuple(DTYPE_BYTES), "optimizer": OPTIMIZERS, "sharding": SHARDINGS, "kernels": KERNELS}
 HELP = {
     "batch": "rows on each device",
     "length": "tokens of a row",
-    "gpus": "devices",
-    "dtype": "of weights, gradients and optimizer state",
-    "optimizer": "adamw, or sgd without momentum",
-    "sharding": "ddp (each device holds everything) or fsdp2 (in shards)",
-    "kernels": "fused kernels, or plain torch",
+    "gpus": "number of devices",
+    "dtype": "dtype of weights, gradients and optimizer state",
+    "optimizer": "optimizer; sgd is without momentum",
+    "sharding": "placement: with ddp each device holds everything, with fsdp2 a shard",
+    "kernels": "kernels: fused ones, or plain torch",
 }
 
 TITLE = "# Plans of the presets"
@@ -35,18 +37,30 @@ def check_page(path: Path) -> None:
         raise FileExistsError(f"{str(path)!r} is there and holds something else than such a page: name another file.")
 
 
-def main(arguments: list[str]) -> int:
+def build_parser() -> argparse.ArgumentParser:
     parser = parser_of("plan", __doc__)
-    parser.add_argument("model", metavar="FAMILY/PRESET", nargs="?", help="for instance longhorn/125m; or a FOLDER")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="FAMILY/PRESET, such as longhorn/125m, or the FOLDER of a saved model",
+    )
     parser.add_argument("fields", metavar="config.FIELD=VALUE", nargs="*", help="another value of a field")
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
-    parser.add_argument("--markdown", type=Path, metavar="PATH", help="write a page with the papers' presets instead")
+    add_json(parser)
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="page to write, with all of the papers' presets")
     for name, text in HELP.items():
         default = getattr(Setup, name)
         kind = {"choices": CHOICES[name]} if name in CHOICES else {"type": int, "metavar": "N"}
         parser.add_argument(f"--{name}", default=default, help=f"{text} (default: {default})", **kind)
     parser.add_argument("--bf16", action="store_true", dest="mixed_precision", help="compute in bfloat16 (autocast)")
-    parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing of every layer")
+    parser.add_argument(
+        "--checkpointing", action="store_true", help="recompute every layer in the backward (gradient checkpointing)"
+    )
+    return parser
+
+
+def main(arguments: list[str]) -> int:
+    parser = build_parser()
     given = parser.parse_intermixed_args(arguments)
     if given.model is not None and given.markdown is not None:
         parser.error("give FAMILY/PRESET, or --markdown, which is about all of them")

@@ -1,11 +1,14 @@
-"""Read a text once, and keep what the model remembers of it in a file:
+"""Read a text once, and save the model's state after it to a file.
 
+`hf-hybrid-ssm generate --context` goes on from the file. It is small, however long the text, except with full
+attention. It belongs to the weights that wrote it.
+
+Examples:
     hf-hybrid-ssm read FOLDER book.txt --context book.safetensors
     hf-hybrid-ssm generate FOLDER --context book.safetensors --prompt "And then"
-
-The file is small, however long the text, except with full attention. It belongs to the weights that wrote it.
 """
 
+import argparse
 import json
 import sys
 import time
@@ -13,20 +16,27 @@ from pathlib import Path
 from typing import Any
 
 from hf_hybrid_ssm.cli.loading import load
-from hf_hybrid_ssm.cli.parsing import add_teacher, check_is_folder, is_path, parser_of
+from hf_hybrid_ssm.cli.parsing import add_device, add_dtype, add_json, add_teacher, check_is_folder, is_path, parser_of
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = parser_of("read", __doc__)
+    parser.add_argument(
+        "model", metavar="FOLDER", help="folder of a saved model with its tokenizer, or a name on the Hub"
+    )
+    parser.add_argument("text", metavar="FILE", help="text in UTF-8 to read; - is the input")
+    parser.add_argument("--context", type=Path, metavar="FILE", required=True, help="file to write")
+    add_teacher(parser)
+    parser.add_argument("--overwrite", action="store_true", help="replace a file that is there")
+    parser.add_argument("--piece", type=int, default=4096, metavar="N", help="tokens at once (default: %(default)s)")
+    add_device(parser)
+    add_dtype(parser)
+    add_json(parser)
+    return parser
 
 
 def main(arguments: list[str]) -> int:
-    parser = parser_of("read", __doc__)
-    parser.add_argument("model", metavar="FOLDER", help="a saved model with its tokenizer, or a name on the Hub")
-    parser.add_argument("text", metavar="FILE", help="a text in UTF-8; - is the input")
-    parser.add_argument("--context", type=Path, metavar="PATH", required=True, help="the file to write")
-    add_teacher(parser)
-    parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
-    parser.add_argument("--piece", type=int, default=4096, metavar="N", help="tokens at once (default: %(default)s)")
-    parser.add_argument("--device", help="by default cuda where there is one")
-    parser.add_argument("--dtype", default="auto", help="such as bfloat16 (default: as saved)")
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    parser = build_parser()
     given = parser.parse_args(arguments)
     if given.piece < 1:
         parser.error(f"--piece {given.piece} must be at least 1")

@@ -1,13 +1,15 @@
 """Run a recipe, from an installed package as from a clone: train, fine-tune, upcycle, compare, evaluate, publish.
 
+CONFIG is a YAML file of your own, or one of the configurations that `hf-hybrid-ssm recipes --all` lists. KEY=VALUE
+pairs win over the file, and may be all there is. `hf-hybrid-ssm recipe NAME --help` shows the keys.
+
+Examples:
     hf-hybrid-ssm recipe pretrain_clm longhorn/books_cpu max_steps=100 output_dir=runs/mine
     hf-hybrid-ssm recipe sft settings.yaml model_name_or_path=FOLDER train_files=talks.jsonl
     hf-hybrid-ssm recipe evaluate_lm --model FOLDER --files text.jsonl
-
-NAME and, where a recipe reads settings, a YAML file of one's own or one of the configurations that `hf-hybrid-ssm
-recipes` lists; then key=value pairs, which win over the file. `hf-hybrid-ssm recipe NAME --help` shows the keys.
 """
 
+import argparse
 import difflib
 from collections.abc import Iterable
 from pathlib import Path
@@ -77,10 +79,17 @@ def closest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(found)}?" if found else "."
 
 
-def main(arguments: list[str]) -> int:
+def build_parser() -> argparse.ArgumentParser:
+    """The recipe itself reads what follows its name."""
     parser = parser_of("recipe", __doc__)
-    parser.usage = "%(prog)s NAME [CONFIG] [key=value ...]"
-    parser.add_argument("name", metavar="NAME", help="one of those that `hf-hybrid-ssm recipes` lists")
+    parser.add_argument("name", metavar="NAME", help="recipe, one of those that `hf-hybrid-ssm recipes` lists")
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="settings: a YAML file, or a name")
+    parser.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="settings that win over those of CONFIG")
+    return parser
+
+
+def main(arguments: list[str]) -> int:
+    parser = build_parser()
     given = parser.parse_args(arguments[:1])
     name, rest = given.name.removesuffix(".py"), list(arguments[1:])
     if name not in recipe_names():

@@ -1,15 +1,17 @@
-"""Run a script, a module or an installed command in which transformers knows the families of this package:
+"""Run a script, a module or an installed command in which transformers knows the families of this package.
 
-    hf-hybrid-ssm run run_clm.py --model_name_or_path FOLDER ...    a script, unchanged
-    hf-hybrid-ssm run -m lm_eval run --model hf ...                 a module, as python -m
-    hf-hybrid-ssm run transformers serve FOLDER                     a command of this environment
+The script is run exactly as by `python SCRIPT.py ...` after `import hf_hybrid_ssm`. A launcher of several processes
+comes first.
 
-Exactly `python SCRIPT ...` after `import hf_hybrid_ssm`. A launcher of several processes comes first:
-
+Examples:
+    hf-hybrid-ssm run run_clm.py --model_name_or_path FOLDER ...
+    hf-hybrid-ssm run -m lm_eval run --model hf ...
+    hf-hybrid-ssm run transformers serve FOLDER
     accelerate launch -m hf_hybrid_ssm run SCRIPT.py ...
     torchrun --nproc-per-node 8 -m hf_hybrid_ssm run SCRIPT.py ...
 """
 
+import argparse
 import os
 import runpy  # runs what the user names on the command line, and nothing else  # noqa: TID251
 import sys
@@ -54,13 +56,23 @@ def run_command(name: str, arguments: list[str]) -> int:
     sys.exit(command.load()())
 
 
+def build_parser() -> argparse.ArgumentParser:
+    """For its help alone: what is run reads its own arguments."""
+    parser = parser_of("run", __doc__)
+    parser.usage = "%(prog)s [-h] SCRIPT.py ... | -m MODULE ... | COMMAND ..."
+    parser.add_argument("-m", dest="module", metavar="MODULE", help="module to run, as by python -m")
+    parser.add_argument("target", metavar="FILE", nargs="?", help="script, or else the name of a command to run")
+    parser.add_argument("arguments", metavar="ARGUMENT", nargs="*", help="arguments of what is run")
+    return parser
+
+
 def main(arguments: list[str]) -> int:
     if arguments[:1] == ["-m"] and len(arguments) > 1:
         return run_module(arguments[1], arguments[2:])
-    parser = parser_of("run", __doc__)
-    parser.usage = "%(prog)s SCRIPT.py ... | -m MODULE ... | COMMAND ..."
-    parser.add_argument("target", metavar="SCRIPT", help="a file; or, if there is none of that name, a command")
+    parser = build_parser()
     given = parser.parse_args(arguments[:1])
+    if given.target is None:
+        parser.error("the following arguments are required: SCRIPT.py, -m MODULE or COMMAND")
     if Path(given.target).is_file():
         return run_file(Path(given.target), arguments[1:])
     if entry_points(group="console_scripts", name=given.target):

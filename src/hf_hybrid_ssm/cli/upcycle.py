@@ -1,13 +1,14 @@
-"""Turn a pretrained transformer into a hybrid, without training or with it, and measure what became of it:
-
-    hf-hybrid-ssm upcycle model.gguf OUT --window 256 --keep 6
-    hf-hybrid-ssm upcycle TEACHER OUT --keep 0 --memory --text book.txt
-    hf-hybrid-ssm upcycle TEACHER OUT --memory --train train_files=[text.jsonl] distil.max_steps=500
+"""Turn a pretrained transformer into a hybrid, without training or with it, and measure what became of it.
 
 TEACHER is a folder, a name on the Hub or a GGUF file. A few layers keep full attention, chosen by what recall needs;
 the others see a window. With --memory something new stands beside the windows, closed until it is trained: Longhorn
 mixers or, in a BST, context states. OUT becomes an ordinary folder, or with --delta what the student has beyond its
 teacher; its card shows what was measured. Settings after --train are those of the recipe `upcycle`.
+
+Examples:
+    hf-hybrid-ssm upcycle model.gguf OUT --window 256 --keep 6
+    hf-hybrid-ssm upcycle TEACHER OUT --keep 0 --memory --text book.txt
+    hf-hybrid-ssm upcycle TEACHER OUT --memory --train train_files="[text.jsonl]" distil.max_steps=500
 """
 
 import argparse
@@ -16,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hf_hybrid_ssm.cli.parsing import check_writable, parser_of, value_of
+from hf_hybrid_ssm.cli.parsing import add_device, check_writable, parser_of, value_of
 
 KEEP_BY = ("recall", "kl", "sensitivity", "even")
 FAMILIES = ("longhorn", "bst")
@@ -24,7 +25,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def main(arguments: list[str]) -> int:
-    parser = _parser()
+    parser = build_parser()
     given = parser.parse_args(arguments)
     _check(parser, given)
     check_writable(given.out, is_folder=True)
@@ -183,16 +184,20 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = parser_of("upcycle", __doc__)
-    parser.add_argument("teacher", metavar="TEACHER", help="a folder, a name on the Hub or a GGUF file")
+    parser.add_argument(
+        "teacher", metavar="TEACHER", help="pretrained model: a folder, a name on the Hub or a GGUF file"
+    )
     parser.add_argument("out", metavar="OUT", type=Path, help="folder to write")
-    parser.add_argument("--family", choices=FAMILIES, default="longhorn", help="(default: %(default)s)")
+    parser.add_argument(
+        "--family", choices=FAMILIES, default="longhorn", help="family of the student (default: %(default)s)"
+    )
     parser.add_argument(
         "--window",
         type=int,
         default=256,
-        metavar="W",
+        metavar="N",
         help="tokens that a layer sees before its own (default: %(default)s)",
     )
     parser.add_argument(
@@ -202,14 +207,16 @@ def _parser() -> argparse.ArgumentParser:
         help="layers with full attention: how many, which share, or which (default: a fifth)",
     )
     parser.add_argument(
-        "--keep-by", choices=KEEP_BY, help="how they are chosen (default: recall, or even where the teacher has none)"
+        "--keep-by",
+        choices=KEEP_BY,
+        help="how the layers are chosen (default: recall, or even where the teacher has none)",
     )
     parser.add_argument(
         "--memory",
         action="store_true",
-        help="mixers or context states beside the windows, closed until they are trained",
+        help="put mixers or context states beside the windows, closed until they are trained",
     )
-    parser.add_argument("--text", type=Path, metavar="FILE", help="measure the loss of this text by position")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="text whose loss is measured, by position")
     parser.add_argument(
         "--needles",
         type=int,
@@ -217,9 +224,16 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="texts of each length that hide a number to be asked for (default: %(default)s)",
     )
-    parser.add_argument("--train", nargs="+", metavar="KEY=VALUE", help="train it: settings of the recipe upcycle")
-    parser.add_argument("--delta", action="store_true", help="write what the student has beyond its teacher")
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights (default: the teacher's)")
-    parser.add_argument("--device", help="by default cuda where there is one")
+    parser.add_argument(
+        "--train", nargs="+", metavar="KEY=VALUE", help="train the student, with these settings of the recipe upcycle"
+    )
+    parser.add_argument("--delta", action="store_true", help="write only what the student has beyond its teacher")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="auto",
+        help="dtype of the weights; auto is the teacher's (default: %(default)s)",
+    )
+    add_device(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace what OUT holds")
     return parser
