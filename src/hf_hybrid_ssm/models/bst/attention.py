@@ -15,7 +15,6 @@ from hf_hybrid_ssm.models.bst.block_grid import BlockGrid, block_grid
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.bst.context_states import ContextStates, attend_context, newest_last, slot_by_slot
 from hf_hybrid_ssm.models.bst.recurrent_states import RecurrentStates
-from hf_hybrid_ssm.models.bst.retrieval import attend_with_memory
 from hf_hybrid_ssm.models.cache import States
 from hf_hybrid_ssm.models.rotary import rotated
 from hf_hybrid_ssm.ops.local_attention import AttentionState, document_ranks, local_attention, window_step
@@ -67,10 +66,6 @@ class BstAttention(nn.Module):
         block_type = config.block_types[layer_idx]
         if block_type == "bst":
             self.context = ContextStates(config)
-            self.retrieval: dict[str, int] | None = None
-            if config.retrieval_k is not None:
-                self.retrieval = {"top_k": config.retrieval_k, "capacity": config.retrieval_memory}
-                self.retrieval["stride"] = config.retrieval_stride
             inclusive = "causal" if config.cross_attention_inclusive else "strict"
             self.context_mask = None if config.context_variant == "mf" else inclusive
         elif block_type == "block_recurrent":
@@ -160,18 +155,12 @@ class BstAttention(nn.Module):
     ) -> tuple[torch.Tensor, States]:
         """Cross-attention of the tokens to the context states of their blocks, (B, L, H, e); equations 3.3, 3.4."""
         queries = self._context_queries(z)
-        if self.context_mask is not None and self.retrieval is None:
+        if self.context_mask is not None:
             return self._attend_context_along_rows(queries, x, past, rows)
         grid = self._grid(x, past, rows, documents)
         keys, values, states = self.context(x, grid, past or None, **rows)
         keys, values = self._for_every_query(keys, values)
-        blocks = grid.to_blocks(queries)
-        if self.retrieval is None:
-            return grid.from_blocks(attend_context(blocks, keys, values)), states
-        found, memory = attend_with_memory(
-            blocks, keys, values, grid, past or None, causal=self.context_mask, **self.retrieval
-        )
-        return grid.from_blocks(found), states | memory if rows["return_final_state"] else {}
+        return grid.from_blocks(attend_context(grid.to_blocks(queries), keys, values)), states
 
     def _attend_context_along_rows(
         self, queries: torch.Tensor, x: torch.Tensor, past: States, rows: RowOptions
@@ -243,10 +232,10 @@ class BstAttention(nn.Module):
 
     @property
     def can_step(self) -> bool:
-        """Whether `step` computes this layer: it reads no old states from a memory, and sees no adapters that PEFT's
-        `target_parameters` put into the `forward` of context or recurrent states."""
+        """Whether `step` computes this layer: it sees no adapters that PEFT's `target_parameters` put into the
+        `forward` of context or recurrent states."""
         if self.context is not None:
-            return self.retrieval is None and isinstance(self.context, ContextStates)
+            return isinstance(self.context, ContextStates)
         return self.recurrent is None or isinstance(self.recurrent, RecurrentStates)
 
     @with_accelerate_hooks

@@ -24,6 +24,7 @@ from hf_hybrid_ssm.models.bst.block_grid import positions_in_documents
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.bst.context_states import ContextStates, HeadwiseLinear
 from hf_hybrid_ssm.models.bst.recurrent_states import RecurrentStates
+from hf_hybrid_ssm.models.bst.retrieval import RetrievingAttention
 from hf_hybrid_ssm.models.cache import States, is_recurrent_state_layer
 from hf_hybrid_ssm.models.heads import (
     CausalLMHead,
@@ -45,7 +46,8 @@ class BstBlock(RecurrentMixin, GradientCheckpointingLayer):
         super().__init__()
         self.layer_idx = layer_idx
         self.attention_norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.attention = BstAttention(config, layer_idx)
+        retrieves = config.retrieval_k is not None and config.block_types[layer_idx] == "bst"
+        self.attention = (RetrievingAttention if retrieves else BstAttention)(config, layer_idx)
         self.feed_forward_norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         sizes, activation = (config.hidden_size, config.intermediate_size), ACT2FN[config.hidden_act]
         self.feed_forward: nn.Module = (

@@ -6,10 +6,42 @@ context states of finished blocks, and the softmax of a token's query also cover
 
 import torch
 
+from hf_hybrid_ssm.layers.mixers.base import RowOptions
+from hf_hybrid_ssm.models.bst.attention import BstAttention
 from hf_hybrid_ssm.models.bst.block_grid import BlockGrid
+from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
+from hf_hybrid_ssm.models.cache import States
 
-States = dict[str, torch.Tensor]
 MEMORY_STATES = ("memory_key", "memory_value", "memory_count")
+
+
+class RetrievingAttention(BstAttention):
+    """`BstAttention` of a "bst" layer, whose tokens also attend to the best of the states that a memory holds."""
+
+    can_step = False  # a token alone goes the way of a row
+
+    def __init__(self, config: BstConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.top_k, self.capacity, self.stride = config.retrieval_k, config.retrieval_memory, config.retrieval_stride
+
+    def _attend_context(
+        self, z: torch.Tensor, x: torch.Tensor, past: States, rows: RowOptions, documents: int | None
+    ) -> tuple[torch.Tensor, States]:
+        grid = self._grid(x, past, rows, documents)
+        keys, values, states = self.context(x, grid, past or None, **rows)
+        keys, values = self._for_every_query(keys, values)
+        found, memory = attend_with_memory(
+            grid.to_blocks(self._context_queries(z)),
+            keys,
+            values,
+            grid,
+            past or None,
+            causal=self.context_mask,
+            top_k=self.top_k,
+            capacity=self.capacity,
+            stride=self.stride,
+        )
+        return grid.from_blocks(found), states | memory if rows["return_final_state"] else {}
 
 
 def attend_with_memory(
