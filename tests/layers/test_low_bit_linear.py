@@ -28,6 +28,22 @@ def test_product(bits, group_size, shape, dtype):
     torch.testing.assert_close(outputs.double(), expected, rtol=0, atol=TOLERANCES[dtype] * 2)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(
+    ("bits", "widths"), [(8, (1, 2, 3, 7, 8, 15, 17, 24, 31, 36, 50, 63, 80)), (4, (32, 96))], ids=["8", "4"]
+)
+def test_product_of_every_width(bits, widths, dtype):
+    """Torch's kernels read rows in vectors: what is left beyond whole vectors counts too, and nothing else."""
+    for in_features in widths:
+        for out_features in (1, 3, 16, 37):
+            linear = linear_of(out_features, in_features, dtype)
+            rounded = LowBitLinear.from_linear(linear, bits=bits)
+            for rows in (1, 3, 16):
+                inputs = torch.randn(rows, in_features).to(dtype)
+                expected = inputs.double() @ rounded.dequantized().T + linear.bias.double()
+                torch.testing.assert_close(rounded(inputs).double(), expected, rtol=0, atol=TOLERANCES[dtype] * 2)
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_nearest_codes(bits):
     linear = linear_of()

@@ -13,6 +13,9 @@ GROUP_SIZES = (32, 64, 128, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS = 16  # the kernel of 4 bits wants multiples of it; outputs in between are padded
 FEW_ROWS = 16  # the kernel of 8 bits is for decoding; more rows are multiplied by codes converted for the call
+COLUMNS = (
+    16  # it reads rows of bfloat16 in whole vectors: with a rest its values are wrong, or it reads beyond the codes
+)
 
 
 class LowBitLinear(nn.Module):
@@ -148,7 +151,8 @@ class LowBitLinear(nn.Module):
         scales = self.weight_scales.to(inputs.dtype)
         if flat.numel() == 0:
             outputs = flat.new_zeros(len(flat), self.out_features)
-        elif self.bits == 8 and len(flat) > FEW_ROWS:  # the codes are exact in all three dtypes
+        elif self.bits == 8 and (len(flat) > FEW_ROWS or self.in_features % COLUMNS):
+            # the codes are exact in all three dtypes
             outputs = nn.functional.linear(flat, self.weight_codes.to(flat.dtype)) * scales
         elif self.bits == 8:
             outputs = torch.ops.aten._weight_int8pack_mm(flat.contiguous(), self.weight_codes, scales)
