@@ -22,7 +22,6 @@ TINY = {
 KINDS = [(variant, ssm) for variant in ("sh", "mh", "mf") for ssm in ("s4d", "s4", "unstructured", "s5")]
 CHECKED = [("sh", "s4d"), ("mh", "s4"), ("mf", "unstructured"), ("mf", "s5")]
 OPTIONS = {
-    "strict-context": {"cross_attention_inclusive": False},
     "self-and-no-sink": {"attend_self": True, "zero_kv_sink": False, "qk_norm": False},
     "rotary": {"rope_parameters": {"rope_theta": 100.0}},
     "like-llama": {
@@ -102,8 +101,7 @@ def context_of_token(context, y, t, config):
         c = context.initial_context if start == 0 else y[start - 1]
         c = context.norm(c) + context.context_ids
     else:
-        last = t + 1 if config.cross_attention_inclusive else t
-        c = context.norm(y[start:last])
+        c = context.norm(y[start : t + 1])
     if config.context_variant == "mh":
         keys = torch.einsum("shd,hde->she", c, context.k_proj.weight)
         values = torch.einsum("shd,hde->she", c, context.v_proj.weight)

@@ -145,7 +145,7 @@ VARIANTS: dict[str, Variant] = {
     "spade encoder full lstm": _encoder(ssm_type="lstm", attention_type="full", norm_position="post"),
     "spade encoder hyena": _encoder(ssm_type="hyena", pooling="mean", ssm_merge="add"),
     "bst sh s4d": _bst(),
-    "bst sh s5": _bst(ssm_type="s5", cross_attention_inclusive=False),
+    "bst sh s5": _bst(ssm_type="s5"),
     "bst mh s4": _bst(context_variant="mh", ssm_type="s4", block_types=["sliding_attention", "bst"]),
     "bst mf unstructured": _bst(context_variant="mf", ssm_type="unstructured"),
     "bst mf s4d": _bst(context_variant="mf", qk_norm=False, attend_self=True),

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_hybrid_ssm.models.connections import CONNECTIONS
+from hf_hybrid_ssm.models.removed_fields import without_removed_fields
 from hf_hybrid_ssm.models.saved_configuration import check_saved_configuration
 
 # Cache layers with states of fixed size: of a recurrence, of window attention, of both side by side; a family with
@@ -67,6 +68,7 @@ class HybridConfigMixin:
     _following: frozenset[str]
 
     def __post_init__(self, **kwargs):
+        kwargs = without_removed_fields(self.model_type, kwargs)  # type: ignore[attr-defined]
         fields = self.__dataclass_fields__  # type: ignore[attr-defined]
         self._following = frozenset(name for name in self.derived if getattr(self, name) == fields[name].default)
         if self.transformers_version is not None:  # type: ignore[attr-defined]

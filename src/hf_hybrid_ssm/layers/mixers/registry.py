@@ -22,7 +22,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "lstm": LSTM,
 }
 BUILT_IN = frozenset(MIXERS)
-CONFIG_OPTIONS_OF_ALL = {"trainable": "ssm_trainable", "learning_rate": "ssm_learning_rate"}
+CONFIG_OPTIONS_OF_ALL = {"trainable": "ssm_trainable"}
 _CONFIG_OPTIONS: dict[str, dict[str, str]] = {}  # of mixers registered with options other than their class's
 
 

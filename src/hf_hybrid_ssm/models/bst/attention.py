@@ -66,8 +66,7 @@ class BstAttention(nn.Module):
         block_type = config.block_types[layer_idx]
         if block_type == "bst":
             self.context = ContextStates(config)
-            inclusive = "causal" if config.cross_attention_inclusive else "strict"
-            self.context_mask = None if config.context_variant == "mf" else inclusive
+            self.has_state_of_token = config.context_variant != "mf"  # each token a context state, and sees it
         elif block_type == "block_recurrent":
             self.recurrent = RecurrentStates(config)
         if block_type != "sliding_attention":
@@ -155,7 +154,7 @@ class BstAttention(nn.Module):
     ) -> tuple[torch.Tensor, States]:
         """Cross-attention of the tokens to the context states of their blocks, (B, L, H, e); equations 3.3, 3.4."""
         queries = self._context_queries(z)
-        if self.context_mask is not None:
+        if self.has_state_of_token:
             return self._attend_context_along_rows(queries, x, past, rows)
         grid = self._grid(x, past, rows, documents)
         keys, values, states = self.context(x, grid, past or None, **rows)
@@ -172,7 +171,7 @@ class BstAttention(nn.Module):
         if past:
             held = [newest_last(past[name], past["seen"]) for name in ("context_key", "context_value")]
             state = AttentionState(held[0], held[1], past["seen"])
-        right = self.window - 1 if self.is_bidirectional else 0 if self.context_mask == "causal" else -1
+        right = self.window - 1 if self.is_bidirectional else 0
         y, after = local_attention(
             *(part.transpose(1, 2) for part in (queries, keys, values)),
             window=(self.window - 1, right),
@@ -253,10 +252,8 @@ class BstAttention(nn.Module):
         q, k, v = self._heads(z)
         states, crossed, scale = dict(past), None, 1.0 if self.qk_norm else None
         if self.context is not None:
-            queries, right = self._context_heads(z)[:, 0], 0 if self.context_mask == "causal" else -1
-            crossed, more = self.context.step(
-                queries, x[:, 0], past, right=right, scale=scale, head_scale=self.context_scale
-            )
+            queries = self._context_heads(z)[:, 0]
+            crossed, more = self.context.step(queries, x[:, 0], past, scale=scale, head_scale=self.context_scale)
             states |= more
         elif self.recurrent is not None:
             key, value = self._for_every_query(k if self.scale is None else l2_normalise(k), v)

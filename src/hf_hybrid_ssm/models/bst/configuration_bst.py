@@ -77,16 +77,12 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
         ssm_dt_min, ssm_dt_max (`float`, *optional*, defaults to 1e-3 and 1e-1): Range of the initial step sizes.
         ssm_input_norm (`bool`, *optional*, defaults to `True`): Normalise the input of the state-space model.
         ssm_skip (`bool`, *optional*, defaults to `True`): Its D term.
-        ssm_learning_rate (`float`, *optional*, defaults to 1e-3): Of A, B and the step sizes, read by
-            `hf_hybrid_ssm.training.optim`; `None` leaves it to the optimizer.
         filter_length (`int`, *optional*, defaults to 4096): Taps of an unstructured filter; zero beyond.
         filter_emb_dim, filter_hidden_size, filter_inner_layers, filter_sin_freq (*optional*, defaults to 33, 64, 2 and
             14.0):
             Features, width, hidden layers and initial frequency of its network.
         filter_fast_decay_pct, filter_slow_decay_pct, filter_decay_target (`float`, *optional*, defaults to 0.3, 1.5
             and 0.01): Its decay rates.
-        cross_attention_inclusive (`bool`, *optional*, defaults to `True`): A token sees the context state of its own
-            position (`"sh"`, `"mh"`).
         bidirectional (`bool`, *optional*, defaults to `False`): For classification and masked language models: the W
             tokens on each side and the token itself, a two-sided state-space model, and all context states of the
             block (`"sh"`, `"mh"`).
@@ -111,8 +107,7 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
         dropout, attention_dropout, final_dropout (`float`, *optional*, defaults to 0.05): Before attention and after
             the feed-forward layer, on attention weights, before the head.
         layer_norm_epsilon (`float`, *optional*, defaults to 1e-6): Epsilon of the norms.
-        initializer_range, context_init_std, context_id_std (`float`, *optional*, defaults to 1.0, 0.1, 1.0): Initial
-            deviations of embeddings, initial contexts and context IDs.
+        initializer_range (`float`, *optional*, defaults to 1.0): Standard deviation of the initial embeddings.
         logit_scale (`float`, *optional*): Factor on the logits; `hidden_size ** -0.5` by default.
         tie_word_embeddings (`bool`, *optional*, defaults to `True`): Share embedding and language-model head.
         use_cache (`bool`, *optional*, defaults to `True`): Return the state for continuation.
@@ -182,12 +177,10 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
     ssm_init: str = "legs"
     ssm_discretization: str | None = None
     ssm_input_norm: bool = True
-    ssm_learning_rate: float | None = 1e-3
     filter_inner_layers: int = 2
     filter_fast_decay_pct: float = 0.3
     filter_slow_decay_pct: float = 1.5
     filter_decay_target: float = 0.01
-    cross_attention_inclusive: bool = True
     bidirectional: bool = False
     retrieval_k: int | None = None
     retrieval_memory: int = 1024
@@ -205,8 +198,6 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
     final_dropout: float | int = 0.05
     layer_norm_epsilon: float = 1e-6
     initializer_range: float | int = 1.0
-    context_init_std: float | int = 0.1
-    context_id_std: float | int = 1.0
     logit_scale: float | int | None = None
     tie_word_embeddings: bool = True
     use_cache: bool = True
@@ -249,9 +240,8 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
             "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
             "intermediate_size", "sliding_window", "num_context_states", "relative_attention_max_distance",
             "layer_norm_epsilon", "max_position_embeddings", "logit_scale", "recurrent_num_states",
-            "ssm_learning_rate",
         )  # fmt: skip
-        self.check_not_negative("filter_inner_layers", "initializer_range", "context_init_std", "context_id_std")
+        self.check_not_negative("filter_inner_layers", "initializer_range")
         self.check_dropout("dropout", "attention_dropout", "final_dropout")
         self.check_activation("hidden_act")
         self.check_choice("context_variant", ("sh", "mh", "mf"))

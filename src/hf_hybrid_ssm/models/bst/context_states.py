@@ -158,7 +158,6 @@ class ContextStates(nn.Module):
         x: torch.Tensor,
         state: dict[str, torch.Tensor],
         *,
-        right: int,
         scale: float | None,
         head_scale: torch.Tensor | None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -168,7 +167,6 @@ class ContextStates(nn.Module):
             queries: (B, heads, e), not yet scaled; H divides their number.
             x: (B, d), the layer's input.
             state: as in `forward`, with the tokens before this one, `seen` (B,).
-            right: 0 if the token sees its own slot, else -1.
             scale, head_scale: as of `attention_step`.
 
         Returns:
@@ -184,7 +182,7 @@ class ContextStates(nn.Module):
         if self.k_norm is not None:  # a step normalises to length 1 itself
             k = self.k_norm(k).to(v.dtype)
         scales = {"scale": scale, "head_scale": head_scale}
-        found = attention_step(queries, k, v, *held, seen, window=(None, right), block=True, **scales)
+        found = attention_step(queries, k, v, *held, seen, window=(None, 0), block=True, **scales)
         return found, self.named_states(ssm, *held)
 
     def _shifted_step(

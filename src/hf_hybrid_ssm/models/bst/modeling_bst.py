@@ -38,6 +38,9 @@ from hf_hybrid_ssm.models.heads import (
 from hf_hybrid_ssm.models.packing import PackedRows
 from hf_hybrid_ssm.models.rotary import RotaryEmbedding, with_sink_rotation
 
+# of the states before the first block, and of the IDs that tell states apart, as Block-Recurrent Transformers
+INITIAL_CONTEXT_STD, CONTEXT_ID_STD = 0.1, 1.0
+
 
 class BstBlock(RecurrentMixin, GradientCheckpointingLayer):
     """x + attention(dropout(norm(x))), x + dropout(feed-forward(norm(x)))."""
@@ -95,11 +98,11 @@ class BstPreTrainedModel(HybridPreTrainedModel):
         elif isinstance(module, HeadwiseLinear):
             init.trunc_normal_(module.weight, **truncated_normal(1 / module.in_features))
         elif isinstance(module, ContextStates) and module.variant == "mf":
-            init.normal_(module.initial_context, std=self.config.context_init_std)
-            init.normal_(module.context_ids, std=self.config.context_id_std)
+            init.normal_(module.initial_context, std=INITIAL_CONTEXT_STD)
+            init.normal_(module.context_ids, std=CONTEXT_ID_STD)
         elif isinstance(module, RecurrentStates):
-            init.normal_(module.initial_state, std=self.config.context_init_std)
-            init.normal_(module.state_ids, std=self.config.context_id_std)
+            init.normal_(module.initial_state, std=INITIAL_CONTEXT_STD)
+            init.normal_(module.state_ids, std=CONTEXT_ID_STD)
             init.normal_(module.gate, std=0.1)
             for scale in (module.scale, module.token_scale):
                 if scale is not None:

@@ -36,7 +36,7 @@ class RetrievingAttention(BstAttention):
             values,
             grid,
             past or None,
-            causal=self.context_mask,
+            is_causal=self.has_state_of_token,
             top_k=self.top_k,
             capacity=self.capacity,
             stride=self.stride,
@@ -51,7 +51,7 @@ def attend_with_memory(
     grid: BlockGrid,
     state: States | None,
     *,
-    causal: str | None,
+    is_causal: bool,
     top_k: int,
     capacity: int,
     stride: int,
@@ -63,8 +63,7 @@ def attend_with_memory(
         keys, values: (B, J, W or S, H, e), the context states of the blocks.
         grid: the blocks.
         state: the tensors `MEMORY_STATES` after earlier tokens, or None.
-        causal: which of its block's own states a token sees: "causal" (slot s sees slots up to s), "strict" (slots
-            before s), or None (all).
+        is_causal: whether the token of slot s sees its block's own states up to slot s, or all of them.
         top_k: k, states that a token retrieves, for each head.
         capacity: M, states that the memory holds; the oldest fall out.
         stride: every `stride`-th state of a finished block is kept.
@@ -79,7 +78,8 @@ def attend_with_memory(
     else:
         memory_key, memory_value, count = (state[name] for name in MEMORY_STATES)
     ages = torch.arange(capacity, 0, -1, device=queries.device)  # the newest is last
-    own = _own_mask(window, keys.shape[2], causal, queries.device)
+    slots = keys.shape[2]
+    own = torch.ones(window, slots, dtype=torch.bool, device=queries.device).tril() if is_causal else None
     found = []
     for j in range(blocks):
         count = torch.where(grid.is_first_block[:, j], 0, count)
@@ -91,8 +91,7 @@ def attend_with_memory(
         least = older.topk(min(top_k, capacity)).values[..., -1:]
         older = older.masked_fill(older < least, -torch.inf)
         joint = torch.cat([scores, older], -1)
-        weights = torch.where(joint.isneginf().all(-1, keepdim=True), 0.0, joint).softmax(-1)
-        weights = weights.masked_fill(joint.isneginf(), 0.0)  # a token that sees nothing finds nothing
+        weights = joint.softmax(-1)
         found.append((weights @ torch.cat([v, memory_value], 2)).transpose(1, 2))
         finished = j < grid.next_block  # (B,) this sequence has read the block to its end
         memory_key = _pushed(memory_key, k[:, :, stride - 1 :: stride], finished)
@@ -102,12 +101,6 @@ def attend_with_memory(
     rows = torch.arange(batch, device=queries.device)
     count = torch.where(grid.is_first_block[rows, grid.next_block], 0, count)
     return torch.stack(found, 1), dict(zip(MEMORY_STATES, (memory_key, memory_value, count)))
-
-
-def _own_mask(window: int, slots: int, causal: str | None, device: torch.device) -> torch.Tensor | None:
-    if causal is None:
-        return None
-    return torch.ones(window, slots, dtype=torch.bool, device=device).tril(0 if causal == "causal" else -1)
 
 
 def _pushed(memory: torch.Tensor, new: torch.Tensor, finished: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,30 @@
+"""Fields that configurations had once, and nothing set: a folder that was saved with one is read as it always was."""
+
+from collections.abc import Mapping
+from typing import Any
+
+# model type → field → the value it always had, by which models still compute
+REMOVED: dict[str, dict[str, Any]] = {
+    "bst": {
+        "context_init_std": 0.1,
+        "context_id_std": 1.0,
+        "cross_attention_inclusive": True,
+        "ssm_learning_rate": 1e-3,
+    },
+}
+
+
+def without_removed_fields(model_type: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`fields` without those that configurations of `model_type` no longer have.
+
+    Raises:
+        ValueError: one of these has another value than it always had, and asks for what no model computes any more.
+    """
+    removed = REMOVED.get(model_type, {})
+    for name, value in removed.items():
+        if name in fields and fields[name] != value:
+            raise ValueError(
+                f"{name}={fields[name]!r} is no longer an option of model_type={model_type!r}, whose models compute "
+                f"what {name}={value!r} did; leave it out."
+            )
+    return {name: value for name, value in fields.items() if name not in removed}
