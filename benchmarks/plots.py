@@ -29,10 +29,20 @@ from matplotlib.figure import Figure
 from publish_checkpoint import write_sums
 
 from benchmarks import titles
+from benchmarks.long_context_table import label, rows_of
 from benchmarks.table_text import RESULTS, load
 from benchmarks.tables import LONGHORN_AND_PEERS
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
+CURVES = (
+    ("teacher", "float32"),
+    ("teacher", "bfloat16"),
+    ("bst-256", "float32"),
+    ("bst-256", "bfloat16"),
+    ("longhorn", "bfloat16"),
+    ("llama.cpp", "as given"),
+    ("llama.cpp", "F16"),
+)
 FAMILIES = {"longhorn": "Longhorn", "spade": "SPADE", "bst": "BST", "lmu_isa": "LMU-ISA"}
 
 
@@ -97,6 +107,23 @@ def streaming() -> Figure:
     return figure
 
 
+def long_context() -> Figure:
+    """Time to write a token and to read a prompt, of few of the forms that the table has."""
+    figures = load("long_context")
+    figure, row = panels("What does a long text cost on a CPU?", 2)
+    for axes, kind, what in zip(row, ("write", "read"), ("milliseconds_per_token", "seconds")):
+        found = {(model, form): cells for model, form, cells in rows_of(figures, kind)}
+        shown = [pair for pair in CURVES if pair in found]
+        for pair in shown:
+            times = {int(length): cell[what] for length, cell in found[pair].items()}
+            axes.plot(list(times), list(times.values()), label=label(figures, *pair), **style(CURVES.index(pair)))
+        measured_at(axes, [int(length) for pair in shown for length in found[pair]])
+        axes.set(yscale="log", xlabel="tokens")
+    row[0].set(xlabel="tokens before", ylabel="writing a token (ms)")
+    row[1].set(xlabel="tokens of the prompt", ylabel="reading it (s)")
+    return figure
+
+
 def recall_panels() -> dict[str, list[str]]:
     """Title of a panel → its models, as the configuration has them."""
     config = Path(__file__).parents[1] / "recipes/configs/recall/short.yaml"
@@ -138,6 +165,7 @@ def by_window(path: Path) -> list[dict]:
 FIGURES = {
     "by_length": by_length,
     "training": training,
+    "long_context": long_context,
     "streaming": streaming,
     "bst_16k": lambda: length_extrapolation.draw(load("bst_16k")),
     "bst_books": lambda: length_extrapolation.draw(load("bst_books")),
@@ -155,13 +183,18 @@ FIGURES = {
 }
 
 
+def drawn() -> list[str]:
+    """All pictures but those whose figures were not measured yet."""
+    return [name for name in FIGURES if (RESULTS / f"{titles.SOURCES.get(name, name)}.json").is_file()]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of: {', '.join(FIGURES)}")
     arguments = parser.parse_args()
     if unknown := sorted(set(arguments.names) - set(FIGURES)):
         parser.error(f"{unknown} are not among {list(FIGURES)}")
-    for name in arguments.names or FIGURES:
+    for name in arguments.names or drawn():
         write_png(draw(name), RESULTS / f"{name}.png")
     if not arguments.names:
         for path in sorted(CHECKPOINTS.glob("*/extrapolation.png")):

@@ -31,6 +31,7 @@ BENCHMARKS = (
     "decoding",
     "weight_only",
     "start_up",
+    "long_context",
     "comparison",
 )
 

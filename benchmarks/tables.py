@@ -7,6 +7,7 @@ import statistics
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import targets as target_list
@@ -33,6 +34,8 @@ from experiment_tables import (
     upcycling_report,
 )
 from table_text import RESULTS, load, markdown_table
+
+from benchmarks.long_context_table import long_context
 
 ROOT = Path(__file__).parents[1]
 WITH_HEAD = "training_step_of_one_row_of_1024_with_the_head"
@@ -354,6 +357,7 @@ TABLES = {
     "training": training,
     "weight_only": weight_only,
     "start_up": start_up,
+    "long_context": long_context,
     "comparison": same_checks,
 }
 

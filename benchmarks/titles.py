@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.long_context_table import LABELS, LLAMA_CPP, TEACHER, milliseconds
+
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 KEPT = 0.05  # perplexity that changes by less is kept
 KNOWN = 0.99  # the share of right answers of a model that knows them
@@ -154,6 +156,21 @@ def training(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
     return finding, f"{shape['num_hidden_layers']} layers, vocabulary {shape['vocab_size']}; a small model"
 
 
+def long_context(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
+    """The student that is ahead of the teacher by most, at the longest length that both have in the same form."""
+    found = milliseconds(figures)
+    ratios = []
+    for (model, form), times in found.items():
+        teacher = found.get((TEACHER, form), {})
+        if model not in (TEACHER, LLAMA_CPP) and (both := times.keys() & teacher.keys()):
+            longest = max(both)
+            ratios.append((longest, teacher[longest] / times[longest], LABELS[model], form))
+    longest, ratio, name, form = max(ratios)
+    finding = f"After {longest:,} tokens {name} in {form} writes {ratio:.1f} times as fast as its teacher"
+    shape = figures["teacher"]
+    return finding, f"{shape['num_hidden_layers']} layers of width {shape['hidden_size']}, {shape['name']}"
+
+
 def streaming(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
     models = list(figures["models"].values())
     growth = max(found["megabytes_per_100k_tokens"] for found in models)
@@ -165,6 +182,7 @@ def streaming(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
 SENTENCES: dict[str, Callable[[dict, Callable[[str], dict]], tuple[str, str]]] = {
     "by_length": by_length,
     "training": training,
+    "long_context": long_context,
     "streaming": streaming,
     "bst_16k": lambda figures, load: by_context(figures, of_stack(figures)),
     "bst_books": lambda figures, load: by_context(figures, of_stack(figures)),

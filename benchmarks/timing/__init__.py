@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 
-from _lib.provenance import provenance, to_json
+from _lib.provenance import COMMIT, provenance, to_json  # noqa: F401 - for others too
 
 from hf_hybrid_ssm.training.memory import keep_freed_memory
 

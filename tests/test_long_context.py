@@ -1,0 +1,303 @@
+"""`benchmarks/long_context.py` on a tiny teacher: every model and form, the store, table and picture, refusals."""
+
+import json
+import os
+import re
+from functools import cache
+
+import pytest
+import torch
+from _lib.plotting import finish
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from benchmarks import long_context, long_context_torch, plots
+from benchmarks.long_context_models import STUDENTS, TEACHER, make_folders, student_of
+from benchmarks.long_context_store import Cell, Store
+from benchmarks.long_context_table import ahead_from
+from benchmarks.long_context_table import long_context as table
+from benchmarks.process_memory import forget_peak, peak_bytes, resident_bytes
+from benchmarks.rounds import timed
+from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
+from tests.recipes.test_plotting import check
+from tests.upcycle.teacher_files import write_gguf
+
+LAYERS, LENGTH = 8, 1100
+REQUEST = {"steps": 1, "rounds": 1, "seconds": 1.0}
+OPTIONS = ["--steps", "1", "--rounds", "1", "--threads", "1"]
+LLAMA_PYTHON = os.environ.get(long_context.LLAMA_PYTHON)
+
+
+@cache
+def teacher():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=99, num_key_value_heads=2, **sizes)).eval()
+
+
+@cache
+def model_of(name):
+    return teacher() if name == TEACHER else student_of(teacher(), name)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("teacher")
+    teacher().save_pretrained(place)
+    return place
+
+
+@pytest.fixture(scope="module")
+def measured(folder, tmp_path_factory):
+    """Arguments of a whole run with one student in its own processes, and the figures that it wrote."""
+    out = tmp_path_factory.mktemp("measured")
+    arguments = [str(folder), "--models", "bst-256", "--forms", "bfloat16", "--lengths", "24", "16", *OPTIONS]
+    arguments += ["--kinds", "write"]  # one process: importing torch takes longer than all that it measures
+    arguments += ["--store", str(out / "store"), "--output", str(out / "figures.json")]
+    long_context.main(arguments)
+    return arguments, json.loads((out / "figures.json").read_text(encoding="utf-8"))
+
+
+def held(layer):
+    return layer.states if is_recurrent_state_layer(layer) else {"keys": layer.keys, "values": layer.values}
+
+
+@pytest.mark.parametrize("name", [TEACHER, *STUDENTS])
+def test_a_filled_cache_is_as_large_as_one_that_was_read(name):
+    model = model_of(name)
+    read = DynamicCache(config=model.config)
+    long_context_torch.forward(model, long_context_torch.tokens(model, LENGTH), read)
+    filled = long_context_torch.filled_cache(model, LENGTH)
+    for ours, theirs in zip(filled.layers, read.layers, strict=True):
+        shapes = [{key: (x.shape, x.dtype) for key, x in held(layer).items()} for layer in (ours, theirs)]
+        assert shapes[0] == shapes[1]
+    later = 128 if name == "bst-256" else 256 if name == "bst-512" else 0  # half a block
+    assert filled.get_seq_length() == read.get_seq_length() + later == LENGTH + later
+    assert long_context_torch.cache_bytes(filled) == long_context_torch.cache_bytes(read)
+    seen = [layer.states["seen"].item() for layer in filled.layers if "seen" in held(layer)]
+    assert set(seen) <= {LENGTH + later}
+    assert long_context_torch.write(model, LENGTH, REQUEST)["milliseconds_per_token"] > 0
+    assert filled.get_seq_length() == LENGTH + later
+
+
+def test_only_caches_that_keep_all_tokens_grow():
+    sizes = {
+        name: [long_context_torch.write(model_of(name), length, REQUEST)["cache_bytes"] for length in (1100, 2200)]
+        for name in (TEACHER, *STUDENTS)
+    }
+    config = teacher().config
+    of_a_token = 2 * 4 * config.num_key_value_heads * config.head_dim  # keys and values in float32
+    grown = {name: (after - before) / of_a_token / 1100 for name, (before, after) in sizes.items()}
+    assert grown == {TEACHER: LAYERS, "bst-256": 0, "bst-512": 0, "longhorn": 6, "windows": 6}
+
+
+@pytest.mark.parametrize("form", long_context_torch.FORMS)
+def test_every_model_is_timed_in_every_form(form, folder, tmp_path_factory):
+    dtype, bits = long_context_torch.FORMS[form]
+    place = tmp_path_factory.getbasetemp() / "models"
+    place.mkdir(exist_ok=True)
+    names = [TEACHER, *STUDENTS]
+    folders = make_folders(str(folder), names, [dtype], place)
+    for name in names:
+        model = long_context_torch.load(str(folders[name, dtype]), form)
+        assert model.dtype == getattr(torch, dtype)
+        kinds = {type(module).__name__ for module in model.modules()}
+        assert ("LowBitLinear" in kinds) == (bits is not None)
+        found = long_context_torch.read(model, 20, REQUEST)
+        assert found["tokens_per_second"] == pytest.approx(20 / found["seconds"], rel=0.2)
+        assert found["peak_bytes"] > 2**20
+        assert len(long_context_torch.write(model, 20, REQUEST)["rounds"]) == 1
+
+
+def test_a_run_gives_every_cell_and_says_what_was_measured(measured):
+    arguments, figures = measured
+    cells = figures["cells"]["bst-256"]["bfloat16"]
+    assert {kind: list(found) for kind, found in cells.items()} == {"write": ["16", "24"]}
+    assert all(cell["commit"] == figures["commit"] for cell in cells["write"].values())
+    assert figures["teacher"]["name"] == arguments[0].rpartition("/")[2]
+    assert figures["command"] == (
+        f"python benchmarks/long_context.py {figures['teacher']['name']} --threads 1 --steps 1 --rounds 1"
+    )
+    assert "| BST, windows of 256, bfloat16 |" in table(figures)
+
+
+def test_a_run_goes_on_where_it_was_stopped(measured, monkeypatch, capsys):
+    arguments, _ = measured
+    started = []
+
+    def start(self, model, request, errors=None):
+        started.append((model, request["kind"], request["lengths"]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(long_context.Measurement, "_start", start)
+    long_context.main(arguments)
+    assert not started
+    store = long_context.Path(arguments[arguments.index("--store") + 1])
+    lost = store / "cells" / "write-bst-256-bfloat16-24.json"
+    text = lost.read_text(encoding="utf-8")
+    lost.unlink()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            long_context.main(arguments)
+    finally:
+        lost.write_text(text, encoding="utf-8")
+    assert started == [("bst-256", "write", [24])]
+    long_context.main([*arguments, "--lengths", "16", "24", "32", "--minutes", "1e-9"])  # no time for what is lacking
+    assert "not measured yet: 1, first bst-256, bfloat16, write at 32 tokens" in capsys.readouterr().out
+    assert len(started) == 1
+
+
+def test_a_process_that_ends_badly_is_named(measured, monkeypatch):
+    arguments, _ = measured
+
+    def start(self, model, request, errors=None):
+        command = [long_context.sys.executable, "-c", "import sys; sys.exit('first\\nno memory\\n')"]
+        return long_context.subprocess.Popen(command, stdout=long_context.subprocess.PIPE, stderr=errors, text=True)
+
+    monkeypatch.setattr(long_context.Measurement, "_start", start)
+    with pytest.raises(SystemExit, match=r"failed:\nbst-256, bfloat16, write: ended with 1: no memory$"):
+        long_context.main([*arguments, "--lengths", "32"])
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["nowhere.gguf"], r"nowhere\.gguf: there is no such file or folder"),
+        (["--lengths", "0"], r"--lengths must be 1 or more, got 0"),
+        (["--rounds", "0"], r"--rounds must be above 0, got 0"),
+        (["--minutes", "nan"], r"--minutes must be above 0, got nan"),
+        (["--device", "cuda"], r"--device cuda: this benchmark is about CPUs"),
+        (["--models", "mamba"], r"invalid choice: 'mamba'"),
+        (["--models", "llama.cpp"], r"--models llama\.cpp: it needs a GGUF file, got None"),
+    ],
+)
+def test_arguments_are_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        long_context.main(arguments)
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "python, message",
+    [
+        (None, "must name a Python with llama-cpp-python"),
+        ("/nowhere/python", r"--llama-python /nowhere/python: No such file"),
+        (long_context.sys.executable, r"No module named 'llama_cpp'"),
+    ],
+)
+def test_without_llama_cpp_the_rest_is_measured_unless_it_was_asked_for(python, message, tmp_path, capsys):
+    file = tmp_path / "a.gguf"
+    file.write_bytes(b"GGUF")
+    assert re.search(message, long_context.without_llama_cpp(str(file), python))
+    given = [str(file)] if python is None else [str(file), "--llama-python", python]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(long_context.LLAMA_PYTHON, raising=False)
+        parser = long_context.parser_of_arguments()
+        found = long_context.checked(parser, given)
+        assert list(found.skipped) == ["llama.cpp"] and found.models == [TEACHER, *STUDENTS]
+        with pytest.raises(SystemExit):
+            long_context.checked(parser, [*given, "--models", "llama.cpp"])
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_store_keeps_to_its_settings(tmp_path):
+    cell = Cell("write", TEACHER, "float32", 512)
+    store = Store(tmp_path / "a", {"threads": 1}, overwrite=False)
+    store.record(cell, {"milliseconds_per_token": 1.0})
+    assert list(Store(tmp_path / "a", {"threads": 1}, overwrite=False).cells()) == [cell]
+    with pytest.raises(FileExistsError, match=r"other settings: threads=1, now 2\. Name another folder"):
+        Store(tmp_path / "a", {"threads": 2}, overwrite=False)
+    assert not Store(tmp_path / "a", {"threads": 2}, overwrite=True).cells()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "letter.txt").write_text("keep me", encoding="utf-8")
+    for overwrite in (False, True):
+        with pytest.raises(FileExistsError, match="holds something else"):
+            Store(tmp_path / "b", {}, overwrite)
+    assert (tmp_path / "b" / "letter.txt").is_file()
+
+
+def written(times):
+    memory = {"resident_bytes": 2**30, "cache_bytes": 2**20}
+    write = {f"{length}": {"milliseconds_per_token": ms, **memory} for length, ms in times.items()}
+    read = {f"{length}": {"seconds": ms, "tokens_per_second": length / ms} for length, ms in times.items()}
+    return {"write": write, "read": read}
+
+
+FIGURES = {
+    "teacher": {"name": "T.gguf", "num_hidden_layers": 30, "hidden_size": 576, "vocab_size": 49152,
+                "max_position_embeddings": 8192},
+    "llama_cpp": {"version": "0.3.36", "model": "llama 256M Q4_1", "system": ""},
+    "skipped": {"llama.cpp, F16": "llama_model_quantize to F16 returned 1."},
+    "cells": {
+        "teacher": {"float32": written({512: 70.0, 4096: 110.0, 8192: 200.0})},
+        "bst-256": {"float32": written({512: 80.0, 4096: 80.0, 8192: 80.0}),
+                    "bfloat16": written({512: 40.0, 4096: 40.0, 8192: 40.0})},
+        "llama.cpp": {"as given": written({512: 20.0, 4096: 30.0, 8192: 50.0})},
+    },
+}  # fmt: skip
+
+
+def test_the_page_says_from_which_length_on_a_student_is_ahead():
+    text = table(FIGURES)
+    assert "| BST, windows of 256, bfloat16 | 40.0 | 40.0 | 40.0 |" in text
+    assert (
+        "- llama.cpp, Q4_1, at 512 tokens: 2.0 times as fast as the fastest student. Ahead of it from 8,192 tokens on "
+        "BST, windows of 256, bfloat16; at none BST, windows of 256, float32." in text
+    )
+    assert (
+        "- float32, at 8,192 tokens, times as fast as the teacher in transformers: BST, windows of 256 2.5x." in text
+    )
+    assert "The teacher ends at 8,192 positions" in text
+    assert "Not measured: llama.cpp, F16, because llama_model_quantize" in text
+
+
+@pytest.mark.parametrize(
+    "ours, expected",
+    [([1, 1, 1], 512), ([3, 1, 1], 1024), ([1, 3, 1], 2048), ([3, 3, 3], None), ([2, 2, 2], None)],
+)
+def test_ahead_is_who_stays_ahead(ours, expected):
+    lengths = (512, 1024, 2048)
+    assert ahead_from(dict(zip(lengths, ours)), dict.fromkeys((*lengths, 4096), 2)) == expected
+
+
+def test_the_picture_is_readable(monkeypatch):
+    monkeypatch.setattr(plots, "load", lambda name: FIGURES)
+    figure = plots.draw("long_context")
+    finish(figure)
+    check(figure)
+    title = figure._suptitle.get_text().replace("\n", " ")
+    assert title.startswith(
+        "After 8,192 tokens BST, windows of 256 in float32 writes 2.5 times as fast as its teacher"
+    )
+
+
+def test_rounds_end_with_the_time(monkeypatch):
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr("benchmarks.rounds.time.perf_counter", lambda: next(clock))
+    assert timed(lambda: None, {"rounds": 5, "seconds": 25}) == [10, 10, 10]
+    assert timed(lambda: None, {"rounds": 2, "seconds": 25}) == [10, 10]
+    assert timed(lambda: None, {"rounds": 5, "seconds": 1e-9}) == [10]
+
+
+def test_memory_is_that_of_this_process():
+    before = resident_bytes()
+    forget_peak()
+    block = torch.ones(2**24)
+    assert resident_bytes() - before > 2**25
+    del block
+    assert peak_bytes() - before > 2**25
+
+
+@pytest.mark.skipif(LLAMA_PYTHON is None, reason=f"${long_context.LLAMA_PYTHON} names no Python with llama-cpp-python")
+def test_llama_cpp_reads_the_file_in_three_forms(tmp_path):
+    file = write_gguf(tmp_path / "tiny.gguf", quantized=True)
+    arguments = [str(file), "--models", "llama.cpp", "--lengths", "256", "1100", "--llama-python", LLAMA_PYTHON]
+    arguments += ["--store", str(tmp_path / "store"), "--output", str(tmp_path / "figures.json"), *OPTIONS]
+    long_context.main(arguments)
+    figures = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
+    found = figures["cells"]["llama.cpp"]
+    assert list(found) == ["as given", "Q8_0", "F16"] and not figures["skipped"]
+    for kinds in found.values():
+        assert [list(cells) for cells in kinds.values()] == [["256", "1100"]] * 2
+        written, read = ([cell["cache_bytes"] for cell in kinds[kind].values()] for kind in ("write", "read"))
+        assert written == read  # as large when it is filled as when it was read
+    assert "llama.cpp, Q4_1" in table(figures)
