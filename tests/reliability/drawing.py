@@ -71,9 +71,13 @@ def legal(model_type: str, random: Random) -> Fields:
         fields["ssm_layers"] = random.sample(range(layers), random.randint("retrieval_k" in own, layers))
     elif model_type.startswith("spade"):
         fields["ssm_layers"] = random.sample(range(layers), random.randint(0, layers))
+    if model_type == "longhorn" and not any("sliding" in kind for kind in fields.get("block_types", ())):
+        fields.pop("attention_sink", None)  # it belongs to windows
     if own.get("use_rope_in_mixer"):  # its keys are as long as those of attention
         fields["state_size"] = fields["head_dim"]
     if model_type == "bst":
+        if "attention_sink" in own:  # in place of the other sink
+            fields["zero_kv_sink"] = False
         fields["ssm_discretization"] = random.choice(DISCRETIZATIONS.get(ssm, (None,)))
         if "rope_parameters" in own:  # Llama's attention: grouped heads of even size, whose queries have one norm
             fields |= {"num_attention_heads": random.choice((2, 4)), "head_dim": random.choice((4, 8))}
