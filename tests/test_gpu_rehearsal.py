@@ -1,5 +1,6 @@
 """What `make gpu` does on a card, rehearsed on a CPU: every part runs, is recorded, and goes on after a kill."""
 
+import importlib
 import json
 import os
 import re
@@ -14,12 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import child, requirements
-from benchmarks.gpu.__main__ import LONGEST_CASE, age, arguments_of, last_start
-from benchmarks.gpu.parts import PARTS
+from benchmarks.gpu import child, parts, requirements, syncs
+from benchmarks.gpu.__main__ import LONGEST_CASE, age, arguments_of, last_start, main
+from benchmarks.gpu.families import FAMILIES, small
+from benchmarks.gpu.parts import ABOUT, PARTS, about, digest
 from benchmarks.gpu.settings import Settings
-from benchmarks.gpu.store import Store, digest
+from benchmarks.gpu.store import Store
+from hf_hybrid_ssm.doctor import every_op
 from tests import processes
+from tests.host_syncs import host_syncs
 
 ROOT = Path(__file__).parents[1]
 
@@ -71,7 +75,9 @@ def test_every_part(tree, tmp_path):
         page = tar.extractfile("gpu.md").read().decode()
         for part in PARTS:
             found = json.loads(tar.extractfile(f"gpu_{part}.json").read())
-            assert found["cases"] and found["identity"].items() >= {"device": "cpu", "rehearsal": True}.items()
+            assert found["cases"] and found["superseded"] == []
+            for case in found["cases"].values():
+                assert case["measured"].items() >= {"device": "cpu", "rehearsal": True}.items()
     assert sorted(names) == sorted([f"gpu_{part}.json" for part in PARTS] + ["gpu.md"])
     assert "nothing here is a measurement" in page and "torch 2.11.0, transformers 5.17.0" in page
     assert all(f"| {part.replace('_', ' ')} |" in page for part in PARTS)
@@ -118,8 +124,13 @@ def part(monkeypatch):
     return ran, results
 
 
-def run(store, until=None):
-    return child.run_cases(Settings("cpu", True), store, ["peaks"], until or time.time() + 60)
+def run(store, until=None, chosen=""):
+    return child.run_cases(Settings("cpu", True), store, ["peaks"], until or time.time() + 60, re.compile(chosen))
+
+
+def figures(store, case):
+    """Without when and of what they were measured."""
+    return {name: value for name, value in store.cases("peaks")[case].items() if name != "measured"}
 
 
 def test_a_failed_case_is_recorded_and_the_others_run(part, tmp_path):
@@ -139,7 +150,7 @@ def test_a_killed_case_is_recorded_and_not_run_again(part, tmp_path):
     assert store.record_killed("its process ended with status -9") == "peaks: first"
     assert store.record_killed("again") is None
     assert run(store) == child.DONE and ran == ["broken", "last"]
-    assert store.cases("peaks")["first"] == {"error": "its process ended with status -9", "killed": True}
+    assert figures(store, "first") == {"error": "its process ended with status -9", "killed": True}
 
 
 def test_a_poisoned_gpu_ends_the_process(part, tmp_path):
@@ -164,11 +175,66 @@ def test_no_case_begins_after_the_command_was_killed(part, tmp_path, monkeypatch
     assert ran == ["first"]
 
 
-def test_results_of_another_card_are_not_taken(part, tmp_path):
+def test_results_of_another_card_are_not_taken_and_not_lost(part, tmp_path):
     ran, _ = part
     run(Store(tmp_path, {"device": "one"}))
-    run(Store(tmp_path, {"device": "other"}))
-    assert len(ran) == 6
+    other = Store(tmp_path, {"device": "other"})
+    assert other.cases("peaks") == {} and len(other.superseded("peaks")) == 3
+    run(other)
+    assert len(ran) == 6 and len(other.cases("peaks")) == 3
+    assert {old["measured"]["device"] for old in other.superseded("peaks")} == {"one"}
+
+
+def test_only_what_a_change_is_about_is_run_again(part, tmp_path):
+    """And what was measured of the sources before stays on record."""
+    ran, _ = part
+    sources = dict.fromkeys(("first", "broken", "last"), "old")
+    store = Store(tmp_path, {"device": "one"}, tmp_path / "out" / "gpu.tar.gz", lambda part, case: sources[case])
+    run(store)
+    sources["last"] = "new"
+    run(store)
+    assert ran == ["first", "broken", "last", "last"]
+    assert [(old["case"], old["measured"]["sources"]) for old in store.superseded("peaks")] == [("last", "old")]
+    fresh = Store(tmp_path / "new", {"device": "one"}, sources=lambda part, case: sources[case])
+    assert fresh.resume(store.archive) == 3 and fresh.superseded("peaks") == store.superseded("peaks")
+
+
+def test_an_archive_brings_what_was_superseded_once(part, tmp_path):
+    """Into a folder that has results of its own, and where some sources changed in between."""
+    run(Store(tmp_path / "old", {"device": "one"}, tmp_path / "out" / "gpu.tar.gz", lambda *_: "old"))
+    here = Store(tmp_path / "new", {"device": "one"}, sources=lambda *_: "new")
+    here.record("peaks", "last", {"ms": 7})
+    for _ in range(2):
+        assert here.resume(tmp_path / "out" / "gpu.tar.gz") == 0
+    assert figures(here, "last") == {"ms": 7} and list(here.cases("peaks")) == ["last"]
+    assert sorted(old["case"] for old in here.superseded("peaks")) == ["broken", "first", "last"]
+
+
+def test_cases_are_chosen_by_name(part, tmp_path):
+    ran, _ = part
+    store = Store(tmp_path, {"device": "one"})
+    assert run(store, chosen="^(first|last)$") == child.DONE and ran == ["first", "last"]
+
+
+def test_what_is_run_again_is_kept(part, tmp_path):
+    ran, _ = part
+    store = Store(tmp_path, {"device": "one"})
+    run(store)
+    store.set_aside("peaks", ["last"])
+    run(store)
+    assert ran[-1] == "last" and len(ran) == 4 and [old["case"] for old in store.superseded("peaks")] == ["last"]
+
+
+@pytest.mark.parametrize(("chosen", "status"), [("", 1), ("broken", 1), ("first", 0), ("nothing has such a name", 2)])
+def test_the_status_says_whether_a_case_that_was_asked_for_failed(part, tmp_path, monkeypatch, chosen, status):
+    def watch(arguments, parts, until, mark):  # in this process, which has the parts of the test
+        return run(Store(tmp_path, {"device": "cpu", "rehearsal": True}), chosen=arguments.cases.pattern)
+
+    monkeypatch.setattr("benchmarks.gpu.__main__.watch", watch)
+    monkeypatch.setattr("benchmarks.gpu.report.TABLES", {})  # which show other figures
+    options = f"--device cpu --rehearse --results {tmp_path} --parts peaks --cases".split()
+    monkeypatch.setattr(sys, "argv", ["gpu", *options, chosen])
+    assert main() == status
 
 
 def test_the_archive_outlives_a_kill_and_is_taken_up(part, tmp_path):
@@ -181,16 +247,88 @@ def test_the_archive_outlives_a_kill_and_is_taken_up(part, tmp_path):
     fresh.record("peaks", "last", {"ms": 7})
     assert fresh.resume(store.archive) == 1 and fresh.resume(store.archive) == 0
     assert run(fresh) == child.DONE and ran == ["broken"]
-    assert fresh.cases("peaks")["last"] == {"ms": 7}
+    assert figures(fresh, "last") == {"ms": 7}
     assert Store(tmp_path / "other", {"device": "other"}).resume(store.archive) == 0
 
 
-def test_the_sources_identify_results(tmp_path):
-    before = digest(tmp_path)
-    file = tmp_path / "benchmarks" / "gpu" / "scan.py"
-    file.parent.mkdir(parents=True)
-    file.write_text("new")
-    assert digest(tmp_path) != before and digest(ROOT) != before
+def test_every_case_is_about_sources_that_there_are():
+    assert list(ABOUT) == list(PARTS)
+    package = ROOT / "src" / "hf_hybrid_ssm" / "ops"
+    for op in every_op():
+        folder = package / parts.FOLDERS.get(op, op)
+        assert folder.is_dir() and {folder, package / "core"} < set(about("doctor", f"{op} float32"))
+    for part in PARTS:
+        assert all(path.exists() for path in about(part, "a case"))
+
+
+def test_every_op_with_a_kernel_for_cards_is_checked():
+    """By its self-check in each dtype, and against float64."""
+    for part in ("doctor", "parity"):
+        module = importlib.import_module(f"benchmarks.gpu.{part}")
+        named = {case.split(" ")[0] for case, _ in module.cases(Settings("cuda", False))}
+        assert named >= {name for name, op in every_op().items() if "triton" in op.kernels}
+
+
+@pytest.mark.parametrize("settings", [Settings("cuda", False), Settings("cpu", True)], ids=["card", "rehearsal"])
+def test_no_case_has_the_name_of_another(settings):
+    for part in PARTS:
+        cases = [case for case, _ in importlib.import_module(f"benchmarks.gpu.{part}").cases(settings)]
+        assert cases and len(set(cases)) == len(cases)
+
+
+def test_the_sources_of_a_case_identify_its_results(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "ROOT", tmp_path)
+    for folder in ("benchmarks/gpu", "src/hf_hybrid_ssm/ops/longhorn_scan", "src/hf_hybrid_ssm/ops/causal_conv"):
+        (tmp_path / folder).mkdir(parents=True)
+
+    def digests():
+        parts._digest.cache_clear()
+        return [digest("parity", case) for case in ("longhorn_step 1", "causal_conv 1")] + [digest("scan", "1")]
+
+    for name in (
+        *(f"benchmarks/{name}" for name in parts.SHARED),
+        "benchmarks/gpu/parity.py",
+        "benchmarks/gpu/scan.py",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("old")
+    before = digests()
+    (tmp_path / "src/hf_hybrid_ssm/ops/longhorn_scan/triton.py").write_text("new")
+    assert [old == new for old, new in zip(before, digests())] == [False, True, False]
+    (tmp_path / "benchmarks/gpu/scan.py").write_text("new")
+    assert [old == new for old, new in zip(before, digests())] == [False, True, False]
+    (tmp_path / "benchmarks/gpu/settings.py").write_text("new")
+    assert all(old != new for old, new in zip(before, digests()))
+    parts._digest.cache_clear()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_packed_rows_wait_for_a_card_where_that_is_known(name, monkeypatch):
+    """What the part `syncs` will find on one, of the same inputs and without kernels."""
+    monkeypatch.setattr("hf_hybrid_ssm.ops.core.dispatch._EVERYWHERE", "torch")
+    settings = Settings("cpu", True)
+    model = small(name, settings).train()
+    inputs = syncs.inputs_of("packed", settings, model.config.vocab_size)
+    reads = host_syncs(lambda: model(**inputs, use_cache=False).loss.backward())
+    assert bool(reads) == (f"{name} training packed" in syncs.WAITS), reads
+
+
+def test_a_case_that_is_to_wait_fails_if_it_does_not():
+    card = Settings("cuda", False)
+
+    def waits():
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    def breaks():
+        raise RuntimeError("something else")
+
+    assert syncs.expected("a reason", waits, card) == {"waits": "a reason"}
+    assert "does not" in syncs.expected("a reason", dict, card)["error"]
+    assert syncs.expected(None, dict, card) == {}
+    with pytest.raises(RuntimeError, match="something else"):
+        syncs.expected("a reason", breaks, card)
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        syncs.expected(None, waits, card)
 
 
 def test_the_mark_of_a_case_may_go_at_any_time(tmp_path, monkeypatch):
@@ -212,7 +350,8 @@ def test_no_case_starts_that_cannot_end():
 
 
 @pytest.mark.parametrize(
-    "arguments, says", [(["--limit", "4"], "take 270 seconds"), (["--resume", "x"], "no such file")]
+    "arguments, says",
+    [(["--limit", "4"], "take 270 seconds"), (["--resume", "x"], "no such file"), (["--cases", "("], "no regular")],
 )
 def test_what_cannot_be_is_refused(arguments, says, capsys):
     with pytest.raises(SystemExit):

@@ -3,6 +3,7 @@
 import gc
 import importlib
 import os
+import re
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -16,16 +17,22 @@ from benchmarks.gpu.store import Store
 from benchmarks.timing.models import FAMILIES, PEERS
 
 
-def run_cases(settings: Settings, store: Store, parts: Iterable[str], until: float) -> int:
+def run_cases(
+    settings: Settings, store: Store, parts: Iterable[str], until: float, chosen: re.Pattern[str] = re.compile("")
+) -> int:
     """DONE, OUT_OF_TIME (`until`, in seconds since the epoch, has come) or FATAL: the GPU needs a new process.
+
+    Only cases run in whose names `chosen` is found.
 
     When the process that started this one has been killed, the next run does the rest: two must not measure at once.
     """
+    if settings.device == "cpu" and settings.has_triton:
+        importlib.import_module("benchmarks.interpreter")
     parent, subject = os.getppid(), ""
     for part in parts:
         known = store.cases(part)
         for case, run in importlib.import_module(f"benchmarks.gpu.{part}").cases(settings):
-            if case in known:
+            if case in known or not chosen.search(case):
                 continue
             if time.time() > until or os.getppid() != parent:
                 return OUT_OF_TIME

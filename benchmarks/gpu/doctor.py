@@ -1,22 +1,26 @@
-"""(a) What is installed, which backend each op takes and why, and every kernel's self-check."""
+"""(a) What is installed, and for each op and dtype the backend that it takes, why, and the kernels' self-checks."""
 
 from collections.abc import Callable, Iterator
 
+import torch
+
 from benchmarks.gpu.settings import Settings
-from hf_hybrid_ssm.doctor import examine
+from hf_hybrid_ssm.doctor import every_op, examine_op, examine_packages
+
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 def cases(settings: Settings) -> Iterator[tuple[str, Callable[[], dict]]]:
-    yield "doctor", lambda: found(settings)
+    yield "packages", examine_packages
+    for op in sorted(every_op()):
+        for dtype in DTYPES:
+            yield f"{op} {str(dtype).removeprefix('torch.')}", lambda o=op, d=dtype: found(settings, o, d)
 
 
-def found(settings: Settings) -> dict:
+def found(settings: Settings, op: str, dtype: torch.dtype) -> dict:
     """The doctor's findings; an error where a kernel of this device is not taken."""
-    report = examine()
-    refused = {}
-    for name, targets in report["ops"].items():
-        for target, op in targets.items():
-            reason = op["backends"].get("triton", "runs")
-            if target.startswith(settings.device) and reason != "runs" and (settings.device == "cuda"):
-                refused[f"{name}, {target}"] = reason
-    return report | ({"error": f"kernels that do not run: {refused}"} if refused else {})
+    report = examine_op(op, settings.device, dtype)
+    reason = report["backends"].get("triton", "runs")
+    if settings.device == "cuda" and reason != "runs":
+        report["error"] = f"the kernel does not run: {reason}"
+    return report

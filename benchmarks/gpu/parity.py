@@ -1,25 +1,22 @@
-"""(b) Outputs and gradients of every kernel on this device against float64, odd shapes and very long rows included.
-
-Errors are relative to the largest entry, and bounded as in the kernels' self-check.
-"""
+"""(b) Outputs and gradients of every kernel on this device against float64, odd shapes and very long rows included."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
+from benchmarks.gpu import parity_recurrences
+from benchmarks.gpu.parity_compared import compared, judged, masked, random, relative, row_options
 from benchmarks.gpu.settings import Settings
 from hf_hybrid_ssm.ops.causal_conv import causal_conv
-from hf_hybrid_ssm.ops.core.self_check import BOUNDS
 from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
 from hf_hybrid_ssm.ops.local_attention import local_attention
 from hf_hybrid_ssm.ops.long_conv import long_conv
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
 
-Inputs = dict[str, torch.Tensor]
 # batch, length, channels, states
 SCANS = [(1, 1, 1, 1), (2, 13, 5, 3), (3, 67, 130, 17), (1, 513, 70, 64), (2, 2048, 1536, 16), (1, 129, 33, 256)]
 EVERY_KIND = [(3, 67, 130, 17), (2, 2048, 1536, 16)]
+MANY_STATES = [(2, 300, 96, 32), (1, 513, 70, 64), (1, 129, 33, 256)]  # from 32 on, 16 bits go back in chunks
 ROWS = ("plain", "padded", "packed")
 CONVOLUTIONS = [(1, 1, 1, 2), (3, 67, 130, 4), (2, 2048, 1536, 4)]  # batch, length, channels, taps
 LONG_CONVOLUTIONS = [(1, 90, 3, 70), (8, 2048, 24, 2048), (2, 8192, 8, 8192), (1, 20000, 4, 4096)]
@@ -45,30 +42,34 @@ def cases(settings: Settings) -> Iterator[tuple[str, Callable[[], dict]]]:
         name = str(dtype).removeprefix("torch.")
         for shape, kinds in scans.items():
             for rows in kinds:
-                yield f"scan {shape} {rows} {name}", lambda s=shape, r=rows, d=dtype: scan(settings, s, r, d, kernel)
+                yield (
+                    f"longhorn_scan {shape} {rows} {name}",
+                    lambda s=shape, r=rows, d=dtype: scan(settings, s, r, d, kernel),
+                )
         for shape in convolutions:
             for rows in ("plain", "packed"):
                 yield (
-                    f"short convolution {shape} {rows} {name}",
+                    f"causal_conv {shape} {rows} {name}",
                     lambda s=shape, r=rows, d=dtype: short(settings, s, r, d, kernel),
                 )
     for shape in settings.pick(LONG_CONVOLUTIONS, TINY_LONG_CONVOLUTIONS):
         for rows in ("plain", "packed"):
-            yield f"long convolution {shape} {rows}", lambda s=shape, r=rows: long(settings, s, r, kernel)
+            yield f"long_conv {shape} {rows}", lambda s=shape, r=rows: long(settings, s, r, kernel)
     for shape in settings.pick(MEMORIES, TINY_MEMORIES):
         for dtype in (torch.float32,) if settings.rehearse else (torch.float32, torch.bfloat16):
             for rows in ROWS if shape[1] < 100 else ("plain",):
                 yield (
-                    f"implicit attention {shape} {rows} {str(dtype).removeprefix('torch.')}",
+                    f"implicit_attention {shape} {rows} {str(dtype).removeprefix('torch.')}",
                     lambda s=shape, r=rows, d=dtype: implicit(settings, s, r, d, kernel),
                 )
     for shape in settings.pick(WINDOWS, TINY_WINDOWS):
         for extra in ("bare", "biased", "zero sink", "sink with a value", "packed"):
-            yield f"window attention {shape} {extra}", lambda s=shape, e=extra: window(settings, s, e)
-    length = settings.pick(LONG, 40)
+            yield f"local_attention {shape} {extra}", lambda s=shape, e=extra: window(settings, s, e)
+    length = settings.pick(1024 if settings.only_launches else LONG, 40)
     for rows in (1, 2):
-        yield f"scan over {length} tokens, {rows} rows", lambda b=rows: long_scan(settings, b, length, kernel)
-    yield f"short convolution over {length} tokens", lambda: long_short(settings, length, kernel)
+        yield f"longhorn_scan over {length} tokens, {rows} rows", lambda b=rows: long_scan(settings, b, length, kernel)
+    yield f"causal_conv over {length} tokens", lambda: long_short(settings, length, kernel)
+    yield from parity_recurrences.cases(settings, kernel)
 
 
 def by_dtype(settings: Settings) -> Iterator[tuple[torch.dtype, dict[tuple, tuple[str, ...]], list[tuple]]]:
@@ -77,55 +78,9 @@ def by_dtype(settings: Settings) -> Iterator[tuple[torch.dtype, dict[tuple, tupl
         yield torch.float32, {SCANS[0]: ("plain",), (2, 5, 3, 3): ROWS}, [(2, 5, 3, 4)]
         return
     yield torch.float32, {shape: ROWS if shape in EVERY_KIND else ("plain",) for shape in SCANS}, CONVOLUTIONS
-    yield torch.bfloat16, dict.fromkeys(EVERY_KIND, ROWS), CONVOLUTIONS
+    many = dict.fromkeys(MANY_STATES[:1], ROWS) | dict.fromkeys(MANY_STATES[1:], ROWS[:1])
+    yield torch.bfloat16, dict.fromkeys(EVERY_KIND, ROWS) | many, CONVOLUTIONS
     yield torch.float16, {SCANS[1]: ("plain",)}, CONVOLUTIONS[:1]
-
-
-def random(*shape: int, seed: int, device: str = "cpu") -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
-
-
-def documents(batch: int, length: int) -> torch.Tensor:
-    starts = torch.rand(batch, length, generator=torch.Generator().manual_seed(9)) < 3 / max(length, 6)
-    return starts.int().cumsum(1)
-
-
-def outputs_and_gradients(op: Callable, inputs: Inputs, options: dict, device: str, dtype: torch.dtype) -> Inputs:
-    placed = {name: t.detach().to(device, dtype).requires_grad_() for name, t in inputs.items()}
-    options = {name: o.to(device) if isinstance(o, torch.Tensor) else o for name, o in options.items()}
-    found = op(**placed, **options)
-    outputs = {f"output {i}": o for i, o in enumerate(found) if isinstance(o, torch.Tensor)}
-    weights = {name: random(*o.shape, seed=90).to(o.device, o.dtype) for name, o in outputs.items()}
-    loss = sum((o * weights[name]).sum() for name, o in outputs.items())
-    gradients = torch.autograd.grad(loss, list(placed.values()), allow_unused=True)
-    return outputs | {f"d{name}": g for name, g in zip(placed, gradients) if g is not None}
-
-
-def compared(op: Callable, inputs: Inputs, options: dict, settings: Settings, dtype: torch.dtype, **how: Any) -> dict:
-    """Errors by tensor. `how`: keyword arguments of the op as it is tested; the other side is float64.
-
-    That runs as the reference, token by token, or for `by_blocks` as the vectorised torch implementation.
-    """
-    exact = {"backend": "torch" if how.pop("by_blocks", False) else "reference"}
-    rounded = {name: t.to(dtype) for name, t in inputs.items()}
-    got = outputs_and_gradients(op, rounded, options | how, settings.device, dtype)
-    want = outputs_and_gradients(op, rounded, options | exact, settings.device, torch.float64)
-    errors = {name: relative(got[name], want[name]) for name in want if want[name].numel()}
-    return judged(errors, dtype)
-
-
-def relative(got: torch.Tensor, want: torch.Tensor) -> float:
-    if got.shape != want.shape or not bool(got.isfinite().all()):
-        return float("inf")
-    return float((got.double() - want).detach().abs().max() / want.detach().abs().max().clamp(min=1e-3))
-
-
-def row_options(rows: str, batch: int, length: int) -> dict:
-    if rows == "packed":
-        return {"seq_idx": documents(batch, length)}
-    if rows == "padded":
-        return {"lengths": torch.linspace(length // 2, length, batch).long()}
-    return {}
 
 
 def scan(settings: Settings, shape: tuple, rows: str, dtype: torch.dtype, kernel: str) -> dict:
@@ -140,16 +95,6 @@ def scan(settings: Settings, shape: tuple, rows: str, dtype: torch.dtype, kernel
         inputs["z"] = inputs["z"] * real.unsqueeze(2)
         return compared(masked(longhorn_scan, real), inputs, options, settings, dtype, backend=kernel)
     return compared(longhorn_scan, inputs, options, settings, dtype, backend=kernel, by_blocks=length > 1000)
-
-
-def masked(op: Callable, real: torch.Tensor) -> Callable:
-    """The op with outputs of padding set to zero, and its gate's gradient there with them."""
-
-    def run(**arguments: Any) -> tuple:
-        y, state = op(**arguments)
-        return y.masked_fill(~real.to(y.device).unsqueeze(2), 0.0), state
-
-    return run
 
 
 def short(settings: Settings, shape: tuple, rows: str, dtype: torch.dtype, kernel: str) -> dict:
@@ -220,9 +165,3 @@ def long_short(settings: Settings, length: int, kernel: str) -> dict:
     got, _ = causal_conv(x, weight, backend=kernel)
     want, _ = causal_conv(x.double().contiguous(), weight.double(), backend="torch")
     return judged({"y": relative(got, want)}, torch.bfloat16)
-
-
-def judged(errors: dict[str, float], dtype: torch.dtype) -> dict:
-    worst = max(errors.values())
-    failed = {} if worst <= BOUNDS[dtype] else {"error": f"off by more than the bound: {errors}"}
-    return {"largest_error": worst, "bound": BOUNDS[dtype]} | failed

@@ -22,7 +22,7 @@ def summary(store: Store) -> str:
 def write_report(store: Store, settings: Settings, root: Path) -> Path:
     """root/reports/gpu.md."""
     found = {part: store.cases(part) for part in PARTS}
-    text = "\n".join(["# On a GPU", "", made(store, settings), "", overview(found)])
+    text = "\n".join(["# On a GPU", "", made(store, settings), "", overview(found, store)])
     for part, cases in found.items():
         table = TABLES.get(part, lambda *_: "")(cases, found["peaks"])
         if table or failures(cases):
@@ -53,17 +53,19 @@ def failed(cases: Cases) -> str:
     return "".join(f"- {name}: `{found['error']}`\n" for name, found in failures(cases).items())
 
 
-def overview(found: dict[str, Cases]) -> str:
+def overview(found: dict[str, Cases], store: Store) -> str:
+    """Of each part; results that another device or a change of the sources put aside are in the part's file alone."""
     rows = [
         [
             part.replace("_", " "),
             len(cases),
             len(failures(cases)),
             f"{sum(c['wall_seconds'] for c in timed(cases)):.0f}",
+            len(store.superseded(part)),
         ]
         for part, cases in found.items()
     ]
-    return markdown_table(["part", "cases", "failed", "seconds"], rows)
+    return markdown_table(["part", "cases", "failed", "seconds", "superseded"], rows)
 
 
 def timed(cases: Cases) -> list[dict]:

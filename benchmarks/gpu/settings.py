@@ -16,10 +16,12 @@ class Settings:
     Args:
         device: "cuda" or "cpu".
         rehearse: sizes that a CPU runs in seconds.
+        only_launches: for `compile_ahead`, which has no card: what a kernel's launch gives is not looked at.
     """
 
     device: str
     rehearse: bool
+    only_launches: bool = False
 
     @cached_property
     def dtype(self) -> torch.dtype:

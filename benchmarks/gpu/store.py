@@ -1,58 +1,102 @@
 """Results as they come: one JSON file a part, written after every case, so that a killed run goes on where it was; and
 one archive of all, so that they outlive the machine.
+
+A result counts while it is of this device and of these sources (`parts.digest`). One that another takes the place of
+stays in the file, under `superseded`: it was measured.
 """
 
-import hashlib
 import json
 import re
 import tarfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.parts import digest
 from benchmarks.timing import provenance, to_json
 
 KILLED = "killed"
+STAMP = "measured"
+Case = dict[str, Any]
 
 
 class Store:
     """
     Args:
         folder: of the `gpu_<part>.json`, and of the mark that names the case that runs.
-        identity: device, size and sources of the run; results of another identity are begun anew.
+        identity: device and size of the run.
         archive: a .tar.gz that holds the files of all parts, written anew after every case; None for none.
+        sources: (part, case) → what its sources are known by.
     """
 
-    def __init__(self, folder: Path, identity: dict[str, Any], archive: Path | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        identity: dict[str, Any],
+        archive: Path | None = None,
+        sources: Callable[[str, str], str] = digest,
+    ):
         self.folder = folder
         self.identity = identity
         self.archive = archive
+        self.sources = sources
         self.running = folder / "gpu_running.json"
         folder.mkdir(parents=True, exist_ok=True)
 
     def path(self, part: str) -> Path:
         return self.folder / f"gpu_{part}.json"
 
-    def cases(self, part: str) -> dict[str, dict]:
-        """What is recorded of a part, by case."""
-        if not self.path(part).is_file():
-            return {}
-        return self._of_this_run(self.path(part).read_text(encoding="utf-8"))
+    def stamp(self, part: str, case: str) -> dict[str, Any]:
+        return self.identity | {"sources": self.sources(part, case)}
 
-    def _of_this_run(self, text: str) -> dict[str, dict]:
-        found = json.loads(text)
-        return found["cases"] if found.get("identity") == self.identity else {}
+    def cases(self, part: str) -> dict[str, Case]:
+        """What is on record of a part, of this device and these sources, by case."""
+        return {case: found for case, found in self._read(part)["cases"].items() if self._counts(part, case, found)}
+
+    def superseded(self, part: str) -> list[Case]:
+        """What no longer counts, each with the name of its case."""
+        found = self._read(part)
+        old = ({"case": case} | each for case, each in found["cases"].items() if not self._counts(part, case, each))
+        return [*found["superseded"], *old]
+
+    def _counts(self, part: str, case: str, found: Case) -> bool:
+        return found[STAMP] == self.stamp(part, case)
+
+    def _read(self, part: str) -> dict[str, Any]:
+        empty: dict[str, Any] = {"cases": {}, "superseded": []}
+        return json.loads(self.path(part).read_text(encoding="utf-8")) if self.path(part).is_file() else empty
 
     def begin(self, part: str, case: str) -> None:
         self.running.write_text(json.dumps({"part": part, "case": case}), encoding="utf-8")
 
-    def record(self, part: str, case: str, figures: dict[str, Any]) -> None:
-        self._write(part, self.cases(part) | {case: figures})
+    def record(self, part: str, case: str, figures: Case) -> None:
+        kept = self._read(part)
+        self._replace(kept, case, figures | {STAMP: self.stamp(part, case)})
+        self._write(part, kept)
         self.running.unlink(missing_ok=True)
         self.pack()
 
-    def _write(self, part: str, cases: dict[str, dict], text: str | None = None) -> None:
-        """A part's file, or `text`, which was one on the machine that made it."""
-        text = text or to_json(provenance() | {"identity": self.identity, "cases": cases})
+    def set_aside(self, part: str, cases: Iterable[str]) -> None:
+        """What is on record of some cases no longer counts: they are run again."""
+        kept, chosen = self._read(part), list(cases)
+        for case in chosen:
+            self._replace(kept, case, None)
+        if chosen:
+            self._write(part, kept)
+
+    def _replace(self, kept: dict[str, Any], case: str, found: Case | None) -> None:
+        """`found`, or nothing, in the place of what there was, which stays among what is superseded."""
+        old = kept["cases"].pop(case, None)
+        if old is not None and old != found:
+            kept["superseded"].append({"case": case} | old)
+        if found is not None:
+            kept["cases"][case] = found
+
+    def _write(self, part: str, kept: dict[str, Any]) -> None:
+        names = ("cases", "superseded")
+        self._write_text(part, to_json(provenance() | {name: kept[name] for name in names}))
+
+    def _write_text(self, part: str, text: str) -> None:
         draft = self.path(part).with_suffix(".draft")
         draft.write_text(text, encoding="utf-8")
         draft.replace(self.path(part))
@@ -69,7 +113,7 @@ class Store:
         draft.replace(self.archive)
 
     def resume(self, archive: Path) -> int:
-        """Take over what an archive holds of this identity and is not recorded here; how many cases that were."""
+        """Take over what an archive holds and is not on record here; how many of its cases count."""
         taken = 0
         with tarfile.open(archive) as tar:
             for member in tar.getmembers():
@@ -77,13 +121,23 @@ class Store:
                 file = tar.extractfile(member) if name and member.isfile() else None
                 if file is None or name is None or member.name == self.running.name:
                     continue
-                here, text = self.cases(name[1]), file.read().decode()
-                archived = self._of_this_run(text)
-                if more := {case: found for case, found in archived.items() if case not in here}:
-                    self._write(name[1], here | more, text=None if here else text)
-                    taken += len(more)
+                taken += self._take(name[1], file.read().decode())
         self.pack()
         return taken
+
+    def _take(self, part: str, text: str) -> int:
+        if not self.path(part).is_file():
+            self._write_text(part, text)  # with the machine that made it
+            return len(self.cases(part))
+        archived, here, kept = json.loads(text), self.cases(part), self._read(part)
+        for case, found in archived["cases"].items():
+            if case not in here:
+                self._replace(kept, case, found)
+            elif found != here[case]:
+                archived["superseded"].append({"case": case} | found)
+        kept["superseded"] += [old for old in archived["superseded"] if old not in kept["superseded"]]
+        self._write(part, kept)
+        return len(self.cases(part)) - len(here)
 
     def record_killed(self, why: str) -> str | None:
         """The case that ran when its process ended is recorded as failed; its name, or None if none ran."""
@@ -92,13 +146,3 @@ class Store:
         mark = json.loads(self.running.read_text(encoding="utf-8"))
         self.record(mark["part"], mark["case"], {"error": why, KILLED: True})
         return f"{mark['part']}: {mark['case']}"
-
-
-def digest(root: Path) -> str:
-    """Of the sources that results depend on: the machine with the card may have no repository to name a commit."""
-    found = hashlib.sha256()
-    for folder in ("src/hf_hybrid_ssm", "benchmarks/gpu", "benchmarks/timing"):
-        for file in sorted((root / folder).rglob("*")):
-            if file.suffix in (".py", ".c"):
-                found.update(file.relative_to(root).as_posix().encode() + file.read_bytes())
-    return found.hexdigest()[:16]

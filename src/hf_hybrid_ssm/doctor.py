@@ -6,11 +6,16 @@ import os
 import pkgutil
 import platform
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_hybrid_ssm.cli.threads import POLICY, processor_quota, processors
 from hf_hybrid_ssm.extras import DISTRIBUTION, install_command, missing_requirements
 from hf_hybrid_ssm.models.tested_versions import TESTED, outside
+
+if TYPE_CHECKING:
+    import torch
+
+    from hf_hybrid_ssm.ops.core.dispatch import Op
 
 PACKAGES = (*TESTED, "accelerate", "datasets", "lm_eval")
 
@@ -28,28 +33,18 @@ def examine() -> dict[str, Any]:
     """
     import torch
 
-    from hf_hybrid_ssm import ops as folder
-    from hf_hybrid_ssm.ops.core.dispatch import PREFERENCE, REGISTRY
     from hf_hybrid_ssm.ops.core.native_build import origin
 
-    for found in pkgutil.iter_modules(folder.__path__):
-        importlib.import_module(f"{folder.__name__}.{found.name}")
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    ops: dict[str, Any] = {}
-    for name, op in sorted(REGISTRY.items()):
-        ops[name] = {}
-        for device in devices:
-            for dtype in (torch.float32, torch.bfloat16):
-                status = {b: s for b, s in op.explain(device, dtype).items() if b in op.builtin or b in op.kernels}
-                selected = next(backend for backend in PREFERENCE if status.get(backend) == "runs")
-                errors = {b: op.self_check(b, device, dtype) for b in op.kernels if status[b] == "runs"}
-                target = f"{device} {str(dtype).removeprefix('torch.')}"
-                ops[name][target] = {"selected": selected, "backends": status, "kernel_errors": errors}
-    packages = {name: _version(name) for name in PACKAGES}
-    return {
-        "python": platform.python_version(),
-        "packages": packages,
-        "tested": {name: _tested(name, packages[name]) for name in TESTED},
+    targets = {
+        f"{device} {str(dtype).removeprefix('torch.')}": (device, dtype)
+        for device in devices
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+    ops = {
+        name: {target: examine_op(name, *where) for target, where in targets.items()} for name in sorted(every_op())
+    }
+    return examine_packages() | {
         "threads": {
             "torch": torch.get_num_threads(),
             "processors": processors(),
@@ -61,6 +56,34 @@ def examine() -> dict[str, Any]:
         "purposes": purposes("cuda" in devices),
         "ops": ops,
     }
+
+
+def examine_packages() -> dict[str, Any]:
+    """`python`, `packages` and `tested`, see `examine`."""
+    packages = {name: _version(name) for name in PACKAGES}
+    tested = {name: _tested(name, packages[name]) for name in TESTED}
+    return {"python": platform.python_version(), "packages": packages, "tested": tested}
+
+
+def every_op() -> dict[str, "Op"]:
+    """The ops that choose between backends, by name."""
+    from hf_hybrid_ssm import ops as folder
+    from hf_hybrid_ssm.ops.core.dispatch import REGISTRY
+
+    for found in pkgutil.iter_modules(folder.__path__):
+        importlib.import_module(f"{folder.__name__}.{found.name}")
+    return REGISTRY
+
+
+def examine_op(name: str, device: str, dtype: "torch.dtype") -> dict[str, Any]:
+    """The backend that an op selects there, the status of every backend, and the largest errors of its kernels."""
+    from hf_hybrid_ssm.ops.core.dispatch import PREFERENCE
+
+    op = every_op()[name]
+    status = {b: s for b, s in op.explain(device, dtype).items() if b in op.builtin or b in op.kernels}
+    selected = next(backend for backend in PREFERENCE if status.get(backend) == "runs")
+    errors = {b: op.self_check(b, device, dtype) for b in op.kernels if status[b] == "runs"}
+    return {"selected": selected, "backends": status, "kernel_errors": errors}
 
 
 # what people do, and the extras of which package it takes

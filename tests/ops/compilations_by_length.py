@@ -1,62 +1,28 @@
-"""How many kernels are compiled anew over 27 lengths, by op: prints JSON. Nothing is compiled and nothing runs.
+"""How many kernels are compiled anew over 27 lengths, by op, and which examples of self-checks are aligned: JSON.
 
-Triton is given a driver without a card, so that the package's own launches decide what they would compile. In a
-process of its own: the driver is the process's.
+Triton is given a driver without a card, so that the package's own launches decide what they would compile. Nothing is
+compiled and nothing runs. In a process of its own: the driver is the process's.
 """
 
 import json
 from collections import Counter
+from collections.abc import Callable
 
 import torch
-import triton.runtime
-from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
 
+from benchmarks import absent_card
 from hf_hybrid_ssm.ops.causal_conv import causal_conv
-from hf_hybrid_ssm.ops.core.dispatch import REGISTRY
+from hf_hybrid_ssm.ops.core.dispatch import REGISTRY, Op
+from hf_hybrid_ssm.ops.core.triton_helpers import VARYING
 from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
-from hf_hybrid_ssm.ops.implicit_attention import triton as attention_launches
 from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition, lti_scan
 from hf_hybrid_ssm.ops.long_conv import long_conv
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
-from hf_hybrid_ssm.ops.longhorn_scan import triton as scan_launches
 
 LENGTHS = (
     1, 2, 7, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 80, 100, 127, 128, 129, 144, 255, 256, 257, 300, 512, 1000, 1024,
     2048,
 )  # fmt: skip
-compiled: Counter[str] = Counter()
-
-
-class Program:
-    """What a launch finds where a compiled program would be."""
-
-    function, packed_metadata = 1, ()
-
-    def run(self, *arguments) -> None:
-        pass
-
-    def launch_metadata(self, *arguments) -> None:
-        pass
-
-
-class Driver:
-    """Of a card that is not there; what Triton asks before it compiles."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-
-def note(kernel: JITFunction, key: str, *rest) -> Program:
-    compiled[kernel.fn.__name__] += 1
-    kernel.device_caches[0][0][key] = program = Program()
-    return program
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -108,21 +74,32 @@ OPS = {
 
 
 def main() -> None:
-    triton.runtime.driver.set_active(Driver())
-    JITFunction._do_compile = note
-    for module in (scan_launches, attention_launches):
-        module.multiprocessors = lambda device: 132
-    for op in REGISTRY.values():
-        if "triton" in op.kernels:
-            op._load("triton")
-            op.select = lambda device, dtype, backend=None, op=op: op._loaded["triton"]
-    found = {}
+    asked = absent_card.install(90, compiles=False)
+    found: dict[str, dict] = {"compiled": {}, "examples": {}}
     for name, (run, lengths) in OPS.items():
-        compiled.clear()
+        asked.clear()
         for length in lengths:
             run(length).sum().backward()
-        found[name] = dict(compiled)
+        found["compiled"][name] = Counter(each.kernel.fn.__name__ for each in asked)
+    for name, op in REGISTRY.items():
+        if "triton" in op.kernels:
+            examples = (op.self_check_inputs, *op.further_inputs)
+            found["examples"][name] = [alignments(op, example, asked) for example in examples]
     print(json.dumps(found))
+
+
+def alignments(op: Op, example: Callable[[], dict], asked: list) -> dict[str, bool]:
+    """By kernel, whether the compiler knows of all that an example gives it that it is a multiple of 16."""
+    absent_card.forget()
+    asked.clear()
+    absent_card.launch_example(op, example(), torch.float32)
+    return {each.kernel.fn.__name__: is_aligned(each) for each in asked}
+
+
+def is_aligned(asked: absent_card.Specialisation) -> bool:
+    places = [(place,) for place, (name, what) in enumerate(asked.signature.items())
+              if what != "constexpr" and name not in VARYING]  # fmt: skip
+    return all(asked.attributes.get(place) for place in places)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ BACKEND = "triton" if INTERPRETS or torch.cuda.is_available() else "native"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOUND = 4e-6  # relative to the largest entry
 if INTERPRETS:
-    from tests.ops import interpreter  # noqa: F401 - lets old versions run
+    from benchmarks import interpreter  # noqa: F401 - lets old versions run
 pytestmark = pytest.mark.skipif(BACKEND == "native" and missing_compiler() is not None, reason="needs a C compiler")
 
 

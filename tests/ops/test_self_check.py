@@ -1,6 +1,5 @@
 """A kernel that is wrong on this device is not used, and says so once."""
 
-import importlib
 import logging
 import sys
 from types import ModuleType
@@ -8,10 +7,12 @@ from types import ModuleType
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from hf_hybrid_ssm.doctor import every_op
 from hf_hybrid_ssm.ops.core import dispatch, precision
-from hf_hybrid_ssm.ops.core.dispatch import REGISTRY, Op
+from hf_hybrid_ssm.ops.core.dispatch import Op
 
 
 class Doubling(torch.autograd.Function):
@@ -57,7 +58,7 @@ def make_op(monkeypatch):
         return op
 
     yield make
-    REGISTRY.pop("doubling", None)
+    dispatch.REGISTRY.pop("doubling", None)
 
 
 def test_every_example_counts(make_op):
@@ -166,10 +167,38 @@ def test_the_first_use_may_lie_in_a_compiled_function(make_op):
     assert op.self_check("native", "cpu", torch.float32) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["longhorn_scan", "causal_conv", "long_conv"])
+KERNELS = {name: op for name, op in sorted(every_op().items()) if op.kernels}
+# FlexAttention is torch's, which makes its code by itself
+OURS = [name for name, op in KERNELS.items() if "triton" in op.kernels and "flex" not in op.kernels["triton"]]
+
+
+def in_float64(arguments: dict) -> dict:
+    """Options as they are; `low_rank` is a pair of tensors."""
+    return {name: tree_map_only(torch.Tensor, widened, value) for name, value in arguments.items()}
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+@pytest.mark.parametrize("name", KERNELS)
 def test_self_check_inputs_are_arguments_of_the_op(name):
-    importlib.import_module(f"hf_hybrid_ssm.ops.{name}")
-    op = REGISTRY[name]
-    outputs = op.builtin["torch"](**op.self_check_inputs())
-    for got, want in zip(outputs, op.builtin["reference"](**op.self_check_inputs())):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    op = KERNELS[name]
+    for example in (op.self_check_inputs, *op.further_inputs):
+        got, want = (op.builtin[backend](**in_float64(example())) for backend in ("torch", "reference"))
+        for one, other in zip(got, want, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_examples_have_rows_that_are_aligned_and_some_that_are_not(name):
+    """Compilers for cards make other code of the two, and models have the first."""
+    op, sizes = KERNELS[name], set()
+    for example in (op.self_check_inputs, *op.further_inputs):
+        arguments = example()
+        x = arguments.get("x", arguments.get("u"))
+        if name == "long_conv":  # its rows are tokens of a channel
+            sizes.add(x.shape[1] + arguments["history"].shape[1])
+        else:
+            sizes.add(x.shape[2 if name == "diagonal_scan" else -1])
+    assert {size % 16 == 0 for size in sizes} == {True, False}

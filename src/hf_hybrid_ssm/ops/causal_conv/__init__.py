@@ -3,6 +3,8 @@
 import torch
 
 from hf_hybrid_ssm.ops.causal_conv.reference import (
+    aligned_self_check_inputs,
+    aligned_step_self_check_inputs,
     causal_conv_reference,
     causal_conv_step_reference,
     self_check_inputs,
@@ -19,12 +21,14 @@ _OP = Op(
     builtin={"torch": causal_conv_torch, "reference": causal_conv_reference},
     kernels={"native": "hf_hybrid_ssm.ops.causal_conv.native", "triton": "hf_hybrid_ssm.ops.causal_conv.triton"},
     self_check_inputs=self_check_inputs,
+    further_inputs=(aligned_self_check_inputs,),
 )
 _STEP = Op(
     "causal_conv_step",
     builtin={"torch": causal_conv_step_torch, "reference": causal_conv_step_reference},
     kernels={"native": "hf_hybrid_ssm.ops.causal_conv.native", "triton": "hf_hybrid_ssm.ops.causal_conv.triton"},
     self_check_inputs=step_self_check_inputs,
+    further_inputs=(aligned_step_self_check_inputs,),
     differentiable=False,
 )
 ACTIVATIONS = (None, "silu")

@@ -38,6 +38,12 @@ def self_check_inputs() -> dict:
     return draw(shapes) | {"activation": "silu"}
 
 
+def aligned_self_check_inputs() -> dict:
+    """Rows that begin at multiples of 16 bytes, as those of models."""
+    shapes = {"x": (2, 37, 32), "weight": (32, 4), "bias": (32,), "initial_state": (2, 3, 32)}
+    return draw(shapes) | {"activation": "silu"}
+
+
 def causal_conv_step_reference(x, state, weight, bias=None, *, activation=None):
     """See `hf_hybrid_ssm.ops.causal_conv.causal_conv_step`: the convolution of one token."""
     y, after = causal_conv_reference(x.unsqueeze(1), weight, bias, activation=activation, initial_state=state)
@@ -47,3 +53,8 @@ def causal_conv_step_reference(x, state, weight, bias=None, *, activation=None):
 def step_self_check_inputs() -> dict:
     """Two rows whose channels do not fill a vector."""
     return draw({"x": (2, 18), "state": (2, 3, 18), "weight": (18, 4), "bias": (18,)}) | {"activation": "silu"}
+
+
+def aligned_step_self_check_inputs() -> dict:
+    """Rows that begin at multiples of 16 bytes, as those of models."""
+    return draw({"x": (2, 32), "state": (2, 3, 32), "weight": (32, 4), "bias": (32,)}) | {"activation": "silu"}

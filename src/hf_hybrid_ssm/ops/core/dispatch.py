@@ -45,7 +45,8 @@ class Op:
             `supports(device_type, dtype) -> str | None`: None if it can run, else the reason it cannot. They are
             imported on first use, so that a missing or broken package never breaks the import.
         self_check_inputs: arguments on which a kernel is checked against the reference before its first use.
-        further_inputs: more of them, for kernels that take other ways with other sizes.
+        further_inputs: more of them, for kernels that take other ways with other sizes. Compilers for cards make other
+            code of rows that begin at multiples of 16 bytes, which models have: one of the examples has such rows.
         opaque: names in `builtin` that are more than plain torch operations, and so, like every kernel, cannot run
             inside a function transform.
         differentiable: False for an op of decoding, which overwrites its state and has no gradients to be checked.

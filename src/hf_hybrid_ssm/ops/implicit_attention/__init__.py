@@ -9,7 +9,11 @@ import torch.nn.functional as F
 from hf_hybrid_ssm.ops.core.checks import check_lengths, check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops.core.dispatch import Op
 from hf_hybrid_ssm.ops.core.rows import run_by_document
-from hf_hybrid_ssm.ops.implicit_attention.reference import implicit_attention_reference, self_check_inputs
+from hf_hybrid_ssm.ops.implicit_attention.reference import (
+    aligned_self_check_inputs,
+    implicit_attention_reference,
+    self_check_inputs,
+)
 from hf_hybrid_ssm.ops.implicit_attention.torch_backend import implicit_attention_torch
 from hf_hybrid_ssm.ops.legendre_memory import check_memory
 
@@ -21,6 +25,7 @@ _OP = Op(
         "triton": "hf_hybrid_ssm.ops.implicit_attention.triton",
     },
     self_check_inputs=self_check_inputs,
+    further_inputs=(aligned_self_check_inputs,),
 )
 FORMS = ("auto", "chunked", "fft", "recurrent")
 

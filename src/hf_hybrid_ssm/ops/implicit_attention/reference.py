@@ -30,5 +30,15 @@ def implicit_attention_reference(
 def self_check_inputs() -> dict:
     """Rows and channels that do not fill a tile or a vector."""
     shapes = {"x": (1, 75, 35), "weight": (3, 5, 6), "bias": (3, 5), "collapse": (5,), "collapse_bias": (1,)}
+    return draw(shapes) | _options()
+
+
+def aligned_self_check_inputs() -> dict:
+    """Rows that begin at multiples of 16 bytes, as those of models."""
+    shapes = {"x": (1, 75, 32), "weight": (3, 5, 16), "bias": (3, 5), "collapse": (5,), "collapse_bias": (1,)}
+    return draw(shapes) | _options()
+
+
+def _options() -> dict:
     options = {"theta": 20.0, "activation": F.gelu, "scale": 0.5, "form": "auto"}
-    return draw(shapes) | options | {"state": None, "lengths": None, "return_final_state": True}
+    return options | {"state": None, "lengths": None, "return_final_state": True}

@@ -29,7 +29,7 @@ from hf_hybrid_ssm.ops.linear_scan.channel_blocks import (
     lti_scan_torch,
 )
 from hf_hybrid_ssm.ops.linear_scan.diagonal import diagonal_scan
-from hf_hybrid_ssm.ops.linear_scan.reference import channel_inputs, lti_scan_reference
+from hf_hybrid_ssm.ops.linear_scan.reference import aligned_channel_inputs, channel_inputs, lti_scan_reference
 from hf_hybrid_ssm.ops.linear_scan.step import linear_step
 from hf_hybrid_ssm.ops.linear_scan.transition import Transition
 
@@ -41,6 +41,7 @@ _OP = Op(
         "triton": "hf_hybrid_ssm.ops.linear_scan.triton",
     },
     self_check_inputs=channel_inputs,
+    further_inputs=(aligned_channel_inputs,),
 )
 
 

@@ -5,7 +5,11 @@ import torch
 from hf_hybrid_ssm.ops.core.checks import check_lengths, check_seq_idx, check_tensor
 from hf_hybrid_ssm.ops.core.dispatch import Op
 from hf_hybrid_ssm.ops.core.transforms import without_autocast
-from hf_hybrid_ssm.ops.linear_scan.reference import diagonal_inputs, diagonal_scan_reference
+from hf_hybrid_ssm.ops.linear_scan.reference import (
+    aligned_diagonal_inputs,
+    diagonal_inputs,
+    diagonal_scan_reference,
+)
 from hf_hybrid_ssm.ops.linear_scan.torch_backend import diagonal_scan_torch
 
 _OP = Op(
@@ -16,6 +20,7 @@ _OP = Op(
         "triton": "hf_hybrid_ssm.ops.linear_scan.triton",
     },
     self_check_inputs=diagonal_inputs,
+    further_inputs=(aligned_diagonal_inputs,),
 )
 _WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 _PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}

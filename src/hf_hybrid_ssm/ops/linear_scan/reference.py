@@ -62,11 +62,24 @@ def diagonal_inputs() -> dict:
     return draw({"x": (2, 75, 5, 2), "initial_state": (2, 5, 2)}) | {"decay": _decays(5), "seq_idx": None}
 
 
+def aligned_diagonal_inputs() -> dict:
+    """Rows that begin at multiples of 16 bytes, as those of models."""
+    return draw({"x": (1, 75, 16, 2), "initial_state": (1, 16, 2)}) | {"decay": _decays(16), "seq_idx": None}
+
+
 def channel_inputs() -> dict:
     """The same, for two filters of three channels."""
     shapes = {"u": (2, 75, 3), "vector": (2, 3, 6), "output": (2, 3, 6), "skip": (2, 3), "initial_state": (2, 2, 3, 6)}
     options = {"seq_idx": None, "lengths": None, "stride": None, "positions": None, "form": "complex"}
     return draw(shapes) | options | {"decay": _decays(2, 3, 3), "return_final_state": True}
+
+
+def aligned_channel_inputs() -> dict:
+    """Rows that begin at multiples of 16 bytes, as those of models: 16 channels, and as many states."""
+    system = (1, 16, 32)
+    shapes = {"u": (1, 75, 16), "vector": system, "output": system, "skip": (1, 16), "initial_state": (1, *system)}
+    options = {"seq_idx": None, "lengths": None, "stride": None, "positions": None, "form": "complex"}
+    return draw(shapes) | options | {"decay": _decays(1, 16, 16), "return_final_state": True}
 
 
 def linear_step_reference(u, state, decay_minus_one, input_vector, *, output_rows, low_rank, skip, is_complex, silu):

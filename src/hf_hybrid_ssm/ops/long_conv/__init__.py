@@ -6,7 +6,7 @@ from hf_hybrid_ssm.ops.core.checks import check_lengths, check_output_positions,
 from hf_hybrid_ssm.ops.core.dispatch import Op
 from hf_hybrid_ssm.ops.core.rows import last_inputs, take_outputs, zero_beyond
 from hf_hybrid_ssm.ops.core.transforms import without_autocast
-from hf_hybrid_ssm.ops.long_conv.reference import long_conv_reference, self_check_inputs
+from hf_hybrid_ssm.ops.long_conv.reference import aligned_self_check_inputs, long_conv_reference, self_check_inputs
 from hf_hybrid_ssm.ops.long_conv.torch_backend import long_conv_torch, sampled
 
 _OP = Op(
@@ -14,6 +14,7 @@ _OP = Op(
     builtin={"torch": long_conv_torch, "reference": long_conv_reference},
     kernels={"triton": "hf_hybrid_ssm.ops.long_conv.triton"},
     self_check_inputs=self_check_inputs,
+    further_inputs=(aligned_self_check_inputs,),
 )
 
 

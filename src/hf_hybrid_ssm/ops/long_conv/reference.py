@@ -41,3 +41,15 @@ def self_check_inputs() -> dict:
     """Longer than a tile, two filters, both directions."""
     shapes = {"u": (2, 90, 3), "kernel": (2, 3, 70), "future_kernel": (2, 3, 20), "skip": (2, 3), "history": (2, 5, 3)}
     return draw(shapes) | {"seq_idx": None}
+
+
+def aligned_self_check_inputs() -> dict:
+    """Rows of a multiple of 16 tokens and filters of as many taps, so that they begin at multiples of 16 bytes."""
+    shapes = {
+        "u": (1, 48, 2),
+        "kernel": (1, 2, 32),
+        "future_kernel": (1, 2, 16),
+        "skip": (1, 2),
+        "history": (1, 16, 2),
+    }
+    return draw(shapes) | {"seq_idx": None}

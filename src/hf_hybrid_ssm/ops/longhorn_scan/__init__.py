@@ -7,6 +7,8 @@ from hf_hybrid_ssm.ops.core.dispatch import Op
 from hf_hybrid_ssm.ops.core.pages import check_pages, on_pages
 from hf_hybrid_ssm.ops.core.rows import extend_last_document
 from hf_hybrid_ssm.ops.longhorn_scan.reference import (
+    aligned_self_check_inputs,
+    aligned_step_self_check_inputs,
     longhorn_scan_reference,
     longhorn_step_reference,
     self_check_inputs,
@@ -20,7 +22,7 @@ _OP = Op(
     builtin={"torch": longhorn_scan_torch, "reference": longhorn_scan_reference},
     kernels={"native": "hf_hybrid_ssm.ops.longhorn_scan.native", "triton": "hf_hybrid_ssm.ops.longhorn_scan.triton"},
     self_check_inputs=self_check_inputs,
-    further_inputs=(self_check_inputs_of_many_states,),
+    further_inputs=(aligned_self_check_inputs, self_check_inputs_of_many_states),
     opaque=("torch",),
 )
 _STEP = Op(
@@ -31,6 +33,7 @@ _STEP = Op(
         "triton": "hf_hybrid_ssm.ops.longhorn_scan.triton_step",
     },
     self_check_inputs=step_self_check_inputs,
+    further_inputs=(aligned_step_self_check_inputs,),
     differentiable=False,
 )
 

@@ -46,6 +46,12 @@ def self_check_inputs() -> dict:
     return draw(shapes | {"beta_bias": (18,), "D": (18,), "initial_state": (1, 18, 16)})
 
 
+def aligned_self_check_inputs() -> dict:
+    """Rows that begin at multiples of 16 bytes, as those of models."""
+    shapes = dict.fromkeys(("x", "beta_logit", "z"), (1, 67, 32)) | dict.fromkeys("kq", (1, 67, 16))
+    return draw(shapes | {"beta_bias": (32,), "D": (32,), "initial_state": (1, 32, 16)})
+
+
 def self_check_inputs_of_many_states() -> dict:
     """So many that the backward of 16-bit inputs may take them in chunks of tokens; the last chunk is not whole."""
     shapes = dict.fromkeys(("x", "beta_logit", "z"), (1, 67, 18)) | dict.fromkeys("kq", (1, 67, 33))
@@ -64,3 +70,9 @@ def step_self_check_inputs() -> dict:
     """Two rows, and neither channels nor states fill a vector."""
     shapes = dict.fromkeys(("x", "beta_logit", "z"), (2, 18)) | dict.fromkeys("kq", (2, 21))
     return draw(shapes | {"beta_bias": (18,), "D": (18,), "state": (2, 18, 21)})
+
+
+def aligned_step_self_check_inputs() -> dict:
+    """Rows that begin at multiples of 16 bytes, as those of models."""
+    shapes = dict.fromkeys(("x", "beta_logit", "z"), (2, 32)) | dict.fromkeys("kq", (2, 16))
+    return draw(shapes | {"beta_bias": (32,), "D": (32,), "state": (2, 32, 16)})

@@ -1,0 +1,224 @@
+"""Do the programs that the package launches find room on cards that are not here, and do they stay in registers?
+
+Every Triton kernel is launched by the package itself, for 16 to 256 states, in float32 and bfloat16, with inputs that
+are aligned and with some that are not, all options on. The launches are compiled for a generation of cards and meet
+its limit of shared memory (`benchmarks/absent_card.py`). Where a launch falls back to smaller sizes, what was refused
+stays on record. Nothing runs, and nothing here was measured on a card.
+
+    python -m benchmarks.kernel_limits                    every generation, with the Triton that is installed
+    python -m benchmarks.kernel_limits --capability 90    one generation (a quarter of an hour of one processor)
+    python -m tools.triton_versions                       with every version that pyproject.toml admits
+
+Writes reports/kernel_limits.json, whose other records stay; `tests/ops/test_kernel_limits.py` bounds them.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.kernel_evidence import read_machine_code
+
+ROOT = Path(__file__).parents[1]
+FILE = ROOT / "reports" / "kernel_limits.json"
+CAPABILITIES = (90, 80, 100)
+STATES = (16, 32, 64, 128, 256)
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+ORDERS = ((50, 5), (220, 22))  # of memories, with the rows of their attention
+LENGTH = 512  # two splits of a row
+NAME = ("triton", "sm", "op", "class", "dtype", "aligned")
+Launch = Callable[[], None]
+
+
+class Inputs:
+    """Draws tensors of one kind: rows that begin at multiples of 16 bytes with strides of 16, or rows that do not."""
+
+    def __init__(self, dtype: torch.dtype, *, aligned: bool):
+        self.dtype, self.aligned = dtype, aligned
+        self.channels = 48 if aligned else 51
+
+    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        dtype = dtype or self.dtype
+        if self.aligned:
+            return torch.zeros(shape, dtype=dtype).requires_grad_()
+        wide = torch.zeros(*shape[:-1], shape[-1] + 2, dtype=dtype)
+        return wide[..., 1:-1].requires_grad_()
+
+
+def launches(inputs: Inputs) -> Iterator[tuple[str, str, Launch]]:
+    """Op, shape class and what launches it, forward and backward."""
+    for states in STATES:
+        yield "longhorn_scan", f"N={states}", lambda n=states: scan(inputs, n)
+        yield "longhorn_step", f"N={states}", lambda n=states: step(inputs, n)
+    for taps in (2, 4):
+        yield "causal_conv", f"K={taps}", lambda k=taps: short_convolution(inputs, k)
+        yield "causal_conv_step", f"K={taps}", lambda k=taps: short_step(inputs, k)
+    yield "long_conv", "", lambda: long_convolution(inputs)
+    for order, rows in ORDERS:
+        yield "implicit_attention", f"q={order}, q'={rows}", lambda q=order, r=rows: memories(inputs, q, r)
+    if inputs.dtype == torch.float32:  # these ops convert what they are given
+        for form in ("real", "complex"):
+            for states in STATES:
+                yield "lti_scan", f"N={states}, {form}", lambda n=states, f=form: systems(inputs, n, f)
+            yield "diagonal_scan", form, lambda f=form: diagonal(inputs, f)
+
+
+def scan(inputs: Inputs, states: int) -> None:
+    from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
+
+    d = inputs.channels
+    x, logit, z = (inputs(1, LENGTH, d) for _ in range(3))
+    k, q = (inputs(1, LENGTH, states) for _ in range(2))
+    bias, skip = (inputs(d, dtype=torch.float32) for _ in range(2))
+    state = inputs(1, d, states, dtype=torch.float32)
+    documents = torch.zeros(1, LENGTH, dtype=torch.long)
+    options = {"beta_bias": bias, "D": skip, "z": z, "initial_state": state, "seq_idx": documents}
+    y, final = longhorn_scan(x, logit, k, q, **options, return_final_state=True)
+    (y.sum() + final.sum()).backward()
+
+
+def step(inputs: Inputs, states: int) -> None:
+    from hf_hybrid_ssm.ops.longhorn_scan import longhorn_step
+
+    d = inputs.channels
+    x, logit, z = (inputs(2, d).detach() for _ in range(3))
+    k, q = (inputs(2, states).detach() for _ in range(2))
+    bias, skip = (torch.zeros(d) for _ in range(2))
+    longhorn_step(x, logit, k, q, torch.zeros(2, d, states), beta_bias=bias, D=skip, z=z)
+    pages = torch.arange(2)
+    longhorn_step(x, logit, k, q, torch.zeros(4, d, states), beta_bias=bias, D=skip, z=z, pages=pages)
+
+
+def short_convolution(inputs: Inputs, taps: int) -> None:
+    from hf_hybrid_ssm.ops.causal_conv import causal_conv
+
+    d = inputs.channels
+    documents = torch.zeros(2, LENGTH, dtype=torch.long)
+    options = {"activation": "silu", "initial_state": inputs(2, taps - 1, d), "seq_idx": documents}
+    y, _ = causal_conv(inputs(2, LENGTH, d), inputs(d, taps), inputs(d), **options, return_final_state=True)
+    y.sum().backward()
+
+
+def short_step(inputs: Inputs, taps: int) -> None:
+    from hf_hybrid_ssm.ops.causal_conv import causal_conv_step
+
+    d = inputs.channels
+    weight, bias = torch.zeros(d, taps, dtype=inputs.dtype), torch.zeros(d, dtype=inputs.dtype)
+    state = torch.zeros(2, taps - 1, d, dtype=inputs.dtype)
+    causal_conv_step(inputs(2, d).detach(), state, weight, bias, activation="silu")
+
+
+def long_convolution(inputs: Inputs) -> None:
+    from hf_hybrid_ssm.ops.long_conv import long_conv
+
+    length = LENGTH if inputs.aligned else LENGTH - 3  # rows of the kernel are dense: their length aligns them
+    long_conv(inputs(2, length, 8), inputs(8, length, dtype=torch.float32))[0].float().sum().backward()
+
+
+def memories(inputs: Inputs, order: int, rows: int) -> None:
+    from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
+
+    d = inputs.channels
+    weight, bias, collapse = (inputs(*shape, dtype=torch.float32) for shape in ((3, rows, order), (3, rows), (rows,)))
+    state = inputs(2, order, d, dtype=torch.float32)
+    options = {"theta": 2.0 * order, "scale": 0.1, "initial_state": state, "return_final_state": True}
+    y, _ = implicit_attention(inputs(2, LENGTH, d), weight, bias, collapse, torch.zeros(1), **options)
+    y.float().sum().backward()
+
+
+def systems(inputs: Inputs, states: int, form: str) -> None:
+    from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition, lti_scan
+
+    d = inputs.channels
+    shape = (1, d, states) if form == "real" else (1, d, states // 2, 2)
+    decay = torch.full(shape, 0.5, dtype=torch.float64).requires_grad_()
+    system = ChannelSystem(Transition(decay, form), *(inputs(1, d, states) for _ in range(2)))
+    options = {"skip": inputs(1, d), "initial_state": inputs(2, 1, d, states)}
+    options |= {"seq_idx": torch.zeros(2, LENGTH, dtype=torch.long), "lengths": torch.full((2,), LENGTH)}
+    y, final = lti_scan(inputs(2, LENGTH, d), system, **options, return_final_state=True)
+    (y.sum() + final.sum()).backward()
+
+
+def diagonal(inputs: Inputs, form: str) -> None:
+    from hf_hybrid_ssm.ops.linear_scan import diagonal_scan
+
+    number, wide = (torch.float32, torch.float64) if form == "real" else (torch.complex64, torch.complex128)
+    decay = torch.full((inputs.channels,), 0.5, dtype=wide).requires_grad_()
+    x, start = (inputs(*shape, inputs.channels, dtype=number) for shape in ((2, LENGTH), (2,)))
+    documents = torch.zeros(2, LENGTH, dtype=torch.long)
+    diagonal_scan(decay, x, initial_state=start, seq_idx=documents)[0].abs().sum().backward()
+
+
+def examine(capability: int, only: list[str], states: list[int]) -> None:
+    """Put on record each program that a launch asks for, launch by launch."""
+    import triton
+    from triton.runtime.errors import OutOfResources
+
+    from benchmarks import absent_card
+
+    asked = absent_card.install(capability)
+    for dtype, aligned in ((dtype, aligned) for dtype in DTYPES for aligned in (True, False)):
+        for op, shape_class, launch in launches(Inputs(DTYPES[dtype], aligned=aligned)):
+            if (only and op not in only) or (states and shape_class.split(",")[0] not in {f"N={n}" for n in states}):
+                continue
+            asked.clear()
+            absent_card.forget()
+            name = dict(zip(NAME, (triton.__version__, capability, op, shape_class, dtype, aligned)))
+            try:
+                launch()
+                ends = "launched"
+            except OutOfResources as error:
+                ends = str(error)
+            write([name | record_of(each, capability) | {"launch": ends} for each in asked])
+            print(f"sm_{capability} {op} {shape_class} {dtype} {'aligned' if aligned else ''}: {ends}", flush=True)
+
+
+def record_of(asked: Any, capability: int) -> dict[str, Any]:
+    from benchmarks.absent_card import SHARED
+
+    found = read_machine_code(asked.program)
+    kept = ("registers", "shared", "warps", "instructions", "spills", "spills in inner loops")
+    pointers = [number for number, what in enumerate(asked.signature.values()) if what.startswith("*")]
+    is_aligned = all(asked.attributes.get((number,)) for number in pointers)
+    record = {"kernel": asked.kernel.fn.__name__, "pointers aligned": is_aligned} | {
+        name: found[name] for name in kept
+    }
+    return record | {"fits": found["shared"] <= SHARED[capability]}
+
+
+def write(records: list[dict]) -> None:
+    """Beside what is on record of other versions, cards and classes."""
+    known = json.loads(FILE.read_text(encoding="utf-8")) if FILE.is_file() else []
+    of = itemgetter(*NAME)
+    new = {of(record) for record in records}
+    every = [record for record in known if of(record) not in new] + records
+    every.sort(key=lambda r: ([int(part) for part in r["triton"].split(".")], r["sm"]))
+    lines = ",\n".join(json.dumps(record) for record in every)
+    FILE.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--capability", type=int, nargs="+", choices=CAPABILITIES, default=CAPABILITIES)
+    parser.add_argument("--only", nargs="+", default=[], help="only these ops")
+    parser.add_argument("--states", type=int, nargs="+", choices=STATES, default=[], help="only classes of so many")
+    options = parser.parse_args()
+    if len(options.capability) == 1:
+        examine(options.capability[0], options.only, options.states)
+        return 0
+    for capability in options.capability:  # a process has one driver
+        command = [sys.executable, "-m", "benchmarks.kernel_limits", "--capability", str(capability)]
+        command += ["--only", *options.only] if options.only else []
+        command += ["--states", *map(str, options.states)] if options.states else []
+        subprocess.run(command, cwd=ROOT, check=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
