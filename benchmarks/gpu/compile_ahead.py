@@ -1,12 +1,12 @@
 """Compiles the kernels of the first half hour on a card before there is one: a folder that Triton finds them in there.
 
-    python -m benchmarks.gpu.compile_ahead --cache /tmp/triton-ahead           # here, with the card's Python and Triton
-    python -m benchmarks.gpu.compile_ahead --cache /tmp/triton-ahead --check   # there: does this Triton take them?
+    python -m benchmarks.gpu.compile_ahead --cache /tmp/ahead           # here, with the card's Python and Triton
+    python -m benchmarks.gpu.compile_ahead --cache /tmp/ahead --check   # there: does this Triton take them?
 
 The folder has the same path on both sides, since Triton writes absolute paths into it, and TRITON_CACHE_DIR names it
-there. A program is found again if Python's minor version, Triton's files, the card's generation and the kernels' source
-are the same: `--check` compares the first two, and what is not found is compiled as if nothing had been carried. Once
-more here, the command says how many programs a fresh process finds.
+there. A program is found again if Python's minor version, Triton's files, the card's generation and the kernels'
+source are the same: `--check` compares the first two, and what is not found is compiled as if nothing had been
+carried. Once more here, the command says how many programs a fresh process finds.
 
 The package's own launches decide what is compiled, with the shapes of `benchmarks.gpu` and, for models, narrow ones:
 what the compiler knows of a width is whether it is a multiple of 16.
@@ -119,7 +119,7 @@ def slim(cache: Path) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache", type=Path, required=True, help="the folder, of the same absolute path on both sides")
+    parser.add_argument("--cache", type=Path, required=True, help="the folder: an absolute path, the same on both sides")
     parser.add_argument("--capability", type=int, choices=(80, 90, 100), default=90, help="of the card (default: 90)")
     parser.add_argument("--check", action="store_true", help="only compare this Triton with the folder's")
     options = parser.parse_args()
