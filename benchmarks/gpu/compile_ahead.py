@@ -119,7 +119,7 @@ def slim(cache: Path) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache", type=Path, required=True, help="the folder: an absolute path, the same on both sides")
+    parser.add_argument("--cache", type=Path, required=True, help="an absolute path, the same on both sides")
     parser.add_argument("--capability", type=int, choices=(80, 90, 100), default=90, help="of the card (default: 90)")
     parser.add_argument("--check", action="store_true", help="only compare this Triton with the folder's")
     options = parser.parse_args()
