@@ -169,6 +169,15 @@ def test_an_own_environment_does_every_task_without_a_clone(own_environment, tmp
     assert (tmp_path / "runs/own/evaluation.json").is_file() and "standard_text_continuation" in said["eval run"]
     assert (tmp_path / "runs/own/modeling_longhorn.py").is_file() and (tmp_path / "runs/own/README.md").is_file()
     assert "serve" not in said or said["serve"]["choices"]
+    assert "`runs/demo/model`, which `demo` writes, stands for the folders in `checkpoints/`" in " ".join(
+        README.split()
+    )
+    for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)):
+        script = tmp_path / f"block{number}.py"
+        script.write_text(code.replace("checkpoints/longhorn-books", "runs/demo/model"), encoding="utf-8")
+        done = processes.run([sys.executable, script], cwd=tmp_path, env=environment | installed)
+        assert done.returncode == 0, done.stderr[-1500:]
+    assert number == 1
 
 
 def test_every_task_works_in_a_clone(tmp_path, monkeypatch):
@@ -178,7 +187,7 @@ def test_every_task_works_in_a_clone(tmp_path, monkeypatch):
 
     pytest.importorskip("datasets")
     variables, commands = tasks()
-    assert "in a clone also checkpoints/longhorn-books" in README
+    assert "`MODEL=checkpoints/longhorn-books` works too" in README
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
     texts_in(tmp_path)
     monkeypatch.chdir(tmp_path)
