@@ -15,7 +15,7 @@ ARG EXTRAS=train,eval
 COPY constraints.txt /source/
 RUN pip install --no-cache-dir --constraint /source/constraints.txt --extra-index-url "$TORCH_INDEX" torch
 
-COPY pyproject.toml README.md LICENSE /source/
+COPY pyproject.toml hatch_build.py README.md LICENSE /source/
 COPY src /source/src
 COPY recipes /source/recipes
 RUN pip install --no-cache-dir --constraint /source/constraints.txt --extra-index-url "$TORCH_INDEX" "/source[$EXTRAS]"

@@ -18,6 +18,7 @@ from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
 
 import hf_hybrid_ssm
+from hf_hybrid_ssm.repository import source_address
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -49,7 +50,9 @@ html_css_files = ["site.css"]
 html_use_index = html_domain_indices = False  # too wide for a phone, and the search knows all names
 html_title = f"{project} {release}"
 html_show_sphinx = False
-html_theme_options = {"navigation_with_keys": True}
+html_theme_options = {"navigation_with_keys": True, "top_of_page_buttons": ["view"]}  # the page as it is written
+if address := source_address():
+    html_theme_options["announcement"] = f'<a href="{html.escape(address)}">The sources of {project}</a>'
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"

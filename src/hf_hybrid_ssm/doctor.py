@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hf_hybrid_ssm.cli.threads import POLICY, processor_quota, processors
 from hf_hybrid_ssm.extras import DISTRIBUTION, install_command, missing_requirements
 from hf_hybrid_ssm.models.tested_versions import TESTED, outside
+from hf_hybrid_ssm.repository import source_address
 
 if TYPE_CHECKING:
     import torch
@@ -24,12 +25,13 @@ def examine() -> dict[str, Any]:
     """Everything the report shows, as plain values.
 
     Returns:
-        `packages` (name → version or None), `tested` (name → `lowest`, `newest` and `outside`: whether the installed
-        version is "older" or "newer", or None), `threads` (torch's, the processors there are, those that the container
-        may use or None, and OMP_WAIT_POLICY), `cpu_kernels` (where the C kernels come from, or None), `devices`,
-        `purposes` (what one may want to do → the command that installs what is missing for it, or None), and `ops`:
-        for each op, device and dtype, the backend selected, the status of every backend, and the largest relative
-        error of its kernels on a small example against the float64 reference.
+        `python`, `sources` (the repository's address, or None), `packages` (name → version or None), `tested` (name →
+        `lowest`, `newest` and `outside`: whether the installed version is "older" or "newer", or None), `threads`
+        (torch's, the processors there are, those that the container may use or None, and OMP_WAIT_POLICY),
+        `cpu_kernels` (where the C kernels come from, or None), `devices`, `purposes` (what one may want to do → the
+        command that installs what is missing for it, or None), and `ops`: for each op, device and dtype, the backend
+        selected, the status of every backend, and the largest relative error of its kernels on a small example against
+        the float64 reference.
     """
     import torch
 
@@ -59,10 +61,11 @@ def examine() -> dict[str, Any]:
 
 
 def examine_packages() -> dict[str, Any]:
-    """`python`, `packages` and `tested`, see `examine`."""
+    """`python`, `sources`, `packages` and `tested`, see `examine`."""
     packages = {name: _version(name) for name in PACKAGES}
     tested = {name: _tested(name, packages[name]) for name in TESTED}
-    return {"python": platform.python_version(), "packages": packages, "tested": tested}
+    about = {"python": platform.python_version(), "sources": source_address()}
+    return about | {"packages": packages, "tested": tested}
 
 
 def every_op() -> dict[str, "Op"]:
@@ -151,6 +154,8 @@ def reasons_everywhere(ops: dict[str, Any]) -> dict[str, str]:
 def report(found: dict[str, Any]) -> str:
     """The findings as text."""
     lines = [f"python {found['python']}"]
+    if found["sources"] is not None:
+        lines.append(f"sources: {found['sources']}")
     lines += [_line(name, version, found["tested"].get(name)) for name, version in found["packages"].items()]
     threads = found["threads"]
     quota = "" if threads["quota"] is None else f", of which the container may use {threads['quota']:g}"
