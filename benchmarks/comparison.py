@@ -35,12 +35,20 @@ from hf_hybrid_ssm.models.cache_names import CACHE
 
 TOLERANCE = 1e-4  # of the standard deviation of the logits; roundings of float32 reach 3e-5 of it
 SPREAD = 0.7  # of the matrices: wide, so that every layer and every state tells in the logits
+SPREADS = {"Kimi Linear": 0.3}  # whose roundings of float32 reach 1.5e-4 with wider ones, and 1e-13 in float64
 DRAWS = 3  # of inputs, for each check
 WORDS, PADDING = 61, 0
 
 _SIZES = {"vocab_size": WORDS, "pad_token_id": PADDING, "bos_token_id": None, "eos_token_id": None}
 _HEADS = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 _MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8, "mamba_n_groups": 1}
+_DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_LATENT = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
 _TAILS = {"num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 48}
 OURS: dict[str, dict[str, Any]] = {
     "Longhorn": {"model_type": "longhorn", "hidden_size": 32, "num_hidden_layers": 2},
@@ -93,14 +101,67 @@ PEERS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "layer_types": ["linear_attention", "full_attention"],
         "head_dim": 8,
-        "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
+        **_DELTA,
         "num_experts": 2,
         "num_experts_per_tok": 1,
         "moe_intermediate_size": 48,
         "shared_expert_intermediate_size": 48,
+        **_HEADS,
+    },
+    "Qwen3.5": {
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "head_dim": 8,
+        **_DELTA,
+        **_HEADS,
+    },
+    "OLMo Hybrid": {
+        "model_type": "olmo_hybrid",
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        **_DELTA,
+        **_HEADS,
+    },
+    "Kimi Linear": {
+        "model_type": "kimi_linear",
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "dense"],
+        "linear_num_heads": 4,
+        "linear_head_dim": 8,
+        **_LATENT,
+        **_HEADS,
+        "num_key_value_heads": 4,
+    },
+    "Ling 2.5": {
+        "model_type": "bailing_hybrid",
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "dense"],
+        "head_dim": 8,
+        **_LATENT,
+        **_HEADS,
+        "num_key_value_heads": 4,
+    },
+    "Nemotron-H": {
+        "model_type": "nemotron_h",
+        "layers_block_type": ["mamba", "attention", "mlp"],
+        "head_dim": 8,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 1,
+        "chunk_size": 8,
+        **_HEADS,
+    },
+    "Granite 4.0 H": {
+        "model_type": "granitemoehybrid",
+        "num_hidden_layers": 2,
+        "layer_types": ["mamba", "attention"],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 48,
+        **_MAMBA2,
         **_HEADS,
     },
 }
@@ -117,7 +178,7 @@ def build(name: str) -> PreTrainedModel:
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
-                module.weight.normal_(std=1.0 if isinstance(module, torch.nn.Embedding) else SPREAD)
+                module.weight.normal_(std=1.0 if isinstance(module, torch.nn.Embedding) else SPREADS.get(name, SPREAD))
     return model
 
 

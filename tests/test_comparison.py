@@ -19,6 +19,12 @@ IN_THIS_TEST = {  # a peer's model and a check each, besides ours
     "Falcon-H1": "prompt lookup",
     "Qwen3-Next": "packing, by all that the collator gives",
     "Llama": "rollback by `crop`",
+    "Qwen3.5": "rollback by `crop`",
+    "OLMo Hybrid": "packing, by `position_ids`",
+    "Kimi Linear": "token by token",
+    "Ling 2.5": "rollback by `crop`",
+    "Nemotron-H": "token by token",
+    "Granite 4.0 H": "prompt lookup",
 }
 
 
