@@ -134,7 +134,7 @@ PEERS: dict[str, dict[str, Any]] = {
         **_HEADS,
         "num_key_value_heads": 4,
     },
-    "Ling 2.5": {
+    "Ling 3": {
         "model_type": "bailing_hybrid",
         "num_hidden_layers": 2,
         "layer_types": ["linear_attention", "full_attention"],

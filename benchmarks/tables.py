@@ -293,6 +293,14 @@ def checkpoints() -> str:
     return f"{markdown_table(names, rows)}\n{markdown_table(head, by_length)}"
 
 
+def who(names: list[str], everyone: list[str]) -> str:
+    """Names of models, or the shorter list of those that are missing among everyone."""
+    missing = [name for name in everyone if name not in names]
+    if not set(names) <= set(everyone) or len(missing) >= len(names):
+        return ", ".join(names) or "none"
+    return "all others but " + ", ".join(missing) if missing else "all others"
+
+
 def same_checks(figures: dict) -> str:
     """Of each model how many checks have which outcome; of each check where it is refused and where it differs."""
     models = figures["models"]
@@ -302,13 +310,14 @@ def same_checks(figures: dict) -> str:
         rows.append([name, *(outcomes.count(kind) for kind in ("same", "refused", "differs"))])
     total = len(next(iter(models.values()))["checks"])
     by_model = markdown_table([f"of {total} checks", "same", "refused", "differs, without a word"], rows)
+    others = [name for name in models if name not in figures["ours"]]
     lines = []
     for check in next(iter(models.values()))["checks"]:
         named: dict[str, list[str]] = {"refused": [], "differs": []}
         for name, found in models.items():
             if (outcome := found["checks"][check]["outcome"]) != "same":
                 named[outcome].append(name)
-        lines.append([check, *(", ".join(names) or "none" for names in named.values())])
+        lines.append([check, *(who(names, others) for names in named.values())])
     by_check = markdown_table(["check", "refused by", "differs for"], lines).replace("---:", "---")
     return f"{by_model}\n{by_check}"
 

@@ -22,7 +22,7 @@ IN_THIS_TEST = {  # a peer's model and a check each, besides ours
     "Qwen3.5": "rollback by `crop`",
     "OLMo Hybrid": "packing, by `position_ids`",
     "Kimi Linear": "token by token",
-    "Ling 2.5": "rollback by `crop`",
+    "Ling 3": "rollback by `crop`",
     "Nemotron-H": "token by token",
     "Granite 4.0 H": "prompt lookup",
 }
