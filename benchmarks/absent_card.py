@@ -100,18 +100,24 @@ def install(capability: int, *, compiles: bool = True) -> list[Specialisation]:
 
 
 def _take_triton(capability: int) -> None:
-    from hf_hybrid_ssm.ops.core.dispatch import REGISTRY
     from hf_hybrid_ssm.ops.implicit_attention import triton as attention
     from hf_hybrid_ssm.ops.longhorn_scan import triton as scan
 
     for module in (attention, scan):
         module.multiprocessors = lambda device: MULTIPROCESSORS[capability]
-    for op in REGISTRY.values():
-        if "triton" in op.kernels:
-            op._load("triton")
-            if isinstance(op._loaded["triton"], str):
-                raise RuntimeError(f"{op.name}: {op._loaded['triton']}")
-            op.select = _selecting(op)  # type: ignore[method-assign]
+    for op in ops_with_kernels().values():
+        op._load("triton")
+        if isinstance(op._loaded["triton"], str):
+            raise RuntimeError(f"{op.name}: {op._loaded['triton']}")
+        op.select = _selecting(op)  # type: ignore[method-assign]
+
+
+def ops_with_kernels() -> dict[str, Any]:
+    """The ops with Triton kernels of the package, by name; FlexAttention's are torch's."""
+    from hf_hybrid_ssm.doctor import every_op
+
+    modules = {name: op.kernels.get("triton", "") for name, op in every_op().items()}
+    return {name: every_op()[name] for name, module in modules.items() if module and "flex_attention" not in module}
 
 
 def _selecting(op: Any) -> Callable:

@@ -184,11 +184,7 @@ def record_of(asked: Any, capability: int) -> dict[str, Any]:
 
     found = read_machine_code(asked.program)
     kept = ("registers", "shared", "warps", "instructions", "spills", "spills in inner loops")
-    pointers = [number for number, what in enumerate(asked.signature.values()) if what.startswith("*")]
-    is_aligned = all(asked.attributes.get((number,)) for number in pointers)
-    record = {"kernel": asked.kernel.fn.__name__, "pointers aligned": is_aligned} | {
-        name: found[name] for name in kept
-    }
+    record = {"kernel": asked.kernel.fn.__name__} | {name: found[name] for name in kept}
     return record | {"fits": found["shared"] <= SHARED[capability]}
 
 

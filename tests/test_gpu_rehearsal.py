@@ -346,6 +346,7 @@ def test_no_case_starts_that_cannot_end():
     assert last_start(1000.0, 5, 10) == 1300
     assert last_start(1000.0, 8, 10) + LONGEST_CASE < 1600
     assert last_start(1000.0, 25, 60) == 2500
+    assert last_start(1000.0, 6, 8, 90) == 1360 and last_start(1000.0, 9, 8, 90) == 1360
     assert arguments_of([]).minutes == 5 and arguments_of([]).limit == 10
 
 

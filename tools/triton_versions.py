@@ -1,11 +1,12 @@
 """The kernels with every version of Triton that pyproject.toml admits: interpreted, compiled, counted for the page.
 
-    python -m tools.triton_versions                     all of them, for every generation of cards (an hour)
+    python -m tools.triton_versions                     all of them, for every generation of cards (several hours)
     python -m tools.triton_versions --only 3.6.0 --capability 90
 
 Each version is installed into a folder of its own in build/triton, which goes before the environment's packages.
 `tests/ops/test_triton.py` runs in Triton's interpreter and compiles for cards that are not here; then
-`benchmarks/kernel_evidence.py` writes that version's part of reports/kernel_evidence.json, and the page.
+`benchmarks/kernel_evidence.py` writes that version's part of reports/kernel_evidence.json, and the page, and
+`benchmarks/kernel_limits.py` that of reports/kernel_limits.json: every launch, up to 256 states.
 """
 
 import argparse
@@ -41,6 +42,9 @@ def main() -> int:
         variables = environment(version)
         counted = [sys.executable, "benchmarks/kernel_evidence.py", *chosen]
         subprocess.run(counted, cwd=ROOT, env=variables, check=True)
+        limits = [sys.executable, "-m", "benchmarks.kernel_limits"]
+        limits += ["--capability", *options.capability] if options.capability else []
+        subprocess.run(limits, cwd=ROOT, env=variables, check=True)
         tested = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/ops/test_triton.py"]
         if subprocess.run(tested, cwd=ROOT, env=variables, check=False).returncode:
             failed.append(version)

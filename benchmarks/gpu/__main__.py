@@ -8,8 +8,8 @@ time goes on.
 
 After every case the results of all parts, benchmarks/results/gpu_<part>.json, are packed into GPU_OUT/gpu.tar.gz; at
 the end the page, reports/gpu.md, with them. (A rehearsal has a folder of its own for both.) A case takes at most four
-minutes, and none starts that could not end within the ten. It needs `src`, `benchmarks` and `recipes` of the source
-tree, and no network. A change of the sources has those cases run again that are about them (`parts.about`).
+minutes (`--longest`), and none starts that could not end within the ten. It needs `src`, `benchmarks` and `recipes` of
+the source tree, and no network. A change of the sources has those cases run again that are about them (`parts.about`).
 
 Status 0: every case that was asked for and has run is right; 1: one is not; 2: this cannot run.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 BEGIN = time.time()
-LONGEST_CASE = 240  # seconds
+LONGEST_CASE = 240  # seconds, of which compiling is the most
 AT_THE_END = 30  # seconds: a process that is killed, and the page
 
 
@@ -42,6 +42,7 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes; needed on a CPU")
     parser.add_argument("--minutes", type=float, default=5, help="start no case after so many (default: 5)")
     parser.add_argument("--limit", type=float, default=10, help="minutes after which all has ended (default: 10)")
+    parser.add_argument("--longest", type=float, default=LONGEST_CASE, help="seconds that a case may take (240)")
     parser.add_argument("--parts", nargs="+", help="only these")
     parser.add_argument("--cases", type=pattern, default=pattern(""), help="only cases in whose names this is found")
     parser.add_argument("--again", action="store_true", help="run what is on record once more; its results are kept")
@@ -52,8 +53,9 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.device == "cpu" and not arguments.rehearse:
         parser.error("--device cpu needs --rehearse: this measures cards")
-    if 60 * arguments.limit < LONGEST_CASE + AT_THE_END:
-        parser.error(f"--limit {arguments.limit:g}: a case and the page take {LONGEST_CASE + AT_THE_END} seconds")
+    if 60 * arguments.limit < arguments.longest + AT_THE_END:
+        longest = arguments.longest + AT_THE_END
+        parser.error(f"--limit {arguments.limit:g}: a case and the page take {longest:g} seconds, see --longest")
     if arguments.resume and not arguments.resume.is_file():
         parser.error(f"--resume {arguments.resume}: there is no such file")
     default = "runs/gpu_rehearsal" if arguments.rehearse else "benchmarks/results"
@@ -117,7 +119,7 @@ def run_to_the_end(arguments: argparse.Namespace, parts: list[str], store: "Stor
     from benchmarks.gpu.parts import DONE, FATAL, OUT_OF_TIME
 
     store.running.unlink(missing_ok=True)
-    until = last_start(BEGIN, arguments.minutes, arguments.limit)
+    until = last_start(BEGIN, arguments.minutes, arguments.limit, arguments.longest)
     while True:
         code = watch(arguments, parts, until, store.running)
         if killed := store.record_killed(f"its process ended with status {code}"):
@@ -129,9 +131,9 @@ def run_to_the_end(arguments: argparse.Namespace, parts: list[str], store: "Stor
             return code
 
 
-def last_start(begin: float, minutes: float, limit: float) -> float:
+def last_start(begin: float, minutes: float, limit: float, longest: float = LONGEST_CASE) -> float:
     """When the last case may start, in seconds since the epoch: one that takes its longest ends within the limit."""
-    return begin + min(60 * minutes, 60 * limit - LONGEST_CASE - AT_THE_END)
+    return begin + min(60 * minutes, 60 * limit - longest - AT_THE_END)
 
 
 def watch(arguments: argparse.Namespace, parts: list[str], until: float, mark: Path) -> int:
@@ -147,7 +149,7 @@ def watch(arguments: argparse.Namespace, parts: list[str], until: float, mark: P
     process = subprocess.Popen(command, cwd=ROOT, env=environment)
     while process.poll() is None:
         time.sleep(0.2)
-        if age(mark) > LONGEST_CASE:
+        if age(mark) > arguments.longest:
             process.kill()
     return process.wait()
 

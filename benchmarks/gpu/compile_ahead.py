@@ -19,6 +19,10 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.settings import Settings
 
 KEY = "key.txt"
 KEPT = (".cubin", ".json", ".txt")  # of a program; the rest is for reading
@@ -33,42 +37,67 @@ def key() -> str:
     return f"Python {python}, Triton {hashlib.sha256(triton_key().encode()).hexdigest()[:16]}"
 
 
-def launches() -> Iterator[tuple[str, Launch]]:
-    """What the parts launch, in the order of the half hour."""
-    from benchmarks.gpu import parity, scan
-    from benchmarks.gpu.families import FAMILIES, ROWS
-    from benchmarks.gpu.settings import Settings
-
-    settings = Settings("cpu", False, only_launches=True)
-    yield "doctor", self_checks
-    for case, run in parity.cases(settings):
-        if not case.startswith("local_attention"):  # torch's code
-            yield f"parity: {case}", run
-    for shape in scan.SHAPES:
-        for backward in (False, True):
-            yield f"scan: {shape}", scan.longhorn(settings, shape, backward, "triton")
-    yield "decoding", partial(token, settings)
-    for name in FAMILIES:
-        for rows in ROWS:
-            yield f"training: {name} {rows}", partial(step, settings, name, rows, autocast=True)
-            yield f"models: {name} {rows}", partial(step, settings, name, rows, autocast=False)
-
-
-def self_checks() -> None:
+def doctor(_: "Settings") -> Iterator[tuple[str, Launch]]:
     import torch
 
-    from benchmarks.absent_card import launch_example
+    from benchmarks.absent_card import launch_example, ops_with_kernels
     from benchmarks.gpu.doctor import DTYPES
-    from hf_hybrid_ssm.doctor import every_op
 
-    for op in every_op().values():
-        if "triton" in op.kernels and "flex_attention" not in op.kernels["triton"]:
-            for dtype in (*DTYPES, torch.float16):
-                for example in (op.self_check_inputs, *op.further_inputs):
-                    launch_example(op, example(), dtype)
+    for name, op in ops_with_kernels().items():
+        for dtype in (*DTYPES, torch.float16):  # the last by `parity`, where kernels must be chosen first
+            for number, example in enumerate((op.self_check_inputs, *op.further_inputs)):
+                yield f"{name} {dtype} {number}", partial(launch_example, op, example(), dtype)
 
 
-def token(settings) -> None:
+def parity(settings: "Settings") -> Iterator[tuple[str, Launch]]:
+    from benchmarks.gpu import parity as part
+
+    return (case for case in part.cases(settings) if not case[0].startswith("local_attention"))  # torch's code
+
+
+def scan(settings: "Settings") -> Iterator[tuple[str, Launch]]:
+    from benchmarks.gpu import scan as part
+
+    for shape in part.SHAPES:
+        for backward in (False, True):
+            yield str(shape), part.longhorn(settings, shape, backward, "triton")
+    for block in part.BLOCKS:
+        both = part.longhorn(settings, part.SHAPES[0], True, "triton")
+        yield f"block of {block}", part.with_block(both, part.SHAPES[0][3], block, settings)
+
+
+def decoding(_: "Settings") -> Iterator[tuple[str, Launch]]:
+    yield "a Longhorn's prompt and token", token
+
+
+def training(_: "Settings") -> Iterator[tuple[str, Launch]]:
+    from benchmarks.gpu.families import FAMILIES, ROWS
+
+    for name in FAMILIES:
+        for rows in ROWS:
+            yield f"{name} {rows}", partial(step, name, rows, autocast=True)
+
+
+def models(_: "Settings") -> Iterator[tuple[str, Launch]]:
+    from benchmarks.gpu.families import FAMILIES, ROWS
+
+    for name in FAMILIES:
+        for rows in ROWS:
+            yield f"{name} {rows}", partial(step, name, rows, autocast=False)
+
+
+PARTS = {
+    "doctor": doctor,
+    "parity": parity,
+    "scan": scan,
+    "decoding": decoding,
+    "training": training,
+    "models": models,
+}
+"""What each part launches; the others launch nothing else, or none of these kernels."""
+
+
+def token() -> None:
     """Of a Longhorn after a prompt."""
     import torch
 
@@ -77,7 +106,7 @@ def token(settings) -> None:
     decoder(build("Longhorn", 128, 1, vocabulary=256, dtype=torch.bfloat16), 1)()
 
 
-def step(settings, name: str, rows: str, *, autocast: bool) -> None:
+def step(name: str, rows: str, *, autocast: bool) -> None:
     import torch
 
     from benchmarks.timing.models import batch_of, build, random_rows, training_step
@@ -87,24 +116,26 @@ def step(settings, name: str, rows: str, *, autocast: bool) -> None:
     training_step(model, inputs, autocast=torch.bfloat16 if autocast else None)()
 
 
-def compile_all(capability: int) -> tuple[int, int]:
+def compile_all(capability: int, parts: list[str]) -> tuple[int, int]:
     """How many programs were found in the folder, and how many compiled."""
     from triton import knobs
 
     from benchmarks import absent_card
     from benchmarks.gpu.comparing import one_line
+    from benchmarks.gpu.settings import Settings
 
     hits: list[bool] = []
     knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
     absent_card.install(capability)
-    for name, launch in launches():
-        before = len(hits)
-        try:
-            launch()
-        except Exception as error:  # the card compiles what this did not reach
-            print(f"{name}: {one_line(error)}", flush=True)
-        if new := hits[before:]:
-            print(f"{name}: {len(new)} programs, {new.count(False)} of them compiled", flush=True)
+    for part in parts:
+        for name, launch in PARTS[part](Settings("cpu", False, only_launches=True)):
+            before = len(hits)
+            try:
+                launch()
+            except Exception as error:  # the card compiles what this did not reach
+                print(f"{part}: {name}: {one_line(error)}", flush=True)
+            if new := hits[before:]:
+                print(f"{part}: {name}: {len(new)} programs, {new.count(False)} of them compiled", flush=True)
     return hits.count(True), hits.count(False)
 
 
@@ -121,6 +152,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, required=True, help="an absolute path, the same on both sides")
     parser.add_argument("--capability", type=int, choices=(80, 90, 100), default=90, help="of the card (default: 90)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="of `benchmarks.gpu`")
     parser.add_argument("--check", action="store_true", help="only compare this Triton with the folder's")
     options = parser.parse_args()
     if not options.cache.is_absolute():
@@ -137,7 +169,7 @@ def main() -> int:
     if mark.is_file() and mark.read_text(encoding="utf-8").strip() != key():
         parser.error(f"--cache {options.cache}: it is of another Triton; give an empty folder")
     mark.write_text(key() + "\n", encoding="utf-8")
-    found, compiled = compile_all(options.capability)
+    found, compiled = compile_all(options.capability, options.parts)
     print(f"{found} programs were found, {compiled} compiled; {options.cache}: {slim(options.cache):.1f} MB")
     return 0
 

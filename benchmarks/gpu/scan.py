@@ -13,6 +13,7 @@ Run = Callable[[], Any]
 # batch, length, channels, states
 SHAPES = [(8, 2048, 1536, 16), (1, 65536, 1536, 16), (8, 2048, 1536, 64), (8, 2048, 4096, 16), (64, 256, 1536, 16)]
 TINY = [(1, 16, 64, 16)]
+BLOCKS = (32, 16)  # tokens between checkpoints, fewer than the table's
 HEAD = 64  # channels of a head in peers that have heads
 
 
@@ -21,6 +22,9 @@ def cases(settings: Settings) -> Iterator[tuple[str, Callable[[], dict]]]:
         for backward in (False, True):
             name = f"{shape} {'forward and backward' if backward else 'forward'}"
             yield name, lambda s=shape, b=backward: scan(settings, s, b)
+    for block in BLOCKS:
+        shape = settings.pick(SHAPES, TINY)[0]
+        yield f"{shape} forward and backward, block of {block}", lambda s=shape, b=block: block_of(settings, s, b)
 
 
 def scan(settings: Settings, shape: tuple[int, int, int, int], backward: bool) -> dict:
@@ -36,6 +40,29 @@ def scan(settings: Settings, shape: tuple[int, int, int, int], backward: bool) -
     found = compare(candidates, settings)
     rate = moved / found["milliseconds"]["ours"] / 1e6
     return {**found, "bytes": moved, "gigabytes_per_second": round(rate, 1)}
+
+
+def block_of(settings: Settings, shape: tuple[int, int, int, int], block: int) -> dict:
+    """The scan with checkpoints after so many tokens; what `triton_tune` chooses among."""
+    kernel = "triton" if settings.device == "cuda" else "torch"
+    ours = with_block(longhorn(settings, shape, True, kernel), shape[3], block, settings)
+    return compare({"ours": ours, "with the table's": longhorn(settings, shape, True, kernel)}, settings)
+
+
+def with_block(run: Run, states: int, block: int, settings: Settings) -> Run:
+    if not settings.has_triton:
+        return run
+    from hf_hybrid_ssm.ops.longhorn_scan import triton_sizes
+
+    def measured() -> None:
+        name = triton_sizes.block_class(states, str(settings.dtype))
+        triton_sizes.MEASURING[name] = {"BLOCK": block}
+        try:
+            run()
+        finally:
+            del triton_sizes.MEASURING[name]
+
+    return measured
 
 
 def bytes_moved(batch: int, length: int, channels: int, states: int, size: int, backward: bool) -> int:

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import absent_card
 from hf_hybrid_ssm.ops.causal_conv import causal_conv
-from hf_hybrid_ssm.ops.core.dispatch import REGISTRY, Op
+from hf_hybrid_ssm.ops.core.dispatch import Op
 from hf_hybrid_ssm.ops.core.triton_helpers import VARYING
 from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
 from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition, lti_scan
@@ -81,10 +81,9 @@ def main() -> None:
         for length in lengths:
             run(length).sum().backward()
         found["compiled"][name] = Counter(each.kernel.fn.__name__ for each in asked)
-    for name, op in REGISTRY.items():
-        if "triton" in op.kernels:
-            examples = (op.self_check_inputs, *op.further_inputs)
-            found["examples"][name] = [alignments(op, example, asked) for example in examples]
+    for name, op in absent_card.ops_with_kernels().items():
+        examples = (op.self_check_inputs, *op.further_inputs)
+        found["examples"][name] = [alignments(op, example, asked) for example in examples]
     print(json.dumps(found))
 
 

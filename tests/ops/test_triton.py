@@ -54,11 +54,10 @@ def specialised():
 def test_self_checks_take_the_code_that_models_take(specialised):
     """Of every kernel that an op's examples launch, one is compiled for rows that are aligned and one for others."""
     for op, examples in specialised["examples"].items():
-        if examples != [{}] * len(examples):  # FlexAttention is torch's
-            kernels = {kernel for example in examples for kernel in example}
-            for kernel in kernels - {"chain_kernel"}:
-                found = {example[kernel] for example in examples if kernel in example}
-                assert found == {True, False}, (op, kernel)
+        assert all(examples)
+        for kernel in {kernel for example in examples for kernel in example}:
+            found = {example[kernel] for example in examples if kernel in example}
+            assert found == {True, False}, (op, kernel)
 
 
 def test_a_new_length_compiles_little_anew(specialised):
@@ -208,6 +207,51 @@ def test_sizes_measured_on_a_card_are_used(tmp_path, monkeypatch):
     triton_sizes.tuned_path("A card").write_text("{", encoding="utf-8")
     triton_sizes.tuned.cache_clear()
     assert triton_sizes.tile_sizes(16, backward=False, **shape, device="A card")["BD"] == 32
+    triton_sizes.tuned.cache_clear()
+
+
+def test_a_block_measured_on_a_card_is_used_forward_and_backward(tmp_path, monkeypatch):
+    """Of any length and batch, for the shape of the checkpoints must be known of symbolic ones too."""
+    from hf_hybrid_ssm.ops.longhorn_scan import triton_sizes
+
+    monkeypatch.setenv("HF_HYBRID_SSM_CACHE", str(tmp_path))
+    name = triton_sizes.block_class(32, "torch.bfloat16")
+    triton_sizes.tuned_path("A card").write_text(json.dumps({"sizes": {name: {"BLOCK": 16}}}), encoding="utf-8")
+    triton_sizes.tuned.cache_clear()
+    for device, block in (("A card", 16), ("Another", 64)):
+        options = {"dtype": "torch.bfloat16", "device": device}
+        assert triton_sizes.block_tokens(20, **options) == block
+        assert triton_sizes.chunk_sizes(32, **options)["BLOCK"] == block
+        for backward in (False, True):
+            assert triton_sizes.tile_sizes(32, backward=backward, **options)["BLOCK"] == block
+    assert triton_sizes.block_tokens(32, "torch.float32", "A card") == 64
+    triton_sizes.tuned.cache_clear()
+
+
+def test_every_part_of_a_tuning_is_measured_and_kept(tmp_path, monkeypatch):
+    """Without a card: the second block is the fastest, and one of the sizes does not run."""
+    from hf_hybrid_ssm.ops.longhorn_scan import triton_sizes, triton_tune
+
+    def run(inputs, backward):
+        measured = {key: value for sizes in triton_sizes.MEASURING.values() for key, value in sizes.items()}
+        if measured.get("T") == 16:
+            raise RuntimeError("no room")
+        return (torch.ones(1),)
+
+    def milliseconds(inputs, backward):
+        blocks = [sizes["BLOCK"] for sizes in triton_sizes.MEASURING.values() if "BLOCK" in sizes]
+        return float(blocks != [32])
+
+    monkeypatch.setenv("HF_HYBRID_SSM_CACHE", str(tmp_path))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda *_: "A card")
+    for name, replacement in {"_inputs": lambda *_: [], "_run": run, "_milliseconds": milliseconds}.items():
+        monkeypatch.setattr(triton_tune, name, replacement)
+    found = triton_tune.tune(8, 2048, 1536, 16, torch.bfloat16)
+    classes = [triton_sizes.shape_class(8 * 1536, 2048, 16, "torch.bfloat16", backward=b) for b in (False, True)]
+    assert list(found) == [*classes, triton_sizes.block_class(16, "torch.bfloat16")]
+    assert list(found.values())[-1] == {"BLOCK": 32} and triton_sizes.MEASURING == {}
+    assert triton_sizes.tuned("A card") == found
     triton_sizes.tuned.cache_clear()
 
 

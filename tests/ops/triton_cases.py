@@ -193,6 +193,17 @@ def test_gradients_repeat_bit_for_bit(chunks, monkeypatch):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.parametrize("chunks", [False, True], ids=["by-token", "in-chunks"])
+@pytest.mark.parametrize("block", triton_sizes.BLOCKS[1:])
+def test_blocks_of_a_tuning_agree_with_the_reference(block, chunks, monkeypatch):
+    dtype, states = (torch.bfloat16, 32) if chunks else (torch.float32, 3)
+    monkeypatch.setitem(triton_sizes.MEASURING, triton_sizes.block_class(states, str(dtype)), {"BLOCK": block})
+    inputs = scan_inputs(1, 37, 3, states, dtype)
+    got = gradients(longhorn_scan, inputs, None, backend="triton")
+    want = gradients(longhorn_scan, inputs, torch.float64, backend="reference")
+    assert_agree(got, want, BOUNDS[dtype])
+
+
 def test_many_states_of_16_bits_go_in_chunks(monkeypatch):
     """And others do not: few states, and float32."""
     launched = []

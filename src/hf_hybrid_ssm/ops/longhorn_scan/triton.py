@@ -110,15 +110,20 @@ def _attempts(x: Tensor, num_states: int, *, backward: bool) -> list[tuple[dict,
         rows=x.shape[0] * x.shape[2],
         length=x.shape[1],
         dtype=str(x.dtype),
-        device=torch.cuda.get_device_name(x.device) if x.is_cuda else "",
+        device=_device_name(x),
     )
-    chunks = triton_sizes.chunk_sizes(num_states, str(x.dtype)) if backward else None
+    chunks = triton_sizes.chunk_sizes(num_states, str(x.dtype), _device_name(x)) if backward else None
     return triton_sizes.by_shared_memory(sizes, chunks)
+
+
+def _device_name(x: Tensor) -> str:
+    """Nothing where there is no card, as while a model is traced for one."""
+    return torch.cuda.get_device_name(x.device) if x.is_cuda and torch.cuda.is_available() else ""
 
 
 def _checkpoint_shape(x: Tensor, k: Tensor) -> tuple:
     (batch, length, channels), num_states = x.shape, k.shape[-1]
-    block, width = triton_sizes.BLOCK, triton_sizes.WIDTH
+    block, width = triton_sizes.block_tokens(num_states, str(x.dtype), _device_name(x)), triton_sizes.WIDTH
     return batch, (length + block - 1) // block, (channels + width - 1) // width, num_states, width
 
 

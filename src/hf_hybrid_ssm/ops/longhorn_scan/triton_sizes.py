@@ -12,7 +12,8 @@ import triton
 
 from hf_hybrid_ssm.ops.core.cache_folder import cache_folder
 
-BLOCK = 64  # tokens between checkpoints
+BLOCK = 64  # tokens between checkpoints, unless `triton_tune` measured that fewer are faster
+BLOCKS = (64, 32, 16)  # fewer make the backward's scratch smaller, which may then stay in a card's cache
 SCHEDULERS = 4  # of a multiprocessor, each of which issues from one warp at a time
 WIDTH = 16  # channels that lie together in a checkpoint
 NAMES = ("BD", "T", "S", "num_warps", "STAGES")
@@ -46,11 +47,17 @@ def tile_sizes(num_states: int, *, backward: bool, rows: int = 1, length: int = 
     found = next(sizes for largest, sizes in table.items() if states <= largest)
     name = shape_class(rows, length, num_states, dtype, backward=backward)
     found = found | (MEASURING.get(name) or tuned(device).get(name, {}))
-    lanes = min(found["S"], states)
-    return found | {"S": lanes, "P": states // lanes, "BLOCK": BLOCK, "enable_fp_fusion": True}
+    lanes, block = min(found["S"], states), block_tokens(num_states, dtype, device)
+    return found | {"S": lanes, "P": states // lanes, "BLOCK": block, "enable_fp_fusion": True}
 
 
-def chunk_sizes(num_states: int, dtype: str) -> dict | None:
+def block_tokens(num_states: int, dtype: str, device: str = "") -> int:
+    """Tokens between checkpoints, the same forward and backward."""
+    name = block_class(num_states, dtype)
+    return (MEASURING.get(name) or tuned(device).get(name) or {"BLOCK": BLOCK})["BLOCK"]
+
+
+def chunk_sizes(num_states: int, dtype: str, device: str = "") -> dict | None:
     """Constants of the backward in chunks, or None where the gradients are computed token by token.
 
     That is so for few states, which take fewer instructions, and for float32, which would take three products each.
@@ -59,7 +66,8 @@ def chunk_sizes(num_states: int, dtype: str) -> dict | None:
     largest = next(largest for largest in CHUNKS if states <= largest)
     if num_states < CHUNKS_FROM or dtype == "torch.float32":
         return None
-    return {**CHUNKS[largest], "N": states, "BLOCK": BLOCK, "enable_fp_fusion": True}
+    block = block_tokens(num_states, dtype, device)
+    return {**CHUNKS[largest], "N": states, "BLOCK": block, "enable_fp_fusion": True}
 
 
 def by_shared_memory(sizes: dict, chunks: dict | None) -> list[tuple[dict, dict | None]]:
@@ -76,6 +84,11 @@ def shape_class(rows: int, length: int, num_states: int, dtype: str, *, backward
     """The key of a measured entry: powers of two of B · D, L and N."""
     exponents = (max(1, size).bit_length() for size in (rows, length, max(1, num_states - 1)))
     return " ".join(["backward" if backward else "forward", *map(str, exponents), dtype])
+
+
+def block_class(num_states: int, dtype: str) -> str:
+    """The key of a measured block; not by the length, which is no number while a model is traced."""
+    return f"block {max(1, num_states - 1).bit_length()} {dtype}"
 
 
 def time_splits(lanes: int, length: int, multiprocessors: int, backward: bool = False) -> int:
@@ -102,11 +115,15 @@ def tuned_path(device: str) -> Path:
 
 @functools.cache
 def tuned(device: str) -> dict[str, dict[str, int]]:
-    """Measured sizes by shape class; none where nobody tuned, or the file is not of this form."""
+    """Measured sizes by shape class, and blocks; none where nobody tuned, or the file is not of this form."""
     if not device:
         return {}
     try:
         entries = json.loads(tuned_path(device).read_text(encoding="utf-8"))["sizes"]
-        return {name: {key: int(sizes[key]) for key in NAMES} for name, sizes in entries.items()}
+        return {name: {key: int(sizes[key]) for key in _names_in(name)} for name, sizes in entries.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
+
+
+def _names_in(name: str) -> tuple[str, ...]:
+    return ("BLOCK",) if name.startswith("block ") else NAMES

@@ -9,7 +9,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from triton.compiler.errors import CompilationError
@@ -61,28 +61,41 @@ def tune(batch: int, length: int, width: int, num_states: int, dtype: torch.dtyp
         print("the backward takes its tokens in chunks, in tiles whose sizes are fixed: only the forward is tuned")
     for backward in (False,) if in_chunks is not None else (False, True):
         name = triton_sizes.shape_class(batch * width, length, num_states, str(dtype), backward=backward)
-        times: list[tuple[float, dict[str, int]]] = []
-        expected = None
-        for sizes in candidates(num_states, backward=backward):
-            triton_sizes.MEASURING[name] = sizes
-            try:
-                values = _run(inputs, backward)
-                expected = expected or values
-                for got, want in zip(values, expected):
-                    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2 * float(want.abs().max()))
-                times.append((_milliseconds(inputs, backward), sizes))
-            except (RuntimeError, AssertionError, CompilationError, OutOfResources) as error:
-                print(f"{name} {sizes}: {type(error).__name__}", file=sys.stderr)
-            finally:
-                del triton_sizes.MEASURING[name]
-        if not times:
-            raise RuntimeError(f"No candidate for {name} ran; see above.")
-        best, found[name] = min(times, key=lambda entry: entry[0])
-        print(f"{name}: {best:.3f} ms with {found[name]}, {times[0][0]:.3f} ms with the table's")
+        found[name] = _fastest(name, candidates(num_states, backward=backward), inputs, backward)
+        triton_sizes.MEASURING[name] = found[name]  # of what is timed next
+    try:
+        name = triton_sizes.block_class(num_states, str(dtype))
+        blocks = ({"BLOCK": tokens} for tokens in triton_sizes.BLOCKS)
+        found[name] = _fastest(name, blocks, inputs, backward=True)
+    finally:
+        triton_sizes.MEASURING.clear()
     path = triton_sizes.tuned_path(device)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"sizes": triton_sizes.tuned(device) | found}, indent=1) + "\n", encoding="utf-8")
     triton_sizes.tuned.cache_clear()
+    return found
+
+
+def _fastest(name: str, sizes: Iterable[dict[str, int]], inputs: list[torch.Tensor], backward: bool) -> dict[str, int]:
+    """Of sizes of a class, the table's first; those that do not run or do not agree with the first are left out."""
+    times: list[tuple[float, dict[str, int]]] = []
+    expected = None
+    for each in sizes:
+        triton_sizes.MEASURING[name] = each
+        try:
+            values = _run(inputs, backward)
+            expected = expected or values
+            for got, want in zip(values, expected):
+                torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2 * float(want.abs().max()))
+            times.append((_milliseconds(inputs, backward), each))
+        except (RuntimeError, AssertionError, CompilationError, OutOfResources) as error:
+            print(f"{name} {each}: {type(error).__name__}", file=sys.stderr)
+        finally:
+            del triton_sizes.MEASURING[name]
+    if not times:
+        raise RuntimeError(f"No candidate for {name} ran; see above.")
+    best, found = min(times, key=lambda entry: entry[0])
+    print(f"{name}: {best:.3f} ms with {found}, {times[0][0]:.3f} ms with the table's")
     return found
 
 
