@@ -91,7 +91,7 @@ JOBS = {
         threads=None,
     ),
     "triton": Job(
-        "the kernels with every version of Triton that is admitted: interpreted, compiled, counted (an hour)",
+        "the kernels with every version of Triton that is admitted: interpreted, compiled, counted (hours)",
         ("-m tools.triton_versions",),
         threads=None,
     ),
