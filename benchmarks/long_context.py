@@ -134,7 +134,8 @@ class Measurement:
     """
 
     def __init__(self, given: argparse.Namespace, store: Store):
-        self.given, self.store, self.failed = given, store, []
+        self.given, self.store = given, store
+        self.failed: list[str] = []
         self.skipped: dict[str, str] = dict(given.skipped)
         self.until = time.monotonic() + 60 * given.minutes
         self.folders: dict[tuple[str, str], Path] = {}

@@ -107,7 +107,8 @@ def write(model: PreTrainedModel, length: int, request: dict[str, Any]) -> dict[
 def read(model: PreTrainedModel, length: int, request: dict[str, Any]) -> dict[str, Any]:
     """A prompt as a whole, from nothing."""
     forward(model, tokens(model, WARM_UP), DynamicCache(config=model.config))
-    ids, caches = tokens(model, length), []
+    ids = tokens(model, length)
+    caches: list[DynamicCache] = []
 
     def prompt() -> None:
         caches[:] = [DynamicCache(config=model.config)]
