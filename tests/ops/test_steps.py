@@ -200,6 +200,41 @@ def test_normalised_queries_and_keys(backend):
     check((fixed,), (attention_step(normalised(q) * factor, None, None, keys, values, **options),), torch.float32)
 
 
+@pytest.mark.parametrize("backend", ["torch", NATIVE])
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 5, 7, 9])
+def test_heads_that_share_keys(backend, heads):
+    """However many share, and however many slots and entries there are: the C kernel takes them several at a time."""
+    for slots, size, width in ((1, 5, 3), (3, 16, 33), (5, 64, 16), (16, 24, 70), (19, 64, 64), (37, 70, 130)):
+        for dtype in dtypes(backend):
+            q, k, v = draw(2, 2 * heads, size), draw(2, 2, size, seed=1), draw(2, 2, width, seed=2)
+            bias, logits, column = draw(2 * heads, 6, seed=6), draw(2, 2 * heads, seed=7), draw(2, width, seed=8)
+            token = [x.to(dtype) for x in (q, k, v)]
+            held = [draw(2, 2, slots, size, seed=3, dtype=dtype), draw(2, 2, slots, width, seed=4, dtype=dtype)]
+            options = {"window": (slots - 1, 0), "bias": bias, "sink_logits": logits, "sink_values": column}
+            for seen in (torch.tensor([0, 99]), torch.tensor([slots // 2, slots])):
+                found = [
+                    (attention_step(*token, *mine, seen, **options, backend=name), *mine)
+                    for name, mine in ((name, [part.clone() for part in held]) for name in (backend, "reference"))
+                ]
+                check(*found, dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("heads", [2, 6])
+def test_what_the_bias_hides_is_not_seen(backend, heads):
+    """A head whose bias hides all keys gives 0, another one of its group what it sees; whatever the keys are."""
+    q, keys, values = draw(1, heads, 8), draw(1, 2, 21, 8, seed=3), draw(1, 2, 21, 8, seed=4)
+    k, v, seen = draw(1, 2, 8, seed=1), draw(1, 2, 8, seed=2), torch.tensor([99])
+    hiding = torch.zeros(heads, 21)
+    hiding[0] = -torch.inf
+    y, want = (
+        attention_step(q, k, v, keys.clone(), values.clone(), seen, window=(20, 0), bias=bias, backend=backend)
+        for bias in (hiding, torch.zeros(heads, 21))
+    )
+    assert not y[:, 0].any()
+    torch.testing.assert_close(y[:, 1:], want[:, 1:], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rows", [0, 2, 4])
 def test_a_sink_is_one_more_column(backend, rows):
