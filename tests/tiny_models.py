@@ -67,7 +67,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "spade s4 window": ("spade", SPADE),
     "spade s5 chunk post-norm": (
         "spade",
-        {**SPADE, "ssm_type": "s5", "s5_blocks": 2, "attention_type": "chunk", "norm_position": "post"},
+        {**SPADE, "ssm_type": "s5", "attention_type": "chunk", "norm_position": "post"},
     ),
     "spade hyena full": ("spade", {**SPADE, "ssm_type": "hyena", "attention_type": "full", "filter_length": 16}),
     "longhorn + full attention": (

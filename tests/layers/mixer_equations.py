@@ -75,7 +75,7 @@ def _state_space(mixer: S4 | S4D, p: dict, u: torch.Tensor) -> torch.Tensor:
                 for t in reversed(range(len(x) - 1)):
                     state = a @ state + b * x[t + 1]
                     y[t, system] += (c @ state).real
-    y = y.view(-1, filters, channels) + (p["D"] * u.unsqueeze(1) if mixer.use_skip else 0)
+    y = y.view(-1, filters, channels) + p["D"] * u.unsqueeze(1)
     return y if mixer.num_filters else y.squeeze(1)
 
 

@@ -372,7 +372,6 @@ def test_unknown_mixer_names_the_known_ones():
         ("unstructured", {"filter_emb": 4}, "odd"),
         ("unstructured", {"filter_length": 0}, "filter_length"),
         ("unstructured", {"fast_decay": 2.0}, "decay"),
-        ("ema", {"activation": "relu"}, "silu"),
         ("ema", {"state_size": 0}, "state_size"),
         ("ema", {"num_filters": 2}, "num_filters must be None"),
         ("lstm", {"hidden_size": 5, "bidirectional": True}, "even"),

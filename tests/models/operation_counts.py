@@ -42,7 +42,7 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "spade, chunk": ("spade s5 chunk post-norm", {"ssm_layers": []}),
     "spade, full": ("spade hyena full", {"ssm_layers": []}),
     "spade, S4 and window": ("spade s4 window", {"ssm_layers": [0]}),
-    "spade, S5 and window": ("spade s4 window", {"ssm_layers": [0], "ssm_type": "s5", "s5_blocks": 2}),
+    "spade, S5 and window": ("spade s4 window", {"ssm_layers": [0], "ssm_type": "s5"}),
     "spade, Hyena and window": ("spade s4 window", {"ssm_layers": [0], "ssm_type": "hyena", "filter_length": 64}),
     "spade, EMA and window": ("spade s4 window", {"ssm_layers": [0], "ssm_type": "ema", "ssm_state_size": 4}),
     "lmu-isa": ("lmu-isa", {}),

@@ -61,7 +61,7 @@ def test_filters_have_unit_gain(ssm):
     """With nothing but the skip term the input comes back, scaled by it: no hidden factor of the FFT."""
     options = {"filter_length": 64} if ssm == "unstructured" else {"state_size": 4}
     options |= {"blocks": 1} if ssm == "s5" else {}
-    mixer = build_mixer(ssm, 6, skip=True, **options).double()
+    mixer = build_mixer(ssm, 6, **options).double()
     for name, parameter in mixer.named_parameters():
         if name != "D":
             parameter.data.zero_() if name in ("C",) or ssm == "unstructured" else None

@@ -43,7 +43,7 @@ VARIANTS = {
         "ssm_merge": "add",
         "norm_position": "post",
     },
-    "s5-window-stack": {"ssm_type": "s5", "s5_blocks": 2, "ssm_merge": "stack", "ssm_layers": [1]},
+    "s5-window-stack": {"ssm_type": "s5", "ssm_merge": "stack", "ssm_layers": [1]},
     "hyena-full": {"ssm_type": "hyena", "filter_length": 16, "attention_type": "full"},
     "ema-window-all": {"ssm_type": "ema", "ssm_layers": [0, 1], "relative_bias_scope": "per_layer"},
     "lstm-chunk": {"ssm_type": "lstm", "attention_type": "chunk", "relative_bias_scope": "none"},

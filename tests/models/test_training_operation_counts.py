@@ -26,7 +26,7 @@ MIXERS = {
 }
 S4 = {False: (303, 348), True: (29, 80)}  # frozen or not, at 2,048 tokens; powers of the dense matrix come by doubling
 # of a model's layer: the variant, its fields, the most operations
-SSM = {"ssm_state_size": 8, "s5_blocks": 2}
+SSM = {"ssm_state_size": 8}
 TRAINING = {
     "spade s5": ("spade s4 window", {**SSM, "ssm_layers": [0], "ssm_type": "s5", "ssm_trainable": "all"}, 167),
     "spade frozen s4": ("spade s4 window", {"ssm_layers": [0]}, 129),

@@ -27,8 +27,8 @@ VOCABULARY = 23
 TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LONGHORN = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 3, "num_attention_heads": 2, "sliding_window": 5}
 SPADE = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-SPADE |= {"sliding_window": 5, "chunk_size": 4, "ssm_state_size": 4, "s5_blocks": 2, "filter_length": 16}
-SPADE |= {"filter_hidden_size": 8, "filter_emb_dim": 5, "relative_attention_num_buckets": 8}
+SPADE |= {"sliding_window": 5, "chunk_size": 4, "ssm_state_size": 4, "filter_length": 16}
+SPADE |= {"relative_attention_num_buckets": 8}
 SPADE |= {"relative_attention_max_distance": 6}
 BST = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8, "intermediate_size": 16}
 BST |= {
@@ -42,7 +42,6 @@ BST |= {
     "relative_attention_num_buckets": 8,
     "relative_attention_max_distance": 6,
     "filter_length": 16,
-    "filter_hidden_size": 8,
 }
 LMU = {"hidden_size": 12, "num_hidden_layers": 2, "lmu_order": 6, "lmu_reduced_order": 3, "lmu_theta": 8.0}
 LMU |= {"pre_intermediate_size": 16, "post_intermediate_size": 16, "num_attention_heads": 2, "sliding_window": 5}

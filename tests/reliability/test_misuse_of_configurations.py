@@ -28,11 +28,8 @@ WRONG: dict[type, tuple] = {
 TOKEN_ID = ("3", 2.5)  # which ids there are is the vocabulary's matter
 # by field, values that mean something after all, or are refused in words of their own
 EXCEPTIONS = {
-    "filter_inner_layers": (0,),
     "time_step_rank": (7,),
     "pixel_mean": (-1.0, math.nan, math.inf),
-    "s5_blocks": (-1, 0),
-    "filter_slow_decay_pct": (math.inf,),
 }
 
 
@@ -93,10 +90,6 @@ CONTRADICTIONS = [
     (BST, {"relative_attention_max_distance": 2}, "must exceed half of relative_attention_num_buckets=8"),
     (BST, {"ssm_dt_min": 0.2}, "ssm_dt_min=0.2 must be at most ssm_dt_max=0.1"),
     (BST, {"ssm_num_dynamics": 5}, "num_dynamics must divide the 24 systems, got 5"),
-    ("bst mf unstructured", {"filter_emb_dim": 4}, "filter_emb must be odd and at least 3.*got 4"),
-    ("bst mf unstructured", {"filter_decay_target": 2.0}, r"0 < decay_target < 1, got 0\.3, 1\.5, 2\.0"),
-    (SPADE, {"ssm_type": "s5", "s5_blocks": 3}, "state_size must be a multiple of 2 blocks = 6, got 8"),
-    (SPADE, {"ssm_type": "ema", "ema_activation": "tanh"}, "activation='tanh' must be 'silu' or None"),
     (SPADE, {"adaptive_cutoffs": [61]}, r"adaptive_cutoffs=\[61\] must rise from at least 1 to below vocab_size"),
     (SPADE, {"adaptive_cutoffs": [20], "adaptive_factor": 5}, "hidden_size=24 must be divisible by adaptive_factor"),
     (SPADE, {"paired_input": True}, "paired_input=True are for classification"),

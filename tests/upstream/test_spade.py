@@ -51,7 +51,7 @@ class SpadeTest(WithoutRotary, CausalFamilyTests, unittest.TestCase):
 class SpadeChunkTest(WithoutRotary, CausalFamilyTests, unittest.TestCase):
     config_class = SpadeConfig
     all_model_classes = (SpadeModel, SpadeForCausalLM)
-    tester_config = TINY | {"attention_type": "chunk", "chunk_size": 4, "ssm_type": "s5", "s5_blocks": 2}
+    tester_config = TINY | {"attention_type": "chunk", "chunk_size": 4, "ssm_type": "s5"}
 
 
 class EncoderTester(CausalTester):

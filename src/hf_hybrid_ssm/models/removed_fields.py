@@ -4,13 +4,22 @@ from collections.abc import Mapping
 from typing import Any
 
 # model type → field → the value it always had, by which models still compute
+_MIXERS = {"ssm_skip": True, "filter_emb_dim": 33, "filter_hidden_size": 64, "filter_sin_freq": 14.0}
+_SPADE = {**_MIXERS, "s5_blocks": 8, "ema_activation": "silu"}
 REMOVED: dict[str, dict[str, Any]] = {
     "bst": {
+        **_MIXERS,
+        "filter_inner_layers": 2,
+        "filter_fast_decay_pct": 0.3,
+        "filter_slow_decay_pct": 1.5,
+        "filter_decay_target": 0.01,
         "context_init_std": 0.1,
         "context_id_std": 1.0,
         "cross_attention_inclusive": True,
         "ssm_learning_rate": 1e-3,
     },
+    "spade": _SPADE,
+    "spade_seq2seq": _SPADE,
 }
 
 

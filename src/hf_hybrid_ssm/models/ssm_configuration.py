@@ -17,11 +17,7 @@ class SsmConfigMixin(HybridConfigMixin):
     ssm_num_dynamics: int | None = None
     ssm_dt_min: float = 1e-3
     ssm_dt_max: float = 1e-1
-    ssm_skip: bool = True
     filter_length: int = 4096
-    filter_emb_dim: int = 33
-    filter_hidden_size: int = 64
-    filter_sin_freq: float | int = 14.0
 
     def check_ssm(self) -> Any:
         """The `MixerType` of `ssm_type`, or the class registered under that name, whose fields must be possible.
@@ -31,8 +27,7 @@ class SsmConfigMixin(HybridConfigMixin):
                 pairs.
         """
         name, size = self.ssm_type, self.ssm_state_size
-        self.check_positive("ssm_state_size", "ssm_dt_min", "ssm_dt_max")
-        self.check_positive("filter_length", "filter_hidden_size", "filter_sin_freq")
+        self.check_positive("ssm_state_size", "ssm_dt_min", "ssm_dt_max", "filter_length")
         self.check_order("ssm_dt_min", "ssm_dt_max")
         if name not in MIXER_TYPES:
             raise ValueError(

@@ -58,6 +58,5 @@ def _average(context: ContextStates, ssm: S4D) -> None:
     ssm.C.zero_()
     ssm.C[:, :, 0, 0] = rate / 2
     ssm.log_dt.copy_(-(memory * rate.cpu()).log().unsqueeze(1).expand_as(ssm.log_dt))
-    if ssm.use_skip:
-        ssm.D.zero_()
+    ssm.D.zero_()
     ssm.clear_kernel_cache()

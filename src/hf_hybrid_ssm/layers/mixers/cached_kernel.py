@@ -32,7 +32,7 @@ class CachedKernelMixer(Mixer):
         super().__init__(*args, **kwargs)
 
     def _own_tensors(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Those of the names that this module has (`D` only with a skip), as they are now."""
+        """Those of the names that this module has, as they are now."""
         values = ((name, getattr(self, name, None)) for name in names)
         return {name: value for name, value in values if value is not None}
 

@@ -20,14 +20,14 @@ class EMA(StateSpaceMixer):
 
     Args:
         state_size: n.
-        activation: "silu" (as MEGA) or None.
     """
 
     init_reads_values: ClassVar[bool] = False
     ahead_includes_token: ClassVar[bool] = True
     supports_filters: ClassVar[bool] = False
-    config_options: ClassVar[dict[str, str]] = {"state_size": "ssm_state_size", "activation": "ema_activation"}
+    config_options: ClassVar[dict[str, str]] = {"state_size": "ssm_state_size"}
     default_state_size: ClassVar[int] = 16
+    applies_silu: ClassVar[bool] = True  # a step does; `forward_rows` applies it to whole rows
     trainable_choices: ClassVar[tuple[str, ...]] = ("all", "output", "none")
     dynamics_parameters: ClassVar[tuple[str, ...]] = ("delta", "alpha", "beta")
     output_parameters: ClassVar[tuple[str, ...]] = ("gamma", "omega")
@@ -38,16 +38,12 @@ class EMA(StateSpaceMixer):
         hidden_size: int,
         *,
         state_size: int = default_state_size,
-        activation: str | None = "silu",
         **options: Any,
     ):
         super().__init__(hidden_size, **options)
         if state_size < 1:
             raise ValueError(f"state_size must be at least 1, got {state_size}.")
-        if activation not in ("silu", None):
-            raise ValueError(f"activation={activation!r} must be 'silu' or None.")
-        self.state_size, self.activation = state_size, activation
-        self.applies_silu = activation is not None  # a step does; `forward_rows` applies it to whole rows
+        self.state_size = state_size
         self.create_parameters()
 
     def init_parameters(self) -> dict[str, torch.Tensor]:
@@ -62,9 +58,8 @@ class EMA(StateSpaceMixer):
             "alpha": normal(0.2, *shape),
             "beta": sign + normal(0.02, *shape),
             "gamma": normal(1.0, *shape),
+            "omega": normal(1.0, self.hidden_size),
         }
-        if self.use_skip:
-            values["omega"] = normal(1.0, self.hidden_size)
         return values
 
     def dynamics(self, dtype: torch.dtype, direction: int = 0) -> tuple[Transition, torch.Tensor]:
@@ -75,11 +70,11 @@ class EMA(StateSpaceMixer):
     def output_rows(self, dtype: torch.dtype) -> torch.Tensor:
         return self.gamma.to(dtype).unsqueeze(1) / math.sqrt(self.state_size)
 
-    def skip_weight(self, dtype: torch.dtype) -> torch.Tensor | None:
-        return self.omega.to(dtype).unsqueeze(0) if self.use_skip else None
+    def skip_weight(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.omega.to(dtype).unsqueeze(0)
 
     def forward_rows(
         self, u: torch.Tensor, initial_state: State | None, **rows: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         y, state = super().forward_rows(u, initial_state, **rows)
-        return (F.silu(y) if self.activation else y), state
+        return F.silu(y), state

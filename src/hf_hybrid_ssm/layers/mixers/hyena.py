@@ -31,22 +31,11 @@ class ImplicitLongConv(CachedKernelMixer):
         filter_emb, filter_hidden_size, filter_layers, filter_freq: features of pe (odd), hidden width, hidden layers
             after the first, initial frequency of the sines.
         fast_decay, slow_decay, decay_target: alpha runs from ln(1 / target) / slow to ln(1 / target) / fast.
-        skip: with the D term.
     """
 
     init_reads_values: ClassVar[bool] = False
     supports_filters: ClassVar[bool] = True
-    config_options: ClassVar[dict[str, str]] = {
-        "filter_length": "filter_length",
-        "filter_emb": "filter_emb_dim",
-        "filter_hidden_size": "filter_hidden_size",
-        "filter_layers": "filter_inner_layers",
-        "filter_freq": "filter_sin_freq",
-        "fast_decay": "filter_fast_decay_pct",
-        "slow_decay": "filter_slow_decay_pct",
-        "decay_target": "filter_decay_target",
-        "skip": "ssm_skip",
-    }
+    config_options: ClassVar[dict[str, str]] = {"filter_length": "filter_length"}
     # the published filters train at 1e-3 without weight decay
     dynamics_parameters: ClassVar[tuple[str, ...]] = ("ffn_in", "ffn_in_bias", "ffn", "ffn_bias", "freq", "ffn_out")
     output_parameters: ClassVar[tuple[str, ...]] = ("D",)
@@ -64,7 +53,6 @@ class ImplicitLongConv(CachedKernelMixer):
         fast_decay: float = 0.3,
         slow_decay: float = 1.5,
         decay_target: float = 0.01,
-        skip: bool = True,
         **options: Any,
     ):
         super().__init__(hidden_size, **options)
@@ -77,7 +65,7 @@ class ImplicitLongConv(CachedKernelMixer):
                 "decays must satisfy 0 < fast_decay <= slow_decay and 0 < decay_target < 1, got "
                 f"{fast_decay}, {slow_decay}, {decay_target}."
             )
-        self.filter_length, self.use_skip = filter_length, skip
+        self.filter_length = filter_length
         self.filter_emb, self.filter_hidden_size, self.filter_layers = filter_emb, filter_hidden_size, filter_layers
         self.filter_freq = filter_freq
         self.decays = (math.log(1 / decay_target) / slow_decay, math.log(1 / decay_target) / fast_decay)
@@ -100,9 +88,8 @@ class ImplicitLongConv(CachedKernelMixer):
             "ffn_bias": uniform(width, layers, width),
             "freq": torch.full((width,), self.filter_freq, dtype=torch.float64),
             "ffn_out": uniform(width, self._outputs, width),
+            "D": torch.randn(self.num_filters or 1, self.hidden_size, dtype=torch.float64),
         }
-        if self.use_skip:
-            values["D"] = torch.randn(self.num_filters or 1, self.hidden_size, dtype=torch.float64)
         return values
 
     def kernel(self, length: int, dtype: torch.dtype = torch.float32, direction: int = 0) -> torch.Tensor:
@@ -144,7 +131,7 @@ class ImplicitLongConv(CachedKernelMixer):
         kernel, ahead = self.kernel(taps, dtype), None
         if self.bidirectional:
             kernel, ahead = fold_token(kernel, self.kernel(taps, dtype, 1))
-        skip = self.D.to(dtype) if self.use_skip else None
+        skip = self.D.to(dtype)
         y, state = long_conv(u, kernel, future_kernel=ahead, skip=skip, initial_state=initial_state, **options)
         return self._squeeze(y), state
 
@@ -177,8 +164,7 @@ class ImplicitLongConv(CachedKernelMixer):
 
         def compute(exact: bool) -> torch.Tensor:
             kernel = self.kernel(self.filter_length, dtype)
-            if self.use_skip:
-                kernel = torch.cat([kernel[..., :1] + self.D.to(dtype).unsqueeze(-1), kernel[..., 1:]], -1)
+            kernel = torch.cat([kernel[..., :1] + self.D.to(dtype).unsqueeze(-1), kernel[..., 1:]], -1)
             return kernel.flip(-1).mT.contiguous()
 
         return self._cached(("step", dtype), self._all_parameters, compute)

@@ -28,7 +28,7 @@ class S4(DiagonalSSM):
     parameter values. The map is linear over the reals only, and its powers are taken as real N x N matrices.
 
     Parameters as in `DiagonalSSM`, and P (S, n, 2). Further arguments: `DiagonalSSM` (state_size, num_dynamics,
-    dt_min, dt_max), `StateSpaceMixer` (num_filters, block_size, skip) and `Mixer` (bidirectional, trainable,
+    dt_min, dt_max), `StateSpaceMixer` (num_filters, block_size) and `Mixer` (bidirectional, trainable,
     learning_rate).
     """
 

@@ -60,9 +60,8 @@ class DiagonalSSM(StateSpaceMixer):
             "B": torch.view_as_real(b.resolve_conj()).expand(copies, pairs, 2),
             "C": torch.randn(directions * filters, channels, pairs, 2, dtype=torch.float64) * math.sqrt(0.5),
             "log_dt": log_uniform_step((filters, channels), self.dt_min, self.dt_max),
+            "D": torch.randn(filters, channels, dtype=torch.float64),
         }
-        if self.use_skip:
-            values["D"] = torch.randn(filters, channels, dtype=torch.float64)
         return {name: value.contiguous() for name, value in values.items()}
 
     def _tiled(self, value: torch.Tensor) -> torch.Tensor:
@@ -97,7 +96,7 @@ class S4D(DiagonalSSM):
     asymptotic form) or "lin" (A_n = -1/2 + i pi n), both with B = 1.
 
     Further arguments: `DiagonalSSM` (state_size, num_dynamics, dt_min, dt_max), `StateSpaceMixer` (num_filters,
-    block_size, skip) and `Mixer` (bidirectional, trainable, learning_rate).
+    block_size) and `Mixer` (bidirectional, trainable, learning_rate).
     """
 
     config_options: ClassVar[dict[str, str]] = DiagonalSSM.config_options | {

@@ -31,12 +31,11 @@ class S5(CachedKernelMixer):
         state_size, blocks: P and the number of HiPPO blocks, which divides P into even parts; by default 8, or the
             largest of 4, 2, 1 that does.
         dt_min, dt_max: range of the initial step sizes.
-        skip: with the D term.
     """
 
     init_reads_values: ClassVar[bool] = False
     supports_filters: ClassVar[bool] = True
-    config_options: ClassVar[dict[str, str]] = SSM_FIELDS | {"blocks": "s5_blocks"}
+    config_options: ClassVar[dict[str, str]] = SSM_FIELDS
     default_state_size: ClassVar[int] = 256
     conjugate_pairs: ClassVar[bool] = True
     discretizations: ClassVar[tuple[str, ...]] = ("zoh",)
@@ -53,7 +52,6 @@ class S5(CachedKernelMixer):
         blocks: int | None = None,
         dt_min: float = 1e-3,
         dt_max: float = 1e-1,
-        skip: bool = True,
         **options: Any,
     ):
         super().__init__(hidden_size, **options)
@@ -61,7 +59,7 @@ class S5(CachedKernelMixer):
             blocks = next(count for count in (8, 4, 2, 1) if count == 1 or state_size % (2 * count) == 0)
         if blocks < 1 or state_size < 2 or state_size % (2 * blocks):
             raise ValueError(f"state_size must be a multiple of 2 blocks = {2 * blocks}, got {state_size}.")
-        self.state_size, self.blocks, self.use_skip = state_size, blocks, skip
+        self.state_size, self.blocks = state_size, blocks
         self.dt_min, self.dt_max = dt_min, dt_max
         self.create_parameters()
 
@@ -79,9 +77,8 @@ class S5(CachedKernelMixer):
             "B": torch.view_as_real(torch.einsum("np,knd->kpd", basis.conj(), b.to(basis.dtype)).flatten(0, 1)),
             "C": torch.view_as_real(torch.einsum("odkn,np->odkp", c, basis).flatten(-2)),
             "log_dt": log_uniform_step((size // 2,), self.dt_min, self.dt_max),
+            "D": torch.randn(self.num_filters or 1, channels, dtype=torch.float64),
         }
-        if self.use_skip:
-            values["D"] = torch.randn(self.num_filters or 1, channels, dtype=torch.float64)
         return {name: value.contiguous() for name, value in values.items()}
 
     def _computing_dtype(self, u: torch.Tensor) -> torch.dtype:
@@ -108,10 +105,10 @@ class S5(CachedKernelMixer):
         c = self.C.to(dtype).unflatten(0, (-1, self.num_filters or 1))
         return (c * twice_conjugate(device=c.device)).permute(1, 2, 0, 3, 4).flatten(0, 1).flatten(1)
 
-    def _with_skip(self, y: torch.Tensor, u: torch.Tensor, skip: torch.Tensor | None) -> torch.Tensor:
+    def _with_skip(self, y: torch.Tensor, u: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
         """(..., F D) and u (..., D) → (..., F, D), y + D u."""
         y = y.unflatten(-1, (-1, self.hidden_size))
-        return y if skip is None else torch.addcmul(y, skip, u.to(y.dtype).unsqueeze(-2))
+        return torch.addcmul(y, skip, u.to(y.dtype).unsqueeze(-2))
 
     def forward_rows(
         self,
@@ -135,7 +132,7 @@ class S5(CachedKernelMixer):
                 h, final = diagonal_scan(decay, driven, initial_state=start, **rows)
             h, x = take_outputs(h, stride, positions), take_outputs(x, stride, positions)
             y = _product(torch.view_as_real(h).flatten(-2), self._output_matrix(dtype), x.dtype)
-            y = self._with_skip(y, x, self.D.to(dtype) if self.use_skip else None)
+            y = self._with_skip(y, x, self.D.to(dtype))
         state = None if final is None else torch.view_as_real(final).flatten(-2)
         if not torch.compiler.is_compiling():
             if torch.is_grad_enabled():
@@ -188,7 +185,7 @@ class S5(CachedKernelMixer):
             inner = torch.float64 if exact else dtype
             decay, scale = self._discretised(inner)
             matrix, rows = self._input_matrix(scale).T, self._output_matrix(inner).T
-            skip = self.D.to(dtype, copy=True) if self.use_skip else None
+            skip = self.D.to(dtype, copy=True)
             return decay, matrix.to(dtype).contiguous(), rows.to(dtype).contiguous(), skip
 
         return self._cached(("step", dtype), self._all_parameters, compute)

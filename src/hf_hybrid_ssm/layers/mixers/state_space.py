@@ -26,10 +26,10 @@ from hf_hybrid_ssm.ops.linear_scan import (
 from hf_hybrid_ssm.ops.long_conv import long_conv
 
 # what state-space models read of a configuration
-SSM_FIELDS = {"state_size": "ssm_state_size", "dt_min": "ssm_dt_min", "dt_max": "ssm_dt_max", "skip": "ssm_skip"}
+SSM_FIELDS = {"state_size": "ssm_state_size", "dt_min": "ssm_dt_min", "dt_max": "ssm_dt_max"}
 
 StepConstants: TypeAlias = tuple[
-    torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None, torch.Tensor, torch.Tensor | None
+    torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None, torch.Tensor, torch.Tensor
 ]
 """Decay minus 1, input vector, low-rank product, output rows, skip."""
 
@@ -45,7 +45,6 @@ class StateSpaceMixer(CachedKernelMixer):
 
     Args:
         block_size: tokens per block, a power of two.
-        skip: with the D term.
     """
 
     supports_filters: ClassVar[bool] = True
@@ -53,14 +52,13 @@ class StateSpaceMixer(CachedKernelMixer):
     is_diagonal: ClassVar[bool] = True  # A is a diagonal matrix
     # whether the kernel that looks ahead starts at the token itself, or at the next one
     ahead_includes_token: ClassVar[bool] = False
-    applies_silu = False  # to the output
+    applies_silu: ClassVar[bool] = False  # to the output
 
-    def __init__(self, hidden_size: int, *, block_size: int = 64, skip: bool = True, **options: Any):
+    def __init__(self, hidden_size: int, *, block_size: int = 64, **options: Any):
         super().__init__(hidden_size, **options)
         if block_size < 1 or block_size & (block_size - 1):
             raise ValueError(f"block_size must be a power of two, got {block_size}.")
         self.block_size = block_size
-        self.use_skip = skip
 
     # -- what a subclass defines --------------------------------------------------------------------------------
 
@@ -72,9 +70,9 @@ class StateSpaceMixer(CachedKernelMixer):
         """C (directions, F, D, N): row 0 looks back, row 1 (bidirectional) looks ahead."""
         raise NotImplementedError
 
-    def skip_weight(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """D (F, D), or None."""
-        return self.D.to(dtype) if self.use_skip else None  # type: ignore[operator]
+    def skip_weight(self, dtype: torch.dtype) -> torch.Tensor:
+        """D (F, D)."""
+        return self.D.to(dtype)  # type: ignore[operator]
 
     # -- filters and block matrices -----------------------------------------------------------------------------
 
@@ -199,7 +197,7 @@ class StateSpaceMixer(CachedKernelMixer):
                 low_rank = low_rank[0].to(dtype).contiguous(), low_rank[1].to(dtype).contiguous()
             skip = self.skip_weight(inner)
             # a copy: torch swaps the parameter (`torch.utils.swap_tensors`) only if nobody else holds it
-            return change, vector, low_rank, rows, None if skip is None else skip.to(dtype, copy=True).contiguous()
+            return change, vector, low_rank, rows, skip.to(dtype, copy=True).contiguous()
 
         return self._cached(("step", dtype), self._all_parameters, compute)
 

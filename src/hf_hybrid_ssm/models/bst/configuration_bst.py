@@ -76,13 +76,7 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
         ssm_discretization (`str`, *optional*): `"zoh"` (default) or `"bilinear"` for s4d; s4 is bilinear, s5 is zoh.
         ssm_dt_min, ssm_dt_max (`float`, *optional*, defaults to 1e-3 and 1e-1): Range of the initial step sizes.
         ssm_input_norm (`bool`, *optional*, defaults to `True`): Normalise the input of the state-space model.
-        ssm_skip (`bool`, *optional*, defaults to `True`): Its D term.
         filter_length (`int`, *optional*, defaults to 4096): Taps of an unstructured filter; zero beyond.
-        filter_emb_dim, filter_hidden_size, filter_inner_layers, filter_sin_freq (*optional*, defaults to 33, 64, 2 and
-            14.0):
-            Features, width, hidden layers and initial frequency of its network.
-        filter_fast_decay_pct, filter_slow_decay_pct, filter_decay_target (`float`, *optional*, defaults to 0.3, 1.5
-            and 0.01): Its decay rates.
         bidirectional (`bool`, *optional*, defaults to `False`): For classification and masked language models: the W
             tokens on each side and the token itself, a two-sided state-space model, and all context states of the
             block (`"sh"`, `"mh"`).
@@ -177,10 +171,6 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
     ssm_init: str = "legs"
     ssm_discretization: str | None = None
     ssm_input_norm: bool = True
-    filter_inner_layers: int = 2
-    filter_fast_decay_pct: float = 0.3
-    filter_slow_decay_pct: float = 1.5
-    filter_decay_target: float = 0.01
     bidirectional: bool = False
     retrieval_k: int | None = None
     retrieval_memory: int = 1024
@@ -241,7 +231,7 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
             "intermediate_size", "sliding_window", "num_context_states", "relative_attention_max_distance",
             "layer_norm_epsilon", "max_position_embeddings", "logit_scale", "recurrent_num_states",
         )  # fmt: skip
-        self.check_not_negative("filter_inner_layers", "initializer_range")
+        self.check_not_negative("initializer_range")
         self.check_dropout("dropout", "attention_dropout", "final_dropout")
         self.check_activation("hidden_act")
         self.check_choice("context_variant", ("sh", "mh", "mf"))

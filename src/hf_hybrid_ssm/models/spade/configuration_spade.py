@@ -86,15 +86,10 @@ class SpadeConfig(SsmConfigMixin, PreTrainedConfig):
             ema: what reads the state out trains) or `"all"` (default of the others).
         ssm_stop_gradient (`bool`, *optional*, defaults to `False`): No gradient to the input of the state-space model,
             as the released encoder trains.
-        ssm_skip (`bool`, *optional*, defaults to `True`): The D term of s4, s4d, s5 and hyena.
         ssm_merge (`str`, *optional*, defaults to `"concat"`): `"concat"` (of both normalised branches, then a linear
             map), `"add"` (weighted sum) or `"stack"` (attention on top of the state-space model).
         ssm_merge_weight (`float`, *optional*, defaults to 0.5): Share of the state-space model with `"add"`.
-        s5_blocks (`int`, *optional*, defaults to 8): HiPPO blocks of s5.
-        filter_length, filter_hidden_size, filter_emb_dim (`int`, *optional*, defaults to 4096, 64 and 33): Taps,
-            and width and features of the network of the filter.
-        filter_sin_freq (`float`, *optional*, defaults to 14.0): Its sine frequency.
-        ema_activation (`str`, *optional*, defaults to `"silu"`): Applied to the moving average.
+        filter_length (`int`, *optional*, defaults to 4096): Taps of a filter of hyena or unstructured.
         relative_attention_num_buckets, relative_attention_max_distance (`int`, *optional*, defaults to 32 and 128):
             T5's relative position bias.
         relative_bias_scope (`str`, *optional*, defaults to `"shared"`): One table for all layers, `"per_layer"`, or
@@ -184,8 +179,6 @@ class SpadeConfig(SsmConfigMixin, PreTrainedConfig):
     ssm_stop_gradient: bool = False
     ssm_merge: str = "concat"
     ssm_merge_weight: float = 0.5
-    s5_blocks: int = 8
-    ema_activation: str | None = "silu"
     relative_attention_num_buckets: int = 32
     relative_attention_max_distance: int = 128
     relative_bias_scope: str = "shared"
