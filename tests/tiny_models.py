@@ -46,10 +46,7 @@ BLOCK_RECURRENT = {"ssm_layers": None, "block_types": ["block_recurrent", "slidi
 # language models, by family and what is special: (model type, fields of the configuration)
 VARIANTS: dict[str, tuple[str, dict]] = {
     "longhorn": ("longhorn", LONGHORN),
-    "longhorn heads + scan norm": (
-        "longhorn",
-        {**LONGHORN, "num_heads": 4, "use_scan_norm": True, "conv_kernel": 2},
-    ),
+    "longhorn heads": ("longhorn", {**LONGHORN, "num_heads": 4, "conv_kernel": 2}),
     "longhorn + window and full attention": ("longhorn", {**LONGHORN, **HYBRID}),
     "longhorn beside windows, a sink": ("longhorn", {**LONGHORN, **PARALLEL, **SINK}),
     "bst sh s4d": ("bst", BST),

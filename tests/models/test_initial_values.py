@@ -54,7 +54,7 @@ MEMORY = {"lmu_order": 64, "lmu_reduced_order": 32, "lmu_theta": 80.0}
 MODELS = [
     ("longhorn + window and full attention", "LonghornForCausalLM", HYBRID),
     ("longhorn beside windows, a sink", "LonghornForCausalLM", {"conv_kernel": 4}),
-    ("longhorn heads + scan norm", "LonghornForCausalLM", {"conv_kernel": 4}),
+    ("longhorn heads", "LonghornForCausalLM", {"conv_kernel": 4}),
     ("bst mf unstructured", "BstForCausalLM", {}),
     ("bst mh s4", "BstForCausalLM", {"gated_mlp": True}),
     ("bst block-recurrent", "BstForCausalLM", {}),

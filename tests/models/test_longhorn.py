@@ -507,13 +507,6 @@ def test_foreign_caches(model):
         model(ids, past_key_values=((ids, ids),))
 
 
-def test_scan_norm_adds_its_epsilon_to_the_mean_square():
-    """The official code's 1e-6, which weights of 1e-3 notice."""
-    norm = LonghornForCausalLM(LonghornConfig(**TINY, use_scan_norm=True)).model.layers[0].mixer.scan_norm
-    x = 1e-3 * torch.randn(3, norm.weight.shape[0], generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(norm(x), x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt())
-
-
 def test_cache_made_without_config(model):
     ids = inv.random_ids(model, 2, 7)
     inv.check_split(model, ids, [3], cache=DynamicCache())

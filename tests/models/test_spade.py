@@ -225,7 +225,7 @@ PAPER = {"decoder_attention_type": "window", "decoder_ssm_layers": [0]}
 PAPER |= {"decoder_position_embedding_type": "relative"}
 
 
-@pytest.mark.parametrize("fields", [{}, PAPER, {"norm_position": "pre", "decoder_attention_bias": True}])
+@pytest.mark.parametrize("fields", [{}, PAPER, {"norm_position": "pre"}])
 def test_encoder_decoder_invariances(fields):
     """Cached = uncached, padded source and target = alone, whatever the profile."""
     model = seq2seq(**fields)

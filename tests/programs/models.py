@@ -111,7 +111,7 @@ MIXERS = ("s4", "s4d", "s5", "hyena", "ema", "lstm")
 RELATIVE = {"decoder_position_embedding_type": "relative"}
 VARIANTS: dict[str, Variant] = {
     "longhorn": _longhorn("linear", "linear"),
-    "longhorn scan norm": _longhorn("linear", "linear", use_scan_norm=True, conv_kernel=2),
+    "longhorn conv of 2": _longhorn("linear", "linear", conv_kernel=2),
     "longhorn heads": _longhorn("linear", "linear", num_heads=4),
     "longhorn hybrid": _longhorn("hybrid", "hybrid", num_heads=2),
     "longhorn hybrid rotary": _longhorn("hybrid", "linear", num_heads=2, state_size=8, use_rope_in_mixer=True),

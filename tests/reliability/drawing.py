@@ -16,7 +16,7 @@ FREE: dict[str, dict[str, tuple]] = {
     },
     "longhorn": {
         "hidden_size": (8, 24), "state_size": (1, 2, 5, 16), "expand": (1, 2), "conv_kernel": (1, 2, 4),
-        "time_step_rank": ("auto", 1, 3), "use_bias": FLAG, "use_conv_bias": FLAG, "use_scan_norm": FLAG,
+        "time_step_rank": ("auto", 1, 3), "use_bias": FLAG, "use_conv_bias": FLAG,
         "residual_in_fp32": FLAG, "rescale_prenorm_residual": FLAG, "sliding_window": (1, 3, 50),
         "head_dim": (2, 6, 8), "attention_dropout": (0.0, 0.3), "mlp_intermediate_size": (None, 1, 17),
         "max_position_embeddings": (4, 2048), "num_key_value_heads": (1, 2, 4), "num_heads": (1, 2, 4),
@@ -51,7 +51,7 @@ FREE: dict[str, dict[str, tuple]] = {
     },
 }
 FREE["spade_seq2seq"] = FREE["spade"] | {
-    "decoder_attention_type": ("window", "chunk", "full"), "decoder_attention_bias": FLAG,
+    "decoder_attention_type": ("window", "chunk", "full"),
     "decoder_position_embedding_type": ("learned", "relative"), "max_target_positions": (12, 64),
 }
 # fmt: on

@@ -18,8 +18,9 @@ REMOVED: dict[str, dict[str, Any]] = {
         "cross_attention_inclusive": True,
         "ssm_learning_rate": 1e-3,
     },
+    "longhorn": {"use_scan_norm": False},
     "spade": _SPADE,
-    "spade_seq2seq": _SPADE,
+    "spade_seq2seq": {**_SPADE, "decoder_attention_bias": False},
 }
 
 

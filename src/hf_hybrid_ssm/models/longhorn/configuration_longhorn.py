@@ -50,8 +50,6 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
             input, as attention does, instead of from the convolved channels; with `use_qk_norm` they have its norms.
         use_rope_in_mixer (`bool`, *optional*, defaults to `False`): Rotate the scan's keys and queries by their
             positions, as attention does; `state_size` must then be `head_dim`.
-        use_scan_norm (`bool`, *optional*, defaults to `False`): RMSNorm between the scan and the output gate, which
-            the official kernel offers and the published models leave off.
         layer_norm_epsilon (`float`, *optional*, defaults to 1e-5): Epsilon of the RMSNorms.
         residual_in_fp32 (`bool`, *optional*, defaults to `True`): Keep the residual stream in float32.
         rescale_prenorm_residual (`bool`, *optional*, defaults to `True`): Scale the initial output projections by
@@ -149,7 +147,6 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
     use_conv_bias: bool = True
     use_qk_proj: bool = False
     use_rope_in_mixer: bool = False
-    use_scan_norm: bool = False
     layer_norm_epsilon: float = 1e-5
     residual_in_fp32: bool = True
     rescale_prenorm_residual: bool = True

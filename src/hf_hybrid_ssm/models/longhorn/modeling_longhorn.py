@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import Cache, GenerationMixin
 from transformers import initialization as init
@@ -41,8 +40,6 @@ from hf_hybrid_ssm.models.packing import PackedRows, States, resolve_packing
 from hf_hybrid_ssm.models.rotary import RotaryEmbedding, rotated, with_sink_rotation
 from hf_hybrid_ssm.ops.causal_conv import causal_conv, causal_conv_step
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan, longhorn_step
-
-SCAN_NORM_EPSILON = 1e-6
 
 
 class ShortConvolution(nn.Conv1d):
@@ -100,7 +97,6 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
         at_least_float32 = torch.promote_types(torch.get_default_dtype(), torch.float32)
         self.dt_bias = nn.Parameter(torch.zeros(channels, dtype=at_least_float32))
         self.D = nn.Parameter(torch.ones(channels, dtype=at_least_float32))
-        self.scan_norm = RMSNorm(channels, eps=SCAN_NORM_EPSILON) if config.use_scan_norm else None
         self.out_proj = nn.Linear(channels, config.hidden_size, bias=config.use_bias)
 
     def forward(
@@ -140,12 +136,10 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
         raw, gate = self.in_proj(hidden_states).chunk(2, dim=-1)  # (B, L, D) each
         x, conv_state = self.conv1d(raw, initial_state=past.get("conv"), **options)
         dt, k, q = self._projected(x, hidden_states, *rotation)
-        z = gate if self.scan_norm is None else None
+        constants = {"beta_bias": self.dt_bias, "D": self.D}
         y, scan_state = longhorn_scan(
-            x, self.dt_proj(dt), k, q, beta_bias=self.dt_bias, D=self.D, z=z, initial_state=past.get("scan"), **options
+            x, self.dt_proj(dt), k, q, **constants, z=gate, initial_state=past.get("scan"), **options
         )
-        if self.scan_norm is not None:
-            y = self.scan_norm(y) * F.silu(gate)
         states = {} if conv_state is None else {"conv": conv_state, "scan": scan_state}
         return self.out_proj(y), states
 
@@ -181,11 +175,8 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
         raw, gate = self.in_proj(hidden_states).chunk(2, dim=-1)  # (B, D) each
         x = self.conv1d.step(raw, past["conv"], pages)
         dt, k, q = self._projected(x, hidden_states, *(part[:, 0] for part in rotation))
-        z = gate if self.scan_norm is None else None
-        options = {"beta_bias": self.dt_bias, "D": self.D, "z": z, "pages": pages}
+        options = {"beta_bias": self.dt_bias, "D": self.D, "z": gate, "pages": pages}
         y = longhorn_step(x, self.dt_proj(dt), k, q, past["scan"], **options)
-        if self.scan_norm is not None:
-            y = self.scan_norm(y) * F.silu(gate)
         return self.out_proj(y).unsqueeze(1), past
 
 
