@@ -14,21 +14,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import compare
-import first_token_recall
 import length_extrapolation
 import mqar
-import numpy as np
 import per_token_loss
-import rare_words
 import scaling_law
-import upcycling_gaps
-import yaml
-from _lib.plotting import REFERENCE, measured_at, panels, perplexity_by_length, style, write_png
-from matplotlib.axes import Axes
+from _lib.plotting import measured_at, panels, perplexity_by_length, style, write_png
 from matplotlib.figure import Figure
 from publish_checkpoint import write_sums
 
-from benchmarks import titles
+from benchmarks import pictures, titles
 from benchmarks.long_context_table import label, rows_of
 from benchmarks.table_text import RESULTS, load
 from benchmarks.tables import LONGHORN_AND_PEERS
@@ -43,32 +37,6 @@ CURVES = (
     ("llama.cpp", "as given"),
     ("llama.cpp", "F16"),
 )
-FAMILIES = {"longhorn": "Longhorn", "spade": "SPADE", "bst": "BST", "lmu_isa": "LMU-ISA"}
-
-
-def curve(axes: Axes, number: int, label: str, seconds: dict[str, float]) -> None:
-    axes.plot([int(length) for length in seconds], list(seconds.values()), label=label, **style(number))
-    measured_at(axes, map(int, seconds))
-
-
-def by_length() -> Figure:
-    """Seconds of a training step or of forward and backward, beside what linear time would be."""
-    figure, row = panels("Does the time grow linearly with the length?", 3)
-    steps = ("Longhorn, training step", "window attention, forward and backward", "LMU-ISA, training step")
-    for axes, title in zip(row, steps):
-        axes.set_title(title, loc="left", fontsize=9)
-        axes.set(yscale="log", xlabel="tokens in a sequence", ylabel="time (s)")
-    for number, (name, found) in enumerate(load("longhorn_training")["by_length"].items()):
-        curve(row[0], number, LONGHORN_AND_PEERS[name], found["seconds"])
-    curve(row[1], 0, "window of 128", load("local_attention")["seconds"])
-    seconds = load("lmu_isa")["training_step_of_one_row"]
-    curve(row[2], 0, "LMU-ISA", seconds["lmu_isa_seconds"])
-    curve(row[2], 1, "GPT-2 of transformers", seconds["gpt2_seconds"])
-    for axes in row:
-        lengths, times = axes.lines[0].get_data()
-        line = [times[0], times[0] * lengths[-1] / lengths[0]]
-        axes.plot([lengths[0], lengths[-1]], line, color=REFERENCE, linestyle="--", linewidth=1, label="linear")
-    return figure
 
 
 def training() -> Figure:
@@ -82,28 +50,6 @@ def training() -> Figure:
     axes.margins(x=0.16)
     axes.invert_yaxis()
     axes.set_xlabel(f"tokens per second, training step, L = {step['length']}, two threads")
-    return figure
-
-
-def streaming() -> Figure:
-    """The change of resident memory, on a scale of two percent of its level, and the loss."""
-    figure, (memory, loss) = panels("Are memory and loss steady however long the text?", 2)
-    changes, levels = [], []
-    for number, (name, found) in enumerate(load("streaming")["models"].items()):
-        megabytes, losses = np.array(found["resident_megabytes_by_stretch"]), found["loss_by_stretch"]
-        places = found["tokens"] / 1000 * np.arange(1, len(losses) + 1) / len(losses)
-        family, _, kind = name.partition(", ")
-        # many of the curves cover each other: their markers take turns
-        look = style(number, label=f"{FAMILIES.get(family, family)}, {kind}", markevery=(number, 5))
-        memory.plot(places, megabytes - megabytes[0], **look)
-        loss.plot(places, losses, **look)
-        changes += list(megabytes - megabytes[0])
-        levels.append(megabytes[0])
-    memory.set_ylim(min(changes) - 0.01 * max(levels), max(changes) + 0.01 * max(levels))
-    memory.set(xlabel="tokens read (thousands)", ylabel="change of resident memory (MB)")
-    memory.set_title(f"resident memory, at first {min(levels):,.0f} to {max(levels):,.0f} MB", loc="left", fontsize=9)
-    loss.set(xlabel="tokens read (thousands)", ylabel="loss (nats per token)")
-    loss.set_title("loss", loc="left", fontsize=9)
     return figure
 
 
@@ -122,12 +68,6 @@ def long_context() -> Figure:
     row[0].set(xlabel="tokens before", ylabel="writing a token (ms)")
     row[1].set(xlabel="tokens of the prompt", ylabel="reading it (s)")
     return figure
-
-
-def recall_panels() -> dict[str, list[str]]:
-    """Title of a panel → its models, as the configuration has them."""
-    config = Path(__file__).parents[1] / "recipes/configs/recall/short.yaml"
-    return yaml.safe_load(config.read_text(encoding="utf-8"))["groups"]
 
 
 def entitled(name: str, figure: Figure) -> Figure:
@@ -163,23 +103,21 @@ def by_window(path: Path) -> list[dict]:
 
 
 FIGURES = {
-    "by_length": by_length,
     "training": training,
     "long_context": long_context,
-    "streaming": streaming,
     "bst_16k": lambda: length_extrapolation.draw(load("bst_16k")),
     "bst_books": lambda: length_extrapolation.draw(load("bst_books")),
     "checkpoints_length": lambda: length_extrapolation.draw(load("checkpoints_length")),
     "families_books": lambda: compare.draw(load("families_books")["models"]),
     "families_length": lambda: length_extrapolation.draw(load("families_length")),
-    "first_token_recall": lambda: first_token_recall.draw(load("first_token_recall"), recall_panels()),
-    "first_token_noise": lambda: first_token_recall.draw(load("first_token_noise"), recall_panels()),
+    "first_token_recall": lambda: pictures.first_token("first_token_recall"),
+    "first_token_noise": lambda: pictures.first_token("first_token_noise"),
     "mqar_families": lambda: mqar.draw(load("mqar_families")["best"]),
     "per_token_loss": lambda: per_token_loss.draw(load("per_token_loss")["models"]),
-    "rare_words": lambda: rare_words.draw(load("rare_words")),
-    "scaling_law": lambda: scaling_law.draw(load("scaling_law")["families"]),
     "scaling_law_5m": lambda: scaling_law.draw(load("scaling_law_5m")["families"]),
-    "upcycling_gaps": lambda: upcycling_gaps.draw(load("upcycling_gaps")),
+    "streaming": pictures.streaming,
+    "upcycling_controls": pictures.upcycling_controls,
+    "upcycling_report": pictures.students,
 }
 
 

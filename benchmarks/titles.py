@@ -57,19 +57,6 @@ def checkpoints_length(figures: dict, load: Callable[[str], dict]) -> tuple[str,
     return by_context(figures, f"{between(sizes)}, {seeds(figures)}")
 
 
-def rare_words(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
-    models = figures["models"].values()
-    first = [found["first"]["mean"] for found in models]
-    saved = max(each["mean"] for found in models for each in found["saved"].values())
-    cost = f"A rare word costs {min(first):.0f} to {max(first):.0f} nats"
-    paths = [CHECKPOINTS / f"{name}-books/results.json" for name in ("longhorn", "llama", "spade", "bst", "lmu-isa")]
-    sizes = [json.loads(path.read_text(encoding="utf-8"))["parameters"] for path in paths]
-    return (
-        f"{cost}, and at most {saved:.1f} less when it comes again",
-        f"{between(sizes)}, one seed; bars: 95 % over words",
-    )
-
-
 def trained(figures: dict) -> str:
     return f"models of {between(run['parameters'] for found in figures['models'].values() for run in found['runs'])}"
 
@@ -133,21 +120,28 @@ def scaling_law(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
     return finding, f"{between(map(size_of, members))} (non-embedding), {so_many(len(figures['seeds']))}"
 
 
-def upcycling_gaps(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
-    loss = figures["teacher"]["loss"]
-    above = math.exp(figures["students"]["a quarter"]["loss"] - loss) - 1
-    teacher = json.loads((CHECKPOINTS / "llama-books/results.json").read_text(encoding="utf-8"))["parameters"]
-    finding = f"With a quarter of the attention a student is {above:.1%} above its teacher's perplexity"
-    return finding, f"the teacher: a Llama of {amount(teacher)} parameters"
+def upcycling_controls(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
+    found = figures["differences"]["a quarter"]["mean"]
+    teacher = figures["students"][figures["settings"]["reference"]]["runs"][0]["parameters"]
+    finding = f"With a quarter of the attention a student has {math.exp(found) - 1:.1%} more perplexity"
+    return (
+        f"{finding} than a teacher that goes on",
+        f"the teacher: a Llama of {amount(teacher)} parameters; bars: 95 %",
+    )
 
 
-def by_length(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
-    exponents = [load("local_attention")["exponent"], load("lmu_isa")["training_step_of_one_row"]["exponent"]]
-    finding = f"Time grows linearly with the length (window attention: exponent {exponents[0]:.2f}, "
-    finding += f"LMU-ISA: {exponents[1]:.2f})"
-    shape, heads = figures["shape"], load("local_attention")["shape"]
-    sizes = f"Longhorn: {shape['num_hidden_layers']} layers of width {shape['hidden_size']}; "
-    return finding, sizes + f"window attention: {heads['heads']} heads of {heads['head_dim']}; LMU-ISA: the 1M preset"
+def students(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
+    """The student that finds most needles at the nearest distance, beside its teacher."""
+    models = {name: found["recall"]["recall_needle"] for name, found in figures["models"].items()}
+    window, nearest = figures["settings"]["window"], next(iter(models["teacher"]))
+    best = max((name for name in models if name != "teacher"), key=lambda name: models[name][nearest]["right"])
+    cell = models[best][nearest]
+    length = max(figures["models"]["teacher"]["cache_bytes"], key=int)
+    less = figures["models"]["teacher"]["cache_bytes"][length] / figures["models"][best]["cache_bytes"][length]
+    finding = f"{best[0].upper()}{best[1:]}: {cell['right']} of {cell['count']} needles in "
+    finding += f"{window * int(nearest.removesuffix('x')):,} tokens, with a cache {less:.1f} times smaller"
+    name = figures["settings"]["teacher"].partition(".")[0]
+    return finding, f"{name} and models made of it; bars: 95 %"
 
 
 def training(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
@@ -172,15 +166,16 @@ def long_context(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
 
 
 def streaming(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
-    models = list(figures["models"].values())
-    growth = max(found["megabytes_per_100k_tokens"] for found in models)
-    longest = max(found["tokens"] for found in models)
-    finding = f"Over up to {longest:,} tokens memory grows by at most {growth:.2f} MB per 100,000"
-    return finding, f"{len(models)} models: a trained Longhorn, and tiny ones of all families with random weights"
+    from benchmarks.pictures import llama_cache_megabytes
+
+    found = figures["models"]["longhorn, trained, on text"]
+    megabytes, tokens = found["resident_megabytes_by_stretch"], found["tokens"]
+    finding = f"{tokens:,} tokens add {max(megabytes) - megabytes[0]:.1f} MB to a Longhorn, "
+    finding += f"and would add {llama_cache_megabytes(tokens):,.0f} MB of keys and values to its Llama"
+    return finding, "models of 4.1 and 4.3 million parameters"
 
 
 SENTENCES: dict[str, Callable[[dict, Callable[[str], dict]], tuple[str, str]]] = {
-    "by_length": by_length,
     "training": training,
     "long_context": long_context,
     "streaming": streaming,
@@ -193,12 +188,11 @@ SENTENCES: dict[str, Callable[[dict, Callable[[str], dict]], tuple[str, str]]] =
     "first_token_noise": first_token_recall,
     "mqar_families": mqar_families,
     "per_token_loss": per_token_loss,
-    "rare_words": rare_words,
-    "scaling_law": scaling_law,
     "scaling_law_5m": scaling_law,
-    "upcycling_gaps": upcycling_gaps,
+    "upcycling_controls": upcycling_controls,
+    "upcycling_report": students,
 }
-SOURCES = {"by_length": "longhorn_training", "training": "longhorn_training"}  # of the others the name
+SOURCES = {"training": "longhorn_training"}  # of the others the name
 
 
 def title(name: str, load: Callable[[str], dict]) -> tuple[str, str]:

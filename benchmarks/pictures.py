@@ -1,0 +1,115 @@
+"""Pictures that say one thing each, of figures that a table has whole."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from _lib.plotting import REFERENCE, panels, style
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.table_text import load
+
+CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
+CACHE_LENGTH = "65536"
+FAR = 1024
+BYTES_OF_BFLOAT16 = 2
+INTERVAL = {"color": "#000000", "capsize": 2, "linewidth": 1.2}
+Rows = tuple[list[float], list[float], list[float]]
+"""Shares, and how far their intervals reach below and above."""
+
+
+def students() -> Figure:
+    """Needles that a teacher and its students find, beside the bytes of their caches."""
+    figures = load("upcycling_report")
+    models = {
+        f"{name}: {found['cache_bytes'][CACHE_LENGTH] / 2**20:,.0f} MiB": found["recall"]["recall_needle"]
+        for name, found in figures["models"].items()
+    }
+    rows: dict[str, Rows] = {}
+    for multiple in next(iter(models.values())):
+        tokens = figures["settings"]["window"] * int(multiple.removesuffix("x"))
+        cells = [found[multiple] for found in models.values()]
+        shares = [cell["right"] / cell["count"] for cell in cells]
+        lows = [share - cell["interval"][0] for share, cell in zip(shares, cells)]
+        highs = [cell["interval"][1] - share for share, cell in zip(shares, cells)]
+        rows[f"in {tokens:,} tokens"] = shares, lows, highs
+    figure, (axes,) = panels(
+        "What does a student recall, and what does its cache weigh?", height=1.4 + 0.45 * len(models)
+    )
+    grouped_bars(axes, list(models), rows)
+    _as_bars(axes, f"needles found (%); MiB of cache at {int(CACHE_LENGTH):,} tokens")
+    axes.set_xlim(0, 103)
+    return figure
+
+
+def upcycling_controls() -> Figure:
+    """Perplexity of students over that of a teacher of as many parameters that read as much."""
+    differences = load("upcycling_controls")["differences"]
+    names = {"half": "in half of the layers", "a quarter": "in a quarter", "no attention": "in none"}
+    figure, (axes,) = panels("How far behind is a student?", height=2.4)
+    means = np.array([differences[name]["mean"] for name in names])
+    halves = np.array([differences[name]["half_width_of_95_percent"] for name in names])
+    percent = 100 * (np.exp(means) - 1)
+    bars = 100 * np.stack([np.exp(means) - np.exp(means - halves), np.exp(means + halves) - np.exp(means)])
+    drawn = axes.barh(list(names.values()), percent, xerr=bars, color=style(0)["color"], error_kw=INTERVAL)
+    axes.bar_label(drawn, labels=[f"{value:.1f} %" for value in percent], fontsize=8, padding=4)
+    _as_bars(axes, "perplexity over the teacher's (%), by where attention is kept")
+    return figure
+
+
+def first_token(name: str) -> Figure:
+    """Right answers where training asked, and eight times as far; a model a line."""
+    figures = load(name)
+    inside = str(max(at for at in figures["settings"]["distances"] if at < figures["settings"]["length"]))
+    models = figures["models"]
+    rows: dict[str, Rows] = {}
+    for distance, asked in ((inside, ", as in training"), (str(FAR), "")):
+        shares = [found["accuracy"][distance] for found in models.values()]
+        halves = [found["half_width_of_95_percent"][distance] or 0.0 for found in models.values()]
+        rows[f"{int(distance):,} tokens later{asked}"] = shares, halves, halves
+    figure, (axes,) = panels("Which models still know the first token?", height=4.4)
+    grouped_bars(axes, list(models), rows)
+    axes.axvline(100 / figures["settings"]["answers"], color=REFERENCE, linestyle=":", linewidth=1, label="guessing")
+    _as_bars(axes, "right answers (%)")
+    axes.set_xlim(0, 103)
+    return figure
+
+
+def grouped_bars(axes: Axes, names: list[str], rows: dict[str, Rows]) -> None:
+    """Bars of shares in percent with their intervals: a group for each name, in it a bar for each of the rows."""
+    axes.yaxis.update_units(names)
+    height = 0.8 / len(rows)
+    for number, (label, (shares, lows, highs)) in enumerate(rows.items()):
+        places = np.arange(len(names)) + height * (number - (len(rows) - 1) / 2)
+        percent = 100 * np.array(shares)
+        bars = np.stack([np.clip(100 * np.array(lows), 0, percent), np.clip(100 * np.array(highs), 0, 100 - percent)])
+        axes.barh(places, percent, height, xerr=bars, color=style(number)["color"], error_kw=INTERVAL, label=label)
+
+
+def llama_cache_megabytes(tokens: float) -> float:
+    """Keys and values that the committed Llama would hold of so many tokens, in bfloat16."""
+    config = json.loads((CHECKPOINTS / "llama-books/config.json").read_text(encoding="utf-8"))
+    numbers = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+    return tokens * numbers * BYTES_OF_BFLOAT16 / 1e6
+
+
+def streaming() -> Figure:
+    """What memory a text adds: measured for the trained Longhorn, computed for the keys and values of its Llama."""
+    found = load("streaming")["models"]["longhorn, trained, on text"]
+    megabytes = np.array(found["resident_megabytes_by_stretch"])
+    thousands = found["tokens"] / 1000 * np.arange(1, len(megabytes) + 1) / len(megabytes)
+    figure, (axes,) = panels("What memory does a long text take?")
+    axes.plot(thousands, megabytes - megabytes[0], label="longhorn-books, resident memory, measured", **style(0))
+    cache = [llama_cache_megabytes(1000 * at) for at in thousands]
+    label = "llama-books, keys and values, computed"
+    axes.plot(thousands, cache, color=REFERENCE, linestyle="--", linewidth=1.4, label=label)
+    axes.set(xlabel="tokens read (thousands)", ylabel="memory that the text adds (MB)")
+    return figure
+
+
+def _as_bars(axes: Axes, label: str) -> None:
+    axes.grid(visible=False, axis="y")
+    axes.invert_yaxis()
+    axes.margins(x=0.16)
+    axes.set_xlabel(label)
