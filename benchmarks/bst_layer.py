@@ -36,11 +36,10 @@ def layer(name: str, device: str) -> BstAttention:
 def run_of(module: BstAttention, length: int, backward: bool) -> Callable[[], None]:
     x = torch.randn(1, length, SHAPE["hidden_size"], generator=torch.Generator().manual_seed(0))
     x = x.to(next(module.parameters()).device).requires_grad_(backward)
-    options = {"seq_idx": None, "lengths": None, "return_final_state": False}
 
     def run() -> None:
         with torch.set_grad_enabled(backward):
-            y, _ = module(x, x, {}, **options)
+            y, _ = module(x, x, {})
             if backward:
                 y.sum().backward()
 

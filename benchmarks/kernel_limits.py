@@ -70,6 +70,7 @@ def launches(inputs: Inputs) -> Iterator[tuple[str, str, Launch]]:
 
 
 def scan(inputs: Inputs, states: int) -> None:
+    from hf_hybrid_ssm.ops.core.rows import Rows
     from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
 
     d = inputs.channels
@@ -77,9 +78,9 @@ def scan(inputs: Inputs, states: int) -> None:
     k, q = (inputs(1, LENGTH, states) for _ in range(2))
     bias, skip = (inputs(d, dtype=torch.float32) for _ in range(2))
     state = inputs(1, d, states, dtype=torch.float32)
-    documents = torch.zeros(1, LENGTH, dtype=torch.long)
-    options = {"beta_bias": bias, "D": skip, "z": z, "initial_state": state, "seq_idx": documents}
-    y, final = longhorn_scan(x, logit, k, q, **options, return_final_state=True)
+    rows = Rows.of(seq_idx=torch.zeros(1, LENGTH, dtype=torch.long), return_final_state=True)
+    options = {"beta_bias": bias, "D": skip, "z": z, "rows": rows, "initial_state": state}
+    y, final = longhorn_scan(x, logit, k, q, **options)
     (y.sum() + final.sum()).backward()
 
 
@@ -97,11 +98,12 @@ def step(inputs: Inputs, states: int) -> None:
 
 def short_convolution(inputs: Inputs, taps: int) -> None:
     from hf_hybrid_ssm.ops.causal_conv import causal_conv
+    from hf_hybrid_ssm.ops.core.rows import Rows
 
     d = inputs.channels
-    documents = torch.zeros(2, LENGTH, dtype=torch.long)
-    options = {"activation": "silu", "initial_state": inputs(2, taps - 1, d), "seq_idx": documents}
-    y, _ = causal_conv(inputs(2, LENGTH, d), inputs(d, taps), inputs(d), **options, return_final_state=True)
+    rows = Rows.of(seq_idx=torch.zeros(2, LENGTH, dtype=torch.long), return_final_state=True)
+    options = {"activation": "silu", "rows": rows, "initial_state": inputs(2, taps - 1, d)}
+    y, _ = causal_conv(inputs(2, LENGTH, d), inputs(d, taps), inputs(d), **options)
     y.sum().backward()
 
 
@@ -122,17 +124,19 @@ def long_convolution(inputs: Inputs) -> None:
 
 
 def memories(inputs: Inputs, order: int, rows: int) -> None:
+    from hf_hybrid_ssm.ops.core.rows import Rows
     from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
 
     d = inputs.channels
     weight, bias, collapse = (inputs(*shape, dtype=torch.float32) for shape in ((3, rows, order), (3, rows), (rows,)))
     state = inputs(2, order, d, dtype=torch.float32)
-    options = {"theta": 2.0 * order, "scale": 0.1, "initial_state": state, "return_final_state": True}
+    options = {"theta": 2.0 * order, "scale": 0.1, "initial_state": state, "rows": Rows(return_final_state=True)}
     y, _ = implicit_attention(inputs(2, LENGTH, d), weight, bias, collapse, torch.zeros(1), **options)
     y.float().sum().backward()
 
 
 def systems(inputs: Inputs, states: int, form: str) -> None:
+    from hf_hybrid_ssm.ops.core.rows import Rows
     from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition, lti_scan
 
     d = inputs.channels
@@ -140,19 +144,21 @@ def systems(inputs: Inputs, states: int, form: str) -> None:
     decay = torch.full(shape, 0.5, dtype=torch.float64).requires_grad_()
     system = ChannelSystem(Transition(decay, form), *(inputs(1, d, states) for _ in range(2)))
     options = {"skip": inputs(1, d), "initial_state": inputs(2, 1, d, states)}
-    options |= {"seq_idx": torch.zeros(2, LENGTH, dtype=torch.long), "lengths": torch.full((2,), LENGTH)}
-    y, final = lti_scan(inputs(2, LENGTH, d), system, **options, return_final_state=True)
+    documents = {"seq_idx": torch.zeros(2, LENGTH, dtype=torch.long), "lengths": torch.full((2,), LENGTH)}
+    rows = Rows.of(**documents, return_final_state=True)
+    y, final = lti_scan(inputs(2, LENGTH, d), system, rows=rows, **options)
     (y.sum() + final.sum()).backward()
 
 
 def diagonal(inputs: Inputs, form: str) -> None:
+    from hf_hybrid_ssm.ops.core.rows import Rows
     from hf_hybrid_ssm.ops.linear_scan import diagonal_scan
 
     number, wide = (torch.float32, torch.float64) if form == "real" else (torch.complex64, torch.complex128)
     decay = torch.full((inputs.channels,), 0.5, dtype=wide).requires_grad_()
     x, start = (inputs(*shape, inputs.channels, dtype=number) for shape in ((2, LENGTH), (2,)))
-    documents = torch.zeros(2, LENGTH, dtype=torch.long)
-    diagonal_scan(decay, x, initial_state=start, seq_idx=documents)[0].abs().sum().backward()
+    rows = Rows.of(seq_idx=torch.zeros(2, LENGTH, dtype=torch.long))
+    diagonal_scan(decay, x, rows=rows, initial_state=start)[0].abs().sum().backward()
 
 
 def examine(capability: int, only: list[str], states: list[int]) -> None:

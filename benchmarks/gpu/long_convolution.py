@@ -7,6 +7,7 @@ import torch
 from benchmarks.gpu.comparing import compare
 from benchmarks.gpu.scan import copy, run_of, tensors
 from benchmarks.gpu.settings import Settings
+from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows
 from hf_hybrid_ssm.ops.long_conv import long_conv
 
 CHANNELS = 768
@@ -24,9 +25,10 @@ def cases(settings: Settings) -> Iterator[tuple[str, Callable[[], dict]]]:
 def convolution(settings: Settings, taps: int, rows: str, backward: bool) -> dict:
     batch, channels = max(1, settings.pick(TOKENS, 32) // taps), settings.pick(CHANNELS, 4)
     u, kernel = tensors(settings, (batch, taps, channels), (channels, taps), dtype=torch.float32)
-    seq_idx = None
+    documents = PLAIN_ROWS
     if rows == "packed":
         seq_idx = (torch.arange(taps, device=settings.device) // (-(-taps // 4))).expand(batch, -1)
+        documents = Rows.of(seq_idx=seq_idx)
 
     def fft() -> torch.Tensor:
         """Of whole rows: packed ones as if they were not, the least that any FFT costs."""
@@ -36,9 +38,9 @@ def convolution(settings: Settings, taps: int, rows: str, backward: bool) -> dic
     inputs = [u, kernel]
     moved = 4 * (2 * u.numel() + kernel.numel()) * (3 if backward else 1)
     candidates = {
-        "ours": run_of(lambda: long_conv(u, kernel, seq_idx=seq_idx)[0], inputs, backward),
+        "ours": run_of(lambda: long_conv(u, kernel, rows=documents)[0], inputs, backward),
         "our torch backend": run_of(
-            lambda: long_conv(u, kernel, seq_idx=seq_idx, backend="torch")[0], inputs, backward
+            lambda: long_conv(u, kernel, rows=documents, backend="torch")[0], inputs, backward
         ),
         "cuFFT": run_of(fft, inputs, backward),
         "copy of its bytes": copy(moved, settings.device),

@@ -8,6 +8,7 @@ from benchmarks.gpu import parity_recurrences
 from benchmarks.gpu.parity_compared import compared, judged, masked, random, relative, row_options
 from benchmarks.gpu.settings import Settings
 from hf_hybrid_ssm.ops.causal_conv import causal_conv
+from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
 from hf_hybrid_ssm.ops.local_attention import local_attention
 from hf_hybrid_ssm.ops.long_conv import long_conv
@@ -153,9 +154,9 @@ def long_scan(settings: Settings, rows: int, length: int, kernel: str) -> dict:
     channels, states = 8, 4
     x, beta_logit = (wide_view(rows, length, channels, settings, seed) for seed in (1, 2))
     k, q = (random(rows, length, states, seed=seed).to(settings.device, torch.bfloat16) for seed in (3, 4))
-    got, state = longhorn_scan(x, beta_logit, k, q, return_final_state=True, backend=kernel)
+    got, state = longhorn_scan(x, beta_logit, k, q, rows=Rows(return_final_state=True), backend=kernel)
     exact = [t.double().contiguous() for t in (x, beta_logit, k, q)]
-    want, want_state = longhorn_scan(*exact, return_final_state=True, backend="torch")
+    want, want_state = longhorn_scan(*exact, rows=Rows(return_final_state=True), backend="torch")
     return judged({"y": relative(got, want), "state": relative(state, want_state)}, torch.bfloat16)
 
 

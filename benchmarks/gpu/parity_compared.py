@@ -9,9 +9,12 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.settings import Settings
+from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.ops.core.self_check import BOUNDS
 
 Inputs = dict[str, torch.Tensor]
+
+OF_ROWS = ("seq_idx", "lengths", "return_final_state")  # options that make the rows of an op
 
 
 def random(*shape: int, seed: int, device: str = "cpu") -> torch.Tensor:
@@ -26,7 +29,8 @@ def documents(batch: int, length: int) -> torch.Tensor:
 def outputs_and_gradients(op: Callable, inputs: Inputs, options: dict, device: str, dtype: torch.dtype) -> Inputs:
     placed = {name: t.detach().to(device, dtype).requires_grad_() for name, t in inputs.items()}
     options = {name: o.to(device) if isinstance(o, torch.Tensor) else o for name, o in options.items()}
-    found = op(**placed, **options)
+    of_rows = {name: options.pop(name) for name in OF_ROWS if name in options}
+    found = op(**placed, **options, **({"rows": Rows.of(**of_rows)} if of_rows else {}))
     outputs = {f"output {i}": o for i, o in enumerate(found) if isinstance(o, torch.Tensor)}
     weights = {name: random(*o.shape, seed=90).to(o.device, o.dtype) for name, o in outputs.items()}
     loss = sum((o * weights[name]).sum() for name, o in outputs.items())

@@ -65,10 +65,10 @@ def diagonal(settings: Settings, shape: tuple, form: str, rows: str, kernel: str
     def scan(decay, x, initial_state, **options: Any) -> tuple:
         if pair:
             decay, x, initial_state = (torch.view_as_complex(part) for part in (decay, x, initial_state))
-        found = diagonal_scan(decay, x, initial_state=initial_state, return_final_state=True, **options)
+        found = diagonal_scan(decay, x, initial_state=initial_state, **options)
         return tuple(torch.view_as_real(part) for part in found) if pair else found
 
-    options = row_options(rows, batch, length)
+    options = row_options(rows, batch, length) | {"return_final_state": True}
     return compared(scan, inputs, options, settings, torch.float32, backend=kernel, by_blocks=length > 100)
 
 

@@ -7,7 +7,7 @@ from hf_hybrid_ssm.layers.relative_bias import distance_buckets
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.bst.modeling_bst import BstBlock
 from hf_hybrid_ssm.models.cache import prepare_cache
-from hf_hybrid_ssm.models.packing import PackedRows
+from hf_hybrid_ssm.models.packing import resolve_packing
 from tests.golden.values import Tensors, assert_near, golden, load
 
 # names of dense layers and of vectors; those of the state in "recurrent" layers
@@ -86,7 +86,8 @@ def test_layer_on_packed_rows(case):
     seq_idx = torch.zeros(2, 2 * length, dtype=torch.int32)
     seq_idx[1, length:] = 1
     with torch.no_grad():
-        y = block(torch.cat([wanted["x1"], wanted["x2"]], 1), PackedRows(2 * length, seq_idx=seq_idx))
+        rows = resolve_packing((2, 2 * length), (0, {}), seq_idx=seq_idx)
+        y = block(torch.cat([wanted["x1"], wanted["x2"]], 1), rows)
     assert_near(y, torch.cat([wanted["y1"], wanted["y2"]], 1))
 
 

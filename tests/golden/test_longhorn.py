@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hf_hybrid_ssm.models.longhorn.convert_official_checkpoint import convert
-from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
 from tests.golden.values import FLOAT32, assert_near, golden
+from tests.row_options import longhorn_scan
 
 BACKENDS = [None, "torch", "reference"]
 NAMES = {"u": "x", "dt": "beta_logit", "k": "k", "q": "q", "t_bias": "beta_bias", "D": "D", "z": "z"}

@@ -59,6 +59,5 @@ def test_branches():
         y = mixing.ssm(z)[0].transpose(0, 1)
         assert_near(y, wanted["s4"], FLOAT32)
         assert_near(y, wanted["step"], FLOAT32)
-        options = {"seq_idx": None, "lengths": None, "return_final_state": False}
-        local, _ = mixing.self_attn(z, {}, bias=bias, **options)
+        local, _ = mixing.self_attn(z, {}, bias=bias)
     assert_near(local.transpose(0, 1), wanted["local"])

@@ -11,8 +11,9 @@ from hf_hybrid_ssm.layers.mixers.s4 import S4
 from hf_hybrid_ssm.layers.mixers.s4d import S4D
 from hf_hybrid_ssm.layers.mixers.s5 import S5
 from hf_hybrid_ssm.models.spade.official_s4 import convert_s4
-from hf_hybrid_ssm.ops.legendre_memory import impulse_response, legendre_memory, transition
+from hf_hybrid_ssm.ops.legendre_memory import impulse_response, transition
 from tests.golden.values import FLOAT32, Tensors, assert_near, golden, load
+from tests.row_options import legendre_memory, mix
 
 WIDE = {"dtype": torch.float64}
 PIECES = [5, 1, 1, 8, 9]
@@ -39,7 +40,7 @@ def in_pieces(mixer: Mixer, u: torch.Tensor, lengths: list[int]) -> tuple[torch.
             y, state = mixer.step(piece[:, 0], state)
             parts.append(y.unsqueeze(1))
         else:
-            y, state = mixer(piece, initial_state=state, return_final_state=True)
+            y, state = mix(mixer, piece, initial_state=state, return_final_state=True)
             parts.append(y)
     return torch.cat(parts, 1), state
 
@@ -322,7 +323,7 @@ def test_moving_average_in_pieces_and_padded():
     assert_near(y.transpose(0, 1), wanted["incremental"])
     assert_near(state, wanted["state"])
     lengths = (~wanted["padding_mask"]).sum(1)
-    padded, _ = mixer(x, lengths=lengths)
+    padded, _ = mix(mixer, x, lengths=lengths)
     for row, length in enumerate(lengths):
         assert_near(padded[row, :length], wanted["padded"][:length, row])
 

@@ -6,6 +6,7 @@ import torch
 from hf_hybrid_ssm.layers.mixers.base import Mixer
 from hf_hybrid_ssm.layers.mixers.registry import MIXERS, build_mixer
 from tests.layers.shown_mixer import LeakyAverage
+from tests.row_options import mix
 
 D = 6
 CASES: dict[str, tuple[str, dict]] = {
@@ -91,4 +92,4 @@ def assert_near(actual, wanted):
 
 def nonzero_state(mixer: Mixer, batch: int):
     """A state that means something: what some tokens leave behind."""
-    return mixer(tokens(batch, 13, D, seed=7), return_final_state=True)[1]
+    return mix(mixer, tokens(batch, 13, D, seed=7), return_final_state=True)[1]

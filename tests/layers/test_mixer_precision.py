@@ -7,6 +7,7 @@ import torch
 
 from hf_hybrid_ssm.layers.mixers.base import Mixer
 from hf_hybrid_ssm.layers.mixers.registry import build_mixer
+from tests.row_options import mix
 
 L, D = 700, 16
 # of the largest entry: one rounding to bfloat16, or a few (states and products of S5, the activation of EMA)
@@ -19,7 +20,7 @@ def measured(mixer: Mixer, dtype: torch.dtype, mode: str) -> dict[str, torch.Ten
     u, weights = (torch.randn(2, L, D, generator=generator).bfloat16() for _ in range(2))
     u = u.to(dtype).requires_grad_()
     options = {"seq_idx": (torch.arange(L) // 300).expand(2, -1)} if mode == "packed" else {}
-    y, state = mixer(u, return_final_state=mode == "state", **options)
+    y, state = mix(mixer, u, return_final_state=mode == "state", **options)
     (y * weights.to(dtype)).sum().backward()
     names = ("C", "gamma", "log_dt", "delta", "B", "beta")
     gradients = {n: p.grad for n, p in mixer.named_parameters() if n in names}

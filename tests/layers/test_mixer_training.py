@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hf_hybrid_ssm.layers.mixers.registry import build_mixer
+from hf_hybrid_ssm.ops.core.rows import Rows
 from tests.layers.mixer_cases import (
     CASES,
     FROZEN,
@@ -33,9 +34,8 @@ def test_gradcheck(case, bidirectional):
     documents = torch.tensor([[0] * 4 + [1] * 7, [0] * 11])
 
     def run(u, *values):
-        y, state = torch.func.functional_call(
-            mixer, dict(zip(names, values)), (u,), {"seq_idx": documents, "return_final_state": not bidirectional}
-        )
+        rows = Rows.of(seq_idx=documents, return_final_state=not bidirectional)
+        y, state = torch.func.functional_call(mixer, dict(zip(names, values)), (u,), {"rows": rows})
         return (y, *(() if state is None else parts(state)))
 
     values = [mixer.get_parameter(name).detach().clone().requires_grad_() for name in names]
@@ -136,7 +136,7 @@ def test_compiles_without_a_break_and_is_not_stale(case):
     other = build(case, dtype=torch.float32)
     other.reset_parameters()
     for _ in range(2):
-        for options in ({}, {"initial_state": state, "return_final_state": True}):
+        for options in ({}, {"initial_state": state, "rows": Rows(return_final_state=True)}):
             compiled = [run(u, **options) for _ in range(2)]
             wanted, final = mixer(u, **options)
             for y, after in compiled:

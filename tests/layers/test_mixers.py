@@ -30,6 +30,7 @@ from tests.layers.mixer_cases import (
     tokens,
 )
 from tests.layers.mixer_equations import equation
+from tests.row_options import mix
 
 # -- the equation ---------------------------------------------------------------------------------------------------
 
@@ -51,7 +52,7 @@ def test_steps_are_forward(case, with_gradient):
     mixer = build(case)
     u = tokens(2, L, D)
     for state in (mixer.init_state(2, dtype=torch.float64), nonzero_state(mixer, 2)):
-        y, final = mixer(u, initial_state=state, return_final_state=True)
+        y, final = mix(mixer, u, initial_state=state, return_final_state=True)
         for t in range(L):
             with torch.set_grad_enabled(with_gradient):
                 y_t, state = mixer.step(u[:, t], state)
@@ -66,11 +67,11 @@ def test_pieces_are_forward(case, cuts):
     mixer = build(case)
     u = tokens(2, L, D)
     state = nonzero_state(mixer, 2)
-    y, final = mixer(u, initial_state=state, return_final_state=True)
+    y, final = mix(mixer, u, initial_state=state, return_final_state=True)
     borders = [0, *sorted(cuts), L]
     outputs = []
     for begin, end in pairwise(borders):
-        piece, state = mixer(u[:, begin:end], initial_state=state, return_final_state=True)
+        piece, state = mix(mixer, u[:, begin:end], initial_state=state, return_final_state=True)
         outputs.append(piece)
     assert_near(torch.cat(outputs, dim=1), y)
     assert_states(state, final)
@@ -80,8 +81,8 @@ def test_pieces_are_forward(case, cuts):
 def test_fresh_state_is_the_default(case):
     mixer = build(case)
     u = tokens(2, L, D)
-    y, final = mixer(u, return_final_state=True)
-    again, state = mixer(u, initial_state=mixer.init_state(2, dtype=torch.float64), return_final_state=True)
+    y, final = mix(mixer, u, return_final_state=True)
+    again, state = mix(mixer, u, initial_state=mixer.init_state(2, dtype=torch.float64), return_final_state=True)
     assert_near(again, y)
     assert_states(state, final)
     assert_near(mixer(u)[0], y)
@@ -97,8 +98,8 @@ def test_stride_takes_outputs_of_forward(case, stride):
     for rows in ({}, {"initial_state": state}, {"initial_state": state[1:].expand(3, *state.shape[1:])}):
         documents = DOCUMENTS if rows and rows["initial_state"].shape[0] == 3 else None
         x = u if documents is None else tokens(3, L, D)
-        y, final = mixer(x, seq_idx=documents, return_final_state=True, **rows)
-        taken, state_after = mixer(x, seq_idx=documents, return_final_state=True, stride=stride, **rows)
+        y, final = mix(mixer, x, seq_idx=documents, return_final_state=True, **rows)
+        taken, state_after = mix(mixer, x, seq_idx=documents, return_final_state=True, stride=stride, **rows)
         assert_near(taken, y[:, stride - 1 :: stride])
         assert_states(state_after, final)
 
@@ -114,13 +115,13 @@ def test_positions_take_outputs_of_forward(case):
     mixer = build(case)
     state = nonzero_state(mixer, 3)
     for options in ({}, {"initial_state": state}, {"initial_state": state, "seq_idx": DOCUMENTS}):
-        y, final = mixer(u, return_final_state=True, **options)
-        taken, state_after = mixer(u, return_final_state=True, positions=positions, **options)
+        y, final = mix(mixer, u, return_final_state=True, **options)
+        taken, state_after = mix(mixer, u, return_final_state=True, positions=positions, **options)
         assert_near(taken, y[rows, positions])
         assert_states(state_after, final)
     lengths = torch.tensor([10, L, 12])
     real = torch.tensor([[9, 0, 3], [L - 1, 4, 5], [11, 7, 8]])
-    assert_near(mixer(u, lengths=lengths, positions=real)[0], mixer(u, lengths=lengths)[0][rows, real])
+    assert_near(mix(mixer, u, lengths=lengths, positions=real)[0], mix(mixer, u, lengths=lengths)[0][rows, real])
     with pytest.raises(ValueError, match="positions must lie in"):
         mixer(u, positions=positions + L)
     with pytest.raises(ValueError, match="give one"):
@@ -160,11 +161,11 @@ def test_reach_by_gradient(case, bidirectional):
 def test_packed_documents_are_rows(case, bidirectional):
     mixer = build(case, bidirectional)
     u = tokens(3, L, D)
-    y, final = mixer(u, seq_idx=DOCUMENTS, return_final_state=not bidirectional)
+    y, final = mix(mixer, u, seq_idx=DOCUMENTS, return_final_state=not bidirectional)
     for row in range(3):
         for document in DOCUMENTS[row].unique():
             place = DOCUMENTS[row] == document
-            alone, state = mixer(u[row : row + 1, place], return_final_state=not bidirectional)
+            alone, state = mix(mixer, u[row : row + 1, place], return_final_state=not bidirectional)
             assert_near(y[row, place], alone[0])
         if not bidirectional:
             assert_states(of_rows(final, slice(row, row + 1)), state)
@@ -174,12 +175,12 @@ def test_packed_documents_are_rows(case, bidirectional):
 def test_the_state_belongs_to_the_first_document(case):
     mixer = build(case)
     u, state = tokens(3, L, D), nonzero_state(mixer, 3)
-    y, final = mixer(u, initial_state=state, seq_idx=DOCUMENTS, return_final_state=True)
+    y, final = mix(mixer, u, initial_state=state, seq_idx=DOCUMENTS, return_final_state=True)
     for row in range(3):
         own = of_rows(state, slice(row, row + 1))
         for document in DOCUMENTS[row].unique():
             place = DOCUMENTS[row] == document
-            alone, last = mixer(u[row : row + 1, place], initial_state=own, return_final_state=True)
+            alone, last = mix(mixer, u[row : row + 1, place], initial_state=own, return_final_state=True)
             assert_near(y[row, place], alone[0])
             own = None
         assert_states(of_rows(final, slice(row, row + 1)), last)
@@ -190,10 +191,10 @@ def test_documents_do_not_leak(case, bidirectional):
     """Not even what arithmetic cannot undo."""
     mixer = build(case, bidirectional)
     u = tokens(3, L, D)
-    clean, _ = mixer(u, seq_idx=DOCUMENTS)
+    clean, _ = mix(mixer, u, seq_idx=DOCUMENTS)
     u[0, 3] = float("nan")
     u[2, 20] = 1e300
-    y, _ = mixer(u, seq_idx=DOCUMENTS)
+    y, _ = mix(mixer, u, seq_idx=DOCUMENTS)
     assert torch.equal(y[0, DOCUMENTS[0] != 1], clean[0, DOCUMENTS[0] != 1])
     assert torch.equal(y[1], clean[1])
     assert torch.equal(y[2, DOCUMENTS[2] != 6], clean[2, DOCUMENTS[2] != 6])
@@ -210,7 +211,8 @@ def test_padded_rows_are_rows_alone(case, bidirectional, packed):
     wanted = []
     for row, length in enumerate(lengths):
         kept = slice(row, row + 1)
-        alone, final = mixer(
+        alone, final = mix(
+            mixer,
             u[kept, :length],
             initial_state=None if state is None else of_rows(state, kept),
             seq_idx=None if documents is None else documents[kept, :length],
@@ -218,7 +220,9 @@ def test_padded_rows_are_rows_alone(case, bidirectional, packed):
         )
         wanted.append((alone, final))
         u[row, length:] = float("nan")
-    y, final = mixer(u, initial_state=state, seq_idx=documents, lengths=lengths, return_final_state=not bidirectional)
+    y, final = mix(
+        mixer, u, initial_state=state, seq_idx=documents, lengths=lengths, return_final_state=not bidirectional
+    )
     assert y.isfinite().all()
     for row, (alone, last) in enumerate(wanted):
         assert_near(y[row, : lengths[row]], alone[0])
@@ -243,7 +247,7 @@ def test_low_precision_inputs(case, dtype, tolerance):
     if module is mixer and case.startswith(("hyena", "lstm")):
         exact = copy.deepcopy(mixer).double()  # of the rounded projections
     with torch.no_grad():
-        y, state = module(u, return_final_state=True)
+        y, state = mix(module, u, return_final_state=True)
         wanted, _ = exact(u.double())
         y_t, state = module.step(u[:, 0], state)
     assert y.dtype == y_t.dtype == dtype
@@ -389,11 +393,11 @@ def test_bad_arguments(case):
     with pytest.raises(ValueError, match=r"u must have shape"):
         mixer(tokens(2, 5, D + 1))
     with pytest.raises(ValueError, match=r"seq_idx must not decrease"):
-        mixer(u, seq_idx=torch.tensor([[0, 1, 1, 0, 2]] * 2))
+        mix(mixer, u, seq_idx=torch.tensor([[0, 1, 1, 0, 2]] * 2))
     with pytest.raises(TypeError, match=r"seq_idx must be int"):
-        mixer(u, seq_idx=torch.zeros(2, 5))
+        mix(mixer, u, seq_idx=torch.zeros(2, 5))
     with pytest.raises(ValueError, match=r"lengths must lie in 0..5"):
-        mixer(u, lengths=torch.tensor([6, 1]))
+        mix(mixer, u, lengths=torch.tensor([6, 1]))
     with pytest.raises(ValueError, match=r"u_t must have shape"):
         mixer.step(u, mixer.init_state(2))
     wrong = mixer.init_state(3)
@@ -410,7 +414,7 @@ def test_bad_arguments(case):
 def test_looking_both_ways_leaves_no_state(case):
     both, u = build(case, bidirectional=True), tokens(2, 5, D)
     with pytest.raises(ValueError, match=r"no state"):
-        both(u, return_final_state=True)
+        mix(both, u, return_final_state=True)
     with pytest.raises(ValueError, match=r"no step"):
         both.step(u[:, 0], build(case).init_state(2))
 
@@ -424,7 +428,7 @@ def test_looking_back_only_is_said():
 def test_empty_rows_and_batches(case):
     mixer = build(case)
     state = nonzero_state(mixer, 2)
-    y, final = mixer(tokens(2, 0, D), initial_state=state, return_final_state=True)
+    y, final = mix(mixer, tokens(2, 0, D), initial_state=state, return_final_state=True)
     assert y.shape[:2] == (2, 0)
     assert_states(final, state, atol=0, rtol=0)
     assert mixer(tokens(0, L, D))[0].shape[:2] == (0, L)

@@ -18,6 +18,7 @@ from tests.layers.mixer_cases import (
     shown_mixer_has_a_name,  # noqa: F401
     tokens,
 )
+from tests.row_options import mix
 
 
 class Times(nn.Module):
@@ -60,7 +61,7 @@ def evaluated(mixer: nn.Module) -> list[torch.Tensor]:
     with torch.no_grad():
         if mixer.bidirectional:
             return [mixer(u)[0]]
-        y, state = mixer(u, return_final_state=True)
+        y, state = mix(mixer, u, return_final_state=True)
         y_t, after = mixer.step(u[:, 0], state)
     return [y, *parts(state), y_t, *parts(after)]
 

@@ -16,6 +16,7 @@ from tests.layers.mixer_cases import (
     shown_mixer_has_a_name,  # noqa: F401
     tokens,
 )
+from tests.row_options import mix
 from tests.weight_changes import WAYS, changed_values
 
 
@@ -25,7 +26,7 @@ def outputs(mixer) -> list[torch.Tensor]:
     u = tokens(2, L, D, dtype=dtype)
     if mixer.bidirectional:
         return [mixer(u)[0]]
-    y, state = mixer(u, return_final_state=True)
+    y, state = mix(mixer, u, return_final_state=True)
     y_t, after = mixer.step(u[:, 0], state)
     copies = tuple(part.clone() for part in state) if isinstance(state, tuple) else state.clone()
     updated = mixer.update_state_(u[:, 0], copies)

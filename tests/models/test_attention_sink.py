@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_hybrid_ssm.layers.attention_sink import AttentionSink
 from hf_hybrid_ssm.models.longhorn import attention_longhorn
-from hf_hybrid_ssm.models.packing import PackedRows
+from hf_hybrid_ssm.models.packing import packed_rows, resolve_packing
 from hf_hybrid_ssm.models.rotary import with_sink_rotation
 from hf_hybrid_ssm.training.optim import parameter_groups
 from tests.tiny_models import BST, HYBRID, LONGHORN, ROTARY, TOKENS
@@ -89,7 +89,7 @@ def test_longhorns_windows_equal_the_equation(kind, rope):
     x = torch.randn(1, 20, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     positions = torch.cat([torch.arange(12), torch.arange(8)])
     angles, of_sink = with_sink_rotation(rotary, x, positions[None], WINDOW if kind == "constant" else None)
-    rows = PackedRows(20, seq_idx=(torch.arange(20) >= 12).long()[None])
+    rows = resolve_packing((1, 20), (0, {}), seq_idx=(torch.arange(20) >= 12).long()[None])
     y, _ = attention(x, rows, angles, sink_rotation=of_sink)
     frequencies, scale = rotary.inv_freq.double(), float(rotary.attention_scaling)
     assert (scale != 1.0) == (rope is SCALED)
@@ -149,7 +149,7 @@ def test_no_kernel_without_sinks_takes_over(monkeypatch):
 @pytest.mark.parametrize("name", ["longhorn", "bst rotary"])
 def test_a_rotary_sink_asks_for_its_rotation(name):
     model = model_of(name, "constant")
-    x, rows = torch.randn(1, 20, 24), PackedRows(20)
+    x, rows = torch.randn(1, 20, 24), packed_rows(length=20)
     angles = model.model.rotary_emb(x, torch.arange(20)[None])
     with pytest.raises(ValueError, match="sink_rotation=None"):
         model.model.layers[0](x, rows, position_embeddings=angles)

@@ -116,8 +116,7 @@ def test_context_of_mf_is_shifted():
 def test_zero_sink_is_attention_over_zero_keys():
     model = build(ssm_layers=[]).double()
     attention, x = model.model.layers[0].attention, torch.randn(1, 4, 16, dtype=torch.float64)
-    options = {"seq_idx": None, "lengths": None, "return_final_state": False}
-    found, _ = attention(x, x, {}, **options)
+    found, _ = attention(x, x, {})
     bias = attention.relative_bias(WINDOW) * attention.scale.abs().unsqueeze(1)
     weights = bias[:, torch.arange(1, WINDOW + 1).clamp(max=bias.shape[1] - 1)].softmax(-1)
     assert weights.shape == (2, WINDOW)
@@ -131,7 +130,7 @@ def test_wide_window_is_full_attention_with_a_sink():
     model = build(ssm_layers=[], sliding_window=window, relative_attention_max_distance=8).double()
     attention = model.model.layers[0].attention
     z = torch.randn(1, length, 16, dtype=torch.float64)
-    found, _ = attention(z, z, {}, seq_idx=None, lengths=None, return_final_state=False)
+    found, _ = attention(z, z, {})
 
     def normal(part):
         return part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt()

@@ -13,7 +13,7 @@ from hf_hybrid_ssm.models.cache import (
     is_recurrent_state_layer,
     state_layer,
 )
-from hf_hybrid_ssm.models.packing import PackedRows
+from hf_hybrid_ssm.models.packing import packed_rows
 from hf_hybrid_ssm.ops.core.dispatch import backend
 from tests.tiny_models import VARIANTS, language_model, own_language_model
 
@@ -224,7 +224,7 @@ def test_states_that_nothing_recomputes_are_undone_as_a_whole(kind):
     layer = kind()
     layer.activate_past_recording()
     for length in (3, 1):
-        layer.update_states(PackedRows(length), {"state": torch.full((2, 1), float(length))})
+        layer.update_states(packed_rows(length=length), {"state": torch.full((2, 1), float(length))})
     with pytest.raises(RuntimeError, match="tokens_to_remove=-2 goes back into a forward of 3 tokens"):
         layer.crop(-2)
     # what could be undone was, and the rest is as it was

@@ -18,11 +18,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hybrid_ssm import LonghornConfig, LonghornForCausalLM, LonghornForSequenceClassification, LonghornModel
 from hf_hybrid_ssm.models.longhorn.modeling_longhorn import LonghornMixer
-from hf_hybrid_ssm.models.packing import PackedRows
-from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
+from hf_hybrid_ssm.models.packing import packed_rows
 from tests.memory import in_own_memory
 from tests.models import invariances as inv
 from tests.models.strategies import SETTINGS, cuts, lengths, orders, row_lengths, seeds, sides
+from tests.row_options import longhorn_scan
 from tests.tiny_models import compiles
 
 TINY = {
@@ -177,12 +177,12 @@ def test_a_hybrid_block_is_the_sum_of_its_parts():
     for kind in ("sliding_attention", "linear_attention"):
         alone = DynamicCache(config=LonghornConfig(**{**fields, "block_types": [kind] * 3}))
         if kind == "sliding_attention":
-            attended, _ = block.self_attn(normed, PackedRows(15), positions, past_key_values=alone)
+            attended, _ = block.self_attn(normed, packed_rows(length=15), positions, past_key_values=alone)
         else:
             mixed = block.mixer(normed, past_key_values=alone)
         apart |= alone.layers[0].states
     u = u + attended + mixed
-    found = block(model.model.embed_tokens(ids), PackedRows(15), positions)
+    found = block(model.model.embed_tokens(ids), packed_rows(length=15), positions)
     torch.testing.assert_close(found, u + block.mlp(block.mlp_norm(u)))
     assert cache.layers[0].states.keys() == apart.keys() == {"keys", "values", "seen", "conv", "scan"}
     for name, state in cache.layers[0].states.items():
@@ -196,9 +196,9 @@ def test_a_row_in_training_gets_its_window_or_does_not():
     layer, rows = model.model.layers[0], 400
     x = torch.randn(1, 4, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).expand(rows, -1, -1)
     positions = model.model.rotary_emb(x, torch.arange(4)[None])
-    whole = layer(x, PackedRows(4), positions)
+    whole = layer(x, packed_rows(length=4), positions)
     alone = x + layer.mixer(layer.norm(x))
-    found = layer.train()(x, PackedRows(4), positions)
+    found = layer.train()(x, packed_rows(length=4), positions)
     is_whole, is_alone = ((found - each).abs().amax((1, 2)) < 1e-12 for each in (whole, alone))
     assert bool((is_whole ^ is_alone).all())
     assert 0.3 < is_alone.double().mean() < 0.5

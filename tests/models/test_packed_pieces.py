@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from hf_hybrid_ssm.models.packing import resolve_packing
+from hf_hybrid_ssm.ops.core import rows as rows_module
 from tests.models import invariances as inv
 from tests.models.test_span_and_token_heads import EVERY_HEAD, EVERY_ROW, ids_of, scores
 from tests.models.test_span_and_token_heads import build as build_head
@@ -162,7 +163,24 @@ def test_the_first_tokens_of_padded_rows():
     assert first.packing_state["document"].tolist() == [1, 3] and first.packing_state["start"].tolist() == [0, 3]
     assert first.continued(state)["state"].tolist() == [[1.0], [0.0]]
     moved = rows.to("meta")  # as accelerate does for a layer on another device
-    assert moved.order.is_meta and moved.packing_state["document"].is_meta and not rows.order.is_meta
+    assert moved.padding.order.is_meta and moved.packing_state["document"].is_meta and not rows.padding.order.is_meta
+
+
+@EVERY
+@pytest.mark.parametrize("cached", [False, True])
+def test_rows_are_checked_once_a_forward(variant, cached, monkeypatch):
+    """Whatever the number of layers, and of ops in them: all are given the same `Rows`."""
+    model, checks = exact(variant), []
+    for name in ("check_seq_idx", "check_mask_values"):
+        check = getattr(rows_module, name)
+        monkeypatch.setattr(
+            rows_module, name, lambda *given, name=name, check=check: (checks.append(name), check(*given))
+        )
+    ids, mask = inv.random_ids(model, 2, 16, 0), torch.ones(2, 16, dtype=torch.int64)
+    mask[0, :3] = 0
+    with torch.no_grad():
+        model(ids, attention_mask=mask, seq_idx=packed(ROWS_OF_DOCUMENTS)["seq_idx"], use_cache=cached)
+    assert sorted(checks) == ["check_mask_values", "check_seq_idx"]
 
 
 @EVERY

@@ -11,13 +11,10 @@ from collections.abc import Callable
 import torch
 
 from benchmarks import absent_card
-from hf_hybrid_ssm.ops.causal_conv import causal_conv
 from hf_hybrid_ssm.ops.core.dispatch import Op
 from hf_hybrid_ssm.ops.core.triton_helpers import VARYING
-from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
-from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition, lti_scan
-from hf_hybrid_ssm.ops.long_conv import long_conv
-from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
+from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition
+from tests.row_options import causal_conv, implicit_attention, long_conv, longhorn_scan, lti_scan
 
 LENGTHS = (
     1, 2, 7, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 80, 100, 127, 128, 129, 144, 255, 256, 257, 300, 512, 1000, 1024,

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
 from hf_hybrid_ssm.ops.implicit_attention import triton as launcher
 from hf_hybrid_ssm.ops.implicit_attention import triton_kernels as kernels
 from tests.counting import count_operations
@@ -20,6 +19,7 @@ from tests.ops.triton_cases import (
     poisoned_memory,  # noqa: F401
     random,
 )
+from tests.row_options import implicit_attention
 
 CASES = {  # shape: batch, length, channels, order, rows
     "ragged": {"shape": (2, 37, 5, 6, 2)},

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from hf_hybrid_ssm.ops.causal_conv import causal_conv, causal_conv_step
-from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
-from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition, linear_step, lti_scan
-from hf_hybrid_ssm.ops.local_attention import AttentionState, attention_step, local_attention
-from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan, longhorn_step
+from hf_hybrid_ssm.ops.causal_conv import causal_conv_step
+from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition, linear_step
+from hf_hybrid_ssm.ops.local_attention import AttentionState, attention_step
+from hf_hybrid_ssm.ops.longhorn_scan import longhorn_step
+from tests.row_options import causal_conv, implicit_attention, local_attention, longhorn_scan, lti_scan
 
 Call = Callable[[str], Any]
 

@@ -11,13 +11,10 @@ import pytest
 import torch
 
 import hf_hybrid_ssm.ops
-from hf_hybrid_ssm.ops.causal_conv import causal_conv
 from hf_hybrid_ssm.ops.core.dispatch import REGISTRY
-from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
-from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition, diagonal_scan, lti_scan
-from hf_hybrid_ssm.ops.local_attention import local_attention
-from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
+from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition
 from tests.ops.test_empty import parts
+from tests.row_options import causal_conv, diagonal_scan, implicit_attention, local_attention, longhorn_scan, lti_scan
 
 SOURCES = Path(hf_hybrid_ssm.ops.__file__).parent
 BLOCKS = {

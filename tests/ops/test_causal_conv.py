@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hybrid_ssm.ops.causal_conv import causal_conv
 from hf_hybrid_ssm.ops.core.native_library import missing_compiler
+from tests.row_options import causal_conv
 
 F64 = torch.float64
 needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason="no C compiler")

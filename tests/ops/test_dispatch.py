@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from hf_hybrid_ssm.ops.core.dispatch import REGISTRY, Op, backend
-from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
 from tests import processes
+from tests.row_options import longhorn_scan
 
 
 def implementation(name):

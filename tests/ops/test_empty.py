@@ -3,15 +3,19 @@
 import pytest
 import torch
 
-from hf_hybrid_ssm.ops.causal_conv import causal_conv
 from hf_hybrid_ssm.ops.core.dispatch import REGISTRY, backend
-from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
-from hf_hybrid_ssm.ops.legendre_memory import legendre_memory
-from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition, diagonal_scan, lti_scan
-from hf_hybrid_ssm.ops.local_attention import local_attention
-from hf_hybrid_ssm.ops.long_conv import long_conv
-from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
+from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition
 from tests.ops.test_transforms import attention_and_sink
+from tests.row_options import (
+    causal_conv,
+    diagonal_scan,
+    implicit_attention,
+    legendre_memory,
+    local_attention,
+    long_conv,
+    longhorn_scan,
+    lti_scan,
+)
 
 HEADS, D, N = 2, 3, 4
 END = {"return_final_state": True}

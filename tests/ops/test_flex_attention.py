@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention as flex
 
-from hf_hybrid_ssm.ops.local_attention import flex_attention, local_attention
+from hf_hybrid_ssm.ops.local_attention import flex_attention
 from hf_hybrid_ssm.ops.local_attention.reference import self_check_inputs
+from tests.row_options import local_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called")
 CASES = {

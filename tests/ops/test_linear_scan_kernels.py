@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from hf_hybrid_ssm.ops.core.native_library import missing_compiler
-from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition, diagonal_scan, lti_scan
+from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition
+from tests.row_options import diagonal_scan, lti_scan
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 BACKEND = "triton" if INTERPRETS or torch.cuda.is_available() else "native"

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_hybrid_ssm.ops.core.native_library import missing_compiler
-from hf_hybrid_ssm.ops.local_attention import AttentionState, empty_state, local_attention
+from hf_hybrid_ssm.ops.local_attention import AttentionState, empty_state
+from tests.row_options import local_attention
 from tests.tiny_models import compiles
 
 HEADS, SIZE = 2, 3
@@ -326,7 +327,6 @@ def test_compiles_into_one_graph():
         ({"window": (4, 1), "return_final_state": True}, "looks ahead"),
         ({"window": (1, 1), "bias": torch.zeros(HEADS, 4)}, "odd"),
         ({"window": (1, 0), "bias": torch.zeros(HEADS + 1, 4)}, "bias"),
-        ({"window": (4, 0), "capacity": 3}, "capacity=3"),
         ({"window": (4, 0), "initial_state": empty_state(2, HEADS, 3, SIZE)}, "holds 3 keys"),
         ({"window": (4, 0), "lengths": torch.tensor([1, 9])}, "lengths"),
         ({"window": (4, 0), "dropout": 1.5}, r"dropout=1.5 must lie in \[0, 1\)"),

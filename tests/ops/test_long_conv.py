@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.long_conv_costs import cheapest, fft_cost, monarch_cost, toeplitz_cost
-from hf_hybrid_ssm.ops.long_conv import long_conv, torch_backend
+from hf_hybrid_ssm.ops.long_conv import torch_backend
 from hf_hybrid_ssm.ops.long_conv.fft import fast_length
 from hf_hybrid_ssm.ops.long_conv.thresholds import prefers_toeplitz
+from tests.row_options import long_conv
 
 # which of them runs is decided by these constants; only packed rows come in halves
 FORMS = {

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hf_hybrid_ssm.ops.core import dispatch
 from hf_hybrid_ssm.ops.core.native_library import missing_compiler
-from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
+from tests.row_options import longhorn_scan
 
 F64 = torch.float64
 OPTIONAL = ("beta_bias", "D", "z", "initial_state")

@@ -5,20 +5,14 @@ from functools import cache
 import pytest
 import torch
 
-from hf_hybrid_ssm.ops.causal_conv import causal_conv, causal_conv_step
+from hf_hybrid_ssm.ops.causal_conv import causal_conv_step
 from hf_hybrid_ssm.ops.core.dispatch import REGISTRY
 from hf_hybrid_ssm.ops.core.native_library import missing_compiler
 from hf_hybrid_ssm.ops.linear_scan import linear_step
-from hf_hybrid_ssm.ops.local_attention import (
-    append_slot,
-    attention_step,
-    drop_oldest,
-    empty_state,
-    local_attention,
-    window_step,
-)
-from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan, longhorn_step
+from hf_hybrid_ssm.ops.local_attention import append_slot, attention_step, drop_oldest, empty_state, window_step
+from hf_hybrid_ssm.ops.longhorn_scan import longhorn_step
 from tests.host_syncs import as_on_an_accelerator
+from tests.row_options import causal_conv, local_attention, longhorn_scan
 
 NATIVE = pytest.param("native", marks=pytest.mark.skipif(missing_compiler() is not None, reason="no C compiler"))
 BACKENDS = ["reference", "torch", NATIVE]

@@ -8,16 +8,20 @@ import torch.autograd.forward_ad as forward_ad
 from torch.func import grad, jvp, vmap
 
 from hf_hybrid_ssm.layers.mixers.registry import MIXERS, build_mixer
-from hf_hybrid_ssm.ops.causal_conv import causal_conv
 from hf_hybrid_ssm.ops.core.dispatch import backend
-from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
-from hf_hybrid_ssm.ops.legendre_memory import legendre_memory
 from hf_hybrid_ssm.ops.linear_cross_entropy import linear_cross_entropy
 from hf_hybrid_ssm.ops.linear_kl_divergence import linear_kl_divergence
-from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition, diagonal_scan, lti_scan
-from hf_hybrid_ssm.ops.local_attention import local_attention
-from hf_hybrid_ssm.ops.long_conv import long_conv
-from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
+from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition
+from tests.row_options import (
+    causal_conv,
+    diagonal_scan,
+    implicit_attention,
+    legendre_memory,
+    local_attention,
+    long_conv,
+    longhorn_scan,
+    lti_scan,
+)
 from tests.tiny_models import built
 
 B, L, D, N = 2, 37, 3, 4

@@ -10,12 +10,12 @@ import torch
 import triton
 
 from benchmarks import interpreter  # noqa: F401 - lets old versions run
-from hf_hybrid_ssm.ops.causal_conv import causal_conv, causal_conv_step
+from hf_hybrid_ssm.ops.causal_conv import causal_conv_step
 from hf_hybrid_ssm.ops.causal_conv import triton as conv_launcher
-from hf_hybrid_ssm.ops.long_conv import long_conv
 from hf_hybrid_ssm.ops.long_conv import triton as long_launcher
-from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan, longhorn_step, triton_sizes
+from hf_hybrid_ssm.ops.longhorn_scan import longhorn_step, triton_sizes
 from hf_hybrid_ssm.ops.longhorn_scan import triton as launcher
+from tests.row_options import causal_conv, long_conv, longhorn_scan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHUNKS = "chunk_backward_kernel"

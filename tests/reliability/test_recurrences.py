@@ -12,10 +12,9 @@ from hf_hybrid_ssm.layers.mixers.ema import EMA
 from hf_hybrid_ssm.layers.mixers.s4 import S4
 from hf_hybrid_ssm.layers.mixers.s4d import S4D
 from hf_hybrid_ssm.layers.mixers.s5 import S5
-from hf_hybrid_ssm.ops.legendre_memory import legendre_memory, transition
-from hf_hybrid_ssm.ops.linear_scan import diagonal_scan
-from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
+from hf_hybrid_ssm.ops.legendre_memory import transition
 from tests.reporting import THOROUGH
+from tests.row_options import diagonal_scan, legendre_memory, longhorn_scan, mix
 
 CHANNELS, STATES, PIECE = 4, 8, 1000
 DECADES = [1] * 10 + [10] * 9 + [100] * 9  # how the first piece is cut: each decade of tokens is looked at
@@ -56,7 +55,7 @@ def _mixer(make: Callable[[], Mixer], **shifts: float) -> Recurrence:
         def advance(u: torch.Tensor, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
             if u.shape[1] == 1 and state is not None:  # as in decoding
                 return mixer.step(u[:, 0], state)  # type: ignore[return-value]
-            return mixer(u, initial_state=state, return_final_state=True)
+            return mix(mixer, u, initial_state=state, return_final_state=True)
 
         return advance
 

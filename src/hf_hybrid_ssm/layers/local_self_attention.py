@@ -1,11 +1,10 @@
 """Causal or two-sided self-attention within a window, with its projections and its state."""
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
+from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows
 from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention, window_step
 
 
@@ -39,16 +38,15 @@ class LocalSelfAttention(nn.Module):
         self,
         x: torch.Tensor,
         past: dict[str, torch.Tensor],
+        rows: Rows = PLAIN_ROWS,
         *,
-        capacity: int | None = None,
-        **options: Any,
+        bias: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """(B, L, d), the states before it → (B, L, d), the states after it.
 
         Args:
             past: has the fields of `AttentionState` by name, or is empty.
-            capacity: the number of keys to make room for, where all are kept.
-            options: of `local_attention`.
+            rows, bias: as of `local_attention`.
         """
         q, k, v = (
             layer(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
@@ -60,10 +58,10 @@ class LocalSelfAttention(nn.Module):
             v,
             window=self.window,
             chunk_size=self.chunk_size,
+            bias=bias,
             dropout=self.dropout if self.training else 0.0,
+            rows=rows,
             initial_state=AttentionState(*(past[name] for name in AttentionState._fields)) if past else None,
-            capacity=capacity if self.window[0] is None else None,
-            **options,
         )
         return self.o_proj(y.transpose(1, 2).flatten(2)), {} if state is None else state._asdict()
 
@@ -72,8 +70,8 @@ class LocalSelfAttention(nn.Module):
         self,
         x: torch.Tensor,
         past: dict[str, torch.Tensor],
+        rows: Rows,
         *,
-        capacity: int | None = None,
         bias: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """`forward` of one token (B, 1, d) after earlier ones, without gradients; `past` may be overwritten."""
@@ -81,5 +79,5 @@ class LocalSelfAttention(nn.Module):
         q, k, v = (layer(x).view(heads) for layer in (self.q_proj, self.k_proj, self.v_proj))
         state = AttentionState(past["keys"], past["values"], past["seen"])
         options = {"window": self.window, "chunk_size": self.chunk_size, "bias": bias}
-        y, state = window_step(q, k, v, state, static_address=capacity is not None, **options)
+        y, state = window_step(q, k, v, state, static_address=rows.capacity is not None, **options)
         return self.o_proj(y.flatten(1).unsqueeze(1)), state._asdict()

@@ -17,6 +17,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
 from hf_hybrid_ssm.models.cache import (
+    capacity_of,
     check_cache_without_states,
     holds_states,
     prepare_cache,
@@ -281,6 +282,7 @@ class HybridModelMixin:
     norm: nn.Module | None
     is_bidirectional = False  # its tokens see the future: there is nothing to continue
     has_columns = False  # layers read the positions of tokens or attend to all columns so far
+    counts_documents = False  # layers need to know how many documents a row holds at most
 
     @merge_with_config_defaults
     @capture_outputs
@@ -335,7 +337,10 @@ class HybridModelMixin:
             keeps_starts=self.has_columns,
             # prepared masks contain the padding, and a token mask that grows would recompile every compiled step
             keeps_padding=self.has_columns and (masks is None or position_ids is None),
+            counts_documents=self.counts_documents,
             has_states=attention_mask is None or holds_states(cache),
+            return_final_state=cache is not None,
+            capacity=capacity_of(cache),
         )
         check_cache_without_states(cache, rows)
         options = {"position_ids": position_ids, "masks": masks, **kwargs}

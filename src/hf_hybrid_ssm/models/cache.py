@@ -58,6 +58,7 @@ class RecurrentStateLayer(CacheLayerMixin):
     is_sliding = True  # it does not grow: masks are to be sized by a layer that does
     supports_early_init = False
     is_croppable = True  # type: ignore[assignment]
+    max_cache_len: int | None = None  # room for tokens, of a static one
 
     def __init__(self, **kwargs):
         super().__init__()
@@ -380,6 +381,12 @@ def tokens_and_packing_state(cache: Cache | None) -> tuple[int | torch.Tensor, S
     if isinstance(seen, torch.Tensor) and seen.is_cpu and not torch.compiler.is_compiling():
         seen = int(seen)
     return seen, next((layer.packing_state for layer in layers if is_recurrent_state_layer(layer)), {})
+
+
+def capacity_of(cache: Cache | None) -> int | None:
+    """The tokens that a static cache has room for; None if it grows."""
+    layers = getattr(cache, "layers", ())
+    return next((layer.max_cache_len for layer in layers if is_recurrent_state_layer(layer)), None)
 
 
 def prepare_cache(cache: Cache | None, config: PreTrainedConfig, batch_size: int) -> Cache:

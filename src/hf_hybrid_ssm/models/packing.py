@@ -15,89 +15,61 @@ is cached with the states (`RecurrentStateLayer.packing_state`):
     padding     (B,) int64, the same in one number (`past_padding.signature`); None where there was none
 """
 
-import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from hf_hybrid_ssm.models.inputs import check_position_ids
 from hf_hybrid_ssm.models.past_padding import check_columns_are_known, check_past, signature
-from hf_hybrid_ssm.ops.core.checks import can_read_values, check_seq_idx
+from hf_hybrid_ssm.ops.core.checks import can_read_values
+from hf_hybrid_ssm.ops.core.rows import Documents, Padding, Rows
 
 States = dict[str, torch.Tensor]
 
 
-@dataclass(eq=False)
-class PackedRows:
-    """Padding and documents of the tokens of one forward; by default there is no padding, and a row is one document.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedRows(Rows):
+    """The rows of one forward of a model, and where they lie among the tokens so far; made by `packed_rows`.
 
     Args:
         length: L, tokens of this forward.
         past: tokens before them.
-        token_mask: (B, L) bool, the tokens that are not padding; None where all are real.
-        seq_idx: (B, L) int, never decreasing; None where each row is one document. The first may have begun earlier.
-        has_explicit_seq_idx: the caller gave `seq_idx`, whose numbers then go on from piece to piece.
         starts_new_document: (B,) bool, the row's first real token begins a document though the cache holds tokens;
             None if no row does.
         full_token_mask: (B, past + L) bool, the columns so far that are not padding; None where all are real, or where
             the layers do not need it.
-        keeps_starts: the layers need `starts`, in this forward and later.
         mask_covers_cache: the attention mask was one of all tokens so far.
-        num_documents: of the row, where the caller said so.
-        before: `packing_state` of the piece before.
-
-    Attributes:
-        order: (B, L) int64, `order[b, i]` is the column of the i-th token of the unpadded row b: real tokens come
-            first and keep their order, padding follows. None without padding, like the next two.
-        inverse: (B, L) int64, the inverse permutation.
-        lengths: (B,) int64, real tokens of each row.
-        unpadded_seq_idx: (B, L), `seq_idx` in the order of the unpadded rows.
+        keeps_starts: the layers need `starts`, in this forward and later.
         starts: (B, L) int64, the column of all tokens so far where each token's document begins; None where that is 0.
+        before: `packing_state` of the piece before.
         packing_state: what the next piece must know.
         is_step: one real token a row, of the document before it or of its own.
     """
 
     length: int
     past: int | torch.Tensor = 0
-    token_mask: torch.Tensor | None = None
-    seq_idx: torch.Tensor | None = None
-    has_explicit_seq_idx: bool = False
     starts_new_document: torch.Tensor | None = None
     full_token_mask: torch.Tensor | None = None
-    keeps_starts: bool = False
     mask_covers_cache: bool = False
-    num_documents: int | None = None
+    keeps_starts: bool = False
+    starts: torch.Tensor | None = None
     before: States = field(default_factory=dict)
+    packing_state: States = field(default_factory=dict)
+    is_step: bool = False
 
-    def __post_init__(self) -> None:
-        self.is_step = self.length == 1 and self.token_mask is None and self.seq_idx is None  # asked by every layer
-        self.order = self.inverse = self.lengths = None
-        self.unpadded_seq_idx = self.seq_idx
-        if self.token_mask is not None:
-            self.order = torch.argsort((~self.token_mask).to(torch.uint8), dim=1, stable=True)
-            self.inverse = torch.argsort(self.order, dim=1)
-            self.lengths = self.token_mask.sum(1)
-            if self.seq_idx is not None:  # padding now follows the last document: let it belong there
-                self.unpadded_seq_idx = self.unpad(self.seq_idx).cummax(1).values
-        if self.starts_new_document is not None and self.token_mask is not None:
-            self.starts_new_document = self.starts_new_document & self.token_mask.any(1)
-        if (
-            self.starts_new_document is not None
-            and can_read_values(self.starts_new_document)
-            and not bool(self.starts_new_document.any())
-        ):
-            self.starts_new_document = None
-        self.starts = self._starts() if self.keeps_starts else None
-        self.packing_state = self._packing_state()
+    @property
+    def token_mask(self) -> torch.Tensor | None:
+        """(B, L) bool, the tokens in columns as given that are not padding; None where all are real."""
+        return None if self.padding is None else self.padding.token_mask
 
     def unpad(self, x: torch.Tensor) -> torch.Tensor:
         """(B, L, ...) in columns as given → real tokens first."""
-        return x if self.order is None else _take(x, self.order)
+        return x if self.padding is None else self.padding.unpad(x)
 
     def repad(self, x: torch.Tensor) -> torch.Tensor:
         """(B, L, ...) with real tokens first → columns as given."""
-        return x if self.inverse is None else _take(x, self.inverse)
+        return x if self.padding is None else self.padding.repad(x)
 
     def continued(self, states: States) -> States:
         """The states that these tokens go on from: zero in rows that begin a document."""
@@ -107,27 +79,25 @@ class PackedRows:
 
     def first(self, num_tokens: int) -> "PackedRows":
         """The same of the first tokens only, in columns as given."""
-
-        def cut(x: torch.Tensor | None) -> torch.Tensor | None:
-            return None if x is None else x[:, : x.shape[1] - self.length + num_tokens]
-
-        parts = {name: cut(getattr(self, name)) for name in ("token_mask", "seq_idx", "full_token_mask")}
-        return replace(self, length=num_tokens, **parts)
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> "PackedRows":
-        """accelerate asks this of what a layer on another device is called with."""
-        rows = copy.copy(self)
-        rows.__dict__ = tree_map_only(torch.Tensor, lambda x: x.to(device, non_blocking=non_blocking), vars(self))
-        return rows
-
-    def max_documents(self) -> int | None:
-        """The most documents that a row of this forward holds; None where each row is one document.
-
-        Where only the values of `seq_idx` tell, this waits for the device: `cu_seq_lens_q` tells by its shape.
-        """
-        if self.seq_idx is None or self.num_documents is not None:
-            return self.num_documents
-        return int((self.seq_idx[:, 1:] != self.seq_idx[:, :-1]).sum(1).max()) + 1
+        padding, documents, full = self.padding, self.documents, self.full_token_mask
+        if padding is not None and padding.token_mask is not None:
+            padding = Padding.from_token_mask(padding.token_mask[:, :num_tokens])
+        if documents is not None:
+            known = {"count": documents.count, "is_numbered": documents.is_numbered}
+            documents = Documents.without_padding(documents.of_columns[:, :num_tokens], padding, **known)
+        return packed_rows(
+            length=num_tokens,
+            past=self.past,
+            padding=padding,
+            documents=documents,
+            starts_new_document=self.starts_new_document,
+            full_token_mask=None if full is None else full[:, : full.shape[1] - self.length + num_tokens],
+            mask_covers_cache=self.mask_covers_cache,
+            keeps_starts=self.keeps_starts,
+            before=self.before,
+            return_final_state=self.return_final_state,
+            capacity=self.capacity,
+        )
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """(B or 1, L) int64, the real tokens before each token in its document."""
@@ -140,54 +110,43 @@ class PackedRows:
             positions = positions - (count - self.full_token_mask.long()).gather(1, self.starts)
         return positions.clamp(min=0)
 
-    def _starts(self) -> torch.Tensor | None:
-        start = self.before.get("start")
-        given = [tensor for tensor in (self.seq_idx, self.starts_new_document, start) if tensor is not None]
-        if not given:
-            return None
-        batch, device = given[0].shape[0], given[0].device
-        first = torch.zeros(batch, dtype=torch.int64, device=device) if start is None else start
-        first = (
-            first if self.starts_new_document is None else torch.where(self.starts_new_document, self.past, first)
-        ).unsqueeze(1)
-        if self.seq_idx is None:
-            return first.expand(-1, self.length)
-        columns = torch.arange(1, self.length, device=device) + self.past
-        later = torch.where(self.seq_idx[:, 1:] != self.seq_idx[:, :-1], columns, 0)
-        return torch.cat([first, later], 1).cummax(1).values
 
-    def _packing_state(self) -> States:
-        start = None if self.starts is None else self.starts[:, -1]
-        packing_state = {"document": self._last_document(), "start": start, "token_mask": self.full_token_mask}
-        packing_state["padding"] = self._padding()
-        return {name: tensor for name, tensor in packing_state.items() if tensor is not None}
-
-    def _padding(self) -> torch.Tensor | None:
-        held = self.before.get("padding")
-        if self.token_mask is None:
-            return held
-        more = signature(~self.token_mask, self.past)
-        return more if held is None else held + more
-
-    def _last_document(self) -> torch.Tensor | None:
-        last = self.before.get("document")
-        if self.has_explicit_seq_idx:
-            assert self.seq_idx is not None
-            number = 2 * self.seq_idx[:, -1].long() + 1
-            return (
-                number
-                if self.token_mask is None
-                else torch.where(self.token_mask.any(1), number, 0 if last is None else last)
-            )
-        if last is None:
-            return None
-        if self.seq_idx is not None:
-            last = torch.where(self.seq_idx[:, -1] == self.seq_idx[:, 0], last, 0)
-        return last if self.starts_new_document is None else torch.where(self.starts_new_document, 0, last)
-
-
-def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    return x.gather(1, index.view(*index.shape, *(1,) * (x.dim() - 2)).expand(-1, -1, *x.shape[2:]))
+def packed_rows(
+    *,
+    length: int,
+    past: int | torch.Tensor = 0,
+    padding: Padding | None = None,
+    documents: Documents | None = None,
+    starts_new_document: torch.Tensor | None = None,
+    keeps_starts: bool = False,
+    before: States | None = None,
+    **others: Any,
+) -> PackedRows:
+    """Rows from what was found out about them; `others` as of `PackedRows`."""
+    before = {} if before is None else before
+    begins = None if starts_new_document is None else _rows_that_begin(starts_new_document, padding)
+    starts = _starts(length, past, documents, begins, before.get("start")) if keeps_starts else None
+    last = before.get("document")
+    is_known = documents is not None or last is not None
+    packing_state = {
+        "document": _last_document(documents, padding, begins, last) if is_known else None,
+        "start": None if starts is None else starts[:, -1],
+        "token_mask": others.get("full_token_mask"),
+        "padding": _padding_so_far(padding, past, before.get("padding")),
+    }
+    return PackedRows(
+        length=length,
+        past=past,
+        padding=padding,
+        documents=documents,
+        starts_new_document=begins,
+        keeps_starts=keeps_starts,
+        starts=starts,
+        before=before,
+        packing_state={name: tensor for name, tensor in packing_state.items() if tensor is not None},
+        is_step=length == 1 and padding is None and documents is None,
+        **others,
+    )
 
 
 def with_zero_rows(state: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -206,8 +165,11 @@ def resolve_packing(
     continues_documents: bool = False,
     keeps_starts: bool = False,
     keeps_padding: bool = False,
+    counts_documents: bool = False,
     has_states: bool = True,
     mask_name: str = "attention_mask",
+    return_final_state: bool = False,
+    capacity: int | None = None,
 ) -> PackedRows:
     """The rows of one forward.
 
@@ -225,19 +187,21 @@ def resolve_packing(
             real, whatever the mask says.
         keeps_starts: the layers need `starts`, in this forward and later.
         keeps_padding: the layers need `full_token_mask`, in this forward and later.
+        counts_documents: the layers need to know how many documents a row holds at most.
         has_states: some layer has a state, which has read the past as earlier masks said.
         mask_name: of the mask, in messages.
+        return_final_state, capacity: as of `Rows`.
 
     Raises:
         TypeError, ValueError: an argument of another type, dtype or shape, or documents that contradict each other.
     """
     (batch, length), (past, before) = shape, held
     has_past = not isinstance(past, int) or past > 0
-    token_mask = None
+    padding = None
     if attention_mask is not None:
         _check_mask_shape(attention_mask, batch, length, past, mask_name)
         if not (continues_documents and length == 1):
-            token_mask = _token_mask(attention_mask, length, mask_name)
+            padding = Padding.from_mask(attention_mask[:, attention_mask.shape[1] - length :], mask_name)
             if has_states:
                 check_past(attention_mask, length, before.get("padding"), mask_name)
     covers = attention_mask is not None and attention_mask.shape[1] > length
@@ -245,43 +209,45 @@ def resolve_packing(
         check_columns_are_known(before.get("padding"), mask_name)
     if position_ids is not None:
         check_position_ids(position_ids, batch, length)
-        position_ids = None if attention_mask is not None or position_ids.is_meta else position_ids.expand(batch, -1)
-    has_explicit_seq_idx = seq_idx is not None
-    seq_idx = _documents(seq_idx, cu_seq_lens_q, position_ids, batch, length)
-    if seq_idx is not None and seq_idx.is_meta:  # documents change no shape, and there are no values to find them by
-        has_explicit_seq_idx, seq_idx = False, None
-    if (
-        cu_seq_lens_q is not None
-        and not has_explicit_seq_idx
-        and position_ids is None
-        and has_past
-        and not continues_documents
-    ):
+        is_read = attention_mask is None and not position_ids.is_meta
+        position_ids = position_ids.expand(batch, -1) if is_read else None
+    if cu_seq_lens_q is not None and seq_idx is None and position_ids is None and has_past and not continues_documents:
         raise ValueError(
             "cu_seq_lens_q alone does not say whether a piece continues the document that the cache ends "
             "with: give position_ids or seq_idx too."
         )
-    if has_explicit_seq_idx and token_mask is not None:
-        seq_idx = _over_padding(seq_idx, token_mask)
+    documents, is_told = None, seq_idx is not None or cu_seq_lens_q is not None
+    if is_told or (position_ids is not None and length > 1):
+        documents = Documents.from_inputs(
+            batch,
+            length,
+            seq_idx=seq_idx,
+            cu_seq_lens_q=cu_seq_lens_q,
+            restarts=None if is_told or position_ids is None else _restarts(position_ids),
+            padding=padding,
+        )
+    if documents is not None and counts_documents:
+        documents = documents.counted()
     starts_new_document = None
     if has_past and not continues_documents:
-        starts_new_document = _starts_new_document(
-            seq_idx if has_explicit_seq_idx else None, position_ids, before.get("document")
-        )
-    return PackedRows(
-        length,
-        past,
-        token_mask,
-        seq_idx,
-        has_explicit_seq_idx,
-        starts_new_document,
-        _full_token_mask(attention_mask, token_mask, before.get("token_mask"), past, batch, length)
-        if keeps_padding
-        else None,
-        keeps_starts,
+        numbers = documents.of_columns if documents is not None and documents.is_numbered else None
+        starts_new_document = _starts_new_document(numbers, position_ids, before.get("document"))
+    full_token_mask = None
+    if keeps_padding:
+        token_mask = None if padding is None else padding.token_mask
+        full_token_mask = _full_token_mask(attention_mask, token_mask, before.get("token_mask"), past, batch, length)
+    return packed_rows(
+        length=length,
+        past=past,
+        padding=padding,
+        documents=documents,
+        starts_new_document=starts_new_document,
+        full_token_mask=full_token_mask,
         mask_covers_cache=covers,
-        num_documents=None if cu_seq_lens_q is None or has_explicit_seq_idx else len(cu_seq_lens_q) - 1,
+        keeps_starts=keeps_starts,
         before=before,
+        return_final_state=return_final_state,
+        capacity=capacity,
     )
 
 
@@ -298,26 +264,6 @@ def _check_mask_shape(mask: torch.Tensor, batch: int, length: int, past: int | t
             f"{name} must have shape (batch, tokens so far) = ({batch}, {past + length}), got {have}: "
             f"{past} tokens are in the cache, {length} are given."
         )
-
-
-def _token_mask(attention_mask: torch.Tensor, length: int, name: str) -> torch.Tensor | None:
-    """(B, L) bool, this forward's tokens that are not padding; None if there is no padding.
-
-    Only a mask that the host can read may turn out to hide nothing: on an accelerator every mask moves tokens, since a
-    look at it would stop the queue once a forward.
-    """
-    attention_mask = attention_mask[:, attention_mask.shape[1] - length :]
-    token_mask = attention_mask != 0
-    if can_read_values(attention_mask):
-        if bool((attention_mask * token_mask != token_mask).any()):
-            low, high = (bound.item() for bound in torch.aminmax(attention_mask))
-            raise ValueError(
-                f"{name} must be 1 for text and 0 for padding, got values from {low} to {high}; documents of a "
-                "packed row go to seq_idx, and an additive mask is not understood."
-            )
-        if bool(token_mask.all()):
-            return None
-    return token_mask
 
 
 def _full_token_mask(
@@ -341,48 +287,12 @@ def _full_token_mask(
     return torch.cat([before, token_mask], 1)
 
 
-def _documents(
-    seq_idx: torch.Tensor | None,
-    cu_seq_lens_q: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-    batch: int,
-    length: int,
-) -> torch.Tensor | None:
-    """(B, L) the documents within this piece."""
-    if seq_idx is not None:
-        check_seq_idx(seq_idx, batch, length)
-        return seq_idx
-    if cu_seq_lens_q is not None:
-        return _between(cu_seq_lens_q, batch, length)
-    if position_ids is None or length == 1:
-        return None
+def _restarts(position_ids: torch.Tensor) -> torch.Tensor | None:
+    """(B, L) the document of each token, where positions begin again; None where they do not."""
     # only now, as it imports transformers' caches, where ours are registered, which need this module
     from transformers.masking_utils import find_packed_sequence_indices
 
     return find_packed_sequence_indices(position_ids)
-
-
-def _between(cu_seq_lens_q: torch.Tensor, batch: int, length: int) -> torch.Tensor:
-    """(1, L) the document of each token, from where documents begin and end."""
-    if not isinstance(cu_seq_lens_q, torch.Tensor) or cu_seq_lens_q.dtype not in (torch.int32, torch.int64):
-        have = getattr(cu_seq_lens_q, "dtype", type(cu_seq_lens_q).__name__)
-        raise TypeError(f"cu_seq_lens_q must be an int32 or int64 tensor, got {have}.")
-    if cu_seq_lens_q.dim() != 1 or len(cu_seq_lens_q) < 2:
-        raise ValueError(f"cu_seq_lens_q must have shape (documents + 1,), got {tuple(cu_seq_lens_q.shape)}.")
-    if batch != 1:
-        raise ValueError(f"cu_seq_lens_q is for a batch of one row, got {batch}: give seq_idx.")
-    if can_read_values(cu_seq_lens_q):
-        ends = cu_seq_lens_q.tolist()
-        if ends[0] != 0 or ends[-1] != length or ends != sorted(ends):
-            raise ValueError(f"cu_seq_lens_q must rise from 0 to the length {length}, got {ends}.")
-    columns = torch.arange(length, device=cu_seq_lens_q.device)
-    return torch.bucketize(columns, cu_seq_lens_q[1:].long(), right=True).unsqueeze(0)
-
-
-def _over_padding(seq_idx: torch.Tensor, token_mask: torch.Tensor) -> torch.Tensor:
-    """Padding belongs to the document before it, at the front of a row to the first one."""
-    first = seq_idx.gather(1, token_mask.to(torch.uint8).argmax(1, keepdim=True))
-    return torch.where(token_mask, seq_idx, first).cummax(1).values
 
 
 def _starts_new_document(
@@ -400,3 +310,64 @@ def _starts_new_document(
             f"document {(int(last[row]) - 1) // 2}: numbers of documents must not decrease from piece to piece."
         )
     return torch.where(known, first != last, False if at_zero is None else at_zero)
+
+
+def _rows_that_begin(starts_new_document: torch.Tensor, padding: Padding | None) -> torch.Tensor | None:
+    """(B,) bool, None if no row begins a document; a row that reads only padding does not yet."""
+    if padding is not None and padding.token_mask is not None:
+        starts_new_document = starts_new_document & padding.token_mask.any(1)
+    if can_read_values(starts_new_document) and not bool(starts_new_document.any()):
+        return None
+    return starts_new_document
+
+
+def _starts(
+    length: int,
+    past: int | torch.Tensor,
+    documents: Documents | None,
+    starts_new_document: torch.Tensor | None,
+    start: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """`PackedRows.starts`, from that of the last token before, `start` (B,)."""
+    seq_idx = None if documents is None else documents.of_columns
+    known = [tensor for tensor in (seq_idx, starts_new_document, start) if tensor is not None]
+    if not known:
+        return None
+    batch, device = known[0].shape[0], known[0].device
+    first = torch.zeros(batch, dtype=torch.int64, device=device) if start is None else start
+    first = first if starts_new_document is None else torch.where(starts_new_document, past, first)
+    first = first.unsqueeze(1)
+    if seq_idx is None:
+        return first.expand(-1, length)
+    columns = torch.arange(1, length, device=device) + past
+    later = torch.where(seq_idx[:, 1:] != seq_idx[:, :-1], columns, 0)
+    return torch.cat([first, later], 1).cummax(1).values
+
+
+def _padding_so_far(
+    padding: Padding | None, past: int | torch.Tensor, before: torch.Tensor | None
+) -> torch.Tensor | None:
+    if padding is None or padding.token_mask is None:
+        return before
+    more = signature(~padding.token_mask, past)
+    return more if before is None else before + more
+
+
+def _last_document(
+    documents: Documents | None,
+    padding: Padding | None,
+    starts_new_document: torch.Tensor | None,
+    last: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """`document` of the packing state, from that of the piece before, `last` (B,)."""
+    seq_idx = None if documents is None else documents.of_columns
+    if documents is not None and documents.is_numbered:
+        number = 2 * documents.of_columns[:, -1].long() + 1
+        if padding is None or padding.token_mask is None:
+            return number
+        return torch.where(padding.token_mask.any(1), number, 0 if last is None else last)
+    if last is None:
+        return None
+    if seq_idx is not None:
+        last = torch.where(seq_idx[:, -1] == seq_idx[:, 0], last, 0)
+    return last if starts_new_document is None else torch.where(starts_new_document, 0, last)

@@ -157,8 +157,7 @@ def load_context(path: str | os.PathLike, model: Any, *, cache: Cache | None = N
     for index, layer in enumerate(cache.layers):
         held = _below(f"layers.{index}", tensors, next(decoder.layers[index].parameters()).device)
         if is_recurrent_state_layer(layer):
-            rows = PackedRows(num_tokens)
-            rows.packing_state = packing_state
+            rows = PackedRows(length=num_tokens, packing_state=packing_state)
             with torch.no_grad():
                 layer.update_states(rows, held)
         else:

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from hf_hybrid_ssm.models.block import RecurrentMixin
 from hf_hybrid_ssm.models.cache import state_layer
-from hf_hybrid_ssm.models.packing import PackedRows, States, with_zero_rows
+from hf_hybrid_ssm.models.packing import States, packed_rows, with_zero_rows
 from hf_hybrid_ssm.serving.state_layout import State, StateLayout, state_layout
 
 ALIGNMENT = 16  # bytes: of no dtype's elements is a page cut
@@ -169,7 +169,7 @@ class PagedModel:
             if index in in_place:
                 layer.hold_pages(views, pages)
             else:  # one column stands for all that went before
-                layer.update_states(PackedRows(1), _gathered(views, pages, begins))
+                layer.update_states(packed_rows(length=1), _gathered(views, pages, begins))
         hidden_states = decoder(
             ids,
             attention_mask=_mask(requests.lengths, ids),

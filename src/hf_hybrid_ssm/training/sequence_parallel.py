@@ -28,7 +28,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hf_hybrid_ssm.models.cache import STATE_LAYER_TYPE, Recompute, RecurrentStateLayer
 from hf_hybrid_ssm.models.cache_names import CACHE, CausalLMOutputWithCache
 from hf_hybrid_ssm.models.families import FAMILIES, family_of
-from hf_hybrid_ssm.models.packing import PackedRows, States
+from hf_hybrid_ssm.models.packing import PackedRows, States, packed_rows
 
 
 def forward_shard(
@@ -222,5 +222,5 @@ def _final_cache(model: PreTrainedModel, shards: DynamicCache, length: int) -> D
     """An ordinary cache with the states after the rows."""
     cache = DynamicCache(config=model.config)
     for layer, shard in zip(cache.layers, shards.layers):
-        layer.update_states(PackedRows(length), shard.states)
+        layer.update_states(packed_rows(length=length), shard.states)
     return cache

@@ -1,24 +1,18 @@
 """The interface of all long-range mixers, and how their parameters survive casts, meta devices and loading."""
 
-from typing import Any, ClassVar, TypeAlias, TypedDict, Unpack
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
-from hf_hybrid_ssm.ops.core.checks import check_lengths, check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops.core.checks import check_tensor
+from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows, checked_rows
 from hf_hybrid_ssm.ops.core.transforms import is_transforming
 
 State: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
-
-
-class RowOptions(TypedDict):
-    """How `Mixer.forward_rows` reads the rows: options of `Mixer.forward`, checked there."""
-
-    seq_idx: torch.Tensor | None
-    lengths: torch.Tensor | None
-    return_final_state: bool
+ONE_TOKEN = Rows(return_final_state=True)
 
 
 class Mixer(Float32ParametersMixin):
@@ -150,10 +144,8 @@ class Mixer(Float32ParametersMixin):
         self,
         u: torch.Tensor,
         *,
+        rows: Rows = PLAIN_ROWS,
         initial_state: State | None = None,
-        seq_idx: torch.Tensor | None = None,
-        lengths: torch.Tensor | None = None,
-        return_final_state: bool = False,
         stride: int | None = None,
         positions: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, State | None]:
@@ -161,11 +153,8 @@ class Mixer(Float32ParametersMixin):
 
         Args:
             u: (B, L, D).
+            rows: how the sequences are read.
             initial_state: what an earlier call returned, or `init_state`; of the sequence's first document.
-            seq_idx: (B, L) int, documents of a packed sequence: nothing passes from one to another.
-            lengths: (B,) int, the real tokens at the front of each sequence. Outputs after them are meaningless but
-                finite, and the final state is the one after them.
-            return_final_state: also return the state.
             stride: W, outputs at the tokens W - 1, 2 W - 1, ... only: y is (B, L // W, [F,] D). This and `positions`
                 are for mixers that take `num_filters`.
             positions: (B, J) int64, outputs at these tokens only: y is (B, J, [F,] D).
@@ -174,23 +163,21 @@ class Mixer(Float32ParametersMixin):
             y in u's dtype and the final state, or None if it was not asked for.
         """
         check_tensor("u", u, (None, None, self.hidden_size), "B, L, D")
-        check_seq_idx(seq_idx, u.shape[0], u.shape[1])
-        check_lengths(lengths, u.shape[0], u.shape[1])
+        checked_rows(rows, u.shape[0], u.shape[1])
         name = type(self).__name__
-        if self.bidirectional and (initial_state is not None or return_final_state):
+        if self.bidirectional and (initial_state is not None or rows.return_final_state):
             raise ValueError(
-                f"A bidirectional {name} has no state: initial_state must be None and return_final_state False."
+                f"A bidirectional {name} has no state: initial_state must be None and rows.return_final_state False."
             )
         selection: dict[str, Any] = {"stride": stride, "positions": positions} if self.supports_filters else {}
         if not selection and (stride is not None or positions is not None):
             raise ValueError(f"{name} gives outputs at all tokens: stride and positions must be None.")
         if initial_state is not None:
             self._check_state(initial_state, u.shape[0])
-        rows: RowOptions = {"seq_idx": seq_idx, "lengths": lengths, "return_final_state": return_final_state}
-        return self.forward_rows(u, initial_state, **rows, **selection)
+        return self.forward_rows(u, initial_state, rows, **selection)
 
     def forward_rows(
-        self, u: torch.Tensor, initial_state: State | None, **rows: Unpack[RowOptions]
+        self, u: torch.Tensor, initial_state: State | None, rows: Rows
     ) -> tuple[torch.Tensor, State | None]:
         """What `forward` computes, for arguments that it has checked; with `supports_filters` there are also the
         options `stride` and `positions`."""
@@ -210,7 +197,7 @@ class Mixer(Float32ParametersMixin):
         return self._forward_token(u_t, state)
 
     def _forward_token(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
-        y, after = self(u_t.unsqueeze(1), initial_state=state, return_final_state=True)
+        y, after = self(u_t.unsqueeze(1), rows=ONE_TOKEN, initial_state=state)
         return y[:, 0], after
 
     def update_state_(self, u_t: torch.Tensor, state: State) -> State:
@@ -266,7 +253,7 @@ def mixer_step_(mixer: nn.Module, u_t: torch.Tensor, state: State) -> tuple[torc
     """
     if isinstance(mixer, Mixer):
         return mixer.step_(u_t, state)
-    y, after = mixer(u_t.unsqueeze(1), initial_state=state, return_final_state=True)
+    y, after = mixer(u_t.unsqueeze(1), rows=ONE_TOKEN, initial_state=state)
     return y[:, 0], after
 
 

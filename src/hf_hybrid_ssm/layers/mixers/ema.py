@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from hf_hybrid_ssm.layers.mixers.base import State
 from hf_hybrid_ssm.layers.mixers.state_space import StateSpaceMixer
+from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.ops.linear_scan import Transition
 
 
@@ -74,7 +75,7 @@ class EMA(StateSpaceMixer):
         return self.omega.to(dtype).unsqueeze(0)
 
     def forward_rows(
-        self, u: torch.Tensor, initial_state: State | None, **rows: Any
+        self, u: torch.Tensor, initial_state: State | None, rows: Rows, **selection: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        y, state = super().forward_rows(u, initial_state, **rows)
+        y, state = super().forward_rows(u, initial_state, rows, **selection)
         return F.silu(y), state

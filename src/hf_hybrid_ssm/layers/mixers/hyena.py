@@ -1,17 +1,18 @@
 """Long convolutions whose filter is a learned function of position: a plain one, and Hyena (Poli et al., 2023)."""
 
 import math
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_hybrid_ssm.layers.mixers.base import FrozenLinear, Mixer, RowOptions, State, mixer_step_
+from hf_hybrid_ssm.layers.mixers.base import FrozenLinear, Mixer, State, mixer_step_
 from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer, fold_token
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.ops.causal_conv import causal_conv_step
-from hf_hybrid_ssm.ops.core.rows import zero_beyond
+from hf_hybrid_ssm.ops.core.padding import zero_beyond
+from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.ops.core.transforms import without_autocast
 from hf_hybrid_ssm.ops.local_attention import append_slot, drop_oldest
 from hf_hybrid_ssm.ops.long_conv import long_conv
@@ -123,16 +124,17 @@ class ImplicitLongConv(CachedKernelMixer):
         return h * torch.exp(torch.outer(rates, t))
 
     def forward_rows(
-        self, u: torch.Tensor, initial_state: State | None, **options: Any
+        self, u: torch.Tensor, initial_state: State | None, rows: Rows, **selection: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         dtype = self._computing_dtype(u)
-        stateful = initial_state is not None or options["return_final_state"]
+        stateful = initial_state is not None or rows.return_final_state
         taps = self.filter_length if stateful else max(1, min(self.filter_length, u.shape[1]))
         kernel, ahead = self.kernel(taps, dtype), None
         if self.bidirectional:
             kernel, ahead = fold_token(kernel, self.kernel(taps, dtype, 1))
         skip = self.D.to(dtype)
-        y, state = long_conv(u, kernel, future_kernel=ahead, skip=skip, initial_state=initial_state, **options)
+        options = {"future_kernel": ahead, "skip": skip, "rows": rows, "initial_state": initial_state}
+        y, state = long_conv(u, kernel, **options, **selection)
         return self._squeeze(y), state
 
     @with_accelerate_hooks
@@ -204,16 +206,16 @@ class Hyena(Mixer):
         return {"short_weight": weight / math.sqrt(3), "short_bias": bias.squeeze(1) / math.sqrt(3)}
 
     def forward_rows(
-        self, u: torch.Tensor, initial_state: State | None, **rows: Unpack[RowOptions]
+        self, u: torch.Tensor, initial_state: State | None, rows: Rows
     ) -> tuple[torch.Tensor, State | None]:
         short, history = (None, None) if initial_state is None else initial_state
-        projected = self.in_proj(zero_beyond(u, rows["lengths"]))
+        projected = self.in_proj(zero_beyond(u, rows.lengths))
         weight, ahead = self.short_weight, None
         if self.bidirectional:
             weight, ahead = weight[:, :2], weight[:, 2:]
-        mixed, last = long_conv(projected, weight, future_kernel=ahead, initial_state=short, **rows)
+        mixed, last = long_conv(projected, weight, future_kernel=ahead, rows=rows, initial_state=short)
         p0, p1, v = (mixed + self.short_bias).to(u.dtype).chunk(3, dim=-1)
-        z, history = self.filter(p1 * v, initial_state=history, **rows)
+        z, history = self.filter(p1 * v, rows=rows, initial_state=history)
         return self.out_proj(p0 * z), None if last is None else (last, history)
 
     @with_accelerate_hooks

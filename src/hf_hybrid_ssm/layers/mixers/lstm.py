@@ -1,12 +1,14 @@
 """`torch.nn.LSTM` with the interface of the long-range mixers, for ablations."""
 
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from hf_hybrid_ssm.layers.mixers.base import FrozenLSTM, Mixer, ParametrizableLSTM, RowOptions, State
-from hf_hybrid_ssm.ops.core.rows import packed_sequences, zero_beyond
+from hf_hybrid_ssm.layers.mixers.base import FrozenLSTM, Mixer, ParametrizableLSTM, State
+from hf_hybrid_ssm.ops.core.packed_sequences import packed_sequences
+from hf_hybrid_ssm.ops.core.padding import zero_beyond
+from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.ops.core.transforms import without_autocast
 
 
@@ -36,25 +38,25 @@ class LSTM(Mixer):
         }
 
     def forward_rows(
-        self, u: torch.Tensor, initial_state: State | None, **rows: Unpack[RowOptions]
+        self, u: torch.Tensor, initial_state: State | None, rows: Rows
     ) -> tuple[torch.Tensor, State | None]:
-        lengths, state, documents = rows["lengths"], None, None
+        lengths, state, documents = rows.lengths, None, None
         dtype = next(self.parameters()).dtype
         if not self.bidirectional:
             start = self.init_state(u.shape[0], device=u.device) if initial_state is None else initial_state
             state = tuple(part.to(dtype) for part in start)
         if 0 in u.shape[:2]:
-            return u, _widened(state) if rows["return_final_state"] and state is not None else None
+            return u, _widened(state) if rows.return_final_state and state is not None else None
         x = u.to(dtype)
-        if rows["seq_idx"] is not None:
-            documents = packed_sequences(rows["seq_idx"], lengths)
+        if rows.documents is not None:
+            documents = packed_sequences(rows.documents.seq_idx, lengths)
             x, lengths = documents.unpack(x), documents.lengths
             state = None if state is None else tuple(documents.unpack_state(part) for part in state)
         with without_autocast(u.device.type):
             y, final = self._run(x, state, lengths)
         if documents is not None:
             y, final = documents.pack(y), tuple(part[documents.last] for part in final)
-        return y.to(u.dtype), _widened(final) if rows["return_final_state"] else None
+        return y.to(u.dtype), _widened(final) if rows.return_final_state else None
 
     def _run(
         self, x: torch.Tensor, state: tuple[torch.Tensor, ...] | None, lengths: torch.Tensor | None

@@ -1,18 +1,19 @@
 """S5: one diagonal state space with many inputs and outputs for all channels together (Smith et al., 2022)."""
 
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 import torch
 
-from hf_hybrid_ssm.layers.mixers.base import RowOptions, State
+from hf_hybrid_ssm.layers.mixers.base import State
 from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer
 from hf_hybrid_ssm.layers.mixers.hippo import legs_dplr_basis
 from hf_hybrid_ssm.layers.mixers.state_space import SSM_FIELDS, complex_pairs, log_uniform_step
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.layers.tables import twice_conjugate
 from hf_hybrid_ssm.layers.truncated_normal import truncated_normal
-from hf_hybrid_ssm.ops.core.checks import check_output_positions
-from hf_hybrid_ssm.ops.core.rows import take_outputs, zero_beyond
+from hf_hybrid_ssm.ops.core.output_positions import check_output_positions, take_outputs
+from hf_hybrid_ssm.ops.core.padding import zero_beyond
+from hf_hybrid_ssm.ops.core.rows import Documents, Rows
 from hf_hybrid_ssm.ops.core.transforms import without_autocast
 from hf_hybrid_ssm.ops.linear_scan import diagonal_scan
 
@@ -114,22 +115,22 @@ class S5(CachedKernelMixer):
         self,
         u: torch.Tensor,
         initial_state: State | None,
+        rows: Rows,
         *,
         stride: int | None = None,
         positions: torch.Tensor | None = None,
-        **rows: Unpack[RowOptions],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         check_output_positions(stride, positions, *u.shape[:2])
-        dtype, x = self._computing_dtype(u), zero_beyond(u, rows["lengths"])
+        dtype, x = self._computing_dtype(u), zero_beyond(u, rows.lengths)
         x = x if u.dtype == torch.bfloat16 else x.to(dtype)
         start = None if initial_state is None else self._complex(initial_state, dtype)
         with without_autocast(u.device.type):
             decay, scale = self._discretised(dtype)
             driven = self._complex(_product(x, self._input_matrix(scale), x.dtype), dtype)
             if self.bidirectional:
-                h, final = self._both_ways(decay, driven, rows["seq_idx"]), None
+                h, final = self._both_ways(decay, driven, rows.seq_idx), None
             else:
-                h, final = diagonal_scan(decay, driven, initial_state=start, **rows)
+                h, final = diagonal_scan(decay, driven, rows=rows, initial_state=start)
             h, x = take_outputs(h, stride, positions), take_outputs(x, stride, positions)
             y = _product(torch.view_as_real(h).flatten(-2), self._output_matrix(dtype), x.dtype)
             y = self._with_skip(y, x, self.D.to(dtype))
@@ -143,8 +144,8 @@ class S5(CachedKernelMixer):
 
     def _both_ways(self, decay: torch.Tensor, x: torch.Tensor, seq_idx: torch.Tensor | None) -> torch.Tensor:
         """The states (B, L, P) of the scan that looks back and of the one that looks ahead, computed as one batch."""
-        documents = None if seq_idx is None else torch.cat([seq_idx, -seq_idx.flip(1)])
-        back, ahead = diagonal_scan(decay, torch.cat([x, x.flip(1)]), seq_idx=documents)[0].chunk(2)
+        documents = None if seq_idx is None else Documents(torch.cat([seq_idx, -seq_idx.flip(1)]))
+        back, ahead = diagonal_scan(decay, torch.cat([x, x.flip(1)]), rows=Rows(documents=documents))[0].chunk(2)
         return torch.cat([back, ahead.flip(1)], dim=-1)
 
     def _complex(self, state: State, dtype: torch.dtype) -> torch.Tensor:

@@ -11,6 +11,7 @@ from hf_hybrid_ssm.layers.mixers.base import State
 from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer, fold_token
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.ops.core.blocks import power_of_two
+from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.ops.core.transforms import without_autocast
 from hf_hybrid_ssm.ops.linear_scan import (
     BlockMatrices,
@@ -124,34 +125,40 @@ class StateSpaceMixer(CachedKernelMixer):
     # -- the interface ------------------------------------------------------------------------------------------
 
     def forward_rows(
-        self, u: torch.Tensor, initial_state: State | None, **options: Any
+        self,
+        u: torch.Tensor,
+        initial_state: State | None,
+        rows: Rows,
+        *,
+        stride: int | None = None,
+        positions: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         dtype = self._computing_dtype(u)
         if self.bidirectional:
-            return self._squeeze(self._two_sided(u, dtype, **options)), None
+            return self._squeeze(self._two_sided(u, dtype, rows, stride=stride, positions=positions)), None
         assert not isinstance(initial_state, tuple)
         state = None if initial_state is None else self._widen(initial_state)
-        skip, returns_state = self.skip_weight(dtype), options["return_final_state"]
-        asks_for_all = options.get("stride") is None and options.get("positions") is None
+        skip = self.skip_weight(dtype)
+        asks_for_all = stride is None and positions is None
         is_whole = asks_for_all and state is None and u.shape[1] > 1
         if is_whole and not (self.is_diagonal and has_fused_scan(u.device.type, dtype)):
-            rows = {"lengths": options["lengths"], "seq_idx": options["seq_idx"]}
-            y, final = long_conv(u, self.kernel(u.shape[1], dtype), skip=skip, **rows)
-            if returns_state:  # no outputs, the state alone
-                nothing = u.shape[1] + 1
-                _, final = lti_scan(u, self.system(dtype), stride=nothing, return_final_state=True, **rows)
+            without_state = Rows(padding=rows.padding, documents=rows.documents)
+            y, final = long_conv(u, self.kernel(u.shape[1], dtype), skip=skip, rows=without_state)
+            if rows.return_final_state:  # no outputs, the state alone
+                _, final = lti_scan(u, self.system(dtype), rows=rows, stride=u.shape[1] + 1)
         else:
-            y, final = lti_scan(u, self.system(dtype), skip=skip, initial_state=state, **options)
-        if returns_state and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            selection = {"stride": stride, "positions": positions}
+            y, final = lti_scan(u, self.system(dtype), skip=skip, rows=rows, initial_state=state, **selection)
+        if rows.return_final_state and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             # Steps will follow, compiled ones perhaps: what they need is there when they are traced.
             self._step_constants(dtype)
         return self._squeeze(y), final if final is None or self.num_filters else final.squeeze(1)
 
-    def _two_sided(self, u: torch.Tensor, dtype: torch.dtype, **options: Any) -> torch.Tensor:
+    def _two_sided(self, u: torch.Tensor, dtype: torch.dtype, rows: Rows, **selection: Any) -> torch.Tensor:
         back, ahead = (self.kernel(max(u.shape[1], 1), dtype, direction) for direction in (0, 1))
         if self.ahead_includes_token:
             back, ahead = fold_token(back, ahead)
-        return long_conv(u, back, future_kernel=ahead, skip=self.skip_weight(dtype), **options)[0]
+        return long_conv(u, back, future_kernel=ahead, skip=self.skip_weight(dtype), rows=rows, **selection)[0]
 
     @with_accelerate_hooks
     def step_(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,6 @@ from torch import nn
 
 from hf_hybrid_ssm.layers.attention_sink import AttentionSink, Rotation, sink_of_token
 from hf_hybrid_ssm.layers.l2_normalise import l2_normalise
-from hf_hybrid_ssm.layers.mixers.base import RowOptions
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
@@ -17,6 +16,7 @@ from hf_hybrid_ssm.models.bst.context_states import ContextStates, attend_contex
 from hf_hybrid_ssm.models.bst.recurrent_states import RecurrentStates
 from hf_hybrid_ssm.models.cache import States
 from hf_hybrid_ssm.models.rotary import rotated
+from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows
 from hf_hybrid_ssm.ops.local_attention import AttentionState, document_ranks, local_attention, window_step
 
 PositionEmbeddings = tuple[torch.Tensor, torch.Tensor]
@@ -80,23 +80,18 @@ class BstAttention(nn.Module):
         z: torch.Tensor,
         x: torch.Tensor,
         past: States,
+        rows: Rows = PLAIN_ROWS,
         *,
-        seq_idx: torch.Tensor | None = None,
-        lengths: torch.Tensor | None = None,
-        return_final_state: bool = False,
-        documents: int | None = None,
         position_embeddings: PositionEmbeddings | None = None,
         sink_rotation: Rotation | None = None,
     ) -> tuple[torch.Tensor, States]:
         """(B, L, d) normalised and raw inputs, the states before them → (B, L, d), the states after them.
 
         Args:
-            past, seq_idx, lengths, return_final_state: as of `RecurrentMixin.forward_rows`.
-            documents: as of `block_grid`.
+            past, rows: as of `RecurrentMixin.forward_rows`.
             position_embeddings: cosines and sines (B or 1, at least L, e) of rotary positions.
             sink_rotation: of a constant sink, as of `sink_logits`.
         """
-        rows: RowOptions = {"seq_idx": seq_idx, "lengths": lengths, "return_final_state": return_final_state}
         q, k, v = self._heads(z)
         bias = None if self.relative_bias is None else self.relative_bias(self.window)
         if self.scale is not None:
@@ -104,7 +99,7 @@ class BstAttention(nn.Module):
             q, k, bias = l2_normalise(q) * scale, l2_normalise(k), None if bias is None else bias * scale
         sink = {}
         if self.sink is not None:
-            rank = document_ranks(z.shape[1], seen=past.get("seen"), seq_idx=seq_idx, device=z.device)
+            rank = document_ranks(z.shape[1], seen=past.get("seen"), seq_idx=rows.seq_idx, device=z.device)
             sink = self.sink(q, rank, **self._of_sink(bias, sink_rotation))
         unrotated = k
         if position_embeddings is not None:
@@ -118,15 +113,15 @@ class BstAttention(nn.Module):
             zero_kv_sink=self.zero_kv_sink,
             **sink,
             dropout=self.dropout if self.training else 0.0,
+            rows=rows,
             initial_state=AttentionState(*(past[name] for name in AttentionState._fields)) if past else None,
-            **rows,
         )
         y = y.transpose(1, 2)
         states: States = {} if state is None else state._asdict()
         if self.context is not None:
-            crossed, more = self._attend_context(z, x, past, rows, documents)
+            crossed, more = self._attend_context(z, x, past, rows)
         elif self.recurrent is not None:
-            crossed, more = self._attend_recurrent(z, *self._for_every_query(unrotated, v), past, rows, documents)
+            crossed, more = self._attend_recurrent(z, *self._for_every_query(unrotated, v), past, rows)
         else:
             return self.o_proj(y.flatten(2)), states
         return self.o_proj(torch.cat([y.flatten(2), crossed.flatten(2)], dim=2)), states | more
@@ -150,23 +145,23 @@ class BstAttention(nn.Module):
         return keys.repeat_interleave(self.groups, -2), values.repeat_interleave(self.groups, -2)
 
     def _attend_context(
-        self, z: torch.Tensor, x: torch.Tensor, past: States, rows: RowOptions, documents: int | None
+        self, z: torch.Tensor, x: torch.Tensor, past: States, rows: Rows
     ) -> tuple[torch.Tensor, States]:
         """Cross-attention of the tokens to the context states of their blocks, (B, L, H, e); equations 3.3, 3.4."""
         queries = self._context_queries(z)
         if self.has_state_of_token:
             return self._attend_context_along_rows(queries, x, past, rows)
-        grid = self._grid(x, past, rows, documents)
-        keys, values, states = self.context(x, grid, past or None, **rows)
+        grid = self._grid(x, past, rows)
+        keys, values, states = self.context(x, grid, past or None, rows)
         keys, values = self._for_every_query(keys, values)
         return grid.from_blocks(attend_context(grid.to_blocks(queries), keys, values)), states
 
     def _attend_context_along_rows(
-        self, queries: torch.Tensor, x: torch.Tensor, past: States, rows: RowOptions
+        self, queries: torch.Tensor, x: torch.Tensor, past: States, rows: Rows
     ) -> tuple[torch.Tensor, States]:
         """`_attend_context` of "sh" and "mh", whose blocks have a context state for each of their tokens: attention
         within chunks of W tokens."""
-        keys, values, ssm = self.context.along_rows(x, past or None, **rows)
+        keys, values, ssm = self.context.along_rows(x, past or None, rows)
         state = None
         if past:
             held = [newest_last(past[name], past["seen"]) for name in ("context_key", "context_value")]
@@ -177,13 +172,12 @@ class BstAttention(nn.Module):
             window=(self.window - 1, right),
             chunk_size=self.window,
             scale=1.0,
+            rows=rows,
             initial_state=state,
-            capacity=self.window,
-            **rows,
         )
         states: States = {}
         if after is not None:
-            unfinished = (slot_by_slot(part, after.seen) for part in (after.keys, after.values))
+            unfinished = (slot_by_slot(part, after.seen, self.window) for part in (after.keys, after.values))
             states = self.context.named_states(ssm, *unfinished)
         return y.transpose(1, 2), states
 
@@ -193,27 +187,24 @@ class BstAttention(nn.Module):
         keys: torch.Tensor,
         values: torch.Tensor,
         past: States,
-        rows: RowOptions,
-        documents: int | None,
+        rows: Rows,
     ) -> tuple[torch.Tensor, States]:
         """Cross-attention of the tokens to the recurrent states at the start of their blocks, (B, L, H, e)."""
-        grid = self._grid(z, past, rows, documents)
+        grid = self._grid(z, past, rows)
         state_keys, state_values, after = self.recurrent(
-            keys, values, grid, past or None, return_state=rows["return_final_state"]
+            keys, values, grid, past or None, return_state=rows.return_final_state
         )
         blocks = attend_context(grid.to_blocks(self._context_queries(z)), state_keys, state_values)
         return grid.from_blocks(blocks), after
 
-    def _grid(self, x: torch.Tensor, past: States, rows: RowOptions, documents: int | None) -> BlockGrid:
+    def _grid(self, x: torch.Tensor, past: States, rows: Rows) -> BlockGrid:
         """Where the tokens of x (B, L, d) lie in the blocks of their documents."""
         return block_grid(
             x.shape[0],
             x.shape[1],
             self.window,
             tokens_seen=past.get("seen"),
-            seq_idx=rows["seq_idx"],
-            lengths=rows["lengths"],
-            documents=documents,
+            rows=rows,
             device=x.device,
         )
 
@@ -243,8 +234,8 @@ class BstAttention(nn.Module):
         z: torch.Tensor,
         x: torch.Tensor,
         past: States,
+        rows: Rows,
         *,
-        static_address: bool,
         position_embeddings: PositionEmbeddings | None = None,
         sink_rotation: Rotation | None = None,
     ) -> tuple[torch.Tensor, States]:
@@ -271,7 +262,7 @@ class BstAttention(nn.Module):
             k[:, 0],
             v[:, 0],
             AttentionState(past["keys"], past["values"], past["seen"]),
-            static_address=static_address,
+            static_address=rows.capacity is not None,
             window=(self.window, self.right),
             bias=bias,
             scale=scale,

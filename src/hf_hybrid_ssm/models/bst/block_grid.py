@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_hybrid_ssm.ops.core.checks import can_read_values
+from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Documents, Rows
 
 
 @dataclass(frozen=True)
@@ -89,27 +90,24 @@ def block_grid(
     window: int,
     *,
     tokens_seen: torch.Tensor | None = None,
-    seq_idx: torch.Tensor | None = None,
-    lengths: torch.Tensor | None = None,
-    documents: int | None = None,
+    rows: Rows = PLAIN_ROWS,
     device: torch.device | None = None,
 ) -> BlockGrid:
     """The grid of a forward.
 
     Args:
         tokens_seen: (B,) int64, tokens of each sequence's first document in earlier forwards; None: there are none.
-        seq_idx: (B, L) int, documents of packed sequences; padding belongs to the last one.
-        lengths: (B,) int, real tokens at the front of each sequence.
-        documents: the most documents that a sequence of `seq_idx` holds, where its values are not to be read.
+        rows: how the sequences are read; the values of `seq_idx` are, where `documents.count` does not say enough.
     """
+    seq_idx, lengths = rows.seq_idx, rows.lengths
     real = torch.full((batch,), length, device=device) if lengths is None else lengths.to(torch.int64)
     if tokens_seen is None and seq_idx is None:
         indices = torch.arange(-(-length // window) + 1, device=device).expand(batch, -1)
         return BlockGrid(window, length, indices * window, indices == 0, real, real // window)
     before = torch.zeros(batch, dtype=torch.int64, device=device) if tokens_seen is None else tokens_seen
     columns = torch.arange(length, device=device)
-    if seq_idx is not None:
-        return _packed_grid(length, window, columns, before, real, seq_idx, documents)
+    if rows.documents is not None:
+        return _packed_grid(length, window, columns, before, real, rows.documents)
     offset = before % window
     indices = torch.arange((length + window - 2) // window + 2, device=device)
     return BlockGrid(
@@ -140,22 +138,22 @@ def _packed_grid(
     columns: torch.Tensor,
     before: torch.Tensor,
     real: torch.Tensor,
-    seq_idx: torch.Tensor,
-    documents: int | None,
+    documents: Documents,
 ) -> BlockGrid:
     """Every document restarts the blocks, so their number depends on where documents begin.
 
     Where that costs a wait for the device, there are as many blocks as that number of documents can have.
     """
+    seq_idx = documents.seq_idx
     position = positions_in_documents(columns, before, seq_idx)
     slot = position % window
     opens = slot == 0
     opens[:, 0] = True
     block = opens.cumsum(1) - 1
-    if documents is None or can_read_values(block):
+    if documents.count is None or can_read_values(block):
         num_blocks = int(block.max()) + 1
     else:
-        num_blocks = length // window + documents + 1
+        num_blocks = length // window + documents.count + 1
     starts = torch.full((seq_idx.shape[0], num_blocks + 1), length, device=columns.device)
     starts = starts.scatter(1, block, columns - slot)
     first = torch.zeros_like(starts, dtype=torch.bool).scatter(1, block, position < window)

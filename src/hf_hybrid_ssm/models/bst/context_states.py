@@ -8,14 +8,13 @@ of the block attend to (section 3 of the paper):
     "mf"  S filters; block i has their outputs at the last token of block i - 1, and block 0 learned states
 """
 
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import nn
 
 from hf_hybrid_ssm.layers.l2_normalise import l2_normalise
 from hf_hybrid_ssm.layers.mixers.base import (
-    RowOptions,
     State,
     mixer_state,
     mixer_step_,
@@ -29,6 +28,7 @@ from hf_hybrid_ssm.models.bst.block_grid import BlockGrid
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.ops.core.checks import can_read_values
 from hf_hybrid_ssm.ops.core.full_attention import attention
+from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.ops.local_attention import attention_step
 
 
@@ -90,7 +90,7 @@ class ContextStates(nn.Module):
             self.context_ids = nn.Parameter(torch.empty(config.num_context_states, hidden_size))
 
     def forward(
-        self, x: torch.Tensor, grid: BlockGrid, state: dict[str, torch.Tensor] | None, **rows: Unpack[RowOptions]
+        self, x: torch.Tensor, grid: BlockGrid, state: dict[str, torch.Tensor] | None, rows: Rows
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """Keys and values of the blocks that the tokens of a forward touch.
 
@@ -98,7 +98,7 @@ class ContextStates(nn.Module):
             x: (B, L, d), the layer's input.
             grid: the blocks.
             state: the tensors that an earlier call returned, or None.
-            rows: as for every mixer.
+            rows: how the sequences are read.
 
         Returns:
             keys and values (B, J, W or S, H, e), and the state, empty if it was not asked for.
@@ -106,29 +106,29 @@ class ContextStates(nn.Module):
         if self.variant == "mf":
             return self._shifted(x, grid, state, rows)
         past = (None, None) if not state else (state["context_key"], state["context_value"])
-        *parts, ssm = self.along_rows(x, state, **rows)
+        *parts, ssm = self.along_rows(x, state, rows)
         keys, values = (
             grid.to_blocks(part, None if held is None else held.transpose(1, 2)) for part, held in zip(parts, past)
         )
         after = {}
-        if rows["return_final_state"]:
+        if rows.return_final_state:
             unfinished = (grid.unfinished(part).transpose(1, 2) for part in (keys, values))
             after = self.named_states(ssm, *unfinished)
         return keys, values, after
 
     def along_rows(
-        self, x: torch.Tensor, state: dict[str, torch.Tensor] | None, **rows: Unpack[RowOptions]
+        self, x: torch.Tensor, state: dict[str, torch.Tensor] | None, rows: Rows
     ) -> tuple[torch.Tensor, torch.Tensor, State | None]:
         """As `forward` for "sh" and "mh", but token by token: keys and values (B, L, H, e), and the state of the
         state-space model. No shape depends on where the blocks of documents begin."""
-        y, ssm = self.ssm(self._ssm_input(x), initial_state=mixer_state(state or {}), **rows)
+        y, ssm = self.ssm(self._ssm_input(x), rows=rows, initial_state=mixer_state(state or {}))
         return *self._project(y), ssm
 
     def _ssm_input(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.input_norm is None else self.input_norm(x)
 
     def _shifted(
-        self, x: torch.Tensor, grid: BlockGrid, state: dict[str, torch.Tensor] | None, rows: RowOptions
+        self, x: torch.Tensor, grid: BlockGrid, state: dict[str, torch.Tensor] | None, rows: Rows
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """`forward` of "mf": C_0 is learned, C_i = y at the last token of block i - 1, the only outputs computed."""
         first = None
@@ -136,7 +136,7 @@ class ContextStates(nn.Module):
         if grid.block is not None:
             first, selection = grid.is_first_block[..., None, None], {"positions": grid.ends}
         u, past = self._ssm_input(x), mixer_state(state or {})
-        y, ssm = self.ssm(u, initial_state=past, **rows, **selection)  # (B, J or L // W, S, d)
+        y, ssm = self.ssm(u, rows=rows, initial_state=past, **selection)  # (B, J or L // W, S, d)
         initial = self.initial_context.to(y.dtype).expand(x.shape[0], 1, -1, -1)
         y = y if first is None else torch.where(first[:, 1:], initial, y)
         contexts = self._project(torch.cat([initial, y], dim=1))
@@ -145,7 +145,7 @@ class ContextStates(nn.Module):
             starts = (torch.where(first[:, :1, None], new[:, :1], old) for new, old in zip(contexts, held))
             contexts = tuple(torch.cat([start, new[:, 1:]], 1) for start, new in zip(starts, contexts))
         after = {}
-        if rows["return_final_state"]:
+        if rows.return_final_state:
             index = torch.arange(x.shape[0], device=x.device)
             after = self.named_states(ssm, *(part[index, grid.next_block].transpose(1, 2) for part in contexts))
         keys, values = (part[:, : grid.num_blocks] for part in contexts)
@@ -247,9 +247,10 @@ def newest_last(slots: torch.Tensor, tokens_seen: torch.Tensor) -> torch.Tensor:
     return _rolled(slots, -tokens_seen)
 
 
-def slot_by_slot(newest: torch.Tensor, tokens_seen: torch.Tensor) -> torch.Tensor:
-    """The inverse of `newest_last`, zero in slots that are not yet filled."""
-    window = newest.shape[2]
+def slot_by_slot(newest: torch.Tensor, tokens_seen: torch.Tensor, window: int) -> torch.Tensor:
+    """The inverse of `newest_last` (B, H, W, e), zero in slots that are not yet filled; of `newest` W - 1 tokens will
+    do, as an unfinished block has no more."""
+    newest = nn.functional.pad(newest, (0, 0, window - newest.shape[2], 0))
     filled = torch.arange(window, device=newest.device) < (tokens_seen % window).unsqueeze(1)
     return torch.where(filled[:, None, :, None], _rolled(newest, tokens_seen), 0.0)
 

@@ -37,6 +37,7 @@ from hf_hybrid_ssm.models.heads import (
 )
 from hf_hybrid_ssm.models.packing import PackedRows
 from hf_hybrid_ssm.models.rotary import RotaryEmbedding, with_sink_rotation
+from hf_hybrid_ssm.ops.core.rows import Rows
 
 # of the states before the first block, and of the IDs that tell states apart, as Block-Recurrent Transformers
 INITIAL_CONTEXT_STD, CONTEXT_ID_STD = 0.1, 1.0
@@ -58,26 +59,27 @@ class BstBlock(RecurrentMixin, GradientCheckpointingLayer):
         )
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward_rows(self, x: torch.Tensor, *, capacity: int | None, **options: Any) -> tuple[torch.Tensor, States]:
-        return self.attention(self.dropout(self.attention_norm(x)), x, **options)
+    def forward_rows(  # type: ignore[override]
+        self, x: torch.Tensor, *, past: States, rows: Rows, **options: Any
+    ) -> tuple[torch.Tensor, States]:
+        return self.attention(self.dropout(self.attention_norm(x)), x, past, rows, **options)
 
     def step(  # type: ignore[override]
-        self, x: torch.Tensor, *, past: States, capacity: int | None, documents: int | None, **options: Any
+        self, x: torch.Tensor, *, past: States, rows: Rows, **options: Any
     ) -> tuple[torch.Tensor, States]:
         if not self.attention.can_step:
-            return super().step(x, past=past, capacity=capacity, documents=documents, **options)
-        return self.attention.step(self.attention_norm(x), x, past, static_address=capacity is not None, **options)
+            return super().step(x, past=past, rows=rows, **options)
+        return self.attention.step(self.attention_norm(x), x, past, rows, **options)
 
     def forward(
         self,
         hidden_states: torch.Tensor,
         rows: PackedRows | None = None,
-        documents: int | None = None,
         position_embeddings: PositionEmbeddings | None = None,
         sink_rotation: Rotation | None = None,
         cache: Cache | None = None,
     ) -> torch.Tensor:
-        options: dict[str, Any] = {"rows": rows, "documents": documents, "cache": cache}
+        options: dict[str, Any] = {"rows": rows, "cache": cache}
         options |= {"position_embeddings": position_embeddings, "sink_rotation": sink_rotation}
         hidden_states = hidden_states + self.forward_with_cache(hidden_states, **options)
         y = self.feed_forward(self.feed_forward_norm(hidden_states))
@@ -134,20 +136,18 @@ class BstModel(HybridModelMixin, BstPreTrainedModel):
         self.norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.rotary_emb = None if config.rope_parameters is None else RotaryEmbedding(config)
         self.is_bidirectional = config.bidirectional
+        # the more documents, the more blocks
+        kinds, has_memory = set(config.block_types), config.retrieval_k is not None
+        is_block_by_block = "bst" in kinds and (config.context_variant == "mf" or has_memory)
+        self.counts_documents = "block_recurrent" in kinds or is_block_by_block
         self.gradient_checkpointing = False
         self.post_init()
 
     def _run_layers(
         self, hidden_states: torch.Tensor, rows: PackedRows, cache: Cache | None, **kwargs: Any
     ) -> torch.Tensor:
-        # the more documents, the more blocks: where a layer has to know how many, they are counted here, once
-        kinds, has_memory = set(self.config.block_types), self.config.retrieval_k is not None
-        counts = "block_recurrent" in kinds or ("bst" in kinds and (self.config.context_variant == "mf" or has_memory))
-        documents = rows.max_documents() if counts else None
-        if documents is not None:
-            torch._check(documents > 0)  # all that a graph knows of the number
         angles = self._position_embeddings(hidden_states, rows, cache)
-        return self._through_layers(hidden_states, rows, documents, *angles, cache=cache)
+        return self._through_layers(hidden_states, rows, *angles, cache=cache)
 
     def _position_embeddings(
         self, x: torch.Tensor, rows: PackedRows, cache: Cache | None
@@ -157,7 +157,7 @@ class BstModel(HybridModelMixin, BstPreTrainedModel):
         constant sink."""
         if self.rotary_emb is None:
             return None, None
-        columns, seq_idx, seen = torch.arange(x.shape[1], device=x.device), rows.unpadded_seq_idx, None
+        columns, seq_idx, seen = torch.arange(x.shape[1], device=x.device), rows.seq_idx, None
         for layer in () if cache is None else cache.layers:
             if is_recurrent_state_layer(layer) and layer.states:
                 seen = rows.continued({"seen": layer.states["seen"]})["seen"].to(x.device)  # the same in all layers

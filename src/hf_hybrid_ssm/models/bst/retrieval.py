@@ -6,11 +6,11 @@ context states of finished blocks, and the softmax of a token's query also cover
 
 import torch
 
-from hf_hybrid_ssm.layers.mixers.base import RowOptions
 from hf_hybrid_ssm.models.bst.attention import BstAttention
 from hf_hybrid_ssm.models.bst.block_grid import BlockGrid
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.cache import States
+from hf_hybrid_ssm.ops.core.rows import Rows
 
 MEMORY_STATES = ("memory_key", "memory_value", "memory_count")
 
@@ -25,10 +25,10 @@ class RetrievingAttention(BstAttention):
         self.top_k, self.capacity, self.stride = config.retrieval_k, config.retrieval_memory, config.retrieval_stride
 
     def _attend_context(
-        self, z: torch.Tensor, x: torch.Tensor, past: States, rows: RowOptions, documents: int | None
+        self, z: torch.Tensor, x: torch.Tensor, past: States, rows: Rows
     ) -> tuple[torch.Tensor, States]:
-        grid = self._grid(x, past, rows, documents)
-        keys, values, states = self.context(x, grid, past or None, **rows)
+        grid = self._grid(x, past, rows)
+        keys, values, states = self.context(x, grid, past or None, rows)
         keys, values = self._for_every_query(keys, values)
         found, memory = attend_with_memory(
             grid.to_blocks(self._context_queries(z)),
@@ -41,7 +41,7 @@ class RetrievingAttention(BstAttention):
             capacity=self.capacity,
             stride=self.stride,
         )
-        return grid.from_blocks(found), states | memory if rows["return_final_state"] else {}
+        return grid.from_blocks(found), states | memory if rows.return_final_state else {}
 
 
 def attend_with_memory(

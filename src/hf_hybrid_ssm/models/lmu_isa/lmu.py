@@ -8,6 +8,7 @@ from torch import nn
 
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.models.packing import States
+from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows
 from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
 from hf_hybrid_ssm.ops.implicit_attention.decoding import LAGGING, apply_deferred, decoder, defer_updates
 
@@ -41,12 +42,9 @@ class ImplicitAttention(nn.Module):
         self.collapse_weight = nn.Parameter(torch.randn(reduced_order) * reduced_order**-0.5)
         self.collapse_bias = nn.Parameter(torch.zeros(1)) if bias else None
 
-    def forward(
-        self, x: torch.Tensor, past: States, *, return_final_state: bool = False, **rows: Any
-    ) -> tuple[torch.Tensor, States]:
-        """(B, L, D), the states before it → (B, L, D), the states after it; `rows` (`seq_idx`, `lengths`) as in
-        `ops.implicit_attention`."""
-        options = {"initial_state": apply_deferred(past, self.theta), "return_final_state": return_final_state, **rows}
+    def forward(self, x: torch.Tensor, past: States, rows: Rows = PLAIN_ROWS) -> tuple[torch.Tensor, States]:
+        """(B, L, D), the states before it → (B, L, D), the states after it."""
+        options = {"initial_state": apply_deferred(past, self.theta), "rows": rows}
         y, memory = implicit_attention(x, activation=self.activation, **self._parameters_in(x.dtype), **options)
         if memory is None:
             return y, {}
@@ -54,11 +52,11 @@ class ImplicitAttention(nn.Module):
         return y, defer_updates(memory) if lags else {"memory": memory}
 
     @with_accelerate_hooks
-    def step(self, x: torch.Tensor, past: States) -> tuple[torch.Tensor, States]:
+    def step(self, x: torch.Tensor, past: States, rows: Rows) -> tuple[torch.Tensor, States]:
         """`forward` of one token (B, 1, D) after earlier ones, without gradients."""
         decode_token = decoder(x, self.activation)
         if decode_token is None or "recent" not in past:
-            return self.forward(x, past, return_final_state=True)
+            return self.forward(x, past, rows)
         y, *after = decode_token(x[:, 0], *(past[name] for name in LAGGING), **self._parameters_in(x.dtype))
         return y.unsqueeze(1), dict(zip(LAGGING, after))
 

@@ -2,8 +2,6 @@
 # Licensed under the Apache License, Version 2.0: see LICENSE, or http://www.apache.org/licenses/LICENSE-2.0
 """PyTorch LMU-ISA model (arXiv 2110.02402)."""
 
-from typing import Any
-
 import torch
 from torch import nn
 from transformers import Cache, GenerationMixin
@@ -26,6 +24,7 @@ from hf_hybrid_ssm.models.heads import (
 from hf_hybrid_ssm.models.lmu_isa.configuration_lmu_isa import LmuIsaConfig
 from hf_hybrid_ssm.models.lmu_isa.lmu import ImplicitAttention
 from hf_hybrid_ssm.models.packing import PackedRows, States
+from hf_hybrid_ssm.ops.core.rows import Rows
 
 
 def _attention(config: LmuIsaConfig) -> LocalSelfAttention:
@@ -67,28 +66,28 @@ class LmuIsaBlock(RecurrentMixin, GradientCheckpointingLayer):
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward_rows(  # type: ignore[override]
-        self, x: torch.Tensor, *, past: States, capacity: int | None, **options: Any
+        self, x: torch.Tensor, *, past: States, rows: Rows
     ) -> tuple[torch.Tensor, States]:
         """The first two branches."""
         states: States = {}
         if self.pre_feed_forward is not None:
             first = self.pre_feed_forward(self.pre_norm(x))
         else:
-            first, states = self.attention(self.pre_norm(x), past, capacity=capacity, **options)
+            first, states = self.attention(self.pre_norm(x), past, rows=rows)
         x = x + self.dropout(first)
-        y, memory = self.memory(self.memory_norm(x), past, **options)
+        y, memory = self.memory(self.memory_norm(x), past, rows)
         return x + self.dropout(y), states | memory
 
-    def step(self, x: torch.Tensor, *, past: States, capacity: int | None) -> tuple[torch.Tensor, States]:  # type: ignore[override]
+    def step(self, x: torch.Tensor, *, past: States, rows: Rows) -> tuple[torch.Tensor, States]:  # type: ignore[override]
         if not isinstance(self.memory, ImplicitAttention):  # PEFT's wrapper, which adapts `forward` alone
-            return super().step(x, past=past, capacity=capacity)
+            return super().step(x, past=past, rows=rows)
         states: States = {}
         if self.pre_feed_forward is not None:
             first = self.pre_feed_forward(self.pre_norm(x))
         else:
-            first, states = self.attention.step(self.pre_norm(x), past, capacity=capacity)
+            first, states = self.attention.step(self.pre_norm(x), past, rows)
         x = x + self.dropout(first)
-        y, memory = self.memory.step(self.memory_norm(x), past)
+        y, memory = self.memory.step(self.memory_norm(x), past, rows)
         return x + self.dropout(y), states | memory
 
     def forward(

@@ -19,6 +19,7 @@ from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.packing import PackedRows, States
 from hf_hybrid_ssm.models.rotary import rotated
 from hf_hybrid_ssm.ops.core.checks import can_read_values
+from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.ops.local_attention import (
     AttentionState,
     append_to_window,
@@ -136,20 +137,19 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
         self,
         *heads: torch.Tensor,
         past: States,
-        capacity: int | None,
+        rows: Rows,
         sink_rotation: Rotation | None = None,
-        **options: Any,
     ) -> tuple[torch.Tensor, States]:
         queries, keys, values = (x.transpose(1, 2) for x in heads[:3])
-        is_one_document = not past and options["seq_idx"] is None
+        is_one_document = not past and rows.documents is None
         if is_one_document and self.sink is None and is_flash_attention_requested(self.config):
             # a row's only document from its start; padding comes after all tokens that look back
             output, _ = self._attend(queries, keys, values, None, sliding_window=self.config.sliding_window)
-            states = self.states_after(*heads, past=past, **options) if options["return_final_state"] else {}
+            states = self.states_after(*heads, past=past, rows=rows) if rows.return_final_state else {}
             return self.o_proj(output), states
         sink = {}
         if self.sink is not None:
-            where = {"seen": past.get("seen"), "seq_idx": options["seq_idx"], "device": queries.device}
+            where = {"seen": past.get("seen"), "seq_idx": rows.seq_idx, "device": queries.device}
             sink = self.sink(heads[3], document_ranks(queries.shape[2], **where), **self._of_sink(sink_rotation))
         output, state = local_attention(
             queries,
@@ -159,14 +159,14 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
             scale=self.scaling,
             **sink,
             dropout=self.attention_dropout if self.training else 0.0,
+            rows=rows,
             initial_state=AttentionState(**past) if past else None,
-            **options,
         )
         return self.o_proj(output.transpose(1, 2).flatten(2)), {} if state is None else state._asdict()
 
     @with_accelerate_hooks
     def step(  # type: ignore[override]
-        self, *heads: torch.Tensor, past: States, capacity: int | None, sink_rotation: Rotation | None = None
+        self, *heads: torch.Tensor, past: States, rows: Rows, sink_rotation: Rotation | None = None
     ) -> tuple[torch.Tensor, States]:
         queries, keys, values = (x[:, 0] for x in heads[:3])
         sink = {}
@@ -177,7 +177,7 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
             keys,
             values,
             AttentionState(**past),
-            static_address=capacity is not None,
+            static_address=rows.capacity is not None,
             window=(self.config.sliding_window - 1, 0),
             scale=self.scaling,
             **sink,
@@ -192,18 +192,11 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
             "rotation": rotation,
         }
 
-    def states_after(  # type: ignore[override]
-        self,
-        *heads: torch.Tensor,
-        past: States,
-        seq_idx: torch.Tensor | None,
-        lengths: torch.Tensor | None,
-        **options: Any,
-    ) -> States:
+    def states_after(self, *heads: torch.Tensor, past: States, rows: Rows, **options: Any) -> States:
         """The last keys and values, without attending."""
         before = AttentionState(**past) if past else None
         keys, values = (x.transpose(1, 2) for x in heads[1:3])
-        return append_to_window(before, keys, values, self.config.sliding_window - 1, seq_idx, lengths)._asdict()
+        return append_to_window(before, keys, values, self.config.sliding_window - 1, rows)._asdict()
 
 
 def attention_masks(

@@ -13,7 +13,7 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import auto_docstring
 
-from hf_hybrid_ssm.layers.attention_sink import AttentionSink
+from hf_hybrid_ssm.layers.attention_sink import AttentionSink, Rotation
 from hf_hybrid_ssm.layers.feed_forward import SwiGLU
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
@@ -39,6 +39,7 @@ from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.packing import PackedRows, States, resolve_packing
 from hf_hybrid_ssm.models.rotary import RotaryEmbedding, rotated, with_sink_rotation
 from hf_hybrid_ssm.ops.causal_conv import causal_conv, causal_conv_step
+from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan, longhorn_step
 
 
@@ -51,9 +52,12 @@ class ShortConvolution(nn.Conv1d):
     def __init__(self, channels: int, kernel_size: int, bias: bool = True):
         super().__init__(channels, channels, kernel_size, groups=channels, bias=bias)
 
-    def forward(self, x: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:  # type: ignore[override]
-        """`options` (initial_state, seq_idx, lengths, return_final_state) as of `hf_hybrid_ssm.ops.causal_conv`."""
-        return causal_conv(x, self.weight.squeeze(1), self.bias, activation="silu", **options)
+    def forward(  # type: ignore[override]
+        self, x: torch.Tensor, rows: Rows = PLAIN_ROWS, initial_state: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`rows` and `initial_state` as of `hf_hybrid_ssm.ops.causal_conv`."""
+        options = {"activation": "silu", "rows": rows, "initial_state": initial_state}
+        return causal_conv(x, self.weight.squeeze(1), self.bias, **options)
 
     @with_accelerate_hooks
     def step(self, x: torch.Tensor, state: torch.Tensor, pages: torch.Tensor | None = None) -> torch.Tensor:
@@ -130,15 +134,14 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
         hidden_states: torch.Tensor,
         *rotation: torch.Tensor,
         past: States,
-        capacity: int | None,
-        **options: Any,
+        rows: Rows,
     ) -> tuple[torch.Tensor, States]:
         raw, gate = self.in_proj(hidden_states).chunk(2, dim=-1)  # (B, L, D) each
-        x, conv_state = self.conv1d(raw, initial_state=past.get("conv"), **options)
+        x, conv_state = self.conv1d(raw, rows, past.get("conv"))
         dt, k, q = self._projected(x, hidden_states, *rotation)
         constants = {"beta_bias": self.dt_bias, "D": self.D}
         y, scan_state = longhorn_scan(
-            x, self.dt_proj(dt), k, q, **constants, z=gate, initial_state=past.get("scan"), **options
+            x, self.dt_proj(dt), k, q, **constants, z=gate, rows=rows, initial_state=past.get("scan")
         )
         states = {} if conv_state is None else {"conv": conv_state, "scan": scan_state}
         return self.out_proj(y), states
@@ -166,11 +169,11 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
         hidden_states: torch.Tensor,
         *rotation: torch.Tensor,
         past: States,
-        capacity: int | None,
+        rows: Rows,
         pages: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, States]:
         if not isinstance(self.conv1d, ShortConvolution):  # PEFT's wrapper, which adapts `forward` alone
-            return super().step(hidden_states, *rotation, past=past, capacity=capacity)
+            return super().step(hidden_states, *rotation, past=past, rows=rows)
         hidden_states = hidden_states[:, 0]
         raw, gate = self.in_proj(hidden_states).chunk(2, dim=-1)  # (B, D) each
         x = self.conv1d.step(raw, past["conv"], pages)
@@ -254,31 +257,34 @@ class LonghornHybridBlock(RecurrentMixin, LonghornBlock):
         inputs = (normed, *rotation, *heads)
         return self.forward_with_cache(*inputs, rows=rows, cache=cache, sink_rotation=sink_rotation)
 
-    def forward_rows(self, *inputs, past, sink_rotation, **options) -> tuple[torch.Tensor, States]:
-        of_mixer, heads = self._by_part(inputs)
-        before_window, before_mixer = _states_by_part(past)
-        of_window = {"past": before_window, "sink_rotation": sink_rotation}
-        attended, window = self.self_attn.forward_rows(*heads, **of_window, **options)
-        if self.training and self.window_dropout > 0:
-            is_open = torch.rand(attended.shape[0], 1, 1, device=attended.device) >= self.window_dropout
-            attended = torch.where(is_open, attended, 0.0)
-        mixed, states = self.mixer.forward_rows(*of_mixer, past=before_mixer, **options)
-        return attended + mixed, window | states
-
-    def step(  # type: ignore[override]
-        self, *inputs, past, sink_rotation, **options
+    def forward_rows(  # type: ignore[override]
+        self, *inputs: torch.Tensor, past: States, rows: Rows, sink_rotation: Rotation | None
     ) -> tuple[torch.Tensor, States]:
         of_mixer, heads = self._by_part(inputs)
         before_window, before_mixer = _states_by_part(past)
-        attended, window = self.self_attn.step(*heads, past=before_window, sink_rotation=sink_rotation, **options)
-        mixed, states = self.mixer.step(*of_mixer, past=before_mixer, **options)
+        of_window = {"past": before_window, "rows": rows, "sink_rotation": sink_rotation}
+        attended, window = self.self_attn.forward_rows(*heads, **of_window)
+        if self.training and self.window_dropout > 0:
+            is_open = torch.rand(attended.shape[0], 1, 1, device=attended.device) >= self.window_dropout
+            attended = torch.where(is_open, attended, 0.0)
+        mixed, states = self.mixer.forward_rows(*of_mixer, past=before_mixer, rows=rows)
         return attended + mixed, window | states
 
-    def states_after(self, *inputs, past, sink_rotation, **options) -> States:
+    def step(  # type: ignore[override]
+        self, *inputs: torch.Tensor, past: States, rows: Rows, sink_rotation: Rotation | None
+    ) -> tuple[torch.Tensor, States]:
         of_mixer, heads = self._by_part(inputs)
         before_window, before_mixer = _states_by_part(past)
-        window = self.self_attn.states_after(*heads, past=before_window, **options)
-        return window | self.mixer.states_after(*of_mixer, past=before_mixer, **options)
+        of_window = {"past": before_window, "rows": rows, "sink_rotation": sink_rotation}
+        attended, window = self.self_attn.step(*heads, **of_window)
+        mixed, states = self.mixer.step(*of_mixer, past=before_mixer, rows=rows)
+        return attended + mixed, window | states
+
+    def states_after(self, *inputs: torch.Tensor, past: States, rows: Rows, **options: Any) -> States:
+        of_mixer, heads = self._by_part(inputs)
+        before_window, before_mixer = _states_by_part(past)
+        window = self.self_attn.states_after(*heads, past=before_window, rows=rows)
+        return window | self.mixer.states_after(*of_mixer, past=before_mixer, rows=rows)
 
     def _by_part(self, inputs: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         """Inputs of the mixer, and heads of the window."""

@@ -8,7 +8,7 @@ from transformers import EncoderDecoderCache
 
 from hf_hybrid_ssm.models.cache import state_layer
 from hf_hybrid_ssm.models.cache_names import by_both_cache_names
-from hf_hybrid_ssm.models.packing import PackedRows
+from hf_hybrid_ssm.models.packing import packed_rows
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
 from hf_hybrid_ssm.ops.core.checks import can_read_values
 from hf_hybrid_ssm.ops.core.full_attention import attention
@@ -44,7 +44,7 @@ class SpadeCrossAttention(nn.Module):
                 states = {"keys": k, "values": v} | (
                     {"source": encoder_states.detach()} if self.layer_idx == 0 else {}
                 )
-                layer.update_states(PackedRows(k.shape[2]), states)
+                layer.update_states(packed_rows(length=k.shape[2]), states)
                 cache.is_updated[self.layer_idx] = True
         dropout = self.dropout if self.training else 0.0
         y = attention(q, k, v, attn_mask=mask, dropout_p=dropout)

@@ -20,6 +20,7 @@ from hf_hybrid_ssm.models.block import RecurrentMixin
 from hf_hybrid_ssm.models.cache_names import by_both_cache_names
 from hf_hybrid_ssm.models.packing import PackedRows, States
 from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
+from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows
 
 
 class ScaleNorm(nn.Module):
@@ -106,20 +107,20 @@ class SpadeAttention(LocalSelfAttention):
         self.relative_bias = relative_bias(config, is_causal) if has_own_bias else None
 
     def forward(
-        self, x: torch.Tensor, past: States, *, bias: torch.Tensor | None = None, **options: Any
+        self, x: torch.Tensor, past: States, rows: Rows = PLAIN_ROWS, *, bias: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, States]:
         """As in `LocalSelfAttention`; `bias` (H, R) is the one shared by all layers, used without one of its own."""
-        return super().forward(x, past, bias=self._bias(bias), **options)
+        return super().forward(x, past, rows, bias=self._bias(bias))
 
     def step(
         self,
         x: torch.Tensor,
         past: States,
+        rows: Rows,
         *,
-        capacity: int | None = None,
         bias: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, States]:
-        return super().step(x, past, capacity=capacity, bias=self._bias(bias))
+        return super().step(x, past, rows, bias=self._bias(bias))
 
     def _bias(self, shared: torch.Tensor | None) -> torch.Tensor | None:
         return shared if self.relative_bias is None else self.relative_bias(self.window[0])
@@ -151,15 +152,14 @@ class SpadeMixer(RecurrentMixin, nn.Module):
         """(B, L, d) → (B, L, d); `options` are those of `forward_with_cache`, and `bias`, shared by all layers."""
         return self.forward_with_cache(x, **options)
 
-    def forward_rows(
-        self, x: torch.Tensor, *, past: States, capacity: int | None, bias: torch.Tensor | None = None, **options: Any
+    def forward_rows(  # type: ignore[override]
+        self, x: torch.Tensor, *, past: States, rows: Rows, bias: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, States]:
-        attention_options = options | {"bias": bias, "capacity": capacity}
         if self.ssm is None:
-            return self.self_attn(x, past, **attention_options)
+            return self.self_attn(x, past, rows, bias=bias)
         u = x.detach() if self.stop_gradient else x
-        g, state = self.ssm(u, initial_state=mixer_state(past), **options)
-        a, states = self.self_attn(g if self.merge == "stack" else x, past, **attention_options)
+        g, state = self.ssm(u, rows=rows, initial_state=mixer_state(past))
+        a, states = self.self_attn(g if self.merge == "stack" else x, past, rows, bias=bias)
         return self._merged(g, a), states | named_states(state)
 
     def _merged(self, g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
@@ -171,12 +171,14 @@ class SpadeMixer(RecurrentMixin, nn.Module):
             return self.weight * g + (1 - self.weight) * a
         return self.aggregate(torch.cat([g, a], dim=-1))
 
-    def step(self, x: torch.Tensor, *, past: States, **options: Any) -> tuple[torch.Tensor, States]:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, x: torch.Tensor, *, past: States, rows: Rows, bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, States]:
         if self.ssm is None:
-            return self.self_attn.step(x, past, **options)
+            return self.self_attn.step(x, past, rows, bias=bias)
         g, state = mixer_step_(self.ssm, x[:, 0], mixer_state(past))
         g = g.unsqueeze(1)
-        a, states = self.self_attn.step(g if self.merge == "stack" else x, past, **options)
+        a, states = self.self_attn.step(g if self.merge == "stack" else x, past, rows, bias=bias)
         return self._merged(g, a), states | named_states(state)
 
 

@@ -18,7 +18,12 @@ from transformers.utils import TransformersKwargs, auto_docstring, can_return_tu
 from transformers.utils.output_capturing import capture_outputs
 
 from hf_hybrid_ssm.models.base import WithoutContinuousBatching
-from hf_hybrid_ssm.models.cache import is_recurrent_state_layer, prepare_cache, tokens_and_packing_state
+from hf_hybrid_ssm.models.cache import (
+    capacity_of,
+    is_recurrent_state_layer,
+    prepare_cache,
+    tokens_and_packing_state,
+)
 from hf_hybrid_ssm.models.cache_names import (
     CACHE,
     BaseModelOutputWithCache,
@@ -110,6 +115,8 @@ class SpadeDecoder(SpadeStack, SpadePreTrainedModel):
             attention_mask=attention_mask,
             keeps_padding=self.positions is not None,
             mask_name="decoder_attention_mask",
+            return_final_state=own is not None,
+            capacity=capacity_of(own),
         )
         if self.positions is not None:
             embeddings = embeddings + self.positions(self._position_ids(rows, embeddings))

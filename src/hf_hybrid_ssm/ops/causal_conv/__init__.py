@@ -11,10 +11,11 @@ from hf_hybrid_ssm.ops.causal_conv.reference import (
     step_self_check_inputs,
 )
 from hf_hybrid_ssm.ops.causal_conv.torch_backend import causal_conv_step_torch, causal_conv_torch
-from hf_hybrid_ssm.ops.core.checks import check_lengths, check_overwritten, check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops.core.checks import check_overwritten, check_tensor
 from hf_hybrid_ssm.ops.core.dispatch import Op
+from hf_hybrid_ssm.ops.core.padding import last_inputs
 from hf_hybrid_ssm.ops.core.pages import check_pages, on_pages
-from hf_hybrid_ssm.ops.core.rows import last_inputs
+from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows, checked_rows
 
 _OP = Op(
     "causal_conv",
@@ -40,10 +41,8 @@ def causal_conv(
     bias: torch.Tensor | None = None,
     *,
     activation: str | None = None,
+    rows: Rows = PLAIN_ROWS,
     initial_state: torch.Tensor | None = None,
-    seq_idx: torch.Tensor | None = None,
-    lengths: torch.Tensor | None = None,
-    return_final_state: bool = False,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     r"""y_ti = act(bias_i + Σ_j w_ij x_{t-K+1+j, i}): each channel has K taps, the last one on the token itself.
@@ -53,11 +52,9 @@ def causal_conv(
         weight: (D, K).
         bias: (D,).
         activation: None or "silu".
+        rows: how the rows are read; no tap reaches into another document. The final state is the inputs that the next
+            token needs.
         initial_state: (B, K - 1, D), the inputs before the first token, oldest first; zero by default.
-        seq_idx: (B, L) int, the document of each token; no tap reaches into another document, and `initial_state`
-            belongs to the document of the row's first token.
-        lengths: (B,) int, real tokens at the front of each row; the final state is taken after them.
-        return_final_state: also return the inputs that the next token needs.
         backend: force one implementation (see `hf_hybrid_ssm.ops.core.dispatch`).
 
     Returns:
@@ -71,16 +68,15 @@ def causal_conv(
         raise TypeError(f"x must have a floating point dtype, got {x.dtype}.")
     batch, length, _ = x.shape
     _check_filter(x, initial_state, weight, bias, activation)
-    check_seq_idx(seq_idx, batch, length)
-    check_lengths(lengths, batch, length)
+    seq_idx, lengths = checked_rows(rows, batch, length)
     if length == 0:
         empty = last_inputs(x, weight.shape[1], initial_state, seq_idx, lengths)
-        return torch.zeros_like(x), empty if return_final_state else None
+        return torch.zeros_like(x), empty if rows.return_final_state else None
     run = _OP.select(x.device.type, x.dtype, backend)
     y, final_state = run(
         x, weight, bias, activation=activation, initial_state=initial_state, seq_idx=seq_idx, lengths=lengths
     )
-    return y, final_state if return_final_state else None
+    return y, final_state if rows.return_final_state else None
 
 
 def causal_conv_step(

@@ -9,8 +9,8 @@ from hf_hybrid_ssm.ops.causal_conv.torch_backend import causal_conv_torch
 from hf_hybrid_ssm.ops.core.c_function import CFunction
 from hf_hybrid_ssm.ops.core.custom_ops import differentiable_op
 from hf_hybrid_ssm.ops.core.native_library import library_beside, prepared, step_op, supports, with_dense_rows
+from hf_hybrid_ssm.ops.core.padding import last_inputs
 from hf_hybrid_ssm.ops.core.pages import REFUSES, on_rows
-from hf_hybrid_ssm.ops.core.rows import last_inputs
 
 __all__ = ["causal_conv_native", "causal_conv_step_native", "supports"]
 

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid_ssm.ops.core.rows import last_inputs
+from hf_hybrid_ssm.ops.core.padding import last_inputs
 
 
 def causal_conv_torch(x, weight, bias=None, *, activation=None, initial_state=None, seq_idx=None, lengths=None):

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_hybrid_ssm.ops.core.custom_ops import differentiable_op, step_op
-from hf_hybrid_ssm.ops.core.rows import last_inputs
+from hf_hybrid_ssm.ops.core.padding import last_inputs
 from hf_hybrid_ssm.ops.core.triton_helpers import (
     contiguous,
     dense_rows,

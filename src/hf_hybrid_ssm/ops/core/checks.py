@@ -82,51 +82,27 @@ def check_overwritten(name: str, value: torch.Tensor, *, dense: str) -> None:
         raise ValueError(f"{name} is overwritten and its entries must not share memory, got strides {strides}.")
 
 
-def check_seq_idx(seq_idx: torch.Tensor | None, batch: int, length: int) -> None:
+def check_seq_idx(seq_idx: torch.Tensor, batch: int | None, length: int | None) -> None:
     """`seq_idx` (B, L) integer: the document each token of a packed row belongs to, never decreasing along a row.
 
-    The order is checked only where the values can be read.
+    The order is checked only where the values can be read. Of B and L, None accepts any.
     """
-    if seq_idx is None:
-        return
     check_tensor("seq_idx", seq_idx, (batch, length), "B, L")
     if seq_idx.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"seq_idx must be int32 or int64, got {seq_idx.dtype}.")
-    if length > 1 and can_read_values(seq_idx) and bool((seq_idx[:, 1:] < seq_idx[:, :-1]).any()):
+    if seq_idx.shape[1] > 1 and can_read_values(seq_idx) and bool((seq_idx[:, 1:] < seq_idx[:, :-1]).any()):
         raise ValueError("seq_idx must not decrease along a row: each document of a packed row is one contiguous run.")
 
 
-def check_lengths(lengths: torch.Tensor | None, batch: int, length: int) -> None:
-    """`lengths` (B,) integer in 0..L. The range is checked only where the values can be read.
+def check_mask_values(mask: torch.Tensor, token_mask: torch.Tensor, name: str) -> None:
+    """A mask (B, L) holds 1 for text and 0 for padding; `token_mask` is `mask != 0`. Reads values.
 
     Raises:
-        TypeError: not an integer tensor.
-        ValueError: wrong shape or a value out of range.
+        ValueError: it holds something else.
     """
-    if lengths is None:
-        return
-    check_tensor("lengths", lengths, (batch,), "B")
-    if lengths.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"lengths must be int32 or int64, got {lengths.dtype}.")
-    if can_read_values(lengths) and bool(((lengths < 0) | (lengths > length)).any()):
-        raise ValueError(f"lengths must lie in 0..{length}, the length of the row, got {lengths.tolist()}.")
-
-
-def check_output_positions(stride: int | None, positions: torch.Tensor | None, batch: int, length: int) -> None:
-    """The two ways to ask for some outputs only: every `stride`-th token, or those at `positions` (B, J) of each row.
-
-    Raises:
-        TypeError: `positions` is not an int64 tensor.
-        ValueError: both are given, `stride` < 1, or `positions` has the wrong shape or values outside of 0..L-1.
-    """
-    if stride is not None and stride < 1:
-        raise ValueError(f"stride must be at least 1, got {stride}.")
-    if positions is None:
-        return
-    if stride is not None:
-        raise ValueError(f"stride={stride} and positions are two ways to say which outputs are wanted: give one.")
-    check_tensor("positions", positions, (batch, None), "B, J")
-    if positions.dtype != torch.int64:
-        raise TypeError(f"positions must be int64, got {positions.dtype}.")
-    if can_read_values(positions) and bool(((positions < 0) | (positions >= length)).any()):
-        raise ValueError(f"positions must lie in 0..{length - 1}, got {int(positions.min())}..{int(positions.max())}.")
+    if bool((mask * token_mask != token_mask).any()):
+        low, high = (bound.item() for bound in torch.aminmax(mask))
+        raise ValueError(
+            f"{name} must be 1 for text and 0 for padding, got values from {low} to {high}; documents of a "
+            "packed row go to seq_idx, and an additive mask is not understood."
+        )

@@ -1,151 +1,303 @@
-"""The rows of a batch: real tokens at the front of each (`lengths`), and the documents packed into it (`seq_idx`).
+"""How an op or a layer reads its rows: what is padding, which documents a row packs, and what is wanted of it.
 
-Where a recurrence cannot reset midway, packed rows are taken apart: every document becomes a row of its own.
+A `Rows` is made once a forward and checked there; every op and every layer is given the same one. It says nothing
+about the numbers in a row, so that the same `Rows` serves tokens, projections and heads.
+
+    y, state = causal_conv(x, weight, rows=Rows.of(lengths=lengths, return_final_state=True))
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import torch
 
-from hf_hybrid_ssm.ops.core.transforms import is_batched
+from hf_hybrid_ssm.ops.core.checks import can_read_values, check_mask_values, check_seq_idx, check_tensor
+
+Value = TypeVar("Value")
+INTEGERS = (torch.int32, torch.int64)
 
 
-def zero_beyond(x: torch.Tensor, lengths: torch.Tensor | None, dim: int = 1) -> torch.Tensor:
-    """x (B, ..., L, ...), 0 along `dim` after each row's length: a NaN there must not spread."""
-    if lengths is None:
-        return x
-    batch, length = x.shape[0], x.shape[dim]
-    real = torch.arange(length, device=x.device) < lengths.unsqueeze(1)
-    return torch.where(real.view(batch, *[1] * (dim - 1), length, *[1] * (x.dim() - dim - 1)), x, 0.0)
-
-
-def extend_last_document(seq_idx: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """seq_idx (B, L) with each row's padding assigned to its last real document, so that no state resets there."""
-    last = seq_idx.gather(1, (lengths.long() - 1).clamp(min=0).unsqueeze(1))
-    real = torch.arange(seq_idx.shape[1], device=seq_idx.device) < lengths.unsqueeze(1)
-    return torch.where(real, seq_idx, last)
-
-
-def take_outputs(x: torch.Tensor, stride: int | None, positions: torch.Tensor | None) -> torch.Tensor:
-    """The wanted tokens of x (B, L, D): all, every `stride`-th, or those at `positions` (B, J)."""
-    if positions is not None:
-        return x.gather(1, positions.unsqueeze(-1).expand(-1, -1, x.shape[2]))
-    return x if stride is None else x[:, stride - 1 :: stride]
-
-
-def last_inputs(
-    x: torch.Tensor,
-    width: int,
-    initial_state: torch.Tensor | None,
-    seq_idx: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-) -> torch.Tensor:
-    """The last K - 1 inputs of each row's last document, zero where that document is shorter; (B, K - 1, D).
+@dataclass(frozen=True, eq=False)
+class Padding:
+    """The real tokens of each row. `of` and `from_mask` make one and check it; the constructor does not.
 
     Args:
-        x: (B, L, D).
-        width: K, the taps.
-        initial_state: (B, K - 1, D), the inputs before the row's first token, of its first document.
-        seq_idx: (B, L) int.
-        lengths: (B,) int.
-    """
-    batch, length, channels = x.shape
-    if lengths is None and seq_idx is None and length >= width - 1:
-        return x[:, length - width + 1 :].clone()
-    if length == 0:
-        return x.new_zeros(batch, width - 1, channels) if initial_state is None else initial_state.to(x.dtype)
-    ends = torch.full((batch,), length, device=x.device) if lengths is None else lengths.long()
-    columns = ends.unsqueeze(1) + torch.arange(1 - width, 0, device=x.device)  # negative ones lie in the state
-    inside, index = columns >= 0, columns.clamp(min=0)
-    state = x.gather(1, index.unsqueeze(-1).expand(-1, -1, channels))
-    before: torch.Tensor | float = 0.0
-    if initial_state is not None:
-        early = (columns + width - 1).clamp(max=width - 2).unsqueeze(-1)
-        before = initial_state.to(x.dtype).gather(1, early.expand(-1, -1, channels))
-    state = torch.where(inside.unsqueeze(-1), state, before)
-    if seq_idx is None:
-        return state
-    last = seq_idx.gather(1, (ends - 1).clamp(min=0).unsqueeze(1))
-    return torch.where((seq_idx.gather(1, index) == last).unsqueeze(-1), state, 0.0)
-
-
-@dataclass(frozen=True)
-class PackedSequences:
-    """The documents of a packed batch, N in all.
-
-    Args:
-        gather_index: (N, T) int64, `gather_index[n, t]` is the flat index b · L + l of a document's token (after its
-            end any valid one).
-        lengths: (N,) int64, tokens of each document.
-        first: (B,) int64, each row's first document.
-        last: (B,) int64, the document that holds the row's last real token.
-        scatter_index: (B, L) int64, the flat index n · T + t of each token of the batch.
+        lengths: (B,) int, real tokens of each row.
+        longest: the largest of them, where the host could read it.
+        token_mask: (B, L) bool, which of the columns as given are real; None where they come first anyway.
+        order: (B, L) int64, `order[b, i]` is the column as given of the i-th token of row b: real tokens come first
+            and keep their order, padding follows. None where they come first anyway, like the next.
+        inverse: (B, L) int64, the inverse permutation.
     """
 
-    gather_index: torch.Tensor
     lengths: torch.Tensor
-    first: torch.Tensor
-    last: torch.Tensor
-    scatter_index: torch.Tensor
+    longest: int | None = None
+    token_mask: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+    inverse: torch.Tensor | None = None
 
-    def unpack(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, L, ...) → (N, T, ...), zero after the end of each document."""
-        rows = x.flatten(0, 1).index_select(0, self.gather_index.flatten())
-        return zero_beyond(rows.unflatten(0, self.gather_index.shape), self.lengths)
+    @classmethod
+    def of(cls, lengths: torch.Tensor) -> "Padding":
+        """Of rows whose real tokens come first.
 
-    def pack(self, y: torch.Tensor) -> torch.Tensor:
-        """(N, T, ...) → (B, L, ...)."""
-        return y.flatten(0, 1).index_select(0, self.scatter_index.flatten()).unflatten(0, self.scatter_index.shape)
+        Raises:
+            TypeError: `lengths` is not an integer tensor.
+            ValueError: it is not of shape (B,), or a value is negative.
+        """
+        check_tensor("lengths", lengths, (None,), "B")
+        if lengths.dtype not in INTEGERS:
+            raise TypeError(f"lengths must be int32 or int64, got {lengths.dtype}.")
+        if not can_read_values(lengths):
+            return cls(lengths)
+        values = lengths.tolist()
+        if min(values, default=0) < 0:
+            raise ValueError(f"lengths must lie in 0..L, the length of the row, got {values}.")
+        return cls(lengths, max(values, default=0))
 
-    def unpack_state(self, state: torch.Tensor | None) -> torch.Tensor | None:
-        """(B, ...) → (N, ...): a row's state belongs to its first document, the others start from zero."""
-        if state is None:
+    @classmethod
+    def from_mask(cls, mask: torch.Tensor, name: str = "attention_mask") -> "Padding | None":
+        """Of a mask (B, L), 1 for text and 0 for padding, on any side; None if there is no padding.
+
+        Only a mask that the host can read may turn out to hide nothing: on an accelerator every mask moves tokens,
+        since a look at it would stop the queue once a forward.
+
+        Raises:
+            ValueError: another value; `name` names the mask.
+        """
+        token_mask = mask != 0
+        if can_read_values(mask):
+            check_mask_values(mask, token_mask, name)
+            if bool(token_mask.all()):
+                return None
+        return cls.from_token_mask(token_mask)
+
+    @classmethod
+    def from_token_mask(cls, token_mask: torch.Tensor) -> "Padding":
+        """Of (B, L) bool, which tokens are real."""
+        order = torch.argsort((~token_mask).to(torch.uint8), dim=1, stable=True)
+        return cls(token_mask.sum(1), None, token_mask, order, torch.argsort(order, dim=1))
+
+    def unpad(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, L, ...) in columns as given → real tokens first."""
+        return x if self.order is None else _take(x, self.order)
+
+    def repad(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, L, ...) with real tokens first → columns as given."""
+        return x if self.inverse is None else _take(x, self.inverse)
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """The documents that rows pack. `of` and `from_inputs` make one and check it; the constructor does not.
+
+    Args:
+        seq_idx: (B, L) int, the document of each token, never decreasing along a row whose real tokens come first;
+            padding belongs to the last one.
+        by_column: the same in columns as given, where padding stands elsewhere; None where that is no difference.
+        count: the most documents that a row holds, where that is known.
+        is_numbered: the numbers are the caller's, and go on from piece to piece.
+    """
+
+    seq_idx: torch.Tensor
+    by_column: torch.Tensor | None = None
+    count: int | None = None
+    is_numbered: bool = False
+
+    @classmethod
+    def of(cls, seq_idx: torch.Tensor) -> "Documents":
+        """
+        Raises:
+            TypeError: `seq_idx` is not an integer tensor.
+            ValueError: it is not of shape (B, L), or decreases along a row.
+        """
+        check_seq_idx(seq_idx, None, None)
+        return cls(seq_idx, is_numbered=True)
+
+    @classmethod
+    def from_inputs(
+        cls,
+        batch: int,
+        length: int,
+        *,
+        seq_idx: torch.Tensor | None,
+        cu_seq_lens_q: torch.Tensor | None,
+        restarts: torch.Tensor | None,
+        padding: Padding | None,
+    ) -> "Documents | None":
+        """Of what a model's caller gave, the first that is not None; None where each row is one document.
+
+        Args:
+            batch, length: B, L.
+            seq_idx: (B, L) int, in columns as given.
+            cu_seq_lens_q: (N + 1,) int, where the documents of one row begin and end, as FlashAttention takes it.
+            restarts: (B, L) int, documents as positions tell them that begin again.
+            padding: of the rows.
+
+        Raises:
+            TypeError, ValueError: an argument of another type, dtype or shape, or documents that are not in order.
+        """
+        count, is_numbered = None, seq_idx is not None
+        if seq_idx is not None:
+            check_seq_idx(seq_idx, batch, length)
+            if padding is not None and padding.token_mask is not None and not seq_idx.is_meta:
+                seq_idx = _over_padding(seq_idx, padding.token_mask)
+        elif cu_seq_lens_q is not None:
+            seq_idx, count = _between(cu_seq_lens_q, batch, length), len(cu_seq_lens_q) - 1
+        else:
+            seq_idx = restarts
+        if seq_idx is None or seq_idx.is_meta:  # documents change no shape, and no values are there to find them by
             return None
-        return state.new_zeros(len(self.lengths), *state.shape[1:]).index_copy(0, self.first, state)
+        return cls.without_padding(seq_idx, padding, count=count, is_numbered=is_numbered)
+
+    @classmethod
+    def without_padding(cls, by_column: torch.Tensor, padding: Padding | None, **known: Any) -> "Documents":
+        """Of numbers (B, L) in columns as given."""
+        if padding is None:
+            return cls(by_column, **known)
+        # padding now follows the last document: let it belong there
+        return cls(padding.unpad(by_column).cummax(1).values, by_column, **known)
+
+    @property
+    def of_columns(self) -> torch.Tensor:
+        """(B, L), `seq_idx` in columns as given."""
+        return self.seq_idx if self.by_column is None else self.by_column
+
+    def counted(self) -> "Documents":
+        """The same with their `count`."""
+        count = self.max_documents()
+        torch._check(count > 0)  # all that a graph knows of the number
+        return replace(self, count=count)
+
+    def max_documents(self) -> int:
+        """The most documents that a row holds.
+
+        Where only the values of `seq_idx` tell, this waits for the device: `cu_seq_lens_q` tells by its shape.
+        """
+        if self.count is not None:
+            return self.count
+        return int((self.seq_idx[:, 1:] != self.seq_idx[:, :-1]).sum(1).max()) + 1
 
 
-def packed_sequences(seq_idx: torch.Tensor, lengths: torch.Tensor | None) -> PackedSequences:
-    """The documents of `seq_idx` (B, L); with `lengths` (B,), only each row's first tokens are real.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rows:
+    """How rows (B, L, ...) are read, whose real tokens come first; by default all are real, a row is one document, and
+    no state is wanted.
+
+    Args:
+        padding: what is not real: its outputs are meaningless but finite, and it does not change a state.
+        documents: those of packed rows: nothing passes from one to another, and a state that is given belongs to the
+            row's first one.
+        return_final_state: also return the state after each row's last real token.
+        capacity: the keys that a state of all tokens has room for, as in a static cache; None: as many as there are.
+    """
+
+    padding: Padding | None = None
+    documents: Documents | None = None
+    return_final_state: bool = False
+    capacity: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        lengths: torch.Tensor | None = None,
+        seq_idx: torch.Tensor | None = None,
+        return_final_state: bool = False,
+        capacity: int | None = None,
+    ) -> "Rows":
+        """Rows of tensors, which are checked here.
+
+        Args:
+            lengths: (B,) int, real tokens at the front of each row; None: all are real.
+            seq_idx: (B, L) int, never decreasing, the document of each token; None: a row is one document.
+            return_final_state, capacity: as of `Rows`.
+
+        Raises:
+            TypeError, ValueError: as of `Padding.of` and `Documents.of`.
+        """
+        return cls(
+            padding=None if lengths is None else Padding.of(lengths),
+            documents=None if seq_idx is None else Documents.of(seq_idx),
+            return_final_state=return_final_state,
+            capacity=capacity,
+        )
+
+    @property
+    def lengths(self) -> torch.Tensor | None:
+        """(B,) real tokens of each row; None where all are real."""
+        return None if self.padding is None else self.padding.lengths
+
+    @property
+    def seq_idx(self) -> torch.Tensor | None:
+        """(B, L) the document of each token; None where a row is one document."""
+        return None if self.documents is None else self.documents.seq_idx
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Rows":
+        """accelerate asks this of what a layer on another device is called with."""
+        return moved(self, device, non_blocking)
+
+
+PLAIN_ROWS = Rows()
+"""Rows without padding, of one document each, whose state is not wanted."""
+
+
+def checked_rows(rows: Rows, batch: int, length: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """`seq_idx` (B, L) and `lengths` (B,) of the rows of an op's input, each None where there is none.
 
     Raises:
-        ValueError: under vmap over `seq_idx`, where the number of documents is not one number.
+        TypeError: `rows` is not a `Rows`.
+        ValueError: it is of other rows than these.
     """
-    if is_batched(seq_idx):
-        raise ValueError("seq_idx must not be mapped over by vmap: the number of documents depends on its values.")
-    batch, length = seq_idx.shape
-    starts = torch.ones_like(seq_idx, dtype=torch.bool)
-    starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
-    document = starts.flatten().cumsum(0) - 1  # (B L,)
-    flat = torch.arange(batch * length, device=seq_idx.device)
-    begin = flat[starts.flatten()]
-    column = flat - begin[document]
-    real = torch.ones_like(starts)
-    if lengths is not None:
-        real = torch.arange(length, device=seq_idx.device) < lengths.unsqueeze(1)
-    count = torch.zeros_like(begin).index_add_(0, document, real.flatten().to(begin.dtype))
-    longest = int(column.max()) + 1
-    gather_index = (begin.unsqueeze(1) + torch.arange(longest, device=seq_idx.device)).clamp(max=batch * length - 1)
-    first = document.view(batch, length)[:, 0]
-    end = torch.full_like(first, length) if lengths is None else lengths.to(first.dtype)
-    last = document.view(batch, length).gather(1, (end - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
-    return PackedSequences(gather_index, count, first, last, (document * longest + column).view(batch, length))
+    if not isinstance(rows, Rows):
+        raise TypeError(f"rows must be a Rows, as Rows.of makes it, got {type(rows).__name__}.")
+    documents, padding = rows.documents, rows.padding
+    if documents is not None and documents.seq_idx.shape != (batch, length):
+        found = tuple(documents.seq_idx.shape)
+        raise ValueError(f"seq_idx must have shape (B, L) = ({batch}, {length}), got {found}.")
+    if padding is not None:
+        if padding.lengths.shape != (batch,):
+            raise ValueError(f"lengths must have shape (B) = ({batch}), got {tuple(padding.lengths.shape)}.")
+        is_known = not torch.compiler.is_compiling() and padding.longest is not None
+        if is_known and padding.longest > length:  # type: ignore[operator]
+            values = padding.lengths.tolist()
+            raise ValueError(f"lengths must lie in 0..{length}, the length of the row, got {values}.")
+    return None if documents is None else documents.seq_idx, None if padding is None else padding.lengths
 
 
-def run_by_document(
-    run: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
-    x: torch.Tensor,
-    state: torch.Tensor | None,
-    seq_idx: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`run(x, state=..., lengths=...)` on the documents of packed rows x (B, L, ...), each from its own start.
+def moved(value: Value, device: torch.device, non_blocking: bool = False) -> Value:
+    """A dataclass, or a dictionary of tensors, with all its tensors on the device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=non_blocking)
+    if isinstance(value, dict):
+        return {name: moved(part, device, non_blocking) for name, part in value.items()}  # type: ignore[return-value]
+    if not isinstance(value, Rows | Padding | Documents):
+        return value
+    parts = {field.name: getattr(value, field.name) for field in fields(value)}
+    return replace(value, **{name: moved(part, device, non_blocking) for name, part in parts.items()})
 
-    Returns:
-        Outputs (B, L, ...), and for each row the state after its last real token (None if `run` returns none).
-    """
-    if seq_idx is None or seq_idx.numel() == 0:
-        return run(zero_beyond(x, lengths), state=state, lengths=lengths)
-    documents = packed_sequences(seq_idx, lengths)
-    y, final = run(documents.unpack(x), state=documents.unpack_state(state), lengths=documents.lengths)
-    return documents.pack(y), None if final is None else final[documents.last]
+
+def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return x.gather(1, index.view(*index.shape, *(1,) * (x.dim() - 2)).expand(-1, -1, *x.shape[2:]))
+
+
+def _between(cu_seq_lens_q: torch.Tensor, batch: int, length: int) -> torch.Tensor:
+    """(1, L) the document of each token, from where documents begin and end."""
+    if not isinstance(cu_seq_lens_q, torch.Tensor) or cu_seq_lens_q.dtype not in INTEGERS:
+        have = getattr(cu_seq_lens_q, "dtype", type(cu_seq_lens_q).__name__)
+        raise TypeError(f"cu_seq_lens_q must be an int32 or int64 tensor, got {have}.")
+    if cu_seq_lens_q.dim() != 1 or len(cu_seq_lens_q) < 2:
+        raise ValueError(f"cu_seq_lens_q must have shape (documents + 1,), got {tuple(cu_seq_lens_q.shape)}.")
+    if batch != 1:
+        raise ValueError(f"cu_seq_lens_q is for a batch of one row, got {batch}: give seq_idx.")
+    if can_read_values(cu_seq_lens_q):
+        ends = cu_seq_lens_q.tolist()
+        if ends[0] != 0 or ends[-1] != length or ends != sorted(ends):
+            raise ValueError(f"cu_seq_lens_q must rise from 0 to the length {length}, got {ends}.")
+    columns = torch.arange(length, device=cu_seq_lens_q.device)
+    return torch.bucketize(columns, cu_seq_lens_q[1:].long(), right=True).unsqueeze(0)
+
+
+def _over_padding(seq_idx: torch.Tensor, token_mask: torch.Tensor) -> torch.Tensor:
+    """Padding belongs to the document before it, at the front of a row to the first one."""
+    first = seq_idx.gather(1, token_mask.to(torch.uint8).argmax(1, keepdim=True))
+    return torch.where(token_mask, seq_idx, first).cummax(1).values

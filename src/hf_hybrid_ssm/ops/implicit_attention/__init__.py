@@ -6,9 +6,10 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid_ssm.ops.core.checks import check_lengths, check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops.core.checks import check_tensor
 from hf_hybrid_ssm.ops.core.dispatch import Op
-from hf_hybrid_ssm.ops.core.rows import run_by_document
+from hf_hybrid_ssm.ops.core.packed_sequences import run_by_document
+from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows, checked_rows
 from hf_hybrid_ssm.ops.implicit_attention.reference import (
     aligned_self_check_inputs,
     implicit_attention_reference,
@@ -41,10 +42,8 @@ def implicit_attention(
     activation: Callable[[torch.Tensor], torch.Tensor] = F.gelu,
     scale: float = 1.0,
     form: str = "auto",
+    rows: Rows = PLAIN_ROWS,
     initial_state: torch.Tensor | None = None,
-    seq_idx: torch.Tensor | None = None,
-    lengths: torch.Tensor | None = None,
-    return_final_state: bool = False,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     r"""Q, K, V = act(L_i M_t + b_i), y_t = p softmax(scale · Q K^T) V + b, with the Legendre memory M_t (q, D) of x.
@@ -63,7 +62,7 @@ def implicit_attention(
         form: "chunked" (blocks of matrix products), "fft" (the paper's; with an initial state, blocks instead)
             or "recurrent"; "auto" takes the faster of the first two, "fft" with the C kernel and "chunked" without.
             All compute the same, but "fft" to rounding: it does not multiply the future by exact zeros.
-        initial_state, seq_idx, lengths, return_final_state, backend: as for `ops.legendre_memory.legendre_memory`.
+        rows, initial_state, backend: as for `ops.legendre_memory.legendre_memory`.
 
     Returns:
         y (B, L, D) in x's dtype, and the memory (B, q, D), float32 or wider, or None.
@@ -73,13 +72,12 @@ def implicit_attention(
     """
     check_tensor("x", x, (None, None, None), "B, L, D")
     check_tensor("weight", weight, (3, None, None), "3, q', q", beside=x)
-    rows, order = weight.shape[1:]
-    check_tensor("bias", bias, (3, rows), "3, q'", beside=x, optional=True)
-    check_tensor("collapse", collapse, (rows,), "q'", beside=x)
+    reduced, order = weight.shape[1:]
+    check_tensor("bias", bias, (3, reduced), "3, q'", beside=x, optional=True)
+    check_tensor("collapse", collapse, (reduced,), "q'", beside=x)
     check_tensor("collapse_bias", collapse_bias, (1,), "1", beside=x, optional=True)
     check_memory(order, theta, initial_state, x)
-    check_seq_idx(seq_idx, x.shape[0], x.shape[1])
-    check_lengths(lengths, x.shape[0], x.shape[1])
+    seq_idx, lengths = checked_rows(rows, x.shape[0], x.shape[1])
     if form not in FORMS:
         raise ValueError(f"form={form!r} must be one of {', '.join(map(repr, FORMS))}.")
     run = partial(
@@ -92,7 +90,7 @@ def implicit_attention(
         activation=activation,
         scale=scale,
         form=form,
-        return_final_state=return_final_state,
+        return_final_state=rows.return_final_state,
     )
     return run_by_document(run, x, initial_state, seq_idx, lengths)
 

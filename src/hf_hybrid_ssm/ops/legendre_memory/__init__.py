@@ -5,9 +5,10 @@ from functools import partial
 
 import torch
 
-from hf_hybrid_ssm.ops.core.checks import check_lengths, check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops.core.checks import check_tensor
 from hf_hybrid_ssm.ops.core.dispatch import Op
-from hf_hybrid_ssm.ops.core.rows import run_by_document
+from hf_hybrid_ssm.ops.core.packed_sequences import run_by_document
+from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows, checked_rows
 from hf_hybrid_ssm.ops.legendre_memory.constants import impulse_response, transition
 from hf_hybrid_ssm.ops.legendre_memory.reference import legendre_memory_reference
 from hf_hybrid_ssm.ops.legendre_memory.torch_backend import legendre_memory_torch
@@ -21,10 +22,8 @@ def legendre_memory(
     *,
     order: int,
     theta: float,
+    rows: Rows = PLAIN_ROWS,
     initial_state: torch.Tensor | None = None,
-    seq_idx: torch.Tensor | None = None,
-    lengths: torch.Tensor | None = None,
-    return_final_state: bool = False,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     r"""m_t = A m_{t-1} + B x_t for each channel (Voelker et al., 2019; zero-order hold), and y_t = W m_t.
@@ -36,11 +35,8 @@ def legendre_memory(
         weight: W (r, q), what to read from the memory; None for all of it.
         order: q, number of polynomials.
         theta: window, in tokens.
-        initial_state: (B, q, D) memory before the first token; of the row's first document.
-        seq_idx: (B, L) int, documents of a packed row; the memory is empty before each.
-        lengths: (B,) int, real tokens at the front of each row; outputs after them are meaningless but finite, and
-            the final state is the one after them.
-        return_final_state: also return the memory.
+        rows: how the rows are read; the memory is empty before each document.
+        initial_state: (B, q, D) memory before the first token.
         backend: force one implementation (see `hf_hybrid_ssm.ops.core.dispatch`).
 
     Returns:
@@ -52,12 +48,11 @@ def legendre_memory(
     check_tensor("x", x, (None, None, None), "B, L, D")
     check_tensor("weight", weight, (None, order), "r, q", optional=True)
     check_memory(order, theta, initial_state, x)
-    check_seq_idx(seq_idx, x.shape[0], x.shape[1])
-    check_lengths(lengths, x.shape[0], x.shape[1])
+    seq_idx, lengths = checked_rows(rows, x.shape[0], x.shape[1])
     implementation = _OP.select(x.device.type, x.dtype, backend)
     run = partial(implementation, weight=weight, order=order, theta=float(theta))
     y, final = run_by_document(run, x, initial_state, seq_idx, lengths)
-    return y, final if return_final_state else None
+    return y, final if rows.return_final_state else None
 
 
 def decode_memory(memory: torch.Tensor, delays: torch.Tensor, *, theta: float) -> torch.Tensor:

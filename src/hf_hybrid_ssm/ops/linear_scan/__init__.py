@@ -16,8 +16,10 @@ from typing import NamedTuple
 
 import torch
 
-from hf_hybrid_ssm.ops.core.checks import check_lengths, check_output_positions, check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops.core.checks import check_tensor
 from hf_hybrid_ssm.ops.core.dispatch import Op
+from hf_hybrid_ssm.ops.core.output_positions import check_output_positions
+from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows, checked_rows
 from hf_hybrid_ssm.ops.core.transforms import without_autocast
 from hf_hybrid_ssm.ops.linear_scan.channel_blocks import (
     BlockMatrices,
@@ -66,10 +68,8 @@ def lti_scan(
     system: ChannelSystem,
     *,
     skip: torch.Tensor | None = None,
+    rows: Rows = PLAIN_ROWS,
     initial_state: torch.Tensor | None = None,
-    seq_idx: torch.Tensor | None = None,
-    lengths: torch.Tensor | None = None,
-    return_final_state: bool = False,
     stride: int | None = None,
     positions: torch.Tensor | None = None,
     backend: str | None = None,
@@ -80,10 +80,8 @@ def lti_scan(
         u: (B, L, D), any floating dtype; computed in the dtype of `system.output` (float32 or float64).
         system: F filters on each of the D channels, N real state dimensions each.
         skip: (F, D), the D term; None leaves it out.
-        initial_state: (B, F, D, N) the state before the first token (zeros when None), of the row's first document.
-        seq_idx: (B, L) int, documents of a packed row; the state starts at zero where it changes.
-        lengths: (B,) int, number of real tokens at the front of each row.
-        return_final_state: also return the state after each row's last real token.
+        rows: how the rows are read; the state is zero where a document begins.
+        initial_state: (B, F, D, N) the state before the first token (zeros when None).
         stride: give y only at the tokens stride - 1, 2 stride - 1, ... (cheap when it is a multiple of the block).
         positions: (B, J) int64, give y only at these tokens of each row (0..L-1).
 
@@ -102,8 +100,7 @@ def lti_scan(
     check_tensor("initial_state", initial_state, shape, "B, F, D, N", beside=u, optional=True)
     check_tensor("skip", skip, (filters, channels), "F, D", beside=u, optional=True)
     check_tensor("system.output", system.output, (filters, channels, size), "F, D, N", beside=u)
-    check_seq_idx(seq_idx, batch, length)
-    check_lengths(lengths, batch, length)
+    seq_idx, lengths = checked_rows(rows, batch, length)
     check_output_positions(stride, positions, batch, length)
     dtype = system.output.dtype
     run = _OP.select(u.device.type, dtype, backend)
@@ -111,7 +108,7 @@ def lti_scan(
         return run(
             u, system.transition.value, system.vector, system.output,
             *(None if part is None else part.to(dtype) for part in (skip, initial_state)),
-            seq_idx, lengths, return_final_state, stride, positions,
+            seq_idx, lengths, rows.return_final_state, stride, positions,
             form=system.transition.form, blocks=system.blocks,
         )  # fmt: skip
 

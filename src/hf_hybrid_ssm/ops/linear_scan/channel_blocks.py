@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from hf_hybrid_ssm.ops.core.blocks import causal_toeplitz, document_before_block, document_blocks, power_of_two
-from hf_hybrid_ssm.ops.core.rows import take_outputs, zero_beyond
+from hf_hybrid_ssm.ops.core.output_positions import take_outputs
+from hf_hybrid_ssm.ops.core.padding import zero_beyond
+from hf_hybrid_ssm.ops.core.rows import Documents, Rows
 from hf_hybrid_ssm.ops.linear_scan.diagonal import diagonal_scan
 from hf_hybrid_ssm.ops.linear_scan.transition import Transition, power
 from hf_hybrid_ssm.ops.long_conv.fft import channels_first, channels_last
@@ -159,7 +161,8 @@ def _block_starts(
     else:
         numbers = (_numbers(part, system.power.form) for part in (inputs, first))
         x, start = (part.flatten(-3) for part in numbers)
-        h, _ = diagonal_scan(system.power.diagonal().flatten(), x, initial_state=start, seq_idx=ends)
+        rows = Rows(documents=None if ends is None else Documents(ends))
+        h, _ = diagonal_scan(system.power.diagonal().flatten(), x, rows=rows, initial_state=start)
         after = (torch.view_as_real(h) if h.is_complex() else h).reshape(inputs.shape)
     return torch.cat([initial_state.unsqueeze(1), after], dim=1).permute(2, 3, 0, 1, 4)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_hybrid_ssm.ops.core.custom_ops import differentiable_op
-from hf_hybrid_ssm.ops.core.rows import take_outputs
+from hf_hybrid_ssm.ops.core.output_positions import take_outputs
 from hf_hybrid_ssm.ops.linear_scan.channel_blocks import lti_scan_torch
 
 

@@ -2,8 +2,9 @@ r"""Diagonal recurrence whose states are themselves the result: h_t = a h_{t-1} 
 
 import torch
 
-from hf_hybrid_ssm.ops.core.checks import check_lengths, check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops.core.checks import check_tensor
 from hf_hybrid_ssm.ops.core.dispatch import Op
+from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows, checked_rows
 from hf_hybrid_ssm.ops.core.transforms import without_autocast
 from hf_hybrid_ssm.ops.linear_scan.reference import (
     aligned_diagonal_inputs,
@@ -30,10 +31,8 @@ def diagonal_scan(
     decay: torch.Tensor,
     x: torch.Tensor,
     *,
+    rows: Rows = PLAIN_ROWS,
     initial_state: torch.Tensor | None = None,
-    seq_idx: torch.Tensor | None = None,
-    lengths: torch.Tensor | None = None,
-    return_final_state: bool = False,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     r"""All states of a time-invariant diagonal recurrence, in memory linear in L.
@@ -44,10 +43,8 @@ def diagonal_scan(
         decay: (M,) a, of x's dtype, or twice as precise: its powers are then computed in that precision and rounded
             once. If an a near 1 were rounded to float32, the state would decay at a different rate.
         x: (B, L, M), real (float32, float64) or complex (complex64, complex128).
-        initial_state: (B, M) the state before the first token, of the row's first document (zeros when None).
-        seq_idx: (B, L) int, documents of a packed row; the state starts at zero where it changes.
-        lengths: (B,) int, number of real tokens at the front of each row; it moves only the final state.
-        return_final_state: also return the state after each row's last real token.
+        rows: how the rows are read; the state is zero where a document begins, and padding moves only the final state.
+        initial_state: (B, M) the state before the first token (zeros when None).
 
     Returns:
         h (B, L, M), and the final state (B, M) or None.
@@ -62,8 +59,7 @@ def diagonal_scan(
     is_wide = isinstance(decay, torch.Tensor) and decay.dtype == _WIDE.get(x.dtype)
     check_tensor("decay", decay, (size,), "M", like=x.new_empty(0, dtype=decay.dtype) if is_wide else x)
     check_tensor("initial_state", initial_state, (batch, size), "B, M", like=x, optional=True)
-    check_seq_idx(seq_idx, batch, length)
-    check_lengths(lengths, batch, length)
+    seq_idx, lengths = checked_rows(rows, batch, length)
     scan = _OP.select(x.device.type, _PARTS.get(x.dtype, x.dtype), backend)
     with without_autocast(x.device.type):
         h = x
@@ -71,7 +67,7 @@ def diagonal_scan(
             parts = (_real_parts(part) for part in (decay, x, initial_state))
             h = scan(*parts, seq_idx)  # type: ignore[call-arg]
             h = torch.view_as_complex(h) if x.is_complex() else h
-    if not return_final_state:
+    if not rows.return_final_state:
         return h, None
     if lengths is None and length:
         return h, h[:, -1]

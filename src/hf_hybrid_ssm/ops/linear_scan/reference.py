@@ -3,7 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid_ssm.ops.core.rows import take_outputs, zero_beyond
+from hf_hybrid_ssm.ops.core.output_positions import take_outputs
+from hf_hybrid_ssm.ops.core.padding import zero_beyond
 from hf_hybrid_ssm.ops.core.self_check import draw
 from hf_hybrid_ssm.ops.linear_scan.transition import Transition
 

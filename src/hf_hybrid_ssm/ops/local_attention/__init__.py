@@ -2,8 +2,9 @@
 
 import torch
 
-from hf_hybrid_ssm.ops.core.checks import check_lengths, check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops.core.checks import check_tensor
 from hf_hybrid_ssm.ops.core.dispatch import Op
+from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows, checked_rows
 from hf_hybrid_ssm.ops.local_attention.distance_range import (
     AttentionState,
     Window,
@@ -45,11 +46,8 @@ def local_attention(
     sink_logits: torch.Tensor | None = None,
     sink_values: torch.Tensor | None = None,
     dropout: float = 0.0,
+    rows: Rows = PLAIN_ROWS,
     initial_state: AttentionState | None = None,
-    seq_idx: torch.Tensor | None = None,
-    lengths: torch.Tensor | None = None,
-    return_final_state: bool = False,
-    capacity: int | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, AttentionState | None]:
     r"""y_i = Σ_j softmax_j( scale · q_i·k_j + bias(i - j) ) v_j over the keys with i - left ≤ j ≤ i + right.
@@ -72,14 +70,10 @@ def local_attention(
         sink_logits: (B, H, L), the logit of the sink for each token; -inf where it has none.
         sink_values: (H, V), or (G, V) for heads that share keys and values; 0 by default (a scalar sink).
         dropout: on the softmax.
+        rows: how the rows are read. The final state holds the keys that the window needs; with left = None all of
+            them, or as many as `rows.capacity`.
         initial_state: what an earlier call returned: its keys come before the row's first token, as part of the row's
             first document.
-        seq_idx: (B, L) int, documents of a packed row.
-        lengths: (B,) int, real tokens at the front of each row; outputs after them are meaningless but finite, and
-            the final state is the one after them.
-        return_final_state: also return what the next tokens need.
-        capacity: number of keys the final state holds, at least what the window needs (the default); with left = None
-            the default is to hold all.
         backend: force one implementation (see `hf_hybrid_ssm.ops.core.dispatch`).
 
     Returns:
@@ -95,8 +89,7 @@ def local_attention(
     check_tensor("v", v, (batch, k.shape[1], length, None), "B, G, L, V", like=q)
     if k.shape[1] == 0 or heads % k.shape[1]:
         raise ValueError(f"q must have a multiple of k's {k.shape[1]} heads, got {heads}.")
-    check_seq_idx(seq_idx, batch, length)
-    check_lengths(lengths, batch, length)
+    seq_idx, lengths = checked_rows(rows, batch, length)
     window = checked_window(window)
     _check_options(window, chunk_size, zero_kv_sink)
     check_sink(sink_logits, sink_values, q, v, zero_kv_sink)
@@ -113,11 +106,8 @@ def local_attention(
         raise ValueError(f"bias of two-sided attention must have an odd number of distances, got {bias.shape[1]}.")
     if bias is not None and bias_is_two_sided and not two_sided:  # chunks of one token leave nothing to look ahead at
         bias = bias[:, bias.shape[1] // 2 :]
-    if two_sided and (initial_state is not None or return_final_state):
+    if two_sided and (initial_state is not None or rows.return_final_state):
         raise ValueError(f"window={window} looks ahead: such attention has no state to start from or to return.")
-    if capacity is not None and left is not None and capacity < left:
-        raise ValueError(f"capacity={capacity} is too small: the window needs the last {left} keys.")
-    capacity = capacity if capacity is not None else left
     if initial_state is not None:
         initial_state = _check_state(initial_state, k, v, left)
     run = _OP.select(q.device.type, q.dtype, backend)
@@ -137,8 +127,9 @@ def local_attention(
         seq_idx=seq_idx,
         lengths=lengths,
     )
-    final = append_to_window(initial_state, k, v, capacity, seq_idx, lengths) if return_final_state else None
-    return y, final
+    if not rows.return_final_state:
+        return y, None
+    return y, append_to_window(initial_state, k, v, rows.capacity if left is None else left, rows)
 
 
 def empty_state(

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import torch
 
+from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows
+
 UNLIMITED = 2**40  # a limit of the window that no token reaches
 
 Window = tuple[int | None, int | None]
@@ -143,14 +145,14 @@ def append_to_window(
     keys: torch.Tensor,
     values: torch.Tensor,
     capacity: int | None,
-    seq_idx: torch.Tensor | None,
-    lengths: torch.Tensor | None,
+    rows: Rows = PLAIN_ROWS,
 ) -> AttentionState:
     """The state after these keys and values (B, G, L, ...): the last `capacity` of [state ; keys], or all if None.
 
     What `local_attention` returns as its final state, without the attention.
     """
     batch, _, length, _ = keys.shape
+    seq_idx, lengths = rows.seq_idx, rows.lengths
     held = 0 if state is None else state.keys.shape[2]
     capacity = held + length if capacity is None else capacity
     count = keys.new_full((batch,), length, dtype=torch.int64) if lengths is None else lengths.long()

@@ -14,8 +14,8 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hf_hybrid_ssm.ops.core.padding import zero_beyond
 from hf_hybrid_ssm.ops.core.precision import float32_precision
-from hf_hybrid_ssm.ops.core.rows import zero_beyond
 from hf_hybrid_ssm.ops.local_attention.distance_range import Window, distance_ranges, zero_key_logits
 from hf_hybrid_ssm.ops.local_attention.sink import beside_sink
 from hf_hybrid_ssm.ops.local_attention.torch_backend import is_causal_by_chunk, local_attention_torch

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_hybrid_ssm.ops.core.full_attention import attention
-from hf_hybrid_ssm.ops.core.rows import zero_beyond
+from hf_hybrid_ssm.ops.core.padding import zero_beyond
 from hf_hybrid_ssm.ops.local_attention.biased import biased_attention, can_use_cpu_flash_with_bias
 from hf_hybrid_ssm.ops.local_attention.distance_range import (
     DistanceRange,

@@ -2,9 +2,11 @@
 
 import torch
 
-from hf_hybrid_ssm.ops.core.checks import check_lengths, check_output_positions, check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops.core.checks import check_tensor
 from hf_hybrid_ssm.ops.core.dispatch import Op
-from hf_hybrid_ssm.ops.core.rows import last_inputs, take_outputs, zero_beyond
+from hf_hybrid_ssm.ops.core.output_positions import check_output_positions, take_outputs
+from hf_hybrid_ssm.ops.core.padding import last_inputs, zero_beyond
+from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows, checked_rows
 from hf_hybrid_ssm.ops.core.transforms import without_autocast
 from hf_hybrid_ssm.ops.long_conv.reference import aligned_self_check_inputs, long_conv_reference, self_check_inputs
 from hf_hybrid_ssm.ops.long_conv.torch_backend import long_conv_torch, sampled
@@ -24,10 +26,8 @@ def long_conv(
     *,
     future_kernel: torch.Tensor | None = None,
     skip: torch.Tensor | None = None,
+    rows: Rows = PLAIN_ROWS,
     initial_state: torch.Tensor | None = None,
-    seq_idx: torch.Tensor | None = None,
-    lengths: torch.Tensor | None = None,
-    return_final_state: bool = False,
     stride: int | None = None,
     positions: torch.Tensor | None = None,
     backend: str | None = None,
@@ -42,11 +42,9 @@ def long_conv(
             every channel has F filters and y is (B, L, F, D).
         future_kernel: like `kernel` with any number of taps, of lags -1, -2, ...: the two-sided form. None is causal.
         skip: (D,) or (F, D), the weight of the token itself; None leaves the term out.
+        rows: how the rows are read; padding is not read. The final state is the last K - 1 inputs of the row's last
+            document (causal only).
         initial_state: (B, K-1, D) the K - 1 inputs before this piece, oldest first (zeros: the start of a sequence).
-            They belong to the row's first document.
-        seq_idx: (B, L) int, documents of a packed row; no output depends on another document.
-        lengths: (B,) int, number of real tokens at the front of each row; the rest is not read.
-        return_final_state: also return the last K - 1 inputs of the row's last document (causal only).
         stride: give y only at the tokens stride - 1, 2 stride - 1, ...; causal ones are then contracted one by one.
         positions: (B, J) int64, give y only at these tokens of each row (0..L-1), likewise.
 
@@ -58,8 +56,7 @@ def long_conv(
         TypeError, ValueError: an argument of the wrong type, shape or range, named with what it must be.
     """
     batch, length, channels = _check(u, kernel, future_kernel)
-    check_seq_idx(seq_idx, batch, length)
-    check_lengths(lengths, batch, length)
+    seq_idx, lengths = checked_rows(rows, batch, length)
     check_output_positions(stride, positions, batch, length)
     dtype = torch.float64 if torch.float64 in (u.dtype, kernel.dtype) else torch.float32
     filters = _expand(kernel, channels).to(dtype)
@@ -69,8 +66,8 @@ def long_conv(
         skip = skip.to(dtype).view(-1, channels)
     past = kernel.shape[-1] - 1
     check_tensor("initial_state", initial_state, (batch, past, channels), "B, K-1, D", optional=True)
-    if future is not None and (initial_state is not None or return_final_state):
-        raise ValueError("initial_state and return_final_state need a causal convolution, got a future_kernel.")
+    if future is not None and (initial_state is not None or rows.return_final_state):
+        raise ValueError("initial_state and rows.return_final_state need a causal convolution, got a future_kernel.")
     run = _OP.select(u.device.type, u.dtype, backend)
     with without_autocast(u.device.type):
         x = zero_beyond(u, lengths)
@@ -81,7 +78,9 @@ def long_conv(
                 y = take_outputs(y.flatten(2), stride, positions).unflatten(-1, y.shape[2:])
         else:
             y = sampled(x.to(dtype), filters, skip, history, seq_idx, stride, positions)
-        final = last_inputs(x.to(dtype), past + 1, initial_state, seq_idx, lengths) if return_final_state else None
+        final = (
+            last_inputs(x.to(dtype), past + 1, initial_state, seq_idx, lengths) if rows.return_final_state else None
+        )
     return (y.squeeze(2) if kernel.dim() == 2 else y).to(u.dtype), final
 
 

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from hf_hybrid_ssm.ops.core.blocks import power_of_two, toeplitz
 from hf_hybrid_ssm.ops.core.checks import can_read_values
-from hf_hybrid_ssm.ops.core.rows import packed_sequences, take_outputs
+from hf_hybrid_ssm.ops.core.output_positions import take_outputs
+from hf_hybrid_ssm.ops.core.packed_sequences import packed_sequences
 from hf_hybrid_ssm.ops.long_conv.fft import fast_length, fft_conv
 from hf_hybrid_ssm.ops.long_conv.thresholds import DIRECT
 

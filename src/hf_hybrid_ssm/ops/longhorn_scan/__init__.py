@@ -2,10 +2,11 @@
 
 import torch
 
-from hf_hybrid_ssm.ops.core.checks import check_lengths, check_overwritten, check_seq_idx, check_tensor
+from hf_hybrid_ssm.ops.core.checks import check_overwritten, check_tensor
 from hf_hybrid_ssm.ops.core.dispatch import Op
+from hf_hybrid_ssm.ops.core.padding import extend_last_document
 from hf_hybrid_ssm.ops.core.pages import check_pages, on_pages
-from hf_hybrid_ssm.ops.core.rows import extend_last_document
+from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows, checked_rows
 from hf_hybrid_ssm.ops.longhorn_scan.reference import (
     aligned_self_check_inputs,
     aligned_step_self_check_inputs,
@@ -47,10 +48,8 @@ def longhorn_scan(
     beta_bias: torch.Tensor | None = None,
     D: torch.Tensor | None = None,
     z: torch.Tensor | None = None,
+    rows: Rows = PLAIN_ROWS,
     initial_state: torch.Tensor | None = None,
-    seq_idx: torch.Tensor | None = None,
-    lengths: torch.Tensor | None = None,
-    return_final_state: bool = False,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     r"""Each channel keeps a linear predictor h of its value from the key and refits it at every token:
@@ -70,12 +69,8 @@ def longhorn_scan(
         beta_bias: (D,), added to the logit in float32.
         D: skip weight (D,).
         z: output gate (B, L, D).
+        rows: how the rows are read; the state is zero where a document begins.
         initial_state: (B, D, N), the state before the first token; zero by default.
-        seq_idx: (B, L) int, the document of each token; the state is zero where a document begins, `initial_state`
-            belongs to the document of the row's first token.
-        lengths: (B,) int, real tokens at the front of each row; what follows is padding: its outputs are meaningless
-            and it does not change the state.
-        return_final_state: also return the state after the last real token.
         backend: force one implementation (see `hf_hybrid_ssm.ops.core.dispatch`).
 
     Returns:
@@ -91,18 +86,17 @@ def longhorn_scan(
     shape = (x.shape[0], x.shape[2], k.shape[-1])
     check_tensor("initial_state", initial_state, shape, "B, D, N", beside=x, optional=True)
     batch, length, channels = x.shape
-    check_seq_idx(seq_idx, batch, length)
-    check_lengths(lengths, batch, length)
+    seq_idx, lengths = checked_rows(rows, batch, length)
     if length == 0:
         state = x.new_zeros(batch, channels, k.shape[-1], dtype=torch.promote_types(x.dtype, torch.float32))
         state = state if initial_state is None else initial_state.to(state.dtype)
-        return torch.zeros_like(x), state if return_final_state else None
+        return torch.zeros_like(x), state if rows.return_final_state else None
     if seq_idx is not None and lengths is not None:
         seq_idx = extend_last_document(seq_idx, lengths)
     run = _OP.select(x.device.type, x.dtype, backend)
     options = {"beta_bias": beta_bias, "D": D, "z": z, "initial_state": initial_state}
     y, final_state = run(x, beta_logit, k, q, **options, seq_idx=seq_idx, lengths=lengths)
-    return y, final_state if return_final_state else None
+    return y, final_state if rows.return_final_state else None
 
 
 def longhorn_step(

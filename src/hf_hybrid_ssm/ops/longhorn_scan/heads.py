@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from hf_hybrid_ssm.ops.core.padding import zero_beyond
 from hf_hybrid_ssm.ops.core.pages import on_rows
-from hf_hybrid_ssm.ops.core.rows import zero_beyond
 
 
 def over_heads(scan: Callable) -> Callable:

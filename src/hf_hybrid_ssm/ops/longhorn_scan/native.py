@@ -16,8 +16,8 @@ from hf_hybrid_ssm.ops.core.native_library import (
     supports,
     with_dense_rows,
 )
+from hf_hybrid_ssm.ops.core.padding import zero_beyond
 from hf_hybrid_ssm.ops.core.pages import REFUSES, on_rows
-from hf_hybrid_ssm.ops.core.rows import zero_beyond
 from hf_hybrid_ssm.ops.longhorn_scan.flops import scan_flops
 from hf_hybrid_ssm.ops.longhorn_scan.heads import over_heads, step_over_heads
 

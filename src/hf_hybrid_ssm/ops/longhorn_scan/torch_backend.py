@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_hybrid_ssm.ops.core.custom_ops import differentiable_op
-from hf_hybrid_ssm.ops.core.rows import zero_beyond
+from hf_hybrid_ssm.ops.core.padding import zero_beyond
 from hf_hybrid_ssm.ops.longhorn_scan.flops import scan_flops
 from hf_hybrid_ssm.ops.longhorn_scan.heads import over_heads, step_over_heads
 

@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from hf_hybrid_ssm.ops.core.rows import zero_beyond
+from hf_hybrid_ssm.ops.core.padding import zero_beyond
 from hf_hybrid_ssm.ops.core.second_derivatives import register_refusal
 from hf_hybrid_ssm.ops.core.triton_helpers import (
     contiguous,
