@@ -12,12 +12,12 @@ from transformers import DynamicCache
 from hf_hybrid_ssm import BstConfig, BstForCausalLM
 from hf_hybrid_ssm.layers.mixers.registry import build_mixer
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
+from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS
 from tests.models.invariances import random_ids
 from tests.models.test_bst import KINDS, RECURRENT, TINY, build
 
 WINDOW = TINY["sliding_window"]
 LENGTH = 3 * WINDOW + 5  # crosses three boundaries, ends inside a block
-ROWS = {"seq_idx": None, "lengths": None, "return_final_state": False}
 REMEMBERING = {"retrieval_k": 2, "retrieval_memory": 7, "retrieval_stride": 2}
 FIELDS = {
     "block_recurrent": RECURRENT,
@@ -206,7 +206,7 @@ def test_retrieval_equals_a_softmax_over_the_best_old_states():
     attention.context.register_forward_hook(
         lambda module, arguments, output: seen.update(keys=output[0], values=output[1])
     )
-    found, _ = attention._attend_context(x, x, {}, ROWS, None)
+    found, _ = attention._attend_context(x, x, {}, PLAIN_ROWS)
     queries = attention._context_queries(x)[0]
     keys, values = (seen[name][0].flatten(0, 1) for name in ("keys", "values"))  # token by token
     for t in range(LENGTH):
@@ -227,7 +227,7 @@ def test_no_gradient_through_the_memory():
     x = torch.randn(1, 2 * WINDOW, 16, dtype=torch.float64, requires_grad=True)
     values = {}
     attention.context.register_forward_hook(lambda module, arguments, output: values.update(v=output[1]))
-    found, _ = attention._attend_context(x, x, {}, ROWS, None)
+    found, _ = attention._attend_context(x, x, {}, PLAIN_ROWS)
     (gradient,) = torch.autograd.grad(found[0, WINDOW:].sum(), values["v"])
     assert gradient[0, 0].abs().sum() == 0 and gradient[0, 1].abs().sum() > 0
 

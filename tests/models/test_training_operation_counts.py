@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_hybrid_ssm.layers.mixers.registry import build_mixer
 from hf_hybrid_ssm.ops.core.native_library import missing_compiler
+from hf_hybrid_ssm.ops.core.rows import Rows
 from tests.counting import count_operations
 from tests.tiny_models import TOKENS, VARIANTS
 
@@ -40,9 +41,10 @@ def of_a_mixer(name: str, length: int, packed: bool, **options) -> int:
     mixer = build_mixer(name, 8, **options)
     u = torch.randn(2, length, 8, requires_grad=True)
     seq_idx = (torch.arange(length) // (length // 2)).expand(2, -1) if packed else None
+    rows = Rows.of(seq_idx=seq_idx)
 
     def step() -> None:
-        mixer(u, seq_idx=seq_idx)[0].sum().backward()
+        mixer(u, rows=rows)[0].sum().backward()
 
     step()  # what is made once for frozen parameters
     return count_operations(step).total()
