@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_hybrid_ssm.ops.core.checks import can_read_values
 from hf_hybrid_ssm.ops.core.transforms import without_autocast
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
@@ -45,7 +46,8 @@ class AttentionSink(nn.Module):
         rotation: Rotation | None = None,
         bias: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor | None]:
-        """`sink_logits` (B, H, L), in float32 or wider, and `sink_values` of `ops.local_attention`.
+        """`sink_logits` (B, H, L), in float32 or wider, and `sink_values` of `ops.local_attention`; both None in
+        decoding while no token's window has left its first token.
 
         Args:
             queries: (B, L, H, e), normalised as the layer does, but not rotated.
@@ -62,18 +64,29 @@ class AttentionSink(nn.Module):
         dtype = torch.promote_types(queries.dtype, torch.float32)
         if self.kind == "scalar":
             return {"sink_logits": self.logits.to(dtype)[:, None].expand(queries.shape[0], -1, queries.shape[1])}
-        key = self.key.to(dtype)
-        if is_rotary:
-            if rotation is None:
-                raise ValueError("sink_rotation=None, but a constant sink is rotated: give cosines and sines.")
-            half = key.shape[1] // 2  # (R q)·k = q·(R⁻¹ k)
-            key = key * rotation[0] + torch.cat([key[:, half:], -key[:, :half]], 1) * rotation[1]
-        with without_autocast(queries.device.type):
-            by_head = queries.to(dtype).unflatten(2, (key.shape[0], -1))
-            logits = torch.einsum("blgre,ge->blgr", by_head, key).flatten(2) * scale
+        if is_rotary and rotation is None:
+            raise ValueError("sink_rotation=None, but a constant sink is rotated: give cosines and sines.")
+        is_token = queries.shape[1] == 1 and not torch.is_grad_enabled() and can_read_values(rank)
+        without = [tokens <= left for (tokens,) in rank.tolist()] if is_token else [True, False]
+        if all(without):
+            return {"sink_logits": None, "sink_values": None}
+        logits = self._logits(queries.to(dtype), self.key.to(dtype), scale, rotation if is_rotary else None)
         logits = logits if bias is None else logits + bias
-        logits = logits.masked_fill((rank <= left).unsqueeze(2), float("-inf"))
+        if any(without):
+            logits = logits.masked_fill((rank <= left).unsqueeze(2), float("-inf"))
         return {"sink_logits": logits.transpose(1, 2), "sink_values": self.value}
+
+    @staticmethod
+    def _logits(queries: torch.Tensor, key: torch.Tensor, scale: float, rotation: Rotation | None) -> torch.Tensor:
+        """scale · (R_W q) · k̄ of queries (B, L, H, e), (B, L, H)."""
+        if rotation is not None:
+            half = key.shape[1] // 2  # (R q)·k = q·(R⁻¹ k)
+            key = torch.addcmul(key * rotation[0], torch.cat([key[:, half:], -key[:, :half]], 1), rotation[1])
+        with without_autocast(queries.device.type):
+            by_head = queries.unflatten(2, (key.shape[0], -1))
+            if queries.shape[1] == 1:  # a plain product repeats the keys for every token, and is called sooner
+                return (by_head @ key.unsqueeze(2)).flatten(2) * scale
+            return torch.einsum("blgre,ge->blgr", by_head, key).flatten(2) * scale
 
     def optimizer_options(self, name: str) -> dict[str, Any]:
         """A sink is not decayed (see `hf_hybrid_ssm.training.optim`)."""
@@ -86,4 +99,5 @@ def sink_of_token(
     """`AttentionSink.forward` of one token, query (B, 1, H, e) after seen (B,) tokens of its document: options of
     `ops.local_attention.attention_step`. A function, since what PEFT wraps around the sink has its `forward` alone."""
     found = sink(query, seen.unsqueeze(1), **options)
-    return found | {"sink_logits": found["sink_logits"].squeeze(2)}
+    logits = found["sink_logits"]
+    return found if logits is None else found | {"sink_logits": logits.squeeze(2)}
