@@ -60,5 +60,4 @@ def test_a_rate_changes_what_training_computes(variant, class_name, field):
 @pytest.mark.parametrize("model_type", sorted({model_type for model_type, _ in EVERY.values()}))
 def test_every_rate_is_tested(model_type):
     tested = {field for variant, _, field in RATES if EVERY.get(variant, ("longhorn",))[0] == model_type}
-    # an encoder-decoder has no adaptive softmax
-    assert tested == set(rates_of(model_type)) - ({"adaptive_dropout"} if "seq2seq" in model_type else set())
+    assert tested == set(rates_of(model_type))

@@ -225,6 +225,20 @@ PAPER = {"decoder_attention_type": "window", "decoder_ssm_layers": [0]}
 PAPER |= {"decoder_position_embedding_type": "relative"}
 
 
+def test_a_decoder_as_the_paper_says_has_no_longest_target():
+    """No position embedding of fixed length, a state-space model at the bottom, and a cache that does not grow."""
+    model = seq2seq(**PAPER, max_target_positions=8)
+    source, target = inv.random_ids(model, 1, 9, 0), inv.random_ids(model, 1, 40, 1)
+    sizes = []
+    for length in (20, 40):
+        past = model(source, decoder_input_ids=target[:, :length], use_cache=True).past_key_values
+        states = [layer.states for layer in past.self_attention_cache.layers]
+        sizes.append([{name: state.shape for name, state in own.items()} for own in states])
+    assert sizes[0] == sizes[1] and ["ssm_0" in own for own in sizes[0]] == [True, False]
+    with pytest.raises(ValueError, match="max_target_positions"):
+        seq2seq(max_target_positions=8)(source, decoder_input_ids=target)
+
+
 @pytest.mark.parametrize("fields", [{}, PAPER, {"norm_position": "pre"}])
 def test_encoder_decoder_invariances(fields):
     """Cached = uncached, padded source and target = alone, whatever the profile."""
@@ -531,7 +545,7 @@ def test_auto_classes(tmp_path):
         (SpadeConfig, {"adaptive_cutoffs": [20], "tie_word_embeddings": False}, "tie_word_embeddings"),
         (SpadeSeq2SeqConfig, {"decoder_ssm_layers": [9], "num_decoder_layers": 2}, "decoder_ssm_layers"),
         (SpadeSeq2SeqConfig, {"decoder_attention_type": "none"}, "decoder_attention_type"),
-        (SpadeSeq2SeqConfig, {"adaptive_cutoffs": [20, 40]}, "belong to SpadeConfig"),
+        (SpadeSeq2SeqConfig, {"adaptive_cutoffs": [20, 40]}, r"adaptive_cutoffs=\[20, 40\] is no longer an option"),
     ],
 )
 def test_bad_configurations(config_class, fields, message):

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, EncoderDecoderCache, StaticCache
 
 from hf_hybrid_ssm.cli import main
+from hf_hybrid_ssm.models.removed_fields import REMOVED
 from hf_hybrid_ssm.ops.core.dispatch import backend
 from hf_hybrid_ssm.planning.measurement import cache_bytes
 from hf_hybrid_ssm.serving import context as contexts
@@ -340,6 +341,19 @@ def test_no_bit_of_the_header_can_change(book):
         book.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         with pytest.raises(ValueError, match=r"context|header|damaged|complete"):
             load_context(book, model)
+
+
+@pytest.mark.parametrize("variant", SOME)
+def test_a_context_from_before_fields_were_removed(variant, path):
+    model = language_model(variant)
+    fields = REMOVED.get(model.config.model_type, {})
+    saved(read(model, random_ids(model, 1, 9)), path, model)
+    rewritten(path, lambda header, _: header["configuration"].update(fields))
+    assert load_context(path, model).num_tokens == 9
+    for name in fields:
+        rewritten(path, lambda header, _, name=name: header["configuration"].update(fields | {name: "other"}))
+        with pytest.raises(ValueError, match=f"{path} was read with {name}='other' is no longer an option"):
+            load_context(path, model)
 
 
 def test_what_cannot_be_saved(path, book):

@@ -20,7 +20,19 @@ REMOVED: dict[str, dict[str, Any]] = {
     },
     "longhorn": {"use_scan_norm": False},
     "spade": _SPADE,
-    "spade_seq2seq": {**_SPADE, "decoder_attention_bias": False},
+    "spade_seq2seq": {
+        **_SPADE,
+        "decoder_attention_bias": False,
+        # those of a model of one stack, which no encoder-decoder could have
+        "adaptive_cutoffs": None,
+        "adaptive_factor": 4,
+        "adaptive_dropout": 0.2,
+        "causal_classifier": None,
+        "paired_input": False,
+        "pixel_input": False,
+        "pixel_mean": 0.5,
+        "pixel_std": 0.5,
+    },
 }
 
 

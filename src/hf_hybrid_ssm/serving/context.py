@@ -25,6 +25,7 @@ from hf_hybrid_ssm.hub.writing import whole_file
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer, prepare_cache, tokens_and_packing_state
 from hf_hybrid_ssm.models.cache_names import by_both_cache_names
 from hf_hybrid_ssm.models.packing import PackedRows, States
+from hf_hybrid_ssm.models.removed_fields import without_removed_fields
 from hf_hybrid_ssm.serving.context_checks import OF_TEXT, check_header, check_tensors
 from hf_hybrid_ssm.serving.fingerprint import architecture, weights_fingerprint
 from hf_hybrid_ssm.serving.state_layout import growing_layers
@@ -217,7 +218,10 @@ def _check_identity(path: Path, header: dict[str, Any], model: Any) -> None:
         raise ValueError(
             f"{path} was read by a model of the family {header['family']!r}, this one is {config.model_type!r}."
         )
-    then, now = header["configuration"], architecture(config)
+    try:
+        then, now = without_removed_fields(config.model_type, header["configuration"]), architecture(config)
+    except ValueError as error:
+        raise ValueError(f"{path} was read with {error}") from error
     for name in sorted(then.keys() | now.keys()):
         if then.get(name) != now.get(name):
             raise ValueError(f"{path} was read with {name}={then.get(name)}, this model has {name}={now.get(name)}.")

@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0: see LICENSE, or http://www.apache.org/licenses/LICENSE-2.0
 """SPADE configurations: a stack (language model or encoder), and the encoder-decoder."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -59,8 +60,118 @@ _FSDP_PLAN = {"embed_tokens": "free_full_weight"}
 _FSDP_PLAN |= {f"{stack}.*": "free_full_weight" for stack in ("layers", "encoder.layers", "decoder.layers")}
 
 
+@dataclasses.dataclass(init=False, repr=False, eq=False, kw_only=True)
+class SpadeStackConfig(SsmConfigMixin):
+    """What every stack of SPADE has: the fields that [`SpadeConfig`] and [`SpadeSeq2SeqConfig`] share."""
+
+    model_type = "spade"  # what is made of one stack takes an encoder-decoder's configuration too
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
+    base_model_tp_plan: ClassVar[dict[str, str]] = _stack_tp_plan("layers", "encoder.layers")
+    base_model_fsdp_plan: ClassVar[dict[str, str]] = _FSDP_PLAN
+    # what only a model of one stack has, as a field (`SpadeConfig`)
+    adaptive_cutoffs: ClassVar[list[int] | None] = None
+    causal_classifier: ClassVar[bool | None] = None
+    paired_input: ClassVar[bool] = False
+    pixel_input: ClassVar[bool] = False
+
+    derived: ClassVar[dict[str, Callable[[Any], Any]]] = {
+        "ssm_state_size": default_state_size,
+        "ssm_trainable": lambda config: "none" if config.ssm_type in ("s4", "s4d") else "all",
+        "final_norm": lambda config: config.norm_position == "pre",
+        "embedding_norm": lambda config: config.norm_position == "post",
+        "pooling": lambda config: "last" if config.causal_classifier else "first",
+        "classifier_hidden_size": lambda config: config.hidden_size,
+        "classifier_dropout": lambda config: config.dropout,
+    }
+
+    vocab_size: int = 32128
+    hidden_size: int = 1024
+    intermediate_size: int = 4096
+    num_hidden_layers: int = 16
+    num_attention_heads: int = 8
+    attention_type: str = "window"
+    sliding_window: int = 512
+    chunk_size: int = 512
+    ssm_layers: list[int] | tuple[int, ...] = (0,)
+    ssm_type: str = "s4"
+    ssm_trainable: str | None = None
+    ssm_stop_gradient: bool = False
+    ssm_merge: str = "concat"
+    ssm_merge_weight: float = 0.5
+    relative_attention_num_buckets: int = 32
+    relative_attention_max_distance: int = 128
+    relative_bias_scope: str = "shared"
+    norm_position: str = "pre"
+    norm_type: str = "layernorm"
+    final_norm: bool | None = None
+    embedding_norm: bool | None = None
+    layer_norm_epsilon: float = 1e-5
+    hidden_act: str = "relu"
+    dropout: float | int = 0.1
+    attention_dropout: float | int = 0.1
+    activation_dropout: float | int = 0.0
+    embedding_dropout: float | int = 0.1
+    scale_embedding: bool = False
+    pooling: str | None = None
+    classifier_hidden_size: int | None = None
+    classifier_activation: str = "tanh"
+    classifier_dropout: float | int | None = None
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = True
+    use_cache: bool = True
+    use_linear_cross_entropy: bool = False
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = 1
+
+    def __post_init__(self, **kwargs):
+        self.ssm_layers = list(self.ssm_layers)
+        super().__post_init__(**kwargs)
+
+    @property
+    def layer_types(self) -> list[str]:
+        """The kind of cache layer each layer needs."""
+        return [STATE_LAYER_TYPE] * self.num_hidden_layers
+
+    @property
+    def head_dim(self) -> int:
+        """Size of an attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+    def validate_architecture(self):
+        """Sizes that fit together, names that exist."""
+        self.check_positive(
+            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "sliding_window", "chunk_size", "relative_attention_max_distance", "layer_norm_epsilon",
+            "classifier_hidden_size",
+        )  # fmt: skip
+        self.check_not_negative("initializer_range", "ssm_merge_weight")
+        self.check_dropout(
+            "dropout", "attention_dropout", "activation_dropout", "embedding_dropout", "classifier_dropout"
+        )
+        self.check_activation("hidden_act", "classifier_activation")
+        self.check_choice("attention_type", ATTENTION_TYPES)
+        choices = self.check_ssm().trainable_choices
+        if self.ssm_trainable not in choices:
+            known = f"{', '.join(map(repr, choices))}, the choices of ssm_type={self.ssm_type!r}"
+            raise ValueError(f"ssm_trainable={self.ssm_trainable!r} is not one of {known}.")
+        self.check_choice("ssm_merge", ("concat", "add", "stack"))
+        self.check_choice("relative_bias_scope", ("shared", "per_layer", "none"))
+        self.check_choice("norm_position", ("pre", "post"))
+        self.check_choice("norm_type", ("layernorm", "scalenorm", "batchnorm"))
+        self.check_choice("pooling", ("first", "last", "mean"))
+        self.check_multiple("hidden_size", "num_attention_heads")
+        self.check_relative_bias(two_sided=True)  # an encoder may read the same configuration
+        self._check_layers("ssm_layers", self.num_hidden_layers)
+
+    def _check_layers(self, name: str, count: int) -> None:
+        layers = list(getattr(self, name))
+        if len(set(layers)) != len(layers) or any(layer < 0 or layer >= count for layer in layers):
+            raise ValueError(f"{name}={layers} must be distinct layers from 0 to {count - 1}.")
+
+
 @strict
-class SpadeConfig(SsmConfigMixin, PreTrainedConfig):
+class SpadeConfig(SpadeStackConfig, PreTrainedConfig):
     r"""
     Configuration of one SPADE stack (arXiv 2212.08136): a causal language model, or a bidirectional encoder with a
     classifier. The defaults are the paper's language model, with one embedding table for all tokens.
@@ -134,10 +245,6 @@ class SpadeConfig(SsmConfigMixin, PreTrainedConfig):
     ```
     """
 
-    model_type = "spade"
-    keys_to_ignore_at_inference = ["cache", "past_key_values"]
-    base_model_tp_plan: ClassVar[dict[str, str]] = _stack_tp_plan("layers", "encoder.layers")
-    base_model_fsdp_plan: ClassVar[dict[str, str]] = _FSDP_PLAN
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "spade-lm-wt103": {
             "vocab_size": 267744,
@@ -155,112 +262,23 @@ class SpadeConfig(SsmConfigMixin, PreTrainedConfig):
         **_lra_presets(),
     }
 
-    derived: ClassVar[dict[str, Callable[[Any], Any]]] = {
-        "ssm_state_size": default_state_size,
-        "ssm_trainable": lambda config: "none" if config.ssm_type in ("s4", "s4d") else "all",
-        "final_norm": lambda config: config.norm_position == "pre",
-        "embedding_norm": lambda config: config.norm_position == "post",
-        "pooling": lambda config: "last" if config.causal_classifier else "first",
-        "classifier_hidden_size": lambda config: config.hidden_size,
-        "classifier_dropout": lambda config: config.dropout,
-    }
-
-    vocab_size: int = 32128
-    hidden_size: int = 1024
-    intermediate_size: int = 4096
-    num_hidden_layers: int = 16
-    num_attention_heads: int = 8
-    attention_type: str = "window"
-    sliding_window: int = 512
-    chunk_size: int = 512
-    ssm_layers: list[int] | tuple[int, ...] = (0,)
-    ssm_type: str = "s4"
-    ssm_trainable: str | None = None
-    ssm_stop_gradient: bool = False
-    ssm_merge: str = "concat"
-    ssm_merge_weight: float = 0.5
-    relative_attention_num_buckets: int = 32
-    relative_attention_max_distance: int = 128
-    relative_bias_scope: str = "shared"
-    norm_position: str = "pre"
-    norm_type: str = "layernorm"
-    final_norm: bool | None = None
-    embedding_norm: bool | None = None
-    layer_norm_epsilon: float = 1e-5
-    hidden_act: str = "relu"
-    dropout: float | int = 0.1
-    attention_dropout: float | int = 0.1
-    activation_dropout: float | int = 0.0
-    embedding_dropout: float | int = 0.1
-    scale_embedding: bool = False
-    adaptive_cutoffs: list[int] | None = None
+    adaptive_cutoffs: list[int] | None = None  # type: ignore[misc]
     adaptive_factor: int = 4
     adaptive_dropout: float | int = 0.2
-    causal_classifier: bool | None = None
-    pooling: str | None = None
-    classifier_hidden_size: int | None = None
-    classifier_activation: str = "tanh"
-    classifier_dropout: float | int | None = None
-    paired_input: bool = False
-    pixel_input: bool = False
+    causal_classifier: bool | None = None  # type: ignore[misc]
+    paired_input: bool = False  # type: ignore[misc]
+    pixel_input: bool = False  # type: ignore[misc]
     pixel_mean: float = 0.5
     pixel_std: float = 0.5
-    initializer_range: float = 0.02
-    tie_word_embeddings: bool = True
-    use_cache: bool = True
-    use_linear_cross_entropy: bool = False
-    pad_token_id: int | None = 0
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = 1
-
-    def __post_init__(self, **kwargs):
-        self.ssm_layers = list(self.ssm_layers)
-        super().__post_init__(**kwargs)
-
-    @property
-    def layer_types(self) -> list[str]:
-        """The kind of cache layer each layer needs."""
-        return [STATE_LAYER_TYPE] * self.num_hidden_layers
-
-    @property
-    def head_dim(self) -> int:
-        """Size of an attention head."""
-        return self.hidden_size // self.num_attention_heads
 
     def validate_architecture(self):
-        """Sizes that fit together, names that exist."""
-        self.check_positive(
-            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-            "sliding_window", "chunk_size", "relative_attention_max_distance", "layer_norm_epsilon",
-            "adaptive_factor", "classifier_hidden_size", "pixel_std",
-        )  # fmt: skip
-        self.check_not_negative("initializer_range", "ssm_merge_weight")
-        self.check_dropout(
-            "dropout", "attention_dropout", "activation_dropout", "embedding_dropout", "adaptive_dropout",
-            "classifier_dropout",
-        )  # fmt: skip
-        self.check_activation("hidden_act", "classifier_activation")
-        self.check_choice("attention_type", ATTENTION_TYPES)
-        choices = self.check_ssm().trainable_choices
-        if self.ssm_trainable not in choices:
-            known = f"{', '.join(map(repr, choices))}, the choices of ssm_type={self.ssm_type!r}"
-            raise ValueError(f"ssm_trainable={self.ssm_trainable!r} is not one of {known}.")
-        self.check_choice("ssm_merge", ("concat", "add", "stack"))
-        self.check_choice("relative_bias_scope", ("shared", "per_layer", "none"))
-        self.check_choice("norm_position", ("pre", "post"))
-        self.check_choice("norm_type", ("layernorm", "scalenorm", "batchnorm"))
-        self.check_choice("pooling", ("first", "last", "mean"))
+        """As of any stack; the vocabulary's bands, pixels and what a classifier reads."""
+        self.check_positive("adaptive_factor", "pixel_std")
+        self.check_dropout("adaptive_dropout")
+        super().validate_architecture()
         if self.causal_classifier and self.pooling == "first":
             raise ValueError("pooling='first' with causal_classifier=True would read a token that has seen no other.")
-        self.check_multiple("hidden_size", "num_attention_heads")
-        self.check_relative_bias(two_sided=True)  # an encoder may read the same configuration
-        self._check_layers("ssm_layers", self.num_hidden_layers)
         self._check_cutoffs()
-
-    def _check_layers(self, name: str, count: int) -> None:
-        layers = list(getattr(self, name))
-        if len(set(layers)) != len(layers) or any(layer < 0 or layer >= count for layer in layers):
-            raise ValueError(f"{name}={layers} must be distinct layers from 0 to {count - 1}.")
 
     def _check_cutoffs(self) -> None:
         cutoffs = self.adaptive_cutoffs
@@ -278,7 +296,7 @@ class SpadeConfig(SsmConfigMixin, PreTrainedConfig):
 
 
 @strict
-class SpadeSeq2SeqConfig(SpadeConfig):
+class SpadeSeq2SeqConfig(SpadeStackConfig, PreTrainedConfig):
     r"""
     Configuration of a T5-like SPADE encoder-decoder. The defaults are SPADE base as its released code builds and
     trains it: post layer norm, a frozen bidirectional S4 in the encoder's bottom layer, through which no gradient goes
@@ -296,7 +314,8 @@ class SpadeSeq2SeqConfig(SpadeConfig):
         max_target_positions (`int`, *optional*, defaults to 1024): Learned positions.
         decoder_start_token_id (`int`, *optional*, defaults to 0): The token every target starts with.
 
-    All other arguments are those of [`SpadeConfig`], which the encoder uses in the same way.
+    All other arguments are those of [`SpadeConfig`], which the encoder uses in the same way, without those of adaptive
+    vocabularies, of causal classifiers, of pairs of texts and of pixels.
     """
 
     model_type = "spade_seq2seq"
@@ -337,10 +356,6 @@ class SpadeSeq2SeqConfig(SpadeConfig):
 
     def validate_architecture(self):
         """Sizes that fit together, names that exist."""
-        if self.adaptive_cutoffs is not None or self.pixel_input or self.paired_input:
-            raise ValueError(
-                "adaptive_cutoffs, pixel_input and paired_input belong to SpadeConfig, not to an encoder-decoder."
-            )
         if not self.is_encoder_decoder:
             raise ValueError(
                 "is_encoder_decoder=False contradicts SpadeSeq2SeqConfig; SpadeConfig is without a decoder."
@@ -349,8 +364,6 @@ class SpadeSeq2SeqConfig(SpadeConfig):
             raise ValueError(
                 f"decoder_start_token_id={self.decoder_start_token_id} must lie below vocab_size={self.vocab_size}."
             )
-        if self.causal_classifier:
-            raise ValueError("causal_classifier=True belongs to SpadeConfig: classifiers read this model's encoder.")
         super().validate_architecture()
         self.check_positive("num_decoder_layers", "max_target_positions")
         self.check_choice("decoder_attention_type", ATTENTION_TYPES)
@@ -363,7 +376,9 @@ class SpadeSeq2SeqConfig(SpadeConfig):
 
     def decoder_config(self) -> SpadeConfig:
         """The decoder's stack as a configuration of its own."""
-        fields = {name: getattr(self, name) for name in SpadeConfig.__dataclass_fields__ if hasattr(self, name)}
+        own = {field.name for field in dataclasses.fields(self)}
+        names = (field.name for field in dataclasses.fields(SpadeConfig) if field.name in own)
+        fields = {name: getattr(self, name) for name in names}
         relative = self.decoder_position_embedding_type == "relative"
         stack = SpadeConfig(
             **fields
@@ -376,6 +391,7 @@ class SpadeSeq2SeqConfig(SpadeConfig):
                 "is_encoder_decoder": False,
             }
         )
+        stack.base_model_pp_plan = None  # type: ignore[misc]  # the whole model has none
         stack._attn_implementation = self._attn_implementation  # transformers keeps it apart from the fields
         return stack
 
