@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from hf_hybrid_ssm import BstConfig, BstForCausalLM, BstForSequenceClassification
+from hf_hybrid_ssm.layers.mixers.hippo import legs_dplr_basis
 from hf_hybrid_ssm.models.rotary import with_sink_rotation
 from tests.memory import in_own_memory
 from tests.models import invariances as inv
@@ -453,3 +454,39 @@ def test_recurrent_layers_on_meta():
         ids = torch.zeros(2, 20, dtype=torch.long)
     model(ids, labels=ids).loss.backward()
     assert model(ids, use_cache=True).logits.shape == (2, 20, 32)
+
+
+# -- options that papers have and nothing here sets -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("discretization", ["zoh", "bilinear"])
+@pytest.mark.parametrize("init", ["legs", "inv", "lin"])
+def test_filters_start_and_are_discretised_as_s4d_says(init, discretization):
+    """S4D-Lin: -1/2 + i pi n. S4D-Inv: -1/2 + i N / pi (N / (2 n + 1) - 1). S4D-LegS: HiPPO's normal part."""
+    size = 8
+    model = build(ssm_init=init, ssm_discretization=discretization, ssm_state_size=size)
+    ssm = model.model.layers[0].attention.context.ssm.double()
+    n = torch.arange(size // 2, dtype=torch.float64)
+    frequencies = {
+        "lin": torch.pi * n,
+        "inv": size / torch.pi * (size / (2 * n + 1) - 1),
+        "legs": legs_dplr_basis(size)[0].imag.abs(),
+    }[init]
+    eigenvalues = torch.complex(-ssm.A_log_real.exp(), ssm.A_imag)
+    assert torch.allclose(eigenvalues.real, torch.tensor(-0.5, dtype=torch.float64), rtol=1e-6)
+    for found in ssm.A_imag.abs():
+        torch.testing.assert_close(found.sort().values, frequencies.sort().values, rtol=1e-6, atol=1e-6)
+    z = ssm.log_dt[0, :, None].exp() * eigenvalues
+    decay = torch.exp(z) if discretization == "zoh" else (1 + z / 2) / (1 - z / 2)
+    transition, _ = ssm.dynamics(torch.float64)
+    torch.testing.assert_close(transition.value[0].flatten(1), torch.view_as_real(decay).flatten(1))
+
+
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_without_its_norm_the_state_space_model_reads_the_residual_stream(has_norm):
+    block, x, seen = build(ssm_input_norm=has_norm).model.layers[0], torch.randn(1, 10, 16), []
+    block.attention.context.ssm.register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0]))
+    block(x)
+    norm = block.attention.context.input_norm
+    expected = norm.weight * x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() if has_norm else x
+    torch.testing.assert_close(seen[0], expected)
