@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 import hf_hybrid_ssm
@@ -44,6 +45,15 @@ def test_another_value_is_refused_by_name(kind, name, value, tmp_path):
         CONFIGS[kind](**{name: other_than(value)})
     with pytest.raises(ValueError, match=message):
         AutoConfig.from_pretrained(saved_with(kind, tmp_path, **{name: other_than(value)}))
+
+
+@pytest.mark.parametrize(("kind", "name", "value"), CASES)
+def test_a_model_is_not_built_of_a_configuration_that_got_one_later(kind, name, value):
+    config = CONFIGS[kind]()
+    setattr(config, name, other_than(value))
+    family = next(family for family in FAMILIES if family.model_type == kind)
+    with torch.device("meta"), pytest.raises(ValueError, match=f"{name}=.* is no longer an option"):
+        getattr(hf_hybrid_ssm, family.main_class(config))(config)
 
 
 def test_no_field_is_both_there_and_gone():
