@@ -85,15 +85,17 @@ def scan(inputs: Inputs, states: int) -> None:
 
 
 def step(inputs: Inputs, states: int) -> None:
-    from hf_hybrid_ssm.ops.longhorn_scan import longhorn_step
+    from hf_hybrid_ssm.ops.core.pages import PagedState
+    from hf_hybrid_ssm.ops.core.rows import Rows
+    from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
 
     d = inputs.channels
-    x, logit, z = (inputs(2, d).detach() for _ in range(3))
-    k, q = (inputs(2, states).detach() for _ in range(2))
+    x, logit, z = (inputs(2, 1, d).detach() for _ in range(3))
+    k, q = (inputs(2, 1, states).detach() for _ in range(2))
     bias, skip = (torch.zeros(d) for _ in range(2))
-    longhorn_step(x, logit, k, q, torch.zeros(2, d, states), beta_bias=bias, D=skip, z=z)
-    pages = torch.arange(2)
-    longhorn_step(x, logit, k, q, torch.zeros(4, d, states), beta_bias=bias, D=skip, z=z, pages=pages)
+    options = {"beta_bias": bias, "D": skip, "z": z, "rows": Rows(is_step=True, overwrites_states=True)}
+    for state in (torch.zeros(2, d, states), PagedState(torch.zeros(4, d, states), torch.arange(2))):
+        longhorn_scan(x, logit, k, q, initial_state=state, **options)
 
 
 def short_convolution(inputs: Inputs, taps: int) -> None:
@@ -108,12 +110,14 @@ def short_convolution(inputs: Inputs, taps: int) -> None:
 
 
 def short_step(inputs: Inputs, taps: int) -> None:
-    from hf_hybrid_ssm.ops.causal_conv import causal_conv_step
+    from hf_hybrid_ssm.ops.causal_conv import causal_conv
+    from hf_hybrid_ssm.ops.core.rows import Rows
 
     d = inputs.channels
     weight, bias = torch.zeros(d, taps, dtype=inputs.dtype), torch.zeros(d, dtype=inputs.dtype)
     state = torch.zeros(2, taps - 1, d, dtype=inputs.dtype)
-    causal_conv_step(inputs(2, d).detach(), state, weight, bias, activation="silu")
+    rows = Rows(is_step=True, overwrites_states=True)
+    causal_conv(inputs(2, 1, d).detach(), weight, bias, activation="silu", rows=rows, initial_state=state)
 
 
 def long_convolution(inputs: Inputs) -> None:

@@ -50,6 +50,16 @@ def test_imports_go_down_only(path):
                 assert rest[1] == family, f"{path} imports {module} of another family"
 
 
+@pytest.mark.parametrize("level", ["layers", "models"])
+def test_a_token_has_no_functions_of_its_own(level):
+    """One call for a prompt, a piece and a token: an op takes its kernel for one token by itself."""
+    paths = sorted((PACKAGE / level).rglob("*.py"))
+    functions = [node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    names = [node.name for node in functions if isinstance(node, ast.FunctionDef)]
+    assert len(names) > 100
+    assert not [name for name in names if {"step", "steps", "decode"} & set(name.split("_"))]
+
+
 def modules_used(path):
     """All that a file imports: at its top, within functions, and by a name in `import_module`."""
     ours = {name_of(file) for file in FILES}

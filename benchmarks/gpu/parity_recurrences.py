@@ -8,9 +8,11 @@ import torch
 
 from benchmarks.gpu.parity_compared import Inputs, compared, judged, masked, random, relative, row_options
 from benchmarks.gpu.settings import Settings
-from hf_hybrid_ssm.ops.causal_conv import causal_conv_step
+from hf_hybrid_ssm.ops.causal_conv import causal_conv
+from hf_hybrid_ssm.ops.core.pages import PagedState
+from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition, diagonal_scan, lti_scan
-from hf_hybrid_ssm.ops.longhorn_scan import longhorn_step
+from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
 
 SYSTEMS = [(3, 67, 5, 2, 3), (2, 1024, 256, 1, 32)]  # batch, length, channels, filters, complex states
 TINY_SYSTEMS = [(2, 5, 3, 1, 2)]
@@ -74,34 +76,36 @@ def diagonal(settings: Settings, shape: tuple, form: str, rows: str, kernel: str
 
 def scan_step(settings: Settings, shape: tuple, dtype: torch.dtype, kernel: str) -> dict:
     batch, channels, states, _ = shape
-    inputs = {name: random(batch, channels, seed=i) for i, name in enumerate(("x", "beta_logit", "z"))}
-    inputs |= {name: random(batch, states, seed=3 + i) for i, name in enumerate("kq")}
+    inputs = {name: random(batch, 1, channels, seed=i) for i, name in enumerate(("x", "beta_logit", "z"))}
+    inputs |= {name: random(batch, 1, states, seed=3 + i) for i, name in enumerate("kq")}
     inputs |= {"beta_bias": random(channels, seed=6), "D": random(channels, seed=7)}
-    inputs["state"] = random(batch, channels, states, seed=8)
-    return step_compared(longhorn_step, inputs, settings, dtype, kernel)
+    inputs["initial_state"] = random(batch, channels, states, seed=8)
+    return step_compared(longhorn_scan, inputs, settings, dtype, kernel)
 
 
 def short_step(settings: Settings, shape: tuple, dtype: torch.dtype, kernel: str) -> dict:
     batch, channels, _, taps = shape
-    inputs = {"x": random(batch, channels, seed=1), "state": random(batch, taps - 1, channels, seed=2)}
+    inputs = {"x": random(batch, 1, channels, seed=1), "initial_state": random(batch, taps - 1, channels, seed=2)}
     inputs |= {"weight": random(channels, taps, seed=3), "bias": random(channels, seed=4)}
-    return step_compared(partial(causal_conv_step, activation="silu"), inputs, settings, dtype, kernel)
+    return step_compared(partial(causal_conv, activation="silu"), inputs, settings, dtype, kernel)
 
 
 def step_compared(op: Callable, inputs: Inputs, settings: Settings, dtype: torch.dtype, kernel: str) -> dict:
     """A token's outputs and the state after it, on rows and on pages of a memory that has more, in reverse."""
-    rounded, rows = {name: t.to(dtype) for name, t in inputs.items()}, inputs["x"].shape[0]
+    rounded, batch = {name: t.to(dtype) for name, t in inputs.items()}, inputs["x"].shape[0]
+    rows = Rows(return_final_state=True, is_step=True, overwrites_states=True)
     wide = {name: t.to(settings.device, torch.float64, copy=True) for name, t in rounded.items()}
-    want = {"y": op(**wide, backend="reference"), "state": wide["state"]}
+    want = dict(zip(("y", "state"), op(**wide, rows=rows, backend="reference")))
     errors = {}
     for where in ("rows", "pages"):
         given = {name: t.to(settings.device, copy=True) for name, t in rounded.items()}
-        given["state"] = given["state"].float() if op is longhorn_step else given["state"]
-        state, pages = given["state"], torch.arange(rows, 0, -1, device=settings.device)
+        state, pages = given.pop("initial_state"), torch.arange(batch, 0, -1, device=settings.device)
+        state = state.float() if op is longhorn_scan else state
+        held: torch.Tensor | PagedState = state
         if where == "pages":
-            state = given["state"] = state.new_zeros(rows + 1, *state.shape[1:]).index_copy(0, pages, state)
-            given["pages"] = pages
-        y = op(**given, backend=kernel)
+            state = state.new_zeros(batch + 1, *state.shape[1:]).index_copy(0, pages, state)
+            held = PagedState(state, pages)
+        y, _ = op(**given, rows=rows, initial_state=held, backend=kernel)
         if settings.only_launches:
             continue
         after = state[pages] if where == "pages" else state

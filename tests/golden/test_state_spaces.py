@@ -13,7 +13,7 @@ from hf_hybrid_ssm.layers.mixers.s5 import S5
 from hf_hybrid_ssm.models.spade.official_s4 import convert_s4
 from hf_hybrid_ssm.ops.legendre_memory import impulse_response, transition
 from tests.golden.values import FLOAT32, Tensors, assert_near, golden, load
-from tests.row_options import legendre_memory, mix
+from tests.row_options import legendre_memory, mix, one_token
 
 WIDE = {"dtype": torch.float64}
 PIECES = [5, 1, 1, 8, 9]
@@ -37,7 +37,7 @@ def in_pieces(mixer: Mixer, u: torch.Tensor, lengths: list[int]) -> tuple[torch.
     state, parts = mixer.init_state(u.shape[0], dtype=u.dtype), []
     for piece in u.split(lengths, dim=1):
         if piece.shape[1] == 1:
-            y, state = mixer.step(piece[:, 0], state)
+            y, state = one_token(mixer, piece[:, 0], state)
             parts.append(y.unsqueeze(1))
         else:
             y, state = mix(mixer, piece, initial_state=state, return_final_state=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_hybrid_ssm.layers.mixers.registry import MIXERS, build_mixer
-from tests.row_options import mix
+from tests.row_options import mix, one_token
 from tests.tiny_models import CASES, VOCABULARY, built
 
 LENGTH = 100  # longer than a block, and no multiple of it
@@ -26,12 +26,12 @@ def test_mixers(name, trainable, rows, dtype):
     token, rows = torch.randn(2, 8), ROWS[rows]
     expected, expected_state = mix(mixer, u, return_final_state=True, **rows)
     whole, _ = mix(mixer, u, **rows)
-    following, _ = mixer.step(token, expected_state)
+    following, _ = one_token(mixer, token, expected_state)
     mixer.clear_kernel_cache()
     with torch.autocast("cpu", dtype=dtype):
         found, state = mix(mixer, u, return_final_state=True, **rows)
         again, _ = mix(mixer, u, **rows)
-        stepped, _ = mixer.step(token, state)
+        stepped, _ = one_token(mixer, token, state)
     for value, exact in ((found, expected), (again, whole), (state, expected_state), (stepped, following)):
         torch.testing.assert_close(value, exact, rtol=1e-5, atol=1e-5)
 

@@ -12,12 +12,13 @@ from hf_hybrid_ssm.models.lmu_isa.lmu import ImplicitAttention
 from hf_hybrid_ssm.ops.core.native_library import missing_compiler
 from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.ops.implicit_attention import native, torch_backend
-from hf_hybrid_ssm.ops.implicit_attention.decoding import apply_deferred, defer_updates
+from hf_hybrid_ssm.ops.implicit_attention.decoding import DeferredMemory, apply_deferred, defer_updates
 from hf_hybrid_ssm.ops.legendre_memory import decode_memory, impulse_response, transition
 from hf_hybrid_ssm.ops.legendre_memory.constants import finite_response
 from tests.row_options import implicit_attention, legendre_memory
 
 ENDS = Rows(return_final_state=True)
+STEP = Rows(return_final_state=True, is_step=True)
 PRESETS = [(50, 350.0), (65, 350.0), (90, 350.0), (110, 350.0), (150, 350.0), (220, 350.0)]
 GOLDEN = {
     (6, 20.0): {
@@ -228,15 +229,18 @@ def test_decoding_from_a_memory_that_lags(channels, order, rows):
         _, states = layer(x[:, :5], {}, ENDS)
         for t in range(5, 80):
             before = {name: state.clone() for name, state in states.items()}
-            y, after = layer.step(x[:, t : t + 1], states, ENDS)
+            y, after = layer(x[:, t : t + 1], states, STEP)
             assert all(torch.equal(states[name], before[name]) for name in before)  # another may go on from these
             torch.testing.assert_close(y[:, 0].double(), expected[:, t], rtol=1e-4, atol=1e-5)
             states = after
             if t == 20:  # settle the second row alone, so that the rows advance at different tokens
-                memory = apply_deferred(states, layer.theta)
-                states = {name: torch.stack([states[name][0], defer_updates(memory)[name][1]]) for name in states}
+                memory = apply_deferred(DeferredMemory(**states), layer.theta)
+                settled = defer_updates(memory)._asdict()
+                states = {name: torch.stack([states[name][0], settled[name][1]]) for name in states}
     _, exact = layer.double()(x.double(), {}, ENDS)
-    torch.testing.assert_close(apply_deferred(states, 30.0).double(), exact["memory"], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        apply_deferred(DeferredMemory(**states), 30.0).double(), exact["memory"], rtol=1e-4, atol=1e-5
+    )
 
 
 @needs_compiler
@@ -249,7 +253,7 @@ def test_decoding_states_in_any_layout():
         other = {name: state.movedim(0, -1).contiguous().movedim(-1, 0) for name, state in states.items()}
         assert not other["memory"].is_contiguous() and not other["recent"].is_contiguous()
         for _ in range(3):
-            (y, states), (found, other) = (layer.step(x, s, ENDS) for s in (states, other))
+            (y, states), (found, other) = (layer(x, s, STEP) for s in (states, other))
             torch.testing.assert_close((found, other), (y, states), rtol=0, atol=0)
 
 
@@ -267,7 +271,7 @@ def test_kernel_keeps_float32_under_autocast():
                 [y, memory, *torch.autograd.grad(y.square().sum() + memory.sum(), [x, *layer.parameters()])]
             )
             with torch.no_grad():
-                results[-1].append(layer.step(x[:, :1], states, ENDS))
+                results[-1].append(layer(x[:, :1], states, STEP))
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
@@ -275,11 +279,11 @@ def test_kernel_keeps_float32_under_autocast():
 def test_decoding_compiled_equals_eager():
     torch.manual_seed(0)
     layer = ImplicitAttention(20, 4, 30.0, activation=F.gelu)
-    run = torch.compile(layer.step, fullgraph=True)
+    run = torch.compile(layer, fullgraph=True)
     with torch.no_grad():
         _, states = layer(torch.randn(2, 40, 9), {}, ENDS)
         x = torch.randn(2, 1, 9)
-        (y, after), (want, wanted) = (f(x, states, ENDS) for f in (run, layer.step))
+        (y, after), (want, wanted) = (f(x, states, STEP) for f in (run, layer))
     torch.testing.assert_close(y, want)
     torch.testing.assert_close(after, wanted)
 

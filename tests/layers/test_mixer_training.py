@@ -1,6 +1,7 @@
 """Every long-range mixer trains: gradients, frozen parameters, remembered kernels that are never stale, compiled."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from tests.layers.mixer_cases import (
     sides,
     tokens,
 )
+from tests.row_options import one_token
 from tests.tiny_models import compiles
 
 
@@ -128,7 +130,7 @@ def test_compiles_without_a_break_and_is_not_stale(case):
     # the gradients of models with S4 are compiled in tests/matrix; tracing them takes as long as all other mixers here
     backend = "eager" if case.startswith("s4-") or case == "s4" else "aot_eager"
     run = torch.compile(mixer, backend=backend, fullgraph=True, dynamic=False)
-    step = torch.compile(mixer.step, backend=backend, fullgraph=True, dynamic=False)
+    step = torch.compile(partial(one_token, mixer), backend=backend, fullgraph=True, dynamic=False)
     u = tokens(2, L, D, dtype=torch.float32)
     state = nonzero_state(build(case), 2)
     state = tuple(part.float() for part in parts(state))
@@ -144,7 +146,7 @@ def test_compiles_without_a_break_and_is_not_stale(case):
                 if final is not None:
                     assert_states(after, final, atol=1e-5, rtol=1e-5)
         y, after = step(u[:, 0], state)
-        wanted, final = mixer.step(u[:, 0], state)
+        wanted, final = one_token(mixer, u[:, 0], state)
         torch.testing.assert_close(y, wanted, atol=1e-5, rtol=1e-5)
         assert_states(after, final, atol=1e-5, rtol=1e-5)
         mixer.load_state_dict(other.state_dict())

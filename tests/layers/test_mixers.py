@@ -30,7 +30,7 @@ from tests.layers.mixer_cases import (
     tokens,
 )
 from tests.layers.mixer_equations import equation
-from tests.row_options import mix
+from tests.row_options import mix, one_token, unread_token
 
 # -- the equation ---------------------------------------------------------------------------------------------------
 
@@ -55,7 +55,7 @@ def test_steps_are_forward(case, with_gradient):
         y, final = mix(mixer, u, initial_state=state, return_final_state=True)
         for t in range(L):
             with torch.set_grad_enabled(with_gradient):
-                y_t, state = mixer.step(u[:, t], state)
+                y_t, state = one_token(mixer, u[:, t], state)
             assert_near(y_t, y[:, t])
         assert_states(state, final)
 
@@ -132,11 +132,11 @@ def test_positions_take_outputs_of_forward(case):
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", SELECTIVE)
-def test_advance_is_the_state_of_step(case):
+def test_a_token_that_nobody_reads(case):
     mixer = build(case)
     state = nonzero_state(mixer, 2)
-    advanced = mixer.update_state_(tokens(2, D), copy.deepcopy(state))
-    assert_states(advanced, mixer.step(tokens(2, D), state)[1])
+    advanced = unread_token(mixer, tokens(2, D), copy.deepcopy(state))
+    assert_states(advanced, one_token(mixer, tokens(2, D), state)[1])
 
 
 # -- what may influence what ----------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def test_low_precision_inputs(case, dtype, tolerance):
     with torch.no_grad():
         y, state = mix(module, u, return_final_state=True)
         wanted, _ = exact(u.double())
-        y_t, state = module.step(u[:, 0], state)
+        y_t, state = one_token(module, u[:, 0], state)
     assert y.dtype == y_t.dtype == dtype
     assert all(part.dtype == torch.float32 for part in parts(state))
     scale = 8 if case.startswith(("hyena", "lstm")) else 1  # their own weights are in this dtype too
@@ -398,13 +398,13 @@ def test_bad_arguments(case):
         mix(mixer, u, seq_idx=torch.zeros(2, 5))
     with pytest.raises(ValueError, match=r"lengths must lie in 0..5"):
         mix(mixer, u, lengths=torch.tensor([6, 1]))
-    with pytest.raises(ValueError, match=r"u_t must have shape"):
-        mixer.step(u, mixer.init_state(2))
+    with pytest.raises(ValueError, match=r"u must have shape"):
+        one_token(mixer, u, mixer.init_state(2))
     wrong = mixer.init_state(3)
     with pytest.raises(ValueError, match=r"state"):
         mixer(u, initial_state=wrong)
     with pytest.raises(ValueError, match=r"state"):
-        mixer.step(u[:, 0], wrong)
+        one_token(mixer, u[:, 0], wrong)
     if case in SELECTIVE:
         with pytest.raises(ValueError, match=r"stride must be at least 1"):
             mixer(u, stride=0)
@@ -415,8 +415,8 @@ def test_looking_both_ways_leaves_no_state(case):
     both, u = build(case, bidirectional=True), tokens(2, 5, D)
     with pytest.raises(ValueError, match=r"no state"):
         mix(both, u, return_final_state=True)
-    with pytest.raises(ValueError, match=r"no step"):
-        both.step(u[:, 0], build(case).init_state(2))
+    with pytest.raises(ValueError, match=r"no state"):
+        one_token(both, u[:, 0], build(case).init_state(2))
 
 
 def test_looking_back_only_is_said():

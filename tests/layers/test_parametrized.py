@@ -18,7 +18,7 @@ from tests.layers.mixer_cases import (
     shown_mixer_has_a_name,  # noqa: F401
     tokens,
 )
-from tests.row_options import mix
+from tests.row_options import mix, one_token
 
 
 class Times(nn.Module):
@@ -62,7 +62,7 @@ def evaluated(mixer: nn.Module) -> list[torch.Tensor]:
         if mixer.bidirectional:
             return [mixer(u)[0]]
         y, state = mix(mixer, u, return_final_state=True)
-        y_t, after = mixer.step(u[:, 0], state)
+        y_t, after = one_token(mixer, u[:, 0], state)
     return [y, *parts(state), y_t, *parts(after)]
 
 

@@ -16,7 +16,7 @@ from tests.layers.mixer_cases import (
     shown_mixer_has_a_name,  # noqa: F401
     tokens,
 )
-from tests.row_options import mix
+from tests.row_options import mix, one_token, unread_token
 from tests.weight_changes import WAYS, changed_values
 
 
@@ -27,9 +27,9 @@ def outputs(mixer) -> list[torch.Tensor]:
     if mixer.bidirectional:
         return [mixer(u)[0]]
     y, state = mix(mixer, u, return_final_state=True)
-    y_t, after = mixer.step(u[:, 0], state)
+    y_t, after = one_token(mixer, u[:, 0], state)
     copies = tuple(part.clone() for part in state) if isinstance(state, tuple) else state.clone()
-    updated = mixer.update_state_(u[:, 0], copies)
+    updated = unread_token(mixer, u[:, 0], copies)
     return [y, *parts(state), y_t, *parts(after), *parts(updated)]
 
 

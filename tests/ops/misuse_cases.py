@@ -9,11 +9,19 @@ from typing import Any
 
 import torch
 
-from hf_hybrid_ssm.ops.causal_conv import causal_conv_step
-from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition, linear_step
-from hf_hybrid_ssm.ops.local_attention import AttentionState, attention_step
-from hf_hybrid_ssm.ops.longhorn_scan import longhorn_step
-from tests.row_options import causal_conv, implicit_attention, local_attention, longhorn_scan, lti_scan
+from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition
+from hf_hybrid_ssm.ops.local_attention import AttentionState
+from tests.row_options import (
+    causal_conv,
+    causal_conv_of_token,
+    implicit_attention,
+    local_attention,
+    longhorn_scan,
+    longhorn_scan_of_token,
+    lti_scan,
+    slots_token,
+    systems_token,
+)
 
 Call = Callable[[str], Any]
 
@@ -49,7 +57,7 @@ def token(q=None, k=None, keys=None, values=None, seen=None, drops_token=False, 
         v = draw(2, k.shape[1], 3, seed=4)
         own = (None, None) if drops_token else (k, v)
         held = [part.clone() if part.is_contiguous() and part.is_cpu else part for part in (keys, values)]
-        y = attention_step(q, *own, *held, seen, **options, backend=backend)
+        y = slots_token(q, *own, *held, seen, **options, backend=backend)
         return y, *held
 
     return run
@@ -71,7 +79,7 @@ def convolution(**changed: Any) -> Call:
 
 
 def convolution_step(state: torch.Tensor) -> Call:
-    return lambda backend: causal_conv_step(draw(2, 16), state, draw(16, 4, seed=1), backend=backend)
+    return lambda backend: causal_conv_of_token(draw(2, 16), state, draw(16, 4, seed=1), backend=backend)
 
 
 def longhorn(**options: Any) -> Call:
@@ -81,7 +89,7 @@ def longhorn(**options: Any) -> Call:
 
 def longhorn_token(state: torch.Tensor) -> Call:
     inputs = (draw(2, 16), draw(2, 16, seed=1), draw(2, 8, seed=2), draw(2, 8, seed=3))
-    return lambda backend: longhorn_step(*inputs, state, backend=backend)
+    return lambda backend: longhorn_scan_of_token(*inputs, state, backend=backend)
 
 
 def system_token(states: int = 8, **options: Any) -> Call:
@@ -90,7 +98,7 @@ def system_token(states: int = 8, **options: Any) -> Call:
 
     def run(backend: str):
         state = draw(2, 1, 4, states, seed=3)
-        return linear_step(draw(2, 4), state, constants, constants, **options, backend=backend), state
+        return systems_token(draw(2, 4), state, constants, constants, **options, backend=backend), state
 
     return run
 
@@ -144,8 +152,8 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "zeros before all time": (token(window=(None, 0), zero_kv_sink=True), ValueError, "a window with a finite left"),
     "a value of no sink": (token(sink_values=draw(4, 3)), ValueError, "sink_values without sink_logits"),
     "two sinks": (token(zero_kv_sink=True, sink_logits=draw(2, 4)), ValueError, "are two sinks: give one"),
-    "a sink of one row for two": (token(sink_logits=draw(1, 4)), ValueError, r"must have shape \(B, H\) = \(2, 4\)"),
-    "a sink of whole rows": (token(sink_logits=draw(2, 4, 12)), ValueError, r"sink_logits must have shape \(B, H\)"),
+    "a sink of one row for two": (token(sink_logits=draw(1, 4)), ValueError, r"must have shape \(B, H, L\) = \(2, 4, 1\)"),
+    "a sink of whole rows": (token(sink_logits=draw(2, 4, 12)), ValueError, r"sink_logits must have shape \(B, H, L\)"),
     "a sink's value for three heads of four": (
         token(sink_logits=draw(2, 4), sink_values=draw(3, 3)), ValueError, "a row for each of 4 or 2 heads, got 3"),
     "a sink's value of another size": (

@@ -6,13 +6,22 @@ from typing import Any
 
 import torch
 
-from hf_hybrid_ssm.ops.causal_conv import causal_conv_step
-from hf_hybrid_ssm.ops.implicit_attention.decoding import apply_deferred, defer_updates
+from hf_hybrid_ssm.ops.implicit_attention.decoding import DeferredMemory, apply_deferred, defer_updates
 from hf_hybrid_ssm.ops.implicit_attention.native import decode_token
-from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition, linear_step
-from hf_hybrid_ssm.ops.local_attention import AttentionState, attention_step
-from hf_hybrid_ssm.ops.longhorn_scan import longhorn_step
-from tests.row_options import causal_conv, diagonal_scan, implicit_attention, local_attention, longhorn_scan, lti_scan
+from hf_hybrid_ssm.ops.linear_scan import ChannelSystem, Transition
+from hf_hybrid_ssm.ops.local_attention import AttentionState
+from tests.row_options import (
+    causal_conv,
+    causal_conv_of_token,
+    diagonal_scan,
+    implicit_attention,
+    local_attention,
+    longhorn_scan,
+    longhorn_scan_of_token,
+    lti_scan,
+    slots_token,
+    systems_token,
+)
 
 Call = Callable[[str], Any]
 
@@ -109,7 +118,7 @@ def longhorn_token(drawn: Drawn) -> Call:
 
     def run(backend: str):
         after = state.clone()
-        return longhorn_step(*rows, after, **options, backend=backend), after
+        return longhorn_scan_of_token(*rows, after, **options, backend=backend), after
 
     return run
 
@@ -132,7 +141,7 @@ def convolution_token(drawn: Drawn) -> Call:
 
     def run(backend: str):
         after = state.clone()
-        return causal_conv_step(x, after, weight, activation="silu", backend=backend), after
+        return causal_conv_of_token(x, after, weight, activation="silu", backend=backend), after
 
     return run
 
@@ -185,7 +194,7 @@ def system_token(drawn: Drawn) -> Call:
 
     def run(backend: str):
         after = state.clone()
-        y = linear_step(u, after, change, vector, **options, backend=backend)
+        y = systems_token(u, after, change, vector, **options, backend=backend)
         return after if y is None else (y, after)
 
     return run
@@ -255,7 +264,7 @@ def attention_token(drawn: Drawn) -> Call:
     def run(backend: str):
         held = [part.clone(memory_format=torch.preserve_format) for part in (keys, values)]
         own = (None, None) if kind == "fixed" else (k, v)
-        return attention_step(q, *own, *held, seen, **options, backend=backend), *held
+        return slots_token(q, *own, *held, seen, **options, backend=backend), *held
 
     return run
 
@@ -293,10 +302,10 @@ def implicit_token(drawn: Drawn) -> Call:
         states, outputs = defer_updates(memory), []
         options = {"weight": weight, "bias": bias, "collapse": collapse, "collapse_bias": None}
         for t in range(x.shape[1]):
-            y, *after = decode_token(x[:, t], **states, **options, scale=1.0, theta=theta)
-            states = dict(zip(states, after))
+            y, *after = decode_token(x[:, t : t + 1], *states, **options, scale=1.0, theta=theta)
+            states = DeferredMemory(*after)
             outputs.append(y)
-        return torch.stack(outputs, 1), apply_deferred(states, theta)
+        return torch.cat(outputs, 1), apply_deferred(states, theta)
 
     return run
 

@@ -54,4 +54,4 @@ def test_a_memory_that_lags_by_what_cannot_be(pending):
     options = {"weight": weight, "bias": bias, "collapse": collapse, "collapse_bias": None, "scale": 1.0, "theta": 9.0}
     states = torch.zeros(1, 6, 16), torch.zeros(1, 64, 16), torch.tensor([pending])
     with pytest.raises(ValueError, match="pending must say how many of the C tokens"):
-        decode_token(draw(1, 16), *states, **options)
+        decode_token(draw(1, 1, 16), *states, **options)

@@ -5,14 +5,20 @@ from functools import cache
 import pytest
 import torch
 
-from hf_hybrid_ssm.ops.causal_conv import causal_conv_step
 from hf_hybrid_ssm.ops.core.dispatch import REGISTRY
 from hf_hybrid_ssm.ops.core.native_library import missing_compiler
-from hf_hybrid_ssm.ops.linear_scan import linear_step
-from hf_hybrid_ssm.ops.local_attention import append_slot, attention_step, drop_oldest, empty_state, window_step
-from hf_hybrid_ssm.ops.longhorn_scan import longhorn_step
+from hf_hybrid_ssm.ops.local_attention import append_slot, drop_oldest, empty_state
 from tests.host_syncs import as_on_an_accelerator
-from tests.row_options import causal_conv, local_attention, longhorn_scan
+from tests.row_options import (
+    causal_conv,
+    causal_conv_of_token,
+    local_attention,
+    longhorn_scan,
+    longhorn_scan_of_token,
+    slots_token,
+    systems_token,
+    window_token,
+)
 
 NATIVE = pytest.param("native", marks=pytest.mark.skipif(missing_compiler() is not None, reason="no C compiler"))
 BACKENDS = ["reference", "torch", NATIVE]
@@ -43,7 +49,7 @@ def test_step_of_the_convolution(backend, batch, channels, width, activation):
         state = draw(batch, width - 1, channels, seed=1, dtype=dtype)
         options = {"activation": activation, "initial_state": state.clone(), "return_final_state": True}
         want = causal_conv(x.unsqueeze(1), weight, bias, backend="reference", **options)
-        y = causal_conv_step(x, state, weight, bias, activation=activation, backend=backend)
+        y = causal_conv_of_token(x, state, weight, bias, activation=activation, backend=backend)
         check((y, state), (want[0][:, 0], want[1]), dtype)
 
 
@@ -67,7 +73,7 @@ def test_step_of_the_scan(backend, batch, channels, states, heads, plain):
         held = {"initial_state": state.clone(), "return_final_state": True}
         want = longhorn_scan(*inputs, **options, **rows, **held, backend="reference")
         options |= {} if plain else {"z": z}
-        y = longhorn_step(x, logit, k, q, state, **options, backend=backend)
+        y = longhorn_scan_of_token(x, logit, k, q, state, **options, backend=backend)
         check((y, state), (want[0][:, 0], want[1]), dtype)
 
 
@@ -77,7 +83,7 @@ def test_the_scans_state_is_contiguous(backend):
     x, logit, k, q = (draw(2, size, seed=size) for size in (6, 6, 5, 5))
     apart = torch.zeros(2, 5, 8)[:, :, 1:7].mT
     with pytest.raises(ValueError, match="state is overwritten and must be contiguous"):
-        longhorn_step(x, logit, k, q, apart, backend=backend)
+        longhorn_scan_of_token(x, logit, k, q, apart, backend=backend)
     assert not apart.any()
 
 
@@ -133,7 +139,7 @@ def test_step_of_the_window(backend, name, static_address, has_bias):
         for t in range(30):
             step = (part[:, :, t] for part in (q, k, v))
             options |= {} if logits is None else {"sink_logits": logits[:, :, t]}
-            y, state = window_step(*step, state, static_address=static_address, bias=bias, **options, backend=backend)
+            y, state = window_token(*step, state, static_address=static_address, bias=bias, **options, backend=backend)
             rows.append(y)
         check((torch.stack(rows, 2),), (want,), dtype)
         held = left if left is not None else 30
@@ -147,9 +153,9 @@ def test_rows_that_began_at_different_times(backend):
     q, k, v = draw(2, 4, 3), draw(2, 4, 3, seed=1), draw(2, 4, 3, seed=2)
     keys, values = draw(2, 4, 6, 3, seed=3), draw(2, 4, 6, 3, seed=4)
     seen = torch.tensor([2, 40])
-    y = attention_step(q, k, v, keys.clone(), values.clone(), seen, window=(5, 0), backend=backend)
+    y = slots_token(q, k, v, keys.clone(), values.clone(), seen, window=(5, 0), backend=backend)
     keys[0, :, :3], values[0, :, :3] = torch.nan, torch.nan
-    got = attention_step(q, k, v, keys, values, seen, window=(5, 0), backend="reference")
+    got = slots_token(q, k, v, keys, values, seen, window=(5, 0), backend="reference")
     torch.testing.assert_close(y, got, rtol=1e-5, atol=1e-6)
 
 
@@ -165,7 +171,7 @@ def test_step_of_blocks(backend, right):
         held = [torch.zeros(2, 5, 3, 8, dtype=dtype).transpose(1, 2) for _ in "kv"]
         for t in range(14):
             token, seen = (part[:, :, t] for part in (q, k, v)), torch.full((2,), t)
-            y = attention_step(*token, *held, seen, window=(None, right), block=True, scale=1.0, backend=backend)
+            y = slots_token(*token, *held, seen, window=(None, right), block=True, scale=1.0, backend=backend)
             check((y,), (want[:, :, t],), dtype)
             filled = (t + 1) % 5
             assert torch.equal(held[0][:, :, :filled], k[:, :, t + 1 - filled : t + 1])
@@ -183,15 +189,15 @@ def test_normalised_queries_and_keys(backend):
 
     factor = scale.abs().unsqueeze(1)
     options = {"window": (4, 0), "scale": 1.0, "backend": "reference"}
-    want = attention_step(
+    want = slots_token(
         normalised(q) * factor, normalised(k), v, keys.clone(), values.clone(), seen, bias=bias * factor, **options
     )
     options |= {"head_scale": scale, "backend": backend}
-    y = attention_step(q, k, v, keys, values, seen, bias=bias, **options)
+    y = slots_token(q, k, v, keys, values, seen, bias=bias, **options)
     check((y, keys[:, :, -1]), (want, normalised(k)), torch.float32)
-    fixed = attention_step(q, None, None, keys, values, **options)
+    fixed = slots_token(q, None, None, keys, values, **options)
     options |= {"head_scale": None, "backend": "reference"}
-    check((fixed,), (attention_step(normalised(q) * factor, None, None, keys, values, **options),), torch.float32)
+    check((fixed,), (slots_token(normalised(q) * factor, None, None, keys, values, **options),), torch.float32)
 
 
 @pytest.mark.parametrize("backend", ["torch", NATIVE])
@@ -207,7 +213,7 @@ def test_heads_that_share_keys(backend, heads):
             options = {"window": (slots - 1, 0), "bias": bias, "sink_logits": logits, "sink_values": column}
             for seen in (torch.tensor([0, 99]), torch.tensor([slots // 2, slots])):
                 found = [
-                    (attention_step(*token, *mine, seen, **options, backend=name), *mine)
+                    (slots_token(*token, *mine, seen, **options, backend=name), *mine)
                     for name, mine in ((name, [part.clone() for part in held]) for name in (backend, "reference"))
                 ]
                 check(*found, dtype)
@@ -222,7 +228,7 @@ def test_what_the_bias_hides_is_not_seen(backend, heads):
     hiding = torch.zeros(heads, 21)
     hiding[0] = -torch.inf
     y, want = (
-        attention_step(q, k, v, keys.clone(), values.clone(), seen, window=(20, 0), bias=bias, backend=backend)
+        slots_token(q, k, v, keys.clone(), values.clone(), seen, window=(20, 0), bias=bias, backend=backend)
         for bias in (hiding, torch.zeros(heads, 21))
     )
     assert not y[:, 0].any()
@@ -236,7 +242,7 @@ def test_a_sink_is_one_more_column(backend, rows):
     q, keys, values = draw(2, 4, 8), draw(2, 2, 5, 8, seed=3), draw(2, 2, 5, 6, seed=4)
     logits, own, scale = draw(2, 4, seed=6), draw(rows, 6, seed=7) if rows else None, draw(4, seed=5)
     logits[0, 1] = -torch.inf
-    y = attention_step(
+    y = slots_token(
         q, None, None, keys, values, sink_logits=logits, sink_values=own, head_scale=scale, scale=1.0, backend=backend
     )
     q, keys, values = q / q.norm(dim=-1, keepdim=True), keys.repeat_interleave(2, 1), values.repeat_interleave(2, 1)
@@ -256,7 +262,7 @@ def test_a_sink_beside_a_block(backend, right):
     results = []
     for name in (backend, "reference"):
         held = draw(2, 2, 5, 8, seed=3), draw(2, 2, 5, 6, seed=4)
-        results.append((attention_step(*token, *held, seen, **options, backend=name), *held))
+        results.append((slots_token(*token, *held, seen, **options, backend=name), *held))
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
     if right:
         torch.testing.assert_close(results[0][0][0], options["sink_values"], rtol=1e-6, atol=1e-6)
@@ -300,9 +306,9 @@ def test_step_of_linear_systems(backend, states, is_complex, plain):
         want = (c * after).sum(-1)
         want = want if plain else torch.nn.functional.silu(want + skip * u.unsqueeze(1))
         unread = state.clone()
-        y = linear_step(u, state, a, b, output_rows=c, **options)
+        y = systems_token(u, state, a, b, output_rows=c, **options)
         check((y / 8, state / 8), (want / 8, after / 8), dtype)
-        assert linear_step(u, unread, a, b, **options) is None
+        assert systems_token(u, unread, a, b, **options) is None
         check((unread / 8,), (after / 8,), dtype)
 
 
@@ -318,20 +324,20 @@ def test_self_checks(name):
 
 
 def test_steps_name_what_does_not_fit():
-    with pytest.raises(ValueError, match=r"state must have shape \(B, K - 1, D\) = \(1, 3, 4\)"):
-        causal_conv_step(draw(1, 4), draw(1, 2, 4), draw(4, 4))
+    with pytest.raises(ValueError, match=r"initial_state must have shape \(B, K - 1, D\) = \(1, 3, 4\)"):
+        causal_conv_of_token(draw(1, 4), draw(1, 2, 4), draw(4, 4))
     with pytest.raises(ValueError, match="activation='relu'"):
-        causal_conv_step(draw(1, 4), draw(1, 3, 4), draw(4, 4), activation="relu")
-    with pytest.raises(ValueError, match=r"k must have shape \(B, N\) = \(1, 3\)"):
-        longhorn_step(draw(1, 4), draw(1, 4), draw(1, 2), draw(1, 3), draw(1, 4, 3))
+        causal_conv_of_token(draw(1, 4), draw(1, 3, 4), draw(4, 4), activation="relu")
+    with pytest.raises(ValueError, match=r"q must have shape \(B, L, N\) = \(1, 1, 2\)"):
+        longhorn_scan_of_token(draw(1, 4), draw(1, 4), draw(1, 2), draw(1, 3), draw(1, 4, 3))
     with pytest.raises(ValueError, match=r"values must have shape"):
-        attention_step(draw(1, 2, 4), None, None, draw(1, 2, 3, 4), draw(1, 1, 3, 4))
+        slots_token(draw(1, 2, 4), None, None, draw(1, 2, 3, 4), draw(1, 1, 3, 4))
     with pytest.raises(ValueError, match="looks ahead"):
-        attention_step(draw(1, 2, 4), None, None, draw(1, 2, 3, 4), draw(1, 2, 3, 4), window=(1, 1))
+        slots_token(draw(1, 2, 4), None, None, draw(1, 2, 3, 4), draw(1, 2, 3, 4), window=(1, 1))
     with pytest.raises(ValueError, match=r"input_vector must have shape"):
-        linear_step(draw(1, 4), draw(1, 1, 4, 2), draw(1, 4, 2), draw(1, 3, 2))
+        systems_token(draw(1, 4), draw(1, 1, 4, 2), draw(1, 4, 2), draw(1, 3, 2))
     with pytest.raises(TypeError, match="q must have dtype"):
-        longhorn_step(draw(1, 4), draw(1, 4), draw(1, 3), draw(1, 3).double(), draw(1, 4, 3))
+        longhorn_scan_of_token(draw(1, 4), draw(1, 4), draw(1, 3), draw(1, 3).double(), draw(1, 4, 3))
 
 
 # -- states in pages --------------------------------------------------------------------------------------------------
@@ -349,18 +355,18 @@ def paged(states: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
 def step_on_pages_of_scan(batch, dtype, backend, state, **given):
     x, z, logit = (draw(batch, 37, seed=seed, dtype=dtype) for seed in range(3))
     k, q = draw(batch, 5, seed=3, dtype=dtype), draw(batch, 5, seed=4, dtype=dtype)
-    return longhorn_step(x, logit, k, q, state, z=z, D=draw(37, seed=5), **given, backend=backend)
+    return longhorn_scan_of_token(x, logit, k, q, state, z=z, D=draw(37, seed=5), **given, backend=backend)
 
 
 def step_on_pages_of_convolution(batch, dtype, backend, state, **given):
     x, weight = draw(batch, 37, dtype=dtype), draw(37, 4, seed=1, dtype=dtype)
-    return causal_conv_step(x, state, weight, activation="silu", **given, backend=backend)
+    return causal_conv_of_token(x, state, weight, activation="silu", **given, backend=backend)
 
 
 def step_on_pages_of_heads(batch, dtype, backend, state, **given):
     x, z, logit = (draw(batch, 12, seed=seed, dtype=dtype) for seed in range(3))
     k, q = draw(batch, 3, 5, seed=3, dtype=dtype), draw(batch, 3, 5, seed=4, dtype=dtype)
-    return longhorn_step(x, logit, k, q, state, z=z, D=draw(12, seed=5), **given, backend=backend)
+    return longhorn_scan_of_token(x, logit, k, q, state, z=z, D=draw(12, seed=5), **given, backend=backend)
 
 
 PAGED = {

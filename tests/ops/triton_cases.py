@@ -10,12 +10,11 @@ import torch
 import triton
 
 from benchmarks import interpreter  # noqa: F401 - lets old versions run
-from hf_hybrid_ssm.ops.causal_conv import causal_conv_step
 from hf_hybrid_ssm.ops.causal_conv import triton as conv_launcher
 from hf_hybrid_ssm.ops.long_conv import triton as long_launcher
-from hf_hybrid_ssm.ops.longhorn_scan import longhorn_step, triton_sizes
 from hf_hybrid_ssm.ops.longhorn_scan import triton as launcher
-from tests.row_options import causal_conv, long_conv, longhorn_scan
+from hf_hybrid_ssm.ops.longhorn_scan import triton_sizes
+from tests.row_options import causal_conv, causal_conv_of_token, long_conv, longhorn_scan, longhorn_scan_of_token
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHUNKS = "chunk_backward_kernel"
@@ -231,7 +230,7 @@ def test_step_of_the_scan_agrees_with_reference(dtype, bare, heads):
     for t in range(length):
         token = {name: values[:, t] for name, values in inputs.items()}
         leading = (token.pop(name) for name in ("x", "beta_logit", "k", "q"))
-        y = longhorn_step(*leading, state, **token, **options, backend="triton")
+        y = longhorn_scan_of_token(*leading, state, **token, **options, backend="triton")
         assert y.dtype == dtype
         tokens.append(y)
     assert_agree({"y": torch.stack(tokens, 1), "state": state}, {"y": want, "state": final}, BOUNDS[dtype])
@@ -248,7 +247,7 @@ def test_step_of_the_convolution_agrees_with_reference(dtype, width):
     options = {"activation": "silu", "initial_state": state.double(), "return_final_state": True}
     want, final = causal_conv(*exact, **options, backend="reference")
     options = {"activation": "silu", "backend": "triton"}
-    tokens = [causal_conv_step(x[:, t], state, weight, bias, **options) for t in range(length)]
+    tokens = [causal_conv_of_token(x[:, t], state, weight, bias, **options) for t in range(length)]
     bounds = {"y": torch.stack(tokens, 1), "state": state}, {"y": want, "state": final}, BOUNDS[dtype]
     assert_agree(*bounds)
 
@@ -260,8 +259,10 @@ def test_steps_on_pages(dtype):
     x, logit = random(3, 21, seed=3).to(dtype), random(3, 21, seed=4).to(dtype)
     k, q = random(3, 5, seed=5).to(dtype), random(3, 5, seed=6).to(dtype)
     steps = {
-        (21, 5): lambda state, **given: longhorn_step(x, logit, k, q, state, D=sizes[0], **given, backend="triton"),
-        (3, 21): lambda state, **given: causal_conv_step(x, state, sizes[1].to(dtype), **given, backend="triton"),
+        (21, 5): lambda state, **given: longhorn_scan_of_token(
+            x, logit, k, q, state, D=sizes[0], **given, backend="triton"
+        ),
+        (3, 21): lambda state, **given: causal_conv_of_token(x, state, sizes[1].to(dtype), **given, backend="triton"),
     }
     for shape, step in steps.items():
         memory = random(5, shape[0] * shape[1] + 3, seed=7).to(dtype)

@@ -14,7 +14,7 @@ from hf_hybrid_ssm.layers.mixers.s4d import S4D
 from hf_hybrid_ssm.layers.mixers.s5 import S5
 from hf_hybrid_ssm.ops.legendre_memory import transition
 from tests.reporting import THOROUGH
-from tests.row_options import diagonal_scan, legendre_memory, longhorn_scan, mix
+from tests.row_options import diagonal_scan, legendre_memory, longhorn_scan, mix, one_token
 
 CHANNELS, STATES, PIECE = 4, 8, 1000
 DECADES = [1] * 10 + [10] * 9 + [100] * 9  # how the first piece is cut: each decade of tokens is looked at
@@ -54,7 +54,7 @@ def _mixer(make: Callable[[], Mixer], **shifts: float) -> Recurrence:
 
         def advance(u: torch.Tensor, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
             if u.shape[1] == 1 and state is not None:  # as in decoding
-                return mixer.step(u[:, 0], state)  # type: ignore[return-value]
+                return one_token(mixer, u[:, 0], state)  # type: ignore[return-value]
             return mix(mixer, u, initial_state=state, return_final_state=True)
 
         return advance

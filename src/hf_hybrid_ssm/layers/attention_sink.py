@@ -91,13 +91,3 @@ class AttentionSink(nn.Module):
     def optimizer_options(self, name: str) -> dict[str, Any]:
         """A sink is not decayed (see `hf_hybrid_ssm.training.optim`)."""
         return {"weight_decay": 0.0}
-
-
-def sink_of_token(
-    sink: nn.Module, query: torch.Tensor, seen: torch.Tensor, **options: Any
-) -> dict[str, torch.Tensor | None]:
-    """`AttentionSink.forward` of one token, query (B, 1, H, e) after seen (B,) tokens of its document: options of
-    `ops.local_attention.attention_step`. A function, since what PEFT wraps around the sink has its `forward` alone."""
-    found = sink(query, seen.unsqueeze(1), **options)
-    logits = found["sink_logits"]
-    return found if logits is None else found | {"sink_logits": logits.squeeze(2)}

@@ -3,9 +3,8 @@
 import torch
 from torch import nn
 
-from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows
-from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention, window_step
+from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention
 
 
 class LocalSelfAttention(nn.Module):
@@ -48,10 +47,11 @@ class LocalSelfAttention(nn.Module):
             past: has the fields of `AttentionState` by name, or is empty.
             rows, bias: as of `local_attention`.
         """
-        q, k, v = (
-            layer(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
-            for layer in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        parts = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if x.shape[1] == 1:  # the same, in one operation
+            q, k, v = (part.view(x.shape[0], self.num_heads, 1, -1) for part in parts)
+        else:
+            q, k, v = (part.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for part in parts)
         y, state = local_attention(
             q,
             k,
@@ -61,23 +61,6 @@ class LocalSelfAttention(nn.Module):
             bias=bias,
             dropout=self.dropout if self.training else 0.0,
             rows=rows,
-            initial_state=AttentionState(*(past[name] for name in AttentionState._fields)) if past else None,
+            initial_state=AttentionState(past["keys"], past["values"], past["seen"]) if past else None,
         )
         return self.o_proj(y.transpose(1, 2).flatten(2)), {} if state is None else state._asdict()
-
-    @with_accelerate_hooks
-    def step(
-        self,
-        x: torch.Tensor,
-        past: dict[str, torch.Tensor],
-        rows: Rows,
-        *,
-        bias: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """`forward` of one token (B, 1, d) after earlier ones, without gradients; `past` may be overwritten."""
-        heads = (x.shape[0], self.num_heads, -1)
-        q, k, v = (layer(x).view(heads) for layer in (self.q_proj, self.k_proj, self.v_proj))
-        state = AttentionState(past["keys"], past["values"], past["seen"])
-        options = {"window": self.window, "chunk_size": self.chunk_size, "bias": bias}
-        y, state = window_step(q, k, v, state, static_address=rows.capacity is not None, **options)
-        return self.o_proj(y.flatten(1).unsqueeze(1)), state._asdict()

@@ -2,6 +2,7 @@
 
 import os
 import re
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from hf_hybrid_ssm.models.cache import (
     capacity_of,
     check_cache_without_states,
     holds_states,
+    may_overwrite_states,
     prepare_cache,
     tokens_and_packing_state,
 )
@@ -343,6 +345,7 @@ class HybridModelMixin:
             has_states=attention_mask is None or holds_states(cache),
             return_final_state=cache is not None,
             capacity=capacity_of(cache),
+            may_overwrite=partial(may_overwrite_states, cache),
         )
         check_cache_without_states(cache, rows)
         options = {"position_ids": position_ids, "masks": masks, **kwargs}

@@ -19,6 +19,7 @@ from hf_hybrid_ssm.models.configuration import STATE_AND_WINDOW_LAYER_TYPE, STAT
 from hf_hybrid_ssm.models.packing import PackedRows, States, with_zero_rows
 from hf_hybrid_ssm.models.unfinished import check_finished
 from hf_hybrid_ssm.ops.core.checks import can_read_values
+from hf_hybrid_ssm.ops.core.pages import PagedState
 
 STATE_LAYER_TYPES = (STATE_LAYER_TYPE, WINDOW_LAYER_TYPE, STATE_AND_WINDOW_LAYER_TYPE)
 
@@ -79,12 +80,18 @@ class RecurrentStateLayer(CacheLayerMixin):
         """Replace the states by those after more tokens.
 
         Args:
-            rows: of the forward.
+            rows: of the forward. With `rows.overwrites_states` the states may be the same tensors, which were updated
+                in place, while the layer was marked as torn.
             states: name → tensor (B, ...). Every name of the layer is given at every call.
             recompute: `recompute(rows.first(n))` returns the states after the first n < L tokens of this forward;
                 called only by `crop`, and kept only while the past is recorded. Without it, `crop` can undo this
                 forward only as a whole, as it does one of a single token.
         """
+        if rows.overwrites_states:
+            self.states, self.packing_state = states, rows.packing_state
+            self.seen_tokens += 1
+            self.is_torn = False
+            return
         if self.record_past:
             self.history.append(
                 _RecordedForward(rows, self.states, self.packing_state, recompute, torch.is_grad_enabled())
@@ -98,23 +105,14 @@ class RecurrentStateLayer(CacheLayerMixin):
         self.device = next(iter(states.values())).device
         self._made_without_gradient = not torch.is_grad_enabled()
 
-    def step_states(self, rows: PackedRows, states: States) -> None:
-        """Replace the states by those after one more token; these may be the same tensors, updated in place after
-        `begin_step`."""
-        self.states, self.packing_state = states, rows.packing_state
-        self.seen_tokens += 1
-        self.is_torn = False
-
-    def begin_step(self) -> None:
-        """The states are about to be overwritten by those after one more token, which `step_states` ends."""
-        self.is_torn = True
-
-    def can_update_in_place(self) -> bool:
+    def may_be_overwritten(self) -> bool:
         """Whether the states are this layer's alone, so that a step may compute the next ones in their place.
 
         They are not where the past is recorded or a graph of autograd may hold them, nor where torch forbids it
         (tensors made in inference mode, outside of it).
         """
+        if self.pages is not None:
+            return True
         if self.record_past or not self._made_without_gradient:
             return False
         if torch.compiler.is_compiling():
@@ -129,7 +127,8 @@ class RecurrentStateLayer(CacheLayerMixin):
             states: name → memory of P pages (P, ...).
             pages: (B,) int64, the page of each text.
         """
-        self.states, self.pages = states, pages
+        self.states = {name: PagedState(memory, pages) for name, memory in states.items()}
+        self.pages = pages
         self.seen_tokens = 1  # one column stands for all that went before
         self.is_initialized = True
         self.device = pages.device
@@ -256,9 +255,6 @@ class StaticRecurrentStateLayer(RecurrentStateLayer):
         if not self.is_initialized:
             self._allocate(states)
         self._made_without_gradient = True  # they are copies
-        self.step_states(rows, states)
-
-    def step_states(self, rows: PackedRows, states: States) -> None:
         self.is_torn = True
         self.packing_state = rows.packing_state
         for name, state in states.items():
@@ -383,10 +379,20 @@ def tokens_and_packing_state(cache: Cache | None) -> tuple[int | torch.Tensor, S
     return seen, next((layer.packing_state for layer in layers if is_recurrent_state_layer(layer)), {})
 
 
+def may_overwrite_states(cache: Cache | None) -> bool:
+    """Whether a step may compute the next states of all layers in place of those in the cache."""
+    for layer in getattr(cache, "layers", ()):
+        if getattr(layer, "holds_states", False) and layer.states and not layer.may_be_overwritten():
+            return False
+    return True
+
+
 def capacity_of(cache: Cache | None) -> int | None:
     """The tokens that a static cache has room for; None if it grows."""
-    layers = getattr(cache, "layers", ())
-    return next((layer.max_cache_len for layer in layers if is_recurrent_state_layer(layer)), None)
+    for layer in getattr(cache, "layers", ()):
+        if getattr(layer, "holds_states", False):
+            return layer.max_cache_len
+    return None
 
 
 def prepare_cache(cache: Cache | None, config: PreTrainedConfig, batch_size: int) -> Cache:

@@ -176,7 +176,7 @@ class GenerationByBothCacheNames:
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """As in transformers; and what the model wants to know besides (`_inputs_of_step`).
+        """As in transformers; and what the model wants to know besides (`_inputs_of_iteration`).
 
         The cache is there by the old name as well: PEFT looks for it, and begins every step with its virtual tokens
         where it finds none.
@@ -186,8 +186,8 @@ class GenerationByBothCacheNames:
         options |= {"next_sequence_length": next_sequence_length, "is_first_iteration": is_first_iteration}
         inputs = super().prepare_inputs_for_generation(input_ids, **options)  # type: ignore[misc]
         inputs |= {OLD: inputs[CACHE]} if CACHE in inputs else {}
-        return inputs | self._inputs_of_step(bool(is_first_iteration))
+        return inputs | self._inputs_of_iteration(bool(is_first_iteration))
 
-    def _inputs_of_step(self, is_first_iteration: bool) -> dict[str, Any]:
+    def _inputs_of_iteration(self, is_first_iteration: bool) -> dict[str, Any]:
         """Arguments of the forward that transformers does not know."""
         return {}

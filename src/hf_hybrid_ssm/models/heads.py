@@ -161,7 +161,7 @@ class CausalLMHead(WithoutContinuousBatching, GenerationFromPrefixes, PackedGene
             attentions=outputs.attentions,
         )
 
-    def _inputs_of_step(self, is_first_iteration: bool) -> dict[str, Any]:
+    def _inputs_of_iteration(self, is_first_iteration: bool) -> dict[str, Any]:
         """No step after the first begins a document, whose positions then need no look; nor does its mask, while all
         rows go on."""
         return {"continues_documents": not is_first_iteration and not reads_padding()}

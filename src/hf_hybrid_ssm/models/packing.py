@@ -15,6 +15,7 @@ is cached with the states (`RecurrentStateLayer.packing_state`):
     padding     (B,) int64, the same in one number (`past_padding.signature`); None where there was none
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ from hf_hybrid_ssm.models.inputs import check_position_ids
 from hf_hybrid_ssm.models.past_padding import check_columns_are_known, check_past, signature
 from hf_hybrid_ssm.ops.core.checks import can_read_values
 from hf_hybrid_ssm.ops.core.rows import Documents, Padding, Rows
+from hf_hybrid_ssm.ops.core.transforms import is_transforming
 
 States = dict[str, torch.Tensor]
 
@@ -44,7 +46,6 @@ class PackedRows(Rows):
         starts: (B, L) int64, the column of all tokens so far where each token's document begins; None where that is 0.
         before: `packing_state` of the piece before.
         packing_state: what the next piece must know.
-        is_step: one real token a row, of the document before it or of its own.
     """
 
     length: int
@@ -56,7 +57,6 @@ class PackedRows(Rows):
     starts: torch.Tensor | None = None
     before: States = field(default_factory=dict)
     packing_state: States = field(default_factory=dict)
-    is_step: bool = False
 
     @property
     def token_mask(self) -> torch.Tensor | None:
@@ -120,9 +120,15 @@ def packed_rows(
     starts_new_document: torch.Tensor | None = None,
     keeps_starts: bool = False,
     before: States | None = None,
+    may_overwrite: Callable[[], bool] | None = None,
     **others: Any,
 ) -> PackedRows:
-    """Rows from what was found out about them; `others` as of `PackedRows`."""
+    """Rows from what was found out about them.
+
+    Args:
+        may_overwrite: asked of a step, whether it may overwrite the states; None: it may not.
+        others: as of `PackedRows`, like the rest.
+    """
     before = {} if before is None else before
     begins = None if starts_new_document is None else _rows_that_begin(starts_new_document, padding)
     starts = _starts(length, past, documents, begins, before.get("start")) if keeps_starts else None
@@ -134,6 +140,9 @@ def packed_rows(
         "token_mask": others.get("full_token_mask"),
         "padding": _padding_so_far(padding, past, before.get("padding")),
     }
+    # one real token in every row, of the document before it or of its own
+    is_step = length == 1 and padding is None and documents is None and (not isinstance(past, int) or past > 0)
+    is_step = is_step and not torch.is_grad_enabled() and not is_transforming()
     return PackedRows(
         length=length,
         past=past,
@@ -144,7 +153,8 @@ def packed_rows(
         starts=starts,
         before=before,
         packing_state={name: tensor for name, tensor in packing_state.items() if tensor is not None},
-        is_step=length == 1 and padding is None and documents is None,
+        is_step=is_step,
+        overwrites_states=is_step and may_overwrite is not None and may_overwrite(),
         **others,
     )
 
@@ -170,6 +180,7 @@ def resolve_packing(
     mask_name: str = "attention_mask",
     return_final_state: bool = False,
     capacity: int | None = None,
+    may_overwrite: Callable[[], bool] | None = None,
 ) -> PackedRows:
     """The rows of one forward.
 
@@ -191,6 +202,7 @@ def resolve_packing(
         has_states: some layer has a state, which has read the past as earlier masks said.
         mask_name: of the mask, in messages.
         return_final_state, capacity: as of `Rows`.
+        may_overwrite: asked of a step, whether it may overwrite the states.
 
     Raises:
         TypeError, ValueError: an argument of another type, dtype or shape, or documents that contradict each other.
@@ -248,6 +260,7 @@ def resolve_packing(
         before=before,
         return_final_state=return_final_state,
         capacity=capacity,
+        may_overwrite=may_overwrite,
     )
 
 

@@ -97,8 +97,8 @@ class PagedModel:
         self.layout = PageLayout(layout)
         mixers = [module for module in model.get_decoder().modules() if isinstance(module, RecurrentMixin)]
         # a mixer beside another has its layer's states with that one
-        self._steps_on_pages = {mixer.layer_idx for mixer in mixers if mixer.steps_on_pages}
-        self._steps_on_pages -= {mixer.layer_idx for mixer in mixers if not mixer.steps_on_pages}
+        self._take_pages = {mixer.layer_idx for mixer in mixers if mixer.takes_pages}
+        self._take_pages -= {mixer.layer_idx for mixer in mixers if not mixer.takes_pages}
         self._views: dict[int, States] = {}
 
     def bind(self, pages: torch.Tensor) -> None:
@@ -163,7 +163,7 @@ class PagedModel:
         """Rows (R, L) whose real tokens come first → (R, L, D)."""
         decoder, cache, pages = self.model.get_decoder(), DynamicCache(config=self.model.config), requests.pages
         begins = positions[:, 0] == 0 if 0 in requests.seen else None
-        in_place = self._steps_on_pages if ids.shape[1] == 1 and begins is None else set()
+        in_place = self._take_pages if ids.shape[1] == 1 and begins is None else set()
         for index, views in self._views.items():
             layer = state_layer(cache, index)
             if index in in_place:

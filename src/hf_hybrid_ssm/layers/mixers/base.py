@@ -9,18 +9,16 @@ from torch.nn.utils.parametrize import is_parametrized
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
 from hf_hybrid_ssm.ops.core.checks import check_tensor
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows, checked_rows
-from hf_hybrid_ssm.ops.core.transforms import is_transforming
 
 State: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
-ONE_TOKEN = Rows(return_final_state=True)
 
 
 class Mixer(Float32ParametersMixin):
     """Base of every long-range mixer: (B, L, D) in, (B, L, D) out (or (B, L, F, D) with `num_filters=F`).
 
-    `forward(u)` of a whole sequence, `forward` in chunks with the returned state, and `step` token by token compute
-    the same. A state is one batch-first real tensor or a tuple of them. A subclass defines `init_parameters`,
-    `forward_rows` and `state_shapes`, and says in its class variables what it can do.
+    `forward` of a whole sequence, in chunks with the returned state, and token by token compute the same. A state is
+    one batch-first real tensor or a tuple of them. A subclass defines `init_parameters`, `forward_rows` and
+    `state_shapes`, and says in its class variables what it can do.
 
     Parameters come from `initial_values()`: drawn or derived in float64, then rounded once to the parameter's dtype.
     Models that are built on the meta device call it again for the tensors that no checkpoint filled. Parameters in
@@ -28,7 +26,7 @@ class Mixer(Float32ParametersMixin):
 
     Args:
         hidden_size: D.
-        bidirectional: two-sided, for encoders; such a mixer has no state and no step.
+        bidirectional: two-sided, for encoders; such a mixer has no state.
         num_filters: F filters per channel, y is (B, L, F, D); None: one, y is (B, L, D).
         trainable: "all"; "none" (frozen: a constant filter, gradients reach only the input); some mixers also know
             "output" (what reads the state out still trains).
@@ -180,29 +178,12 @@ class Mixer(Float32ParametersMixin):
         self, u: torch.Tensor, initial_state: State | None, rows: Rows
     ) -> tuple[torch.Tensor, State | None]:
         """What `forward` computes, for arguments that it has checked; with `supports_filters` there are also the
-        options `stride` and `positions`."""
+        options `stride` and `positions`.
+
+        Where `rows.is_step` and there is a state, no gradient is wanted, and with `rows.overwrites_states` the next
+        state may be computed in place of `initial_state`.
+        """
         raise NotImplementedError
-
-    def step(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
-        """One token: u_t (B, D) and the state before it -> y_t and the state after it."""
-        self._check_step(u_t, state)
-        if torch.is_grad_enabled() or is_transforming():
-            return self._forward_token(u_t, state)
-        copies = tuple(part.clone() for part in state) if isinstance(state, tuple) else state.clone()
-        return self.step_(u_t, copies)
-
-    def step_(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
-        """`step` without gradients, which may compute the next state in place of `state`: what decoding calls. A
-        subclass overrides it where one token is cheaper on its own."""
-        return self._forward_token(u_t, state)
-
-    def _forward_token(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
-        y, after = self(u_t.unsqueeze(1), rows=ONE_TOKEN, initial_state=state)
-        return y[:, 0], after
-
-    def update_state_(self, u_t: torch.Tensor, state: State) -> State:
-        """The state after one token, without its output; like `step_`, it may overwrite `state`."""
-        return self.step_(u_t, state)[1]
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shape of each tensor of a state, without the batch in front."""
@@ -216,12 +197,6 @@ class Mixer(Float32ParametersMixin):
         shapes = ((batch, *shape) for shape in self.state_shapes())
         state = tuple(torch.zeros(shape, device=device, dtype=dtype or torch.float32) for shape in shapes)
         return state if len(state) > 1 else state[0]
-
-    def _check_step(self, u_t: torch.Tensor, state: State) -> None:
-        if self.bidirectional:
-            raise ValueError(f"A bidirectional {type(self).__name__} has no step: its output needs the future.")
-        check_tensor("u_t", u_t, (None, self.hidden_size), "B, D")
-        self._check_state(state, u_t.shape[0])
 
     def _check_state(self, state: State, batch: int) -> None:
         shapes = self.state_shapes()
@@ -243,23 +218,6 @@ class Mixer(Float32ParametersMixin):
         if self.trainable != "all":
             parts.append(f"trainable={self.trainable!r}")
         return ", ".join(parts)
-
-
-def mixer_step_(mixer: nn.Module, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
-    """`mixer.step_(u_t, state)`, for whatever stands in the mixer's place.
-
-    PEFT's `target_parameters` put a wrapper there, whose adapters are in the parameters within its `forward` alone,
-    and which has none of the mixer's other methods: it computes the token as a row.
-    """
-    if isinstance(mixer, Mixer):
-        return mixer.step_(u_t, state)
-    y, after = mixer(u_t.unsqueeze(1), rows=ONE_TOKEN, initial_state=state)
-    return y[:, 0], after
-
-
-def mixer_update_state_(mixer: nn.Module, u_t: torch.Tensor, state: State) -> State:
-    """`mixer.update_state_(u_t, state)`, as `mixer_step_`."""
-    return mixer.update_state_(u_t, state) if isinstance(mixer, Mixer) else mixer_step_(mixer, u_t, state)[1]
 
 
 def named_states(state: State | None) -> dict[str, torch.Tensor]:

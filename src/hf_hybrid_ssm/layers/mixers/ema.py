@@ -4,11 +4,8 @@ import math
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 
-from hf_hybrid_ssm.layers.mixers.base import State
 from hf_hybrid_ssm.layers.mixers.state_space import StateSpaceMixer
-from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.ops.linear_scan import Transition
 
 
@@ -28,7 +25,7 @@ class EMA(StateSpaceMixer):
     supports_filters: ClassVar[bool] = False
     config_options: ClassVar[dict[str, str]] = {"state_size": "ssm_state_size"}
     default_state_size: ClassVar[int] = 16
-    applies_silu: ClassVar[bool] = True  # a step does; `forward_rows` applies it to whole rows
+    applies_silu: ClassVar[bool] = True
     trainable_choices: ClassVar[tuple[str, ...]] = ("all", "output", "none")
     dynamics_parameters: ClassVar[tuple[str, ...]] = ("delta", "alpha", "beta")
     output_parameters: ClassVar[tuple[str, ...]] = ("gamma", "omega")
@@ -73,9 +70,3 @@ class EMA(StateSpaceMixer):
 
     def skip_weight(self, dtype: torch.dtype) -> torch.Tensor:
         return self.omega.to(dtype).unsqueeze(0)
-
-    def forward_rows(
-        self, u: torch.Tensor, initial_state: State | None, rows: Rows, **selection: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        y, state = super().forward_rows(u, initial_state, rows, **selection)
-        return F.silu(y), state

@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_hybrid_ssm.layers.mixers.base import FrozenLinear, Mixer, State, mixer_step_
+from hf_hybrid_ssm.layers.mixers.base import FrozenLinear, Mixer, State
 from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer, fold_token
-from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
-from hf_hybrid_ssm.ops.causal_conv import causal_conv_step
+from hf_hybrid_ssm.ops.causal_conv import causal_conv
 from hf_hybrid_ssm.ops.core.padding import zero_beyond
 from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.ops.core.transforms import without_autocast
@@ -126,6 +125,9 @@ class ImplicitLongConv(CachedKernelMixer):
     def forward_rows(
         self, u: torch.Tensor, initial_state: State | None, rows: Rows, **selection: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if rows.is_step and isinstance(initial_state, torch.Tensor) and selection.get("positions") is None:
+            y, after = self._one_token(u, initial_state, rows, is_read=selection.get("stride") in (None, 1))
+            return self._squeeze(y), after
         dtype = self._computing_dtype(u)
         stateful = initial_state is not None or rows.return_final_state
         taps = self.filter_length if stateful else max(1, min(self.filter_length, u.shape[1]))
@@ -137,31 +139,22 @@ class ImplicitLongConv(CachedKernelMixer):
         y, state = long_conv(u, kernel, **options, **selection)
         return self._squeeze(y), state
 
-    @with_accelerate_hooks
-    def step_(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:
-        seen = self._append_(u_t, state)
-        return self._read(u_t, seen), drop_oldest(seen)
-
-    def update_state_(self, u_t: torch.Tensor, state: State) -> State:
-        return drop_oldest(self._append_(u_t, state))
-
-    def _append_(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
-        """The inputs in reach of the filter (B, Lf, D), the token's last; the state moves on along its buffer."""
-        self._check_step(u_t, state)
-        assert isinstance(state, torch.Tensor)
-        seen = append_slot(state)
-        seen[:, -1].copy_(u_t)
-        return seen
-
-    def _read(self, u_t: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        """y_t of the inputs (B, Lf, D)."""
-        dtype = self._computing_dtype(u_t)
-        taps = self._step_taps(dtype)
-        with without_autocast(u_t.device.type):
+    def _one_token(
+        self, u: torch.Tensor, state: torch.Tensor, rows: Rows, is_read: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """y (B, 1, F, D) of a step, none of it (B, 0, F, D) where it is not read; the state moves on along its
+        buffer."""
+        seen = append_slot(state if rows.overwrites_states else state.clone())  # (B, Lf, D), the token's last
+        seen[:, -1:].copy_(u)
+        if not is_read:
+            return u.new_empty(u.shape[0], 0, self.num_filters or 1, self.hidden_size), drop_oldest(seen)
+        dtype = self._computing_dtype(u)
+        taps = self._token_taps(dtype)
+        with without_autocast(u.device.type):
             y = torch.linalg.vecdot(seen.to(dtype).unsqueeze(1), taps, dim=2)
-        return self._squeeze(y).to(u_t.dtype)
+        return y.to(u.dtype).unsqueeze(1), drop_oldest(seen)
 
-    def _step_taps(self, dtype: torch.dtype) -> torch.Tensor:
+    def _token_taps(self, dtype: torch.dtype) -> torch.Tensor:
         """The filters (F, Lf, D), the token's own tap last, with the skip in it."""
 
         def compute(exact: bool) -> torch.Tensor:
@@ -169,7 +162,7 @@ class ImplicitLongConv(CachedKernelMixer):
             kernel = torch.cat([kernel[..., :1] + self.D.to(dtype).unsqueeze(-1), kernel[..., 1:]], -1)
             return kernel.flip(-1).mT.contiguous()
 
-        return self._cached(("step", dtype), self._all_parameters, compute)
+        return self._cached(("token", dtype), self._all_parameters, compute)
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         return ((self.filter_length - 1, self.hidden_size),)
@@ -213,19 +206,14 @@ class Hyena(Mixer):
         weight, ahead = self.short_weight, None
         if self.bidirectional:
             weight, ahead = weight[:, :2], weight[:, 2:]
-        mixed, last = long_conv(projected, weight, future_kernel=ahead, rows=rows, initial_state=short)
-        p0, p1, v = (mixed + self.short_bias).to(u.dtype).chunk(3, dim=-1)
+        if rows.is_step and short is not None:
+            mixed, last = causal_conv(projected, weight.flip(1), self.short_bias, rows=rows, initial_state=short)
+        else:
+            mixed, last = long_conv(projected, weight, future_kernel=ahead, rows=rows, initial_state=short)
+            mixed = mixed + self.short_bias
+        p0, p1, v = mixed.to(u.dtype).chunk(3, dim=-1)
         z, history = self.filter(p1 * v, rows=rows, initial_state=history)
         return self.out_proj(p0 * z), None if last is None else (last, history)
-
-    @with_accelerate_hooks
-    def step_(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
-        self._check_step(u_t, state)
-        short, history = state
-        mixed = causal_conv_step(self.in_proj(u_t), short, self.short_weight.flip(1), self.short_bias)
-        p0, p1, v = mixed.to(u_t.dtype).chunk(3, dim=-1)
-        z, history = mixer_step_(self.filter, p1 * v, history)
-        return self.out_proj(p0 * z), (short, history)
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         return (2, 3 * self.hidden_size), (self.filter_length - 1, self.hidden_size)

@@ -77,7 +77,7 @@ class S4(DiagonalSSM):
         read, written = (_side_by_side(part).unsqueeze(dim) for part, dim in ((right.conj(), -1), (left, -2)))
         return Transition(torch.addcmul(diagonal, read, written, value=-1), "dense"), _side_by_side(vector)
 
-    def step_system(
+    def token_system(
         self, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
         decay, left, right, vector = self._rank_one(dtype)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 
 from hf_hybrid_ssm.layers.mixers.hippo import legs_dplr
-from hf_hybrid_ssm.layers.mixers.state_space import SSM_FIELDS, StateSpaceMixer, complex_pairs, log_uniform_step
+from hf_hybrid_ssm.layers.mixers.state_space import SSM_FIELDS, StateSpaceMixer, complex_pairs, log_uniform_dt
 from hf_hybrid_ssm.layers.tables import twice_conjugate
 from hf_hybrid_ssm.ops.linear_scan import Transition
 
@@ -59,7 +59,7 @@ class DiagonalSSM(StateSpaceMixer):
             "A_imag": eigenvalues.imag.expand(copies, pairs),
             "B": torch.view_as_real(b.resolve_conj()).expand(copies, pairs, 2),
             "C": torch.randn(directions * filters, channels, pairs, 2, dtype=torch.float64) * math.sqrt(0.5),
-            "log_dt": log_uniform_step((filters, channels), self.dt_min, self.dt_max),
+            "log_dt": log_uniform_dt((filters, channels), self.dt_min, self.dt_max),
             "D": torch.randn(filters, channels, dtype=torch.float64),
         }
         return {name: value.contiguous() for name, value in values.items()}

@@ -7,8 +7,7 @@ import torch
 from hf_hybrid_ssm.layers.mixers.base import State
 from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer
 from hf_hybrid_ssm.layers.mixers.hippo import legs_dplr_basis
-from hf_hybrid_ssm.layers.mixers.state_space import SSM_FIELDS, complex_pairs, log_uniform_step
-from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
+from hf_hybrid_ssm.layers.mixers.state_space import SSM_FIELDS, complex_pairs, log_uniform_dt
 from hf_hybrid_ssm.layers.tables import twice_conjugate
 from hf_hybrid_ssm.layers.truncated_normal import truncated_normal
 from hf_hybrid_ssm.ops.core.output_positions import check_output_positions, take_outputs
@@ -77,7 +76,7 @@ class S5(CachedKernelMixer):
             "A_imag": eigenvalues.imag.repeat(blocks),
             "B": torch.view_as_real(torch.einsum("np,knd->kpd", basis.conj(), b.to(basis.dtype)).flatten(0, 1)),
             "C": torch.view_as_real(torch.einsum("odkn,np->odkp", c, basis).flatten(-2)),
-            "log_dt": log_uniform_step((size // 2,), self.dt_min, self.dt_max),
+            "log_dt": log_uniform_dt((size // 2,), self.dt_min, self.dt_max),
             "D": torch.randn(self.num_filters or 1, channels, dtype=torch.float64),
         }
         return {name: value.contiguous() for name, value in values.items()}
@@ -121,7 +120,11 @@ class S5(CachedKernelMixer):
         positions: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         check_output_positions(stride, positions, *u.shape[:2])
-        dtype, x = self._computing_dtype(u), zero_beyond(u, rows.lengths)
+        dtype = self._computing_dtype(u)
+        if rows.is_step and initial_state is not None and positions is None:
+            y, final = self._one_token(u, initial_state, dtype, is_read=stride in (None, 1))
+            return self._squeeze(y).to(u.dtype), final
+        x = zero_beyond(u, rows.lengths)
         x = x if u.dtype == torch.bfloat16 else x.to(dtype)
         start = None if initial_state is None else self._complex(initial_state, dtype)
         with without_autocast(u.device.type):
@@ -139,7 +142,7 @@ class S5(CachedKernelMixer):
             if torch.is_grad_enabled():
                 self.clear_kernel_cache()  # as `_cached` does: the parameters may be about to change
             elif state is not None:
-                self._step_constants(dtype)  # steps will follow, compiled ones perhaps
+                self._token_constants(dtype)  # single tokens will follow, compiled perhaps
         return self._squeeze(y).to(u.dtype), state
 
     def _both_ways(self, decay: torch.Tensor, x: torch.Tensor, seq_idx: torch.Tensor | None) -> torch.Tensor:
@@ -152,32 +155,20 @@ class S5(CachedKernelMixer):
         """(B, P) real and imaginary parts side by side → (B, P/2) complex."""
         return torch.view_as_complex(state.to(dtype).contiguous().unflatten(-1, (-1, 2)))  # type: ignore[union-attr]
 
-    @with_accelerate_hooks
-    def step_(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:
-        *dynamics, rows, skip = self._constants_for(u_t, state)
-        next_state = self._advanced(u_t, state, *dynamics)
-        with without_autocast(u_t.device.type):
-            y = self._with_skip(next_state @ rows, u_t, skip)
-        return self._squeeze(y).to(u_t.dtype), next_state
-
-    @with_accelerate_hooks
-    def update_state_(self, u_t: torch.Tensor, state: State) -> torch.Tensor:
-        decay, matrix, *_ = self._constants_for(u_t, state)
-        return self._advanced(u_t, state, decay, matrix)
-
-    def _constants_for(self, u_t: torch.Tensor, state: State) -> tuple[Any, ...]:
-        self._check_step(u_t, state)
-        return self._step_constants(self._computing_dtype(u_t))
-
-    def _advanced(self, u_t: torch.Tensor, state: State, decay: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-        """The state after the token (B, P)."""
-        dtype = matrix.dtype
-        with without_autocast(u_t.device.type):
-            driven = self._complex(u_t.to(dtype) @ matrix, dtype)
+    def _one_token(
+        self, u: torch.Tensor, state: State, dtype: torch.dtype, is_read: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """y (B, 1, F, D) of a step, none of it (B, 0, F, D) where it is not read, and the state after it (B, P)."""
+        decay, matrix, outputs, skip = self._token_constants(dtype)
+        with without_autocast(u.device.type):
+            driven = self._complex((u.to(dtype) @ matrix).squeeze(1), dtype)
             after = (decay * self._complex(state, dtype) + driven).to(driven.dtype)
-            return torch.view_as_real(after).flatten(-2)
+            next_state = torch.view_as_real(after).flatten(-2)
+            if not is_read:
+                return u.new_empty(u.shape[0], 0, self.num_filters or 1, self.hidden_size), next_state
+            return self._with_skip(next_state.unsqueeze(1) @ outputs, u, skip), next_state
 
-    def _step_constants(
+    def _token_constants(
         self, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Abar (P/2,) in complex128; Bbar (D, P) and 2 Re C (P, F D) as real matrices, D (F, D) or None."""
@@ -189,7 +180,7 @@ class S5(CachedKernelMixer):
             skip = self.D.to(dtype, copy=True)
             return decay, matrix.to(dtype).contiguous(), rows.to(dtype).contiguous(), skip
 
-        return self._cached(("step", dtype), self._all_parameters, compute)
+        return self._cached(("token", dtype), self._all_parameters, compute)
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         return ((self.state_size,),)

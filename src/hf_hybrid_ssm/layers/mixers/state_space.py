@@ -1,15 +1,15 @@
-"""What S4, S4D and EMA share: a linear system per channel, its filter, its block form, its step."""
+"""What S4, S4D and EMA share: a linear system per channel, its filter, its block form, its step for one token."""
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from hf_hybrid_ssm.layers.mixers.base import State
 from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer, fold_token
-from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.ops.core.blocks import power_of_two
 from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.ops.core.transforms import without_autocast
@@ -20,16 +20,16 @@ from hf_hybrid_ssm.ops.linear_scan import (
     block_outputs,
     block_states,
     has_fused_scan,
-    linear_step,
     long_kernel,
     lti_scan,
+    lti_token,
 )
 from hf_hybrid_ssm.ops.long_conv import long_conv
 
 # what state-space models read of a configuration
 SSM_FIELDS = {"state_size": "ssm_state_size", "dt_min": "ssm_dt_min", "dt_max": "ssm_dt_max"}
 
-StepConstants: TypeAlias = tuple[
+TokenConstants: TypeAlias = tuple[
     torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None, torch.Tensor, torch.Tensor
 ]
 """Decay minus 1, input vector, low-rank product, output rows, skip."""
@@ -135,8 +135,12 @@ class StateSpaceMixer(CachedKernelMixer):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         dtype = self._computing_dtype(u)
         if self.bidirectional:
-            return self._squeeze(self._two_sided(u, dtype, rows, stride=stride, positions=positions)), None
+            y = self._two_sided(u, dtype, rows, stride=stride, positions=positions)
+            return self._squeeze(F.silu(y) if self.applies_silu else y), None
         assert not isinstance(initial_state, tuple)
+        if rows.is_step and initial_state is not None and positions is None:
+            y, final = self._one_token(u, initial_state, rows, dtype, is_read=stride in (None, 1))
+            return self._squeeze(y), final
         state = None if initial_state is None else self._widen(initial_state)
         skip = self.skip_weight(dtype)
         asks_for_all = stride is None and positions is None
@@ -150,8 +154,9 @@ class StateSpaceMixer(CachedKernelMixer):
             selection = {"stride": stride, "positions": positions}
             y, final = lti_scan(u, self.system(dtype), skip=skip, rows=rows, initial_state=state, **selection)
         if rows.return_final_state and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            # Steps will follow, compiled ones perhaps: what they need is there when they are traced.
-            self._step_constants(dtype)
+            # Single tokens will follow, compiled perhaps: what they need is there when they are traced.
+            self._token_constants(dtype)
+        y = F.silu(y) if self.applies_silu else y
         return self._squeeze(y), final if final is None or self.num_filters else final.squeeze(1)
 
     def _two_sided(self, u: torch.Tensor, dtype: torch.dtype, rows: Rows, **selection: Any) -> torch.Tensor:
@@ -160,41 +165,33 @@ class StateSpaceMixer(CachedKernelMixer):
             back, ahead = fold_token(back, ahead)
         return long_conv(u, back, future_kernel=ahead, skip=self.skip_weight(dtype), rows=rows, **selection)[0]
 
-    @with_accelerate_hooks
-    def step_(self, u_t: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:
-        y = self._run_step(u_t, state, with_output=True)
-        assert isinstance(y, torch.Tensor) and isinstance(state, torch.Tensor)
-        return self._squeeze(y), state
-
-    @with_accelerate_hooks
-    def update_state_(self, u_t: torch.Tensor, state: State) -> State:
-        self._run_step(u_t, state, with_output=False)
-        return state
-
-    def _run_step(self, u_t: torch.Tensor, state: State, *, with_output: bool) -> torch.Tensor | None:
-        self._check_step(u_t, state)
-        assert isinstance(state, torch.Tensor)
-        change, vector, low_rank, rows, skip = self._step_constants(self._computing_dtype(u_t))
+    def _one_token(
+        self, u: torch.Tensor, state: torch.Tensor, rows: Rows, dtype: torch.dtype, is_read: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """y (B, 1, F, D) of a step, none of it (B, 0, F, D) where it is not read, and the state after it."""
+        state = state if rows.overwrites_states else state.clone()
+        change, vector, low_rank, outputs, skip = self._token_constants(dtype)
         options: dict[str, Any] = {"low_rank": low_rank, "is_complex": self.conjugate_pairs}
-        if with_output:
-            options |= {"output_rows": rows, "skip": skip, "silu": self.applies_silu}
-        with without_autocast(u_t.device.type):
-            return linear_step(u_t, self._widen(state), change, vector, **options)
+        if is_read:
+            options |= {"output_rows": outputs, "skip": skip, "silu": self.applies_silu}
+        with without_autocast(u.device.type):
+            y = lti_token(u, self._widen(state), change, vector, **options)
+        return u.new_empty(u.shape[0], 0, *change.shape[:2]) if y is None else y, state
 
-    def step_system(
+    def token_system(
         self, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
-        """a, b, and l, r or None, (F, D, N) each, of s_t = a s_{t-1} - l (r · s_{t-1}) + b u_t (see `linear_step`)."""
+        """a, b, and l, r or None, (F, D, N) each, of s_t = a s_{t-1} - l (r · s_{t-1}) + b u_t (see `lti_token`)."""
         transition, vector = self.dynamics(dtype)
         decay = transition.value.flatten(-2) if transition.form == "complex" else transition.value
         return decay, vector, None
 
-    def _step_constants(self, dtype: torch.dtype) -> StepConstants:
-        """The constants of `linear_step`."""
+    def _token_constants(self, dtype: torch.dtype) -> TokenConstants:
+        """The constants of `lti_token`."""
 
-        def compute(exact: bool) -> StepConstants:
+        def compute(exact: bool) -> TokenConstants:
             inner = torch.float64 if exact else dtype
-            decay, vector, low_rank = self.step_system(inner)
+            decay, vector, low_rank = self.token_system(inner)
             ones = torch.ones_like(decay)
             if self.conjugate_pairs:
                 ones[..., 1::2] = 0.0  # imaginary parts
@@ -206,7 +203,7 @@ class StateSpaceMixer(CachedKernelMixer):
             # a copy: torch swaps the parameter (`torch.utils.swap_tensors`) only if nobody else holds it
             return change, vector, low_rank, rows, skip.to(dtype, copy=True).contiguous()
 
-        return self._cached(("step", dtype), self._all_parameters, compute)
+        return self._cached(("token", dtype), self._all_parameters, compute)
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         leading = () if self.num_filters is None else (self.num_filters,)
@@ -217,7 +214,7 @@ class StateSpaceMixer(CachedKernelMixer):
         return state.unsqueeze(1) if self.num_filters is None else state
 
 
-def log_uniform_step(shape: tuple[int, ...], smallest: float, largest: float) -> torch.Tensor:
+def log_uniform_dt(shape: tuple[int, ...], smallest: float, largest: float) -> torch.Tensor:
     """log(dt), uniform between the logarithms of the two ends, float64."""
     if not 0 < smallest <= largest:
         raise ValueError(f"dt_min and dt_max must satisfy 0 < dt_min <= dt_max, got {smallest} and {largest}.")

@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_hybrid_ssm.layers.attention_sink import AttentionSink, Rotation, sink_of_token
+from hf_hybrid_ssm.layers.attention_sink import AttentionSink, Rotation
 from hf_hybrid_ssm.layers.l2_normalise import l2_normalise
-from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.models.bst.block_grid import BlockGrid, block_grid
@@ -17,7 +16,7 @@ from hf_hybrid_ssm.models.bst.recurrent_states import RecurrentStates
 from hf_hybrid_ssm.models.cache import States
 from hf_hybrid_ssm.models.rotary import rotated
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows
-from hf_hybrid_ssm.ops.local_attention import AttentionState, document_ranks, local_attention, window_step
+from hf_hybrid_ssm.ops.local_attention import AttentionState, document_ranks, local_attention, window_token
 
 PositionEmbeddings = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines (B or 1, L, e) of rotary positions."""
@@ -92,6 +91,8 @@ class BstAttention(nn.Module):
             position_embeddings: cosines and sines (B or 1, at least L, e) of rotary positions.
             sink_rotation: of a constant sink, as of `sink_logits`.
         """
+        if self._takes_one_token(rows, past):
+            return self._attend_one_token(z, x, past, rows, position_embeddings, sink_rotation)
         q, k, v = self._heads(z)
         bias = None if self.relative_bias is None else self.relative_bias(self.window)
         if self.scale is not None:
@@ -220,49 +221,47 @@ class BstAttention(nn.Module):
         queries = self.context_q_proj(z).unflatten(2, (self.num_heads, -1))
         return queries if self.context_q_norm is None else self.context_q_norm(queries).to(queries.dtype)
 
-    @property
-    def can_step(self) -> bool:
-        """Whether `step` computes this layer: it sees no adapters that PEFT's `target_parameters` put into the
-        `forward` of context or recurrent states."""
+    def _takes_one_token(self, rows: Rows, past: States) -> bool:
+        """Whether `_attend_one_token` computes this: a step of a layer that sees no adapters that PEFT's
+        `target_parameters` put into the `forward` of context or recurrent states."""
+        if not rows.is_step or not past or (self.training and self.dropout > 0):
+            return False
         if self.context is not None:
             return isinstance(self.context, ContextStates)
         return self.recurrent is None or isinstance(self.recurrent, RecurrentStates)
 
-    @with_accelerate_hooks
-    def step(
+    def _attend_one_token(
         self,
         z: torch.Tensor,
         x: torch.Tensor,
         past: States,
         rows: Rows,
-        *,
-        position_embeddings: PositionEmbeddings | None = None,
-        sink_rotation: Rotation | None = None,
+        position_embeddings: PositionEmbeddings | None,
+        sink_rotation: Rotation | None,
     ) -> tuple[torch.Tensor, States]:
-        """`forward` of one token (B, 1, d) after earlier ones, without gradients; `past` is overwritten."""
+        """`forward` of a step, whose kernels normalise and scale by themselves."""
         q, k, v = self._heads(z)
         states, crossed, scale = dict(past), None, 1.0 if self.qk_norm else None
+        scales = {"scale": scale, "head_scale": getattr(self, "context_scale", None)}
         if self.context is not None:
-            queries = self._context_heads(z)[:, 0]
-            crossed, more = self.context.step(queries, x[:, 0], past, scale=scale, head_scale=self.context_scale)
+            queries = self._context_heads(z).transpose(1, 2)
+            crossed, more = self.context.attend_one_token(queries, x, past, rows, **scales)
             states |= more
         elif self.recurrent is not None:
             key, value = self._for_every_query(k if self.scale is None else l2_normalise(k), v)
-            queries = self._context_heads(z)[:, 0]
-            crossed, more = self.recurrent.step(
-                queries, key[:, 0], value[:, 0], past, scale=scale, head_scale=self.context_scale
-            )
+            queries = self._context_heads(z).transpose(1, 2)
+            crossed, more = self.recurrent.attend_one_token(queries, key, value, past, rows, **scales)
             states |= more
         bias = None if self.relative_bias is None else self.relative_bias(self.window)
-        sink = {} if self.sink is None else self._sink_of_step(q, bias, past["seen"], sink_rotation)
+        sink = {} if self.sink is None else self._sink_of_token(q, bias, past["seen"], sink_rotation)
         if position_embeddings is not None:
             q, k = rotated(q, k, position_embeddings, v.dtype)
-        y, state = window_step(
-            q[:, 0],
-            k[:, 0],
-            v[:, 0],
+        y, state = window_token(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
             AttentionState(past["keys"], past["values"], past["seen"]),
-            static_address=rows.capacity is not None,
+            rows,
             window=(self.window, self.right),
             bias=bias,
             scale=scale,
@@ -273,11 +272,12 @@ class BstAttention(nn.Module):
         y = y if crossed is None else torch.cat([y.flatten(1), crossed.flatten(1)], 1)
         return self.o_proj(y.flatten(1).unsqueeze(1)), states | state._asdict()
 
-    def _sink_of_step(
+    def _sink_of_token(
         self, q: torch.Tensor, bias: torch.Tensor | None, seen: torch.Tensor, rotation: Rotation | None
     ) -> dict[str, torch.Tensor | None]:
-        """Of a token whose query (B, 1, H, e) and bias (H, R) `attention_step` will scale."""
+        """Of a token whose query (B, 1, H, e) and bias (H, R) the kernel will scale."""
+        assert self.sink is not None
         if self.scale is not None and not self.has_scalar_sink:  # which asks for none of them
             scale = self.scale.abs().to(q.dtype).unsqueeze(1)
             q, bias = l2_normalise(q) * scale, None if bias is None else bias * scale
-        return sink_of_token(self.sink, q, seen, **self._of_sink(bias, rotation))
+        return self.sink(q, seen.unsqueeze(1), **self._of_sink(bias, rotation))

@@ -17,8 +17,6 @@ from hf_hybrid_ssm.layers.l2_normalise import l2_normalise
 from hf_hybrid_ssm.layers.mixers.base import (
     State,
     mixer_state,
-    mixer_step_,
-    mixer_update_state_,
     named_states,
 )
 from hf_hybrid_ssm.layers.mixers.registry import mixer_from_config
@@ -29,7 +27,7 @@ from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.ops.core.checks import can_read_values
 from hf_hybrid_ssm.ops.core.full_attention import attention
 from hf_hybrid_ssm.ops.core.rows import Rows
-from hf_hybrid_ssm.ops.local_attention import attention_step
+from hf_hybrid_ssm.ops.local_attention import slot_attention
 
 
 def boundaries(seen: torch.Tensor, window: int) -> tuple[bool, bool]:
@@ -152,61 +150,66 @@ class ContextStates(nn.Module):
         return keys, values, after
 
     @with_accelerate_hooks
-    def step(
+    def attend_one_token(
         self,
         queries: torch.Tensor,
         x: torch.Tensor,
         state: dict[str, torch.Tensor],
+        rows: Rows,
         *,
         scale: float | None,
         head_scale: torch.Tensor | None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """One token of each sequence after earlier ones, without gradients; the tensors of `state` are overwritten.
+        """A step: cross-attention of one token of each sequence to the states of its block.
 
         Args:
-            queries: (B, heads, e), not yet scaled; H divides their number.
-            x: (B, d), the layer's input.
+            queries: (B, heads, 1, e), not yet scaled; H divides their number.
+            x: (B, 1, d), the layer's input.
             state: as in `forward`, with the tokens before this one, `seen` (B,).
-            scale, head_scale: as of `attention_step`.
+            rows: of a step.
+            scale, head_scale: as of `slot_attention`.
 
         Returns:
-            The cross-attention's output (B, heads, e), and the state after the token.
+            The cross-attention's output (B, heads, 1, e), and the state after the token.
         """
         u = self._ssm_input(x)
         held, seen = (state["context_key"], state["context_value"]), state["seen"]
-        if self.variant == "mf":
-            return self._shifted_step(queries, u, state, scale, head_scale)
-        y, ssm = mixer_step_(self.ssm, u, mixer_state(state))
-        z = self.norm(y)
-        k, v = (layer(z).view(x.shape[0], self.num_heads, self.head_dim) for layer in (self.k_proj, self.v_proj))
-        if self.k_norm is not None:  # a step normalises to length 1 itself
-            k = self.k_norm(k).to(v.dtype)
         scales = {"scale": scale, "head_scale": head_scale}
-        found = attention_step(queries, k, v, *held, seen, window=(None, 0), block=True, **scales)
+        if self.variant == "mf":
+            return self._attend_shifted(queries, u, state, rows, **scales)
+        if not rows.overwrites_states:
+            held = held[0].clone(), held[1].clone()
+        y, ssm = self.ssm(u, rows=rows, initial_state=mixer_state(state))
+        z = self.norm(y)
+        k, v = (layer(z).view(x.shape[0], self.num_heads, 1, self.head_dim) for layer in (self.k_proj, self.v_proj))
+        if self.k_norm is not None:  # the kernel normalises to length 1 itself
+            k = self.k_norm(k).to(v.dtype)
+        found = slot_attention(queries, k, v, *held, seen, window=(None, 0), block=True, **scales)
         return found, self.named_states(ssm, *held)
 
-    def _shifted_step(
+    def _attend_shifted(
         self,
         queries: torch.Tensor,
         u: torch.Tensor,
         state: dict[str, torch.Tensor],
-        scale: float | None,
-        head_scale: torch.Tensor | None,
+        rows: Rows,
+        **scales: Any,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """`step` of "mf", whose context stays the same within a block: only a block's first and last token change
-        it."""
+        """`attend_one_token` of "mf", whose context stays the same within a block: only a block's first and last token
+        change it."""
         held, seen = [state["context_key"], state["context_value"]], state["seen"]
         begins, ends = boundaries(seen, self.window)
         if begins:  # a cache need not hold zeros before the first block of a document
             fresh = (seen == 0).view(-1, 1, 1, 1)
             initial = self._initial(queries.shape[0])
             held = [torch.where(fresh, new.transpose(-3, -2), old) for new, old in zip(initial, held)]
-        found = attention_step(queries, None, None, *held, scale=scale, head_scale=head_scale)
+        found = slot_attention(queries, None, None, *held, **scales)
+        y, ssm = self.ssm(u, rows=rows, initial_state=mixer_state(state), stride=1 if ends else 2)
         if not ends:
-            return found, self.named_states(mixer_update_state_(self.ssm, u, mixer_state(state)), *held)
-        y, ssm = mixer_step_(self.ssm, u, mixer_state(state))
+            return found, self.named_states(ssm, *held)
         over = (seen % self.window == self.window - 1).view(-1, 1, 1, 1)
-        after = (torch.where(over, new.transpose(1, 2).to(old.dtype), old) for new, old in zip(self._project(y), held))
+        new = (part.squeeze(1).transpose(1, 2) for part in self._project(y))
+        after = (torch.where(over, part.to(old.dtype), old) for part, old in zip(new, held))
         return found, self.named_states(ssm, *after)
 
     def _initial(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:

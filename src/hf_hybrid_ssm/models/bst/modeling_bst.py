@@ -62,14 +62,8 @@ class BstBlock(RecurrentMixin, GradientCheckpointingLayer):
     def forward_rows(  # type: ignore[override]
         self, x: torch.Tensor, *, past: States, rows: Rows, **options: Any
     ) -> tuple[torch.Tensor, States]:
-        return self.attention(self.dropout(self.attention_norm(x)), x, past, rows, **options)
-
-    def step(  # type: ignore[override]
-        self, x: torch.Tensor, *, past: States, rows: Rows, **options: Any
-    ) -> tuple[torch.Tensor, States]:
-        if not self.attention.can_step:
-            return super().step(x, past=past, rows=rows, **options)
-        return self.attention.step(self.attention_norm(x), x, past, rows, **options)
+        normed = self.attention_norm(x)
+        return self.attention(self.dropout(normed) if self.training else normed, x, past, rows, **options)
 
     def forward(
         self,

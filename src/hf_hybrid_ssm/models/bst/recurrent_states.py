@@ -18,8 +18,9 @@ from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.bst.context_states import boundaries
 from hf_hybrid_ssm.ops.core.checks import can_read_values
 from hf_hybrid_ssm.ops.core.full_attention import attention
+from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.ops.core.transforms import is_autocast_enabled
-from hf_hybrid_ssm.ops.local_attention import attention_step
+from hf_hybrid_ssm.ops.local_attention import slot_attention
 
 States = dict[str, torch.Tensor]
 RECURRENT_STATES = (
@@ -118,26 +119,28 @@ class RecurrentStates(nn.Module):
         return torch.stack(keys[:count], 1), torch.stack(values[:count], 1), after
 
     @with_accelerate_hooks
-    def step(
+    def attend_one_token(
         self,
         queries: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         state: States,
+        rows: Rows,
         *,
         scale: float | None,
         head_scale: torch.Tensor | None,
     ) -> tuple[torch.Tensor, States]:
-        """One token of each sequence after earlier ones, without gradients; the tensors of `state` are overwritten.
+        """A step: cross-attention of one token of each sequence to the states of its block.
 
         Args:
-            queries: (B, H, e), not yet scaled.
-            key, value: (B, H, e), the token's.
+            queries: (B, H, 1, e), not yet scaled.
+            key, value: (B, 1, H, e), the token's.
             state: the tensors `RECURRENT_STATES`, and `seen` (B,), the tokens before this one.
-            scale, head_scale: as of `attention_step`.
+            rows: of a step.
+            scale, head_scale: as of `slot_attention`.
 
         Returns:
-            The cross-attention's output (B, H, e), and the state after the token.
+            The cross-attention's output (B, H, 1, e), and the state after the token.
         """
         s, keys, values, *blocks, old_key, old_value = (state[name] for name in RECURRENT_STATES)
         seen, window = state["seen"], state["block_key"].shape[1]
@@ -151,10 +154,11 @@ class RecurrentStates(nn.Module):
             new = self._read(initial, self._projection(), self._scales())
             keys, values = (torch.where(fresh.unsqueeze(-1), n, old) for n, old in zip(new, (keys, values)))
         by_head = (keys.transpose(1, 2), values.transpose(1, 2))
-        found = attention_step(queries, None, None, *by_head, scale=scale, head_scale=head_scale)
+        found = slot_attention(queries, None, None, *by_head, scale=scale, head_scale=head_scale)
         slot = (seen % window).view(-1, 1, 1, 1)
+        blocks = blocks if rows.overwrites_states else [block.clone() for block in blocks]
         for block, token in zip(blocks, (key, value)):
-            block.scatter_(1, slot.expand(-1, 1, *block.shape[2:]), token.to(block.dtype).unsqueeze(1))
+            block.scatter_(1, slot.expand(-1, 1, *block.shape[2:]), token.to(block.dtype))
         before = [old_key, old_value]
         if ends:
             over = slot == window - 1

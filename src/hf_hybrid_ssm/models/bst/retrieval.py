@@ -18,11 +18,12 @@ MEMORY_STATES = ("memory_key", "memory_value", "memory_count")
 class RetrievingAttention(BstAttention):
     """`BstAttention` of a "bst" layer, whose tokens also attend to the best of the states that a memory holds."""
 
-    can_step = False  # a token alone goes the way of a row
-
     def __init__(self, config: BstConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.top_k, self.capacity, self.stride = config.retrieval_k, config.retrieval_memory, config.retrieval_stride
+
+    def _takes_one_token(self, rows: Rows, past: States) -> bool:
+        return False  # a token alone goes the way of a row
 
     def _attend_context(
         self, z: torch.Tensor, x: torch.Tensor, past: States, rows: Rows

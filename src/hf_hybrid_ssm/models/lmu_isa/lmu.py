@@ -6,11 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.models.packing import States
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows
-from hf_hybrid_ssm.ops.implicit_attention import implicit_attention
-from hf_hybrid_ssm.ops.implicit_attention.decoding import LAGGING, apply_deferred, decoder, defer_updates
+from hf_hybrid_ssm.ops.implicit_attention import DeferredMemory, defer_updates, implicit_attention
+from hf_hybrid_ssm.ops.implicit_attention.decoding import decoder
 
 
 class ImplicitAttention(nn.Module):
@@ -44,21 +43,16 @@ class ImplicitAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, past: States, rows: Rows = PLAIN_ROWS) -> tuple[torch.Tensor, States]:
         """(B, L, D), the states before it → (B, L, D), the states after it."""
-        options = {"initial_state": apply_deferred(past, self.theta), "rows": rows}
-        y, memory = implicit_attention(x, activation=self.activation, **self._parameters_in(x.dtype), **options)
-        if memory is None:
-            return y, {}
-        lags = "recent" in past or decoder(x, self.activation) is not None
-        return y, defer_updates(memory) if lags else {"memory": memory}
-
-    @with_accelerate_hooks
-    def step(self, x: torch.Tensor, past: States, rows: Rows) -> tuple[torch.Tensor, States]:
-        """`forward` of one token (B, 1, D) after earlier ones, without gradients."""
-        decode_token = decoder(x, self.activation)
-        if decode_token is None or "recent" not in past:
-            return self.forward(x, past, rows)
-        y, *after = decode_token(x[:, 0], *(past[name] for name in LAGGING), **self._parameters_in(x.dtype))
-        return y.unsqueeze(1), dict(zip(LAGGING, after))
+        state: torch.Tensor | DeferredMemory | None = past.get("memory")
+        if "recent" in past:
+            state = DeferredMemory(past["memory"], past["recent"], past["pending"])
+        parameters = self._parameters_in(x.dtype)
+        y, after = implicit_attention(x, **parameters, activation=self.activation, rows=rows, initial_state=state)
+        if isinstance(after, torch.Tensor):
+            if decoder(x, self.activation) is None:
+                return y, {"memory": after}
+            after = defer_updates(after)
+        return y, {} if after is None else after._asdict()
 
     def _parameters_in(self, dtype: torch.dtype) -> dict[str, Any]:
         parameters = (self.reduce_weight, self.reduce_bias, self.collapse_weight, self.collapse_bias)

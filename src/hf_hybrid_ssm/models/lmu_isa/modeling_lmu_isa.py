@@ -78,18 +78,6 @@ class LmuIsaBlock(RecurrentMixin, GradientCheckpointingLayer):
         y, memory = self.memory(self.memory_norm(x), past, rows)
         return x + self.dropout(y), states | memory
 
-    def step(self, x: torch.Tensor, *, past: States, rows: Rows) -> tuple[torch.Tensor, States]:  # type: ignore[override]
-        if not isinstance(self.memory, ImplicitAttention):  # PEFT's wrapper, which adapts `forward` alone
-            return super().step(x, past=past, rows=rows)
-        states: States = {}
-        if self.pre_feed_forward is not None:
-            first = self.pre_feed_forward(self.pre_norm(x))
-        else:
-            first, states = self.attention.step(self.pre_norm(x), past, rows)
-        x = x + self.dropout(first)
-        y, memory = self.memory.step(self.memory_norm(x), past, rows)
-        return x + self.dropout(y), states | memory
-
     def forward(
         self, hidden_states: torch.Tensor, rows: PackedRows | None = None, cache: Cache | None = None
     ) -> torch.Tensor:

@@ -10,7 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 from transformers.utils.generic import is_flash_attention_requested
 
-from hf_hybrid_ssm.layers.attention_sink import AttentionSink, Rotation, sink_of_token
+from hf_hybrid_ssm.layers.attention_sink import AttentionSink, Rotation
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.models.block import RecurrentMixin
@@ -25,7 +25,6 @@ from hf_hybrid_ssm.ops.local_attention import (
     append_to_window,
     document_ranks,
     local_attention,
-    window_step,
 )
 
 WINDOW_STATES = AttentionState._fields
@@ -163,26 +162,6 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
             initial_state=AttentionState(**past) if past else None,
         )
         return self.o_proj(output.transpose(1, 2).flatten(2)), {} if state is None else state._asdict()
-
-    @with_accelerate_hooks
-    def step(  # type: ignore[override]
-        self, *heads: torch.Tensor, past: States, rows: Rows, sink_rotation: Rotation | None = None
-    ) -> tuple[torch.Tensor, States]:
-        queries, keys, values = (x[:, 0] for x in heads[:3])
-        sink = {}
-        if self.sink is not None:
-            sink = sink_of_token(self.sink, heads[3], past["seen"], **self._of_sink(sink_rotation))
-        output, state = window_step(
-            queries,
-            keys,
-            values,
-            AttentionState(**past),
-            static_address=rows.capacity is not None,
-            window=(self.config.sliding_window - 1, 0),
-            scale=self.scaling,
-            **sink,
-        )
-        return self.o_proj(output.flatten(1).unsqueeze(1)), state._asdict()
 
     def _of_sink(self, rotation: Rotation | None) -> dict[str, Any]:
         return {

@@ -38,9 +38,9 @@ from hf_hybrid_ssm.models.longhorn.attention_longhorn import (
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.packing import PackedRows, States, resolve_packing
 from hf_hybrid_ssm.models.rotary import RotaryEmbedding, rotated, with_sink_rotation
-from hf_hybrid_ssm.ops.causal_conv import causal_conv, causal_conv_step
+from hf_hybrid_ssm.ops.causal_conv import causal_conv
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows
-from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan, longhorn_step
+from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
 
 
 class ShortConvolution(nn.Conv1d):
@@ -59,12 +59,6 @@ class ShortConvolution(nn.Conv1d):
         options = {"activation": "silu", "rows": rows, "initial_state": initial_state}
         return causal_conv(x, self.weight.squeeze(1), self.bias, **options)
 
-    @with_accelerate_hooks
-    def step(self, x: torch.Tensor, state: torch.Tensor, pages: torch.Tensor | None = None) -> torch.Tensor:
-        """`forward` of one token (B, D) after earlier ones, without gradients; the state is overwritten. `pages` as of
-        `causal_conv_step`."""
-        return causal_conv_step(x, state, self.weight.squeeze(1), self.bias, activation="silu", pages=pages)
-
 
 class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
     """The Longhorn block: projections, short convolution, and the online-recall scan (section 3, algorithm 1).
@@ -77,7 +71,7 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
     """
 
     float32_parameters = ("D", "dt_bias")
-    steps_on_pages = True
+    takes_pages = True
 
     def __init__(self, config: LonghornConfig, layer_idx: int):
         super().__init__()
@@ -149,7 +143,7 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
     def _projected(
         self, x: torch.Tensor, hidden_states: torch.Tensor, *rotation: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What `dt_proj` takes (B, [L,] R), and keys and queries, (B, [L,] N) of one head or (B, [L,] H, N)."""
+        """What `dt_proj` takes (B, L, R), and keys and queries, (B, L, N) of one head or (B, L, H, N)."""
         dt, *keys_and_queries = self.x_proj(x).split(self.projection_sizes, dim=-1)
         if self.k_proj is not None and self.q_proj is not None:
             keys_and_queries = [self.k_proj(hidden_states), self.q_proj(hidden_states)]
@@ -162,25 +156,6 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
         if rotation:
             q, k = rotated(q, k, (rotation[0], rotation[1]), x.dtype)
         return (dt, k, q) if self.num_heads > 1 else (dt, k.squeeze(-2), q.squeeze(-2))
-
-    @with_accelerate_hooks
-    def step(  # type: ignore[override]
-        self,
-        hidden_states: torch.Tensor,
-        *rotation: torch.Tensor,
-        past: States,
-        rows: Rows,
-        pages: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, States]:
-        if not isinstance(self.conv1d, ShortConvolution):  # PEFT's wrapper, which adapts `forward` alone
-            return super().step(hidden_states, *rotation, past=past, rows=rows)
-        hidden_states = hidden_states[:, 0]
-        raw, gate = self.in_proj(hidden_states).chunk(2, dim=-1)  # (B, D) each
-        x = self.conv1d.step(raw, past["conv"], pages)
-        dt, k, q = self._projected(x, hidden_states, *(part[:, 0] for part in rotation))
-        options = {"beta_bias": self.dt_bias, "D": self.D, "z": gate, "pages": pages}
-        y = longhorn_step(x, self.dt_proj(dt), k, q, past["scan"], **options)
-        return self.out_proj(y).unsqueeze(1), past
 
 
 class LonghornBlock(GradientCheckpointingLayer):
@@ -268,16 +243,6 @@ class LonghornHybridBlock(RecurrentMixin, LonghornBlock):
             is_open = torch.rand(attended.shape[0], 1, 1, device=attended.device) >= self.window_dropout
             attended = torch.where(is_open, attended, 0.0)
         mixed, states = self.mixer.forward_rows(*of_mixer, past=before_mixer, rows=rows)
-        return attended + mixed, window | states
-
-    def step(  # type: ignore[override]
-        self, *inputs: torch.Tensor, past: States, rows: Rows, sink_rotation: Rotation | None
-    ) -> tuple[torch.Tensor, States]:
-        of_mixer, heads = self._by_part(inputs)
-        before_window, before_mixer = _states_by_part(past)
-        of_window = {"past": before_window, "rows": rows, "sink_rotation": sink_rotation}
-        attended, window = self.self_attn.step(*heads, **of_window)
-        mixed, states = self.mixer.step(*of_mixer, past=before_mixer, rows=rows)
         return attended + mixed, window | states
 
     def states_after(self, *inputs: torch.Tensor, past: States, rows: Rows, **options: Any) -> States:

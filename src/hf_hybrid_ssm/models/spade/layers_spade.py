@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_hybrid_ssm.layers.feed_forward import FeedForward
 from hf_hybrid_ssm.layers.local_self_attention import LocalSelfAttention
-from hf_hybrid_ssm.layers.mixers.base import mixer_state, mixer_step_, named_states
+from hf_hybrid_ssm.layers.mixers.base import mixer_state, named_states
 from hf_hybrid_ssm.layers.mixers.registry import mixer_from_config
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
 from hf_hybrid_ssm.models.block import RecurrentMixin
@@ -112,16 +112,6 @@ class SpadeAttention(LocalSelfAttention):
         """As in `LocalSelfAttention`; `bias` (H, R) is the one shared by all layers, used without one of its own."""
         return super().forward(x, past, rows, bias=self._bias(bias))
 
-    def step(
-        self,
-        x: torch.Tensor,
-        past: States,
-        rows: Rows,
-        *,
-        bias: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, States]:
-        return super().step(x, past, rows, bias=self._bias(bias))
-
     def _bias(self, shared: torch.Tensor | None) -> torch.Tensor | None:
         return shared if self.relative_bias is None else self.relative_bias(self.window[0])
 
@@ -170,16 +160,6 @@ class SpadeMixer(RecurrentMixin, nn.Module):
         if self.merge == "add":
             return self.weight * g + (1 - self.weight) * a
         return self.aggregate(torch.cat([g, a], dim=-1))
-
-    def step(  # type: ignore[override]
-        self, x: torch.Tensor, *, past: States, rows: Rows, bias: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, States]:
-        if self.ssm is None:
-            return self.self_attn.step(x, past, rows, bias=bias)
-        g, state = mixer_step_(self.ssm, x[:, 0], mixer_state(past))
-        g = g.unsqueeze(1)
-        a, states = self.self_attn.step(g if self.merge == "stack" else x, past, rows, bias=bias)
-        return self._merged(g, a), states | named_states(state)
 
 
 class SpadeBlock(GradientCheckpointingLayer):

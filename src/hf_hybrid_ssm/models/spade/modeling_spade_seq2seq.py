@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0: see LICENSE, or http://www.apache.org/licenses/LICENSE-2.0
 """PyTorch SPADE encoder-decoder (arXiv 2212.08136): T5-like, for summarization and other text-to-text tasks."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from hf_hybrid_ssm.models.base import WithoutContinuousBatching
 from hf_hybrid_ssm.models.cache import (
     capacity_of,
     is_recurrent_state_layer,
+    may_overwrite_states,
     prepare_cache,
     tokens_and_packing_state,
 )
@@ -117,6 +119,7 @@ class SpadeDecoder(SpadeStack, SpadePreTrainedModel):
             mask_name="decoder_attention_mask",
             return_final_state=own is not None,
             capacity=capacity_of(own),
+            may_overwrite=partial(may_overwrite_states, own),
         )
         if self.positions is not None:
             embeddings = embeddings + self.positions(self._position_ids(rows, embeddings))

@@ -14,8 +14,8 @@ from hf_hybrid_ssm.ops.causal_conv.torch_backend import causal_conv_step_torch, 
 from hf_hybrid_ssm.ops.core.checks import check_overwritten, check_tensor
 from hf_hybrid_ssm.ops.core.dispatch import Op
 from hf_hybrid_ssm.ops.core.padding import last_inputs
-from hf_hybrid_ssm.ops.core.pages import check_pages, on_pages
-from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows, checked_rows
+from hf_hybrid_ssm.ops.core.pages import PagedState, check_pages, on_pages
+from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows, checked_rows, is_one_token
 
 _OP = Op(
     "causal_conv",
@@ -42,9 +42,9 @@ def causal_conv(
     *,
     activation: str | None = None,
     rows: Rows = PLAIN_ROWS,
-    initial_state: torch.Tensor | None = None,
+    initial_state: torch.Tensor | PagedState | None = None,
     backend: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor | PagedState | None]:
     r"""y_ti = act(bias_i + Σ_j w_ij x_{t-K+1+j, i}): each channel has K taps, the last one on the token itself.
 
     Args:
@@ -54,7 +54,9 @@ def causal_conv(
         activation: None or "silu".
         rows: how the rows are read; no tap reaches into another document. The final state is the inputs that the next
             token needs.
-        initial_state: (B, K - 1, D), the inputs before the first token, oldest first; zero by default.
+        initial_state: (B, K - 1, D), the inputs before the first token, oldest first; zero by default. A step also
+            takes a `PagedState`: Triton's kernel works on the pages where they lie, and so does that in C if they are
+            float32; elsewhere they are gathered, and put back.
         backend: force one implementation (see `hf_hybrid_ssm.ops.core.dispatch`).
 
     Returns:
@@ -68,6 +70,11 @@ def causal_conv(
         raise TypeError(f"x must have a floating point dtype, got {x.dtype}.")
     batch, length, _ = x.shape
     _check_filter(x, initial_state, weight, bias, activation)
+    if is_one_token(rows, length, initial_state):
+        y, after = _one_token(x, initial_state, weight, bias, activation, rows, backend)  # type: ignore[arg-type]
+        return y, after if rows.return_final_state else None
+    if isinstance(initial_state, PagedState):
+        raise ValueError("initial_state is a PagedState: only a step goes on from one, with rows.is_step=True.")
     seq_idx, lengths = checked_rows(rows, batch, length)
     if length == 0:
         empty = last_inputs(x, weight.shape[1], initial_state, seq_idx, lengths)
@@ -79,58 +86,50 @@ def causal_conv(
     return y, final_state if rows.return_final_state else None
 
 
-def causal_conv_step(
+def _one_token(
     x: torch.Tensor,
-    state: torch.Tensor,
+    state: torch.Tensor | PagedState,
     weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    activation: str | None = None,
-    pages: torch.Tensor | None = None,
-    backend: str | None = None,
-) -> torch.Tensor:
-    """`causal_conv` of one token of each row, without gradients; `state` becomes the one after it, in place.
-
-    Args:
-        x: (B, D).
-        state: (B, K - 1, D), contiguous: the inputs before it, oldest first.
-        weight, bias, activation, backend: as for `causal_conv`.
-        pages: (B,) int64; `state` is then memory of P pages, (P, K - 1, D), which may lie apart, and row b goes on
-            from `state[pages[b]]`. No page may be given twice. Triton's kernel works on the pages where they lie, and
-            so does that in C if they are float32; elsewhere they are gathered, and put back.
-
-    Returns:
-        y (B, D) in the dtype of x.
-
-    Raises:
-        TypeError, ValueError: an argument of wrong type, dtype, shape or device; an unknown activation or backend.
-    """
-    check_tensor("x", x, (None, None), "B, D")
-    _check_filter(x, state, weight, bias, activation, in_pages=pages is not None)
-    if pages is None:
-        check_overwritten("state", state, dense="contiguous")
-    else:
-        check_pages(pages, x.shape[0], state)
+    bias: torch.Tensor | None,
+    activation: str | None,
+    rows: Rows,
+    backend: str | None,
+) -> tuple[torch.Tensor, torch.Tensor | PagedState]:
+    """y of one token (B, 1, D) and the state after it."""
     run = _STEP.select(x.device.type, x.dtype, backend)
+    if isinstance(state, PagedState):
+        check_pages(state.pages, x.shape[0], state.memory)
 
-    def step(held: torch.Tensor, **given: torch.Tensor) -> torch.Tensor:
-        return run(x, held, weight, bias, activation=activation, **given)[0]
+        def step(held: torch.Tensor, **pages: torch.Tensor) -> torch.Tensor:
+            return run(x, held, weight, bias, activation=activation, **pages)[0]
 
-    return step(state) if pages is None else on_pages(run, step, state, pages)
+        return on_pages(run, step, state.memory, state.pages), state
+    if rows.overwrites_states:
+        check_overwritten("initial_state", state, dense="contiguous")
+    else:
+        state = state.clone(memory_format=torch.contiguous_format)
+    return run(x, state, weight, bias, activation=activation)
 
 
-def _check_filter(x, state, weight, bias, activation, in_pages=False) -> None:
-    """What both take, for x (B, [L,] D)."""
-    batch, channels = None if in_pages else x.shape[0], x.shape[-1]
+def _check_filter(
+    x: torch.Tensor,
+    state: torch.Tensor | PagedState | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+) -> None:
+    batch, channels = x.shape[0], x.shape[2]
     check_tensor("weight", weight, (channels, None), "D, K", beside=x)
     check_tensor("bias", bias, (channels,), "D", beside=x, optional=True)
     if weight.shape[1] == 0:
         raise ValueError("weight must have at least one tap (K ≥ 1), got K = 0.")
-    name = "state" if x.dim() == 2 else "initial_state"
-    shape = (batch, weight.shape[1] - 1, channels)
-    check_tensor(name, state, shape, "P, K - 1, D" if in_pages else "B, K - 1, D", beside=x, optional=x.dim() == 3)
+    shape = (weight.shape[1] - 1, channels)
+    if isinstance(state, PagedState):
+        check_tensor("initial_state.memory", state.memory, (None, *shape), "P, K - 1, D", beside=x)
+    else:
+        check_tensor("initial_state", state, (batch, *shape), "B, K - 1, D", beside=x, optional=True)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r} must be one of {', '.join(map(repr, ACTIVATIONS))}.")
 
 
-__all__ = ["causal_conv", "causal_conv_step"]
+__all__ = ["causal_conv"]

@@ -26,7 +26,7 @@ BACKWARD = CFunction(
 STEP = CFunction(
     _library,
     "causal_conv_step",
-    "x[B* D], weight[D K], bias?[D], state[P* K-1 D], pages?[B] int64, y[B D]",
+    "x[B* 1 D], weight[D K], bias?[D], state[P* K-1 D], pages?[B] int64, y[B 1 D]",
     "x.0, state.0, silu, P, B, K, D",
     refuses=REFUSES,
 )
@@ -73,7 +73,7 @@ _convolve = differentiable_op(
 
 
 def causal_conv_step_native(x, state, weight, bias=None, *, activation=None, pages=None):
-    """As `hf_hybrid_ssm.ops.causal_conv.causal_conv_step`."""
+    """One token x (B, 1, D) after `state`, which is overwritten: (B, K - 1, D), or (P, K - 1, D) with pages (B,)."""
     if pages is not None and state.dtype != torch.float32:
         step = partial(causal_conv_step_native, x, weight=weight, bias=bias, activation=activation)
         return on_rows(lambda rows: step(state=rows)[0], state, pages), state
@@ -87,7 +87,7 @@ def causal_conv_step_native(x, state, weight, bias=None, *, activation=None, pag
 def _compute_step(
     x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, pages: Tensor | None, silu: bool
 ) -> Tensor:
-    """y (B, D); weight is (D, K); float32, the rows of x and of the state may lie apart."""
+    """y (B, 1, D); weight is (D, K); float32, the rows of x and of the state may lie apart."""
     y = torch.empty(x.shape, dtype=x.dtype)
     STEP((x, weight, bias, state, pages, y), silu)
     return y

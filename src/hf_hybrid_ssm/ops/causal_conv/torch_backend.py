@@ -46,10 +46,10 @@ def _shifted_products(seen: torch.Tensor, weight: torch.Tensor, same: torch.Tens
 
 
 def causal_conv_step_torch(x, state, weight, bias=None, *, activation=None):
-    """See `hf_hybrid_ssm.ops.causal_conv.causal_conv_step`."""
+    """One token x (B, 1, D) after `state` (B, K - 1, D), which is overwritten."""
     dtype = x.dtype if x.dtype == torch.float64 else torch.float32
-    seen = torch.cat([state, x.to(state.dtype).unsqueeze(1)], 1)
+    seen = torch.cat([state, x.to(state.dtype)], 1)
     state.copy_(seen[:, 1:])
-    y = torch.linalg.vecdot(seen.to(dtype), weight.to(dtype).t(), dim=1)
+    y = torch.linalg.vecdot(seen.to(dtype), weight.to(dtype).t(), dim=1).unsqueeze(1)
     y = y if bias is None else y + bias
     return (F.silu(y) if activation == "silu" else y).to(x.dtype), state

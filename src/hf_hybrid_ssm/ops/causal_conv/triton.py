@@ -272,12 +272,12 @@ def step_kernel(
 
 
 def causal_conv_step_triton(x, state, weight, bias=None, *, activation=None, pages=None):
-    """As `hf_hybrid_ssm.ops.causal_conv.causal_conv_step`; → y and the state (B, K - 1, D), which is overwritten."""
+    """One token x (B, 1, D) after `state`, which is overwritten: (B, K - 1, D), or (P, K - 1, D) with pages (B,)."""
     return step(*dense_rows(x), state, *contiguous(pages, weight, bias), activation == "silu"), state
 
 
 def _step(x: Tensor, state: Tensor, pages: Tensor | None, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-    """y (B, D); weight is (D, K), the rows of x may lie apart, and so may the pages of state (P, K - 1, D)."""
+    """y (B, 1, D); weight is (D, K), the rows of x may lie apart, and so may the pages of state (P, K - 1, D)."""
     y = x.new_empty(x.shape)
     channels, width = weight.shape
     if y.numel() == 0:

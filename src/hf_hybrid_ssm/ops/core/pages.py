@@ -1,7 +1,8 @@
-"""States of many texts in one memory: a step of some of them is told which page is whose."""
+"""States of many texts in one memory: one token of some of them goes on from their pages."""
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -10,6 +11,20 @@ from torch import Tensor
 from hf_hybrid_ssm.ops.core.checks import can_read_values, check_tensor
 
 REFUSES = "pages must lie within the memory of the states."
+
+
+@dataclass(frozen=True, eq=False)
+class PagedState:
+    """The states of B rows in memory that they share with others: given to an op in the place of a state, they are
+    overwritten where they lie.
+
+    Args:
+        memory: P pages (P, ...), which may lie apart.
+        pages: (B,) int64, the page of each row, none twice.
+    """
+
+    memory: Tensor
+    pages: Tensor
 
 
 def check_pages(pages: Tensor, batch: int, state: Tensor) -> None:

@@ -189,12 +189,17 @@ class Rows:
             row's first one.
         return_final_state: also return the state after each row's last real token.
         capacity: the keys that a state of all tokens has room for, as in a static cache; None: as many as there are.
+        is_step: every row is one real token after a state that is given, and no gradient is wanted: an op with a
+            kernel for one token takes it.
+        overwrites_states: of a step, whether it may compute the next state in place of the one that is given.
     """
 
     padding: Padding | None = None
     documents: Documents | None = None
     return_final_state: bool = False
     capacity: int | None = None
+    is_step: bool = False
+    overwrites_states: bool = False
 
     @classmethod
     def of(
@@ -239,6 +244,26 @@ class Rows:
 
 PLAIN_ROWS = Rows()
 """Rows without padding, of one document each, whose state is not wanted."""
+
+
+def is_one_token(rows: Rows, length: int, state: object) -> bool:
+    """Whether an op is to take its kernel for one token.
+
+    Args:
+        length: L of its input.
+        state: the one before it, or None.
+
+    Raises:
+        TypeError: `rows` is not a `Rows`.
+        ValueError: it is a step, and the input is not.
+    """
+    if not isinstance(rows, Rows):
+        raise TypeError(f"rows must be a Rows, as Rows.of makes it, got {type(rows).__name__}.")
+    if not rows.is_step or state is None:
+        return False
+    if length != 1:
+        raise ValueError(f"rows.is_step=True needs rows of one token, got {length}.")
+    return True
 
 
 def checked_rows(rows: Rows, batch: int, length: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from hf_hybrid_ssm.ops.core.checks import check_tensor
 from hf_hybrid_ssm.ops.core.dispatch import Op
 from hf_hybrid_ssm.ops.core.packed_sequences import run_by_document
-from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows, checked_rows
+from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows, checked_rows, is_one_token
+from hf_hybrid_ssm.ops.implicit_attention.decoding import DeferredMemory, apply_deferred, decoder, defer_updates
 from hf_hybrid_ssm.ops.implicit_attention.reference import (
     aligned_self_check_inputs,
     implicit_attention_reference,
@@ -43,9 +44,9 @@ def implicit_attention(
     scale: float = 1.0,
     form: str = "auto",
     rows: Rows = PLAIN_ROWS,
-    initial_state: torch.Tensor | None = None,
+    initial_state: torch.Tensor | DeferredMemory | None = None,
     backend: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor | DeferredMemory | None]:
     r"""Q, K, V = act(L_i M_t + b_i), y_t = p softmax(scale · Q K^T) V + b, with the Legendre memory M_t (q, D) of x.
 
     Equations 8 to 11 of arXiv 2110.02402. All that follows the memory is local to a token.
@@ -62,7 +63,8 @@ def implicit_attention(
         form: "chunked" (blocks of matrix products), "fft" (the paper's; with an initial state, blocks instead)
             or "recurrent"; "auto" takes the faster of the first two, "fft" with the C kernel and "chunked" without.
             All compute the same, but "fft" to rounding: it does not multiply the future by exact zeros.
-        rows, initial_state, backend: as for `ops.legendre_memory.legendre_memory`.
+        rows, initial_state, backend: as for `ops.legendre_memory.legendre_memory`. The state may be a
+            `DeferredMemory`, for which the C kernel has a step; the final state then is one too.
 
     Returns:
         y (B, L, D) in x's dtype, and the memory (B, q, D), float32 or wider, or None.
@@ -71,12 +73,20 @@ def implicit_attention(
         TypeError, ValueError: an argument of wrong type, dtype, shape or device, or an unknown form.
     """
     check_tensor("x", x, (None, None, None), "B, L, D")
+    is_deferred = isinstance(initial_state, DeferredMemory)
+    if isinstance(initial_state, DeferredMemory) and is_one_token(rows, x.shape[1], initial_state):
+        decode = decoder(x, activation, backend)
+        if decode is not None:  # it checks what it is given
+            parameters = {"weight": weight, "bias": bias, "collapse": collapse, "collapse_bias": collapse_bias}
+            y, *after = decode(x, *initial_state, **parameters, theta=theta, scale=scale)
+            return y, DeferredMemory(*after) if rows.return_final_state else None
+    memory = apply_deferred(initial_state, theta) if isinstance(initial_state, DeferredMemory) else initial_state
     check_tensor("weight", weight, (3, None, None), "3, q', q", beside=x)
     reduced, order = weight.shape[1:]
     check_tensor("bias", bias, (3, reduced), "3, q'", beside=x, optional=True)
     check_tensor("collapse", collapse, (reduced,), "q'", beside=x)
     check_tensor("collapse_bias", collapse_bias, (1,), "1", beside=x, optional=True)
-    check_memory(order, theta, initial_state, x)
+    check_memory(order, theta, memory, x)
     seq_idx, lengths = checked_rows(rows, x.shape[0], x.shape[1])
     if form not in FORMS:
         raise ValueError(f"form={form!r} must be one of {', '.join(map(repr, FORMS))}.")
@@ -92,7 +102,8 @@ def implicit_attention(
         form=form,
         return_final_state=rows.return_final_state,
     )
-    return run_by_document(run, x, initial_state, seq_idx, lengths)
+    y, final = run_by_document(run, x, memory, seq_idx, lengths)
+    return y, defer_updates(final) if is_deferred and final is not None else final
 
 
-__all__ = ["implicit_attention"]
+__all__ = ["DeferredMemory", "defer_updates", "implicit_attention"]

@@ -1,4 +1,4 @@
-"""Decoding with deferred updates of the memory: what a cache keeps of a layer, and one token from there.
+"""Memories whose updates are deferred: what a cache keeps of a layer, and one token from there.
 
 Advancing a memory by one token costs 2 q² operations a channel; to read the 3 q' rows of the j-th token after it,
 W A^{j+1} times the memory, costs 6 q' q. So the C kernel advances the memory once in a block of C tokens and keeps the
@@ -6,6 +6,7 @@ tokens since. Every other backend advances it with every token; `apply_deferred`
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,20 @@ from hf_hybrid_ssm.ops.legendre_memory.constants import BlockOperators, block_op
 from hf_hybrid_ssm.ops.legendre_memory.torch_backend import BLOCK, advanced
 
 DECODE = "decode_token"  # what a backend is given that does
-LAGGING = ("memory", "recent", "pending")
+
+
+class DeferredMemory(NamedTuple):
+    """A memory, and the tokens since.
+
+    Args:
+        memory: (B, q, D), after all tokens but the deferred ones.
+        recent: (B, C, D), which holds these.
+        pending: (B,) int64, how many there are.
+    """
+
+    memory: torch.Tensor
+    recent: torch.Tensor
+    pending: torch.Tensor
 
 
 def is_exact_gelu(activation: Callable) -> bool:
@@ -26,24 +40,22 @@ def is_exact_gelu(activation: Callable) -> bool:
     return function is F.gelu or is_module
 
 
-def decoder(x: torch.Tensor, activation: Callable) -> Callable | None:
+def decoder(x: torch.Tensor, activation: Callable, backend: str | None = None) -> Callable | None:
     """The function that decodes tokens like x (B, L, D) with deferred updates, where this backend has one."""
-    run = REGISTRY["implicit_attention"].select(x.device.type, x.dtype)
+    run = REGISTRY["implicit_attention"].select(x.device.type, x.dtype, backend)
     return getattr(run, DECODE, None) if is_exact_gelu(activation) else None
 
 
-def defer_updates(memory: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The states of a memory (B, q, D) with no deferred tokens: recent (B, C, D) holds these, pending (B,) counts."""
+def defer_updates(memory: torch.Tensor) -> DeferredMemory:
+    """A memory (B, q, D) with no deferred tokens."""
     recent = memory.new_zeros(memory.shape[0], BLOCK, memory.shape[2])
     pending = torch.zeros(memory.shape[0], dtype=torch.int64, device=memory.device)
-    return {"memory": memory, "recent": recent, "pending": pending}
+    return DeferredMemory(memory, recent, pending)
 
 
-def apply_deferred(states: dict[str, torch.Tensor], theta: float) -> torch.Tensor | None:
-    """The memory (B, q, D) after all tokens, or None without states."""
-    memory, recent = states.get("memory"), states.get("recent")
-    if memory is None or recent is None:
-        return memory
+def apply_deferred(state: DeferredMemory, theta: float) -> torch.Tensor:
+    """The memory (B, q, D) after all tokens."""
+    memory, recent, pending = state
     with without_autocast(memory.device.type):
         constants = block_operators(memory.shape[1], theta, BLOCK, memory.dtype, device=memory.device)
-        return advanced(memory, recent, states["pending"], BlockOperators(*constants))
+        return advanced(memory, recent, pending, BlockOperators(*constants))

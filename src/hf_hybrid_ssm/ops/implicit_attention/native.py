@@ -39,8 +39,8 @@ BACKWARD = CFunction(
 STEP = CFunction(
     _library,
     "implicit_attention_step",
-    """x[B D], weight[3 R Q], bias?[3 R], collapse[R], offset?[1], scale[1], powers[Q C Q], impulse[Q C], push[Q C],
-    s[B Q D], recent[B C D], pending[B] int64, m[B D], new_s[B Q D], is_new[1] int64""",
+    """x[B 1 D], weight[3 R Q], bias?[3 R], collapse[R], offset?[1], scale[1], powers[Q C Q], impulse[Q C], push[Q C],
+    s[B Q D], recent[B C D], pending[B] int64, m[B 1 D], new_s[B Q D], is_new[1] int64""",
     "B, D, R, Q, C, copies",
     refuses="pending must say how many of the C tokens since the memory there are, 0 to C of them.",
 )
@@ -169,7 +169,7 @@ _attention = differentiable_op(
 
 
 def decode_token(x, memory, recent, pending, *, weight, bias, collapse, collapse_bias, scale, theta):
-    """One token x (B, D), without gradients: its output and the states after it, see `decoding`."""
+    """One token x (B, 1, D), without gradients: its output and the states after it, see `decoding`."""
     inputs = [prepared(tensor) for tensor in (x, weight, bias, collapse, collapse_bias, memory, recent)]
     compute = _step_without_copies if is_plain_call(x) else _step
     y, *states = compute(*inputs, pending, scale, theta)
@@ -212,7 +212,7 @@ def _step(
     scale: float,
     theta: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y (B, D) and the states after the token."""
+    """y (B, 1, D) and the states after the token."""
     states = (memory, recent, pending)
     return _compute_step(x, weight, bias, collapse, collapse_bias, *states, scale, theta, copies=True)[:4]
 

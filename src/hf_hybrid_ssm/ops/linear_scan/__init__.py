@@ -32,7 +32,7 @@ from hf_hybrid_ssm.ops.linear_scan.channel_blocks import (
 )
 from hf_hybrid_ssm.ops.linear_scan.diagonal import diagonal_scan
 from hf_hybrid_ssm.ops.linear_scan.reference import aligned_channel_inputs, channel_inputs, lti_scan_reference
-from hf_hybrid_ssm.ops.linear_scan.step import linear_step
+from hf_hybrid_ssm.ops.linear_scan.token import lti_token
 from hf_hybrid_ssm.ops.linear_scan.transition import Transition
 
 _OP = Op(
@@ -151,7 +151,7 @@ __all__ = [
     "block_states",
     "diagonal_scan",
     "has_fused_scan",
-    "linear_step",
     "long_kernel",
     "lti_scan",
+    "lti_token",
 ]

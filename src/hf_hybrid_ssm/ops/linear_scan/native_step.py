@@ -11,14 +11,14 @@ __all__ = ["linear_step_native", "supports"]
 STEP = CFunction(
     library_beside(__file__),
     "linear_step",
-    """u[B D], state[B F D N], decay_minus_one[F D N], input[F D N], left?[F D N], right?[F D N], output?[F D N],
-    skip?[F D], y?[B F D]""",
+    """u[B 1 D], state[B F D N], decay_minus_one[F D N], input[F D N], left?[F D N], right?[F D N], output?[F D N],
+    skip?[F D], y?[B 1 F D]""",
     "is_complex, silu, B, F*D, D, N",
 )
 
 
 def linear_step_native(u, state, decay_minus_one, input_vector, *, output_rows, low_rank, skip, is_complex, silu):
-    """As `hf_hybrid_ssm.ops.linear_scan.linear_step`."""
+    """As `hf_hybrid_ssm.ops.linear_scan.lti_token`."""
     wide = prepared(state)
     left, right = low_rank or (None, None)
     constants = map(prepared, (decay_minus_one, input_vector, left, right, output_rows, skip))
@@ -40,17 +40,17 @@ def _compute(
     is_complex: bool,
     silu: bool,
 ) -> Tensor:
-    """y (B, F, D), empty without output rows; all contiguous float32."""
+    """y (B, 1, F, D), empty without output rows; all contiguous float32."""
     batch, filters, channels, _ = state.shape
     is_read = output_rows is not None
-    y = torch.empty((batch, filters if is_read else 0, channels), dtype=u.dtype)
+    y = torch.empty((batch, 1, filters if is_read else 0, channels), dtype=u.dtype)
     constants = (decay_minus_one, input_vector, left, right, output_rows, skip)
     STEP((u, state, *constants, y if is_read else None), is_complex, silu)
     return y
 
 
 def _fake(u, state, decay_minus_one, input_vector, left, right, output_rows, *_):
-    return u.new_empty(state.shape[0], state.shape[1] if output_rows is not None else 0, state.shape[2])
+    return u.new_empty(state.shape[0], 1, state.shape[1] if output_rows is not None else 0, state.shape[2])
 
 
 _step = step_op("hf_hybrid_ssm::linear_step_native", _compute, _fake, changes=("state",))

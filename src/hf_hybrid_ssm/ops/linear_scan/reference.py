@@ -84,9 +84,9 @@ def aligned_channel_inputs() -> dict:
 
 
 def linear_step_reference(u, state, decay_minus_one, input_vector, *, output_rows, low_rank, skip, is_complex, silu):
-    """See `hf_hybrid_ssm.ops.linear_scan.linear_step`; computes in float32, or in float64 for float64 inputs."""
+    """See `hf_hybrid_ssm.ops.linear_scan.lti_token`; computes in float32, or in float64 for float64 inputs."""
     dtype = torch.promote_types(u.dtype, torch.float32)
-    h, value, a, b = state.to(dtype), u.to(dtype)[:, None, :, None], decay_minus_one.to(dtype), input_vector.to(dtype)
+    h, value, a, b = state.to(dtype), u.to(dtype).unsqueeze(-1), decay_minus_one.to(dtype), input_vector.to(dtype)
     if is_complex:
         (real, imaginary), (x, y) = a.unflatten(-1, (-1, 2)).unbind(-1), h.unflatten(-1, (-1, 2)).unbind(-1)
         moved = torch.stack([real * x - imaginary * y, real * y + imaginary * x], -1).flatten(-2)
@@ -101,13 +101,13 @@ def linear_step_reference(u, state, decay_minus_one, input_vector, *, output_row
         return None, state
     out = (output_rows.to(dtype) * after).sum(-1)
     out = out if skip is None else out + skip.to(dtype) * value.squeeze(-1)
-    return (F.silu(out) if silu else out).to(u.dtype), state
+    return (F.silu(out) if silu else out).to(u.dtype).unsqueeze(1), state
 
 
 def step_inputs() -> dict:
     """Complex, with a product of rank one, states that do not fill a vector."""
     constants = dict.fromkeys(("decay_minus_one", "input_vector", "output_rows", "left", "right"), (2, 3, 22))
-    tensors = draw({"u": (2, 3), "state": (2, 2, 3, 22), "skip": (2, 3)} | constants)
+    tensors = draw({"u": (2, 1, 3), "state": (2, 2, 3, 22), "skip": (2, 3)} | constants)
     # a tuple of tensors would not be cast: every entry is bfloat16 already
     low_rank = tuple(tensors.pop(name).bfloat16().float() for name in ("left", "right"))
     return tensors | {"low_rank": low_rank, "is_complex": True, "silu": True}

@@ -83,8 +83,8 @@ def _states_from_zero(tokens: torch.Tensor, powers: torch.Tensor, documents: tor
 
 
 def linear_step_torch(u, state, decay_minus_one, input_vector, *, output_rows, low_rank, skip, is_complex, silu):
-    """See `hf_hybrid_ssm.ops.linear_scan.linear_step`."""
-    h, value = state.to(decay_minus_one.dtype), u.to(decay_minus_one.dtype)[:, None, :, None]
+    """See `hf_hybrid_ssm.ops.linear_scan.lti_token`."""
+    h, value = state.to(decay_minus_one.dtype), u.to(decay_minus_one.dtype).unsqueeze(-1)
     if is_complex:
         moved = torch.view_as_real(_complex(decay_minus_one) * _complex(h)).flatten(-2)
     else:
@@ -98,7 +98,7 @@ def linear_step_torch(u, state, decay_minus_one, input_vector, *, output_rows, l
         return None, state
     y = torch.linalg.vecdot(output_rows, after)
     y = y if skip is None else torch.addcmul(y, skip, value.squeeze(-1))
-    return (F.silu(y) if silu else y).to(u.dtype), state
+    return (F.silu(y) if silu else y).to(u.dtype).unsqueeze(1), state
 
 
 def _complex(pairs: torch.Tensor) -> torch.Tensor:

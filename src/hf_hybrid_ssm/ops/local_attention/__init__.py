@@ -4,7 +4,7 @@ import torch
 
 from hf_hybrid_ssm.ops.core.checks import check_tensor
 from hf_hybrid_ssm.ops.core.dispatch import Op
-from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows, checked_rows
+from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows, checked_rows, is_one_token
 from hf_hybrid_ssm.ops.local_attention.distance_range import (
     AttentionState,
     Window,
@@ -18,7 +18,7 @@ from hf_hybrid_ssm.ops.local_attention.reference import (
     sink_self_check_inputs,
 )
 from hf_hybrid_ssm.ops.local_attention.sink import check_sink
-from hf_hybrid_ssm.ops.local_attention.step import append_slot, attention_step, check_seen, drop_oldest, window_step
+from hf_hybrid_ssm.ops.local_attention.slots import append_slot, check_seen, drop_oldest, slot_attention, window_token
 from hf_hybrid_ssm.ops.local_attention.torch_backend import local_attention_torch
 
 _OP = Op(
@@ -83,6 +83,13 @@ def local_attention(
         TypeError, ValueError: an argument of wrong type, dtype, shape or device, or options that contradict each
             other.
     """
+    if is_one_token(rows, q.shape[-2], initial_state) and dropout == 0:
+        if chunk_size is not None:
+            window = _within_chunk(checked_window(window), chunk_size)
+        options = {"window": window, "chunk_size": chunk_size, "bias": bias, "scale": scale, "backend": backend}
+        options |= {"zero_kv_sink": zero_kv_sink, "sink_logits": sink_logits, "sink_values": sink_values}
+        y, after = window_token(q, k, v, initial_state, rows, **options)  # type: ignore[arg-type]
+        return y, after if rows.return_final_state else None
     check_tensor("q", q, (None, None, None, None), "B, H, L, E")
     batch, heads, length, size = q.shape
     check_tensor("k", k, (batch, None, length, size), "B, G, L, E", like=q)
@@ -187,10 +194,10 @@ __all__ = [
     "AttentionState",
     "append_slot",
     "append_to_window",
-    "attention_step",
     "document_ranks",
     "drop_oldest",
     "empty_state",
     "local_attention",
-    "window_step",
+    "slot_attention",
+    "window_token",
 ]

@@ -101,6 +101,8 @@ def document_ranks(
         seen: (B,), tokens that the row's first document had before; or None.
         seq_idx: (B, L), documents of packed rows; or None.
     """
+    if length == 1 and seen is not None:
+        return seen.unsqueeze(1)
     position = torch.arange(length, device=device).unsqueeze(0)
     return _ranks(position, seen, None if seq_idx is None else _is_start(seq_idx))
 

@@ -12,8 +12,8 @@ from hf_hybrid_ssm.ops.core.native_library import contiguous, library_beside, pr
 STEP = CFunction(
     library_beside(__file__),
     "attention_step",
-    """q[B H E], k?[B G E], v?[B G V], keys[B* G* M* E] held, values[B* G* M* V] held, seen?[B] int64, bias?[H* R*],
-    head_scale?[H], sink_logits?[B* H*], sink_values?[S V], y[B H V]""",
+    """q[B H 1 E], k?[B G 1 E], v?[B G 1 V], keys[B* G* M* E] held, values[B* G* M* V] held, seen?[B] int64,
+    bias?[H* R*], head_scale?[H], sink_logits?[B* H* 1], sink_values?[S V], y[B H 1 V]""",
     """scale:float, keys.0, keys.1, keys.2, values.0, values.1, values.2, bias.0, bias.1, R, sink_logits.0,
     sink_logits.1, left, right, chunk, block, shift, zero_sink, narrow, B, H, G, M, E, V, S""",
     refuses="seen must not be negative: it is how many tokens the row's document has had.",
@@ -46,7 +46,7 @@ def attention_step_native(
     sink_values,
     shift,
 ):
-    """As `hf_hybrid_ssm.ops.local_attention.attention_step`."""
+    """As `hf_hybrid_ssm.ops.local_attention.slot_attention`."""
     left, right = window
     numbers = (-1 if left is None else left, right, chunk_size or 0, int(block), int(shift), int(zero_kv_sink))
     rows = (prepared(q), prepared(k), prepared(v))
@@ -70,15 +70,15 @@ def _compute(
     scale: float,
     numbers: List[int],  # noqa: UP006 - all that torch 2.6 reads
 ) -> Tensor:
-    """y (B, H, V); the numbers are left (-1: no limit), right, chunk (0: none), block, shift, zero_sink."""
-    y = torch.empty((*q.shape[:2], values.shape[3]), dtype=q.dtype)
+    """y (B, H, 1, V); the numbers are left (-1: no limit), right, chunk (0: none), block, shift, zero_sink."""
+    y = torch.empty((*q.shape[:3], values.shape[3]), dtype=q.dtype)
     tensors = (q, k, v, keys, values, seen, bias, head_scale, sink_logits, sink_values, y)
     STEP(tensors, scale, *numbers, keys.dtype != torch.float32)
     return y
 
 
 def _fake(q, k, v, keys, values, *_):
-    return q.new_empty(q.shape[0], q.shape[1], values.shape[3])
+    return q.new_empty(q.shape[0], q.shape[1], 1, values.shape[3])
 
 
 _step = step_op("hf_hybrid_ssm::attention_step_native", _compute, _fake, changes=("keys", "values"))

@@ -130,8 +130,9 @@ def attention_step_reference(
     sink_values,
     shift,
 ):
-    """See `hf_hybrid_ssm.ops.local_attention.attention_step`; computes in the same precision."""
+    """See `hf_hybrid_ssm.ops.local_attention.slot_attention`; computes in the same precision."""
     dtype, output_dtype = torch.promote_types(q.dtype, torch.float32), q.dtype
+    q, k, v, sink_logits = (None if part is None else part.squeeze(2) for part in (q, k, v, sink_logits))
     if head_scale is not None:
         factor = head_scale.abs().to(dtype).unsqueeze(1)
         q, k = _normalised(q, dtype) * factor, None if k is None else _normalised(k, dtype)
@@ -157,7 +158,7 @@ def attention_step_reference(
         if k is not None:
             _keep(keys[b], k[b], rank, block, shift)
             _keep(values[b], v[b], rank, block, shift)
-    return y.to(output_dtype), keys, values
+    return y.to(output_dtype).unsqueeze(2), keys, values
 
 
 def _visible(keys, values, own, rank, window, chunk_size, block, shift):
@@ -202,12 +203,12 @@ def step_self_check_inputs() -> dict:
 
 def sink_step_self_check_inputs() -> dict:
     """The same with a sink whose value heads share."""
-    shapes = _STEP_SHAPES | {"sink_logits": (2, 4), "sink_values": (2, 5)}
+    shapes = _STEP_SHAPES | {"sink_logits": (2, 4, 1), "sink_values": (2, 5)}
     return draw(shapes) | _STEP_OPTIONS | {"zero_kv_sink": False, "seen": torch.tensor([0, 40])}
 
 
 _STEP_SHAPES: dict[str, tuple[int, ...]] = {
-    "q": (2, 4, 18), "k": (2, 2, 18), "v": (2, 2, 5), "keys": (2, 2, 7, 18), "values": (2, 2, 7, 5), "bias": (4, 5),
-    "head_scale": (4,),
+    "q": (2, 4, 1, 18), "k": (2, 2, 1, 18), "v": (2, 2, 1, 5), "keys": (2, 2, 7, 18), "values": (2, 2, 7, 5),
+    "bias": (4, 5), "head_scale": (4,),
 }  # fmt: skip
 _STEP_OPTIONS = {"window": (6, -1), "chunk_size": None, "block": False, "scale": 1.0, "shift": False}

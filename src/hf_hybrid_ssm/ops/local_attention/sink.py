@@ -33,7 +33,7 @@ def check_sink(
     v: torch.Tensor,
     zero_kv_sink: bool,
 ) -> None:
-    """`sink_logits` (B, H[, L]) beside q (B, H[, L], E), `sink_values` (H or G, V) beside v (B, G, ..., V).
+    """`sink_logits` (B, H, L) beside q (B, H, L, E), `sink_values` (H or G, V) beside v (B, G, L, V).
 
     Raises:
         TypeError: not tensors of floating-point numbers.
@@ -45,7 +45,7 @@ def check_sink(
         return
     if zero_kv_sink:
         raise ValueError("zero_kv_sink=True and sink_logits are two sinks: give one of them.")
-    check_tensor("sink_logits", logits, tuple(q.shape[:-1]), "B, H, L" if q.dim() == 4 else "B, H", beside=q)
+    check_tensor("sink_logits", logits, tuple(q.shape[:-1]), "B, H, L", beside=q)
     check_tensor("sink_values", values, (None, v.shape[-1]), "H or G, V", beside=q, optional=True)
     heads, groups = q.shape[1], v.shape[1]
     if values is not None and values.shape[0] not in (heads, groups):

@@ -227,13 +227,13 @@ def attention_step_torch(
     sink_values,
     shift,
 ):
-    """See `hf_hybrid_ssm.ops.local_attention.attention_step`."""
+    """See `hf_hybrid_ssm.ops.local_attention.slot_attention`."""
     dtype = q.dtype if q.dtype == torch.float64 or q.device.type != "cpu" else torch.float32
     output_dtype, q = q.dtype, q.to(dtype)
     if head_scale is not None:
-        factor = head_scale.abs().unsqueeze(1).to(torch.promote_types(dtype, torch.float32))
-        q, k = (_normalised(q) * factor).to(dtype), None if k is None else _normalised(k)
-        bias = None if bias is None else bias * factor
+        factor = head_scale.abs().to(torch.promote_types(dtype, torch.float32))
+        q, k = (_normalised(q) * factor.view(-1, 1, 1)).to(dtype), None if k is None else _normalised(k)
+        bias = None if bias is None else bias * factor.unsqueeze(1)
     sink = None if sink_logits is None else Sink(sink_logits.to(dtype), sink_values, False)
     options = {"scale": scale, "sink": sink}
     if k is None:
@@ -242,7 +242,7 @@ def attention_step_torch(
         slot = (seen % keys.shape[2]).unsqueeze(1)
         for held, new in ((keys, k), (values, v)):
             index = slot.view(-1, 1, 1, 1).expand(-1, held.shape[1], 1, held.shape[3])
-            held.scatter_(2, index, new.to(held.dtype).unsqueeze(2))
+            held.scatter_(2, index, new.to(held.dtype))
         mask = torch.arange(-window[1], keys.shape[2] - window[1], device=q.device) <= slot
         y = _attend_slots(q, keys, values, mask, slot < -window[1] if window[1] else None, **options)
         over = slot.view(-1, 1, 1, 1) == keys.shape[2] - 1
@@ -281,7 +281,7 @@ def _attend_window(q, keys, values, bias, zero_kv_sink, *, seen, window, chunk_s
 
 
 def _attend_slots(q, keys, values, mask, empty, logits=None, *, sink, scale):
-    """q (B, H, E), keys and values (B, G, M, e); mask (B, M) bool, logits (H, 1, M); empty (B, 1): sees nothing."""
+    """q (B, H, 1, E), keys and values (B, G, M, e); mask (B, M) bool, logits (H, 1, M); empty (B, 1): sees nothing."""
     if sink is not None:
         return _attend_slots_and_sink(q, keys, values, mask, logits, sink, scale)
     if mask is not None:
@@ -291,13 +291,13 @@ def _attend_slots(q, keys, values, mask, empty, logits=None, *, sink, scale):
     elif logits is not None:
         logits = logits.unsqueeze(0)
     options = {"attn_mask": logits, "scale": scale, "enable_gqa": bool(q.shape[1] != keys.shape[1])}
-    y = F.scaled_dot_product_attention(q.unsqueeze(2), keys.to(q.dtype), values.to(q.dtype), **options).squeeze(2)
-    return y if empty is None else y.masked_fill(empty.unsqueeze(2), 0.0)
+    y = F.scaled_dot_product_attention(q, keys.to(q.dtype), values.to(q.dtype), **options)
+    return y if empty is None else y.masked_fill(empty.view(-1, 1, 1, 1), 0.0)
 
 
 def _attend_slots_and_sink(q, keys, values, mask, logits, sink, scale):
-    """The same with a sink of logits (B, H) beside the slots."""
-    column = sink.logits[:, :, None, None]
+    """The same with a sink of logits (B, H, 1) beside the slots."""
+    column = sink.logits.unsqueeze(3)
     logits = column.new_zeros(1, 1, 1) if logits is None else logits
     logits = logits if mask is None else torch.where(mask[:, None, None], logits, float("-inf"))
     logits = torch.cat([logits.expand(*column.shape[:3], keys.shape[2]), column], -1)
@@ -305,12 +305,12 @@ def _attend_slots_and_sink(q, keys, values, mask, logits, sink, scale):
     logits = logits.masked_fill(empty, 0.0)
     keys, values = append_sink(keys.to(q.dtype), values.to(q.dtype), sink.values, q.shape[1])
     options = {"attn_mask": logits, "scale": scale, "enable_gqa": bool(q.shape[1] != keys.shape[1])}
-    y = F.scaled_dot_product_attention(q.unsqueeze(2), keys, values, **options)
-    return y.masked_fill(empty, 0.0).squeeze(2)
+    y = F.scaled_dot_product_attention(q, keys, values, **options)
+    return y.masked_fill(empty, 0.0)
 
 
 def _joined(held: torch.Tensor, new: torch.Tensor, shift: bool) -> torch.Tensor:
-    new = new.to(held.dtype).unsqueeze(2)
+    new = new.to(held.dtype)
     if shift:
         return torch.cat([held, new], 2)
     held[:, :, -1:].copy_(new)

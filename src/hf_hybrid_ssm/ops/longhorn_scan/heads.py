@@ -43,21 +43,22 @@ def over_heads(scan: Callable) -> Callable:
 
 
 def step_over_heads(step: Callable) -> Callable:
-    """The same of a step, with k and q (B, H, N). Pages are gathered for it, and put back."""
+    """The same of one token, with k and q (B, 1, H, N). Pages are gathered for it, and put back."""
 
     @functools.wraps(step)
     def with_heads(x, beta_logit, k, q, state, *, beta_bias=None, D=None, z=None, **paged):
         options = {"beta_bias": beta_bias, "D": D, "z": z}
-        if k.dim() == 2:
+        if k.dim() == 3:
             return step(x, beta_logit, k, q, state, **options, **paged)
         if paged.get("pages") is not None:
             return on_rows(
                 lambda rows: with_heads(x, beta_logit, k, q, rows, **options)[0], state, paged["pages"]
             ), state
-        heads, dtype = k.shape[1], torch.promote_types(x.dtype, torch.float32)
+        (batch, _, heads, states), dtype = k.shape, torch.promote_types(x.dtype, torch.float32)
         values = x.to(dtype)
-        of_channels = (_folded(part, heads) for part in (values, _biased(beta_logit.to(dtype), beta_bias)))
-        of_states = (part.to(dtype).flatten(0, 1) for part in (k, q))
+        by_head = (values, _biased(beta_logit.to(dtype), beta_bias))
+        of_channels = (part.reshape(batch * heads, 1, -1) for part in by_head)
+        of_states = (part.to(dtype).reshape(batch * heads, 1, states) for part in (k, q))
         y, _ = step(*of_channels, *of_states, _folded(state, heads))
         y = _skipped_and_gated(y.view(x.shape), values, D, None if z is None else z.to(dtype))
         return y.to(x.dtype), state

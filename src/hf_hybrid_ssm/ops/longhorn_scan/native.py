@@ -46,8 +46,8 @@ BACKWARD = CFunction(
 STEP = CFunction(
     _library,
     "longhorn_step",
-    """x[B* D], beta_logit[B* D], k[B* N], q[B* N], z?[B* D], beta_bias?[D], skip?[D], state[P* D N], pages?[B] int64,
-    y[B D]""",
+    """x[B* 1 D], beta_logit[B* 1 D], k[B* 1 N], q[B* 1 N], z?[B* 1 D], beta_bias?[D], skip?[D], state[P* D N],
+    pages?[B] int64, y[B 1 D]""",
     "x.0, beta_logit.0, k.0, q.0, z.0, state.0, P, B, D, N",
     refuses=REFUSES,
 )
@@ -127,7 +127,7 @@ _scan = differentiable_op(
 
 @step_over_heads
 def longhorn_step_native(x, beta_logit, k, q, state, *, beta_bias=None, D=None, z=None, pages=None):
-    """As `hf_hybrid_ssm.ops.longhorn_scan.longhorn_step`."""
+    """One token x (B, 1, D) after `state`, which is overwritten: (B, D, N), or (P, D, N) with pages (B,)."""
     options = {"beta_bias": beta_bias, "D": D, "z": z}
     if pages is not None and state.dtype != torch.float32:
         return on_rows(lambda rows: longhorn_step_native(x, beta_logit, k, q, rows, **options)[0], state, pages), state
@@ -150,7 +150,7 @@ def _compute_step(
     state: Tensor,
     pages: Tensor | None,
 ) -> Tensor:
-    """y (B, D); float32, of the first five and of the state the rows may lie apart."""
+    """y (B, 1, D); float32, of the first five and of the state the rows may lie apart."""
     y = torch.empty(x.shape, dtype=x.dtype)
     STEP((x, beta_logit, k, q, z, beta_bias, skip, state, pages, y))
     return y

@@ -59,20 +59,18 @@ def self_check_inputs_of_many_states() -> dict:
 
 
 def longhorn_step_reference(x, beta_logit, k, q, state, *, beta_bias=None, D=None, z=None):
-    """See `hf_hybrid_ssm.ops.longhorn_scan.longhorn_step`: a scan of one token."""
-    one = [each.unsqueeze(1) for each in (x, beta_logit, k, q)]
-    z = None if z is None else z.unsqueeze(1)
-    y, after = longhorn_scan_reference(*one, beta_bias=beta_bias, D=D, z=z, initial_state=state)
-    return y.squeeze(1), state.copy_(after)
+    """The scan of one token x (B, 1, D) after `state`, which is overwritten."""
+    y, after = longhorn_scan_reference(x, beta_logit, k, q, beta_bias=beta_bias, D=D, z=z, initial_state=state)
+    return y, state.copy_(after)
 
 
 def step_self_check_inputs() -> dict:
     """Two rows, and neither channels nor states fill a vector."""
-    shapes = dict.fromkeys(("x", "beta_logit", "z"), (2, 18)) | dict.fromkeys("kq", (2, 21))
+    shapes = dict.fromkeys(("x", "beta_logit", "z"), (2, 1, 18)) | dict.fromkeys("kq", (2, 1, 21))
     return draw(shapes | {"beta_bias": (18,), "D": (18,), "state": (2, 18, 21)})
 
 
 def aligned_step_self_check_inputs() -> dict:
     """Rows that begin at multiples of 16 bytes, as those of models."""
-    shapes = dict.fromkeys(("x", "beta_logit", "z"), (2, 32)) | dict.fromkeys("kq", (2, 16))
+    shapes = dict.fromkeys(("x", "beta_logit", "z"), (2, 1, 32)) | dict.fromkeys("kq", (2, 1, 16))
     return draw(shapes | {"beta_bias": (32,), "D": (32,), "state": (2, 32, 16)})

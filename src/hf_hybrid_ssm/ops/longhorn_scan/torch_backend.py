@@ -216,15 +216,15 @@ scan = differentiable_op("hf_hybrid_ssm::longhorn_scan_torch", _forward, _backwa
 
 @step_over_heads
 def longhorn_step_torch(x, beta_logit, k, q, state, *, beta_bias=None, D=None, z=None):
-    """See `hf_hybrid_ssm.ops.longhorn_scan.longhorn_step`."""
+    """One token x (B, 1, D) after `state` (B, D, N), which is overwritten."""
     dtype = x.dtype if x.dtype == torch.float64 else torch.float32
     value, key = x.to(dtype), k.to(dtype)
     beta = torch.sigmoid(beta_logit.to(dtype) if beta_bias is None else beta_logit + beta_bias)
     # beta / (1 + beta |k|^2), times k
-    write = (beta / torch.addcmul(beta.new_ones(()), beta, key.square().sum(-1, keepdim=True))).unsqueeze(-1)
-    write = write * key.unsqueeze(1)
+    write = (beta / torch.addcmul(beta.new_ones(()), beta, key.square().sum(-1, keepdim=True))).mT
+    write = write * key  # (B, D, N)
     held = state if state.dtype == dtype else state.to(dtype)
-    state.copy_(torch.addcmul(held, write, torch.addcmul(value.unsqueeze(-1), held, key.unsqueeze(1), value=-1)))
-    y = (state.to(dtype) @ q.to(dtype).unsqueeze(-1)).squeeze(-1)
+    state.copy_(torch.addcmul(held, write, torch.addcmul(value.mT, held, key, value=-1)))
+    y = (state.to(dtype) @ q.to(dtype).mT).mT
     y = y if D is None else torch.addcmul(y, value, D.to(dtype))
     return (y if z is None else y * F.silu(z.to(dtype))).to(x.dtype), state

@@ -16,7 +16,7 @@ TILE_NUMBERS = 512  # of a program's states: sixteen of each lane
 
 @step_over_heads
 def longhorn_step_triton(x, beta_logit, k, q, state, *, beta_bias=None, D=None, z=None, pages=None):
-    """As `hf_hybrid_ssm.ops.longhorn_scan.longhorn_step`; → y and the state (B, D, N), which is overwritten."""
+    """One token x (B, 1, D) after `state`, which is overwritten: (B, D, N), or (P, D, N) with pages (B,)."""
     return step(*dense_rows(x, beta_logit, k, q, z), *contiguous(beta_bias, D), state, *contiguous(pages)), state
 
 
@@ -36,9 +36,9 @@ def _step(
     state: Tensor,
     pages: Tensor | None,
 ) -> Tensor:
-    """y (B, D); the rows of the first five may lie apart, and so may the pages of state (P, D, N)."""
+    """y (B, 1, D); the rows of the first five may lie apart, and so may the pages of state (P, D, N)."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    (batch, channels), num_states, sizes = x.shape, state.shape[2], tile_sizes(state.shape[2])
+    (batch, _, channels), num_states, sizes = x.shape, state.shape[2], tile_sizes(state.shape[2])
     if y.numel() == 0:
         return y
     tiles = triton.cdiv(channels, sizes["BD"])

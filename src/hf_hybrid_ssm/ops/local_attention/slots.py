@@ -6,6 +6,7 @@ import torch
 
 from hf_hybrid_ssm.ops.core.checks import can_read_values, check_overwritten, check_tensor
 from hf_hybrid_ssm.ops.core.dispatch import Op
+from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.ops.local_attention.distance_range import AttentionState, Window, checked_window
 from hf_hybrid_ssm.ops.local_attention.reference import (
     attention_step_reference,
@@ -25,7 +26,7 @@ _OP = Op(
 )
 
 
-def attention_step(
+def slot_attention(
     q: torch.Tensor,
     k: torch.Tensor | None,
     v: torch.Tensor | None,
@@ -45,7 +46,7 @@ def attention_step(
     shift: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor:
-    r"""`local_attention` of one token of each row: y = Σ_j softmax_j( scale · q·k_j + bias(i - j) ) v_j.
+    r"""Attention of one token of each row to held slots: y = Σ_j softmax_j( scale · q·k_j + bias(i - j) ) v_j.
 
     Its own key and value are put among the held ones, in place. The M slots hold, newest last, the keys before it: in
     all of them, and then they move up by one (`shift`), or in all but the last one, which is free. With `block`, they
@@ -53,8 +54,8 @@ def attention_step(
     last token leaves zeros. Without k and v, the token sees all slots, and nothing is kept.
 
     Args:
-        q: (B, H, E).
-        k, v: (B, G, E) and (B, G, V), or None; H / G heads in a row share keys and values.
+        q: (B, H, 1, E).
+        k, v: (B, G, 1, E) and (B, G, 1, V), or None; H / G heads in a row share keys and values.
         keys, values: (B, G, M, E) and (B, G, M, V), entries dense.
         seen: (B,) int32 or int64, tokens so far of the row's document, this one not included.
         window: (left, right) with right ≤ 0: the distances it sees are -right .. left; None for all. (0 or -1 with
@@ -65,25 +66,25 @@ def attention_step(
         head_scale: (H,): first q and k are L2-normalised (x / sqrt(x·x + 1e-6)); q and bias are multiplied by its
             absolute value.
         zero_kv_sink: distances that reach before the document's start hold keys and values that are 0.
-        sink_logits: (B, H), the logit of one more column of the softmax; -inf where there is none. `head_scale` does
-            not change it.
+        sink_logits: (B, H, 1), the logit of one more column of the softmax; -inf where there is none. `head_scale`
+            does not change it.
         sink_values: its value (H, V), or (G, V) for heads that share keys and values; 0 by default.
         backend: force one implementation (see `hf_hybrid_ssm.ops.core.dispatch`).
 
     Returns:
-        y (B, H, V) in the dtype of q, 0 where a token sees neither a key nor a sink.
+        y (B, H, 1, V) in the dtype of q, 0 where a token sees neither a key nor a sink.
 
     Raises:
         TypeError, ValueError: an argument of wrong type, dtype, shape or device; an unknown or unusable backend.
     """
-    check_tensor("q", q, (None, None, None), "B, H, E")
-    batch, heads, size = q.shape
+    check_tensor("q", q, (None, None, 1, None), "B, H, 1, E")
+    batch, heads, _, size = q.shape
     check_tensor("keys", keys, (batch, None, None, size), "B, G, M, E", beside=q)
     groups, slots = keys.shape[1:3]
     check_tensor("values", values, (batch, groups, slots, None), "B, G, M, V", like=keys)
     if k is not None:
-        check_tensor("k", k, (batch, groups, size), "B, G, E", like=q)
-        check_tensor("v", v, (batch, groups, values.shape[3]), "B, G, V", like=q)
+        check_tensor("k", k, (batch, groups, 1, size), "B, G, 1, E", like=q)
+        check_tensor("v", v, (batch, groups, 1, values.shape[3]), "B, G, 1, V", like=q)
         check_overwritten("keys", keys, dense="entries")
         check_overwritten("values", values, dense="entries")
     if slots == 0:
@@ -131,22 +132,25 @@ def _check_options(k, window, chunk_size, block, bias, zero_kv_sink) -> None:
         raise ValueError("zero_kv_sink needs a window with a finite left, and no chunk_size.")
 
 
-def window_step(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: AttentionState, *, static_address: bool, **options: Any
+def window_token(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: AttentionState, rows: Rows, **options: Any
 ) -> tuple[torch.Tensor, AttentionState]:
-    """`attention_step` from a state of `local_attention` to the next one, which overwrites it.
+    """`local_attention` of one token of each row after a state: y (B, H, 1, V), and the state after it.
+
+    In a cache with room for all tokens the keys stay at their address and move up by one; otherwise they may lie in a
+    longer buffer, along which the window moves.
 
     Args:
-        static_address: the keys stay at their address and move up by one; otherwise they may lie in a longer buffer,
-            along which the window moves.
-        options: of `attention_step`.
+        options: of `slot_attention`.
     """
     keys, values, seen = state
-    if static_address and keys.shape[2] > 0:
-        y = attention_step(q, k, v, keys, values, seen, shift=True, **options)
+    if not rows.overwrites_states:
+        keys, values = keys.clone(), values.clone()
+    if rows.capacity is not None and keys.shape[2] > 0:
+        y = slot_attention(q, k, v, keys, values, seen, shift=True, **options)
         return y, AttentionState(keys, values, seen + 1)
     wide = append_slot(keys), append_slot(values)
-    y = attention_step(q, k, v, *wide, seen, **options)
+    y = slot_attention(q, k, v, *wide, seen, **options)
     if options["window"][0] is not None:
         wide = drop_oldest(wide[0]), drop_oldest(wide[1])
     return y, AttentionState(*wide, seen + 1)

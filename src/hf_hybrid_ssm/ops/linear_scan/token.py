@@ -16,7 +16,7 @@ _OP = Op(
 )
 
 
-def linear_step(
+def lti_token(
     u: torch.Tensor,
     state: torch.Tensor,
     decay_minus_one: torch.Tensor,
@@ -31,11 +31,12 @@ def linear_step(
 ) -> torch.Tensor | None:
     r"""s = s + a s - l (r · s) + b u,  y = act(c · s + d u), for F systems of N real numbers on each of D channels.
 
-    `state` becomes s in place; nothing has a gradient. (What a token changes is small where memories are long: its
+    What `lti_scan` computes of a step, from constants made for it; `state` becomes s in place, and nothing has a
+    gradient. (What a token changes is small where memories are long: its
     digits would be lost in a factor near 1.)
 
     Args:
-        u: (B, D).
+        u: (B, 1, D).
         state: (B, F, D, N).
         decay_minus_one, input_vector: a and b, (F, D, N), all constants in one dtype, float32 or float64; with
             `is_complex` the N numbers are N / 2 pairs of a real and an imaginary part, and a s is a complex product
@@ -47,13 +48,13 @@ def linear_step(
         backend: force one implementation (see `hf_hybrid_ssm.ops.core.dispatch`).
 
     Returns:
-        y (B, F, D) in the dtype of u, or None.
+        y (B, 1, F, D) in the dtype of u, or None.
 
     Raises:
         TypeError, ValueError: an argument of wrong type or shape; an unknown or unusable backend.
     """
-    check_tensor("u", u, (None, None), "B, D")
-    check_tensor("state", state, (u.shape[0], None, u.shape[1], None), "B, F, D, N", beside=u)
+    check_tensor("u", u, (None, 1, None), "B, 1, D")
+    check_tensor("state", state, (u.shape[0], None, u.shape[2], None), "B, F, D, N", beside=u)
     shape = tuple(state.shape[1:])
     check_tensor("decay_minus_one", decay_minus_one, shape, "F, D, N", beside=u)
     if is_complex and shape[2] % 2:
