@@ -152,8 +152,10 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "zeros before all time": (token(window=(None, 0), zero_kv_sink=True), ValueError, "a window with a finite left"),
     "a value of no sink": (token(sink_values=draw(4, 3)), ValueError, "sink_values without sink_logits"),
     "two sinks": (token(zero_kv_sink=True, sink_logits=draw(2, 4)), ValueError, "are two sinks: give one"),
-    "a sink of one row for two": (token(sink_logits=draw(1, 4)), ValueError, r"must have shape \(B, H, L\) = \(2, 4, 1\)"),
-    "a sink of whole rows": (token(sink_logits=draw(2, 4, 12)), ValueError, r"sink_logits must have shape \(B, H, L\)"),
+    "a sink of one row for two": (
+        token(sink_logits=draw(1, 4)), ValueError, r"must have shape \(B, H, L\) = \(2, 4, 1\)"),
+    "a sink of whole rows": (
+        token(sink_logits=draw(2, 4, 12)), ValueError, r"sink_logits must have shape \(B, H, L\)"),
     "a sink's value for three heads of four": (
         token(sink_logits=draw(2, 4), sink_values=draw(3, 3)), ValueError, "a row for each of 4 or 2 heads, got 3"),
     "a sink's value of another size": (
