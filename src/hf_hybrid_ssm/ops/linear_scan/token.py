@@ -31,9 +31,8 @@ def lti_token(
 ) -> torch.Tensor | None:
     r"""s = s + a s - l (r · s) + b u,  y = act(c · s + d u), for F systems of N real numbers on each of D channels.
 
-    What `lti_scan` computes of a step, from constants made for it; `state` becomes s in place, and nothing has a
-    gradient. (What a token changes is small where memories are long: its
-    digits would be lost in a factor near 1.)
+    What `lti_scan` computes of a step, from constants made for it: what a token changes is small where memories are
+    long, and its digits would be lost in a factor near 1. `state` becomes s in place; nothing has a gradient.
 
     Args:
         u: (B, 1, D).
