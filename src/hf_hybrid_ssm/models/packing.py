@@ -16,7 +16,7 @@ is cached with the states (`RecurrentStateLayer.packing_state`):
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ class PackedRows(Rows):
         if documents is not None:
             known = {"count": documents.count, "is_numbered": documents.is_numbered}
             documents = Documents.without_padding(documents.of_columns[:, :num_tokens], padding, **known)
-        return packed_rows(
+        rows = packed_rows(
             length=num_tokens,
             past=self.past,
             padding=padding,
@@ -98,6 +98,7 @@ class PackedRows(Rows):
             return_final_state=self.return_final_state,
             capacity=self.capacity,
         )
+        return replace(rows, is_step=False)  # a layer reads them again as the beginning of a longer piece
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """(B or 1, L) int64, the real tokens before each token in its document."""

@@ -144,7 +144,8 @@ def _check(
     z: torch.Tensor | None,
 ) -> None:
     batch, length, channels = x.shape
-    of_states, heads = "B, L, N", list[int]()
+    heads: list[int] = []
+    of_states = "B, L, N"
     if isinstance(k, torch.Tensor) and k.dim() == 4:
         of_states, heads = "B, L, H, N", [k.shape[2]]
         if not heads[0] or channels % heads[0]:
