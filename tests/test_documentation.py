@@ -78,6 +78,25 @@ def test_links_lead_somewhere(page):
             assert (page.parent / target).exists(), f"{page.name} links {target}"
 
 
+SPEAKS_OF_KERNELS = re.compile(r"Triton kernel|Triton on CUDA|C and Triton")
+OF_KERNELS = [
+    page
+    for page in sorted({*PAGES} - {*REPORTS, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"})
+    if SPEAKS_OF_KERNELS.search(page.read_text(encoding="utf-8"))
+]
+
+
+@pytest.mark.parametrize("page", OF_KERNELS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_who_reads_of_kernels_for_gpus_reads_that_they_never_ran_on_one(page):
+    """Until `make gpu` has left a page about one."""
+    if not (ROOT / "reports" / "gpu.md").exists():
+        assert re.search(r"never\s+run\s+on\s+a\s+GPU|ever\s+run\s+on\s+a\s+GPU", page.read_text(encoding="utf-8"))
+
+
+def test_pages_about_kernels_are_found():
+    assert {page.name for page in OF_KERNELS} >= {"README.md", "kernels.md", "quickstart.md", "limits.md"}
+
+
 def test_every_picture_is_on_a_page():
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     pictures = sorted((ROOT / "benchmarks/results").glob("*.png"))

@@ -389,6 +389,21 @@ def test_a_cards_machine_has_what_is_needed(versions, monkeypatch):
     assert requirements.problems("cuda") == []
 
 
+def test_nothing_is_needed_that_is_not_named():
+    """Of what transformers does without, too: scipy is neither named nor taken."""
+    named = {*requirements.REQUIRED, *requirements.ON_CUDA}
+    modules = [f"benchmarks.gpu.{name}" for name in ("__main__", "report", "child", "one_scan", *PARTS)]
+    script = (
+        "import importlib, sys\n"
+        "absent = {'scipy', 'sklearn', 'datasets', 'matplotlib', 'pandas'}\n"
+        "sys.modules |= dict.fromkeys(absent | {name for name in sys.modules if name.split('.')[0] in absent})\n"
+        f"for name in {modules}: importlib.import_module(name)\n"
+    )
+    assert "scipy" not in named
+    done = processes.run([sys.executable, "-c", script], cwd=ROOT, env=os.environ | {"PYTHONPATH": f"{ROOT}/src"})
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def test_floors_are_those_of_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = [*project["dependencies"], *project["optional-dependencies"]["gpu"]]

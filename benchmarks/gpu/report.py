@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.store import Store
-from benchmarks.tables import markdown_table
+from benchmarks.table_text import markdown_table
 from benchmarks.timing import provenance
 
 ABOUT = ("src/hf_hybrid_ssm/ops", "src/hf_hybrid_ssm/layers", "src/hf_hybrid_ssm/models", "benchmarks/gpu")
