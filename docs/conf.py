@@ -74,15 +74,8 @@ CONTENTS = {
     "docs/extending": {
         "": [
             *("teaching/token", "teaching/s4d", "teaching/legendre_memory", "teaching/bst_block"),
-            *(
-                "kernels",
-                "kernels_design",
-                "first_card",
-                "tensor_core_scan",
-                "/CONTRIBUTING",
-                "/SECURITY",
-                "/CHANGELOG",
-            ),
+            *("kernels", "kernels_design", "first_card", "tensor_core_scan"),
+            *("/CONTRIBUTING", "/SECURITY", "/CHANGELOG"),
         ]
     },
     "checkpoints/README": {"": ["/checkpoints/*/README"]},

@@ -1,5 +1,7 @@
 """One token of the Longhorn scan on CUDA: the launch, which overwrites the state."""
 
+import functools
+
 import torch
 import triton
 from torch import Tensor
@@ -20,6 +22,7 @@ def longhorn_step_triton(x, beta_logit, k, q, state, *, beta_bias=None, D=None, 
     return step(*dense_rows(x, beta_logit, k, q, z), *contiguous(beta_bias, D), state, *contiguous(pages)), state
 
 
+@functools.cache
 def tile_sizes(num_states: int) -> dict[str, int]:
     states = max(2, triton.next_power_of_2(num_states))
     return {"BN": states, "BD": max(1, TILE_NUMBERS // states), "num_warps": 1}
@@ -41,7 +44,7 @@ def _step(
     (batch, _, channels), num_states, sizes = x.shape, state.shape[2], tile_sizes(state.shape[2])
     if y.numel() == 0:
         return y
-    tiles = triton.cdiv(channels, sizes["BD"])
+    tiles = -(-channels // sizes["BD"])  # `triton.cdiv` is a function of kernels: five calls of Python
     rows = (0 if t is None else t.stride(0) for t in (x, beta_logit, k, q, z, state))
     with device_guard(x):
         kernels.step_kernel[(tiles * batch,)](
