@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu.compile_ahead --cache /tmp/ahead           # here, with the card's Python and Triton
     python -m benchmarks.gpu.compile_ahead --cache /tmp/ahead --check   # there: does this Triton take them?
+    python -m benchmarks.gpu.compile_ahead --count                      # how many programs that is, by part
 
 The folder has the same path on both sides, since Triton writes absolute paths into it, and TRITON_CACHE_DIR names it
 there. A program is found again if Python's minor version, Triton's files, the card's generation and the kernels'
@@ -16,6 +17,7 @@ import argparse
 import hashlib
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -139,6 +141,21 @@ def compile_all(capability: int, parts: list[str]) -> tuple[int, int]:
     return hits.count(True), hits.count(False)
 
 
+def count(capability: int, parts: list[str]) -> None:
+    """How many programs each part has that those before it have not; nothing is compiled."""
+    from benchmarks import absent_card
+    from benchmarks.gpu.settings import Settings
+
+    asked = absent_card.install(capability, compiles=False)
+    for part in parts:
+        before = len(asked)
+        for _, launch in PARTS[part](Settings("cpu", False, only_launches=True)):
+            launch()
+        names = Counter(each.kernel.fn.__name__ for each in asked[before:])
+        print(f"{part}: {len(asked) - before} programs: {dict(names.most_common())}", flush=True)
+    print(f"{len(asked)} programs")
+
+
 def slim(cache: Path) -> float:
     """Leave what a launch reads; → megabytes."""
     files = [file for file in cache.rglob("*") if file.is_file()]
@@ -150,12 +167,16 @@ def slim(cache: Path) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache", type=Path, required=True, help="an absolute path, the same on both sides")
+    parser.add_argument("--cache", type=Path, help="an absolute path, the same on both sides")
     parser.add_argument("--capability", type=int, choices=(80, 90, 100), default=90, help="of the card (default: 90)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="of `benchmarks.gpu`")
+    parser.add_argument("--count", action="store_true", help="only say how many programs there are")
     parser.add_argument("--check", action="store_true", help="only compare this Triton with the folder's")
     options = parser.parse_args()
-    if not options.cache.is_absolute():
+    if options.count:
+        count(options.capability, options.parts)
+        return 0
+    if options.cache is None or not options.cache.is_absolute():
         parser.error(f"--cache {options.cache}: Triton writes absolute paths into it, so give one")
     mark = options.cache / KEY
     if options.check:

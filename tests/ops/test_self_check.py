@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_hybrid_ssm.doctor import every_op
 from hf_hybrid_ssm.ops.core import dispatch, precision
 from hf_hybrid_ssm.ops.core.dispatch import Op
+from hf_hybrid_ssm.ops.core.self_check import BOUNDS, largest_error
 
 
 class Doubling(torch.autograd.Function):
@@ -188,6 +189,20 @@ def test_self_check_inputs_are_arguments_of_the_op(name):
         got, want = (op.builtin[backend](**in_float64(example())) for backend in ("torch", "reference"))
         for one, other in zip(got, want, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "name", ["longhorn_scan", "longhorn_step", "causal_conv", "causal_conv_step", "implicit_attention"]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_examples_allow_for_the_rounding_of_16_bits(name, dtype):
+    """Of ops that take 16 bits as they are: beyond the bound by torch's own code, an example would refuse kernels that
+    are right."""
+    op = KERNELS[name]
+    for example in (op.self_check_inputs, *op.further_inputs):
+        kernel, reference = op.builtin["torch"], op.builtin["reference"]
+        error = largest_error(kernel, reference, example, "cpu", dtype, gradients=op.differentiable)
+        assert error <= BOUNDS[dtype], example.__name__
 
 
 @pytest.mark.parametrize("name", OURS)

@@ -11,6 +11,7 @@ import triton
 
 from benchmarks import interpreter  # noqa: F401 - lets old versions run
 from hf_hybrid_ssm.ops.causal_conv import triton as conv_launcher
+from hf_hybrid_ssm.ops.core.dispatch import REGISTRY
 from hf_hybrid_ssm.ops.long_conv import triton as long_launcher
 from hf_hybrid_ssm.ops.longhorn_scan import triton as launcher
 from hf_hybrid_ssm.ops.longhorn_scan import triton_sizes
@@ -205,6 +206,8 @@ def test_blocks_of_a_tuning_agree_with_the_reference(block, chunks, monkeypatch)
 
 def test_many_states_of_16_bits_go_in_chunks(monkeypatch):
     """And others do not: few states, and float32."""
+    for dtype in (torch.bfloat16, torch.float32):  # the self-check comes first
+        REGISTRY["longhorn_scan"].select(DEVICE, dtype, "triton")
     launched = []
     for kernels, name in ((launcher.backward_kernels, "backward_kernel"), (launcher.chunk_kernels, CHUNKS)):
         monkeypatch.setattr(kernels, name, Recorder(getattr(kernels, name), launched))

@@ -34,9 +34,9 @@ def self_check_inputs() -> dict:
 
 
 def aligned_self_check_inputs() -> dict:
-    """Rows that begin at multiples of 16 bytes, as those of models."""
+    """Rows that begin at multiples of 16 bytes, as those of models, and logits of a size that 16 bits hold."""
     shapes = {"x": (1, 75, 32), "weight": (3, 5, 16), "bias": (3, 5), "collapse": (5,), "collapse_bias": (1,)}
-    return draw(shapes) | _options()
+    return draw(shapes) | _options() | {"scale": 1 / 32}
 
 
 def _options() -> dict:
