@@ -54,6 +54,7 @@ html_theme_options = {"navigation_with_keys": True, "top_of_page_buttons": ["vie
 if address := source_address():
     html_theme_options["announcement"] = f'<a href="{html.escape(address)}">The sources of {project}</a>'
 
+maximum_signature_line_length = 60  # longer ones have an argument a line
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True

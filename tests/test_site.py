@@ -206,6 +206,56 @@ def test_a_browser_shows_every_page_on_a_phone(site, pages, browser, address):
     assert not problems, "\n".join(problems)
 
 
+TABLES = """() => [...document.querySelectorAll("article table.docutils")].map(table => {
+    const box = table.parentElement, first = [...table.querySelectorAll("td:first-child")];
+    box.scrollLeft = box.scrollWidth;
+    const edge = box.getBoundingClientRect().left;
+    return {
+        scrolls: box.scrollWidth <= box.clientWidth || getComputedStyle(box).overflowX === "auto",
+        first: box.scrollWidth <= box.clientWidth
+            || first.every(cell => Math.abs(cell.getBoundingClientRect().left - edge) < 5),
+        text: Math.min(200, ...[...table.querySelectorAll("td:not(.text-right)")].map(cell => cell.offsetWidth)),
+    };
+})"""
+
+
+@in_a_browser
+def test_tables_can_be_read_on_a_phone(browser, address):
+    """They scroll in their box, the first column stays, and no column of text is a word wide."""
+    phone, seen = browser.new_page(viewport=PHONE), 0
+    for name in (
+        "README",
+        "docs/choosing",
+        "docs/comparison",
+        "docs/experiments",
+        "docs/upcycling",
+        "docs/performance",
+    ):
+        phone.goto(f"{address}/{name}.html", wait_until="load")
+        for found in phone.evaluate(TABLES):
+            seen += 1
+            assert found["scrolls"] and found["first"] and found["text"] >= 80, (name, found)
+    assert seen > 20
+    phone.close()
+
+
+def test_signatures_have_an_argument_a_line(site):
+    text = (site / "docs/reference.html").read_text(encoding="utf-8")
+    signature = text[text.index('id="hf_hybrid_ssm.LonghornConfig"') :].partition("</dt>")[0]
+    assert signature.count("<dd>") > 20
+
+
+def test_a_page_of_a_family_shows_its_use_before_its_equations(site):
+    for page in sorted((ROOT / "docs/families").glob("*.md")):
+        text = (site / f"docs/families/{page.stem}.html").read_text(encoding="utf-8")
+        assert text.index('id="use-it"') < text.index('id="equations"')
+
+
+def test_every_page_shows_its_source(site):
+    text = (site / "docs/quickstart.html").read_text(encoding="utf-8")
+    assert "_sources/docs/quickstart.md.txt" in text and (site / "_sources/docs/quickstart.md.txt").is_file()
+
+
 OVERFLOWING = """() => [
     [...document.querySelectorAll("article div.highlight-python pre")]
         .filter(code => code.scrollWidth > code.clientWidth + 1).length,
