@@ -69,7 +69,12 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "spade hyena full": ("spade", {**SPADE, "ssm_type": "hyena", "attention_type": "full", "filter_length": 16}),
     "longhorn + full attention": (
         "longhorn",
-        {**LONGHORN, "block_types": ["full_attention", "linear_attention", "linear_attention"]},
+        {
+            **LONGHORN,
+            "block_types": ["full_attention", "linear_attention", "linear_attention"],
+            "attn_scale": 0.5,
+            "floor_scale": 3,
+        },
     ),
 }
 RELATIVE = {"decoder_attention_type": "window", "decoder_ssm_layers": [0]}

@@ -120,7 +120,7 @@ VARIANTS: dict[str, Variant] = {
     "longhorn constant sink": _longhorn("sliding", "linear", num_key_value_heads=1, attention_sink="constant"),
     "longhorn scalar sink": _longhorn("linear", "sliding", attention_sink="scalar"),
     "longhorn full": _longhorn("linear", "full", num_key_value_heads=1),
-    "longhorn full first": _longhorn("full", "linear"),
+    "longhorn full first": _longhorn("full", "linear", attn_scale=0.5, floor_scale=3),
     "longhorn full alone": _longhorn("full", "full"),
     "longhorn all": _longhorn("linear", "sliding", "full", mlp_intermediate_size=16),
     **{

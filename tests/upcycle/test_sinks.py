@@ -44,8 +44,9 @@ def with_windows_and_sinks(teacher, window, kept=()):
         key, value = (x.repeat_interleave(shared, 1) for x in (key, value))
         rank = torch.arange(length)
         distance = rank[:, None] - rank
-        logits = query @ key.transpose(2, 3) * scaling
         is_windowed = module.layer_idx not in kept
+        passed = 0 * rank if is_windowed else (rank + 1) // (window + 1)
+        logits = query * (1 + 0.1 * (1 + passed).log())[:, None] @ key.transpose(2, 3) * scaling
         seen = (distance >= 0) & (distance <= (reach if is_windowed else length))
         logits = logits.masked_fill(~seen, -torch.inf)
         if is_windowed:

@@ -20,6 +20,8 @@ STUDENT_FAMILIES = ("longhorn", "bst")
 OTHERS = ("linear_attention", "sliding_attention", "hybrid_sliding")
 WINDOW = 512
 """Tokens of a student's windows where its teacher has none."""
+ATTN_SCALE = 0.1
+"""As in Llama 4."""
 OPEN_FIELDS = {
     "max_position_embeddings", "initializer_range", "attention_dropout", "dropout", "final_dropout", "sliding_window",
     "ssm_layers", "pad_token_id", "bos_token_id", "eos_token_id",
@@ -61,6 +63,8 @@ def student_config(
             `sliding_window`, the tokens that a token sees before itself (by default those of the teacher's windows,
             or 512), and `ssm_layers`, which get context states (by default a quarter, evenly spaced). For both
             `attention_sink`: "constant" by default where windows take the place of attention to all tokens, or None.
+            For a Longhorn with such windows beside kept full attention `attn_scale`, 0.1 by default: few layers find
+            one token among many with sharper queries; what the window sees whole stays the teacher's.
 
     Raises:
         ValueError: the teacher cannot be upcycled, there is no such layer, or the family has no use for an argument.
@@ -92,6 +96,8 @@ def student_config(
         wanted = ", ".join(f"{name}={known[name]!r}" for name in other)
         raise ValueError(f"{', '.join(other)} of a Longhorn must be its teacher's: {wanted}.")
     known |= _sink_fields(teacher, fields.get("block_types", known["block_types"]), fields)
+    if known.get("attention_sink") is not None and "full_attention" in fields.get("block_types", known["block_types"]):
+        known["attn_scale"] = ATTN_SCALE
     return _without_idle_limit(LonghornConfig(**(known | fields)), fields)
 
 

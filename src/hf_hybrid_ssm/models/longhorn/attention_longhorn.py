@@ -61,11 +61,14 @@ class LonghornAttention(nn.Module):
         attention_mask: torch.Tensor | None = None,
         cache: Cache | None = None,
         sink_rotation: Rotation | None = None,
+        query_scale: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if rows.token_mask is not None:  # the weight of padding is 0, and 0 times NaN is NaN
             hidden_states = torch.where(rows.token_mask.unsqueeze(-1), hidden_states, 0.0)
         queries, keys, values = (x.transpose(1, 2) for x in self.heads(hidden_states, position_embeddings))
+        if query_scale is not None:
+            queries = (queries * query_scale[:, None, :, None]).to(values.dtype)
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_idx)
         output, weights = self._attend(queries, keys, values, attention_mask, **kwargs)
@@ -176,6 +179,13 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
         before = AttentionState(**past) if past else None
         keys, values = (x.transpose(1, 2) for x in heads[1:3])
         return append_to_window(before, keys, values, self.config.sliding_window - 1, rows)._asdict()
+
+
+def temperature(config: LonghornConfig, position_ids: torch.Tensor) -> torch.Tensor:
+    """What full attention's queries at the positions (B or 1, L) are multiplied by, float32: 1 + a · log(1 + ⌊(p + 1)
+    / f⌋) with `attn_scale` a and `floor_scale` f, as in Llama 4."""
+    passed = torch.floor((position_ids + 1).float() / config.floor_scale)
+    return 1 + config.attn_scale * torch.log1p(passed)
 
 
 def attention_masks(

@@ -68,6 +68,11 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
         attention_sink (`str`, *optional*): A sink of sliding attention: `"constant"` (a learned key and value for each
             key/value head, in the place of a first token that the window has left) or `"scalar"` (a learned logit for
             each head, of value 0, as in gpt-oss); none by default.
+        attn_scale (`float`, *optional*, defaults to 0.0): Full attention's temperature by position, as in Llama 4: the
+            query at position p is multiplied by `1 + attn_scale * log(1 + floor((p + 1) / floor_scale))`, so that few
+            layers with full attention still find one token among many. 0.0: it is as it was.
+        floor_scale (`int`, *optional*): Positions below `floor_scale - 1` keep their queries; by default
+            `sliding_window + 1`: what a window sees whole stays as it was. None where `attn_scale` is 0.
         num_attention_heads (`int`, *optional*): Heads of the attention layers; of size 64 by default where that
             divides `hidden_size`, else one.
         num_key_value_heads (`int`, *optional*): Key/value heads of the attention layers; as many as heads by default.
@@ -130,6 +135,9 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
         "num_attention_heads": lambda config: config.hidden_size // 64 if config.hidden_size % 64 == 0 else 1,
         "num_key_value_heads": lambda config: config.num_attention_heads,
         "head_dim": lambda config: config.hidden_size // max(config.num_attention_heads, 1),
+        "floor_scale": lambda config: (
+            config.sliding_window + 1 if config.attn_scale and config.sliding_window else None
+        ),
         "max_position_embeddings": lambda config: 2048 if config.limits_positions else None,
         "bos_token_id": gpt2_end_of_text,
         "eos_token_id": gpt2_end_of_text,
@@ -157,6 +165,8 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
     block_types: list[str] | None = None
     sliding_window: int | None = 2048
     attention_sink: str | None = None
+    attn_scale: float | int = 0.0
+    floor_scale: int | None = None
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
     head_dim: int | None = None
@@ -227,9 +237,9 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
         """Sizes that fit together."""
         self.check_positive(
             "vocab_size", "hidden_size", "num_hidden_layers", "state_size", "expand", "num_heads",
-            "conv_kernel", "mlp_intermediate_size", "layer_norm_epsilon", "max_position_embeddings",
+            "conv_kernel", "mlp_intermediate_size", "layer_norm_epsilon", "max_position_embeddings", "floor_scale",
         )  # fmt: skip
-        self.check_not_negative("initializer_range")
+        self.check_not_negative("initializer_range", "attn_scale")
         self.check_dropout("attention_dropout", "window_dropout")
         if self.intermediate_size % self.num_heads:
             raise ValueError(
@@ -244,6 +254,7 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
                 f"attention_sink={self.attention_sink!r} needs sliding attention, which no layer has: block_types="
                 f"{self.block_types}."
             )
+        self._check_temperature()
         if self.has_attention:
             self._check_attention()
         if self.use_rope_in_mixer and self.state_size != self.head_dim:
@@ -258,6 +269,17 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
         """As in transformers, where there is something to rotate."""
         if self.has_positions:
             super().validate_rope()
+
+    def _check_temperature(self) -> None:
+        if self.attn_scale and "full_attention" not in self.block_types:
+            raise ValueError(
+                f"attn_scale={self.attn_scale} is of full attention, which no layer has: block_types="
+                f"{self.block_types}."
+            )
+        if bool(self.attn_scale) != (self.floor_scale is not None):
+            raise ValueError(
+                f"attn_scale={self.attn_scale} with floor_scale={self.floor_scale}: give both, or neither."
+            )
 
     def _check_attention(self) -> None:
         self.check_positive("sliding_window", "num_attention_heads", "num_key_value_heads", "head_dim")

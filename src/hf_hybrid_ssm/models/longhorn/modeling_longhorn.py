@@ -34,6 +34,7 @@ from hf_hybrid_ssm.models.longhorn.attention_longhorn import (
     LonghornAttention,
     LonghornSlidingAttention,
     attention_masks,
+    temperature,
 )
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.packing import PackedRows, States, resolve_packing
@@ -365,6 +366,8 @@ class LonghornModel(HybridModelMixin, LonghornPreTrainedModel):
             )
             if sink_rotation is not None:
                 kwargs["sink_rotation"] = sink_rotation
+            if self.config.attn_scale:
+                kwargs["query_scale"] = temperature(self.config, position_ids)
             if masks is None:
                 masks = attention_masks(self.config, hidden_states, rows, cache)
             mask = masks.get("full_attention")
