@@ -36,7 +36,9 @@ def test_an_ordinary_folder_and_what_was_measured(made, tmp_path, capsys):
     assert "of the teacher's tensors carry over" in shown.err
     assert check_contents(out)["code"] > 0
     teacher = load_teacher_model(made / "teacher")
-    wanted, _ = upcycle(teacher, [1, 2], "full_attention", others_as="sliding_attention", sliding_window=WINDOW + 1)
+    fields = {"others_as": "sliding_attention", "sliding_window": WINDOW + 1}
+    tokenizer = AutoTokenizer.from_pretrained(made / "teacher")
+    wanted, _ = upcycle(teacher, [1, 2], "full_attention", tokenizer=tokenizer, **fields)
     found = AutoModelForCausalLM.from_pretrained(out)
     torch.testing.assert_close(found.state_dict(), wanted.state_dict(), rtol=0, atol=0)
     assert found.config.block_types == ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]

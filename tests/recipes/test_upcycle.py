@@ -98,7 +98,7 @@ def test_the_result_is_an_ordinary_checkpoint_whose_card_names_the_teacher(whole
 def test_layers_are_chosen_as_asked(keep_by):
     """The teacher's third layer alone recalls, its second writes what that one reads; rows of text are recalled."""
     rows = Dataset.from_dict(
-        {"input_ids": [prompt.input_ids[0].tolist() for prompt in recall_prompts(None, VOCAB, 40)]}
+        {"input_ids": [prompt.input_ids[0].tolist() for prompt in recall_prompts(None, VOCAB, 40, windows=2)]}
     )
     wanted = {"sensitivity": [1, 2], "even": [1, 3]}.get(keep_by, [0, 2])
     arguments = UpcycleArguments("teacher", keep=2, keep_by=keep_by, config={"sliding_window": 16})

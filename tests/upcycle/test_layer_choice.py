@@ -1,5 +1,7 @@
 """Layers are ranked by what a teacher recalls with them, or by its distribution; chosen by count, share or list."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,12 +12,20 @@ from hf_hybrid_ssm.upcycle import (
     choose_layers,
     rank_layers_by_kl,
     rank_layers_by_recall,
+    recall,
     recall_of,
     recall_prompts,
     upcycle,
 )
 from hf_hybrid_ssm.upcycle.divergence import text_of
-from hf_hybrid_ssm.upcycle.windowed_teacher import LayerReplay, maskable, window_mask, windowed_groups, windowed_layers
+from hf_hybrid_ssm.upcycle.windowed_teacher import (
+    LayerReplay,
+    ReadText,
+    maskable,
+    window_mask,
+    windowed_groups,
+    windowed_layers,
+)
 from tests.upcycle.recalling_teacher import LAYERS, READS_PREVIOUS, RECALLS, VOCAB, recalling_teacher
 from tests.upcycle.test_upcycle import TEACHERS, teacher_of, tokens
 
@@ -108,24 +118,58 @@ def test_windowed_layers_are_those_of_a_replay(implementation):
     assert not any(layer._forward_pre_hooks for layer in teacher.model.layers)
 
 
-def test_the_first_are_ranked_again_with_all_others_windowed():
-    """Their scores are differences of what the teacher recalls when windows are put on by hand."""
+def test_layers_go_one_after_the_other():
+    """A score is the difference of what the teacher recalls when windows are put on by hand, those that went included;
+    no other layer that was left would have been missed less."""
     teacher = recalling_teacher()
     torch.manual_seed(1)
     for parameter in teacher.parameters():  # every layer has a say
         parameter.data += 0.013 * torch.randn_like(parameter)
-    prompts = recall_prompts(None, VOCAB, WINDOW, count=2)
-    first = rank_layers_by_recall(teacher, window=WINDOW, prompts=prompts)
-    ranking = rank_layers_by_recall(teacher, window=WINDOW, prompts=prompts, keep=1)
-    others = first.layers[2:]
-    together = recall_of(teacher, prompts, WINDOW, others).log_probability
-    for layer in first.layers[:2]:
-        without = recall_of(teacher, prompts, WINDOW, [*others, layer]).log_probability
-        assert ranking.again[layer] == pytest.approx(together - without, abs=1e-5)
-        assert abs(ranking.again[layer] - first.scores[layer]) > 1e-4  # the windows of the others tell
-    assert set(ranking.again) == set(first.layers[:2]) and ranking.layers[2:] == others
-    assert ranking.again[ranking.layers[0]] > ranking.again[ranking.layers[1]]
-    assert first.again is None and "among the first" in str(ranking).splitlines()[2]
+    prompts = [
+        replace(prompt, question=1) for prompt in recall_prompts(None, VOCAB, WINDOW, count=2)
+    ]  # all is replayed
+    ranking = rank_layers_by_recall(teacher, window=WINDOW, prompts=prompts)
+    gone = []
+    while left := [layer for layer in range(LAYERS) if layer not in gone]:
+        before = recall_of(teacher, prompts, WINDOW, gone).log_probability
+        lost = {layer: before - recall_of(teacher, prompts, WINDOW, [*gone, layer]).log_probability for layer in left}
+        least = min(left, key=lost.get)
+        assert ranking.scores[least] == pytest.approx(lost[least], abs=1e-5)
+        gone.append(least)
+    assert ranking.layers == gone[::-1]
+
+
+def test_many_layers_go_by_thirds(monkeypatch):
+    """Of twelve the four least needed at once, then one at a time; of two that are needed alike the lower stays."""
+    asked = []
+
+    def lost(endings, layers, windowed):
+        asked.append(len(layers))
+        return {layer: float(layer // 2) for layer in layers}
+
+    monkeypatch.setattr(recall, "_lost", lost)
+    teacher = recalling_teacher(num_hidden_layers=12)
+    ranking = rank_layers_by_recall(teacher, window=WINDOW)
+    assert asked == [12, 8, 7, 6, 5, 4, 3, 2, 1]
+    assert ranking.layers == [10, 11, 8, 9, 6, 7, 4, 5, 2, 3, 0, 1]
+
+
+@pytest.mark.parametrize("name", TEACHERS)
+def test_the_end_of_a_text_is_read_after_windows(name):
+    """Against one forward of the whole text: its start in windows in all layers, its end in some."""
+    teacher, inputs, start = teacher_of(name), tokens(2, 24), 15
+    mask = window_mask(24, 5)
+    ending = mask.clone()
+    ending[start:] = torch.ones_like(mask).tril()[start:]
+    with maskable(teacher), torch.no_grad():
+        wanted = LayerReplay(teacher, inputs, {0: mask, 1: ending, 2: mask, 3: ending})
+        past = ReadText.in_windows(teacher, inputs[:, :start], 5)
+        replay = LayerReplay(teacher, inputs[:, start:], past=past)
+        own = window_mask(24, 5, first=start)
+        for masks in ({0: own}, {2: own, 0: own}, {1: own}):  # what was run before leaves nothing
+            found = replay.hidden_states(masks)
+        found = replay.hidden_states({0: own, 2: own})
+    torch.testing.assert_close(found, wanted.base[:, start:], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -140,7 +184,7 @@ def test_recall_needs_the_layer_that_was_made_for_it(seed):
     others = [layer for layer in range(LAYERS) if layer != RECALLS]
     assert recall_of(teacher, prompts, WINDOW, others) == recall_of(teacher, prompts, WINDOW)
     assert recall_of(teacher, prompts, WINDOW, [RECALLS]).right < 0.3
-    assert recall_of(teacher, prompts, 8 * WINDOW, [RECALLS]).right > 0.9  # the window holds the prompt
+    assert recall_of(teacher, prompts, 16 * WINDOW, [RECALLS]).right > 0.9  # the window holds the prompt
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -202,7 +246,7 @@ def test_what_is_kept_is_checked_together():
     choice = choose_layers(teacher, 1, window=WINDOW)
     assert choice.layers == [RECALLS] and choice.kept == choice.teacher and choice.teacher.right > 0.9
     assert "kept (recall): [2]" in str(choice)
-    texts = [prompt.input_ids for prompt in recall_prompts(None, VOCAB, WINDOW)]
+    texts = [prompt.input_ids for prompt in recall_prompts(None, VOCAB, WINDOW, windows=2)]
     assert choose_layers(teacher, 0.25, "kl", texts=texts, window=WINDOW).layers == [RECALLS]
     assert choose_layers(teacher, 2, "sensitivity", texts=texts).layers == [READS_PREVIOUS, RECALLS]
 
@@ -240,7 +284,7 @@ def test_misuse_is_named(options, words):
 
 
 def test_prompts_are_within_the_positions_of_the_teacher():
-    with pytest.raises(NoRecallError, match=r"window=1000 makes prompts of 1064 tokens.*max_position_embeddings=1024"):
+    with pytest.raises(NoRecallError, match=r"window=1000 makes prompts of 7064 tokens.*max_position_embeddings=1024"):
         rank_layers_by_recall(recalling_teacher(), window=1000)
 
 

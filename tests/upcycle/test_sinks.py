@@ -7,6 +7,7 @@ import torch
 from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from hf_hybrid_ssm.upcycle import student_config, upcycle
+from hf_hybrid_ssm.upcycle.sinks import first_tokens
 from tests.tiny_models import compiles
 from tests.upcycle.test_upcycle import LLAMA3, SIZES, TEACHERS, teacher_of, tokens
 
@@ -148,15 +149,42 @@ class BeginningTokenizer:
         return {"input_ids": [BEGIN, *(5 + ord(letter) % 80 for letter in text)]}
 
 
+class ConversingTokenizer:
+    """Begins no text with a token of its own, but conversations, as SmolLM2's does."""
+
+    bos_token_id = BEGIN
+    chat_template = "a user's message"
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": [BEGIN if letter == "^" else 5 + ord(letter) % 80 for letter in text]}
+
+    def apply_chat_template(self, messages, tokenize):
+        return "^" + messages[0]["content"]
+
+
+class WritingTokenizer(ConversingTokenizer):
+    """Begins neither."""
+
+    chat_template = None
+
+
+def test_a_sink_is_made_of_what_texts_begin_with():
+    for tokenizer in (BeginningTokenizer(), ConversingTokenizer()):
+        assert first_tokens(90, tokenizer, 0).tolist() == [[BEGIN]]
+    for tokenizer in (WritingTokenizer(), None):
+        assert sorted(first_tokens(90, tokenizer, 0)[:, 0].tolist()) == list(range(90))
+
+
+@pytest.mark.parametrize("tokenizer", [BeginningTokenizer(), ConversingTokenizer()])
 @pytest.mark.parametrize("student", ["bst", "longhorn"])
 @torch.no_grad()
-def test_beyond_its_window_a_student_needs_the_sink(student):
+def test_beyond_its_window_a_student_needs_the_sink(student, tokenizer):
     """Of a teacher that puts most of its attention on the first token, windows alone make something else."""
     teacher = resting_teacher()
     ids = torch.randint(5, SIZES["vocab_size"], (8, 60), generator=torch.Generator().manual_seed(0))
     ids = torch.cat([torch.full((8, 1), BEGIN), ids], 1)
     wanted = teacher(ids).logits.log_softmax(-1)
-    fields = STUDENTS[student] | {"tokenizer": BeginningTokenizer()}
+    fields = STUDENTS[student] | {"tokenizer": tokenizer}
     lost = {}
     for sink in ("constant", None):
         model, _ = upcycle(teacher, **fields, attention_sink=sink)

@@ -11,7 +11,7 @@ from hf_hybrid_ssm.upcycle import divergence, recall
 from hf_hybrid_ssm.upcycle.configurations import evenly_spaced
 from hf_hybrid_ssm.upcycle.divergence import rank_layers_by_kl, text_of
 from hf_hybrid_ssm.upcycle.layer_ranking import LayerRanking, RecallScore, number_of_layers, ranking_of
-from hf_hybrid_ssm.upcycle.probe_prompts import recall_prompts
+from hf_hybrid_ssm.upcycle.probe_prompts import WINDOWS, recall_prompts
 from hf_hybrid_ssm.upcycle.recall import NoRecallError, rank_layers_by_recall, recall_of
 from hf_hybrid_ssm.upcycle.sensitivity import attention_sensitivity
 
@@ -67,8 +67,7 @@ def choose_layers(
         tokenizer: the teacher's, for recall.
         texts: token ids (B, L), for kl and sensitivity; None: what the teacher itself writes.
         window: tokens that a student's windowed layers will see before their own. Rankings use it, or a shorter one
-            that takes less time (recall 64, kl 128); the layers chosen by recall are tried with it, where the
-            teacher's positions are four times as many.
+            that takes less time (recall 256, kl 128) or fits the teacher's positions.
         seed: of prompts and of the teacher's text.
         progress: wraps what takes long, as `tqdm` does.
 
@@ -108,10 +107,9 @@ def _by_recall(
     teacher: Any, count: int, tokenizer: Any | None, window: int, seed: int, progress: Callable[..., Any] | None
 ) -> LayerChoice:
     """The layers that recall most needs, tried together on prompts that the ranking has not seen."""
-    short = min(window, recall.PROBE_WINDOW)
-    ranking = rank_layers_by_recall(teacher, tokenizer, short, seed=seed, keep=count, progress=progress)
-    wide = window if window <= teacher.config.max_position_embeddings // 4 else short
-    others = recall_prompts(tokenizer, teacher.config.vocab_size, wide, seed=seed + 1)
-    own = recall_of(teacher, others, wide)
-    kept = recall_of(teacher, others, wide, ranking.layers[count:])
+    short = min(window, recall.PROBE_WINDOW, teacher.config.max_position_embeddings // (WINDOWS + 1))
+    ranking = rank_layers_by_recall(teacher, tokenizer, short, seed=seed, progress=progress)
+    others = recall_prompts(tokenizer, teacher.config.vocab_size, short, seed=seed + 1)
+    own = recall_of(teacher, others, short)
+    kept = recall_of(teacher, others, short, ranking.layers[count:])
     return LayerChoice(sorted(ranking.layers[:count]), "recall", ranking, own, kept)

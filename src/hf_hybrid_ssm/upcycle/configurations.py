@@ -96,8 +96,10 @@ def student_config(
         wanted = ", ".join(f"{name}={known[name]!r}" for name in other)
         raise ValueError(f"{', '.join(other)} of a Longhorn must be its teacher's: {wanted}.")
     known |= _sink_fields(teacher, fields.get("block_types", known["block_types"]), fields)
-    if known.get("attention_sink") is not None and "full_attention" in fields.get("block_types", known["block_types"]):
-        known["attn_scale"] = ATTN_SCALE
+    types = fields.get("block_types", known["block_types"])
+    has_both = known.get("attention_sink") is not None and "full_attention" in types
+    if has_both and fields.get("attn_scale", ATTN_SCALE):
+        known |= {"attn_scale": ATTN_SCALE, "floor_scale": fields.get("sliding_window", known["sliding_window"]) + 1}
     return _without_idle_limit(LonghornConfig(**(known | fields)), fields)
 
 

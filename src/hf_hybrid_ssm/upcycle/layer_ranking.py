@@ -27,9 +27,8 @@ class LayerRanking:
     Attributes:
         by: "recall", "kl" or "sensitivity".
         layers: all of them, most needed first.
-        scores: by layer, in nats: what is lost without its reach (recall), won with it (kl), or lost without its
-            attention (sensitivity).
-        again: scores of the first layers among themselves, all others windowed; None: they were not ranked again.
+        scores: by layer, in nats: what is lost without its reach when the layers behind it in the order have none
+            either (recall), won with it alone (kl), or lost without its attention alone (sensitivity).
         window: tokens that a windowed layer sees before its own; None: the ranking has no windows.
         teacher: what the teacher itself recalls; None: the ranking did not ask.
     """
@@ -39,18 +38,13 @@ class LayerRanking:
     scores: list[float]
     window: int | None = None
     teacher: RecallScore | None = None
-    again: dict[int, float] | None = None
 
     def __str__(self) -> str:
         lines = [f"layers by {self.by}" + ("" if self.window is None else f", windows of {self.window}")]
         if self.teacher is not None:
             lines.append(f"the teacher recalls {self.teacher}")
         width = len(str(len(self.layers) - 1))
-        for layer in self.layers:
-            among = (
-                "" if self.again is None or layer not in self.again else f", {self.again[layer]:+.4f} among the first"
-            )
-            lines.append(f"layer {layer:>{width}}  {self.scores[layer]:+.4f} nats{among}")
+        lines += [f"layer {layer:>{width}}  {self.scores[layer]:+.4f} nats" for layer in self.layers]
         return "\n".join(lines)
 
 

@@ -1,22 +1,27 @@
-"""Which layers a teacher recalls with: each is windowed alone, on the teacher itself, and recall is asked for.
+"""Which layers a teacher recalls with: what recall loses when they get windows, one after the other.
 
-The probe needs no data (`recall_prompts`), no student and no training. A layer's score is the log-probability that the
-answers lose without its reach. Perplexity does not tell: a text is predicted nearly as well without any reach.
+The probe needs no data (`recall_prompts`), no student and no training. Perplexity does not tell: a text is predicted
+nearly as well without any reach. Nor does a layer alone: several layers recall the same, so that each is missed little
+as long as the others reach. So layers go one after the other, the least needed of those that are left first.
+
+What reaches back are the tokens of the question and of the answers. Those before them may be read in windows, in all
+layers: so they are read once, and only the end of a prompt again for each set of layers.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from hf_hybrid_ssm.upcycle.layer_ranking import LayerRanking, RecallScore, ranking_of
+from hf_hybrid_ssm.upcycle.layer_ranking import LayerRanking, RecallScore
 from hf_hybrid_ssm.upcycle.probe_prompts import RecallPrompt, recall_prompts
 from hf_hybrid_ssm.upcycle.teachers import check_model_type
-from hf_hybrid_ssm.upcycle.windowed_teacher import LayerReplay, maskable, window_mask, windowed_groups
+from hf_hybrid_ssm.upcycle.windowed_teacher import LayerReplay, ReadText, maskable, window_mask, windowed_groups
 
-PROBE_WINDOW = 64
-"""Of the ranking: what recalls beyond a short window does so beyond a long one, and short prompts take less time."""
+PROBE_WINDOW = 256
+"""At most, of the ranking: prompts of eight windows take minutes."""
+ONE_BY_ONE = 10
+"""From so few layers on one goes at a time; before, a third of those that are left."""
 ENOUGH = 0.5
 """Share of the tokens that a teacher must recall before its layers are ranked by it."""
 Progress = Callable[[Sequence[Any]], Any]
@@ -33,23 +38,21 @@ def rank_layers_by_recall(
     window: int = PROBE_WINDOW,
     prompts: Sequence[RecallPrompt] | None = None,
     seed: int = 0,
-    keep: int | None = None,
     progress: Progress | None = None,
 ) -> LayerRanking:
-    """The layers of a teacher by what recall loses when each alone gets a window.
+    """The layers of a teacher by what recall loses without their reach.
 
-    A windowed layer sees `window` tokens before its own, and the first token. Several layers may recall the same, so
-    that each alone is missed little: with `keep`, the 2 · keep layers most needed are ranked again among themselves,
-    by what is lost when each gets a window too and all others have one. Each prompt takes the work of about
-    layers / 2 + 2 forwards, and of keep + 2 more.
+    A windowed layer sees `window` tokens before its own, and the first token. All layers reach at first; then those
+    that recall misses least get windows, a third of those left at a time, from ten on one at a time. The first in the
+    order are those that went last. Each prompt takes the work of three forwards, and for a teacher of n layers that of
+    about 4 n forwards of its question and answers alone.
 
     Args:
         teacher: a causal language model that can be upcycled; not changed.
         tokenizer: the teacher's; None: the prompts are random token ids.
         window: of the probe; it need not be the student's.
         prompts: others than `recall_prompts(tokenizer, vocab_size, window, seed=seed)`.
-        keep: how many layers are to be kept; None: the first ranking is all.
-        progress: wraps the sequence of prompts, as `tqdm` does, once or twice.
+        progress: wraps the sequence of prompts, as `tqdm` does.
 
     Raises:
         NoRecallError: the teacher recalls less than half of the tokens, so that the ranking would be noise; or its
@@ -58,47 +61,62 @@ def rank_layers_by_recall(
     """
     check_model_type(teacher.config)
     prompts = _prompts(teacher, tokenizer, window, prompts, seed)
-    layers = range(len(teacher.model.layers))
     own = recall_of(teacher, prompts, window)
     if own.right < ENOUGH:
         raise NoRecallError(
             f"the teacher recalls {own} of the probe; layers are ranked by recall from {ENOUGH:.0%} on, since below "
             'the ranking is noise. Give keep_by="kl", keep_by="even" or a list of layers.'
         )
-    alone = _losses(teacher, prompts if progress is None else progress(prompts), window, layers)
-    ranking = ranking_of([alone[layer] for layer in layers], "recall", window=window, teacher=own)
-    if keep is None or not 0 < 2 * keep < len(layers):
-        return ranking
-    candidates = ranking.layers[: 2 * keep]
-    again = _losses(teacher, prompts if progress is None else progress(prompts), window, candidates, among=candidates)
-    first = sorted(candidates, key=lambda layer: -again[layer])
-    return replace(ranking, layers=first + ranking.layers[2 * keep :], again=again)
-
-
-def _losses(
-    teacher: Any,
-    prompts: Iterable[RecallPrompt],
-    window: int,
-    layers: Sequence[int],
-    among: Collection[int] | None = None,
-) -> dict[int, float]:
-    """What the mean log-probability loses when a layer gets a window, by layer.
-
-    Args:
-        among: all layers but these have one already; None: no other has.
-    """
-    others = [] if among is None else [index for index in range(len(teacher.model.layers)) if index not in among]
-    lost: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
     with maskable(teacher):
-        for prompt in prompts:
-            mask = window_mask(prompt.input_ids.shape[1], window, device=teacher.device)
-            base = dict.fromkeys(others, mask)
-            replay = LayerReplay(teacher, prompt.input_ids.to(teacher.device), base)
-            answers = _answers(prompt, teacher)
-            whole, _ = _log_probabilities(teacher, replay.base, answers)
-            for layer in layers:
-                found, _ = _log_probabilities(teacher, replay.hidden_states(base | {layer: mask}), answers)
-                lost[layer].append(whole - found)
+        endings = [_Ending(teacher, prompt, window) for prompt in (progress or list)(prompts)]
+        left = list(range(len(teacher.model.layers)))
+        order: list[int] = []
+        scores = [0.0] * len(left)
+        while left:
+            lost = _lost(endings, left, order)
+            leave = max(1, len(left) // 3) if len(left) > ONE_BY_ONE else 1
+            least = sorted(left, key=lambda layer: (lost[layer], -layer))[:leave]
+            for layer in least:
+                scores[layer] = lost[layer]
+            order += least
+            left = [layer for layer in left if layer not in least]
+    return LayerRanking("recall", order[::-1], scores, window, own)
+
+
+class _Ending:
+    """The question and answers of a prompt, after a text that is read in windows."""
+
+    def __init__(self, teacher: Any, prompt: RecallPrompt, window: int):
+        ids, length, first = prompt.input_ids.to(teacher.device), prompt.input_ids.shape[1], prompt.question
+        self._mask = window_mask(length, window, device=teacher.device, first=first)
+        self._replay = LayerReplay(teacher, ids[:, first:], past=ReadText.in_windows(teacher, ids[:, :first], window))
+        self._teacher, self._answers = (
+            teacher,
+            (
+                prompt.positions.to(teacher.device) - 1 - first,
+                _recalled(prompt).to(teacher.device),
+            ),
+        )
+
+    def compare_with(self, windowed: Sequence[int]) -> torch.Tensor:
+        """Log-probabilities (N,) of the answers with these layers windowed, and the start of what follows."""
+        self._windowed = dict.fromkeys(windowed, self._mask)
+        self._replay.compare_with(self._windowed)
+        return _log_probabilities(self._teacher, self._replay.base, self._answers)[0]
+
+    def without(self, layer: int) -> torch.Tensor:
+        """The same with one more layer windowed."""
+        states = self._replay.hidden_states(self._windowed | {layer: self._mask})
+        return _log_probabilities(self._teacher, states, self._answers)[0]
+
+
+def _lost(endings: Sequence[_Ending], layers: Sequence[int], windowed: Sequence[int]) -> dict[int, float]:
+    """What the mean log-probability loses when a layer gets a window as others have already, by layer."""
+    lost: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
+    for ending in endings:
+        whole = ending.compare_with(windowed)
+        for layer in layers:
+            lost[layer].append(whole - ending.without(layer))
     return {layer: float(torch.cat(parts).double().mean()) for layer, parts in lost.items()}
 
 
@@ -117,7 +135,8 @@ def recall_of(
     total, right, count = 0.0, 0, 0
     with maskable(teacher):
         for prompt in prompts:
-            replay, answers = LayerReplay(teacher, prompt.input_ids.to(teacher.device)), _answers(prompt, teacher)
+            replay = LayerReplay(teacher, prompt.input_ids.to(teacher.device))
+            answers = prompt.positions.to(teacher.device) - 1, _recalled(prompt).to(teacher.device)
             mask = window_mask(replay.length, window, device=teacher.device)
             states = replay.hidden_states(_masks(mask, windowed, teacher.config))
             found, first = _log_probabilities(teacher, states, answers)
@@ -148,10 +167,9 @@ def _prompts(
     return prompts
 
 
-def _answers(prompt: RecallPrompt, teacher: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The positions that the tokens to recall are predicted at, and these tokens, (N,) each."""
-    positions = prompt.positions.to(teacher.device)
-    return positions - 1, prompt.input_ids.to(teacher.device)[0, positions]
+def _recalled(prompt: RecallPrompt) -> torch.Tensor:
+    """The tokens to recall, (N,)."""
+    return prompt.input_ids[0, prompt.positions]
 
 
 def _log_probabilities(

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+TEXTS = ("a", "The")
 TOKENS = 256
-"""How many tokens of the vocabulary a sink is the mean of, where no token begins every text."""
+"""How many tokens of the vocabulary a sink is the mean of, where no token begins every text or conversation."""
 
 
 def init_sinks(student: nn.Module, teacher: Any, tokenizer: Any | None = None, seed: int = 0) -> None:
@@ -24,7 +25,7 @@ def init_sinks(student: nn.Module, teacher: Any, tokenizer: Any | None = None, s
     Args:
         student: its layers are the teacher's, in order; those without a constant sink are left as they are.
         teacher: a causal language model; not changed.
-        tokenizer: the teacher's. If it begins every text with one token, that one is taken.
+        tokenizer: the teacher's. If it, or its chat template, begins every text with one token, that one is taken.
         seed: of the other teachers' tokens, drawn from the vocabulary.
     """
     sinks = {index: sink for index, layer in enumerate(student.model.layers) if (sink := _sink_of(layer)) is not None}
@@ -46,12 +47,23 @@ def init_sinks(student: nn.Module, teacher: Any, tokenizer: Any | None = None, s
 
 
 def first_tokens(vocab_size: int, tokenizer: Any | None, seed: int) -> torch.Tensor:
-    """Token ids (B, 1): the one that the tokenizer begins every text with, or `TOKENS` drawn from the vocabulary."""
+    """Token ids (B, 1): the one that the tokenizer or else its chat template begins every text with, or `TOKENS` drawn
+    from the vocabulary."""
     if tokenizer is not None:
-        begins = {tuple(tokenizer(text)["input_ids"][:1]) for text in ("a", "The")}
+        begins = {tuple(tokenizer(text)["input_ids"][:1]) for text in TEXTS}
         if begins == {(tokenizer.bos_token_id,)}:
             return torch.tensor([[tokenizer.bos_token_id]])
+        if getattr(tokenizer, "chat_template", None):
+            begins = {tuple(_message(tokenizer, text)[:1]) for text in TEXTS}
+            if len(begins) == 1:
+                return torch.tensor([begins.pop()])
     return torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))[:TOKENS].unsqueeze(1)
+
+
+def _message(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a conversation that a user begins with a text."""
+    found = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
+    return tokenizer(found, add_special_tokens=False)["input_ids"]
 
 
 def _sink_of(layer: Any) -> Any:

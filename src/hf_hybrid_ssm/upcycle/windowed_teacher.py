@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from hf_hybrid_ssm.models.cache_names import CACHE
 
@@ -18,10 +18,11 @@ MASKABLE = ("eager", "sdpa")
 """Implementations of attention that take any mask."""
 
 
-def window_mask(length: int, window: int, sinks: int = 1, device: Any = None) -> torch.Tensor:
-    """Which of `length` keys each query sees, bool (L, L): itself, the `window` tokens before, the first `sinks`."""
+def window_mask(length: int, window: int, sinks: int = 1, device: Any = None, first: int = 0) -> torch.Tensor:
+    """Which of `length` keys each query from the position `first` on sees, bool (L - first, L): itself, the `window`
+    tokens before, the first `sinks`."""
     position = torch.arange(length, device=device)
-    distance = position[:, None] - position
+    distance = position[first:, None] - position
     return (distance >= 0) & ((distance <= window) | (position < sinks))
 
 
@@ -71,6 +72,26 @@ def windowed_layers(teacher: Any, layers: Collection[int], window: int, sinks: i
                 hook.remove()
 
 
+class ReadText(DynamicCache):
+    """Keys and values of a text that is read; what follows it sees them, and leaves nothing."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        layer = self.layers[layer_idx]
+        return torch.cat([layer.keys, key_states], dim=-2), torch.cat([layer.values, value_states], dim=-2)
+
+    @classmethod
+    def in_windows(cls, teacher: Any, input_ids: torch.Tensor, window: int) -> "ReadText":
+        """What a teacher leaves that reads a text (B, S) with windows in all layers; within `maskable`."""
+        cache = DynamicCache()
+        with windowed_layers(teacher, range(len(teacher.model.layers)), window):
+            teacher.model(input_ids=input_ids, use_cache=True, **{CACHE: cache})
+        found = cls()
+        found.layers = cache.layers
+        return found
+
+
 class LayerReplay:
     """A forward of a teacher that can be run again with other masks, from the first layer on whose mask is another.
 
@@ -78,9 +99,16 @@ class LayerReplay:
         teacher: a causal language model with `model.layers` and `model.norm`, within `maskable`.
         input_ids: (B, L), without padding.
         masks: what the layers see in the runs that others are compared with; as of `hidden_states`.
+        past: keys and values of S tokens before; they stay those of these tokens alone. Masks are (L, S + L) then.
     """
 
-    def __init__(self, teacher: Any, input_ids: torch.Tensor, masks: Mapping[int, torch.Tensor] | None = None):
+    def __init__(
+        self,
+        teacher: Any,
+        input_ids: torch.Tensor,
+        masks: Mapping[int, torch.Tensor] | None = None,
+        past: "ReadText | None" = None,
+    ):
         self.teacher, self.length = teacher, input_ids.shape[1]
         self._given: list[dict[str, Any]] = []
         self._inputs: list[torch.Tensor] = []
@@ -92,14 +120,19 @@ class LayerReplay:
 
         hooks = [layer.register_forward_pre_hook(remember, with_kwargs=True) for layer in teacher.model.layers]
         try:
-            self.teachers_own = teacher.model(input_ids=input_ids, use_cache=False).last_hidden_state
+            given = {"use_cache": False} if past is None else {"use_cache": True, CACHE: past}
+            self.teachers_own = teacher.model(input_ids=input_ids, **given).last_hidden_state
         finally:
             for hook in hooks:
                 hook.remove()
         self.base = self.teachers_own
         if masks:
-            self._inputs, self.base = self._run(masks)
-            self._masks = masks
+            self.compare_with(masks)
+
+    def compare_with(self, masks: Mapping[int, torch.Tensor]) -> None:
+        """Other masks for the runs that others are compared with: `base` are the hidden states with them."""
+        self._inputs, self.base = self._run(masks)
+        self._masks = masks
 
     def hidden_states(self, masks: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """The last hidden states, normalised, (B, L, d).
