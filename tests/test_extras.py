@@ -101,7 +101,7 @@ def test_the_doctor_leaves_out_what_it_cannot_know(monkeypatch):
 def test_the_doctor_says_a_reason_for_every_op_once():
     missing, found = (
         "No module named 'triton'",
-        {"packages": {}, "python": "3", "cpu_kernels": "compiled by cc", "purposes": {}}
+        {"packages": {}, "python": "3", "sources": None, "cpu_kernels": "compiled by cc", "purposes": {}}
         | {"threads": {"torch": 1, "processors": 2, "quota": 1.5, "wait_policy": None}},
     )
     states = {"torch": "runs", "triton": missing, "native": "it runs on the CPU"}
