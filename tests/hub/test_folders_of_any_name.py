@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from transformers import dynamic_module_utils
+from transformers import cache_utils, dynamic_module_utils
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from tests.memory import in_own_memory
@@ -16,6 +16,18 @@ def exported(tmp_path_factory):
     folder = tmp_path_factory.mktemp("exported") / "plain"
     build("longhorn", "LonghornForCausalLM").save_pretrained(folder, export_code=True)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def layers_of_the_cache():
+    """Exported code makes its own layers those of transformers' caches; the tests that follow need the package's."""
+    tables = [table for name, table in vars(cache_utils).items() if name.endswith("LAYER_TYPE_MAPPING")]
+    before = [dict(table) for table in tables]
+    assert before
+    yield
+    for table, own in zip(tables, before, strict=True):
+        table.clear()
+        table.update(own)
 
 
 def test_letters_of_any_alphabet(exported, tmp_path, monkeypatch):
