@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import json
 import random
-import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 import llama_cpp
 
 from benchmarks.process_memory import forget_peak, peak_bytes, resident_bytes
-from benchmarks.rounds import timed
+from benchmarks.rounds import reading, timed, writing
 
 CONVERTED = {"Q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "F16": llama_cpp.LLAMA_FTYPE_MOSTLY_F16}
 PIECE = 512  # tokens that are read, and whose keys and values are then held again at later positions
@@ -106,13 +105,8 @@ def write(model: Any, length: int, request: dict[str, Any]) -> dict[str, Any]:
                 made.read(token)
 
         steps()
-        rounds = timed(steps, request)
-        return {
-            "milliseconds_per_token": round(1000 * statistics.median(rounds) / request["steps"], 3),
-            "rounds": [round(1000 * seconds / request["steps"], 3) for seconds in rounds],
-            "resident_bytes": resident_bytes(),
-            "cache_bytes": size,
-        }
+        found = writing(timed(steps, request), request["steps"])
+        return found | {"resident_bytes": resident_bytes(), "cache_bytes": size}
 
 
 def read(model: Any, length: int, request: dict[str, Any]) -> dict[str, Any]:
@@ -125,15 +119,8 @@ def read(model: Any, length: int, request: dict[str, Any]) -> dict[str, Any]:
             made.read(ids)
 
         forget_peak()
-        rounds = timed(prompt, request)
-        seconds = statistics.median(rounds)
-        return {
-            "seconds": round(seconds, 4),
-            "tokens_per_second": round(length / seconds, 1),
-            "rounds": [round(each, 4) for each in rounds],
-            "peak_bytes": peak_bytes(),
-            "cache_bytes": made.cache_bytes(),
-        }
+        found = reading(timed(prompt, request), length)
+        return found | {"peak_bytes": peak_bytes(), "cache_bytes": made.cache_bytes()}
 
 
 def convert(request: dict[str, Any]) -> None:

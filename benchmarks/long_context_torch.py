@@ -5,7 +5,6 @@ REQUEST is JSON: `folder`, `form` (see FORMS), `kind` ("write" or "read"), `leng
 """
 
 import json
-import statistics
 import sys
 from typing import Any
 
@@ -15,7 +14,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 import hf_hybrid_ssm
 from benchmarks.process_memory import forget_peak, peak_bytes, resident_bytes
-from benchmarks.rounds import timed
+from benchmarks.rounds import reading, timed, writing
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
 from hf_hybrid_ssm.models.cache_names import CACHE
 
@@ -95,13 +94,8 @@ def write(model: PreTrainedModel, length: int, request: dict[str, Any]) -> dict[
             forward(model, token, cache)
 
     steps()
-    rounds = timed(steps, request)
-    return {
-        "milliseconds_per_token": round(1000 * statistics.median(rounds) / request["steps"], 3),
-        "rounds": [round(1000 * seconds / request["steps"], 3) for seconds in rounds],
-        "resident_bytes": resident_bytes(),
-        "cache_bytes": size,
-    }
+    found = writing(timed(steps, request), request["steps"])
+    return found | {"resident_bytes": resident_bytes(), "cache_bytes": size}
 
 
 def read(model: PreTrainedModel, length: int, request: dict[str, Any]) -> dict[str, Any]:
@@ -115,15 +109,8 @@ def read(model: PreTrainedModel, length: int, request: dict[str, Any]) -> dict[s
         forward(model, ids, caches[0])
 
     forget_peak()
-    rounds = timed(prompt, request)
-    seconds = statistics.median(rounds)
-    return {
-        "seconds": round(seconds, 4),
-        "tokens_per_second": round(length / seconds, 1),
-        "rounds": [round(each, 4) for each in rounds],
-        "peak_bytes": peak_bytes(),
-        "cache_bytes": cache_bytes(caches[0]),
-    }
+    found = reading(timed(prompt, request), length)
+    return found | {"peak_bytes": peak_bytes(), "cache_bytes": cache_bytes(caches[0])}
 
 
 KINDS = {"write": write, "read": read}

@@ -1,5 +1,6 @@
 """Rounds of one thing, as long as there is time. It needs no torch: another program's Python imports it too."""
 
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,3 +14,22 @@ def timed(run: Callable[[], None], request: dict[str, Any]) -> list[float]:
         run()
         found.append(time.perf_counter() - begin)
     return found
+
+
+def writing(rounds: list[float], steps: int) -> dict[str, Any]:
+    """Of rounds of `steps` tokens, one after the other: milliseconds a token, the median and each round's."""
+    each = [1000 * seconds / steps for seconds in rounds]
+    return {
+        "milliseconds_per_token": round(statistics.median(each), 3),
+        "rounds": [round(milliseconds, 3) for milliseconds in each],
+    }
+
+
+def reading(rounds: list[float], length: int) -> dict[str, Any]:
+    """Of rounds of one prompt of `length` tokens: seconds, the median and each round's, and tokens a second."""
+    seconds = statistics.median(rounds)
+    return {
+        "seconds": round(seconds, 4),
+        "tokens_per_second": round(length / seconds, 1),
+        "rounds": [round(each, 4) for each in rounds],
+    }

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 import hf_hybrid_ssm
 from hf_hybrid_ssm.models.families import FAMILIES
-from hf_hybrid_ssm.models.removed_fields import REMOVED, without_removed_fields
+from hf_hybrid_ssm.models.removed_fields import OF_NEW_MODELS, REMOVED, without_removed_fields
 
 CONFIGS = {family.model_type: getattr(hf_hybrid_ssm, family.config) for family in FAMILIES}
 CASES = [(kind, name, value) for kind, fields in REMOVED.items() for name, value in fields.items()]
@@ -43,8 +43,15 @@ def test_another_value_is_refused_by_name(kind, name, value, tmp_path):
     message = rf"{name}={other_than(value)!r} is no longer an option of model_type='{kind}'.*{name}={value!r}"
     with pytest.raises(ValueError, match=message):
         CONFIGS[kind](**{name: other_than(value)})
+    saved = saved_with(kind, tmp_path, **{name: other_than(value)})
+    if name in OF_NEW_MODELS:  # the weights are there
+        assert (
+            AutoConfig.from_pretrained(saved).to_dict()
+            == AutoConfig.from_pretrained(saved_with(kind, tmp_path)).to_dict()
+        )
+        return
     with pytest.raises(ValueError, match=message):
-        AutoConfig.from_pretrained(saved_with(kind, tmp_path, **{name: other_than(value)}))
+        AutoConfig.from_pretrained(saved)
 
 
 @pytest.mark.parametrize(("kind", "name", "value"), CASES)
@@ -54,6 +61,10 @@ def test_a_model_is_not_built_of_a_configuration_that_got_one_later(kind, name, 
     family = next(family for family in FAMILIES if family.model_type == kind)
     with torch.device("meta"), pytest.raises(ValueError, match=f"{name}=.* is no longer an option"):
         getattr(hf_hybrid_ssm, family.main_class(config))(config)
+
+
+def test_every_field_of_new_models_is_one_that_went():
+    assert {name for _, name, _ in CASES} >= OF_NEW_MODELS
 
 
 def test_no_field_is_both_there_and_gone():

@@ -68,10 +68,11 @@ class HybridConfigMixin:
     _following: frozenset[str]
 
     def __post_init__(self, **kwargs):
-        kwargs = without_removed_fields(self.model_type, kwargs)  # type: ignore[attr-defined]
+        is_saved = self.transformers_version is not None  # type: ignore[attr-defined]
+        kwargs = without_removed_fields(self.model_type, kwargs, is_saved)  # type: ignore[attr-defined]
         fields = self.__dataclass_fields__  # type: ignore[attr-defined]
         self._following = frozenset(name for name in self.derived if getattr(self, name) == fields[name].default)
-        if self.transformers_version is not None:  # type: ignore[attr-defined]
+        if is_saved:
             # A saved configuration names every field; what equals the derived value was derived then, and is again.
             for name, value in self.derived.items():
                 if getattr(self, name) == value(self):

@@ -34,16 +34,23 @@ REMOVED: dict[str, dict[str, Any]] = {
         "pixel_std": 0.5,
     },
 }
+# what said no more than how a new model begins or learns: a saved one has its weights
+OF_NEW_MODELS = {"context_init_std", "context_id_std", "s5_blocks", "ssm_learning_rate"}
 
 
-def without_removed_fields(model_type: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+def without_removed_fields(model_type: str, fields: Mapping[str, Any], is_saved: bool = False) -> dict[str, Any]:
     """`fields` without those that configurations of `model_type` no longer have.
+
+    Args:
+        is_saved: they are of a model that was saved; what only new models read may have had any value there.
 
     Raises:
         ValueError: one of these has another value than it always had, and asks for what no model computes any more.
     """
     removed = REMOVED.get(model_type, {})
     for name, value in removed.items():
+        if is_saved and name in OF_NEW_MODELS:
+            continue
         if name in fields and fields[name] != value:
             raise ValueError(
                 f"{name}={fields[name]!r} is no longer an option of model_type={model_type!r}, whose models compute "

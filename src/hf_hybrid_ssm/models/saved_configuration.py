@@ -24,7 +24,7 @@ def check_saved_configuration(saved: Mapping[str, Any], config_class: type) -> N
     """A ValueError that names the first field that a saved configuration of this class may not have, or not so."""
     check_sizes(saved)
     fields = {field.name for field in dataclasses.fields(config_class)} | {"model_type"}
-    for name, value in without_removed_fields(getattr(config_class, "model_type", ""), saved).items():
+    for name, value in without_removed_fields(getattr(config_class, "model_type", ""), saved, is_saved=True).items():
         check_implementation(name.removeprefix("_").removesuffix("_internal"), value)
         known = getattr(config_class, name, None)
         if known is not None and name not in fields and not isinstance(known, property):

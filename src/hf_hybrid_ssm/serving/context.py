@@ -219,9 +219,10 @@ def _check_identity(path: Path, header: dict[str, Any], model: Any) -> None:
             f"{path} was read by a model of the family {header['family']!r}, this one is {config.model_type!r}."
         )
     try:
-        then, now = without_removed_fields(config.model_type, header["configuration"]), architecture(config)
+        then = without_removed_fields(config.model_type, header["configuration"], is_saved=True)
     except ValueError as error:
         raise ValueError(f"{path} was read with {error}") from error
+    now = architecture(config)
     for name in sorted(then.keys() | now.keys()):
         if then.get(name) != now.get(name):
             raise ValueError(f"{path} was read with {name}={then.get(name)}, this model has {name}={now.get(name)}.")

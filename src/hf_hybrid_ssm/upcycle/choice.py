@@ -107,7 +107,8 @@ def _by_recall(
     teacher: Any, count: int, tokenizer: Any | None, window: int, seed: int, progress: Callable[..., Any] | None
 ) -> LayerChoice:
     """The layers that recall most needs, tried together on prompts that the ranking has not seen."""
-    short = min(window, recall.PROBE_WINDOW, teacher.config.max_position_embeddings // (WINDOWS + 1))
+    most = max(1, teacher.config.max_position_embeddings // (WINDOWS + 1))
+    short = min(window, recall.PROBE_WINDOW, most)
     ranking = rank_layers_by_recall(teacher, tokenizer, short, seed=seed, progress=progress)
     others = recall_prompts(tokenizer, teacher.config.vocab_size, short, seed=seed + 1)
     own = recall_of(teacher, others, short)

@@ -45,7 +45,7 @@ def rank_layers_by_recall(
     A windowed layer sees `window` tokens before its own, and the first token. All layers reach at first; then those
     that recall misses least get windows, a third of those left at a time, from ten on one at a time. The first in the
     order are those that went last. Each prompt takes the work of three forwards, and for a teacher of n layers that of
-    about 4 n forwards of its question and answers alone.
+    about 2 n forwards of its question and answers alone.
 
     Args:
         teacher: a causal language model that can be upcycled; not changed.
