@@ -28,6 +28,7 @@ RATES += [("spade adaptive", "SpadeForMaskedLM", "adaptive_dropout")]
 RATES += [("spade s4 window", "SpadeForSequenceClassification", "classifier_dropout")]
 RATES += [("encoder-decoder", "SpadeSeq2SeqForSequenceClassification", "classifier_dropout")]
 WINDOWS = {"block_types": ["sliding_attention", "linear_attention", "linear_attention"], "sliding_window": 6}
+WINDOWS |= {"attn_scale": 0.0, "floor_scale": None}  # of full attention
 
 
 def rates_of(model_type: str) -> list[str]:
