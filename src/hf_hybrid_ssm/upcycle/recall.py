@@ -90,13 +90,8 @@ class _Ending:
         ids, length, first = prompt.input_ids.to(teacher.device), prompt.input_ids.shape[1], prompt.question
         self._mask = window_mask(length, window, device=teacher.device, first=first)
         self._replay = LayerReplay(teacher, ids[:, first:], past=ReadText.in_windows(teacher, ids[:, :first], window))
-        self._teacher, self._answers = (
-            teacher,
-            (
-                prompt.positions.to(teacher.device) - 1 - first,
-                _recalled(prompt).to(teacher.device),
-            ),
-        )
+        self._teacher = teacher
+        self._answers = prompt.positions.to(teacher.device) - 1 - first, _recalled(prompt).to(teacher.device)
 
     def compare_with(self, windowed: Sequence[int]) -> torch.Tensor:
         """Log-probabilities (N,) of the answers with these layers windowed, and the start of what follows."""
