@@ -1,8 +1,8 @@
 """Compiles the kernels of the first half hour on a card before there is one: a folder that Triton finds them in there.
 
-    python -m benchmarks.gpu.compile_ahead --cache /tmp/ahead           # here, with the card's Python and Triton
-    python -m benchmarks.gpu.compile_ahead --cache /tmp/ahead --check   # there: does this Triton take them?
-    python -m benchmarks.gpu.compile_ahead --count                      # how many programs that is, by part
+    python -m benchmarks.gpu.compile_ahead --cache FOLDER           # here, with the card's Python and Triton
+    python -m benchmarks.gpu.compile_ahead --cache FOLDER --check   # there: does this Triton take them?
+    python -m benchmarks.gpu.compile_ahead --count                  # how many programs that is, by part
 
 The folder has the same path on both sides, since Triton writes absolute paths into it, and TRITON_CACHE_DIR names it
 there. A program is found again if Python's minor version, Triton's files, the card's generation and the kernels'

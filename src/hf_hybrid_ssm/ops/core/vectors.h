@@ -85,18 +85,23 @@ static inline void store(float *to, vec v, int lanes) {
     else for (int i = 0; i < lanes; i++) to[i] = v[i];
 }
 
-/* of all lanes */
-static inline float sum(vec v) {
+/* the sums of four lanes each */
+static inline quarter folded(vec v) {
 #if LANES == 16
     const half h = ((half *)&v)[0] + ((half *)&v)[1];
 #else
     const vec h = v;
 #endif
 #if LANES >= 8
-    const quarter q = ((const quarter *)&h)[0] + ((const quarter *)&h)[1];
+    return ((const quarter *)&h)[0] + ((const quarter *)&h)[1];
 #else
-    const vec q = h;
+    return h;
 #endif
+}
+
+/* of all lanes */
+static inline float sum(vec v) {
+    const quarter q = folded(v);
     return (q[0] + q[2]) + (q[1] + q[3]);
 }
 

@@ -72,20 +72,6 @@ static inline float dot(const float *a, const float *b, int64_t size) {
     return sum(total);
 }
 
-/* the sums of four lanes each */
-static inline quarter folded(vec v) {
-#if LANES == 16
-    const half h = ((half *)&v)[0] + ((half *)&v)[1];
-#else
-    const vec h = v;
-#endif
-#if LANES >= 8
-    return ((const quarter *)&h)[0] + ((const quarter *)&h)[1];
-#else
-    return h;
-#endif
-}
-
 /* of SLOTS vectors */
 static inline quarter sums(const vec *v) {
     const quarter a = folded(v[0]), b = folded(v[1]), c = folded(v[2]), d = folded(v[3]);
