@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 from tests.reporting import ROOT
+from tools import smoke
 
 
 def test_a_test_without_cases_is_an_error(tmp_path):
@@ -14,3 +15,10 @@ def test_a_test_without_cases_is_an_error(tmp_path):
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert result.returncode == 2, result.stdout
     assert "Empty parameter set in 'test_rows'" in result.stdout
+
+
+def test_every_test_that_the_smoke_test_names_is_there():
+    """Pytest ends with 4 at a name that is not, which `.ci/run` would be the first to meet."""
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *smoke.TESTS]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
