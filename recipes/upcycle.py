@@ -43,6 +43,7 @@ from hf_hybrid_ssm.upcycle import (
     KEEP_BY,
     STUDENT_FAMILIES,
     choose_layers,
+    constant_sinks,
     load_teacher,
     load_teacher_model,
     memory_window,
@@ -88,7 +89,9 @@ class UpcycleArguments:
     lora_rank: int | None = field(
         default=None, metadata={"help": "in distil and finetune: train what is new, and LoRA on all else"}
     )
-    trained: str = field(default="all", metadata={"help": "in distil and finetune: all weights, or only what is new"})
+    trained: str = field(
+        default="all", metadata={"help": "in distil and finetune: all weights, or only what is new, sinks included"}
+    )
     within_weight: float = field(
         default=1.0, metadata={"help": "of tokens that a window still shows, in align and distil; others have 1"}
     )
@@ -156,11 +159,16 @@ def within(name: str, modules: list[str]) -> bool:
     return any(f"{name}.".startswith(f"{module}.") for module in modules)
 
 
+def trained_alone(student: Any, stage: str) -> list[str]:
+    """The modules that train while what came from the teacher stays: in align those that have a loss of their own."""
+    return new_modules(student) + ([] if stage == "align" else constant_sinks(student))
+
+
 def frozen_beside_the_new(student: Any, rank: int) -> Any:
     """The student with LoRA of `rank` on what came from the teacher; what is new is trained whole."""
     from peft import LoraConfig, get_peft_model
 
-    whole = new_modules(student)
+    whole = trained_alone(student, "distil")
     names = [
         name
         for name, module in student.named_modules()
@@ -278,12 +286,12 @@ def checked_window(
     Raises:
         ValueError: nothing new is there to train, or rows or weights of tokens do not fit the window.
     """
-    if not new_modules(student):
-        for setting, given in (("align", "align" in stages), ("trained='new'", arguments.trained == "new")):
-            if given:
-                raise ValueError(
-                    f"{setting} has nothing to train: the student has no new mixers or context states. Leave it out."
-                )
+    if "align" in stages and not new_modules(student):
+        raise ValueError("align has nothing to train: the student has no new mixers or context states. Leave it out.")
+    if arguments.trained == "new" and not trained_alone(student, "distil"):
+        raise ValueError(
+            "trained='new' has nothing to train: the student has no new mixers, context states or sinks. Leave it out."
+        )
     window = memory_window(student.config)
     if window is None:
         if arguments.within_weight != 1:
@@ -322,7 +330,7 @@ def run_stage(
     """Train one stage; what to remember of it, and the student after it."""
     model: Any = student
     if stage == "align" or arguments.trained == "new":  # an optimizer need not hold the rest
-        new = new_modules(student)
+        new = trained_alone(student, stage)
         for name, parameter in student.named_parameters():
             parameter.requires_grad_(within(name, new))
     elif arguments.lora_rank is not None:

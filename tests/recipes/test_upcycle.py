@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 from upcycle import UpcycleArguments, upcycle_model
 from upcycling_gaps import GapArguments, gaps, widened
 
-from hf_hybrid_ssm.upcycle import recall_prompts
+from hf_hybrid_ssm import upcycle as upcycle_package
+from hf_hybrid_ssm.upcycle import constant_sinks, recall_prompts
 from tests.upcycle.recalling_teacher import VOCAB, recalling_teacher
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -170,9 +171,32 @@ def test_only_what_is_new_is_trained_and_saved_as_a_delta(texts, teacher, tmp_pa
         student.model.layers[1].attention.o_proj.weight, distilled["model.layers.1.attention.o_proj.weight"]
     )
     new = [name for name in distilled if not torch.equal(aligned[name], distilled[name])]
-    assert new and all(".layers.1." in name or ".layers.3." in name for name in new)
+    assert new and all(".layers.1." in name or ".layers.3." in name or ".sink." in name for name in new)
+    assert {name for name in distilled if ".sink." in name} <= set(new)
     card = (tmp_path / "README.md").read_text()
     assert "## Teacher" in card and "validation loss" in card and results["steps"] == 10
+
+
+@pytest.mark.parametrize(
+    "student",
+    [
+        {"student": "bst", "config": SMALL_BST | {"ssm_layers": []}},
+        {"student": "longhorn", "keep": [1], "others_as": "sliding_attention", "config": {"sliding_window": 16}},
+    ],
+    ids=lambda student: student["student"],
+)
+def test_of_windows_alone_the_sinks_are_what_is_new(student, texts, teacher, tmp_path):
+    arguments = UpcycleArguments(str(teacher), trained="new", distil={"max_steps": 6}, delta=True, **student)
+    results = upcycle_model(arguments, data_of(texts), training(tmp_path))
+    assert results["loss_after_distil"] < results["loss_before_training"]
+    first, _ = upcycle_package.upcycle(
+        AutoModelForCausalLM.from_pretrained(teacher), arguments.keep, None, "projections", arguments.student,
+        arguments.others_as, **arguments.config,
+    )  # fmt: skip
+    last = AutoModelForCausalLM.from_pretrained(tmp_path, teacher=teacher).state_dict()
+    trained = {name for name, value in first.state_dict().items() if not torch.equal(value, last[name])}
+    sinks = [f"{name}.{part}" for name in constant_sinks(first) for part in ("key", "value")]
+    assert trained == set(sinks) and len(sinks) == 2 * (4 if student["student"] == "bst" else 3)
 
 
 def test_the_teachers_states_are_kept_and_read_again(texts, teacher, tmp_path, monkeypatch):
@@ -269,11 +293,12 @@ def test_new_settings_are_checked_by_name(teacher, texts, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             new_parts_alone(teacher, **given)
-    nothing = {"config": SMALL_BST | {"ssm_layers": []}, "align": None, "within_weight": 1.0}
+    windows = {"config": SMALL_BST | {"ssm_layers": []}, "align": None, "within_weight": 1.0}
+    nothing = windows | {"config": windows["config"] | {"attention_sink": None}}
     for given, message in (
         ({"config": SMALL_BST | {"sliding_window": 33}}, "sequence_length=64 must be at least 66, twice the window"),
         (nothing, "trained='new' has nothing to train"),
-        (nothing | {"trained": "all", "within_weight": 0.5}, r"within_weight=0\.5 is for students with something new"),
+        (windows | {"trained": "all", "within_weight": 0.5}, r"within_weight=0\.5 is for students with something new"),
         ({"recall_share": 0.1}, "sequence_length=64 is too short for recall_share"),
     ):
         with pytest.raises(ValueError, match=message):

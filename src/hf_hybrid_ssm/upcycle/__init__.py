@@ -20,6 +20,7 @@ __getattr__, __dir__, __all__ = attach(
         "check_teacher": f"{__name__}.teachers",
         "check_weights": f"{__name__}.teacher_weights",
         "choose_layers": f"{__name__}.choice",
+        "constant_sinks": f"{__name__}.sinks",
         "distillation_loss": f"{__name__}.objectives",
         "evenly_spaced": f"{__name__}.configurations",
         "fused_distillation_loss": f"{__name__}.objectives",

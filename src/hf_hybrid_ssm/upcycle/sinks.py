@@ -46,6 +46,12 @@ def init_sinks(student: nn.Module, teacher: Any, tokenizer: Any | None = None, s
                 target.copy_(of_heads.mean(0))
 
 
+def constant_sinks(student: Any) -> list[str]:
+    """The modules of a student's constant sinks, by name: what windows have beyond their teacher's attention."""
+    sinks = {id(sink) for layer in student.model.layers if (sink := _sink_of(layer)) is not None}
+    return [name for name, module in student.named_modules() if id(module) in sinks]
+
+
 def first_tokens(vocab_size: int, tokenizer: Any | None, seed: int) -> torch.Tensor:
     """Token ids (B, 1): the one that the tokenizer or else its chat template begins every text with, or `TOKENS` drawn
     from the vocabulary."""
