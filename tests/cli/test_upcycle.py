@@ -71,6 +71,16 @@ def test_a_delta(source, made, tmp_path):
     assert carried and all(torch.equal(found.state_dict()[name], other.state_dict()[name]) for name in carried)
 
 
+@pytest.mark.parametrize(
+    "options", [["--keep", "0"], ["--family", "bst"], ["--family", "bst", "--memory"]], ids=" ".join
+)
+def test_needles_of_a_student_whose_positions_have_no_end(options, made, tmp_path):
+    """Without full attention a configuration may have no greatest position: the teacher's limit decides."""
+    assert run(made, tmp_path / "out", *options, "--needles", "1") == 0
+    *_, needles = tables_of(json.loads((tmp_path / "out/results.json").read_text()))
+    assert needles.columns == ["model", "300", "1,200"] and len(needles.rows) == 2
+
+
 def test_training_by_the_recipe(made, tmp_path, capsys):
     texts, _ = standard_documents(most=8)
     file = tmp_path / "texts.jsonl"
