@@ -9,6 +9,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 from _lib.intervals import half_width, half_width_of, plus_minus, quantile
+from _lib.sample_efficiency import token_efficiencies
 from table_text import load, markdown_table
 
 # tables of several files of results: the others
@@ -49,8 +50,12 @@ def _mean_loss(found: dict) -> str:
 
 
 def compared(figures: dict) -> str:
-    """Best first, with the paired differences to the reference; below, those within `PAIRS`."""
+    """Best first, with the paired differences to the reference and, of runs that were evaluated as they went, how many
+    times as many tokens the reference needs for the same loss; below, those within `PAIRS`."""
     models, searched, rows = figures["models"], figures.get("learning_rates"), []
+    reference = models[figures["reference"]]["runs"]
+    tokens = {name: token_efficiencies(found["runs"], reference) for name, found in models.items()}
+    says_tokens = any(found is not None for found in tokens.values())
     for name, found in sorted(models.items(), key=lambda pair: pair[1]["validation_loss"]):
         difference = figures["differences"].get(name)
         minutes = sum(run["cpu_seconds"] for run in found["runs"]) / len(found["runs"]) / 60
@@ -59,10 +64,13 @@ def compared(figures: dict) -> str:
             *([min(searched[name], key=searched[name].__getitem__)] if searched else []),
             _mean_loss(found),
             f"{difference['mean']:+.3f} ± {difference['half_width_of_95_percent']:.3f}" if difference else "",
+            *([_times(tokens[name]) if difference else ""] if says_tokens else []),
             f"{minutes:.1f}",
         ])  # fmt: skip
     head = ["model", "non-embedding parameters", *(["learning rate, best by this loss"] if searched else [])]
-    head += ["held-out loss, nats per token, 95 %", f"minus {figures['reference']}'s, 95 %", "minutes of CPU time"]
+    head += ["held-out loss, nats per token, 95 %", f"minus {figures['reference']}'s, 95 %"]
+    head += [f"tokens {figures['reference']} needs over its own, 95 %"] if says_tokens else []
+    head += ["minutes of CPU time"]
     notes = []
     for name, without in PAIRS:
         if name in models and without in models:
@@ -71,6 +79,13 @@ def compared(figures: dict) -> str:
             added = ", ".join(f"{pair:+.3f}" for pair in pairs)
             notes.append(f"{name} minus {without}: {statistics.mean(pairs):+.3f} ± {half_width(pairs):.3f} ({added})")
     return f"{markdown_table(head, rows)}\nPaired, and seed by seed: {'; '.join(notes)}.\n"
+
+
+def _times(found: dict | None) -> str:
+    if found is None:
+        return ""
+    low, high = found["interval_of_95_percent"]
+    return f"{found['mean']:.2f} ({low:.2f} to {high:.2f})"
 
 
 def lengths(figures: dict) -> str:

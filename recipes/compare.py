@@ -6,8 +6,8 @@ All read the same text with several seeds, and their validation losses are compa
 
 `base` holds settings of pretrain_clm.py, each of `variants` what differs. With `learning_rates`, each variant first
 tries these for `search_steps` steps with the first seed, and keeps the best. Writes comparison.json (every run, mean
-and standard deviation, and with `reference` the paired differences to that variant) and comparison.png (loss against
-tokens and CPU time, where runs were evaluated as they went) to `output_dir` and, with `results`, to that file and one
+and standard deviation, and with `reference` the paired differences to that variant and how many times as many tokens it needs for the same loss) and comparison.png (loss against tokens
+and CPU time; both where runs were evaluated as they went) to `output_dir` and, with `results`, to that file and one
 beside it. A comparison that was killed goes on with the runs it lacks.
 """
 
@@ -25,6 +25,7 @@ from _lib.entry import start
 from _lib.intervals import half_width, plus_minus
 from _lib.parity import difference_in_size, size_of
 from _lib.plotting import panels, style
+from _lib.sample_efficiency import token_efficiencies
 from _lib.settings import filled
 from _lib.sweeps import check_claim, claim, once
 from _lib.training import perplexity, save_figure, say, write_json, write_results
@@ -153,6 +154,7 @@ def compare(arguments: CompareArguments) -> dict[str, Any]:
             if arguments.reference is not None:
                 figures["reference"] = arguments.reference
                 figures["differences"] = differences(runs, arguments.reference)
+                figures["token_efficiency"] = efficiencies(runs, arguments.reference)
             write_json(Path(arguments.output_dir) / "comparison.json", figures)
     targets = [Path(arguments.output_dir) / "comparison.json"]
     targets += [Path(arguments.results)] if arguments.results else []
@@ -200,6 +202,12 @@ def differences(runs: dict[str, list[dict[str, Any]]], reference: str) -> dict[s
             "pairs": len(pairs),
         }
     return found
+
+
+def efficiencies(runs: dict[str, list[dict[str, Any]]], reference: str) -> dict[str, Any]:
+    """How many times as many tokens the reference needs for the same loss as each variant that says so."""
+    others = {name: token_efficiencies(found, runs[reference]) for name, found in runs.items() if name != reference}
+    return {name: found for name, found in others.items() if found is not None}
 
 
 def table(figures: dict[str, Any]) -> str:
