@@ -227,7 +227,7 @@ def _training(results: Mapping[str, Any] | None, dataset: str | None, recipe: st
         lines.insert(0, "No trained weights are published yet.")
         if not recipe:
             lines.append(
-                "No recipe of this size is part of the package; `docs/reproducing.md` has the paper's others."
+                "The package has no recipe of this size. `docs/reproducing.md` has the paper's other experiments."
             )
     elif not lines:
         lines.append("The folder holds no record of the training.")

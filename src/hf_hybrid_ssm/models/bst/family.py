@@ -28,8 +28,8 @@ FAMILY = Family(
     ),
     card=CardText(
         name="Block-State Transformer",
-        idea="Attention within blocks and their window; in some layers a state-space model runs over the whole "
-        "sequence and hands each block context states of the past to attend to.",
+        idea="Attention within blocks and their window. In some layers a state-space model reads the whole sequence, "
+        "and each block also attends to its outputs, the context states.",
         limits="Beyond the window a token sees the past only through the context states.",
         arxiv="2306.09539",
         title="Block-State Transformers",

@@ -23,9 +23,9 @@ FAMILY = Family(
     ),
     card=CardText(
         name="LMU-ISA",
-        idea="A fixed Legendre Memory Unit keeps a sliding window of each channel in a few coefficients, and "
-        "attention works among the coefficients of one time step instead of among time steps.",
-        limits="The memory is a smoothed window of `lmu_theta` tokens: what is older fades, and sharp detail is lost.",
+        idea="A fixed Legendre Memory Unit keeps a sliding window of each channel in a few coefficients. "
+        "Attention works among the coefficients of one time step instead of among time steps.",
+        limits="The memory is a smoothed window of `lmu_theta` tokens: older tokens fade, and sharp detail is lost.",
         arxiv="2110.02402",
         title="Language Modeling using LMUs: 10x Better Data Efficiency or Improved Scaling Compared to Transformers",
         authors="Chilkuri, Narsimha; Hunsberger, Eric; Voelker, Aaron; Malik, Gurshaant; Eliasmith, Chris",

@@ -31,10 +31,10 @@ FAMILY = Family(
     ),
     card=CardText(
         name="Longhorn",
-        idea="Blocks like Mamba's whose recurrence is the closed-form step of online associative recall: each token "
-        "moves the state so that the key recalls the value.",
+        idea="Blocks like Mamba's. The recurrence is the closed-form step of online associative recall: each token "
+        "changes the state so that its key recalls its value.",
         memory="The state has one size, however long the text.",
-        limits="What no longer fits the state is forgotten: exact copies of long passages are not to be expected.",
+        limits="The model forgets what no longer fits the state. Do not expect exact copies of long passages.",
         arxiv="2407.14207",
         title="Longhorn: State Space Models are Amortized Online Learners",
         authors="Liu, Bo; Wang, Rui; Wu, Lemeng; Feng, Yihao; Stone, Peter; Liu, Qiang",

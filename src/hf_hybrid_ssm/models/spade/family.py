@@ -11,8 +11,8 @@ PEFT = PeftTargets(
 )
 CARD = CardText(
     name="SPADE",
-    idea="A state-space model in the bottom layer carries what is far, window or chunk attention in all layers what "
-    "is near.",
+    idea="All layers have window or chunk attention, which sees the nearest tokens. A state-space model in the bottom "
+    "layer carries what is farther back.",
     limits="Beyond the window a token sees the past only through the bottom layer's state.",
     arxiv="2212.08136",
     title="Efficient Long Sequence Modeling via State Space Augmented Transformer",
