@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_hybrid_ssm.serving.paged_states import PagedModel, PageLayout, Requests
-from hf_hybrid_ssm.serving.state_layout import State, StateLayout, state_layout
+from hf_hybrid_ssm.serving.state_layout import FullAttention, State, state_layout
 from tests.host_syncs import as_on_an_accelerator, host_syncs
 from tests.models.invariances import TOLERANCE, random_ids, whole
 from tests.serving.test_context import GROWING
@@ -14,9 +14,49 @@ from tests.tiny_models import VARIANTS, config_of, language_model, own_language_
 
 FIXED = [variant for variant in VARIANTS if variant not in GROWING] + ["longhorn + window attention"]
 MAX_TOKENS = 24
+# with layers whose keys and values the server keeps
+SERVED = ["longhorn + window and full attention", "longhorn + full attention", "lmu-isa + global attention"]
+KEYS = ("keys", "values", "seen")
+SERVED += ["spade hyena full without a bias"]
+
+
+class Server:
+    """Keeps keys and values by page, and attends as the equation says."""
+
+    def __init__(self, layers: list[FullAttention]):
+        self.scales = {layer.layer: layer.scale for layer in layers}
+        self.kept: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, layer, queries, keys, values, requests):
+        found, parts = [], (x.split(requests.lengths) for x in (queries, keys, values))
+        for q, k, v, seen, page in zip(*parts, requests.seen, requests.pages.tolist()):
+            if seen > 0:
+                k, v = (torch.cat([before, new]) for before, new in zip(self.kept[layer, page], (k, v)))
+            self.kept[layer, page] = k, v
+            assert len(k) == seen + len(q)
+            heads = q.shape[1] // k.shape[1]
+            k, v = (x.repeat_interleave(heads, dim=1) for x in (k, v))
+            logits = self.scales[layer] * torch.einsum("qhe,khe->hqk", q, k)
+            columns = torch.arange(len(k))
+            weights = logits.masked_fill(columns > columns[-len(q) :, None], float("-inf")).softmax(-1)
+            found.append(torch.einsum("hqk,khe->qhe", weights, v).flatten(1))
+        return torch.cat(found)
+
+
+def paged_of(model, pages: int) -> PagedModel:
+    """On as many pages; some bytes of each are not ours, and all of them begin as anything."""
+    paged = PagedModel(model, MAX_TOKENS, Server)
+    for part in range(paged.layout.num_parts):
+        paged.bind(torch.randint(-128, 128, (pages, paged.layout.num_bytes + 32), dtype=torch.int8), part)
+    return paged
 
 
 def model_of(variant):
+    if variant == "spade hyena full without a bias":
+        torch.manual_seed(0)
+        return type(language_model("spade hyena full"))(
+            config_of("spade hyena full", relative_bias_scope="none")
+        ).eval()
     if variant != "longhorn + window attention":
         return language_model(variant)
     kinds = ["linear_attention", "sliding_attention"]
@@ -34,10 +74,7 @@ class Request:
 def served(model, requests: list[Request], seed: int, pages: int = 6) -> set[str]:
     """Schedules at random until all are read; returns what has happened on the way."""
     draw, happened = random.Random(seed), set()
-    paged = PagedModel(model, MAX_TOKENS)
-    # some bytes of each page are not ours, and all of them begin as anything
-    memory = torch.randint(-128, 128, (pages, paged.layout.num_bytes + 32), dtype=torch.int8)
-    paged.bind(memory)
+    paged = paged_of(model, pages)
     free, waiting, running = list(range(pages)), list(requests), []
     while waiting or running:
         while waiting and free and draw.random() < 0.7:
@@ -75,7 +112,7 @@ def served(model, requests: list[Request], seed: int, pages: int = 6) -> set[str
     return happened
 
 
-@pytest.mark.parametrize("variant", FIXED)
+@pytest.mark.parametrize("variant", [*FIXED, *SERVED])
 def test_any_schedule_gives_each_request_its_own_text(variant):
     model, happened = model_of(variant), set()
     for seed in range(2):
@@ -88,13 +125,11 @@ def test_any_schedule_gives_each_request_its_own_text(variant):
 
 
 @pytest.mark.parametrize("begins", [0, 1])
-@pytest.mark.parametrize("variant", FIXED)
+@pytest.mark.parametrize("variant", [*FIXED, *SERVED])
 def test_a_request_that_begins_beside_one_that_goes_on_has_a_clean_page(variant, begins):
     """In one rectangle, on either side: what the page held before is another request's."""
     model, length = model_of(variant), 4
-    ids, paged = random_ids(model, 2, 2 * length), PagedModel(model, MAX_TOKENS)
-    memory = torch.zeros(3, paged.layout.num_bytes, dtype=torch.int8)
-    paged.bind(memory)
+    ids, paged = random_ids(model, 2, 2 * length), paged_of(model, 3)
     goes_on, pages = 1 - begins, torch.tensor([2, 1])
     columns = torch.arange(length)
     for row in (0, 1):  # the page of the one that begins still holds its forerunner's text
@@ -141,10 +176,35 @@ def test_a_page_is_as_large_as_its_states(variant):
     assert [int(view.real.min()) for _, view in layout.views(pages)] == [*range(1, len(layout.states) + 1)]
 
 
+@pytest.mark.parametrize("variant", SERVED)
+def test_a_page_has_a_part_for_each_layer_of_full_attention(variant):
+    """Of one size; each state lies in one of them, beside the others."""
+    model = model_of(variant)
+    found = state_layout(model)
+    layout = PagedModel(model, MAX_TOKENS, Server).layout
+    kept = [state for state in found.states if state.layer not in found.growing or state.name not in KEYS]
+    assert layout.num_parts == len(found.growing) and sorted(layout.states) == sorted(kept)
+    views = []
+    for part in range(layout.num_parts):
+        pages = torch.zeros(2, layout.num_bytes, dtype=torch.uint8)
+        views += layout.views(pages, part)
+        for number, (state, view) in enumerate(layout.views(pages, part)):
+            assert not view.any(), f"{state} overlaps another"
+            view.fill_(number + 1)
+    assert sorted(state for state, _ in views) == sorted(kept)
+
+
+def test_parts_of_a_page_are_evenly_full():
+    states = [State(layer, "window", (size,), torch.float32) for layer, size in enumerate((9, 1, 8, 2, 7, 3))]
+    layout = PageLayout(states, 3)
+    assert layout.num_bytes == 48 and sorted(layout.offsets) == [0, 0, 0, 28, 32, 36]
+    assert PageLayout([], 2).num_bytes == 16  # nothing but full attention
+
+
 def test_narrow_states_come_last_in_a_page():
     """Whatever the order of the layers, so that each state lies at a multiple of its own elements' size."""
     narrow, wide = State(0, "window", (3,), torch.bfloat16), State(1, "scan", (5,), torch.complex128)
-    layout = PageLayout(StateLayout([narrow, State(0, "flag", (1,), torch.bool), wide], []))
+    layout = PageLayout([narrow, State(0, "flag", (1,), torch.bool), wide])
     assert [state.dtype.itemsize for state in layout.states] == [16, 2, 1]
     assert all(offset % state.dtype.itemsize == 0 for offset, state in zip(layout.offsets, layout.states))
     views = layout.views(torch.zeros(2, layout.num_bytes, dtype=torch.uint8))
@@ -158,6 +218,11 @@ def test_what_needs_more_than_a_page_is_refused(variant):
     )
     with pytest.raises(ValueError, match=words):
         PagedModel(language_model(variant), MAX_TOKENS)
+
+
+def test_a_bias_by_distance_is_refused():
+    with pytest.raises(ValueError, match=r"layers \[0, 1\] of this 'spade' model add a learned bias by distance"):
+        PagedModel(language_model("spade hyena full"), MAX_TOKENS, Server)
 
 
 def test_rectangles_hold_no_more_tokens_than_one_forward_and_little_padding():
@@ -194,8 +259,9 @@ def test_a_state_has_its_bytes():
     assert State(0, "scan", (3, 4), torch.float64).num_bytes == 96
 
 
-def test_profiling_runs_all_tokens():
-    model = language_model("spade s4 window")
+@pytest.mark.parametrize("variant", ["spade s4 window", *SERVED])
+def test_profiling_runs_all_tokens(variant):
+    model = model_of(variant)
     ids = random_ids(model, 1, 16)
-    hidden = PagedModel(model, 16).forward_without_pages(ids[0])
+    hidden = PagedModel(model, 16, Server).forward_without_pages(ids[0])
     torch.testing.assert_close(model.lm_head(model._pre_head(hidden)), whole(model, ids)[0], **TOLERANCE)

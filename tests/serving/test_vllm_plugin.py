@@ -6,6 +6,7 @@ import logging
 import re
 import sys
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -129,7 +130,6 @@ REFUSED = {
     "enable_prompt_embeds=True": {"enable_prompt_embeds": True},
     "mamba_cache_mode='all'": {"mamba_cache_mode": "all"},
     "kv_transfer_config='other'": {"kv_transfer_config": SimpleNamespace(kv_connector="other")},
-    "layers [0, 1] of this 'lmu_isa' model keep the keys": {"model": "lmu-isa + global attention"},
 }
 
 
@@ -141,6 +141,34 @@ def test_settings_that_are_refused(words, vllm):
     with pytest.raises(ValueError, match=re.escape(words)) as told:
         check.verify_and_update_config(settings(**REFUSED[words]))
     assert str(told.value).startswith(words) and not Settings.done
+
+
+@dataclass
+class ModelInfo:
+    """What vLLM knows of a class."""
+
+    is_attention_free: bool = True
+    is_hybrid: bool = False
+
+
+def model_settings(model: str) -> SimpleNamespace:
+    return SimpleNamespace(hf_config=config_of(model), _model_info=ModelInfo())
+
+
+@pytest.mark.parametrize("model", ["longhorn", "longhorn + window and full attention", "lmu-isa + global attention"])
+def test_a_model_with_full_attention_is_a_hybrid(model, vllm):
+    vllm_plugin.register()
+    (check,) = set(vllm.settings.values())
+    given = model_settings(model)
+    check.verify_and_update_model_config(given)
+    assert given._model_info == (ModelInfo() if model == "longhorn" else ModelInfo(False, True))
+
+
+def test_a_bias_of_full_attention_is_refused(vllm):
+    vllm_plugin.register()
+    (check,) = set(vllm.settings.values())
+    with pytest.raises(ValueError, match=r"layers \[0, 1\] of this 'spade' model add a learned bias by distance"):
+        check.verify_and_update_model_config(model_settings("spade hyena full"))
 
 
 @pytest.mark.parametrize("model", ["longhorn", "bst block-recurrent", "lmu-isa + window attention", "spade adaptive"])

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from hf_hybrid_ssm.ops.core.pages import ServedKeys
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows
 from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention
 
@@ -44,7 +45,8 @@ class LocalSelfAttention(nn.Module):
         """(B, L, d), the states before it → (B, L, d), the states after it.
 
         Args:
-            past: has the fields of `AttentionState` by name, or is empty.
+            past: has the fields of `AttentionState` by name, or is empty. `keys` may be `ServedKeys` where the window
+                is (None, 0).
             rows, bias: as of `local_attention`.
         """
         parts = self.q_proj(x), self.k_proj(x), self.v_proj(x)
@@ -52,6 +54,8 @@ class LocalSelfAttention(nn.Module):
             q, k, v = (part.view(x.shape[0], self.num_heads, 1, -1) for part in parts)
         else:
             q, k, v = (part.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for part in parts)
+        if isinstance(held := past.get("keys"), ServedKeys):
+            return self.o_proj(held.attend(q, k, v, scale=q.shape[-1] ** -0.5, bias=bias)), {}
         y, state = local_attention(
             q,
             k,

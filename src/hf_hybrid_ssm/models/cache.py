@@ -19,7 +19,7 @@ from hf_hybrid_ssm.models.configuration import STATE_AND_WINDOW_LAYER_TYPE, STAT
 from hf_hybrid_ssm.models.packing import PackedRows, States, with_zero_rows
 from hf_hybrid_ssm.models.unfinished import check_finished
 from hf_hybrid_ssm.ops.core.checks import can_read_values
-from hf_hybrid_ssm.ops.core.pages import PagedState
+from hf_hybrid_ssm.ops.core.pages import PagedState, ServedKeys
 
 STATE_LAYER_TYPES = (STATE_LAYER_TYPE, WINDOW_LAYER_TYPE, STATE_AND_WINDOW_LAYER_TYPE)
 
@@ -102,7 +102,8 @@ class RecurrentStateLayer(CacheLayerMixin):
         self.seen_tokens += rows.length
         self.is_torn = False
         self.is_initialized = True
-        self.device = next(iter(states.values())).device
+        if states:  # a server may keep all that there is
+            self.device = next(iter(states.values())).device
         self._made_without_gradient = not torch.is_grad_enabled()
 
     def may_be_overwritten(self) -> bool:
@@ -130,6 +131,20 @@ class RecurrentStateLayer(CacheLayerMixin):
         self.states = {name: PagedState(memory, pages) for name, memory in states.items()}
         self.pages = pages
         self.seen_tokens = 1  # one column stands for all that went before
+        self.is_initialized = True
+        self.device = pages.device
+
+    def hold_served(self, states: States, keys: ServedKeys, pages: torch.Tensor) -> None:
+        """Stand for B texts among those of a server, which keeps the keys of this layer's full attention.
+
+        Args:
+            states: the layer's other states, name → tensor (B, ...), which a step may overwrite.
+            keys: how the server attends.
+            pages: (B,) int64, the page of each text.
+        """
+        self.states = {**states, "keys": keys}  # type: ignore[dict-item]
+        self.pages = pages
+        self.seen_tokens = 1
         self.is_initialized = True
         self.device = pages.device
 
@@ -325,6 +340,11 @@ def state_layer(cache: Cache, index: int) -> RecurrentStateLayer:
     if not getattr(layer, "holds_states", False):  # as `is_recurrent_state_layer`; each decoded token comes here
         raise TypeError(f"layer {index} of cache is a {type(layer).__name__}, which holds no recurrent states.")
     return layer
+
+
+def served_keys(cache: Cache, index: int) -> ServedKeys | None:
+    """How a server attends in layer `index`, where it keeps the keys and values of transformers' own layer."""
+    return getattr(cache.layers[index], "served", None) if index < len(cache.layers) else None
 
 
 def holds_states(cache: Cache | None) -> bool:

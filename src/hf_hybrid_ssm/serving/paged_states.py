@@ -2,11 +2,12 @@
 
 A server that batches continuously keeps one page of memory for each request, and calls the model on whatever tokens it
 has scheduled: whole prompts, pieces of prompts, single tokens. A page holds the states of all layers. Every state has
-a fixed size and is zero before the first token, in every family, so a page is all that a request needs.
+a fixed size and is zero before the first token, in every family, so a page is all that a request needs; but for full
+attention, whose keys and values the server keeps itself, and attends to (`AttentionServer`).
 """
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -14,8 +15,10 @@ from transformers import DynamicCache
 
 from hf_hybrid_ssm.models.block import RecurrentMixin
 from hf_hybrid_ssm.models.cache import state_layer
+from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.packing import States, packed_rows, with_zero_rows
-from hf_hybrid_ssm.serving.state_layout import State, StateLayout, state_layout
+from hf_hybrid_ssm.ops.core.pages import Attend
+from hf_hybrid_ssm.serving.state_layout import FullAttention, State, StateLayout, hold_served, state_layout
 
 ALIGNMENT = 16  # bytes: of no dtype's elements is a page cut
 MOST_PADDING = 0.25  # columns of padding for each token of a rectangle
@@ -28,33 +31,58 @@ class Requests(NamedTuple):
         lengths: tokens of each request in this forward, at least 1.
         seen: tokens of each before this forward.
         pages: (R,) int64, the page of each.
+        rows: which of the server's requests in this forward they are; None: all, in its order.
     """
 
     lengths: list[int]
     seen: list[int]
     pages: torch.Tensor
+    rows: tuple[int, ...] | None = None
+
+
+class AttentionServer(Protocol):
+    """Keeps the keys and values of all tokens of each request, and attends to them causally.
+
+    Called with the number of the layer and the next tokens of all `requests`, one request after the other: queries
+    (T, H, E), keys and values (T, G, E) → (T, H · E).
+    """
+
+    def __call__(
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, requests: Requests
+    ) -> torch.Tensor: ...
 
 
 class PageLayout:
     """Where each state lies in a page: widest elements first, so that each is aligned.
 
     Args:
-        layout: the states; none may grow.
+        states: none may grow.
+        num_parts: a page is in as many parts of one size, in memories of their own: a server may want them no larger
+            than what it keeps of a layer's keys. Each state lies in the part that is the emptiest so far.
+
+    Attributes:
+        states, parts, offsets: each state, its part, and where it begins there.
+        num_bytes: of a part.
     """
 
-    def __init__(self, layout: StateLayout):
-        self.states = sorted(layout.states, key=lambda state: -state.dtype.itemsize)
+    def __init__(self, states: list[State], num_parts: int = 1):
+        self.states = sorted(states, key=lambda state: (-state.dtype.itemsize, -state.num_bytes))
+        self.num_parts = num_parts
+        self.parts: list[int] = []
         self.offsets: list[int] = []
-        end = 0
+        ends = [0] * num_parts
         for state in self.states:
-            self.offsets.append(end)
-            end += state.num_bytes
-        self.num_bytes = -(-end // ALIGNMENT) * ALIGNMENT
+            part = ends.index(min(ends))
+            self.parts.append(part)
+            self.offsets.append(ends[part])
+            ends[part] += state.num_bytes
+        self.num_bytes = max(-(-max(ends) // ALIGNMENT), 1) * ALIGNMENT
 
-    def views(self, pages: torch.Tensor) -> list[tuple[State, torch.Tensor]]:
-        """(P, at least `num_bytes`) int8 or uint8 → each state as (P, *shape) of its own dtype, in the same memory."""
-        places = zip(self.states, self.offsets)
-        return [(state, _typed(pages[:, offset : offset + state.num_bytes], state)) for state, offset in places]
+    def views(self, pages: torch.Tensor, part: int = 0) -> list[tuple[State, torch.Tensor]]:
+        """(P, at least `num_bytes`) int8 or uint8, a part of all pages → each state in it as (P, *shape) of its own
+        dtype, in the same memory."""
+        places = [place for place in zip(self.states, self.offsets, self.parts) if place[2] == part]
+        return [(state, _typed(pages[:, offset : offset + state.num_bytes], state)) for state, offset, _ in places]
 
 
 def _typed(part: torch.Tensor, state: State) -> torch.Tensor:
@@ -62,18 +90,34 @@ def _typed(part: torch.Tensor, state: State) -> torch.Tensor:
     return elements.unflatten(1, state.shape) if state.shape else elements.squeeze(1)
 
 
-def check_pageable(model: Any, growing: list[int]) -> None:
+def check_continues(model: Any) -> None:
     """
     Raises:
-        ValueError: the model does not continue texts, or `growing` of its layers keep something of every token.
+        ValueError: the model does not continue texts.
     """
     config = model.config
     if config.is_encoder_decoder or model.get_decoder().is_bidirectional:
         raise ValueError(f"this {config.model_type!r} model does not continue texts: its tokens see the future.")
-    if growing:
+
+
+def check_pageable(model: Any, layout: StateLayout, has_server: bool) -> None:
+    """
+    Args:
+        has_server: the server keeps keys and values, and attends to them.
+
+    Raises:
+        ValueError: a layer keeps something of every token that the server does not.
+    """
+    growing, model_type = layout.growing, model.config.model_type
+    if growing and not has_server:
         raise ValueError(
-            f"layers {growing} of this {config.model_type!r} model keep the keys and values of all tokens (full or "
+            f"layers {growing} of this {model_type!r} model keep the keys and values of all tokens (full or "
             "global attention): a page of fixed size cannot hold them."
+        )
+    if biased := [attention.layer for attention in layout.attention if attention.has_bias]:
+        raise ValueError(
+            f"layers {biased} of this {model_type!r} model add a learned bias by distance to full attention, which a "
+            "server's attention does not have: attention within a window or a chunk has it."
         )
 
 
@@ -84,27 +128,34 @@ class PagedModel:
         model: in evaluation mode, with its weights or without.
         max_tokens: of one forward. Requests of different lengths are padded to rectangles of at most as many, of which
             a fifth at most is padding.
+        serve: makes the server's attention for the layers that attend to all tokens; without it they are refused.
+            A page has then as many parts as there are such layers (`PageLayout`).
 
     Raises:
-        ValueError: a layer keeps the keys and values of all tokens, or the model does not continue texts.
+        ValueError: a layer keeps the keys and values of all tokens, and the server does not; or the model does not
+            continue texts.
     """
 
-    def __init__(self, model: Any, max_tokens: int):
+    def __init__(
+        self, model: Any, max_tokens: int, serve: Callable[[list[FullAttention]], AttentionServer] | None = None
+    ):
         self.model, self.max_tokens = model, max_tokens
-        check_pageable(model, [])  # before it is run
+        check_continues(model)  # before it is run
         layout = state_layout(model)
-        check_pageable(model, layout.growing)
-        self.layout = PageLayout(layout)
+        check_pageable(model, layout, serve is not None)
+        self._attending = [attention.layer for attention in layout.attention]
+        self._server = serve(layout.attention) if serve is not None and layout.attention else None
+        self.layout = PageLayout(layout.beside_served(), max(len(layout.attention), 1))
         mixers = [module for module in model.get_decoder().modules() if isinstance(module, RecurrentMixin)]
         # a mixer beside another has its layer's states with that one
         self._take_pages = {mixer.layer_idx for mixer in mixers if mixer.takes_pages}
         self._take_pages -= {mixer.layer_idx for mixer in mixers if not mixer.takes_pages}
         self._views: dict[int, States] = {}
 
-    def bind(self, pages: torch.Tensor) -> None:
-        """Take the server's memory: (P, at least `layout.num_bytes`) int8 or uint8, whatever it contains."""
-        self._views = {}
-        for state, view in self.layout.views(pages):
+    def bind(self, pages: torch.Tensor, part: int = 0) -> None:
+        """Take the server's memory of a part of all pages: (P, at least `layout.num_bytes`) int8 or uint8, whatever
+        it contains."""
+        for state, view in self.layout.views(pages, part):
             self._views.setdefault(state.layer, {})[state.name] = view
 
     @torch.no_grad()
@@ -127,7 +178,7 @@ class PagedModel:
         found: list[torch.Tensor | None] = [None] * len(lengths)
         for rows in self._rectangles(requests):
             index = torch.tensor(rows, device=requests.pages.device)
-            part = Requests([lengths[i] for i in rows], [seen[i] for i in rows], requests.pages[index])
+            part = Requests([lengths[i] for i in rows], [seen[i] for i in rows], requests.pages[index], tuple(rows))
             ids, columns = (pad_sequence([of[i] for i in rows], batch_first=True) for of in (tokens, places))
             for i, states in zip(rows, self._run(ids, columns, part)):
                 found[i] = states[: lengths[i]]
@@ -136,7 +187,9 @@ class PagedModel:
     @torch.no_grad()
     def forward_without_pages(self, input_ids: torch.Tensor) -> torch.Tensor:
         """(T,) → (T, D) of one text: the memory and time that T tokens take, before there are pages."""
-        cache = DynamicCache(config=self.model.config)
+        cache, pages = DynamicCache(config=self.model.config), torch.zeros_like(input_ids[:1], dtype=torch.int64)
+        for index in self._attending:
+            hold_served(cache, index, self._attend(index, Requests([len(input_ids)], [0], pages)), {}, pages)
         decoder = self.model.get_decoder()
         return decoder(input_ids.unsqueeze(0), cache=cache, use_cache=True).last_hidden_state[0]
 
@@ -168,11 +221,16 @@ class PagedModel:
             layer = state_layer(cache, index)
             if index in in_place:
                 layer.hold_pages(views, pages)
-            else:  # one column stands for all that went before
+            elif index not in self._attending:  # one column stands for all that went before
                 layer.update_states(packed_rows(length=1), _gathered(views, pages, begins))
+        for index in self._attending:
+            states = _gathered(self._views.get(index, {}), pages, begins)
+            hold_served(cache, index, self._attend(index, requests), states, pages)
+        mask = _mask(requests.lengths, ids)
+        is_masked_by_server = decoder.has_columns and self._attending
         hidden_states = decoder(
             ids,
-            attention_mask=_mask(requests.lengths, ids),
+            attention_mask={STATE_LAYER_TYPE: mask, "full_attention": None} if is_masked_by_server else mask,
             position_ids=positions if decoder.has_columns else None,  # the cache counts columns, each request its own
             cache=cache,
             use_cache=True,
@@ -182,6 +240,30 @@ class PagedModel:
             for name, view in self._views[index].items():
                 view.index_copy_(0, pages, state_layer(cache, index).states[name])
         return hidden_states
+
+    def _attend(self, layer: int, requests: Requests) -> Attend:
+        """Full attention of rows (R, ., L, E) whose real tokens come first, by the server."""
+        lengths, server = requests.lengths, self._server
+        assert server is not None
+
+        def attend(queries, keys, values, **options):
+            rows, length = len(lengths), queries.shape[2]
+            real = None
+            if min(lengths) < max(lengths):
+                columns = [torch.arange(count) + row * length for row, count in enumerate(lengths)]
+                real = torch.cat(columns).to(queries.device)
+            found = server(layer, _flat(queries, real), _flat(keys, real), _flat(values, real), requests)
+            if real is not None:
+                found = found.new_zeros(rows * length, found.shape[1]).index_copy_(0, real, found)
+            return found.view(rows, length, -1)
+
+        return attend
+
+
+def _flat(heads: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+    """(R, H, L, E) → (T, H, E), the tokens `real` (T,) int64 of R · L; None: all."""
+    flat = heads.transpose(1, 2).flatten(0, 1)
+    return flat.contiguous() if real is None else flat.index_select(0, real)
 
 
 def _gathered(views: States, pages: torch.Tensor, begins: torch.Tensor | None) -> States:

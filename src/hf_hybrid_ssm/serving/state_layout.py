@@ -6,10 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
+from hf_hybrid_ssm.models.packing import States
 from hf_hybrid_ssm.ops.core.dispatch import forced_backend
+from hf_hybrid_ssm.ops.core.pages import Attend, ServedKeys
+from hf_hybrid_ssm.ops.local_attention import AttentionState
 
 
 class State(NamedTuple):
@@ -26,14 +29,37 @@ class State(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+class FullAttention(NamedTuple):
+    """What a server must know of a layer's attention to all tokens so far: the logits are scale · q·k, or more where
+    `has_bias`."""
+
+    layer: int
+    num_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    scale: float
+    has_bias: bool
+
+
 class StateLayout(NamedTuple):
     """The states of all layers, and the layers whose cache grows with every token.
 
     Those keep the keys and values of all tokens; a state among them has the shape that it has after two tokens.
+
+    Args:
+        states: in the order of the layers.
+        growing: numbers of layers.
+        attention: of those layers, where they ask a server that keeps keys and values (`ServedKeys`).
     """
 
     states: list[State]
     growing: list[int]
+    attention: list[FullAttention] = []
+
+    def beside_served(self) -> list[State]:
+        """The states that remain where a server keeps the keys and values of full attention."""
+        served = {attention.layer for attention in self.attention}
+        return [s for s in self.states if not (s.layer in served and s.name in AttentionState._fields)]
 
 
 @torch.inference_mode()
@@ -52,7 +78,39 @@ def state_layout(model: Any) -> StateLayout:
     first, second = found
     growing = [index for index, (before, after) in enumerate(zip(first, second)) if before is None or before != after]
     states = [State(index, *state) for index, layer in enumerate(first) for state in layer or ()]
-    return StateLayout(states, growing)
+    return StateLayout(states, growing, _full_attention(decoder, growing) if growing else [])
+
+
+def hold_served(cache: Cache, index: int, attend: Attend, states: States, pages: torch.Tensor) -> None:
+    """Let layer `index` of a cache ask a server that keeps its keys and values.
+
+    Args:
+        states: the layer's other states, name → tensor (B, ...).
+        pages: (B,) int64, the page of each text.
+    """
+    layer: Any = cache.layers[index]
+    if is_recurrent_state_layer(layer):
+        layer.hold_served(states, ServedKeys(attend), pages)
+    else:  # transformers' own
+        layer.served = ServedKeys(attend)
+
+
+def _full_attention(decoder: Any, growing: list[int]) -> list[FullAttention]:
+    """What the `growing` layers ask a server for, by asking one that only takes notes."""
+    cache, found = DynamicCache(config=decoder.config), []
+
+    def notes(layer: int) -> Attend:
+        def attend(queries, keys, values, *, scale, bias=None):
+            found.append(FullAttention(layer, queries.shape[1], keys.shape[1], keys.shape[3], scale, bias is not None))
+            return torch.zeros_like(queries).transpose(1, 2).flatten(2)
+
+        return attend
+
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=decoder.device)
+    for index in growing:
+        hold_served(cache, index, notes(index), {}, ids[0, :1])
+    decoder(ids, cache=cache, use_cache=True)
+    return found
 
 
 # by class, configuration, dtype and the backend that is forced

@@ -1,22 +1,29 @@
 """What the models of this package do not do in vLLM, refused before an engine starts."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from vllm.model_executor.models.config import MambaModelConfig
 
 from hf_hybrid_ssm.models.families import family_of
-from hf_hybrid_ssm.serving.paged_states import check_pageable
-from hf_hybrid_ssm.serving.state_layout import growing_layers
+from hf_hybrid_ssm.serving.paged_states import check_continues, check_pageable
+from hf_hybrid_ssm.serving.state_layout import StateLayout, layout_without_running
 
 
 class PagedHybridConfig(MambaModelConfig):
     """vLLM's settings of models with states, for ours."""
 
     @classmethod
+    def verify_and_update_model_config(cls, model_config: Any) -> None:
+        """To vLLM a class of models has attention or has none; ours have it where their configuration says so."""
+        if check_model(model_config.hf_config).attention:
+            own = {"is_attention_free": False, "is_hybrid": True}
+            model_config._model_info = replace(model_config._model_info, **own)
+
+    @classmethod
     def verify_and_update_config(cls, vllm_config: Any) -> None:
         check_settings(vllm_config)
-        check_model(vllm_config.model_config.hf_config)
         super().verify_and_update_config(vllm_config)
 
 
@@ -52,14 +59,18 @@ def _refuse(name: str, value: Any, reason: str) -> None:
     raise ValueError(f"{name}={value!r} is not possible with the models of hf_hybrid_ssm in vLLM: {reason}.")
 
 
-def check_model(config: Any) -> None:
-    """
+def check_model(config: Any) -> StateLayout:
+    """What a model of this configuration keeps of a text.
+
     Raises:
-        ValueError: a layer of such a model keeps the keys and values of all tokens.
+        ValueError: such a model does not continue texts, or its full attention is not one that vLLM has.
     """
     with torch.device("meta"):
         model = model_class(config)._from_config(config)
-    check_pageable(model, growing_layers(model))
+    check_continues(model)
+    layout = layout_without_running(model)
+    check_pageable(model, layout, has_server=True)
+    return layout
 
 
 def model_class(config: Any) -> Any:

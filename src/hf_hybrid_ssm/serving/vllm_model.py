@@ -2,6 +2,9 @@
 
 To vLLM, a model is a single layer with a single state of bytes, one page for each request. The page holds the states
 of all layers (`paged_states.PageLayout`). Prefix caching, preemption and the count of free pages are vLLM's own.
+
+A model with full attention is a hybrid to vLLM: its layers of full attention are vLLM's (`vllm_attention`), and the
+page is in as many parts as there are of them, each a layer of states. vLLM gives both kinds blocks of one size.
 """
 
 import re
@@ -12,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
@@ -26,9 +29,14 @@ from vllm.v1.attention.backends.linear_attn import (
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from hf_hybrid_ssm.serving.paged_states import PagedModel, Requests
+from hf_hybrid_ssm.serving.state_layout import FullAttention
+from hf_hybrid_ssm.serving.vllm_attention import VllmAttention
 from hf_hybrid_ssm.serving.vllm_checks import model_class
 
-LAYER = "states.0"  # vLLM asks for a number
+
+def layer_of_states(part: int) -> str:
+    """The name of the layer with that part of the pages; vLLM asks for a number."""
+    return f"states.{part}"
 
 
 @dataclass
@@ -68,15 +76,15 @@ class PagedBackend(LinearAttentionBackend):
 
 
 class PageOfStates(MambaBase):
-    """The only layer that vLLM knows of: it has the pages."""
+    """A layer that has the pages, or one part of each."""
 
-    def __init__(self, paged: PagedModel):
-        self.paged = paged
+    def __init__(self, paged: PagedModel, part: int):
+        self.paged, self.part = paged, part
         self.kv_cache = (torch.tensor([]),)
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
         super().bind_kv_cache(kv_cache)
-        self.paged.bind(self.kv_cache[0])
+        self.paged.bind(self.kv_cache[0], self.part)
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
         return ((self.paged.layout.num_bytes,),)
@@ -93,7 +101,7 @@ class PageOfStates(MambaBase):
 
 
 class PagedHybridForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaPrefixCaching):
-    """A language model of any family of this package in vLLM."""
+    """A language model of any family of this package in vLLM; `PagedHybridConfig` says which is a hybrid to it."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
@@ -102,8 +110,24 @@ class PagedHybridForCausalLM(nn.Module, HasInnerState, IsAttentionFree, Supports
         for name, parameter in self.inner.named_parameters():
             if name.rpartition(".")[2] in (self.inner._keep_in_fp32_modules_strict or ()):
                 parameter.data = parameter.data.float()
-        self.paged = PagedModel(self.inner, vllm_config.scheduler_config.max_num_batched_tokens)
-        vllm_config.compilation_config.static_forward_context[LAYER] = PageOfStates(self.paged)
+        self.attention: VllmAttention | None = None
+        self.paged = PagedModel(self.inner, vllm_config.scheduler_config.max_num_batched_tokens, self._serve)
+        for part in range(self.paged.layout.num_parts):
+            pages = PageOfStates(self.paged, part)
+            vllm_config.compilation_config.static_forward_context[layer_of_states(part)] = pages
+
+    def _serve(self, layers: list[FullAttention]) -> VllmAttention:
+        self.attention = VllmAttention(layers, get_current_vllm_config())
+        return self.attention
+
+    @classmethod
+    def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
+        """Of a hybrid, which is built before vLLM asks."""
+        return vllm_config.compilation_config.static_forward_context[layer_of_states(0)].get_state_shape()
+
+    @classmethod
+    def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
+        return (torch.int8,)
 
     @classmethod
     def get_mamba_state_copy_func(cls) -> tuple[Any, ...]:
@@ -125,7 +149,7 @@ class PagedHybridForCausalLM(nn.Module, HasInnerState, IsAttentionFree, Supports
         if metadata is None:  # memory is measured before there are pages
             return self.paged.forward_without_pages(input_ids)
         assert isinstance(metadata, dict)
-        requests = metadata[LAYER].requests
+        requests = metadata[layer_of_states(0)].requests
         count = sum(requests.lengths)
         hidden_states = self.paged.forward(input_ids[:count], positions[:count], requests)
         return nn.functional.pad(hidden_states, (0, 0, 0, len(input_ids) - count))

@@ -39,12 +39,23 @@ def test_options_that_are_refused(name):
         configured(folder_of("longhorn"), **options)
 
 
-@pytest.mark.parametrize("variant", ["longhorn + full attention", "lmu-isa + global attention", "spade hyena full"])
-def test_layers_that_are_refused(variant, tmp_path):
-    """Full and global attention: a page of fixed size cannot hold the keys of all tokens."""
-    own_language_model(variant).save_pretrained(tmp_path)
-    with pytest.raises(Exception, match=r"layers \[.* keep the keys and values of all tokens"):
+def test_a_bias_of_full_attention_is_refused(tmp_path):
+    """SPADE's by distance: vLLM's attention has none."""
+    own_language_model("spade hyena full").save_pretrained(tmp_path)
+    with pytest.raises(Exception, match=r"layers \[0, 1\] of this 'spade' model add a learned bias by distance"):
         configured(tmp_path)
+
+
+def test_heads_of_a_size_without_a_kernel_are_refused(tmp_path):
+    from hf_hybrid_ssm.serving.vllm_model import PagedHybridForCausalLM
+
+    own_language_model("longhorn + full attention").save_pretrained(tmp_path)
+    config = configured(tmp_path)
+    with (
+        set_current_vllm_config(config),
+        pytest.raises(ValueError, match=r"layer 0 has full attention with heads of 6 channels, .* has 32, 64"),
+    ):
+        PagedHybridForCausalLM(vllm_config=config)
 
 
 def test_weights_that_are_refused():

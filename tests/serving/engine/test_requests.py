@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams, TokensPrompt
 
-from hf_hybrid_ssm.serving.paged_states import PagedModel
 from tests.serving.engine.engines import (
     FAMILIES,
     NEW,
@@ -27,6 +26,11 @@ from tests.serving.engine.engines import (
 )
 from tests.tiny_models import build, config_of
 
+# vLLM's attention on CPUs has no heads of fewer than 32 channels
+WIDE = {"hidden_size": 64, "num_attention_heads": 2}
+EVERYTHING = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "attention_bias": True}
+EVERYTHING |= {"use_qk_norm": True, "attention_sink": "scalar", "attn_scale": 0.5, "floor_scale": 16}
+EVERYTHING |= {"block_types": ["linear_attention", "sliding_attention", "full_attention", "full_attention"]}
 # layers that the trained checkpoints do not have, with random weights
 LAYERS: dict[str, tuple[str, dict]] = {
     "longhorn + window attention": (
@@ -37,9 +41,25 @@ LAYERS: dict[str, tuple[str, dict]] = {
     "bst rotary with a sink": ("bst rotary with a sink", {}),
     "spade adaptive": ("spade adaptive", {}),
 }
+# whose full attention is vLLM's
+HYBRIDS: dict[str, tuple[str, dict]] = {
+    "longhorn + full attention": ("longhorn + full attention", WIDE),
+    "longhorn + window and full attention, all options": (
+        "longhorn + window and full attention",
+        {**EVERYTHING, "num_hidden_layers": 4},
+    ),
+    "longhorn, full attention alone": (
+        "longhorn + full attention",
+        {**WIDE, "block_types": ["full_attention"] * 3},
+    ),
+    "lmu-isa + global attention": ("lmu-isa + global attention", WIDE),
+    "spade hyena full without a bias": ("spade hyena full", {**WIDE, "relative_bias_scope": "none"}),
+}
+# a request of a hybrid has blocks of keys beside its states
+OF_HYBRIDS = {"num_gpu_blocks_override": 24, "max_model_len": 320}
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, *LAYERS])
+@pytest.fixture(scope="module", params=[*FAMILIES, *LAYERS, *HYBRIDS])
 def checkpoint(request):
     return request.param
 
@@ -47,21 +67,22 @@ def checkpoint(request):
 @pytest.fixture(scope="module")
 def served(checkpoint, tmp_path_factory):
     """The engine, and transformers' model of the same weights; tiny ones are in many shards."""
-    if checkpoint in LAYERS:
+    if checkpoint in LAYERS | HYBRIDS:
         folder = tmp_path_factory.mktemp("models")
-        variant, fields = LAYERS[checkpoint]
+        variant, fields = (LAYERS | HYBRIDS)[checkpoint]
         model = AutoModelForCausalLM.from_config(config_of(variant, **fields)) if fields else build(variant)
         model.save_pretrained(folder, max_shard_size="16KB")
     else:
         folder = folder_of(checkpoint)
-    with engine_of(folder, **SMALL) as engine:
+    with engine_of(folder, **SMALL | (OF_HYBRIDS if checkpoint in HYBRIDS else {})) as engine:
         yield engine, model_of(folder)
 
 
 def test_plain(served, checkpoint, record_property):
     """Prompts that fit into one forward: each alone by `generate`, alone and eight at once in the engine."""
     engine, model = served
-    record_property("bytes of a page", f"{PagedModel(model, 1).layout.num_bytes:,}")
+    (layout,) = engine.apply_model(lambda model: model.paged.layout)
+    record_property("bytes of a page", f"{layout.num_parts * layout.num_bytes:,}")
     prompts = prompts_of(model, (1, 2, 3, 5, 7, 9, 11, 6), 1)
     expected = [generated(model, [prompt])[0] for prompt in prompts]
     assert tokens_of(answered(engine, prompts[:1])) == expected[:1]

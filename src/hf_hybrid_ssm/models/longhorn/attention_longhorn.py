@@ -14,6 +14,7 @@ from hf_hybrid_ssm.layers.attention_sink import AttentionSink, Rotation
 from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.models.block import RecurrentMixin
+from hf_hybrid_ssm.models.cache import served_keys
 from hf_hybrid_ssm.models.cache_names import CACHE, by_both_cache_names
 from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.packing import PackedRows, States
@@ -70,6 +71,8 @@ class LonghornAttention(nn.Module):
         if query_scale is not None:
             queries = (queries * query_scale[:, None, :, None]).to(values.dtype)
         if cache is not None:
+            if (served := served_keys(cache, self.layer_idx)) is not None:
+                return self.o_proj(served.attend(queries, keys, values, scale=self.scaling)), None
             keys, values = cache.update(keys, values, self.layer_idx)
         output, weights = self._attend(queries, keys, values, attention_mask, **kwargs)
         return self.o_proj(output), weights

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +26,26 @@ class PagedState:
 
     memory: Tensor
     pages: Tensor
+
+
+class Attend(Protocol):
+    """A server's attention: it keeps the keys and values (B, G, L, E) of the next tokens, and gives what their queries
+    (B, H, L, E) find among all so far, (B, L, H · E). Logits are scale · q·k + bias(i - j), the bias (H, R)."""
+
+    def __call__(
+        self, queries: Tensor, keys: Tensor, values: Tensor, *, scale: float, bias: Tensor | None = None
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True, eq=False)
+class ServedKeys:
+    """The keys and values of all tokens of B rows, which a server keeps: given to full attention in the place of keys.
+
+    Args:
+        attend: the server's attention.
+    """
+
+    attend: Attend
 
 
 def check_pages(pages: Tensor, batch: int, state: Tensor) -> None:

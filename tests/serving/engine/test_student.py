@@ -1,0 +1,62 @@
+"""A student of SmolLM2-135M-Instruct with six layers of full attention, where its teacher's GGUF file is given.
+
+Thirty-two requests at once in float32, greedily, against `generate`. Two kernels of attention round
+differently; so where a text differs, the two tokens must be equally probable to `NEAR` nats. The report counts such
+near ties.
+"""
+
+import os
+import random
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+from vllm import SamplingParams, TokensPrompt
+
+from hf_hybrid_ssm.upcycle import load_teacher, upcycle
+from tests.serving.engine.engines import engine_of, generated, model_of, prompts_of, tokens_of
+from tests.upcycle.test_real_teacher import TEACHER
+
+LAYERS = [7, 15, 17, 18, 21, 23]  # that `hf-hybrid-ssm upcycle --keep 6` chooses
+REQUESTS, NEAR = 32, 1e-3
+DRAW = random.Random(0)
+LENGTHS = [DRAW.randint(8, 120) for _ in range(24)] + [DRAW.randint(258, 420) for _ in range(8)]
+WANTED = [DRAW.randint(8, 48) for _ in range(REQUESTS)]
+
+
+@pytest.mark.skipif(TEACHER not in os.environ, reason=f"{TEACHER} names no GGUF file of SmolLM2")
+@torch.no_grad()
+def test_student(tmp_path, record_property):
+    """Prompts of 8 to 420 random tokens, eight of them longer than a window of 256; answers of 8 to 48."""
+    teacher, tokenizer = load_teacher(os.environ[TEACHER])
+    options = {"keep": LAYERS, "keep_as": "full_attention", "others_as": "sliding_attention", "sliding_window": 257}
+    student, _ = upcycle(teacher, tokenizer=tokenizer, **options)
+    student.eval().save_pretrained(tmp_path, export_code=True)
+    tokenizer.save_pretrained(tmp_path)
+    del teacher, student
+    model = model_of(tmp_path)
+    prompts = prompts_of(model, LENGTHS, 12)
+    asked = [SamplingParams(max_tokens=count, temperature=0, ignore_eos=True) for count in WANTED]
+    given = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+    with engine_of(tmp_path, max_num_seqs=REQUESTS, max_model_len=1024) as engine:
+        texts = tokens_of(engine.generate(given, asked, use_tqdm=False))
+    assert [len(text) for text in texts] == WANTED
+    ties = []
+    for prompt, text, expected in zip(prompts, texts, in_batches(model, prompts)):
+        if text != expected:
+            at = next(i for i, (found, wanted) in enumerate(zip(text, expected)) if found != wanted)
+            logits = model(torch.tensor([prompt + expected[:at]])).logits[0, -1]
+            ties.append(float(logits[expected[at]] - logits[text[at]]))
+    record_property("new tokens", f"{sum(WANTED):,}")
+    record_property("near ties", len(ties))
+    assert all(abs(difference) < NEAR for difference in ties), ties
+
+
+def in_batches(model: PreTrainedModel, prompts: list[list[int]], size: int = 8) -> list[list[int]]:
+    """By `generate`, prompts of neighbouring places together."""
+    texts: list[list[int]] = []
+    for first in range(0, REQUESTS, size):
+        counts = WANTED[first : first + size]
+        rows = generated(model, prompts[first : first + size], max(counts))
+        texts += [row[:count] for row, count in zip(rows, counts)]
+    return texts
