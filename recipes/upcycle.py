@@ -20,7 +20,7 @@ from _lib.checks import check_output, check_vocabulary, clear_checkpoints
 from _lib.documents import DataArguments, check_ends, get_tokenizer, load_documents
 from _lib.entry import start
 from _lib.recall_rows import with_recall_rows
-from _lib.rows import packed_rows, split_rows
+from _lib.rows import RowStream, packed_rows, split_rows
 from _lib.stages import Stage, StageTrainer
 from _lib.teacher_states import TeacherStates
 from _lib.training import checkpoint_to_resume, perplexity, plot_loss, say, write_json
@@ -224,6 +224,7 @@ def upcycle_model(arguments: UpcycleArguments, data: DataArguments, training: Tr
     states = None
     if arguments.teacher_states is not None:
         states = TeacherStates(arguments.teacher_states, teacher, train, rows_read(stages["distil"]))
+        assert not isinstance(train, RowStream)  # `TeacherStates` refuses one
         train = train.add_column("row", list(range(len(train))))
 
     def trainer_of(model: Any, name: str, settings: TrainingArguments) -> StageTrainer:

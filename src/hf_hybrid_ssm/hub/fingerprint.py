@@ -25,4 +25,4 @@ def fingerprint_of(tensors: Mapping[str, torch.Tensor]) -> str:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The values of a tensor, as they lie in memory."""
-    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -165,7 +165,7 @@ class LowBitLinear(nn.Module):
         return outputs.reshape(*inputs.shape[:-1], self.out_features)
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[arg-type]
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[prefix + "weight_codes"] = self._unpacked_codes()
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:

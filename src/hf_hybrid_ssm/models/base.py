@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -284,6 +285,7 @@ class HybridModelMixin:
     embed_tokens: nn.Module
     layers: nn.ModuleList
     norm: nn.Module | None
+    _refuse_attentions: Callable[[bool | None], None]  # of the pretrained class
     is_bidirectional = False  # its tokens see the future: there is nothing to continue
     has_columns = False  # layers read the positions of tokens or attend to all columns so far
     counts_documents = False  # layers need to know how many documents a row holds at most
@@ -316,7 +318,7 @@ class HybridModelMixin:
             The first tokens go on with the documents in the cache, as they do in each step of `generate`. A single
             token that does is not padding.
         """
-        check_arguments(self, kwargs)
+        check_arguments(self, kwargs)  # type: ignore[arg-type]
         self._refuse_attentions(kwargs.get("output_attentions"))
         check_inputs(input_ids, inputs_embeds, self.config.vocab_size, self.config.hidden_size)
         if inputs_embeds is None:
@@ -329,11 +331,14 @@ class HybridModelMixin:
             use_cache = False
         if use_cache or cache is not None:
             cache = prepare_cache(cache, self.config, inputs_embeds.shape[0])
-        masks = attention_mask if isinstance(attention_mask, dict) else None  # made ahead of compiled decoding
+        if isinstance(attention_mask, dict):  # made ahead of compiled decoding
+            masks, state_mask = attention_mask, attention_mask[STATE_LAYER_TYPE]
+        else:
+            masks, state_mask = None, attention_mask
         rows = resolve_packing(
             inputs_embeds.shape[:2],
             tokens_and_packing_state(cache),
-            attention_mask=attention_mask if masks is None else masks[STATE_LAYER_TYPE],
+            attention_mask=state_mask,
             position_ids=position_ids,
             seq_idx=seq_idx,
             cu_seq_lens_q=cu_seq_lens_q,
@@ -353,7 +358,7 @@ class HybridModelMixin:
         hidden_states = self._run_layers(inputs_embeds, rows, cache, **options)
         finish_forward(cache)
         if cache is not None:
-            remember_units(cache, self, self.layers)
+            remember_units(cache, self, self.layers)  # type: ignore[arg-type]
         return BaseModelOutputWithCache(
             last_hidden_state=self._last_norm(hidden_states, rows),
             **{CACHE: cache if use_cache else None},

@@ -54,11 +54,11 @@ class RecurrentStateLayer(CacheLayerMixin):
     packed.
     """
 
-    _layer_type = STATE_LAYER_TYPE
+    _layer_type: str | None = STATE_LAYER_TYPE
     holds_states = True
     is_sliding = True  # it does not grow: masks are to be sized by a layer that does
     supports_early_init = False
-    is_croppable = True  # type: ignore[assignment]
+    is_croppable = True
     max_cache_len: int | None = None  # room for tokens, of a static one
 
     def __init__(self, **kwargs):
@@ -128,7 +128,8 @@ class RecurrentStateLayer(CacheLayerMixin):
             states: name → memory of P pages (P, ...).
             pages: (B,) int64, the page of each text.
         """
-        self.states = {name: PagedState(memory, pages) for name, memory in states.items()}
+        # an op takes it in the place of a state
+        self.states = {name: PagedState(memory, pages) for name, memory in states.items()}  # type: ignore[misc]
         self.pages = pages
         self.seen_tokens = 1  # one column stands for all that went before
         self.is_initialized = True
@@ -235,7 +236,7 @@ class RecurrentStateLayer(CacheLayerMixin):
     def lazy_initialization(self, *args, **kwargs) -> None:
         raise TypeError("a RecurrentStateLayer holds no keys and values; its mixer calls `update_states`.")
 
-    update = lazy_initialization  # type: ignore[assignment]
+    update = lazy_initialization
 
     def _apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.states = {name: function(state) for name, state in self.states.items()}
@@ -260,7 +261,8 @@ class StaticRecurrentStateLayer(RecurrentStateLayer):
 
     _layer_type = None
     is_compileable = True
-    is_croppable = False  # type: ignore[assignment]
+    is_croppable = False
+    max_cache_len: int
 
     def __init__(self, max_cache_len: int, **kwargs):
         super().__init__()
@@ -306,7 +308,7 @@ class StaticRecurrentStateLayer(RecurrentStateLayer):
 
     def reset(self) -> None:
         self.packing_state, self.is_torn = {}, False
-        if self.is_initialized:  # zeros are the state before the first token in every family
+        if isinstance(self.seen_tokens, torch.Tensor):  # zeros are the state before the first token in every family
             for tensor in (*self.states.values(), self.seen_tokens):
                 tensor.zero_()
 
@@ -456,9 +458,9 @@ def _check_content(layer: CacheLayerMixin, index: int, model_type: str, batch_si
     if is_recurrent_state_layer(layer):
         held = layer.batch_size if layer.states else None
     else:
-        keys = getattr(layer, "keys", None)
-        is_filled = isinstance(keys, torch.Tensor) and keys.dim() == 4 and not torch.compiler.is_compiling()
-        held = keys.shape[0] if is_filled else None
+        keys, held = getattr(layer, "keys", None), None
+        if isinstance(keys, torch.Tensor) and keys.dim() == 4 and not torch.compiler.is_compiling():
+            held = keys.shape[0]
     if held not in (None, batch_size):
         raise ValueError(f"cache holds a batch of {held} (layer {index}), but the input has a batch of {batch_size}.")
     if not is_recurrent_state_layer(layer) or torch.compiler.is_compiling():

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -29,6 +29,14 @@ ATTENTION_SINKS = ("constant", "scalar")
 EXTRA_FIELDS = frozenset({"auto_map", "custom_pipelines", "quantization_config"})
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+if TYPE_CHECKING:
+    Derived = Annotated[T, "derived"]
+else:
+    Derived = T | None
+"""A field that follows others until it is set: None may be given for it, but is never read."""
+DERIVED: Any = None
 
 
 def gpt2_end_of_text(config: Any) -> int | None:
@@ -62,6 +70,8 @@ class HybridConfigMixin:
         "layers": (["hidden_states"], ["hidden_states"]),
         "norm": (["hidden_states"], ["hidden_states"]),
     }
+    model_type: ClassVar[str]
+    push_to_hub: Callable[..., Any]
     presets: ClassVar[dict[str, dict]] = {}
     # field → its value, given the configuration; a field comes after those it is computed from
     derived: ClassVar[dict[str, Callable[[Any], Any]]] = {}
@@ -69,7 +79,7 @@ class HybridConfigMixin:
 
     def __post_init__(self, **kwargs):
         is_saved = self.transformers_version is not None  # type: ignore[attr-defined]
-        kwargs = without_removed_fields(self.model_type, kwargs, is_saved)  # type: ignore[attr-defined]
+        kwargs = without_removed_fields(self.model_type, kwargs, is_saved)
         fields = self.__dataclass_fields__  # type: ignore[attr-defined]
         self._following = frozenset(name for name in self.derived if getattr(self, name) == fields[name].default)
         if is_saved:
@@ -84,7 +94,7 @@ class HybridConfigMixin:
         num_labels = kwargs.get("num_labels")
         if isinstance(num_labels, int) and num_labels < 1:
             raise ValueError(f"num_labels={num_labels} must be positive.")
-        super().__post_init__(**kwargs)
+        super().__post_init__(**kwargs)  # type: ignore[misc]
         for name in kwargs:
             self._warn_of_unknown(name)
 
@@ -134,10 +144,10 @@ class HybridConfigMixin:
         """As in transformers; a configuration with an `auto_map` takes along the code that this names."""
         exporter = self.code_exporter if getattr(self, "auto_map", None) else None
         if exporter is None:
-            super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+            super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)  # type: ignore[misc]
             return
         self.auto_map = exporter.auto_map_of(self.model_type)
-        super().save_pretrained(save_directory)
+        super().save_pretrained(save_directory)  # type: ignore[misc]
         exporter.write_code(save_directory, self.model_type)
         if push_to_hub:
             self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
@@ -167,7 +177,7 @@ class HybridConfigMixin:
         """
         if name not in cls.presets:
             raise ValueError(f"{cls.__name__} has no preset {name!r}; it has {', '.join(map(repr, cls.presets))}.")
-        return cls(**{**cls.presets[name], **overrides})  # type: ignore[return-value]
+        return cls(**{**cls.presets[name], **overrides})
 
     def check_positive(self, *names: str) -> None:
         """Each named field must be > 0 and finite (None is allowed)."""

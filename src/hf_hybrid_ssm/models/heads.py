@@ -43,9 +43,11 @@ class LMHead:
 
     config: Any
     training: bool
+    post_init: Callable[[], None]
+    loss_function: Callable[..., torch.Tensor]
     base_model_class: type[nn.Module]
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _tp_plan: dict[str, str] | None = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)  # type: ignore[call-arg]
@@ -102,12 +104,18 @@ class LMHead:
 
         A head with a `loss` of its own (an adaptive softmax) computes the sum itself.
         """
-        head = self.lm_head
+        head: Any = self.lm_head
         targets = self._targets(labels, ignore_index=ignore_index, **kwargs).to(hidden_states.device)
         if isinstance(head, nn.Linear):
-            options = {"bias": head.bias, "ignore_index": ignore_index, "num_items": num_items_in_batch}
-            options["reduction"] = "mean" if num_items_in_batch is None else "sum"
-            return linear_cross_entropy(hidden_states, head.weight, targets, **options)
+            return linear_cross_entropy(
+                hidden_states,
+                head.weight,
+                targets,
+                bias=head.bias,
+                ignore_index=ignore_index,
+                num_items=num_items_in_batch,
+                reduction="mean" if num_items_in_batch is None else "sum",
+            )
         count = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
         return head.loss(hidden_states.flatten(0, 1), targets.flatten(), ignore_index) / count
 
@@ -139,9 +147,10 @@ class CausalLMHead(WithoutContinuousBatching, GenerationFromPrefixes, PackedGene
         if isinstance(logits_to_keep, int) and logits_to_keep < 0:
             raise ValueError(f"logits_to_keep={logits_to_keep} must be 0 (all) or the number of last tokens.")
         if labels is not None:
-            given = input_ids if inputs_embeds is None else inputs_embeds
-            keeps_all = given is not None and isinstance(logits_to_keep, int) and logits_to_keep == 0
-            check_labels(labels, self.config.vocab_size, given.shape[:2] if keeps_all else None)
+            inputs = input_ids if inputs_embeds is None else inputs_embeds
+            keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
+            shape = inputs.shape[:2] if inputs is not None and keeps_all else None
+            check_labels(labels, self.config.vocab_size, shape)
         outputs = self.model(
             input_ids,
             attention_mask=attention_mask,
@@ -209,8 +218,8 @@ class MaskedLMHead(LMHead):
             The document each token of a packed row belongs to; states and attention do not cross documents.
         """
         if labels is not None:
-            given = input_ids if inputs_embeds is None else inputs_embeds
-            check_labels(labels, self.config.vocab_size, None if given is None else given.shape[:2])
+            inputs = input_ids if inputs_embeds is None else inputs_embeds
+            check_labels(labels, self.config.vocab_size, None if inputs is None else inputs.shape[:2])
         outputs = self.model(
             input_ids,
             attention_mask=attention_mask,
@@ -233,6 +242,8 @@ class SequenceClassificationHead:
     """
 
     base_model_class: type[nn.Module]
+    config: Any
+    post_init: Callable[[], None]
     loss_function: Callable[..., torch.Tensor]
     _loss_function = staticmethod(sequence_classification_loss)
 
@@ -335,6 +346,8 @@ class TokenClassificationHead:
     transformers."""
 
     base_model_class: Callable[[Any], nn.Module]
+    config: Any
+    post_init: Callable[[], None]
     loss_function: Callable[..., torch.Tensor]
     _loss_function = staticmethod(token_classification_loss)
 
@@ -364,9 +377,9 @@ class TokenClassificationHead:
         labels (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
             The class of each token; -100 is ignored.
         """
-        given = input_ids if inputs_embeds is None else inputs_embeds
-        if labels is not None and given is not None:
-            check_token_classes(labels, given.shape[:2], self.config.num_labels)
+        inputs = input_ids if inputs_embeds is None else inputs_embeds
+        if labels is not None and inputs is not None:
+            check_token_classes(labels, inputs.shape[:2], self.config.num_labels)
         outputs = self.model(
             input_ids,
             attention_mask=attention_mask,
@@ -390,6 +403,8 @@ class QuestionAnsweringHead:
     transformers."""
 
     base_model_class: Callable[[Any], nn.Module]
+    config: Any
+    post_init: Callable[[], None]
     loss_function: Callable[..., torch.Tensor]
     _loss_function = staticmethod(question_answering_loss)
 
@@ -445,7 +460,7 @@ def last_real_token(
     input_ids: torch.Tensor | None,
     attention_mask: torch.Tensor | None,
     pad_token_id: int | None,
-    shape: tuple[int, int],
+    shape: torch.Size,
 ) -> torch.Tensor:
     """Column of each row's last real token, (B,) int64.
 

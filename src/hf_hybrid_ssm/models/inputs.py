@@ -56,7 +56,7 @@ def check_token_ids(name: str, ids: torch.Tensor, vocab_size: int, *, ignore_ind
         )
 
 
-def check_labels(labels: torch.Tensor, vocab_size: int, shape: tuple[int, int] | None) -> None:
+def check_labels(labels: torch.Tensor, vocab_size: int, shape: torch.Size | None) -> None:
     """Token ids to predict, -100 to ignore a position; of the input's `shape`, if that is known.
 
     Raises:
@@ -104,7 +104,7 @@ def check_class_labels(labels: torch.Tensor, logits: torch.Tensor, problem_type:
     _check_classes(labels, classes)
 
 
-def check_token_classes(labels: torch.Tensor, shape: tuple[int, int], classes: int) -> None:
+def check_token_classes(labels: torch.Tensor, shape: torch.Size, classes: int) -> None:
     """A class 0 … C - 1 for each token of the input's `shape`, -100 to ignore it.
 
     Raises:
@@ -141,7 +141,7 @@ def _check_integers(name: str, value: object) -> None:
         raise TypeError(f"{name} must be an int32 or int64 tensor, got {have}.")
 
 
-def _check_shape(labels: torch.Tensor, shape: tuple[int, int]) -> None:
+def _check_shape(labels: torch.Tensor, shape: torch.Size) -> None:
     if labels.shape != shape:
         raise ValueError(
             f"labels must have the input's shape (batch, length) = {tuple(shape)}, got {tuple(labels.shape)}."
@@ -182,15 +182,16 @@ def check_inputs(
                 f"{prefix}input_ids must have shape (batch ≥ 1, length ≥ 1), got {tuple(input_ids.shape)}."
             )
         check_token_ids(f"{prefix}input_ids", input_ids, vocab_size)
-    elif inputs_embeds.dim() != 3 or 0 in inputs_embeds.shape[:2] or inputs_embeds.shape[2] != hidden_size:
-        raise ValueError(
-            f"{prefix}inputs_embeds must have shape (batch ≥ 1, length ≥ 1, {hidden_size}), got "
-            f"{tuple(inputs_embeds.shape)}."
-        )
-    elif not inputs_embeds.is_floating_point():
-        raise TypeError(
-            f"{prefix}inputs_embeds must be floating point, got {inputs_embeds.dtype}; token ids go to input_ids."
-        )
+    if inputs_embeds is not None:
+        if inputs_embeds.dim() != 3 or 0 in inputs_embeds.shape[:2] or inputs_embeds.shape[2] != hidden_size:
+            raise ValueError(
+                f"{prefix}inputs_embeds must have shape (batch ≥ 1, length ≥ 1, {hidden_size}), got "
+                f"{tuple(inputs_embeds.shape)}."
+            )
+        if not inputs_embeds.is_floating_point():
+            raise TypeError(
+                f"{prefix}inputs_embeds must be floating point, got {inputs_embeds.dtype}; token ids go to input_ids."
+            )
 
 
 def check_position_ids(position_ids: torch.Tensor, batch: int, length: int) -> None:

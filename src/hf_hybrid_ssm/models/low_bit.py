@@ -45,7 +45,7 @@ class LowBitConfig(QuantizationConfigMixin):
         check_grid(bits, group_size)
         if isinstance(modules_to_not_convert, str):
             raise TypeError(f"modules_to_not_convert must be a list of names, got {modules_to_not_convert!r}.")
-        self.quant_method = quant_method  # type: ignore[assignment]
+        self.quant_method = quant_method
         self.bits, self.group_size = bits, group_size
         self.modules_to_not_convert = modules_to_not_convert
 

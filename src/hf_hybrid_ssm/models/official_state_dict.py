@@ -19,6 +19,7 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str
     Raises:
         ValueError: the file is truncated, holds anything but tensors where tensors belong, or is not a state dict.
     """
+    content: Any
     try:
         if str(path).endswith(".safetensors"):
             content = load_file(path)

@@ -291,13 +291,12 @@ def _full_token_mask(
     """(B, past + L) the columns that are not padding: of the mask, or the mask after what earlier ones said."""
     if attention_mask is not None and attention_mask.shape[1] > length:
         return attention_mask != 0
-    if before is None and token_mask is None:
-        return None
-    device = (before if token_mask is None else token_mask).device
-    if before is None:
-        before = torch.ones(batch, int(past), dtype=torch.bool, device=device)
     if token_mask is None:
-        token_mask = torch.ones(batch, length, dtype=torch.bool, device=device)
+        if before is None:
+            return None
+        token_mask = torch.ones(batch, length, dtype=torch.bool, device=before.device)
+    elif before is None:
+        before = torch.ones(batch, int(past), dtype=torch.bool, device=token_mask.device)
     return torch.cat([before, token_mask], 1)
 
 

@@ -1,5 +1,7 @@
 """Cross-entropy of a linear layer's outputs that never holds more than a chunk of them."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -84,13 +86,21 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
     """Sum of the cross-entropies of rows (T, D) under a linear layer (V, D), a chunk of rows at a time."""
 
     @staticmethod
-    def forward(ctx, rows, weight, bias, labels, ignore_index, chunk_size):
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        ignore_index: int,
+        chunk_size: int,
+    ) -> torch.Tensor:
         dtype = torch.promote_types(rows.dtype, torch.float32)
         total = torch.zeros((), dtype=dtype, device=rows.device)
         wants_rows, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         drows = torch.empty_like(rows) if wants_rows else None
         dweight = torch.zeros_like(weight, dtype=dtype) if wants_weight else None
-        dbias = torch.zeros_like(bias, dtype=dtype) if wants_bias else None
+        dbias = None if bias is None or not wants_bias else torch.zeros_like(bias, dtype=dtype)
         for start in range(0, rows.shape[0], chunk_size):
             chunk, targets = rows[start : start + chunk_size], labels[start : start + chunk_size]
             logits = F.linear(chunk, weight, bias).to(dtype)
@@ -115,7 +125,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx, dloss):
+    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         *kept, total = ctx.saved_tensors
         gradients = [
             None if gradient is None else (gradient * dloss).to(dtype) for gradient, dtype in zip(kept, ctx.dtypes)

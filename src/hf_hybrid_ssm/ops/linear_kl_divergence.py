@@ -1,5 +1,7 @@
 """Kullback-Leibler divergence between the outputs of two linear layers that never holds more than a chunk of them."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -75,7 +77,16 @@ class _ChunkedLinearKL(torch.autograd.Function):
     """Σ_i w_i KL(p_i || q_i) of rows (T, D) and (T, E) under linear layers with V outputs, a chunk at a time."""
 
     @staticmethod
-    def forward(ctx, rows, weight, theirs, teacher_weight, weights, temperature, chunk_size):
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        theirs: torch.Tensor,
+        teacher_weight: torch.Tensor,
+        weights: torch.Tensor,
+        temperature: float,
+        chunk_size: int,
+    ) -> torch.Tensor:
         dtype = torch.promote_types(rows.dtype, torch.float32)
         total = torch.zeros((), dtype=dtype, device=rows.device)
         wants_rows, wants_weight = ctx.needs_input_grad[:2]
@@ -102,7 +113,7 @@ class _ChunkedLinearKL(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx, dtotal):
+    def backward(ctx: Any, dtotal: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         *kept, total = ctx.saved_tensors
         gradients = [
             None if gradient is None else (gradient * dtotal).to(dtype) for gradient, dtype in zip(kept, ctx.dtypes)

@@ -100,6 +100,7 @@ class PrefixCache:
             raise ValueError(f"prefix_cache: {reason}.")
         mark = weights_mark(model)
         ids = request.ids
+        assert ids is not None  # else there was a reason
         cache = self._read(model, mark, ids)
         criteria = StoppingCriteriaList(request.arguments.get("stopping_criteria") or [])
         criteria.append(_Copying(self, mark, cache))

@@ -76,7 +76,7 @@ class Request:
     def _is_taken_for_padding(self) -> bool:
         pad, end = self.value("pad_token_id"), self.value("eos_token_id")
         ends = end if isinstance(end, list | tuple) else [end]
-        return pad is not None and pad not in ends and bool((self.ids == pad).any())  # type: ignore[union-attr]
+        return pad is not None and pad not in ends and bool((self.ids == pad).any())
 
 
 def _shown(value: Any) -> str:

@@ -107,7 +107,7 @@ def _check(model: PreTrainedModel, length: int, ranks: int) -> None:
 class _ShardLayer(RecurrentStateLayer):
     """A layer's states: reading receives them from the previous process, storing sends them to the next one."""
 
-    _layer_type = None  # type: ignore[assignment]  # no cache builds it by itself
+    _layer_type = None  # no cache builds it by itself
 
     def __init__(
         self,
@@ -173,13 +173,13 @@ class _Send(torch.autograd.Function):
     """A message to the next process; the gradient comes back from it. Returns a zero that stands for the message."""
 
     @staticmethod
-    def forward(ctx: Any, message: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, message: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         ctx.group, ctx.size, ctx.dtype = group, message.numel(), message.dtype
         dist.send(message.detach().contiguous(), _neighbour(group, 1), group=group)
         return message.new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, zero: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, zero: torch.Tensor) -> tuple[torch.Tensor, None]:
         _refuse_second_derivative()
         gradient = zero.new_empty(ctx.size, dtype=ctx.dtype)
         dist.recv(gradient, _neighbour(ctx.group, 1), group=ctx.group)
@@ -190,7 +190,7 @@ class _Receive(torch.autograd.Function):
     """The message of the previous process; its gradient goes back there."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, trigger: torch.Tensor, size: int, dtype: torch.dtype, group: dist.ProcessGroup | None
     ) -> torch.Tensor:
         ctx.group = group
@@ -199,7 +199,7 @@ class _Receive(torch.autograd.Function):
         return message
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         _refuse_second_derivative()
         dist.send(gradient.contiguous(), _neighbour(ctx.group, -1), group=ctx.group)
         return gradient.new_zeros(()), None, None, None
@@ -209,12 +209,12 @@ class _AttachBackward(torch.autograd.Function):
     """The first tensor, from which a backward also reaches the messages that were sent."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, *receipts: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: torch.Tensor, *receipts: torch.Tensor) -> torch.Tensor:
         ctx.receipts = [(send_token.dtype, send_token.device) for send_token in receipts]
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return gradient, *(torch.zeros((), dtype=dtype, device=device) for dtype, device in ctx.receipts)
 
 

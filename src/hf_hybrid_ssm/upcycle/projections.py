@@ -20,7 +20,6 @@ import math
 from typing import Any
 
 import torch
-from torch import nn
 
 from hf_hybrid_ssm.models.longhorn.modeling_longhorn import LonghornMixer
 
@@ -55,7 +54,7 @@ def score_factors(attention: Any, rank: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 @torch.no_grad()
-def init_from_attention(mixer: LonghornMixer, attention: nn.Module) -> None:
+def init_from_attention(mixer: LonghornMixer, attention: Any) -> None:
     """Set the weights of `mixer` from those of a Llama-like attention of the same width (the module's text says how).
 
     Channels beyond the values' pairs keep their initial values, and do not reach the output yet.

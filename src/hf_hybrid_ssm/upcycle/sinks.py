@@ -11,14 +11,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 TEXTS = ("a", "The")
 TOKENS = 256
 """How many tokens of the vocabulary a sink is the mean of, where no token begins every text or conversation."""
 
 
-def init_sinks(student: nn.Module, teacher: Any, tokenizer: Any | None = None, seed: int = 0) -> None:
+def init_sinks(student: Any, teacher: Any, tokenizer: Any | None = None, seed: int = 0) -> None:
     """Set the constant sinks of a student's windows: for each layer and key/value head the mean of its unrotated key
     and of its value, over forwards of the teacher of length one.
 

@@ -147,7 +147,8 @@ def _init_new(old: Any, new: Any, init: str) -> None:
     """What a layer has beyond that of its teacher."""
     if isinstance(new, LonghornHybridBlock):
         if init == "projections":
-            init_from_heads(new.mixer, old.self_attn, new.norm, new.self_attn.config.sliding_window)
+            window = new.self_attn.window[0] + 1
+            init_from_heads(new.mixer, old.self_attn, new.norm, window)
         close_output(new.mixer)
     elif init != "projections":
         return
@@ -171,6 +172,7 @@ def _copy(value: torch.Tensor, target: torch.Tensor, name: str) -> list[str]:
 def new_modules(student: Student) -> list[str]:
     """The modules that upcycling put in, by name: mixers; or context states, what reads them and what adds them."""
     names = []
+    layer: Any
     for index, layer in enumerate(student.model.layers):
         if isinstance(student, BstForCausalLM):
             kind = "context" if layer.attention.context is not None else "recurrent"

@@ -36,11 +36,12 @@ def check_weights(teacher: Any) -> None:
     for part, reason in WRAPPERS.items():
         if wrapped := [name for name in weights if part in name]:
             raise ValueError(f"{wrapped[0]} of the teacher cannot be carried over: {reason}.")
-    check_teacher(teacher.config)
-    plain = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[teacher.config.model_type])
+    config: Any = teacher.config
+    check_teacher(config)
+    plain = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type])
     if not isinstance(teacher, plain):
         raise ValueError(f"teacher={type(teacher).__name__} cannot be upcycled; only a {plain.__name__} can.")
-    _check_names(weights, _shapes(plain, teacher.config), plain.__name__)
+    _check_names(weights, _shapes(plain, config), plain.__name__)
     _check_types(weights)
     _check_ties(teacher)
 

@@ -127,8 +127,8 @@ class Mixer(Float32ParametersMixin):
         """Optimizer options of a parameter, read by `hf_hybrid_ssm.training.optim`; empty for an ordinary one."""
         if name not in self.dynamics_parameters and name not in self.output_parameters:
             return {}
-        has_own_rate = name in self.dynamics_parameters and self.learning_rate is not None
-        return {"weight_decay": 0.0} | ({"lr": self.learning_rate} if has_own_rate else {})  # type: ignore[dict-item]
+        rate = self.learning_rate if name in self.dynamics_parameters else None
+        return {"weight_decay": 0.0} if rate is None else {"weight_decay": 0.0, "lr": rate}
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Also reached by `setattr`, which is how checkpoints are loaded: what is frozen stays frozen."""
@@ -237,7 +237,9 @@ class _Frozen(nn.Module):
     """Parameters that do not train, not even after a checkpoint replaced them."""
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        super().register_parameter(name, None if param is None else param.requires_grad_(False))
+        if param is not None:
+            param.requires_grad_(False)
+        super().register_parameter(name, param)
 
 
 class FrozenLinear(_Frozen, nn.Linear):
@@ -251,7 +253,7 @@ class ParametrizableLSTM(nn.LSTM):
     def forward(self, *args: Any) -> Any:
         if not is_parametrized(self):
             return super().forward(*args)
-        plain: Any = self._flat_weights  # type: ignore[has-type]
+        plain: Any = self._flat_weights
         self._flat_weights = [getattr(self, name) for name in self._flat_weights_names]
         try:
             return super().forward(*args)

@@ -4,6 +4,7 @@ import math
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from hf_hybrid_ssm.layers.mixers.state_space import StateSpaceMixer
 from hf_hybrid_ssm.ops.linear_scan import Transition
@@ -30,6 +31,11 @@ class EMA(StateSpaceMixer):
     dynamics_parameters: ClassVar[tuple[str, ...]] = ("delta", "alpha", "beta")
     output_parameters: ClassVar[tuple[str, ...]] = ("gamma", "omega")
     float32_parameters: ClassVar[tuple[str, ...]] = ("delta", "alpha", "beta", "gamma", "omega")
+    delta: nn.Parameter
+    alpha: nn.Parameter
+    beta: nn.Parameter
+    gamma: nn.Parameter
+    omega: nn.Parameter
 
     def __init__(
         self,

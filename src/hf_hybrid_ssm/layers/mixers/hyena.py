@@ -11,6 +11,7 @@ from hf_hybrid_ssm.layers.mixers.base import FrozenLinear, Mixer, State
 from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer, fold_token
 from hf_hybrid_ssm.ops.causal_conv import causal_conv
 from hf_hybrid_ssm.ops.core.padding import zero_beyond
+from hf_hybrid_ssm.ops.core.pages import PagedState
 from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.ops.core.transforms import without_autocast
 from hf_hybrid_ssm.ops.local_attention import append_slot, drop_oldest
@@ -40,6 +41,13 @@ class ImplicitLongConv(CachedKernelMixer):
     dynamics_parameters: ClassVar[tuple[str, ...]] = ("ffn_in", "ffn_in_bias", "ffn", "ffn_bias", "freq", "ffn_out")
     output_parameters: ClassVar[tuple[str, ...]] = ("D",)
     float32_parameters: ClassVar[tuple[str, ...]] = (*dynamics_parameters, *output_parameters)
+    ffn_in: nn.Parameter
+    ffn_in_bias: nn.Parameter
+    ffn: nn.Parameter
+    ffn_bias: nn.Parameter
+    freq: nn.Parameter
+    ffn_out: nn.Parameter
+    D: nn.Parameter
 
     def __init__(
         self,
@@ -135,7 +143,7 @@ class ImplicitLongConv(CachedKernelMixer):
         if self.bidirectional:
             kernel, ahead = fold_token(kernel, self.kernel(taps, dtype, 1))
         skip = self.D.to(dtype)
-        options = {"future_kernel": ahead, "skip": skip, "rows": rows, "initial_state": initial_state}
+        options: dict[str, Any] = {"future_kernel": ahead, "skip": skip, "rows": rows, "initial_state": initial_state}
         y, state = long_conv(u, kernel, **options, **selection)
         return self._squeeze(y), state
 
@@ -182,6 +190,8 @@ class Hyena(Mixer):
 
     init_reads_values: ClassVar[bool] = False
     config_options: ClassVar[dict[str, str]] = ImplicitLongConv.config_options
+    short_weight: nn.Parameter
+    short_bias: nn.Parameter
 
     def __init__(self, hidden_size: int, **options: Any):
         common = {name: options.pop(name) for name in MIXER_OPTIONS if name in options}
@@ -203,7 +213,8 @@ class Hyena(Mixer):
     ) -> tuple[torch.Tensor, State | None]:
         short, history = (None, None) if initial_state is None else initial_state
         projected = self.in_proj(zero_beyond(u, rows.lengths))
-        weight, ahead = self.short_weight, None
+        weight: torch.Tensor = self.short_weight
+        ahead = None
         if self.bidirectional:
             weight, ahead = weight[:, :2], weight[:, 2:]
         if rows.is_step and short is not None:
@@ -213,6 +224,7 @@ class Hyena(Mixer):
             mixed = mixed + self.short_bias
         p0, p1, v = mixed.to(u.dtype).chunk(3, dim=-1)
         z, history = self.filter(p1 * v, rows=rows, initial_state=history)
+        assert not isinstance(last, PagedState)  # no mixer has pages
         return self.out_proj(p0 * z), None if last is None else (last, history)
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:

@@ -3,6 +3,7 @@
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import nn
 
 from hf_hybrid_ssm.layers.mixers.hippo import legs_dplr
 from hf_hybrid_ssm.layers.mixers.s4d import DiagonalSSM
@@ -37,6 +38,8 @@ class S4(DiagonalSSM):
     dynamics_parameters: ClassVar[tuple[str, ...]] = ("A_log_real", "A_imag", "B", "P", "log_dt")
     float32_parameters: ClassVar[tuple[str, ...]] = ("A_log_real", "A_imag", "B", "P", "C", "log_dt", "D")
 
+    P: nn.Parameter
+
     def __init__(self, hidden_size: int, **options: Any):
         super().__init__(hidden_size, **options)
         self.create_parameters()
@@ -49,8 +52,8 @@ class S4(DiagonalSSM):
 
     def _discretised(self, dtype: torch.dtype) -> _BilinearStep:
         eigenvalues, rate = self._eigenvalues(dtype), 2 / self._dt(dtype)
-        p = self._tiled(complex_pairs(self.P, dtype))  # type: ignore[arg-type]
-        b = self._tiled(complex_pairs(self.B, dtype))  # type: ignore[arg-type]
+        p = self._tiled(complex_pairs(self.P, dtype))
+        b = self._tiled(complex_pairs(self.B, dtype))
         resolvent = 1 / (rate - eigenvalues)
         norm = (p.conj() * p * resolvent).real.sum(-1, keepdim=True)
         return _BilinearStep(resolvent, rate + eigenvalues, p, b, 1 / (1 + 2 * norm))

@@ -4,6 +4,7 @@ import math
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from hf_hybrid_ssm.layers.mixers.hippo import legs_dplr
 from hf_hybrid_ssm.layers.mixers.state_space import SSM_FIELDS, StateSpaceMixer, complex_pairs, log_uniform_dt
@@ -29,6 +30,12 @@ class DiagonalSSM(StateSpaceMixer):
     config_options: ClassVar[dict[str, str]] = SSM_FIELDS | {"num_dynamics": "ssm_num_dynamics"}
     default_state_size: ClassVar[int] = 64
     conjugate_pairs: ClassVar[bool] = True
+    A_log_real: nn.Parameter
+    A_imag: nn.Parameter
+    B: nn.Parameter
+    C: nn.Parameter
+    log_dt: nn.Parameter
+    D: nn.Parameter
 
     def __init__(
         self,
@@ -76,14 +83,14 @@ class DiagonalSSM(StateSpaceMixer):
         return value.view(filters, self.hidden_size, pairs)
 
     def _eigenvalues(self, dtype: torch.dtype) -> torch.Tensor:
-        return self._tiled(torch.complex(-torch.exp(self.A_log_real.to(dtype)), self.A_imag.to(dtype)))  # type: ignore[operator]
+        return self._tiled(torch.complex(-torch.exp(self.A_log_real.to(dtype)), self.A_imag.to(dtype)))
 
     def _dt(self, dtype: torch.dtype) -> torch.Tensor:
-        return torch.exp(self.log_dt.to(dtype)).unsqueeze(-1)  # type: ignore[operator]
+        return torch.exp(self.log_dt.to(dtype)).unsqueeze(-1)
 
     def output_rows(self, dtype: torch.dtype) -> torch.Tensor:
         """2 Re(C s) as a row over the real and imaginary parts of s: (2 Re C, -2 Im C)."""
-        c = self.C.to(dtype)  # type: ignore[operator]
+        c = self.C.to(dtype)
         rows = c * twice_conjugate(device=c.device)
         return rows.flatten(-2).view(-1, self.num_filters or 1, self.hidden_size, self.state_size)
 
@@ -134,7 +141,7 @@ class S4D(DiagonalSSM):
 
     def dynamics(self, dtype: torch.dtype, direction: int = 0) -> tuple[Transition, torch.Tensor]:
         dt, eigenvalues = self._dt(dtype), self._eigenvalues(dtype)
-        b = self._tiled(complex_pairs(self.B, dtype))  # type: ignore[arg-type]
+        b = self._tiled(complex_pairs(self.B, dtype))
         z = dt * eigenvalues
         if self.discretization == "zoh":
             growth = torch.expm1(z)  # the difference e^z - 1 loses the digits of a small step

@@ -3,6 +3,7 @@
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from hf_hybrid_ssm.layers.mixers.base import State
 from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer
@@ -43,6 +44,12 @@ class S5(CachedKernelMixer):
     dynamics_parameters: ClassVar[tuple[str, ...]] = ("A_real", "A_imag", "B", "log_dt")
     output_parameters: ClassVar[tuple[str, ...]] = ("C", "D")
     float32_parameters: ClassVar[tuple[str, ...]] = ("A_real", "A_imag", "B", "C", "log_dt", "D")
+    A_real: nn.Parameter
+    A_imag: nn.Parameter
+    B: nn.Parameter
+    C: nn.Parameter
+    log_dt: nn.Parameter
+    D: nn.Parameter
 
     def __init__(
         self,
@@ -122,16 +129,17 @@ class S5(CachedKernelMixer):
         check_output_positions(stride, positions, *u.shape[:2])
         dtype = self._computing_dtype(u)
         if rows.is_step and initial_state is not None and positions is None:
-            y, final = self._one_token(u, initial_state, dtype, is_read=stride in (None, 1))
-            return self._squeeze(y).to(u.dtype), final
+            y, after = self._one_token(u, initial_state, dtype, is_read=stride in (None, 1))
+            return self._squeeze(y).to(u.dtype), after
         x = zero_beyond(u, rows.lengths)
         x = x if u.dtype == torch.bfloat16 else x.to(dtype)
         start = None if initial_state is None else self._complex(initial_state, dtype)
         with without_autocast(u.device.type):
             decay, scale = self._discretised(dtype)
             driven = self._complex(_product(x, self._input_matrix(scale), x.dtype), dtype)
+            final: torch.Tensor | None = None
             if self.bidirectional:
-                h, final = self._both_ways(decay, driven, rows.seq_idx), None
+                h = self._both_ways(decay, driven, rows.seq_idx)
             else:
                 h, final = diagonal_scan(decay, driven, rows=rows, initial_state=start)
             h, x = take_outputs(h, stride, positions), take_outputs(x, stride, positions)
@@ -168,12 +176,10 @@ class S5(CachedKernelMixer):
                 return u.new_empty(u.shape[0], 0, self.num_filters or 1, self.hidden_size), next_state
             return self._with_skip(next_state.unsqueeze(1) @ outputs, u, skip), next_state
 
-    def _token_constants(
-        self, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Abar (P/2,) in complex128; Bbar (D, P) and 2 Re C (P, F D) as real matrices, D (F, D) or None."""
+    def _token_constants(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Abar (P/2,) in complex128; Bbar (D, P) and 2 Re C (P, F D) as real matrices, D (F, D)."""
 
-        def compute(exact: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        def compute(exact: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
             inner = torch.float64 if exact else dtype
             decay, scale = self._discretised(inner)
             matrix, rows = self._input_matrix(scale).T, self._output_matrix(inner).T

@@ -50,6 +50,7 @@ class StateSpaceMixer(CachedKernelMixer):
 
     supports_filters: ClassVar[bool] = True
     state_size: int
+    D: nn.Parameter  # of those whose `skip_weight` it is
     is_diagonal: ClassVar[bool] = True  # A is a diagonal matrix
     # whether the kernel that looks ahead starts at the token itself, or at the next one
     ahead_includes_token: ClassVar[bool] = False
@@ -73,7 +74,7 @@ class StateSpaceMixer(CachedKernelMixer):
 
     def skip_weight(self, dtype: torch.dtype) -> torch.Tensor:
         """D (F, D)."""
-        return self.D.to(dtype)  # type: ignore[operator]
+        return self.D.to(dtype)
 
     # -- filters and block matrices -----------------------------------------------------------------------------
 
@@ -139,8 +140,8 @@ class StateSpaceMixer(CachedKernelMixer):
             return self._squeeze(F.silu(y) if self.applies_silu else y), None
         assert not isinstance(initial_state, tuple)
         if rows.is_step and initial_state is not None and positions is None:
-            y, final = self._one_token(u, initial_state, rows, dtype, is_read=stride in (None, 1))
-            return self._squeeze(y), final
+            y, after = self._one_token(u, initial_state, rows, dtype, is_read=stride in (None, 1))
+            return self._squeeze(y), after
         state = None if initial_state is None else self._widen(initial_state)
         skip = self.skip_weight(dtype)
         asks_for_all = stride is None and positions is None
@@ -151,8 +152,9 @@ class StateSpaceMixer(CachedKernelMixer):
             if rows.return_final_state:  # no outputs, the state alone
                 _, final = lti_scan(u, self.system(dtype), rows=rows, stride=u.shape[1] + 1)
         else:
-            selection = {"stride": stride, "positions": positions}
-            y, final = lti_scan(u, self.system(dtype), skip=skip, rows=rows, initial_state=state, **selection)
+            y, final = lti_scan(
+                u, self.system(dtype), skip=skip, rows=rows, initial_state=state, stride=stride, positions=positions
+            )
         if rows.return_final_state and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             # Single tokens will follow, compiled perhaps: what they need is there when they are traced.
             self._token_constants(dtype)

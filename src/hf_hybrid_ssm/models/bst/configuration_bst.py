@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
 
 from hf_hybrid_ssm.layers.mixers.types import MIXER_TYPES
-from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
+from hf_hybrid_ssm.models.configuration import DERIVED, STATE_LAYER_TYPE, Derived
 from hf_hybrid_ssm.models.ssm_configuration import SsmConfigMixin, default_state_size
 
 BLOCK_TYPES = ("sliding_attention", "bst", "block_recurrent")
@@ -156,15 +156,15 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
     hidden_size: int = 1024
     num_hidden_layers: int = 12
     num_attention_heads: int = 8
-    num_key_value_heads: int | None = None
+    num_key_value_heads: Derived[int] = DERIVED
     head_dim: int = 128
     attention_bias: bool = False
     intermediate_size: int = 4096
     hidden_act: str = "relu"
     gated_mlp: bool = False
     sliding_window: int = 512
-    block_types: list[str] | None = None
-    ssm_layers: list[int] | None = None
+    block_types: Derived[list[str]] = DERIVED
+    ssm_layers: Derived[list[int]] = DERIVED
     context_variant: str = "sh"
     num_context_states: int = 32
     recurrent_num_states: int = 512

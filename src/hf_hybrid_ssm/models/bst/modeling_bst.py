@@ -189,6 +189,7 @@ class BstLMHead(LMHead):
 
 @auto_docstring
 class BstForCausalLM(BstLMHead, CausalLMHead, BstPreTrainedModel, GenerationMixin):
+    model: BstModel
     base_model_class = BstModel
     needs_bidirectional = False
 

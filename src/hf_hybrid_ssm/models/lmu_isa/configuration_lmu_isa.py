@@ -11,8 +11,10 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from hf_hybrid_ssm.models.configuration import (
+    DERIVED,
     GPT2_END_OF_TEXT,
     STATE_LAYER_TYPE,
+    Derived,
     HybridConfigMixin,
     gpt2_end_of_text,
 )
@@ -126,10 +128,10 @@ class LmuIsaConfig(HybridConfigMixin, PreTrainedConfig):
     hidden_size: int = 204
     num_hidden_layers: int = 3
     lmu_order: int = 220
-    lmu_reduced_order: int | None = None
+    lmu_reduced_order: Derived[int] = DERIVED
     lmu_theta: float | int = 350.0
     first_sublayer: str = "ffn"
-    pre_intermediate_size: int | None = None
+    pre_intermediate_size: Derived[int] = DERIVED
     post_intermediate_size: int = 469
     num_attention_heads: int = 12
     sliding_window: int | None = 256

@@ -29,7 +29,10 @@ from hf_hybrid_ssm.ops.core.rows import Rows
 
 def _attention(config: LmuIsaConfig) -> LocalSelfAttention:
     """Causal, to all tokens or a window, without positions: the memory knows the order."""
-    left = config.sliding_window - 1 if config.first_sublayer == "window_attention" else None
+    left = None
+    if config.first_sublayer == "window_attention":
+        assert config.sliding_window is not None  # `LmuIsaConfig` refuses such layers without it
+        left = config.sliding_window - 1
     return LocalSelfAttention(
         config.hidden_size,
         config.num_attention_heads,
@@ -53,7 +56,8 @@ class LmuIsaBlock(RecurrentMixin, GradientCheckpointingLayer):
         self.pre_norm, self.memory_norm, self.post_norm = (nn.LayerNorm(*norm) for _ in range(3))
         has_attention = config.first_sublayer != "ffn"
         self.attention = _attention(config) if has_attention else None
-        self.pre_feed_forward = None if has_attention else _feed_forward(config, config.pre_intermediate_size)
+        if not has_attention:
+            self.pre_feed_forward = _feed_forward(config, config.pre_intermediate_size)
         self.memory = ImplicitAttention(
             config.lmu_order,
             config.lmu_reduced_order,
@@ -70,10 +74,10 @@ class LmuIsaBlock(RecurrentMixin, GradientCheckpointingLayer):
     ) -> tuple[torch.Tensor, States]:
         """The first two branches."""
         states: States = {}
-        if self.pre_feed_forward is not None:
-            first = self.pre_feed_forward(self.pre_norm(x))
-        else:
+        if self.attention is not None:
             first, states = self.attention(self.pre_norm(x), past, rows=rows)
+        else:
+            first = self.pre_feed_forward(self.pre_norm(x))
         x = x + self.dropout(first)
         y, memory = self.memory(self.memory_norm(x), past, rows)
         return x + self.dropout(y), states | memory

@@ -1,5 +1,6 @@
 """The attention layers of hybrid Longhorn stacks, over all tokens or a window; the paper's models have neither."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,6 +113,8 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
 
     def __init__(self, config: LonghornConfig, layer_idx: int):
         super().__init__(config, layer_idx)
+        assert config.sliding_window is not None  # `LonghornConfig` refuses such layers without it
+        self.window = (config.sliding_window - 1, 0)
         sizes = {"heads": config.num_attention_heads, "groups": config.num_key_value_heads, "head_dim": self.head_dim}
         kind = config.attention_sink
         self.sink = None if kind is None else AttentionSink(kind, **sizes)
@@ -154,13 +157,15 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
             return self.o_proj(output), states
         sink = {}
         if self.sink is not None:
-            where = {"seen": past.get("seen"), "seq_idx": rows.seq_idx, "device": queries.device}
-            sink = self.sink(heads[3], document_ranks(queries.shape[2], **where), **self._of_sink(sink_rotation))
+            ranks = document_ranks(
+                queries.shape[2], seen=past.get("seen"), seq_idx=rows.seq_idx, device=queries.device
+            )
+            sink = self.sink(heads[3], ranks, **self._of_sink(sink_rotation))
         output, state = local_attention(
             queries,
             keys,
             values,
-            window=(self.config.sliding_window - 1, 0),
+            window=self.window,
             scale=self.scaling,
             **sink,
             dropout=self.attention_dropout if self.training else 0.0,
@@ -171,7 +176,7 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
 
     def _of_sink(self, rotation: Rotation | None) -> dict[str, Any]:
         return {
-            "left": self.config.sliding_window - 1,
+            "left": self.window[0],
             "scale": self.scaling,
             "is_rotary": True,
             "rotation": rotation,
@@ -181,14 +186,27 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
         """The last keys and values, without attending."""
         before = AttentionState(**past) if past else None
         keys, values = (x.transpose(1, 2) for x in heads[1:3])
-        return append_to_window(before, keys, values, self.config.sliding_window - 1, rows)._asdict()
+        return append_to_window(before, keys, values, self.window[0], rows)._asdict()
 
 
 def temperature(config: LonghornConfig, position_ids: torch.Tensor) -> torch.Tensor:
     """What full attention's queries at the positions (B or 1, L) are multiplied by, float32: 1 + a · log(1 + ⌊(p + 1)
     / f⌋) with `attn_scale` a and `floor_scale` f, as in Llama 4."""
+    assert config.floor_scale is not None  # a configuration with an `attn_scale` has it
     passed = torch.floor((position_ids + 1).float() / config.floor_scale)
     return 1 + config.attn_scale * torch.log1p(passed)
+
+
+def _has_begun(
+    starts: torch.Tensor,
+    past: int | torch.Tensor,
+    row: torch.Tensor,
+    head: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+) -> torch.Tensor:
+    """Whether the key's column is one of the query's document."""
+    return key >= starts[row, query - past]
 
 
 def attention_masks(
@@ -201,8 +219,10 @@ def attention_masks(
     if "full_attention" not in config.layer_types:
         return {}
     starts, past, real = rows.starts, rows.past, rows.full_token_mask
-    # with a function of positions transformers goes through vmap, which torch.export cannot save
-    by_function = starts is not None and config._attn_implementation == "flex_attention"
+    has_begun = None
+    if starts is not None and config._attn_implementation == "flex_attention":
+        # not elsewhere: with a function of positions transformers goes through vmap, which torch.export cannot save
+        has_begun = partial(_has_begun, starts, past)
     mask = create_causal_mask(
         config=config,
         inputs_embeds=inputs_embeds,
@@ -210,7 +230,7 @@ def attention_masks(
         **{CACHE: cache},
         # it looks at the padding's values
         allow_is_causal_skip=starts is None and not inputs_embeds.is_meta and (real is None or can_read_values(real)),
-        and_mask_function=(lambda row, head, q, key: key >= starts[row, q - past]) if by_function else None,
+        and_mask_function=has_begun,
     )
     if starts is not None and isinstance(mask, torch.Tensor) and mask.dim() == 4:
         own = (torch.arange(mask.shape[-1], device=mask.device) >= starts.unsqueeze(-1)).unsqueeze(1)

@@ -11,10 +11,12 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
 
 from hf_hybrid_ssm.models.configuration import (
+    DERIVED,
     GPT2_END_OF_TEXT,
     STATE_AND_WINDOW_LAYER_TYPE,
     STATE_LAYER_TYPE,
     WINDOW_LAYER_TYPE,
+    Derived,
     HybridConfigMixin,
     gpt2_end_of_text,
 )
@@ -162,14 +164,14 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
     tie_word_embeddings: bool = True
     use_cache: bool = True
     use_linear_cross_entropy: bool = False
-    block_types: list[str] | None = None
+    block_types: Derived[list[str]] = DERIVED
     sliding_window: int | None = 2048
     attention_sink: str | None = None
     attn_scale: float | int = 0.0
     floor_scale: int | None = None
-    num_attention_heads: int | None = None
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    num_attention_heads: Derived[int] = DERIVED
+    num_key_value_heads: Derived[int] = DERIVED
+    head_dim: Derived[int] = DERIVED
     rope_parameters: RopeParameters | dict | None = None
     attention_dropout: float | int = 0.0
     window_dropout: float | int = 0.0

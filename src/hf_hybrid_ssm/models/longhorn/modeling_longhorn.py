@@ -40,6 +40,7 @@ from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.packing import PackedRows, States, resolve_packing
 from hf_hybrid_ssm.models.rotary import RotaryEmbedding, rotated, with_sink_rotation
 from hf_hybrid_ssm.ops.causal_conv import causal_conv
+from hf_hybrid_ssm.ops.core.pages import PagedState
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows
 from hf_hybrid_ssm.ops.longhorn_scan import longhorn_scan
 
@@ -54,11 +55,12 @@ class ShortConvolution(nn.Conv1d):
         super().__init__(channels, channels, kernel_size, groups=channels, bias=bias)
 
     def forward(  # type: ignore[override]
-        self, x: torch.Tensor, rows: Rows = PLAIN_ROWS, initial_state: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, x: torch.Tensor, rows: Rows = PLAIN_ROWS, initial_state: torch.Tensor | PagedState | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | PagedState | None]:
         """`rows` and `initial_state` as of `hf_hybrid_ssm.ops.causal_conv`."""
-        options = {"activation": "silu", "rows": rows, "initial_state": initial_state}
-        return causal_conv(x, self.weight.squeeze(1), self.bias, **options)
+        return causal_conv(
+            x, self.weight.squeeze(1), self.bias, activation="silu", rows=rows, initial_state=initial_state
+        )
 
 
 class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
@@ -134,9 +136,16 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
         raw, gate = self.in_proj(hidden_states).chunk(2, dim=-1)  # (B, L, D) each
         x, conv_state = self.conv1d(raw, rows, past.get("conv"))
         dt, k, q = self._projected(x, hidden_states, *rotation)
-        constants = {"beta_bias": self.dt_bias, "D": self.D}
         y, scan_state = longhorn_scan(
-            x, self.dt_proj(dt), k, q, **constants, z=gate, rows=rows, initial_state=past.get("scan")
+            x,
+            self.dt_proj(dt),
+            k,
+            q,
+            beta_bias=self.dt_bias,
+            D=self.D,
+            z=gate,
+            rows=rows,
+            initial_state=past.get("scan"),
         )
         states = {} if conv_state is None else {"conv": conv_state, "scan": scan_state}
         return self.out_proj(y), states
@@ -161,6 +170,9 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
 
 class LonghornBlock(GradientCheckpointingLayer):
     """Pre-norm residual layer around a Longhorn mixer or attention, optionally followed by a SwiGLU."""
+
+    mixer: LonghornMixer
+    self_attn: LonghornAttention
 
     def __init__(self, config: LonghornConfig, layer_idx: int):
         super().__init__()
@@ -220,6 +232,8 @@ class LonghornHybridBlock(RecurrentMixin, LonghornBlock):
     The inputs of `forward_rows` are the normed hidden states (B, L, M), the mixer's rotation, and the window's heads.
     """
 
+    self_attn: LonghornSlidingAttention
+
     def __init__(self, config: LonghornConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.layer_idx = layer_idx
@@ -238,8 +252,9 @@ class LonghornHybridBlock(RecurrentMixin, LonghornBlock):
     ) -> tuple[torch.Tensor, States]:
         of_mixer, heads = self._by_part(inputs)
         before_window, before_mixer = _states_by_part(past)
-        of_window = {"past": before_window, "rows": rows, "sink_rotation": sink_rotation}
-        attended, window = self.self_attn.forward_rows(*heads, **of_window)
+        attended, window = self.self_attn.forward_rows(
+            *heads, past=before_window, rows=rows, sink_rotation=sink_rotation
+        )
         if self.training and self.window_dropout > 0:
             is_open = torch.rand(attended.shape[0], 1, 1, device=attended.device) >= self.window_dropout
             attended = torch.where(is_open, attended, 0.0)
@@ -377,6 +392,7 @@ class LonghornModel(HybridModelMixin, LonghornPreTrainedModel):
 
 @auto_docstring
 class LonghornForCausalLM(CausalLMHead, LonghornPreTrainedModel, GenerationMixin):
+    model: LonghornModel
     base_model_class = LonghornModel
 
     @staticmethod

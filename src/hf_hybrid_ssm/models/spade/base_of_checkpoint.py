@@ -69,7 +69,7 @@ class StackOfCheckpoint(PreTrainedModel):
     def _refuse_to_be_new(self, source: Any, missing: set[str]) -> None:
         """As for any model, except where an encoder was asked for, of whatever checkpoint."""
         if getattr(self.config, "causal_classifier", None) is not False:
-            super()._refuse_to_be_new(source, missing)  # type: ignore[misc]
+            super()._refuse_to_be_new(source, missing)
 
 
 def _is_causal(architectures: list[str] | None) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
+from hf_hybrid_ssm.models.configuration import DERIVED, STATE_LAYER_TYPE, Derived
 from hf_hybrid_ssm.models.ssm_configuration import SsmConfigMixin, default_state_size
 
 ATTENTION_TYPES = ("window", "chunk", "full")
@@ -94,7 +94,7 @@ class SpadeStackConfig(SsmConfigMixin):
     chunk_size: int = 512
     ssm_layers: list[int] | tuple[int, ...] = (0,)
     ssm_type: str = "s4"
-    ssm_trainable: str | None = None
+    ssm_trainable: Derived[str] = DERIVED
     ssm_stop_gradient: bool = False
     ssm_merge: str = "concat"
     ssm_merge_weight: float = 0.5
@@ -103,8 +103,8 @@ class SpadeStackConfig(SsmConfigMixin):
     relative_bias_scope: str = "shared"
     norm_position: str = "pre"
     norm_type: str = "layernorm"
-    final_norm: bool | None = None
-    embedding_norm: bool | None = None
+    final_norm: Derived[bool] = DERIVED
+    embedding_norm: Derived[bool] = DERIVED
     layer_norm_epsilon: float = 1e-5
     hidden_act: str = "relu"
     dropout: float | int = 0.1
@@ -112,10 +112,10 @@ class SpadeStackConfig(SsmConfigMixin):
     activation_dropout: float | int = 0.0
     embedding_dropout: float | int = 0.1
     scale_embedding: bool = False
-    pooling: str | None = None
-    classifier_hidden_size: int | None = None
+    pooling: Derived[str] = DERIVED
+    classifier_hidden_size: Derived[int] = DERIVED
     classifier_activation: str = "tanh"
-    classifier_dropout: float | int | None = None
+    classifier_dropout: Derived[float | int] = DERIVED
     initializer_range: float = 0.02
     tie_word_embeddings: bool = True
     use_cache: bool = True

@@ -160,7 +160,7 @@ def _vocabulary(converted: dict[str, torch.Tensor]) -> dict[str, Any]:
     if table is not None:
         head = converted.get("lm_head.weight")
         tied = head is not None and torch.equal(head, table)
-        sizes = {"vocab_size": table.shape[0], "hidden_size": table.shape[1]}
+        sizes: dict[str, Any] = {"vocab_size": table.shape[0], "hidden_size": table.shape[1]}
         return sizes | {"adaptive_cutoffs": None, "tie_word_embeddings": tied}
     bands = sum(key.startswith("model.embed_tokens.table_") for key in converted)
     if missing := [key for band in range(max(bands, 1)) if (key := _table(band)) not in converted]:

@@ -148,7 +148,7 @@ class SpadeLMHead(LMHead):
                 "language model reads one text of tokens."
             )
 
-    def _build_lm_head(self, config: SpadeConfig) -> nn.Module:  # type: ignore[override]
+    def _build_lm_head(self, config: SpadeConfig) -> nn.Module:
         if config.adaptive_cutoffs is None:
             return super()._build_lm_head(config)
         self._tied_weights_keys = {}  # it reads the embeddings themselves
@@ -241,15 +241,13 @@ class SpadeForSequenceClassification(StackOfCheckpoint, SpadePreTrainedModel):
         labels (`torch.Tensor` of shape `(batch_size,)`, *optional*):
             Class indices (or values, for regression with `num_labels == 1`).
         """
+        inputs: dict[str, torch.Tensor | None]
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
         if self.config.paired_input:
-            input_ids, attention_mask, inputs_embeds = (
-                _halves_as_rows(name, tensor)
-                for name, tensor in (
-                    ("input_ids", input_ids), ("attention_mask", attention_mask), ("inputs_embeds", inputs_embeds)
-                )
-            )  # fmt: skip
-        outputs = self.model(input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs)
-        pooled = self._pool(outputs.last_hidden_state, None if attention_mask is None else attention_mask != 0)
+            inputs = {name: _halves_as_rows(name, tensor) for name, tensor in inputs.items()}
+        outputs = self.model(**inputs, **kwargs)
+        mask = inputs["attention_mask"]
+        pooled = self._pool(outputs.last_hidden_state, None if mask is None else mask != 0)
         if self.config.paired_input:
             pooled = pooled.unflatten(0, (-1, 2)).flip(1).flatten(1)  # the second text first, as MEGA has it
         logits = self.classifier(self.dropout(self.activation(self.dense(self.dropout(pooled)))))

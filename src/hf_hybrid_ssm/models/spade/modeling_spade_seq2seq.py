@@ -66,7 +66,7 @@ class SpadeDecoderBlock(SpadeBlock):
         self.cross_attn_norm = build_norm(config)
 
     @by_both_cache_names
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         hidden_states: torch.Tensor,
         encoder_states: torch.Tensor,
@@ -122,7 +122,9 @@ class SpadeDecoder(SpadeStack, SpadePreTrainedModel):
             may_overwrite=partial(may_overwrite_states, own),
         )
         if self.positions is not None:
-            embeddings = embeddings + self.positions(self._position_ids(rows, embeddings))
+            embeddings = embeddings + self.positions(
+                self._position_ids(rows, self.positions.num_embeddings, embeddings.device)
+            )
         hidden_states = self._enter_stack(embeddings)
         mask, given = None, encoder_states
         if encoder_mask is not None:
@@ -143,9 +145,8 @@ class SpadeDecoder(SpadeStack, SpadePreTrainedModel):
             **{CACHE: cache},
         )
 
-    def _position_ids(self, rows: PackedRows, embeddings: torch.Tensor) -> torch.Tensor:
-        positions = rows.positions(embeddings.device)
-        limit = self.positions.num_embeddings
+    def _position_ids(self, rows: PackedRows, limit: int, device: torch.device) -> torch.Tensor:
+        positions = rows.positions(device)
         if can_read_values(positions) and positions.max() >= limit:
             raise ValueError(
                 f"the target has {int(positions.max()) + 1} tokens, but max_target_positions={limit}; "
@@ -271,6 +272,7 @@ class SpadeForConditionalGeneration(
     WithoutContinuousBatching, GenerationOfRowsThatEnd, LMHead, SpadePreTrainedModel, GenerationMixin
 ):
     config: SpadeSeq2SeqConfig
+    model: SpadeSeq2SeqModel
     base_model_class = SpadeSeq2SeqModel
 
     def __init__(self, config: SpadeSeq2SeqConfig):
@@ -292,7 +294,7 @@ class SpadeForConditionalGeneration(
             )
         return super()._prefill(input_ids, generation_config, *args, **kwargs)
 
-    def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
+    def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.LongTensor:
         """Labels (B, T) shifted one to the right, after the start token; -100 becomes padding."""
         start, padding = self.config.decoder_start_token_id, self.config.pad_token_id
         if start is None or padding is None:
@@ -301,7 +303,7 @@ class SpadeForConditionalGeneration(
                 "make decoder_input_ids from labels; or give decoder_input_ids."
             )
         shifted = torch.cat([labels.new_full((labels.shape[0], 1), start), labels[:, :-1]], dim=1)
-        return shifted.masked_fill(shifted == -100, padding)
+        return shifted.masked_fill(shifted == -100, padding)  # type: ignore[return-value]
 
     @can_return_tuple
     @auto_docstring
@@ -325,9 +327,9 @@ class SpadeForConditionalGeneration(
             The target; the decoder reads it one token later. -100 is ignored.
         """
         if labels is not None:
-            given = decoder_input_ids if decoder_inputs_embeds is None else decoder_inputs_embeds
-            check_labels(labels, self.config.vocab_size, None if given is None else given.shape[:2])
-            if given is None:
+            inputs = decoder_input_ids if decoder_inputs_embeds is None else decoder_inputs_embeds
+            check_labels(labels, self.config.vocab_size, None if inputs is None else inputs.shape[:2])
+            if inputs is None:
                 decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
         outputs = self.model(
             input_ids,

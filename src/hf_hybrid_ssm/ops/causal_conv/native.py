@@ -1,6 +1,8 @@
 """The fused CPU backend: `native.c`, compiled on first use and called directly or through custom ops."""
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,10 +34,20 @@ STEP = CFunction(
 )
 
 
-def causal_conv_native(x, weight, bias=None, *, activation=None, initial_state=None, seq_idx=None, lengths=None):
+def causal_conv_native(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """As `hf_hybrid_ssm.ops.causal_conv.causal_conv`; always returns the final state."""
     if x.shape[1] == 1:  # a single token costs less in torch than a call through torch.library
-        options = {"activation": activation, "initial_state": initial_state, "seq_idx": seq_idx, "lengths": lengths}
+        options: dict[str, Any] = {"activation": activation, "initial_state": initial_state}
+        options |= {"seq_idx": seq_idx, "lengths": lengths}
         return causal_conv_torch(x, weight, bias, **options)
     inputs = (prepared(x), prepared(weight.t()), prepared(bias), prepared(initial_state))
     documents = None if seq_idx is None else seq_idx.long().contiguous()
@@ -52,7 +64,7 @@ def _forward(
     return y
 
 
-def _backward(inputs, gradients, needed):
+def _backward(inputs: Sequence, gradients: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """Of x, weight, bias and the state."""
     *tensors, silu = inputs
     (x, weight, _, initial_state, _), dy = tensors, gradients[0].contiguous()
@@ -72,7 +84,15 @@ _convolve = differentiable_op(
 )
 
 
-def causal_conv_step_native(x, state, weight, bias=None, *, activation=None, pages=None):
+def causal_conv_step_native(
+    x: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    pages: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """One token x (B, 1, D) after `state`, which is overwritten: (B, K - 1, D), or (P, K - 1, D) with pages (B,)."""
     if pages is not None and state.dtype != torch.float32:
         step = partial(causal_conv_step_native, x, weight=weight, bias=bias, activation=activation)

@@ -6,7 +6,16 @@ import torch.nn.functional as F
 from hf_hybrid_ssm.ops.core.self_check import draw
 
 
-def causal_conv_reference(x, weight, bias=None, *, activation=None, initial_state=None, seq_idx=None, lengths=None):
+def causal_conv_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
+    initial_state: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """See `hf_hybrid_ssm.ops.causal_conv.causal_conv`; computes in float32, or in float64 for float64 inputs."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     (batch, length, channels), width = x.shape, weight.shape[1]
@@ -44,7 +53,14 @@ def aligned_self_check_inputs() -> dict:
     return draw(shapes) | {"activation": "silu"}
 
 
-def causal_conv_step_reference(x, state, weight, bias=None, *, activation=None):
+def causal_conv_step_reference(
+    x: torch.Tensor,
+    state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The convolution of one token x (B, 1, D) after `state`, which is overwritten."""
     y, after = causal_conv_reference(x, weight, bias, activation=activation, initial_state=state)
     return y, state.copy_(after)

@@ -6,7 +6,16 @@ import torch.nn.functional as F
 from hf_hybrid_ssm.ops.core.padding import last_inputs
 
 
-def causal_conv_torch(x, weight, bias=None, *, activation=None, initial_state=None, seq_idx=None, lengths=None):
+def causal_conv_torch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
+    initial_state: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """See `hf_hybrid_ssm.ops.causal_conv.causal_conv`."""
     width = weight.shape[1]
     # Both gradients of a sum of shifted products are again sums of shifted products; torch's depthwise convolution on
@@ -36,16 +45,24 @@ def _shifted_products(seen: torch.Tensor, weight: torch.Tensor, same: torch.Tens
     length = seen.shape[1] - width + 1
     if length == 1 and same is None:  # a step of decoding: fewer, smaller calls
         return (seen * weight.t()).sum(1, keepdim=True)
-    y = None
+    y: torch.Tensor | None = None
     for j in range(width):
         tap = seen[:, j : j + length]
         if same is not None and j < width - 1:
             tap = torch.where(same[j].unsqueeze(-1), tap, 0)
         y = tap * weight[:, j] if y is None else torch.addcmul(y, tap, weight[:, j])
+    assert y is not None  # a convolution has a tap
     return y
 
 
-def causal_conv_step_torch(x, state, weight, bias=None, *, activation=None):
+def causal_conv_step_torch(
+    x: torch.Tensor,
+    state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """One token x (B, 1, D) after `state` (B, K - 1, D), which is overwritten."""
     dtype = x.dtype if x.dtype == torch.float64 else torch.float32
     seen = torch.cat([state, x.to(state.dtype)], 1)

@@ -40,10 +40,10 @@ def differentiable_op(
     schema = torch.library.infer_schema(forward, mutates_args=())
     parameters = schema[1:].partition(") -> ")[0]
 
-    def differentiate(*arguments: Any) -> list[Tensor]:
+    def differentiate(*arguments: Any) -> list[Tensor | None]:
         *inputs, more, gradients, needed = arguments
-        found = zip(inputs, backward((*inputs, *more), gradients, needed))
-        return [gradient for value, gradient in found if _is_differentiable(value)]
+        pairs = zip(inputs, backward((*inputs, *more), gradients, needed))
+        return [gradient for value, gradient in pairs if _is_differentiable(value)]
 
     def save(ctx: Any, inputs: tuple, output: Any) -> None:
         kept, more = saved(inputs, output)

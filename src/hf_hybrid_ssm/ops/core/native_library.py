@@ -7,6 +7,7 @@ import ctypes
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -36,19 +37,22 @@ def supports(device_type: str, dtype: torch.dtype) -> str | None:
     return missing_compiler()
 
 
-def contiguous(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+MaybeTensor = TypeVar("MaybeTensor", torch.Tensor, torch.Tensor | None)
+
+
+def contiguous(tensor: MaybeTensor, dtype: torch.dtype) -> MaybeTensor:
     """Contiguous, in that dtype."""
     if tensor is None or (tensor.dtype == dtype and tensor.is_contiguous()):
         return tensor
     return tensor.to(dtype).contiguous()
 
 
-def prepared(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def prepared(tensor: MaybeTensor) -> MaybeTensor:
     """In the form that C takes: contiguous float32."""
     return contiguous(tensor, torch.float32)
 
 
-def with_dense_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def with_dense_rows(tensor: MaybeTensor) -> MaybeTensor:
     """Float32 whose last dimension is dense; the others may lie apart."""
     if tensor is None:
         return None

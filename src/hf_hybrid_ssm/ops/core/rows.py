@@ -282,8 +282,8 @@ def checked_rows(rows: Rows, batch: int, length: int) -> tuple[torch.Tensor | No
     if padding is not None:
         if padding.lengths.shape != (batch,):
             raise ValueError(f"lengths must have shape (B) = ({batch}), got {tuple(padding.lengths.shape)}.")
-        is_known = not torch.compiler.is_compiling() and padding.longest is not None
-        if is_known and padding.longest > length:  # type: ignore[operator]
+        longest = None if torch.compiler.is_compiling() else padding.longest
+        if longest is not None and longest > length:
             values = padding.lengths.tolist()
             raise ValueError(f"lengths must lie in 0..{length}, the length of the row, got {values}.")
     return None if documents is None else documents.seq_idx, None if padding is None else padding.lengths
@@ -292,7 +292,7 @@ def checked_rows(rows: Rows, batch: int, length: int) -> tuple[torch.Tensor | No
 def moved(value: Value, device: torch.device, non_blocking: bool = False) -> Value:
     """A dataclass, or a dictionary of tensors, with all its tensors on the device."""
     if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=non_blocking)
+        return value.to(device, non_blocking=non_blocking)  # type: ignore[return-value]
     if isinstance(value, dict):
         return {name: moved(part, device, non_blocking) for name, part in value.items()}  # type: ignore[return-value]
     if not isinstance(value, Rows | Padding | Documents):

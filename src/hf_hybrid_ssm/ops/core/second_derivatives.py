@@ -40,12 +40,12 @@ def refuse_second_derivative(
 
 class _Refusal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, name: str, output: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(ctx: Any, name: str, output: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
         ctx.name = name
         return tuple(gradient.view_as(gradient) for gradient in gradients)
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *_: Tensor) -> Any:
         raise no_second_derivative(ctx.name)
 
 

@@ -2,7 +2,8 @@
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,10 +47,21 @@ STEP = CFunction(
 )
 
 
-def implicit_attention_native(x, *, activation, theta, state, lengths, scale, form, return_final_state, **parameters):
+def implicit_attention_native(
+    x: Tensor,
+    *,
+    activation: Callable[[Tensor], Tensor],
+    theta: float,
+    state: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+    form: str,
+    return_final_state: bool,
+    **parameters: Any,
+) -> tuple[Tensor, Tensor | None]:
     """See `hf_hybrid_ssm.ops.implicit_attention.implicit_attention`; what the kernel does not do runs in torch."""
     if form not in ("auto", "fft") or state is not None or x.shape[1] == 0 or not is_exact_gelu(activation):
-        options = {
+        options: dict[str, Any] = {
             "theta": theta,
             "state": state,
             "lengths": lengths,
@@ -77,7 +89,16 @@ def _scalar(value: float) -> Tensor:
 class _Problem:
     """What forward and backward share: filters, sizes, and the arguments in the order of C."""
 
-    def __init__(self, x, weight, bias, collapse, collapse_bias, scale, theta):
+    def __init__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        collapse: Tensor,
+        collapse_bias: Tensor | None,
+        scale: float,
+        theta: float,
+    ) -> None:
         order = weight.shape[2]
         self.response = finite_response(order, theta, x.shape[1])
         self.taps = weight.flatten(0, 1) @ self.response
@@ -116,12 +137,22 @@ def _forward(
     return y, problem.response @ torch.where(is_real, x.gather(1, index), 0.0)
 
 
-def _fake(x, weight, bias, collapse, collapse_bias, lengths, scale, theta, return_final_state):
+def _fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    collapse: Tensor,
+    collapse_bias: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+    theta: float,
+    return_final_state: bool,
+) -> tuple[Tensor, Tensor]:
     final = x.new_empty(x.shape[0], weight.shape[2], x.shape[2]) if return_final_state else x.new_empty(0)
     return torch.empty_like(x), final
 
 
-def _backward(inputs, gradients, needed):
+def _backward(inputs: Sequence, gradients: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """Of x, weight, bias, collapse and collapse_bias."""
     x, weight, bias, collapse, _, lengths, scale, theta, return_final_state = inputs
     dy, dfinal = (part.contiguous() for part in gradients)
@@ -139,11 +170,31 @@ def _backward(inputs, gradients, needed):
         return dx, dweight, dbias.view(3, rows).clone(), dcollapse.clone(), dy.sum().view(1)
 
 
-def _flops(x, weight, bias, collapse, collapse_bias, lengths, scale, theta, return_final_state):
+def _flops(
+    x: Sequence[int],
+    weight: Sequence[int],
+    bias: Sequence[int] | None,
+    collapse: Sequence[int],
+    collapse_bias: Sequence[int] | None,
+    lengths: Sequence[int] | None,
+    scale: float,
+    theta: float,
+    return_final_state: bool,
+) -> float:
     return sum(_parts_of_flops(x, weight, theta))
 
 
-def _backward_flops(x, weight, bias, collapse, collapse_bias, lengths, scale, theta, return_final_state):
+def _backward_flops(
+    x: Sequence[int],
+    weight: Sequence[int],
+    bias: Sequence[int] | None,
+    collapse: Sequence[int],
+    collapse_bias: Sequence[int] | None,
+    lengths: Sequence[int] | None,
+    scale: float,
+    theta: float,
+    return_final_state: bool,
+) -> float:
     convolution, attention = _parts_of_flops(x, weight, theta)
     return 2 * convolution + 3 * attention  # forward once more; then transforms back, and two products of attention
 
@@ -168,7 +219,19 @@ _attention = differentiable_op(
 )
 
 
-def decode_token(x, memory, recent, pending, *, weight, bias, collapse, collapse_bias, scale, theta):
+def decode_token(
+    x: Tensor,
+    memory: Tensor,
+    recent: Tensor,
+    pending: Tensor,
+    *,
+    weight: Tensor,
+    bias: Tensor | None,
+    collapse: Tensor,
+    collapse_bias: Tensor | None,
+    scale: float,
+    theta: float,
+) -> tuple[Tensor, ...]:
     """One token x (B, 1, D), without gradients: its output and the states after it, see `decoding`."""
     inputs = [prepared(tensor) for tensor in (x, weight, bias, collapse, collapse_bias, memory, recent)]
     compute = _step_without_copies if is_plain_call(x) else _step
@@ -180,7 +243,18 @@ setattr(implicit_attention_native, DECODE, decode_token)
 
 
 def _compute_step(
-    x, weight, bias, collapse, collapse_bias, memory, recent, pending, scale, theta, *, copies
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    collapse: Tensor,
+    collapse_bias: Tensor | None,
+    memory: Tensor,
+    recent: Tensor,
+    pending: Tensor,
+    scale: float,
+    theta: float,
+    *,
+    copies: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
     """As `_step`; whether the memory is a new one."""
     operators = BlockOperators(*block_operators(weight.shape[2], theta, recent.shape[1], x.dtype, device=x.device))
@@ -193,7 +267,7 @@ def _compute_step(
     return y, after, recent, pending, ctypes.c_int64.from_address(is_new.data_ptr()).value
 
 
-def _step_without_copies(*inputs):
+def _step_without_copies(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `_step`, for plain tensors: a memory that stays as it is is not copied."""
     y, after, recent, pending, is_new = _compute_step(*inputs, copies=False)
     return y, after if is_new else inputs[5], recent, pending
@@ -218,5 +292,16 @@ def _step(
 
 
 @_step.register_fake
-def _(x, weight, bias, collapse, collapse_bias, memory, recent, pending, scale, theta):
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    collapse: Tensor,
+    collapse_bias: Tensor | None,
+    memory: Tensor,
+    recent: Tensor,
+    pending: Tensor,
+    scale: float,
+    theta: float,
+) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(tensor) for tensor in (x, memory, recent, pending))

@@ -1,5 +1,7 @@
 """Implicit self-attention, token by token, in the order of the paper (equations 8 to 11)."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -8,8 +10,20 @@ from hf_hybrid_ssm.ops.legendre_memory.reference import legendre_memory_referenc
 
 
 def implicit_attention_reference(
-    x, *, weight, bias, collapse, collapse_bias, activation, scale, theta, state, lengths, form, return_final_state
-):
+    x: torch.Tensor,
+    *,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    collapse: torch.Tensor,
+    collapse_bias: torch.Tensor | None,
+    activation: Callable[[torch.Tensor], torch.Tensor],
+    scale: float,
+    theta: float,
+    state: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    form: str,
+    return_final_state: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `hf_hybrid_ssm.ops.implicit_attention.implicit_attention`; float32, or float64 for float64 inputs."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     rows, order = weight.shape[1:]

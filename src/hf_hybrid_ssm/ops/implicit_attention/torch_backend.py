@@ -1,6 +1,7 @@
 """Implicit self-attention in torch: all rows by one batched product, or groups of blocks computed again in the
 backward where they would take too much memory."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -17,8 +18,20 @@ GROUP = 2**21
 
 
 def implicit_attention_torch(
-    x, *, weight, bias, collapse, collapse_bias, activation, scale, theta, state, lengths, form, return_final_state
-):
+    x: torch.Tensor,
+    *,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    collapse: torch.Tensor,
+    collapse_bias: torch.Tensor | None,
+    activation: Callable[[torch.Tensor], torch.Tensor],
+    scale: float,
+    theta: float,
+    state: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    form: str,
+    return_final_state: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `hf_hybrid_ssm.ops.implicit_attention.implicit_attention`."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     rows, order = weight.shape[1:]
@@ -43,13 +56,17 @@ def implicit_attention_torch(
         return y.to(x.dtype), blocks.final_state(lengths)
 
 
-def _read_and_attend(blocks, weight, dtype, attend):
+def _read_and_attend(
+    blocks: Blocks, weight: torch.Tensor, dtype: torch.dtype, attend: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
     """(B, J C, D) from all blocks. The products are made in `dtype`: states are never rounded, what reads them is."""
     batch, count, block, channels = blocks.x.shape
     x, states = (part.flatten(0, 1).to(dtype) for part in (blocks.x, blocks.states))
     from_inputs, from_state = (matrix.to(dtype) for matrix in read_out_matrices(weight, blocks.operators))
 
-    def group(from_inputs, from_state, x, states):
+    def group(
+        from_inputs: torch.Tensor, from_state: torch.Tensor, x: torch.Tensor, states: torch.Tensor
+    ) -> torch.Tensor:
         y = read_out(from_inputs, from_state, x, states)
         return attend(y.unflatten(1, (block, -1)))  # (n, C, D)
 
@@ -61,7 +78,14 @@ def _read_and_attend(blocks, weight, dtype, attend):
     return torch.cat([run(from_inputs, from_state, *pair) for pair in pairs]).view(batch, count * block, channels)
 
 
-def _attend(y, bias, collapse, collapse_bias, activation, scale):
+def _attend(
+    y: torch.Tensor,
+    bias: torch.Tensor | None,
+    collapse: torch.Tensor,
+    collapse_bias: torch.Tensor | None,
+    activation: Callable[[torch.Tensor], torch.Tensor],
+    scale: float,
+) -> torch.Tensor:
     """(..., 3, q', D) → (..., D): p (S V) = (p S) V, so that S V is never formed; softmax in float32 or wider."""
     if bias is not None:
         y = y + bias.to(y.dtype).unsqueeze(-1)
@@ -74,7 +98,7 @@ def _attend(y, bias, collapse, collapse_bias, activation, scale):
     return m if collapse_bias is None else m + collapse_bias.to(m.dtype)
 
 
-def _convolved(x, weight, order, theta):
+def _convolved(x: torch.Tensor, weight: torch.Tensor, order: int, theta: float) -> torch.Tensor:
     """W m_t for all t by FFT, as in the paper's appendix A.1: (B, L, 3 q', D).
 
     Channels go through it in groups, and again in the backward, so that spectra stay small: all of them at once are
@@ -84,7 +108,7 @@ def _convolved(x, weight, order, theta):
     kernel = weight @ impulse_response(order, theta, length).to(x.device, x.dtype)  # (r, L)
     spectrum = torch.fft.rfft(kernel, 2 * length)
 
-    def group(x, spectrum):
+    def group(x: torch.Tensor, spectrum: torch.Tensor) -> torch.Tensor:
         products = torch.fft.rfft(x.transpose(1, 2), 2 * length).unsqueeze(2) * spectrum  # (B, D', r, L + 1)
         return torch.fft.irfft(products, 2 * length)[..., :length]
 

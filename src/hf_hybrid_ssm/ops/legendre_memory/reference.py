@@ -6,7 +6,15 @@ import torch
 from hf_hybrid_ssm.ops.legendre_memory.constants import transition
 
 
-def legendre_memory_reference(x, *, weight, order, theta, state, lengths):
+def legendre_memory_reference(
+    x: torch.Tensor,
+    *,
+    weight: torch.Tensor | None,
+    order: int,
+    theta: float,
+    state: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """See `hf_hybrid_ssm.ops.legendre_memory.legendre_memory`; computes in float32, or float64 for float64 inputs."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     a = transition(order, theta).to(x.device, dtype)

@@ -14,7 +14,15 @@ from hf_hybrid_ssm.ops.legendre_memory.constants import (
 BLOCK = 32
 
 
-def legendre_memory_torch(x, *, weight, order, theta, state, lengths):
+def legendre_memory_torch(
+    x: torch.Tensor,
+    *,
+    weight: torch.Tensor | None,
+    order: int,
+    theta: float,
+    state: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """See `hf_hybrid_ssm.ops.legendre_memory.legendre_memory`."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     weight = torch.eye(order, dtype=dtype, device=x.device) if weight is None else weight.to(dtype)
@@ -31,7 +39,14 @@ def legendre_memory_torch(x, *, weight, order, theta, state, lengths):
         return y.to(x.dtype), final
 
 
-def by_steps(x, weight, order, theta, state, lengths):
+def by_steps(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    order: int,
+    theta: float,
+    state: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Token by token, for one or two of them: m ← A m + B x."""
     a, b, *_ = block_operators(order, theta, 1, x.dtype, device=x.device)
     m = x.new_zeros(x.shape[0], order, x.shape[2]) if state is None else state.to(x.dtype)

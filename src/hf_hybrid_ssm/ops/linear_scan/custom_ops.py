@@ -1,7 +1,7 @@
 """The two scans as torch.library ops, for every backend that has kernels."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_hybrid_ssm.ops.core.custom_ops import differentiable_op
 from hf_hybrid_ssm.ops.core.output_positions import take_outputs
-from hf_hybrid_ssm.ops.linear_scan.channel_blocks import lti_scan_torch
+from hf_hybrid_ssm.ops.linear_scan.channel_blocks import BlockMatrices, lti_scan_torch
 
 
 def channel_op(name: str, forward: Callable, backward: Callable, device_types: str | None = None) -> Callable:
@@ -35,11 +35,13 @@ def channel_op(name: str, forward: Callable, backward: Callable, device_types: s
     ) -> tuple[Tensor, Tensor]:
         return forward(u, decay, vector, output, skip, initial_state, seq_idx, lengths, is_complex)
 
-    def differentiate(inputs, gradients, needed):
+    def differentiate(
+        inputs: Sequence, gradients: Sequence[Tensor], needed: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
         *tensors, is_complex = inputs
         return backward(*tensors, *(part.contiguous() for part in gradients), is_complex, any(needed[1:4]))
 
-    def fake(u, decay, vector, output, *_):
+    def fake(u: Tensor, decay: Tensor, vector: Tensor, output: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
         (batch, length, channels), (filters, _, size) = u.shape, output.shape
         return u.new_empty(batch, length, filters, channels), u.new_empty(batch, filters, channels, size)
 
@@ -86,9 +88,21 @@ def lti_scan_by(op: Callable) -> Callable:
     """
 
     def run(
-        u, decay, vector, output, skip, initial_state, seq_idx, lengths, return_final_state, stride, positions, *,
-        form, blocks=None
-    ):  # fmt: skip
+        u: Tensor,
+        decay: Tensor,
+        vector: Tensor,
+        output: Tensor,
+        skip: Tensor | None,
+        initial_state: Tensor | None,
+        seq_idx: Tensor | None,
+        lengths: Tensor | None,
+        return_final_state: bool,
+        stride: int | None,
+        positions: Tensor | None,
+        *,
+        form: str,
+        blocks: BlockMatrices | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         tensors = (u, decay, vector, output, skip, initial_state, seq_idx, lengths)
         asks_for_all = stride is None and positions is None
         trains = torch.is_grad_enabled() and any(part.requires_grad for part in (decay, vector, output))
@@ -108,7 +122,7 @@ def lti_scan_by(op: Callable) -> Callable:
 def diagonal_scan_by(op: Callable) -> Callable:
     """`diagonal_scan_torch` by a `diagonal_op`."""
 
-    def run(decay, x, initial_state, seq_idx):
+    def run(decay: Tensor, x: Tensor, initial_state: Tensor | None, seq_idx: Tensor | None) -> Tensor:
         inputs = (_dense(x, torch.float32), _dense(decay, torch.float64), _dense(initial_state, torch.float32))
         return op(*inputs, _dense(seq_idx, torch.int64)).to(x.dtype)
 

@@ -65,7 +65,7 @@ def diagonal_scan(
         h = x
         if x.numel():
             parts = (_real_parts(part) for part in (decay, x, initial_state))
-            h = scan(*parts, seq_idx)  # type: ignore[call-arg]
+            h = scan(*parts, seq_idx)
             h = torch.view_as_complex(h) if x.is_complex() else h
     if not rows.return_final_state:
         return h, None

@@ -38,7 +38,17 @@ DIAGONAL_BACKWARD = CFunction(
 )
 
 
-def _channel_forward(u, decay, vector, output, skip, initial_state, seq_idx, lengths, is_complex):
+def _channel_forward(
+    u: torch.Tensor,
+    decay: torch.Tensor,
+    vector: torch.Tensor,
+    output: torch.Tensor,
+    skip: torch.Tensor | None,
+    initial_state: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    is_complex: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
     (batch, length, channels), (filters, _, size) = u.shape, output.shape
     y, final = u.new_empty(batch, length, filters, channels), u.new_empty(batch, filters, channels, size)
     system = (decay.flatten(2), vector, output)
@@ -46,7 +56,20 @@ def _channel_forward(u, decay, vector, output, skip, initial_state, seq_idx, len
     return y, final
 
 
-def _channel_backward(u, decay, vector, output, skip, initial_state, seq_idx, lengths, dy, dfinal, is_complex, trains):
+def _channel_backward(
+    u: torch.Tensor,
+    decay: torch.Tensor,
+    vector: torch.Tensor,
+    output: torch.Tensor,
+    skip: torch.Tensor | None,
+    initial_state: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    dy: torch.Tensor,
+    dfinal: torch.Tensor,
+    is_complex: bool,
+    trains: bool,
+) -> list[torch.Tensor]:
     filters, channels, _ = output.shape
     ddecay, dvector, doutput = (torch.zeros_like(tensor) for tensor in (decay, vector, output))
     du, dskip, dinitial = torch.empty_like(u), u.new_empty(filters, channels), torch.empty_like(dfinal)
@@ -59,19 +82,27 @@ _channel = channel_op("hf_hybrid_ssm::lti_scan_native", _channel_forward, _chann
 lti_scan_native = lti_scan_by(_channel)
 
 
-def _diagonal_forward(x, decay, initial_state, seq_idx):
+def _diagonal_forward(
+    x: torch.Tensor, decay: torch.Tensor, initial_state: torch.Tensor | None, seq_idx: torch.Tensor | None
+) -> torch.Tensor:
     h = torch.empty_like(x)
     pairs = decay.dim() == 2
-    x, decay, initial_state, out = _floats(pairs, x, decay, initial_state, h)
-    DIAGONAL_FORWARD((x, decay, initial_state, seq_idx, out), pairs)
+    *inputs, out = _floats(pairs, x, decay, initial_state, h)
+    DIAGONAL_FORWARD((*inputs, seq_idx, out), pairs)
     return h
 
 
-def _diagonal_backward(dh, h, decay, initial_state, seq_idx):
+def _diagonal_backward(
+    dh: torch.Tensor,
+    h: torch.Tensor,
+    decay: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
     dx, ddecay, dinitial = torch.empty_like(h), torch.empty_like(decay), h.new_empty(h.shape[0], *h.shape[2:])
     pairs = decay.dim() == 2
-    dh, h, decay, initial_state, *out = _floats(pairs, dh, h, decay, initial_state, dx, ddecay, dinitial)
-    DIAGONAL_BACKWARD((dh, h, decay, initial_state, seq_idx, *out), pairs)
+    inputs = _floats(pairs, dh, h, decay, initial_state)
+    DIAGONAL_BACKWARD((*inputs, seq_idx, *_floats(pairs, dx, ddecay, dinitial)), pairs)
     return dx, ddecay, dinitial
 
 

@@ -1,5 +1,7 @@
 """The fused CPU backend of a step: `native_step.c`, called directly or through a custom op."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,18 @@ STEP = CFunction(
 )
 
 
-def linear_step_native(u, state, decay_minus_one, input_vector, *, output_rows, low_rank, skip, is_complex, silu):
+def linear_step_native(
+    u: Tensor,
+    state: Tensor,
+    decay_minus_one: Tensor,
+    input_vector: Tensor,
+    *,
+    output_rows: Tensor | None,
+    low_rank: tuple[Tensor, Tensor] | None,
+    skip: Tensor | None,
+    is_complex: bool,
+    silu: bool,
+) -> tuple[Tensor | None, Tensor]:
     """As `hf_hybrid_ssm.ops.linear_scan.lti_token`."""
     wide = prepared(state)
     left, right = low_rank or (None, None)
@@ -49,7 +62,16 @@ def _compute(
     return y
 
 
-def _fake(u, state, decay_minus_one, input_vector, left, right, output_rows, *_):
+def _fake(
+    u: Tensor,
+    state: Tensor,
+    decay_minus_one: Tensor,
+    input_vector: Tensor,
+    left: Tensor | None,
+    right: Tensor | None,
+    output_rows: Tensor | None,
+    *_: Any,
+) -> Tensor:
     return u.new_empty(state.shape[0], 1, state.shape[1] if output_rows is not None else 0, state.shape[2])
 
 

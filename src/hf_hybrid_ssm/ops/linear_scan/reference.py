@@ -6,10 +6,13 @@ import torch.nn.functional as F
 from hf_hybrid_ssm.ops.core.output_positions import take_outputs
 from hf_hybrid_ssm.ops.core.padding import zero_beyond
 from hf_hybrid_ssm.ops.core.self_check import draw
+from hf_hybrid_ssm.ops.linear_scan.channel_blocks import BlockMatrices
 from hf_hybrid_ssm.ops.linear_scan.transition import Transition
 
 
-def diagonal_scan_reference(decay, x, initial_state, seq_idx):
+def diagonal_scan_reference(
+    decay: torch.Tensor, x: torch.Tensor, initial_state: torch.Tensor | None, seq_idx: torch.Tensor | None
+) -> torch.Tensor:
     """h_t = a h_{t-1} + x_t, with h = 0 before the first token of a document; shapes as in `diagonal_scan_torch`.
 
     Each product is taken in the wider of the two dtypes and rounded to x's.
@@ -29,9 +32,21 @@ def diagonal_scan_reference(decay, x, initial_state, seq_idx):
 
 
 def lti_scan_reference(
-    u, decay, vector, output, skip, initial_state, seq_idx, lengths, return_final_state, stride, positions, *,
-    form, blocks=None
-):  # fmt: skip
+    u: torch.Tensor,
+    decay: torch.Tensor,
+    vector: torch.Tensor,
+    output: torch.Tensor,
+    skip: torch.Tensor | None,
+    initial_state: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    return_final_state: bool,
+    stride: int | None,
+    positions: torch.Tensor | None,
+    *,
+    form: str,
+    blocks: BlockMatrices | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """s_t = A s_{t-1} + B u_t, y_t = C s_t + D u_t; shapes as in `lti_scan_torch`."""
     transition, u = Transition(decay, form), zero_beyond(u.to(output.dtype), lengths)
     batch, length, channels = u.shape
@@ -83,7 +98,18 @@ def aligned_channel_inputs() -> dict:
     return draw(shapes) | options | {"decay": _decays(1, 16, 16), "return_final_state": True}
 
 
-def linear_step_reference(u, state, decay_minus_one, input_vector, *, output_rows, low_rank, skip, is_complex, silu):
+def linear_step_reference(
+    u: torch.Tensor,
+    state: torch.Tensor,
+    decay_minus_one: torch.Tensor,
+    input_vector: torch.Tensor,
+    *,
+    output_rows: torch.Tensor | None,
+    low_rank: tuple[torch.Tensor, torch.Tensor] | None,
+    skip: torch.Tensor | None,
+    is_complex: bool,
+    silu: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
     """See `hf_hybrid_ssm.ops.linear_scan.lti_token`; computes in float32, or in float64 for float64 inputs."""
     dtype = torch.promote_types(u.dtype, torch.float32)
     h, value, a, b = state.to(dtype), u.to(dtype).unsqueeze(-1), decay_minus_one.to(dtype), input_vector.to(dtype)

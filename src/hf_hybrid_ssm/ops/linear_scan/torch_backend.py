@@ -12,7 +12,9 @@ from hf_hybrid_ssm.ops.linear_scan.transition import power
 BLOCK = 32  # tokens; the depth of the recursion is the logarithm of the length to this base
 
 
-def diagonal_scan_torch(decay, x, initial_state, seq_idx):
+def diagonal_scan_torch(
+    decay: torch.Tensor, x: torch.Tensor, initial_state: torch.Tensor | None, seq_idx: torch.Tensor | None
+) -> torch.Tensor:
     """h_t = a h_{t-1} + x_t, real or complex.
 
     Args:
@@ -82,7 +84,18 @@ def _states_from_zero(tokens: torch.Tensor, powers: torch.Tensor, documents: tor
     return h.reshape(batch, blocks, block, size)
 
 
-def linear_step_torch(u, state, decay_minus_one, input_vector, *, output_rows, low_rank, skip, is_complex, silu):
+def linear_step_torch(
+    u: torch.Tensor,
+    state: torch.Tensor,
+    decay_minus_one: torch.Tensor,
+    input_vector: torch.Tensor,
+    *,
+    output_rows: torch.Tensor | None,
+    low_rank: tuple[torch.Tensor, torch.Tensor] | None,
+    skip: torch.Tensor | None,
+    is_complex: bool,
+    silu: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
     """See `hf_hybrid_ssm.ops.linear_scan.lti_token`."""
     h, value = state.to(decay_minus_one.dtype), u.to(decay_minus_one.dtype).unsqueeze(-1)
     if is_complex:

@@ -379,12 +379,11 @@ def _channel_backward(u, decay, vector, output, skip, initial_state, seq_idx, le
     dvector, doutput, ddecay = (torch.empty_like(dfinal) for _ in range(3))
     rows = (seq_idx, lengths)
     if trains:
-        outputs = (None, None, doutput, ddecay, None)
-        _launch(DERIVATIVE, u, dy, (decay, vector, output), None, *rows, initial_state, dfinal, outputs, is_complex)
-    outputs = (du, dinitial, dvector, None, dskip)
-    _launch(BACKWARD, dy, u, (decay, output, vector), skip, *rows, dfinal, None, outputs, is_complex)
-    of_system = (part.sum(0) for part in (ddecay, dvector, doutput))
-    ddecay, dvector, doutput = of_system
+        of_system = (None, None, doutput, ddecay, None)
+        _launch(DERIVATIVE, u, dy, (decay, vector, output), None, *rows, initial_state, dfinal, of_system, is_complex)
+    of_inputs = (du, dinitial, dvector, None, dskip)
+    _launch(BACKWARD, dy, u, (decay, output, vector), skip, *rows, dfinal, None, of_inputs, is_complex)
+    ddecay, dvector, doutput = (part.sum(0) for part in (ddecay, dvector, doutput))
     return [du.sum(2), ddecay.view(decay.shape).to(decay.dtype), dvector, doutput, dskip.sum(0), dinitial]
 
 

@@ -45,14 +45,16 @@ def biased_attention(
 
 class _BiasedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q, k, v, mask, scale):
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
+    ) -> torch.Tensor:
         y, logsumexp = _FORWARD(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
         ctx.save_for_backward(q, k, v, mask, y, logsumexp)
         ctx.scale = scale
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, mask, y, logsumexp = ctx.saved_tensors
         if torch.is_grad_enabled():  # this gradient is to be differentiated too
             return *_gradients(grad, q, k, v, mask, ctx.scale), None

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_hybrid_ssm.ops.core.padding import zero_beyond
 from hf_hybrid_ssm.ops.core.precision import float32_precision
-from hf_hybrid_ssm.ops.local_attention.distance_range import Window, distance_ranges, zero_key_logits
+from hf_hybrid_ssm.ops.local_attention.distance_range import AttentionState, Window, distance_ranges, zero_key_logits
 from hf_hybrid_ssm.ops.local_attention.sink import beside_sink
 from hf_hybrid_ssm.ops.local_attention.torch_backend import is_causal_by_chunk, local_attention_torch
 
@@ -42,47 +42,52 @@ def supports(device_type: str, dtype: torch.dtype) -> str | None:
 
 
 def local_attention_triton(
-    q,
-    k,
-    v,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     *,
-    window,
-    chunk_size,
-    bias,
-    scale,
-    zero_kv_sink,
-    sink_logits,
-    sink_values,
-    dropout,
-    state,
-    seq_idx,
-    lengths,
-):
+    window: Window,
+    chunk_size: int | None,
+    bias: torch.Tensor | None,
+    scale: float,
+    zero_kv_sink: bool,
+    sink_logits: torch.Tensor | None,
+    sink_values: torch.Tensor | None,
+    dropout: float,
+    state: AttentionState | None,
+    seq_idx: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+) -> torch.Tensor:
     """As `local_attention_torch`, which takes over what FlexAttention has not (dropout, an initial state), what would
     not fill a block, and causal chunks without a bias, for which torch has a kernel."""
     few, has_sink = q.shape[2] < BLOCK or min(q.shape[3], v.shape[3]) < LEAST_HEAD, sink_logits is not None
     by_chunk = not has_sink and is_causal_by_chunk(window, chunk_size, bias, dropout, state, seq_idx)
     if few or dropout or state is not None or by_chunk:
-        given = {"bias": bias, "scale": scale, "zero_kv_sink": zero_kv_sink, "dropout": dropout, "state": state}
-        given |= {"sink_logits": sink_logits, "sink_values": sink_values}
-        given |= {"window": window, "chunk_size": chunk_size, "seq_idx": seq_idx, "lengths": lengths}
-        return local_attention_torch(q, k, v, **given)
+        options: dict[str, Any] = {"window": window, "chunk_size": chunk_size, "bias": bias, "scale": scale}
+        options |= {"dropout": dropout, "zero_kv_sink": zero_kv_sink, "state": state, "seq_idx": seq_idx}
+        options |= {"lengths": lengths, "sink_logits": sink_logits, "sink_values": sink_values}
+        return local_attention_torch(q, k, v, **options)
     (left, right), length = window, q.shape[2]
-    rows = {"seen": None, "seq_idx": seq_idx, "lengths": lengths, "device": q.device}
-    ranges = distance_ranges(length, window, chunk_size, **rows)
+    ranges = distance_ranges(length, window, chunk_size, seen=None, seq_idx=seq_idx, lengths=lengths, device=q.device)
     k, v = zero_beyond(k, lengths, dim=2), zero_beyond(v, lengths, dim=2)
     first, last = (limit.expand(q.shape[0], length).contiguous() for limit in ranges[:2])  # of one layout: one kernel
 
-    def sees(row, head, i, j):
+    def sees(row: torch.Tensor, head: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         return (i - j >= first[row, i]) & (i - j <= last[row, i])
 
-    def with_bias(score, row, head, i, j):
-        column = i - j + (bias.shape[1] // 2 if right is None or right > 0 else 0)
-        return score + bias[head, column.clamp(0, bias.shape[1] - 1)].to(score.dtype)
+    score_mod = None
+    if bias is not None:
 
+        def with_bias(
+            score: torch.Tensor, row: torch.Tensor, head: torch.Tensor, i: torch.Tensor, j: torch.Tensor
+        ) -> torch.Tensor:
+            column = i - j + (bias.shape[1] // 2 if right is None or right > 0 else 0)
+            return score + bias[head, column.clamp(0, bias.shape[1] - 1)].to(score.dtype)
+
+        score_mod = with_bias
     visited, indices = _visited(length, window, q.device)
     blocks = BlockMask.from_kv_blocks(visited, indices, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(length, length))
-    options: dict[str, Any] = {"score_mod": None if bias is None else with_bias, "block_mask": blocks, "scale": scale}
+    options = {"score_mod": score_mod, "block_mask": blocks, "scale": scale}
     options["enable_gqa"] = bool(q.shape[1] != k.shape[1])  # of symbolic sizes a comparison is not a bool
     attend = _flex(q, _kind(q, k, v, window, bias, scale, zero_kv_sink or has_sink))
     if not zero_kv_sink and not has_sink:
@@ -90,7 +95,9 @@ def local_attention_triton(
     y, total = attend(q, k, v, **options, **LOG_SUM)
     total = total if isinstance(total, torch.Tensor) else total.lse
     if zero_kv_sink:
+        assert left is not None and right is not None  # zeros fill a window
         sink_logits = zero_key_logits(bias, ranges.rank, left, right, total.new_empty(0))
+    assert sink_logits is not None  # without a sink it has returned
     return beside_sink(y, total, sink_logits, sink_values)
 
 
@@ -109,7 +116,15 @@ def _visited(length: int, window: Window, device: torch.device) -> tuple[torch.T
         return (highest - lowest + 1).int()[None, None], indices.int()[None, None]
 
 
-def _kind(q, k, v, window, bias, scale, has_sink) -> tuple:
+def _kind(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: Window,
+    bias: torch.Tensor | None,
+    scale: float,
+    has_sink: bool,
+) -> tuple:
     """What another value of compiles anew; lengths and, above one, batches do not."""
     sizes = (q.shape[0] == 1, q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype, q.device)
     column = None if bias is None else (bias.shape, bias.dtype, window[1] is None or window[1] > 0)

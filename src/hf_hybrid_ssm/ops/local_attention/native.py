@@ -17,7 +17,7 @@ from hf_hybrid_ssm.ops.core.native_library import (
     with_dense_rows,
 )
 from hf_hybrid_ssm.ops.core.second_derivatives import register_refusal
-from hf_hybrid_ssm.ops.local_attention.distance_range import UNLIMITED
+from hf_hybrid_ssm.ops.local_attention.distance_range import UNLIMITED, AttentionState, Window
 from hf_hybrid_ssm.ops.local_attention.torch_backend import local_attention_torch
 
 __all__ = ["local_attention_native", "supports"]
@@ -39,28 +39,28 @@ BACKWARD = CFunction(
 
 
 def local_attention_native(
-    q,
-    k,
-    v,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
-    window,
-    chunk_size,
-    bias,
-    scale,
-    zero_kv_sink,
-    sink_logits,
-    sink_values,
-    dropout,
-    state,
-    seq_idx,
-    lengths,
-):
+    window: Window,
+    chunk_size: int | None,
+    bias: Tensor | None,
+    scale: float,
+    zero_kv_sink: bool,
+    sink_logits: Tensor | None,
+    sink_values: Tensor | None,
+    dropout: float,
+    state: AttentionState | None,
+    seq_idx: Tensor | None,
+    lengths: Tensor | None,
+) -> Tensor:
     """See `hf_hybrid_ssm.ops.local_attention.local_attention`; dropout runs in torch."""
     if dropout:
-        given = {"window": window, "chunk_size": chunk_size, "bias": bias, "scale": scale, "dropout": dropout}
-        given |= {"zero_kv_sink": zero_kv_sink, "state": state, "seq_idx": seq_idx, "lengths": lengths}
-        given |= {"sink_logits": sink_logits, "sink_values": sink_values}
-        return local_attention_torch(q, k, v, **given)
+        options: dict[str, Any] = {"window": window, "chunk_size": chunk_size, "bias": bias, "scale": scale}
+        options |= {"dropout": dropout, "zero_kv_sink": zero_kv_sink, "state": state, "seq_idx": seq_idx}
+        options |= {"lengths": lengths, "sink_logits": sink_logits, "sink_values": sink_values}
+        return local_attention_torch(q, k, v, **options)
     seen = None
     if state is not None:
         k, v = torch.cat([state.keys.to(k.dtype), k], 2), torch.cat([state.values.to(v.dtype), v], 2)
@@ -112,7 +112,19 @@ _forward = torch.library.custom_op(
 
 
 @_forward.register_fake
-def _(q, k, v, bias, sink_logits, sink_values, seen, seq_idx, lengths, scale, numbers):
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    sink_logits: Tensor | None,
+    sink_values: Tensor | None,
+    seen: Tensor | None,
+    seq_idx: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+    numbers: Sequence[int],
+) -> tuple[Tensor, Tensor]:
     batch, heads, length, _ = q.shape
     return q.new_empty(batch, length, heads, v.shape[3]).transpose(1, 2), q.new_empty(batch, heads, length)
 
@@ -144,18 +156,33 @@ def _backward(
 
 
 @_backward.register_fake
-def _(q, k, v, bias, sink_logits, sink_values, seen, seq_idx, lengths, y, log_sums, dy, scale, numbers):
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    sink_logits: Tensor | None,
+    sink_values: Tensor | None,
+    seen: Tensor | None,
+    seq_idx: Tensor | None,
+    lengths: Tensor | None,
+    y: Tensor,
+    log_sums: Tensor,
+    dy: Tensor,
+    scale: float,
+    numbers: Sequence[int],
+) -> list[Tensor]:
     others = (q.new_empty(0 if x is None else x.shape) for x in (bias, sink_logits, sink_values))
     return [*(_zeros_by_token(x) for x in (q, k, v)), *others]
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
     *tensors, ctx.scale, ctx.numbers = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
-def _gradient(ctx, dy, dlog_sums):
+def _gradient(ctx: Any, dy: Tensor, dlog_sums: Tensor | None) -> tuple[Tensor | None, ...]:
     *inputs, y, log_sums = ctx.saved_tensors  # once: checkpointing unpacks them once
     saved = (*inputs, with_dense_rows(y), log_sums.contiguous(), with_dense_rows(dy))
     gradients = _backward(*saved, ctx.scale, ctx.numbers)

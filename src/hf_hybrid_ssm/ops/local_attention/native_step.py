@@ -1,6 +1,6 @@
 """The fused CPU backend of a step: `native_step.c`, called directly or through a custom op."""
 
-from typing import List  # noqa: UP035
+from typing import Any, List  # noqa: UP035
 
 import torch
 from torch import Tensor
@@ -8,6 +8,7 @@ from torch import Tensor
 from hf_hybrid_ssm.ops.core import native_library
 from hf_hybrid_ssm.ops.core.c_function import CFunction
 from hf_hybrid_ssm.ops.core.native_library import contiguous, library_beside, prepared, step_op
+from hf_hybrid_ssm.ops.local_attention.distance_range import Window
 
 STEP = CFunction(
     library_beside(__file__),
@@ -28,24 +29,24 @@ def supports(device_type: str, dtype: torch.dtype) -> str | None:
 
 
 def attention_step_native(
-    q,
-    k,
-    v,
-    keys,
-    values,
-    seen,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    seen: Tensor | None,
     *,
-    window,
-    chunk_size,
-    block,
-    bias,
-    scale,
-    head_scale,
-    zero_kv_sink,
-    sink_logits,
-    sink_values,
-    shift,
-):
+    window: Window,
+    chunk_size: int | None,
+    block: bool,
+    bias: Tensor | None,
+    scale: float,
+    head_scale: Tensor | None,
+    zero_kv_sink: bool,
+    sink_logits: Tensor | None,
+    sink_values: Tensor | None,
+    shift: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """As `hf_hybrid_ssm.ops.local_attention.slot_attention`."""
     left, right = window
     numbers = (-1 if left is None else left, right, chunk_size or 0, int(block), int(shift), int(zero_kv_sink))
@@ -77,7 +78,7 @@ def _compute(
     return y
 
 
-def _fake(q, k, v, keys, values, *_):
+def _fake(q: Tensor, k: Tensor | None, v: Tensor | None, keys: Tensor, values: Tensor, *_: Any) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1], 1, values.shape[3])
 
 

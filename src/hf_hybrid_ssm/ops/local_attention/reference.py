@@ -3,25 +3,26 @@
 import torch
 
 from hf_hybrid_ssm.ops.core.self_check import draw
+from hf_hybrid_ssm.ops.local_attention.distance_range import AttentionState, Window
 
 
 def local_attention_reference(
-    q,
-    k,
-    v,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     *,
-    window,
-    chunk_size,
-    bias,
-    scale,
-    zero_kv_sink,
-    sink_logits,
-    sink_values,
-    dropout,
-    state,
-    seq_idx,
-    lengths,
-):
+    window: Window,
+    chunk_size: int | None,
+    bias: torch.Tensor | None,
+    scale: float,
+    zero_kv_sink: bool,
+    sink_logits: torch.Tensor | None,
+    sink_values: torch.Tensor | None,
+    dropout: float,
+    state: AttentionState | None,
+    seq_idx: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+) -> torch.Tensor:
     """See `hf_hybrid_ssm.ops.local_attention.local_attention`; computes in float32, or float64 for float64 inputs."""
     if dropout:
         raise ValueError("the reference has no dropout.")
@@ -57,6 +58,7 @@ def local_attention_reference(
                     logits.append(product * scale + _bias(bias, i - j, two_sided, heads, dtype))
                     seen_values.append(values[j])
             if zero_kv_sink:
+                assert left is not None and right is not None  # zeros fill a window
                 for distance in range(max(-right, known[i][1] + 1), left + 1):
                     logits.append(_bias(bias, distance, two_sided, heads, dtype))
                     seen_values.append(nothing)
@@ -70,26 +72,26 @@ def local_attention_reference(
     return y.to(q.dtype)
 
 
-def _tokens(x, shared, dtype):
+def _tokens(x: torch.Tensor, shared: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """Of keys or values (G, L, e), those of each token, for every head that shares them: L times (H, e)."""
     return list(x.to(dtype).repeat_interleave(shared, 0).unbind(1))
 
 
-def _weights(logits):
+def _weights(logits: list[torch.Tensor]) -> torch.Tensor:
     """The softmax over the keys, of logits (H,) each; 0 in a head whose bias hides all of them."""
     stacked = torch.stack(logits)
     hidden = stacked.isneginf().all(0)
     return torch.where(hidden, 0.0, torch.where(hidden, 0.0, stacked).softmax(0))
 
 
-def _sink_value(sink_values, like):
+def _sink_value(sink_values: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     """(H, V) the value of the sink for each head, like (H, V) in dtype; 0 if none is given."""
     if sink_values is None:
         return torch.zeros_like(like)
     return sink_values.to(like.dtype).repeat_interleave(like.shape[0] // sink_values.shape[0], 0)
 
 
-def _bias(bias, distance, two_sided, heads, dtype):
+def _bias(bias: torch.Tensor | None, distance: int, two_sided: bool, heads: int, dtype: torch.dtype) -> torch.Tensor:
     if bias is None:
         return torch.zeros(heads, dtype=dtype)
     column = distance + bias.shape[1] // 2 if two_sided else distance
@@ -112,61 +114,73 @@ def sink_self_check_inputs() -> dict:
 
 
 def attention_step_reference(
-    q,
-    k,
-    v,
-    keys,
-    values,
-    seen,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    seen: torch.Tensor | None,
     *,
-    window,
-    chunk_size,
-    block,
-    bias,
-    scale,
-    head_scale,
-    zero_kv_sink,
-    sink_logits,
-    sink_values,
-    shift,
-):
+    window: Window,
+    chunk_size: int | None,
+    block: bool,
+    bias: torch.Tensor | None,
+    scale: float,
+    head_scale: torch.Tensor | None,
+    zero_kv_sink: bool,
+    sink_logits: torch.Tensor | None,
+    sink_values: torch.Tensor | None,
+    shift: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `hf_hybrid_ssm.ops.local_attention.slot_attention`; computes in the same precision."""
-    dtype, output_dtype = torch.promote_types(q.dtype, torch.float32), q.dtype
-    q, k, v, sink_logits = (None if part is None else part.squeeze(2) for part in (q, k, v, sink_logits))
+    dtype, output_dtype, q = torch.promote_types(q.dtype, torch.float32), q.dtype, q.squeeze(2)
+    k, v, sink_logits = (None if part is None else part.squeeze(2) for part in (k, v, sink_logits))
     if head_scale is not None:
         factor = head_scale.abs().to(dtype).unsqueeze(1)
         q, k = _normalised(q, dtype) * factor, None if k is None else _normalised(k, dtype)
         bias = None if bias is None else bias * factor
     y = torch.zeros(*q.shape[:2], values.shape[3], dtype=dtype)
-    heads, shared = q.shape[1], q.shape[1] // keys.shape[1]
+    heads, shared, (left, right) = q.shape[1], q.shape[1] // keys.shape[1], window
     for b in range(q.shape[0]):
-        own = None if k is None else (k[b], v[b])
+        own = None if k is None or v is None else (k[b], v[b])
         rank = 0 if seen is None else int(seen[b])
         logits, seen_values = [], []
         for key, value, distance in _visible(keys[b], values[b], own, rank, window, chunk_size, block, shift):
             product = (q[b].to(dtype) * key.repeat_interleave(shared, 0).to(dtype)).sum(-1)
             logits.append(product * scale + _bias(bias, distance, False, heads, dtype))
             seen_values.append(value.repeat_interleave(shared, 0).to(dtype))
-        for distance in range(max(-window[1], rank + 1), window[0] + 1) if zero_kv_sink else ():
-            logits.append(_bias(bias, distance, False, heads, dtype))
-            seen_values.append(torch.zeros_like(y[b]))
+        if zero_kv_sink:
+            assert left is not None and right is not None  # zeros fill a window
+            for distance in range(max(-right, rank + 1), left + 1):
+                logits.append(_bias(bias, distance, False, heads, dtype))
+                seen_values.append(torch.zeros_like(y[b]))
         if sink_logits is not None:
             logits.append(sink_logits[b].to(dtype))
             seen_values.append(_sink_value(sink_values, y[b]))
         if logits:
             y[b] = (_weights(logits).unsqueeze(-1) * torch.stack(seen_values)).sum(0)
-        if k is not None:
-            _keep(keys[b], k[b], rank, block, shift)
-            _keep(values[b], v[b], rank, block, shift)
+        if own is not None:
+            _keep(keys[b], own[0], rank, block, shift)
+            _keep(values[b], own[1], rank, block, shift)
     return y.to(output_dtype).unsqueeze(2), keys, values
 
 
-def _visible(keys, values, own, rank, window, chunk_size, block, shift):
+def _visible(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    own: tuple[torch.Tensor, torch.Tensor] | None,
+    rank: int,
+    window: Window,
+    chunk_size: int | None,
+    block: bool,
+    shift: bool,
+) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
     """(key, value, distance) of what the token sees."""
     slots = keys.shape[1]
     if own is None:
         return [(keys[:, j], values[:, j], 0) for j in range(slots)]
     left, right = window
+    assert right is not None  # a token sees nothing after itself
     if block:
         held = [(keys[:, j], values[:, j], rank % slots - j) for j in range(rank % slots)]
     else:
@@ -180,7 +194,7 @@ def _visible(keys, values, own, rank, window, chunk_size, block, shift):
     return [part for part in known if -right <= part[2] <= reach]
 
 
-def _keep(held, new, rank, block, shift):
+def _keep(held: torch.Tensor, new: torch.Tensor, rank: int, block: bool, shift: bool) -> None:
     """The new key or value (G, e) among the held ones (G, M, e), in place."""
     if block and rank % held.shape[1] == held.shape[1] - 1:
         held.zero_()
@@ -190,7 +204,7 @@ def _keep(held, new, rank, block, shift):
     held[:, rank % held.shape[1] if block else -1] = new
 
 
-def _normalised(x, dtype):
+def _normalised(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     x = x.to(dtype)
     return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
 

@@ -99,7 +99,13 @@ def slot_attention(
     run = _OP.select(q.device.type, keys.dtype, backend)
     if k is not None or seen is not None:
         check_seen("seen", seen, batch, looks=run in _OP.builtin.values())  # the C kernel looks by itself
-    options = {"window": window, "chunk_size": chunk_size, "block": block, "bias": bias, "head_scale": head_scale}
+    options: dict[str, Any] = {
+        "window": window,
+        "chunk_size": chunk_size,
+        "block": block,
+        "bias": bias,
+        "head_scale": head_scale,
+    }
     options |= {"scale": size**-0.5 if scale is None else scale, "zero_kv_sink": zero_kv_sink, "shift": shift}
     options |= {"sink_logits": sink_logits, "sink_values": sink_values}
     return run(q, k, v, keys, values, seen, **options)[0]
@@ -115,7 +121,14 @@ def check_seen(name: str, seen: torch.Tensor | None, batch: int, *, looks: bool 
         raise ValueError(f"{name} must not be negative: it is how many tokens there have been, got {values}.")
 
 
-def _check_options(k, window, chunk_size, block, bias, zero_kv_sink) -> None:
+def _check_options(
+    k: torch.Tensor | None,
+    window: Window,
+    chunk_size: int | None,
+    block: bool,
+    bias: torch.Tensor | None,
+    zero_kv_sink: bool,
+) -> None:
     """Those of a step that contradict each other."""
     left, right = window
     if right is None or right > 0:

@@ -5,15 +5,26 @@ zero sink even that block is like the others, for the zeros that fill its window
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from hf_hybrid_ssm.ops.core.full_attention import attention
 from hf_hybrid_ssm.ops.local_attention.biased import biased_attention, can_use_cpu_flash_with_bias
+from hf_hybrid_ssm.ops.local_attention.distance_range import AttentionState, Window
 
 
-def has_uniform_blocks(q, k, *, window, chunk_size, zero_kv_sink, state, seq_idx) -> bool:
+def has_uniform_blocks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    window: Window,
+    chunk_size: int | None,
+    zero_kv_sink: bool,
+    state: AttentionState | None,
+    seq_idx: torch.Tensor | None,
+) -> bool:
     """Whether `uniform_attention` can run these arguments of `local_attention`, and wastes little on a short row."""
     (left, right), length = window, q.shape[2]
     if state is not None or seq_idx is not None or left is None or right is None or right > 0 or length == 0:
@@ -23,7 +34,19 @@ def has_uniform_blocks(q, k, *, window, chunk_size, zero_kv_sink, state, seq_idx
     return left <= 2 * length if zero_kv_sink else right == 0
 
 
-def uniform_attention(q, k, v, *, left, right, chunk_size, bias, scale, zero_kv_sink, dropout):
+def uniform_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    left: int,
+    right: int,
+    chunk_size: int | None,
+    bias: torch.Tensor | None,
+    scale: float,
+    zero_kv_sink: bool,
+    dropout: float,
+) -> torch.Tensor:
     """`local_attention` of q (B, H, L, E), k (B, G, L, E), v (B, G, L, V), where `has_uniform_blocks`."""
     length = q.shape[2]
     if chunk_size is None and not zero_kv_sink:
@@ -38,7 +61,7 @@ def uniform_attention(q, k, v, *, left, right, chunk_size, bias, scale, zero_kv_
     gap = count * size - length
     queries = _padded(q, 0, gap).unflatten(2, (count, size))
     core = None if bias is None else _core_of(bias, left, right)
-    options = {"scale": scale, "dropout": dropout}
+    options: dict[str, Any] = {"scale": scale, "dropout": dropout}
     if chunk_size is not None:
         mask = _mask(core, left, right, size, 0, size, q)
         keys, values = (_padded(x, 0, gap).unflatten(2, (count, size)).mT for x in (k, v))
@@ -57,7 +80,16 @@ def uniform_attention(q, k, v, *, left, right, chunk_size, bias, scale, zero_kv_
     return y.flatten(2, 3)[:, :, :length]
 
 
-def _attend_from_start(queries, k, v, core, left, *, scale, dropout):
+def _attend_from_start(
+    queries: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    core: torch.Tensor | None,
+    left: int,
+    *,
+    scale: float,
+    dropout: float,
+) -> torch.Tensor:
     """A window that ends with the token itself, without a sink: the first block has its own keys only."""
     count, size = queries.shape[2:4]
     mask = _mask(core, left, 0, size, left, size + left, queries)
@@ -100,7 +132,16 @@ def _mask(
     return core.unfold(1, width, 1).flip(2)
 
 
-def _attend(q, k, v, mask, absent=None, *, scale, dropout):
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    absent: torch.Tensor | None = None,
+    *,
+    scale: float,
+    dropout: float,
+) -> torch.Tensor:
     """softmax(scale q kᵀ + mask) v of blocks q (B, H, n, Q, E), k (B, G, n, E, K), v (B, G, n, V, K).
 
     By equation, q is scaled already, and absent (n, 1, K) may be added too.

@@ -82,7 +82,7 @@ def _circular(x: torch.Tensor, kernel: torch.Tensor, future: torch.Tensor, size:
 
 class _FFTConv(torch.autograd.Function):
     @staticmethod
-    def forward(u: torch.Tensor, kernel: torch.Tensor, future: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(u: torch.Tensor, kernel: torch.Tensor, future: torch.Tensor) -> torch.Tensor:
         x = channels_first(u)  # (D, B, T)
         channels, batch, time = x.shape
         size = _size(time, kernel.shape[-1], future.shape[-1])
@@ -96,7 +96,7 @@ class _FFTConv(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         u, kernel, future = ctx.saved_tensors
         time, taps, ahead = u.shape[1], kernel.shape[-1], future.shape[-1]
         size = _size(time, taps, ahead)

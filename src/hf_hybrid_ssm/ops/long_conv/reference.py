@@ -5,7 +5,14 @@ import torch
 from hf_hybrid_ssm.ops.core.self_check import draw
 
 
-def long_conv_reference(u, kernel, future_kernel, skip, history, seq_idx):
+def long_conv_reference(
+    u: torch.Tensor,
+    kernel: torch.Tensor,
+    future_kernel: torch.Tensor | None,
+    skip: torch.Tensor | None,
+    history: torch.Tensor,
+    seq_idx: torch.Tensor | None,
+) -> torch.Tensor:
     """y_t = sum_{k>=0} K_k u_{t-k} + sum_{k>=1} F_{k-1} u_{t+k} + D u_t, over the tokens of t's document.
 
     Shapes as in `long_conv_torch`. One row and one pair of positions at a time.

@@ -20,7 +20,14 @@ LARGEST_MATRIX = 64  # above this size a half is convolved by FFT instead of by 
 PADDING = 3  # times the tokens, up to which FFTs of padded documents cost less than halves
 
 
-def long_conv_torch(u, kernel, future_kernel, skip, history, seq_idx):
+def long_conv_torch(
+    u: torch.Tensor,
+    kernel: torch.Tensor,
+    future_kernel: torch.Tensor | None,
+    skip: torch.Tensor | None,
+    history: torch.Tensor,
+    seq_idx: torch.Tensor | None,
+) -> torch.Tensor:
     """y (B, L, F, D) of u (B, L, D) with kernels (F, D, K), skip (F, D), history (B, H, D), seq_idx (B, L).
 
     Computed in the kernels' dtype, which skip and history have too.

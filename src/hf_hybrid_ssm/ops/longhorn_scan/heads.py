@@ -7,6 +7,7 @@ kernel. It gets float32 or wider, so that 16-bit inputs are rounded once, at the
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +21,18 @@ def over_heads(scan: Callable) -> Callable:
 
     @functools.wraps(scan)
     def with_heads(
-        x, beta_logit, k, q, *, beta_bias=None, D=None, z=None, initial_state=None, seq_idx=None, lengths=None
-    ):
+        x: torch.Tensor,
+        beta_logit: torch.Tensor,
+        k: torch.Tensor,
+        q: torch.Tensor,
+        *,
+        beta_bias: torch.Tensor | None = None,
+        D: torch.Tensor | None = None,
+        z: torch.Tensor | None = None,
+        initial_state: torch.Tensor | None = None,
+        seq_idx: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if k.dim() == 3:
             options = {"beta_bias": beta_bias, "D": D, "z": z, "initial_state": initial_state}
             return scan(x, beta_logit, k, q, **options, seq_idx=seq_idx, lengths=lengths)
@@ -46,7 +57,18 @@ def step_over_heads(step: Callable) -> Callable:
     """The same of one token, with k and q (B, 1, H, N). Pages are gathered for it, and put back."""
 
     @functools.wraps(step)
-    def with_heads(x, beta_logit, k, q, state, *, beta_bias=None, D=None, z=None, **paged):
+    def with_heads(
+        x: torch.Tensor,
+        beta_logit: torch.Tensor,
+        k: torch.Tensor,
+        q: torch.Tensor,
+        state: torch.Tensor,
+        *,
+        beta_bias: torch.Tensor | None = None,
+        D: torch.Tensor | None = None,
+        z: torch.Tensor | None = None,
+        **paged: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         options = {"beta_bias": beta_bias, "D": D, "z": z}
         if k.dim() == 3:
             return step(x, beta_logit, k, q, state, **options, **paged)

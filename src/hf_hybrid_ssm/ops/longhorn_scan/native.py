@@ -1,6 +1,6 @@
 """The fused CPU backend: `native.c`, compiled on first use and called through two custom ops."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -55,8 +55,18 @@ STEP = CFunction(
 
 @over_heads
 def longhorn_scan_native(
-    x, beta_logit, k, q, *, beta_bias=None, D=None, z=None, initial_state=None, seq_idx=None, lengths=None
-):
+    x: Tensor,
+    beta_logit: Tensor,
+    k: Tensor,
+    q: Tensor,
+    *,
+    beta_bias: Tensor | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """As `hf_hybrid_ssm.ops.longhorn_scan.longhorn_scan`; always returns the final state."""
     sequences = (zero_beyond(part, lengths) for part in (x, beta_logit, k))
     inputs = [prepared(tensor) for tensor in (*sequences, q, z, beta_bias, D, initial_state)]
@@ -93,12 +103,23 @@ def _checkpoint_floats(x: Tensor, k: Tensor, keep_checkpoints: bool) -> int:
     return (states if keep_checkpoints else 0) + batch * length
 
 
-def _fake(x, beta_logit, k, q, z, beta_bias, skip, initial_state, seq_idx, keep_checkpoints):
+def _fake(
+    x: Tensor,
+    beta_logit: Tensor,
+    k: Tensor,
+    q: Tensor,
+    z: Tensor | None,
+    beta_bias: Tensor | None,
+    skip: Tensor | None,
+    initial_state: Tensor | None,
+    seq_idx: Tensor | None,
+    keep_checkpoints: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     final = x.new_empty(x.shape[0], x.shape[2], k.shape[2])
     return torch.empty_like(x), final, x.new_empty(_checkpoint_floats(x, k, keep_checkpoints))
 
 
-def _backward(inputs, gradients, needed):
+def _backward(inputs: Sequence, gradients: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """Of x, beta_logit, k, q, z, beta_bias, skip and the initial state."""
     *arrays, _, seq_idx, _, checkpoints = inputs
     x, _, k, _, z, _, _ = arrays
@@ -126,7 +147,18 @@ _scan = differentiable_op(
 
 
 @step_over_heads
-def longhorn_step_native(x, beta_logit, k, q, state, *, beta_bias=None, D=None, z=None, pages=None):
+def longhorn_step_native(
+    x: Tensor,
+    beta_logit: Tensor,
+    k: Tensor,
+    q: Tensor,
+    state: Tensor,
+    *,
+    beta_bias: Tensor | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    pages: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """One token x (B, 1, D) after `state`, which is overwritten: (B, D, N), or (P, D, N) with pages (B,)."""
     options = {"beta_bias": beta_bias, "D": D, "z": z}
     if pages is not None and state.dtype != torch.float32:

@@ -7,8 +7,18 @@ from hf_hybrid_ssm.ops.core.self_check import draw
 
 
 def longhorn_scan_reference(
-    x, beta_logit, k, q, *, beta_bias=None, D=None, z=None, initial_state=None, seq_idx=None, lengths=None
-):
+    x: torch.Tensor,
+    beta_logit: torch.Tensor,
+    k: torch.Tensor,
+    q: torch.Tensor,
+    *,
+    beta_bias: torch.Tensor | None = None,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    initial_state: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """See `hf_hybrid_ssm.ops.longhorn_scan.longhorn_scan`; computes in float32, or in float64 for float64 inputs."""
     dtype, output_dtype = torch.promote_types(x.dtype, torch.float32), x.dtype
     x, k, q, beta_logit = x.to(dtype), k.to(dtype), q.to(dtype), beta_logit.to(dtype)
@@ -58,7 +68,17 @@ def self_check_inputs_of_many_states() -> dict:
     return draw(shapes | {"beta_bias": (18,), "D": (18,), "initial_state": (1, 18, 33)})
 
 
-def longhorn_step_reference(x, beta_logit, k, q, state, *, beta_bias=None, D=None, z=None):
+def longhorn_step_reference(
+    x: torch.Tensor,
+    beta_logit: torch.Tensor,
+    k: torch.Tensor,
+    q: torch.Tensor,
+    state: torch.Tensor,
+    *,
+    beta_bias: torch.Tensor | None = None,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The scan of one token x (B, 1, D) after `state`, which is overwritten."""
     y, after = longhorn_scan_reference(x, beta_logit, k, q, beta_bias=beta_bias, D=D, z=z, initial_state=state)
     return y, state.copy_(after)

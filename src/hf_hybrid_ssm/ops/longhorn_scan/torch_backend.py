@@ -7,6 +7,9 @@ linear in the length and no (B, L, D, N) tensor outlives a slice. Both direction
 `torch.compile` and export.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -20,8 +23,18 @@ SLICE_NUMBERS = 2**23  # numbers of one (B, L, D slice, N) tensor in backward
 
 @over_heads
 def longhorn_scan_torch(
-    x, beta_logit, k, q, *, beta_bias=None, D=None, z=None, initial_state=None, seq_idx=None, lengths=None
-):
+    x: torch.Tensor,
+    beta_logit: torch.Tensor,
+    k: torch.Tensor,
+    q: torch.Tensor,
+    *,
+    beta_bias: torch.Tensor | None = None,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    initial_state: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """See `hf_hybrid_ssm.ops.longhorn_scan.longhorn_scan`."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     values, logits, keys = (zero_beyond(part, lengths).to(dtype) for part in (x, beta_logit, k))
@@ -47,7 +60,9 @@ def _keep_mask(seq_idx: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor
     return torch.cat([torch.ones_like(same[:, :1]), same], 1).to(dtype)
 
 
-def _one_token(x, beta_logit, k, q, state):
+def _one_token(
+    x: torch.Tensor, beta_logit: torch.Tensor, k: torch.Tensor, q: torch.Tensor, state: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """All tensors (B, 1, ...)."""
     delta = compute_delta(beta_logit, k).transpose(1, 2)  # (B, D, 1)
     write = delta * k  # (B, D, N)
@@ -85,7 +100,9 @@ class _ChannelSlice:
     value, delta (C, B, G, D); key, query (C, B, G, N); keep (C, B, G, 1, 1) or None.
     """
 
-    def __init__(self, x, delta, k, q, keep):
+    def __init__(
+        self, x: torch.Tensor, delta: torch.Tensor, k: torch.Tensor, q: torch.Tensor, keep: torch.Tensor | None
+    ) -> None:
         size = _block_length(x.shape[1])
         self.value, self.delta, self.key, self.query = (_blocks(tensor, size) for tensor in (x, delta, k, q))
         self.size = size
@@ -145,11 +162,11 @@ def _forward(
     return y, final
 
 
-def _fake(x, beta_logit, k, *_):
+def _fake(x: torch.Tensor, beta_logit: torch.Tensor, k: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[0], x.shape[2], k.shape[2])
 
 
-def _backward(inputs, gradients, needed):
+def _backward(inputs: Sequence, gradients: Sequence[torch.Tensor], needed: Sequence[bool]) -> tuple[torch.Tensor, ...]:
     """Of x, beta_logit, k, q and the initial state."""
     x, beta_logit, k, q, initial_state, seq_idx = inputs
     dy, dfinal = gradients
@@ -171,7 +188,9 @@ def _backward(inputs, gradients, needed):
     return dx, dlogit.contiguous(), dk, dq, dinitial
 
 
-def _slice_backward(part: _ChannelSlice, state, dy: torch.Tensor, dfinal: torch.Tensor):
+def _slice_backward(
+    part: _ChannelSlice, state: torch.Tensor | None, dy: torch.Tensor, dfinal: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of value, delta, key (through writes and decays), query, in blocks, and of the initial state.
 
     λ_t = dL/dh_t obeys λ_t = dy_t q_t + m_{t+1} a_{t+1} λ_{t+1}: the same recurrence, backwards.
@@ -215,7 +234,17 @@ scan = differentiable_op("hf_hybrid_ssm::longhorn_scan_torch", _forward, _backwa
 
 
 @step_over_heads
-def longhorn_step_torch(x, beta_logit, k, q, state, *, beta_bias=None, D=None, z=None):
+def longhorn_step_torch(
+    x: torch.Tensor,
+    beta_logit: torch.Tensor,
+    k: torch.Tensor,
+    q: torch.Tensor,
+    state: torch.Tensor,
+    *,
+    beta_bias: torch.Tensor | None = None,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """One token x (B, 1, D) after `state` (B, D, N), which is overwritten."""
     dtype = x.dtype if x.dtype == torch.float64 else torch.float32
     value, key = x.to(dtype), k.to(dtype)

@@ -1,6 +1,6 @@
 """The Longhorn scan on CUDA: launches of the Triton kernels, registered as torch.library ops with autograd."""
 
-from typing import List  # noqa: UP035
+from typing import Any, List  # noqa: UP035
 
 import torch
 import triton
@@ -67,7 +67,7 @@ class _Launch:
         self.grid = (self.tiles * self.splits * self.batch,)
         counts = (self.tiles, self.splits, self.blocks, triton.cdiv(self.blocks, self.splits))
         self.shape = (self.length, self.channels, self.num_states, *counts, 1)
-        self.exact = {"dtype": torch.float32, "device": x.device}
+        self.exact: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
         self._prepare(k, q, seq_idx)
 
     def _prepare(self, k: Tensor, q: Tensor, seq_idx: Tensor | None) -> None:
@@ -145,7 +145,7 @@ def scan(
     x, beta_logit, k, q, z = dense_rows(x, beta_logit, k, q, z)
     beta_bias, D, seq_idx = contiguous(beta_bias, D, seq_idx)
     o = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    exact = {"dtype": torch.float32, "device": x.device}
+    exact: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
     final_state = torch.empty(batch, channels, num_states, **exact)
     checkpoints = torch.empty(_checkpoint_shape(x, k) if save else (0,), **exact)
     if final_state.numel() == 0 or length == 0:
@@ -211,7 +211,7 @@ def scan_backward(
         torch.empty(t.shape if t is not None else (0,), dtype=x.dtype, device=x.device)
         for t in (x, beta_logit, k, q, z)
     )
-    exact = {"dtype": torch.float32, "device": x.device}
+    exact: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
     dinitial = torch.empty(batch, channels, num_states, **exact)
     if dinitial.numel() == 0 or length == 0:
         dinitial = torch.zeros_like(dinitial) if grad_final_state is None else grad_final_state.float().clone()

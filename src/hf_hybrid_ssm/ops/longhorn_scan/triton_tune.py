@@ -10,6 +10,7 @@ import json
 import statistics
 import sys
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from triton.compiler.errors import CompilationError
@@ -102,7 +103,7 @@ def _fastest(name: str, sizes: Iterable[dict[str, int]], inputs: list[torch.Tens
 def _inputs(batch: int, length: int, width: int, num_states: int, dtype: torch.dtype) -> list[torch.Tensor]:
     random = torch.Generator("cuda").manual_seed(0)
     shapes = [(batch, length, width)] * 2 + [(batch, length, num_states)] * 2 + [(batch, length, width)]
-    draw = {"generator": random, "device": "cuda", "dtype": dtype}
+    draw: dict[str, Any] = {"generator": random, "device": "cuda", "dtype": dtype}
     return [torch.randn(shape, **draw).requires_grad_() for shape in shapes]
 
 
