@@ -4,6 +4,9 @@ Forward: tiles of BT tokens by BD channels, K shifted loads each. Backward: toke
 the tokens' numbers 64-bit, and so what they are multiplied with.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -185,7 +188,16 @@ def backward_kernel(
         tl.store(dbias_parts + part * channels + d, dbias, mask=is_channel)
 
 
-def causal_conv_triton(x, weight, bias=None, *, activation=None, initial_state=None, seq_idx=None, lengths=None):
+def causal_conv_triton(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """As `hf_hybrid_ssm.ops.causal_conv.causal_conv`; always returns the final state."""
     y = convolve(x, weight, bias, initial_state, seq_idx, activation == "silu")
     return y, last_inputs(x, weight.shape[1], initial_state, seq_idx, lengths)
@@ -208,7 +220,7 @@ def _forward(
     return y
 
 
-def _backward(inputs, gradients, needed):
+def _backward(inputs: Sequence, gradients: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """Of x, weight, bias and the state."""
     *tensors, silu = inputs
     x, grad_y = dense_rows(tensors[0], *gradients)
@@ -216,7 +228,7 @@ def _backward(inputs, gradients, needed):
     (batch, length, channels), width = x.shape, weight.shape[1]
     tiles = triton.cdiv(channels, BACKWARD_TILE["BD"])
     chunks = triton.cdiv(length, BACKWARD_TILE["T"] * BACKWARD_TILE["BLOCKS"])
-    exact = {"dtype": torch.float32, "device": x.device}
+    exact: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
     dx = x.new_empty(x.shape)
     dstate = None if initial_state is None else torch.zeros_like(initial_state)
     dweight = torch.empty(batch * chunks, channels, width, **exact)
@@ -271,7 +283,15 @@ def step_kernel(
     tl.store(y + row * channels + d, total, mask=inside)
 
 
-def causal_conv_step_triton(x, state, weight, bias=None, *, activation=None, pages=None):
+def causal_conv_step_triton(
+    x: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    pages: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """One token x (B, 1, D) after `state`, which is overwritten: (B, K - 1, D), or (P, K - 1, D) with pages (B,)."""
     return step(*dense_rows(x), state, *contiguous(pages, weight, bias), activation == "silu"), state
 

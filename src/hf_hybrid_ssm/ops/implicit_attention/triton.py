@@ -7,8 +7,9 @@ products. Products are made in the dtype of x: memories are computed and carried
 rounded, as in the torch backend.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -35,16 +36,28 @@ ATTENTION_CHANNELS = 32  # of a tile; with more, the backward of float32 rows ru
 
 
 def implicit_attention_triton(
-    x, *, weight, bias, collapse, collapse_bias, activation, scale, theta, state, lengths, form, return_final_state
-):
+    x: Tensor,
+    *,
+    weight: Tensor,
+    bias: Tensor | None,
+    collapse: Tensor,
+    collapse_bias: Tensor | None,
+    activation: Callable[[Tensor], Tensor],
+    scale: float,
+    theta: float,
+    state: Tensor | None,
+    lengths: Tensor | None,
+    form: str,
+    return_final_state: bool,
+) -> tuple[Tensor, Tensor | None]:
     """See `hf_hybrid_ssm.ops.implicit_attention.implicit_attention`; what the kernels do not do runs in torch."""
     _, rows, order = weight.shape
     by_torch = form == "recurrent" or (form == "fft" and state is None) or x.shape[1] <= 2 or x.numel() == 0
     if by_torch or rows > MOST_ROWS or not is_exact_gelu(activation):
-        arrays = {"weight": weight, "bias": bias, "collapse": collapse, "collapse_bias": collapse_bias}
-        options = {"activation": activation, "scale": scale, "theta": theta, "form": form}
-        rest = {"state": state, "lengths": lengths, "return_final_state": return_final_state}
-        return implicit_attention_torch(x, **arrays, **options, **rest)
+        options: dict[str, Any] = {"activation": activation, "scale": scale, "theta": theta, "form": form}
+        options |= {"weight": weight, "bias": bias, "collapse": collapse, "collapse_bias": collapse_bias}
+        options |= {"state": state, "lengths": lengths, "return_final_state": return_final_state}
+        return implicit_attention_torch(x, **options)
     with without_autocast(x.device.type):
         columns, final = _memories(x, state, lengths, order, theta, return_final_state)
         table = block_table(order, theta, BLOCK, device=x.device)[:, :BLOCK].flatten(1)
@@ -152,14 +165,18 @@ def _forward_memories(
     return columns, final
 
 
-def _fake_memories(x, state, lengths, order, theta, needs_final):
+def _fake_memories(
+    x: Tensor, state: Tensor | None, lengths: Tensor | None, order: int, theta: float, needs_final: bool
+) -> tuple[Tensor, Tensor]:
     batch, length, channels = x.shape
     columns = x.new_empty(_rows_kept(order) + BLOCK, batch * -(-length // BLOCK), channels)
     shape = (batch, order, channels) if needs_final else (0,)
     return columns, x.new_empty(shape, dtype=torch.float32)
 
 
-def _backward_memories(inputs, gradients, needed):
+def _backward_memories(
+    inputs: Sequence, gradients: Sequence[Tensor], needed: Sequence[bool]
+) -> tuple[Tensor, Tensor | None]:
     """Of x and the state."""
     x, state, lengths, order, theta, needs_final = inputs
     dcolumns, dfinal = (part.contiguous() for part in gradients)
@@ -198,11 +215,13 @@ def _forward_attention(rows: Tensor, parameters: Tensor, channels: int, count: i
     return y
 
 
-def _fake_attention(rows, parameters, channels, count, scale):
+def _fake_attention(rows: Tensor, parameters: Tensor, channels: int, count: int, scale: float) -> Tensor:
     return rows.new_empty(rows.shape[1] // channels * BLOCK, channels)
 
 
-def _backward_attention(inputs, gradients, needed):
+def _backward_attention(
+    inputs: Sequence, gradients: Sequence[Tensor], needed: Sequence[bool]
+) -> tuple[Tensor, Tensor]:
     """Of the rows and the parameters."""
     rows, parameters, _, count, scale = inputs
     grad_y = gradients[0].contiguous()

@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from hf_hybrid_ssm.ops.core.output_positions import take_outputs
 from hf_hybrid_ssm.ops.core.padding import zero_beyond
 from hf_hybrid_ssm.ops.core.self_check import draw
-from hf_hybrid_ssm.ops.linear_scan.channel_blocks import BlockMatrices
 from hf_hybrid_ssm.ops.linear_scan.transition import Transition
 
 
@@ -45,7 +44,7 @@ def lti_scan_reference(
     positions: torch.Tensor | None,
     *,
     form: str,
-    blocks: BlockMatrices | None = None,
+    blocks: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """s_t = A s_{t-1} + B u_t, y_t = C s_t + D u_t; shapes as in `lti_scan_torch`."""
     transition, u = Transition(decay, form), zero_beyond(u.to(output.dtype), lengths)

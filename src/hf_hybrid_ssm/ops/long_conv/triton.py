@@ -8,6 +8,8 @@ a product of matrices with many rows, since all blocks and all rows of the batch
 but in the units that do most arithmetic, and without the passes over memory of an FFT.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -22,7 +24,14 @@ __all__ = ["long_conv_triton", "supports"]
 TILE = {"N": 64, "M": 64, "num_warps": 4, "PRECISION": "tf32x3"}
 
 
-def long_conv_triton(u, kernel, future_kernel, skip, history, seq_idx):
+def long_conv_triton(
+    u: Tensor,
+    kernel: Tensor,
+    future_kernel: Tensor | None,
+    skip: Tensor | None,
+    history: Tensor,
+    seq_idx: Tensor | None,
+) -> Tensor:
     """As `long_conv_torch`, which takes over what this form does not pay for: packed rows, long rows, few taps."""
     future = 0 if future_kernel is None else future_kernel.shape[-1]
     past, length = history.shape[1], u.shape[1]
@@ -99,16 +108,16 @@ def toeplitz(x: Tensor, taps: Tensor, first: int, length: int, is_coarse: bool =
 
 
 @toeplitz.register_fake
-def _(x, taps, first, length, is_coarse=False):
+def _(x: Tensor, taps: Tensor, first: int, length: int, is_coarse: bool = False) -> Tensor:
     return torch.empty(x.shape[0], taps.shape[0], length, dtype=torch.float32, device=x.device)
 
 
-def _save_for_backward(ctx, inputs, output) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple, output: Tensor) -> None:
     x, taps, ctx.first, _, ctx.is_coarse = inputs
     ctx.save_for_backward(x, taps)
 
 
-def _backward(ctx, grad_y):
+def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
     """From the input to the output a lag changes its sign; a tap's gradient correlates outputs with inputs."""
     x, taps = ctx.saved_tensors
     rows, channels, time = x.shape

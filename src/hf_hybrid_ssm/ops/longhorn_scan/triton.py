@@ -32,8 +32,18 @@ SUMMED_TOKENS = (32, 16, 8)  # of one that adds it up, which keeps several parts
 
 @over_heads
 def longhorn_scan_triton(
-    x, beta_logit, k, q, *, beta_bias=None, D=None, z=None, initial_state=None, seq_idx=None, lengths=None
-):
+    x: Tensor,
+    beta_logit: Tensor,
+    k: Tensor,
+    q: Tensor,
+    *,
+    beta_bias: Tensor | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """As `hf_hybrid_ssm.ops.longhorn_scan.longhorn_scan`; always returns the final state."""
     if lengths is not None:  # a token with k = 0 leaves the state as it is
         x, beta_logit, k, q = (zero_beyond(t, lengths) for t in (x, beta_logit, k, q))
@@ -178,9 +188,20 @@ def scan(
 
 
 @scan.register_fake
-def _(x, beta_logit, k, q, beta_bias, D, z, initial_state, seq_idx, save):
+def _(
+    x: Tensor,
+    beta_logit: Tensor,
+    k: Tensor,
+    q: Tensor,
+    beta_bias: Tensor | None,
+    D: Tensor | None,
+    z: Tensor | None,
+    initial_state: Tensor | None,
+    seq_idx: Tensor | None,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     (batch, _, channels), num_states = x.shape, k.shape[-1]
-    state = {"dtype": torch.float32, "device": x.device}
+    state: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
     checkpoints = _checkpoint_shape(x, k) if save else (0,)
     return (
         torch.empty(x.shape, dtype=x.dtype, device=x.device),
@@ -268,15 +289,27 @@ def scan_backward(
 
 
 @scan_backward.register_fake
-def _(grad_o, grad_final_state, x, beta_logit, k, q, beta_bias, D, z, seq_idx, checkpoints):
-    state = {"dtype": torch.float32, "device": x.device}
+def _(
+    grad_o: Tensor,
+    grad_final_state: Tensor | None,
+    x: Tensor,
+    beta_logit: Tensor,
+    k: Tensor,
+    q: Tensor,
+    beta_bias: Tensor | None,
+    D: Tensor | None,
+    z: Tensor | None,
+    seq_idx: Tensor | None,
+    checkpoints: Tensor,
+) -> list[Tensor]:
+    state: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
     dense = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, beta_logit, k, q)]
     sums = [torch.empty((x.shape[-1],) if t is not None else (0,), **state) for t in (beta_bias, D)]
     dz = torch.empty(z.shape if z is not None else (0,), dtype=x.dtype, device=x.device)
     return [*dense, *sums, dz, torch.empty(x.shape[0], x.shape[-1], k.shape[-1], **state)]
 
 
-def _save_for_backward(ctx, inputs, output) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     x, beta_logit, k, q, beta_bias, D, z, initial_state, seq_idx, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.dtypes = [None if t is None else t.dtype for t in (beta_bias, D, z, initial_state)]
@@ -284,7 +317,9 @@ def _save_for_backward(ctx, inputs, output) -> None:
     ctx.save_for_backward(x, beta_logit, k, q, beta_bias, D, z, seq_idx, output[2])
 
 
-def _backward(ctx, grad_o, grad_final_state, _):
+def _backward(
+    ctx: Any, grad_o: Tensor | None, grad_final_state: Tensor | None, _: Tensor | None
+) -> tuple[Tensor | None, ...]:
     x = ctx.saved_tensors[0]
     if grad_o is None:
         grad_o = torch.zeros_like(x)

@@ -7,6 +7,7 @@ import functools
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import triton
 
@@ -40,7 +41,9 @@ CHUNKS = {
 MEASURING: dict[str, dict[str, int]] = {}  # what `triton_tune` is trying, by shape class
 
 
-def tile_sizes(num_states: int, *, backward: bool, rows: int = 1, length: int = 1, dtype: str = "", device: str = ""):
+def tile_sizes(
+    num_states: int, *, backward: bool, rows: int = 1, length: int = 1, dtype: str = "", device: str = ""
+) -> dict[str, Any]:
     """Constants of the kernels for rows = B · D; measured ones if `device` was tuned for this class."""
     states = max(16 if backward else 2, triton.next_power_of_2(num_states))
     table = BACKWARD if backward else FORWARD

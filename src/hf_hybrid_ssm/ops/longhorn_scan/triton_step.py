@@ -17,7 +17,18 @@ TILE_NUMBERS = 512  # of a program's states: sixteen of each lane
 
 
 @step_over_heads
-def longhorn_step_triton(x, beta_logit, k, q, state, *, beta_bias=None, D=None, z=None, pages=None):
+def longhorn_step_triton(
+    x: Tensor,
+    beta_logit: Tensor,
+    k: Tensor,
+    q: Tensor,
+    state: Tensor,
+    *,
+    beta_bias: Tensor | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    pages: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """One token x (B, 1, D) after `state`, which is overwritten: (B, D, N), or (P, D, N) with pages (B,)."""
     return step(*dense_rows(x, beta_logit, k, q, z), *contiguous(beta_bias, D), state, *contiguous(pages)), state
 
@@ -55,7 +66,17 @@ def _step(
     return y
 
 
-def _empty(x, beta_logit, k, q, z, beta_bias, skip, state, pages):
+def _empty(
+    x: Tensor,
+    beta_logit: Tensor,
+    k: Tensor,
+    q: Tensor,
+    z: Tensor | None,
+    beta_bias: Tensor | None,
+    skip: Tensor | None,
+    state: Tensor,
+    pages: Tensor | None,
+) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
