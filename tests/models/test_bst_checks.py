@@ -12,6 +12,8 @@ from transformers import DynamicCache
 from hf_hybrid_ssm import BstConfig, BstForCausalLM
 from hf_hybrid_ssm.layers.mixers.registry import build_mixer
 from hf_hybrid_ssm.layers.relative_bias import RelativeBias
+from hf_hybrid_ssm.models.bst.block_attention import scaled_queries
+from hf_hybrid_ssm.models.bst.block_grid import block_grid
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS
 from tests.models.invariances import random_ids
 from tests.models.test_bst import KINDS, RECURRENT, TINY, build
@@ -92,10 +94,14 @@ def test_context_of_mf_is_shifted():
     attention, grid_of = model.model.layers[0].attention, LENGTH
     seen = {}
 
-    def keep(module, arguments, output):
-        seen["keys"] = output[0]
+    by_block = attention.context.by_block
 
-    attention.context.register_forward_hook(keep)
+    def keep(*arguments):
+        found = by_block(*arguments)
+        seen["keys"] = found[0]
+        return found
+
+    attention.context.by_block = keep
     x = torch.randn(1, grid_of, 16, dtype=torch.float64)
     layer = model.model.layers[0]
     layer(x)
@@ -198,17 +204,23 @@ def test_no_hidden_limits(variant):
     assert shapes == {name: value.shape for name, value in longer.state_dict().items()}
 
 
+def _context_of_blocks(attention, x):
+    """Keys and values (B, J, S, H, e) of the blocks of new rows, which the next forward uses as they are here."""
+    context = attention.context
+    grid = block_grid(*x.shape[:2], WINDOW, device=x.device)
+    keys, values, after = context.by_block(x, grid, {}, PLAIN_ROWS)
+    context.by_block = lambda *arguments: (keys, values, after)
+    return keys, values
+
+
 def test_retrieval_equals_a_softmax_over_the_best_old_states():
     """One row, token by token: its block's states up to itself, and the best k of the last M of finished blocks."""
     model = build(**REMEMBERING).double()
     attention, x = model.model.layers[0].attention, torch.randn(1, LENGTH, 16, dtype=torch.float64)
-    seen = {}
-    attention.context.register_forward_hook(
-        lambda module, arguments, output: seen.update(keys=output[0], values=output[1])
-    )
-    found, _ = attention._attend_context(x, x, {}, PLAIN_ROWS)
-    queries = attention._context_queries(x)[0]
-    keys, values = (seen[name][0].flatten(0, 1) for name in ("keys", "values"))  # token by token
+    queries = attention._context_queries(x)
+    keys, values = (part[0].flatten(0, 1) for part in _context_of_blocks(attention, x))  # token by token
+    found, _ = attention.context(queries, x, {}, PLAIN_ROWS, head_scale=attention.context_scale)
+    queries = scaled_queries(queries, attention.context_scale)[0]
     for t in range(LENGTH):
         start = t - t % WINDOW
         old = [position for position in range(start) if position % 2 == 1][-7:]
@@ -225,10 +237,9 @@ def test_no_gradient_through_the_memory():
     model = build(**REMEMBERING | {"retrieval_stride": 1}).double()
     attention = model.model.layers[0].attention
     x = torch.randn(1, 2 * WINDOW, 16, dtype=torch.float64, requires_grad=True)
-    values = {}
-    attention.context.register_forward_hook(lambda module, arguments, output: values.update(v=output[1]))
-    found, _ = attention._attend_context(x, x, {}, PLAIN_ROWS)
-    (gradient,) = torch.autograd.grad(found[0, WINDOW:].sum(), values["v"])
+    _, values = _context_of_blocks(attention, x)
+    found, _ = attention.context(attention._context_queries(x), x, {}, PLAIN_ROWS, head_scale=attention.context_scale)
+    (gradient,) = torch.autograd.grad(found[0, WINDOW:].sum(), values)
     assert gradient[0, 0].abs().sum() == 0 and gradient[0, 1].abs().sum() > 0
 
 

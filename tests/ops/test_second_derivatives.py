@@ -9,9 +9,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hf_hybrid_ssm
-from hf_hybrid_ssm.layers.l2_normalise import l2_normalise
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.ops.core.dispatch import backend
+from hf_hybrid_ssm.ops.core.l2_normalise import l2_normalise
 from tests.ops.test_transforms import OPS, drawn
 from tests.tiny_models import EVERY, build, inputs_for
 

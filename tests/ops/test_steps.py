@@ -188,6 +188,12 @@ def test_normalised_queries_and_keys(backend):
         return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
 
     factor = scale.abs().unsqueeze(1)
+    rows = [part.unsqueeze(2).repeat(1, 1, 7, 1) * torch.arange(1.0, 8.0).view(7, 1) for part in (q, k, v)]
+    by_hand = (normalised(rows[0]) * factor.unsqueeze(1), normalised(rows[1]), rows[2])
+    given = {"window": (4, 0), "scale": 1.0, "backend": backend, "return_final_state": True}
+    want, end = local_attention(*by_hand, bias=bias * factor, **given)
+    got, state = local_attention(*rows, bias=bias, head_scale=scale, **given)
+    check((got, state.keys), (want, end.keys), torch.float32)
     options = {"window": (4, 0), "scale": 1.0, "backend": "reference"}
     want = slots_token(
         normalised(q) * factor, normalised(k), v, keys.clone(), values.clone(), seen, bias=bias * factor, **options

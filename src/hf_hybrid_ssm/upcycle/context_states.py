@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_hybrid_ssm.layers.mixers.s4d import S4D
-from hf_hybrid_ssm.models.bst.attention import BstAttention
+from hf_hybrid_ssm.models.bst.attention import ContextAttention
 from hf_hybrid_ssm.models.bst.context_states import ContextStates
 
 WINDOWS = (0.25, 16.0)
@@ -19,7 +19,7 @@ WINDOWS = (0.25, 16.0)
 
 
 @torch.no_grad()
-def init_context(attention: BstAttention, norm: nn.Module) -> None:
+def init_context(attention: ContextAttention, norm: nn.Module) -> None:
     """Set the weights of a layer's context states, and of what reads them, from those of its attention to tokens.
 
     State-space models other than S4D keep their own initial values.
@@ -27,9 +27,9 @@ def init_context(attention: BstAttention, norm: nn.Module) -> None:
     Args:
         norm: that of the attention's input.
     """
-    context = attention.context
-    if context is None:
+    if not isinstance(attention, ContextAttention):
         raise ValueError("attention has no context states: its layer is not one of ssm_layers.")
+    context = attention.context
     attention.context_q_proj.load_state_dict(attention.q_proj.state_dict())
     if attention.context_q_norm is not None and attention.q_norm is not None and attention.k_norm is not None:
         attention.context_q_norm.load_state_dict(attention.q_norm.state_dict())

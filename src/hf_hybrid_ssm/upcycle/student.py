@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hf_hybrid_ssm.models.bst.attention import ContextAttention, StateAttention
 from hf_hybrid_ssm.models.bst.modeling_bst import BstForCausalLM
 from hf_hybrid_ssm.models.longhorn.modeling_longhorn import LonghornBlock, LonghornForCausalLM, LonghornHybridBlock
 from hf_hybrid_ssm.upcycle.choice import WINDOW, LayerChoice, choose_layers
@@ -155,7 +156,7 @@ def _init_new(old: Any, new: Any, init: str) -> None:
     elif isinstance(new, LonghornBlock):
         if new.is_recurrent:
             init_from_attention(new.mixer, old.self_attn)
-    elif new.attention.context is not None:
+    elif isinstance(new.attention, ContextAttention):
         init_context(new.attention, new.attention_norm)
 
 
@@ -175,8 +176,8 @@ def new_modules(student: Student) -> list[str]:
     layer: Any
     for index, layer in enumerate(student.model.layers):
         if isinstance(student, BstForCausalLM):
-            kind = "context" if layer.attention.context is not None else "recurrent"
-            if layer.attention.o_proj.in_features > layer.attention.q_proj.out_features:
+            if isinstance(layer.attention, StateAttention):
+                kind = "context" if isinstance(layer.attention, ContextAttention) else "recurrent"
                 names += [f"model.layers.{index}.attention.{part}" for part in (kind, "context_q_proj", "o_proj")]
         elif hasattr(layer, "mixer"):
             names.append(f"model.layers.{index}.mixer")

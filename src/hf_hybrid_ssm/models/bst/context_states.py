@@ -13,35 +13,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_hybrid_ssm.layers.l2_normalise import l2_normalise
-from hf_hybrid_ssm.layers.mixers.base import (
-    State,
-    mixer_state,
-    named_states,
-)
+from hf_hybrid_ssm.layers.mixers.base import State, mixer_state, named_states
 from hf_hybrid_ssm.layers.mixers.registry import mixer_from_config
-from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
-from hf_hybrid_ssm.models.bst.block_grid import BlockGrid
+from hf_hybrid_ssm.models.bst.block_attention import attend_blocks, boundaries, scaled_queries
+from hf_hybrid_ssm.models.bst.block_grid import BlockGrid, block_grid
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
-from hf_hybrid_ssm.ops.core.checks import can_read_values
-from hf_hybrid_ssm.ops.core.full_attention import attention
+from hf_hybrid_ssm.models.cache import States
+from hf_hybrid_ssm.ops.core.l2_normalise import l2_normalise
 from hf_hybrid_ssm.ops.core.rows import Rows
-from hf_hybrid_ssm.ops.local_attention import slot_attention
+from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention, slot_attention
 
-
-def boundaries(seen: torch.Tensor, window: int) -> tuple[bool, bool]:
-    """Whether the next token of some sequence is the first of its document, and whether one is the last of its block.
-    Both are True where finding out would wait for the device.
-
-    Args:
-        seen: (B,) int64, tokens so far.
-        window: W.
-    """
-    if not can_read_values(seen):
-        return True, True
-    ranks = seen.tolist()
-    return 0 in ranks, any(rank % window == window - 1 for rank in ranks)
+CONTEXT = ("context_key", "context_value")
+"""The names of what a layer keeps of a block, (B, H, W or S, e) each."""
 
 
 class HeadwiseLinear(nn.Module):
@@ -72,7 +56,7 @@ class ContextStates(nn.Module):
         eps, variant = config.layer_norm_epsilon, config.context_variant
         filters = {"sh": None, "mh": num_heads, "mf": config.num_context_states}[variant]
         self.num_heads, self.head_dim, self.window = num_heads, head_dim, config.sliding_window
-        self.variant, self.qk_norm = variant, config.qk_norm
+        self.variant, self.qk_norm, self.is_bidirectional = variant, config.qk_norm, config.bidirectional
         self.input_norm = RMSNorm(hidden_size, eps=eps) if config.ssm_input_norm else None
         self.ssm = mixer_from_config(config, bidirectional=config.bidirectional, num_filters=filters)
         self.norm = RMSNorm(hidden_size, eps=eps)
@@ -88,129 +72,145 @@ class ContextStates(nn.Module):
             self.context_ids = nn.Parameter(torch.empty(config.num_context_states, hidden_size))
 
     def forward(
-        self, x: torch.Tensor, grid: BlockGrid, state: dict[str, torch.Tensor] | None, rows: Rows
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """Keys and values of the blocks that the tokens of a forward touch.
+        self,
+        queries: torch.Tensor,
+        x: torch.Tensor,
+        past: States,
+        rows: Rows,
+        *,
+        head_scale: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, States]:
+        """Cross-attention of tokens to the context states of their blocks.
 
         Args:
+            queries: (B, L, heads, e), not yet scaled; H divides their number.
             x: (B, L, d), the layer's input.
-            grid: the blocks.
-            state: the tensors that an earlier call returned, or None.
-            rows: how the sequences are read.
+            past, rows: as of `RecurrentMixin.forward_rows`; `past` has `seen` (B,) besides what an earlier call
+                returned.
+            head_scale: as of `scaled_queries`.
 
         Returns:
-            keys and values (B, J, W or S, H, e), and the state, empty if it was not asked for.
+            (B, L, heads, e), and the state after the tokens, empty if it was not asked for.
         """
+        if rows.is_step and past:
+            attend = self._attend_shifted_token if self.variant == "mf" else self._attend_token
+            scales = {"scale": None if head_scale is None else 1.0, "head_scale": head_scale}
+            y, after = attend(queries.transpose(1, 2), self._ssm_input(x), past, rows, **scales)
+            return y.transpose(1, 2), after
+        if self.variant != "mf":
+            return self._attend_along_rows(scaled_queries(queries, head_scale), x, past, rows)
+        (batch, length), seen = x.shape[:2], past.get("seen")
+        grid = block_grid(batch, length, self.window, tokens_seen=seen, rows=rows, device=x.device)
+        keys, values, after = self.by_block(x, grid, past, rows)
+        return attend_blocks(queries, keys, values, grid, head_scale), after
+
+    def by_block(
+        self, x: torch.Tensor, grid: BlockGrid, past: States, rows: Rows
+    ) -> tuple[torch.Tensor, torch.Tensor, States]:
+        """Keys and values (B, J, W or S, H, e) of the blocks that the tokens touch, and the state after the tokens."""
         if self.variant == "mf":
-            return self._shifted(x, grid, state, rows)
-        past = (None, None) if not state else (state["context_key"], state["context_value"])
-        *parts, ssm = self.along_rows(x, state, rows)
-        keys, values = (
-            grid.to_blocks(part, None if held is None else held.transpose(1, 2)) for part, held in zip(parts, past)
-        )
+            return self._shifted(x, grid, past, rows)
+        keys, values, ssm = self._along_rows(x, past, rows)
+        old_keys, old_values = (past[name].transpose(1, 2) if past else None for name in CONTEXT)
+        keys, values = grid.to_blocks(keys, old_keys), grid.to_blocks(values, old_values)
         after = {}
         if rows.return_final_state:
             unfinished = (grid.unfinished(part).transpose(1, 2) for part in (keys, values))
-            after = self.named_states(ssm, *unfinished)
+            after = self._named_states(ssm, *unfinished)
         return keys, values, after
 
-    def along_rows(
-        self, x: torch.Tensor, state: dict[str, torch.Tensor] | None, rows: Rows
+    def _attend_along_rows(
+        self, queries: torch.Tensor, x: torch.Tensor, past: States, rows: Rows
+    ) -> tuple[torch.Tensor, States]:
+        """`forward` of "sh" and "mh", whose blocks have a context state for each of their tokens: attention within
+        chunks of W tokens."""
+        keys, values, ssm = self._along_rows(x, past, rows)
+        state = None
+        if past:
+            held = [newest_last(past[name], past["seen"]) for name in CONTEXT]
+            state = AttentionState(held[0], held[1], past["seen"])
+        y, unfinished = local_attention(
+            *(part.transpose(1, 2) for part in (queries, keys, values)),
+            window=(self.window - 1, self.window - 1 if self.is_bidirectional else 0),
+            chunk_size=self.window,
+            scale=1.0,
+            rows=rows,
+            initial_state=state,
+        )
+        if unfinished is None:
+            return y.transpose(1, 2), {}
+        slots = (slot_by_slot(part, unfinished.seen, self.window) for part in (unfinished.keys, unfinished.values))
+        return y.transpose(1, 2), self._named_states(ssm, *slots)
+
+    def _along_rows(
+        self, x: torch.Tensor, past: States, rows: Rows
     ) -> tuple[torch.Tensor, torch.Tensor, State | None]:
-        """As `forward` for "sh" and "mh", but token by token: keys and values (B, L, H, e), and the state of the
-        state-space model. No shape depends on where the blocks of documents begin."""
-        y, ssm = self.ssm(self._ssm_input(x), rows=rows, initial_state=mixer_state(state or {}))
+        """Of "sh" and "mh", token by token: keys and values (B, L, H, e), and the state of the state-space model. No
+        shape depends on where the blocks of documents begin."""
+        y, ssm = self.ssm(self._ssm_input(x), rows=rows, initial_state=mixer_state(past))
         return *self._project(y), ssm
 
     def _ssm_input(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.input_norm is None else self.input_norm(x)
 
     def _shifted(
-        self, x: torch.Tensor, grid: BlockGrid, state: dict[str, torch.Tensor] | None, rows: Rows
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """`forward` of "mf": C_0 is learned, C_i = y at the last token of block i - 1, the only outputs computed."""
+        self, x: torch.Tensor, grid: BlockGrid, past: States, rows: Rows
+    ) -> tuple[torch.Tensor, torch.Tensor, States]:
+        """`by_block` of "mf": C_0 is learned, C_i = y at the last token of block i - 1, the only outputs computed."""
         first = None
         selection: dict[str, Any] = {"stride": self.window}
         if grid.block is not None:
             first, selection = grid.is_first_block[..., None, None], {"positions": grid.ends}
-        u, past = self._ssm_input(x), mixer_state(state or {})
-        y, ssm = self.ssm(u, rows=rows, initial_state=past, **selection)  # (B, J or L // W, S, d)
+        options = {"rows": rows, "initial_state": mixer_state(past), **selection}
+        y, ssm = self.ssm(self._ssm_input(x), **options)  # (B, J or L // W, S, d)
         initial = self.initial_context.to(y.dtype).expand(x.shape[0], 1, -1, -1)
         y = y if first is None else torch.where(first[:, 1:], initial, y)
         contexts = self._project(torch.cat([initial, y], dim=1))
-        if state:  # a cache need not hold zeros before the end of the first block
-            held = (state[name].transpose(1, 2).unsqueeze(1) for name in ("context_key", "context_value"))
+        if past:  # a cache need not hold zeros before the end of the first block
+            held = (past[name].transpose(1, 2).unsqueeze(1) for name in CONTEXT)
             starts = (torch.where(first[:, :1, None], new[:, :1], old) for new, old in zip(contexts, held))
             contexts = tuple(torch.cat([start, new[:, 1:]], 1) for start, new in zip(starts, contexts))
         after = {}
         if rows.return_final_state:
             index = torch.arange(x.shape[0], device=x.device)
-            after = self.named_states(ssm, *(part[index, grid.next_block].transpose(1, 2) for part in contexts))
+            after = self._named_states(ssm, *(part[index, grid.next_block].transpose(1, 2) for part in contexts))
         keys, values = (part[:, : grid.num_blocks] for part in contexts)
         return keys, values, after
 
-    @with_accelerate_hooks
-    def attend_one_token(
-        self,
-        queries: torch.Tensor,
-        x: torch.Tensor,
-        state: dict[str, torch.Tensor],
-        rows: Rows,
-        *,
-        scale: float | None,
-        head_scale: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """A step: cross-attention of one token of each sequence to the states of its block.
-
-        Args:
-            queries: (B, heads, 1, e), not yet scaled; H divides their number.
-            x: (B, 1, d), the layer's input.
-            state: as in `forward`, with the tokens before this one, `seen` (B,).
-            rows: of a step.
-            scale, head_scale: as of `slot_attention`.
-
-        Returns:
-            The cross-attention's output (B, heads, 1, e), and the state after the token.
-        """
-        u = self._ssm_input(x)
-        held, seen = (state["context_key"], state["context_value"]), state["seen"]
-        scales = {"scale": scale, "head_scale": head_scale}
-        if self.variant == "mf":
-            return self._attend_shifted(queries, u, state, rows, **scales)
-        if not rows.overwrites_states:
-            held = held[0].clone(), held[1].clone()
-        y, ssm = self.ssm(u, rows=rows, initial_state=mixer_state(state))
+    def _attend_token(
+        self, queries: torch.Tensor, u: torch.Tensor, past: States, rows: Rows, **scales: Any
+    ) -> tuple[torch.Tensor, States]:
+        """`forward` of a step of "sh" and "mh": u (B, 1, d) is the input of the state-space model, queries and outputs
+        are (B, heads, 1, e), scales as of `slot_attention`."""
+        keys, values = (past[name] if rows.overwrites_states else past[name].clone() for name in CONTEXT)
+        y, ssm = self.ssm(u, rows=rows, initial_state=mixer_state(past))
         z = self.norm(y)
-        k, v = (layer(z).view(x.shape[0], self.num_heads, 1, self.head_dim) for layer in (self.k_proj, self.v_proj))
+        shape = (u.shape[0], self.num_heads, 1, self.head_dim)
+        k, v = self.k_proj(z).view(shape), self.v_proj(z).view(shape)
         if self.k_norm is not None:  # the kernel normalises to length 1 itself
             k = self.k_norm(k).to(v.dtype)
-        found = slot_attention(queries, k, v, *held, seen, window=(None, 0), block=True, **scales)
-        return found, self.named_states(ssm, *held)
+        y = slot_attention(queries, k, v, keys, values, past["seen"], window=(None, 0), block=True, **scales)
+        return y, self._named_states(ssm, keys, values)
 
-    def _attend_shifted(
-        self,
-        queries: torch.Tensor,
-        u: torch.Tensor,
-        state: dict[str, torch.Tensor],
-        rows: Rows,
-        **scales: Any,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """`attend_one_token` of "mf", whose context stays the same within a block: only a block's first and last token
-        change it."""
-        held, seen = [state["context_key"], state["context_value"]], state["seen"]
+    def _attend_shifted_token(
+        self, queries: torch.Tensor, u: torch.Tensor, past: States, rows: Rows, **scales: Any
+    ) -> tuple[torch.Tensor, States]:
+        """The same of "mf", whose context stays the same within a block: only a block's first and last token change
+        it."""
+        context, seen = [past[name] for name in CONTEXT], past["seen"]
         begins, ends = boundaries(seen, self.window)
         if begins:  # a cache need not hold zeros before the first block of a document
             fresh = (seen == 0).view(-1, 1, 1, 1)
             initial = self._initial(queries.shape[0])
-            held = [torch.where(fresh, new.transpose(-3, -2), old) for new, old in zip(initial, held)]
-        found = slot_attention(queries, None, None, *held, **scales)
-        y, ssm = self.ssm(u, rows=rows, initial_state=mixer_state(state), stride=1 if ends else 2)
+            context = [torch.where(fresh, new.transpose(-3, -2), old) for new, old in zip(initial, context)]
+        found = slot_attention(queries, None, None, *context, **scales)
+        y, ssm = self.ssm(u, rows=rows, initial_state=mixer_state(past), stride=1 if ends else 2)
         if not ends:
-            return found, self.named_states(ssm, *held)
+            return found, self._named_states(ssm, *context)
         over = (seen % self.window == self.window - 1).view(-1, 1, 1, 1)
         new = (part.squeeze(1).transpose(1, 2) for part in self._project(y))
-        after = (torch.where(over, part.to(old.dtype), old) for part, old in zip(new, held))
-        return found, self.named_states(ssm, *after)
+        after = (torch.where(over, part.to(old.dtype), old) for part, old in zip(new, context))
+        return found, self._named_states(ssm, *after)
 
     def _initial(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values ([B,] S, H, e) of the learned context of a document's first block: once for all rows, unless
@@ -238,10 +238,10 @@ class ContextStates(nn.Module):
         return (l2_normalise(keys) if self.qk_norm else keys), values
 
     @staticmethod
-    def named_states(ssm: State | None, keys: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _named_states(ssm: State | None, keys: torch.Tensor, values: torch.Tensor) -> States:
         """What later forwards need: the state of the state-space model, and keys and values (B, H, W or S, e) of the
         block."""
-        return {**named_states(ssm), "context_key": keys, "context_value": values}
+        return {**named_states(ssm), **dict(zip(CONTEXT, (keys, values)))}
 
 
 def newest_last(slots: torch.Tensor, tokens_seen: torch.Tensor) -> torch.Tensor:
@@ -263,17 +263,3 @@ def _rolled(x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
     window = x.shape[2]
     source = (torch.arange(window, device=x.device) - shift.unsqueeze(1)) % window
     return x.gather(2, source[:, None, :, None].expand_as(x))
-
-
-def attend_context(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Cross-attention of a block's tokens to states that they all see; scores are already scaled.
-
-    Args:
-        queries: (B, J, W, H, e).
-        keys, values: (B, J, S, H, e).
-
-    Returns:
-        (B, J, W, H, e).
-    """
-    q, k, v = (part.flatten(0, 1).transpose(1, 2) for part in (queries, keys, values))
-    return attention(q, k, v, scale=1.0).transpose(1, 2).unflatten(0, queries.shape[:2])

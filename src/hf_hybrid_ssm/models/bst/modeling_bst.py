@@ -19,7 +19,13 @@ from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.layers.truncated_normal import truncated_normal
 from hf_hybrid_ssm.models.base import HybridModelMixin, HybridPreTrainedModel
 from hf_hybrid_ssm.models.block import RecurrentMixin
-from hf_hybrid_ssm.models.bst.attention import BstAttention, PositionEmbeddings
+from hf_hybrid_ssm.models.bst.attention import (
+    ContextAttention,
+    PositionEmbeddings,
+    RecurrentAttention,
+    StateAttention,
+    WindowAttention,
+)
 from hf_hybrid_ssm.models.bst.block_grid import positions_in_documents
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.bst.context_states import ContextStates, HeadwiseLinear
@@ -43,6 +49,13 @@ from hf_hybrid_ssm.ops.core.rows import Rows
 INITIAL_CONTEXT_STD, CONTEXT_ID_STD = 0.1, 1.0
 
 
+def _attention(config: BstConfig, block_type: str) -> WindowAttention:
+    """What a layer of this type attends with."""
+    if block_type == "bst":
+        return ContextAttention(config) if config.retrieval_k is None else RetrievingAttention(config)
+    return RecurrentAttention(config) if block_type == "block_recurrent" else WindowAttention(config)
+
+
 class BstBlock(RecurrentMixin, GradientCheckpointingLayer):
     """x + attention(dropout(norm(x))), x + dropout(feed-forward(norm(x)))."""
 
@@ -50,8 +63,7 @@ class BstBlock(RecurrentMixin, GradientCheckpointingLayer):
         super().__init__()
         self.layer_idx = layer_idx
         self.attention_norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        retrieves = config.retrieval_k is not None and config.block_types[layer_idx] == "bst"
-        self.attention = (RetrievingAttention if retrieves else BstAttention)(config, layer_idx)
+        self.attention = _attention(config, config.block_types[layer_idx])
         self.feed_forward_norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         sizes, activation = (config.hidden_size, config.intermediate_size), ACT2FN[config.hidden_act]
         self.feed_forward: nn.Module = (
@@ -103,8 +115,8 @@ class BstPreTrainedModel(HybridPreTrainedModel):
             for scale in (module.scale, module.token_scale):
                 if scale is not None:
                     init.ones_(scale)
-        elif isinstance(module, BstAttention):
-            for scale in (module.scale, getattr(module, "context_scale", None)):
+        elif isinstance(module, WindowAttention):
+            for scale in (module.scale, module.context_scale if isinstance(module, StateAttention) else None):
                 if scale is not None:
                     init.ones_(scale)
         elif isinstance(module, AttentionSink):

@@ -5,24 +5,26 @@ Block-State Transformers.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_hybrid_ssm.layers.l2_normalise import l2_normalise
-from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
-from hf_hybrid_ssm.models.bst.block_grid import BlockGrid
+from hf_hybrid_ssm.models.bst.block_attention import attend_blocks, boundaries
+from hf_hybrid_ssm.models.bst.block_grid import BlockGrid, block_grid
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
-from hf_hybrid_ssm.models.bst.context_states import boundaries
+from hf_hybrid_ssm.models.cache import States
 from hf_hybrid_ssm.ops.core.checks import can_read_values
 from hf_hybrid_ssm.ops.core.full_attention import attention
+from hf_hybrid_ssm.ops.core.l2_normalise import l2_normalise
 from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.ops.core.transforms import is_autocast_enabled
 from hf_hybrid_ssm.ops.local_attention import slot_attention
 
-States = dict[str, torch.Tensor]
+# of the block that the next token continues: the state vectors, their keys and values, and keys and values of its
+# tokens so far and of the block before it
 RECURRENT_STATES = (
     "recurrent", "context_key", "context_value", "block_key", "block_value", "before_key", "before_value",
 )  # fmt: skip
@@ -51,7 +53,7 @@ class RecurrentStates(nn.Module):
             config.recurrent_num_states,
         )
         inner = num_heads * config.head_dim
-        self.num_heads = num_heads
+        self.num_heads, self.window = num_heads, config.sliding_window
         self.initial_state = nn.Parameter(torch.empty(num_states, hidden_size))
         self.state_ids = nn.Parameter(torch.empty(num_states, hidden_size))
         self.norm = RMSNorm(hidden_size, eps=config.layer_norm_epsilon)
@@ -66,116 +68,94 @@ class RecurrentStates(nn.Module):
 
     def forward(
         self,
-        token_keys: torch.Tensor,
-        token_values: torch.Tensor,
-        grid: BlockGrid,
-        state: States | None,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        past: States,
+        rows: Rows,
         *,
-        return_state: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, States]:
-        """Keys and values of the state for each block that the tokens touch, and the state after the tokens.
+        head_scale: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, States]:
+        """Cross-attention of tokens to the state at the start of their blocks.
 
         Args:
-            token_keys, token_values: (B, L, H, e).
-            grid: the blocks of the tokens.
-            state: the tensors `RECURRENT_STATES` after earlier tokens, or None.
-            return_state: also return the state after the tokens; else it is empty.
+            queries: (B, L, H, e), not yet scaled.
+            keys, values: (B, L, H, e), the tokens'; keys as the update attends to them.
+            past, rows: as of `RecurrentMixin.forward_rows`; `past` has `seen` (B,) besides what an earlier call
+                returned.
+            head_scale: as of `scaled_queries`.
 
         Returns:
-            keys and values (B, J, S, H, e), and the new state.
+            (B, L, H, e), and `RECURRENT_STATES` after the tokens, empty if they were not asked for.
         """
-        starts_anew = grid.block is None and not return_state  # then only block 0 is the first of a document
-        blocks, befores = [], []
-        if starts_anew:
-            tokens = [_windows(part, grid).unbind(1) for part in (token_keys, token_values)]
-        else:
-            for part, name in ((token_keys, "key"), (token_values, "value")):
-                held = (None, None) if state is None else (state[f"block_{name}"], state[f"before_{name}"])
-                blocks.append(grid.to_blocks(part, held[0]))
-                befores.append(_blocks_before(blocks[-1], held[1], grid.is_first_block))
-            pairs = zip(befores, blocks)
-            tokens = [torch.cat([before[:, :-1], block], 2).unbind(1) for before, block in pairs]
-        initial = self.initial_state.expand(token_keys.shape[0], -1, -1)
-        s = initial if state is None else state["recurrent"]
-        states, keys, values = [], [], []
-        updates = grid.num_blocks - 1
-        if return_state and self._last_block_may_be_finished(grid):
-            updates = grid.num_blocks
-        project, scales, blend = self._projection(), self._scales(), self._blending()
-        for j in range(grid.num_blocks + return_state):
-            first = None if starts_anew else grid.is_first_block[:, j, None, None]
-            s = s if first is None else torch.where(first, initial, s)
-            states.append(s)
-            k, v, *queries = self._read(s, project, scales)
-            if j == 0 and state is not None:  # what the block began with; the state may have been rounded since
-                held = state["context_key"], state["context_value"]
-                k, v = (torch.where(first.unsqueeze(-1), new, old) for new, old in zip((k, v), held))
-            keys.append(k)
-            values.append(v)
-            if j < updates:
-                s = self._update(s, queries, (k, v), (tokens[0][j], tokens[1][j]), blend)
-        after = self._after(grid, states, keys, values, befores, blocks) if return_state else {}
-        count = grid.num_blocks
-        return torch.stack(keys[:count], 1), torch.stack(values[:count], 1), after
+        if rows.is_step and past:
+            return self._attend_token(queries, keys, values, past, rows, head_scale)
+        (batch, length), wants_state = keys.shape[:2], rows.return_final_state
+        grid = block_grid(batch, length, self.window, tokens_seen=past.get("seen"), rows=rows, device=keys.device)
+        # of rows that begin here and go on nowhere, only block 0 is the first of a document
+        is_alone = grid.block is None and not wants_state
+        tokens = _tokens_of_new_rows(keys, values, grid) if is_alone else _tokens_by_block(keys, values, grid, past)
+        updates = grid.num_blocks if wants_state and self._may_finish_last_block(grid) else grid.num_blocks - 1
+        cell, initial = self._cell(), self.initial_state.expand(batch, -1, -1)
+        s, reads = past.get("recurrent", initial), []
+        for j in range(grid.num_blocks + wants_state):
+            begins = None if is_alone else grid.is_first_block[:, j, None, None]
+            read = cell.read(s if begins is None else torch.where(begins, initial, s))
+            if j == 0 and past:
+                read = read.continued(begins, past)
+            reads.append(read)
+            s = cell.update(read, tokens.keys[j], tokens.values[j]) if j < updates else read.s
+        state_keys = torch.stack([read.keys for read in reads[: grid.num_blocks]], 1)
+        state_values = torch.stack([read.values for read in reads[: grid.num_blocks]], 1)
+        found = attend_blocks(queries, state_keys, state_values, grid, head_scale)
+        return found, self._after(grid, reads, tokens) if wants_state else {}
 
-    @with_accelerate_hooks
-    def attend_one_token(
+    def _attend_token(
         self,
         queries: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        state: States,
+        past: States,
         rows: Rows,
-        *,
-        scale: float | None,
         head_scale: torch.Tensor | None,
     ) -> tuple[torch.Tensor, States]:
-        """A step: cross-attention of one token of each sequence to the states of its block.
-
-        Args:
-            queries: (B, H, 1, e), not yet scaled.
-            key, value: (B, 1, H, e), the token's.
-            state: the tensors `RECURRENT_STATES`, and `seen` (B,), the tokens before this one.
-            rows: of a step.
-            scale, head_scale: as of `slot_attention`.
-
-        Returns:
-            The cross-attention's output (B, H, 1, e), and the state after the token.
-        """
-        s, keys, values, *blocks, old_key, old_value = (state[name] for name in RECURRENT_STATES)
-        seen, window = state["seen"], state["block_key"].shape[1]
+        """`forward` of a step: a block's first token reads the state, and its last one updates it."""
+        s, keys, values, *blocks, old_key, old_value = (past[name] for name in RECURRENT_STATES)
+        seen, window = past["seen"], self.window
         begins, ends = boundaries(seen, window)
-        if begins:  # a cache may hold zeros before the first block of a document
+        cell = self._cell() if begins or ends else None
+        if cell is not None and begins:  # a cache may hold zeros before the first block of a document
             fresh = (seen == 0).view(-1, 1, 1)
             s = torch.where(fresh, self.initial_state, s)
             # once for all rows, unless the maps are wrapped, as by adapters that differ from row to row
             is_shared = all(map(_is_plain, self._projected_by()))
-            initial = self.initial_state.expand(1 if is_shared else s.shape[0], -1, -1)
-            new = self._read(initial, self._projection(), self._scales())
-            keys, values = (torch.where(fresh.unsqueeze(-1), n, old) for n, old in zip(new, (keys, values)))
-        by_head = (keys.transpose(1, 2), values.transpose(1, 2))
-        found = slot_attention(queries, None, None, *by_head, scale=scale, head_scale=head_scale)
+            new = cell.read(self.initial_state.expand(1 if is_shared else s.shape[0], -1, -1))
+            keys = torch.where(fresh.unsqueeze(-1), new.keys, keys)
+            values = torch.where(fresh.unsqueeze(-1), new.values, values)
+        by_head = queries.transpose(1, 2), None, None, keys.transpose(1, 2), values.transpose(1, 2)
+        found = slot_attention(*by_head, scale=None if head_scale is None else 1.0, head_scale=head_scale)
         slot = (seen % window).view(-1, 1, 1, 1)
         blocks = blocks if rows.overwrites_states else [block.clone() for block in blocks]
         for block, token in zip(blocks, (key, value)):
             block.scatter_(1, slot.expand(-1, 1, *block.shape[2:]), token.to(block.dtype))
         before = [old_key, old_value]
-        if ends:
+        if cell is not None and ends:
             over = slot == window - 1
-            token_keys, token_values = (torch.cat([old, block], 1) for old, block in zip(before, blocks))
-            project, scales_of_state = self._projection(), self._scales()
-            _, _, *state_queries = self._read(s, project, scales_of_state)
-            rewritten = self._update(s, state_queries, (keys, values), (token_keys, token_values), self._blending())
-            s = torch.where(over[..., 0], rewritten.to(s.dtype), s)
-            new = self._read(s, project, scales_of_state)
-            keys, values = (torch.where(over, n, old) for n, old in zip(new, (keys, values)))
+            tokens = (torch.cat([old, block], 1) for old, block in zip(before, blocks))
+            after = cell.update(cell.read(s)._replace(keys=keys, values=values), *tokens)
+            s = torch.where(over[..., 0], after.to(s.dtype), s)
+            new = cell.read(s)
+            keys, values = torch.where(over, new.keys, keys), torch.where(over, new.values, values)
             before = [torch.where(over, block, old) for block, old in zip(blocks, before)]
             blocks = [block.masked_fill(over, 0.0) for block in blocks]
-        return found, dict(zip(RECURRENT_STATES, (s, keys, values, *blocks, *before)))
+        return found.transpose(1, 2), dict(zip(RECURRENT_STATES, (s, keys, values, *blocks, *before)))
 
-    def _last_block_may_be_finished(self, grid: BlockGrid) -> bool:
+    def _may_finish_last_block(self, grid: BlockGrid) -> bool:
         """False where no sequence finishes the last block, so that the update after it may be left out."""
         return not can_read_values(grid.next_block) or bool((grid.next_block >= grid.num_blocks).any())
+
+    def _cell(self) -> "_Cell":
+        return _Cell(self, self._projection(), self._scales(), self._blending())
 
     def _projected_by(self) -> tuple[nn.Module, ...]:
         return self.k_proj, self.q_proj, self.token_q_proj, self.v_proj
@@ -203,49 +183,83 @@ class RecurrentStates(nn.Module):
             return None
         return torch.stack([torch.ones_like(self.scale), self.scale.abs(), self.token_scale.abs()]).unsqueeze(-1)
 
-    def _read(
-        self, s: torch.Tensor, project: Callable[[torch.Tensor], torch.Tensor], scales: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """s (B, S, d) → keys, values and both queries (B, S, H, e)."""
-        parts = project(self.norm(s) + self.state_ids).unflatten(-1, (4, self.num_heads, -1))
-        compared, values = parts.split([3, 1], 2)
-        if scales is not None:
-            compared = l2_normalise(compared) * scales.to(parts.dtype)
-        keys, queries, token_queries = compared.unbind(2)
-        return keys, values.squeeze(2), queries, token_queries
+    def _after(self, grid: BlockGrid, reads: "list[_Read]", tokens: "_Tokens") -> States:
+        """The state of the block that the next token continues, of each sequence."""
+        rows = torch.arange(len(grid.next_block), device=grid.next_block.device)
+        taken = (torch.stack(parts, 1)[rows, grid.next_block] for parts in list(zip(*reads))[:3])
+        unfinished = (grid.unfinished(part) for part in tokens.blocks)
+        before = (part[rows, grid.next_block] for part in tokens.before)
+        return dict(zip(RECURRENT_STATES, (*taken, *unfinished, *before)))
 
-    def _update(
-        self,
-        s: torch.Tensor,
-        queries: list[torch.Tensor],
-        own: tuple[torch.Tensor, torch.Tensor],
-        of_tokens: tuple[torch.Tensor, torch.Tensor],
-        blend: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    ) -> torch.Tensor:
-        """The states after a block, from keys and values of their own and of the tokens."""
-        found = (self._attend(q, keys, values) for q, (keys, values) in zip(queries, (own, of_tokens)))
-        return blend(s, torch.cat([*found], -1))
+
+class _Read(NamedTuple):
+    """The states (B, S, d) at the start of a block, and what is read of them, (B, S, H, e) each."""
+
+    s: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    queries: torch.Tensor
+    token_queries: torch.Tensor
+
+    def continued(self, begins: torch.Tensor, past: States) -> "_Read":
+        """With the keys and values that the block began with in an earlier forward: the state may have been rounded
+        since. begins (B, 1, 1): it begins here."""
+        begins = begins.unsqueeze(-1)
+        keys = torch.where(begins, self.keys, past["context_key"])
+        return self._replace(keys=keys, values=torch.where(begins, self.values, past["context_value"]))
+
+
+class _Cell(NamedTuple):
+    """The maps of `RecurrentStates`, made ready once for all blocks of a forward."""
+
+    maps: RecurrentStates
+    project: Callable[[torch.Tensor], torch.Tensor]
+    scales: torch.Tensor | None
+    blend: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+    def read(self, s: torch.Tensor) -> _Read:
+        maps = self.maps
+        parts = self.project(maps.norm(s) + maps.state_ids).unflatten(-1, (4, maps.num_heads, -1))
+        compared, values = parts.split([3, 1], 2)
+        if self.scales is not None:
+            compared = l2_normalise(compared) * self.scales.to(parts.dtype)
+        keys, queries, token_queries = compared.unbind(2)
+        return _Read(s, keys, values.squeeze(2), queries, token_queries)
+
+    def update(self, read: _Read, token_keys: torch.Tensor, token_values: torch.Tensor) -> torch.Tensor:
+        """The states (B, S, d) after a block, from their own keys and values and those of tokens (B, M, H, e)."""
+        own = self._attend(read.queries, read.keys, read.values)
+        of_tokens = self._attend(read.token_queries, token_keys, token_values)
+        return self.blend(read.s, torch.cat([own, of_tokens], -1))
 
     def _attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """(B, S, H, e), (B, M, H, e) twice → (B, S, H e), without a mask."""
         q, k, v = (part.transpose(1, 2) for part in (queries, keys, values))
-        return attention(q, k, v, scale=None if self.scale is None else 1.0).transpose(1, 2).flatten(2)
+        return attention(q, k, v, scale=None if self.scales is None else 1.0).transpose(1, 2).flatten(2)
 
-    def _after(
-        self,
-        grid: BlockGrid,
-        states: list[torch.Tensor],
-        keys: list[torch.Tensor],
-        values: list[torch.Tensor],
-        befores: list[torch.Tensor],
-        blocks: list[torch.Tensor],
-    ) -> States:
-        """The state of the block that the next token continues, of each sequence."""
-        rows = torch.arange(states[0].shape[0], device=states[0].device)
-        taken = (torch.stack(parts, 1)[rows, grid.next_block] for parts in (states, keys, values))
-        unfinished = (grid.unfinished(part) for part in blocks)
-        before = (part[rows, grid.next_block] for part in befores)
-        return dict(zip(RECURRENT_STATES, (*taken, *unfinished, *before)))
+
+class _Tokens(NamedTuple):
+    """What updates attend to: for each of J blocks, keys and values (B, 2 W, H, e) of its tokens after those of the
+    block before it. For the state after the tokens, of keys and of values, the blocks (B, J, W, H, e) and the block
+    before each of them and before the next one (B, J + 1, W, H, e)."""
+
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+    blocks: tuple[torch.Tensor, ...] = ()
+    before: tuple[torch.Tensor, ...] = ()
+
+
+def _tokens_of_new_rows(keys: torch.Tensor, values: torch.Tensor, grid: BlockGrid) -> _Tokens:
+    """Of rows of one document each, from its first token."""
+    return _Tokens(_windows(keys, grid).unbind(1), _windows(values, grid).unbind(1))
+
+
+def _tokens_by_block(keys: torch.Tensor, values: torch.Tensor, grid: BlockGrid, past: States) -> _Tokens:
+    blocks = grid.to_blocks(keys, past.get("block_key")), grid.to_blocks(values, past.get("block_value"))
+    olds = past.get("before_key"), past.get("before_value")
+    before = tuple(_blocks_before(block, old, grid.is_first_block) for block, old in zip(blocks, olds))
+    joined = [torch.cat([old[:, :-1], block], 2).unbind(1) for old, block in zip(before, blocks)]
+    return _Tokens(joined[0], joined[1], blocks, before)
 
 
 def _is_plain(layer: nn.Module) -> bool:

@@ -6,43 +6,48 @@ context states of finished blocks, and the softmax of a token's query also cover
 
 import torch
 
-from hf_hybrid_ssm.models.bst.attention import BstAttention
-from hf_hybrid_ssm.models.bst.block_grid import BlockGrid
+from hf_hybrid_ssm.models.bst.attention import ContextAttention
+from hf_hybrid_ssm.models.bst.block_attention import for_each_query, scaled_queries
+from hf_hybrid_ssm.models.bst.block_grid import BlockGrid, block_grid
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
+from hf_hybrid_ssm.models.bst.context_states import ContextStates
 from hf_hybrid_ssm.models.cache import States
 from hf_hybrid_ssm.ops.core.rows import Rows
 
 MEMORY_STATES = ("memory_key", "memory_value", "memory_count")
 
 
-class RetrievingAttention(BstAttention):
-    """`BstAttention` of a "bst" layer, whose tokens also attend to the best of the states that a memory holds."""
+class RetrievingStates(ContextStates):
+    """Context states beside a memory of older ones; a token alone goes the way of a row."""
 
-    def __init__(self, config: BstConfig, layer_idx: int):
-        super().__init__(config, layer_idx)
+    def __init__(self, config: BstConfig):
+        super().__init__(config)
         self.top_k, self.capacity, self.stride = config.retrieval_k, config.retrieval_memory, config.retrieval_stride
 
-    def _takes_one_token(self, rows: Rows, past: States) -> bool:
-        return False  # a token alone goes the way of a row
-
-    def _attend_context(
-        self, z: torch.Tensor, x: torch.Tensor, past: States, rows: Rows
+    def forward(
+        self, queries: torch.Tensor, x: torch.Tensor, past: States, rows: Rows, *, head_scale: torch.Tensor | None
     ) -> tuple[torch.Tensor, States]:
-        grid = self._grid(x, past, rows)
-        keys, values, states = self.context(x, grid, past or None, rows)
-        keys, values = self._for_every_query(keys, values)
+        (batch, length), seen = x.shape[:2], past.get("seen")
+        grid = block_grid(batch, length, self.window, tokens_seen=seen, rows=rows, device=x.device)
+        keys, values, states = self.by_block(x, grid, past, rows)
         found, memory = attend_with_memory(
-            grid.to_blocks(self._context_queries(z)),
-            keys,
-            values,
+            grid.to_blocks(scaled_queries(queries, head_scale)),
+            for_each_query(keys, queries.shape[2]),
+            for_each_query(values, queries.shape[2]),
             grid,
             past or None,
-            is_causal=self.has_state_of_token,
+            is_causal=self.variant != "mf",
             top_k=self.top_k,
             capacity=self.capacity,
             stride=self.stride,
         )
         return grid.from_blocks(found), states | memory if rows.return_final_state else {}
+
+
+class RetrievingAttention(ContextAttention):
+    """`ContextAttention` whose tokens also attend to the best of the states that a memory holds."""
+
+    states_class = RetrievingStates
 
 
 def attend_with_memory(

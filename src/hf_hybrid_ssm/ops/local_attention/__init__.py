@@ -4,6 +4,7 @@ import torch
 
 from hf_hybrid_ssm.ops.core.checks import check_tensor
 from hf_hybrid_ssm.ops.core.dispatch import Op
+from hf_hybrid_ssm.ops.core.l2_normalise import l2_normalise
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows, checked_rows, is_one_token
 from hf_hybrid_ssm.ops.local_attention.distance_range import (
     AttentionState,
@@ -42,6 +43,7 @@ def local_attention(
     chunk_size: int | None = None,
     bias: torch.Tensor | None = None,
     scale: float | None = None,
+    head_scale: torch.Tensor | None = None,
     zero_kv_sink: bool = False,
     sink_logits: torch.Tensor | None = None,
     sink_values: torch.Tensor | None = None,
@@ -65,9 +67,12 @@ def local_attention(
         bias: (H, R), added to the logits. Causal: column c belongs to distance c. Two-sided: R is odd, the middle
             column is distance 0, columns right of it look back. Distances beyond the table take its outermost value.
         scale: of q·k; E**-0.5 by default.
+        head_scale: (H,): first q and k are L2-normalised (x / sqrt(x·x + 1e-6)); q and bias are multiplied by its
+            absolute value.
         zero_kv_sink: the distances that reach before the document's start hold keys and values that are 0
             (they take a share of the softmax); otherwise they hold nothing. Causal windows only.
-        sink_logits: (B, H, L), the logit of the sink for each token; -inf where it has none.
+        sink_logits: (B, H, L), the logit of the sink for each token; -inf where it has none. `head_scale` does not
+            change it.
         sink_values: (H, V), or (G, V) for heads that share keys and values; 0 by default (a scalar sink).
         dropout: on the softmax.
         rows: how the rows are read. The final state holds the keys that the window needs; with left = None all of
@@ -88,6 +93,7 @@ def local_attention(
             window = _within_chunk(checked_window(window), chunk_size)
         options = {"window": window, "chunk_size": chunk_size, "bias": bias, "scale": scale, "backend": backend}
         options |= {"zero_kv_sink": zero_kv_sink, "sink_logits": sink_logits, "sink_values": sink_values}
+        options["head_scale"] = head_scale
         y, after = window_token(q, k, v, initial_state, rows, **options)  # type: ignore[arg-type]
         return y, after if rows.return_final_state else None
     check_tensor("q", q, (None, None, None, None), "B, H, L, E")
@@ -115,6 +121,10 @@ def local_attention(
         bias = bias[:, bias.shape[1] // 2 :]
     if two_sided and (initial_state is not None or rows.return_final_state):
         raise ValueError(f"window={window} looks ahead: such attention has no state to start from or to return.")
+    if head_scale is not None:
+        check_tensor("head_scale", head_scale, (heads,), "H", beside=q)
+        factor = head_scale.abs().to(q.dtype).unsqueeze(1)
+        q, k, bias = l2_normalise(q) * factor.unsqueeze(1), l2_normalise(k), None if bias is None else bias * factor
     if initial_state is not None:
         initial_state = _check_state(initial_state, k, v, left)
     run = _OP.select(q.device.type, q.dtype, backend)
