@@ -4,10 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import DynamicCache
 
+from hf_hybrid_ssm.models.cache import RecurrentStateLayer
 from hf_hybrid_ssm.training.sequence_parallel import forward_shard
 from tests.distributed.sequence_parallel import cases, longhorn, rows
-from tests.tiny_models import built
+from tests.tiny_models import FEW, build, built
 
 RANKS = (0, 1)
 
@@ -38,6 +40,27 @@ def test_decoding_goes_on_where_the_last_piece_ends(found):
     model = longhorn().eval()
     expected = model.generate(ids, max_new_tokens=7, do_sample=False, attention_mask=torch.ones_like(ids))
     assert torch.equal(found[-1]["text"], expected) and "text" not in found[0]
+
+
+@pytest.mark.parametrize("variant", [*FEW[:3], "longhorn beside windows, a sink", "spade s4 window"])
+def test_every_layer_asks_once_for_its_states_and_replaces_them_once(variant, monkeypatch):
+    """What a layer of the cache that fetches its states relies on, for rows, a piece and a token."""
+    model, events = build(variant), []
+    cache = DynamicCache(config=model.config)
+    for name in ("states_before", "update_states"):
+        method = getattr(RecurrentStateLayer, name)
+
+        def noted(layer, *arguments, name=name, method=method):
+            events.append((name, cache.layers.index(layer)))
+            return method(layer, *arguments)
+
+        monkeypatch.setattr(RecurrentStateLayer, name, noted)
+    for length in (5, 3, 1):
+        events.clear()
+        with torch.no_grad():
+            model(torch.ones(1, length, dtype=torch.long), past_key_values=cache, use_cache=True)
+        own = [index for index, layer in enumerate(cache.layers) if isinstance(layer, RecurrentStateLayer)]
+        assert events == [(name, index) for index in own for name in ("states_before", "update_states")] and own
 
 
 def test_refusals():

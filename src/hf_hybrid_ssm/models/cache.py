@@ -76,6 +76,14 @@ class RecurrentStateLayer(CacheLayerMixin):
         self.device: torch.device | None = None
         self.model_type: str | None = None
 
+    def states_before(self) -> States:
+        """The states before the tokens of a forward, empty before the first one.
+
+        A model's layer asks for them once a forward, before it mixes its rows, and calls `update_states` once after
+        that. So a layer of the cache may fetch them from elsewhere, as in sequence parallelism.
+        """
+        return self.states
+
     def update_states(self, rows: PackedRows, states: States, recompute: Recompute | None = None) -> None:
         """Replace the states by those after more tokens.
 

@@ -105,7 +105,8 @@ def _check(model: PreTrainedModel, length: int, ranks: int) -> None:
 
 
 class _ShardLayer(RecurrentStateLayer):
-    """A layer's states: reading receives them from the previous process, storing sends them to the next one."""
+    """A layer's states: `states_before` receives them from the previous process, `update_states` sends those after the
+    shard to the next one."""
 
     _layer_type = None  # no cache builds it by itself
 
@@ -119,17 +120,17 @@ class _ShardLayer(RecurrentStateLayer):
         super().__init__()
         self.group, self.continues = group, continues
         weight = model.get_input_embeddings().weight
-        self.wide = torch.promote_types(weight.dtype, torch.float32)
+        self.wide, self.device = torch.promote_types(weight.dtype, torch.float32), weight.device
         states = family_of(model.config.model_type).recurrent_states(model.config)  # type: ignore[misc]
         self.shapes = {name: (batch, *shape) for name, shape in states.items()}
         self.send_token: torch.Tensor | None = None
-        if dist.get_rank(group) > 0:
-            self.states = _LazyStates(self, weight.device)
 
-    def receive(self, device: torch.device) -> States:
-        """Both states in one message, zero where a document begins with the shard."""
+    def states_before(self) -> States:
+        """All states in one message, zero where a document begins with the shard; none on the first process."""
+        if dist.get_rank(self.group) == 0:
+            return {}
         sizes = [torch.Size(shape).numel() for shape in self.shapes.values()]
-        trigger = torch.zeros((), device=device, requires_grad=torch.is_grad_enabled())
+        trigger = torch.zeros((), device=self.device, requires_grad=torch.is_grad_enabled())
         message = _Receive.apply(trigger, sum(sizes), self.wide, self.group)
         parts = zip(self.shapes.items(), message.split(sizes))
         states = {name: part.view(shape) for (name, shape), part in parts}
@@ -142,19 +143,6 @@ class _ShardLayer(RecurrentStateLayer):
             message = torch.cat([states[name].to(self.wide).flatten() for name in self.shapes])
             self.send_token = _Send.apply(message, self.group)
         super().update_states(rows, states, recompute)
-
-
-class _LazyStates(dict):
-    """States that are not here yet: empty until one of them is asked for, which waits for the previous process."""
-
-    def __init__(self, layer: _ShardLayer, device: torch.device):
-        super().__init__()
-        self.layer, self.device = layer, device
-
-    def get(self, name: str, default: Any = None) -> Any:
-        if not self:
-            self.update(self.layer.receive(self.device))
-        return super().get(name, default)
 
 
 def _neighbour(group: dist.ProcessGroup | None, step: int) -> int:
