@@ -421,6 +421,21 @@ def upcycling_report(figures: dict) -> str:
     return markdown_table([*head, "cache at 4,096, MiB", "at 65,536"], rows)
 
 
+def upcycling_losses(figures: dict) -> str:
+    """Loss by position of a teacher, and what students lose of it, with intervals over texts."""
+    models = figures["models"]
+    teacher = models["teacher"]["loss"]
+    rows = [["teacher", *(f"{loss:.3f}" for loss in teacher["mean"].values())]]
+    for name, found in models.items():
+        if name != "teacher":
+            pairs = list(zip(found["loss"]["by_text"], teacher["by_text"]))
+            lost = [[own[part] - whole[part] for own, whole in pairs] for part in teacher["mean"]]
+            rows.append([name, *(f"{statistics.mean(each):+.3f} ± {half_width(each):.3f}" for each in lost)])
+    head = [f"loss, and what is lost of it, 95 % over {len(teacher['by_text'])} books"]
+    head += [f"tokens {int(begin):,} to {int(end):,}" for begin, end in (part.split("-") for part in teacher["mean"])]
+    return markdown_table(head, rows)
+
+
 def _percents(shares: list[float]) -> str:
     seeds = [f"{100 * share:.0f}" for share in shares]
     return f"{100 * statistics.mean(shares):.0f}" + (f" ({', '.join(seeds)})" if len(set(seeds)) > 1 else "")

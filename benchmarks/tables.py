@@ -30,6 +30,7 @@ from experiment_tables import (
     settings_apart,
     upcycling_controls,
     upcycling_gaps,
+    upcycling_losses,
     upcycling_recall,
     upcycling_report,
 )
@@ -344,6 +345,7 @@ TABLES = {
     "upcycling_controls": upcycling_controls,
     "upcycling_recall": upcycling_recall,
     "upcycling_report": upcycling_report,
+    "upcycling_sinks": upcycling_losses,
     "bst_books": lengths,
     "bst_16k": lengths,
     "scaling_law": scaling_law,

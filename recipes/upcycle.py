@@ -320,7 +320,8 @@ def layers_of(config: Any) -> dict[str, Any]:
     kinds = list(enumerate(config.block_types))
     if config.model_type == "longhorn":
         with_mixers = ("linear_attention", "hybrid_sliding")
-        return {"kept_attention_layers": [index for index, kind in kinds if kind not in with_mixers]}
+        windows = () if any(kind in with_mixers for _, kind in kinds) else ("sliding_attention",)
+        return {"kept_attention_layers": [index for index, kind in kinds if kind not in (*with_mixers, *windows)]}
     states = [index for index, kind in kinds if kind != "sliding_attention"]
     return {"sliding_window": config.sliding_window, "layers_with_context_states": states}
 

@@ -36,6 +36,7 @@ from hf_hybrid_ssm.evaluation import (
     teacher_scored_generation,
     wilson_interval,
 )
+from hf_hybrid_ssm.hub.delta_files import is_delta
 from hf_hybrid_ssm.planning import Setup, plan
 from hf_hybrid_ssm.upcycle import TEACHERS, choose_layers, load_teacher, student_config, upcycle, windowed_layers
 
@@ -51,7 +52,8 @@ class ReportArguments:
         default_factory=dict, metadata={"help": "name: keep and keep_by of choose_layers; the teacher is masked so"}
     )
     students: dict[str, Any] = field(
-        default_factory=dict, metadata={"help": "name: a checkpoint, or the arguments of upcycle()"}
+        default_factory=dict,
+        metadata={"help": "name: a checkpoint, a delta of this teacher, or the arguments of upcycle()"},
     )
     window: int = field(default=256, metadata={"help": "tokens that a windowed layer sees before its own"})
     tasks: list[str] = field(default_factory=lambda: ["recall_needle"], metadata={"help": ", ".join(RECALL_TASKS)})
@@ -225,7 +227,9 @@ def _masked(teacher: Any, layers: list[int], window: int) -> Iterator[Any]:
 def _student(arguments: ReportArguments, teacher: Any, tokenizer: Any, given: Any) -> Iterator[Any]:
     """Made when it is needed, and let go."""
     if isinstance(given, str):
-        yield AutoModelForCausalLM.from_pretrained(given, dtype=getattr(torch, arguments.dtype)).eval()
+        of_delta = {"teacher": arguments.teacher} if is_delta(given) else {}
+        dtype = getattr(torch, arguments.dtype)
+        yield AutoModelForCausalLM.from_pretrained(given, dtype=dtype, **of_delta).eval()
     else:
         student, _ = upcycle(teacher, tokenizer=tokenizer, **given)
         yield student.eval()

@@ -219,6 +219,30 @@ def test_a_state_of_one_size_is_told_only_of_such_models(variant):
         assert told == (growing_layers(language_model(variant)) == [])
 
 
+STATES = ("linear_attention", "hybrid_sliding", "bst", "block_recurrent")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_model_of_attention_alone_is_not_said_to_have_a_state(variant):
+    config = config_of(variant)
+    kinds = getattr(config, "block_types", None)
+    if kinds is None:
+        has_state = config.model_type == "lmu_isa" or bool(getattr(config, "ssm_layers", [0]))
+    else:
+        has_state = bool(set(kinds) & set(STATES))
+    card = model_card(config, name="model")
+    assert has_state != ("it is attention alone" in card)
+    assert has_state or "what its windows have left" in card or "what the others' windows have left" in card
+
+
+@pytest.mark.parametrize(("kept", "sentence"), [(1, "Only the layers with full attention"), (0, "The model forgets")])
+def test_the_card_of_windows_says_what_they_forget(kept, sentence):
+    kinds = ["full_attention"] * kept + ["sliding_attention"] * 2
+    card = model_card(LonghornConfig(vocab_size=9, hidden_size=8, num_hidden_layers=len(kinds), block_types=kinds,
+                                     num_attention_heads=2, sliding_window=4), name="model")  # fmt: skip
+    assert sentence in card and "fits the state" not in card and "it is attention alone" in card
+
+
 TOKENIZERS = {"google-t5/t5-base": 32100, "openai-community/gpt2": 50257, "mistralai/Mistral-7B-v0.1": 32000}
 COMMAND = re.compile(r"`python recipes/(\w+)\.py (recipes/configs/[\w./-]+\.yaml)`")
 AUTOS = {"pretrain_seq2seq": AutoModelForSeq2SeqLM, "pretrain_mlm": AutoModelForMaskedLM}

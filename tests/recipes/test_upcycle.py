@@ -189,6 +189,7 @@ def test_of_windows_alone_the_sinks_are_what_is_new(student, texts, teacher, tmp
     arguments = UpcycleArguments(str(teacher), trained="new", distil={"max_steps": 6}, delta=True, **student)
     results = upcycle_model(arguments, data_of(texts), training(tmp_path))
     assert results["loss_after_distil"] < results["loss_before_training"]
+    assert results.get("kept_attention_layers", []) == (student.get("keep") or [])
     first, _ = upcycle_package.upcycle(
         AutoModelForCausalLM.from_pretrained(teacher), arguments.keep, None, "projections", arguments.student,
         arguments.others_as, **arguments.config,

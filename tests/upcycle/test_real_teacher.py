@@ -2,10 +2,12 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
 
 from hf_hybrid_ssm.upcycle import load_teacher, upcycle
 
@@ -13,7 +15,12 @@ TEACHER, TEXTS = "HF_HYBRID_SSM_SMOLLM2", "HF_HYBRID_SSM_NOVELS"
 """Environment variables: the `.gguf` file, and a file of JSON lines whose "text" are novels."""
 LENGTH, WINDOW = 2048, 512
 AT_MOST = {(0, 512): 1e-4, (512, 1024): 0.035, (1024, 2048): 0.065}
-"""Nats that a student with windows of 512 and no kept layer may lose, by position."""
+"""Nats that a student with windows of 512 and no kept layer may lose, by position, on the test books of `lm/books`. It
+depends on the text: on `lm/se_novels` it is 0.086 and 0.068."""
+DELTA = Path(__file__).parents[2] / "checkpoints/deltas/smollm2-windows-512"
+given = pytest.mark.skipif(
+    TEACHER not in os.environ or TEXTS not in os.environ, reason=f"{TEACHER} and {TEXTS} name no files of SmolLM2"
+)
 
 
 def rows_of(tokenizer, path) -> torch.Tensor:
@@ -38,9 +45,7 @@ def losses(model, rows: torch.Tensor) -> dict[tuple[int, int], float]:
     return {(begin, end): float(torch.stack(found)[:, begin:end].mean()) for begin, end in AT_MOST}
 
 
-@pytest.mark.skipif(
-    TEACHER not in os.environ or TEXTS not in os.environ, reason=f"{TEACHER} and {TEXTS} name no files of SmolLM2"
-)
+@given
 def test_windows_with_sinks_lose_little_of_a_real_teacher():
     """Before any training; without sinks more than half a nat is lost beyond the window."""
     teacher, tokenizer = load_teacher(os.environ[TEACHER])
@@ -52,3 +57,17 @@ def test_windows_with_sinks_lose_little_of_a_real_teacher():
     assert all(lost[place] <= most for place, most in AT_MOST.items()), lost
     student, _ = upcycle(teacher, tokenizer=tokenizer, **fields, attention_sink=None)
     assert all(loss - wanted[place] > 0.5 for place, loss in losses(student, rows).items() if place[0]), lost
+
+
+@given
+def test_trained_sinks_lose_less():
+    """The committed student, whose sinks alone were trained, on novels that it has not read."""
+    teacher, tokenizer = load_teacher(os.environ[TEACHER])
+    rows = rows_of(tokenizer, os.environ[TEXTS])
+    fields = {"keep": [], "others_as": "sliding_attention", "sliding_window": WINDOW}
+    untrained, _ = upcycle(teacher, tokenizer=tokenizer, **fields)
+    trained = AutoModelForCausalLM.from_pretrained(DELTA, teacher=os.environ[TEACHER])
+    wanted, before, after = (losses(model, rows) for model in (teacher, untrained, trained))
+    assert after[0, WINDOW] == pytest.approx(wanted[0, WINDOW], abs=1e-4)
+    for place in ((512, 1024), (1024, 2048)):
+        assert wanted[place] < after[place] < before[place], (wanted, before, after)

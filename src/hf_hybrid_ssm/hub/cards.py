@@ -29,6 +29,9 @@ ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
 # bookkeeping, and what the table of layers says
 HIDDEN_FIELDS = {"architectures", "layer_types", "block_types", "ssm_layers", "transformers_version"}
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+FULL_ATTENTION = "full attention"
+ATTENTION = {"window attention", "chunk attention", FULL_ATTENTION}
+"""Kinds of layers, as families name them, that have no state but the keys and values of tokens."""
 TASKS = {
     "MODEL_FOR_CAUSAL_LM": "text-generation",
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM": "text-generation",
@@ -102,22 +105,25 @@ def model_card(
         **_metrics(name, task, results, dataset),
     )
     tables = [] if results is None else tables_of(results)
+    kinds = family.layer_kinds(config)
     limits = (
-        f"{text.limits} A model trained by these recipes was not taught to be helpful or harmless; it repeats what "
+        f"{_forgets(kinds) or text.limits} A model trained by these recipes was not taught to be helpful or harmless; it "
+        "repeats what is in its training data, with the errors and prejudices there."
     )
     sections = [
         f"---\n{data.to_yaml().strip()}\n---",
         f"# {escaped(name)}",
-        f"{text.name} ([arXiv {text.arxiv}](https://arxiv.org/abs/{text.arxiv})). {text.idea}{_memory(config, text)}",
+        f"{text.name} ([arXiv {text.arxiv}](https://arxiv.org/abs/{text.arxiv})). {text.idea}"
+        f"{_memory(config, text, kinds)}",
         "## Architecture",
-        _architecture(config, model, family.layer_kinds(config)),
+        _architecture(config, model, kinds),
         "## Training",
         _training(results, dataset, recipe, trained),
         *(["## Measured", *map(str, tables)] if tables else []),
         *(["## Teacher", _teacher(name, delta)] if delta is not None else []),
         *(["## Use", _use(name, auto_class_of(table), exported, delta)] if has_weights else []),
         "## Limits",
-        f"{limits}is in its training data, with the errors and prejudices there.",
+        limits,
         *(["## Citation", f"```bibtex\n{text.citation}\n```"] if has_weights else []),
         *([_licences(license, base_model)] if has_weights else []),
     ]
@@ -157,10 +163,21 @@ def _licences(license: str | None, base_model: str | None) -> str:
     return f"Licence of code and card: Apache-2.0. {weights}"
 
 
-def _memory(config: PreTrainedConfig, text: CardText) -> str:
+def _memory(config: PreTrainedConfig, text: CardText, kinds: list[str]) -> str:
     """What the family says of its memory, where no layer keeps the keys of all tokens."""
+    if set(kinds) <= ATTENTION:
+        return " This model has no such layers: it is attention alone."
     grows = any(kind not in STATE_LAYER_TYPES for kind in config.layer_types)
     return f" {text.memory}" if text.memory and not grows else ""
+
+
+def _forgets(kinds: list[str]) -> str | None:
+    """What a model of attention alone forgets; None of a model with a state, of which the family speaks."""
+    if not set(kinds) <= ATTENTION:
+        return None
+    if FULL_ATTENTION in kinds:
+        return "Only the layers with full attention see what the others' windows have left."
+    return "The model forgets what its windows have left."
 
 
 def _metrics(name: str, task: str | None, results: Mapping[str, Any] | None, dataset: str | None) -> dict[str, Any]:
@@ -253,11 +270,18 @@ def _teacher(name: str, delta: Delta) -> str:
 def _use(name: str, auto: str, exported: bool, delta: Delta | None) -> str:
     # without its configuration, AutoTokenizer asks whether to run the code that config.json names
     trust, config = (", trust_remote_code=True", ", config=model.config") if exported else ("", "")
-    teacher = "" if delta is None else f", teacher={json.dumps(delta.teacher)}"
+    if delta is not None:
+        teacher = json.dumps(delta.teacher)
+        return (
+            f"```python\nfrom transformers import {auto}\n\n"
+            "from hf_hybrid_ssm.upcycle import tokenizer_of  # installed from its source\n\n"
+            f"model = {auto}.from_pretrained({json.dumps(name)}, teacher={teacher})\n"
+            f"tokenizer = tokenizer_of({json.dumps(name)}, {teacher})\n```"
+        )
     first = "" if exported else "import hf_hybrid_ssm  # installed from its source\n"
     code = (
         f"{first}from transformers import AutoTokenizer, {auto}\n\n"
-        f"model = {auto}.from_pretrained({json.dumps(name)}{trust}{teacher})\n"
+        f"model = {auto}.from_pretrained({json.dumps(name)}{trust})\n"
         f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(name)}{config})\n"
     )
     note = "\n\nOnce `hf_hybrid_ssm` is imported, its own classes load it, with their kernels; trust is not needed."

@@ -39,6 +39,7 @@ __getattr__, __dir__, __all__ = attach(
         "recall_prompts": f"{__name__}.probe_prompts",
         "save_delta": f"{__name__}.delta",
         "student_config": f"{__name__}.configurations",
+        "tokenizer_of": f"{__name__}.delta",
         "without_part": f"{__name__}.ablations",
         "zero_memory": f"{__name__}.ablations",
         "upcycle": f"{__name__}.student",

@@ -1,0 +1,51 @@
+"""The committed students of a real teacher are whole, small, and hold what their pages say."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from hf_hybrid_ssm.hub import check_folder
+from hf_hybrid_ssm.hub.configurations import config_of_folder
+
+ROOT = Path(__file__).parents[2] / "checkpoints/deltas"
+FOLDERS = sorted(path.parent for path in ROOT.glob("*/delta.json"))
+MAX_BYTES_TOGETHER = 16_000_000
+
+named = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+
+
+def test_there_are_students_and_they_are_small():
+    sizes = [path.stat().st_size for folder in FOLDERS for path in folder.iterdir()]
+    assert sizes and sum(sizes) <= MAX_BYTES_TOGETHER
+
+
+@named
+def test_every_file_is_the_one_that_was_published(folder):
+    lines = (folder / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
+    sums = {name: digest for digest, name in (line.split("  ") for line in lines)}
+    assert {path.name for path in folder.iterdir()} - {"SHA256SUMS"} == set(sums)
+    for name, digest in sums.items():
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest, name
+    check_folder(folder)
+
+
+@named
+def test_it_holds_the_sinks_of_its_windows_alone(folder):
+    config, tensors = config_of_folder(folder), load_file(folder / "delta.safetensors")
+    windows = [index for index, kind in enumerate(config.block_types) if kind == "sliding_attention"]
+    sinks = {f"model.layers.{index}.self_attn.sink.{part}" for index in windows for part in ("key", "value")}
+    assert set(tensors) == sinks
+    shape = (config.num_key_value_heads, config.head_dim)
+    assert {tuple(tensor.shape) for tensor in tensors.values()} == {shape}
+
+
+@named
+def test_its_card_has_the_losses_of_its_training(folder):
+    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert results["teacher_loss"] < results["validation_loss"] < results["loss_before_training"]
+    for name in ("teacher_loss", "validation_loss", "loss_before_training"):
+        assert f"| {name.replace('_', ' ')} | {results[name]:.3f} |" in card
