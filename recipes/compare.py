@@ -6,9 +6,10 @@ All read the same text with several seeds, and their validation losses are compa
 
 `base` holds settings of pretrain_clm.py, each of `variants` what differs. With `learning_rates`, each variant first
 tries these for `search_steps` steps with the first seed, and keeps the best. Writes comparison.json (every run, mean
-and standard deviation, and with `reference` the paired differences to that variant and how many times as many tokens it needs for the same loss) and comparison.png (loss against tokens
-and CPU time; both where runs were evaluated as they went) to `output_dir` and, with `results`, to that file and one
-beside it. A comparison that was killed goes on with the runs it lacks.
+and standard deviation, and with `reference` the paired differences to that variant and how many times as many tokens
+it needs for the same loss) and comparison.png (loss against tokens and CPU time; both where runs were evaluated as
+they went) to `output_dir` and, with `results`, to that file and one beside it. A comparison that was killed goes on
+with the runs it lacks.
 """
 
 import json

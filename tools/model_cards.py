@@ -50,8 +50,8 @@ def preset_cards() -> dict[str, str]:
     cards["README.md"] = (
         "# Model cards\n\nOne for each language model and encoder-decoder of a paper, written by "
         "`python -m tests.reporting cards`. **No trained weights of these sizes are published yet.** The cards "
-        'describe the models and say how to train them. Configurations: `LonghornConfig.preset("125m")`; `.presets` of a '
-        "configuration class lists all. "
+        'describe the models and say how to train them. Configurations: `LonghornConfig.preset("125m")`; `.presets` '
+        "of a configuration class lists all. "
         "`python -m hf_hybrid_ssm card FOLDER` writes the card of a trained model.\n\n"
         f"{index}\n"
     )

@@ -107,8 +107,8 @@ def model_card(
     tables = [] if results is None else tables_of(results)
     kinds = family.layer_kinds(config)
     limits = (
-        f"{_forgets(kinds) or text.limits} A model trained by these recipes was not taught to be helpful or harmless; it "
-        "repeats what is in its training data, with the errors and prejudices there."
+        f"{_forgets(kinds) or text.limits} A model trained by these recipes was not taught to be helpful or harmless; "
+        "it repeats what is in its training data, with the errors and prejudices there."
     )
     sections = [
         f"---\n{data.to_yaml().strip()}\n---",
