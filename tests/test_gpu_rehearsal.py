@@ -305,7 +305,7 @@ def test_the_sources_of_a_case_identify_its_results(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_packed_rows_wait_for_a_card_where_that_is_known(name, monkeypatch):
     """What the part `syncs` will find on one, of the same inputs and without kernels."""
-    monkeypatch.setattr("hf_hybrid_ssm.ops.core.dispatch._EVERYWHERE", "torch")
+    monkeypatch.setattr("hf_hybrid_ssm.ops.core.dispatch._ENVIRONMENT_BACKEND", "torch")
     settings = Settings("cpu", True)
     model = small(name, settings).train()
     inputs = syncs.inputs_of("packed", settings, model.config.vocab_size)

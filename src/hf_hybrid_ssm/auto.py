@@ -141,10 +141,10 @@ def _check_weight_files(folder: Any) -> None:
     importlib.import_module("hf_hybrid_ssm.hub.verify_files").check_weights_if_local(folder)
 
 
-def _delta_arguments(folder: Any, teacher: Any, given: dict[str, Any]) -> dict[str, Any] | None:
+def _delta_arguments(folder: Any, teacher: Any, arguments: dict[str, Any]) -> dict[str, Any] | None:
     if teacher is None and not importlib.import_module("hf_hybrid_ssm.hub.delta_files").is_delta(folder):
         return None  # as nearly always, and then nothing more is imported
-    return importlib.import_module("hf_hybrid_ssm.upcycle.delta").loading_arguments(folder, teacher, given)
+    return importlib.import_module("hf_hybrid_ssm.upcycle.delta").loading_arguments(folder, teacher, arguments)
 
 
 _REGISTRATIONS: dict[str, Callable[[ModuleType], None]] = {
@@ -179,7 +179,7 @@ class _RegisteringFinder(MetaPathFinder):
         if fullname not in _REGISTRATIONS:
             return None
         others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next((found for found in others if found is not None), None)
+        spec = next((each for each in others if each is not None), None)
         if spec is not None and spec.loader is not None:
             spec.loader = _RegisteringLoader(spec.loader)
         return spec

@@ -73,8 +73,8 @@ def every_op() -> dict[str, "Op"]:
     from hf_hybrid_ssm import ops as folder
     from hf_hybrid_ssm.ops.core.dispatch import REGISTRY
 
-    for found in pkgutil.iter_modules(folder.__path__):
-        importlib.import_module(f"{folder.__name__}.{found.name}")
+    for module in pkgutil.iter_modules(folder.__path__):
+        importlib.import_module(f"{folder.__name__}.{module.name}")
     return REGISTRY
 
 
@@ -103,18 +103,18 @@ def purposes(has_gpu: bool) -> dict[str, str | None]:
     """What one may want to do → what to type for it first, or None if nothing is missing."""
     from hf_hybrid_ssm.ops.core.native_library import missing_compiler
 
-    found: dict[str, str | None] = {}
+    commands: dict[str, str | None] = {}
     for name, (package, *extras) in PURPOSES.items():
         with suppress(ValueError):  # an extra that this version does not have, or sources without metadata
             is_ready = not missing_requirements(*extras, of=package)
-            found[name] = None if is_ready else install_command(*extras, of=package)
+            commands[name] = None if is_ready else install_command(*extras, of=package)
     if platform.system() == "Linux":
         compiler = "apt-get install gcc (or dnf, apk add, pacman -S; then gcc), or set CC to a compiler"
-        found[KERNELS_ON_CPU] = compiler if missing_compiler() else None
+        commands[KERNELS_ON_CPU] = compiler if missing_compiler() else None
     if has_gpu:
         with suppress(ValueError):
-            found[KERNELS_ON_GPU] = install_command("gpu") if missing_requirements("gpu") else None
-    return found
+            commands[KERNELS_ON_GPU] = install_command("gpu") if missing_requirements("gpu") else None
+    return commands
 
 
 # wheels that are published under another name than that of the package in them
@@ -148,27 +148,27 @@ def reasons_everywhere(ops: dict[str, Any]) -> dict[str, str]:
         for op in targets.values():
             for backend, status in op["backends"].items():
                 reasons.setdefault(backend, set()).add(status)
-    return {backend: next(iter(found)) for backend, found in reasons.items() if len(found) == 1 and found != {"runs"}}
+    return {backend: next(iter(texts)) for backend, texts in reasons.items() if len(texts) == 1 and texts != {"runs"}}
 
 
-def report(found: dict[str, Any]) -> str:
+def report(findings: dict[str, Any]) -> str:
     """The findings as text."""
-    lines = [f"python {found['python']}"]
-    if found["sources"] is not None:
-        lines.append(f"sources: {found['sources']}")
-    lines += [_line(name, version, found["tested"].get(name)) for name, version in found["packages"].items()]
-    threads = found["threads"]
+    lines = [f"python {findings['python']}"]
+    if findings["sources"] is not None:
+        lines.append(f"sources: {findings['sources']}")
+    lines += [_line(name, version, findings["tested"].get(name)) for name, version in findings["packages"].items()]
+    threads = findings["threads"]
     quota = "" if threads["quota"] is None else f", of which the container may use {threads['quota']:g}"
     waiting = f"{POLICY}={threads['wait_policy']}" if threads["wait_policy"] else f"{POLICY} is not set: they spin"
     lines.append(f"threads: {threads['torch']} on {threads['processors']} processors{quota}; {waiting}")
-    lines.append(f"C kernels: {found['cpu_kernels'] or 'none, for the reason below'}")
+    lines.append(f"C kernels: {findings['cpu_kernels'] or 'none, for the reason below'}")
     lines.append("\nwhat you may want to do, and what to type first:")
-    lines += [f"  {name}: {command or 'ready'}" for name, command in found["purposes"].items()]
-    everywhere = reasons_everywhere(found["ops"])
+    lines += [f"  {name}: {command or 'ready'}" for name, command in findings["purposes"].items()]
+    everywhere = reasons_everywhere(findings["ops"])
     if everywhere:
         lines.append("\nevery op")
         lines += [f"  not {backend}: {reason}" for backend, reason in everywhere.items()]
-    for name, targets in found["ops"].items():
+    for name, targets in findings["ops"].items():
         lines.append(f"\n{name}")
         for target, op in targets.items():
             lines.append(f"  {target}: {op['selected']}")

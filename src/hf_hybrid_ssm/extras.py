@@ -18,14 +18,14 @@ def requirements_of(extra: str, of: str = DISTRIBUTION) -> list[str]:
         ValueError: there is no such extra.
     """
     try:
-        found = importlib.metadata.requires(of) or []
+        requirements = importlib.metadata.requires(of) or []
     except importlib.metadata.PackageNotFoundError:
         if of != DISTRIBUTION:
             raise
-        found = list(_of_clone())
-    named = [re.match(r"(.*?)\s*;.*\bextra\s*==\s*['\"]([^'\"]+)", line) for line in found]
+        requirements = list(_of_clone())
+    named = [re.match(r"(.*?)\s*;.*\bextra\s*==\s*['\"]([^'\"]+)", line) for line in requirements]
     by_extra: dict[str, list[str]] = {}
-    for line, match in zip(found, named, strict=True):
+    for line, match in zip(requirements, named, strict=True):
         if match and _holds_here(line, match[2]):
             by_extra.setdefault(match[2], []).append(match[1])
     if extra not in by_extra:

@@ -11,5 +11,5 @@ def source_address() -> str | None:
         links = importlib.metadata.metadata(DISTRIBUTION).get_all("Project-URL") or []
     except importlib.metadata.PackageNotFoundError:
         return None
-    found = dict(link.split(", ", 1) for link in links)
-    return found.get("Repository")
+    urls = dict(link.split(", ", 1) for link in links)
+    return urls.get("Repository")

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Dynamo")
 @pytest.fixture(autouse=True)
 def plain_torch(monkeypatch):
     """What runs on an accelerator without kernels: those for CPUs read what they like."""
-    monkeypatch.setattr("hf_hybrid_ssm.ops.core.dispatch._EVERYWHERE", "torch")
+    monkeypatch.setattr("hf_hybrid_ssm.ops.core.dispatch._ENVIRONMENT_BACKEND", "torch")
 
 
 def padded(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -126,7 +126,7 @@ def test_a_wrong_kernel_is_not_used_and_says_so_once(make_op, caplog, kernel, sa
 
 
 def test_a_missing_kernel_warns_once(make_op, caplog, monkeypatch):
-    monkeypatch.setattr(dispatch, "_SAID", set())
+    monkeypatch.setattr(dispatch, "_LOGGED_REASONS", set())
     op = make_op(right, supports=lambda device_type, dtype: "no compiler was found")
     with caplog.at_level(logging.WARNING):
         for _ in range(3):

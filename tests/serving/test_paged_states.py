@@ -243,7 +243,7 @@ def test_rectangles_hold_no_more_tokens_than_one_forward_and_little_padding():
 @pytest.mark.parametrize("variant", FIXED)
 def test_a_step_makes_no_device_wait(variant, monkeypatch):
     """Nor is anything sent to it, once the engine has said which page is whose."""
-    monkeypatch.setattr("hf_hybrid_ssm.ops.core.dispatch._EVERYWHERE", "torch")  # as without kernels for CPUs
+    monkeypatch.setattr("hf_hybrid_ssm.ops.core.dispatch._ENVIRONMENT_BACKEND", "torch")  # as without kernels for CPUs
     model, pages = model_of(variant), torch.tensor([1, 0])
     paged = PagedModel(model, MAX_TOKENS)
     paged.bind(torch.zeros(2, paged.layout.num_bytes, dtype=torch.int8))

@@ -72,7 +72,7 @@ class Step:
 
 @pytest.mark.parametrize("variant", FIXED)
 def test_a_step_has_the_calls_and_addresses_of_the_one_before(variant, monkeypatch):
-    monkeypatch.setattr("hf_hybrid_ssm.ops.core.dispatch._EVERYWHERE", "torch")
+    monkeypatch.setattr("hf_hybrid_ssm.ops.core.dispatch._ENVIRONMENT_BACKEND", "torch")
     step, calls = Step(variant, (2, 5, 1)), []
     with as_on_an_accelerator():
         step.run()  # computes what is kept

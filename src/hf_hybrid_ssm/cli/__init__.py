@@ -73,14 +73,14 @@ def main(arguments: list[str] | None = None) -> int:
     if not arguments:
         parser.print_help()
         return 0
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     share_processors()
 
     def run() -> int:
-        return importlib.import_module(f"{__name__}.{given.command}").main(given.rest)
+        return importlib.import_module(f"{__name__}.{args.command}").main(args.rest)
 
-    if given.command == "run":  # exactly as `python SCRIPT`
+    if args.command == "run":  # exactly as `python SCRIPT`
         return run()
     print_what_can_be_shown()
-    expected = () if given.command in PASSING_ON else EXPECTED
-    return status_of(f"hf-hybrid-ssm {given.command}", run, expected)
+    expected = () if args.command in PASSING_ON else EXPECTED
+    return status_of(f"hf-hybrid-ssm {args.command}", run, expected)

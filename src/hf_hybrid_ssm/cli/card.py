@@ -33,8 +33,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> int:
-    given = build_parser().parse_args(arguments)
-    check_is_folder(given.folder)
+    args = build_parser().parse_args(arguments)
+    check_is_folder(args.folder)
     import transformers
 
     from hf_hybrid_ssm.hub import card_of_folder
@@ -43,15 +43,15 @@ def main(arguments: list[str]) -> int:
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
-        told = {name: getattr(given, name) for name in ("dataset", "recipe", "license", "base_model")}
-        card = card_of_folder(given.folder, **{name: value for name, value in told.items() if value is not None})
+        told = {name: getattr(args, name) for name in ("dataset", "recipe", "license", "base_model")}
+        card = card_of_folder(args.folder, **{name: value for name, value in told.items() if value is not None})
     finally:
         transformers.logging.set_verbosity(verbosity)
-    if given.stdout:
+    if args.stdout:
         print(card)
         return 0
-    target = given.folder / "README.md"
-    if os.path.lexists(target) and not given.overwrite and not _says(target, card):
+    target = args.folder / "README.md"
+    if os.path.lexists(target) and not args.overwrite and not _says(target, card):
         raise FileExistsError(f"{target} is there and says something else: --overwrite replaces it, --stdout prints.")
     write_whole(target, card)
     print(f"wrote {target}")

@@ -30,19 +30,19 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> int:
-    given = build_parser().parse_args(arguments)
+    args = build_parser().parse_args(arguments)
     try:
-        found = check(given.folder, given.values, given.teacher)
+        findings = check(args.folder, args.values, args.teacher)
     except (ValueError, OSError) as error:
-        if given.json:
+        if args.json:
             print(json.dumps({"complete": False, "error": one_line(error)}))
         else:
             print(f"refused: {one_line(error)}", file=sys.stderr)
         return 1
-    if given.json:
-        print(json.dumps({"complete": True} | found))
+    if args.json:
+        print(json.dumps({"complete": True} | findings))
     else:
-        print("complete: " + ", ".join(f"{count:,} {kind}" for kind, count in found.items()))
+        print("complete: " + ", ".join(f"{count:,} {kind}" for kind, count in findings.items()))
     return 0
 
 
@@ -52,14 +52,14 @@ def check(folder: str, values: bool, teacher: str | None = None) -> dict[str, in
     check_is_folder(folder)
     from hf_hybrid_ssm.hub.verify_tensors import check_contents, check_sums, check_values
 
-    found = check_contents(folder)
+    findings = check_contents(folder)
     if hashes := check_sums(folder):
-        found["hashes"] = hashes
+        findings["hashes"] = hashes
     if values:
-        found["values"] = check_values(folder)
+        findings["values"] = check_values(folder)
     if teacher is not None:
-        found["carried"] = _check_teacher(folder, teacher)
-    return found
+        findings["carried"] = _check_teacher(folder, teacher)
+    return findings
 
 
 def _check_teacher(folder: str, teacher: str) -> int:

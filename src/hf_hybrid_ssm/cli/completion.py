@@ -28,12 +28,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> int:
-    given = build_parser().parse_args(arguments)
+    args = build_parser().parse_args(arguments)
     try:
         import shtab
     except ImportError as error:
         raise ImportError(f"shtab is needed: {install_command('completion')}") from error
-    print(shtab.complete(whole_parser(), given.shell))
+    print(shtab.complete(whole_parser(), args.shell))
     return 0
 
 

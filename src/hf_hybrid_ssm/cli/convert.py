@@ -36,23 +36,23 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str]) -> int:
     parser = build_parser()
-    given = parser.parse_args(arguments)
-    if given.target.exists() and (not given.target.is_dir() or any(given.target.iterdir())):
-        raise FileExistsError(f"{given.target} is not empty; a new or empty folder was expected.")
-    if not given.source.is_file():
-        raise FileNotFoundError(f"{given.source} is not a file.")
-    check_writable(given.target, is_folder=True)
-    fields = {name: value for name in TOKENS if (value := getattr(given, name)) is not None}
-    for pair in given.set:
+    args = parser.parse_args(arguments)
+    if args.target.exists() and (not args.target.is_dir() or any(args.target.iterdir())):
+        raise FileExistsError(f"{args.target} is not empty; a new or empty folder was expected.")
+    if not args.source.is_file():
+        raise FileNotFoundError(f"{args.source} is not a file.")
+    check_writable(args.target, is_folder=True)
+    fields = {name: value for name in TOKENS if (value := getattr(args, name)) is not None}
+    for pair in args.set:
         name, equals, value = pair.partition("=")
         if not equals:
             parser.error(f"--set {pair}: FIELD=VALUE was expected")
         fields[name] = value_of(value)
-    converter = importlib.import_module(_module(given.family))
-    model = converter.convert(given.source, **fields)
-    model.save_pretrained(given.target)
+    converter = importlib.import_module(_module(args.family))
+    model = converter.convert(args.source, **fields)
+    model.save_pretrained(args.target)
     tokens = ", ".join(f"{name}={getattr(model.config, name)}" for name in TOKENS)
-    print(f"{given.target}: {model.num_parameters():,} parameters, {tokens}")
+    print(f"{args.target}: {model.num_parameters():,} parameters, {tokens}")
     return 0
 
 

@@ -33,12 +33,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> int:
-    given = build_parser().parse_args(arguments)
+    args = build_parser().parse_args(arguments)
     try:
-        check_writable(Path(given.output), is_folder=True)
+        check_writable(Path(args.output), is_folder=True)
     except OSError as error:
         print(f"hf-hybrid-ssm demo: --output: {error}", file=sys.stderr)
         return 1
     if missing := [name for name in NEEDED if name in missing_modules(*EXTRAS["demo"])]:
         raise SystemExit(f"{', '.join(missing)} not installed; the demo needs: {install_command(*EXTRAS['demo'])}")
-    return run_recipe("demo", [f"--{name}={value}" for name, value in vars(given).items() if value is not None])
+    return run_recipe("demo", [f"--{name}={value}" for name, value in vars(args).items() if value is not None])

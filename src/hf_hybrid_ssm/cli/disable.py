@@ -19,9 +19,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> int:
-    given = build_parser().parse_args(arguments)
+    args = build_parser().parse_args(arguments)
     path = enabling_file()
     done = "Removed" if path.is_file() else "Was not enabled: there is no"
     path.unlink(missing_ok=True)
-    report(path, done, given.json)
+    report(path, done, args.json)
     return 0

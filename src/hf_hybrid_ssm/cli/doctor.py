@@ -21,9 +21,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> int:
-    given = build_parser().parse_args(arguments)
+    args = build_parser().parse_args(arguments)
     from hf_hybrid_ssm.doctor import examine, report
 
-    found = examine()
-    print(json.dumps(found, indent=2) if given.json else report(found))
+    findings = examine()
+    print(json.dumps(findings, indent=2) if args.json else report(findings))
     return 0

@@ -43,8 +43,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> int:
-    given = build_parser().parse_args(arguments)
+    args = build_parser().parse_args(arguments)
     path = enabling_file()
     path.write_text(LINE, encoding="utf-8")
-    report(path, "The families are known from now on; undo it with hf-hybrid-ssm disable. Wrote", given.json)
+    report(path, "The families are known from now on; undo it with hf-hybrid-ssm disable. Wrote", args.json)
     return 0

@@ -34,12 +34,12 @@ def status_of(name: str, run: Callable[[], int], expected: tuple[type[BaseExcept
 
 def one_line(error: BaseException) -> str:
     """What an error says (see `in_one_line`), and then what it came from, unless it says that itself."""
-    said = in_one_line(error)
+    message = in_one_line(error)
     cause = error.__cause__
     while cause is not None and cause.__cause__ is not None:
         cause = cause.__cause__
     reason = in_one_line(cause) if cause is not None else ""
-    return said if not reason or reason in said else f"{said} ({reason})"
+    return message if not reason or reason in message else f"{message} ({reason})"
 
 
 def print_what_can_be_shown() -> None:

@@ -25,27 +25,27 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str]) -> int:
     parser = build_parser()
-    given = parser.parse_args(arguments)
-    if given.full is None and (given.teacher or given.overwrite):
+    args = parser.parse_args(arguments)
+    if args.full is None and (args.teacher or args.overwrite):
         parser.error("--teacher and --overwrite belong to --full OUT")
-    check_is_folder(given.folder)
-    target = given.folder
-    if given.full is not None:
-        target = given.full
+    check_is_folder(args.folder)
+    target = args.folder
+    if args.full is not None:
+        target = args.full
         check_writable(target, is_folder=True)
-        if target.is_dir() and any(target.iterdir()) and not given.overwrite:
+        if target.is_dir() and any(target.iterdir()) and not args.overwrite:
             raise FileExistsError(f"{str(target)!r} is not empty: name another folder, or give --overwrite.")
     from hf_hybrid_ssm.hub import check_folder, export_code
     from hf_hybrid_ssm.hub.verify_files import check_saved
 
-    check_saved(given.folder)
-    if given.full is None:
+    check_saved(args.folder)
+    if args.full is None:
         export_code(target)
     else:
         from hf_hybrid_ssm.upcycle.delta import write_full
 
-        write_full(given.folder, target, given.teacher)
+        write_full(args.folder, target, args.teacher)
     files = check_folder(target)
-    whole = f", {files['tensors']:,} tensors" if given.full is not None else ""
+    whole = f", {files['tensors']:,} tensors" if args.full is not None else ""
     print(f"{target}: {files['code']} code files{whole}")
     return 0

@@ -24,33 +24,33 @@ SAMPLING = ("temperature", "top_p", "top_k")
 
 def main(arguments: list[str]) -> int:
     parser = build_parser()
-    given = parser.parse_args(arguments)
-    if is_path(given.model):
-        check_is_folder(given.model)
-    prompt = text_of(given.prompt)
+    args = parser.parse_args(arguments)
+    if is_path(args.model):
+        check_is_folder(args.model)
+    prompt = text_of(args.prompt)
     import torch
     from transformers import TextStreamer, set_seed
 
-    if reason := defect_of_device(given.device):
-        parser.error(f"argument --device: {given.device!r} {reason}")
-    tokenizer, model = load(given.model, given.device, given.dtype, given.teacher)
-    if given.seed is not None:
-        set_seed(given.seed)
-    options: dict[str, Any] = {"max_new_tokens": given.max_new_tokens}
-    if given.context is None:
+    if reason := defect_of_device(args.device):
+        parser.error(f"argument --device: {args.device!r} {reason}")
+    tokenizer, model = load(args.model, args.device, args.dtype, args.teacher)
+    if args.seed is not None:
+        set_seed(args.seed)
+    options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens}
+    if args.context is None:
         inputs = inputs_of(tokenizer, prompt).to(model.device)
     else:
-        inputs, options["cache"] = continued(given.context, tokenizer, model, prompt)
-    sampling = {name: getattr(given, name) for name in SAMPLING if getattr(given, name) is not None}
-    if given.sample or sampling:
+        inputs, options["cache"] = continued(args.context, tokenizer, model, prompt)
+    sampling = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
+    if args.sample or sampling:
         options |= {"do_sample": True} | sampling
-    if not given.json:
+    if not args.json:
         options["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     begun = time.perf_counter()
     with torch.inference_mode():
         output = model.generate(**inputs, **options)[0]
     seconds = time.perf_counter() - begun
-    if given.json:
+    if args.json:
         new = output[1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1] :]
         text = tokenizer.decode(new, skip_special_tokens=True)
         print(json.dumps({"prompt": prompt, "text": text, "new_tokens": len(new), "seconds": seconds}))

@@ -99,10 +99,10 @@ def given_fields(pairs: Iterable[str]) -> dict[str, Any]:
     Raises:
         ValueError: another form.
     """
-    found = {}
+    fields = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not name.startswith("config.") or name == "config.":
             raise ValueError(f"{pair!r}: config.FIELD=VALUE was expected.")
-        found[name.removeprefix("config.")] = value_of(value)
-    return found
+        fields[name.removeprefix("config.")] = value_of(value)
+    return fields

@@ -61,44 +61,44 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str]) -> int:
     parser = build_parser()
-    given = parser.parse_intermixed_args(arguments)
-    if given.model is not None and given.markdown is not None:
+    args = parser.parse_intermixed_args(arguments)
+    if args.model is not None and args.markdown is not None:
         parser.error("give FAMILY/PRESET, or --markdown, which is about all of them")
-    overrides = given_fields(given.fields)
-    if given.markdown is not None:
-        check_page(given.markdown)
+    overrides = given_fields(args.fields)
+    if args.markdown is not None:
+        check_page(args.markdown)
     from hf_hybrid_ssm.hub.configurations import config_of_folder, with_fields
     from hf_hybrid_ssm.planning.presets import preset_config, preset_names
     from hf_hybrid_ssm.planning.report import description, page
     from hf_hybrid_ssm.planning.training_step import plan
 
-    if given.markdown is not None:
-        command = f"hf-hybrid-ssm plan --markdown {given.markdown.as_posix()}"
-        given.markdown.write_text(page(Setup(mixed_precision=True), command), encoding="utf-8")
-        print(f"wrote {given.markdown}")
+    if args.markdown is not None:
+        command = f"hf-hybrid-ssm plan --markdown {args.markdown.as_posix()}"
+        args.markdown.write_text(page(Setup(mixed_precision=True), command), encoding="utf-8")
+        print(f"wrote {args.markdown}")
         return 0
-    if given.model is None:
+    if args.model is None:
         names = preset_names()
-        print(json.dumps(names, indent=2) if given.json else "\n".join(names))
+        print(json.dumps(names, indent=2) if args.json else "\n".join(names))
         return 0
-    setup = Setup(**{field.name: getattr(given, field.name) for field in fields(Setup)})
-    is_preset = given.model in preset_names()
-    if not is_preset and is_path(given.model):
-        check_is_folder(given.model)
-    is_folder = not is_preset and Path(given.model).is_dir()
-    config = config_of_folder(given.model) if is_folder else preset_config(given.model)
-    found = plan(with_fields(config, overrides), setup)
-    name = " ".join([given.model, *given.fields])
-    if given.json:
-        sums = {"total": found.total, "step_flops": found.step_flops}
+    setup = Setup(**{field.name: getattr(args, field.name) for field in fields(Setup)})
+    is_preset = args.model in preset_names()
+    if not is_preset and is_path(args.model):
+        check_is_folder(args.model)
+    is_folder = not is_preset and Path(args.model).is_dir()
+    config = config_of_folder(args.model) if is_folder else preset_config(args.model)
+    estimate = plan(with_fields(config, overrides), setup)
+    name = " ".join([args.model, *args.fields])
+    if args.json:
+        sums = {"total": estimate.total, "step_flops": estimate.step_flops}
         print(
             json.dumps(
-                {"folder" if is_folder else "preset": given.model, "config": overrides, "setup": asdict(setup)}
-                | asdict(found)
+                {"folder" if is_folder else "preset": args.model, "config": overrides, "setup": asdict(setup)}
+                | asdict(estimate)
                 | sums,
                 indent=2,
             )
         )
     else:
-        print(description(name, found, setup))
+        print(description(name, estimate, setup))
     return 0

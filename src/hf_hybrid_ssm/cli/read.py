@@ -37,39 +37,39 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str]) -> int:
     parser = build_parser()
-    given = parser.parse_args(arguments)
-    if given.piece < 1:
-        parser.error(f"--piece {given.piece} must be at least 1")
-    if is_path(given.model):
-        check_is_folder(given.model)
-    if given.context.exists() and not given.overwrite:
-        raise FileExistsError(f"{given.context} exists: choose another name, or give --overwrite.")
-    if not given.context.absolute().parent.is_dir():
-        raise FileNotFoundError(f"{given.context.parent} is not a folder.")
-    text = sys.stdin.read() if given.text == "-" else Path(given.text).read_text(encoding="utf-8")
+    args = parser.parse_args(arguments)
+    if args.piece < 1:
+        parser.error(f"--piece {args.piece} must be at least 1")
+    if is_path(args.model):
+        check_is_folder(args.model)
+    if args.context.exists() and not args.overwrite:
+        raise FileExistsError(f"{args.context} exists: choose another name, or give --overwrite.")
+    if not args.context.absolute().parent.is_dir():
+        raise FileNotFoundError(f"{args.context.parent} is not a folder.")
+    text = sys.stdin.read() if args.text == "-" else Path(args.text).read_text(encoding="utf-8")
 
     import torch
     from transformers import DynamicCache
 
     from hf_hybrid_ssm.serving import save_context
 
-    tokenizer, model = load(given.model, given.device, given.dtype, given.teacher)
+    tokenizer, model = load(args.model, args.device, args.dtype, args.teacher)
     if model.config.is_encoder_decoder:
-        raise ValueError(f"{given.model} holds an encoder-decoder, which reads its source at once.")
+        raise ValueError(f"{args.model} holds an encoder-decoder, which reads its source at once.")
     tokens = tokenizer(text, return_tensors="pt", return_token_type_ids=False, verbose=False)["input_ids"]
     if tokens.shape[1] < 2:
-        raise ValueError(f"{given.text} has {tokens.shape[1]} tokens, and a context is of at least 2.")
+        raise ValueError(f"{args.text} has {tokens.shape[1]} tokens, and a context is of at least 2.")
     cache, begun = DynamicCache(config=model.config), time.perf_counter()
     with torch.inference_mode():
         # the last token stays unread: it is what the model continues from
-        for piece in tokens[:, :-1].to(model.device).split(given.piece, dim=1):
+        for piece in tokens[:, :-1].to(model.device).split(args.piece, dim=1):
             model.get_decoder()(piece, cache=cache, use_cache=True)
-    size = save_context(cache, given.context, model, tokens=tokens, overwrite=given.overwrite)
+    size = save_context(cache, args.context, model, tokens=tokens, overwrite=args.overwrite)
     seconds, count = time.perf_counter() - begun, tokens.shape[1]
-    if given.json:
-        print(json.dumps({"context": str(given.context), "tokens": count, "bytes": size, "seconds": seconds}))
+    if args.json:
+        print(json.dumps({"context": str(args.context), "tokens": count, "bytes": size, "seconds": seconds}))
     else:
-        print(f"{given.context}: {count:,} tokens in {size:,} bytes, {seconds:.1f} s")
+        print(f"{args.context}: {count:,} tokens in {size:,} bytes, {seconds:.1f} s")
     return 0
 
 

@@ -45,8 +45,8 @@ def recipe_names() -> list[str]:
 def config_names() -> list[str]:
     """The configurations that come with the recipes, such as "longhorn/books_cpu"."""
     folder = recipes_folder() / "configs"
-    found = sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
-    return [name for name in found if not name.startswith("accelerate/")]
+    names = sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
+    return [name for name in names if not name.startswith("accelerate/")]
 
 
 def settings_file(name: str) -> str:
@@ -75,8 +75,8 @@ def run_recipe(name: str, arguments: list[str]) -> int:
 def closest(name: str, known: Iterable[str]) -> str:
     """What may have been meant, as the end of a sentence: all that begin so, or else the nearest."""
     known = list(known)
-    found = [each for each in known if each.startswith(name)] or difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {' or '.join(found)}?" if found else "."
+    candidates = [each for each in known if each.startswith(name)] or difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {' or '.join(candidates)}?" if candidates else "."
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -90,10 +90,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str]) -> int:
     parser = build_parser()
-    given = parser.parse_args(arguments[:1])
-    name, rest = given.name.removesuffix(".py"), list(arguments[1:])
+    args = parser.parse_args(arguments[:1])
+    name, rest = args.name.removesuffix(".py"), list(arguments[1:])
     if name not in recipe_names():
-        parser.error(f"there is no recipe {given.name!r}{closest(name, recipe_names())}")
+        parser.error(f"there is no recipe {args.name!r}{closest(name, recipe_names())}")
     if rest and not rest[0].startswith("-") and "=" not in rest[0]:
         rest[0] = settings_file(rest[0])
     check_settings(name, rest)

@@ -11,8 +11,8 @@ def setting_names(recipe: Path) -> set[str] | None:
     """The fields of the dataclasses that a recipe hands to `start`; None where one of them cannot be found so."""
     for node in ast.walk(_tree(recipe)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "start":
-            found = [_fields(name.id, recipe) for name in node.args[2:] if isinstance(name, ast.Name)]
-            return None if None in found else {field for names in found for field in names or ()}
+            by_class = [_fields(name.id, recipe) for name in node.args[2:] if isinstance(name, ast.Name)]
+            return None if None in by_class else {field for names in by_class for field in names or ()}
     return None
 
 
@@ -39,8 +39,8 @@ def _source(name: str, node: ast.ImportFrom, path: Path) -> Path | None:
     """The file that an import takes the class from: transformers' arguments, or a module beside the recipe."""
     module = node.module or ""
     if module == "transformers" or (node.level and name in OF_TRANSFORMERS):
-        found = importlib.util.find_spec("transformers")
-        folders = list(found.submodule_search_locations or ()) if found is not None else []
+        spec = importlib.util.find_spec("transformers")
+        folders = list(spec.submodule_search_locations or ()) if spec is not None else []
         known = OF_TRANSFORMERS.get(name)
         return Path(folders[0], known) if folders and known is not None else None
     for folder in (path.parent, path.parent.parent):

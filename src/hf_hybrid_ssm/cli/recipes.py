@@ -43,18 +43,18 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> int:
-    given = build_parser().parse_args(arguments)
+    args = build_parser().parse_args(arguments)
     folder = recipes_folder()
     recipes = {name: summary_of(folder / f"{name}.py") for name in recipe_names()}
     configs = {name: comment_of(folder / "configs" / f"{name}.yaml") for name in config_names()}
-    if given.json:
+    if args.json:
         print(json.dumps({"folder": str(folder), "recipes": recipes, "configurations": configs}, indent=2))
         return 0
-    print(table("recipes", recipes, given.long), end="\n\n")
-    if given.all:
-        print(table("configurations", configs, given.long), end="\n\n")
+    print(table("recipes", recipes, args.long), end="\n\n")
+    if args.all:
+        print(table("configurations", configs, args.long), end="\n\n")
     print("hf-hybrid-ssm recipe NAME [CONFIG] [KEY=VALUE ...]")
-    if not given.all:
+    if not args.all:
         print(f"CONFIG is a YAML file of your own, or one of {len(configs)} that `recipes --all` lists.")
     return 0
 

@@ -70,11 +70,11 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] == ["-m"] and len(arguments) > 1:
         return run_module(arguments[1], arguments[2:])
     parser = build_parser()
-    given = parser.parse_args(arguments[:1])
-    if given.target is None:
+    args = parser.parse_args(arguments[:1])
+    if args.target is None:
         parser.error("the following arguments are required: SCRIPT.py, -m MODULE or COMMAND")
-    if Path(given.target).is_file():
-        return run_file(Path(given.target), arguments[1:])
-    if entry_points(group="console_scripts", name=given.target):
-        return run_command(given.target, arguments[1:])
-    raise SystemExit(f"hf-hybrid-ssm run: {given.target} is neither a file nor a command of this environment.")
+    if Path(args.target).is_file():
+        return run_file(Path(args.target), arguments[1:])
+    if entry_points(group="console_scripts", name=args.target):
+        return run_command(args.target, arguments[1:])
+    raise SystemExit(f"hf-hybrid-ssm run: {args.target} is neither a file nor a command of this environment.")

@@ -51,9 +51,9 @@ def check_settings_known(settings: Iterable[str], known: Iterable[str], command:
         ValueError: names those that it has not, and what may have been meant.
     """
     known = sorted(known)
-    said = []
+    complaints = []
     for name in sorted(set(settings) - set(known)):
         close = difflib.get_close_matches(name, known, n=1)
-        said.append(f"{name!r}, did you mean {close[0]!r}?" if close else f"{name!r}.")
-    if said:
-        raise ValueError(f"unknown setting {' '.join(said)} `{command} --help` lists all of them.")
+        complaints.append(f"{name!r}, did you mean {close[0]!r}?" if close else f"{name!r}.")
+    if complaints:
+        raise ValueError(f"unknown setting {' '.join(complaints)} `{command} --help` lists all of them.")

@@ -34,19 +34,19 @@ def processor_quota(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> float | Non
 
 def _folders(root: Path, own: Path) -> list[Path]:
     """The folders of this process's groups from its own up to the root, of version 2 and of version 1."""
-    found = [root, root / "cpu", root / "cpu,cpuacct"]
+    folders = [root, root / "cpu", root / "cpu,cpuacct"]
     try:
         lines = own.read_text(encoding="utf-8").splitlines()
     except OSError:
-        return found
+        return folders
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
         parts = [part for part in path.split("/") if part not in ("", "..")]
         top = root / controllers if controllers else root
-        found += [top.joinpath(*parts[:count]) for count in range(1, len(parts) + 1)]
-    return found
+        folders += [top.joinpath(*parts[:count]) for count in range(1, len(parts) + 1)]
+    return folders
 
 
 def _limit(folder: Path) -> float | None:

@@ -26,12 +26,12 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 def main(arguments: list[str]) -> int:
     parser = build_parser()
-    given = parser.parse_args(arguments)
-    _check(parser, given)
-    check_writable(given.out, is_folder=True)
-    if given.out.is_dir() and any(given.out.iterdir()) and not given.overwrite:
-        raise FileExistsError(f"{str(given.out)!r} is not empty: name another folder, or give --overwrite.")
-    text = None if given.text is None else given.text.read_text(encoding="utf-8")
+    args = parser.parse_args(arguments)
+    _check(parser, args)
+    check_writable(args.out, is_folder=True)
+    if args.out.is_dir() and any(args.out.iterdir()) and not args.overwrite:
+        raise FileExistsError(f"{str(args.out)!r} is not empty: name another folder, or give --overwrite.")
+    text = None if args.text is None else args.text.read_text(encoding="utf-8")
 
     import torch
     from transformers import logging
@@ -39,44 +39,44 @@ def main(arguments: list[str]) -> int:
     from hf_hybrid_ssm.cli.loading import defect_of_device
     from hf_hybrid_ssm.upcycle import load_teacher
 
-    if reason := defect_of_device(given.device):
-        parser.error(f"argument --device: {given.device!r} {reason}")
+    if reason := defect_of_device(args.device):
+        parser.error(f"argument --device: {args.device!r} {reason}")
     logging.disable_progress_bar()
-    _say(f"reading {given.teacher}")
-    teacher, tokenizer = load_teacher(given.teacher)
-    teacher.to(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    _say(f"reading {args.teacher}")
+    teacher, tokenizer = load_teacher(args.teacher)
+    teacher.to(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     ids = None if text is None else tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
-    if ids is not None and ids.shape[1] < 4 * given.window:
-        raise ValueError(f"{given.text} has {ids.shape[1]} tokens, and at least {4 * given.window} are needed.")
-    options = _options(given, teacher, tokenizer)
-    if given.train is None:
-        student = _made(given, options, teacher, tokenizer)
+    if ids is not None and ids.shape[1] < 4 * args.window:
+        raise ValueError(f"{args.text} has {ids.shape[1]} tokens, and at least {4 * args.window} are needed.")
+    options = _options(args, teacher, tokenizer)
+    if args.train is None:
+        student = _made(args, options, teacher, tokenizer)
     else:
-        student = _trained(given, options)
-    _measure(given, student, teacher, tokenizer, ids)
+        student = _trained(args, options)
+    _measure(args, student, teacher, tokenizer, ids)
     return 0
 
 
-def _options(given: argparse.Namespace, teacher: Any, tokenizer: Any) -> dict[str, Any]:
+def _options(args: argparse.Namespace, teacher: Any, tokenizer: Any) -> dict[str, Any]:
     """The arguments of `upcycle`: with the layers to keep, which are chosen here and shown."""
-    if given.family == "bst":
-        options: dict[str, Any] = {"family": "bst", "sliding_window": given.window}
-        return options if given.memory else options | {"ssm_layers": []}
+    if args.family == "bst":
+        options: dict[str, Any] = {"family": "bst", "sliding_window": args.window}
+        return options if args.memory else options | {"ssm_layers": []}
     from hf_hybrid_ssm.upcycle import choose_layers
 
-    choice = choose_layers(teacher, given.keep, given.keep_by, tokenizer, window=given.window, progress=_progress)
+    choice = choose_layers(teacher, args.keep, args.keep_by, tokenizer, window=args.window, progress=_progress)
     print(choice)
-    others = "hybrid_sliding" if given.memory else "sliding_attention"
+    others = "hybrid_sliding" if args.memory else "sliding_attention"
     # a Longhorn's window counts the token itself
     return {
         "keep": choice.layers,
         "keep_as": "full_attention",
         "others_as": others,
-        "sliding_window": given.window + 1,
+        "sliding_window": args.window + 1,
     }
 
 
-def _made(given: argparse.Namespace, options: dict[str, Any], teacher: Any, tokenizer: Any) -> Any:
+def _made(args: argparse.Namespace, options: dict[str, Any], teacher: Any, tokenizer: Any) -> Any:
     """The student as it starts, in its folder."""
     import torch
 
@@ -88,20 +88,20 @@ def _made(given: argparse.Namespace, options: dict[str, Any], teacher: Any, toke
         f"{len(report.copied)} of the teacher's tensors carry over, {len(report.dropped)} do not; "
         f"{len(report.new)} of the student's are new"
     )
-    if given.dtype != "auto":
-        student.to(getattr(torch, given.dtype))
+    if args.dtype != "auto":
+        student.to(getattr(torch, args.dtype))
     student.eval()
-    if given.delta:
-        save_delta(student, given.out, given.teacher, model=teacher, tokenizer=tokenizer, overwrite=True)
+    if args.delta:
+        save_delta(student, args.out, args.teacher, model=teacher, tokenizer=tokenizer, overwrite=True)
         return student
-    given.out.mkdir(parents=True, exist_ok=True)
-    remove_weights(given.out)
-    student.save_pretrained(given.out, export_code=True)
-    tokenizer.save_pretrained(given.out)
+    args.out.mkdir(parents=True, exist_ok=True)
+    remove_weights(args.out)
+    student.save_pretrained(args.out, export_code=True)
+    tokenizer.save_pretrained(args.out)
     return student
 
 
-def _trained(given: argparse.Namespace, options: dict[str, Any]) -> Any:
+def _trained(args: argparse.Namespace, options: dict[str, Any]) -> Any:
     """The student after the recipe's stages."""
     from transformers import AutoModelForCausalLM
 
@@ -110,19 +110,19 @@ def _trained(given: argparse.Namespace, options: dict[str, Any]) -> Any:
     chosen = ("keep", "keep_as", "others_as")
     fields = {name: value for name, value in options.items() if name not in (*chosen, "family")}
     settings: dict[str, Any] = {name: options[name] for name in chosen if name in options}
-    settings |= {"teacher": given.teacher, "student": given.family, "config": fields, "output_dir": str(given.out)}
-    settings |= {"delta": given.delta, "overwrite": given.overwrite}
+    settings |= {"teacher": args.teacher, "student": args.family, "config": fields, "output_dir": str(args.out)}
+    settings |= {"delta": args.delta, "overwrite": args.overwrite}
     pairs = [f"{name}={json.dumps(value)}" for name, value in settings.items()]
     try:
-        run_recipe("upcycle", [*pairs, *given.train])
+        run_recipe("upcycle", [*pairs, *args.train])
     except SystemExit as end:
         if end.code:
             raise
-    extra = {"teacher": given.teacher} if given.delta else {}
-    return AutoModelForCausalLM.from_pretrained(given.out, **extra).eval()
+    extra = {"teacher": args.teacher} if args.delta else {}
+    return AutoModelForCausalLM.from_pretrained(args.out, **extra).eval()
 
 
-def _measure(given: argparse.Namespace, student: Any, teacher: Any, tokenizer: Any, ids: Any) -> None:
+def _measure(args: argparse.Namespace, student: Any, teacher: Any, tokenizer: Any, ids: Any) -> None:
     """Tables on the terminal, in results.json and in the card."""
     from hf_hybrid_ssm.hub import card_of_folder
     from hf_hybrid_ssm.hub.reading import read_json
@@ -132,36 +132,36 @@ def _measure(given: argparse.Namespace, student: Any, teacher: Any, tokenizer: A
     models = {"teacher": teacher, "student": student.to(teacher.device)}
     tables = [cache_table(models)]
     if ids is not None:
-        tables.append(loss_table(models, ids[:, : 8 * given.window], given.window))
-    if given.needles:
-        tables.append(needle_table(models, tokenizer, given.window, given.needles, _progress))
+        tables.append(loss_table(models, ids[:, : 8 * args.window], args.window))
+    if args.needles:
+        tables.append(needle_table(models, tokenizer, args.window, args.needles, _progress))
     print(*tables, sep="\n\n")
-    file = given.out / "results.json"
+    file = args.out / "results.json"
     results: dict[str, Any] = (
-        read_json(file) if file.is_file() and given.train is not None else {"teacher": Path(given.teacher).name}
+        read_json(file) if file.is_file() and args.train is not None else {"teacher": Path(args.teacher).name}
     )
     results["tables"] = [table.as_json() for table in tables]
     write_whole(file, json.dumps(results, indent=2) + "\n")
-    write_whole(given.out / "README.md", card_of_folder(given.out))
-    _say(f"wrote {given.out}")
+    write_whole(args.out / "README.md", card_of_folder(args.out))
+    _say(f"wrote {args.out}")
 
 
-def _check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    if given.window < 2:
-        parser.error(f"--window {given.window} must be at least 2")
-    if given.needles < 0:
-        parser.error(f"--needles {given.needles} must not be negative")
-    if given.text is not None and not given.text.is_file():
-        raise FileNotFoundError(f"--text {given.text} is not a file.")
-    if given.family == "bst":
-        if given.keep is not None or given.keep_by is not None:
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if args.window < 2:
+        parser.error(f"--window {args.window} must be at least 2")
+    if args.needles < 0:
+        parser.error(f"--needles {args.needles} must not be negative")
+    if args.text is not None and not args.text.is_file():
+        raise FileNotFoundError(f"--text {args.text} is not a file.")
+    if args.family == "bst":
+        if args.keep is not None or args.keep_by is not None:
             parser.error("--keep and --keep-by are for a longhorn: all layers of a bst have windows")
-    elif given.keep is None:
-        given.keep = 0.2
-    if given.train is not None:
-        if given.dtype != "auto":
+    elif args.keep is None:
+        args.keep = 0.2
+    if args.train is not None:
+        if args.dtype != "auto":
             parser.error("--dtype is for a student that is not trained")
-        if wrong := [pair for pair in given.train if "=" not in pair]:
+        if wrong := [pair for pair in args.train if "=" not in pair]:
             parser.error(f"--train {wrong[0]}: key=value was expected, as the recipe upcycle takes it")
 
 

@@ -79,10 +79,10 @@ def _model_args(model: str, teacher: str | Path | None) -> dict[str, Any]:
 
 def _of_model(model: Any, model_args: Any) -> dict[str, Any]:
     """What tasks that make their own documents want to know of a model: its tokenizer, and how much it reads."""
-    given = (
+    of_model = (
         {} if isinstance(model, str) else {name: getattr(model, name, None) for name in ("tokenizer", "max_length")}
     )
-    return {name: value for name, value in given.items() if value is not None} | dict(model_args or {})
+    return {name: value for name, value in of_model.items() if value is not None} | dict(model_args or {})
 
 
 class _AnyTag(yaml.SafeLoader):

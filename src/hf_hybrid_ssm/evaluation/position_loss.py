@@ -33,10 +33,10 @@ def loss_by_position(model: Any, input_ids: torch.Tensor, piece: int = 512) -> t
     model.eval()
     try:
         for start in range(0, input_ids.shape[1] - 1, piece):
-            given = input_ids[:, start : start + piece].to(model.device)
+            tokens = input_ids[:, start : start + piece].to(model.device)
             wanted = input_ids[:, start + 1 : start + 1 + piece].to(model.device)
             goes_on = start + piece < input_ids.shape[1] - 1
-            output = model(given, use_cache=goes_on or cache is not None, **{CACHE: cache})
+            output = model(tokens, use_cache=goes_on or cache is not None, **{CACHE: cache})
             cache = output[CACHE] if goes_on else None
             logits = output.logits[:, : wanted.shape[1]].float()
             losses.append(F.cross_entropy(logits.transpose(1, 2), wanted, reduction="none").cpu())

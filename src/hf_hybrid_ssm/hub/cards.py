@@ -141,7 +141,7 @@ def card_of_folder(folder: str | os.PathLike, **options: Any) -> str:
     saved = read_json(where / "config.json")
     config = config_of_folder(where)
     results = read_json(where / "results.json") if (where / "results.json").is_file() else None
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "name": where.name,
         "class_name": next(iter(saved.get("architectures") or []), None),
         "results": results,
@@ -150,7 +150,7 @@ def card_of_folder(folder: str | os.PathLike, **options: Any) -> str:
         "delta": read_delta(where) if is_delta(where) else None,
         "base_model": teacher if results and isinstance(teacher := results.get("teacher"), str) else None,
     }
-    return model_card(config, **(found | options))
+    return model_card(config, **(facts | options))
 
 
 def _licences(license: str | None, base_model: str | None) -> str:
@@ -183,15 +183,15 @@ def _forgets(kinds: list[str]) -> str | None:
 def _metrics(name: str, task: str | None, results: Mapping[str, Any] | None, dataset: str | None) -> dict[str, Any]:
     """The Hub asks for the data set of every metric; without its name they are only in the text."""
     figures = {key: value for key in METRICS if isinstance(value := (results or {}).get(key), int | float)}
-    found = [(*METRICS[key], value) for key, value in figures.items() if math.isfinite(value)]
-    if dataset is None or not found:
+    metrics = [(*METRICS[key], value) for key, value in figures.items() if math.isfinite(value)]
+    if dataset is None or not metrics:
         return {}
     values = [
         EvalResult(
             task_type=task or "text-generation", dataset_type=dataset, dataset_name=dataset,
             metric_type=kind, metric_name=text, metric_value=value,
         )
-        for kind, text, value in found
+        for kind, text, value in metrics
     ]  # fmt: skip
     return {"model_name": name, "eval_results": values}
 

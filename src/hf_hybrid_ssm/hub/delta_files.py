@@ -54,22 +54,22 @@ def read_delta(folder: Path) -> Delta:
         ValueError: the file is not what `save_delta` writes, or whole weights lie beside it.
     """
     file = folder / DELTA
-    found = read_any_json(file)
-    if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
+    content = read_any_json(file)
+    if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise ValueError(f"{file} is not a delta of format {FORMAT}, which this version of hf-hybrid-ssm reads.")
     kinds = {"teacher": str, "is_on_hub": bool, "fingerprint": str, "carried": dict}
-    if found.keys() != kinds.keys() or not all(isinstance(found[name], kind) for name, kind in kinds.items()):
+    if content.keys() != kinds.keys() or not all(isinstance(content[name], kind) for name, kind in kinds.items()):
         raise ValueError(f"{file} must hold {', '.join(kinds)}, each of its type, and nothing else.")
-    if not all(isinstance(value, str) for value in found["carried"].values()):
+    if not all(isinstance(value, str) for value in content["carried"].values()):
         raise ValueError(f"{file}: carried must map the names of tensors to names of tensors.")
-    if not found["is_on_hub"] and Path(found["teacher"]).name != found["teacher"]:
-        raise ValueError(f"{file}: teacher={found['teacher']!r} must be a name without its folder.")
+    if not content["is_on_hub"] and Path(content["teacher"]).name != content["teacher"]:
+        raise ValueError(f"{file}: teacher={content['teacher']!r} must be a name without its folder.")
     for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
         if (folder / name).is_file():
             raise ValueError(
                 f"{folder} holds both a delta ({DELTA}) and whole weights ({name}): move one of them away."
             )
-    return Delta(**found)
+    return Delta(**content)
 
 
 def check_carried(

@@ -58,10 +58,10 @@ def export_code(model_or_folder: PreTrainedModel | str | os.PathLike, folder: st
     model = model_or_folder if isinstance(model_or_folder, PreTrainedModel) else None
     if model is None and not isinstance(model_or_folder, str | os.PathLike):
         raise TypeError(f"model_or_folder must be a model or a path, not {type(model_or_folder).__name__}.")
-    given = {Path(path) for path in (model_or_folder, folder) if isinstance(path, str | os.PathLike)}
-    if len(given) != 1:
-        raise ValueError(f"folder is needed, and one only: where was the model saved? Got {sorted(map(str, given))}.")
-    target = given.pop()
+    paths = {Path(path) for path in (model_or_folder, folder) if isinstance(path, str | os.PathLike)}
+    if len(paths) != 1:
+        raise ValueError(f"folder is needed, and one only: where was the model saved? Got {sorted(map(str, paths))}.")
+    target = paths.pop()
     if is_delta(target):
         raise ValueError(f"{target} is a delta, which loads with this package alone: export the whole model (--full).")
     config = read_config(target)

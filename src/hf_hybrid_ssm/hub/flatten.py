@@ -53,10 +53,10 @@ class _File:
     imported: dict[Symbol, str] = field(default_factory=dict)
 
     def choose_names(self) -> None:
-        for found in (found for module in self.modules for found in module.imports.values() if not found.is_ours):
-            if self.externals.setdefault(found.local, found) != found:
-                known = self.externals[found.local].module
-                raise ValueError(f"{self.name}: {found.local} is imported from {known} and {found.module}.")
+        for each in (each for module in self.modules for each in module.imports.values() if not each.is_ours):
+            if self.externals.setdefault(each.local, each) != each:
+                known = self.externals[each.local].module
+                raise ValueError(f"{self.name}: {each.local} is imported from {known} and {each.module}.")
         symbols = [(module.name, name) for module in self.modules for name in sorted(module.bound[0])]
         count = Counter(name for _, name in symbols)
         for symbol in symbols:
@@ -118,10 +118,10 @@ class _Flattening:
         """Where `name`, as `module` knows it, is defined."""
         if name in module.bound[0]:
             return module.name, name
-        found = module.imports.get(name)
-        if found is None or not found.is_ours or found.name is None:
+        each = module.imports.get(name)
+        if each is None or not each.is_ours or each.name is None:
             raise ValueError(f"{module.name} does not define {name}.")
-        return self.origin(self.modules[found.module], found.name)
+        return self.origin(self.modules[each.module], each.name)
 
     def name_in(self, file: _File, symbol: Symbol, wish: str) -> str:
         """What a name of the package is called in `file`; one of another file is imported."""
@@ -143,16 +143,16 @@ class _Flattening:
         text = places.text
         for start, end, new in sorted({*self.names(module), *places.dropped()}, reverse=True):
             text = text[:start] + new.encode() + text[end:]
-        kept = re.sub("\n{4,}", "\n\n\n", text.decode().strip("\n"))
-        return f"{_title(module)}\n\n{kept}" if kept else ""
+        body = re.sub("\n{4,}", "\n\n\n", text.decode().strip("\n"))
+        return f"{_title(module)}\n\n{body}" if body else ""
 
     def head(self, file: _File, registers_ops: bool) -> str:
         """The imports of a file, in three sections."""
         externals = list(file.externals.values())
         if registers_ops and "re" not in file.externals:
             externals.append(Import("re", None, "re"))
-        standard = [found for found in externals if found.module.split(".")[0] in sys.stdlib_module_names]
-        others = [found for found in externals if found not in standard]
+        standard = [each for each in externals if each.module.split(".")[0] in sys.stdlib_module_names]
+        others = [each for each in externals if each not in standard]
         relative = [
             Import(f".{self.home[symbol[0]].name}", self.home[symbol[0]].final[symbol], local)
             for symbol, local in file.imported.items()
@@ -190,8 +190,8 @@ class _Flattening:
                     yield places.edit(node, None, f'{LIBRARY} + "{text.removeprefix(PACKAGE)}"')
 
     def is_module(self, module: Module, name: str) -> bool:
-        found = module.imports.get(name)
-        return found is not None and found.is_ours and found.name is None
+        each = module.imports.get(name)
+        return each is not None and each.is_ours and each.name is None
 
 
 class _Places:
@@ -244,12 +244,12 @@ def kernel_file(module: str) -> str:
 
 def _travelling(kernels: ast.expr) -> str:
     """What an op's `kernels` are in exported code: those of the folder that `hub.kernels` writes."""
-    found = {
+    files = {
         backend: f"{KERNELS}.{kernel_file(module)}"
         for backend, module in ast.literal_eval(kernels).items()
         if backend == "triton"
     }
-    return json.dumps(found)
+    return json.dumps(files)
 
 
 def _title(module: Module) -> str:
@@ -262,12 +262,12 @@ def _statements(imports: Iterable[Import]) -> Iterator[str]:
     """Sorted; one for each module that names are taken from."""
     plain: set[str] = set()
     names: dict[str, set[str]] = {}
-    for found in imports:
-        if found.name is None:
-            plain.add(found.module if found.local == found.module else f"{found.module} as {found.local}")
+    for each in imports:
+        if each.name is None:
+            plain.add(each.module if each.local == each.module else f"{each.module} as {each.local}")
         else:
-            name = found.name if found.local == found.name else f"{found.name} as {found.local}"
-            names.setdefault(found.module, set()).add(name)
+            name = each.name if each.local == each.name else f"{each.name} as {each.local}"
+            names.setdefault(each.module, set()).add(name)
     yield from (f"import {name}" for name in sorted(plain))
     for module in sorted(names):
         line = f"from {module} import {', '.join(sorted(names[module]))}"

@@ -62,7 +62,7 @@ def code_of_kernels() -> dict[str, str]:
     paths = sorted((ROOT / "ops").rglob("*.py"))
     names = [".".join((PACKAGE, *path.relative_to(ROOT).with_suffix("").parts)) for path in paths]
     modules = [Module(name.removesuffix(".__init__")) for name in names]
-    functions = [found for module in modules for found in triton_kernels(module)]
+    functions = [kernel for module in modules for kernel in triton_kernels(module)]
     needed = needed_modules([module for module, _ in functions])
     offered = [*functions, *((module, "supports") for module, _ in functions)]
     texts = flatten(needed, kernel_file, offered)

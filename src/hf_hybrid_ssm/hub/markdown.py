@@ -13,7 +13,7 @@ def escaped(value: object) -> str:
     """
     if isinstance(value, list):
         return f"[{', '.join(map(escaped, value))}]"
-    return SPECIAL.sub(lambda found: HTML.get(found[0], f"\\{found[0]}"), _in_one_line(value))
+    return SPECIAL.sub(lambda match: HTML.get(match[0], f"\\{match[0]}"), _in_one_line(value))
 
 
 def code_span(value: object) -> str:

@@ -43,10 +43,10 @@ def read_bytes(path: Path, at_most: int = LARGEST_TEXT) -> bytes:
     # a pipe that took its place in the meantime would wait for a writer
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     with open(descriptor, "rb") as file:
-        found = file.read(at_most + 1) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
-    if len(found) > at_most:
+        content = file.read(at_most + 1) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
+    if len(content) > at_most:
         raise ValueError(f"{path} has more than {at_most:,} bytes, the most that is read of such a file.")
-    return found
+    return content
 
 
 def read_text(path: Path, at_most: int = LARGEST_TEXT) -> str:
@@ -61,26 +61,26 @@ def read_any_json(path: Path, at_most: int = LARGEST_TEXT) -> Any:
     """The value of a JSON file; a ValueError that names the file if it holds none, or one of too many levels."""
     text = read_text(path, at_most)
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply: at most {DEEPEST} levels are read.") from None
-    level: list[Any] = [found] if isinstance(found, dict | list) else []
+    level: list[Any] = [content] if isinstance(content, dict | list) else []
     for _ in range(DEEPEST):
         values = itertools.chain.from_iterable(part.values() if isinstance(part, dict) else part for part in level)
         level = [value for value in values if isinstance(value, dict | list)]
     if level:
         raise ValueError(f"{path} is nested too deeply: at most {DEEPEST} levels are read.")
-    return found
+    return content
 
 
 def read_json(path: Path, at_most: int = LARGEST_TEXT) -> dict[str, Any]:
     """As `read_any_json`, of a file that must hold an object."""
-    found = read_any_json(path, at_most)
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold a JSON object, not {type(found).__name__}.")
-    return found
+    value = read_any_json(path, at_most)
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, not {type(value).__name__}.")
+    return value
 
 
 def check_readable(folder: Path) -> None:

@@ -42,10 +42,10 @@ class Module:
 
     @cached_property
     def path(self) -> Path:
-        found = _path(self.name)
-        if found is None:
+        path = _path(self.name)
+        if path is None:
             raise ValueError(f"{self.name} is not a module of {PACKAGE}.")
-        return found
+        return path
 
     @cached_property
     def source(self) -> str:
@@ -58,19 +58,19 @@ class Module:
     @cached_property
     def imports(self) -> dict[str, Import]:
         """By local name, in the order of the source. Ours are at the top level only (enforced by a test)."""
-        found = []
+        imports = []
         for node in self.tree.body:
             if isinstance(node, ast.Import):
-                found += [Import(alias.name, None, alias.asname or alias.name) for alias in node.names]
+                imports += [Import(alias.name, None, alias.asname or alias.name) for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
                 for alias in node.names:
                     module, local = str(node.module), alias.asname or alias.name
                     submodule = f"{module}.{alias.name}"
                     if module.split(".")[0] == PACKAGE and _path(submodule) is not None:
-                        found.append(Import(submodule, None, local))
+                        imports.append(Import(submodule, None, local))
                     else:
-                        found.append(Import(module, alias.name, local))
-        return {each.local: each for each in found}
+                        imports.append(Import(module, alias.name, local))
+        return {each.local: each for each in imports}
 
     @cached_property
     def bound(self) -> tuple[set[str], set[str]]:
@@ -122,6 +122,6 @@ def needed_modules(entries: list[str]) -> list[Module]:
         name = pending.pop()
         if name not in needs:
             modules[name] = Module(name)
-            needs[name] = sorted({found.module for found in modules[name].imports.values() if found.is_ours})
+            needs[name] = sorted({imported.module for imported in modules[name].imports.values() if imported.is_ours})
             pending += needs[name]
     return [modules[name] for name in TopologicalSorter(needs).static_order()]

@@ -49,21 +49,21 @@ def tables_of(results: Mapping[str, Any]) -> list[Table]:
     Raises:
         ValueError: they are not tables.
     """
-    found = results.get("tables", [])
-    if not isinstance(found, list) or len(found) > MOST:
+    tables = results.get("tables", [])
+    if not isinstance(tables, list) or len(tables) > MOST:
         raise ValueError(f"results.json: tables must be a list of at most {MOST} tables.")
-    return [_table(each) for each in found]
+    return [_table(each) for each in tables]
 
 
-def _table(given: Any) -> Table:
-    if not isinstance(given, dict) or given.keys() != {"title", "columns", "rows"}:
+def _table(table: Any) -> Table:
+    if not isinstance(table, dict) or table.keys() != {"title", "columns", "rows"}:
         raise ValueError("results.json: a table has a title, columns and rows, and nothing else.")
-    columns, rows = given["columns"], given["rows"]
+    columns, rows = table["columns"], table["rows"]
     lists = [columns, *rows] if isinstance(rows, list) else [rows]
     fits = all(isinstance(row, list) and 0 < len(row) == len(columns) <= MOST for row in lists) and len(rows) <= MOST
     if not fits or not all(isinstance(cell, str) for row in lists for cell in row):
         raise ValueError(f"results.json: rows and columns of a table are lists of as many texts, at most {MOST}.")
-    return Table(str(given["title"]), columns, rows)
+    return Table(str(table["title"]), columns, rows)
 
 
 def _cell(text: str) -> str:

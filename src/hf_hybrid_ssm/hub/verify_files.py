@@ -130,11 +130,11 @@ def tensors_of(folder: Path) -> dict[str, dict[str, tuple[tuple[int, ...], str]]
         raise ValueError(f"{index} has no weight_map from tensors to files.")
     if outside := sorted({name for name in places.values() if Path(name).name != name}):
         raise ValueError(f"{index} points outside its folder: {outside[0]!r}.")
-    found = {name: _header(folder / name) for name in sorted(set(places.values()))}
+    headers = {name: _header(folder / name) for name in sorted(set(places.values()))}
     for tensor, name in places.items():
-        if tensor not in found[name]:
+        if tensor not in headers[name]:
             raise ValueError(f"{folder / name} lacks the tensor {tensor!r} that {index.name} places there.")
-    return found
+    return headers
 
 
 def _check_adapter(folder: Path) -> None:

@@ -110,8 +110,8 @@ def _check_leftovers(folder: Path) -> None:
     """Weights that `from_pretrained` does not read, because others are there."""
     used = {*tensors_of(folder), weights_name(folder)}
     patterns = ("model*.safetensors", SAFE_WEIGHTS_INDEX_NAME, "pytorch_model*.bin")
-    found = {path.name for pattern in patterns for path in folder.glob(pattern)}
-    if foreign := sorted(found - used):
+    files = {path.name for pattern in patterns for path in folder.glob(pattern)}
+    if foreign := sorted(files - used):
         raise ValueError(
             f"{folder / foreign[0]} is left from another save: the weights of this checkpoint are in "
             f"{', '.join(sorted(used))}."
@@ -134,20 +134,20 @@ def check_tensors(folder: Path, config: Any) -> None:
     model = without_memory(lambda: family.load(architecture)(config))
     expected = model.state_dict()
     places = tensors_of(folder)
-    found = {name: tensor for tensors in places.values() for name, tensor in tensors.items()}
+    saved = {name: tensor for tensors in places.values() for name, tensor in tensors.items()}
     file_of = {name: folder / file for file, tensors in places.items() for name in tensors}
     carried: dict[str, str] = {}
     if is_delta(folder):
         delta = read_delta(folder)
         shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
-        check_carried(folder, delta, {name: shape for name, (shape, _) in found.items()}, shapes)
+        check_carried(folder, delta, {name: shape for name, (shape, _) in saved.items()}, shapes)
         carried = delta.carried
-    if missing := sorted(expected.keys() - found.keys() - _tied(model) - carried.keys()):
+    if missing := sorted(expected.keys() - saved.keys() - _tied(model) - carried.keys()):
         raise ValueError(f"{folder}: no weight file holds {_few(missing)}, which {architecture} needs.")
-    if foreign := sorted(name for name in found.keys() - expected.keys() if not _is_ignored(model, name)):
+    if foreign := sorted(name for name in saved.keys() - expected.keys() if not _is_ignored(model, name)):
         raise ValueError(f"{file_of[foreign[0]]} holds {_few(foreign)}, which {architecture} does not have.")
-    for name in sorted(expected.keys() & found.keys()):
-        (shape, dtype), wanted = found[name], expected[name]
+    for name in sorted(expected.keys() & saved.keys()):
+        (shape, dtype), wanted = saved[name], expected[name]
         if name not in carried and shape != tuple(wanted.shape):
             raise ValueError(
                 f"{file_of[name]}: {name} has shape {shape}, but {architecture} needs {tuple(wanted.shape)}."

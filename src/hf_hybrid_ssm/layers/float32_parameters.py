@@ -20,7 +20,7 @@ class Float32ParametersMixin(nn.Module):
         protected: set[int] = set()
         for name in self.float32_parameters:
             for tensor in self._tensors_behind(name):
-                protected.update(id(kept) for kept in (tensor, tensor.grad) if kept is not None)
+                protected.update(id(part) for part in (tensor, tensor.grad) if part is not None)
 
         def keep_precision(tensor: torch.Tensor) -> torch.Tensor:
             out = fn(tensor)
@@ -34,5 +34,5 @@ class Float32ParametersMixin(nn.Module):
         """The parameter or buffer, or what a parametrization computes it from."""
         if is_parametrized(self, name):
             return [*self.parametrizations[name].parameters(), *self.parametrizations[name].buffers()]  # type: ignore[index,union-attr]
-        found = (tensors.get(name) for tensors in (self._parameters, self._buffers))
-        return [tensor for tensor in found if tensor is not None]
+        values = (tensors.get(name) for tensors in (self._parameters, self._buffers))
+        return [tensor for tensor in values if tensor is not None]

@@ -54,8 +54,8 @@ class LocalSelfAttention(nn.Module):
             q, k, v = (part.view(x.shape[0], self.num_heads, 1, -1) for part in parts)
         else:
             q, k, v = (part.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for part in parts)
-        if isinstance(held := past.get("keys"), ServedKeys):
-            return self.o_proj(held.attend(q, k, v, scale=q.shape[-1] ** -0.5, bias=bias)), {}
+        if isinstance(served := past.get("keys"), ServedKeys):
+            return self.o_proj(served.attend(q, k, v, scale=q.shape[-1] ** -0.5, bias=bias)), {}
         y, state = local_attention(
             q,
             k,

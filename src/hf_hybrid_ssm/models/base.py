@@ -179,8 +179,8 @@ class HybridPreTrainedModel(PreTrainedModel):
                 layers is in the checkpoint, which holds another stack.
         """
         if CONNECTIONS.delta_arguments is not None:
-            if (found := CONNECTIONS.delta_arguments(pretrained_model_name_or_path, teacher, kwargs)) is not None:
-                loaded = super().from_pretrained(None, *args, **found)
+            if (arguments := CONNECTIONS.delta_arguments(pretrained_model_name_or_path, teacher, kwargs)) is not None:
+                loaded = super().from_pretrained(None, *args, **arguments)
                 model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info
                 model.name_or_path = model.config.name_or_path = str(pretrained_model_name_or_path)
                 return loaded
@@ -251,7 +251,7 @@ def _beside_float32(name: str, module: nn.Module) -> list[str]:
     """The children with parameters of a module that keeps some of its own parameters in float32."""
     if not isinstance(module, Float32ParametersMixin):
         return []
-    if all(module._parameters.get(kept) is None for kept in module.float32_parameters):
+    if all(module._parameters.get(parameter) is None for parameter in module.float32_parameters):
         return []
     return [f"{name}.{child}" for child, part in module.named_children() if any(True for _ in part.parameters())]
 
@@ -287,7 +287,7 @@ class HybridModelMixin:
     norm: nn.Module | None
     _refuse_attentions: Callable[[bool | None], None]  # of the pretrained class
     is_bidirectional = False  # its tokens see the future: there is nothing to continue
-    has_columns = False  # layers read the positions of tokens or attend to all columns so far
+    uses_positions = False  # some layer uses rotary positions or full attention
     counts_documents = False  # layers need to know how many documents a row holds at most
 
     @merge_with_config_defaults
@@ -343,9 +343,9 @@ class HybridModelMixin:
             seq_idx=seq_idx,
             cu_seq_lens_q=cu_seq_lens_q,
             continues_documents=continues_documents,
-            keeps_starts=self.has_columns,
+            needs_starts=self.uses_positions,
             # prepared masks contain the padding, and a token mask that grows would recompile every compiled step
-            keeps_padding=self.has_columns and (masks is None or position_ids is None),
+            keeps_padding=self.uses_positions and (masks is None or position_ids is None),
             counts_documents=self.counts_documents,
             has_states=attention_mask is None or holds_states(cache),
             return_final_state=cache is not None,

@@ -185,21 +185,21 @@ class RecurrentStateLayer(CacheLayerMixin):
         while remaining > 0:
             forward = self.history[-1]
             length = forward.rows.length
-            kept = max(length - remaining, 0)
-            if kept and forward.recompute is None:
+            length_left = max(length - remaining, 0)
+            if length_left and forward.recompute is None:
                 raise RuntimeError(
                     f"tokens_to_remove={tokens_to_remove} goes back into a forward of {length} tokens whose states "
                     "were given without a way to recompute them: remove all of its tokens or none."
                 )
             self.history.pop()
             self.states, self.packing_state = forward.previous, forward.previous_packing_state
-            if kept and forward.recompute is not None:
-                first = forward.rows.first(kept)
+            if length_left and forward.recompute is not None:
+                first = forward.rows.first(length_left)
                 with torch.set_grad_enabled(forward.with_gradient):
                     self.states = self.gathering(forward.recompute, first)
                 self.packing_state = first.packing_state
-            self.seen_tokens -= length - kept
-            remaining -= length - kept
+            self.seen_tokens -= length - length_left
+            remaining -= length - length_left
         self.history.clear()
 
     def reset(self) -> None:
@@ -464,13 +464,13 @@ def prepare_cache(cache: Cache | None, config: PreTrainedConfig, batch_size: int
 
 def _check_content(layer: CacheLayerMixin, index: int, model_type: str, batch_size: int) -> None:
     if is_recurrent_state_layer(layer):
-        held = layer.batch_size if layer.states else None
+        size = layer.batch_size if layer.states else None
     else:
-        keys, held = getattr(layer, "keys", None), None
+        keys, size = getattr(layer, "keys", None), None
         if isinstance(keys, torch.Tensor) and keys.dim() == 4 and not torch.compiler.is_compiling():
-            held = keys.shape[0]
-    if held not in (None, batch_size):
-        raise ValueError(f"cache holds a batch of {held} (layer {index}), but the input has a batch of {batch_size}.")
+            size = keys.shape[0]
+    if size not in (None, batch_size):
+        raise ValueError(f"cache holds a batch of {size} (layer {index}), but the input has a batch of {batch_size}.")
     if not is_recurrent_state_layer(layer) or torch.compiler.is_compiling():
         return
     if layer.states and layer.model_type not in (None, model_type):
@@ -490,16 +490,16 @@ def check_cache_without_states(cache: Cache | None, rows: PackedRows) -> None:
     if cache is None or holds_states(cache):
         return
     layer = cache.layers[0]
-    unkept = getattr(layer, "unkept", {})
+    not_cached = getattr(layer, "not_cached", {})
     if not isinstance(rows.past, int) or rows.past > 0:
-        _refuse(unkept.get("documents"), "several documents of packed rows", "read packed rows at once")
+        _refuse(not_cached.get("documents"), "several documents of packed rows", "read packed rows at once")
         if not rows.mask_covers_cache:
-            _refuse(unkept.get("padding"), "padding", "give an attention_mask of all tokens so far")
-    layer.unkept = {}
+            _refuse(not_cached.get("padding"), "padding", "give an attention_mask of all tokens so far")
+    layer.not_cached = {}
     if rows.starts is not None:
-        layer.unkept["documents"] = (rows.starts[:, -1] > 0).any()
+        layer.not_cached["documents"] = (rows.starts[:, -1] > 0).any()
     if rows.full_token_mask is not None:
-        layer.unkept["padding"] = ~rows.full_token_mask.all()
+        layer.not_cached["padding"] = ~rows.full_token_mask.all()
 
 
 def _refuse(is_held: torch.Tensor | None, what: str, remedy: str) -> None:

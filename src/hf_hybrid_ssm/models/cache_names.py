@@ -32,16 +32,16 @@ CACHE = NEW if tuple(int(part) for part in transformers.__version__.split(".")[:
 """The name that the installed transformers uses."""
 
 
-def take_cache(arguments: dict[str, Any], given: Any = None) -> Any:
-    """The cache among named arguments, by whichever name, which leaves them; `given` is one given by position.
+def take_cache(arguments: dict[str, Any], first: Any = None) -> Any:
+    """The cache among named arguments, by whichever name, which leaves them; `first` is one given by position.
 
     Raises:
         ValueError: there are two, and not the same one twice.
     """
-    found = [cache for cache in (given, arguments.pop(NEW, None), arguments.pop(OLD, None)) if cache is not None]
-    if any(cache is not found[0] for cache in found):
+    caches = [cache for cache in (first, arguments.pop(NEW, None), arguments.pop(OLD, None)) if cache is not None]
+    if any(cache is not caches[0] for cache in caches):
         raise ValueError(f"{NEW} and {OLD} are two names of one argument, and both were given: give {NEW} alone.")
-    return found[0] if found else None
+    return caches[0] if caches else None
 
 
 def as_transformers_names(arguments: dict[str, Any]) -> dict[str, Any]:

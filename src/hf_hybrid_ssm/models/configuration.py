@@ -137,8 +137,8 @@ class HybridConfigMixin:
     @property
     def code_exporter(self) -> ModuleType | None:
         """Who writes the code of this configuration's family beside it; None if nobody does."""
-        found = CONNECTIONS.code_exporter
-        return None if found is None else found(type(self))
+        exporter_of = CONNECTIONS.code_exporter
+        return None if exporter_of is None else exporter_of(type(self))
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs) -> None:
         """As in transformers; a configuration with an `auto_map` takes along the code that this names."""

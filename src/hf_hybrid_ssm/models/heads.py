@@ -432,9 +432,9 @@ class QuestionAnsweringHead:
             The first and the last token of the answer; one that lies beyond the row's end adds nothing to the loss,
             which is a mean over all rows.
         """
-        given = input_ids if inputs_embeds is None else inputs_embeds
-        if given is not None:
-            check_span(start_positions, end_positions, given.shape[0])
+        inputs = input_ids if inputs_embeds is None else inputs_embeds
+        if inputs is not None:
+            check_span(start_positions, end_positions, inputs.shape[0])
         outputs = self.model(
             input_ids,
             attention_mask=attention_mask,

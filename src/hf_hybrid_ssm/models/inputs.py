@@ -173,9 +173,9 @@ def check_inputs(
     """
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError(f"You must specify exactly one of {prefix}input_ids or {prefix}inputs_embeds.")
-    for name, given in (("input_ids", input_ids), ("inputs_embeds", inputs_embeds)):
-        if given is not None and not isinstance(given, torch.Tensor):
-            raise TypeError(f"{prefix}{name} must be a tensor, got {type(given).__name__}.")
+    for name, tensor in (("input_ids", input_ids), ("inputs_embeds", inputs_embeds)):
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{prefix}{name} must be a tensor, got {type(tensor).__name__}.")
     if input_ids is not None:
         if input_ids.dim() != 2 or 0 in input_ids.shape:
             raise ValueError(

@@ -45,10 +45,10 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str
 def _settings(content: dict[str, Any]) -> dict[str, Any]:
     """The model's settings: under "cfg" since fairseq 0.10, under "args" before."""
     groups = content.get("cfg")
-    found = groups.get("model") if isinstance(groups, dict) else content.get("args")
-    if isinstance(found, argparse.Namespace):
-        found = vars(found)
-    return found if isinstance(found, dict) else {}
+    settings = groups.get("model") if isinstance(groups, dict) else content.get("args")
+    if isinstance(settings, argparse.Namespace):
+        settings = vars(settings)
+    return settings if isinstance(settings, dict) else {}
 
 
 def _without_prefixes(key: str) -> str:
@@ -72,13 +72,13 @@ def load_state_dict_strict(model: nn.Module, tensors: dict[str, torch.Tensor]) -
     model.load_state_dict(tensors)
 
 
-def check_tokens(config: Any, given: dict[str, Any]) -> None:
-    """The special tokens lie in the vocabulary: those of `config`, and those `given`, which it may have replaced.
+def check_tokens(config: Any, chosen: dict[str, Any]) -> None:
+    """The special tokens lie in the vocabulary: those of `config`, and those `chosen`, which it may have replaced.
 
     Raises:
         ValueError: one does not.
     """
     for name in TOKENS:
-        token = given.get(name, getattr(config, name))
+        token = chosen.get(name, getattr(config, name))
         if token is not None and not 0 <= token < config.vocab_size:
             raise ValueError(f"{name}={token} must lie in the checkpoint's vocabulary of {config.vocab_size} tokens.")

@@ -42,7 +42,7 @@ class PackedRows(Rows):
         full_token_mask: (B, past + L) bool, the columns so far that are not padding; None where all are real, or where
             the layers do not need it.
         mask_covers_cache: the attention mask was one of all tokens so far.
-        keeps_starts: the layers need `starts`, in this forward and later.
+        needs_starts: the layers need `starts`, in this forward and later.
         starts: (B, L) int64, the column of all tokens so far where each token's document begins; None where that is 0.
         before: `packing_state` of the piece before.
         packing_state: what the next piece must know.
@@ -53,7 +53,7 @@ class PackedRows(Rows):
     starts_new_document: torch.Tensor | None = None
     full_token_mask: torch.Tensor | None = None
     mask_covers_cache: bool = False
-    keeps_starts: bool = False
+    needs_starts: bool = False
     starts: torch.Tensor | None = None
     before: States = field(default_factory=dict)
     packing_state: States = field(default_factory=dict)
@@ -93,7 +93,7 @@ class PackedRows(Rows):
             starts_new_document=self.starts_new_document,
             full_token_mask=None if full is None else full[:, : full.shape[1] - self.length + num_tokens],
             mask_covers_cache=self.mask_covers_cache,
-            keeps_starts=self.keeps_starts,
+            needs_starts=self.needs_starts,
             before=self.before,
             return_final_state=self.return_final_state,
             capacity=self.capacity,
@@ -119,7 +119,7 @@ def packed_rows(
     padding: Padding | None = None,
     documents: Documents | None = None,
     starts_new_document: torch.Tensor | None = None,
-    keeps_starts: bool = False,
+    needs_starts: bool = False,
     before: States | None = None,
     may_overwrite: Callable[[], bool] | None = None,
     **others: Any,
@@ -132,7 +132,7 @@ def packed_rows(
     """
     before = {} if before is None else before
     begins = None if starts_new_document is None else _rows_that_begin(starts_new_document, padding)
-    starts = _starts(length, past, documents, begins, before.get("start")) if keeps_starts else None
+    starts = _starts(length, past, documents, begins, before.get("start")) if needs_starts else None
     last = before.get("document")
     is_known = documents is not None or last is not None
     packing_state = {
@@ -150,7 +150,7 @@ def packed_rows(
         padding=padding,
         documents=documents,
         starts_new_document=begins,
-        keeps_starts=keeps_starts,
+        needs_starts=needs_starts,
         starts=starts,
         before=before,
         packing_state={name: tensor for name, tensor in packing_state.items() if tensor is not None},
@@ -167,14 +167,14 @@ def with_zero_rows(state: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 def resolve_packing(
     shape: torch.Size | tuple[int, ...],
-    held: tuple[int | torch.Tensor, States],
+    cached: tuple[int | torch.Tensor, States],
     *,
     attention_mask: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     continues_documents: bool = False,
-    keeps_starts: bool = False,
+    needs_starts: bool = False,
     keeps_padding: bool = False,
     counts_documents: bool = False,
     has_states: bool = True,
@@ -187,7 +187,7 @@ def resolve_packing(
 
     Args:
         shape: (B, L), rows and tokens of this forward.
-        held: the tokens before them and their packing state (`cache.tokens_and_packing_state`).
+        cached: the tokens before them and their packing state (`cache.tokens_and_packing_state`).
         attention_mask: (B, T), 1 for real tokens and 0 for padding, T = L or all tokens so far.
         position_ids: (B or 1, L) int; without `seq_idx` and `attention_mask`, a position that is not the one before
             plus 1 begins a document, and so does a position of 0 at the front of a piece. (With a mask, positions are
@@ -197,7 +197,7 @@ def resolve_packing(
         cu_seq_lens_q: (N + 1,) int, where the documents of one row begin and end, as FlashAttention takes it.
         continues_documents: the first tokens go on with their rows' documents (steps of `generate`); a single one is
             real, whatever the mask says.
-        keeps_starts: the layers need `starts`, in this forward and later.
+        needs_starts: the layers need `starts`, in this forward and later.
         keeps_padding: the layers need `full_token_mask`, in this forward and later.
         counts_documents: the layers need to know how many documents a row holds at most.
         has_states: some layer has a state, which has read the past as earlier masks said.
@@ -208,7 +208,7 @@ def resolve_packing(
     Raises:
         TypeError, ValueError: an argument of another type, dtype or shape, or documents that contradict each other.
     """
-    (batch, length), (past, before) = shape, held
+    (batch, length), (past, before) = shape, cached
     has_past = not isinstance(past, int) or past > 0
     padding = None
     if attention_mask is not None:
@@ -257,7 +257,7 @@ def resolve_packing(
         starts_new_document=starts_new_document,
         full_token_mask=full_token_mask,
         mask_covers_cache=covers,
-        keeps_starts=keeps_starts,
+        needs_starts=needs_starts,
         before=before,
         return_final_state=return_final_state,
         capacity=capacity,

@@ -20,11 +20,11 @@ def signature(padded: torch.Tensor, first: int | torch.Tensor = 0) -> torch.Tens
     return torch.where(padded, hashed ^ (hashed >> 29), 0).sum(1)
 
 
-def check_past(mask: torch.Tensor, length: int, held: torch.Tensor | None, name: str) -> None:
+def check_past(mask: torch.Tensor, length: int, known: torch.Tensor | None, name: str) -> None:
     """A mask (B, past + L) that covers the past must call the same columns padding as the forwards that read them.
 
     Args:
-        held: (B,) int64, the `signature` of the padding that was read; None where there was none.
+        known: (B,) int64, the `signature` of the padding that was read; None where there was none.
 
     Raises:
         ValueError: it does not; on an accelerator, where values are not read, an assertion of the device.
@@ -32,7 +32,7 @@ def check_past(mask: torch.Tensor, length: int, held: torch.Tensor | None, name:
     if mask.shape[1] <= length or mask.is_meta or torch.compiler.is_compiling():
         return
     padded = mask[:, : mask.shape[1] - length] == 0
-    differs = padded.any(1) if held is None else signature(padded) != held
+    differs = padded.any(1) if known is None else signature(padded) != known
     message = (
         f"{name} calls other columns of the past padding than the forwards that read them: states cannot forget "
         "what they read, nor read what they passed over. Give the mask that the tokens were read with (0 for what "
@@ -44,15 +44,15 @@ def check_past(mask: torch.Tensor, length: int, held: torch.Tensor | None, name:
         raise ValueError(f"row {int(differs.to(torch.uint8).argmax())} of {message}")
 
 
-def check_columns_are_known(held: torch.Tensor | None, name: str) -> None:
+def check_columns_are_known(known: torch.Tensor | None, name: str) -> None:
     """
     Raises:
         ValueError: there was padding, and layers that attend to single columns were not told where.
     """
-    if held is None or held.is_meta or torch.compiler.is_compiling():
+    if known is None or known.is_meta or torch.compiler.is_compiling():
         return
     message = f"the cache holds padding, and it is not known where: give an {name} of all tokens so far."
-    if not can_read_values(held):
-        torch._assert_async((held == 0).all(), message)
-    elif bool(held.any()):
+    if not can_read_values(known):
+        torch._assert_async((known == 0).all(), message)
+    elif bool(known.any()):
         raise ValueError(message)

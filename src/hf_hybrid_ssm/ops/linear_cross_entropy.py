@@ -126,8 +126,8 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        *kept, total = ctx.saved_tensors
+        *saved, total = ctx.saved_tensors
         gradients = [
-            None if gradient is None else (gradient * dloss).to(dtype) for gradient, dtype in zip(kept, ctx.dtypes)
+            None if gradient is None else (gradient * dloss).to(dtype) for gradient, dtype in zip(saved, ctx.dtypes)
         ]
         return (*refuse_second_derivative("linear_cross_entropy", gradients, total), None, None, None)

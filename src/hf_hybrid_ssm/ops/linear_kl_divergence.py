@@ -114,9 +114,9 @@ class _ChunkedLinearKL(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dtotal: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        *kept, total = ctx.saved_tensors
+        *saved, total = ctx.saved_tensors
         gradients = [
-            None if gradient is None else (gradient * dtotal).to(dtype) for gradient, dtype in zip(kept, ctx.dtypes)
+            None if gradient is None else (gradient * dtotal).to(dtype) for gradient, dtype in zip(saved, ctx.dtypes)
         ]
         refused = refuse_second_derivative("linear_kl_divergence", gradients, total)
         return (*refused, None, None, None, None, None)

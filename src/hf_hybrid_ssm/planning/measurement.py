@@ -170,11 +170,11 @@ def cache_bytes(cache: Cache) -> int:
     """Bytes of all tensors that a cache holds."""
     if isinstance(cache, EncoderDecoderCache):
         return cache_bytes(cache.self_attention_cache) + cache_bytes(cache.cross_attention_cache)
-    held = [
+    by_layer = [
         layer.states.values() if is_recurrent_state_layer(layer) else (layer.keys, layer.values)
         for layer in cache.layers
     ]
-    return sum(tensor.numel() * tensor.element_size() for tensors in held for tensor in tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensors in by_layer for tensor in tensors)
 
 
 def blocks_of(model: PreTrainedModel) -> tuple[nn.Module, ...]:

@@ -79,9 +79,9 @@ class Operations(TorchDispatchMode):
 
 def by_kind(of_base: Mapping[Any, float], total: float) -> dict[str, float]:
     """Operations of the base model by kind of op, and of the head: the rest of the total."""
-    found = dict.fromkeys(("matrix products", *KINDS.values(), "head"), 0.0)
+    by_kind = dict.fromkeys(("matrix products", *KINDS.values(), "head"), 0.0)
     for op, count in of_base.items():
         name = str(op).split(".")[-1]
-        found[next((kind for start, kind in KINDS.items() if name.startswith(start)), "matrix products")] += count
-    found["head"] = total - sum(found.values())
-    return found
+        by_kind[next((kind for start, kind in KINDS.items() if name.startswith(start)), "matrix products")] += count
+    by_kind["head"] = total - sum(by_kind.values())
+    return by_kind

@@ -38,20 +38,20 @@ def si(count: float) -> str:
     return f"{count:,.4g}P"
 
 
-def description(name: str, found: Plan, setup: Setup) -> str:
+def description(name: str, estimate: Plan, setup: Setup) -> str:
     """A plan, line by line."""
-    lines = [f"{name}: {found.parameters:,} parameters, {found.trainable:,} of them trainable", ""]
+    lines = [f"{name}: {estimate.parameters:,} parameters, {estimate.trainable:,} of them trainable", ""]
     lines.append(f"memory of each of {setup.gpus} devices, {setup.batch} rows of {setup.length} tokens on each")
-    for kind, held in found.memory.items():
-        if held:
-            lines.append(f"  {kind:<12}{human_bytes(held):>12}   {EXPLANATIONS[kind]}")
-    lines += [f"  {'total':<12}{human_bytes(found.total):>12}   if everything is in memory at once", ""]
+    for kind, size in estimate.memory.items():
+        if size:
+            lines.append(f"  {kind:<12}{human_bytes(size):>12}   {EXPLANATIONS[kind]}")
+    lines += [f"  {'total':<12}{human_bytes(estimate.total):>12}   if everything is in memory at once", ""]
     lines.append("operations of a forward, per token")
     tokens = setup.batch * setup.length
-    lines += [f"  {kind:<20}{si(count / tokens):>12}" for kind, count in found.forward_flops.items() if count]
-    lines += ["", f"operations of a step, over all devices: {si(found.step_flops)}"]
-    if found.state:
-        lines.append(f"state of a decoded sequence of {setup.length} tokens: {human_bytes(found.state)}")
+    lines += [f"  {kind:<20}{si(count / tokens):>12}" for kind, count in estimate.forward_flops.items() if count]
+    lines += ["", f"operations of a step, over all devices: {si(estimate.step_flops)}"]
+    if estimate.state:
+        lines.append(f"state of a decoded sequence of {setup.length} tokens: {human_bytes(estimate.state)}")
     return "\n".join(lines)
 
 
@@ -73,11 +73,11 @@ def preset_line(name: str, setup: Setup) -> Sequence[str]:
     config = preset_config(name)
     plain = plan(config, setup)
     again = measure_step(config, replace(setup, checkpointing=True), backward=False)
-    held = sum(plain.memory[kind] for kind in plain.memory if kind not in ("activations", "recomputed", "logits"))
+    fixed = sum(plain.memory[kind] for kind in plain.memory if kind not in ("activations", "recomputed", "logits"))
     return (
         name,
         si(plain.parameters),
-        human_bytes(held),
+        human_bytes(fixed),
         human_bytes(plain.memory["activations"]),
         human_bytes(again.activations + again.recomputed),
         human_bytes(plain.memory["logits"]) if plain.memory["logits"] else "-",

@@ -44,11 +44,11 @@ def plan(config: PreTrainedConfig, setup: Setup | None = None) -> Plan:
     """
     setup = setup or Setup()
     model, step = meta_model(config, setup.dtype), measure_step(config, setup)
-    held = {"activations": step.activations, "recomputed": step.recomputed, "logits": step.logits}
+    activations = {"activations": step.activations, "recomputed": step.recomputed, "logits": step.logits}
     return Plan(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         trainable=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
-        memory=weights(model, setup) | held,
+        memory=weights(model, setup) | activations,
         forward_flops=step.forward_flops,
         step_flops=step.step_flops * setup.gpus,
         state=step.state,
@@ -68,22 +68,22 @@ def shard_bytes(shape: tuple[int, ...], size: int, shards: int) -> int:
 def weights(model: PreTrainedModel, setup: Setup) -> dict[str, int]:
     """Parameters, gradients and optimizer state on each device."""
     shards = setup.gpus if setup.sharding == "fsdp2" else 1
-    found = dict.fromkeys(("parameters", "gradients", "optimizer", "gathered", "buckets"), 0)
+    by_kind = dict.fromkeys(("parameters", "gradients", "optimizer", "gathered", "buckets"), 0)
     for parameter in model.parameters():
-        held = shard_bytes(tuple(parameter.shape), parameter.element_size(), shards)
-        found["parameters"] += held
+        size = shard_bytes(tuple(parameter.shape), parameter.element_size(), shards)
+        by_kind["parameters"] += size
         if parameter.requires_grad:
-            found["gradients"] += held
+            by_kind["gradients"] += size
             if setup.optimizer == "adamw":  # two moments in the parameter's dtype, and a float32 count of steps
-                found["optimizer"] += 2 * held + 4
+                by_kind["optimizer"] += 2 * size + 4
     if setup.sharding == "ddp":
         # DDP reduces gradients in buckets, which hold them a second time
-        found["buckets"] = found["gradients"] if setup.gpus > 1 else 0
+        by_kind["buckets"] = by_kind["gradients"] if setup.gpus > 1 else 0
     elif setup.gpus > 1:
         # one layer's parameters and gradients are gathered at a time; those outside of layers stay gathered
         blocks = blocks_of(model)
         inside = {id(parameter) for block in blocks for parameter in block.parameters()}
         largest = max(sum(parameter.numel() for parameter in block.parameters()) for block in blocks)
         outside = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in inside)
-        found["gathered"] = 2 * setup.computing * (largest + outside)
-    return found
+        by_kind["gathered"] = 2 * setup.computing * (largest + outside)
+    return by_kind

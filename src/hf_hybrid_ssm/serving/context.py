@@ -26,7 +26,7 @@ from hf_hybrid_ssm.models.cache import is_recurrent_state_layer, prepare_cache, 
 from hf_hybrid_ssm.models.cache_names import by_both_cache_names
 from hf_hybrid_ssm.models.packing import PackedRows, States
 from hf_hybrid_ssm.models.removed_fields import without_removed_fields
-from hf_hybrid_ssm.serving.context_checks import OF_TEXT, check_header, check_tensors
+from hf_hybrid_ssm.serving.context_checks import DTYPES, check_header, check_tensors
 from hf_hybrid_ssm.serving.fingerprint import architecture, weights_fingerprint
 from hf_hybrid_ssm.serving.state_layout import growing_layers
 
@@ -98,8 +98,8 @@ def save_context(
         raise FileExistsError(f"{path} exists: choose another name, or allow overwriting.")
     tensors = _held(cache, model)
     num_tokens, batch = int(cache.get_seq_length()), next(iter(tensors.values())).shape[0]
-    given = {"tokens": tokens, "attention_mask": attention_mask}
-    tensors |= {name: _of_text(name, value, batch, num_tokens) for name, value in given.items() if value is not None}
+    text = {"tokens": tokens, "attention_mask": attention_mask}
+    tensors |= {name: _of_text(name, value, batch, num_tokens) for name, value in text.items() if value is not None}
     growing = growing_layers(model)
     if growing and any(layer.is_compileable for layer in cache.layers):
         raise ValueError(
@@ -152,18 +152,18 @@ def load_context(path: str | os.PathLike, model: Any, *, cache: Cache | None = N
         raise ValueError(f"cache holds {int(cache.get_seq_length())} tokens: give an empty cache.")
     if any(layer.is_compileable for layer in cache.layers) and (growing := growing_layers(model)):
         raise ValueError(f"the cache is static, and layers {growing} reserve room in it for all keys.")
-    tokens, mask = (None if name not in tensors else tensors.pop(name).to(model.device).long() for name in OF_TEXT)
+    tokens, mask = (None if name not in tensors else tensors.pop(name).to(model.device).long() for name in DTYPES)
     prepare_cache(cache, model.config, next(iter(tensors.values())).shape[0])
     packing_state = _below("packing_state", tensors, model.device)
     for index, layer in enumerate(cache.layers):
-        held = _below(f"layers.{index}", tensors, next(decoder.layers[index].parameters()).device)
+        states = _below(f"layers.{index}", tensors, next(decoder.layers[index].parameters()).device)
         if is_recurrent_state_layer(layer):
             rows = PackedRows(length=num_tokens, packing_state=packing_state)
             with torch.no_grad():
-                layer.update_states(rows, held)
+                layer.update_states(rows, states)
         else:
-            layer.update(held["keys"], held["values"])
-            layer.unkept = _below("unkept", tensors, model.device)
+            layer.update(states["keys"], states["values"])
+            layer.not_cached = _below("unkept", tensors, model.device)
     return Context(cache, num_tokens, tokens, mask)
 
 
@@ -175,13 +175,13 @@ def _below(prefix: str, tensors: States, device: torch.device) -> States:
 def _held(cache: Cache, model: Any) -> States:
     """Everything that a cache holds, by name, in copies on the CPU; the first has the batch in front."""
     layers: Any = getattr(cache, "layers", ())
-    held = [_of_layer(layer) for layer in layers] if any(layer.is_initialized for layer in layers) else []
-    prepare_cache(cache, model.config, next(iter(held[0].values())).shape[0] if held else 1)
-    if not held:
+    parts = [_of_layer(layer) for layer in layers] if any(layer.is_initialized for layer in layers) else []
+    prepare_cache(cache, model.config, next(iter(parts[0].values())).shape[0] if parts else 1)
+    if not parts:
         raise ValueError("cache is empty: nothing has been read yet.")
-    tensors = {f"layers.{index}.{name}": state for index, states in enumerate(held) for name, state in states.items()}
+    tensors = {f"layers.{index}.{name}": state for index, states in enumerate(parts) for name, state in states.items()}
     tensors |= {f"packing_state.{name}": tensor for name, tensor in tokens_and_packing_state(cache)[1].items()}
-    tensors |= {f"unkept.{name}": flag for name, flag in getattr(layers[0], "unkept", {}).items()}
+    tensors |= {f"unkept.{name}": flag for name, flag in getattr(layers[0], "not_cached", {}).items()}
     return {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
     }
@@ -197,7 +197,7 @@ def _of_text(name: str, value: torch.Tensor, batch: int, num_tokens: int) -> tor
             f"{name} must have shape (batch, tokens so far) = ({batch}, at least {num_tokens}), got "
             f"{tuple(value.shape)}."
         )
-    return value.detach().cpu().to(OF_TEXT[name])
+    return value.detach().cpu().to(DTYPES[name])
 
 
 def _identity(model: Any) -> dict[str, Any]:

@@ -9,16 +9,17 @@ from hf_hybrid_ssm.models.packing import States
 from hf_hybrid_ssm.ops.core.dispatch import backend
 from hf_hybrid_ssm.serving.state_layout import State, StateLayout, layout_without_running
 
-OF_TEXT = {"tokens": torch.int32, "attention_mask": torch.bool}  # how they are stored
+DTYPES = {"tokens": torch.int32, "attention_mask": torch.bool}  # how they are stored
 HEADER = {"family": str, "dtype": str, "configuration": dict, "weights": str, "num_tokens": int, "content": str}
-NOTES = ("packing_state.", "unkept.")  # of documents and padding, where there were some: integers and flags
+NOTES = ("packing_state.", "unkept.")
+"""Of documents and padding, where there were some, integers and flags; the latter are a layer's `not_cached`."""
 
 
 def check_header(path: Path, header: Any) -> None:
     """A ValueError unless the header has exactly its fields, each of its type, and at least one token."""
     if not isinstance(header, dict) or header.keys() != HEADER.keys():
-        found = ", ".join(map(repr, header)) if isinstance(header, dict) else type(header).__name__
-        raise ValueError(f"{path} has a damaged header: its fields are {', '.join(HEADER)}, got {found[:200]}.")
+        names = ", ".join(map(repr, header)) if isinstance(header, dict) else type(header).__name__
+        raise ValueError(f"{path} has a damaged header: its fields are {', '.join(HEADER)}, got {names[:200]}.")
     for name, kind in HEADER.items():
         if type(value := header[name]) is not kind:  # a bool is an int
             raise ValueError(f"{path} has a damaged header: {name} must be {kind.__name__}, got {value!r:.200}.")
@@ -32,7 +33,7 @@ def check_tensors(path: Path, tensors: States, num_tokens: int, model: Any) -> N
     Raises:
         ValueError: names the first that is missing, foreign, or has another shape, another kind of number, or NaN.
     """
-    states = {name: tensor for name, tensor in tensors.items() if name not in OF_TEXT and not name.startswith(NOTES)}
+    states = {name: tensor for name, tensor in tensors.items() if name not in DTYPES and not name.startswith(NOTES)}
     layout, expected, keys = _expected(model)
     for other in ("torch", None):  # whose kernels may keep other states of a text, which serve as well
         if (expected.keys() | keys) == states.keys():
@@ -46,7 +47,7 @@ def check_tensors(path: Path, tensors: States, num_tokens: int, model: Any) -> N
     first = next(iter(states.values()))
     batch = first.shape[0] if first.dim() else 0
     for name, tensor in tensors.items():
-        if name in OF_TEXT:
+        if name in DTYPES:
             _check_text(path, name, tensor, batch, num_tokens, model.config.vocab_size)
         elif name.startswith(NOTES):
             if tensor.is_floating_point() or tensor.is_complex() or tensor.dim() > 2:
@@ -72,8 +73,8 @@ def _check_state(path: Path, name: str, tensor: torch.Tensor, batch: int, state:
     """A state has the shape of the layout; one that grows with the text may have up to a token's part for each."""
     wanted = (batch, *state.shape)
     same = tensor.dim() == len(wanted) and all(
-        found == size or (grows is not None and axis > 0 and found <= grows)
-        for axis, (found, size) in enumerate(zip(tensor.shape, wanted))
+        have == size or (grows is not None and axis > 0 and have <= grows)
+        for axis, (have, size) in enumerate(zip(tensor.shape, wanted))
     )
     # the width of a floating-point state depends on autocast and on the kernels that ran
     kind = tensor.is_floating_point() if state.dtype.is_floating_point else tensor.dtype == state.dtype
@@ -92,9 +93,9 @@ def _check_keys(path: Path, name: str, tensor: torch.Tensor, batch: int, num_tok
 
 
 def _check_text(path: Path, name: str, tensor: torch.Tensor, batch: int, num_tokens: int, vocabulary: int) -> None:
-    if tensor.dim() != 2 or tensor.shape[0] != batch or tensor.shape[1] < num_tokens or tensor.dtype != OF_TEXT[name]:
+    if tensor.dim() != 2 or tensor.shape[0] != batch or tensor.shape[1] < num_tokens or tensor.dtype != DTYPES[name]:
         raise ValueError(
-            f"{path}: {name} must have shape ({batch}, at least {num_tokens}) and dtype {OF_TEXT[name]}, got "
+            f"{path}: {name} must have shape ({batch}, at least {num_tokens}) and dtype {DTYPES[name]}, got "
             f"{_shown(tensor)}."
         )
     if name == "tokens" and not bool(((tensor >= 0) & (tensor < vocabulary)).all()):

@@ -175,14 +175,14 @@ class PagedModel:
         if all(length == 1 and before > 0 for length, before in zip(lengths, seen)):
             return self._run(input_ids.unsqueeze(1), positions.unsqueeze(1), requests)[:, 0]
         tokens, places = input_ids.split(lengths), positions.split(lengths)
-        found: list[torch.Tensor | None] = [None] * len(lengths)
+        outputs: list[torch.Tensor | None] = [None] * len(lengths)
         for rows in self._rectangles(requests):
             index = torch.tensor(rows, device=requests.pages.device)
             part = Requests([lengths[i] for i in rows], [seen[i] for i in rows], requests.pages[index], tuple(rows))
             ids, columns = (pad_sequence([of[i] for i in rows], batch_first=True) for of in (tokens, places))
             for i, states in zip(rows, self._run(ids, columns, part)):
-                found[i] = states[: lengths[i]]
-        return torch.cat([states for states in found if states is not None])
+                outputs[i] = states[: lengths[i]]
+        return torch.cat([states for states in outputs if states is not None])
 
     @torch.no_grad()
     def forward_without_pages(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -227,11 +227,12 @@ class PagedModel:
             states = _gathered(self._views.get(index, {}), pages, begins)
             hold_served(cache, index, self._attend(index, requests), states, pages)
         mask = _mask(requests.lengths, ids)
-        is_masked_by_server = decoder.has_columns and self._attending
+        is_masked_by_server = decoder.uses_positions and self._attending
         hidden_states = decoder(
             ids,
             attention_mask={STATE_LAYER_TYPE: mask, "full_attention": None} if is_masked_by_server else mask,
-            position_ids=positions if decoder.has_columns else None,  # the cache counts columns, each request its own
+            # the cache counts columns, each request its own
+            position_ids=positions if decoder.uses_positions else None,
             cache=cache,
             use_cache=True,
             continues_documents=True,
@@ -252,10 +253,10 @@ class PagedModel:
             if min(lengths) < max(lengths):
                 columns = [torch.arange(count) + row * length for row, count in enumerate(lengths)]
                 real = torch.cat(columns).to(queries.device)
-            found = server(layer, _flat(queries, real), _flat(keys, real), _flat(values, real), requests)
+            attended = server(layer, _flat(queries, real), _flat(keys, real), _flat(values, real), requests)
             if real is not None:
-                found = found.new_zeros(rows * length, found.shape[1]).index_copy_(0, real, found)
-            return found.view(rows, length, -1)
+                attended = attended.new_zeros(rows * length, attended.shape[1]).index_copy_(0, real, attended)
+            return attended.view(rows, length, -1)
 
         return attend
 

@@ -112,9 +112,9 @@ class PrefixCache:
     def _read(self, model: Any, mark: tuple[Any, ...], ids: torch.Tensor) -> Cache:
         """All of (1, L) but the last token, which `generate` needs for its first logits."""
         tokens = ids[0].cpu()
-        found, shared = self._find(mark, tokens[:-1])
-        cache = DynamicCache(config=model.config) if found is None else _copied(found.cache)
-        start = 0 if found is None else len(found.tokens)
+        snapshot, shared = self._find(mark, tokens[:-1])
+        cache = DynamicCache(config=model.config) if snapshot is None else _copied(snapshot.cache)
+        start = 0 if snapshot is None else len(snapshot.tokens)
         for begin, end in self._pieces(start, shared, len(tokens) - 1):
             model.get_decoder()(ids[:, begin:end], **{CACHE: cache}, use_cache=True)
             self._keep(mark, ids[:, :end], cache)
@@ -152,8 +152,8 @@ class PrefixCache:
             if key in self._snapshots:
                 self._snapshots.move_to_end(key)
                 return
-        held = _copied(cache)
-        snapshot = _Snapshot(mark, tokens, held, sum(map(_bytes, _tensors(held))) + _bytes(tokens))
+        copy = _copied(cache)
+        snapshot = _Snapshot(mark, tokens, copy, sum(map(_bytes, _tensors(copy))) + _bytes(tokens))
         if snapshot.num_bytes > self.max_bytes:
             return
         with self._lock:

@@ -31,12 +31,12 @@ class Request:
     """The named arguments of one call; `ids` (1, L) int64, or None where the call gives no tokens."""
 
     def __init__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        given = dict(SIGNATURE.bind(model, *args, **kwargs).arguments)
-        given.pop("self")
-        given.update(given.pop("kwargs", {}))
-        self.model, self.arguments = model, given
-        named = given.get("input_ids")
-        self.ids = given.get("inputs") if named is None else named
+        arguments = dict(SIGNATURE.bind(model, *args, **kwargs).arguments)
+        arguments.pop("self")
+        arguments.update(arguments.pop("kwargs", {}))
+        self.model, self.arguments = model, arguments
+        named = arguments.get("input_ids")
+        self.ids = arguments.get("inputs") if named is None else named
 
     def value(self, name: str) -> Any:
         """Of an option: what the call says, else its configuration, else the model's."""

@@ -70,12 +70,12 @@ def state_layout(model: Any) -> StateLayout:
         model: in evaluation mode; the states are those of its device and of the kernels that run there.
     """
     decoder = model.get_decoder()
-    cache, found = DynamicCache(config=decoder.config), []
+    cache, layouts = DynamicCache(config=decoder.config), []
     for length in (2, 1):
         ids = torch.zeros(1, length, dtype=torch.int64, device=decoder.device)
         decoder(ids, cache=cache, use_cache=True)
-        found.append([_states(layer) for layer in cache.layers])
-    first, second = found
+        layouts.append([_states(layer) for layer in cache.layers])
+    first, second = layouts
     growing = [index for index, (before, after) in enumerate(zip(first, second)) if before is None or before != after]
     states = [State(index, *state) for index, layer in enumerate(first) for state in layer or ()]
     return StateLayout(states, growing, _full_attention(decoder, growing) if growing else [])
@@ -97,11 +97,13 @@ def hold_served(cache: Cache, index: int, attend: Attend, states: States, pages:
 
 def _full_attention(decoder: Any, growing: list[int]) -> list[FullAttention]:
     """What the `growing` layers ask a server for, by asking one that only takes notes."""
-    cache, found = DynamicCache(config=decoder.config), []
+    cache, layouts = DynamicCache(config=decoder.config), []
 
     def notes(layer: int) -> Attend:
         def attend(queries, keys, values, *, scale, bias=None):
-            found.append(FullAttention(layer, queries.shape[1], keys.shape[1], keys.shape[3], scale, bias is not None))
+            layouts.append(
+                FullAttention(layer, queries.shape[1], keys.shape[1], keys.shape[3], scale, bias is not None)
+            )
             return torch.zeros_like(queries).transpose(1, 2).flatten(2)
 
         return attend
@@ -110,7 +112,7 @@ def _full_attention(decoder: Any, growing: list[int]) -> list[FullAttention]:
     for index in growing:
         hold_served(cache, index, notes(index), {}, ids[0, :1])
     decoder(ids, cache=cache, use_cache=True)
-    return found
+    return layouts
 
 
 # by class, configuration, dtype and the backend that is forced

@@ -54,15 +54,15 @@ class PagedMetadataBuilder(LinearAttentionMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PagedMetadata:
-        found = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        built = super().build(common_prefix_len, common_attn_metadata, fast_build)
         ends = common_attn_metadata.query_start_loc_cpu.tolist()
         total = common_attn_metadata.seq_lens_cpu_upper_bound  # exact, as there is no speculative decoding
         total = (common_attn_metadata.seq_lens if total is None else total).tolist()
         lengths = [end - start for start, end in pairwise(ends)]
         count = next((row for row, length in enumerate(lengths) if length == 0), len(lengths))  # then comes padding
         seen = [so_far - length for so_far, length in zip(total, lengths)]
-        requests = Requests(lengths[:count], seen[:count], found.state_indices_tensor[:count].long())
-        return PagedMetadata(**{field.name: getattr(found, field.name) for field in fields(found)}, requests=requests)
+        requests = Requests(lengths[:count], seen[:count], built.state_indices_tensor[:count].long())
+        return PagedMetadata(**{field.name: getattr(built, field.name) for field in fields(built)}, requests=requests)
 
 
 class PagedBackend(LinearAttentionBackend):

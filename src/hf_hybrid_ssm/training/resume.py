@@ -21,8 +21,8 @@ def latest_complete_checkpoint(output_dir: str | os.PathLike) -> str | None:
     Every file of a checkpoint is read once, newest folder first, until one is complete.
     """
     folder = Path(output_dir)
-    found = [(int(match[1]), path) for path in folder.glob("checkpoint-*") if (match := _STEP.fullmatch(path.name))]
-    return next((str(path) for _, path in sorted(found, reverse=True) if checkpoint_defect(path) is None), None)
+    saved = [(int(match[1]), path) for path in folder.glob("checkpoint-*") if (match := _STEP.fullmatch(path.name))]
+    return next((str(path) for _, path in sorted(saved, reverse=True) if checkpoint_defect(path) is None), None)
 
 
 _STEP = re.compile(r"checkpoint-(\d+)")

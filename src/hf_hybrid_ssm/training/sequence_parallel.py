@@ -94,7 +94,7 @@ def _check(model: PreTrainedModel, length: int, ranks: int) -> None:
             f"model is a {type(model).__name__} with layers of type {', '.join(sorted(kinds))}; only stacks of {able} "
             "layers can be sharded along the sequence."
         )
-    if model.get_decoder().has_columns:
+    if model.get_decoder().uses_positions:
         raise ValueError(
             f"model is a {type(model).__name__} whose layers read positions of tokens, which a shard does not know."
         )

@@ -22,16 +22,16 @@ def copy_embeddings(model: PreTrainedModel, source: PreTrainedModel | str | os.P
     """
     if not isinstance(source, PreTrainedModel):
         source = AutoModel.from_pretrained(source)
-    target, given = model.get_input_embeddings(), source.get_input_embeddings()
-    for name, found in (("model", target), ("source", given)):
-        if not isinstance(getattr(found, "weight", None), torch.Tensor):
-            raise ValueError(f"{name} ({type(found).__name__}) has no single table of token embeddings.")
-    rows, width = given.weight.shape
+    target, donor = model.get_input_embeddings(), source.get_input_embeddings()
+    for name, table in (("model", target), ("source", donor)):
+        if not isinstance(getattr(table, "weight", None), torch.Tensor):
+            raise ValueError(f"{name} ({type(table).__name__}) has no single table of token embeddings.")
+    rows, width = donor.weight.shape
     if width != target.weight.shape[1] or rows > target.weight.shape[0]:
         raise ValueError(
             f"source has {rows} rows of width {width}; model needs hidden_size={width} and vocab_size >= {rows}, "
             f"but has {target.weight.shape[0]} of width {target.weight.shape[1]}."
         )
     with torch.no_grad():
-        target.weight[:rows] = given.weight.to(target.weight)
+        target.weight[:rows] = donor.weight.to(target.weight)
     return rows

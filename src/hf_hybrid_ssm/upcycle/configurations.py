@@ -22,7 +22,7 @@ WINDOW = 512
 """Tokens of a student's windows where its teacher has none."""
 ATTN_SCALE = 0.1
 """As in Llama 4."""
-OPEN_FIELDS = {
+SETTABLE_FIELDS = {
     "max_position_embeddings", "initializer_range", "attention_dropout", "dropout", "final_dropout", "sliding_window",
     "ssm_layers", "pad_token_id", "bos_token_id", "eos_token_id",
 }  # fmt: skip
@@ -87,7 +87,7 @@ def student_config(
                 "their attention as a window. Give sliding_window, and ssm_layers for those with context states."
             )
         known |= _bst_fields(teacher, fields)
-        if fixed := sorted(fields.keys() & known.keys() - OPEN_FIELDS):
+        if fixed := sorted(fields.keys() & known.keys() - SETTABLE_FIELDS):
             raise ValueError(f"{', '.join(fixed)} of a BST must be its teacher's: the weights fit nothing else.")
         known |= _sink_fields(teacher, ["sliding_attention"], fields)
         return _without_idle_limit(BstConfig(**(known | fields)), fields)
@@ -103,14 +103,14 @@ def student_config(
     return _without_idle_limit(LonghornConfig(**(known | fields)), fields)
 
 
-def _sink_fields(teacher: Any, block_types: Sequence[str], given: dict[str, Any]) -> dict[str, Any]:
+def _sink_fields(teacher: Any, block_types: Sequence[str], fields: dict[str, Any]) -> dict[str, Any]:
     """A sink for windows that take the place of attention to all tokens; a teacher's own windows have none."""
-    if given.get("attention_sink") == "scalar":
+    if fields.get("attention_sink") == "scalar":
         raise ValueError(
             'attention_sink="scalar" would change what the teacher computes within the window: give "constant", or '
             "None."
         )
-    slides = any("sliding" in kind for kind in block_types) and not given.get("bidirectional")
+    slides = any("sliding" in kind for kind in block_types) and not fields.get("bidirectional")
     return {"attention_sink": "constant"} if slides and "sliding_attention" not in attention_types(teacher) else {}
 
 
@@ -159,7 +159,7 @@ def _beside_attention(teacher: Any) -> dict[str, Any]:
     }
 
 
-def _bst_fields(teacher: Any, given: dict[str, Any]) -> dict[str, Any]:
+def _bst_fields(teacher: Any, fields: dict[str, Any]) -> dict[str, Any]:
     """What makes the layers of a BST the teacher's: nothing but softmax over rotated keys, and a gated SiLU layer."""
     known: dict[str, Any] = {
         "intermediate_size": teacher.intermediate_size,
@@ -173,12 +173,12 @@ def _bst_fields(teacher: Any, given: dict[str, Any]) -> dict[str, Any]:
         "logit_scale": 1.0,
     }
     if "sliding_attention" in attention_types(teacher):
-        if teacher.sliding_window < 2 and "sliding_window" not in given:
+        if teacher.sliding_window < 2 and "sliding_window" not in fields:
             raise ValueError(
                 f"sliding_window={teacher.sliding_window} of the teacher: a window of a BST holds at least one token "
                 "before the current one, so the teacher's must be 2 or more. Give sliding_window, or another teacher."
             )
         known["sliding_window"] = teacher.sliding_window - 1  # theirs counts the token itself
-    if "block_types" not in given:
+    if "block_types" not in fields:
         known["ssm_layers"] = evenly_spaced(teacher.num_hidden_layers, max(1, round(teacher.num_hidden_layers / 4)))
     return known

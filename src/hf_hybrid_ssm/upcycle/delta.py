@@ -109,37 +109,37 @@ def _split(
     widths = {value.shape[-1] for value in teacher.values() if value.dim() == 2}
     carried, own = {}, {}
     for name, value in student.items():
-        if (found := by_values.get(fingerprint_of({"": value}))) is not None:
-            carried[name] = found
+        if (key := by_values.get(fingerprint_of({"": value}))) is not None:
+            carried[name] = key
             continue
         own[name] = value.detach().cpu().contiguous()
         for width in widths if value.dim() == 2 else ():
-            if width < value.shape[1] and (found := by_values.get(fingerprint_of({"": value[:, :width]}))) is not None:
-                carried[name] = found
+            if width < value.shape[1] and (key := by_values.get(fingerprint_of({"": value[:, :width]}))) is not None:
+                carried[name] = key
                 own[name] = own[name][:, width:].contiguous()
                 break
     return carried, own
 
 
-def loading_arguments(folder: Any, teacher: Any, given: Mapping[str, Any]) -> dict[str, Any] | None:
+def loading_arguments(folder: Any, teacher: Any, others: Mapping[str, Any]) -> dict[str, Any] | None:
     """The arguments of `from_pretrained` with which a delta becomes a model; None for what is no delta.
 
     Args:
         folder: the first argument of `from_pretrained`.
         teacher: where the user says the teacher is; None: see the environment variable `HF_HYBRID_SSM_TEACHER`.
-        given: the other arguments.
+        others: the other arguments.
 
     Raises:
         ValueError: as of `weights_of`; or a teacher was given for a folder that is no delta.
     """
-    if "state_dict" in given or given.get("subfolder") or not is_delta(folder):
+    if "state_dict" in others or others.get("subfolder") or not is_delta(folder):
         if teacher is not None:
             raise ValueError(f"teacher={teacher!r} is for a delta, and {str(folder)!r} is none: leave it out.")
         return None
     where = Path(folder)
-    options = dict(given) | {"state_dict": weights_of(where, teacher)}
-    options["config"] = given.get("config") or str(where)
-    if given.get("generation_config") is None and (where / "generation_config.json").is_file():
+    options = dict(others) | {"state_dict": weights_of(where, teacher)}
+    options["config"] = others.get("config") or str(where)
+    if others.get("generation_config") is None and (where / "generation_config.json").is_file():
         options["generation_config"] = GenerationConfig.from_pretrained(where)
     return options
 
@@ -153,11 +153,11 @@ def weights_of(folder: str | os.PathLike, teacher: str | os.PathLike | None = No
     where = Path(folder)
     delta = read_delta(where)
     check_tensors(where, config_of_folder(where))
-    found = teacher_of(where, teacher)
-    weights = load_teacher_model(found).state_dict()
+    source = teacher_of(where, teacher)
+    weights = load_teacher_model(source).state_dict()
     if (fingerprint := fingerprint_of(weights)) != delta.fingerprint:
         raise ValueError(
-            f"teacher={str(found)!r} is not the teacher of {str(where)!r}: its weights have the fingerprint "
+            f"teacher={str(source)!r} is not the teacher of {str(where)!r}: its weights have the fingerprint "
             f"{fingerprint[:16]}, those of {delta.teacher!r} had {delta.fingerprint[:16]}."
         )
     if unknown := sorted(set(delta.carried.values()) - weights.keys()):
@@ -179,15 +179,15 @@ def teacher_of(folder: Path, teacher: str | os.PathLike | None = None) -> str:
         ValueError: nobody said it.
     """
     delta = read_delta(folder)
-    said = os.environ.get(TEACHER) if teacher is None else teacher
-    if not said:
+    source = os.environ.get(TEACHER) if teacher is None else teacher
+    if not source:
         raise ValueError(
             f"{str(folder)!r} is a delta of the teacher {delta.teacher!r}, and nothing outside of the folder is read "
             f"unasked: give teacher=PATH_OR_NAME, or set {TEACHER}; {RECORDED!r} there takes that name, "
             f"{'on the Hub' if delta.is_on_hub else 'beside the folder'}."
         )
-    if str(said) != RECORDED:
-        return str(said)
+    if str(source) != RECORDED:
+        return str(source)
     return delta.teacher if delta.is_on_hub else str(folder.resolve().parent / delta.teacher)
 
 

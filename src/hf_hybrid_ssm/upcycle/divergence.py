@@ -94,5 +94,5 @@ def _log_distributions(teacher: Any, states: torch.Tensor, window: int) -> torch
 
 def _kl(wanted: torch.Tensor, teacher: Any, states: torch.Tensor, window: int) -> float:
     """KL(wanted || found), the sum over tokens, in nats."""
-    found = _log_distributions(teacher, states, window)
-    return float(torch.nn.functional.kl_div(found, wanted, reduction="sum", log_target=True))
+    log_probabilities = _log_distributions(teacher, states, window)
+    return float(torch.nn.functional.kl_div(log_probabilities, wanted, reduction="sum", log_target=True))

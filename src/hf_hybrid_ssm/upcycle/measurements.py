@@ -34,7 +34,7 @@ def needle_table(models: Models, tokenizer: Any, window: int, samples: int, prog
         ids, answer = _prompt(tokenizer, window, multiple, draw)
         for name, model in models.items():
             right[name][multiple] += _answers(model, ids, answer)
-    rows = [[name, *(_share(found[multiple], samples) for multiple in multiples)] for name, found in right.items()]
+    rows = [[name, *(_share(counts[multiple], samples) for multiple in multiples)] for name, counts in right.items()]
     title = f"Needles: whole answers right of {samples}, and 95 % intervals, by the tokens of the text"
     return Table(title, ["model", *(f"{multiple * window:,}" for multiple in multiples)], rows)
 
@@ -42,14 +42,14 @@ def needle_table(models: Models, tokenizer: Any, window: int, samples: int, prog
 def _prompt(tokenizer: Any, window: int, multiple: int, draw: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens (1, L) of a text that hides a number, in the chat template where there is one, with the question and
     the answer; and those of the answer alone, (N,)."""
-    found = document(needle(draw), sentences(draw), tokenizer, window, multiple, draw)
+    sample = document(needle(draw), sentences(draw), tokenizer, window, multiple, draw)
     if getattr(tokenizer, "chat_template", None):
-        message = [{"role": "user", "content": found["text"]}]
+        message = [{"role": "user", "content": sample["text"]}]
         context = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
     else:
-        context = f"{tokenizer.bos_token or ''}{found['text']} "
-    context += found["prefix"]
-    ids = tokenizer(f"{context} {found['answer']}", add_special_tokens=False)["input_ids"]
+        context = f"{tokenizer.bos_token or ''}{sample['text']} "
+    context += sample["prefix"]
+    ids = tokenizer(f"{context} {sample['answer']}", add_special_tokens=False)["input_ids"]
     before = len(tokenizer(context, add_special_tokens=False)["input_ids"])
     return torch.tensor([ids]), torch.tensor(ids[before:])
 
@@ -77,9 +77,9 @@ def loss_table(models: Models, ids: torch.Tensor, window: int) -> Table:
     edges = [edge for edge in (window // 4, window, 2 * window, 4 * window, 8 * window) if edge <= ids.shape[1]]
     rows = []
     for name, model in models.items():
-        found = mean_by_position(loss_by_position(model, ids), edges)
-        rows.append([name, *(f"{loss:.3f}" for loss in found.values())])
-    return Table("Loss in nats per token, by the tokens before", ["model", *found], rows)
+        losses = mean_by_position(loss_by_position(model, ids), edges)
+        rows.append([name, *(f"{loss:.3f}" for loss in losses.values())])
+    return Table("Loss in nats per token, by the tokens before", ["model", *losses], rows)
 
 
 def cache_table(models: Models) -> Table:

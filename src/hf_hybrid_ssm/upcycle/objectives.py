@@ -90,16 +90,16 @@ def alignment_losses(
         inputs: `input_ids` (B, L) and what else the teacher's forward takes; labels are left out.
     """
     layers = sorted({int(name.split(".")[2]) for name in new_modules(student)})
-    given = {name: value for name, value in inputs.items() if name != "labels"}
+    text = {name: value for name, value in inputs.items() if name != "labels"}
     with torch.no_grad(), _attention_records(teacher, layers) as records:
-        teacher.model(**given, use_cache=False)
+        teacher.model(**text, use_cache=False)
     own: Any = student.model.layers
     asked: dict[int, _Aligned] = {
         index: _Aligned(own[index], records[index]["layer_input"].to(student.device)) for index in layers
     }
     student.model.layers = nn.ModuleList(asked.get(index, _Passed()) for index in range(len(own)))
     try:
-        student.model(**given, use_cache=False)
+        student.model(**text, use_cache=False)
     finally:
         student.model.layers = own
     losses = {}
@@ -171,10 +171,10 @@ def distillation_loss(
 @contextmanager
 def _last_hidden_states(model: Any) -> Iterator[list[torch.Tensor]]:
     """What the base model of a causal language model returns while it runs, (B, L, d) each."""
-    found: list[torch.Tensor] = []
-    hook = model.get_decoder().register_forward_hook(lambda module, args, output: found.append(output[0]))
+    outputs: list[torch.Tensor] = []
+    hook = model.get_decoder().register_forward_hook(lambda module, args, output: outputs.append(output[0]))
     try:
-        yield found
+        yield outputs
     finally:
         hook.remove()
 
@@ -206,9 +206,9 @@ def fused_distillation_loss(
         token_weights: (B, L), such as `beyond_window` gives; by default every token counts alike.
         inputs: of the student's forward, without labels.
     """
-    with _last_hidden_states(student) as found:
+    with _last_hidden_states(student) as outputs:
         (student if forward is None else forward)(**inputs, use_cache=False, logits_to_keep=1)
-    hidden = found[0] if not hasattr(student, "_pre_head") else student._pre_head(found[0])
+    hidden = outputs[0] if not hasattr(student, "_pre_head") else student._pre_head(outputs[0])
     head = student.get_output_embeddings().weight
     return linear_kl_divergence(
         hidden,

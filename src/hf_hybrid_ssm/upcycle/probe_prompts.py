@@ -97,15 +97,15 @@ def recall_prompts(
 def words_of(tokenizer: Any) -> list[str]:
     """The lower-case words of three to nine letters that are one token after a space, in alphabetical order."""
     special = set(tokenizer.all_special_ids)
-    found = set()
+    words = set()
     for token in sorted(tokenizer.get_vocab().values()):
         text = "" if token in special else tokenizer.decode([token])
         word = text.strip()
         if 3 <= len(word) <= 9 and word.isalpha() and word.islower():
             ids = tokenizer(f" {word}", add_special_tokens=False)["input_ids"]
             if len(ids) == 1 and tokenizer.decode(ids).strip() == word:
-                found.add(word)
-    return sorted(found)
+                words.add(word)
+    return sorted(words)
 
 
 def _in_sentences(
@@ -122,11 +122,11 @@ def _in_sentences(
 
     def filling(length: int) -> list[str]:
         """Sentences of at least so many tokens."""
-        found: list[str] = []
+        chosen: list[str] = []
         while length > 0:
-            found.append(next(filler))
-            length -= len(tokens(f" {found[-1]}"))
-        return found
+            chosen.append(next(filler))
+            length -= len(tokens(f" {chosen[-1]}"))
+        return chosen
 
     filler = sentences(draw)
     values = {key: "".join(draw.choices("123456789", k=DIGITS)) for key in draw.sample(words, facts)}
@@ -156,10 +156,10 @@ def _opening(tokenizer: Any, text: str) -> str:
 
 
 def _in_tokens(tokens: list[int], between: int, facts: int, draw: random.Random) -> RecallPrompt:
-    said = draw.sample(tokens, facts * (1 + VALUE_TOKENS))
-    pairs = [said[start : start + 1 + VALUE_TOKENS] for start in range(0, len(said), 1 + VALUE_TOKENS)]
-    others = sorted(set(tokens) - set(said))
-    ids = [*said, *draw.choices(others, k=between)]
+    drawn = draw.sample(tokens, facts * (1 + VALUE_TOKENS))
+    pairs = [drawn[start : start + 1 + VALUE_TOKENS] for start in range(0, len(drawn), 1 + VALUE_TOKENS)]
+    others = sorted(set(tokens) - set(drawn))
+    ids = [*drawn, *draw.choices(others, k=between)]
     start = len(ids) - 1
     positions: list[int] = []
     for pair in draw.sample(pairs, facts):

@@ -134,8 +134,8 @@ def recall_of(
             answers = prompt.positions.to(teacher.device) - 1, _recalled(prompt).to(teacher.device)
             mask = window_mask(replay.length, window, device=teacher.device)
             states = replay.hidden_states(_masks(mask, windowed, teacher.config))
-            found, first = _log_probabilities(teacher, states, answers)
-            total, right, count = total + float(found.sum()), right + int(first.sum()), count + len(found)
+            logs, first = _log_probabilities(teacher, states, answers)
+            total, right, count = total + float(logs.sum()), right + int(first.sum()), count + len(logs)
     return RecallScore(total / count, right / count)
 
 
@@ -173,5 +173,5 @@ def _log_probabilities(
     """Of the tokens to recall, float32 (N,), and whether each is the first choice, bool (N,)."""
     positions, tokens = answers
     logits = teacher.lm_head(states[0, positions]).float()
-    found = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
-    return found, logits.argmax(-1) == tokens
+    log_probabilities = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+    return log_probabilities, logits.argmax(-1) == tokens

@@ -16,15 +16,15 @@ def attention_sensitivity(teacher: PreTrainedModel, batches: Iterable[Mapping[st
     Args:
         batches: `input_ids` (B, L) and optionally `attention_mask`; a few thousand tokens are enough to rank layers.
     """
-    given = [dict(batch) for batch in batches]
-    if not given:
+    texts = [dict(batch) for batch in batches]
+    if not texts:
         raise ValueError("batches is empty: give some text to measure with.")
 
     def loss() -> float:
         total = 0.0
-        for batch in given:
+        for batch in texts:
             total += teacher(**batch, labels=batch["input_ids"], use_cache=False).loss.item()
-        return total / len(given)
+        return total / len(texts)
 
     def silent(module, args, output):
         return (torch.zeros_like(output[0]), *output[1:])

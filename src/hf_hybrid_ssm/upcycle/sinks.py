@@ -34,14 +34,14 @@ def init_sinks(student: Any, teacher: Any, tokenizer: Any | None = None, seed: i
     training = teacher.training
     teacher.eval()
     try:
-        with torch.no_grad(), _keys_and_values(teacher, list(sinks)) as found:
+        with torch.no_grad(), _keys_and_values(teacher, list(sinks)) as by_layer:
             teacher.model(input_ids=ids, use_cache=False)
     finally:
         teacher.train(training)
     with torch.no_grad():
         for index, sink in sinks.items():
             for name, target in (("key", sink.key), ("value", sink.value)):
-                of_heads = found[index][name].float().view(len(ids), *target.shape)
+                of_heads = by_layer[index][name].float().view(len(ids), *target.shape)
                 target.copy_(of_heads.mean(0))
 
 
@@ -67,8 +67,8 @@ def first_tokens(vocab_size: int, tokenizer: Any | None, seed: int) -> torch.Ten
 
 def _message(tokenizer: Any, text: str) -> list[int]:
     """The tokens of a conversation that a user begins with a text."""
-    found = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
-    return tokenizer(found, add_special_tokens=False)["input_ids"]
+    conversation = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
+    return tokenizer(conversation, add_special_tokens=False)["input_ids"]
 
 
 def _sink_of(layer: Any) -> Any:
@@ -81,10 +81,10 @@ def _sink_of(layer: Any) -> Any:
 def _keys_and_values(teacher: Any, layers: list[int]) -> Iterator[dict[int, dict[str, torch.Tensor]]]:
     """While the teacher runs, what its layers make of their input: keys before the rotation, after their norm, and
     values."""
-    found: dict[int, dict[str, torch.Tensor]] = {index: {} for index in layers}
+    by_layer: dict[int, dict[str, torch.Tensor]] = {index: {} for index in layers}
 
     def keeps(index: int, name: str) -> Any:
-        return lambda module, args, output: found[index].__setitem__(name, output)
+        return lambda module, args, output: by_layer[index].__setitem__(name, output)
 
     hooks = []
     for index in layers:
@@ -93,7 +93,7 @@ def _keys_and_values(teacher: Any, layers: list[int]) -> Iterator[dict[int, dict
         hooks.append(of_keys.register_forward_hook(keeps(index, "key")))
         hooks.append(attention.v_proj.register_forward_hook(keeps(index, "value")))
     try:
-        yield found
+        yield by_layer
     finally:
         for hook in hooks:
             hook.remove()

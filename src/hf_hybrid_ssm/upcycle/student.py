@@ -56,8 +56,8 @@ class UpcycleReport:
         lines = [] if self.choice is None else [str(self.choice)]
         lines.append(f"{len(self.copied)} tensors are copied.")
         for name in ("translated", "dropped", "new"):
-            if found := getattr(self, name):
-                lines.append(f"{name}: {', '.join(found)}")
+            if names := getattr(self, name):
+                lines.append(f"{name}: {', '.join(names)}")
         return "\n".join(lines)
 
 
@@ -104,8 +104,8 @@ def upcycle(
         raise ValueError(f"init={init!r} must be one of {', '.join(map(repr, INITS))}.")
     check_weights(teacher)
     choice = _choice(teacher, keep, keep_by, tokenizer, family, fields)
-    kept = keep if choice is None else choice.layers
-    config = student_config(teacher.config, kept, keep_as, family, others_as, **fields)
+    layers = keep if choice is None else choice.layers
+    config = student_config(teacher.config, layers, keep_as, family, others_as, **fields)
     student = STUDENTS[family](config).to(device=teacher.device, dtype=teacher.dtype)
     report = UpcycleReport(choice=choice)
     weights, wanted = teacher.state_dict(), student.state_dict()

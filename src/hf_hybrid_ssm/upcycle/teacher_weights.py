@@ -76,8 +76,8 @@ def _check_types(weights: dict[str, torch.Tensor]) -> None:
         if value.is_meta:
             raise ValueError(f"{name} of the teacher is offloaded (on the meta device): load the teacher whole.")
     if len(types := {value.dtype for value in weights.values()}) > 1:
-        found = ", ".join(sorted(map(str, types)))
-        raise ValueError(f"the teacher's weights are {found}; a student has one type: call teacher.to(dtype) first.")
+        names = ", ".join(sorted(map(str, types)))
+        raise ValueError(f"the teacher's weights are {names}; a student has one type: call teacher.to(dtype) first.")
 
 
 def _check_ties(teacher: Any) -> None:

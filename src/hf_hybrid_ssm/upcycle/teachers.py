@@ -44,12 +44,12 @@ def check_teacher(config: PreTrainedConfig) -> None:
     """
     check_model_type(config)
     for name, wanted in (("hidden_act", "silu"), ("mlp_bias", False), ("partial_rotary_factor", 1.0)):
-        if (found := getattr(config, name, None)) not in (None, wanted):
-            raise ValueError(f"{name}={found!r} of the teacher cannot be carried over; only {wanted!r} can.")
-    found = getattr(config, "quantization_config", None)
-    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
-    if found is not None and method != "gguf":  # a GGUF file's weights are plain once they are loaded
-        method = method if isinstance(found, dict) else type(found).__name__
+        if (value := getattr(config, name, None)) not in (None, wanted):
+            raise ValueError(f"{name}={value!r} of the teacher cannot be carried over; only {wanted!r} can.")
+    value = getattr(config, "quantization_config", None)
+    method = value.get("quant_method") if isinstance(value, dict) else getattr(value, "quant_method", None)
+    if value is not None and method != "gguf":  # a GGUF file's weights are plain once they are loaded
+        method = method if isinstance(value, dict) else type(value).__name__
         raise ValueError(
             f"quantization_config ({method}) of the teacher cannot be carried over: call its dequantize() first."
         )

@@ -55,12 +55,12 @@ def windowed_layers(teacher: Any, layers: Collection[int], window: int, sinks: i
     Texts are read whole, padded on the right at most: after a cache that holds tokens the teacher raises a ValueError.
     """
 
-    def windowed(module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        cache = given.get(CACHE)
+    def windowed(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        cache = kwargs.get(CACHE)
         if cache is not None and cache.get_seq_length(module.self_attn.layer_idx):
             raise ValueError("a teacher with windowed layers reads whole texts: it cannot go on from a cache.")
         mask = window_mask(args[0].shape[1], window, sinks, args[0].device)
-        return args, given | {"attention_mask": _scores_mask(given.get("attention_mask"), mask, args[0].dtype)}
+        return args, kwargs | {"attention_mask": _scores_mask(kwargs.get("attention_mask"), mask, args[0].dtype)}
 
     with maskable(teacher):
         chosen = [teacher.model.layers[index] for index in layers]
@@ -87,9 +87,9 @@ class ReadText(DynamicCache):
         cache = DynamicCache()
         with windowed_layers(teacher, range(len(teacher.model.layers)), window):
             teacher.model(input_ids=input_ids, use_cache=True, **{CACHE: cache})
-        found = cls()
-        found.layers = cache.layers
-        return found
+        past = cls()
+        past.layers = cache.layers
+        return past
 
 
 class LayerReplay:
@@ -120,8 +120,8 @@ class LayerReplay:
 
         hooks = [layer.register_forward_pre_hook(remember, with_kwargs=True) for layer in teacher.model.layers]
         try:
-            given = {"use_cache": False} if past is None else {"use_cache": True, CACHE: past}
-            self.teachers_own = teacher.model(input_ids=input_ids, **given).last_hidden_state
+            options = {"use_cache": False} if past is None else {"use_cache": True, CACHE: past}
+            self.teachers_own = teacher.model(input_ids=input_ids, **options).last_hidden_state
         finally:
             for hook in hooks:
                 hook.remove()
@@ -153,10 +153,10 @@ class LayerReplay:
         x = self._inputs[changed[0]]
         for index in range(changed[0], len(layers)):
             inputs.append(x)
-            given = self._given[index]
+            kwargs = self._given[index]
             if index in masks:
-                given = given | {"attention_mask": _scores_mask(given.get("attention_mask"), masks[index], x.dtype)}
-            output = layers[index](x, **given)
+                kwargs = kwargs | {"attention_mask": _scores_mask(kwargs.get("attention_mask"), masks[index], x.dtype)}
+            output = layers[index](x, **kwargs)
             x = output[0] if isinstance(output, tuple) else output
         return inputs, self.teacher.model.norm(x)
 

@@ -16,15 +16,15 @@ def with_tag(tasks: Iterable[str]) -> list[str]:
 def with_files(arguments: Iterable[str]) -> list[str]:
     """Arguments of lm-eval's command line, in which `--tasks` names recall tasks by their files, so that it finds
     them beside those of any `--include_path`."""
-    found, follows = [], False
+    changed, follows = [], False
     for argument in arguments:
         follows = argument == "--tasks" or (follows and not argument.startswith("-"))
         if argument.startswith("--tasks=") or (follows and argument != "--tasks"):
             option, equals, names = argument.rpartition("=")
             tasks = with_tag(names.split(","))
             argument = option + equals + ",".join(_file(task) for task in tasks)
-        found.append(argument)
-    return found
+        changed.append(argument)
+    return changed
 
 
 def _file(task: str) -> str:

@@ -120,21 +120,21 @@ def score(doc: Mapping[str, Any], results: Sequence[tuple[float, bool]]) -> dict
     return {"acc": float(is_greedy), f"acc_{doc['multiple']}x": float(is_greedy)}
 
 
-def _multiples(given: Any) -> list[int]:
-    several = given if isinstance(given, Sequence) and not isinstance(given, str) else str(given).split(",")
-    found = [int(value) for value in several]
-    if not found or min(found) < 1:
-        raise ValueError(f"multiples={given!r} must be numbers of windows, 1 or more.")
-    return found
+def _multiples(value: Any) -> list[int]:
+    several = value if isinstance(value, Sequence) and not isinstance(value, str) else str(value).split(",")
+    numbers = [int(each) for each in several]
+    if not numbers or min(numbers) < 1:
+        raise ValueError(f"multiples={value!r} must be numbers of windows, 1 or more.")
+    return numbers
 
 
 def _tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    given = metadata.get("tokenizer") or metadata.get("pretrained")
-    if isinstance(given, PreTrainedTokenizerBase):
-        return given
-    if not isinstance(given, str):
+    tokenizer = metadata.get("tokenizer") or metadata.get("pretrained")
+    if isinstance(tokenizer, PreTrainedTokenizerBase):
+        return tokenizer
+    if not isinstance(tokenizer, str):
         raise ValueError('recall tasks count tokens: name a tokenizer, --metadata \'{"tokenizer": "FOLDER"}\'.')
-    return _load_tokenizer(given, metadata.get("gguf_file"))
+    return _load_tokenizer(tokenizer, metadata.get("gguf_file"))
 
 
 @cache

@@ -39,10 +39,10 @@ def sentences_of_file(path: str | Path, draw: random.Random) -> Iterator[str]:
     if not path.is_file():
         raise FileNotFoundError(f"text_file={str(path)!r} is not a file.")
     text = " ".join(path.read_text(encoding="utf-8").split())
-    found = [part for part in re.split(r"(?<=[.!?]) ", text) if 20 <= len(part) <= 400]
-    if len(found) < 10:
-        raise ValueError(f"text_file={str(path)!r} has {len(found)} sentences of 20 to 400 characters; 10 are needed.")
-    place = draw.randrange(len(found))
+    parts = [part for part in re.split(r"(?<=[.!?]) ", text) if 20 <= len(part) <= 400]
+    if len(parts) < 10:
+        raise ValueError(f"text_file={str(path)!r} has {len(parts)} sentences of 20 to 400 characters; 10 are needed.")
+    place = draw.randrange(len(parts))
     while True:
-        yield found[place % len(found)]
+        yield parts[place % len(parts)]
         place += 1

@@ -73,7 +73,7 @@ class CachedKernelMixer(Mixer):
         self._kernel_cache = {}
         self._marks = {}
 
-    # the ways that parameters change, but for writes into them
+    # every way parameters change except in-place writes
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         super().register_parameter(name, param)

@@ -356,7 +356,7 @@ class LonghornModel(HybridModelMixin, LonghornPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(_block(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.has_columns = config.has_positions
+        self.uses_positions = config.has_positions
         self.rotary_emb = RotaryEmbedding(config) if config.has_positions else None
         self.gradient_checkpointing = False
         self.post_init()
@@ -407,7 +407,7 @@ class LonghornForCausalLM(CausalLMHead, LonghornPreTrainedModel, GenerationMixin
             attention_mask=attention_mask,
             position_ids=position_ids,
             continues_documents=not is_first_iteration,
-            keeps_starts=True,
+            needs_starts=True,
             keeps_padding=True,
             has_states=holds_states(cache),
         )

@@ -67,8 +67,8 @@ class AdaptiveEmbedding(nn.Module):
             )
         table = old.new_empty(num_tokens - start, old.shape[1])
         table.copy_(old.mean(0)) if std is None else table.normal_(std=std)
-        kept = min(len(old), len(table))
-        table[:kept] = old[:kept]
+        count = min(len(old), len(table))
+        table[:count] = old[:count]
         self.register_parameter(f"table_{band}", nn.Parameter(table, requires_grad=old.requires_grad))
         self.bands[-1] = num_tokens
 
@@ -121,8 +121,8 @@ class AdaptiveSoftmax(nn.Module):
         """(T, d) and (T,) ids → (), the summed cross-entropy; a rare band is computed for its own tokens only."""
         embedding = self.embedding
         first = embedding.bands[0]
-        kept = targets != ignore_index
-        h, targets = self.dropout(hidden_states[kept]), targets[kept]
+        counts = targets != ignore_index
+        h, targets = self.dropout(hidden_states[counts]), targets[counts]
         entry = targets  # in the first softmax: the token itself, or its band
         total = h.new_zeros((), dtype=torch.promote_types(h.dtype, torch.float32))
         for band in range(1, len(embedding.bands)):

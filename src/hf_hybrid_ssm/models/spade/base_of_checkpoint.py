@@ -57,9 +57,9 @@ class StackOfCheckpoint(PreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path, *args: Any, **kwargs: Any):
         config = kwargs.get("config")
         if config is None:
-            given = {name: value for name, value in kwargs.items() if name != "state_dict"}
-            found = cls.config_class.get_config_dict(pretrained_model_name_or_path, **given)[0]
-            if found.get("causal_classifier") is None and _is_causal(found.get("architectures")):
+            options = {name: value for name, value in kwargs.items() if name != "state_dict"}
+            saved = cls.config_class.get_config_dict(pretrained_model_name_or_path, **options)[0]
+            if saved.get("causal_classifier") is None and _is_causal(saved.get("architectures")):
                 kwargs.setdefault("causal_classifier", True)
         elif getattr(config, "causal_classifier", False) is None and _is_causal(config.architectures):
             kwargs["config"] = copy.deepcopy(config)

@@ -35,8 +35,8 @@ class SpadeCrossAttention(nn.Module):
         """(B, T, d), (B, S, d), mask (B, 1, 1, S) → (B, T, d); keys and values are computed once per cache."""
         q = self._heads(self.q_proj(x))
         if cache is not None and cache.is_updated.get(self.layer_idx):
-            held = state_layer(cache.cross_attention_cache, self.layer_idx).states
-            k, v = held["keys"], held["values"]
+            of_source = state_layer(cache.cross_attention_cache, self.layer_idx).states
+            k, v = of_source["keys"], of_source["values"]
         else:
             k, v = self._heads(self.k_proj(encoder_states)), self._heads(self.v_proj(encoder_states))
             if cache is not None:
@@ -70,13 +70,13 @@ class _Given:
         return _Given, ()
 
 
-def check_source(cache: EncoderDecoderCache, given: torch.Tensor, encoder_states: torch.Tensor) -> None:
+def check_source(cache: EncoderDecoderCache, source: torch.Tensor, encoder_states: torch.Tensor) -> None:
     """A target goes on with the source it began with, whose keys and values the cache holds.
 
     `generate` gives the same tensor at every step, which needs no look at its values.
 
     Args:
-        given: (B, S, d), as the encoder returned it.
+        source: (B, S, d), as the encoder returned it.
         encoder_states: the same with zeros for padding.
 
     Raises:
@@ -85,17 +85,17 @@ def check_source(cache: EncoderDecoderCache, given: torch.Tensor, encoder_states
     layer = state_layer(cache.cross_attention_cache, 0)
     if torch.compiler.is_compiling():
         return
-    if cache.is_updated.get(0) and not getattr(layer, "given", _Given()).is_(given):
-        held = layer.states["source"]
+    if cache.is_updated.get(0) and not getattr(layer, "given", _Given()).is_(source):
+        first = layer.states["source"]
         message = (
             "cache was filled with another source: input_ids, encoder_outputs or the attention_mask are not "
             "those that this target began with. Give the same, or use a new cache."
         )
-        if held.shape != encoder_states.shape:
+        if first.shape != encoder_states.shape:
             raise ValueError(message)
-        is_same = torch.isclose(held, encoder_states.to(held.device), rtol=1e-3, atol=1e-3, equal_nan=True).all()
+        is_same = torch.isclose(first, encoder_states.to(first.device), rtol=1e-3, atol=1e-3, equal_nan=True).all()
         if not can_read_values(is_same):
             torch._assert_async(is_same, message)
         elif not bool(is_same):
             raise ValueError(message)
-    layer.given = _Given(given)
+    layer.given = _Given(source)

@@ -126,13 +126,13 @@ class SpadeDecoder(SpadeStack, SpadePreTrainedModel):
                 self._position_ids(rows, self.positions.num_embeddings, embeddings.device)
             )
         hidden_states = self._enter_stack(embeddings)
-        mask, given = None, encoder_states
+        mask, source = None, encoder_states
         if encoder_mask is not None:
             real = encoder_mask != 0
             # the weight of padding is 0, and 0 times NaN is NaN
             mask, encoder_states = real[:, None, None], torch.where(real.unsqueeze(-1), encoder_states, 0.0)
         if cache is not None:
-            check_source(cache, given, encoder_states)
+            check_source(cache, source, encoder_states)
         inputs = (encoder_states, mask, self._shared_bias(), rows)
         begin_forward(own)
         for layer in self.layers:

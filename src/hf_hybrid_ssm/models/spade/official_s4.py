@@ -33,7 +33,7 @@ def convert_s4(kernel: dict[str, torch.Tensor], skip: torch.Tensor) -> dict[str,
             f"D of S4 has shape {tuple(skip.shape)} and there are {copies} copies of A; expected (1, {channels}) and "
             f"a divisor of {channels}."
         )
-    found = {
+    parameters = {
         "A_log_real": kernel["inv_w_real"],
         "A_imag": kernel["w_imag"],
         "B": kernel["B"][0],
@@ -42,7 +42,7 @@ def convert_s4(kernel: dict[str, torch.Tensor], skip: torch.Tensor) -> dict[str,
         "log_dt": kernel["log_dt"].unsqueeze(0),
         "D": skip,
     }
-    return {name: tensor.float().contiguous() for name, tensor in found.items()}
+    return {name: tensor.float().contiguous() for name, tensor in parameters.items()}
 
 
 def _untransformed(kernel: dict[str, torch.Tensor]) -> torch.Tensor:

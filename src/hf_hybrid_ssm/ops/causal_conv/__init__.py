@@ -100,8 +100,8 @@ def _one_token(
     if isinstance(state, PagedState):
         check_pages(state.pages, x.shape[0], state.memory)
 
-        def step(held: torch.Tensor, **pages: torch.Tensor) -> torch.Tensor:
-            return run(x, held, weight, bias, activation=activation, **pages)[0]
+        def step(memory: torch.Tensor, **pages: torch.Tensor) -> torch.Tensor:
+            return run(x, memory, weight, bias, activation=activation, **pages)[0]
 
         return on_pages(run, step, state.memory, state.pages), state
     if rows.overwrites_states:

@@ -46,16 +46,16 @@ def differentiable_op(
         return [gradient for value, gradient in pairs if _is_differentiable(value)]
 
     def save(ctx: Any, inputs: tuple, output: Any) -> None:
-        kept, more = saved(inputs, output)
-        ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in kept), *more)
-        ctx.options = [None if isinstance(value, Tensor) else value for value in kept]
+        passed, more = saved(inputs, output)
+        ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in passed), *more)
+        ctx.options = [None if isinstance(value, Tensor) else value for value in passed]
 
     def gradient(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors  # once: checkpointing unpacks them once
         inputs = [option if value is None else value for value, option in zip(tensors, ctx.options)]
         needed = list(ctx.needs_input_grad)
-        found = iter(op_backward(*inputs, list(tensors[len(inputs) :]), list(gradients), needed))
-        every = [next(found) if _is_differentiable(value) else None for value in inputs]
+        computed = iter(op_backward(*inputs, list(tensors[len(inputs) :]), list(gradients), needed))
+        every = [next(computed) if _is_differentiable(value) else None for value in inputs]
         return tuple(part if need else None for part, need in zip(every, needed))
 
     def fake_gradient(*arguments: Any) -> list[Tensor]:

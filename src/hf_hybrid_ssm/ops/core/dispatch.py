@@ -29,8 +29,8 @@ PREFERENCE = ("triton", "native", "torch")
 KERNEL_OF = {"cuda": "triton", "cpu": "native"}
 ENVIRONMENT_VARIABLE = "HF_HYBRID_SSM_BACKEND"
 _KEY = "hf_hybrid_ssm_backend"
-_SAID: set[str] = set()
-"""Why kernels do not run, as far as it was logged: what holds for every op is said for the first."""
+_LOGGED_REASONS: set[str] = set()
+"""Why kernels do not run: a reason shared by several ops is logged once."""
 
 
 @dataclass
@@ -119,8 +119,8 @@ class Op:
         if kernel not in self.kernels or dtype not in BOUNDS or kernel in self._warned:
             return
         self._warned.add(kernel)
-        if (reason := self.unavailable(kernel, device_type, dtype)) and reason not in _SAID:
-            _SAID.add(reason)
+        if (reason := self.unavailable(kernel, device_type, dtype)) and reason not in _LOGGED_REASONS:
+            _LOGGED_REASONS.add(reason)
             message = "%s runs its torch implementation on %s, slower than the %s kernel: %s."
             logger.warning(message, self.name, device_type, kernel, reason)
 
@@ -177,14 +177,14 @@ def validate_backend(name: str | None, source: str) -> str | None:
     return name
 
 
-_EVERYWHERE = validate_backend(os.environ.get(ENVIRONMENT_VARIABLE) or None, ENVIRONMENT_VARIABLE)
+_ENVIRONMENT_BACKEND = validate_backend(os.environ.get(ENVIRONMENT_VARIABLE) or None, ENVIRONMENT_VARIABLE)
 _forced: ContextVar[str | None] = ContextVar(_KEY)
 
 
 class _Traced(threading.local):
     """The same for `torch.compile`, which cannot trace a context variable, but guards on what is local to a thread."""
 
-    name = _EVERYWHERE
+    name = _ENVIRONMENT_BACKEND
 
 
 _traced = _Traced()
@@ -206,15 +206,15 @@ def backend(name: str | None) -> Iterator[None]:
             _traced.name = previous
         return
     token = _forced.set(name)
-    _publish(name)
+    _set_backend_of_thread(name)
     try:
         yield
     finally:
         _forced.reset(token)
-        _publish(_forced.get(_EVERYWHERE))
+        _set_backend_of_thread(_forced.get(_ENVIRONMENT_BACKEND))
 
 
-def _publish(name: str | None) -> None:
+def _set_backend_of_thread(name: str | None) -> None:
     """Tell what cannot read the context variable: traces, and autograd's own threads, which get torch's thread-local
     objects from the thread that called backward (a checkpoint there runs the forward again)."""
     _traced.name = name
@@ -227,4 +227,4 @@ def forced_backend() -> str | None:
         return _traced.name
     if torch._C._current_graph_task_id() != -1 and torch._C._is_key_in_tls(_KEY):
         return _forced.get(torch._C._get_obj_in_tls(_KEY))
-    return _forced.get(_EVERYWHERE)
+    return _forced.get(_ENVIRONMENT_BACKEND)

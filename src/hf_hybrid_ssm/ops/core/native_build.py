@@ -53,8 +53,8 @@ def _compiler() -> tuple[str, ...] | None:
         except ValueError as error:  # a quote that does not end
             _say_once(f"CC={command!r} is not a command ({error}); another compiler is looked for.")
             continue
-        if found := shutil.which(program):
-            return (found, *arguments)
+        if path := shutil.which(program):
+            return (path, *arguments)
     return None
 
 

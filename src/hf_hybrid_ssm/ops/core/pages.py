@@ -63,8 +63,8 @@ def check_pages(pages: Tensor, batch: int, state: Tensor) -> None:
     if state.shape[0] and not state[0].is_contiguous():
         raise ValueError(f"state is overwritten and its pages must be contiguous, got strides {state.stride()}.")
     if batch and can_read_values(pages):
-        held = sorted(pages.tolist())
-        if not 0 <= held[0] <= held[-1] < state.shape[0] or len(set(held)) < batch:
+        numbers = sorted(pages.tolist())
+        if not 0 <= numbers[0] <= numbers[-1] < state.shape[0] or len(set(numbers)) < batch:
             raise ValueError(f"pages must be different ones of 0..{state.shape[0] - 1}, got {pages.tolist()}.")
 
 

@@ -277,8 +277,8 @@ def checked_rows(rows: Rows, batch: int, length: int) -> tuple[torch.Tensor | No
         raise TypeError(f"rows must be a Rows, as Rows.of makes it, got {type(rows).__name__}.")
     documents, padding = rows.documents, rows.padding
     if documents is not None and documents.seq_idx.shape != (batch, length):
-        found = tuple(documents.seq_idx.shape)
-        raise ValueError(f"seq_idx must have shape (B, L) = ({batch}, {length}), got {found}.")
+        shape = tuple(documents.seq_idx.shape)
+        raise ValueError(f"seq_idx must have shape (B, L) = ({batch}, {length}), got {shape}.")
     if padding is not None:
         if padding.lengths.shape != (batch,):
             raise ValueError(f"lengths must have shape (B) = ({batch}), got {tuple(padding.lengths.shape)}.")

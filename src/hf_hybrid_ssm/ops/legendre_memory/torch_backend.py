@@ -114,8 +114,8 @@ def advanced(state: torch.Tensor, x: torch.Tensor, tokens: torch.Tensor, operato
     push = torch.where(lag >= 0, operators.impulse[:, lag.clamp(min=0)], 0.0)  # (q, B, C)
     real = torch.where((lag >= 0).unsqueeze(2), x, 0.0)  # nothing after a row's end may reach its state
     power = operators.powers[:, (tokens - 1).clamp(min=0)].transpose(0, 1)  # (B, q, q)
-    kept = torch.where((tokens > 0)[:, None, None], power @ state, state)
-    return kept + push.transpose(0, 1) @ real
+    decayed = torch.where((tokens > 0)[:, None, None], power @ state, state)
+    return decayed + push.transpose(0, 1) @ real
 
 
 class Blocks:

@@ -124,13 +124,13 @@ def _check_system(system: ChannelSystem) -> None:
     *leading, size = output.shape
     entries = {"real": (size,), "complex": (size // 2, 2), "dense": (size, size)}[form]
     rank = len(entries)
-    given = tuple(decay.shape)
-    fits = given[len(given) - rank :] == entries and len(given) <= rank + 2
-    batch = given[: len(given) - rank]
+    shape = tuple(decay.shape)
+    fits = shape[len(shape) - rank :] == entries and len(shape) <= rank + 2
+    batch = shape[: len(shape) - rank]
     if not fits or any(have not in (1, wanted) for have, wanted in zip(reversed(batch), reversed(leading))):
         raise ValueError(
             f"system.transition.value must have shape {(*leading, *entries)}, or fewer leading dimensions or 1 where "
-            f"filters or channels share it, got {given}."
+            f"filters or channels share it, got {shape}."
         )
     if decay.device != output.device:
         raise ValueError(f"system.transition.value must be on {output.device} like output, got {decay.device}.")

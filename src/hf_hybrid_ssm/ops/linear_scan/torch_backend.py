@@ -49,8 +49,8 @@ def _scan(
     if blocks > 1:
         ends = h[:, :, -1]
         if documents is not None:  # the first state must outlive the first block's documents; later ones see to it
-            kept = (documents[:, 0, 0] == documents[:, 0, -1]).view(-1, 1, 1)
-            entering = torch.where(kept, starts, torch.zeros_like(starts)).squeeze(1)
+            goes_on = (documents[:, 0, 0] == documents[:, 0, -1]).view(-1, 1, 1)
+            entering = torch.where(goes_on, starts, torch.zeros_like(starts)).squeeze(1)
         else:
             entering = starts.squeeze(1)
         borders = _scan(wide_powers[-1], ends, entering, None if documents is None else documents[..., -1])

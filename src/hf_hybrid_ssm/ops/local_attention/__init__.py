@@ -190,14 +190,14 @@ def _check_state(state: AttentionState, k: torch.Tensor, v: torch.Tensor, needed
     """The state with exactly the keys that the window needs."""
     batch, heads, _, size = k.shape
     check_tensor("initial_state.keys", state.keys, (batch, heads, None, size), "B, G, P, E", beside=k)
-    held = state.keys.shape[2]
-    check_tensor("initial_state.values", state.values, (batch, heads, held, v.shape[3]), "B, G, P, V", beside=k)
+    slots = state.keys.shape[2]
+    check_tensor("initial_state.values", state.values, (batch, heads, slots, v.shape[3]), "B, G, P, V", beside=k)
     check_seen("initial_state.seen", state.seen, batch)
-    if needed is None or held == needed:
+    if needed is None or slots == needed:
         return state
-    if held < needed:
-        raise ValueError(f"initial_state holds {held} keys, but the window needs the last {needed}.")
-    return AttentionState(state.keys[:, :, held - needed :], state.values[:, :, held - needed :], state.seen)
+    if slots < needed:
+        raise ValueError(f"initial_state holds {slots} keys, but the window needs the last {needed}.")
+    return AttentionState(state.keys[:, :, slots - needed :], state.values[:, :, slots - needed :], state.seen)
 
 
 __all__ = [

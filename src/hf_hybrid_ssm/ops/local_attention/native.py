@@ -186,8 +186,8 @@ def _gradient(ctx: Any, dy: Tensor, dlog_sums: Tensor | None) -> tuple[Tensor | 
     *inputs, y, log_sums = ctx.saved_tensors  # once: checkpointing unpacks them once
     saved = (*inputs, with_dense_rows(y), log_sums.contiguous(), with_dense_rows(dy))
     gradients = _backward(*saved, ctx.scale, ctx.numbers)
-    given = (None if x is None else gradient for x, gradient in zip(inputs, gradients))  # what follows has none
-    return *given, None, None, None, None, None
+    wanted = (None if x is None else gradient for x, gradient in zip(inputs, gradients))  # what follows has none
+    return *wanted, None, None, None, None, None
 
 
 _forward.register_autograd(_gradient, setup_context=_setup_context)
@@ -196,16 +196,16 @@ register_refusal(_backward, "local_attention_native")
 
 def _flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *rest: Any) -> int:
     """A multiplication and an addition for each seen pair, in both products."""
-    (batch, heads, length, size), (*_, held, value_size) = q, v
-    return 2 * batch * heads * _pairs(length, held, rest[-1]) * (size + value_size)
+    (batch, heads, length, size), (*_, num_keys, value_size) = q, v
+    return 2 * batch * heads * _pairs(length, num_keys, rest[-1]) * (size + value_size)
 
 
-def _pairs(length: int, held: int, numbers: Sequence[int]) -> int:
+def _pairs(length: int, num_keys: int, numbers: Sequence[int]) -> int:
     """Queries times the keys that each sees, in one document; the last `length` of `held` keys are its own."""
     left, right, chunk, _ = numbers
     if chunk and length > chunk:
         return length // chunk * _pairs(chunk, chunk, numbers) + _pairs(length % chunk, length % chunk, numbers)
-    return length + _limited(held - length, length, left) + _limited(0, length, right)
+    return length + _limited(num_keys - length, length, left) + _limited(0, length, right)
 
 
 def _limited(first: int, count: int, limit: int) -> int:

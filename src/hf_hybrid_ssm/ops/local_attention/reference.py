@@ -36,25 +36,25 @@ def local_attention_reference(
     sink_value = _sink_value(sink_values, nothing)
     for b in range(batch):
         seen = 0 if state is None else int(state.seen[b])
-        held = 0 if state is None else min(seen, state.keys.shape[2])
+        count = 0 if state is None else min(seen, state.keys.shape[2])
         document = [0] * length if seq_idx is None else seq_idx[b].tolist()
-        known = [(document[0] if length else 0, seen - held + s) for s in range(held)]  # (document, rank in it)
+        known = [(document[0] if length else 0, seen - count + s) for s in range(count)]  # (document, rank in it)
         queries, keys, values = _tokens(q[b], 1, dtype), _tokens(k[b], shared, dtype), _tokens(v[b], shared, dtype)
         if state is not None:
-            first_slot = state.keys.shape[2] - held
+            first_slot = state.keys.shape[2] - count
             keys = _tokens(state.keys[b, :, first_slot:], shared, dtype) + keys
             values = _tokens(state.values[b, :, first_slot:], shared, dtype) + values
         for i in range(length if lengths is None else int(lengths[b])):
             first = document[i] == document[0]
             known.append((document[i], seen + i if first else i - document.index(document[i])))
         row = [nothing] * length
-        for i in range(held, len(known)):
+        for i in range(count, len(known)):
             logits, seen_values = [], []
             for j in range(len(known)):
                 near = (left is None or i - j <= left) and (right is None or j - i <= right)
                 same_chunk = chunk_size is None or known[i][1] // chunk_size == known[j][1] // chunk_size
                 if near and same_chunk and known[i][0] == known[j][0]:
-                    product = (queries[i - held] * keys[j]).sum(-1)
+                    product = (queries[i - count] * keys[j]).sum(-1)
                     logits.append(product * scale + _bias(bias, i - j, two_sided, heads, dtype))
                     seen_values.append(values[j])
             if zero_kv_sink:
@@ -63,10 +63,10 @@ def local_attention_reference(
                     logits.append(_bias(bias, distance, two_sided, heads, dtype))
                     seen_values.append(nothing)
             if sink_logits is not None:
-                logits.append(sink_logits[b, :, i - held].to(dtype))
+                logits.append(sink_logits[b, :, i - count].to(dtype))
                 seen_values.append(sink_value)
             if logits:
-                row[i - held] = (_weights(logits).unsqueeze(-1) * torch.stack(seen_values)).sum(0)
+                row[i - count] = (_weights(logits).unsqueeze(-1) * torch.stack(seen_values)).sum(0)
         if row:
             y[b] = torch.stack(row, 1)
     return y.to(q.dtype)
@@ -182,11 +182,11 @@ def _visible(
     left, right = window
     assert right is not None  # a token sees nothing after itself
     if block:
-        held = [(keys[:, j], values[:, j], rank % slots - j) for j in range(rank % slots)]
+        earlier = [(keys[:, j], values[:, j], rank % slots - j) for j in range(rank % slots)]
     else:
         before = slots if shift else slots - 1
-        held = [(keys[:, j], values[:, j], before - j) for j in range(before) if before - j <= rank]
-    known = [*held, (*own, 0)]
+        earlier = [(keys[:, j], values[:, j], before - j) for j in range(before) if before - j <= rank]
+    known = [*earlier, (*own, 0)]
     if block:
         return [part for part in known if part[2] >= -right]
     reach = rank if left is None else left
@@ -194,14 +194,14 @@ def _visible(
     return [part for part in known if -right <= part[2] <= reach]
 
 
-def _keep(held: torch.Tensor, new: torch.Tensor, rank: int, block: bool, shift: bool) -> None:
+def _keep(slots: torch.Tensor, new: torch.Tensor, rank: int, block: bool, shift: bool) -> None:
     """The new key or value (G, e) among the held ones (G, M, e), in place."""
-    if block and rank % held.shape[1] == held.shape[1] - 1:
-        held.zero_()
+    if block and rank % slots.shape[1] == slots.shape[1] - 1:
+        slots.zero_()
         return
     if shift:
-        held[:, :-1] = held[:, 1:].clone()
-    held[:, rank % held.shape[1] if block else -1] = new
+        slots[:, :-1] = slots[:, 1:].clone()
+    slots[:, rank % slots.shape[1] if block else -1] = new
 
 
 def _normalised(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

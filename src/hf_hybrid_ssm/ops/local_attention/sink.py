@@ -50,9 +50,9 @@ def check_sink(
     heads, groups = q.shape[1], v.shape[1]
     if values is not None and values.shape[0] not in (heads, groups):
         raise ValueError(f"sink_values must have a row for each of {heads} or {groups} heads, got {values.shape[0]}.")
-    for name, given in (("sink_logits", logits), ("sink_values", values)):
-        if given is not None and not given.is_floating_point():
-            raise TypeError(f"{name} must have a floating-point dtype, got {given.dtype}.")
+    for name, tensor in (("sink_logits", logits), ("sink_values", values)):
+        if tensor is not None and not tensor.is_floating_point():
+            raise TypeError(f"{name} must have a floating-point dtype, got {tensor.dtype}.")
 
 
 def beside_sink(
@@ -66,11 +66,11 @@ def beside_sink(
     logits = logits.to(total.dtype)
     absent = logits.isneginf()
     keys = torch.where(absent, 1.0, torch.sigmoid(total - torch.where(absent, 0.0, logits)))
-    kept = y * keys.unsqueeze(-1).to(y.dtype)
+    of_keys = y * keys.unsqueeze(-1).to(y.dtype)
     if values is None:
-        return kept
+        return of_keys
     values = values.to(y.dtype).repeat_interleave(y.shape[1] // values.shape[0], 0).unsqueeze(1)
-    return kept + (1 - keys).unsqueeze(-1).to(y.dtype) * values
+    return of_keys + (1 - keys).unsqueeze(-1).to(y.dtype) * values
 
 
 def append_sink(

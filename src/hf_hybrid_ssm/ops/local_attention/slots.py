@@ -169,7 +169,7 @@ def window_token(
     return y, AttentionState(*wide, seen + 1)
 
 
-def append_slot(held: torch.Tensor) -> torch.Tensor:
+def append_slot(old: torch.Tensor) -> torch.Tensor:
     """(..., P, e) → (..., P + 1, e), the same and one slot more, whose content is anything.
 
     A window of slots moves along a buffer that has a quarter more of them, so that a new token moves no other; where
@@ -177,21 +177,21 @@ def append_slot(held: torch.Tensor) -> torch.Tensor:
     this: the slots after a window are not those of an older copy of it.
     """
     if torch.compiler.is_compiling():
-        return torch.nn.functional.pad(held, (0, 0, 0, 1))
-    free, slots = getattr(held, "_free_slots", 0), held.shape[-2]
+        return torch.nn.functional.pad(old, (0, 0, 0, 1))
+    free, slots = getattr(old, "_free_slots", 0), old.shape[-2]
     if free == 0:
         free = max(16, slots // 4)
-        buffer = held.new_empty(*held.shape[:-2], slots + free, held.shape[-1])
-        buffer.narrow(-2, 0, slots).copy_(held)
-        held = buffer.narrow(-2, 0, slots)
-    wide = held.as_strided((*held.shape[:-2], slots + 1, held.shape[-1]), held.stride(), held.storage_offset())
+        buffer = old.new_empty(*old.shape[:-2], slots + free, old.shape[-1])
+        buffer.narrow(-2, 0, slots).copy_(old)
+        old = buffer.narrow(-2, 0, slots)
+    wide = old.as_strided((*old.shape[:-2], slots + 1, old.shape[-1]), old.stride(), old.storage_offset())
     wide._free_slots = free - 1  # type: ignore[attr-defined]
     return wide
 
 
 def drop_oldest(wide: torch.Tensor) -> torch.Tensor:
     """(..., P + 1, e) → (..., P, e) without the oldest slot."""
-    held = wide.narrow(-2, 1, wide.shape[-2] - 1)
+    window = wide.narrow(-2, 1, wide.shape[-2] - 1)
     if not torch.compiler.is_compiling():
-        held._free_slots = wide._free_slots  # type: ignore[attr-defined]
-    return held
+        window._free_slots = wide._free_slots  # type: ignore[attr-defined]
+    return window

@@ -130,8 +130,8 @@ def _backward(inputs: Sequence, gradients: Sequence[Tensor], needed: Sequence[bo
     dk, dq = x.new_empty(groups, batch, length, states), x.new_empty(groups, batch, length, states)
     dbias, dskip = x.new_empty(batch, channels), x.new_empty(batch, channels)
     dinitial = x.new_empty(batch, channels, states)
-    given = (*arrays, seq_idx, checkpoints, dy.contiguous(), dfinal.contiguous())
-    BACKWARD((*given, dx, dlogit, dk, dq, dz, dbias, dskip, dinitial))
+    inputs_of_c = (*arrays, seq_idx, checkpoints, dy.contiguous(), dfinal.contiguous())
+    BACKWARD((*inputs_of_c, dx, dlogit, dk, dq, dz, dbias, dskip, dinitial))
     return dx, dlogit, dk.sum(0), dq.sum(0), dz, dbias.sum(0), dskip.sum(0), dinitial
 
 

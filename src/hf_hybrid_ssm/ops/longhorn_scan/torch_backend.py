@@ -252,8 +252,8 @@ def longhorn_step_torch(
     # beta / (1 + beta |k|^2), times k
     write = (beta / torch.addcmul(beta.new_ones(()), beta, key.square().sum(-1, keepdim=True))).mT
     write = write * key  # (B, D, N)
-    held = state if state.dtype == dtype else state.to(dtype)
-    state.copy_(torch.addcmul(held, write, torch.addcmul(value.mT, held, key, value=-1)))
+    before = state if state.dtype == dtype else state.to(dtype)
+    state.copy_(torch.addcmul(before, write, torch.addcmul(value.mT, before, key, value=-1)))
     y = (state.to(dtype) @ q.to(dtype).mT).mT
     y = y if D is None else torch.addcmul(y, value, D.to(dtype))
     return (y if z is None else y * F.silu(z.to(dtype))).to(x.dtype), state

@@ -47,11 +47,11 @@ def tile_sizes(
     """Constants of the kernels for rows = B · D; measured ones if `device` was tuned for this class."""
     states = max(16 if backward else 2, triton.next_power_of_2(num_states))
     table = BACKWARD if backward else FORWARD
-    found = next(sizes for largest, sizes in table.items() if states <= largest)
+    constants = next(sizes for largest, sizes in table.items() if states <= largest)
     name = shape_class(rows, length, num_states, dtype, backward=backward)
-    found = found | (MEASURING.get(name) or tuned(device).get(name, {}))
-    lanes, block = min(found["S"], states), block_tokens(num_states, dtype, device)
-    return found | {"S": lanes, "P": states // lanes, "BLOCK": block, "enable_fp_fusion": True}
+    constants = constants | (MEASURING.get(name) or tuned(device).get(name, {}))
+    lanes, block = min(constants["S"], states), block_tokens(num_states, dtype, device)
+    return constants | {"S": lanes, "P": states // lanes, "BLOCK": block, "enable_fp_fusion": True}
 
 
 def block_tokens(num_states: int, dtype: str, device: str = "") -> int:
@@ -76,11 +76,11 @@ def chunk_sizes(num_states: int, dtype: str, device: str = "") -> dict | None:
 def by_shared_memory(sizes: dict, chunks: dict | None) -> list[tuple[dict, dict | None]]:
     """Sizes of a direction beside those of its chunks or None, those that share the least memory last: programs of
     fewer channels, then token by token, then fewer tiles of tokens under way at a time."""
-    found: list[tuple[dict, dict | None]] = []
+    tried: list[tuple[dict, dict | None]] = []
     while chunks is not None and chunks["BD"] >= WIDTH:
-        found.append((sizes | {"BD": chunks["BD"]}, chunks))  # a first pass over a row that is cut has the same tiles
+        pairs.append((sizes | {"BD": chunks["BD"]}, chunks))  # a first pass over a row that is cut has the same tiles
         chunks = chunks | {"BD": chunks["BD"] // 2}
-    return found + [(sizes | {"STAGES": stages}, None) for stages in range(sizes["STAGES"], 0, -1)]
+    return tried + [(sizes | {"STAGES": stages}, None) for stages in range(sizes["STAGES"], 0, -1)]
 
 
 def shape_class(rows: int, length: int, num_states: int, dtype: str, *, backward: bool) -> str:
