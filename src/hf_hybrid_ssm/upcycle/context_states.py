@@ -7,6 +7,8 @@ and c = a / 2 its kernel 2 c b (1 - e^{-Δa}) / a e^{-Δa t} is a weighted mean 
 discretisation. The other modes keep their dynamics and start silent; so does the skip term.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -33,12 +35,14 @@ def init_context(attention: ContextAttention, norm: nn.Module) -> None:
     attention.context_q_proj.load_state_dict(attention.q_proj.state_dict())
     if attention.context_q_norm is not None and attention.q_norm is not None and attention.k_norm is not None:
         attention.context_q_norm.load_state_dict(attention.q_norm.state_dict())
-        context.k_norm.load_state_dict(attention.k_norm.state_dict())
+        if context.k_norm is not None:
+            context.k_norm.load_state_dict(attention.k_norm.state_dict())
     for ours, theirs in ((context.k_proj, attention.k_proj), (context.v_proj, attention.v_proj)):
         if isinstance(ours, nn.Linear):
             ours.load_state_dict(theirs.state_dict())
         else:  # a matrix for each head, (G, d, e), without bias
-            ours.weight.copy_(theirs.weight.unflatten(0, (context.num_heads, -1)).mT)
+            weight: Any = ours.weight
+            weight.copy_(theirs.weight.unflatten(0, (context.num_heads, -1)).mT)
     context.norm.load_state_dict(norm.state_dict())
     if context.variant == "mf":
         context.context_ids.zero_()  # memories of different length tell the states apart

@@ -1,5 +1,7 @@
 """Attention of a Block-State Transformer layer: to the window, and beside it to context states or recurrent states."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -89,7 +91,7 @@ class WindowAttention(nn.Module):
         bias, head_scale = None if self.relative_bias is None else self.relative_bias(self.window), self.scale
         if head_scale is not None and not rows.is_step:  # the kernel of a step does it by itself
             (q, bias), k, head_scale = self._scaled(q, bias), l2_normalise(k), None
-        sink = {} if self.sink is None else self._of_sink(q, bias, past, rows, sink_rotation)
+        sink: dict[str, Any] = {} if self.sink is None else self._of_sink(q, bias, past, rows, sink_rotation)
         unrotated = k
         if position_embeddings is not None:
             if not rows.is_step:  # rollback replays fewer tokens

@@ -165,8 +165,8 @@ class ContextStates(nn.Module):
         y, ssm = self.ssm(self._ssm_input(x), **options)  # (B, J or L // W, S, d)
         initial = self.initial_context.to(y.dtype).expand(x.shape[0], 1, -1, -1)
         y = y if first is None else torch.where(first[:, 1:], initial, y)
-        contexts = self._project(torch.cat([initial, y], dim=1))
-        if past:  # a cache need not hold zeros before the end of the first block
+        contexts: tuple[torch.Tensor, ...] = self._project(torch.cat([initial, y], dim=1))
+        if past and first is not None:  # a cache need not hold zeros before the end of the first block
             held = (past[name].transpose(1, 2).unsqueeze(1) for name in CONTEXT)
             starts = (torch.where(first[:, :1, None], new[:, :1], old) for new, old in zip(contexts, held))
             contexts = tuple(torch.cat([start, new[:, 1:]], 1) for start, new in zip(starts, contexts))

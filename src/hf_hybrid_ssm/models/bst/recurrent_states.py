@@ -5,7 +5,7 @@ Block-State Transformers.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -101,7 +101,7 @@ class RecurrentStates(nn.Module):
         for j in range(grid.num_blocks + wants_state):
             begins = None if is_alone else grid.is_first_block[:, j, None, None]
             read = cell.read(s if begins is None else torch.where(begins, initial, s))
-            if j == 0 and past:
+            if j == 0 and past and begins is not None:
                 read = read.continued(begins, past)
             reads.append(read)
             s = cell.update(read, tokens.keys[j], tokens.values[j]) if j < updates else read.s
@@ -164,7 +164,8 @@ class RecurrentStates(nn.Module):
         """(B, S, d) → (B, S, 4 H e): keys, both queries, values, as one product where the four maps are plain."""
         layers = self._projected_by()
         if all(map(_is_plain, layers)):
-            weight = torch.cat([layer.weight for layer in layers])
+            weights: list[Any] = [layer.weight for layer in layers]
+            weight = torch.cat(weights)
             return lambda r: F.linear(r, weight)
         return lambda r: torch.cat([layer(r) for layer in layers], -1)
 

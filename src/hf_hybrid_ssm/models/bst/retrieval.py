@@ -22,6 +22,7 @@ class RetrievingStates(ContextStates):
 
     def __init__(self, config: BstConfig):
         super().__init__(config)
+        assert config.retrieval_k is not None  # else its layer has no memory
         self.top_k, self.capacity, self.stride = config.retrieval_k, config.retrieval_memory, config.retrieval_stride
 
     def forward(

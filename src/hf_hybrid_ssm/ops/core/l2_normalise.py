@@ -27,13 +27,13 @@ class _L2Normalise(torch.autograd.Function):
     """With y = x / h: dx = (dy - y (y·dy)) / h, half of the operations that autograd would make of the equation."""
 
     @staticmethod
-    def forward(ctx: Any, x):
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         y, length = _normalise(x)
         ctx.save_for_backward(x, y, length)
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         x, y, length = ctx.saved_tensors
         if torch.is_grad_enabled():  # this gradient is to be differentiated too
             y, length = _normalise(x)

@@ -78,7 +78,7 @@ def by_shared_memory(sizes: dict, chunks: dict | None) -> list[tuple[dict, dict 
     fewer channels, then token by token, then fewer tiles of tokens under way at a time."""
     tried: list[tuple[dict, dict | None]] = []
     while chunks is not None and chunks["BD"] >= WIDTH:
-        pairs.append((sizes | {"BD": chunks["BD"]}, chunks))  # a first pass over a row that is cut has the same tiles
+        tried.append((sizes | {"BD": chunks["BD"]}, chunks))  # a first pass over a row that is cut has the same tiles
         chunks = chunks | {"BD": chunks["BD"] // 2}
     return tried + [(sizes | {"STAGES": stages}, None) for stages in range(sizes["STAGES"], 0, -1)]
 
