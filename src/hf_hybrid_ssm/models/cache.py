@@ -208,9 +208,9 @@ class RecurrentStateLayer(CacheLayerMixin):
         self.history.clear()
         self.is_initialized = self.is_torn = False
 
-    def reset_rows(self, rows: torch.Tensor) -> None:
-        """Detach all states; rows (B,) bool get the state before the first token, which is zero in every family."""
-        self._apply(lambda state: with_zero_rows(state.detach(), rows))
+    def reset_rows(self, begins: torch.Tensor) -> None:
+        """Detach all states; rows where `begins` (B,) is true get the state before the first token, which is zero in every family."""
+        self._apply(lambda state: with_zero_rows(state.detach(), begins))
 
     def zero_states(self, keep: Collection[str] = ()) -> None:
         """Forget what all states say but those named in `keep`."""

@@ -285,8 +285,8 @@ class SequenceClassificationHead:
         )
         hidden_states = outputs.last_hidden_state
         last = last_real_token(input_ids, attention_mask, self.config.pad_token_id, hidden_states.shape[:2])
-        rows = torch.arange(hidden_states.shape[0], device=hidden_states.device)
-        pooled_logits = self.score(hidden_states[rows, last.to(hidden_states.device)])
+        index = torch.arange(hidden_states.shape[0], device=hidden_states.device)
+        pooled_logits = self.score(hidden_states[index, last.to(hidden_states.device)])
         loss = None
         if labels is not None:
             check_class_labels(labels, pooled_logits, self.config.problem_type)
@@ -329,8 +329,8 @@ class MultipleChoiceHead:
                 shape = "(batch, choices, length" + (", hidden_size)" if name == "inputs_embeds" else ")")
                 raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}.")
         choices = next((tensor.shape[1] for tensor in texts.values() if tensor is not None), 1)
-        rows = {name: None if tensor is None else tensor.flatten(0, 1) for name, tensor in texts.items()}
-        outputs = super().forward(**rows, **kwargs | {"return_dict": True})  # type: ignore[misc]
+        flat = {name: None if tensor is None else tensor.flatten(0, 1) for name, tensor in texts.items()}
+        outputs = super().forward(**flat, **kwargs | {"return_dict": True})  # type: ignore[misc]
         logits = outputs.logits.view(-1, choices)
         loss = None
         if labels is not None:

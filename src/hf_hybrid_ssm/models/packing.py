@@ -160,9 +160,9 @@ def packed_rows(
     )
 
 
-def with_zero_rows(state: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """`state` (B, ...) with zeros in `rows` (B,) bool."""
-    return torch.where(rows.to(state.device).view(-1, *[1] * (state.dim() - 1)), torch.zeros_like(state), state)
+def with_zero_rows(state: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
+    """`state` (B, ...) with zeros in the rows where `begins` (B,) is true."""
+    return torch.where(begins.to(state.device).view(-1, *[1] * (state.dim() - 1)), torch.zeros_like(state), state)
 
 
 def resolve_packing(

@@ -67,14 +67,14 @@ def linear_cross_entropy(
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size} must be positive.")
     chunk_size = chunk_size or max(1, CHUNK_NUMBERS // weight.shape[0])
-    rows, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    flat, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     if is_transforming() or forced_backend() == "reference":  # the hand-written gradient has no rules for it
-        logits = F.linear(rows, weight, bias).to(torch.promote_types(rows.dtype, torch.float32))
+        logits = F.linear(flat, weight, bias).to(torch.promote_types(flat.dtype, torch.float32))
         total = F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
     else:
         if readable and counted.numel() < labels.numel():  # rows whose label does not count cost nothing
-            rows, labels = rows[labels != ignore_index], counted
-        total = _ChunkedLinearCrossEntropy.apply(rows, weight, bias, labels, ignore_index, chunk_size)
+            flat, labels = flat[labels != ignore_index], counted
+        total = _ChunkedLinearCrossEntropy.apply(flat, weight, bias, labels, ignore_index, chunk_size)
     if reduction == "mean":
         return total / (labels != ignore_index).sum()
     if num_items is None:
@@ -88,21 +88,21 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        rows: torch.Tensor,
+        hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         labels: torch.Tensor,
         ignore_index: int,
         chunk_size: int,
     ) -> torch.Tensor:
-        dtype = torch.promote_types(rows.dtype, torch.float32)
-        total = torch.zeros((), dtype=dtype, device=rows.device)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        total = torch.zeros((), dtype=dtype, device=hidden.device)
         wants_rows, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        drows = torch.empty_like(rows) if wants_rows else None
+        drows = torch.empty_like(hidden) if wants_rows else None
         dweight = torch.zeros_like(weight, dtype=dtype) if wants_weight else None
         dbias = None if bias is None or not wants_bias else torch.zeros_like(bias, dtype=dtype)
-        for start in range(0, rows.shape[0], chunk_size):
-            chunk, targets = rows[start : start + chunk_size], labels[start : start + chunk_size]
+        for start in range(0, hidden.shape[0], chunk_size):
+            chunk, targets = hidden[start : start + chunk_size], labels[start : start + chunk_size]
             logits = F.linear(chunk, weight, bias).to(dtype)
             counts = targets != ignore_index
             index = targets.where(counts, 0).unsqueeze(1)
@@ -121,7 +121,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
             if dbias is not None:
                 dbias += gradient.sum(0)
         ctx.save_for_backward(drows, dweight, dbias, total)
-        ctx.dtypes = rows.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         return total
 
     @staticmethod

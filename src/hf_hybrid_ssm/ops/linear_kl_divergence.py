@@ -55,21 +55,21 @@ def linear_kl_divergence(
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size} must be positive.")
     chunk_size = chunk_size or max(1, CHUNK_NUMBERS // classes)
-    rows, theirs = hidden.reshape(-1, hidden.shape[-1]), teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1])
-    dtype = torch.promote_types(rows.dtype, torch.float32)
-    weights = torch.ones(rows.shape[0], device=rows.device) if row_weights is None else row_weights.reshape(-1)
+    flat, theirs = hidden.reshape(-1, hidden.shape[-1]), teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1])
+    dtype = torch.promote_types(flat.dtype, torch.float32)
+    weights = torch.ones(flat.shape[0], device=flat.device) if row_weights is None else row_weights.reshape(-1)
     weights = weights.detach().to(dtype)
     total = weights.sum()
     teacher_weight = teacher_weight.detach()
     if is_transforming() or forced_backend() == "reference":  # the hand-written gradient has no rules for it
-        ours = F.log_softmax(F.linear(rows, weight).to(dtype) / temperature, -1)
+        ours = F.log_softmax(F.linear(flat, weight).to(dtype) / temperature, -1)
         wanted = F.log_softmax(F.linear(theirs, teacher_weight).to(dtype) / temperature, -1)
         divergence = ((wanted.exp() * (wanted - ours)).sum(-1) * weights).sum()
     else:
         if row_weights is not None and can_read_values(weights):  # rows that do not count cost nothing
             counts = weights > 0
-            rows, theirs, weights = rows[counts], theirs[counts], weights[counts]
-        divergence = _ChunkedLinearKL.apply(rows, weight, theirs, teacher_weight, weights, temperature, chunk_size)
+            flat, theirs, weights = flat[counts], theirs[counts], weights[counts]
+        divergence = _ChunkedLinearKL.apply(flat, weight, theirs, teacher_weight, weights, temperature, chunk_size)
     return divergence / (total / temperature**2)
 
 
@@ -79,7 +79,7 @@ class _ChunkedLinearKL(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        rows: torch.Tensor,
+        hidden: torch.Tensor,
         weight: torch.Tensor,
         theirs: torch.Tensor,
         teacher_weight: torch.Tensor,
@@ -87,14 +87,14 @@ class _ChunkedLinearKL(torch.autograd.Function):
         temperature: float,
         chunk_size: int,
     ) -> torch.Tensor:
-        dtype = torch.promote_types(rows.dtype, torch.float32)
-        total = torch.zeros((), dtype=dtype, device=rows.device)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        total = torch.zeros((), dtype=dtype, device=hidden.device)
         wants_rows, wants_weight = ctx.needs_input_grad[:2]
-        drows = torch.empty_like(rows) if wants_rows else None
+        drows = torch.empty_like(hidden) if wants_rows else None
         dweight = torch.zeros_like(weight, dtype=dtype) if wants_weight else None
-        for start in range(0, rows.shape[0], chunk_size):
+        for start in range(0, hidden.shape[0], chunk_size):
             piece = slice(start, start + chunk_size)
-            chunk, counted = rows[piece], weights[piece].unsqueeze(1)
+            chunk, counted = hidden[piece], weights[piece].unsqueeze(1)
             ours = F.linear(chunk, weight).to(dtype).div_(temperature)
             ours.sub_(ours.logsumexp(1, keepdim=True))
             wanted = F.linear(theirs[piece], teacher_weight).to(dtype).div_(temperature)
@@ -109,7 +109,7 @@ class _ChunkedLinearKL(torch.autograd.Function):
             if dweight is not None:
                 dweight += (gradient.to(chunk.dtype).T @ chunk).to(dtype)
         ctx.save_for_backward(drows, dweight, total)
-        ctx.dtypes = rows.dtype, weight.dtype
+        ctx.dtypes = hidden.dtype, weight.dtype
         return total
 
     @staticmethod

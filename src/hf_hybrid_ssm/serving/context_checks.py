@@ -7,7 +7,7 @@ import torch
 
 from hf_hybrid_ssm.models.packing import States
 from hf_hybrid_ssm.ops.core.dispatch import backend
-from hf_hybrid_ssm.serving.state_layout import State, StateLayout, layout_without_running
+from hf_hybrid_ssm.serving.state_layout import StateLayout, StateSpec, layout_without_running
 
 DTYPES = {"tokens": torch.int32, "attention_mask": torch.bool}  # how they are stored
 HEADER = {"family": str, "dtype": str, "configuration": dict, "weights": str, "num_tokens": int, "content": str}
@@ -61,7 +61,7 @@ def check_tensors(path: Path, tensors: States, num_tokens: int, model: Any) -> N
             raise ValueError(f"{path}: {name} holds NaN.")
 
 
-def _expected(model: Any) -> tuple[StateLayout, dict[str, State], set[str]]:
+def _expected(model: Any) -> tuple[StateLayout, dict[str, StateSpec], set[str]]:
     """The layout, its states by their names in the file, and the names of keys and values of all tokens."""
     layout = layout_without_running(model)
     own = {state.layer for state in layout.states}
@@ -69,7 +69,7 @@ def _expected(model: Any) -> tuple[StateLayout, dict[str, State], set[str]]:
     return layout, {f"layers.{state.layer}.{state.name}": state for state in layout.states}, keys
 
 
-def _check_state(path: Path, name: str, tensor: torch.Tensor, batch: int, state: State, grows: int | None) -> None:
+def _check_state(path: Path, name: str, tensor: torch.Tensor, batch: int, state: StateSpec, grows: int | None) -> None:
     """A state has the shape of the layout; one that grows with the text may have up to a token's part for each."""
     wanted = (batch, *state.shape)
     same = tensor.dim() == len(wanted) and all(

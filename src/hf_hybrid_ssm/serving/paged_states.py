@@ -18,7 +18,7 @@ from hf_hybrid_ssm.models.cache import state_layer
 from hf_hybrid_ssm.models.configuration import STATE_LAYER_TYPE
 from hf_hybrid_ssm.models.packing import States, packed_rows, with_zero_rows
 from hf_hybrid_ssm.ops.core.pages import Attend
-from hf_hybrid_ssm.serving.state_layout import FullAttention, State, StateLayout, hold_served, state_layout
+from hf_hybrid_ssm.serving.state_layout import FullAttention, StateLayout, StateSpec, hold_served, state_layout
 
 ALIGNMENT = 16  # bytes: of no dtype's elements is a page cut
 MOST_PADDING = 0.25  # columns of padding for each token of a rectangle
@@ -65,7 +65,7 @@ class PageLayout:
         num_bytes: of a part.
     """
 
-    def __init__(self, states: list[State], num_parts: int = 1):
+    def __init__(self, states: list[StateSpec], num_parts: int = 1):
         self.states = sorted(states, key=lambda state: (-state.dtype.itemsize, -state.num_bytes))
         self.num_parts = num_parts
         self.parts: list[int] = []
@@ -78,14 +78,14 @@ class PageLayout:
             ends[part] += state.num_bytes
         self.num_bytes = max(-(-max(ends) // ALIGNMENT), 1) * ALIGNMENT
 
-    def views(self, pages: torch.Tensor, part: int = 0) -> list[tuple[State, torch.Tensor]]:
+    def views(self, pages: torch.Tensor, part: int = 0) -> list[tuple[StateSpec, torch.Tensor]]:
         """(P, at least `num_bytes`) int8 or uint8, a part of all pages → each state in it as (P, *shape) of its own
         dtype, in the same memory."""
         places = [place for place in zip(self.states, self.offsets, self.parts) if place[2] == part]
         return [(state, _typed(pages[:, offset : offset + state.num_bytes], state)) for state, offset, _ in places]
 
 
-def _typed(part: torch.Tensor, state: State) -> torch.Tensor:
+def _typed(part: torch.Tensor, state: StateSpec) -> torch.Tensor:
     elements = part.view(state.dtype)
     return elements.unflatten(1, state.shape) if state.shape else elements.squeeze(1)
 
@@ -248,15 +248,15 @@ class PagedModel:
         assert server is not None
 
         def attend(queries, keys, values, **options):
-            rows, length = len(lengths), queries.shape[2]
+            batch, length = len(lengths), queries.shape[2]
             real = None
             if min(lengths) < max(lengths):
                 columns = [torch.arange(count) + row * length for row, count in enumerate(lengths)]
                 real = torch.cat(columns).to(queries.device)
             attended = server(layer, _flat(queries, real), _flat(keys, real), _flat(values, real), requests)
             if real is not None:
-                attended = attended.new_zeros(rows * length, attended.shape[1]).index_copy_(0, real, attended)
-            return attended.view(rows, length, -1)
+                attended = attended.new_zeros(batch * length, attended.shape[1]).index_copy_(0, real, attended)
+            return attended.view(batch, length, -1)
 
         return attend
 
@@ -269,8 +269,8 @@ def _flat(heads: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
 
 def _gathered(views: States, pages: torch.Tensor, begins: torch.Tensor | None) -> States:
     """The states in `pages` (R,), zero in the rows `begins` (R,) bool."""
-    rows = {name: view.index_select(0, pages) for name, view in views.items()}
-    return rows if begins is None else {name: with_zero_rows(states, begins) for name, states in rows.items()}
+    gathered = {name: view.index_select(0, pages) for name, view in views.items()}
+    return gathered if begins is None else {name: with_zero_rows(states, begins) for name, states in gathered.items()}
 
 
 def _mask(lengths: list[int], ids: torch.Tensor) -> torch.Tensor | None:

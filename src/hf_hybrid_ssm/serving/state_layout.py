@@ -15,7 +15,7 @@ from hf_hybrid_ssm.ops.core.pages import Attend, ServedKeys
 from hf_hybrid_ssm.ops.local_attention import AttentionState
 
 
-class State(NamedTuple):
+class StateSpec(NamedTuple):
     """One state of one layer: `cache.layers[layer].states[name]` is (B, *shape)."""
 
     layer: int
@@ -52,11 +52,11 @@ class StateLayout(NamedTuple):
         attention: of those layers, where they ask a server that keeps keys and values (`ServedKeys`).
     """
 
-    states: list[State]
+    states: list[StateSpec]
     growing: list[int]
     attention: list[FullAttention] = []
 
-    def beside_served(self) -> list[State]:
+    def beside_served(self) -> list[StateSpec]:
         """The states that remain where a server keeps the keys and values of full attention."""
         served = {attention.layer for attention in self.attention}
         return [s for s in self.states if not (s.layer in served and s.name in AttentionState._fields)]
@@ -77,7 +77,7 @@ def state_layout(model: Any) -> StateLayout:
         layouts.append([_states(layer) for layer in cache.layers])
     first, second = layouts
     growing = [index for index, (before, after) in enumerate(zip(first, second)) if before is None or before != after]
-    states = [State(index, *state) for index, layer in enumerate(first) for state in layer or ()]
+    states = [StateSpec(index, *state) for index, layer in enumerate(first) for state in layer or ()]
     return StateLayout(states, growing, _full_attention(decoder, growing) if growing else [])
 
 

@@ -26,12 +26,12 @@ def copy_embeddings(model: PreTrainedModel, source: PreTrainedModel | str | os.P
     for name, table in (("model", target), ("source", donor)):
         if not isinstance(getattr(table, "weight", None), torch.Tensor):
             raise ValueError(f"{name} ({type(table).__name__}) has no single table of token embeddings.")
-    rows, width = donor.weight.shape
-    if width != target.weight.shape[1] or rows > target.weight.shape[0]:
+    count, width = donor.weight.shape
+    if width != target.weight.shape[1] or count > target.weight.shape[0]:
         raise ValueError(
-            f"source has {rows} rows of width {width}; model needs hidden_size={width} and vocab_size >= {rows}, "
+            f"source has {count} rows of width {width}; model needs hidden_size={width} and vocab_size >= {count}, "
             f"but has {target.weight.shape[0]} of width {target.weight.shape[1]}."
         )
     with torch.no_grad():
-        target.weight[:rows] = donor.weight.to(target.weight)
-    return rows
+        target.weight[:count] = donor.weight.to(target.weight)
+    return count

@@ -10,7 +10,7 @@ from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
 from hf_hybrid_ssm.ops.core.checks import check_tensor
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows, checked_rows
 
-State: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
+MixerState: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 class Mixer(Float32ParametersMixin):
@@ -143,10 +143,10 @@ class Mixer(Float32ParametersMixin):
         u: torch.Tensor,
         *,
         rows: Rows = PLAIN_ROWS,
-        initial_state: State | None = None,
+        initial_state: MixerState | None = None,
         stride: int | None = None,
         positions: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, State | None]:
+    ) -> tuple[torch.Tensor, MixerState | None]:
         """Mix a batch of sequences.
 
         Args:
@@ -175,8 +175,8 @@ class Mixer(Float32ParametersMixin):
         return self.forward_rows(u, initial_state, rows, **selection)
 
     def forward_rows(
-        self, u: torch.Tensor, initial_state: State | None, rows: Rows
-    ) -> tuple[torch.Tensor, State | None]:
+        self, u: torch.Tensor, initial_state: MixerState | None, rows: Rows
+    ) -> tuple[torch.Tensor, MixerState | None]:
         """What `forward` computes, for arguments that it has checked; with `supports_filters` there are also the
         options `stride` and `positions`.
 
@@ -191,14 +191,14 @@ class Mixer(Float32ParametersMixin):
 
     def init_state(
         self, batch: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> State:
+    ) -> MixerState:
         """The state before the first token (zeros), float32 unless `dtype` says otherwise."""
         device = device or next((param.device for param in self.parameters()), None)
         shapes = ((batch, *shape) for shape in self.state_shapes())
         state = tuple(torch.zeros(shape, device=device, dtype=dtype or torch.float32) for shape in shapes)
         return state if len(state) > 1 else state[0]
 
-    def _check_state(self, state: State, batch: int) -> None:
+    def _check_state(self, state: MixerState, batch: int) -> None:
         shapes = self.state_shapes()
         parts = state if isinstance(state, tuple) else (state,)
         if len(parts) != len(shapes):
@@ -220,13 +220,13 @@ class Mixer(Float32ParametersMixin):
         return ", ".join(parts)
 
 
-def named_states(state: State | None) -> dict[str, torch.Tensor]:
+def named_states(state: MixerState | None) -> dict[str, torch.Tensor]:
     """A state as a cache keeps it: its tensors by the names `ssm_0`, `ssm_1`, ...; without a state none."""
     parts = () if state is None else (state,) if isinstance(state, torch.Tensor) else state
     return {f"ssm_{index}": part for index, part in enumerate(parts)}
 
 
-def mixer_state(states: dict[str, torch.Tensor]) -> State | None:
+def mixer_state(states: dict[str, torch.Tensor]) -> MixerState | None:
     """The state among the tensors of a cache, by the names of `named_states`; None if there is none."""
     count = sum(name.startswith("ssm_") for name in states)
     parts = tuple(states[f"ssm_{index}"] for index in range(count))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_hybrid_ssm.layers.mixers.base import FrozenLinear, Mixer, State
+from hf_hybrid_ssm.layers.mixers.base import FrozenLinear, Mixer, MixerState
 from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer, fold_token
 from hf_hybrid_ssm.ops.causal_conv import causal_conv
 from hf_hybrid_ssm.ops.core.padding import zero_beyond
@@ -131,7 +131,7 @@ class ImplicitLongConv(CachedKernelMixer):
         return h * torch.exp(torch.outer(rates, t))
 
     def forward_rows(
-        self, u: torch.Tensor, initial_state: State | None, rows: Rows, **selection: Any
+        self, u: torch.Tensor, initial_state: MixerState | None, rows: Rows, **selection: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if rows.is_step and isinstance(initial_state, torch.Tensor) and selection.get("positions") is None:
             y, after = self._one_token(u, initial_state, rows, is_read=selection.get("stride") in (None, 1))
@@ -209,8 +209,8 @@ class Hyena(Mixer):
         return {"short_weight": weight / math.sqrt(3), "short_bias": bias.squeeze(1) / math.sqrt(3)}
 
     def forward_rows(
-        self, u: torch.Tensor, initial_state: State | None, rows: Rows
-    ) -> tuple[torch.Tensor, State | None]:
+        self, u: torch.Tensor, initial_state: MixerState | None, rows: Rows
+    ) -> tuple[torch.Tensor, MixerState | None]:
         short, history = (None, None) if initial_state is None else initial_state
         projected = self.in_proj(zero_beyond(u, rows.lengths))
         weight: torch.Tensor = self.short_weight

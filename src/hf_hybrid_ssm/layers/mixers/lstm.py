@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from hf_hybrid_ssm.layers.mixers.base import FrozenLSTM, Mixer, ParametrizableLSTM, State
+from hf_hybrid_ssm.layers.mixers.base import FrozenLSTM, Mixer, MixerState, ParametrizableLSTM
 from hf_hybrid_ssm.ops.core.packed_sequences import packed_sequences
 from hf_hybrid_ssm.ops.core.padding import zero_beyond
 from hf_hybrid_ssm.ops.core.rows import Rows
@@ -38,8 +38,8 @@ class LSTM(Mixer):
         }
 
     def forward_rows(
-        self, u: torch.Tensor, initial_state: State | None, rows: Rows
-    ) -> tuple[torch.Tensor, State | None]:
+        self, u: torch.Tensor, initial_state: MixerState | None, rows: Rows
+    ) -> tuple[torch.Tensor, MixerState | None]:
         lengths, state, documents = rows.lengths, None, None
         dtype = next(self.parameters()).dtype
         if not self.bidirectional:

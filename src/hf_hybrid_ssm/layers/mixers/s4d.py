@@ -91,8 +91,8 @@ class DiagonalSSM(StateSpaceMixer):
     def output_rows(self, dtype: torch.dtype) -> torch.Tensor:
         """2 Re(C s) as a row over the real and imaginary parts of s: (2 Re C, -2 Im C)."""
         c = self.C.to(dtype)
-        rows = c * twice_conjugate(device=c.device)
-        return rows.flatten(-2).view(-1, self.num_filters or 1, self.hidden_size, self.state_size)
+        readout = c * twice_conjugate(device=c.device)
+        return readout.flatten(-2).view(-1, self.num_filters or 1, self.hidden_size, self.state_size)
 
 
 class S4D(DiagonalSSM):

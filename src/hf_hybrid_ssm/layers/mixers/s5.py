@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from hf_hybrid_ssm.layers.mixers.base import State
+from hf_hybrid_ssm.layers.mixers.base import MixerState
 from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer
 from hf_hybrid_ssm.layers.mixers.hippo import legs_dplr_basis
 from hf_hybrid_ssm.layers.mixers.state_space import SSM_FIELDS, complex_pairs, log_uniform_dt
@@ -120,7 +120,7 @@ class S5(CachedKernelMixer):
     def forward_rows(
         self,
         u: torch.Tensor,
-        initial_state: State | None,
+        initial_state: MixerState | None,
         rows: Rows,
         *,
         stride: int | None = None,
@@ -159,12 +159,12 @@ class S5(CachedKernelMixer):
         back, ahead = diagonal_scan(decay, torch.cat([x, x.flip(1)]), rows=Rows(documents=documents))[0].chunk(2)
         return torch.cat([back, ahead.flip(1)], dim=-1)
 
-    def _complex(self, state: State, dtype: torch.dtype) -> torch.Tensor:
+    def _complex(self, state: MixerState, dtype: torch.dtype) -> torch.Tensor:
         """(B, P) real and imaginary parts side by side → (B, P/2) complex."""
         return torch.view_as_complex(state.to(dtype).contiguous().unflatten(-1, (-1, 2)))  # type: ignore[union-attr]
 
     def _one_token(
-        self, u: torch.Tensor, state: State, dtype: torch.dtype, is_read: bool
+        self, u: torch.Tensor, state: MixerState, dtype: torch.dtype, is_read: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """y (B, 1, F, D) of a step, none of it (B, 0, F, D) where it is not read, and the state after it (B, P)."""
         decay, matrix, outputs, skip = self._token_constants(dtype)
@@ -182,9 +182,9 @@ class S5(CachedKernelMixer):
         def compute(exact: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
             inner = torch.float64 if exact else dtype
             decay, scale = self._discretised(inner)
-            matrix, rows = self._input_matrix(scale).T, self._output_matrix(inner).T
+            matrix, readout = self._input_matrix(scale).T, self._output_matrix(inner).T
             skip = self.D.to(dtype, copy=True)
-            return decay, matrix.to(dtype).contiguous(), rows.to(dtype).contiguous(), skip
+            return decay, matrix.to(dtype).contiguous(), readout.to(dtype).contiguous(), skip
 
         return self._cached(("token", dtype), self._all_parameters, compute)
 

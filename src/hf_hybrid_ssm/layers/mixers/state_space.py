@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_hybrid_ssm.layers.mixers.base import State
+from hf_hybrid_ssm.layers.mixers.base import MixerState
 from hf_hybrid_ssm.layers.mixers.cached_kernel import CachedKernelMixer, fold_token
 from hf_hybrid_ssm.ops.core.blocks import power_of_two
 from hf_hybrid_ssm.ops.core.rows import Rows
@@ -84,16 +84,16 @@ class StateSpaceMixer(CachedKernelMixer):
         """A, B, C. A diagonal A is taken in float64, a few numbers whose powers must not drift; with `exact`, all."""
         wide = torch.float64 if exact or self.is_diagonal else dtype
         transition, vector = self.dynamics(wide, direction)
-        rows = self.output_rows(torch.float64 if exact else dtype)[direction]
-        return transition, vector if exact else vector.to(dtype), rows
+        readout = self.output_rows(torch.float64 if exact else dtype)[direction]
+        return transition, vector if exact else vector.to(dtype), readout
 
     def system(self, dtype: torch.dtype, direction: int = 0) -> ChannelSystem:
         """The system in `dtype` (float32 or float64); its block matrices are made where they are asked for."""
 
         def compute(exact: bool) -> ChannelSystem:
-            transition, vector, rows = self._matrices(dtype, direction, exact)
+            transition, vector, readout = self._matrices(dtype, direction, exact)
             transition = transition if self.is_diagonal else transition.to(dtype)
-            return ChannelSystem(transition, vector.to(dtype), rows.to(dtype))
+            return ChannelSystem(transition, vector.to(dtype), readout.to(dtype))
 
         system = self._cached(("system", dtype, direction), self._all_parameters, compute)
         blocks = (partial(self._blocks, make, dtype, direction, system) for make in (block_states, block_outputs))
@@ -128,7 +128,7 @@ class StateSpaceMixer(CachedKernelMixer):
     def forward_rows(
         self,
         u: torch.Tensor,
-        initial_state: State | None,
+        initial_state: MixerState | None,
         rows: Rows,
         *,
         stride: int | None = None,
@@ -198,12 +198,12 @@ class StateSpaceMixer(CachedKernelMixer):
             if self.conjugate_pairs:
                 ones[..., 1::2] = 0.0  # imaginary parts
             parts = (decay - ones, vector, self.output_rows(inner)[0])
-            change, vector, rows = (part.to(dtype).contiguous() for part in parts)
+            change, vector, readout = (part.to(dtype).contiguous() for part in parts)
             if low_rank is not None:
                 low_rank = low_rank[0].to(dtype).contiguous(), low_rank[1].to(dtype).contiguous()
             skip = self.skip_weight(inner)
             # a copy: torch swaps the parameter (`torch.utils.swap_tensors`) only if nobody else holds it
-            return change, vector, low_rank, rows, skip.to(dtype, copy=True).contiguous()
+            return change, vector, low_rank, readout, skip.to(dtype, copy=True).contiguous()
 
         return self._cached(("token", dtype), self._all_parameters, compute)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_hybrid_ssm.layers.mixers.base import State, mixer_state, named_states
+from hf_hybrid_ssm.layers.mixers.base import MixerState, mixer_state, named_states
 from hf_hybrid_ssm.layers.mixers.registry import mixer_from_config
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.models.bst.block_attention import attend_blocks, boundaries, scaled_queries
@@ -144,7 +144,7 @@ class ContextStates(nn.Module):
 
     def _along_rows(
         self, x: torch.Tensor, past: States, rows: Rows
-    ) -> tuple[torch.Tensor, torch.Tensor, State | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor, MixerState | None]:
         """Of "sh" and "mh", token by token: keys and values (B, L, H, e), and the state of the state-space model. No
         shape depends on where the blocks of documents begin."""
         y, ssm = self.ssm(self._ssm_input(x), rows=rows, initial_state=mixer_state(past))
@@ -238,7 +238,7 @@ class ContextStates(nn.Module):
         return (l2_normalise(keys) if self.qk_norm else keys), values
 
     @staticmethod
-    def _named_states(ssm: State | None, keys: torch.Tensor, values: torch.Tensor) -> States:
+    def _named_states(ssm: MixerState | None, keys: torch.Tensor, values: torch.Tensor) -> States:
         """What later forwards need: the state of the state-space model, and keys and values (B, H, W or S, e) of the
         block."""
         return {**named_states(ssm), **dict(zip(CONTEXT, (keys, values)))}

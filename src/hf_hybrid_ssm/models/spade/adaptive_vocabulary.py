@@ -78,8 +78,8 @@ class AdaptiveEmbedding(nn.Module):
         start = 0
         for end, table, projection in zip(self.bands, self.tables, self.projections):
             inside = (input_ids >= start) & (input_ids < end)
-            rows = F.embedding(torch.where(inside, input_ids - start, 0), table)
-            out = torch.where(inside.unsqueeze(-1), rows @ projection.T, out)
+            looked_up = F.embedding(torch.where(inside, input_ids - start, 0), table)
+            out = torch.where(inside.unsqueeze(-1), looked_up @ projection.T, out)
             start = end
         return out
 

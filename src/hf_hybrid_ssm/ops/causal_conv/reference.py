@@ -24,14 +24,14 @@ def causal_conv_reference(
     if seq_idx is None:
         seq_idx = x.new_zeros(batch, length, dtype=torch.int64)
     document = torch.cat([seq_idx[:, :1].expand(-1, width - 1), seq_idx], 1)
-    rows = []
+    outputs = []
     for t in range(length):
         total = torch.zeros_like(seen[:, 0]) if bias is None else bias.to(dtype).expand(batch, -1)
         for j in range(width):
             same = document[:, t + j] == document[:, width - 1 + t]
             total = total + weight[:, j].to(dtype) * seen[:, t + j] * same[:, None]
-        rows.append(total)
-    y = torch.stack(rows, 1) if rows else torch.zeros_like(x)
+        outputs.append(total)
+    y = torch.stack(outputs, 1) if outputs else torch.zeros_like(x)
     y = F.silu(y) if activation == "silu" else y
     ends = [length] * batch if lengths is None else lengths.tolist()
     states = []

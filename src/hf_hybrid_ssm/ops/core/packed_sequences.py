@@ -30,8 +30,8 @@ class PackedSequences:
 
     def unpack(self, x: torch.Tensor) -> torch.Tensor:
         """(B, L, ...) → (N, T, ...), zero after the end of each document."""
-        rows = x.flatten(0, 1).index_select(0, self.gather_index.flatten())
-        return zero_beyond(rows.unflatten(0, self.gather_index.shape), self.lengths)
+        tokens = x.flatten(0, 1).index_select(0, self.gather_index.flatten())
+        return zero_beyond(tokens.unflatten(0, self.gather_index.shape), self.lengths)
 
     def pack(self, y: torch.Tensor) -> torch.Tensor:
         """(N, T, ...) → (B, L, ...)."""

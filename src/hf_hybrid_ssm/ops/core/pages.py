@@ -75,9 +75,9 @@ def on_pages(implementation: Callable, step: Callable[..., Tensor], state: Tenso
 
 def on_rows(step: Callable[[Tensor], Tensor], state: Tensor, pages: Tensor) -> Tensor:
     """A step that overwrites contiguous states (B, ...): they are gathered for it, and put back after it."""
-    rows = state.index_select(0, pages)
-    y = step(rows)
-    state.index_copy_(0, pages, rows)
+    gathered = state.index_select(0, pages)
+    y = step(gathered)
+    state.index_copy_(0, pages, gathered)
     return y
 
 

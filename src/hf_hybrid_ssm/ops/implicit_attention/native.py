@@ -158,16 +158,16 @@ def _backward(inputs: Sequence, gradients: Sequence[Tensor], needed: Sequence[bo
     dy, dfinal = (part.contiguous() for part in gradients)
     # autocast may be active around backward() as well
     with without_autocast(x.device.type):
-        problem, rows = _Problem(x, weight, bias, collapse, None, scale, theta), weight.shape[1]
+        problem, reduced = _Problem(x, weight, bias, collapse, None, scale, theta), weight.shape[1]
         dx, dtaps = torch.zeros_like(x), torch.empty_like(problem.taps)
-        sums = x.new_zeros(-(-problem.segment // CHUNK), 4 * rows)
+        sums = x.new_zeros(-(-problem.segment // CHUNK), 4 * reduced)
         BACKWARD((*problem.tensors, dy, dx, dtaps, sums), problem.points, problem.segment)
         if return_final_state:
             index, is_real = problem.steps_back(x, lengths)
             dx.scatter_add_(1, index, torch.where(is_real, problem.response.mT @ dfinal, 0.0))
-        dbias, dcollapse = sums.sum(0).split([3 * rows, rows])
+        dbias, dcollapse = sums.sum(0).split([3 * reduced, reduced])
         dweight = (dtaps @ problem.response.mT).view_as(weight)
-        return dx, dweight, dbias.view(3, rows).clone(), dcollapse.clone(), dy.sum().view(1)
+        return dx, dweight, dbias.view(3, reduced).clone(), dcollapse.clone(), dy.sum().view(1)
 
 
 def _flops(
@@ -202,10 +202,11 @@ def _backward_flops(
 def _parts_of_flops(x: Sequence[int], weight: Sequence[int], theta: float) -> tuple[float, float]:
     """Convolution: a real transform (2.5 n log2 n) of x and of each of the 3 R rows, and their products with the
     filters' spectra. Attention of each token: the logits, and the values' sum."""
-    (batch, length, channels), (_, rows, order) = x, weight
+    (batch, length, channels), (_, reduced, order) = x, weight
     points, segment = transform_sizes(length, finite_response(order, theta, length).shape[1])
-    transforms = (1 + 3 * rows) * 2.5 * points * math.log2(points) + 3 * rows * 3 * points
-    return batch * -(-length // segment) * channels * transforms, 2 * batch * length * channels * rows * (rows + 1)
+    transforms = (1 + 3 * reduced) * 2.5 * points * math.log2(points) + 3 * reduced * 3 * points
+    attention = 2 * batch * length * channels * reduced * (reduced + 1)
+    return batch * -(-length // segment) * channels * transforms, attention
 
 
 _attention = differentiable_op(

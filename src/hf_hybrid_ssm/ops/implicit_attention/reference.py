@@ -26,14 +26,14 @@ def implicit_attention_reference(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `hf_hybrid_ssm.ops.implicit_attention.implicit_attention`; float32, or float64 for float64 inputs."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    rows, order = weight.shape[1:]
+    reduced, order = weight.shape[1:]
     m, final = legendre_memory_reference(
         x.to(dtype), weight=None, order=order, theta=theta, state=state, lengths=lengths
     )
     y = []
     for t in range(x.shape[1]):
         q, k, v = (
-            activation(weight[i].to(dtype) @ m[:, t] + (0 if bias is None else bias[i].to(dtype).view(rows, 1)))
+            activation(weight[i].to(dtype) @ m[:, t] + (0 if bias is None else bias[i].to(dtype).view(reduced, 1)))
             for i in range(3)
         )  # (B, q', D) each
         mixed = (scale * q @ k.transpose(1, 2)).softmax(-1) @ v

@@ -34,11 +34,11 @@ def implicit_attention_torch(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `hf_hybrid_ssm.ops.implicit_attention.implicit_attention`."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    rows, order = weight.shape[1:]
+    reduced, order = weight.shape[1:]
     stacked = weight.to(dtype).flatten(0, 1)
 
     def attend(y: torch.Tensor) -> torch.Tensor:
-        return _attend(y.unflatten(-2, (3, rows)), bias, collapse, collapse_bias, activation, scale)
+        return _attend(y.unflatten(-2, (3, reduced)), bias, collapse, collapse_bias, activation, scale)
 
     with without_autocast(x.device.type):
         if form == "recurrent" or x.shape[1] <= 2:

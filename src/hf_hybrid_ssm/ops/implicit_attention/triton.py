@@ -51,9 +51,9 @@ def implicit_attention_triton(
     return_final_state: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """See `hf_hybrid_ssm.ops.implicit_attention.implicit_attention`; what the kernels do not do runs in torch."""
-    _, rows, order = weight.shape
+    _, reduced, order = weight.shape
     by_torch = form == "recurrent" or (form == "fft" and state is None) or x.shape[1] <= 2 or x.numel() == 0
-    if by_torch or rows > MOST_ROWS or not is_exact_gelu(activation):
+    if by_torch or reduced > MOST_ROWS or not is_exact_gelu(activation):
         options: dict[str, Any] = {"activation": activation, "scale": scale, "theta": theta, "form": form}
         options |= {"weight": weight, "bias": bias, "collapse": collapse, "collapse_bias": collapse_bias}
         options |= {"state": state, "lengths": lengths, "return_final_state": return_final_state}
@@ -63,18 +63,18 @@ def implicit_attention_triton(
         table = block_table(order, theta, BLOCK, device=x.device)[:, :BLOCK].flatten(1)
         matrix = (weight.float().flatten(0, 1) @ table).view(-1, columns.shape[0]).to(x.dtype)
         zero = weight.new_zeros
-        parts = (collapse, zero(3 * rows) if bias is None else bias.flatten())
+        parts = (collapse, zero(3 * reduced) if bias is None else bias.flatten())
         parameters = torch.cat((*parts, zero(1) if collapse_bias is None else collapse_bias))
-        y = _read_and_attend(matrix, columns, parameters, rows, scale)
+        y = _read_and_attend(matrix, columns, parameters, reduced, scale)
     y = y.view(x.shape[0], -1, x.shape[2])
     return y if y.shape[1] == x.shape[1] else y[:, : x.shape[1]], final if return_final_state else None
 
 
-def _read_and_attend(matrix: Tensor, columns: Tensor, parameters: Tensor, rows: int, scale: float) -> Tensor:
+def _read_and_attend(matrix: Tensor, columns: Tensor, parameters: Tensor, reduced: int, scale: float) -> Tensor:
     """(n C, D) of matrix (3 q' C, K) and columns (K, n, D)."""
 
     def group(matrix: Tensor, columns: Tensor, parameters: Tensor) -> Tensor:
-        return _attention(matrix @ columns.flatten(1), parameters, columns.shape[2], rows, float(scale))
+        return _attention(matrix @ columns.flatten(1), parameters, columns.shape[2], reduced, float(scale))
 
     size = max(1, HELD // (matrix.shape[0] * columns.shape[2]))
     if columns.shape[1] <= size or torch.compiler.is_compiling():

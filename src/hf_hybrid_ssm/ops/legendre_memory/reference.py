@@ -27,6 +27,6 @@ def legendre_memory_reference(
         real = torch.ones_like(x[:, 0, 0], dtype=torch.bool) if lengths is None else t < lengths
         m = torch.where(real[:, None, None], after, m)
         y.append(m if weight is None else weight.to(dtype) @ m)
-    rows = order if weight is None else weight.shape[0]
-    stacked = torch.stack(y, 1) if y else x.new_zeros(x.shape[0], 0, rows, x.shape[2])
+    size = order if weight is None else weight.shape[0]
+    stacked = torch.stack(y, 1) if y else x.new_zeros(x.shape[0], 0, size, x.shape[2])
     return stacked.to(x.dtype), m

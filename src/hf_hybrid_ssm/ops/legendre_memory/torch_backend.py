@@ -55,8 +55,8 @@ def by_steps(
         after = product(a, m, b * x[:, t, None])
         m = after if lengths is None else torch.where((t < lengths)[:, None, None], after, m)
         y.append(product(weight, m))
-    rows = torch.stack(y, 1) if y else x.new_zeros(x.shape[0], 0, weight.shape[0], x.shape[2])
-    return rows, m
+    stacked = torch.stack(y, 1) if y else x.new_zeros(x.shape[0], 0, weight.shape[0], x.shape[2])
+    return stacked, m
 
 
 def read_out_matrices(weight: torch.Tensor, operators: BlockOperators) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,6 +145,6 @@ class Blocks:
         if lengths is None:
             lengths = torch.full((batch,), self.length, device=self.x.device)
         index = torch.clamp(lengths // self.block, max=self.count - 1)  # the block that is not finished
-        rows = torch.arange(batch, device=self.x.device)
+        row = torch.arange(batch, device=self.x.device)
         tokens = lengths - index * self.block
-        return advanced(self.states[rows, index], self.x[rows, index], tokens, self.operators)
+        return advanced(self.states[row, index], self.x[row, index], tokens, self.operators)

@@ -110,8 +110,8 @@ def lti_scan_by(op: Callable) -> Callable:
             return lti_scan_torch(*tensors, return_final_state, stride, positions, form=form, blocks=blocks)
         decay = decay.expand(*vector.shape[:2], *decay.shape[-2 if form == "complex" else -1 :])
         floats = (_dense(part, torch.float32) for part in (vector, output, skip, initial_state))
-        rows = (_dense(part, torch.int64) for part in (seq_idx, lengths))
-        y, final = op(_dense(u, torch.float32), _dense(decay, torch.float64), *floats, *rows, form == "complex")
+        integers = (_dense(part, torch.int64) for part in (seq_idx, lengths))
+        y, final = op(_dense(u, torch.float32), _dense(decay, torch.float64), *floats, *integers, form == "complex")
         if not asks_for_all:
             y = take_outputs(y.flatten(2), stride, positions).unflatten(2, y.shape[2:])
         return y.to(u.dtype), final if return_final_state else None

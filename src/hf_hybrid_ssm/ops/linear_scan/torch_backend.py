@@ -69,8 +69,8 @@ def _states_from_zero(tokens: torch.Tensor, powers: torch.Tensor, documents: tor
     batch, blocks, block, size = tokens.shape
     if documents is None and batch * blocks >= block:  # else the matrices would outweigh the tokens
         matrix = causal_toeplitz(powers[:block].mT)  # (M, w, w)
-        rows = tokens.permute(3, 0, 1, 2).reshape(size, batch * blocks, block)
-        return torch.bmm(rows, matrix).view(size, batch, blocks, block).permute(1, 2, 3, 0)
+        flat = tokens.permute(3, 0, 1, 2).reshape(size, batch * blocks, block)
+        return torch.bmm(flat, matrix).view(size, batch, blocks, block).permute(1, 2, 3, 0)
     half, h = 1, tokens
     while half < block:  # the state at the end of the left half enters the right half if its document continues
         pairs = h.reshape(batch, blocks, block // (2 * half), 2, half, size)

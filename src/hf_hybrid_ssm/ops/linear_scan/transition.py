@@ -49,14 +49,14 @@ class Transition(NamedTuple):
         powers = power(self.diagonal(), exponent)
         return Transition(torch.view_as_real(powers) if self.form == "complex" else powers, self.form)
 
-    def apply(self, rows: torch.Tensor, *, transposed: bool = False) -> torch.Tensor:
-        """A s (or A^T s) for every row s of `rows` (..., M, N)."""
+    def apply(self, states: torch.Tensor, *, transposed: bool = False) -> torch.Tensor:
+        """A s (or A^T s) for every row s of `states` (..., M, N)."""
         if self.form == "dense":
-            return torch.matmul(rows, self.value.mT if transposed else self.value)
+            return torch.matmul(states, self.value.mT if transposed else self.value)
         diagonal = self.diagonal().unsqueeze(-2)
         if self.form == "real":
-            return rows * diagonal
-        state = torch.view_as_complex(rows.contiguous().unflatten(-1, (-1, 2)))
+            return states * diagonal
+        state = torch.view_as_complex(states.contiguous().unflatten(-1, (-1, 2)))
         return torch.view_as_real(state * (diagonal.conj() if transposed else diagonal)).flatten(-2)
 
     def krylov(
@@ -75,14 +75,14 @@ class Transition(NamedTuple):
         return torch.view_as_real(powers * states).flatten(-2)
 
     def krylov_by_doubling(
-        self, rows: torch.Tensor, count: int, *, transposed: bool = False
+        self, vectors: torch.Tensor, count: int, *, transposed: bool = False
     ) -> tuple[torch.Tensor, "Transition"]:
         """Of a dense one, `rows` (..., M, N) times A^0, A^1, ..., A^{count - 1}, and A^count; `count` a power of two.
 
         Rows and power stand in one matrix, so that each doubling is one product.
         """
-        size = rows.shape[-1]
-        stack = torch.cat([rows, self.value.mT if transposed else self.value], dim=-2)
+        size = vectors.shape[-1]
+        stack = torch.cat([vectors, self.value.mT if transposed else self.value], dim=-2)
         for _ in range(count.bit_length() - 1):
             product = torch.matmul(stack, stack[..., -size:, :])
             stack = torch.cat([stack[..., :-size, :], product], dim=-2)

@@ -61,9 +61,9 @@ class _BiasedAttention(torch.autograd.Function):
         grads = _BACKWARD(grad, q, k, v, y, logsumexp, 0.0, False, attn_mask=mask, scale=ctx.scale)
         shift = (grad * y).sum(-1, keepdim=True)
         total = torch.zeros_like(mask)
-        rows = max(1, _SLICE // mask[0].numel())
-        for begin in range(0, q.shape[0], rows):
-            part = slice(begin, begin + rows)
+        count = max(1, _SLICE // mask[0].numel())
+        for begin in range(0, q.shape[0], count):
+            part = slice(begin, begin + count)
             of_part = slice(None) if mask.shape[0] == 1 else part
             logits = (q[part] * ctx.scale) @ k[part].transpose(2, 3)
             weights = logits.add_(mask[of_part]).sub_(logsumexp[part].unsqueeze(-1)).exp_()

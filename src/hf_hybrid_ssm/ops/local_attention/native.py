@@ -67,10 +67,10 @@ def local_attention_native(
         seen = contiguous(state.seen, torch.int64)
     left, right = (UNLIMITED if limit is None else limit for limit in window)
     numbers = (left, right, chunk_size or 0, int(zero_kv_sink))
-    rows = (with_dense_rows(q), with_dense_rows(k), with_dense_rows(v))
+    dense = (with_dense_rows(q), with_dense_rows(k), with_dense_rows(v))
     counts = (contiguous(seq_idx, torch.int64), contiguous(lengths, torch.int64))
     tables = (None if x is None else x.float() for x in (bias, sink_logits))
-    inputs = (*rows, *tables, prepared(sink_values), seen, *counts)
+    inputs = (*dense, *tables, prepared(sink_values), seen, *counts)
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:6] if x is not None)
     run: Callable = _forward if trains or not is_plain_call(q) else _compute_forward
     return run(*inputs, float(scale), numbers)[0].to(q.dtype)

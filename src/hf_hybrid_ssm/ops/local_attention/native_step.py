@@ -50,11 +50,11 @@ def attention_step_native(
     """As `hf_hybrid_ssm.ops.local_attention.slot_attention`."""
     left, right = window
     numbers = (-1 if left is None else left, right, chunk_size or 0, int(block), int(shift), int(zero_kv_sink))
-    rows = (prepared(q), prepared(k), prepared(v))
+    dense = (prepared(q), prepared(k), prepared(v))
     factors = (None if bias is None else bias.float(), prepared(head_scale))
     sink = (None if sink_logits is None else sink_logits.float(), prepared(sink_values))
     seen = contiguous(seen, torch.int64)
-    return _step(*rows, keys, values, seen, *factors, *sink, float(scale), numbers).to(q.dtype), keys, values
+    return _step(*dense, keys, values, seen, *factors, *sink, float(scale), numbers).to(q.dtype), keys, values
 
 
 def _compute(

@@ -151,8 +151,8 @@ def _attend(
         logits = torch.matmul(q, k) + mask.unsqueeze(1)
         logits = logits if absent is None else logits + absent
         return torch.matmul(F.dropout(logits.softmax(-1), dropout), v.mT)
-    rows = (q, k.mT, v.mT)
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in rows)
+    operands = (q, k.mT, v.mT)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in operands)
     mask = mask.unsqueeze(0)
     if can_use_cpu_flash_with_bias(q, k, v, mask, dropout):
         y = biased_attention(q, k, v, mask, scale)

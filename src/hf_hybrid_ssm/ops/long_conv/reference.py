@@ -20,7 +20,7 @@ def long_conv_reference(
     u = u.to(kernel.dtype)
     batch, length, _ = u.shape
     past = history.shape[1]
-    rows = []
+    by_row = []
     for b in range(batch):
         tokens = torch.cat([history[b], u[b]])
         documents = [0] * (past + length)
@@ -40,8 +40,8 @@ def long_conv_reference(
             if skip is not None:
                 y = y + skip * tokens[t]
             outputs.append(y)
-        rows.append(torch.stack(outputs) if outputs else u.new_zeros(0, kernel.shape[0], u.shape[2]))
-    return torch.stack(rows) if rows else u.new_zeros(0, length, kernel.shape[0], u.shape[2])
+        by_row.append(torch.stack(outputs) if outputs else u.new_zeros(0, kernel.shape[0], u.shape[2]))
+    return torch.stack(by_row) if by_row else u.new_zeros(0, length, kernel.shape[0], u.shape[2])
 
 
 def self_check_inputs() -> dict:

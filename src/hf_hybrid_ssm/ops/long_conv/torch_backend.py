@@ -78,11 +78,11 @@ def sampled(
     wanted = strided.expand(batch, -1) if positions is None else positions
     missing = taps - 1 - history.shape[1]
     x = F.pad(torch.cat([history, u], dim=1), (0, 0, max(missing, 0), 0))[:, max(-missing, 0) :]
-    rows = torch.arange(batch, device=u.device).unsqueeze(1)
-    windows = x.unfold(1, taps, 1)[rows, wanted]  # (B, J, D, K), the last tap is the token itself
+    row = torch.arange(batch, device=u.device).unsqueeze(1)
+    windows = x.unfold(1, taps, 1)[row, wanted]  # (B, J, D, K), the last tap is the token itself
     if seq_idx is not None:
         documents = torch.cat([seq_idx[:, :1].expand(batch, taps - 1), seq_idx], dim=1)
-        spans = documents.unfold(1, taps, 1)[rows, wanted]
+        spans = documents.unfold(1, taps, 1)[row, wanted]
         windows = torch.where((spans == spans[..., -1:]).unsqueeze(2), windows, 0.0)
     outputs = wanted.shape[1]  # a number that a graph may not know, and zero may be: no size is left to be inferred
     flat = windows.permute(2, 0, 1, 3).reshape(channels, batch * outputs, taps)
@@ -113,10 +113,10 @@ def block_conv(
     x: torch.Tensor, kernel: torch.Tensor, future_kernel: torch.Tensor | None, documents: torch.Tensor
 ) -> torch.Tensor:
     """Outputs (M, F, D, T) of x (M, D, T) by halves; documents (M, T), no token sees another document."""
-    rows, _, time = x.shape
+    batch, _, time = x.shape
     size = power_of_two(time, BASE)
     x = F.pad(x, (0, size - time)).transpose(0, 1)  # (D, M, size)
-    documents = torch.cat([documents, documents[:, -1:].expand(rows, size - time)], dim=1)
+    documents = torch.cat([documents, documents[:, -1:].expand(batch, size - time)], dim=1)
     y = _base(x, kernel, future_kernel, documents)
     half = BASE
     while half < size:
@@ -129,11 +129,11 @@ def _base(
     x: torch.Tensor, kernel: torch.Tensor, future_kernel: torch.Tensor | None, documents: torch.Tensor
 ) -> torch.Tensor:
     """What tokens of one aligned group of BASE send each other. x (D, M, T) -> (F, D, M, T)."""
-    channels, rows, size = x.shape
-    groups = x.reshape(channels, rows * (size // BASE), BASE).permute(1, 0, 2)
+    channels, batch, size = x.shape
+    groups = x.reshape(channels, batch * (size // BASE), BASE).permute(1, 0, 2)
     future_kernel = None if future_kernel is None else future_kernel[..., : BASE - 1]
     y = _direct(groups, kernel[..., :BASE], future_kernel, documents.reshape(-1, BASE))
-    return y.permute(1, 2, 0, 3).reshape(-1, channels, rows, size)
+    return y.permute(1, 2, 0, 3).reshape(-1, channels, batch, size)
 
 
 def _level(
@@ -157,18 +157,18 @@ def _cross(
     source: torch.Tensor, source_alive: torch.Tensor, taps: torch.Tensor, target_alive: torch.Tensor
 ) -> torch.Tensor:
     """out_j = sum_i taps[h - 1 + j - i] source_i: the step over one border. source (D, M, P, h) -> (F, D, M, P, h)."""
-    channels, rows, pairs, half = source.shape
+    channels, batch, pairs, half = source.shape
     near = min(half, taps.shape[-1])  # a short kernel touches only the tokens next to the border
     if near == 0:
-        return source.new_zeros(taps.shape[0], channels, rows, pairs, half)
-    source = torch.where(source_alive, source, 0.0)[..., half - near :].reshape(channels, rows * pairs, near)
+        return source.new_zeros(taps.shape[0], channels, batch, pairs, half)
+    source = torch.where(source_alive, source, 0.0)[..., half - near :].reshape(channels, batch * pairs, near)
     taps = F.pad(taps[..., : 2 * near - 1], (0, max(0, 2 * near - 1 - taps.shape[-1])))
     if near <= LARGEST_MATRIX:
         matrix = toeplitz(taps).permute(1, 2, 0, 3).reshape(channels, near, -1)  # (D, h, F h)
-        out = torch.bmm(source, matrix).view(channels, rows, pairs, -1, near).permute(3, 0, 1, 2, 4)
+        out = torch.bmm(source, matrix).view(channels, batch, pairs, -1, near).permute(3, 0, 1, 2, 4)
     else:
         size = fast_length(2 * near - 1)
         product = torch.fft.rfft(source, n=size) * torch.fft.rfft(taps, n=size).unsqueeze(-2)
         out = torch.fft.irfft(product, n=size)[..., near - 1 : 2 * near - 1]
-        out = out.reshape(-1, channels, rows, pairs, near)
+        out = out.reshape(-1, channels, batch, pairs, near)
     return torch.where(target_alive, F.pad(out, (0, half - near)), 0.0)

@@ -88,9 +88,9 @@ def step_over_heads(step: Callable) -> Callable:
     return with_heads
 
 
-def _folded(rows: torch.Tensor, heads: int) -> torch.Tensor:
+def _folded(x: torch.Tensor, heads: int) -> torch.Tensor:
     """(B, D, ...) → (B H, D / H, ...), of contiguous rows the same memory."""
-    return rows.unflatten(1, (heads, rows.shape[1] // heads)).flatten(0, 1)
+    return x.unflatten(1, (heads, x.shape[1] // heads)).flatten(0, 1)
 
 
 def _biased(beta_logit: torch.Tensor, beta_bias: torch.Tensor | None) -> torch.Tensor:

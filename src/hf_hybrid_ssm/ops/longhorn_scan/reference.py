@@ -25,7 +25,7 @@ def longhorn_scan_reference(
     beta = torch.sigmoid(beta_logit if beta_bias is None else beta_logit + beta_bias)
     h = x.new_zeros(x.shape[0], x.shape[2], k.shape[-1]) if initial_state is None else initial_state.to(dtype)
     k, q = (_by_channel(tokens, x.shape[2]) for tokens in (k, q))
-    rows = []
+    outputs = []
     for t in range(x.shape[1]):
         if seq_idx is not None and t > 0:
             h = h * (seq_idx[:, t] == seq_idx[:, t - 1])[:, None, None]
@@ -33,9 +33,9 @@ def longhorn_scan_reference(
         kk = (key**2).sum(-1)
         delta = (beta[:, t] / (1 + beta[:, t] * kk))[:, :, None]  # (B, D, 1)
         after = (1 - delta * key**2) * h + delta * x[:, t, :, None] * key
-        rows.append((after * q[:, t]).sum(-1))
+        outputs.append((after * q[:, t]).sum(-1))
         h = after if lengths is None else torch.where((t < lengths)[:, None, None], after, h)
-    y = torch.stack(rows, 1) if rows else torch.zeros_like(x)
+    y = torch.stack(outputs, 1) if outputs else torch.zeros_like(x)
     if D is not None:
         y = y + D * x
     if z is not None:

@@ -154,11 +154,11 @@ def _forward(
     for channels in _slices(x, k):
         part = _ChannelSlice(x[..., channels], delta[..., channels], k, q, keep)
         h, final[:, channels], _ = part.initial_states(None if initial_state is None else initial_state[:, channels])
-        rows = []
+        outputs = []
         for c in range(part.size):
             h = torch.addcmul(part.write(c), part.decay(c), h)
-            rows.append((h @ part.query[c].unsqueeze(-1)).squeeze(-1))
-        y[..., channels] = _flat(torch.stack(rows), x.shape[1])
+            outputs.append((h @ part.query[c].unsqueeze(-1)).squeeze(-1))
+        y[..., channels] = _flat(torch.stack(outputs), x.shape[1])
     return y, final
 
 
@@ -210,14 +210,14 @@ def _slice_backward(
         grad_states.append(grad_state)
         grad_state = torch.addcmul(local[:, g], product[:, g], grad_state)
     lam = torch.stack(grad_states[::-1], 1)
-    rows = []
+    gradients = []
     for c in reversed(range(part.size)):
         key, delta, out = part.key[c].unsqueeze(-2), part.delta[c].unsqueeze(-1), dy[c].unsqueeze(-1)
         lam = torch.addcmul(lam, out, part.query[c].unsqueeze(-2))
         recalled = before[c] * key  # k h', what each coordinate predicts alone
         error = part.value[c].unsqueeze(-1) - recalled
         along = lam * key
-        rows.append(
+        gradients.append(
             (
                 part.delta[c] * along.sum(-1),
                 (along * error).sum(-1),
@@ -226,7 +226,7 @@ def _slice_backward(
             )
         )
         lam = lam * part.decay(c)
-    value, delta, key, query = (torch.stack(row[::-1]) for row in zip(*rows))
+    value, delta, key, query = (torch.stack(row[::-1]) for row in zip(*gradients))
     return value, delta, key, query, grad_state
 
 
