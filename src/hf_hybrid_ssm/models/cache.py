@@ -209,7 +209,8 @@ class RecurrentStateLayer(CacheLayerMixin):
         self.is_initialized = self.is_torn = False
 
     def reset_rows(self, begins: torch.Tensor) -> None:
-        """Detach all states; rows where `begins` (B,) is true get the state before the first token, which is zero in every family."""
+        """Detach all states; where `begins` (B,) is true, a row gets the state before the first token, in every family
+        zero."""
         self._apply(lambda state: with_zero_rows(state.detach(), begins))
 
     def zero_states(self, keep: Collection[str] = ()) -> None:
