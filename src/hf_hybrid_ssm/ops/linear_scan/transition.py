@@ -77,7 +77,7 @@ class Transition(NamedTuple):
     def krylov_by_doubling(
         self, vectors: torch.Tensor, count: int, *, transposed: bool = False
     ) -> tuple[torch.Tensor, "Transition"]:
-        """Of a dense one, `vectors` (..., M, N) times A^0, A^1, ..., A^{count - 1}, and A^count; `count` a power of two.
+        """Of a dense one, `vectors` (..., M, N) times A^0, A^1, ..., A^{count - 1}, and A^count; a power of two.
 
         Rows and power stand in one matrix, so that each doubling is one product.
         """
