@@ -11,6 +11,7 @@ unknown 3.
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from hf_hybrid_ssm.models.spade.configuration_spade import SpadeConfig
 from hf_hybrid_ssm.models.spade.modeling_spade import SpadeForCausalLM
 from hf_hybrid_ssm.models.spade.official_s4 import convert_s4
 
-LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 LAYER_KEYS = {
     **{f"self_attn.{name}.weight": f"mixing.self_attn.{name}_proj.weight" for name in ("q", "k", "v", "o")},
     **{f"self_attn_layer_norm.{kind}": f"mixing_norm.{kind}" for kind in ("weight", "bias")},
@@ -33,20 +33,43 @@ LAYER_KEYS = {
         for kind in ("weight", "bias")
     },
 }
-BIAS_KEY = "self_attn.relative_attention_bias.weight"
-S4_KERNEL, S4_SKIP = "s4_module.s4.kernel.kernel.", "s4_module.s4.D"
-EMBEDDING = re.compile(r"decoder\.embed_tokens\.embeddings\.(\d+)\.([01])\.weight")
-SOFTMAX = "decoder.adaptive_softmax."
-TAIL = re.compile(r"decoder\.adaptive_softmax\.tail\.(\d+)\.([02])\.weight")
-# fairseq's marks of versions, and buffers that only tell a device and a dtype
-WITHOUT_CONTENT = re.compile(
-    r"decoder\.((adaptive_softmax\.)?version|(embed_tokens|adaptive_softmax\.head)\._float_tensor)"
-)
+"""Names in a layer: official → ours."""
 GLOBAL_KEYS = {
     "decoder.embed_tokens.weight": "model.embed_tokens.weight",
     "decoder.output_projection.weight": "lm_head.weight",
     **{f"decoder.layer_norm.{kind}": f"model.norm.{kind}" for kind in ("weight", "bias")},
 }
+
+Rule = tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
+"""Keys, and our name for them: a template of the match, or a function of it."""
+
+EMBEDDINGS = r"decoder\.embed_tokens\.embeddings\.(\d+)"
+SOFTMAX = r"decoder\.adaptive_softmax"
+RENAMED: list[Rule] = [
+    *((re.compile(re.escape(theirs)), ours) for theirs, ours in GLOBAL_KEYS.items()),
+    *(
+        (re.compile(rf"decoder\.layers\.(\d+)\.{re.escape(theirs)}"), rf"model.layers.\1.{ours}")
+        for theirs, ours in LAYER_KEYS.items()
+    ),
+    (
+        re.compile(r"decoder\.layers\.0\.self_attn\.relative_attention_bias\.weight"),
+        "model.relative_bias.weight",
+    ),
+    (re.compile(rf"{EMBEDDINGS}\.0\.weight"), r"model.embed_tokens.table_\1"),
+    (re.compile(rf"{EMBEDDINGS}\.1\.weight"), r"model.embed_tokens.projection_\1"),
+    (re.compile(rf"{SOFTMAX}\.head\.class_proj\.weight"), "lm_head.clusters"),
+]
+TIED: list[Rule] = [
+    (re.compile(rf"{SOFTMAX}\.head\.word_proj\.weight"), "model.embed_tokens.table_0"),
+    (re.compile(rf"{SOFTMAX}\.tail\.(\d+)\.0\.weight"), lambda tail: _of_band("projection", int(tail[1]) + 1)),
+    (re.compile(rf"{SOFTMAX}\.tail\.(\d+)\.2\.weight"), lambda tail: _of_band("table", int(tail[1]) + 1)),
+]
+"""Copies of tensors that have our name."""
+S4 = re.compile(r"decoder\.layers\.(\d+)\.s4_module\.s4\.(D|kernel\.kernel\..*)")
+# fairseq's marks of versions, and buffers that only tell a device and a dtype
+WITHOUT_CONTENT = re.compile(
+    r"decoder\.((adaptive_softmax\.)?version|(embed_tokens|adaptive_softmax\.head)\._float_tensor)"
+)
 SETTINGS = {
     "relative_attention_max_distance": "relative_attention_max_distance",
     "activation_fn": "hidden_act",
@@ -67,30 +90,16 @@ def convert_state_dict(official: dict[str, torch.Tensor]) -> dict[str, torch.Ten
         ValueError: a key is not one of the official language model's, or a tied copy differs from its original.
     """
     converted: dict[str, torch.Tensor] = {}
-    kernels: dict[str, dict[str, torch.Tensor]] = {}
-    skips: dict[str, torch.Tensor] = {}
     copies: dict[str, str] = {}
+    systems: dict[str, dict[str, torch.Tensor]] = {}
     unknown = []
     for key, tensor in official.items():
-        layer, band, tail = LAYER.fullmatch(key), EMBEDDING.fullmatch(key), TAIL.fullmatch(key)
-        if layer and layer[2] in LAYER_KEYS:
-            converted[f"model.layers.{layer[1]}.{LAYER_KEYS[layer[2]]}"] = tensor
-        elif layer and layer[2] == BIAS_KEY and layer[1] == "0":
-            converted["model.relative_bias.weight"] = tensor
-        elif layer and layer[2] == S4_SKIP:
-            skips[layer[1]] = tensor
-        elif layer and layer[2].startswith(S4_KERNEL):
-            kernels.setdefault(layer[1], {})[layer[2].removeprefix(S4_KERNEL)] = tensor
-        elif key in GLOBAL_KEYS:
-            converted[GLOBAL_KEYS[key]] = tensor
-        elif band:
-            converted[f"model.embed_tokens.{('table', 'projection')[int(band[2])]}_{band[1]}"] = tensor
-        elif key == f"{SOFTMAX}head.class_proj.weight":
-            converted["lm_head.clusters"] = tensor
-        elif key == f"{SOFTMAX}head.word_proj.weight":
-            copies[key] = "model.embed_tokens.table_0"
-        elif tail:
-            copies[key] = f"model.embed_tokens.{'projection' if tail[2] == '0' else 'table'}_{int(tail[1]) + 1}"
+        if name := _our_name(key, RENAMED):
+            converted[name] = tensor
+        elif name := _our_name(key, TIED):
+            copies[key] = name
+        elif match := S4.fullmatch(key):
+            systems.setdefault(match[1], {})[match[2]] = tensor
         elif not WITHOUT_CONTENT.fullmatch(key):
             unknown.append(key)
     if unknown:
@@ -98,12 +107,21 @@ def convert_state_dict(official: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     for key, name in copies.items():
         if name not in converted or not torch.equal(official[key], converted[name]):
             raise ValueError(f"{key} differs from the embedding it is tied to; SPADE ties both.")
-    for layer_index in sorted(kernels.keys() | skips.keys()):
-        if layer_index not in kernels or layer_index not in skips:
-            raise ValueError(f"Layer {layer_index} has only a part of its S4: kernel and D are needed.")
-        ssm = convert_s4(kernels[layer_index], skips[layer_index])
-        converted |= {f"model.layers.{layer_index}.mixing.ssm.{name}": part for name, part in ssm.items()}
+    for layer, system in sorted(systems.items()):
+        skip = system.pop("D", None)
+        if skip is None or not system:
+            raise ValueError(f"Layer {layer} has only a part of its S4: kernel and D are needed.")
+        ssm = convert_s4({name.removeprefix("kernel.kernel."): part for name, part in system.items()}, skip)
+        converted |= {f"model.layers.{layer}.mixing.ssm.{name}": part for name, part in ssm.items()}
     return converted
+
+
+def _our_name(key: str, rules: list[Rule]) -> str | None:
+    """By the first rule that matches; None if none does."""
+    for pattern, name in rules:
+        if match := pattern.fullmatch(key):
+            return match.expand(name) if isinstance(name, str) else name(match)
+    return None
 
 
 def infer_config(
@@ -119,39 +137,47 @@ def infer_config(
     Raises:
         ValueError: a tensor that the sizes are read from is missing; a special token lies outside the vocabulary.
     """
-    first = "model.layers.0."
-    needed = ["model.relative_bias.weight", f"{first}feed_forward.fc1.weight"]
-    if missing := [key for key in needed if key not in converted]:
+    first = "model.layers.0.feed_forward.fc1.weight"
+    if missing := [key for key in ("model.relative_bias.weight", first) if key not in converted]:
         raise ValueError(f"The checkpoint lacks {', '.join(missing)}.")
     buckets, heads = converted["model.relative_bias.weight"].shape
-    layers = {int(key.split(".")[2]) for key in converted if key.startswith("model.layers.")}
-    with_ssm = sorted(int(key.split(".")[2]) for key in converted if key.endswith("ssm.A_imag"))
     sizes: dict[str, Any] = {
         **_vocabulary(converted),
-        "intermediate_size": converted[f"{first}feed_forward.fc1.weight"].shape[0],
-        "num_hidden_layers": len(layers),
+        **_systems(converted),
+        "intermediate_size": converted[first].shape[0],
+        "num_hidden_layers": len({key.split(".")[2] for key in converted if key.startswith("model.layers.")}),
         "num_attention_heads": heads,
         "relative_attention_num_buckets": buckets,
-        "ssm_layers": with_ssm,
         "final_norm": "model.norm.weight" in converted,
     }
-    if with_ssm:
-        mixing = f"model.layers.{with_ssm[0]}.mixing."
-        eigenvalues = converted[f"{mixing}ssm.A_imag"]
-        sizes |= {"ssm_state_size": 2 * eigenvalues.shape[1], "ssm_num_dynamics": eigenvalues.shape[0]}
-        summed = "add" if f"{mixing}norm_global.weight" in converted else "stack"
-        sizes["ssm_merge"] = "concat" if f"{mixing}aggregate.weight" in converted else summed
-    settings = settings or {}
-    said = {ours: settings[name] for name, ours in SETTINGS.items() if settings.get(name) is not None}
-    if settings.get("local_radius") is not None:
-        said["sliding_window"] = settings["local_radius"] + 1  # fairseq counts the other tokens only
-    if "dropout" in said:
-        said["embedding_dropout"] = said["dropout"]  # fairseq has one rate for both
-    if "no_scale_embedding" in settings:
-        said["scale_embedding"] = not settings["no_scale_embedding"]
-    config = SpadeConfig(**{**SpadeConfig.presets["spade-lm-wt103"], **said, **sizes, **overrides})
+    preset = SpadeConfig.presets["spade-lm-wt103"]
+    config = SpadeConfig(**{**preset, **_from_settings(settings or {}), **sizes, **overrides})
     check_tokens(config, overrides)
     return config
+
+
+def _systems(converted: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Which layers have state-space models, and their sizes."""
+    layers = sorted(int(key.split(".")[2]) for key in converted if key.endswith("ssm.A_imag"))
+    if not layers:
+        return {"ssm_layers": layers}
+    mixing = f"model.layers.{layers[0]}.mixing."
+    dynamics, modes = converted[f"{mixing}ssm.A_imag"].shape[:2]
+    summed = "add" if f"{mixing}norm_global.weight" in converted else "stack"
+    merge = "concat" if f"{mixing}aggregate.weight" in converted else summed
+    return {"ssm_layers": layers, "ssm_state_size": 2 * modes, "ssm_num_dynamics": dynamics, "ssm_merge": merge}
+
+
+def _from_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """What fairseq's settings say of the configuration."""
+    fields = {ours: settings[name] for name, ours in SETTINGS.items() if settings.get(name) is not None}
+    if settings.get("local_radius") is not None:
+        fields["sliding_window"] = settings["local_radius"] + 1  # fairseq counts the other tokens only
+    if "dropout" in fields:
+        fields["embedding_dropout"] = fields["dropout"]  # fairseq has one rate for both
+    if "no_scale_embedding" in settings:
+        fields["scale_embedding"] = not settings["no_scale_embedding"]
+    return fields
 
 
 def _vocabulary(converted: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -163,16 +189,16 @@ def _vocabulary(converted: dict[str, torch.Tensor]) -> dict[str, Any]:
         sizes: dict[str, Any] = {"vocab_size": table.shape[0], "hidden_size": table.shape[1]}
         return sizes | {"adaptive_cutoffs": None, "tie_word_embeddings": tied}
     bands = sum(key.startswith("model.embed_tokens.table_") for key in converted)
-    if missing := [key for band in range(max(bands, 1)) if (key := _table(band)) not in converted]:
+    if missing := [key for band in range(max(bands, 1)) if (key := _of_band("table", band)) not in converted]:
         raise ValueError(f"The checkpoint lacks {', '.join(missing)}.")
-    tables = [converted[_table(band)] for band in range(bands)]
+    tables = [converted[_of_band("table", band)] for band in range(bands)]
     ends = torch.tensor([table.shape[0] for table in tables]).cumsum(0).tolist()
     sizes = {"vocab_size": ends[-1], "hidden_size": tables[0].shape[1], "adaptive_cutoffs": ends[:-1]}
     return sizes | ({"adaptive_factor": tables[0].shape[1] // tables[1].shape[1]} if bands > 1 else {})
 
 
-def _table(band: int) -> str:
-    return f"model.embed_tokens.table_{band}"
+def _of_band(part: str, band: int) -> str:
+    return f"model.embed_tokens.{part}_{band}"
 
 
 def convert(source: str | Path, **overrides: Any) -> SpadeForCausalLM:
