@@ -2,8 +2,8 @@
 
 A tensor is declared as `name[B L D]`, by letters of its sizes; the first tensor that has a letter says how many it
 stands for. `name?` may be None. A size may be a number, a multiple (`3R`), or a letter and a number (`K-1`). What a
-dimension `B*` counts may lie apart, as C is told; without a star, tensors are contiguous. The dtype follows, float32
-if none does; `held` is float32 or bfloat16, the same in all tensors of a call.
+dimension `B*` counts may be strided; its stride is passed to C. Without a star, tensors are contiguous. The dtype
+follows, float32 if none does; `held` is float32 or bfloat16, the same in all tensors of a call.
 """
 
 import ctypes
@@ -39,8 +39,8 @@ class Declared:
         parts = [found.groups() for found in map(_SIZE.match, sizes) if found]
         assert len(parts) == len(sizes), text
         self.sizes = [(int(factor or 1), letter, int(more or 0)) for factor, letter, more, _ in parts]
-        self.apart = tuple(bool(star) for *_, star in parts)
-        self.is_contiguous = not any(self.apart)
+        self.strided = tuple(bool(star) for *_, star in parts)
+        self.is_contiguous = not any(self.strided)
         self.form = f"{'' if self.is_contiguous else 'rows of '}{self.kind} ({', '.join(sizes)})".replace("*", "")
 
     def check(self, function: str, tensor: torch.Tensor, bound: dict[str, Any]) -> int:
@@ -50,15 +50,9 @@ class Declared:
             TypeError: it is not as declared, or not in the memory of the CPU (a meta or fake tensor has none).
         """
         at = tensor.data_ptr() if tensor.is_cpu else 0
-        is_right = tensor.dtype in self.dtypes and tensor.dim() == len(self.sizes)
-        if is_right:
-            is_right = tensor.is_contiguous() if self.is_contiguous else self._lies_right(tensor)
-            for (factor, letter, more), size in zip(self.sizes, tensor.shape):
-                if bound.setdefault(letter, (size - more) // factor if letter else 1) * factor + more != size:
-                    is_right = False
-            if len(self.dtypes) > 1 and bound.setdefault(self.kind, tensor.dtype) is not tensor.dtype:
-                is_right = False
-        if not is_right or not tensor.is_cpu or (at == 0 and tensor.numel()):
+        is_known = tensor.dtype in self.dtypes and tensor.dim() == len(self.sizes)
+        fits = is_known and self._bind(tensor, bound) and self._is_dense(tensor)
+        if not fits or not tensor.is_cpu or (at == 0 and tensor.numel()):
             known = {letter: size for letter, size in bound.items() if letter}
             raise TypeError(
                 f"{function}: {self.name} must be {self.form} in the memory of the CPU where {known}; "
@@ -66,12 +60,23 @@ class Declared:
             )
         return at or ctypes.addressof(_NOTHING)
 
-    def _lies_right(self, tensor: torch.Tensor) -> bool:
-        if tensor.numel() == 0:
-            return True
+    def _bind(self, tensor: torch.Tensor, bound: dict[str, Any]) -> bool:
+        """Whether sizes and dtype are those that the letters stand for; new letters stand for these from now on."""
+        found = []
+        for (factor, letter, more), size in zip(self.sizes, tensor.shape):
+            unit = bound.setdefault(letter, (size - more) // factor) if letter else 1
+            found.append(unit * factor + more == size)
+        if len(self.dtypes) > 1:
+            found.append(bound.setdefault(self.kind, tensor.dtype) is tensor.dtype)
+        return all(found)
+
+    def _is_dense(self, tensor: torch.Tensor) -> bool:
+        """Whether the dimensions that may not be strided are not."""
+        if self.is_contiguous or tensor.numel() == 0:
+            return tensor.is_contiguous()
         expected = 1
-        for size, stride, apart in zip(reversed(tensor.shape), reversed(tensor.stride()), reversed(self.apart)):
-            if not apart and size > 1 and stride != expected:
+        for size, stride, strided in zip(reversed(tensor.shape), reversed(tensor.stride()), reversed(self.strided)):
+            if not strided and size > 1 and stride != expected:
                 return False
             expected *= size
         return True

@@ -1,7 +1,6 @@
 """Tensors that follow from sizes alone: made once a device, since a copy from the host is a wait for it."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import lru_cache
 from typing import Any
 
@@ -21,11 +20,14 @@ def constant(make: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @lru_cache
-    def kept(*arguments: Any, device: torch.device | None) -> Any:
-        outside = (torch._C.DisableTorchFunction(), _disable_current_modes(), torch._C._DisableFuncTorch())
-        with ExitStack() as stack:
-            for context in (*outside, torch.inference_mode(False), torch.no_grad()):
-                stack.enter_context(context)
+    def computed(*arguments: Any, device: torch.device | None) -> Any:
+        with (
+            torch._C.DisableTorchFunction(),
+            _disable_current_modes(),
+            torch._C._DisableFuncTorch(),
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):
             return tree_map_only(torch.Tensor, lambda made: made.to(device), make(*arguments))
 
     # dynamo names a tensor by the function that returned it, and stops where two have one name; what it finds in a
@@ -33,8 +35,8 @@ def constant(make: Callable[..., Any]) -> Callable[..., Any]:
     @torch.compiler.assume_constant_result
     def in_tuple(*arguments: Any, device: torch.device | None) -> tuple:
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
-            return (kept(*arguments, device=device),)
-        return (tree_map_only(torch.Tensor, lambda real: _fake(real, device), kept(*arguments, device=None)),)
+            return (computed(*arguments, device=device),)
+        return (tree_map_only(torch.Tensor, lambda real: _fake(real, device), computed(*arguments, device=None)),)
 
     def get(*arguments: Any, device: torch.device | None = None) -> Any:
         return in_tuple(*arguments, device=device)[0]

@@ -1,5 +1,9 @@
 """Local attention in torch: blocks of queries against the keys of their windows, by torch's fused attention."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -7,6 +11,7 @@ from hf_hybrid_ssm.ops.core.full_attention import attention
 from hf_hybrid_ssm.ops.core.padding import zero_beyond
 from hf_hybrid_ssm.ops.local_attention.biased import biased_attention, can_use_cpu_flash_with_bias
 from hf_hybrid_ssm.ops.local_attention.distance_range import (
+    AttentionState,
     DistanceRange,
     bias_by_distance,
     distance_ranges,
@@ -34,42 +39,132 @@ def local_attention_torch(
     lengths,
 ):
     """See `hf_hybrid_ssm.ops.local_attention.local_attention`."""
-    (left, right), length = window, q.shape[2]
-    seen, has_sink = None if state is None else state.seen, sink_logits is not None
-    if not has_sink and is_causal_by_chunk(window, chunk_size, bias, dropout, state, seq_idx):
-        dtype = _computed_in(q)
-        k, v = zero_beyond(k, lengths, dim=2), zero_beyond(v, lengths, dim=2)
-        return causal_chunks(q.to(dtype), k.to(dtype), v.to(dtype), chunk_size, scale).to(q.dtype)
-    uniform = {"chunk_size": chunk_size, "zero_kv_sink": zero_kv_sink}
-    if not has_sink and has_uniform_blocks(q, k, window=window, state=state, seq_idx=seq_idx, **uniform):
-        k, v = zero_beyond(k, lengths, dim=2), zero_beyond(v, lengths, dim=2)
-        dtype = _computed_in(q)
-        inputs = (q.to(dtype), k.to(dtype), v.to(dtype))
-        y = uniform_attention(*inputs, left=left, right=right, bias=bias, scale=scale, dropout=dropout, **uniform)
-        return y.to(q.dtype)
-    ranges = distance_ranges(length, window, chunk_size, seen=seen, seq_idx=seq_idx, lengths=lengths, device=q.device)
-    k, v = zero_beyond(k, lengths, dim=2), zero_beyond(v, lengths, dim=2)
-    two_sided = right is None or right > 0
     dtype = _computed_in(q)
-    sink = None
-    if zero_kv_sink:
-        sink = Sink(zero_key_logits(bias, ranges.rank, left, right, q.new_empty(0, dtype=dtype)), None, True)
-    elif has_sink:
-        sink = Sink(sink_logits.to(dtype), sink_values, False)
-    inputs = (q.to(dtype), k.to(dtype), v.to(dtype))
-    options = {"bias": bias, "two_sided": two_sided, "sink": sink, "scale": scale, "dropout": dropout}
-    span = None if left is None or right is None else max(left + right, 16)
-    is_plain = state is None and seq_idx is None and lengths is None and sink is None
-    if span is None or length <= span:
-        y = _dense(*inputs, state, ranges, **options)
-    elif chunk_size is not None and state is None and seq_idx is None:  # the chunks themselves are the blocks
-        inner = (0, length // chunk_size) if is_plain else None
-        y = _blocks(*inputs, None, ranges, (0, 0), chunk_size, inner=inner, window=window, **options)
-    else:
-        size = max(span // 2, 16) if two_sided else span
-        inner = (-(-left // size), (length - max(right, 0)) // size) if is_plain and chunk_size is None else None
-        y = _blocks(*inputs, state, ranges, window, size, inner=inner, window=window, **options)
-    return y.to(q.dtype)
+    k, v = zero_beyond(k, lengths, dim=2).to(dtype), zero_beyond(v, lengths, dim=2).to(dtype)
+    problem = Problem(
+        q=q.to(dtype),
+        k=k,
+        v=v,
+        window=window,
+        chunk_size=chunk_size,
+        bias=bias,
+        scale=scale,
+        zero_kv_sink=zero_kv_sink,
+        sink_logits=sink_logits,
+        sink_values=sink_values,
+        dropout=dropout,
+        state=state,
+        seq_idx=seq_idx,
+        lengths=lengths,
+    )
+    attend = next(attend for suits, attend in STRATEGIES if suits(problem))
+    return attend(problem).to(q.dtype)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Problem:
+    """The arguments of `local_attention`, checked, in the dtype of the products, and with zeros in padding."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    window: tuple[Any, Any]
+    chunk_size: int | None
+    bias: torch.Tensor | None
+    scale: float
+    zero_kv_sink: bool
+    sink_logits: torch.Tensor | None
+    sink_values: torch.Tensor | None
+    dropout: float
+    state: AttentionState | None
+    seq_idx: torch.Tensor | None
+    lengths: torch.Tensor | None
+
+    @property
+    def length(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def is_new(self) -> bool:
+        """Every row is one document from its first token."""
+        return self.state is None and self.seq_idx is None
+
+    @property
+    def is_plain(self) -> bool:
+        """And all that differs between tokens is where they lie."""
+        return self.is_new and self.lengths is None and self.sink_logits is None and not self.zero_kv_sink
+
+    @property
+    def two_sided(self) -> bool:
+        return self.window[1] is None or self.window[1] > 0
+
+    def ranges(self) -> DistanceRange:
+        return distance_ranges(
+            self.length,
+            self.window,
+            self.chunk_size,
+            seen=None if self.state is None else self.state.seen,
+            seq_idx=self.seq_idx,
+            lengths=self.lengths,
+            device=self.q.device,
+        )
+
+    def sink(self, ranges: DistanceRange) -> Sink | None:
+        if self.zero_kv_sink:
+            return Sink(zero_key_logits(self.bias, ranges.rank, *self.window, self.q.new_empty(0)), None, True)
+        if self.sink_logits is None:
+            return None
+        return Sink(self.sink_logits.to(self.q.dtype), self.sink_values, False)
+
+    def bias_at(self, distance: torch.Tensor) -> torch.Tensor | None:
+        """(1, H, Q, K) of distances (Q, K)."""
+        return None if self.bias is None else bias_by_distance(self.bias, distance, self.two_sided).unsqueeze(0)
+
+
+def _suits_causal_chunks(problem: Problem) -> bool:
+    p = problem
+    by_chunk = is_causal_by_chunk(p.window, p.chunk_size, p.bias, p.dropout, p.state, p.seq_idx)
+    return p.sink_logits is None and by_chunk
+
+
+def _by_causal_chunks(problem: Problem) -> torch.Tensor:
+    assert problem.chunk_size is not None
+    return causal_chunks(problem.q, problem.k, problem.v, problem.chunk_size, problem.scale)
+
+
+def _suits_uniform_blocks(problem: Problem) -> bool:
+    p, names = problem, ("window", "chunk_size", "zero_kv_sink", "state", "seq_idx")
+    return p.sink_logits is None and has_uniform_blocks(p.q, p.k, **{name: getattr(p, name) for name in names})
+
+
+def _by_uniform_blocks(problem: Problem) -> torch.Tensor:
+    p, (left, right) = problem, problem.window
+    names = ("chunk_size", "bias", "scale", "zero_kv_sink", "dropout")
+    return uniform_attention(p.q, p.k, p.v, left=left, right=right, **{name: getattr(p, name) for name in names})
+
+
+def _is_short(problem: Problem) -> bool:
+    """A piece no longer than the window, or a window without a limit."""
+    left, right = problem.window
+    return left is None or right is None or problem.length <= max(left + right, 16)
+
+
+def _is_in_chunks(problem: Problem) -> bool:
+    """The chunks themselves are the blocks."""
+    return problem.chunk_size is not None and problem.is_new
+
+
+def _by_chunks(problem: Problem) -> torch.Tensor:
+    assert problem.chunk_size is not None
+    return _blocks(problem, (0, 0), problem.chunk_size, inner=(0, problem.length // problem.chunk_size))
+
+
+def _by_windows(problem: Problem) -> torch.Tensor:
+    left, right = problem.window
+    span = max(left + right, 16)
+    size = max(span // 2, 16) if problem.two_sided else span
+    inner = (-(-left // size), (problem.length - max(right, 0)) // size) if problem.chunk_size is None else None
+    return _blocks(problem, problem.window, size, inner=inner)
 
 
 def is_causal_by_chunk(window, chunk_size, bias, dropout, state, seq_idx) -> bool:
@@ -97,9 +192,9 @@ def _computed_in(q: torch.Tensor) -> torch.dtype:
     return torch.float32 if q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16) else q.dtype
 
 
-def _dense(q, k, v, state, ranges: DistanceRange, *, bias, two_sided, sink, scale, dropout):
-    """All keys for each query: for pieces no longer than the window, and for unlimited windows."""
-    held = 0
+def _dense(problem: Problem) -> torch.Tensor:
+    """All keys for each query."""
+    q, k, v, state, ranges, held = problem.q, problem.k, problem.v, problem.state, problem.ranges(), 0
     if state is not None:
         held = state.keys.shape[2]
         k = torch.cat([state.keys.to(k.dtype), k], 2)
@@ -107,80 +202,70 @@ def _dense(q, k, v, state, ranges: DistanceRange, *, bias, two_sided, sink, scal
     column = torch.arange(q.shape[2], device=q.device)
     distance = (column + held).unsqueeze(1) - torch.arange(k.shape[2], device=q.device)
     allowed = (distance >= ranges.first.unsqueeze(-1)) & (distance <= ranges.last.unsqueeze(-1))
-    logits = None if bias is None else bias_by_distance(bias, distance, two_sided).unsqueeze(0)
+    sink = problem.sink(ranges)
     sink = None if sink is None else sink._replace(logits=sink.logits.unsqueeze(-1))
-    return _attend(q, k, v, allowed.unsqueeze(1), logits, sink, scale, dropout)
+    logits = problem.bias_at(distance)
+    return _attend(q, k, v, allowed.unsqueeze(1), logits, sink, problem.scale, problem.dropout)
 
 
-def _blocks(
-    q,
-    k,
-    v,
-    state,
-    ranges: DistanceRange,
-    around: tuple[int, int],
-    size,
-    *,
-    inner,
-    window,
-    bias,
-    two_sided,
-    sink,
-    scale,
-    dropout,
-):
+def _blocks(problem: Problem, around: tuple[int, int], size: int, *, inner: tuple[int, int] | None) -> torch.Tensor:
     """Blocks of `size` queries, each against its own keys, `around[0]` before them and `around[1]` after them.
 
-    `inner`, a range of blocks or None: where every token sees its whole `window`, so that all blocks share one mask.
+    `inner`, a range of blocks or None: where every token of plain rows sees its whole window, so that all blocks share
+    one mask.
     """
+    q, ranges, (before, after) = problem.q, problem.ranges(), around
     batch, heads, length, _ = q.shape
-    before, after = around
     count = -(-length // size)
-    padding = count * size - length
     width = size + before + after
-
-    def key_blocks(old: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
-        if old is None:
-            new = F.pad(new, (0, 0, before, padding + after))
-        else:
-            new = F.pad(torch.cat([old.to(new.dtype), new], 2), (0, 0, 0, padding + after))
-        return new.unfold(2, width, size).permute(0, 2, 1, 4, 3)  # (B, count, G, width, E)
-
-    def query_blocks(x: torch.Tensor) -> torch.Tensor:
-        return F.pad(x, (0, 0, 0, padding)).unflatten(2, (count, size)).transpose(1, 2)
-
     query, key = torch.arange(size, device=q.device), torch.arange(width, device=q.device)
     distance = query.unsqueeze(1) - key + before
     first, last = torch.broadcast_tensors(ranges.first, ranges.last)
-    first, last = (F.pad(limit, (0, padding)).reshape(-1, count, size, 1) for limit in (first, last))
-    logits = None if bias is None else bias_by_distance(bias, distance, two_sided).unsqueeze(0)
-    of_sink = None if sink is None else query_blocks(sink.logits.unsqueeze(-1)).expand(batch, *(-1,) * 4)
-    old_keys, old_values = (None, None) if state is None else (state.keys, state.values)
-    begin, end = (0, 0) if inner is None or inner[1] - inner[0] < 2 else inner
+    first, last = (F.pad(part, (0, count * size - length)).reshape(-1, count, size, 1) for part in (first, last))
+    sink, of_sink = problem.sink(ranges), None
+    if sink is not None:
+        of_sink = _query_blocks(sink.logits.unsqueeze(-1), size).expand(batch, *(-1,) * 4)
+    old = (None, None) if problem.state is None else (problem.state.keys, problem.state.values)
+    begin, end = (0, 0) if inner is None or not problem.is_plain or inner[1] - inner[0] < 2 else inner
     # split, not slices: the gradient of a slice is a whole tensor of zeros around it
     pieces = [begin, end - begin, count - end]
     parts = zip(
-        query_blocks(q).split(pieces, 1),
-        key_blocks(old_keys, k).split(pieces, 1),
-        key_blocks(old_values, v).split(pieces, 1),
+        _query_blocks(q, size).split(pieces, 1),
+        _key_blocks(old[0], problem.k, size, around).split(pieces, 1),
+        _key_blocks(old[1], problem.v, size, around).split(pieces, 1),
         first.split(pieces, 1),
         last.split(pieces, 1),
         [None] * 3 if of_sink is None else of_sink.split(pieces, 1),
     )
-    shared = ((distance >= -window[1]) & (distance <= window[0]))[None, None]
+    logits, (left, right) = problem.bias_at(distance), problem.window
     outputs = []
     for index, (queries, keys, values, low, high, sinks) in enumerate(parts):  # with a sink, none is inner
         if pieces[index] == 0:
             continue
-        allowed = shared
-        if index != 1:
+        if index == 1:
+            allowed = ((distance >= -right) & (distance <= left))[None, None]
+        else:
             allowed = ((distance >= low) & (distance <= high)).expand(batch, -1, -1, -1).reshape(-1, 1, size, width)
-        own_sink = None if sinks is None else sink._replace(logits=sinks.flatten(0, 1))
-        queries, keys, values = queries.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1)
-        y = _attend(queries, keys, values, allowed, logits, own_sink, scale, dropout)
+        own_sink = None if sinks is None or sink is None else sink._replace(logits=sinks.flatten(0, 1))
+        inputs = queries.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1)
+        y = _attend(*inputs, allowed, logits, own_sink, problem.scale, problem.dropout)
         outputs.append(y.unflatten(0, (batch, pieces[index])))
     y = torch.cat(outputs, 1)
     return y.transpose(1, 2).reshape(batch, heads, count * size, y.shape[-1])[:, :, :length]
+
+
+def _query_blocks(x: torch.Tensor, size: int) -> torch.Tensor:
+    """(B, H, L, E) → (B, count, H, size, E)."""
+    return F.pad(x, (0, 0, 0, -x.shape[2] % size)).unflatten(2, (-1, size)).transpose(1, 2)
+
+
+def _key_blocks(old: torch.Tensor | None, new: torch.Tensor, size: int, around: tuple[int, int]) -> torch.Tensor:
+    """Keys or values (B, G, L, E) → (B, count, G, width, E): before them lie `old` ones, or nothing."""
+    before, after = around
+    gap = -new.shape[2] % size + after
+    new = F.pad(new, (0, 0, before, gap)) if old is None else torch.cat([old.to(new.dtype), new], 2)
+    new = new if old is None else F.pad(new, (0, 0, 0, gap))
+    return new.unfold(2, size + before + after, size).permute(0, 2, 1, 4, 3)
 
 
 def _attend(q, k, v, allowed, logits, sink, scale, dropout):
@@ -206,6 +291,16 @@ def _attend(q, k, v, allowed, logits, sink, scale, dropout):
     options = {"attn_mask": mask, "dropout_p": dropout, "scale": scale, "enable_gqa": grouped}
     y = attention(q, k, v, **options)
     return y if empty is None else torch.where(empty, 0.0, y)
+
+
+STRATEGIES: tuple[tuple[Callable[[Problem], bool], Callable[[Problem], torch.Tensor]], ...] = (
+    (_suits_causal_chunks, _by_causal_chunks),
+    (_suits_uniform_blocks, _by_uniform_blocks),
+    (_is_short, _dense),
+    (_is_in_chunks, _by_chunks),
+    (lambda problem: True, _by_windows),
+)
+"""The first that suits a problem attends."""
 
 
 def attention_step_torch(
