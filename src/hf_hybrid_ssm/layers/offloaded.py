@@ -11,10 +11,10 @@ def with_accelerate_hooks(method: Method) -> Method:
     """Make `method` of a module fetch its parameters, wherever they are.
 
     accelerate (`device_map` with memory for a part of the model, `disk_offload`) leaves parameters on the meta device,
-    and FSDP2 leaves a shard of them on each device; both bring them in around `forward` alone. Longhorn's `forward_rows`
-    is also called from outside of its module's `forward`: by a block that has a mixer and a window side by side, and by
-    a rollback, which begins with the layer's inputs. There the same hooks run around it. Within `forward` the
-    parameters are in place, and nothing more happens.
+    and FSDP2 leaves a shard of them on each device; both bring them in around `forward` alone. Longhorn's
+    `forward_rows` is also called from outside of its module's `forward`: by a block that has a mixer and a window side
+    by side, and by a rollback, which begins with the layer's inputs. There the same hooks run around it. Within
+    `forward` the parameters are in place, and nothing more happens.
 
     transformers' `force_accelerate_hooks` does not serve: it runs the hooks of named submodules around the `forward`
     of their parent, whether they are needed or not; it leaves the arguments where they are, and FSDP2 to itself.
