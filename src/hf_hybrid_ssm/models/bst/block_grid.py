@@ -64,8 +64,8 @@ class BlockGrid:
         if past is None:
             return blocks
         offset = (-self.starts[:, 0]).clamp(min=0)  # tokens of block 0 in earlier forwards
-        held = _like((slots < offset.unsqueeze(1)), past)
-        return torch.cat([torch.where(held, past, blocks[:, 0]).unsqueeze(1), blocks[:, 1:]], dim=1)
+        is_filled = _like((slots < offset.unsqueeze(1)), past)
+        return torch.cat([torch.where(is_filled, past, blocks[:, 0]).unsqueeze(1), blocks[:, 1:]], dim=1)
 
     def from_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
         """(B, J, W, ...) → (B, L, ...)."""
@@ -80,8 +80,8 @@ class BlockGrid:
         last = self.next_block.clamp(max=self.num_blocks - 1)
         rows = torch.arange(blocks.shape[0], device=blocks.device)
         filled = torch.arange(self.window, device=blocks.device) < (self.tokens_seen % self.window).unsqueeze(1)
-        kept = blocks[rows, last]
-        return torch.where(_like(filled, kept), kept, 0.0)
+        last_block = blocks[rows, last]
+        return torch.where(_like(filled, last_block), last_block, 0.0)
 
 
 def block_grid(

@@ -98,7 +98,7 @@ class ContextStates(nn.Module):
             y, after = attend(queries.transpose(1, 2), self._ssm_input(x), past, rows, **scales)
             return y.transpose(1, 2), after
         if self.variant != "mf":
-            return self._attend_along_rows(scaled_queries(queries, head_scale), x, past, rows)
+            return self._attend_by_token(scaled_queries(queries, head_scale), x, past, rows)
         (batch, length), seen = x.shape[:2], past.get("seen")
         grid = block_grid(batch, length, self.window, tokens_seen=seen, rows=rows, device=x.device)
         keys, values, after = self.by_block(x, grid, past, rows)
@@ -110,7 +110,7 @@ class ContextStates(nn.Module):
         """Keys and values (B, J, W or S, H, e) of the blocks that the tokens touch, and the state after the tokens."""
         if self.variant == "mf":
             return self._shifted(x, grid, past, rows)
-        keys, values, ssm = self._along_rows(x, past, rows)
+        keys, values, ssm = self._by_token(x, past, rows)
         old_keys, old_values = (past[name].transpose(1, 2) if past else None for name in CONTEXT)
         keys, values = grid.to_blocks(keys, old_keys), grid.to_blocks(values, old_values)
         after = {}
@@ -119,16 +119,16 @@ class ContextStates(nn.Module):
             after = self._named_states(ssm, *unfinished)
         return keys, values, after
 
-    def _attend_along_rows(
+    def _attend_by_token(
         self, queries: torch.Tensor, x: torch.Tensor, past: States, rows: Rows
     ) -> tuple[torch.Tensor, States]:
         """`forward` of "sh" and "mh", whose blocks have a context state for each of their tokens: attention within
         chunks of W tokens."""
-        keys, values, ssm = self._along_rows(x, past, rows)
+        keys, values, ssm = self._by_token(x, past, rows)
         state = None
         if past:
-            held = [newest_last(past[name], past["seen"]) for name in CONTEXT]
-            state = AttentionState(held[0], held[1], past["seen"])
+            context = [newest_last(past[name], past["seen"]) for name in CONTEXT]
+            state = AttentionState(context[0], context[1], past["seen"])
         y, unfinished = local_attention(
             *(part.transpose(1, 2) for part in (queries, keys, values)),
             window=(self.window - 1, self.window - 1 if self.is_bidirectional else 0),
@@ -142,7 +142,7 @@ class ContextStates(nn.Module):
         slots = (slot_by_slot(part, unfinished.seen, self.window) for part in (unfinished.keys, unfinished.values))
         return y.transpose(1, 2), self._named_states(ssm, *slots)
 
-    def _along_rows(
+    def _by_token(
         self, x: torch.Tensor, past: States, rows: Rows
     ) -> tuple[torch.Tensor, torch.Tensor, MixerState | None]:
         """Of "sh" and "mh", token by token: keys and values (B, L, H, e), and the state of the state-space model. No
@@ -167,8 +167,8 @@ class ContextStates(nn.Module):
         y = y if first is None else torch.where(first[:, 1:], initial, y)
         contexts: tuple[torch.Tensor, ...] = self._project(torch.cat([initial, y], dim=1))
         if past and first is not None:  # a cache need not hold zeros before the end of the first block
-            held = (past[name].transpose(1, 2).unsqueeze(1) for name in CONTEXT)
-            starts = (torch.where(first[:, :1, None], new[:, :1], old) for new, old in zip(contexts, held))
+            context = (past[name].transpose(1, 2).unsqueeze(1) for name in CONTEXT)
+            starts = (torch.where(first[:, :1, None], new[:, :1], old) for new, old in zip(contexts, context))
             contexts = tuple(torch.cat([start, new[:, 1:]], 1) for start, new in zip(starts, contexts))
         after = {}
         if rows.return_final_state:
@@ -203,14 +203,14 @@ class ContextStates(nn.Module):
             fresh = (seen == 0).view(-1, 1, 1, 1)
             initial = self._initial(queries.shape[0])
             context = [torch.where(fresh, new.transpose(-3, -2), old) for new, old in zip(initial, context)]
-        found = slot_attention(queries, None, None, *context, **scales)
+        attended = slot_attention(queries, None, None, *context, **scales)
         y, ssm = self.ssm(u, rows=rows, initial_state=mixer_state(past), stride=1 if ends else 2)
         if not ends:
-            return found, self._named_states(ssm, *context)
+            return attended, self._named_states(ssm, *context)
         over = (seen % self.window == self.window - 1).view(-1, 1, 1, 1)
         new = (part.squeeze(1).transpose(1, 2) for part in self._project(y))
         after = (torch.where(over, part.to(old.dtype), old) for part, old in zip(new, context))
-        return found, self._named_states(ssm, *after)
+        return attended, self._named_states(ssm, *after)
 
     def _initial(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values ([B,] S, H, e) of the learned context of a document's first block: once for all rows, unless

@@ -107,8 +107,8 @@ class RecurrentStates(nn.Module):
             s = cell.update(read, tokens.keys[j], tokens.values[j]) if j < updates else read.s
         state_keys = torch.stack([read.keys for read in reads[: grid.num_blocks]], 1)
         state_values = torch.stack([read.values for read in reads[: grid.num_blocks]], 1)
-        found = attend_blocks(queries, state_keys, state_values, grid, head_scale)
-        return found, self._after(grid, reads, tokens) if wants_state else {}
+        attended = attend_blocks(queries, state_keys, state_values, grid, head_scale)
+        return attended, self._after(grid, reads, tokens) if wants_state else {}
 
     def _attend_token(
         self,
@@ -133,7 +133,7 @@ class RecurrentStates(nn.Module):
             keys = torch.where(fresh.unsqueeze(-1), new.keys, keys)
             values = torch.where(fresh.unsqueeze(-1), new.values, values)
         by_head = queries.transpose(1, 2), None, None, keys.transpose(1, 2), values.transpose(1, 2)
-        found = slot_attention(*by_head, scale=None if head_scale is None else 1.0, head_scale=head_scale)
+        attended = slot_attention(*by_head, scale=None if head_scale is None else 1.0, head_scale=head_scale)
         slot = (seen % window).view(-1, 1, 1, 1)
         blocks = blocks if rows.overwrites_states else [block.clone() for block in blocks]
         for block, token in zip(blocks, (key, value)):
@@ -148,7 +148,7 @@ class RecurrentStates(nn.Module):
             keys, values = torch.where(over, new.keys, keys), torch.where(over, new.values, values)
             before = [torch.where(over, block, old) for block, old in zip(blocks, before)]
             blocks = [block.masked_fill(over, 0.0) for block in blocks]
-        return found.transpose(1, 2), dict(zip(RECURRENT_STATES, (s, keys, values, *blocks, *before)))
+        return attended.transpose(1, 2), dict(zip(RECURRENT_STATES, (s, keys, values, *blocks, *before)))
 
     def _may_finish_last_block(self, grid: BlockGrid) -> bool:
         """False where no sequence finishes the last block, so that the update after it may be left out."""
@@ -174,9 +174,9 @@ class RecurrentStates(nn.Module):
         one."""
         gate = self.gate.sigmoid()
         if not _is_plain(self.o_proj) or is_autocast_enabled(gate.device.type):
-            return lambda s, found: gate * s + (1 - gate) * self.o_proj(found)
+            return lambda s, attended: gate * s + (1 - gate) * self.o_proj(attended)
         weight = ((1 - gate).unsqueeze(1) * self.o_proj.weight).T
-        return lambda s, found: torch.addmm((gate * s).flatten(0, 1), found.flatten(0, 1), weight).view_as(s)
+        return lambda s, attended: torch.addmm((gate * s).flatten(0, 1), attended.flatten(0, 1), weight).view_as(s)
 
     def _scales(self) -> torch.Tensor | None:
         """(3, H, 1), of keys and both queries."""
@@ -276,9 +276,9 @@ def _windows(x: torch.Tensor, grid: BlockGrid) -> torch.Tensor:
     return padded.unfold(1, 2 * grid.window, grid.window).permute(0, 1, 4, 2, 3)
 
 
-def _blocks_before(blocks: torch.Tensor, held: torch.Tensor | None, is_first: torch.Tensor) -> torch.Tensor:
+def _blocks_before(blocks: torch.Tensor, old: torch.Tensor | None, is_first: torch.Tensor) -> torch.Tensor:
     """(B, J + 1, W, H, e) the block before each of blocks (B, J, W, H, e) and before the one after them; before block
     0 the one that is held (B, W, H, e), and zeros before the first of a document."""
-    held = torch.zeros_like(blocks[:, 0]) if held is None else held.to(blocks.dtype)
-    before = torch.cat([held.unsqueeze(1), blocks], 1)
+    old = torch.zeros_like(blocks[:, 0]) if old is None else old.to(blocks.dtype)
+    before = torch.cat([old.unsqueeze(1), blocks], 1)
     return torch.where(is_first[..., None, None, None], 0.0, before)

@@ -31,7 +31,7 @@ class RetrievingStates(ContextStates):
         (batch, length), seen = x.shape[:2], past.get("seen")
         grid = block_grid(batch, length, self.window, tokens_seen=seen, rows=rows, device=x.device)
         keys, values, states = self.by_block(x, grid, past, rows)
-        found, memory = attend_with_memory(
+        attended, memory = attend_with_memory(
             grid.to_blocks(scaled_queries(queries, head_scale)),
             for_each_query(keys, queries.shape[2]),
             for_each_query(values, queries.shape[2]),
@@ -42,7 +42,7 @@ class RetrievingStates(ContextStates):
             capacity=self.capacity,
             stride=self.stride,
         )
-        return grid.from_blocks(found), states | memory if rows.return_final_state else {}
+        return grid.from_blocks(attended), states | memory if rows.return_final_state else {}
 
 
 class RetrievingAttention(ContextAttention):
@@ -87,7 +87,7 @@ def attend_with_memory(
     ages = torch.arange(capacity, 0, -1, device=queries.device)  # the newest is last
     slots = keys.shape[2]
     own = torch.ones(window, slots, dtype=torch.bool, device=queries.device).tril() if is_causal else None
-    found = []
+    outputs = []
     for j in range(blocks):
         count = torch.where(grid.is_first_block[:, j], 0, count)
         q, k, v = (part[:, j].transpose(1, 2) for part in (queries, keys, values))
@@ -99,7 +99,7 @@ def attend_with_memory(
         older = older.masked_fill(older < least, -torch.inf)
         joint = torch.cat([scores, older], -1)
         weights = joint.softmax(-1)
-        found.append((weights @ torch.cat([v, memory_value], 2)).transpose(1, 2))
+        outputs.append((weights @ torch.cat([v, memory_value], 2)).transpose(1, 2))
         finished = j < grid.next_block  # (B,) this sequence has read the block to its end
         memory_key = _pushed(memory_key, k[:, :, stride - 1 :: stride], finished)
         memory_value = _pushed(memory_value, v[:, :, stride - 1 :: stride], finished)
@@ -107,7 +107,7 @@ def attend_with_memory(
     # the next token may begin a new document, whose memory is empty
     rows = torch.arange(batch, device=queries.device)
     count = torch.where(grid.is_first_block[rows, grid.next_block], 0, count)
-    return torch.stack(found, 1), dict(zip(MEMORY_STATES, (memory_key, memory_value, count)))
+    return torch.stack(outputs, 1), dict(zip(MEMORY_STATES, (memory_key, memory_value, count)))
 
 
 def _pushed(memory: torch.Tensor, new: torch.Tensor, finished: torch.Tensor) -> torch.Tensor:

@@ -97,9 +97,21 @@ def long_kernel(transition: Transition, vector: torch.Tensor, output: torch.Tens
 
 
 def lti_scan_torch(
-    u, decay, vector, output, skip, initial_state, seq_idx, lengths, return_final_state, stride, positions, *,
-    form, blocks=None
-):  # fmt: skip
+    u: torch.Tensor,
+    decay: torch.Tensor,
+    vector: torch.Tensor,
+    output: torch.Tensor,
+    skip: torch.Tensor | None,
+    initial_state: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    return_final_state: bool,
+    stride: int | None,
+    positions: torch.Tensor | None,
+    *,
+    form: str,
+    blocks: BlockMatrices | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """y (B, L, F, D) in u's dtype and the final state (B, F, D, N); arguments as in `lti_scan`.
 
     `decay` is the transition's value in this `form`; `blocks` gives the block matrices where they are known already.

@@ -127,7 +127,9 @@ def bias_by_distance(bias: torch.Tensor, distance: torch.Tensor, two_sided: bool
     return bias[:, column.clamp(0, bias.shape[1] - 1)]
 
 
-def zero_key_logits(bias: torch.Tensor | None, rank: torch.Tensor, left: int, right: int, like: torch.Tensor):
+def zero_key_logits(
+    bias: torch.Tensor | None, rank: torch.Tensor, left: int, right: int, like: torch.Tensor
+) -> torch.Tensor:
     """Log of the summed weights of the zero keys before the document's start, (B or 1, H or 1, L).
 
     A token of rank p misses the distances p+1 … left; each holds a zero key, of logit bias(d) alone.
