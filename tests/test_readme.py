@@ -58,15 +58,25 @@ def test_papers_are_those_of_the_families():
 
 @pytest.fixture(scope="module")
 def own_environment(tmp_path_factory):
-    """A new environment without this package; pip and what it would fetch lie on its path."""
+    return new_environment(tmp_path_factory.mktemp("own") / "venv")
+
+
+def new_environment(folder):
+    """A new environment without this package; pip and what it would fetch lie on its path, in this Python's order."""
     pytest.importorskip("hatchling")
     pytest.importorskip("hatch_fancy_pypi_readme")
-    folder = tmp_path_factory.mktemp("own") / "venv"
     venv.create(folder)
     (there,) = folder.glob("lib/python*/site-packages")
-    paths = dict.fromkeys([sysconfig.get_path("purelib"), *(path for path in sys.path if path.endswith("-packages"))])
+    paths = dict.fromkeys([*(path for path in sys.path if path.endswith("-packages")), sysconfig.get_path("purelib")])
     (there / "requirements.pth").write_text("\n".join(paths), encoding="utf-8")
     return folder
+
+
+def variables_of(environment):
+    """What a shell in that environment has: its programs first, no package index, nothing of this process's path."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHONPATH", "PIP_"))}
+    variables |= {"PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
+    return variables | {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "OMP_NUM_THREADS": "1"}
 
 
 BUDGETS = {"demo": ["--steps", "2", "--questions", "4", "--documents", "12"], "recipe": ["max_steps=2"]}
@@ -77,7 +87,10 @@ SERVER_SECONDS = 180
 def words_of(command, variables):
     """As a shell reads it, with the README's own variables; long runs are cut short by what their options say."""
     words = shlex.split(command, comments=True)
-    words = [re.sub(r"\$(\w+)", lambda found: variables[found[1]], word) for word in words]
+    return shortened([re.sub(r"\$(\w+)", lambda found: variables[found[1]], word) for word in words])
+
+
+def shortened(words):
     if words[0] == "hf-hybrid-ssm" and "evaluate_lm" not in words:
         more = BUDGETS.get(words[1], [])
         keys = tuple(word.partition("=")[0] + "=" for word in more if "=" in word)
@@ -97,6 +110,10 @@ def tasks():
     lines = block_with("hf-hybrid-ssm export runs/own")
     variables = dict(line.split("=", 1) for line in lines if re.match(r"[A-Z]+=", line))
     return variables, [line for line in lines if not re.match(r"[A-Z]+=", line)]
+
+
+def can_serve():
+    return all(map(importlib.util.find_spec, ("fastapi", "uvicorn", "openai")))
 
 
 def answer_of_a_server(words, environment, folder):
@@ -133,9 +150,7 @@ def test_the_tasks_are_those_of_the_heading():
 @pytest.mark.skipif(os.name != "posix", reason="the folder of scripts has another name")
 def test_an_own_environment_does_every_task_without_a_clone(own_environment, tmp_path):
     """`pip install`, then every command of README.md from a folder that is no clone, one after the other."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHONPATH", "PIP_"))}
-    environment |= {"PATH": f"{own_environment / 'bin'}{os.pathsep}{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
-    environment |= {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "OMP_NUM_THREADS": "1"}
+    environment = variables_of(own_environment)
     (there,) = own_environment.glob("lib/python*/site-packages")
     installed = {"PYTHONPATH": str(there)}  # before all that this Python has
     first = block_with("hf-hybrid-ssm doctor")
@@ -148,7 +163,7 @@ def test_an_own_environment_does_every_task_without_a_clone(own_environment, tmp
         if words[0] == "pip":
             words = ["python", "-m", *words, "--no-build-isolation"]
         if words[:3] == ["hf-hybrid-ssm", "run", "transformers"]:
-            if all(map(importlib.util.find_spec, ("fastapi", "uvicorn", "openai"))):
+            if can_serve():
                 said["serve"] = answer_of_a_server(words, environment, tmp_path)
             continue
         if "pip" in words:

@@ -1,10 +1,12 @@
-"""A smoke test of two minutes with other versions of the dependencies than the pinned ones.
+"""A smoke test with other versions of the dependencies than the pinned ones.
 
     python -m tools.smoke lowest      the lowest transformers that pyproject.toml admits; a failure counts
     python -m tools.smoke resolved    what pip resolves without constraints at this moment; a failure is printed
 
 What pip would change in this environment goes to a folder of its own, which comes first on Python's path; torch stays.
-Then the committed checkpoints are put to use, exported and loaded without the package, and README.md's blocks run.
+Then the committed checkpoints are put to use, exported and loaded without the package, and README.md's blocks run, in
+two minutes. With what pip resolves, README.md's tasks are also pasted into bash and zsh, in a new environment and a
+new clone: some minutes more for each of these shells that is installed.
 """
 
 import argparse
@@ -26,6 +28,7 @@ TESTS = [
     "tests/test_documentation.py::test_blocks_of_the_first_page_run_alone",
     "tests/test_documentation.py::test_the_first_example_writes_what_is_shown_and_warns_of_nothing",
 ]
+PASTED = ["tests/test_pasted_tasks.py"]
 EXTRAS = ("train", "eval", "sft")
 
 
@@ -57,9 +60,11 @@ def overlay(packages: list[str], folder: Path) -> None:
         subprocess.run([*command, *packages], check=True)
 
 
-def run_tests(folder: Path) -> int:
+def run_tests(kind: str, folder: Path) -> int:
     variables = os.environ | {"PYTHONPATH": os.pathsep.join((str(folder), str(ROOT / "src"))), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
+    tests = [*TESTS, *PASTED] if kind == "resolved" else TESTS
+    variables |= {"HF_HYBRID_SSM_PASTE": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     return subprocess.run(command, cwd=ROOT, env=variables, check=False).returncode
 
 
@@ -68,11 +73,11 @@ def main() -> int:
     parser.add_argument("kind", choices=("lowest", "resolved"))
     kind = parser.parse_args().kind
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "packages"
+        folder = Path(name) / "site-packages"  # by this name an environment made by a test takes it along
         packages = resolved(kind, Path(name))
         print(f"smoke test with the {kind} versions: {' '.join(packages) or 'those that are installed'}", flush=True)
         overlay(packages, folder)
-        failed = run_tests(folder)
+        failed = run_tests(kind, folder)
     if failed and kind == "resolved":
         print("FAILED with what pip resolves today; this does not count, others release when they like", flush=True)
     return failed if kind == "lowest" else 0
