@@ -48,10 +48,6 @@ HYBRIDS: dict[str, tuple[str, dict]] = {
         "longhorn + window and full attention",
         {**EVERYTHING, "num_hidden_layers": 4},
     ),
-    "longhorn, full attention alone": (
-        "longhorn + full attention",
-        {**WIDE, "block_types": ["full_attention"] * 3},
-    ),
     "lmu-isa + global attention": ("lmu-isa + global attention", WIDE),
     "spade hyena full without a bias": ("spade hyena full", {**WIDE, "relative_bias_scope": "none"}),
 }

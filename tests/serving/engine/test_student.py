@@ -40,6 +40,7 @@ def test_student(tmp_path, record_property):
     given = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
     with engine_of(tmp_path, max_num_seqs=REQUESTS, max_model_len=1024) as engine:
         texts = tokens_of(engine.generate(given, asked, use_tqdm=False))
+        record_property("tokens in a block of keys", f"{engine.llm_engine.vllm_config.cache_config.block_size:,}")
     assert [len(text) for text in texts] == WANTED
     ties = []
     for prompt, text, expected in zip(prompts, texts, in_batches(model, prompts)):
