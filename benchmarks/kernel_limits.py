@@ -6,33 +6,36 @@ its limit of shared memory (`benchmarks/absent_card.py`). Where a launch falls b
 stays on record. Nothing runs, and nothing here was measured on a card.
 
     python -m benchmarks.kernel_limits                    every generation, with the Triton that is installed
-    python -m benchmarks.kernel_limits --capability 90    one generation (a quarter of an hour of one processor)
-    python -m tools.triton_versions                       with every version that pyproject.toml admits
+    python -m benchmarks.kernel_limits --capability 90    one generation (half an hour of one processor)
+    python -m benchmarks.kernel_limits --seconds 500      ends after so long, and goes on when it is run again
+    python -m benchmarks.kernel_limits --page             only writes the page of what is on record
+    python -m tools.triton_versions --limits              with every version that pyproject.toml admits
 
-Writes reports/kernel_limits.json, whose other records stay; `tests/ops/test_kernel_limits.py` bounds them.
+A launch is on record under the digest of its op's kernels (`launch_record.source_of`): what is on record of the
+sources as they are is not compiled again. Writes reports/kernel_limits.json after each launch, and the page at the
+end; `tests/ops/test_kernel_limits.py` bounds them.
 """
 
 import argparse
-import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import launch_record
 from benchmarks.kernel_evidence import read_machine_code
+from benchmarks.launch_record import NAME, PROGRAM
 
 ROOT = Path(__file__).parents[1]
-FILE = ROOT / "reports" / "kernel_limits.json"
 CAPABILITIES = (90, 80, 100)
 STATES = (16, 32, 64, 128, 256)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 ORDERS = ((50, 5), (220, 22))  # of memories, with the rows of their attention
 LENGTH = 512  # two splits of a row
-NAME = ("triton", "sm", "op", "class", "dtype", "aligned")
 Launch = Callable[[], None]
 
 
@@ -165,48 +168,49 @@ def diagonal(inputs: Inputs, form: str) -> None:
     diagonal_scan(decay, x, rows=rows, initial_state=start)[0].abs().sum().backward()
 
 
-def examine(capability: int, only: list[str], states: list[int]) -> None:
-    """Put on record each program that a launch asks for, launch by launch."""
+def examine(capability: int, only: list[str], states: list[int], until: float) -> bool:
+    """Put on record each program that a launch asks for, launch by launch.
+
+    Returns:
+        Whether it came to the end before the clock showed `until`.
+    """
     import triton
     from triton.runtime.errors import OutOfResources
 
     from benchmarks import absent_card
 
     asked = absent_card.install(capability)
+    known = launch_record.read()
     for dtype, aligned in ((dtype, aligned) for dtype in DTYPES for aligned in (True, False)):
         for op, shape_class, launch in launches(Inputs(DTYPES[dtype], aligned=aligned)):
             if (only and op not in only) or (states and shape_class.split(",")[0] not in {f"N={n}" for n in states}):
                 continue
+            name = dict(zip(NAME, (triton.__version__, capability, op, shape_class, dtype, aligned)))
+            source = launch_record.source_of(op)
+            if known.get(tuple(name.values()), {}).get("source") == source:
+                continue
+            if time.time() > until:
+                return False
             asked.clear()
             absent_card.forget()
-            name = dict(zip(NAME, (triton.__version__, capability, op, shape_class, dtype, aligned)))
             try:
                 launch()
                 ends = "launched"
             except OutOfResources as error:
                 ends = str(error)
-            write([name | record_of(each, capability) | {"launch": ends} for each in asked])
+            programs = [program_of(each, capability) for each in asked]
+            launch_record.add(name | {"source": source, "launch": ends, "programs": programs})
             print(f"sm_{capability} {op} {shape_class} {dtype} {'aligned' if aligned else ''}: {ends}", flush=True)
+    return True
 
 
-def record_of(asked: Any, capability: int) -> dict[str, Any]:
+def program_of(asked: Any, capability: int) -> list:
+    """Its numbers, in the order of `launch_record.PROGRAM`."""
     from benchmarks.absent_card import SHARED
 
     found = read_machine_code(asked.program)
-    kept = ("registers", "shared", "warps", "instructions", "spills", "spills in inner loops")
-    record = {"kernel": asked.kernel.fn.__name__} | {name: found[name] for name in kept}
-    return record | {"fits": found["shared"] <= SHARED[capability]}
-
-
-def write(records: list[dict]) -> None:
-    """Beside what is on record of other versions, cards and classes."""
-    known = json.loads(FILE.read_text(encoding="utf-8")) if FILE.is_file() else []
-    of = itemgetter(*NAME)
-    new = {of(record) for record in records}
-    every = [record for record in known if of(record) not in new] + records
-    every.sort(key=lambda r: ([int(part) for part in r["triton"].split(".")], r["sm"]))
-    lines = ",\n".join(json.dumps(record) for record in every)
-    FILE.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    found |= {"kernel": asked.kernel.fn.__name__, "fits": found["shared"] <= SHARED[capability]}
+    return [found[name] for name in PROGRAM]
 
 
 def main() -> int:
@@ -214,15 +218,19 @@ def main() -> int:
     parser.add_argument("--capability", type=int, nargs="+", choices=CAPABILITIES, default=CAPABILITIES)
     parser.add_argument("--only", nargs="+", default=[], help="only these ops")
     parser.add_argument("--states", type=int, nargs="+", choices=STATES, default=[], help="only classes of so many")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no launch after so long")
+    parser.add_argument("--page", action="store_true", help="only write the page of what is on record")
     options = parser.parse_args()
-    if len(options.capability) == 1:
-        examine(options.capability[0], options.only, options.states)
-        return 0
-    for capability in options.capability:  # a process has one driver
-        command = [sys.executable, "-m", "benchmarks.kernel_limits", "--capability", str(capability)]
-        command += ["--only", *options.only] if options.only else []
-        command += ["--states", *map(str, options.states)] if options.states else []
-        subprocess.run(command, cwd=ROOT, check=True)
+    until = time.time() + options.seconds
+    if len(options.capability) == 1 and not options.page:
+        examine(options.capability[0], options.only, options.states, until)
+    elif not options.page:
+        for capability in options.capability:  # a process has one driver
+            command = [sys.executable, "-m", "benchmarks.kernel_limits", "--capability", str(capability)]
+            command += ["--only", *options.only] if options.only else []
+            command += ["--states", *map(str, options.states)] if options.states else []
+            subprocess.run([*command, "--seconds", str(until - time.time())], cwd=ROOT, check=True)
+    launch_record.write_page()
     return 0
 
 
