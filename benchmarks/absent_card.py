@@ -129,9 +129,10 @@ def _selecting(op: Any) -> Callable:
 
 def forget() -> None:
     """Have every launch ask anew, and begin with the largest sizes."""
-    from hf_hybrid_ssm.ops.core import triton_helpers
+    from hf_hybrid_ssm.ops.core import triton_helpers, triton_launch
 
     triton_helpers._FITTING.clear()
+    triton_launch.forget()
     for kernel in list(_KERNELS):
         kernel.device_caches.clear()
     _KERNELS.clear()

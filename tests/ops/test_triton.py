@@ -75,6 +75,21 @@ def test_a_new_length_compiles_little_anew(specialised):
     }
 
 
+def test_a_launch_that_is_remembered_gets_what_triton_gives():
+    """Steps are launched without Triton's binding of arguments once it is known which program they come to."""
+    done = subprocess.run([sys.executable, "-m", "tests.ops.launches_again"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found.pop("watched by a profiler") == {"binds": [0, 1]}
+    more_rows = {"a scan of more rows", "a convolution of more rows"}  # only the grid is another
+    assert len(found) == 11 and more_rows < set(found)
+    for name, launch in found.items():
+        assert launch["binds"] == ([0, 0] if name in more_rows else [1, 0]), name
+        assert launch["as many"]
+        assert len(set(launch["differ"]) - {6, 7, 8}) == 1, name  # hooks and metadata for a profiler, and the output
+        assert set(launch["kinds"]) <= {"Tensor", "HookChain", "NoneType"}
+
+
 def test_amd_is_refused_before_its_compiler_meets_assembly(monkeypatch):
     from hf_hybrid_ssm.ops.core.triton_helpers import supports
 

@@ -27,6 +27,7 @@ from hf_hybrid_ssm.ops.core.triton_helpers import (
     strides,
     supports,
 )
+from hf_hybrid_ssm.ops.core.triton_launch import Launcher
 
 __all__ = ["causal_conv_step_triton", "causal_conv_triton", "supports"]
 
@@ -283,6 +284,9 @@ def step_kernel(
     tl.store(y + row * channels + d, total, mask=inside)
 
 
+launch_step = Launcher(step_kernel)
+
+
 def causal_conv_step_triton(
     x: Tensor,
     state: Tensor,
@@ -303,11 +307,9 @@ def _step(x: Tensor, state: Tensor, pages: Tensor | None, weight: Tensor, bias: 
     if y.numel() == 0:
         return y
     tiles = -(-channels // STEP_TILE["BLOCK"])  # `triton.cdiv` is a function of kernels: five calls of Python
-    with device_guard(x):
-        step_kernel[(tiles * x.shape[0],)](
-            x, state, pages, weight, bias, y, x.stride(0), state.stride(0), channels, tiles,
-            HAS_BIAS=bias is not None, HAS_PAGES=pages is not None, SILU=silu, K=width, **STEP_TILE,
-        )  # fmt: skip
+    flags = {"HAS_BIAS": bias is not None, "HAS_PAGES": pages is not None, "SILU": silu, "K": width}
+    numbers = (x.stride(0), state.stride(0), channels, tiles)
+    launch_step(tiles * x.shape[0], (x, state, pages, weight, bias, y), numbers, {**flags, **STEP_TILE})
     return y
 
 

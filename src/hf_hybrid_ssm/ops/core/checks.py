@@ -46,7 +46,7 @@ def check_tensor(
         return
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor of shape ({letters}), got {type(value).__name__}.")
-    if not _fits(value.shape, shape):
+    if value.shape != shape and not _fits(value.shape, shape):  # mostly all sizes are given
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name} must have shape ({letters}) = ({wanted}), got {tuple(value.shape)}.")
     if like is not None and value.dtype != like.dtype:

@@ -90,12 +90,20 @@ def first_that_fits(key: Hashable, attempts: Sequence[Any], launch: Callable[[An
 
 def dense_rows(*tensors: Tensor | None) -> list:
     """For kernels that follow any row and time stride: only the last axis must be dense."""
-    return [t if t is None or t.stride(-1) == 1 else t.contiguous() for t in tensors]
+    dense = list(tensors)
+    for i, t in enumerate(tensors):  # steps come here: a comprehension would be another call of Python
+        if t is not None and t.stride(-1) != 1:
+            dense[i] = t.contiguous()
+    return dense
 
 
 def contiguous(*tensors: Tensor | None) -> list:
     """For kernels that follow no strides."""
-    return [None if t is None else t.contiguous() for t in tensors]
+    dense = list(tensors)
+    for i, t in enumerate(tensors):
+        if t is not None:
+            dense[i] = t.contiguous()
+    return dense
 
 
 def strides(*tensors: Tensor | None) -> list[int]:

@@ -7,13 +7,15 @@ import triton
 from torch import Tensor
 
 from hf_hybrid_ssm.ops.core.custom_ops import step_op
-from hf_hybrid_ssm.ops.core.triton_helpers import contiguous, dense_rows, device_guard, supports
+from hf_hybrid_ssm.ops.core.triton_helpers import contiguous, dense_rows, supports
+from hf_hybrid_ssm.ops.core.triton_launch import Launcher
 from hf_hybrid_ssm.ops.longhorn_scan import triton_step_kernels as kernels
 from hf_hybrid_ssm.ops.longhorn_scan.heads import step_over_heads
 
 __all__ = ["longhorn_step_triton", "supports"]
 
 TILE_NUMBERS = 512  # of a program's states: sixteen of each lane
+launch_step = Launcher(kernels.step_kernel)
 
 
 @step_over_heads
@@ -30,10 +32,16 @@ def longhorn_step_triton(
     pages: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One token x (B, 1, D) after `state`, which is overwritten: (B, D, N), or (P, D, N) with pages (B,)."""
-    return step(*dense_rows(x, beta_logit, k, q, z), *contiguous(beta_bias, D), state, *contiguous(pages)), state
+    beta_bias, D, pages = contiguous(beta_bias, D, pages)
+    return step(*dense_rows(x, beta_logit, k, q, z), beta_bias, D, state, pages), state
 
 
 @functools.cache
+def constants_of(num_states: int, has_bias: bool, has_skip: bool, has_gate: bool, has_pages: bool) -> dict[str, int]:
+    flags = {"HAS_BIAS": has_bias, "HAS_SKIP": has_skip, "HAS_GATE": has_gate, "HAS_PAGES": has_pages}
+    return flags | tile_sizes(num_states)
+
+
 def tile_sizes(num_states: int) -> dict[str, int]:
     states = max(2, triton.next_power_of_2(num_states))
     return {"BN": states, "BD": max(1, TILE_NUMBERS // states), "num_warps": 1}
@@ -52,17 +60,14 @@ def _step(
 ) -> Tensor:
     """y (B, 1, D); the rows of the first five may lie apart, and so may the pages of state (P, D, N)."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    (batch, _, channels), num_states, sizes = x.shape, state.shape[2], tile_sizes(state.shape[2])
+    (batch, _, channels), num_states = x.shape, state.shape[2]
     if y.numel() == 0:
         return y
-    tiles = -(-channels // sizes["BD"])  # `triton.cdiv` is a function of kernels: five calls of Python
-    rows = (0 if t is None else t.stride(0) for t in (x, beta_logit, k, q, z, state))
-    with device_guard(x):
-        kernels.step_kernel[(tiles * batch,)](
-            x, beta_logit, k, q, z, beta_bias, skip, state, pages, y, *rows, channels, num_states, tiles,
-            HAS_BIAS=beta_bias is not None, HAS_SKIP=skip is not None, HAS_GATE=z is not None,
-            HAS_PAGES=pages is not None, **sizes,
-        )  # fmt: skip
+    tensors = (x, beta_logit, k, q, z, beta_bias, skip, state, pages, y)
+    rows = (x.stride(0), beta_logit.stride(0), k.stride(0), q.stride(0), 0 if z is None else z.stride(0))
+    constants = constants_of(num_states, beta_bias is not None, skip is not None, z is not None, pages is not None)
+    tiles = -(-channels // constants["BD"])  # `triton.cdiv` is a function of kernels: five calls of Python
+    launch_step(tiles * batch, tensors, (*rows, state.stride(0), channels, num_states, tiles), constants)
     return y
 
 
