@@ -96,6 +96,7 @@ def cases() -> Iterator[tuple[str, str, object, dict]]:
     from hf_hybrid_ssm.ops.implicit_attention import triton as implicit
     from hf_hybrid_ssm.ops.implicit_attention import triton_kernels as implicit_kernels
     from hf_hybrid_ssm.ops.linear_scan import triton as linear
+    from hf_hybrid_ssm.ops.linear_scan import triton_channel_kernels
     from hf_hybrid_ssm.ops.long_conv import triton as long_conv
     from hf_hybrid_ssm.ops.longhorn_scan import triton as scan
     from hf_hybrid_ssm.ops.longhorn_scan import (
@@ -134,11 +135,9 @@ def cases() -> Iterator[tuple[str, str, object, dict]]:
         yield op, "K=4", kernel, {"K": 4, **tile}
     for inputs, precision in (("float32", "tf32x3"), ("bfloat16", "tf32")):
         yield "long_conv", inputs, long_conv.toeplitz_kernel, long_conv.TILE | {"PRECISION": precision}
-    passes = {"forward": linear.FORWARD, "derivative": linear.DERIVATIVE, "backward": linear.BACKWARD}
     for states in (8, 16, 32):
-        for name, number in passes.items():
-            sizes = linear.channel_tile(states) | {"PASS": number}
-            yield "linear_scan", f"N={states}, {name}", linear.channel_kernel, sizes
+        for kernel in kernels_of(triton_channel_kernels).values():
+            yield "linear_scan", f"N={states}", kernel, linear.channel_tile(states)
     yield "linear_scan", "", linear.diagonal_kernel, dict(linear.DIAGONAL_TILE)
     for order, rows in ((50, 5), (220, 22)):
         for name, kernel in kernels_of(implicit_kernels).items():

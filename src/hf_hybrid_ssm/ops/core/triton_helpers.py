@@ -118,6 +118,12 @@ def load(pointers, mask):
 
 
 @triton.jit
+def tokens_at(signal, row, first, t, d, real):
+    """Tokens first + t [T, 1] of channels d [BD] of a row of `signal`: a pointer, its strides of rows and tokens."""
+    return load(signal[0] + row * signal[1] + first * signal[2] + (t * signal[2] + d[None, :]), real)
+
+
+@triton.jit
 def exponential(x):
     """exp(x) of float32 in two instructions; what is below 1e-38 becomes 0."""
     if INTERPRETING:

@@ -45,7 +45,8 @@ class Launcher:
             self._launch(device, programs, tensors, numbers, constants)
 
     def _launch(self, device: int, programs: int, tensors: tuple, numbers: tuple, constants: dict) -> None:
-        aligned, kinds = 0, []
+        aligned = 0
+        kinds: list[torch.dtype | None] = []
         for tensor in tensors:
             if tensor is None:
                 kinds.append(None)

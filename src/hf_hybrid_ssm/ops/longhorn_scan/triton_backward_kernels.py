@@ -11,6 +11,7 @@ from hf_hybrid_ssm.ops.core.triton_helpers import (
     program_coords,
     reciprocal,
     select_row,
+    tokens_at,
 )
 from hf_hybrid_ssm.ops.longhorn_scan.triton_kernels import (
     broadcast_lanes,
@@ -48,6 +49,153 @@ def sum_channels(values, like, T: tl.constexpr, N: tl.constexpr, BD: tl.constexp
         return tl.dot(ones, values, input_precision="tf32")
 
 
+@triton.jit
+def on_lanes(shared, S: tl.constexpr, BD: tl.constexpr):
+    """Keys or queries [T, S, P] for all channels."""
+    return tl.broadcast_to(shared[:, :, None, :], [shared.shape[0], S, BD, shared.shape[2]])
+
+
+@triton.jit
+def token_lanes(numbers, T: tl.constexpr, BD: tl.constexpr, P: tl.constexpr):
+    """A number of each token [T] for all channels and lanes."""
+    return broadcast_lanes(tl.broadcast_to(numbers[:, None], [T, BD]), T, BD, P)
+
+
+@triton.jit
+def hold_states(
+    signals, keys, norms, keeps, bias, own, own_at, own_count, h, row, block, num_blocks, d, channels, L,
+    HAS_DOCUMENTS: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr, S: tl.constexpr, P: tl.constexpr,
+    BD: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The states before every T tokens of a block, from those before the block."""
+    N: tl.constexpr = S * P
+    SUBS: tl.constexpr = BLOCK // T
+    t, is_channel, every = tl.arange(0, T), d < channels, d == d
+    s3, t3, t4 = tl.arange(0, S)[:, None, None], t[:, None, None], t[:, None, None, None]
+    in_keys = (t3 * P + tl.arange(0, P)[None, None, :]) * S + tl.arange(0, S)[None, :, None]
+    for sub in tl.range(0, SUBS - 1, num_stages=STAGES):
+        store_states(own + sub * (N * BD), own_at, BD, own_count, every, h, s3, S)
+        first = block * BLOCK + sub * T + row * 0  # 64-bit
+        shared = row * num_blocks * BLOCK + first
+        real = (t < L - first)[:, None] & is_channel[None, :]
+        x_t = tokens_at(signals[0], row, first, t[:, None], d, real)
+        logit = tokens_at(signals[1], row, first, t[:, None], d, real)
+        delta, _ = compute_delta(logit + bias, tl.load(norms + shared + t)[:, None])
+        key = on_lanes(tl.load(keys + shared * N + in_keys), S, BD)
+        deltas, writes = broadcast_lanes(delta, T, BD, P), broadcast_lanes(delta * x_t, T, BD, P)
+        if HAS_DOCUMENTS:
+            keep = token_lanes(tl.load(keeps + shared + t), T, BD, P)
+        for i in tl.static_range(T):
+            k_i = select_row(key, t4, i)
+            if HAS_DOCUMENTS:
+                h = h * select_row(keep, t3, i)[None, :, :]
+            h += k_i * (select_row(writes, t3, i)[None, :, :] - select_row(deltas, t3, i)[None, :, :] * k_i * h)
+    store_states(own + (SUBS - 1) * (N * BD), own_at, BD, own_count, every, h, s3, S)
+
+
+@triton.jit
+def states_again(
+    h, key, query, keep, deltas, writes, grads, x,
+    HAS_GATE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
+    T: tl.constexpr, S: tl.constexpr, P: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Of T tokens: Delta (x - k h) of the states that they meet, what the states give, and the summands of dq."""
+    t = tl.arange(0, T)
+    s3, t3, t4 = tl.arange(0, S)[:, None, None], t[:, None, None], t[:, None, None, None]
+    errors = ()
+    y = tl.zeros([T, BD, P], tl.float32)
+    dq_t = tl.zeros([T, S, BD, P], x.dtype.element_ty if x.dtype.element_ty == tl.bfloat16 else tl.float32)
+    for i in tl.static_range(T):
+        k_i, q_i = select_row(key, t4, i), select_row(query, t4, i)
+        if HAS_DOCUMENTS:
+            h = h * select_row(keep, t3, i)[None, :, :]
+        error = select_row(writes, t3, i)[None, :, :] - select_row(deltas, t3, i)[None, :, :] * k_i * h
+        errors = errors + (error,)  # type: ignore[assignment]  # noqa: RUF005 - the compiler knows no unpacking
+        h += k_i * error
+        if HAS_GATE:
+            y_i = dot_states(h, q_i, s3, tl.zeros([BD, P], tl.float32), S)
+            y = tl.where(t3 == i, y_i[None, :, :], y)
+        dq_t = tl.where(t4 == i, summand(select_row(grads, t3, i)[None, :, :] * h, x)[None, :, :, :], dq_t)
+    return errors, y, dq_t
+
+
+@triton.jit
+def gradients_back(
+    grad, errors, key, query, keep, deltas, writes, grads, x,
+    HAS_DOCUMENTS: tl.constexpr, T: tl.constexpr, S: tl.constexpr, P: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """From the gradient after T tokens that before them; of each token that of x and Delta, and the summands of dk."""
+    t = tl.arange(0, T)
+    s3, t3, t4 = tl.arange(0, S)[:, None, None], t[:, None, None], t[:, None, None, None]
+    dk_t = tl.zeros([T, S, BD, P], x.dtype.element_ty if x.dtype.element_ty == tl.bfloat16 else tl.float32)
+    recalled, ddelta = tl.zeros([T, BD, P], tl.float32), tl.zeros([T, BD, P], tl.float32)
+    for i in tl.static_range(T - 1, -1, -1):
+        k_i = select_row(key, t4, i)
+        lam = grad + select_row(grads, t3, i)[None, :, :] * select_row(query, t4, i)
+        lam_error = lam * errors[i]
+        zero = tl.zeros([BD, P], tl.float32)
+        recalled = tl.where(t3 == i, dot_states(lam, k_i, s3, zero, S)[None, :, :], recalled)
+        ddelta = tl.where(t3 == i, dot_states(lam_error, k_i, s3, zero, S)[None, :, :], ddelta)
+        half_dk = lam_error - 0.5 * select_row(writes, t3, i)[None, :, :] * lam
+        dk_t = tl.where(t4 == i, summand(half_dk, x)[None, :, :, :], dk_t)
+        grad = lam * (1.0 - select_row(deltas, t3, i)[None, :, :] * (k_i * k_i))
+        if HAS_DOCUMENTS:
+            grad = grad * select_row(keep, t3, i)[None, :, :]
+    return grad, tl.sum(recalled, 2), tl.sum(ddelta, 2), dk_t
+
+
+@triton.jit
+def token_gradients(
+    grad, h, signals, keys, queries, norms, keeps, bias, through, outputs, shared_parts, row, first, shared, part,
+    d, channels, L,
+    HAS_GATE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
+    T: tl.constexpr, S: tl.constexpr, P: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """All gradients of T tokens that meet the states h; returns that before them, and parts of dbias and dskip.
+
+    `outputs`: dx, dlogit, dz. `shared_parts`: of dq, dk and the gradient of |k|².
+    """
+    N: tl.constexpr = S * P
+    x, t, is_channel = signals[0][0], tl.arange(0, T), d < channels
+    in_keys = (t[:, None, None] * P + tl.arange(0, P)[None, None, :]) * S + tl.arange(0, S)[None, :, None]
+    line = tl.arange(0, 16)[:, None]  # of equal sums
+    in_parts = tl.arange(0, T * N)[None, :] + 0 * line
+    real = (t < L - first)[:, None] & is_channel[None, :]
+    x_t = tokens_at(signals[0], row, first, t[:, None], d, real)
+    logit = tokens_at(signals[1], row, first, t[:, None], d, real)
+    g_t = tokens_at(signals[3], row, first, t[:, None], d, real)
+    key, query = tl.load(keys + shared * N + in_keys), tl.load(queries + shared * N + in_keys)
+    delta, e = compute_delta(logit + bias, tl.load(norms + shared + t)[:, None])
+    if HAS_GATE:
+        z_t = tokens_at(signals[2], row, first, t[:, None], d, real)
+        open_ = reciprocal(1.0 + exponential(-z_t))
+        through_gate = g_t * open_ * (1.0 + z_t * (1.0 - open_))
+        g_t = g_t * z_t * open_
+    deltas, writes = broadcast_lanes(delta, T, BD, P), broadcast_lanes(delta * x_t, T, BD, P)
+    grads, keep = broadcast_lanes(g_t, T, BD, P), 1.0
+    if HAS_DOCUMENTS:
+        keep = token_lanes(tl.load(keeps + shared + t), T, BD, P)
+    errors, y, dq_t = states_again(
+        h, on_lanes(key, S, BD), on_lanes(query, S, BD), keep, deltas, writes, grads, x,
+        HAS_GATE, HAS_DOCUMENTS, T, S, P, BD,
+    )  # fmt: skip
+    tl.store(shared_parts[0] + part * N + in_parts, sum_channels(dq_t, x, T, N, BD), mask=line == 0)
+    key = on_lanes(tl.load(keys + shared * N + in_keys), S, BD)  # once more: they would otherwise be kept in registers
+    query = on_lanes(tl.load(queries + shared * N + in_keys), S, BD)
+    grad, recalled, delta_ddelta, dk_t = gradients_back(
+        grad, errors, key, query, keep, deltas, writes, grads, x, HAS_DOCUMENTS, T, S, P, BD
+    )
+    at = (row * L + first) * channels + (t[:, None] * channels + d[None, :])
+    dlogit_t = delta_ddelta * delta * e
+    tl.store(outputs[0] + at, g_t * through + delta * recalled, mask=real)
+    tl.store(outputs[1] + at, dlogit_t, mask=real)
+    if HAS_GATE:
+        tl.store(outputs[2] + at, through_gate * (tl.sum(y, 2) + through * x_t), mask=real)
+    tl.store(shared_parts[2] + part + t, tl.sum(delta * delta_ddelta, 1))
+    tl.store(shared_parts[1] + part * N + in_parts, sum_channels(dk_t, x, T, N, BD), mask=line == 0)
+    return grad, tl.sum(dlogit_t, 0), tl.sum(g_t * x_t, 0)
+
+
 @kernel
 def backward_kernel(
     x, beta_logit, z, grad_o, keys, queries, norms, keeps, beta_bias, skip, checkpoints, grad_states, scratch,
@@ -67,16 +215,12 @@ def backward_kernel(
     N: tl.constexpr = S * P
     SUBS: tl.constexpr = BLOCK // T
     tile, split, row = program_coords(tl.program_id(0), tiles, num_splits)
-    d, t, wide = tile * BD + tl.arange(0, BD), tl.arange(0, T), row * 0  # makes what it is added to 64-bit
-    is_channel = d < channels
-    s3, t3, t4 = tl.arange(0, S)[:, None, None], t[:, None, None], t[:, None, None, None]
-    p2 = tl.arange(0, P)[None, :]
-    in_keys = (t3 * P + p2[None, :, :]) * S + tl.arange(0, S)[None, :, None]
-    size = num_states * channels
+    d = tile * BD + tl.arange(0, BD)
+    is_channel, size = d < channels, num_states * channels
+    s3, p2 = tl.arange(0, S)[:, None, None], tl.arange(0, P)[None, :]
+    signals = ((x, x_row, x_step), (beta_logit, logit_row, logit_step), (z, z_row, z_step), (grad_o, g_row, g_step))
     own = scratch + tl.program_id(0).to(tl.int64) * SUBS * N * BD
-    own_at, own_count, every = tl.arange(0, BD)[:, None] * lane + p2 * (S * BD), p2 * 0 + S, d == d
-    line = tl.arange(0, 16)[:, None]  # of equal sums
-    in_parts = tl.arange(0, T * N)[None, :] + 0 * line
+    own_at, own_count = tl.arange(0, BD)[:, None] * lane + p2 * (S * BD), p2 * 0 + S
     bias = load(beta_bias + d, is_channel) if HAS_BIAS else 0.0
     through = load(skip + d, is_channel) if HAS_SKIP else 0.0
     grad = tl.zeros([S, BD, P], tl.float32)
@@ -91,103 +235,23 @@ def backward_kernel(
         here = checkpoints + (row * num_blocks + block) * tl.cdiv(channels, WIDTH) * num_states * WIDTH
         saved_at, next_saved, count = in_checkpoint(d, lane, num_states, P, S, WIDTH)
         h = load_states(here, saved_at, next_saved, count, is_channel, s3, S)
-        for sub in tl.range(0, SUBS - 1, num_stages=STAGES):
-            store_states(own + sub * (N * BD), own_at, BD, own_count, every, h, s3, S)
-            first = block * BLOCK + sub * T + wide
-            shared = row * num_blocks * BLOCK + first
-            real = (t < L - first)[:, None] & is_channel[None, :]
-            x_t = load(x + row * x_row + first * x_step + (t[:, None] * x_step + d[None, :]), real)
-            logit = load(
-                beta_logit + row * logit_row + first * logit_step + (t[:, None] * logit_step + d[None, :]), real
-            )
-            delta, _ = compute_delta(logit + bias, tl.load(norms + shared + t)[:, None])
-            key = tl.broadcast_to(tl.load(keys + shared * N + in_keys)[:, :, None, :], [T, S, BD, P])
-            deltas, writes = broadcast_lanes(delta, T, BD, P), broadcast_lanes(delta * x_t, T, BD, P)
-            if HAS_DOCUMENTS:
-                keep = broadcast_lanes(tl.broadcast_to(tl.load(keeps + shared + t)[:, None], [T, BD]), T, BD, P)
-            for i in tl.static_range(T):
-                k_i = select_row(key, t4, i)
-                if HAS_DOCUMENTS:
-                    h = h * select_row(keep, t3, i)[None, :, :]
-                h += k_i * (select_row(writes, t3, i)[None, :, :] - select_row(deltas, t3, i)[None, :, :] * k_i * h)
-        store_states(own + (SUBS - 1) * (N * BD), own_at, BD, own_count, every, h, s3, S)
+        hold_states(
+            signals, keys, norms, keeps, bias, own, own_at, own_count, h, row, block, num_blocks, d, channels, L,
+            HAS_DOCUMENTS, BLOCK, T, S, P, BD, STAGES,
+        )  # fmt: skip
         tl.debug_barrier()  # the lanes that read a state below may not be those that wrote it
         for back in tl.range(0, SUBS, num_stages=STAGES):
             sub = SUBS - 1 - back
-            first = block * BLOCK + sub * T + wide
-            shared = row * num_blocks * BLOCK + first
-            real = (t < L - first)[:, None] & is_channel[None, :]
-            x_t = load(x + row * x_row + first * x_step + (t[:, None] * x_step + d[None, :]), real)
-            logit = load(
-                beta_logit + row * logit_row + first * logit_step + (t[:, None] * logit_step + d[None, :]), real
-            )
-            g_t = load(grad_o + row * g_row + first * g_step + (t[:, None] * g_step + d[None, :]), real)
-            key, query = tl.load(keys + shared * N + in_keys), tl.load(queries + shared * N + in_keys)
-            h = load_states(own + sub * (N * BD), own_at, BD, own_count, every, s3, S)
-            delta, e = compute_delta(logit + bias, tl.load(norms + shared + t)[:, None])
-            if HAS_GATE:
-                z_t = load(z + row * z_row + first * z_step + (t[:, None] * z_step + d[None, :]), real)
-                open_ = reciprocal(1.0 + exponential(-z_t))
-                through_gate = g_t * open_ * (1.0 + z_t * (1.0 - open_))
-                g_t = g_t * z_t * open_
-            key, query = (
-                tl.broadcast_to(key[:, :, None, :], [T, S, BD, P]),
-                tl.broadcast_to(query[:, :, None, :], [T, S, BD, P]),
-            )
-            deltas, writes, grads = (
-                broadcast_lanes(delta, T, BD, P),
-                broadcast_lanes(delta * x_t, T, BD, P),
-                broadcast_lanes(g_t, T, BD, P),
-            )
-            if HAS_DOCUMENTS:
-                keep = broadcast_lanes(tl.broadcast_to(tl.load(keeps + shared + t)[:, None], [T, BD]), T, BD, P)
-            errors = ()  # Delta (x - k h) of the states that the tokens meet
-            y = tl.zeros([T, BD, P], tl.float32)
-            dq_t = tl.zeros([T, S, BD, P], x.dtype.element_ty if x.dtype.element_ty == tl.bfloat16 else tl.float32)
-            for i in tl.static_range(T):
-                k_i, q_i = select_row(key, t4, i), select_row(query, t4, i)
-                if HAS_DOCUMENTS:
-                    h = h * select_row(keep, t3, i)[None, :, :]
-                error = select_row(writes, t3, i)[None, :, :] - select_row(deltas, t3, i)[None, :, :] * k_i * h
-                errors = errors + (error,)  # type: ignore[assignment]  # noqa: RUF005 - the compiler knows no unpacking
-                h += k_i * error
-                if HAS_GATE:
-                    y_i = dot_states(h, q_i, s3, tl.zeros([BD, P], tl.float32), S)
-                    y = tl.where(t3 == i, y_i[None, :, :], y)
-                dq_t = tl.where(t4 == i, summand(select_row(grads, t3, i)[None, :, :] * h, x)[None, :, :, :], dq_t)
+            first = block * BLOCK + sub * T + row * 0  # 64-bit
             part = (tile.to(tl.int64) * rows + row) * num_blocks * BLOCK + first
-            tl.store(dq_parts + part * N + in_parts, sum_channels(dq_t, x, T, N, BD), mask=line == 0)
-            key, query = tl.load(keys + shared * N + in_keys), tl.load(queries + shared * N + in_keys)  # once more:
-            key, query = (  # they would otherwise be kept in registers
-                tl.broadcast_to(key[:, :, None, :], [T, S, BD, P]),
-                tl.broadcast_to(query[:, :, None, :], [T, S, BD, P]),
-            )
-            dk_t = tl.zeros_like(dq_t)
-            recalled = tl.zeros([T, BD, P], tl.float32)
-            ddelta = tl.zeros([T, BD, P], tl.float32)
-            for i in tl.static_range(T - 1, -1, -1):
-                k_i = select_row(key, t4, i)
-                lam = grad + select_row(grads, t3, i)[None, :, :] * select_row(query, t4, i)
-                lam_error = lam * errors[i]
-                zero = tl.zeros([BD, P], tl.float32)
-                recalled = tl.where(t3 == i, dot_states(lam, k_i, s3, zero, S)[None, :, :], recalled)
-                ddelta = tl.where(t3 == i, dot_states(lam_error, k_i, s3, zero, S)[None, :, :], ddelta)
-                half_dk = lam_error - 0.5 * select_row(writes, t3, i)[None, :, :] * lam
-                dk_t = tl.where(t4 == i, summand(half_dk, x)[None, :, :, :], dk_t)
-                grad = lam * (1.0 - select_row(deltas, t3, i)[None, :, :] * (k_i * k_i))
-                if HAS_DOCUMENTS:
-                    grad = grad * select_row(keep, t3, i)[None, :, :]
-            at = (row * L + first) * channels + (t[:, None] * channels + d[None, :])
-            delta_ddelta = tl.sum(ddelta, 2)
-            dlogit_t = delta_ddelta * delta * e
-            tl.store(dx + at, g_t * through + delta * tl.sum(recalled, 2), mask=real)
-            tl.store(dlogit + at, dlogit_t, mask=real)
-            if HAS_GATE:
-                tl.store(dz + at, through_gate * (tl.sum(y, 2) + through * x_t), mask=real)
-            dbias += tl.sum(dlogit_t, 0)
-            dskip += tl.sum(g_t * x_t, 0)
-            tl.store(norm_parts + part + t, tl.sum(delta * delta_ddelta, 1))
-            tl.store(dk_parts + part * N + in_parts, sum_channels(dk_t, x, T, N, BD), mask=line == 0)
+            h = load_states(own + sub * (N * BD), own_at, BD, own_count, d == d, s3, S)
+            grad, dbias_t, dskip_t = token_gradients(
+                grad, h, signals, keys, queries, norms, keeps, bias, through, (dx, dlogit, dz),
+                (dq_parts, dk_parts, norm_parts), row, first, row * num_blocks * BLOCK + first, part, d, channels, L,
+                HAS_GATE, HAS_DOCUMENTS, T, S, P, BD,
+            )  # fmt: skip
+            dbias += dbias_t
+            dskip += dskip_t
         tl.debug_barrier()  # the next block overwrites the scratch states
     summed = (row * num_splits + split) * channels + d
     if HAS_BIAS:

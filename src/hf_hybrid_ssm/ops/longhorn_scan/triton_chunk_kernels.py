@@ -16,7 +16,7 @@ keys longer than 1. As the result does not depend on r, no gradient goes through
 import triton
 import triton.language as tl
 
-from hf_hybrid_ssm.ops.core.triton_helpers import exponential, kernel, load, program_coords, reciprocal
+from hf_hybrid_ssm.ops.core.triton_helpers import exponential, kernel, load, program_coords, reciprocal, tokens_at
 from hf_hybrid_ssm.ops.longhorn_scan.triton_kernels import compute_delta
 
 T = tl.constexpr(4)  # tokens of a chunk
@@ -114,6 +114,203 @@ def document_numbers(keeps, at):
     return (keep[0], one, two, two * keep[3]), (0.0, second, third, third + 1.0 - keep[3])
 
 
+@triton.jit
+def of_line(token, rows):
+    """The row of a line's token."""
+    found = tl.where(token == 2, rows[2], rows[3])
+    return tl.where(token == 0, rows[0], tl.where(token == 1, rows[1], found))
+
+
+@triton.jit
+def places(tile, d, channels, n, num_states, WIDTH: tl.constexpr, N: tl.constexpr):
+    """Of states [N, BD]: which there are, and where they lie in (D, N) and in a checkpoint (D / WIDTH, N, WIDTH)."""
+    in_tile = (n < num_states)[:, None] & (d < channels)[None, :]
+    in_checkpoint = ((d // WIDTH) * (num_states * WIDTH) + d % WIDTH)[None, :] + n[:, None] * WIDTH
+    return in_tile, n[:, None] + d[None, :] * num_states, in_checkpoint
+
+
+@triton.jit
+def hold_tokens(
+    signals, norms, bias, held, row, block, num_blocks, d, channels, L,
+    HAS_GATE: tl.constexpr, BLOCK: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Of each token of a block: Delta and x, scaled with r, and the gradient of what the states give."""
+    i, is_channel = tl.arange(0, ROWS)[:, None], (d < channels)[None, :]
+    for part in tl.range(0, BLOCK // ROWS, num_stages=STAGES):
+        first = block * BLOCK + part * ROWS + row * 0  # 64-bit
+        real = (i < L - first) & is_channel
+        x_t, logit = tokens_at(signals[0], row, first, i, d, real), tokens_at(signals[1], row, first, i, d, real)
+        g_t = tokens_at(signals[3], row, first, i, d, real)
+        if HAS_GATE:
+            z_t = tokens_at(signals[2], row, first, i, d, real)
+            g_t = g_t * z_t * reciprocal(1.0 + exponential(-z_t))
+        norm = tl.load(norms + row * num_blocks * BLOCK + first + i)
+        delta, _ = compute_delta(logit + bias, norm)
+        at = held + (part * ROWS + i) * (3 * BD)
+        tl.store(at, delta * longer(norm))
+        tl.store(at + BD, x_t * tl.rsqrt(longer(norm)))
+        tl.store(at + 2 * BD, g_t)
+
+
+@triton.jit
+def hold_states(
+    h, keys, norms, keeps, held, own, begin, n,
+    HAS_DOCUMENTS: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """The states before each chunk of a block, from those before the block."""
+    f = tl.arange(0, SUBSETS)[:, None]
+    for sub in tl.range(0, BLOCK // T, num_stages=1):
+        tl.store(own + sub * (N * BD), h)
+        shared, taken = begin + sub * T, held + sub * (T * 3 * BD)
+        deltas, values = load_rows(taken, 3 * BD), load_rows(taken + BD, 3 * BD)
+        k, minus = scaled_keys(keys, norms, shared, n[None, :], N)
+        A = tl.where(f == 0, 0.0, product(f, deltas))
+        F = A * of_first(f, values)
+        P, W = product(f, minus), product(f & (f - 1), minus) * of_first(f, k)
+        if HAS_DOCUMENTS:
+            entered, number = document_numbers(keeps, shared)
+            W = tl.where(of_first(f, number) == number[3], W, 0.0)
+            h = h * entered[3]
+        M = multiply(tl.trans(P), A, tl.zeros([N, BD], tl.float32))
+        h = multiply(tl.trans(W), F, h + M * h)
+
+
+@triton.jit
+def sum_places():
+    """Rows 4 i + t of a sum: its kind i, of token t. Which subsets and entries each adds up, and what comes before."""
+    line = tl.arange(0, 16)[:, None]
+    kind, token = line // 4, line % 4
+    subset, entry = tl.arange(0, SUBSETS)[None, :], tl.arange(0, HEAP)[None, :]
+    holds = tl.where(kind == 0, (subset >> token) & 1, tl.where((kind == 2) & (first_of(subset) == token), 1, 0))
+    heap_holds = (heap_subset(entry) >> token) & 1
+    reads = tl.where((kind == 1) & (reader(entry) == token), 1, 0)
+    adds, heap_adds = holds.to(tl.float32), tl.where(kind == 0, heap_holds, reads).to(tl.float32)
+    comes_before = (kind == 1) & (subset < (2 << token)) & (subset > 0)
+    return kind, token, adds, heap_adds, comes_before
+
+
+@triton.jit
+def product_gradients(
+    grad, met, keys, queries, norms, keeps, taken, shared, n, kind, token, comes_before,
+    HAS_DOCUMENTS: tl.constexpr, N: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Of a chunk that met states and is left with the gradient `grad`: the gradient before it, and of its products
+    (of channels: dMP, dF, Z, y; of states: dP, dW, dR, dq)."""
+    f, r, subset = tl.arange(0, SUBSETS)[:, None], tl.arange(0, HEAP)[:, None], tl.arange(0, SUBSETS)[None, :]
+    deltas, values = load_rows(taken, 3 * BD), load_rows(taken + BD, 3 * BD)
+    grads = load_rows(taken + 2 * BD, 3 * BD)
+    k, minus = scaled_keys(keys, norms, shared, n[None, :], N)
+    q = load_rows(queries + shared * N + n[None, :], N)
+    A = tl.where(f == 0, 0.0, product(f, deltas))
+    F, B = A * of_first(f, values), product(heap_subset(r), deltas) * of_reader(r, grads)
+    GY, Q = tl.where(kind == 1, of_line(token, grads), 0.0), tl.where(kind == 1, of_line(token, q), 0.0)
+    P, W = product(f, minus), product(f & (f - 1), minus) * of_first(f, k)
+    reach, last_W, decayed = tl.where(comes_before, 1.0, 0.0), W, grad
+    if HAS_DOCUMENTS:
+        entered, number = document_numbers(keeps, shared)
+        reach = tl.where(of_first(subset, number) == of_line(token, number), reach, 0.0)
+        is_last = of_first(f, number) == number[3]
+        last_W = tl.where(is_last, W, 0.0)
+        q = (q[0] * entered[0], q[1] * entered[1], q[2] * entered[2], q[3] * entered[3])
+        decayed = grad * entered[3]
+    R, dM = product(heap_subset(r), minus) * of_reader(r, q), decayed * met
+    dMP = multiply(P, dM, tl.zeros([SUBSETS, BD], tl.float32))
+    dP = multiply(A, tl.trans(dM), tl.zeros([SUBSETS, N], tl.float32))
+    Z = multiply(R, met, tl.zeros([HEAP, BD], tl.float32))
+    dR = multiply(B, tl.trans(met), tl.zeros([HEAP, N], tl.float32))
+    G = reach * multiply(Q, tl.trans(W), tl.zeros([16, SUBSETS], tl.float32))
+    dG = reach * multiply(GY, tl.trans(F), tl.zeros([16, SUBSETS], tl.float32))
+    dF = multiply(last_W, grad, tl.zeros([SUBSETS, BD], tl.float32))
+    dF = multiply(tl.trans(G), GY, dF)
+    dW = multiply(F, tl.trans(grad), tl.zeros([SUBSETS, N], tl.float32))
+    if HAS_DOCUMENTS:
+        dW = tl.where(is_last, dW, 0.0)
+    dW = multiply(tl.trans(dG), Q, dW)
+    M = multiply(tl.trans(P), A, tl.zeros([N, BD], tl.float32))
+    grad = multiply(tl.trans(R), B, decayed + M * decayed)
+    y = multiply(G, F, tl.zeros([16, BD], tl.float32))
+    dq_t = multiply(dG, W, tl.zeros([16, N], tl.float32))
+    return grad, dMP, dF, Z, y, dP, dW, dR, dq_t
+
+
+@triton.jit
+def channel_sums(dMP, dF, Z, y, taken, kind, adds, heap_adds, HAS_GATE: tl.constexpr, BD: tl.constexpr):
+    """Of each token and channel, by kind: Delta times its gradient, what the states gave, the gradient of x."""
+    f, r = tl.arange(0, SUBSETS)[:, None], tl.arange(0, HEAP)[:, None]
+    deltas, values = load_rows(taken, 3 * BD), load_rows(taken + BD, 3 * BD)
+    grads = load_rows(taken + 2 * BD, 3 * BD)
+    A = tl.where(f == 0, 0.0, product(f, deltas))
+    sums = multiply(adds, A * (dMP + of_first(f, values) * dF), tl.zeros([16, BD], tl.float32))
+    value = multiply(adds, A * dF, tl.zeros([16, BD], tl.float32))
+    Z = product(heap_subset(r), deltas) * Z
+    sums = multiply(heap_adds, of_reader(r, grads) * Z, sums)
+    if HAS_GATE:
+        y = multiply(heap_adds, Z, y)
+    return tl.where(kind == 0, sums, tl.where(kind == 1, y, value))
+
+
+@triton.jit
+def state_sums(
+    dP, dW, dR, dq_t, keys, queries, norms, keeps, shared, n, kind, adds, heap_adds,
+    HAS_DOCUMENTS: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """What all channels of the tile give to dk and dq of each token, [4, N]."""
+    f, r, t = tl.arange(0, SUBSETS)[:, None], tl.arange(0, HEAP)[:, None], tl.arange(0, T)
+    k, minus = scaled_keys(keys, norms, shared, n[None, :], N)
+    q = load_rows(queries + shared * N + n[None, :], N)
+    if HAS_DOCUMENTS:
+        entered, _ = document_numbers(keeps, shared)
+        q = (q[0] * entered[0], q[1] * entered[1], q[2] * entered[2], q[3] * entered[3])
+    dW = product(f & (f - 1), minus) * dW
+    squares = product(f, minus) * dP + of_first(f, k) * dW
+    squares = multiply(adds, squares, tl.zeros([16, N], tl.float32))
+    direct = multiply(adds, dW, tl.zeros([16, N], tl.float32))
+    dR = product(heap_subset(r), minus) * dR
+    squares = multiply(heap_adds, of_reader(r, q) * dR, squares)
+    if HAS_DOCUMENTS:
+        dR = dR * of_reader(r, entered)
+    dq_t = multiply(heap_adds, dR, dq_t)
+    squares, dq_t, direct = parts_of(tl.where(kind == 0, squares, tl.where(kind == 1, dq_t, direct)), N)
+    key = tl.load(keys + shared * N + t[:, None] * N + n[None, :])
+    direct = 0.5 * direct * tl.rsqrt(longer(tl.load(norms + shared + t)))[:, None]
+    some = tl.abs(key) > 1e-18
+    return tl.where(some, squares * reciprocal(tl.where(some, key, 1.0)) - direct, direct), dq_t
+
+
+@triton.jit
+def finish_tokens(
+    signals, norms, bias, through, results, dx, dlogit, dz, norm_parts, dbias, dskip, row, parts, block, num_blocks,
+    d, channels, L,
+    HAS_GATE: tl.constexpr, BLOCK: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The gradients of each token of a block from its sums, and those of bias and skip so far."""
+    i, is_channel = tl.arange(0, ROWS)[:, None], (d < channels)[None, :]
+    for part in tl.range(0, BLOCK // ROWS, num_stages=STAGES):
+        first = block * BLOCK + part * ROWS + row * 0  # 64-bit
+        shared = row * num_blocks * BLOCK + first
+        real = (i < L - first) & is_channel
+        x_t, logit = tokens_at(signals[0], row, first, i, d, real), tokens_at(signals[1], row, first, i, d, real)
+        g_t = tokens_at(signals[3], row, first, i, d, real)
+        norm = tl.load(norms + shared + i)
+        delta, e = compute_delta(logit + bias, norm)
+        done = results + (part * ROWS + i) * (3 * BD)
+        delta_ddelta, dvalue = tl.load(done), tl.load(done + 2 * BD)
+        at = (row * L + first) * channels + (i * channels + d[None, :])
+        if HAS_GATE:
+            z_t = tokens_at(signals[2], row, first, i, d, real)
+            open_ = reciprocal(1.0 + exponential(-z_t))
+            dz_t = g_t * open_ * (1.0 + z_t * (1.0 - open_)) * (tl.load(done + BD) + through * x_t)
+            tl.store(dz + at, dz_t, mask=real)
+            g_t = g_t * z_t * open_
+        dlogit_t = delta_ddelta * delta * e
+        tl.store(dx + at, g_t * through + dvalue * tl.rsqrt(longer(norm)), mask=real)
+        tl.store(dlogit + at, dlogit_t, mask=real)
+        dbias += tl.sum(dlogit_t, 0)
+        dskip += tl.sum(g_t * x_t, 0)
+        tl.store(norm_parts + parts + shared + tl.arange(0, ROWS), tl.sum(delta * delta_ddelta, 1))
+    return dbias, dskip
+
+
 @kernel
 def chunk_backward_kernel(
     x, beta_logit, z, grad_o, keys, queries, norms, keeps, beta_bias, skip, checkpoints, grad_states, scratch,
@@ -128,185 +325,59 @@ def chunk_backward_kernel(
     """As `backward_kernel`: all gradients of one split of one row for BD channels, blocks from last to first."""
     SUBS: tl.constexpr = BLOCK // T
     tile, split, row = program_coords(tl.program_id(0), tiles, num_splits)
-    d, t, wide = tile * BD + tl.arange(0, BD), tl.arange(0, T), row * 0  # makes what it is added to 64-bit
-    n, is_channel = tl.arange(0, N), d < channels
-    in_tile = (n < num_states)[:, None] & is_channel[None, :]
-    f, r = tl.arange(0, SUBSETS)[:, None], tl.arange(0, HEAP)[:, None]
-    size = num_states * channels
-    i, b = tl.arange(0, ROWS)[:, None], tl.arange(0, BD)[None, :]
-    held = scratch + tl.program_id(0).to(tl.int64) * (SUBS * N + 6 * BLOCK) * BD + b
+    d, n, size = tile * BD + tl.arange(0, BD), tl.arange(0, N), num_states * channels
+    signals = ((x, x_row, x_step), (beta_logit, logit_row, logit_step), (z, z_row, z_step), (grad_o, g_row, g_step))
+    held = scratch + tl.program_id(0).to(tl.int64) * (SUBS * N + 6 * BLOCK) * BD + tl.arange(0, BD)[None, :]
     results, own = held + 3 * BLOCK * BD, held + 6 * BLOCK * BD + n[:, None] * BD
-    in_states = n[:, None] + d[None, :] * num_states
-    in_checkpoint = ((d // WIDTH) * (num_states * WIDTH) + d % WIDTH)[None, :] + n[:, None] * WIDTH
-    in_parts = t[:, None] * N + n[None, :]
-    bias = load(beta_bias + d, is_channel) if HAS_BIAS else 0.0
-    through = load(skip + d, is_channel) if HAS_SKIP else 0.0
-    # rows 4 i + t of a sum: its kind i, of token t
-    line = tl.arange(0, 16)[:, None]
-    kind, token = line // 4, line % 4
-    subset, entry = tl.arange(0, SUBSETS)[None, :], tl.arange(0, HEAP)[None, :]
-    holds = tl.where(kind == 0, (subset >> token) & 1, tl.where((kind == 2) & (first_of(subset) == token), 1, 0))
-    heap_holds = (heap_subset(entry) >> token) & 1
-    reads = tl.where((kind == 1) & (reader(entry) == token), 1, 0)
-    adds, heap_adds = holds.to(tl.float32), tl.where(kind == 0, heap_holds, reads).to(tl.float32)
-    comes_before = (kind == 1) & (subset < (2 << token)) & (subset > 0)
+    in_tile, in_states, in_checkpoint = places(tile, d, channels, n, num_states, WIDTH, N)
+    in_parts = tl.arange(0, T)[:, None] * N + n[None, :]
+    bias = load(beta_bias + d, d < channels) if HAS_BIAS else 0.0
+    through = load(skip + d, d < channels) if HAS_SKIP else 0.0
+    kind, token, adds, heap_adds, comes_before = sum_places()
     grad = tl.zeros([N, BD], tl.float32)
     if HAS_GRAD_STATES:
         grad = tl.load(grad_states + (row * num_splits + split) * size + in_states, mask=in_tile, other=0.0)
     dbias, dskip = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
     first_block, last_block = split * blocks_per_split, tl.minimum((split + 1) * blocks_per_split, num_blocks)
+    parts = tile.to(tl.int64) * rows * num_blocks * BLOCK
     for turn in range(0, last_block - first_block):
         block = last_block - 1 - turn
-        for part in tl.range(0, BLOCK // ROWS, num_stages=STAGES):
-            first = block * BLOCK + part * ROWS + wide
-            shared = row * num_blocks * BLOCK + first
-            real = (i < L - first) & is_channel[None, :]
-            x_t = load(x + row * x_row + first * x_step + (i * x_step + d[None, :]), real)
-            logit = load(beta_logit + row * logit_row + first * logit_step + (i * logit_step + d[None, :]), real)
-            g_t = load(grad_o + row * g_row + first * g_step + (i * g_step + d[None, :]), real)
-            if HAS_GATE:
-                z_t = load(z + row * z_row + first * z_step + (i * z_step + d[None, :]), real)
-                g_t = g_t * z_t * reciprocal(1.0 + exponential(-z_t))
-            norm = tl.load(norms + shared + i)
-            delta, _ = compute_delta(logit + bias, norm)
-            at = held + (part * ROWS + i) * (3 * BD)
-            tl.store(at, delta * longer(norm))
-            tl.store(at + BD, x_t * tl.rsqrt(longer(norm)))
-            tl.store(at + 2 * BD, g_t)
+        begin = (row * num_blocks + block) * BLOCK
+        hold_tokens(signals, norms, bias, held, row, block, num_blocks, d, channels, L, HAS_GATE, BLOCK, BD, STAGES)
         tl.debug_barrier()  # the lanes that read below may not be those that wrote
         here = checkpoints + (row * num_blocks + block) * tl.cdiv(channels, WIDTH) * num_states * WIDTH
         h = tl.load(here + in_checkpoint, mask=in_tile, other=0.0)
-        for sub in tl.range(0, SUBS, num_stages=1):
-            tl.store(own + sub * (N * BD), h)
-            shared = (row * num_blocks + block) * BLOCK + sub * T
-            taken = held + sub * (T * 3 * BD)
-            deltas, values = load_rows(taken, 3 * BD), load_rows(taken + BD, 3 * BD)
-            k, minus = scaled_keys(keys, norms, shared, n[None, :], N)
-            A = tl.where(f == 0, 0.0, product(f, deltas))
-            F = A * of_first(f, values)
-            P, W = product(f, minus), product(f & (f - 1), minus) * of_first(f, k)
-            if HAS_DOCUMENTS:
-                entered, number = document_numbers(keeps, shared)
-                W = tl.where(of_first(f, number) == number[3], W, 0.0)
-                h = h * entered[3]
-            M = multiply(tl.trans(P), A, tl.zeros([N, BD], tl.float32))
-            h = multiply(tl.trans(W), F, h + M * h)
+        hold_states(h, keys, norms, keeps, held, own, begin, n, HAS_DOCUMENTS, BLOCK, N, BD)
         tl.debug_barrier()
         for back in tl.range(0, SUBS, num_stages=1):
             sub = SUBS - 1 - back
-            shared = (row * num_blocks + block) * BLOCK + sub * T
-            taken = held + sub * (T * 3 * BD)
-            deltas, values = load_rows(taken, 3 * BD), load_rows(taken + BD, 3 * BD)
-            grads = load_rows(taken + 2 * BD, 3 * BD)
-            met = tl.load(own + sub * (N * BD))
-            k, minus = scaled_keys(keys, norms, shared, n[None, :], N)
-            q = load_rows(queries + shared * N + n[None, :], N)
-            A = tl.where(f == 0, 0.0, product(f, deltas))
-            F, B = A * of_first(f, values), product(heap_subset(r), deltas) * of_reader(r, grads)
-            GY, Q = tl.where(kind == 1, of_line(token, grads), 0.0), tl.where(kind == 1, of_line(token, q), 0.0)
-            P, W = product(f, minus), product(f & (f - 1), minus) * of_first(f, k)
-            reach, last_W, decayed = tl.where(comes_before, 1.0, 0.0), W, grad
-            if HAS_DOCUMENTS:
-                entered, number = document_numbers(keeps, shared)
-                reach = tl.where(of_first(subset, number) == of_line(token, number), reach, 0.0)
-                is_last = of_first(f, number) == number[3]
-                last_W = tl.where(is_last, W, 0.0)
-                q = (q[0] * entered[0], q[1] * entered[1], q[2] * entered[2], q[3] * entered[3])
-                decayed = grad * entered[3]
-            R, dM = product(heap_subset(r), minus) * of_reader(r, q), decayed * met
-            dMP = multiply(P, dM, tl.zeros([SUBSETS, BD], tl.float32))
-            dP = multiply(A, tl.trans(dM), tl.zeros([SUBSETS, N], tl.float32))
-            Z = multiply(R, met, tl.zeros([HEAP, BD], tl.float32))
-            dR = multiply(B, tl.trans(met), tl.zeros([HEAP, N], tl.float32))
-            G = reach * multiply(Q, tl.trans(W), tl.zeros([16, SUBSETS], tl.float32))
-            dG = reach * multiply(GY, tl.trans(F), tl.zeros([16, SUBSETS], tl.float32))
-            dF = multiply(last_W, grad, tl.zeros([SUBSETS, BD], tl.float32))
-            dF = multiply(tl.trans(G), GY, dF)
-            dW = multiply(F, tl.trans(grad), tl.zeros([SUBSETS, N], tl.float32))
-            if HAS_DOCUMENTS:
-                dW = tl.where(is_last, dW, 0.0)
-            dW = multiply(tl.trans(dG), Q, dW)
-            M = multiply(tl.trans(P), A, tl.zeros([N, BD], tl.float32))
-            grad = multiply(tl.trans(R), B, decayed + M * decayed)
-            y = multiply(G, F, tl.zeros([16, BD], tl.float32))
-            dq_t = multiply(dG, W, tl.zeros([16, N], tl.float32))
+            shared, taken = begin + sub * T, held + sub * (T * 3 * BD)
+            grad, dMP, dF, Z, y, dP, dW, dR, dq_t = product_gradients(
+                grad, tl.load(own + sub * (N * BD)), keys, queries, norms, keeps, taken, shared, n,
+                kind, token, comes_before, HAS_DOCUMENTS, N, BD,
+            )  # fmt: skip
             if N > 32:  # what follows is loaded once more, or it would stay in registers
                 tl.debug_barrier()
-            # of the channels
-            deltas, values = load_rows(taken, 3 * BD), load_rows(taken + BD, 3 * BD)
-            grads = load_rows(taken + 2 * BD, 3 * BD)
-            A = tl.where(f == 0, 0.0, product(f, deltas))
-            sums = multiply(adds, A * (dMP + of_first(f, values) * dF), tl.zeros([16, BD], tl.float32))
-            value = multiply(adds, A * dF, tl.zeros([16, BD], tl.float32))
-            Z = product(heap_subset(r), deltas) * Z
-            sums = multiply(heap_adds, of_reader(r, grads) * Z, sums)
-            if HAS_GATE:
-                y = multiply(heap_adds, Z, y)
-            sums = tl.where(kind == 0, sums, tl.where(kind == 1, y, value))
+            sums = channel_sums(dMP, dF, Z, y, taken, kind, adds, heap_adds, HAS_GATE, BD)
             tl.store(results + (sub * (T * 3) + token * 3 + kind) * BD, sums, mask=kind < 3)
-            # of the states: what all channels of the tile give
-            k, minus = scaled_keys(keys, norms, shared, n[None, :], N)
-            q = load_rows(queries + shared * N + n[None, :], N)
-            if HAS_DOCUMENTS:
-                q = (q[0] * entered[0], q[1] * entered[1], q[2] * entered[2], q[3] * entered[3])
-            dW = product(f & (f - 1), minus) * dW
-            squares = product(f, minus) * dP + of_first(f, k) * dW
-            squares = multiply(adds, squares, tl.zeros([16, N], tl.float32))
-            direct = multiply(adds, dW, tl.zeros([16, N], tl.float32))
-            dR = product(heap_subset(r), minus) * dR
-            squares = multiply(heap_adds, of_reader(r, q) * dR, squares)
-            if HAS_DOCUMENTS:
-                dR = dR * of_reader(r, entered)
-            dq_t = multiply(heap_adds, dR, dq_t)
-            squares, dq_t, direct = parts_of(tl.where(kind == 0, squares, tl.where(kind == 1, dq_t, direct)), N)
-            key = tl.load(keys + shared * N + in_parts)
-            direct = 0.5 * direct * tl.rsqrt(longer(tl.load(norms + shared + t)))[:, None]
-            some = tl.abs(key) > 1e-18
-            dk_t = tl.where(some, squares * reciprocal(tl.where(some, key, 1.0)) - direct, direct)
-            to = tile.to(tl.int64) * rows * num_blocks * BLOCK + shared
-            tl.store(dk_parts + to * N + in_parts, dk_t)
-            tl.store(dq_parts + to * N + in_parts, dq_t)
+            dk_t, dq_t = state_sums(
+                dP, dW, dR, dq_t, keys, queries, norms, keeps, shared, n, kind, adds, heap_adds, HAS_DOCUMENTS, N
+            )
+            tl.store(dk_parts + (parts + shared) * N + in_parts, dk_t)
+            tl.store(dq_parts + (parts + shared) * N + in_parts, dq_t)
         tl.debug_barrier()
-        for part in tl.range(0, BLOCK // ROWS, num_stages=STAGES):
-            first = block * BLOCK + part * ROWS + wide
-            shared = row * num_blocks * BLOCK + first
-            real = (i < L - first) & is_channel[None, :]
-            x_t = load(x + row * x_row + first * x_step + (i * x_step + d[None, :]), real)
-            logit = load(beta_logit + row * logit_row + first * logit_step + (i * logit_step + d[None, :]), real)
-            g_t = load(grad_o + row * g_row + first * g_step + (i * g_step + d[None, :]), real)
-            norm = tl.load(norms + shared + i)
-            delta, e = compute_delta(logit + bias, norm)
-            done = results + (part * ROWS + i) * (3 * BD)
-            delta_ddelta, dvalue = tl.load(done), tl.load(done + 2 * BD)
-            at = (row * L + first) * channels + (i * channels + d[None, :])
-            if HAS_GATE:
-                z_t = load(z + row * z_row + first * z_step + (i * z_step + d[None, :]), real)
-                open_ = reciprocal(1.0 + exponential(-z_t))
-                dz_t = g_t * open_ * (1.0 + z_t * (1.0 - open_)) * (tl.load(done + BD) + through * x_t)
-                tl.store(dz + at, dz_t, mask=real)
-                g_t = g_t * z_t * open_
-            dlogit_t = delta_ddelta * delta * e
-            tl.store(dx + at, g_t * through + dvalue * tl.rsqrt(longer(norm)), mask=real)
-            tl.store(dlogit + at, dlogit_t, mask=real)
-            dbias += tl.sum(dlogit_t, 0)
-            dskip += tl.sum(g_t * x_t, 0)
-            at = tile.to(tl.int64) * rows * num_blocks * BLOCK + shared + tl.arange(0, ROWS)
-            tl.store(norm_parts + at, tl.sum(delta * delta_ddelta, 1))
+        dbias, dskip = finish_tokens(
+            signals, norms, bias, through, results, dx, dlogit, dz, norm_parts, dbias, dskip, row, parts, block,
+            num_blocks, d, channels, L, HAS_GATE, BLOCK, BD, STAGES,
+        )  # fmt: skip
         tl.debug_barrier()  # the next block overwrites what this one holds
     summed = (row * num_splits + split) * channels + d
     if HAS_BIAS:
-        tl.store(dbias_parts + summed, dbias, mask=is_channel)
+        tl.store(dbias_parts + summed, dbias, mask=d < channels)
     if HAS_SKIP:
-        tl.store(dskip_parts + summed, dskip, mask=is_channel)
+        tl.store(dskip_parts + summed, dskip, mask=d < channels)
     if split == 0:
         tl.store(dinitial + row * size + in_states, grad, mask=in_tile)
-
-
-@triton.jit
-def of_line(token, rows):
-    """The row of a line's token."""
-    found = tl.where(token == 2, rows[2], rows[3])
-    return tl.where(token == 0, rows[0], tl.where(token == 1, rows[1], found))
 
 
 def held_rows(block: int, width: int) -> int:
