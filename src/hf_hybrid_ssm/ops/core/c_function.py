@@ -50,8 +50,14 @@ class Declared:
             TypeError: it is not as declared, or not in the memory of the CPU (a meta or fake tensor has none).
         """
         at = tensor.data_ptr() if tensor.is_cpu else 0
-        is_known = tensor.dtype in self.dtypes and tensor.dim() == len(self.sizes)
-        fits = is_known and self._bind(tensor, bound) and self._is_dense(tensor)
+        fits = tensor.dtype in self.dtypes and tensor.dim() == len(self.sizes)
+        if fits:  # here, not in a function of its own: decoding without a window comes here for every token
+            fits = tensor.is_contiguous() if self.is_contiguous else self._is_dense(tensor)
+            for (factor, letter, more), size in zip(self.sizes, tensor.shape):
+                unit = bound.setdefault(letter, (size - more) // factor) if letter else 1
+                fits = fits and unit * factor + more == size
+            if len(self.dtypes) > 1:
+                fits = fits and bound.setdefault(self.kind, tensor.dtype) is tensor.dtype
         if not fits or not tensor.is_cpu or (at == 0 and tensor.numel()):
             known = {letter: size for letter, size in bound.items() if letter}
             raise TypeError(
@@ -60,20 +66,10 @@ class Declared:
             )
         return at or ctypes.addressof(_NOTHING)
 
-    def _bind(self, tensor: torch.Tensor, bound: dict[str, Any]) -> bool:
-        """Whether sizes and dtype are those that the letters stand for; new letters stand for these from now on."""
-        found = []
-        for (factor, letter, more), size in zip(self.sizes, tensor.shape):
-            unit = bound.setdefault(letter, (size - more) // factor) if letter else 1
-            found.append(unit * factor + more == size)
-        if len(self.dtypes) > 1:
-            found.append(bound.setdefault(self.kind, tensor.dtype) is tensor.dtype)
-        return all(found)
-
     def _is_dense(self, tensor: torch.Tensor) -> bool:
         """Whether the dimensions that may not be strided are not."""
-        if self.is_contiguous or tensor.numel() == 0:
-            return tensor.is_contiguous()
+        if tensor.numel() == 0:
+            return True
         expected = 1
         for size, stride, strided in zip(reversed(tensor.shape), reversed(tensor.stride()), reversed(self.strided)):
             if not strided and size > 1 and stride != expected:
