@@ -79,7 +79,7 @@ CONTENTS = {
             *("/CONTRIBUTING", "/SECURITY", "/CHANGELOG"),
         ]
     },
-    "checkpoints/README": {"": ["/checkpoints/*/README"]},
+    "checkpoints/README": {"": ["/checkpoints/*/README", "/checkpoints/deltas/*/README"]},
 }
 ORPHANS = {"docs/README"}  # the list of pages, for readers of the repository
 

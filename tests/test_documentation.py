@@ -195,6 +195,7 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
                 kinds = {"from_scratch", "teacher_goes_on", "intermediate_size"}
                 filled(classes, {k: v for k, v in settings.items() if k not in kinds})
         elif config.stem.startswith("report"):
+            (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
             read_settings("upcycling_report.py", (ReportArguments,), [str(config), "teacher=FOLDER"])
         elif config.stem.startswith("recall"):
             known = (UpcyclingRecallArguments, TrainingArguments)

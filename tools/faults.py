@@ -131,8 +131,8 @@ FAULTS = [
           "if 0 in requests.seen else None",
           "if requests.seen[0] == 0 else None"),
     Fault(f"{SRC}/serving/paged_states.py", "tests/serving/test_paged_states.py",
-          "key=lambda state: -state.dtype.itemsize",
-          "key=lambda state: state.dtype.itemsize"),
+          "key=lambda state: (-state.dtype.itemsize, ",
+          "key=lambda state: (state.dtype.itemsize, "),
     # plans, commands
     Fault(f"{SRC}/planning/training_step.py", "tests/test_planning_gathered.py",
           "2 * setup.computing * (largest + outside)",

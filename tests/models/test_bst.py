@@ -127,7 +127,7 @@ def plain_layer(layer, config, x):
     bias = attention.relative_bias(window) if rope is None else torch.zeros(heads, 1, dtype=x.dtype)
     scale = attention.scale.abs() if config.qk_norm else torch.full((heads,), config.head_dim**-0.5, dtype=x.dtype)
     q, k = (l2(q), l2(k)) if config.qk_norm else (q, k)
-    context, y = attention.context, None
+    context, y = getattr(attention, "context", None), None
     if context is not None:
         y = context.ssm((x if context.input_norm is None else context.input_norm(x))[None])[0][0]
         queries = attention.context_q_proj(z).view(length, heads, -1)

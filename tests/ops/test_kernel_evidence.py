@@ -125,6 +125,8 @@ def test_launches_have_one_axis(file):
     launches = [n.func for n in calls if isinstance(n.func, ast.Subscript) and "kernel" in ast.unparse(n.func.value)]
     grids = [launch.slice for launch in launches]
     grids += [n.value for n in ast.walk(tree) if isinstance(n, ast.Assign) and "grid" in ast.unparse(n.targets[0])]
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and "grid" in n.name]
+    grids += [n.value for function in functions for n in ast.walk(function) if isinstance(n, ast.Return)]
     assert all(not isinstance(grid, ast.Tuple) or len(grid.elts) == 1 for grid in grids)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_hybrid_ssm.serving.paged_states import PagedModel, PageLayout, Requests
-from hf_hybrid_ssm.serving.state_layout import FullAttention, State, state_layout
+from hf_hybrid_ssm.serving.state_layout import FullAttention, StateSpec, state_layout
 from tests.host_syncs import as_on_an_accelerator, host_syncs
 from tests.models.invariances import TOLERANCE, random_ids, whole
 from tests.serving.test_context import GROWING
@@ -195,7 +195,7 @@ def test_a_page_has_a_part_for_each_layer_of_full_attention(variant):
 
 
 def test_parts_of_a_page_are_evenly_full():
-    states = [State(layer, "window", (size,), torch.float32) for layer, size in enumerate((9, 1, 8, 2, 7, 3))]
+    states = [StateSpec(layer, "window", (size,), torch.float32) for layer, size in enumerate((9, 1, 8, 2, 7, 3))]
     layout = PageLayout(states, 3)
     assert layout.num_bytes == 48 and sorted(layout.offsets) == [0, 0, 0, 28, 32, 36]
     assert PageLayout([], 2).num_bytes == 16  # nothing but full attention
@@ -203,8 +203,8 @@ def test_parts_of_a_page_are_evenly_full():
 
 def test_narrow_states_come_last_in_a_page():
     """Whatever the order of the layers, so that each state lies at a multiple of its own elements' size."""
-    narrow, wide = State(0, "window", (3,), torch.bfloat16), State(1, "scan", (5,), torch.complex128)
-    layout = PageLayout([narrow, State(0, "flag", (1,), torch.bool), wide])
+    narrow, wide = StateSpec(0, "window", (3,), torch.bfloat16), StateSpec(1, "scan", (5,), torch.complex128)
+    layout = PageLayout([narrow, StateSpec(0, "flag", (1,), torch.bool), wide])
     assert [state.dtype.itemsize for state in layout.states] == [16, 2, 1]
     assert all(offset % state.dtype.itemsize == 0 for offset, state in zip(layout.offsets, layout.states))
     views = layout.views(torch.zeros(2, layout.num_bytes, dtype=torch.uint8))
@@ -256,7 +256,7 @@ def test_a_step_makes_no_device_wait(variant, monkeypatch):
 
 
 def test_a_state_has_its_bytes():
-    assert State(0, "scan", (3, 4), torch.float64).num_bytes == 96
+    assert StateSpec(0, "scan", (3, 4), torch.float64).num_bytes == 96
 
 
 @pytest.mark.parametrize("variant", ["spade s4 window", *SERVED])

@@ -60,7 +60,8 @@ def _channel_backward(u, decay, vector, output, skip, initial_state, seq_idx, le
     du, dinitial, dskip = make(dy.shape), torch.empty_like(dfinal), u.new_empty(batch, filters, channels)
     dvector, doutput, ddecay = (torch.empty_like(dfinal) for _ in range(3))
     sizes, options = _options(u, vector, seq_idx, lengths, is_complex)
-    grid, of_u, of_dy = _grid(u, vector, options), u.stride()[:2], dy.stride()[:3]
+    grid = _grid(u, vector, options)
+    of_u, of_dy = u.stride()[:2], dy.stride()[:3]
     if batch * channels * filters:
         with device_guard(u):
             if trains:
