@@ -5,7 +5,7 @@ from torch import nn
 
 from hf_hybrid_ssm.ops.core.pages import ServedKeys
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows
-from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention
+from hf_hybrid_ssm.ops.local_attention import AttentionState, Limits, Window, local_attention
 
 
 class LocalSelfAttention(nn.Module):
@@ -24,13 +24,13 @@ class LocalSelfAttention(nn.Module):
         hidden_size: int,
         num_heads: int,
         *,
-        window: tuple[int | None, int | None],
+        window: Window | Limits,
         chunk_size: int | None = None,
         bias: bool = False,
         dropout: float = 0.0,
     ):
         super().__init__()
-        self.num_heads, self.window, self.chunk_size, self.dropout = num_heads, window, chunk_size, dropout
+        self.num_heads, self.window, self.chunk_size, self.dropout = num_heads, Window.of(window), chunk_size, dropout
         sizes = (hidden_size, hidden_size, bias)
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(*sizes) for _ in range(4))
 

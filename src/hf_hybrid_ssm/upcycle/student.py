@@ -148,8 +148,8 @@ def _init_new(old: Any, new: Any, init: str) -> None:
     """What a layer has beyond that of its teacher."""
     if isinstance(new, LonghornHybridBlock):
         if init == "projections":
-            window = new.self_attn.window[0] + 1
-            init_from_heads(new.mixer, old.self_attn, new.norm, window)
+            assert new.self_attn.window.left is not None  # such layers have a window
+            init_from_heads(new.mixer, old.self_attn, new.norm, new.self_attn.window.left + 1)
         close_output(new.mixer)
     elif init != "projections":
         return

@@ -11,7 +11,7 @@ from hf_hybrid_ssm.layers.mixers.hippo import legs_dplr_basis
 from hf_hybrid_ssm.layers.mixers.state_space import SSM_FIELDS, complex_pairs, log_uniform_dt
 from hf_hybrid_ssm.layers.tables import twice_conjugate
 from hf_hybrid_ssm.layers.truncated_normal import truncated_normal
-from hf_hybrid_ssm.ops.core.output_positions import check_output_positions, take_outputs
+from hf_hybrid_ssm.ops.core.output_positions import OutputPositions
 from hf_hybrid_ssm.ops.core.padding import zero_beyond
 from hf_hybrid_ssm.ops.core.rows import Documents, Rows
 from hf_hybrid_ssm.ops.core.transforms import without_autocast
@@ -126,7 +126,7 @@ class S5(CachedKernelMixer):
         stride: int | None = None,
         positions: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        check_output_positions(stride, positions, *u.shape[:2])
+        wanted = OutputPositions.of(stride, positions, u.shape[0], u.shape[1])
         dtype = self._computing_dtype(u)
         if rows.is_step and initial_state is not None and positions is None:
             y, after = self._one_token(u, initial_state, dtype, is_read=stride in (None, 1))
@@ -142,7 +142,7 @@ class S5(CachedKernelMixer):
                 h = self._both_ways(decay, driven, rows.seq_idx)
             else:
                 h, final = diagonal_scan(decay, driven, rows=rows, initial_state=start)
-            h, x = take_outputs(h, stride, positions), take_outputs(x, stride, positions)
+            h, x = wanted.take(h), wanted.take(x)
             y = _product(torch.view_as_real(h).flatten(-2), self._output_matrix(dtype), x.dtype)
             y = self._with_skip(y, x, self.D.to(dtype))
         state = None if final is None else torch.view_as_real(final).flatten(-2)

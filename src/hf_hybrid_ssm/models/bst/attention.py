@@ -16,7 +16,7 @@ from hf_hybrid_ssm.models.cache import States
 from hf_hybrid_ssm.models.rotary import rotated
 from hf_hybrid_ssm.ops.core.l2_normalise import l2_normalise
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows
-from hf_hybrid_ssm.ops.local_attention import AttentionState, document_ranks, local_attention
+from hf_hybrid_ssm.ops.local_attention import AttentionState, Window, document_ranks, local_attention
 
 PositionEmbeddings = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines (B or 1, L, e) of rotary positions."""
@@ -39,7 +39,8 @@ class WindowAttention(nn.Module):
         width, inner = config.hidden_size, config.num_attention_heads * config.head_dim
         self.num_heads, self.head_dim, self.window = config.num_attention_heads, config.head_dim, config.sliding_window
         self.dropout = config.attention_dropout
-        self.right = config.sliding_window if config.bidirectional else 0 if config.attend_self else -1
+        right = config.sliding_window if config.bidirectional else 0 if config.attend_self else -1
+        self.distances = Window.of((self.window, right))
         self.zero_kv_sink = config.zero_kv_sink and not config.bidirectional
         bias, eps, shared = (
             config.attention_bias,
@@ -101,7 +102,7 @@ class WindowAttention(nn.Module):
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
-            window=(self.window, self.right),
+            window=self.distances,
             bias=bias,
             scale=None if self.scale is None else 1.0,
             head_scale=head_scale,

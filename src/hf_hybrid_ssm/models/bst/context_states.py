@@ -22,7 +22,7 @@ from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.cache import States
 from hf_hybrid_ssm.ops.core.l2_normalise import l2_normalise
 from hf_hybrid_ssm.ops.core.rows import Rows
-from hf_hybrid_ssm.ops.local_attention import AttentionState, local_attention, slot_attention
+from hf_hybrid_ssm.ops.local_attention import AttentionState, Window, local_attention, slot_attention
 
 CONTEXT = ("context_key", "context_value")
 """The names of what a layer keeps of a block, (B, H, W or S, e) each."""
@@ -56,7 +56,8 @@ class ContextStates(nn.Module):
         eps, variant = config.layer_norm_epsilon, config.context_variant
         filters = {"sh": None, "mh": num_heads, "mf": config.num_context_states}[variant]
         self.num_heads, self.head_dim, self.window = num_heads, head_dim, config.sliding_window
-        self.variant, self.qk_norm, self.is_bidirectional = variant, config.qk_norm, config.bidirectional
+        self.variant, self.qk_norm = variant, config.qk_norm
+        self.distances = Window.of((self.window - 1, self.window - 1 if config.bidirectional else 0))
         self.input_norm = RMSNorm(hidden_size, eps=eps) if config.ssm_input_norm else None
         self.ssm = mixer_from_config(config, bidirectional=config.bidirectional, num_filters=filters)
         self.norm = RMSNorm(hidden_size, eps=eps)
@@ -131,7 +132,7 @@ class ContextStates(nn.Module):
             state = AttentionState(context[0], context[1], past["seen"])
         y, unfinished = local_attention(
             *(part.transpose(1, 2) for part in (queries, keys, values)),
-            window=(self.window - 1, self.window - 1 if self.is_bidirectional else 0),
+            window=self.distances,
             chunk_size=self.window,
             scale=1.0,
             rows=rows,
@@ -189,7 +190,7 @@ class ContextStates(nn.Module):
         k, v = self.k_proj(z).view(shape), self.v_proj(z).view(shape)
         if self.k_norm is not None:  # the kernel normalises to length 1 itself
             k = self.k_norm(k).to(v.dtype)
-        y = slot_attention(queries, k, v, keys, values, past["seen"], window=(None, 0), block=True, **scales)
+        y = slot_attention(queries, k, v, keys, values, past["seen"], block=True, **scales)
         return y, self._named_states(ssm, keys, values)
 
     def _attend_shifted_token(

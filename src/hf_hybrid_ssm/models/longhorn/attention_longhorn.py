@@ -24,6 +24,7 @@ from hf_hybrid_ssm.ops.core.checks import can_read_values
 from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.ops.local_attention import (
     AttentionState,
+    Window,
     append_to_window,
     document_ranks,
     local_attention,
@@ -114,7 +115,7 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
     def __init__(self, config: LonghornConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         assert config.sliding_window is not None  # `LonghornConfig` refuses such layers without it
-        self.window = (config.sliding_window - 1, 0)
+        self.window = Window.of((config.sliding_window - 1, 0))
         sizes = {"heads": config.num_attention_heads, "groups": config.num_key_value_heads, "head_dim": self.head_dim}
         kind = config.attention_sink
         self.sink = None if kind is None else AttentionSink(kind, **sizes)
@@ -176,7 +177,7 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
 
     def _of_sink(self, rotation: Rotation | None) -> dict[str, Any]:
         return {
-            "left": self.window[0],
+            "left": self.window.left,
             "scale": self.scaling,
             "is_rotary": True,
             "rotation": rotation,
@@ -186,7 +187,7 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
         """The last keys and values, without attending."""
         before = AttentionState(**past) if past else None
         keys, values = (x.transpose(1, 2) for x in heads[1:3])
-        return append_to_window(before, keys, values, self.window[0], rows)._asdict()
+        return append_to_window(before, keys, values, self.window.left, rows)._asdict()
 
 
 def temperature(config: LonghornConfig, position_ids: torch.Tensor) -> torch.Tensor:

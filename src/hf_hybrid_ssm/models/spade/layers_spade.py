@@ -113,7 +113,7 @@ class SpadeAttention(LocalSelfAttention):
         return super().forward(x, past, rows, bias=self._bias(bias))
 
     def _bias(self, shared: torch.Tensor | None) -> torch.Tensor | None:
-        return shared if self.relative_bias is None else self.relative_bias(self.window[0])
+        return shared if self.relative_bias is None else self.relative_bias(self.window.left)
 
 
 def relative_bias(config: SpadeConfig, is_causal: bool) -> RelativeBias:

@@ -18,7 +18,7 @@ import torch
 
 from hf_hybrid_ssm.ops.core.checks import check_tensor
 from hf_hybrid_ssm.ops.core.dispatch import Op
-from hf_hybrid_ssm.ops.core.output_positions import check_output_positions
+from hf_hybrid_ssm.ops.core.output_positions import OutputPositions
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows, checked_rows
 from hf_hybrid_ssm.ops.core.transforms import without_autocast
 from hf_hybrid_ssm.ops.linear_scan.channel_blocks import (
@@ -101,14 +101,14 @@ def lti_scan(
     check_tensor("skip", skip, (filters, channels), "F, D", beside=u, optional=True)
     check_tensor("system.output", system.output, (filters, channels, size), "F, D, N", beside=u)
     seq_idx, lengths = checked_rows(rows, batch, length)
-    check_output_positions(stride, positions, batch, length)
+    wanted = OutputPositions.of(stride, positions, batch, length)
     dtype = system.output.dtype
     run = _OP.select(u.device.type, dtype, backend)
     with without_autocast(u.device.type):
         return run(
             u, system.transition.value, system.vector, system.output,
             *(None if part is None else part.to(dtype) for part in (skip, initial_state)),
-            seq_idx, lengths, rows.return_final_state, stride, positions,
+            seq_idx, lengths, rows.return_final_state, wanted,
             form=system.transition.form, blocks=system.blocks,
         )  # fmt: skip
 

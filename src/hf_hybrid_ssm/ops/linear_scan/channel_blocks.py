@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_hybrid_ssm.ops.core.blocks import causal_toeplitz, document_before_block, document_blocks, power_of_two
-from hf_hybrid_ssm.ops.core.output_positions import take_outputs
+from hf_hybrid_ssm.ops.core.output_positions import OutputPositions
 from hf_hybrid_ssm.ops.core.padding import zero_beyond
 from hf_hybrid_ssm.ops.core.rows import Documents, Rows
 from hf_hybrid_ssm.ops.linear_scan.diagonal import diagonal_scan
@@ -106,8 +106,7 @@ def lti_scan_torch(
     seq_idx: torch.Tensor | None,
     lengths: torch.Tensor | None,
     return_final_state: bool,
-    stride: int | None,
-    positions: torch.Tensor | None,
+    wanted: OutputPositions,
     *,
     form: str,
     blocks: BlockMatrices | None = None,
@@ -123,34 +122,49 @@ def lti_scan_torch(
     if initial_state is None:
         initial_state = x.new_zeros(batch, filters, channels, size)
     if length == 0 or batch == 0:
-        kept = length if stride is None else length // stride
-        kept = kept if positions is None else positions.shape[1]
-        return u.new_zeros(batch, kept, filters, channels), initial_state if return_final_state else None
+        y = u.new_zeros(batch, wanted.count(length), filters, channels)
+        return y, initial_state if return_final_state else None
     if blocks is None:
         matrices = (Transition(decay, form), vector, output, BLOCK)
         blocks = BlockMatrices(lambda: block_states(*matrices), lambda: block_outputs(*matrices))
-    system = blocks.states()
-    number = -(-length // system.block)
-    gap = number * system.block - length
-    if gap and is_fresh and lengths is None and positions is None and (stride is None or stride > length):
-        # zeros change nothing before the first token, and the last one then ends a block
-        x, length, first = F.pad(x, (0, 0, gap, 0)), length + gap, gap
-        seq_idx = None if seq_idx is None else torch.cat([seq_idx[:, :1].expand(-1, gap), seq_idx], dim=1)
-        stride, gap = None if stride is None else length + 1, 0
-    else:
-        first = 0
+    system, added = blocks.states(), 0
+    asks_for_none = wanted.stride is not None and wanted.stride > length
+    if is_fresh and lengths is None and (wanted.is_all or asks_for_none):
+        x, seq_idx, added = _ending_a_block(x, seq_idx, system.block)
+    number = -(-x.shape[1] // system.block)
+    gap = number * system.block - x.shape[1]
     tokens = channels_first(F.pad(x, (0, 0, 0, gap)) if gap else x).view(channels, batch, number, system.block)
     documents = document_blocks(seq_idx, system.block)
     starts = _block_starts(tokens, system, initial_state, documents)  # (F, D, B, n + 1, N)
-    if positions is None:
-        y = _outputs(tokens, system, blocks.outputs, starts, documents, length, stride)
+    if asks_for_none:
+        y = x.new_zeros(batch, 0, filters, channels)
+    elif wanted.positions is None:
+        y = _outputs(tokens, system, blocks.outputs, starts, documents, x.shape[1], wanted)
     else:
-        states = _states_after(x, system, starts, seq_idx, positions + 1)  # (F, D, B, J, N)
-        y = torch.matmul(states, system.output[:, :, None, :, None]).squeeze(-1).permute(2, 3, 0, 1)
-    if skip is not None:
-        y = torch.addcmul(y, skip, take_outputs(x, stride, positions).unsqueeze(2))
+        states = _states_after(x, system, starts, seq_idx, wanted.positions + 1)  # (F, D, B, J, N)
+        y = _read_out(states, system)
+    if skip is not None and not asks_for_none:
+        y = torch.addcmul(y, skip, wanted.take(x).unsqueeze(2))
     final = _final_state(x, system, starts, seq_idx, lengths) if return_final_state else None
-    return y[:, first:].to(u.dtype), final
+    return y[:, added:].to(u.dtype), final
+
+
+def _ending_a_block(
+    x: torch.Tensor, seq_idx: torch.Tensor | None, block: int
+) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    """x (B, L, D) behind zeros, so that the last token ends a block; its documents, and the number of zeros. They
+    change nothing before the first token of a row without a state."""
+    added = -(-x.shape[1] // block) * block - x.shape[1]
+    if added == 0:
+        return x, seq_idx, 0
+    if seq_idx is not None:
+        seq_idx = torch.cat([seq_idx[:, :1].expand(-1, added), seq_idx], dim=1)
+    return F.pad(x, (0, 0, added, 0)), seq_idx, added
+
+
+def _read_out(states: torch.Tensor, system: BlockStates) -> torch.Tensor:
+    """C s of states (F, D, B, J, N): (B, J, F, D)."""
+    return torch.matmul(states, system.output[:, :, None, :, None]).squeeze(-1).permute(2, 3, 0, 1)
 
 
 def _block_starts(
@@ -213,16 +227,14 @@ def _outputs(
     starts: torch.Tensor,
     documents: torch.Tensor | None,
     length: int,
-    stride: int | None,
+    wanted: OutputPositions,
 ) -> torch.Tensor:
-    """y (B, L, F, D), or its rows at every `stride`-th token."""
+    """y (B, L, F, D), or its rows at every `wanted.stride`-th token."""
     channels, batch, blocks, block = tokens.shape
     filters, _, size = system.output.shape
-    if stride is not None and stride > length:
-        return tokens.new_zeros(batch, 0, filters, channels)
-    if stride is not None and stride % block == 0:
-        borders = starts[..., stride // block :: stride // block, :][..., : length // stride, :]
-        return torch.matmul(borders, system.output[:, :, None, :, None]).squeeze(-1).permute(2, 3, 0, 1)
+    if wanted.stride is not None and wanted.stride % block == 0:
+        blocks_apart = wanted.stride // block
+        return _read_out(starts[..., blocks_apart::blocks_apart, :][..., : wanted.count(length), :], system)
     inside = outputs()
     flat = tokens.reshape(channels, batch * blocks, block)
     if documents is None:
@@ -234,7 +246,7 @@ def _outputs(
     if documents is not None:
         carried = torch.where((documents == document_before_block(documents)).view(-1, block), carried, 0.0)
     y = (local + carried).reshape(filters, channels, batch, blocks * block)[..., :length]
-    return channels_last(y if stride is None else y[..., stride - 1 :: stride])
+    return channels_last(y if wanted.stride is None else y[..., wanted.stride - 1 :: wanted.stride])
 
 
 def _final_state(

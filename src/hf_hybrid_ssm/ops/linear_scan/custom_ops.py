@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_hybrid_ssm.ops.core.custom_ops import differentiable_op
-from hf_hybrid_ssm.ops.core.output_positions import take_outputs
+from hf_hybrid_ssm.ops.core.output_positions import OutputPositions
 from hf_hybrid_ssm.ops.linear_scan.channel_blocks import BlockMatrices, lti_scan_torch
 
 
@@ -97,24 +97,20 @@ def lti_scan_by(op: Callable) -> Callable:
         seq_idx: Tensor | None,
         lengths: Tensor | None,
         return_final_state: bool,
-        stride: int | None,
-        positions: Tensor | None,
+        wanted: OutputPositions,
         *,
         form: str,
         blocks: BlockMatrices | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         tensors = (u, decay, vector, output, skip, initial_state, seq_idx, lengths)
-        asks_for_all = stride is None and positions is None
         trains = torch.is_grad_enabled() and any(part.requires_grad for part in (decay, vector, output))
-        if form == "dense" or not (asks_for_all or trains):
-            return lti_scan_torch(*tensors, return_final_state, stride, positions, form=form, blocks=blocks)
+        if form == "dense" or not (wanted.is_all or trains):
+            return lti_scan_torch(*tensors, return_final_state, wanted, form=form, blocks=blocks)
         decay = decay.expand(*vector.shape[:2], *decay.shape[-2 if form == "complex" else -1 :])
         floats = (_dense(part, torch.float32) for part in (vector, output, skip, initial_state))
         integers = (_dense(part, torch.int64) for part in (seq_idx, lengths))
         y, final = op(_dense(u, torch.float32), _dense(decay, torch.float64), *floats, *integers, form == "complex")
-        if not asks_for_all:
-            y = take_outputs(y.flatten(2), stride, positions).unflatten(2, y.shape[2:])
-        return y.to(u.dtype), final if return_final_state else None
+        return wanted.take(y).to(u.dtype), final if return_final_state else None
 
     return run
 

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from hf_hybrid_ssm.ops.core.output_positions import take_outputs
+from hf_hybrid_ssm.ops.core.output_positions import ALL_OUTPUTS, OutputPositions
 from hf_hybrid_ssm.ops.core.padding import zero_beyond
 from hf_hybrid_ssm.ops.core.self_check import draw
 from hf_hybrid_ssm.ops.linear_scan.transition import Transition
@@ -40,8 +40,7 @@ def lti_scan_reference(
     seq_idx: torch.Tensor | None,
     lengths: torch.Tensor | None,
     return_final_state: bool,
-    stride: int | None,
-    positions: torch.Tensor | None,
+    wanted: OutputPositions,
     *,
     form: str,
     blocks: object = None,
@@ -62,8 +61,7 @@ def lti_scan_reference(
         state = torch.where(real, following, state)
         outputs.append((output * following).sum(-1) + (0.0 if skip is None else skip * token))
     y = torch.stack(outputs, dim=1) if outputs else u.new_zeros(batch, 0, output.shape[0], channels)
-    y = take_outputs(y.flatten(2), stride, positions).unflatten(-1, y.shape[2:])
-    return y, (state if return_final_state else None)
+    return wanted.take(y), (state if return_final_state else None)
 
 
 def _decays(*shape: int) -> torch.Tensor:
@@ -85,7 +83,7 @@ def aligned_diagonal_inputs() -> dict:
 def channel_inputs() -> dict:
     """The same, for two filters of three channels."""
     shapes = {"u": (2, 75, 3), "vector": (2, 3, 6), "output": (2, 3, 6), "skip": (2, 3), "initial_state": (2, 2, 3, 6)}
-    options = {"seq_idx": None, "lengths": None, "stride": None, "positions": None, "form": "complex"}
+    options = {"seq_idx": None, "lengths": None, "wanted": ALL_OUTPUTS, "form": "complex"}
     return draw(shapes) | options | {"decay": _decays(2, 3, 3), "return_final_state": True}
 
 
@@ -93,7 +91,7 @@ def aligned_channel_inputs() -> dict:
     """Rows that begin at multiples of 16 bytes, as those of models: 16 channels, and as many states."""
     system = (1, 16, 32)
     shapes = {"u": (1, 75, 16), "vector": system, "output": system, "skip": (1, 16), "initial_state": (1, *system)}
-    options = {"seq_idx": None, "lengths": None, "stride": None, "positions": None, "form": "complex"}
+    options = {"seq_idx": None, "lengths": None, "wanted": ALL_OUTPUTS, "form": "complex"}
     return draw(shapes) | options | {"decay": _decays(1, 16, 16), "return_final_state": True}
 
 

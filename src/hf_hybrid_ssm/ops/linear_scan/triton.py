@@ -40,7 +40,17 @@ def _options(
     return (u.shape[1], channels, filters, states), flags | channel_tile(states)
 
 
-def _channel_forward(u, decay, vector, output, skip, initial_state, seq_idx, lengths, is_complex):
+def _channel_forward(
+    u: Tensor,
+    decay: Tensor,
+    vector: Tensor,
+    output: Tensor,
+    skip: Tensor | None,
+    initial_state: Tensor | None,
+    seq_idx: Tensor | None,
+    lengths: Tensor | None,
+    is_complex: bool,
+) -> tuple[Tensor, Tensor]:
     (batch, length, channels), (filters, _, size) = u.shape, output.shape
     make = u.new_empty if lengths is None else u.new_zeros  # nothing is written after a row's end
     y, final = make(batch, length, filters, channels), u.new_empty(batch, filters, channels, size)
@@ -54,7 +64,20 @@ def _channel_forward(u, decay, vector, output, skip, initial_state, seq_idx, len
     return y, final
 
 
-def _channel_backward(u, decay, vector, output, skip, initial_state, seq_idx, lengths, dy, dfinal, is_complex, trains):
+def _channel_backward(
+    u: Tensor,
+    decay: Tensor,
+    vector: Tensor,
+    output: Tensor,
+    skip: Tensor | None,
+    initial_state: Tensor | None,
+    seq_idx: Tensor | None,
+    lengths: Tensor | None,
+    dy: Tensor,
+    dfinal: Tensor,
+    is_complex: bool,
+    trains: bool,
+) -> list[Tensor]:
     (batch, _, channels), filters = u.shape, output.shape[0]
     make = dy.new_empty if lengths is None else dy.new_zeros
     du, dinitial, dskip = make(dy.shape), torch.empty_like(dfinal), u.new_empty(batch, filters, channels)
@@ -81,7 +104,16 @@ _channel = channel_op("hf_hybrid_ssm::lti_scan_triton", _channel_forward, _chann
 lti_scan_triton = lti_scan_by(_channel)
 
 
-def _run_diagonal(x, h, decay, initial_state, seq_idx, out, final, ddecay):
+def _run_diagonal(
+    x: Tensor,
+    h: Tensor | None,
+    decay: Tensor,
+    initial_state: Tensor | None,
+    seq_idx: Tensor | None,
+    out: Tensor,
+    final: Tensor | None,
+    ddecay: Tensor | None,
+) -> None:
     batch, length, channels = x.shape[:3]
     with device_guard(x):
         diagonal_kernel[(triton.cdiv(channels, DIAGONAL_TILE["BD"]) * batch,)](
@@ -90,13 +122,15 @@ def _run_diagonal(x, h, decay, initial_state, seq_idx, out, final, ddecay):
         )  # fmt: skip
 
 
-def _diagonal_forward(x, decay, initial_state, seq_idx):
+def _diagonal_forward(x: Tensor, decay: Tensor, initial_state: Tensor | None, seq_idx: Tensor | None) -> Tensor:
     h = torch.empty_like(x)
     _run_diagonal(x, None, decay, initial_state, seq_idx, h, None, None)
     return h
 
 
-def _diagonal_backward(dh, h, decay, initial_state, seq_idx):
+def _diagonal_backward(
+    dh: Tensor, h: Tensor, decay: Tensor, initial_state: Tensor | None, seq_idx: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     dx, dinitial, parts = torch.empty_like(h), *(h.new_empty(h.shape[0], *h.shape[2:]) for _ in range(2))
     _run_diagonal(dh, h, decay, initial_state, seq_idx, dx, dinitial, parts)
     return dx, parts.sum(0).to(decay.dtype), dinitial

@@ -8,9 +8,9 @@ from hf_hybrid_ssm.ops.core.l2_normalise import l2_normalise
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows, checked_rows, is_one_token
 from hf_hybrid_ssm.ops.local_attention.distance_range import (
     AttentionState,
+    Limits,
     Window,
     append_to_window,
-    checked_window,
     document_ranks,
 )
 from hf_hybrid_ssm.ops.local_attention.reference import (
@@ -39,7 +39,7 @@ def local_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    window: Window,
+    window: Window | Limits,
     chunk_size: int | None = None,
     bias: torch.Tensor | None = None,
     scale: float | None = None,
@@ -88,9 +88,10 @@ def local_attention(
         TypeError, ValueError: an argument of wrong type, dtype, shape or device, or options that contradict each
             other.
     """
+    window = Window.of(window)
     if is_one_token(rows, q.shape[-2], initial_state) and dropout == 0:
         if chunk_size is not None:
-            window = _within_chunk(checked_window(window), chunk_size)
+            window = window.within_chunk(chunk_size)
         options = {"window": window, "chunk_size": chunk_size, "bias": bias, "scale": scale, "backend": backend}
         options |= {"zero_kv_sink": zero_kv_sink, "sink_logits": sink_logits, "sink_values": sink_values}
         options["head_scale"] = head_scale
@@ -103,15 +104,14 @@ def local_attention(
     if k.shape[1] == 0 or heads % k.shape[1]:
         raise ValueError(f"q must have a multiple of k's {k.shape[1]} heads, got {heads}.")
     seq_idx, lengths = checked_rows(rows, batch, length)
-    window = checked_window(window)
     _check_options(window, chunk_size, zero_kv_sink)
     check_sink(sink_logits, sink_values, q, v, zero_kv_sink)
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout={dropout} must lie in [0, 1).")
-    bias_is_two_sided = _looks_ahead(window)
+    bias_is_two_sided = window.looks_ahead
     if chunk_size is not None:
-        window = _within_chunk(window, chunk_size)
-    left, two_sided = window[0], _looks_ahead(window)
+        window = window.within_chunk(chunk_size)
+    left, two_sided = window.left, window.looks_ahead
     check_tensor("bias", bias, (heads, None), "H, R", beside=q, optional=True)
     if bias is not None and bias.shape[1] == 0:
         raise ValueError("bias (H, R) must have a column for at least one distance, got R = 0.")
@@ -120,7 +120,9 @@ def local_attention(
     if bias is not None and bias_is_two_sided and not two_sided:  # chunks of one token leave nothing to look ahead at
         bias = bias[:, bias.shape[1] // 2 :]
     if two_sided and (initial_state is not None or rows.return_final_state):
-        raise ValueError(f"window={window} looks ahead: such attention has no state to start from or to return.")
+        raise ValueError(
+            f"window={window.limits} looks ahead: such attention has no state to start from or to return."
+        )
     if head_scale is not None:
         check_tensor("head_scale", head_scale, (heads,), "H", beside=q)
         factor = head_scale.abs().to(q.dtype).unsqueeze(1)
@@ -132,7 +134,7 @@ def local_attention(
         q,
         k,
         v,
-        window=window,
+        window=window.limits,
         chunk_size=chunk_size,
         bias=bias,
         scale=size**-0.5 if scale is None else scale,
@@ -166,24 +168,14 @@ def empty_state(
 
 
 def _check_options(window: Window, chunk_size: int | None, zero_kv_sink: bool) -> None:
-    left, right = window
+    left, right = window.limits
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
     if zero_kv_sink and (right is None or right > 0 or left is None or chunk_size is not None):
         raise ValueError(
             "zero_kv_sink needs a causal window, (left, right) with a finite left and right ≤ 0, and no chunk_size; "
-            f"got window={window}, chunk_size={chunk_size}."
+            f"got window={window.limits}, chunk_size={chunk_size}."
         )
-
-
-def _looks_ahead(window: Window) -> bool:
-    return window[1] is None or window[1] > 0
-
-
-def _within_chunk(window: Window, chunk_size: int) -> tuple[int, int]:
-    """The window that a chunk leaves; if it leaves none, the key at -right alone, which no token then sees."""
-    left, right = (chunk_size - 1 if limit is None else min(limit, chunk_size - 1) for limit in window)
-    return max(left, -right), right
 
 
 def _check_state(state: AttentionState, k: torch.Tensor, v: torch.Tensor, needed: int | None) -> AttentionState:
@@ -202,6 +194,8 @@ def _check_state(state: AttentionState, k: torch.Tensor, v: torch.Tensor, needed
 
 __all__ = [
     "AttentionState",
+    "Limits",
+    "Window",
     "append_slot",
     "append_to_window",
     "document_ranks",

@@ -1,6 +1,7 @@
 """Which keys a query sees: always an interval of distances d = i - j, cut per token by documents, chunks and
 padding."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -9,8 +10,51 @@ from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows
 
 UNLIMITED = 2**40  # a limit of the window that no token reaches
 
-Window = tuple[int | None, int | None]
-"""(left, right): how many keys before and after itself a query sees; None for all."""
+Limits = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True)
+class Window:
+    """How many keys before and after itself a query sees, None for all. `of` makes one and checks it; the constructor
+    does not. A layer makes its own once; an op also takes the pair."""
+
+    left: int | None
+    right: int | None
+
+    @classmethod
+    def of(cls, window: "Window | Limits") -> "Window":
+        """Of a pair (left, right). Limits that no token reaches become -UNLIMITED or UNLIMITED.
+
+        Raises:
+            TypeError: not a pair of whole numbers or None.
+            ValueError: left is negative, or the window ends before it begins.
+        """
+        if isinstance(window, Window):
+            return window
+        if not isinstance(window, tuple) or len(window) != 2:
+            raise TypeError(f"window must be a pair (left, right), got {window!r}.")
+        if any(limit is not None and (not isinstance(limit, int) or isinstance(limit, bool)) for limit in window):
+            raise TypeError(f"window must hold whole numbers or None, got {window!r}.")
+        left, right = window
+        if left is not None and (left < 0 or (right is not None and left < -right)):
+            raise ValueError(f"window={window}: left must be at least 0, and at least -right.")
+        left = left if left is None else min(left, UNLIMITED)
+        return cls(left, right if right is None else max(-UNLIMITED, min(right, UNLIMITED)))
+
+    @property
+    def limits(self) -> Limits:
+        """(left, right)."""
+        return self.left, self.right
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a query sees keys after itself."""
+        return self.right is None or self.right > 0
+
+    def within_chunk(self, size: int) -> "Window":
+        """What a chunk leaves of it; if it leaves nothing, the key at -right alone, which no token then sees."""
+        left, right = (size - 1 if limit is None else min(limit, size - 1) for limit in self.limits)
+        return Window(max(left, -right), right)
 
 
 class AttentionState(NamedTuple):
@@ -28,27 +72,6 @@ class AttentionState(NamedTuple):
     seen: torch.Tensor
 
 
-def checked_window(window: Window) -> Window:
-    """The window, with limits that no token reaches as -UNLIMITED or UNLIMITED.
-
-    Raises:
-        TypeError: not a pair of whole numbers or None.
-        ValueError: left is negative, or the window ends before it begins.
-    """
-    is_pair = type(window) is tuple and len(window) == 2
-    if is_pair and type(window[0]) is type(window[1]) is int and -window[0] <= window[1] <= window[0] <= UNLIMITED:
-        return window  # what decoding asks with
-    if not isinstance(window, tuple) or len(window) != 2:
-        raise TypeError(f"window must be a pair (left, right), got {window!r}.")
-    if any(limit is not None and (not isinstance(limit, int) or isinstance(limit, bool)) for limit in window):
-        raise TypeError(f"window must hold whole numbers or None, got {window!r}.")
-    left, right = window
-    if left is not None and (left < 0 or (right is not None and left < -right)):
-        raise ValueError(f"window={window}: left must be at least 0, and at least -right.")
-    left = left if left is None else min(left, UNLIMITED)
-    return left, right if right is None else max(-UNLIMITED, min(right, UNLIMITED))
-
-
 class DistanceRange(NamedTuple):
     """Per token, the distances it may see: first ≤ d ≤ last, and its rank in its document; each (B or 1, L) int64."""
 
@@ -59,7 +82,7 @@ class DistanceRange(NamedTuple):
 
 def distance_ranges(
     length: int,
-    window: Window,
+    window: Limits,
     chunk_size: int | None,
     *,
     seen: torch.Tensor | None,

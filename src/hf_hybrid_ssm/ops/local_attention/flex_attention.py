@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_hybrid_ssm.ops.core.padding import zero_beyond
 from hf_hybrid_ssm.ops.core.precision import float32_precision
-from hf_hybrid_ssm.ops.local_attention.distance_range import AttentionState, Window, distance_ranges, zero_key_logits
+from hf_hybrid_ssm.ops.local_attention.distance_range import AttentionState, Limits, distance_ranges, zero_key_logits
 from hf_hybrid_ssm.ops.local_attention.sink import beside_sink
 from hf_hybrid_ssm.ops.local_attention.torch_backend import is_causal_by_chunk, local_attention_torch
 
@@ -46,7 +46,7 @@ def local_attention_triton(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    window: Window,
+    window: Limits,
     chunk_size: int | None,
     bias: torch.Tensor | None,
     scale: float,
@@ -102,7 +102,7 @@ def local_attention_triton(
 
 
 @lru_cache(maxsize=16)
-def _visited(length: int, window: Window, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _visited(length: int, window: Limits, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """How many blocks of keys each block of queries visits, (1, 1, n), and which, (1, 1, n, n); both int32."""
     with torch.inference_mode(False), _disable_current_modes():
         begin = torch.arange(0, length, BLOCK, device=device)
@@ -120,7 +120,7 @@ def _kind(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    window: Window,
+    window: Limits,
     bias: torch.Tensor | None,
     scale: float,
     has_sink: bool,

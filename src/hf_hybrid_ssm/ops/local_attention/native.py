@@ -17,7 +17,7 @@ from hf_hybrid_ssm.ops.core.native_library import (
     with_dense_rows,
 )
 from hf_hybrid_ssm.ops.core.second_derivatives import register_refusal
-from hf_hybrid_ssm.ops.local_attention.distance_range import UNLIMITED, AttentionState, Window
+from hf_hybrid_ssm.ops.local_attention.distance_range import UNLIMITED, AttentionState, Limits
 from hf_hybrid_ssm.ops.local_attention.torch_backend import local_attention_torch
 
 __all__ = ["local_attention_native", "supports"]
@@ -43,7 +43,7 @@ def local_attention_native(
     k: Tensor,
     v: Tensor,
     *,
-    window: Window,
+    window: Limits,
     chunk_size: int | None,
     bias: Tensor | None,
     scale: float,

@@ -8,7 +8,7 @@ from torch import Tensor
 from hf_hybrid_ssm.ops.core import native_library
 from hf_hybrid_ssm.ops.core.c_function import CFunction
 from hf_hybrid_ssm.ops.core.native_library import contiguous, library_beside, prepared, step_op
-from hf_hybrid_ssm.ops.local_attention.distance_range import Window
+from hf_hybrid_ssm.ops.local_attention.distance_range import Limits
 
 STEP = CFunction(
     library_beside(__file__),
@@ -36,7 +36,7 @@ def attention_step_native(
     values: Tensor,
     seen: Tensor | None,
     *,
-    window: Window,
+    window: Limits,
     chunk_size: int | None,
     block: bool,
     bias: Tensor | None,

@@ -3,7 +3,7 @@
 import torch
 
 from hf_hybrid_ssm.ops.core.self_check import draw
-from hf_hybrid_ssm.ops.local_attention.distance_range import AttentionState, Window
+from hf_hybrid_ssm.ops.local_attention.distance_range import AttentionState, Limits
 
 
 def local_attention_reference(
@@ -11,7 +11,7 @@ def local_attention_reference(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    window: Window,
+    window: Limits,
     chunk_size: int | None,
     bias: torch.Tensor | None,
     scale: float,
@@ -121,7 +121,7 @@ def attention_step_reference(
     values: torch.Tensor,
     seen: torch.Tensor | None,
     *,
-    window: Window,
+    window: Limits,
     chunk_size: int | None,
     block: bool,
     bias: torch.Tensor | None,
@@ -170,7 +170,7 @@ def _visible(
     values: torch.Tensor,
     own: tuple[torch.Tensor, torch.Tensor] | None,
     rank: int,
-    window: Window,
+    window: Limits,
     chunk_size: int | None,
     block: bool,
     shift: bool,

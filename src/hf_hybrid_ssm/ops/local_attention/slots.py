@@ -7,7 +7,7 @@ import torch
 from hf_hybrid_ssm.ops.core.checks import can_read_values, check_overwritten, check_tensor
 from hf_hybrid_ssm.ops.core.dispatch import Op
 from hf_hybrid_ssm.ops.core.rows import Rows
-from hf_hybrid_ssm.ops.local_attention.distance_range import AttentionState, Window, checked_window
+from hf_hybrid_ssm.ops.local_attention.distance_range import AttentionState, Limits, Window
 from hf_hybrid_ssm.ops.local_attention.reference import (
     attention_step_reference,
     sink_step_self_check_inputs,
@@ -15,6 +15,8 @@ from hf_hybrid_ssm.ops.local_attention.reference import (
 )
 from hf_hybrid_ssm.ops.local_attention.sink import check_sink
 from hf_hybrid_ssm.ops.local_attention.torch_backend import attention_step_torch
+
+UNLIMITED_BACK = Window.of((None, 0))
 
 _OP = Op(
     "attention_step",
@@ -34,7 +36,7 @@ def slot_attention(
     values: torch.Tensor,
     seen: torch.Tensor | None = None,
     *,
-    window: Window = (None, 0),
+    window: Window | Limits = UNLIMITED_BACK,
     chunk_size: int | None = None,
     block: bool = False,
     bias: torch.Tensor | None = None,
@@ -93,14 +95,14 @@ def slot_attention(
         raise ValueError(f"q must have a multiple of the {groups} heads of keys, got {heads}.")
     check_tensor("bias", bias, (heads, None), "H, R", beside=q, optional=True)
     check_tensor("head_scale", head_scale, (heads,), "H", beside=q, optional=True)
-    window = checked_window(window)
+    window = Window.of(window)
     _check_options(k, window, chunk_size, block, bias, zero_kv_sink)
     check_sink(sink_logits, sink_values, q, values, zero_kv_sink)
     run = _OP.select(q.device.type, keys.dtype, backend)
     if k is not None or seen is not None:
         check_seen("seen", seen, batch, looks=run in _OP.builtin.values())  # the C kernel looks by itself
     options: dict[str, Any] = {
-        "window": window,
+        "window": window.limits,
         "chunk_size": chunk_size,
         "block": block,
         "bias": bias,
@@ -130,9 +132,9 @@ def _check_options(
     zero_kv_sink: bool,
 ) -> None:
     """Those of a step that contradict each other."""
-    left, right = window
+    left, right = window.limits
     if right is None or right > 0:
-        raise ValueError(f"window={window} looks ahead of the token: right must be at most 0.")
+        raise ValueError(f"window={window.limits} looks ahead of the token: right must be at most 0.")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
     if bias is not None and bias.shape[1] == 0:
@@ -140,7 +142,7 @@ def _check_options(
     if (block or k is None) and (bias is not None or zero_kv_sink):
         raise ValueError("bias and zero_kv_sink are for windows: neither with block=True, nor without k and v.")
     if block and right < -1:
-        raise ValueError(f"window={window}: with block=True, right must be 0 or -1.")
+        raise ValueError(f"window={window.limits}: with block=True, right must be 0 or -1.")
     if zero_kv_sink and (left is None or chunk_size is not None):
         raise ValueError("zero_kv_sink needs a window with a finite left, and no chunk_size.")
 
@@ -164,7 +166,7 @@ def window_token(
         return y, AttentionState(keys, values, seen + 1)
     wide = append_slot(keys), append_slot(values)
     y = slot_attention(q, k, v, *wide, seen, **options)
-    if options["window"][0] is not None:
+    if options["window"].left is not None:
         wide = drop_oldest(wide[0]), drop_oldest(wide[1])
     return y, AttentionState(*wide, seen + 1)
 

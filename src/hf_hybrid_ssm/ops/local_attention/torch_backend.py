@@ -13,6 +13,7 @@ from hf_hybrid_ssm.ops.local_attention.biased import biased_attention, can_use_c
 from hf_hybrid_ssm.ops.local_attention.distance_range import (
     AttentionState,
     DistanceRange,
+    Limits,
     bias_by_distance,
     distance_ranges,
     zero_key_logits,
@@ -22,22 +23,22 @@ from hf_hybrid_ssm.ops.local_attention.uniform import has_uniform_blocks, unifor
 
 
 def local_attention_torch(
-    q,
-    k,
-    v,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     *,
-    window,
-    chunk_size,
-    bias,
-    scale,
-    zero_kv_sink,
-    sink_logits,
-    sink_values,
-    dropout,
-    state,
-    seq_idx,
-    lengths,
-):
+    window: Limits,
+    chunk_size: int | None,
+    bias: torch.Tensor | None,
+    scale: float,
+    zero_kv_sink: bool,
+    sink_logits: torch.Tensor | None,
+    sink_values: torch.Tensor | None,
+    dropout: float,
+    state: AttentionState | None,
+    seq_idx: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+) -> torch.Tensor:
     """See `hf_hybrid_ssm.ops.local_attention.local_attention`."""
     dtype = _computed_in(q)
     k, v = zero_beyond(k, lengths, dim=2).to(dtype), zero_beyond(v, lengths, dim=2).to(dtype)
@@ -167,7 +168,14 @@ def _by_windows(problem: Problem) -> torch.Tensor:
     return _blocks(problem, problem.window, size, inner=inner)
 
 
-def is_causal_by_chunk(window, chunk_size, bias, dropout, state, seq_idx) -> bool:
+def is_causal_by_chunk(
+    window: Limits,
+    chunk_size: int | None,
+    bias: torch.Tensor | None,
+    dropout: float,
+    state: AttentionState | None,
+    seq_idx: torch.Tensor | None,
+) -> bool:
     """Whether these arguments of `local_attention` are those of `causal_chunks`."""
     is_new = state is None and seq_idx is None
     return is_new and chunk_size is not None and window == (chunk_size - 1, 0) and bias is None and not dropout
@@ -268,7 +276,16 @@ def _key_blocks(old: torch.Tensor | None, new: torch.Tensor, size: int, around: 
     return new.unfold(2, size + before + after, size).permute(0, 2, 1, 4, 3)
 
 
-def _attend(q, k, v, allowed, logits, sink, scale, dropout):
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    allowed: torch.Tensor,
+    logits: torch.Tensor | None,
+    sink: Sink | None,
+    scale: float,
+    dropout: float,
+) -> torch.Tensor:
     """softmax(q k^T scale + logits) v over the allowed keys, and 0 where there is none.
 
     `allowed` (R or 1, 1, Q, K) bool, `logits` (1, H, Q, K) or None, `sink` with logits (R or 1, H or 1, Q, 1) or None.
@@ -304,24 +321,24 @@ STRATEGIES: tuple[tuple[Callable[[Problem], bool], Callable[[Problem], torch.Ten
 
 
 def attention_step_torch(
-    q,
-    k,
-    v,
-    keys,
-    values,
-    seen,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    seen: torch.Tensor | None,
     *,
-    window,
-    chunk_size,
-    block,
-    bias,
-    scale,
-    head_scale,
-    zero_kv_sink,
-    sink_logits,
-    sink_values,
-    shift,
-):
+    window: tuple[int | None, int],
+    chunk_size: int | None,
+    block: bool,
+    bias: torch.Tensor | None,
+    scale: float,
+    head_scale: torch.Tensor | None,
+    zero_kv_sink: bool,
+    sink_logits: torch.Tensor | None,
+    sink_values: torch.Tensor | None,
+    shift: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `hf_hybrid_ssm.ops.local_attention.slot_attention`."""
     dtype = q.dtype if q.dtype == torch.float64 or q.device.type != "cpu" else torch.float32
     output_dtype, q = q.dtype, q.to(dtype)
@@ -330,30 +347,41 @@ def attention_step_torch(
         q, k = (_normalised(q) * factor.view(-1, 1, 1)).to(dtype), None if k is None else _normalised(k)
         bias = None if bias is None else bias * factor.unsqueeze(1)
     sink = None if sink_logits is None else Sink(sink_logits.to(dtype), sink_values, False)
-    options = {"scale": scale, "sink": sink}
-    if k is None:
+    options: dict[str, Any] = {"scale": scale, "sink": sink}
+    if k is None or v is None or seen is None:
         y = _attend_slots(q, keys, values, None, None, **options)
     elif block:
-        slot = (seen % keys.shape[2]).unsqueeze(1)
-        for held, new in ((keys, k), (values, v)):
-            index = slot.view(-1, 1, 1, 1).expand(-1, held.shape[1], 1, held.shape[3])
-            held.scatter_(2, index, new.to(held.dtype))
+        slot = torch.remainder(seen, keys.shape[2]).unsqueeze(1)
+        for old, new in ((keys, k), (values, v)):
+            index = slot.view(-1, 1, 1, 1).expand(-1, old.shape[1], 1, old.shape[3])
+            old.scatter_(2, index, new.to(old.dtype))
         mask = torch.arange(-window[1], keys.shape[2] - window[1], device=q.device) <= slot
         y = _attend_slots(q, keys, values, mask, slot < -window[1] if window[1] else None, **options)
         over = slot.view(-1, 1, 1, 1) == keys.shape[2] - 1
         keys.masked_fill_(over, 0.0)
         values.masked_fill_(over, 0.0)
     else:
-        used = [_joined(held, new, shift) for held, new in ((keys, k), (values, v))]
-        where = {"seen": seen.unsqueeze(1), "window": window, "chunk_size": chunk_size}
-        y = _attend_window(q, used[0], used[1], bias, zero_kv_sink, **where, **options)
+        all_keys, all_values = _joined(keys, k, shift), _joined(values, v, shift)
+        options |= {"seen": seen.unsqueeze(1), "window": window, "chunk_size": chunk_size}
+        y = _attend_window(q, all_keys, all_values, bias, zero_kv_sink, **options)
         if shift:
-            keys.copy_(used[0][:, :, 1:])
-            values.copy_(used[1][:, :, 1:])
+            keys.copy_(all_keys[:, :, 1:])
+            values.copy_(all_values[:, :, 1:])
     return y.to(output_dtype), keys, values
 
 
-def _attend_window(q, keys, values, bias, zero_kv_sink, *, seen, window, chunk_size, **options):
+def _attend_window(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    bias: torch.Tensor | None,
+    zero_kv_sink: bool,
+    *,
+    seen: torch.Tensor,
+    window: tuple[int | None, int],
+    chunk_size: int | None,
+    **options: Any,
+) -> torch.Tensor:
     """Of the slots, whose last is the token's own, those at the distances of the window are taken as a view."""
     left, right = window
     farthest = keys.shape[2] - 1 if left is None else min(left, keys.shape[2] - 1)
@@ -361,8 +389,10 @@ def _attend_window(q, keys, values, bias, zero_kv_sink, *, seen, window, chunk_s
     keys, values = keys[:, :, begin:end], values[:, :, begin:end]
     distance = torch.arange(farthest, -right - 1, -1, device=q.device)
     reach = seen if chunk_size is None else seen % chunk_size
-    mask, empty = distance <= reach, reach < -right if right else None
+    mask: torch.Tensor | None = distance <= reach
+    empty = reach < -right if right else None
     if zero_kv_sink:  # what lies before the document's start is as good as a key and a value of zeros
+        assert left is not None  # zeros fill a window
         more = left - farthest  # distances for which there is no slot: within the document, they hold nothing
         if more > 0:
             distance = torch.arange(left, -right - 1, -1, device=q.device)
@@ -375,7 +405,17 @@ def _attend_window(q, keys, values, bias, zero_kv_sink, *, seen, window, chunk_s
     return _attend_slots(q, keys, values, mask, empty, logits, **options)
 
 
-def _attend_slots(q, keys, values, mask, empty, logits=None, *, sink, scale):
+def _attend_slots(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    empty: torch.Tensor | None,
+    logits: torch.Tensor | None = None,
+    *,
+    sink: Sink | None,
+    scale: float,
+) -> torch.Tensor:
     """q (B, H, 1, E), keys and values (B, G, M, e); mask (B, M) bool, logits (H, 1, M); empty (B, 1): sees nothing."""
     if sink is not None:
         return _attend_slots_and_sink(q, keys, values, mask, logits, sink, scale)
@@ -385,12 +425,20 @@ def _attend_slots(q, keys, values, mask, empty, logits=None, *, sink, scale):
         logits = mask if logits is None else torch.where(mask, logits, float("-inf"))
     elif logits is not None:
         logits = logits.unsqueeze(0)
-    options = {"attn_mask": logits, "scale": scale, "enable_gqa": bool(q.shape[1] != keys.shape[1])}
+    options: dict[str, Any] = {"attn_mask": logits, "scale": scale, "enable_gqa": bool(q.shape[1] != keys.shape[1])}
     y = F.scaled_dot_product_attention(q, keys.to(q.dtype), values.to(q.dtype), **options)
     return y if empty is None else y.masked_fill(empty.view(-1, 1, 1, 1), 0.0)
 
 
-def _attend_slots_and_sink(q, keys, values, mask, logits, sink, scale):
+def _attend_slots_and_sink(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    logits: torch.Tensor | None,
+    sink: Sink,
+    scale: float,
+) -> torch.Tensor:
     """The same with a sink of logits (B, H, 1) beside the slots."""
     column = sink.logits.unsqueeze(3)
     logits = column.new_zeros(1, 1, 1) if logits is None else logits
@@ -399,7 +447,7 @@ def _attend_slots_and_sink(q, keys, values, mask, logits, sink, scale):
     empty = logits.isneginf().all(-1, keepdim=True)
     logits = logits.masked_fill(empty, 0.0)
     keys, values = append_sink(keys.to(q.dtype), values.to(q.dtype), sink.values, q.shape[1])
-    options = {"attn_mask": logits, "scale": scale, "enable_gqa": bool(q.shape[1] != keys.shape[1])}
+    options: dict[str, Any] = {"attn_mask": logits, "scale": scale, "enable_gqa": bool(q.shape[1] != keys.shape[1])}
     y = F.scaled_dot_product_attention(q, keys, values, **options)
     return y.masked_fill(empty, 0.0)
 

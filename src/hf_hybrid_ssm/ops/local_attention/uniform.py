@@ -12,14 +12,14 @@ import torch.nn.functional as F
 
 from hf_hybrid_ssm.ops.core.full_attention import attention
 from hf_hybrid_ssm.ops.local_attention.biased import biased_attention, can_use_cpu_flash_with_bias
-from hf_hybrid_ssm.ops.local_attention.distance_range import AttentionState, Window
+from hf_hybrid_ssm.ops.local_attention.distance_range import AttentionState, Limits
 
 
 def has_uniform_blocks(
     q: torch.Tensor,
     k: torch.Tensor,
     *,
-    window: Window,
+    window: Limits,
     chunk_size: int | None,
     zero_kv_sink: bool,
     state: AttentionState | None,

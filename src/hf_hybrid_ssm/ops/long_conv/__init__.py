@@ -4,7 +4,7 @@ import torch
 
 from hf_hybrid_ssm.ops.core.checks import check_tensor
 from hf_hybrid_ssm.ops.core.dispatch import Op
-from hf_hybrid_ssm.ops.core.output_positions import check_output_positions, take_outputs
+from hf_hybrid_ssm.ops.core.output_positions import OutputPositions
 from hf_hybrid_ssm.ops.core.padding import last_inputs, zero_beyond
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows, checked_rows
 from hf_hybrid_ssm.ops.core.transforms import without_autocast
@@ -57,7 +57,7 @@ def long_conv(
     """
     batch, length, channels = _check(u, kernel, future_kernel)
     seq_idx, lengths = checked_rows(rows, batch, length)
-    check_output_positions(stride, positions, batch, length)
+    wanted = OutputPositions.of(stride, positions, batch, length)
     dtype = torch.float64 if torch.float64 in (u.dtype, kernel.dtype) else torch.float32
     filters = _expand(kernel, channels).to(dtype)
     future = None if future_kernel is None else _expand(future_kernel, channels).to(dtype)
@@ -72,12 +72,10 @@ def long_conv(
     with without_autocast(u.device.type):
         x = zero_beyond(u, lengths)
         history = filters.new_zeros(batch, 0, channels) if initial_state is None else initial_state.to(dtype)
-        if (stride is None and positions is None) or future is not None:
-            y = run(x, filters, future, skip, history, seq_idx)
-            if stride is not None or positions is not None:
-                y = take_outputs(y.flatten(2), stride, positions).unflatten(-1, y.shape[2:])
+        if wanted.is_all or future is not None:
+            y = wanted.take(run(x, filters, future, skip, history, seq_idx))
         else:
-            y = sampled(x.to(dtype), filters, skip, history, seq_idx, stride, positions)
+            y = sampled(x.to(dtype), filters, skip, history, seq_idx, wanted)
         final = (
             last_inputs(x.to(dtype), past + 1, initial_state, seq_idx, lengths) if rows.return_final_state else None
         )

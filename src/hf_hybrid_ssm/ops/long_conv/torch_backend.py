@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from hf_hybrid_ssm.ops.core.blocks import power_of_two, toeplitz
 from hf_hybrid_ssm.ops.core.checks import can_read_values
-from hf_hybrid_ssm.ops.core.output_positions import take_outputs
+from hf_hybrid_ssm.ops.core.output_positions import OutputPositions
 from hf_hybrid_ssm.ops.core.packed_sequences import packed_sequences
 from hf_hybrid_ssm.ops.long_conv.fft import fast_length, fft_conv
 from hf_hybrid_ssm.ops.long_conv.thresholds import DIRECT
@@ -68,14 +68,14 @@ def sampled(
     skip: torch.Tensor | None,
     history: torch.Tensor,
     seq_idx: torch.Tensor | None,
-    stride: int | None,
-    positions: torch.Tensor | None = None,
+    at: OutputPositions,
 ) -> torch.Tensor:
-    """y (B, J, F, D) at every `stride`-th token or at `positions`: a few outputs cost less than all."""
+    """y (B, J, F, D) at these tokens: a few outputs cost less than all."""
     batch, length, channels = u.shape
     taps = kernel.shape[-1]
-    strided = torch.arange(length, device=u.device)[(stride or 1) - 1 :: stride]
-    wanted = strided.expand(batch, -1) if positions is None else positions
+    wanted = at.positions
+    if wanted is None:
+        wanted = at.take(torch.arange(length, device=u.device).unsqueeze(0)).expand(batch, -1)
     missing = taps - 1 - history.shape[1]
     x = F.pad(torch.cat([history, u], dim=1), (0, 0, max(missing, 0), 0))[:, max(-missing, 0) :]
     row = torch.arange(batch, device=u.device).unsqueeze(1)
@@ -88,7 +88,7 @@ def sampled(
     flat = windows.permute(2, 0, 1, 3).reshape(channels, batch * outputs, taps)
     y = torch.bmm(flat, kernel.flip(-1).permute(1, 2, 0)).view(channels, batch, outputs, kernel.shape[0])
     y = y.permute(1, 2, 3, 0)
-    return y if skip is None else y + skip * take_outputs(u, stride, positions).unsqueeze(2)
+    return y if skip is None else y + skip * at.take(u).unsqueeze(2)
 
 
 def _direct(
