@@ -12,7 +12,6 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 from transformers.utils.generic import is_flash_attention_requested
 
 from hf_hybrid_ssm.layers.attention_sink import AttentionSink, Rotation
-from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.models.block import RecurrentMixin
 from hf_hybrid_ssm.models.cache import served_keys
@@ -141,7 +140,6 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
         heads = (*rotated(queries, keys, position_embeddings, values.dtype), values)
         return heads if self.sink is None else (*heads, queries)
 
-    @with_accelerate_hooks
     def forward_rows(  # type: ignore[override]
         self,
         *heads: torch.Tensor,

@@ -16,7 +16,6 @@ from transformers.utils import auto_docstring
 from hf_hybrid_ssm.layers.attention_sink import AttentionSink, Rotation
 from hf_hybrid_ssm.layers.feed_forward import SwiGLU
 from hf_hybrid_ssm.layers.float32_parameters import Float32ParametersMixin
-from hf_hybrid_ssm.layers.offloaded import with_accelerate_hooks
 from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.models.base import HybridModelMixin, HybridPreTrainedModel
 from hf_hybrid_ssm.models.block import RecurrentMixin
@@ -106,10 +105,27 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
         rows: PackedRows | None = None,
         cache: Cache | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """(B, L, M) → (B, L, M)."""
+        *,
+        rotation: tuple[torch.Tensor, ...] = (),
+        past: States | None = None,
+    ) -> Any:
+        """(B, L, M) → (B, L, M).
+
+        With `past` in place of a cache this is `forward_rows`, and also returns the states after the tokens: the way
+        in for a block with window attention beside the mixer, and for a rollback. Both come through `forward`, so
+        that accelerate and FSDP, which bring parameters in around it, find them.
+
+        Args:
+            rotation: as `self.rotation` returns, beside `past`.
+        """
+        if past is not None:
+            assert rows is not None
+            return self.forward_rows(hidden_states, *rotation, past=past, rows=rows)
         rotation = self.rotation(position_embeddings, hidden_states.shape[0])
         return self.forward_with_cache(hidden_states, *rotation, rows=rows, cache=cache)
+
+    def states_after(self, *inputs: torch.Tensor, past: States, rows: Rows, **options: Any) -> States:
+        return self(inputs[0], rows, rotation=inputs[1:], past=past)[1]
 
     def rotation(
         self, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None, batch: int
@@ -125,7 +141,6 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
             raise ValueError("position_embeddings=None, but use_rope_in_mixer=True: give cosines and sines.")
         return tuple(part.expand(batch, -1, -1) for part in position_embeddings)
 
-    @with_accelerate_hooks
     def forward_rows(  # type: ignore[override]
         self,
         hidden_states: torch.Tensor,
@@ -258,7 +273,7 @@ class LonghornHybridBlock(RecurrentMixin, LonghornBlock):
         if self.training and self.window_dropout > 0:
             is_open = torch.rand(attended.shape[0], 1, 1, device=attended.device) >= self.window_dropout
             attended = torch.where(is_open, attended, 0.0)
-        mixed, states = self.mixer.forward_rows(*of_mixer, past=before_mixer, rows=rows)
+        mixed, states = self.mixer(of_mixer[0], rows, rotation=of_mixer[1:], past=before_mixer)
         return attended + mixed, window | states
 
     def states_after(self, *inputs: torch.Tensor, past: States, rows: Rows, **options: Any) -> States:
