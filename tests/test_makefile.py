@@ -25,7 +25,7 @@ HISTORY = ("reports/", "tests/test_makefile.py")
 
 
 def dry_run(*targets):
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "PYTEST_ARGS"))}
     command = ["make", "--dry-run", "--no-print-directory", "VENV=nowhere/there", *targets]
     return subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, check=True).stdout
 
