@@ -90,6 +90,11 @@ JOBS = {
         ("-m tools.smoke resolved", "-m tools.smoke lowest"),
         threads=None,
     ),
+    "pasted": Job(
+        "README.md's tasks with what pip resolves today, pasted into bash and zsh (some minutes a shell)",
+        ("-m tools.smoke pasted",),
+        threads=None,
+    ),
     "triton": Job(
         "the kernels with every version of Triton that is admitted: interpreted, compiled, counted (hours)",
         ("-m tools.triton_versions",),

@@ -1,6 +1,6 @@
 """README.md's tasks as a reader does them: its blocks pasted into bash and zsh, in a new environment and a new clone.
 
-With the versions that `python -m tools.smoke resolved` brings, which runs it; by itself it takes minutes a shell.
+With the versions that `python -m tools.smoke pasted` brings, which runs it; by itself it takes minutes a shell.
 """
 
 import json
@@ -56,12 +56,10 @@ def stand_in_for(name, words):
 def paste(shell, text, folder, variables):
     command = [shutil.which(shell), *SHELLS[shell]]
     options = {"cwd": folder, "env": variables, "capture_output": True, "text": True}
-    return subprocess.run(command, input=f"{text}\nexit\n", timeout=1800, check=False, **options)
+    return subprocess.run(command, input=f"{text}\nexit\n", timeout=900, check=False, **options)
 
 
-@pytest.mark.skipif(
-    VARIABLE not in os.environ, reason=f"takes minutes: python -m tools.smoke resolved sets {VARIABLE}"
-)
+@pytest.mark.skipif(VARIABLE not in os.environ, reason=f"takes minutes: python -m tools.smoke pasted sets {VARIABLE}")
 @pytest.mark.parametrize("shell", SHELLS)
 def test_the_blocks_of_the_first_page_do_what_they_say(shell, tmp_path):
     if shutil.which(shell) is None:
