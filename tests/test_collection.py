@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+from tests import processes
 from tests.reporting import ROOT
 from tools import smoke
 
@@ -21,5 +22,5 @@ def test_every_test_that_the_smoke_test_names_is_there():
     """Pytest ends with 4 at a name that is not, which `.ci/run` would be the first to meet."""
     named = [*smoke.TESTS, *smoke.PASTED]
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *named]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    result = processes.run(command, cwd=ROOT)
     assert result.returncode == 0, result.stdout + result.stderr

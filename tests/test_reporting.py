@@ -1,13 +1,12 @@
 """A page tells every outcome of the run it is made from, and pages older than their sources are listed."""
 
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests import jobs, reporting
+from tests import jobs, processes, reporting
 
 TESTS = '''"""What is asked
 
@@ -55,7 +54,7 @@ pytest.main([sys.argv[1], "-q", *plugins], plugins=[Shown(reporting.PAGES["matri
 def test_a_page_tells_every_outcome(tmp_path):
     (tmp_path / "test_it.py").write_text(TESTS)
     command = [sys.executable, "-c", RUN, str(tmp_path / "test_it.py")]
-    page = subprocess.run(command, cwd=reporting.ROOT, capture_output=True, text=True, check=True).stdout
+    page = processes.run(command, cwd=reporting.ROOT, check=True).stdout
     assert "## What is asked\n\nMore of it." in page
     assert "|  | works for | not for |\n| --- | --- | --- |\n| a column | 1 of 3 | two; three |" in page
     assert (

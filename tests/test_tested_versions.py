@@ -1,7 +1,6 @@
 """What is said of the versions of other packages."""
 
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -12,6 +11,7 @@ from packaging.requirements import Requirement
 from hf_hybrid_ssm import doctor
 from hf_hybrid_ssm.models.tested_versions import TESTED, outside, warn_of_untested_transformers
 from hf_hybrid_ssm.serving import vllm_plugin
+from tests import processes
 from tools.triton_versions import VERSIONS
 
 ROOT = Path(__file__).parents[1]
@@ -79,7 +79,7 @@ from hf_hybrid_ssm.models import base
 
 
 def test_importing_tells_of_an_untested_transformers_in_one_line():
-    run = subprocess.run([sys.executable, "-c", IMPORTING], capture_output=True, text=True, check=True)
+    run = processes.run([sys.executable, "-c", IMPORTING], check=True)
     (line,) = run.stderr.splitlines()
     assert line.startswith("transformers 99.1.0 is newer than") and run.stdout == ""
 

@@ -1,7 +1,6 @@
 """The cache is called `cache` and `past_key_values`, whichever name the installed transformers uses."""
 
 import inspect
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_hybrid_ssm.models.cache_names import CACHE, NEW, OLD
 from hf_hybrid_ssm.serving.context import load_context, save_context
+from tests import processes
 from tests.tiny_models import FEW, build, classes_of, config_of, inputs_for, language_model, own_language_model
 
 NAMES = (NEW, OLD)
@@ -126,7 +126,7 @@ for variant in FEW:
 
 def test_neither_name_brings_a_warning():
     """Of transformers, which writes what it deprecates and misses in docstrings to the terminal, each once."""
-    run = subprocess.run([sys.executable, "-c", SILENT], capture_output=True, text=True, check=False)
+    run = processes.run([sys.executable, "-c", SILENT], with_transformers=False)
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
 
 

@@ -40,10 +40,9 @@ CASES = {
     "bst mf s5": ("bst", {**BST, "context_variant": "mf", "ssm_type": "s5"}),
     "bst brect": ("bst", {**BST, "ssm_layers": None, "block_types": ["sliding_attention", "block_recurrent"]}),
 }
-NARROW_CHECKS = ("bf16_training", "generation")
-CHECKS = ("sharding_structure_untied", "sharding_structure_tied", "save_load", "plan_vs_ddp")
+CHECKS = ("generation", "sharding_structure_untied", "sharding_structure_tied", "save_load", "plan_vs_ddp")
 THOROUGH = ("longhorn hybrid", "lmu_isa", "spade s4", "bst sh")  # one of each family runs them all
-ALL = [(case, check) for case in CASES for check in NARROW_CHECKS + (CHECKS if case in THOROUGH else ())]
+ALL = [(case, check) for case in CASES for check in ("bf16_training", *(CHECKS if case in THOROUGH else ()))]
 
 
 def bf16_training(rank: int, config_class: type, fields: dict) -> None:
@@ -67,7 +66,7 @@ def plan_vs_ddp(rank: int, config_class: type, fields: dict) -> None:
 
 
 def generation(rank: int, config_class: type, fields: dict) -> None:
-    """In shards, as on one device: a token at a time calls other methods than `forward`."""
+    """In shards, as on one device, a token at a time."""
     prompt, greedy = torch.arange(3, 23).unsqueeze(0), {"max_new_tokens": 6, "do_sample": False}
     config = config_class.from_dict(fields)
     with fsdp_checks._deterministic_init_model_dir(rank, config, torch.bfloat16) as folder:
