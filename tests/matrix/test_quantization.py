@@ -42,9 +42,10 @@ METHODS = {
 QUICK = {"torchao int8": ["longhorn"], "quanto int8": ["bst sh s4d"], "bitsandbytes int8": ["spade s4 window"]}
 NF4 = pytest.mark.limit(
     "bitsandbytes",
-    r"shape '\[\d+, 0\]' is invalid",
-    "its four-bit kernel for CPUs wants inputs of at least 64 features; Longhorn's `dt_proj` has a sixteenth of the "
-    'hidden size. `llm_int8_skip_modules=["lm_head", "dt_proj"]` leaves that map alone.',
+    r"shape '\[\d+, 0\]' is invalid|N must be divisible by block_n",
+    "its four-bit kernel for CPUs wants inputs of at least 64 features and a multiple of 32 outputs; Longhorn's "
+    "`dt_proj` has a sixteenth of the hidden size as inputs, and keys of few small heads are as narrow. "
+    '`llm_int8_skip_modules=["lm_head", "dt_proj"]`, with the narrow maps of a model added, leaves them alone.',
 )
 
 
