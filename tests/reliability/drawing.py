@@ -72,6 +72,9 @@ def legal(model_type: str, random: Random) -> Fields:
         fields["ssm_layers"] = random.sample(range(layers), random.randint(0, layers))
     if model_type == "longhorn" and not any("sliding" in kind for kind in fields.get("block_types", ())):
         fields.pop("attention_sink", None)  # it belongs to windows
+    if model_type == "longhorn" and "full_attention" not in fields.get("block_types", ()):
+        for name in ("attn_scale", "floor_scale"):  # they belong to full attention
+            fields.pop(name, None)
     if own.get("use_rope_in_mixer"):  # its keys are as long as those of attention
         fields["state_size"] = fields["head_dim"]
     if model_type == "bst":
