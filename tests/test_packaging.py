@@ -141,6 +141,21 @@ print(json.dumps({"seconds": time.perf_counter() - begin, "new": sorted(set(sys.
     assert not new & (OPTIONAL | {"torch"})
 
 
+def test_import_leaves_ops_and_models_for_their_first_use():
+    code = """
+import json, sys
+from transformers import AutoModelForCausalLM, PreTrainedModel
+import hf_hybrid_ssm
+print(json.dumps([name for name in sys.modules if name.startswith("hf_hybrid_ssm.")]))
+"""
+    # what cannot wait: the tables of families, the class of the cache, and the quantizer, which transformers looks up
+    early = set(fresh(code))
+    assert {"hf_hybrid_ssm.models.cache", "hf_hybrid_ssm.models.low_bit"} <= early
+    assert {name for name in early if ".ops." in name} <= {f"hf_hybrid_ssm.ops.core{name}" for name in EARLY_OPS}
+    assert not {name for name in early if "modeling_" in name or name.endswith(".packing")}
+
+
+EARLY_OPS = ["", ".checks", ".transforms"]
 EARLY = ["transformers", "transformers.cache_utils", "transformers.models.auto.modeling_auto"]
 
 

@@ -10,9 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import Cache
 
-from hf_hybrid_ssm.models.packing import PackedRows, States
-
-Recompute = Callable[[PackedRows], States]
+from hf_hybrid_ssm.models.packing import PackedRows, Recompute, States
 
 
 def remember_units(cache: Cache, model: nn.Module, blocks: Iterable[nn.Module]) -> None:
