@@ -246,15 +246,27 @@ def training(figures: dict) -> str:
 
 
 def weight_only(figures: dict) -> str:
-    forms = list(
-        dict.fromkeys(form for found in figures["families"].values() for form in found["milliseconds_per_token"])
-    )
+    """Milliseconds and, of what is below bfloat16, the share of its time; below, the loss where it was taken."""
+    times = figures["milliseconds_per_token"]
+    forms = list(next(iter(times.values())))
+    few_bits = forms[2:]
     rows = [
-        [name, *(found["milliseconds_per_token"].get(form, "") for form in forms)]
-        for name, found in figures["families"].items()
+        [
+            name,
+            *(f"{found[form]:.1f}" for form in forms),
+            *(f"{found[form] / found['bfloat16']:.2f}" for form in few_bits),
+        ]
+        for name, found in times.items()
     ]
-    shape = figures["shape"]
-    return markdown_table([f"{of_transformer_size(shape)}; ms / token", *forms], rows)
+    heads = [*forms, *(f"{form} over bfloat16" for form in few_bits)]
+    table = markdown_table([f"{of_transformer_size(figures['shape'])}; ms / token", *heads], rows)
+    if not figures["loss"]:
+        return table
+    lost = [
+        [name, f"{found['float32']:.3f}", *(f"{found[form] - found['float32']:+.4f}" for form in forms[1:])]
+        for name, found in figures["loss"].items()
+    ]
+    return f"{table}\n{markdown_table(['held-out loss, nats per token', 'float32', *forms[1:]], lost)}"
 
 
 def start_up(figures: dict) -> str:

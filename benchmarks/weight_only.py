@@ -1,86 +1,88 @@
-"""What do weights of 8 bits, or bfloat16, save when decoding, which is bound by the bytes of the weights?
+"""What do weights of 16, 8 and 4 bits save when decoding, which is bound by the bytes of the weights, and what do they
+lose?
 
-One row, width 1024, 24 layers (Longhorn 48), a vocabulary of 32,000. 8 bits are torchao's weight-only quantization of
-every linear layer, over bfloat16 on CUDA and over float32 or bfloat16 on a CPU; they are left out where torchao is not
-installed.
+    python benchmarks/weight_only.py --text TEXT.jsonl --models FOLDER...
+
+Time: one row, width 1024, 24 layers (Longhorn 48), a vocabulary of 32,000, random weights; 8 and 4 bits are
+`LowBitConfig` over bfloat16. Loss: of the language models in the folders named, on the beginnings of the texts.
 """
 
 import argparse
 import gc
-import importlib.util
+import json
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from timing import machine_arguments, paired_seconds, write_results
 from timing.models import FAMILIES, build, decoder
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import hf_hybrid_ssm
 
 VOCABULARY = 32000
 STEPS = 4
-FORMS = {
-    "float32": (torch.float32, False),
-    "bfloat16": (torch.bfloat16, False),
-    "int8 over float32": (torch.float32, True),
-    "int8 over bfloat16": (torch.bfloat16, True),
+FORMS: dict[str, tuple[torch.dtype, int | None]] = {
+    "float32": (torch.float32, None),
+    "bfloat16": (torch.bfloat16, None),
+    "8 bits": (torch.bfloat16, 8),
+    "4 bits": (torch.bfloat16, 4),
 }
+ROWS, LENGTH = 16, 1024  # of the text that the loss is taken on
 
 
-def model_of(name: str, form: str, width: int, depth: int, device: str) -> PreTrainedModel:
-    dtype, is_quantized = FORMS[form]
-    model = build(name, width, depth, vocabulary=VOCABULARY, device=device, dtype=dtype)
-    if is_quantized:
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-        quantize_(model, Int8WeightOnlyConfig())
-    return model
+def load(folder: str | Path, form: str) -> PreTrainedModel:
+    dtype, bits = FORMS[form]
+    low_bits = {} if bits is None else {"quantization_config": hf_hybrid_ssm.LowBitConfig(bits=bits)}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **low_bits).eval()
 
 
-def logits_of(model: PreTrainedModel) -> torch.Tensor:
-    ids = torch.arange(3, 35, device=model.device).view(1, 32)
-    with torch.inference_mode():
-        return model(ids).logits.float()
-
-
-def measured(name: str, width: int, depth: int, rounds: int, device: str) -> dict:
-    """Milliseconds per token of every form in turns, and how far its logits are from float32's."""
-    figures: dict = {"milliseconds_per_token": {}, "logits_off": {}, "errors": {}}
-    steps: dict[str, Callable] = {}
-    exact = None
-    for form in FORMS:
-        if FORMS[form][1] and importlib.util.find_spec("torchao") is None:
-            figures["errors"][form] = "torchao is not installed"
-            continue
-        try:
-            model = model_of(name, form, width, depth, device)
-            logits = logits_of(model)
-            steps[form] = decoder(model, STEPS)
-            steps[form]()
-        except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
-            steps.pop(form, None)
-            figures["errors"][form] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            continue
-        exact = logits if exact is None else exact
-        figures["logits_off"][form] = round(float((logits - exact).abs().max() / exact.abs().max()), 5)
-    seconds = paired_seconds(steps, rounds=rounds, warm_up=1, device=device)
-    figures["milliseconds_per_token"] = {form: round(1000 * value / STEPS, 2) for form, value in seconds.items()}
-    figures["times_as_fast_as_float32"] = {
-        form: round(seconds["float32"] / value, 2) for form, value in seconds.items()
-    }
+def milliseconds(name: str, width: int, depth: int, rounds: int) -> dict:
+    """Of a token in every form, in turns."""
+    with tempfile.TemporaryDirectory() as folder:
+        build(name, width, depth, vocabulary=VOCABULARY).save_pretrained(folder)
+        steps: dict[str, Callable] = {form: decoder(load(folder, form), STEPS) for form in FORMS}
+    seconds = paired_seconds(steps, rounds=rounds, warm_up=1, device="cpu")
     del steps
     gc.collect()
-    return figures
+    return {form: round(1000 * value / STEPS, 2) for form, value in seconds.items()}
+
+
+@torch.inference_mode()
+def losses(folder: str, text: Path) -> dict:
+    """Nats per token in every form, each row read from its beginning."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids: list[int] = []
+    for line in text.read_text(encoding="utf-8").splitlines():
+        ids += tokenizer(json.loads(line)["text"])["input_ids"]
+        if len(ids) >= ROWS * LENGTH:
+            break
+    rows = torch.tensor(ids[: len(ids) // LENGTH * LENGTH][: ROWS * LENGTH]).view(-1, 1, LENGTH)
+    found = {}
+    for form in FORMS:
+        model = load(folder, form)
+        found[form] = sum(float(model(row, labels=row).loss.float()) for row in rows) / len(rows)
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small models, few rounds")
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), metavar="FAMILY")
+    names = ("Llama", *FAMILIES)
+    parser.add_argument("--families", nargs="*", choices=names, default=list(names), metavar="FAMILY")
+    parser.add_argument("--models", nargs="+", default=[], metavar="FOLDER", help="whose loss is taken")
+    parser.add_argument("--text", type=Path, help="JSON lines with a field `text`, for the loss")
     arguments = machine_arguments(parser)
+    if arguments.device != "cpu":
+        parser.error("--device cuda: this benchmark is about CPUs.")
+    if bool(arguments.models) != (arguments.text is not None):
+        parser.error("--models and --text go together.")
     width, depth, rounds = (128, 2, 2) if arguments.quick else (1024, 24, 5)
     figures = {
         "shape": {"hidden_size": width, "num_hidden_layers": depth, "vocab_size": VOCABULARY},
-        "torchao": importlib.util.find_spec("torchao") is not None,
-        "families": {name: measured(name, width, depth, rounds, arguments.device) for name in arguments.families},
+        "milliseconds_per_token": {name: milliseconds(name, width, depth, rounds) for name in arguments.families},
+        "loss": {Path(folder).name: losses(folder, arguments.text) for folder in arguments.models},
     }
     write_results("weight_only", figures, arguments.device)
 

@@ -44,7 +44,8 @@ def test_every_family(row, bits, tmp_path, caplog):
     assert all(bits == 4 and model.get_submodule(name).in_features % 32 for name in left), left
     assert all(name in caplog.text for name in left)
     assert rounded_maps(quantized) | linear_maps(quantized) == linear_maps(model)
-    assert is_shared or "lm_head" in rounded_maps(quantized)
+    assert is_shared or quantized.lm_head.bits == 8
+    assert {quantized.get_submodule(name).bits for name in rounded_maps(quantized) - {"lm_head"}} == {bits}
     assert_near(logits_of(quantized, row), logits_of(dequantized(row, quantized), row), 1e-4, "the same weights")
     assert_near(logits_of(quantized, row), logits_of(model, row), TOLERANCES[bits], "logits")
     check_generation(quantized, row)
@@ -70,6 +71,19 @@ def test_tied_head(tmp_path):
     assert torch.equal(logits_of(again, "longhorn"), logits_of(quantized, "longhorn"))
 
 
+@pytest.mark.parametrize("bits, head_bits", [(8, 4), (4, 4)])
+def test_bits_of_the_head(bits, head_bits, tmp_path):
+    model = language_model("longhorn", wide=True)
+    model.save_pretrained(tmp_path / "exact")
+    load = type(model).from_pretrained
+    quantized = load(tmp_path / "exact", quantization_config=LowBitConfig(bits=bits, head_bits=head_bits)).eval()
+    assert quantized.lm_head.bits == head_bits
+    quantized.save_pretrained(tmp_path / "rounded")
+    again = load(tmp_path / "rounded").eval()
+    assert again.lm_head.bits == head_bits
+    assert torch.equal(logits_of(again, "longhorn"), logits_of(quantized, "longhorn"))
+
+
 def test_maps_that_keep_their_precision(tmp_path):
     model = language_model("longhorn", wide=True)
     model.save_pretrained(tmp_path)
@@ -82,6 +96,8 @@ def test_maps_that_keep_their_precision(tmp_path):
 def test_refused(tmp_path):
     with pytest.raises(ValueError, match="bits must be 8 or 4, got 3"):
         LowBitConfig(bits=3)
+    with pytest.raises(ValueError, match="head_bits must be 8 or 4, got 16"):
+        LowBitConfig(head_bits=16)
     with pytest.raises(TypeError, match="modules_to_not_convert must be a list of names, got 'lm_head'"):
         LowBitConfig(modules_to_not_convert="lm_head")
     model = language_model("longhorn")

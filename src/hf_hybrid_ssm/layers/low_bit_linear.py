@@ -13,9 +13,8 @@ GROUP_SIZES = (32, 64, 128, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS = 16  # the kernel of 4 bits wants multiples of it; outputs in between are padded
 FEW_ROWS = 16  # the kernel of 8 bits is for decoding; more rows are multiplied by codes converted for the call
-COLUMNS = (
-    16  # it reads rows of bfloat16 in whole vectors: with a rest its values are wrong, or it reads beyond the codes
-)
+# the kernel of 8 bits reads rows of bfloat16 in whole vectors: with a rest its values are wrong, or it reads beyond
+COLUMNS = 16
 
 
 class LowBitLinear(nn.Module):
@@ -178,10 +177,10 @@ class LowBitLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}{group}"
 
 
-def check_grid(bits: int, group_size: int) -> None:
+def check_grid(bits: int, group_size: int, name: str = "bits") -> None:
     """Raises ValueError for bits or a group size that the kernels do not have."""
     if isinstance(bits, bool) or bits not in (8, 4):
-        raise ValueError(f"bits must be 8 or 4, got {bits!r}.")
+        raise ValueError(f"{name} must be 8 or 4, got {bits!r}.")
     if isinstance(group_size, bool) or group_size not in GROUP_SIZES:
         raise ValueError(f"group_size must be one of {', '.join(map(str, GROUP_SIZES))}, got {group_size!r}.")
 

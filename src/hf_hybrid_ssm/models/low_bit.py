@@ -20,13 +20,15 @@ METHOD = "hf_hybrid_ssm_low_bit"
 
 
 class LowBitConfig(QuantizationConfigMixin):
-    """Linear maps and the language-model head in 8 or 4 bits, for inference on a CPU.
+    """Linear maps in 8 or 4 bits and the language-model head in 8, for inference on a CPU.
 
     `AutoModelForCausalLM.from_pretrained(folder, dtype="bfloat16", quantization_config=LowBitConfig(bits=4))`;
     `save_pretrained` writes the rounded weights, and such a folder loads without the argument.
 
     Args:
         bits: 8 (one scale a row) or 4 (a scale and a zero a group of columns).
+        head_bits: the same of the language-model head. Its rounding moves every logit: in 4 bits it costs a model of
+            good weights more than all other maps together.
         group_size: columns of a group, with 4 bits: 32, 64, 128 or 256. Maps whose inputs it does not divide keep
             their precision; a warning names them.
         modules_to_not_convert: names of further maps that keep their precision, or the last parts of names.
@@ -38,15 +40,17 @@ class LowBitConfig(QuantizationConfigMixin):
     def __init__(
         self,
         bits: int = 8,
+        head_bits: int = 8,
         group_size: int = 32,
         modules_to_not_convert: list[str] | None = None,
         quant_method: str = METHOD,
     ):
         check_grid(bits, group_size)
+        check_grid(head_bits, group_size, "head_bits")
         if isinstance(modules_to_not_convert, str):
             raise TypeError(f"modules_to_not_convert must be a list of names, got {modules_to_not_convert!r}.")
         self.quant_method = quant_method
-        self.bits, self.group_size = bits, group_size
+        self.bits, self.head_bits, self.group_size = bits, head_bits, group_size
         self.modules_to_not_convert = modules_to_not_convert
 
 
@@ -61,7 +65,8 @@ class LowBitQuantizer(HfQuantizer):
         if other := [device for device in devices if str(device) != "cpu"]:
             raise ValueError(f"LowBitConfig is for CPUs; device_map asks for {other[0]}.")
 
-    def _chosen(self, model: PreTrainedModel) -> dict[str, nn.Linear]:
+    def _chosen(self, model: PreTrainedModel) -> dict[str, tuple[nn.Linear, int]]:
+        """Name → the map and its bits."""
         config = self.quantization_config
         skipped = tuple(config.modules_to_not_convert or ())
         linear = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
@@ -71,11 +76,14 @@ class LowBitQuantizer(HfQuantizer):
             if not any(name == skip or name.endswith(f".{skip}") for skip in skipped)
         }
         # the shared embeddings of an encoder and a decoder are one tensor with the head, and stay one
+        head = model.get_output_embeddings()
         if model.config.is_encoder_decoder and model.config.tie_word_embeddings:
-            head = model.get_output_embeddings()
             chosen = {name: module for name, module in chosen.items() if module is not head}
+        with_bits = {
+            name: (module, config.head_bits if module is head else config.bits) for name, module in chosen.items()
+        }
         unfit = [
-            name for name, module in chosen.items() if not fits(module.in_features, config.bits, config.group_size)
+            name for name, (module, bits) in with_bits.items() if not fits(module.in_features, bits, config.group_size)
         ]
         if unfit:
             logger.warning(
@@ -84,17 +92,17 @@ class LowBitQuantizer(HfQuantizer):
                 config.group_size,
                 ", ".join(unfit),
             )
-        return {name: module for name, module in chosen.items() if name not in unfit}
+        return {name: found for name, found in with_bits.items() if name not in unfit}
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         if not self.pre_quantized:
             return
         config = self.quantization_config
-        for name, linear in self._chosen(model).items():
+        for name, (linear, bits) in self._chosen(model).items():
             empty = LowBitLinear(
                 linear.in_features,
                 linear.out_features,
-                bits=config.bits,
+                bits=bits,
                 group_size=config.group_size,
                 bias=linear.bias is not None,
                 device=linear.weight.device,
@@ -105,12 +113,11 @@ class LowBitQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         config = self.quantization_config
         if not self.pre_quantized:
-            for name, linear in self._chosen(model).items():
+            for name, (linear, bits) in self._chosen(model).items():
                 if linear.weight.dtype not in DTYPES:
                     raise TypeError(f"{name}.weight must be float32, bfloat16 or float16, got {linear.weight.dtype}.")
-                model.set_submodule(
-                    name, LowBitLinear.from_linear(linear, bits=config.bits, group_size=config.group_size)
-                )
+                rounded = LowBitLinear.from_linear(linear, bits=bits, group_size=config.group_size)
+                model.set_submodule(name, rounded)
         if isinstance(model.get_output_embeddings(), LowBitLinear) and model.config.tie_word_embeddings:
             model.config.tie_word_embeddings = False  # the head has codes of its own, the embeddings keep theirs
             model.all_tied_weights_keys = {}
