@@ -36,12 +36,10 @@ PAIRS = (
     ("S5", "window attention"),
     ("S4, all trained", "frozen S4"),
     ("S5", "S4, all trained"),
+    ("SH, layer 3, state of 128", "SH, layer 3, state of 4"),
+    ("LMU-ISA with attention", "LMU-ISA"),
+    ("LMU-ISA", "LSTM, three layers of LMU-ISA's width"),
 )
-
-
-def comparison(figures: dict) -> str:
-    rows = [[name, f"{found['parameters']:,}", _mean_loss(found)] for name, found in figures["models"].items()]
-    return markdown_table(["model", "parameters", "held-out loss, nats per token, 95 %"], rows)
 
 
 def _mean_loss(found: dict) -> str:
@@ -78,7 +76,8 @@ def compared(figures: dict) -> str:
             pairs = [one - other for one, other in zip(*losses)]
             added = ", ".join(f"{pair:+.3f}" for pair in pairs)
             notes.append(f"{name} minus {without}: {statistics.mean(pairs):+.3f} ± {half_width(pairs):.3f} ({added})")
-    return f"{markdown_table(head, rows)}\nPaired, and seed by seed: {'; '.join(notes)}.\n"
+    table = markdown_table(head, rows)
+    return f"{table}\nPaired, and seed by seed: {'; '.join(notes)}.\n" if notes else table
 
 
 def _times(found: dict | None) -> str:

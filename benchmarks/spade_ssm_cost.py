@@ -1,14 +1,18 @@
-"""What does SPADE's state-space model cost? The frozen S4's share of a training step, and prefill in pieces.
+"""What does SPADE's state-space model cost, and what does full attention, by length? A training step's time and memory
+(figure 5 of the paper), and prefill in pieces.
 
 Width 768, 12 heads, window 129, S4 of state 64 in the bottom of 4 layers, float32, one row. SPADE base has 12 layers
-on the same S4: its share there is a third. The stack without it is the same but for the missing branch.
+on the same S4: its share there is a third. The stack without it is the same but for the missing branch, and the one of
+full attention is that without windows.
 """
 
 import argparse
+import subprocess
+import sys
 from collections.abc import Callable
 
 import torch
-from timing import machine_arguments, paired_seconds, write_results
+from timing import machine_arguments, paired_seconds, peak_megabytes_of, write_results
 
 from hf_hybrid_ssm import SpadeConfig, SpadeForCausalLM
 
@@ -22,6 +26,11 @@ SHAPE = {
     "dropout": 0.0,
     "embedding_dropout": 0.0,
     "attention_dropout": 0.0,
+}
+STACKS: dict[str, dict] = {
+    "with": {},
+    "without": {"ssm_layers": []},
+    "full attention": {"ssm_layers": [], "attention_type": "full"},
 }
 
 
@@ -60,23 +69,40 @@ def prefill(model: SpadeForCausalLM, length: int, piece: int) -> Callable[[], No
     return run
 
 
+def memory_in_own_process(name: str, length: int, device: str, quick: bool) -> float:
+    command = [sys.executable, __file__, "--memory", name, "--length", str(length), "--device", device]
+    command += ["--quick"] if quick else []
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+
+
+def training_steps(length: int, rounds: int, device: str, depth: dict[str, int], quick: bool) -> dict:
+    """Seconds and megabytes of every stack, and what the S4 adds to the seconds."""
+    steps = {name: training_step(build(device, **depth, **fields), length) for name, fields in STACKS.items()}
+    seconds = paired_seconds(steps, rounds=rounds, warm_up=1, device=device)
+    return {
+        "seconds": {name: round(value, 3) for name, value in seconds.items()},
+        "added_percent": round(100 * (seconds["with"] / seconds["without"] - 1), 1),
+        "peak_megabytes": {name: round(memory_in_own_process(name, length, device, quick)) for name in STACKS},
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="two layers, short, few rounds")
+    parser.add_argument("--memory", help=argparse.SUPPRESS)
+    parser.add_argument("--length", type=int, help=argparse.SUPPRESS)
     arguments = machine_arguments(parser, threads=1)  # two threads wait for each other wherever anything else runs
     device = arguments.device
-    length, piece, rounds = (512, 128, 3) if arguments.quick else (1024, 256, 5)
     depth = {"num_hidden_layers": 2} if arguments.quick else {}
-    with_s4, without = build(device, **depth), build(device, **depth, ssm_layers=[])
-    lengths = [length]
-    share = {}
-    for size in lengths:
-        steps = {"with": training_step(with_s4, size), "without": training_step(without, size)}
-        seconds = paired_seconds(steps, rounds=rounds, warm_up=1, device=device)
-        share[str(size)] = {
-            "seconds": {name: round(value, 3) for name, value in seconds.items()},
-            "added_percent": round(100 * (seconds["with"] / seconds["without"] - 1), 1),
-        }
+    if arguments.memory:
+        model = build(device, **depth, **STACKS[arguments.memory])
+        step = training_step(model, arguments.length)
+        step()  # computes the S4's filters, which are frozen and kept
+        print(peak_megabytes_of(step, device))
+        return
+    lengths, piece, rounds = ([512], 128, 3) if arguments.quick else ([1024, 2048, 4096], 256, 5)
+    share = {str(size): training_steps(size, rounds, device, depth, arguments.quick) for size in lengths}
+    with_s4, length = build(device, **depth), lengths[0]
     length, piece = 2 * length, 2 * piece
     runs = {"whole": prefill(with_s4, length, length), "pieces": prefill(with_s4, length, piece)}
     seconds = paired_seconds(runs, rounds=rounds, warm_up=1, device=device)

@@ -15,7 +15,6 @@ from experiment_tables import (
     ALSO,
     arena,
     compared,
-    comparison,
     first_token,
     glue,
     glue_apart,
@@ -201,19 +200,18 @@ def bst_layer(figures: dict) -> str:
 
 
 def spade_ssm_cost(figures: dict) -> str:
+    stacks = {"without": "window attention alone", "with": "with a frozen S4", "full attention": "full attention"}
     rows = [
         [
-            f"training step, L = {length}",
-            entry["seconds"]["without"],
-            entry["seconds"]["with"],
-            f"+{entry['added_percent']} %",
+            f"{int(length):,}",
+            *(f"{entry['seconds'][stack]:.2f} s, {entry['peak_megabytes'][stack]:,} MB" for stack in stacks),
+            f"{entry['added_percent']:+} %",
         ]
         for length, entry in figures["training_step"].items()
     ]
     prefill = figures["prefill"]
-    table = markdown_table(
-        ["four layers of width 768", "window attention alone, s", "with a frozen S4, s", "S4 adds"], rows
-    )
+    heads = ["four layers of width 768; training step, L", *stacks.values(), "S4 adds to the time"]
+    table = markdown_table(heads, rows)
     return (
         f"{table}\nA prompt of {prefill['tokens']} tokens in pieces of {prefill['piece']} takes "
         f"{prefill['pieces_to_whole']}x the time of one piece.\n"
@@ -338,7 +336,11 @@ def same_checks(figures: dict) -> str:
 TABLES = {
     "bst_layer": bst_layer,
     "spade_ssm_cost": spade_ssm_cost,
-    "spade_books": comparison,
+    "spade_books": compared,
+    "spade_layers": compared,
+    "bst_layers": compared,
+    "longhorn_tokens": compared,
+    "lmu_isa_tokens": compared,
     "families_books": compared,
     "spade_scaled_8": compared,
     "spade_scaled_32": compared,
@@ -360,7 +362,6 @@ TABLES = {
     "upcycling_sinks": upcycling_losses,
     "bst_books": lengths,
     "bst_16k": lengths,
-    "scaling_law": scaling_law,
     "scaling_law_5m": scaling_law,
     "glue_from_scratch": glue,
     "glue_apart": glue_apart,

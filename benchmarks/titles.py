@@ -100,10 +100,10 @@ def per_token_loss(figures: dict, load: Callable[[str], dict]) -> tuple[str, str
     for found in figures["models"].values():
         after = [loss for place, loss in zip(found["positions"], found["loss"]) if place >= start]
         changes.append(max(after) - min(after))
-    members = load("scaling_law")["families"]
-    largest = [max(size_of(member) for member in found["members"].values()) for found in members.values()]
+    trained = load("lmu_isa_tokens")["models"]
+    sizes = [trained[name]["runs"][0]["parameters_beside_embeddings"] for name in figures["models"]]
     finding = f"From token {start} on, losses stay within {max(changes):.2f} nats: little is learnt from further back"
-    return finding, f"models of {between(largest)} (non-embedding)"
+    return finding, f"models of {between(sizes)} (non-embedding)"
 
 
 def size_of(member: dict) -> float:

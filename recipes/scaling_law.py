@@ -2,7 +2,7 @@
 
 A ladder of models of each family is trained, and loss = (N / N_c)^-alpha fitted to it.
 
-    python recipes/scaling_law.py recipes/configs/lmu_isa/scaling_cpu.yaml [key=value ...]
+    python recipes/scaling_law.py recipes/configs/lmu_isa/ladder_cpu.yaml [key=value ...]
 
 `base` holds settings of pretrain_clm.py, `families` the members of each ladder by what differs. N counts parameters
 beside embeddings. Writes scaling.json and scaling.png to `output_dir`, and both to `results` (a path without ending)

@@ -244,7 +244,7 @@ def test_recipe_configurations_are_read(config, monkeypatch, tmp_path):
     elif config.stem == "wikitext103":
         classes = (ModelArguments, WordArguments, TrainingArguments)
         models.append(read_settings("word_lm.py", classes, [str(config)])[0])
-    elif config.stem in ("scaling_cpu", "ladder_cpu"):
+    elif config.stem == "ladder_cpu":
         (arguments,) = read_settings("scaling_law.py", (ScalingArguments,), [str(config)])
         for over in (over for members in arguments.families.values() for over in members.values()):
             settings = merged(arguments.base, over) | {"output_dir": str(tmp_path)}
