@@ -36,7 +36,6 @@ PAIRS = (
     ("S5", "window attention"),
     ("S4, all trained", "frozen S4"),
     ("S5", "S4, all trained"),
-    ("SH, layer 3, state of 128", "SH, layer 3, state of 4"),
     ("LMU-ISA with attention", "LMU-ISA"),
     ("LMU-ISA", "LSTM, three layers of LMU-ISA's width"),
 )

@@ -46,7 +46,9 @@ def milliseconds(name: str, width: int, depth: int, rounds: int) -> dict:
     seconds = paired_seconds(steps, rounds=rounds, warm_up=1, device="cpu")
     del steps
     gc.collect()
-    return {form: round(1000 * value / STEPS, 2) for form, value in seconds.items()}
+    found = {form: round(1000 * value / STEPS, 2) for form, value in seconds.items()}
+    print(f"{name}: {found} ms a token", flush=True)
+    return found
 
 
 @torch.inference_mode()
