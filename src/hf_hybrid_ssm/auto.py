@@ -21,6 +21,7 @@ from hf_hybrid_ssm.models.family import Family
 from hf_hybrid_ssm.models.tested_versions import warn_of_untested_transformers
 
 logger = logging.getLogger(__name__)
+CONFIGURATION = "hf_hybrid_ssm.models.configuration"  # that of every family is derived from what it defines
 
 
 def register_family(family: Family) -> None:
@@ -99,8 +100,9 @@ def _register_models(modeling_auto: ModuleType) -> None:
 
 
 def _register_cache_layers(_: ModuleType) -> None:
-    """A cache may be made from a configuration alone, before any model is imported."""
-    importlib.import_module("hf_hybrid_ssm.models.cache")
+    """A cache may be made from a configuration alone, before any model is imported; not before a configuration is."""
+    if CONFIGURATION in sys.modules and "transformers.cache_utils" in sys.modules:
+        importlib.import_module("hf_hybrid_ssm.models.cache")
 
 
 def _register_low_bits(_: ModuleType) -> None:
@@ -152,6 +154,7 @@ _REGISTRATIONS: dict[str, Callable[[ModuleType], None]] = {
     "transformers": _name_in_library,
     "transformers.processing_utils": _name_in_library,  # which puts a second module of the library in its place
     "transformers.cache_utils": _register_cache_layers,
+    CONFIGURATION: _register_cache_layers,
     "transformers.quantizers.auto": _register_low_bits,
     "transformers.models.auto.configuration_auto": _register_configs,
     "transformers.models.auto.modeling_auto": _register_models,

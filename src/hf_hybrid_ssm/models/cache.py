@@ -8,24 +8,22 @@ entry is one of `STATE_LAYER_TYPES`, so `generate()`, beam search, prompt reuse 
 model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin
 
 from hf_hybrid_ssm.models.configuration import STATE_AND_WINDOW_LAYER_TYPE, STATE_LAYER_TYPE, WINDOW_LAYER_TYPE
+from hf_hybrid_ssm.models.packing import PackedRows, States, with_zero_rows
 from hf_hybrid_ssm.models.unfinished import check_finished
 from hf_hybrid_ssm.ops.core.checks import can_read_values
-
-if TYPE_CHECKING:  # a cache class is at hand before any model is imported, and what rows take is not
-    from hf_hybrid_ssm.models.packing import PackedRows, Recompute, States
-    from hf_hybrid_ssm.ops.core.pages import ServedKeys
+from hf_hybrid_ssm.ops.core.pages import PagedState, ServedKeys
 
 STATE_LAYER_TYPES = (STATE_LAYER_TYPE, WINDOW_LAYER_TYPE, STATE_AND_WINDOW_LAYER_TYPE)
+
+Recompute = Callable[[PackedRows], States]
 
 
 class _RecordedForward(NamedTuple):
@@ -138,8 +136,6 @@ class RecurrentStateLayer(CacheLayerMixin):
             states: name → memory of P pages (P, ...).
             pages: (B,) int64, the page of each text.
         """
-        from hf_hybrid_ssm.ops.core.pages import PagedState
-
         # an op takes it in the place of a state
         self.states = {name: PagedState(memory, pages) for name, memory in states.items()}  # type: ignore[misc]
         self.pages = pages
@@ -215,8 +211,6 @@ class RecurrentStateLayer(CacheLayerMixin):
     def reset_rows(self, begins: torch.Tensor) -> None:
         """Detach all states; where `begins` (B,) is true, a row gets the state before the first token, in every family
         zero."""
-        from hf_hybrid_ssm.models.packing import with_zero_rows
-
         self._apply(lambda state: with_zero_rows(state.detach(), begins))
 
     def zero_states(self, keep: Collection[str] = ()) -> None:

@@ -112,9 +112,6 @@ class PackedRows(Rows):
         return positions.clamp(min=0)
 
 
-Recompute = Callable[[PackedRows], States]  # the states after the first tokens of a forward, which are its rows
-
-
 def packed_rows(
     *,
     length: int,

@@ -10,7 +10,9 @@ from typing import Any
 from torch import nn
 from transformers import Cache
 
-from hf_hybrid_ssm.models.packing import PackedRows, Recompute, States
+from hf_hybrid_ssm.models.packing import PackedRows, States
+
+Recompute = Callable[[PackedRows], States]
 
 
 def remember_units(cache: Cache, model: nn.Module, blocks: Iterable[nn.Module]) -> None:

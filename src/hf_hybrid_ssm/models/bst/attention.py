@@ -12,7 +12,7 @@ from hf_hybrid_ssm.models.bst.block_attention import for_each_query
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.bst.context_states import ContextStates
 from hf_hybrid_ssm.models.bst.recurrent_states import RecurrentStates
-from hf_hybrid_ssm.models.packing import States
+from hf_hybrid_ssm.models.cache import States
 from hf_hybrid_ssm.models.rotary import rotated
 from hf_hybrid_ssm.ops.core.l2_normalise import l2_normalise
 from hf_hybrid_ssm.ops.core.rows import PLAIN_ROWS, Rows

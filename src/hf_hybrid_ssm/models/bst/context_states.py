@@ -19,7 +19,7 @@ from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.models.bst.block_attention import attend_blocks, boundaries, scaled_queries
 from hf_hybrid_ssm.models.bst.block_grid import BlockGrid, block_grid
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
-from hf_hybrid_ssm.models.packing import States
+from hf_hybrid_ssm.models.cache import States
 from hf_hybrid_ssm.ops.core.l2_normalise import l2_normalise
 from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.ops.local_attention import AttentionState, Window, local_attention, slot_attention

@@ -31,7 +31,7 @@ from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.bst.context_states import ContextStates, HeadwiseLinear
 from hf_hybrid_ssm.models.bst.recurrent_states import RecurrentStates
 from hf_hybrid_ssm.models.bst.retrieval import RetrievingAttention
-from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
+from hf_hybrid_ssm.models.cache import States, is_recurrent_state_layer
 from hf_hybrid_ssm.models.heads import (
     CausalLMHead,
     LMHead,
@@ -41,7 +41,7 @@ from hf_hybrid_ssm.models.heads import (
     SequenceClassificationHead,
     TokenClassificationHead,
 )
-from hf_hybrid_ssm.models.packing import PackedRows, States
+from hf_hybrid_ssm.models.packing import PackedRows
 from hf_hybrid_ssm.models.rotary import RotaryEmbedding, with_sink_rotation
 from hf_hybrid_ssm.ops.core.rows import Rows
 

@@ -15,7 +15,7 @@ from hf_hybrid_ssm.layers.rms_norm import RMSNorm
 from hf_hybrid_ssm.models.bst.block_attention import attend_blocks, boundaries
 from hf_hybrid_ssm.models.bst.block_grid import BlockGrid, block_grid
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
-from hf_hybrid_ssm.models.packing import States
+from hf_hybrid_ssm.models.cache import States
 from hf_hybrid_ssm.ops.core.checks import can_read_values
 from hf_hybrid_ssm.ops.core.full_attention import attention
 from hf_hybrid_ssm.ops.core.l2_normalise import l2_normalise

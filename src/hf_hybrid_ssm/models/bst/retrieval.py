@@ -11,7 +11,7 @@ from hf_hybrid_ssm.models.bst.block_attention import for_each_query, scaled_quer
 from hf_hybrid_ssm.models.bst.block_grid import BlockGrid, block_grid
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
 from hf_hybrid_ssm.models.bst.context_states import ContextStates
-from hf_hybrid_ssm.models.packing import States
+from hf_hybrid_ssm.models.cache import States
 from hf_hybrid_ssm.ops.core.rows import Rows
 
 MEMORY_STATES = ("memory_key", "memory_value", "memory_count")
