@@ -200,10 +200,10 @@ def test_discretizations():
 
 
 def test_configurations_load_no_layer_and_no_op():
-    """Beyond those of our cache, which is there as soon as transformers' caches are."""
+    """Beyond those of our cache, which comes with the first configuration where transformers' caches are there."""
     names = ", ".join(kind.__name__ for kind in CLASSES)
     code = f"""
-import sys, hf_hybrid_ssm, transformers.cache_utils
+import sys, hf_hybrid_ssm.models.cache
 before = set(sys.modules)
 from hf_hybrid_ssm import {names}
 for kind in ({names}):
