@@ -61,6 +61,8 @@ def losses(folder: str, text: Path) -> dict:
         if len(ids) >= ROWS * LENGTH:
             break
     rows = torch.tensor(ids[: len(ids) // LENGTH * LENGTH][: ROWS * LENGTH]).view(-1, 1, LENGTH)
+    if not len(rows):
+        raise ValueError(f"{text} must have at least {LENGTH} tokens, got {len(ids)}.")
     found = {}
     for form in FORMS:
         model = load(folder, form)
@@ -72,7 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small models, few rounds")
     names = ("Llama", *FAMILIES)
-    parser.add_argument("--families", nargs="*", choices=names, default=list(names), metavar="FAMILY")
+    parser.add_argument("--families", nargs="+", choices=names, default=list(names), metavar="FAMILY")
     parser.add_argument("--models", nargs="+", default=[], metavar="FOLDER", help="whose loss is taken")
     parser.add_argument("--text", type=Path, help="JSON lines with a field `text`, for the loss")
     arguments = machine_arguments(parser)

@@ -27,8 +27,7 @@ class LowBitConfig(QuantizationConfigMixin):
 
     Args:
         bits: 8 (one scale a row) or 4 (a scale and a zero a group of columns).
-        head_bits: the same of the language-model head. Its rounding moves every logit: in 4 bits it costs a model of
-            good weights more than all other maps together.
+        head_bits: the same of the language-model head, whose rounding moves every logit.
         group_size: columns of a group, with 4 bits: 32, 64, 128 or 256. Maps whose inputs it does not divide keep
             their precision; a warning names them.
         modules_to_not_convert: names of further maps that keep their precision, or the last parts of names.
