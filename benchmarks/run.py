@@ -30,6 +30,7 @@ BENCHMARKS = (
     "training",
     "decoding",
     "weight_only",
+    "half_prompts",
     "start_up",
     "long_context",
     "comparison",

@@ -267,6 +267,18 @@ def weight_only(figures: dict) -> str:
     return f"{table}\n{markdown_table(['held-out loss, nats per token', 'float32', *forms[1:]], lost)}"
 
 
+def half_prompts(figures: dict) -> str:
+    """Of every model and form: seconds, megabytes that the prompt takes, distance to float64."""
+    rows = []
+    for name, found in figures["models"].items():
+        gain = found["bfloat16"]["seconds"] / found["products in float32"]["seconds"]
+        cells = [f"{form['seconds']:.2f} / {form['megabytes']:,} / {form['error']:.1e}" for form in found.values()]
+        rows.append([name, *cells, f"{gain:.1f}x"])
+    forms = list(next(iter(figures["models"].values())))
+    head = f"{of_transformer_size(figures['shape'])}; {figures['length']:,} tokens: s / MB / error of the logits"
+    return markdown_table([head, *forms, "faster by"], rows)
+
+
 def start_up(figures: dict) -> str:
     forwards = figures["first forward"]
     names = list(next(iter(forwards.values())))
@@ -377,6 +389,7 @@ TABLES = {
     "lmu_isa": lmu_isa,
     "training": training,
     "weight_only": weight_only,
+    "half_prompts": half_prompts,
     "start_up": start_up,
     "long_context": long_context,
     "comparison": same_checks,

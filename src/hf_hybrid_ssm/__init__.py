@@ -16,6 +16,7 @@ __getattr__, __dir__, __all__ = attach(
         "LowBitConfig": "hf_hybrid_ssm.models.low_bit",
         "register_family": "hf_hybrid_ssm.auto",
         "register_mixer": "hf_hybrid_ssm.layers.mixers.registry",
+        "use_float32_products": "hf_hybrid_ssm.models.float32_products",
     },
 )
 

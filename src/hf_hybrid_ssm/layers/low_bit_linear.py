@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_hybrid_ssm.layers.float32_linear import has_fast_products, product_in_float32
+
 GROUP_SIZES = (32, 64, 128, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS = 16  # the kernel of 4 bits wants multiples of it; outputs in between are padded
@@ -152,7 +154,8 @@ class LowBitLinear(nn.Module):
             outputs = flat.new_zeros(len(flat), self.out_features)
         elif self.bits == 8 and (len(flat) > FEW_ROWS or self.in_features % COLUMNS):
             # the codes are exact in all three dtypes
-            outputs = nn.functional.linear(flat, self.weight_codes.to(flat.dtype)) * scales
+            product = nn.functional.linear if has_fast_products(flat.dtype) else product_in_float32
+            outputs = product(flat, self.weight_codes.to(flat.dtype)) * scales
         elif self.bits == 8:
             outputs = torch.ops.aten._weight_int8pack_mm(flat.contiguous(), self.weight_codes, scales)
         else:
