@@ -10,7 +10,6 @@ import argparse
 import os
 import subprocess
 import sys
-
 from collections.abc import Callable
 
 import torch
