@@ -105,11 +105,11 @@ def test_low_bits_follow(monkeypatch):
     inputs = torch.randn(64, 70).bfloat16()
     exact = inputs.double() @ rounded.dequantized().T + rounded.bias.double()
     monkeypatch.setattr(low_bit_linear, "has_fast_products", lambda dtype: False)
-    asked = []
-    kept = low_bit_linear.product_in_float32
-    monkeypatch.setattr(low_bit_linear, "product_in_float32", lambda *args: asked.append(1) or kept(*args))
+    products = []
+    kept = rounded._product
+    monkeypatch.setattr(rounded, "_product", lambda flat: products.append(flat.dtype) or kept(flat))
     torch.testing.assert_close(rounded(inputs).double(), exact, rtol=0.02, atol=0.02)
-    assert asked
+    assert products == [torch.float32]
 
 
 def test_chosen_by_processor():

@@ -14,9 +14,14 @@ HALF = (torch.bfloat16, torch.float16)
 MANY_ROWS = 8  # from here on converting the weight costs less than the loops do
 
 
-@functools.cache
+@torch.compiler.assume_constant_result
 def has_fast_products(dtype: torch.dtype) -> bool:
     """Whether this processor multiplies matrices of `dtype` by instructions of its own."""
+    return _has_fast_products(dtype)
+
+
+@functools.cache
+def _has_fast_products(dtype: torch.dtype) -> bool:
     if dtype not in HALF:
         return True
     if not torch.backends.mkldnn.is_available():

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_hybrid_ssm.layers.float32_linear import has_fast_products, product_in_float32
+from hf_hybrid_ssm.layers.float32_linear import has_fast_products
+from hf_hybrid_ssm.layers.int4_layout import known_layout, pack, unpack
 
 GROUP_SIZES = (32, 64, 128, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS = 16  # the kernel of 4 bits wants multiples of it; outputs in between are padded
-FEW_ROWS = 16  # the kernel of 8 bits is for decoding; more rows are multiplied by codes converted for the call
+# both kernels are for decoding; more rows are multiplied by a weight that is converted for the call
+FEW_ROWS = {8: 16, 4: 64}
 # the kernel of 8 bits reads rows of bfloat16 in whole vectors: with a rest its values are wrong, or it reads beyond
 COLUMNS = 16
 
@@ -106,7 +108,11 @@ class LowBitLinear(nn.Module):
     def _unpacked_codes(self) -> Tensor:
         if not self.is_packed:
             return self.weight_codes
-        # the layout depends on the processor, so that the kernel itself must read it: the rows of the identity
+        layout = known_layout()
+        if layout is not None:
+            codes = unpack(self.weight_codes, layout).T
+            return codes[:, ::2] | codes[:, 1::2] << 4
+        # the kernel itself reads any layout: the rows of the identity
         padded, groups = len(self.weight_codes), self.in_features // self.group_size
         scales = torch.stack([torch.ones(groups, padded), torch.zeros(groups, padded)], -1)
         identity = torch.eye(self.in_features)
@@ -118,8 +124,7 @@ class LowBitLinear(nn.Module):
         """Bring the codes of 4 bits into the order that this processor's kernel reads; a second time does nothing."""
         if self.bits == 8 or self.is_packed:
             return
-        codes = torch.stack([self.weight_codes & 15, self.weight_codes >> 4], -1).flatten(1).int()
-        self.weight_codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+        self.weight_codes = pack(torch.stack([self.weight_codes & 15, self.weight_codes >> 4], -1).flatten(1))
         self.is_packed = True
 
     def dequantized(self) -> Tensor:
@@ -149,22 +154,40 @@ class LowBitLinear(nn.Module):
                 f"weights of {self.bits} bits give no gradient; train the model before rounding."
             )
         flat = inputs.reshape(-1, self.in_features)
-        scales = self.weight_scales.to(inputs.dtype)
+        self.pack()
         if flat.numel() == 0:
             outputs = flat.new_zeros(len(flat), self.out_features)
-        elif self.bits == 8 and (len(flat) > FEW_ROWS or self.in_features % COLUMNS):
-            # the codes are exact in all three dtypes
-            product = nn.functional.linear if has_fast_products(flat.dtype) else product_in_float32
-            outputs = product(flat, self.weight_codes.to(flat.dtype)) * scales
-        elif self.bits == 8:
-            outputs = torch.ops.aten._weight_int8pack_mm(flat.contiguous(), self.weight_codes, scales)
+        elif self._is_for_a_product(len(flat)):
+            wide = flat.dtype if has_fast_products(flat.dtype) else torch.float32
+            outputs = self._product(flat.to(wide)).to(flat.dtype)
         else:
-            self.pack()
-            kernel = torch.ops.aten._weight_int4pack_mm_for_cpu
-            outputs = kernel(flat.contiguous(), self.weight_codes, self.group_size, scales)[:, : self.out_features]
+            outputs = self._kernel(flat.contiguous())
         if self.bias is not None:
             outputs = outputs + self.bias.to(outputs.dtype)
         return outputs.reshape(*inputs.shape[:-1], self.out_features)
+
+    def _is_for_a_product(self, rows: int) -> bool:
+        if self.bits == 8:
+            return rows > FEW_ROWS[8] or self.in_features % COLUMNS > 0
+        return rows > FEW_ROWS[4] and known_layout() is not None
+
+    def _product(self, flat: Tensor) -> Tensor:
+        """(R, I) times the whole weight, which is made in the dtype of `flat`."""
+        scales = self.weight_scales.to(flat.dtype)
+        if self.bits == 8:  # the codes are exact in all three dtypes
+            return nn.functional.linear(flat, self.weight_codes.to(flat.dtype)) * scales
+        layout = known_layout()
+        assert layout is not None  # `_is_for_a_product`
+        codes = unpack(self.weight_codes, layout).to(flat.dtype).sub_(8).unflatten(0, (-1, self.group_size))
+        scale, zero = (part.contiguous().unsqueeze(1) for part in scales.unbind(-1))
+        return (flat @ torch.addcmul(zero, codes, scale).flatten(0, 1))[:, : self.out_features]
+
+    def _kernel(self, flat: Tensor) -> Tensor:
+        scales = self.weight_scales.to(flat.dtype)
+        if self.bits == 8:
+            return torch.ops.aten._weight_int8pack_mm(flat, self.weight_codes, scales)
+        kernel = torch.ops.aten._weight_int4pack_mm_for_cpu
+        return kernel(flat, self.weight_codes, self.group_size, scales)[:, : self.out_features]
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
