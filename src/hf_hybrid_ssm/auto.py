@@ -134,7 +134,7 @@ def _code_exporter(config_class: type) -> ModuleType | None:
 
 
 def _prefix_cache_of_process() -> Any:
-    if os.environ.get("HF_HYBRID_SSM_PREFIX_CACHE", "0") == "0":
+    if not any(name.startswith("HF_HYBRID_SSM_PREFIX_CACHE") for name in os.environ):
         return None  # as nearly always, and then nothing more is imported
     return importlib.import_module("hf_hybrid_ssm.serving.prefix_cache").of_process()
 

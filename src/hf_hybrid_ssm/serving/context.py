@@ -96,27 +96,38 @@ def save_context(
     path = Path(path)
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists: choose another name, or allow overwriting.")
+    text = {"tokens": tokens, "attention_mask": attention_mask}
+    given = {name: value for name, value in text.items() if value is not None}
+    size = write_context(cache, path, model, weights_fingerprint(model), given)
+    if growing := growing_layers(model):
+        warnings.warn(
+            f"layers {growing} keep the keys and values of all tokens: the context of {int(cache.get_seq_length()):,} "
+            f"tokens has {size:,} bytes, and grows with the text.",
+            stacklevel=3,  # past the wrapper for the names of the cache
+        )
+    return size
+
+
+def write_context(cache: Cache, path: Path, model: Any, weights: str, text: States) -> int:
+    """`save_context` over what is there, without a warning.
+
+    Args:
+        weights: `weights_fingerprint` of the model, for who knows it already.
+        text: "tokens" and "attention_mask", as far as they are saved.
+    """
     tensors = _held(cache, model)
     num_tokens, batch = int(cache.get_seq_length()), next(iter(tensors.values())).shape[0]
-    text = {"tokens": tokens, "attention_mask": attention_mask}
-    tensors |= {name: _of_text(name, value, batch, num_tokens) for name, value in text.items() if value is not None}
+    tensors |= {name: _of_text(name, value, batch, num_tokens) for name, value in text.items()}
     growing = growing_layers(model)
     if growing and any(layer.is_compileable for layer in cache.layers):
         raise ValueError(
             f"the cache is static, and layers {growing} reserve room in it for the keys of all tokens: "
             "read the text with `DynamicCache(config=model.config)`."
         )
-    header = _identity(model) | {"num_tokens": num_tokens}
+    header = _identity(model, weights) | {"num_tokens": num_tokens}
     check_tensors(path, tensors, num_tokens, model)
     written = json.dumps(header | {"content": _digest(header, tensors)})
-    size = _write(path, tensors, {"format": FORMAT, "version": str(VERSION), "context": written})
-    if growing:
-        warnings.warn(
-            f"layers {growing} keep the keys and values of all tokens: the context of {num_tokens:,} tokens has "
-            f"{size:,} bytes, and grows with the text.",
-            stacklevel=3,  # past the wrapper for the names of the cache
-        )
-    return size
+    return _write(path, tensors, {"format": FORMAT, "version": str(VERSION), "context": written})
 
 
 @by_both_cache_names
@@ -200,13 +211,13 @@ def _of_text(name: str, value: torch.Tensor, batch: int, num_tokens: int) -> tor
     return value.detach().cpu().to(DTYPES[name])
 
 
-def _identity(model: Any) -> dict[str, Any]:
+def _identity(model: Any, weights: str) -> dict[str, Any]:
     """What a context is bound to."""
     return {
         "family": model.config.model_type,
         "dtype": str(model.dtype).removeprefix("torch."),
         "configuration": architecture(model.config),
-        "weights": weights_fingerprint(model),
+        "weights": weights,
     }
 
 

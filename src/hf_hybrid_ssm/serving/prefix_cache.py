@@ -19,10 +19,13 @@ import torch
 from transformers import Cache, DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from hf_hybrid_ssm.models.cache_names import CACHE
+from hf_hybrid_ssm.serving.prefix_folder import PrefixFolder
 from hf_hybrid_ssm.serving.prefix_request import Request
 from hf_hybrid_ssm.serving.weights_mark import weights_mark
 
 VARIABLE = "HF_HYBRID_SSM_PREFIX_CACHE"
+FOLDER_VARIABLE = "HF_HYBRID_SSM_PREFIX_CACHE_FOLDER"
+DEFAULT_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -51,21 +54,33 @@ class PrefixCache:
         max_bytes: of all tensors that it holds: states, and eight bytes a token for the ids. Layers with full
             attention keep keys and values of all tokens in every copy.
         every: tokens between two copies of one text.
+        folder: where the states after each prompt and each answer are kept as files too, so that a text goes on after
+            a restart. It is made if it is not there. The files hold the ids of the texts.
+        max_folder_bytes: of these files; the least recently used are deleted.
 
     Attributes:
         tokens_read: tokens of prompts that models have read through it, so far.
         tokens_reused: tokens of prompts that they did not have to read.
 
     Raises:
-        ValueError: `max_bytes` or `every` is not a positive whole number.
+        ValueError: `max_bytes`, `every` or `max_folder_bytes` is not a positive whole number.
+        NotADirectoryError: `folder` is a file.
     """
 
-    def __init__(self, max_bytes: int = 2**30, every: int = 512):
-        for name, value in (("max_bytes", max_bytes), ("every", every)):
+    def __init__(
+        self,
+        max_bytes: int = DEFAULT_BYTES,
+        every: int = 512,
+        folder: str | os.PathLike | None = None,
+        max_folder_bytes: int = 10 * 2**30,
+    ):
+        numbers = {"max_bytes": max_bytes, "every": every, "max_folder_bytes": max_folder_bytes}
+        for name, value in numbers.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a positive whole number.")
         self.max_bytes, self.every = max_bytes, every
         self.tokens_read = self.tokens_reused = 0
+        self._folder = None if folder is None else PrefixFolder(folder, max_folder_bytes)
         self._snapshots: OrderedDict[tuple[Any, ...], _Snapshot] = OrderedDict()  # the last one was used last
         self._lock = threading.Lock()
 
@@ -80,7 +95,7 @@ class PrefixCache:
             return self._held()
 
     def clear(self) -> None:
-        """Forget all texts."""
+        """Forget all texts; files stay."""
         with self._lock:
             self._snapshots.clear()
 
@@ -102,19 +117,29 @@ class PrefixCache:
         ids = request.ids
         assert ids is not None  # else there was a reason
         cache = self._read(model, mark, ids)
+        prompt = self._find(mark, ids[0, :-1].cpu())[0] if self._folder is not None else None
         criteria = StoppingCriteriaList(request.arguments.get("stopping_criteria") or [])
         criteria.append(_Copying(self, mark, cache))
         output = generate(**request.arguments | {CACHE: cache, "stopping_criteria": criteria})
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         self._keep(mark, sequences, cache)
+        if self._folder is not None:
+            if prompt is not None and len(prompt.tokens) == ids.shape[1] - 1:
+                self._folder.write(model, mark, prompt.tokens, prompt.cache)
+            self._folder.write(model, mark, _of(cache, sequences), cache)
         return output
 
     def _read(self, model: Any, mark: tuple[Any, ...], ids: torch.Tensor) -> Cache:
         """All of (1, L) but the last token, which `generate` needs for its first logits."""
         tokens = ids[0].cpu()
         snapshot, shared = self._find(mark, tokens[:-1])
-        cache = DynamicCache(config=model.config) if snapshot is None else _copied(snapshot.cache)
         start = 0 if snapshot is None else len(snapshot.tokens)
+        filed = None if self._folder is None else self._folder.longest(model, mark, tokens[:-1], start)
+        if filed is not None:
+            cache, start = filed[0], len(filed[1])
+            self._keep(mark, ids[:, :start], cache)
+        else:
+            cache = DynamicCache(config=model.config) if snapshot is None else _copied(snapshot.cache)
         for begin, end in self._pieces(start, shared, len(tokens) - 1):
             model.get_decoder()(ids[:, begin:end], **{CACHE: cache}, use_cache=True)
             self._keep(mark, ids[:, :end], cache)
@@ -146,7 +171,7 @@ class PrefixCache:
 
     def _keep(self, mark: tuple[Any, ...], ids: torch.Tensor, cache: Cache) -> None:
         """Copy the states of a cache, whose tokens are the first of `ids` (1, T)."""
-        tokens = ids[0, : int(cache.get_seq_length())].cpu().clone()
+        tokens = _of(cache, ids)
         key = _key(mark, tokens)
         with self._lock:
             if key in self._snapshots:
@@ -175,6 +200,11 @@ class _Copying(StoppingCriteria):
         if int(self.cache.get_seq_length()) % self.prefix_cache.every == 0:
             self.prefix_cache._keep(self.mark, input_ids, self.cache)
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def _of(cache: Cache, ids: torch.Tensor) -> torch.Tensor:
+    """Those of `ids` (1, T) that a cache has read, (t,) on the CPU."""
+    return ids[0, : int(cache.get_seq_length())].cpu().clone()
 
 
 def _key(mark: tuple[Any, ...], tokens: torch.Tensor) -> tuple[Any, ...]:
@@ -221,17 +251,21 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def of_process() -> PrefixCache | None:
-    """The cache of calls that name none: of as many bytes as the environment says in `HF_HYBRID_SSM_PREFIX_CACHE`.
+    """The cache of calls that name none, by two variables of the environment: as many bytes as
+    `HF_HYBRID_SSM_PREFIX_CACHE` says (0: none; a GiB if only the other one is set), and files in the folder that
+    `HF_HYBRID_SSM_PREFIX_CACHE_FOLDER` names.
 
     Raises:
-        ValueError: that is not a whole number.
+        ValueError: the first is not a whole number.
+        NotADirectoryError: the second is a file.
     """
-    asked = os.environ.get(VARIABLE, "0")
+    folder = os.environ.get(FOLDER_VARIABLE) or None
+    asked = os.environ.get(VARIABLE, "0" if folder is None else str(DEFAULT_BYTES))
     if not asked.isdecimal():
         raise ValueError(f"{VARIABLE}={asked!r} must be a number of bytes, 0 for none.")
-    return _of_bytes(int(asked)) if int(asked) else None
+    return _of_bytes(int(asked), folder) if int(asked) else None
 
 
 @lru_cache(maxsize=1)
-def _of_bytes(max_bytes: int) -> PrefixCache:
-    return PrefixCache(max_bytes)
+def _of_bytes(max_bytes: int, folder: str | None) -> PrefixCache:
+    return PrefixCache(max_bytes, folder=folder)

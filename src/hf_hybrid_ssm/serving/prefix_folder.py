@@ -1,0 +1,148 @@
+"""States of the beginnings of texts in files, so that a conversation goes on after a restart.
+
+Each file is a context (`hf_hybrid_ssm.serving.context`) whose name tells which weights it belongs to; what a file says
+is checked again when it is loaded. Processes may share a folder: files are whole or not there.
+"""
+
+import hashlib
+import os
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import Cache
+
+from hf_hybrid_ssm.serving.context import load_context, write_context
+from hf_hybrid_ssm.serving.fingerprint import weights_fingerprint
+
+BEGINNING, ENDING = "prefix-", ".safetensors"
+
+
+class PrefixFolder:
+    """Contexts in a folder, the least recently used of which are deleted when they have more than `max_bytes`.
+
+    Only files named `prefix-*.safetensors` are read, counted and deleted. They hold the token ids of the texts, so a
+    folder that is made here is the user's own to read.
+
+    Raises:
+        NotADirectoryError: `path` is a file.
+        OSError: the folder cannot be made.
+    """
+
+    def __init__(self, path: str | os.PathLike, max_bytes: int):
+        self.path, self.max_bytes = Path(path), max_bytes
+        if self.path.exists() and not self.path.is_dir():
+            raise NotADirectoryError(f"folder={str(path)!r} is a file: name a folder, or one that is not there yet.")
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._tokens: dict[str, torch.Tensor | None] = {}  # of a file; None: it is damaged, which was said once
+        self._weights: tuple[tuple[Any, ...], str] = ((), "")  # mark and fingerprint of the last model
+        self._lock = threading.Lock()
+
+    def longest(
+        self, model: Any, mark: tuple[Any, ...], tokens: torch.Tensor, longer_than: int
+    ) -> tuple[Cache, torch.Tensor] | None:
+        """The states of the longest beginning of `tokens` (T,) that has more than so many, and its ids.
+
+        Warns:
+            UserWarning: a file is damaged; another one serves, or none.
+        """
+        names = sorted(path.name for path in self._files(self._group(mark)))
+        found = {name: ids for name in names if (ids := self._ids(name)) is not None}
+        fitting = [
+            (len(ids), name)
+            for name, ids in found.items()
+            if longer_than < len(ids) <= len(tokens) and torch.equal(tokens[: len(ids)], ids)
+        ]
+        for _, name in sorted(fitting, reverse=True):
+            try:
+                context = load_context(self.path / name, model)
+                os.utime(self.path / name)
+            except FileNotFoundError:  # another process needed its bytes
+                continue
+            except ValueError as error:
+                self._is_damaged(name, error)
+                continue
+            ids = found[name]
+            assert ids is not None
+            return context.cache, ids
+        return None
+
+    def write(self, model: Any, mark: tuple[Any, ...], tokens: torch.Tensor, cache: Cache) -> None:
+        """The states after `tokens` (T,); a file that is there is marked as used.
+
+        Warns:
+            UserWarning: it cannot be written, on a full disk for one.
+        """
+        if len(tokens) == 0:
+            return
+        name = f"{self._group(mark)}{_digest(tokens.numpy().tobytes())}{ENDING}"
+        try:
+            if (self.path / name).is_file():
+                os.utime(self.path / name)
+                return
+            weights = self._fingerprint(mark, model)
+            write_context(cache, self.path / name, model, weights, {"tokens": tokens.unsqueeze(0)})
+            with self._lock:
+                self._tokens[name] = tokens
+            self._delete_the_oldest(name)
+        except OSError as error:
+            warnings.warn(f"{self.path / name} was not written: {error}", stacklevel=2)
+
+    def _fingerprint(self, mark: tuple[Any, ...], model: Any) -> str:
+        """Of weights that have a mark: worked out once, as it takes longer than the mark."""
+        known, weights = self._weights
+        if known != mark:
+            weights = weights_fingerprint(model)
+            self._weights = (mark, weights)
+        return weights
+
+    def _group(self, mark: tuple[Any, ...]) -> str:
+        """What the names of all files of these weights begin with."""
+        kind, *rest = mark
+        return f"{BEGINNING}{_digest(repr((kind.__qualname__, *rest)).encode())}-"
+
+    def _files(self, beginning: str) -> list[Path]:
+        return [path for path in self.path.glob(f"{beginning}*{ENDING}") if path.is_file()]
+
+    def _ids(self, name: str) -> torch.Tensor | None:
+        with self._lock:
+            if name in self._tokens:
+                return self._tokens[name]
+        try:
+            with safe_open(self.path / name, framework="pt") as file:
+                ids = file.get_tensor("tokens")[0].long()
+        except FileNotFoundError:
+            return None
+        except (SafetensorError, IndexError, OSError) as error:
+            self._is_damaged(name, error)
+            return None
+        with self._lock:
+            self._tokens[name] = ids
+        return ids
+
+    def _is_damaged(self, name: str, error: Exception) -> None:
+        with self._lock:
+            self._tokens[name] = None
+        warnings.warn(f"{self.path / name} does not serve: {error}", stacklevel=4)
+
+    def _delete_the_oldest(self, but: str) -> None:
+        """Until the rest has no more bytes than it may; what was written last stays if it is small enough."""
+        files = []
+        for path in self._files(BEGINNING):
+            try:
+                files.append((path.name == but, path.stat().st_mtime_ns, path.stat().st_size, path))
+            except FileNotFoundError:
+                continue
+        held = sum(size for _, _, size, _ in files)
+        for _, _, size, path in sorted(files):
+            if held <= self.max_bytes:
+                return
+            path.unlink(missing_ok=True)
+            held -= size
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]

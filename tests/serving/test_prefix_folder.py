@@ -1,0 +1,152 @@
+"""A cache of prefixes with a folder: what one process has read, another one does not read again."""
+
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+from hf_hybrid_ssm.serving import PrefixCache, load_context, prefix_folder
+from tests.models.invariances import random_ids
+from tests.serving.test_prefix_cache import SOME, answered, check_same, in_float64
+from tests.tiny_models import VARIANTS, language_model
+
+FOLDER_VARIABLE = "HF_HYBRID_SSM_PREFIX_CACHE_FOLDER"
+
+
+def files(folder):
+    return sorted(folder.glob("prefix-*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_conversation_goes_on_after_a_restart(variant, tmp_path):
+    model = in_float64(variant)
+    text = random_ids(model, 1, 19)
+    answer, read = check_same(model, text, PrefixCache(every=8, folder=tmp_path / "states"))
+    assert read == 19 and len(files(tmp_path / "states")) == 2  # after the prompt and after the answer
+    again = PrefixCache(every=8, folder=tmp_path / "states")
+    text = torch.cat([answer, random_ids(model, 1, 4, seed=1)], 1)
+    given = {"attention_mask": torch.ones_like(text)}
+    assert check_same(model, text, again, **given)[1] == 5
+    assert check_same(model, text, again, **given)[1] == 1  # by now it is in memory
+    assert check_same(model, answer[:, :19], PrefixCache(folder=tmp_path / "states"))[1] == 1  # regenerated
+
+
+@pytest.mark.parametrize("variant", SOME)
+def test_files_are_contexts(variant, tmp_path):
+    model = in_float64(variant)
+    output = answered(model, random_ids(model, 1, 19), PrefixCache(folder=tmp_path)).sequences
+    *_, last = files(tmp_path)
+    context = load_context(last, model)
+    assert torch.equal(context.tokens, output[:, :-1]) and context.num_tokens == output.shape[1] - 1
+
+
+def test_other_weights_do_not_take_them(tmp_path):
+    model, other = in_float64("longhorn"), in_float64("longhorn")
+    ids = random_ids(model, 1, 15)
+    check_same(model, ids, PrefixCache(folder=tmp_path))
+    with torch.no_grad():
+        next(other.parameters()).mul_(1.5)
+    cache = PrefixCache(folder=tmp_path)
+    assert check_same(other, ids, cache)[1] == 15
+    assert check_same(model, ids, cache)[1] == 1
+    assert check_same(in_float64("lmu-isa"), ids, cache)[1] == 15
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "empty"])
+def test_a_damaged_file_is_named_once_and_another_serves(damage, tmp_path):
+    model = in_float64("longhorn")
+    ids = random_ids(model, 1, 15)
+    answer, _ = check_same(model, ids, PrefixCache(folder=tmp_path))
+    _, last = files(tmp_path)
+    content = last.read_bytes()
+    place = 8 + int.from_bytes(content[:8], "little") + 16  # in a state; the ids come last
+    changed = content[:place] + bytes([content[place] ^ 64]) + content[place + 1 :]
+    last.write_bytes({"cut": content[:-100], "empty": b"", "changed": changed}[damage])
+    cache = PrefixCache(folder=tmp_path)
+    with pytest.warns(UserWarning, match=f"{last.name} does not serve"):
+        assert check_same(model, answer, cache)[1] == answer.shape[1] - 14
+    cache.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        answered(model, answer, cache)
+
+
+def test_the_least_recently_used_are_deleted_and_nothing_of_the_users(tmp_path):
+    model = in_float64("longhorn")
+    own = [tmp_path / name for name in ("notes.txt", "context.safetensors", "prefix-list.txt")]
+    for path in own:
+        path.write_text("x" * 100_000)
+    one, two, three = (random_ids(model, 1, 9, seed=seed) for seed in range(3))
+    answered(model, one, PrefixCache(folder=tmp_path))
+    size = sum(path.stat().st_size for path in files(tmp_path))
+    cache = PrefixCache(folder=tmp_path, max_folder_bytes=2 * size + 200)
+    for ids, read in ((two, 9), (one, 1), (three, 9), (one, 1), (two, 9)):
+        cache.clear()
+        assert check_same(model, ids, cache)[1] == read
+        assert len(files(tmp_path)) == 4  # two of each text
+    PrefixCache(folder=tmp_path).clear()
+    assert len(files(tmp_path)) == 4 and all(path.stat().st_size == 100_000 for path in own)
+    answered(model, three, PrefixCache(folder=tmp_path, max_folder_bytes=size // 4))
+    assert files(tmp_path) == []
+
+
+def test_a_file_that_goes_while_it_is_wanted(tmp_path, monkeypatch):
+    """Another process may delete it; the text is read."""
+    model = in_float64("longhorn")
+    ids = random_ids(model, 1, 15)
+    check_same(model, ids, PrefixCache(folder=tmp_path))
+    kept = prefix_folder.load_context
+
+    def gone(path, model):
+        path.unlink()
+        return kept(path, model)
+
+    monkeypatch.setattr(prefix_folder, "load_context", gone)
+    assert check_same(model, ids, PrefixCache(folder=tmp_path))[1] == 15
+
+
+def test_a_full_disk_costs_the_file_alone(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(prefix_folder, "write_context", full)
+    model = in_float64("longhorn")
+    with pytest.warns(UserWarning, match="was not written: .*No space left"):
+        check_same(model, random_ids(model, 1, 15), PrefixCache(folder=tmp_path))
+
+
+def test_a_folder_is_made_for_the_user_alone(tmp_path):
+    PrefixCache(folder=tmp_path / "new" / "states")
+    assert (tmp_path / "new" / "states").stat().st_mode & 0o777 == 0o700
+
+
+def test_bad_arguments(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match=r"folder=.*file' is a file: name a folder"):
+        PrefixCache(folder=tmp_path / "file")
+    with pytest.raises(ValueError, match="max_folder_bytes=0 must be a positive whole number"):
+        PrefixCache(folder=tmp_path, max_folder_bytes=0)
+
+
+SERVER = """
+import sys, torch
+from hf_hybrid_ssm.serving.prefix_cache import of_process
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+model.generate(torch.arange(3, 20)[None], attention_mask=torch.ones(1, 17), max_new_tokens=3, eos_token_id=None)
+print(of_process().tokens_read)
+"""
+
+
+def test_a_server_that_starts_again(tmp_path):
+    language_model("longhorn").save_pretrained(tmp_path / "model")
+    environment = os.environ | {FOLDER_VARIABLE: str(tmp_path / "states")}
+    command = [sys.executable, "-c", f"import hf_hybrid_ssm\n{SERVER}", str(tmp_path / "model")]
+    read = [
+        subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()[-1]
+        for _ in range(2)
+    ]
+    assert read == ["17", "1"]
