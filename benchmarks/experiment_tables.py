@@ -36,6 +36,11 @@ PAIRS = (
     ("S5", "window attention"),
     ("S4, all trained", "frozen S4"),
     ("S5", "S4, all trained"),
+    ("S5 in the middle", "S5 at the bottom"),
+    ("S5 on top", "S5 at the bottom"),
+    ("SH, layer 5", "SH, layer 1"),
+    ("SH, layers 1 and 3", "SH, layer 3"),
+    ("SH, layer 3, state of 128", "SH, layer 3, state of 4"),
     ("LMU-ISA with attention", "LMU-ISA"),
     ("LMU-ISA", "LSTM, three layers of LMU-ISA's width"),
 )
