@@ -43,7 +43,6 @@ SPEED = "thousand_tokens_per_second"
 GROWTH_FROM = 4096  # tokens; shorter rows measure the start of a step, not its length
 TARGET_COLUMNS = ["target", "wanted", "measured", "met", "its matrix products alone"]
 PROVENANCE = {"command", "machine", "commit"}
-UNNOTED = "recorded before commits were noted"
 LONGHORN_AND_PEERS = {
     "longhorn native": "Longhorn, C kernel (default)",
     "longhorn torch": "Longhorn, plain torch",
@@ -411,8 +410,7 @@ def measured_on(figures: dict) -> str:
     known = {"torch": figures.get("torch")} | machine
     versions = {"Python": "python", "torch": "torch", "transformers": "transformers"}
     parts += [f"{label} {known[key]}" for label, key in versions.items() if known.get(key)]
-    commit = figures["commit"] if figures["commit"] == UNNOTED else f"commit {figures['commit']}"
-    return f"{', '.join(parts) or 'Machine and versions not recorded'}; {commit}"
+    return f"{', '.join(parts) or 'Machine and versions not recorded'}; commit {figures['commit']}"
 
 
 def source(*several: dict) -> str:

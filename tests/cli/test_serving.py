@@ -12,6 +12,8 @@ import urllib.request
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_hybrid_ssm.cli import run
@@ -62,7 +64,8 @@ def server(folder, tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "server.txt"
     command = [sys.executable, "-m", "hf_hybrid_ssm", "run", "transformers", "serve", str(folder)]
     command += ["--port", str(port), "--host", "127.0.0.1", "--device", "cpu", "--continuous-batching"]
-    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out, env=with_our_paths()) as process:
+    env = with_our_paths(HF_HYBRID_SSM_PREFIX_CACHE_FOLDER=str(log.parent / "states"))
+    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out, env=env) as process:
         address = f"http://127.0.0.1:{port}"
         try:
             for _ in range(SERVER_SECONDS):
@@ -118,7 +121,48 @@ def test_turns_of_a_chat_go_on_as_if_all_was_read(server, folder):
         for _ in range(2):  # asked again, from the states before the answer
             answer = json.loads(asked(server[0], "chat/completions", **content))["choices"][0]["message"]
             assert answer["content"] == tokenizer.decode(out, skip_special_tokens=True)
+        # each endpoint, streamed or not: its text is begun from states, so its prompt's and its answer's are kept
+        held = {len(tokens) for tokens in texts_with_states(server[1].parent / "states")}
+        assert {inputs["input_ids"].shape[1] - 1, inputs["input_ids"].shape[1] + TOKENS - 1} <= held
         messages.append(answer)
+    assert "does not serve" not in server[1].read_text()
+
+
+def texts_with_states(folder) -> list[list[int]]:
+    found = []
+    for path in folder.glob("prefix-*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            found.append(file.get_tensor("tokens")[0].tolist())
+    return found
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_every_request_leaves_its_states(path, stream, server, folder):
+    """So that a later one can go on from them: the cache of prefixes serves what the server asks for."""
+    text = f"{path} {'streamed' if stream else 'whole'}"
+    given = {"prompt": text} if path == "completions" else {"messages": [{"role": "user", "content": text}]}
+    asked(server[0], path, model=str(folder), max_tokens=TOKENS, stream=stream, **given)
+    prompt = AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False)["input_ids"]
+    for _ in range(SERVER_SECONDS):  # the last word of a stream comes before its states are written
+        held = texts_with_states(server[1].parent / "states")
+        if any(tokens[: len(prompt)] == prompt for tokens in held):
+            break
+        time.sleep(1)
+    else:
+        pytest.fail(f"no state of {len(prompt)} tokens among those of {sorted(map(len, held))}")
+    assert "does not serve" not in server[1].read_text()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_cache_of_prefixes_cannot_serve_is_said(stream, monkeypatch, caplog, folder):
+    monkeypatch.setenv("HF_HYBRID_SSM_PREFIX_CACHE", "1000000")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.full((2 + stream, 4), 5)
+    for _ in range(2):
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2)
+    assert [message for message in caplog.messages if "does not serve" in message and f"{2 + stream} rows" in message]
+    assert len([message for message in caplog.messages if "does not serve" in message]) == 1
 
 
 @pytest.mark.parametrize("asked_for", [None, "0", "5000"])

@@ -96,6 +96,7 @@ def test_a_text_of_one_token_and_options_of_generate(variant):
     check_same(model, random_ids(model, 1, 1), cache)
     ids = random_ids(model, 1, 11)
     check_same(model, ids, cache, repetition_penalty=1.3, no_repeat_ngram_size=2, prefill_chunk_size=None)
+    check_same(model, ids, cache, tokenizer=SimpleNamespace())  # as transformers' server gives it, for stop strings
     assert check_same(model, ids, cache, attention_mask=torch.ones_like(ids), repetition_penalty=1.3)[1] == 1
 
 

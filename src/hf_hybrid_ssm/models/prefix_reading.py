@@ -1,12 +1,15 @@
 """`generate(prefix_cache=...)`: what a text has in common with earlier ones is not read again."""
 
-from functools import wraps
+import logging
+from functools import lru_cache, wraps
 from typing import Any
 
 from transformers import GenerationMixin
 
 from hf_hybrid_ssm.models.connections import CONNECTIONS
 from hf_hybrid_ssm.models.ended_rows import GenerationOfRowsThatEnd
+
+logger = logging.getLogger(__name__)
 
 
 class GenerationFromPrefixes(GenerationOfRowsThatEnd):
@@ -28,6 +31,17 @@ class GenerationFromPrefixes(GenerationOfRowsThatEnd):
             return prefix_cache.generate(self, generate, args, kwargs)
         find = CONNECTIONS.prefix_cache_of_process
         shared = None if find is None else find()
-        if shared is None or shared.why_not(self, args, kwargs) is not None:
+        reason = None if shared is None else shared.why_not(self, args, kwargs)
+        if reason is not None:
+            _say_once(reason)
+        if shared is None or reason is not None:
             return generate(*args, **kwargs)
         return shared.generate(self, generate, args, kwargs)
+
+
+@lru_cache(maxsize=64)
+def _say_once(reason: str) -> None:
+    """In a server nobody sees an error, and a text that is read anew looks like any other."""
+    logger.warning(
+        "prefix_cache of this process does not serve a call of generate, which reads its whole text: %s", reason
+    )

@@ -24,7 +24,8 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "assistant_model": (None,),
 }
 FORBIDDEN = {NEW, OLD, "inputs_embeds", "position_ids"}
-KNOWN = {"input_ids", "attention_mask"}
+# the tokenizer is for stop strings, and transformers' server always gives it
+KNOWN = {"input_ids", "attention_mask", "tokenizer"}
 
 
 class Request:
