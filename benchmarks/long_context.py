@@ -199,7 +199,7 @@ class Measurement:
             folder = self.folders[model, FORMS[request["form"]][0]]
             request = {"folder": str(folder.resolve())} | request
             program, python, env = "long_context_torch", sys.executable, dict(os.environ)
-        env = {"OMP_WAIT_POLICY": "passive"} | env | {"OMP_NUM_THREADS": str(self.given.threads)}
+        env |= {"OMP_NUM_THREADS": str(self.given.threads)}
         command = [python, "-m", f"benchmarks.{program}", json.dumps(request)]
         return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=errors, text=True)
 

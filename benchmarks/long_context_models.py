@@ -18,6 +18,7 @@ STUDENTS: dict[str, dict[str, Any]] = {
     "bst-512": {"family": "bst", "sliding_window": 512},
     "longhorn": {"family": "longhorn"},
     "windows": {"family": "longhorn", "others_as": "sliding_attention", "sliding_window": 256},
+    "windows-alone": {"family": "longhorn", "others_as": "sliding_attention", "sliding_window": 256, "keep": 0},
 }
 """Name → arguments of `upcycle`. Which layers a Longhorn keeps costs no time, so that they are evenly spaced."""
 RANDOM = {
@@ -41,7 +42,7 @@ def student_of(teacher: PreTrainedModel, name: str) -> PreTrainedModel:
     torch.manual_seed(0)
     options = dict(STUDENTS[name])
     if options["family"] == "longhorn":
-        options |= {"keep": min(FULL_LAYERS, teacher.config.num_hidden_layers), "keep_by": "even"}
+        options = {"keep": min(FULL_LAYERS, teacher.config.num_hidden_layers), "keep_by": "even"} | options
     return upcycle(teacher, **options)[0].eval()
 
 

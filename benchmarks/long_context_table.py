@@ -12,6 +12,7 @@ LABELS = {
     "bst-512": "BST, windows of 512",
     "longhorn": "Longhorn, six full layers",
     "windows": "Windows of 256, six full layers",
+    "windows-alone": "Windows of 256 alone",
     LLAMA_CPP: "llama.cpp",
 }
 PICTURE = "![milliseconds a token and seconds a prompt, by length](../benchmarks/results/long_context.png)"
