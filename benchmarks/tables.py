@@ -403,14 +403,12 @@ WITHOUT_RESULTS = {"targets": targets, "checkpoints": checkpoints}  # which have
 
 def measured_on(figures: dict) -> str:
     """The machine, the versions and the commit, as far as the results tell them."""
-    machine = figures.get("machine") or {}
-    parts = [machine["processor"], f"{machine['threads']} thread{'s' * (machine['threads'] != 1)}"] if machine else []
-    parts += [machine["instruction_set"]] if "instruction_set" in machine else []
-    parts += [machine["accelerator"]] if "accelerator" in machine else []
-    known = {"torch": figures.get("torch")} | machine
+    machine = figures["machine"]
+    parts = [machine["processor"], f"{machine['threads']} thread{'s' * (machine['threads'] != 1)}"]
+    parts += [machine[name] for name in ("instruction_set", "accelerator") if name in machine]
     versions = {"Python": "python", "torch": "torch", "transformers": "transformers"}
-    parts += [f"{label} {known[key]}" for label, key in versions.items() if known.get(key)]
-    return f"{', '.join(parts) or 'Machine and versions not recorded'}; commit {figures['commit']}"
+    parts += [f"{label} {machine[key]}" for label, key in versions.items() if machine.get(key)]
+    return f"{', '.join(parts)}; commit {figures['commit']}"
 
 
 def source(*several: dict) -> str:

@@ -17,7 +17,7 @@ def use_float32_products(model: PreTrainedModel, *, always: bool = False) -> int
         always: also where the processor has instructions for the dtype of the weights, which are faster.
 
     Returns:
-        How many maps were changed: 0 in float32, and on a processor with instructions of its own.
+        How many maps were changed; 0 in float32, and on a processor with instructions of its own.
 
     Raises:
         TypeError: something that is no model.
