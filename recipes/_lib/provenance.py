@@ -20,7 +20,7 @@ DATA_FOLDERS = ("HF_HYBRID_SSM_DATA", "HF_HYBRID_SSM_LRA")
 
 def to_json(content: Any) -> str:
     """Where the data folders lie is this machine's affair: in the text they keep their variables' names."""
-    text = json.dumps(content, indent=2) + "\n"
+    text = json.dumps(content, indent=1) + "\n"  # there are many, and they travel with the code
     for name in DATA_FOLDERS:
         if folder := os.environ.get(name):
             text = text.replace(json.dumps(folder)[1:-1], f"${name}")
