@@ -59,6 +59,14 @@ def test_what_stays(dtype):
     assert list(changed.state_dict()) == list(plain.state_dict())
 
 
+def test_no_inputs():
+    """`y = b`, as with `nn.Linear`."""
+    changed = torch.nn.Linear(0, 3).bfloat16()
+    assert use_float32_products(changed, always=True) == 1
+    with torch.no_grad():
+        assert torch.equal(changed(torch.ones(9, 0).bfloat16()), changed.bias.expand(9, 3))
+
+
 def test_compiled():
     _, changed = both(torch.bfloat16)
     compiled = torch.compile(changed, backend="aot_eager")

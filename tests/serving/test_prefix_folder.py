@@ -17,7 +17,7 @@ FOLDER_VARIABLE = "HF_HYBRID_SSM_PREFIX_CACHE_FOLDER"
 
 
 def files(folder):
-    return sorted(folder.glob("prefix-*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
+    return sorted(folder.glob(f"prefix-{'?' * 32}-{'?' * 32}.safetensors"), key=lambda path: path.stat().st_mtime_ns)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -76,7 +76,10 @@ def test_a_damaged_file_is_named_once_and_another_serves(damage, tmp_path):
 
 def test_the_least_recently_used_are_deleted_and_nothing_of_the_users(tmp_path):
     model = in_float64("longhorn")
-    own = [tmp_path / name for name in ("notes.txt", "context.safetensors", "prefix-list.txt")]
+    own = [
+        tmp_path / name
+        for name in ("notes.txt", "context.safetensors", "prefix-list.txt", "prefix-tuning.safetensors")
+    ]
     for path in own:
         path.write_text("x" * 100_000)
     one, two, three = (random_ids(model, 1, 9, seed=seed) for seed in range(3))
@@ -116,6 +119,27 @@ def test_a_full_disk_costs_the_file_alone(tmp_path, monkeypatch):
     model = in_float64("longhorn")
     with pytest.warns(UserWarning, match="was not written: .*No space left"):
         check_same(model, random_ids(model, 1, 15), PrefixCache(folder=tmp_path))
+
+
+def test_states_that_are_not_numbers_cost_the_file_alone(tmp_path):
+    model = in_float64("longhorn")
+    with torch.no_grad():
+        model.model.layers[0].norm.weight.fill_(float("nan"))
+    with pytest.warns(UserWarning, match="was not written: .*NaN"):
+        output = answered(model, random_ids(model, 1, 15), PrefixCache(folder=tmp_path))
+    assert output.sequences.shape[1] > 15 and files(tmp_path) == []
+
+
+def test_a_file_that_may_not_be_read_costs_the_reading_alone(tmp_path, monkeypatch):
+    def refused(path, model):
+        raise PermissionError(13, "Permission denied")
+
+    model = in_float64("longhorn")
+    ids = random_ids(model, 1, 15)
+    check_same(model, ids, PrefixCache(folder=tmp_path))
+    monkeypatch.setattr(prefix_folder, "load_context", refused)
+    with pytest.warns(UserWarning, match="does not serve: .*Permission denied"):
+        assert check_same(model, ids, PrefixCache(folder=tmp_path))[1] == 15
 
 
 def test_a_folder_is_made_for_the_user_alone(tmp_path):

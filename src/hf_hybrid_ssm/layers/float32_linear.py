@@ -5,6 +5,7 @@ in float32. One token is bound by reading the weight, for which half precision i
 """
 
 import functools
+import math
 import platform
 
 import torch
@@ -42,17 +43,10 @@ class Float32Linear(nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        rows = input.numel() // self.in_features
         gives_gradient = torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad)
         is_half = self.weight.dtype in HALF and input.dtype == self.weight.dtype
-        if gives_gradient or not is_half or rows < MANY_ROWS or input.device.type != "cpu":
+        is_plain = input.device.type == "cpu" and not gives_gradient and not torch.is_autocast_enabled("cpu")
+        if not is_half or not is_plain or math.prod(input.shape[:-1]) < MANY_ROWS:
             return super().forward(input)
-        if torch.is_autocast_enabled("cpu"):
-            return super().forward(input)
-        return product_in_float32(input, self.weight, self.bias)
-
-
-def product_in_float32(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`inputs` (..., I) times `weight` (O, I) transposed, plus `bias` (O,), all in float32; (..., O) as `inputs`."""
-    bias = None if bias is None else bias.float()
-    return nn.functional.linear(inputs.float(), weight.float(), bias).to(inputs.dtype)
+        bias = None if self.bias is None else self.bias.float()
+        return nn.functional.linear(input.float(), self.weight.float(), bias).to(input.dtype)

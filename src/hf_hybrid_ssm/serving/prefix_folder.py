@@ -6,6 +6,7 @@ is checked again when it is loaded. Processes may share a folder: files are whol
 
 import hashlib
 import os
+import re
 import threading
 import warnings
 from pathlib import Path
@@ -18,14 +19,14 @@ from transformers import Cache
 from hf_hybrid_ssm.serving.context import load_context, write_context
 from hf_hybrid_ssm.serving.fingerprint import weights_fingerprint
 
-BEGINNING, ENDING = "prefix-", ".safetensors"
+NAME = re.compile(r"prefix-([0-9a-f]{32})-[0-9a-f]{32}\.safetensors")  # digests of the weights and of the tokens
 
 
 class PrefixFolder:
     """Contexts in a folder, the least recently used of which are deleted when they have more than `max_bytes`.
 
-    Only files named `prefix-*.safetensors` are read, counted and deleted. They hold the token ids of the texts, so a
-    folder that is made here is the user's own to read.
+    Only files with a name that is given here (`prefix-`, two digests, `.safetensors`) are read, counted and deleted.
+    They hold the token ids of the texts, so a folder that is made here is the user's own to read.
 
     Raises:
         NotADirectoryError: `path` is a file.
@@ -49,7 +50,8 @@ class PrefixFolder:
         Warns:
             UserWarning: a file is damaged; another one serves, or none.
         """
-        names = sorted(path.name for path in self._files(self._group(mark)))
+        group = _group(mark)
+        names = [path.name for path in self._files() if _group_of(path) == group]
         found = {name: ids for name in names if (ids := self._ids(name)) is not None}
         fitting = [
             (len(ids), name)
@@ -62,7 +64,7 @@ class PrefixFolder:
                 os.utime(self.path / name)
             except FileNotFoundError:  # another process needed its bytes
                 continue
-            except ValueError as error:
+            except (OSError, ValueError) as error:
                 self._is_damaged(name, error)
                 continue
             ids = found[name]
@@ -74,11 +76,11 @@ class PrefixFolder:
         """The states after `tokens` (T,); a file that is there is marked as used.
 
         Warns:
-            UserWarning: it cannot be written, on a full disk for one.
+            UserWarning: it cannot be written, on a full disk for one, or states hold NaN.
         """
         if len(tokens) == 0:
             return
-        name = f"{self._group(mark)}{_digest(tokens.numpy().tobytes())}{ENDING}"
+        name = f"prefix-{_group(mark)}-{_digest(tokens.numpy().tobytes())}.safetensors"
         try:
             if (self.path / name).is_file():
                 os.utime(self.path / name)
@@ -88,7 +90,7 @@ class PrefixFolder:
             with self._lock:
                 self._tokens[name] = tokens
             self._delete_the_oldest(name)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # the answer is there, and must not be lost for it
             warnings.warn(f"{self.path / name} was not written: {error}", stacklevel=2)
 
     def _fingerprint(self, mark: tuple[Any, ...], model: Any) -> str:
@@ -99,13 +101,8 @@ class PrefixFolder:
             self._weights = (mark, weights)
         return weights
 
-    def _group(self, mark: tuple[Any, ...]) -> str:
-        """What the names of all files of these weights begin with."""
-        kind, *rest = mark
-        return f"{BEGINNING}{_digest(repr((kind.__qualname__, *rest)).encode())}-"
-
-    def _files(self, beginning: str) -> list[Path]:
-        return [path for path in self.path.glob(f"{beginning}*{ENDING}") if path.is_file()]
+    def _files(self) -> list[Path]:
+        return [path for path in self.path.iterdir() if _group_of(path) is not None and path.is_file()]
 
     def _ids(self, name: str) -> torch.Tensor | None:
         with self._lock:
@@ -131,7 +128,7 @@ class PrefixFolder:
     def _delete_the_oldest(self, but: str) -> None:
         """Until the rest has no more bytes than it may; what was written last stays if it is small enough."""
         files = []
-        for path in self._files(BEGINNING):
+        for path in self._files():
             try:
                 files.append((path.name == but, path.stat().st_mtime_ns, path.stat().st_size, path))
             except FileNotFoundError:
@@ -142,6 +139,18 @@ class PrefixFolder:
                 return
             path.unlink(missing_ok=True)
             held -= size
+
+
+def _group(mark: tuple[Any, ...]) -> str:
+    """What the names of all files of these weights have in common."""
+    kind, *rest = mark
+    return _digest(repr((kind.__qualname__, *rest)).encode())
+
+
+def _group_of(path: Path) -> str | None:
+    """That of a file; None for one whose name is not given here."""
+    match = NAME.fullmatch(path.name)
+    return None if match is None else match[1]
 
 
 def _digest(data: bytes) -> str:
