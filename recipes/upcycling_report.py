@@ -39,6 +39,7 @@ from hf_hybrid_ssm.evaluation import (
 from hf_hybrid_ssm.hub.delta_files import is_delta
 from hf_hybrid_ssm.planning import Setup, plan
 from hf_hybrid_ssm.upcycle import TEACHERS, choose_layers, load_teacher, student_config, upcycle, windowed_layers
+from hf_hybrid_ssm.upcycle.layer_ranking import number_of_layers
 
 TEACHER = "teacher"
 
@@ -55,7 +56,10 @@ class ReportArguments:
         default_factory=dict,
         metadata={"help": "name: a checkpoint, a delta of this teacher, or the arguments of upcycle()"},
     )
-    window: int = field(default=256, metadata={"help": "tokens that a windowed layer sees before its own"})
+    window: int = field(
+        default=256,
+        metadata={"help": "tokens that a windowed layer sees before its own; students say sliding_window where not"},
+    )
     tasks: list[str] = field(default_factory=lambda: ["recall_needle"], metadata={"help": ", ".join(RECALL_TASKS)})
     multiples: list[int] = field(default_factory=lambda: [4, 8], metadata={"help": "lengths of texts, in windows"})
     samples: int = field(default=60, metadata={"help": "texts of each length and task"})
@@ -189,8 +193,7 @@ def report(arguments: ReportArguments) -> dict[str, Any]:
     found: dict[str, Any] = {TEACHER: judge.judge(TEACHER, lambda: nullcontext(teacher), True)}
     layers = range(teacher.config.num_hidden_layers)
     for name, given in arguments.windowed.items():
-        choose = partial(_chosen, teacher, tokenizer, given, arguments)
-        kept = once(folder / f"{name}-layers.json", choose)
+        kept = _chosen(teacher, tokenizer, given, arguments)
         say(f"{name}: {kept['text']}")
         others = [layer for layer in layers if layer not in kept["layers"]]
         model = partial(_masked, teacher, others, arguments.window)
@@ -200,8 +203,7 @@ def report(arguments: ReportArguments) -> dict[str, Any]:
         if not isinstance(given, str) and isinstance(
             given.get("keep"), int | float
         ):  # chosen once, not for each judge
-            choose = partial(_chosen, teacher, tokenizer, given, arguments)
-            kept = once(folder / f"{name}-layers.json", choose)
+            kept = _chosen(teacher, tokenizer, given, arguments)
             say(f"{name}: {kept['text']}")
             found[name]["layers"] = kept["layers"]
             given = {key: value for key, value in given.items() if key != "keep_by"} | {"keep": kept["layers"]}
@@ -212,9 +214,22 @@ def report(arguments: ReportArguments) -> dict[str, Any]:
 
 
 def _chosen(teacher: Any, tokenizer: Any, given: dict[str, Any], arguments: ReportArguments) -> dict[str, Any]:
-    options = {"tokenizer": tokenizer, "window": arguments.window, "seed": arguments.seed}
-    choice = choose_layers(teacher, given["keep"], given.get("keep_by"), **options)
-    return {"layers": choice.layers, "text": str(choice)}
+    """The layers that are kept. A ranking does not depend on how many they are, so it lies in the folder."""
+    keep, by = given["keep"], given.get("keep_by")
+
+    def choose() -> dict[str, Any]:
+        options = {"tokenizer": tokenizer, "window": arguments.window, "seed": arguments.seed}
+        choice = choose_layers(teacher, keep, by, **options)
+        ranking = None if choice.ranking is None else choice.ranking.layers
+        return {"layers": choice.layers, "text": str(choice), "ranking": ranking}
+
+    if not isinstance(keep, int | float) or keep == 0 or by == "even":
+        return choose()
+    found = once(Path(arguments.output_dir) / f"layers-by-{by or 'default'}.json", choose)
+    if found["ranking"] is None:  # the teacher does not recall
+        return choose()
+    layers = sorted(found["ranking"][: number_of_layers(keep, teacher.config.num_hidden_layers)])
+    return {"layers": layers, "text": found["text"] if layers == found["layers"] else f"kept ({by}): {layers}"}
 
 
 @contextmanager
@@ -231,7 +246,10 @@ def _student(arguments: ReportArguments, teacher: Any, tokenizer: Any, given: An
         dtype = getattr(torch, arguments.dtype)
         yield AutoModelForCausalLM.from_pretrained(given, dtype=dtype, **of_delta).eval()
     else:
-        student, _ = upcycle(teacher, tokenizer=tokenizer, **given)
+        windows = "others_as" in given or given.get("family") == "bst"
+        student, _ = upcycle(
+            teacher, tokenizer=tokenizer, **({"sliding_window": arguments.window} if windows else {}) | given
+        )
         yield student.eval()
 
 
