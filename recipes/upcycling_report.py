@@ -193,7 +193,7 @@ def report(arguments: ReportArguments) -> dict[str, Any]:
     found: dict[str, Any] = {TEACHER: judge.judge(TEACHER, lambda: nullcontext(teacher), True)}
     layers = range(teacher.config.num_hidden_layers)
     for name, given in arguments.windowed.items():
-        kept = _chosen(teacher, tokenizer, given, arguments)
+        kept = once(folder / f"{name}-layers.json", partial(_chosen, teacher, tokenizer, given, arguments))
         say(f"{name}: {kept['text']}")
         others = [layer for layer in layers if layer not in kept["layers"]]
         model = partial(_masked, teacher, others, arguments.window)
@@ -203,7 +203,7 @@ def report(arguments: ReportArguments) -> dict[str, Any]:
         if not isinstance(given, str) and isinstance(
             given.get("keep"), int | float
         ):  # chosen once, not for each judge
-            kept = _chosen(teacher, tokenizer, given, arguments)
+            kept = once(folder / f"{name}-layers.json", partial(_chosen, teacher, tokenizer, given, arguments))
             say(f"{name}: {kept['text']}")
             found[name]["layers"] = kept["layers"]
             given = {key: value for key, value in given.items() if key != "keep_by"} | {"keep": kept["layers"]}
@@ -225,7 +225,7 @@ def _chosen(teacher: Any, tokenizer: Any, given: dict[str, Any], arguments: Repo
 
     if not isinstance(keep, int | float) or keep == 0 or by == "even":
         return choose()
-    found = once(Path(arguments.output_dir) / f"layers-by-{by or 'default'}.json", choose)
+    found = once(Path(arguments.output_dir) / f"ranking-by-{by or 'default'}.json", choose)
     if found["ranking"] is None:  # the teacher does not recall
         return choose()
     layers = sorted(found["ranking"][: number_of_layers(keep, teacher.config.num_hidden_layers)])
