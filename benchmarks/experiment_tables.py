@@ -17,6 +17,7 @@ ALSO = {
     "glue_from_scratch": ["glue_pretrained", "glue_baselines"],
     "glue_apart": ["glue_apart_from_scratch", "glue_pretrained", "glue_baselines"],
     "scitldr": ["scitldr_new_weights", "scitldr_pretrained"],
+    "upcycling_grid_256": ["upcycling_grid_128"],
 }
 # lm-eval's tasks of several choices: what guessing gives
 GUESSES = {"piqa": 50, "hellaswag": 25, "winogrande": 50, "arc_easy": 25, "arc_challenge": 25, "openbookqa": 25}
@@ -305,12 +306,12 @@ def _paired(runs: list[dict], others: list[dict]) -> str:
 def lm_eval(figures: dict) -> str:
     """Accuracy (of answers normalised by length where the paper's is) beside that of guessing; then perplexities."""
     models = figures["models"]
-    tasks = next(iter(models.values()))["tasks"]
+    asked = next(iter(models.values()))["tasks"]
+    measures = {task: "acc_norm" if task in NORMALISED else "acc" for task in GUESSES if task in asked}
     rows = []
-    for task, guess in GUESSES.items():
-        measure = "acc_norm" if task in NORMALISED else "acc"
+    for task, measure in measures.items():
         shares = (100 * found["tasks"][task][measure] for found in models.values())
-        rows.append([f"{task}, {measure}", f"{guess:.1f}", *(f"{share:.1f}" for share in shares)])
+        rows.append([f"{task}, {measure}", f"{GUESSES[task]:.1f}", *(f"{share:.1f}" for share in shares)])
     for task, measure in (
         ("lambada_openai", "perplexity"),
         ("wikitext", "word_perplexity"),
@@ -320,14 +321,9 @@ def lm_eval(figures: dict) -> str:
         rows.append(
             [f"{task}, {measure}", "", *(f"{value:,.0f}" if value > 100 else f"{value:.3f}" for value in values)]
         )
-    errors = [
-        found["tasks"][task][f"{'acc_norm' if task in NORMALISED else 'acc'}_stderr"]
-        for found in models.values()
-        for task in GUESSES
-    ]
-    documents = tasks["piqa"]["documents"]
+    errors = [found["tasks"][task][f"{name}_stderr"] for found in models.values() for task, name in measures.items()]
     half = 100 * NORMAL * max(errors)
-    note = f"{documents} documents of a task; half the 95 % interval of a share is at most {half:.1f}."
+    note = f"{asked['piqa']['documents']} documents of a task; half the 95 % interval of a share is at most {half:.1f}."
     return f"{markdown_table(['task, measure', 'guessing', *models], rows)}\n{note}\n"
 
 
@@ -422,6 +418,30 @@ def upcycling_report(figures: dict) -> str:
     head = ["model", *(f"needles of {samples} in {length:,} tokens, 95 %" for length in lengths)]
     head += [f"loss, tokens {part.replace('-', ' to ')}" for part in parts]
     return markdown_table([*head, "cache at 4,096, MiB", "at 65,536"], rows)
+
+
+def upcycling_grid(figures: dict) -> str:
+    """Needles with Wilson's intervals, loss lost and cache, of students with several windows, by kept layers."""
+    grids = sorted([figures, *map(load, ALSO["upcycling_grid_256"])], key=lambda found: found["settings"]["window"])
+    (multiple,) = figures["settings"]["multiples"]
+    length = multiple * figures["settings"]["window"]
+    part = list(figures["models"]["teacher"]["loss"]["mean"])[-2]
+    rows = []
+    for name in figures["models"]:
+        cells = [name]
+        for grid in grids:
+            models = grid["models"]
+            (needle,) = models[name]["recall"]["recall_needle"].values()
+            lost = models[name]["loss"]["mean"][part] - models["teacher"]["loss"]["mean"][part]
+            cells.append(f"{needle['right']} ({needle['interval'][0]:.0%} to {needle['interval'][1]:.0%})")
+            cells += ["" if name == "teacher" else f"{lost:+.3f}"]
+            cells.append(f"{models[name]['cache_bytes']['65536'] / 2**20:,.0f}")
+        rows.append(cells)
+    head = [f"layers with full attention; needles of {figures['settings']['samples']} in {length:,} tokens, 95 %"]
+    for grid in grids:
+        head += [f"windows of {grid['settings']['window']}", f"loss, tokens {part.replace('-', ' to ')}"]
+        head.append("MiB at 65,536")
+    return markdown_table(head, rows)
 
 
 def upcycling_losses(figures: dict) -> str:
