@@ -323,7 +323,9 @@ def lm_eval(figures: dict) -> str:
         )
     errors = [found["tasks"][task][f"{name}_stderr"] for found in models.values() for task, name in measures.items()]
     half = 100 * NORMAL * max(errors)
-    note = f"{asked['piqa']['documents']} documents of a task; half the 95 % interval of a share is at most {half:.1f}."
+    note = (
+        f"{asked['piqa']['documents']} documents of a task; half the 95 % interval of a share is at most {half:.1f}."
+    )
     return f"{markdown_table(['task, measure', 'guessing', *models], rows)}\n{note}\n"
 
 
@@ -456,6 +458,30 @@ def upcycling_losses(figures: dict) -> str:
             rows.append([name, *(f"{statistics.mean(each):+.3f} ± {half_width(each):.3f}" for each in lost)])
     head = [f"loss, and what is lost of it, 95 % over {len(teacher['by_text'])} books"]
     head += [f"tokens {int(begin):,} to {int(end):,}" for begin, end in (part.split("-") for part in teacher["mean"])]
+    return markdown_table(head, rows)
+
+
+def upcycling_memory(figures: dict) -> str:
+    """Needles, then loss by position: what is lost of the teacher's, and of that of windows alone, over texts."""
+    models = figures["models"]
+    teacher, windows = models["teacher"]["loss"], next(name for name in models if name != "teacher")
+    parts = list(teacher["mean"])[-4:]
+    rows = []
+    for name, found in models.items():
+        (needle,) = found["recall"]["recall_needle"].values()
+        cells = [f"{needle['right']} ({needle['interval'][0]:.0%} to {needle['interval'][1]:.0%})"]
+        if name == "teacher":
+            rows.append([name, *cells, *(f"{teacher['mean'][part]:.3f}" for part in parts)])
+            continue
+        for other in ("teacher", *([windows] if name != windows else [])):
+            pairs = list(zip(found["loss"]["by_text"], models[other]["loss"]["by_text"]))
+            apart = [[own[part] - their[part] for own, their in pairs] for part in parts]
+            label = name if other == "teacher" else f"{name}, minus {other}"
+            shown = (f"{statistics.mean(each):+.3f} ± {half_width(each):.3f}" for each in apart)
+            rows.append([label, *(cells if other == "teacher" else [""]), *shown])
+    head = [f"loss, and what is lost of it, 95 % over {len(teacher['by_text'])} books"]
+    head.append(f"needles of {figures['settings']['samples']}")
+    head += [f"tokens {int(begin):,} to {int(end):,}" for begin, end in (part.split("-") for part in parts)]
     return markdown_table(head, rows)
 
 

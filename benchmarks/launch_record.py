@@ -1,7 +1,8 @@
 """What compilers made of every launch, for cards that are not here: the record, and the page about it.
 
-reports/kernel_limits.json has a line for each launch: its name (`NAME`), the digest of its op's kernels when it was
-compiled, whether it was launched in the end, and the numbers of each program it asked for (`PROGRAM`).
+reports/kernel_limits.json has a line for what is launched (`WHAT`), with the names of its kernels and a list for each
+version of Triton and card (`WHERE`): the digest of its op's kernels when it was compiled, whether it was launched in
+the end, and the numbers of each program it asked for (`PROGRAM`, kernels and truth values as numbers).
 """
 
 import ast
@@ -17,7 +18,9 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "reports" / "kernel_limits.json"
 OPS = ROOT / "src" / "hf_hybrid_ssm" / "ops"
-NAME = ("triton", "sm", "op", "class", "dtype", "aligned")
+WHERE = ("triton", "sm")
+WHAT = ("op", "class", "dtype", "aligned")
+NAME = (*WHERE, *WHAT)
 PROGRAM = ("kernel", "registers", "shared", "warps", "instructions", "spills", "spills in inner loops", "fits")
 FOLDERS = {"longhorn_step": "longhorn_scan", "causal_conv_step": "causal_conv", "lti_scan": "linear_scan"}
 FOLDERS |= {"diagonal_scan": "linear_scan"}
@@ -56,8 +59,15 @@ def _deciding(file: Path) -> Iterator[ast.FunctionDef | ast.Assign]:
 
 def read() -> dict[tuple, dict]:
     """The launches on record, by name."""
-    launches = json.loads((FILE.read_text(encoding="utf-8") if FILE.is_file() else "") or "[]")
-    return {tuple(launch[part] for part in NAME): launch for launch in launches}
+    found = {}
+    for line in json.loads((FILE.read_text(encoding="utf-8") if FILE.is_file() else "") or "[]"):
+        for version, sm, source, launch, numbers in line["launches"]:
+            where = {"triton": version, "sm": sm} | {part: line[part] for part in WHAT}
+            asked = [[line["kernels"][kernel], *rest, bool(fits)] for kernel, *rest, fits in numbers]
+            found[tuple(where[part] for part in NAME)] = where | {
+                "source": source, "launch": launch, "programs": asked
+            }  # fmt: skip
+    return found
 
 
 def programs(launches: Iterable[dict]) -> Iterator[dict[str, Any]]:
@@ -72,8 +82,20 @@ def add(launch: dict) -> None:
     with FILE.open("a", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         launches = read() | {tuple(launch[part] for part in NAME): launch}
-        lines = ",\n".join(json.dumps(launches[name]) for name in sorted(launches, key=_order))
+        by_what: dict[tuple, list[dict]] = defaultdict(list)
+        for name in sorted(launches, key=_order):
+            by_what[name[len(WHERE) :]].append(launches[name])
+        lines = ",\n".join(_line(what, by_what[what]) for what in sorted(by_what, key=str))
         FILE.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+
+
+def _line(what: tuple, launches: list[dict]) -> str:
+    kernels = sorted({program[0] for launch in launches for program in launch["programs"]})
+    line: dict[str, Any] = dict(zip(WHAT, what)) | {"kernels": kernels, "launches": []}
+    for launch in launches:
+        numbers = [[kernels.index(kernel), *rest, int(fits)] for kernel, *rest, fits in launch["programs"]]
+        line["launches"].append([*(launch[part] for part in (*WHERE, "source", "launch")), numbers])
+    return json.dumps(line, separators=(",", ":"))
 
 
 def _order(name: tuple) -> tuple:

@@ -31,6 +31,7 @@ from experiment_tables import (
     upcycling_gaps,
     upcycling_grid,
     upcycling_losses,
+    upcycling_memory,
     upcycling_recall,
     upcycling_report,
 )

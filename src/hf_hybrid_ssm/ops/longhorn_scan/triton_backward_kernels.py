@@ -16,7 +16,6 @@ from hf_hybrid_ssm.ops.core.triton_helpers import (
 from hf_hybrid_ssm.ops.longhorn_scan.triton_kernels import (
     broadcast_lanes,
     compute_delta,
-    dot_states,
     in_checkpoint,
     in_states,
     load_states,
@@ -101,7 +100,7 @@ def states_again(
 ):  # fmt: skip
     """Of T tokens: Delta (x - k h) of the states that they meet, what the states give, and the summands of dq."""
     t = tl.arange(0, T)
-    s3, t3, t4 = tl.arange(0, S)[:, None, None], t[:, None, None], t[:, None, None, None]
+    t3, t4 = t[:, None, None], t[:, None, None, None]
     errors = ()
     y = tl.zeros([T, BD, P], tl.float32)
     dq_t = tl.zeros([T, S, BD, P], x.dtype.element_ty if x.dtype.element_ty == tl.bfloat16 else tl.float32)
@@ -113,7 +112,7 @@ def states_again(
         errors = errors + (error,)  # type: ignore[assignment]  # noqa: RUF005 - the compiler knows no unpacking
         h += k_i * error
         if HAS_GATE:
-            y_i = dot_states(h, q_i, s3, tl.zeros([BD, P], tl.float32), S)
+            y_i = tl.sum(h * q_i, 0)
             y = tl.where(t3 == i, y_i[None, :, :], y)
         dq_t = tl.where(t4 == i, summand(select_row(grads, t3, i)[None, :, :] * h, x)[None, :, :, :], dq_t)
     return errors, y, dq_t
@@ -126,16 +125,15 @@ def gradients_back(
 ):  # fmt: skip
     """From the gradient after T tokens that before them; of each token that of x and Delta, and the summands of dk."""
     t = tl.arange(0, T)
-    s3, t3, t4 = tl.arange(0, S)[:, None, None], t[:, None, None], t[:, None, None, None]
+    t3, t4 = t[:, None, None], t[:, None, None, None]
     dk_t = tl.zeros([T, S, BD, P], x.dtype.element_ty if x.dtype.element_ty == tl.bfloat16 else tl.float32)
     recalled, ddelta = tl.zeros([T, BD, P], tl.float32), tl.zeros([T, BD, P], tl.float32)
     for i in tl.static_range(T - 1, -1, -1):
         k_i = select_row(key, t4, i)
         lam = grad + select_row(grads, t3, i)[None, :, :] * select_row(query, t4, i)
         lam_error = lam * errors[i]
-        zero = tl.zeros([BD, P], tl.float32)
-        recalled = tl.where(t3 == i, dot_states(lam, k_i, s3, zero, S)[None, :, :], recalled)
-        ddelta = tl.where(t3 == i, dot_states(lam_error, k_i, s3, zero, S)[None, :, :], ddelta)
+        recalled = tl.where(t3 == i, tl.sum(lam * k_i, 0)[None, :, :], recalled)
+        ddelta = tl.where(t3 == i, tl.sum(lam_error * k_i, 0)[None, :, :], ddelta)
         half_dk = lam_error - 0.5 * select_row(writes, t3, i)[None, :, :] * lam
         dk_t = tl.where(t4 == i, summand(half_dk, x)[None, :, :, :], dk_t)
         grad = lam * (1.0 - select_row(deltas, t3, i)[None, :, :] * (k_i * k_i))
@@ -244,7 +242,7 @@ def backward_kernel(
             sub = SUBS - 1 - back
             first = block * BLOCK + sub * T + row * 0  # 64-bit
             part = (tile.to(tl.int64) * rows + row) * num_blocks * BLOCK + first
-            h = load_states(own + sub * (N * BD), own_at, BD, own_count, d == d, s3, S)
+            h = load_states(own + sub * (N * BD), own_at, BD, own_count, d == d, s3, S, P == 1)
             grad, dbias_t, dskip_t = token_gradients(
                 grad, h, signals, keys, queries, norms, keeps, bias, through, (dx, dlogit, dz),
                 (dq_parts, dk_parts, norm_parts), row, first, row * num_blocks * BLOCK + first, part, d, channels, L,

@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 
 from hf_hybrid_ssm.ops.core.triton_helpers import (
-    INTERPRETING,
     exponential,
     kernel,
     load,
@@ -33,17 +32,6 @@ def compute_delta(logit, squared_norm):
     """Delta = 1 / (1 + E + |k|²) and E = exp(-logit); the clamp keeps E finite."""
     e = exponential(-tl.maximum(logit, -80.0))
     return reciprocal(1.0 + e + squared_norm), e
-
-
-@triton.jit
-def dot_states(a, b, index, total, S: tl.constexpr):
-    """total + sum over s of a b, one multiply-add after the other (the interpreter would take long over those)."""
-    if INTERPRETING:
-        total += tl.sum(a * b, 0)
-    else:
-        for s in tl.static_range(S):
-            total += select_row(a, index, s) * select_row(b, index, s)
-    return total
 
 
 @triton.jit
@@ -68,21 +56,28 @@ def in_checkpoint(d, lane, num_states, P: tl.constexpr, S: tl.constexpr, WIDTH: 
 
 
 @triton.jit
-def load_states(base, at, step, count, is_channel, s3, S: tl.constexpr):
+def load_states(base, at, step, count, is_channel, s3, S: tl.constexpr, AHEAD: tl.constexpr = False):
     """[S, BD, P], one s after the other: of loads of whole tiles Triton 3.6 makes the layout of what follows.
 
-    The 64-bit part of an address comes first, so that the rest, which the compiler knows, is no instruction.
+    The 64-bit part of an address comes first, so that the rest, which the compiler knows, is no instruction. LLVM
+    unrolls the loop. Triton looks from each access at all that hangs together with it: unrolled there, this was most
+    of the time of compiling. AHEAD does so all the same, for a loop around it that loads before its turn.
     """
     tile = tl.zeros([S, at.shape[0], at.shape[1]], tl.float32)
-    for s in tl.static_range(S):
-        row = load((base + at) + s * step, is_channel[:, None] & (s < count))
-        tile = tl.where(s3 == s, row[None, :, :], tile)
+    if AHEAD:
+        for s in tl.static_range(S):
+            row = load((base + at) + s * step, is_channel[:, None] & (s < count))
+            tile = tl.where(s3 == s, row[None, :, :], tile)
+    else:
+        for s in tl.range(S):
+            row = load((base + at) + s * step, is_channel[:, None] & (s < count))
+            tile = tl.where(s3 == s, row[None, :, :], tile)
     return tile
 
 
 @triton.jit
 def store_states(base, at, step, count, is_channel, tile, s3, S: tl.constexpr):
-    for s in tl.static_range(S):
+    for s in tl.range(S):  # unrolled by LLVM, as in `load_states`
         tl.store((base + at) + s * step, select_row(tile, s3, s), mask=is_channel[:, None] & (s < count))
 
 
@@ -163,7 +158,7 @@ def forward_kernel(
             if HAS_DOCUMENTS:
                 h = h * select_row(keep, t3, i)[None, :, :]
             h += k_i * (select_row(writes, t3, i)[None, :, :] - select_row(deltas, t3, i)[None, :, :] * k_i * h)
-            y_i = dot_states(h, select_row(query, t4, i), s3, tl.zeros([BD, P], tl.float32), S)
+            y_i = tl.sum(h * select_row(query, t4, i), 0)
             y = tl.where(t3 == i, y_i[None, :, :], y)
         o_t = tl.sum(y, 2) + through * x_t
         if HAS_GATE:
