@@ -17,7 +17,6 @@ ALSO = {
     "glue_from_scratch": ["glue_pretrained", "glue_baselines"],
     "glue_apart": ["glue_apart_from_scratch", "glue_pretrained", "glue_baselines"],
     "scitldr": ["scitldr_new_weights", "scitldr_pretrained"],
-    "upcycling_grid_256": ["upcycling_grid_128"],
 }
 # lm-eval's tasks of several choices: what guessing gives
 GUESSES = {"piqa": 50, "hellaswag": 25, "winogrande": 50, "arc_easy": 25, "arc_challenge": 25, "openbookqa": 25}
@@ -424,7 +423,9 @@ def upcycling_report(figures: dict) -> str:
 
 def upcycling_grid(figures: dict) -> str:
     """Needles with Wilson's intervals, loss lost and cache, of students with several windows, by kept layers."""
-    grids = sorted([figures, *map(load, ALSO["upcycling_grid_256"])], key=lambda found: found["settings"]["window"])
+    grids = sorted(
+        [figures, *map(load, ALSO.get("upcycling_grid_256", []))], key=lambda found: found["settings"]["window"]
+    )
     (multiple,) = figures["settings"]["multiples"]
     length = multiple * figures["settings"]["window"]
     part = list(figures["models"]["teacher"]["loss"]["mean"])[-2]

@@ -19,7 +19,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from operator import itemgetter
 from pathlib import Path
@@ -194,7 +193,6 @@ def read_machine_code(compiled) -> dict:
         "loads wider than 4 bytes": sum(bool(re.search(r"LDG\S*\.(64|128)", i)) for i in instructions),
         "bytes": lane_bytes(instructions) * lanes,
         "bytes in inner loops": sum(lane_bytes(instructions[start:end]) for start, end in inner) * lanes,
-        "most frequent": dict(Counter(map(_opcode, instructions)).most_common(8)),
     }
 
 
@@ -409,7 +407,8 @@ def write_page(records: list[dict]) -> None:
     kernels = sorted(path.relative_to(ROOT).as_posix() for path in ops.rglob("triton*.py"))
     about = (*kernels, "benchmarks/kernel_evidence.py")
     made = reporting.made_by("python -m tools.triton_versions", about)
-    (ROOT / "reports" / "kernel_evidence.json").write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    lines = ",\n".join(json.dumps(record, separators=(",", ":")) for record in records)
+    (ROOT / "reports" / "kernel_evidence.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     columns = ("registers", "stack", "shared", "warps", "instructions")
     rows = (
         [f"{r['op']}.{r['kernel']}", r["class"], *(r[c] for c in columns),

@@ -43,6 +43,30 @@ def students() -> Figure:
     return figure
 
 
+def kept_layers() -> Figure:
+    """Needles by the bytes of the cache, a line for each way to choose the layers that keep full attention."""
+    models = load("upcycling_grid_256")["models"]
+    figure, (axes,) = panels("Which layers must keep full attention?")
+    for number, (way, label) in enumerate(
+        {"by recall": "by recall", "by kl": "by KL", "even": "evenly spaced"}.items()
+    ):
+        names = ["no layer", *(name for name in models if name.endswith(way))]
+        cells = [models[name]["recall"]["recall_needle"] for name in names]
+        needles = [next(iter(cell.values())) for cell in cells]
+        shares = np.array([100 * needle["right"] / needle["count"] for needle in needles])
+        bounds = 100 * np.array([needle["interval"] for needle in needles]).T
+        bars = np.abs(np.stack([shares - bounds[0], bounds[1] - shares]))
+        weights = [models[name]["cache_bytes"][CACHE_LENGTH] / 2**20 for name in names]
+        axes.errorbar(weights, shares, yerr=bars, label=label, capsize=2, **style(number))
+    axes.axhline(100, color=REFERENCE, linestyle=":", linewidth=1, label=f"teacher, {_teachers_mib(models):,.0f} MiB")
+    axes.set(xlabel=f"MiB of cache at {int(CACHE_LENGTH):,} tokens", ylabel="needles found (%)", ylim=(-3, 106))
+    return figure
+
+
+def _teachers_mib(models: dict) -> float:
+    return models["teacher"]["cache_bytes"][CACHE_LENGTH] / 2**20
+
+
 def upcycling_controls() -> Figure:
     """Perplexity of students over that of a teacher of as many parameters that read as much."""
     differences = load("upcycling_controls")["differences"]

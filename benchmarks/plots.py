@@ -117,6 +117,7 @@ FIGURES = {
     "scaling_law_5m": lambda: scaling_law.draw(load("scaling_law_5m")["families"]),
     "streaming": pictures.streaming,
     "upcycling_controls": pictures.upcycling_controls,
+    "upcycling_grid_256": pictures.kept_layers,
     "upcycling_report": pictures.students,
 }
 

@@ -144,6 +144,19 @@ def students(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
     return finding, f"{name} and models made of it; bars: 95 %"
 
 
+def kept_layers(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
+    """As many layers, chosen in three ways."""
+    found = {name: next(iter(each["recall"]["recall_needle"].values())) for name, each in figures["models"].items()}
+    most = max(int(name.split()[0]) for name in found if name.endswith("even"))
+    of_way = {way: found[f"{most} {way}"]["right"] for way in ("by recall", "by kl", "even")}
+    finding = (
+        f"{most} layers with full attention find {of_way['by recall']} of {found['teacher']['count']} needles if "
+    )
+    finding += f"chosen by recall, {of_way['by kl']} if by KL, {of_way['even']} if evenly spaced"
+    name, window = figures["settings"]["teacher"].partition(".")[0], figures["settings"]["window"]
+    return finding, f"{name}, windows of {window} in its other layers, untrained; bars: 95 %"
+
+
 def training(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
     times, shape = figures["training_step"]["longhorn_native_times_as_fast"], figures["shape"]
     finding = f"At width {shape['hidden_size']} Longhorn trains {times['llama']:.1f} times as fast as Llama"
@@ -190,6 +203,7 @@ SENTENCES: dict[str, Callable[[dict, Callable[[str], dict]], tuple[str, str]]] =
     "per_token_loss": per_token_loss,
     "scaling_law_5m": scaling_law,
     "upcycling_controls": upcycling_controls,
+    "upcycling_grid_256": kept_layers,
     "upcycling_report": students,
 }
 SOURCES = {"training": "longhorn_training"}  # of the others the name
