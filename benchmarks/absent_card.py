@@ -17,8 +17,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-"""Bytes that a program may share, by compute capability."""
+from benchmarks.launch_record import SHARED
+
 MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
 Compile = Callable[..., Any]
 
@@ -35,6 +35,9 @@ class Utilities:
     def load_binary(self, *program: Any) -> tuple[int, int, int, int, int]:
         """Module, function, registers, spills and the threads that a program may have."""
         return 1, 1, 0, 0, 1024
+
+    def unload_module(self, module: int) -> None:
+        """Asked for from Triton 3.9 on, when a program is let go."""
 
 
 class Driver:

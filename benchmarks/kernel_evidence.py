@@ -190,8 +190,6 @@ def read_machine_code(compiled) -> dict:
         "skipped in inner loops": [sum(end - start for start, end in loop) for loop in skips],
         "spills in inner loops": sum(_is_local(i) for start, end in inner for i in instructions[start:end]),
         "spills": sum(map(_is_local, instructions)),
-        "loads wider than 4 bytes": sum(bool(re.search(r"LDG\S*\.(64|128)", i)) for i in instructions),
-        "bytes": lane_bytes(instructions) * lanes,
         "bytes in inner loops": sum(lane_bytes(instructions[start:end]) for start, end in inner) * lanes,
     }
 
@@ -407,7 +405,8 @@ def write_page(records: list[dict]) -> None:
     kernels = sorted(path.relative_to(ROOT).as_posix() for path in ops.rglob("triton*.py"))
     about = (*kernels, "benchmarks/kernel_evidence.py")
     made = reporting.made_by("python -m tools.triton_versions", about)
-    lines = ",\n".join(json.dumps(record, separators=(",", ":")) for record in records)
+    counted = ({name: value for name, value in record.items() if name != "bandwidth"} for record in records)
+    lines = ",\n".join(json.dumps(record, separators=(",", ":")) for record in counted)
     (ROOT / "reports" / "kernel_evidence.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     columns = ("registers", "stack", "shared", "warps", "instructions")
     rows = (

@@ -195,21 +195,18 @@ def examine(capability: int, only: list[str], states: list[int], until: float) -
             absent_card.forget()
             try:
                 launch()
-                ends = "launched"
+                ends = launch_record.LAUNCHED
             except OutOfResources as error:
                 ends = str(error)
-            programs = [program_of(each, capability) for each in asked]
+            programs = [program_of(each) for each in asked]
             launch_record.add(name | {"source": source, "launch": ends, "programs": programs})
             print(f"sm_{capability} {op} {shape_class} {dtype} {'aligned' if aligned else ''}: {ends}", flush=True)
     return True
 
 
-def program_of(asked: Any, capability: int) -> list:
+def program_of(asked: Any) -> list:
     """Its numbers, in the order of `launch_record.PROGRAM`."""
-    from benchmarks.absent_card import SHARED
-
-    found = read_machine_code(asked.program)
-    found |= {"kernel": asked.kernel.fn.__name__, "fits": found["shared"] <= SHARED[capability]}
+    found = read_machine_code(asked.program) | {"kernel": asked.kernel.fn.__name__}
     return [found[name] for name in PROGRAM]
 
 

@@ -1,8 +1,8 @@
 """What compilers made of every launch, for cards that are not here: the record, and the page about it.
 
-reports/kernel_limits.json has a line for what is launched (`WHAT`), with the names of its kernels and a list for each
-version of Triton and card (`WHERE`): the digest of its op's kernels when it was compiled, whether it was launched in
-the end, and the numbers of each program it asked for (`PROGRAM`, kernels and truth values as numbers).
+reports/kernel_limits.json has a line for what is launched (`WHAT`), with the digest of its op's kernels when it was
+compiled, their names, and by version of Triton and card the numbers of each program that the launch asked for
+(`PROGRAM`; kernels by number), and why it was not launched in the end, if it was not.
 """
 
 import ast
@@ -21,7 +21,10 @@ OPS = ROOT / "src" / "hf_hybrid_ssm" / "ops"
 WHERE = ("triton", "sm")
 WHAT = ("op", "class", "dtype", "aligned")
 NAME = (*WHERE, *WHAT)
-PROGRAM = ("kernel", "registers", "shared", "warps", "instructions", "spills", "spills in inner loops", "fits")
+LAUNCHED = "launched"
+PROGRAM = ("kernel", "registers", "shared", "instructions", "spills in inner loops")
+SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+"""Bytes that a program may share, by compute capability."""
 FOLDERS = {"longhorn_step": "longhorn_scan", "causal_conv_step": "causal_conv", "lti_scan": "linear_scan"}
 FOLDERS |= {"diagonal_scan": "linear_scan"}
 KERNELS = ("kernel", "triton.jit")  # decorators
@@ -61,40 +64,45 @@ def read() -> dict[tuple, dict]:
     """The launches on record, by name."""
     found = {}
     for line in json.loads((FILE.read_text(encoding="utf-8") if FILE.is_file() else "") or "[]"):
-        for version, sm, source, launch, numbers in line["launches"]:
-            where = {"triton": version, "sm": sm} | {part: line[part] for part in WHAT}
-            asked = [[line["kernels"][kernel], *rest, bool(fits)] for kernel, *rest, fits in numbers]
-            found[tuple(where[part] for part in NAME)] = where | {
-                "source": source, "launch": launch, "programs": asked
-            }  # fmt: skip
+        for version, by_card in line["launches"].items():
+            for sm, (numbers, *refusal) in by_card.items():
+                name = {"triton": version, "sm": int(sm)} | {part: line[part] for part in WHAT}
+                asked = [[line["kernels"][kernel], *rest] for kernel, *rest in numbers]
+                ends = {"source": line["source"], "launch": refusal[0] if refusal else LAUNCHED, "programs": asked}
+                found[tuple(name[part] for part in NAME)] = name | ends
     return found
 
 
 def programs(launches: Iterable[dict]) -> Iterator[dict[str, Any]]:
-    """Each program of each launch, with the launch's name."""
+    """Each program of each launch, with the launch's name, and whether it fits the card."""
     for launch in launches:
         for program in launch["programs"]:
-            yield {part: launch[part] for part in NAME} | dict(zip(PROGRAM, program))
+            found = {part: launch[part] for part in NAME} | dict(zip(PROGRAM, program))
+            yield found | {"fits": found["shared"] <= SHARED[found["sm"]]}
 
 
 def add(launch: dict) -> None:
-    """In the place of what was on record of it; several processes may add."""
+    """In the place of what was on record of it, and of other sources; several processes may add."""
     with FILE.open("a", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         launches = read() | {tuple(launch[part] for part in NAME): launch}
         by_what: dict[tuple, list[dict]] = defaultdict(list)
         for name in sorted(launches, key=_order):
             by_what[name[len(WHERE) :]].append(launches[name])
+        what = tuple(launch[part] for part in WHAT)
+        by_what[what] = [each for each in by_what[what] if each["source"] == launch["source"]]
         lines = ",\n".join(_line(what, by_what[what]) for what in sorted(by_what, key=str))
         FILE.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
 def _line(what: tuple, launches: list[dict]) -> str:
     kernels = sorted({program[0] for launch in launches for program in launch["programs"]})
-    line: dict[str, Any] = dict(zip(WHAT, what)) | {"kernels": kernels, "launches": []}
+    by_version: dict[str, dict[str, list]] = defaultdict(dict)
     for launch in launches:
-        numbers = [[kernels.index(kernel), *rest, int(fits)] for kernel, *rest, fits in launch["programs"]]
-        line["launches"].append([*(launch[part] for part in (*WHERE, "source", "launch")), numbers])
+        numbers = [[kernels.index(kernel), *rest] for kernel, *rest in launch["programs"]]
+        refusal = [] if launch["launch"] == LAUNCHED else [launch["launch"]]
+        by_version[launch["triton"]][str(launch["sm"])] = [numbers, *refusal]
+    line = dict(zip(WHAT, what)) | {"source": launches[0]["source"], "kernels": kernels, "launches": by_version}
     return json.dumps(line, separators=(",", ":"))
 
 

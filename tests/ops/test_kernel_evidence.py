@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.kernel_evidence import implicit_bytes, lane_bytes, scan_bytes
+from benchmarks.kernel_evidence import add_shares, implicit_bytes, lane_bytes, scan_bytes
 from tools.triton_versions import VERSIONS
 
 ROOT = Path(__file__).parents[2]
 RECORDS = json.loads((ROOT / "reports" / "kernel_evidence.json").read_text(encoding="utf-8"))
+add_shares(RECORDS)
 SCANS = [r for r in RECORDS if r["op"] == "longhorn_scan" and "bandwidth" in r]
 # instructions for a token and channel; the layout that Triton 3.6 once chose took thirty times as many
 MOST = {("forward_kernel", 16): 130, ("forward_kernel", 32): 260, ("forward_kernel", 64): 520}

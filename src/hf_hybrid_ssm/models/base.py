@@ -378,7 +378,7 @@ class HybridModelMixin:
         self, hidden_states: torch.Tensor, *inputs: Any, cache: Cache | None, **options: Any
     ) -> torch.Tensor:
         """The layers one after the other, each with the same inputs."""
-        for layer in self.layers[: self.config.num_hidden_layers]:  # fewer while generation exits early
+        for _, layer in zip(range(self.config.num_hidden_layers), self.layers):  # fewer while generation exits early
             # by name: gradient checkpointing takes the cache out, or a recompute would store the states twice
             hidden_states = layer(hidden_states, *inputs, **{CACHE: cache}, **options)
         return hidden_states

@@ -161,7 +161,7 @@ class RecurrentStateLayer(CacheLayerMixin):
     def batch_size(self) -> int:
         if not self.states:
             raise AttributeError("the layer holds no states yet")
-        return len(next(iter(self.states.values())) if self.pages is None else self.pages)
+        return (next(iter(self.states.values())) if self.pages is None else self.pages).shape[0]
 
     def activate_past_recording(self) -> None:
         self.record_past = True
@@ -464,7 +464,8 @@ def prepare_cache(cache: Cache | None, config: PreTrainedConfig, batch_size: int
 
 
 def _check_content(layer: CacheLayerMixin, index: int, model_type: str, batch_size: int) -> None:
-    if is_recurrent_state_layer(layer):
+    holds = is_recurrent_state_layer(layer)
+    if holds:
         size = layer.batch_size if layer.states else None
     else:
         keys, size = getattr(layer, "keys", None), None
@@ -472,7 +473,7 @@ def _check_content(layer: CacheLayerMixin, index: int, model_type: str, batch_si
             size = keys.shape[0]
     if size not in (None, batch_size):
         raise ValueError(f"cache holds a batch of {size} (layer {index}), but the input has a batch of {batch_size}.")
-    if not is_recurrent_state_layer(layer) or torch.compiler.is_compiling():
+    if not holds or torch.compiler.is_compiling():
         return
     if layer.states and layer.model_type not in (None, model_type):
         raise ValueError(

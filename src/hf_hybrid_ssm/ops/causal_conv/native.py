@@ -98,7 +98,7 @@ def causal_conv_step_native(
         step = partial(causal_conv_step_native, x, weight=weight, bias=bias, activation=activation)
         return on_rows(lambda rows: step(state=rows)[0], state, pages), state
     wide = state if state.dtype == torch.float32 else state.float()
-    y = _step(with_dense_rows(x), wide, prepared(weight), prepared(bias), pages, activation == "silu")
+    y = _step(*with_dense_rows(x), wide, prepared(weight), prepared(bias), pages, activation == "silu")
     if wide is not state:
         state.copy_(wide)
     return y.to(x.dtype), state

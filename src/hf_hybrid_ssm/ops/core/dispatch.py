@@ -126,8 +126,9 @@ class Op:
 
     def select(self, device_type: str, dtype: torch.dtype, requested: str | None = None) -> Callable:
         """The implementation to run on tensors of this device type and dtype."""
-        requested, transforming = requested or forced_backend(), is_transforming()
-        if requested is None and not transforming and not torch.compiler.is_compiling():
+        compiling, transforming = torch.compiler.is_compiling(), is_transforming()
+        requested = requested or (_traced.name if compiling else _forced_while_running())
+        if requested is None and not transforming and not compiling:
             key = (device_type, dtype)  # asked once: decoding a token asks for every op of every layer
             if key not in self._preferred:
                 self._preferred[key] = _choose(self.name, device_type, dtype, None)
@@ -223,8 +224,11 @@ def _set_backend_of_thread(name: str | None) -> None:
 
 def forced_backend() -> str | None:
     """The name of the backend forced here, or None."""
-    if torch.compiler.is_compiling():
-        return _traced.name
+    return _traced.name if torch.compiler.is_compiling() else _forced_while_running()
+
+
+def _forced_while_running() -> str | None:
+    """The same where nothing is traced."""
     if torch._C._current_graph_task_id() != -1 and torch._C._is_key_in_tls(_KEY):
         return _forced.get(torch._C._get_obj_in_tls(_KEY))
     return _forced.get(_ENVIRONMENT_BACKEND)

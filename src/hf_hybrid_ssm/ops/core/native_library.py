@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -49,13 +49,19 @@ def contiguous(tensor: MaybeTensor, dtype: torch.dtype) -> MaybeTensor:
 
 def prepared(tensor: MaybeTensor) -> MaybeTensor:
     """In the form that C takes: contiguous float32."""
+    if tensor is None or (tensor.dtype == torch.float32 and tensor.is_contiguous()):
+        return tensor
     return contiguous(tensor, torch.float32)
 
 
-def with_dense_rows(tensor: MaybeTensor) -> MaybeTensor:
-    """Float32 whose last dimension is dense; the others may lie apart."""
-    if tensor is None:
-        return None
+def with_dense_rows(*tensors: torch.Tensor | None) -> list[Any]:
+    """Each in float32 with a dense last dimension; the others may lie apart."""
+    return [
+        x if x is None or (x.dtype == torch.float32 and x.stride(-1) == 1) else _with_dense_rows(x) for x in tensors
+    ]
+
+
+def _with_dense_rows(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.float()  # first: a conversion may order the numbers anew
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 

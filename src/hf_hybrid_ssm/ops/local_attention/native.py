@@ -67,10 +67,9 @@ def local_attention_native(
         seen = contiguous(state.seen, torch.int64)
     left, right = (UNLIMITED if limit is None else limit for limit in window)
     numbers = (left, right, chunk_size or 0, int(zero_kv_sink))
-    dense = (with_dense_rows(q), with_dense_rows(k), with_dense_rows(v))
     counts = (contiguous(seq_idx, torch.int64), contiguous(lengths, torch.int64))
     tables = (None if x is None else x.float() for x in (bias, sink_logits))
-    inputs = (*dense, *tables, prepared(sink_values), seen, *counts)
+    inputs = (*with_dense_rows(q, k, v), *tables, prepared(sink_values), seen, *counts)
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:6] if x is not None)
     run: Callable = _forward if trains or not is_plain_call(q) else _compute_forward
     return run(*inputs, float(scale), numbers)[0].to(q.dtype)
@@ -184,8 +183,8 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> No
 
 def _gradient(ctx: Any, dy: Tensor, dlog_sums: Tensor | None) -> tuple[Tensor | None, ...]:
     *inputs, y, log_sums = ctx.saved_tensors  # once: checkpointing unpacks them once
-    saved = (*inputs, with_dense_rows(y), log_sums.contiguous(), with_dense_rows(dy))
-    gradients = _backward(*saved, ctx.scale, ctx.numbers)
+    dense_y, dense_dy = with_dense_rows(y, dy)
+    gradients = _backward(*inputs, dense_y, log_sums.contiguous(), dense_dy, ctx.scale, ctx.numbers)
     wanted = (None if x is None else gradient for x, gradient in zip(inputs, gradients))  # what follows has none
     return *wanted, None, None, None, None, None
 

@@ -163,9 +163,8 @@ def longhorn_step_native(
     options = {"beta_bias": beta_bias, "D": D, "z": z}
     if pages is not None and state.dtype != torch.float32:
         return on_rows(lambda rows: longhorn_step_native(x, beta_logit, k, q, rows, **options)[0], state, pages), state
-    dense = (with_dense_rows(part) for part in (x, beta_logit, k, q, z))
     wide = state if state.dtype == torch.float32 else state.float()
-    y = _step(*dense, prepared(beta_bias), prepared(D), wide, pages)
+    y = _step(*with_dense_rows(x, beta_logit, k, q, z), prepared(beta_bias), prepared(D), wide, pages)
     if wide is not state:
         state.copy_(wide)
     return y.to(x.dtype), state
