@@ -193,14 +193,19 @@ def examine(capability: int, only: list[str], states: list[int], until: float) -
                 return False
             asked.clear()
             absent_card.forget()
+            begin = time.process_time()
             try:
                 launch()
                 ends = launch_record.LAUNCHED
             except OutOfResources as error:
                 ends = str(error)
+            spent = time.process_time() - begin
             programs = [program_of(each) for each in asked]
             launch_record.add(name | {"source": source, "launch": ends, "programs": programs})
-            print(f"sm_{capability} {op} {shape_class} {dtype} {'aligned' if aligned else ''}: {ends}", flush=True)
+            print(
+                f"sm_{capability} {op} {shape_class} {dtype} {'aligned' if aligned else ''}: {ends}, {spent:.1f} s",
+                flush=True,
+            )
     return True
 
 

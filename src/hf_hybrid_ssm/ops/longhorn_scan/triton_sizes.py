@@ -9,8 +9,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import triton
-
 from hf_hybrid_ssm.ops.core.cache_folder import cache_folder
 
 BLOCK = 64  # tokens between checkpoints, unless `triton_tune` measured that fewer are faster
@@ -45,13 +43,18 @@ def tile_sizes(
     num_states: int, *, backward: bool, rows: int = 1, length: int = 1, dtype: str = "", device: str = ""
 ) -> dict[str, Any]:
     """Constants of the kernels for rows = B · D; measured ones if `device` was tuned for this class."""
-    states = max(16 if backward else 2, triton.next_power_of_2(num_states))
+    states = max(16 if backward else 2, _power_of_two(num_states))
     table = BACKWARD if backward else FORWARD
     constants = next(sizes for largest, sizes in table.items() if states <= largest)
     name = shape_class(rows, length, num_states, dtype, backward=backward)
     constants = constants | (MEASURING.get(name) or tuned(device).get(name, {}))
     lanes, block = min(constants["S"], states), block_tokens(num_states, dtype, device)
     return constants | {"S": lanes, "P": states // lanes, "BLOCK": block, "enable_fp_fusion": True}
+
+
+def _power_of_two(number: int) -> int:
+    """The least that is not below it; Triton's own would need Triton to read what is on record of the kernels."""
+    return 1 << (number - 1).bit_length()
 
 
 def block_tokens(num_states: int, dtype: str, device: str = "") -> int:
@@ -65,7 +68,7 @@ def chunk_sizes(num_states: int, dtype: str, device: str = "") -> dict | None:
 
     That is so for few states, which take fewer instructions, and for float32, which would take three products each.
     """
-    states = max(16, triton.next_power_of_2(num_states))
+    states = max(16, _power_of_two(num_states))
     largest = next(largest for largest in CHUNKS if states <= largest)
     if num_states < CHUNKS_FROM or dtype == "torch.float32":
         return None
