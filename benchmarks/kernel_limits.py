@@ -6,7 +6,7 @@ its limit of shared memory (`benchmarks/absent_card.py`). Where a launch falls b
 stays on record. Nothing runs, and nothing here was measured on a card.
 
     python -m benchmarks.kernel_limits                    every generation, with the Triton that is installed
-    python -m benchmarks.kernel_limits --capability 90    one generation (half an hour of one processor)
+    python -m benchmarks.kernel_limits --capability 90    one generation (five minutes of one processor)
     python -m benchmarks.kernel_limits --seconds 500      ends after so long, and goes on when it is run again
     python -m benchmarks.kernel_limits --page             only writes the page of what is on record
     python -m tools.triton_versions --limits              with every version that pyproject.toml admits

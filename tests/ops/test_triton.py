@@ -61,7 +61,7 @@ def test_self_checks_take_the_code_that_models_take(specialised):
 
 
 def test_a_new_length_compiles_little_anew(specialised):
-    """Of large kernels one that is compiled takes half a minute. Of 27 lengths each kernel needs two at most: where a
+    """A large kernel takes seconds to compile. Of 27 lengths each kernel needs two at most: where a
     row begins at a multiple of 16 bytes, and where it does not."""
     found = specialised["compiled"]
     assert all(found.values()) and max(count for kernels in found.values() for count in kernels.values()) <= 3

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from hf_hybrid_ssm.extras import install_command
 from hf_hybrid_ssm.hub.configurations import in_one_line
 from hf_hybrid_ssm.hub.verify_files import check_weights_if_local
+from hf_hybrid_ssm.upcycle.fused_teachers import FUSED, check_fused, unfused
 from hf_hybrid_ssm.upcycle.teacher_weights import check_weights
 from hf_hybrid_ssm.upcycle.teachers import check_teacher
 
@@ -24,6 +25,8 @@ def load_teacher(
     path_or_name: str | os.PathLike, dtype: torch.dtype | None = None, **options: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A teacher that can be upcycled, in evaluation mode, and its tokenizer with its chat template.
+
+    A Phi-3 is given as the Mistral that it is with its projections split.
 
     No code of the folder or repository is executed, and pickled weights are read as tensors alone. The weights of a
     GGUF file are unpacked: the teacher is what that file holds, not what it was quantized from.
@@ -134,7 +137,16 @@ def _check_gguf(path: Path) -> None:
 
 def _load_model(place: dict[str, Any], dtype: torch.dtype | None, options: dict[str, Any]) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(**place, trust_remote_code=False)
-    check_teacher(config)
+    is_fused = config.model_type in FUSED
+    if is_fused:
+        check_fused(config)
+        if options.get("device_map") is not None:
+            raise ValueError(
+                f"device_map={options['device_map']!r} cannot be used with a {config.model_type} teacher, whose fused "
+                "projections are split after it is loaded: leave it out."
+            )
+    else:
+        check_teacher(config)
     wanted: Any = "auto" if dtype is None else dtype
     if "gguf_file" in place:
         wanted = torch.float32  # whichever float the blocks were of, so that versions of transformers agree
@@ -144,5 +156,7 @@ def _load_model(place: dict[str, Any], dtype: torch.dtype | None, options: dict[
     model = AutoModelForCausalLM.from_pretrained(**place, **options)
     if "gguf_file" in place and dtype is not None:
         model.to(dtype)
+    if is_fused:
+        model = unfused(model)
     check_weights(model)
     return model.eval()

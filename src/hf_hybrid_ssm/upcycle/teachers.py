@@ -15,7 +15,7 @@ UNSUPPORTED_REASONS = {
     "mixtral": "experts",
     "olmo2": "norms after each layer",
     "phi": "LayerNorm, parallel layers and partly rotated heads",
-    "phi3": "fused projections",
+    "phi3": "fused projections, which load_teacher(FOLDER) splits",
     "qwen3_moe": "experts",
     "smollm3": "layers without rotary positions",
 }
