@@ -46,7 +46,7 @@ SCANS = ("forward_kernel", "backward_kernel", "chunk_backward_kernel")
 BYTES = ("least", "checkpoints", "keys and queries", "scratch", "parts of dk, dq")
 IN_FLOAT32 = ("linear_scan", "long_conv")  # ops that convert what they are given before the launch
 TYPES = {"seq_idx": "*i64", "lengths": "*i64", "pages": "*i64", "decay": "*fp64"}
-NUMBER = r"L|size|\w+_row"  # the first of a kernel's numbers, which follow its pointers
+NUMBER = r"L|size|\w+_(row|step)"  # the first of a kernel's numbers, which follow its pointers
 ALIGNED = r"\w+_(row|step|filter|states|channels)|channels|padded|size|W"  # of the numbers: multiples of 16
 
 

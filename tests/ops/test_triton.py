@@ -165,7 +165,7 @@ def test_32_bit_products_are_found():
 
 def test_older_cards(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    scans = r"longhorn_scan\.\w+\.(forward|backward)_kernel|linear_scan\.\w+\.(channel|diagonal)_kernel"
+    scans = r"longhorn_scan\.\w+\.(forward|backward)_kernel|linear_scan\.\w+\.(channel_\w+|diagonal)_kernel"
     found = [case.values for case in small_cases() if re.search(scans, case.id)]
     assert len(found) == 2 + 3 + 1
     for kernel, constants in found:
