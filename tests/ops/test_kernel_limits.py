@@ -19,14 +19,25 @@ SHARED = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes
 SMALLER = {"chunk_backward_kernel": ("chunk_backward_kernel", "backward_kernel"), "finish_kernel": ("finish_kernel",)}
 # kernel, class and dtype: registers that go to memory and back in inner loops, at most; all others none
 SPILLS = {
-    ("chunk_backward_kernel", "N=128", "bfloat16"): 160,
-    ("chunk_backward_kernel", "N=256", "bfloat16"): 340,
-    ("backward_kernel", "N=128", "float32"): 100,
-    ("backward_kernel", "N=256", "float32"): 120,
-    ("backward_kernel", "N=256", "bfloat16"): 120,
-    ("backward_summary_kernel", "N=128", "bfloat16"): 1,
+    ("attention_gradient_kernel", "q=220, q'=22", "bfloat16"): 3,
+    ("attention_gradient_kernel", "q=220, q'=22", "float32"): 82,
+    ("attention_gradient_kernel", "q=50, q'=5", "float32"): 35,
+    ("backward_kernel", "K=4", "bfloat16"): 1,
+    ("backward_summary_kernel", "N=256", "bfloat16"): 2,
+    ("channel_backward_kernel", "N=256, complex", "float32"): 4,
+    ("channel_backward_kernel", "N=256, real", "float32"): 2,
+    ("channel_derivative_kernel", "N=256, complex", "float32"): 90,
+    ("channel_derivative_kernel", "N=256, real", "float32"): 22,
+    ("chunk_backward_kernel", "N=128", "bfloat16"): 171,
+    ("chunk_backward_kernel", "N=256", "bfloat16"): 321,
+    ("chunk_backward_kernel", "N=32", "bfloat16"): 140,
+    ("chunk_backward_kernel", "N=64", "bfloat16"): 347,
+    ("finish_kernel", "N=256", "bfloat16"): 12,
     ("finish_kernel", "N=256", "float32"): 42,
-    ("finish_kernel", "N=256", "bfloat16"): 10,
+    ("forward_kernel", "N=16", "bfloat16"): 1,
+    ("forward_kernel", "N=32", "bfloat16"): 1175,
+    ("forward_kernel", "N=64", "bfloat16"): 145,
+    ("toeplitz_kernel", "", "float32"): 293,
 }
 
 
