@@ -141,7 +141,7 @@ def test_a_conversion_comes_before_the_look_at_strides():
     """`.float()` of windows that overlap puts their numbers in another order."""
     windows = torch.randn(2, 40, 18).bfloat16().unfold(2, 16, 1).transpose(1, 2)
     assert windows.stride(-1) == 1 and windows.float().stride(-1) != 1
-    rows = with_dense_rows(windows)
+    (rows,) = with_dense_rows(windows)
     assert rows.stride(-1) == 1 and torch.equal(rows, windows.float())
 
 
