@@ -8,6 +8,7 @@ stays on record. Nothing runs, and nothing here was measured on a card.
     python -m benchmarks.kernel_limits                    every generation, with the Triton that is installed
     python -m benchmarks.kernel_limits --capability 90    one generation (five minutes of one processor)
     python -m benchmarks.kernel_limits --seconds 500      ends after so long, and goes on when it is run again
+    python -m benchmarks.kernel_limits --again            also what is on record, to see how long it takes
     python -m benchmarks.kernel_limits --page             only writes the page of what is on record
     python -m tools.triton_versions --limits              with every version that pyproject.toml admits
 
@@ -168,8 +169,8 @@ def diagonal(inputs: Inputs, form: str) -> None:
     diagonal_scan(decay, x, rows=rows, initial_state=start)[0].abs().sum().backward()
 
 
-def examine(capability: int, only: list[str], states: list[int], until: float) -> bool:
-    """Put on record each program that a launch asks for, launch by launch.
+def examine(capability: int, only: list[str], states: list[int], until: float, *, again: bool = False) -> bool:
+    """Put on record each program that a launch asks for, launch by launch; those on record only `again`.
 
     Returns:
         Whether it came to the end before the clock showed `until`.
@@ -187,7 +188,7 @@ def examine(capability: int, only: list[str], states: list[int], until: float) -
                 continue
             name = dict(zip(NAME, (triton.__version__, capability, op, shape_class, dtype, aligned)))
             source = launch_record.source_of(op)
-            if known.get(tuple(name.values()), {}).get("source") == source:
+            if not again and known.get(tuple(name.values()), {}).get("source") == source:
                 continue
             if time.time() > until:
                 return False
@@ -221,14 +222,16 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], help="only these ops")
     parser.add_argument("--states", type=int, nargs="+", choices=STATES, default=[], help="only classes of so many")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no launch after so long")
+    parser.add_argument("--again", action="store_true", help="compile what is on record too")
     parser.add_argument("--page", action="store_true", help="only write the page of what is on record")
     options = parser.parse_args()
     until = time.time() + options.seconds
     if len(options.capability) == 1 and not options.page:
-        examine(options.capability[0], options.only, options.states, until)
+        examine(options.capability[0], options.only, options.states, until, again=options.again)
     elif not options.page:
         for capability in options.capability:  # a process has one driver
             command = [sys.executable, "-m", "benchmarks.kernel_limits", "--capability", str(capability)]
+            command += ["--again"] if options.again else []
             command += ["--only", *options.only] if options.only else []
             command += ["--states", *map(str, options.states)] if options.states else []
             subprocess.run([*command, "--seconds", str(until - time.time())], cwd=ROOT, check=True)

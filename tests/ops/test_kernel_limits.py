@@ -54,7 +54,7 @@ def test_the_record_has_no_launch_that_is_not_made():
 
 def test_every_launch_is_on_record():
     """For each version that is admitted and each generation of cards, of the kernels as they are."""
-    assert set(every_launch()) <= set(RECORD)
+    assert set(every_launch()) <= set(RECORD), "python -m tools.triton_versions --limits compiles what is lacking"
     assert {
         name[2] for name, launch in RECORD.items() if launch["source"] != launch_record.source_of(name[2])
     } == set()

@@ -56,15 +56,16 @@ def in_checkpoint(d, lane, num_states, P: tl.constexpr, S: tl.constexpr, WIDTH: 
 
 
 @triton.jit
-def load_states(base, at, step, count, is_channel, s3, S: tl.constexpr, AHEAD: tl.constexpr = False):
+def load_states(base, at, step, count, is_channel, s3, S: tl.constexpr, UNROLLED: tl.constexpr = False):
     """[S, BD, P], one s after the other: of loads of whole tiles Triton 3.6 makes the layout of what follows.
 
     The 64-bit part of an address comes first, so that the rest, which the compiler knows, is no instruction. LLVM
-    unrolls the loop. Triton looks from each access at all that hangs together with it: unrolled there, this was most
-    of the time of compiling. AHEAD does so all the same, for a loop around it that loads before its turn.
+    unrolls the loop. Triton looks from each access at all that hangs together with it: UNROLLED there, this was most
+    of the time of compiling. It is worth it where a loop around it loads before its turn, and before the forward's
+    loop, which otherwise spills with Triton 3.8 and 3.9 where rows are not aligned.
     """
     tile = tl.zeros([S, at.shape[0], at.shape[1]], tl.float32)
-    if AHEAD:
+    if UNROLLED:
         for s in tl.static_range(S):
             row = load((base + at) + s * step, is_channel[:, None] & (s < count))
             tile = tl.where(s3 == s, row[None, :, :], tile)
@@ -129,7 +130,7 @@ def forward_kernel(
     h = tl.zeros([S, BD, P], tl.float32)
     if HAS_STATES:
         entering = initial_states + (row * num_splits + split) * size
-        h = load_states(entering, at, next_state, count, is_channel, s3, S)
+        h = load_states(entering, at, next_state, count, is_channel, s3, S, True)
     last = tl.minimum((split + 1) * blocks_per_split, num_blocks) * (BLOCK // T)
     for step in tl.range(split * blocks_per_split * (BLOCK // T), last, num_stages=STAGES):
         first = step * T + wide
