@@ -305,12 +305,12 @@ def _paired(runs: list[dict], others: list[dict]) -> str:
 def lm_eval(figures: dict) -> str:
     """Accuracy (of answers normalised by length where the paper's is) beside that of guessing; then perplexities."""
     models = figures["models"]
-    asked = next(iter(models.values()))["tasks"]
-    measures = {task: "acc_norm" if task in NORMALISED else "acc" for task in GUESSES if task in asked}
+    tasks = next(iter(models.values()))["tasks"]
     rows = []
-    for task, measure in measures.items():
+    for task, guess in GUESSES.items():
+        measure = "acc_norm" if task in NORMALISED else "acc"
         shares = (100 * found["tasks"][task][measure] for found in models.values())
-        rows.append([f"{task}, {measure}", f"{GUESSES[task]:.1f}", *(f"{share:.1f}" for share in shares)])
+        rows.append([f"{task}, {measure}", f"{guess:.1f}", *(f"{share:.1f}" for share in shares)])
     for task, measure in (
         ("lambada_openai", "perplexity"),
         ("wikitext", "word_perplexity"),
@@ -320,11 +320,14 @@ def lm_eval(figures: dict) -> str:
         rows.append(
             [f"{task}, {measure}", "", *(f"{value:,.0f}" if value > 100 else f"{value:.3f}" for value in values)]
         )
-    errors = [found["tasks"][task][f"{name}_stderr"] for found in models.values() for task, name in measures.items()]
+    errors = [
+        found["tasks"][task][f"{'acc_norm' if task in NORMALISED else 'acc'}_stderr"]
+        for found in models.values()
+        for task in GUESSES
+    ]
+    documents = tasks["piqa"]["documents"]
     half = 100 * NORMAL * max(errors)
-    note = (
-        f"{asked['piqa']['documents']} documents of a task; half the 95 % interval of a share is at most {half:.1f}."
-    )
+    note = f"{documents} documents of a task; half the 95 % interval of a share is at most {half:.1f}."
     return f"{markdown_table(['task, measure', 'guessing', *models], rows)}\n{note}\n"
 
 
@@ -422,29 +425,20 @@ def upcycling_report(figures: dict) -> str:
 
 
 def upcycling_grid(figures: dict) -> str:
-    """Needles with Wilson's intervals, loss lost and cache, of students with several windows, by kept layers."""
-    grids = sorted(
-        [figures, *map(load, ALSO.get("upcycling_grid_256", []))], key=lambda found: found["settings"]["window"]
-    )
-    (multiple,) = figures["settings"]["multiples"]
-    length = multiple * figures["settings"]["window"]
-    part = list(figures["models"]["teacher"]["loss"]["mean"])[-2]
+    """Needles with Wilson's intervals, loss lost and cache, of students with so many full layers, chosen somehow."""
+    models, settings = figures["models"], figures["settings"]
+    (multiple,) = settings["multiples"]
+    part = list(models["teacher"]["loss"]["mean"])[-2]
     rows = []
-    for name in figures["models"]:
-        cells = [name]
-        for grid in grids:
-            models = grid["models"]
-            (needle,) = models[name]["recall"]["recall_needle"].values()
-            lost = models[name]["loss"]["mean"][part] - models["teacher"]["loss"]["mean"][part]
-            cells.append(f"{needle['right']} ({needle['interval'][0]:.0%} to {needle['interval'][1]:.0%})")
-            cells += ["" if name == "teacher" else f"{lost:+.3f}"]
-            cells.append(f"{models[name]['cache_bytes']['65536'] / 2**20:,.0f}")
-        rows.append(cells)
-    head = [f"layers with full attention; needles of {figures['settings']['samples']} in {length:,} tokens, 95 %"]
-    for grid in grids:
-        head += [f"windows of {grid['settings']['window']}", f"loss, tokens {part.replace('-', ' to ')}"]
-        head.append("MiB at 65,536")
-    return markdown_table(head, rows)
+    for name, found in models.items():
+        (needle,) = found["recall"]["recall_needle"].values()
+        lost = found["loss"]["mean"][part] - models["teacher"]["loss"]["mean"][part]
+        shown = f"{needle['right']} ({needle['interval'][0]:.0%} to {needle['interval'][1]:.0%})"
+        cache = f"{found['cache_bytes']['65536'] / 2**20:,.0f}"
+        rows.append([name, shown, "" if name == "teacher" else f"{lost:+.3f}", cache])
+    needles = f"needles of {settings['samples']} in {multiple * settings['window']:,} tokens, 95 %"
+    head = ["layers with full attention", needles, f"loss, tokens {part.replace('-', ' to ')}"]
+    return markdown_table([*head, "cache at 65,536, MiB"], rows)
 
 
 def upcycling_losses(figures: dict) -> str:
@@ -459,30 +453,6 @@ def upcycling_losses(figures: dict) -> str:
             rows.append([name, *(f"{statistics.mean(each):+.3f} ± {half_width(each):.3f}" for each in lost)])
     head = [f"loss, and what is lost of it, 95 % over {len(teacher['by_text'])} books"]
     head += [f"tokens {int(begin):,} to {int(end):,}" for begin, end in (part.split("-") for part in teacher["mean"])]
-    return markdown_table(head, rows)
-
-
-def upcycling_memory(figures: dict) -> str:
-    """Needles, then loss by position: what is lost of the teacher's, and of that of windows alone, over texts."""
-    models = figures["models"]
-    teacher, windows = models["teacher"]["loss"], next(name for name in models if name != "teacher")
-    parts = list(teacher["mean"])[-4:]
-    rows = []
-    for name, found in models.items():
-        (needle,) = found["recall"]["recall_needle"].values()
-        cells = [f"{needle['right']} ({needle['interval'][0]:.0%} to {needle['interval'][1]:.0%})"]
-        if name == "teacher":
-            rows.append([name, *cells, *(f"{teacher['mean'][part]:.3f}" for part in parts)])
-            continue
-        for other in ("teacher", *([windows] if name != windows else [])):
-            pairs = list(zip(found["loss"]["by_text"], models[other]["loss"]["by_text"]))
-            apart = [[own[part] - their[part] for own, their in pairs] for part in parts]
-            label = name if other == "teacher" else f"{name}, minus {other}"
-            shown = (f"{statistics.mean(each):+.3f} ± {half_width(each):.3f}" for each in apart)
-            rows.append([label, *(cells if other == "teacher" else [""]), *shown])
-    head = [f"loss, and what is lost of it, 95 % over {len(teacher['by_text'])} books"]
-    head.append(f"needles of {figures['settings']['samples']}")
-    head += [f"tokens {int(begin):,} to {int(end):,}" for begin, end in (part.split("-") for part in parts)]
     return markdown_table(head, rows)
 
 

@@ -49,7 +49,7 @@ def contiguous(tensor: MaybeTensor, dtype: torch.dtype) -> MaybeTensor:
 
 def prepared(tensor: MaybeTensor) -> MaybeTensor:
     """In the form that C takes: contiguous float32."""
-    if tensor is None or (tensor.dtype == torch.float32 and tensor.is_contiguous()):
+    if tensor is None or (tensor.dtype == torch.float32 and tensor.is_contiguous()):  # each decoded token comes here
         return tensor
     return contiguous(tensor, torch.float32)
 
