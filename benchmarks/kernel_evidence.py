@@ -27,8 +27,7 @@ from types import ModuleType
 ROOT = Path(__file__).parents[1]
 LATENCY = 700e-9  # seconds that a load from memory takes under load, assumed
 ISSUE = 0.85  # share of a scheduler's cycles that issue an instruction while it has a warp, assumed
-SUMMARY_TOKENS = 2  # of a tile of the backward's first pass over a row that is cut
-CHUNK = 4  # tokens of a chunk of the scan's backward
+CHUNK = 4  # tokens of a chunk of the scan
 STEP = 8  # tokens of a step of what goes before its chunks, and after them
 STALL = 41  # where the second word of an instruction says how many cycles its warp waits before the next one
 # name, multiprocessors, clock (Hz), bytes a second, registers of a multiprocessor
@@ -101,6 +100,7 @@ def cases() -> Iterator[tuple[str, str, object, dict]]:
     from hf_hybrid_ssm.ops.longhorn_scan import (
         triton_backward_kernels,
         triton_chunk_kernels,
+        triton_chunk_summary_kernels,
         triton_kernels,
         triton_sizes,
     )
@@ -123,9 +123,9 @@ def cases() -> Iterator[tuple[str, str, object, dict]]:
                 elif states == 16:
                     yield "longhorn_scan", "", kernel, plain | sizes | {"HAS_DOCUMENTS": True}
         if chunks := triton_sizes.chunk_sizes(states, "torch.bfloat16"):
-            name, sizes = f"N={states}", triton_sizes.tile_sizes(states, backward=True) | {"BD": chunks["BD"]}
-            yield "longhorn_scan", name, triton_chunk_kernels.chunk_backward_kernel, plain | chunks
-            yield "longhorn_scan", f"{name}, chunks", triton_backward_kernels.backward_summary_kernel, plain | sizes
+            for module in (triton_chunk_kernels, triton_chunk_summary_kernels):
+                for kernel in kernels_of(module).values():
+                    yield "longhorn_scan", f"N={states}", kernel, plain | chunks
         for kernel in kernels_of(scan_step_kernels).values():
             yield "longhorn_step", f"N={states}", kernel, scan_step.tile_sizes(states)
     for kernel in kernels_of(conv).values():
@@ -332,16 +332,12 @@ def implicit_bytes(order: int, rows: int, *, block: int = 32, tile: int = 128, s
 
 def _scan_shares(record: dict, records: list[dict]) -> dict:
     chunks, backward = record["kernel"] == "chunk_backward_kernel", record["kernel"] != "forward_kernel"
-    name = "backward_summary_kernel" if backward else "forward_summary_kernel"
-    same = {"op": record["op"], "sm": record["sm"], "triton": record["triton"], "kernel": name}
-    same["class"] = record["class"] + (", chunks" if chunks else "")
-    summary = sum(next(r for r in records if same.items() <= r.items())["inner loops"])
     sizes = record["sizes"] | ({"T": STEP} if chunks else {})
     inner = _of_tile(record, "inner loops", chunks)
     if not backward:  # a checkpoint is written once a block
         inner -= sum(record["skipped in inner loops"]) * (1 - sizes["T"] / sizes["BLOCK"])
-    each = summary / SUMMARY_TOKENS / (inner / sizes["T"]) if chunks else summary / inner
-    report = record | {"inner instructions per tile": inner, "summary share": each}
+    second = _of_first_pass(record, records) / (inner / sizes["T"] * record["warps"] / sizes["BD"])
+    report = record | {"inner instructions per tile": inner, "summary share": second}
     report["inner cycles per tile"] = _of_tile(record, "cycles of a warp in inner loops", chunks)
     return {
         shape: bandwidth(report, sizes, record["sm"], numbers, backward=backward, chunks=chunks)
@@ -349,16 +345,29 @@ def _scan_shares(record: dict, records: list[dict]) -> dict:
     }
 
 
+def _of_first_pass(record: dict, records: list[dict]) -> float:
+    """Instructions of a warp for a token and channel of the first pass over a row that is cut, before this kernel: in
+    chunks before the backward in chunks, and before the forward where there is such a pass."""
+    of = {name: record[name] for name in ("op", "sm", "triton", "class")}
+    direction = "forward" if record["kernel"] == "forward_kernel" else "backward"
+    by_token, in_chunks = (
+        [r for r in records if (of | {"kernel": f"{direction}{kind}_summary_kernel"}).items() <= r.items()]
+        for kind in ("", "_chunk")
+    )
+    first = (in_chunks or by_token)[0] if record["kernel"] != "backward_kernel" else by_token[0]
+    tokens = first["sizes"].get("T", STEP)
+    return _of_tile(first, "inner loops", "T" not in first["sizes"]) / tokens * first["warps"] / first["sizes"]["BD"]
+
+
 def _of_tile(record: dict, name: str, chunks: bool) -> float:
     """The sum over loops; in chunks for a step, of which a loop over chunks takes two turns."""
     loops = record[name]
     if not chunks:
         return sum(loops)
-    if len(loops) != 4:
-        raise ValueError(
-            f"{record['kernel']} should have four loops, before, over and after its chunks; found {loops}"
-        )
-    return loops[0] + (loops[1] + loops[2]) * (STEP // CHUNK) + loops[3]
+    if len(loops) != (4 if record["kernel"] == "chunk_backward_kernel" else 2):
+        raise ValueError(f"{record['kernel']} should have loops before, over and after its chunks; found {loops}")
+    before, *over, after = loops if len(loops) == 4 else [*loops, 0]
+    return before + sum(over) * (STEP // CHUNK) + after
 
 
 PAGE = f"""

@@ -1,7 +1,8 @@
 """The Longhorn recurrence in chunks of four tokens, on matrix products, in float64 with all its gradients.
 
-What the kernel of `ops/longhorn_scan/triton_chunk_kernels.py` computes, in the same order and under the same names,
-without tiles: here it can be read, and is compared with autograd through the recurrence.
+What the kernels of `ops/longhorn_scan/triton_chunk_kernels.py` and `triton_chunk_summary_kernels.py` compute, in the
+same order and under the same names, without tiles: here it can be read, and is compared with autograd through the
+recurrence.
 """
 
 import math
@@ -77,11 +78,12 @@ def channels(delta, x):
 
 
 def forward(h, x, delta, k, q, keep):
-    """h (N, D), x and delta (T, D), k and q (T, N), keep (T,) → y (T, D), and h after the chunk."""
+    """h (N, D), x and delta (T, D), k and q (T, N), keep (T,) → y (T, D), h after the chunk, and what is left of h."""
     P, _, W, R, kept, lasts, reaches = tables(k, q, keep)
     A, F, heap = channels(delta, x)
     y = membership("reads") @ (heap * (R @ h)) + (reaches * (q @ W.T)) @ F
-    return y, kept[-1] * (h + (P.T @ A) * h) + (W * lasts).T @ F
+    left = kept[-1] * (1 + P.T @ A)
+    return y, left * h + (W * lasts).T @ F, left
 
 
 def backward(h, x, delta, k, q, keep, gy, g):
@@ -131,7 +133,8 @@ def test_a_chunk_is_the_recurrence(keep, size):
     delta = 1 / (1 + torch.exp(draw(T, D)) + (k**2).sum(1, keepdim=True))
     leaves = [t.requires_grad_() for t in (h, x, delta, k, q)]
     y, last = recurrence(*leaves, keep)
-    torch.testing.assert_close(forward(*leaves, keep), (y, last), rtol=1e-12, atol=1e-13)
+    left = keep.prod() * (1 - k[:, :, None] ** 2 * delta[:, None]).prod(0)
+    torch.testing.assert_close(forward(*leaves, keep), (y, last, left), rtol=1e-12, atol=1e-13)
     want = list(torch.autograd.grad((y * gy).sum() + (last * g).sum(), leaves))
     want[2] = want[2] * delta
     got = backward(*(t.detach() for t in leaves), keep, gy, g)
@@ -166,17 +169,24 @@ def test_eleven_bits_keep_what_16_bits_hold(size):
     scale = (k**2).sum(-1, keepdim=True).clamp(min=1.0).rsqrt()  # as the kernel, which leaves no product too large
     leaves = [t.requires_grad_() for t in (scale * x, delta / scale**2, scale * k, q)]
     keep, states, ys = torch.ones(T, dtype=torch.float64), [torch.zeros(N, D, dtype=torch.float64)], []
+    start = states[0].requires_grad_()
     for c in range(chunks):
         y, after = recurrence(states[-1], *(t[c] for t in leaves), keep)
         states.append(after)
         ys.append(y)
-    want = list(torch.autograd.grad((torch.stack(ys) * gy).sum(), leaves))
+    want = list(torch.autograd.grad((torch.stack(ys) * gy).sum(), [*leaves, start]))
     want[1] = want[1] * leaves[1]
-    grad, found = torch.zeros_like(states[0]), []
+    grad, found, state, left = torch.zeros_like(states[0]), [], states[0], torch.ones_like(states[0])
     with torch.no_grad(), ElevenBits():
+        for c in range(chunks):  # as the first pass over a row that is cut
+            _, state, decay = forward(state, *(t[c] for t in leaves), keep)
+            left = left * decay
         for c in reversed(range(chunks)):
             grad, *rest = backward(states[c], *(t[c] for t in leaves), keep, gy[c], grad)
             found.insert(0, rest)
-    for name, got, expected in zip(("x", "delta", "k", "q"), zip(*found), want):
-        error = float((torch.stack(got) - expected.detach()).abs().max() / expected.detach().abs().max())
+    decays = (1 - leaves[2].detach()[..., None] ** 2 * leaves[1].detach()[:, :, None]).flatten(0, 1).prod(0)
+    named = [("state", state, states[-1]), ("decay", left, decays), ("gradient of the state", grad, want.pop())]
+    named += zip(("x", "delta", "k", "q"), map(torch.stack, zip(*found)), want)
+    for name, got, expected in named:
+        error = float((got - expected.detach()).abs().max() / expected.detach().abs().max())
         assert 0 < error < 2e-3, f"{name}: {error:.1e}"

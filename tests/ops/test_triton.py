@@ -118,7 +118,7 @@ def test_sizes_that_find_no_room_give_way_to_smaller_ones_and_are_not_tried_agai
     with pytest.raises(OutOfResources):
         first_that_fits(("test", 2), (30, 20), launch)
     sizes = triton_sizes.tile_sizes(256, backward=True)
-    attempts = triton_sizes.by_shared_memory(sizes, triton_sizes.chunk_sizes(256, "torch.bfloat16"))
+    attempts = triton_sizes.by_shared_memory(sizes, triton_sizes.chunk_sizes(256, "torch.bfloat16"), backward=True)
     assert [chunks and chunks["BD"] for _, chunks in attempts] == [32, 16, None, None]
     assert [common["STAGES"] for common, _ in attempts[2:]] == [2, 1]
 

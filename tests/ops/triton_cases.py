@@ -112,9 +112,10 @@ SCANS = {
 
 
 def in_chunks(monkeypatch):
-    """Lets the backward of any inputs, float32 among them, take its tokens in chunks, two of them in a block."""
-    sizes = {"BD": 16, "num_warps": 1, "STAGES": 1, "BLOCK": 8}
+    """Lets any inputs, float32 and few states among them, go in chunks, two of them in a block."""
+    sizes, by_token = {"BD": 16, "num_warps": 1, "STAGES": 1, "BLOCK": 8}, triton_sizes.tile_sizes
     monkeypatch.setattr(triton_sizes, "chunk_sizes", lambda n, *_: sizes | {"N": max(16, triton.next_power_of_2(n))})
+    monkeypatch.setattr(triton_sizes, "tile_sizes", lambda n, **options: by_token(max(16, n), **options))
 
 
 @pytest.mark.parametrize("chunks", [False, True], ids=["by-token", "in-chunks"])
@@ -205,16 +206,21 @@ def test_blocks_of_a_tuning_agree_with_the_reference(block, chunks, monkeypatch)
 
 
 def test_many_states_of_16_bits_go_in_chunks(monkeypatch):
-    """And others do not: few states, and float32."""
+    """And others do not: few states, and float32. So do first passes over a row that is cut."""
     for dtype in (torch.bfloat16, torch.float32):  # the self-check comes first
         REGISTRY["longhorn_scan"].select(DEVICE, dtype, "triton")
+    monkeypatch.setattr(triton_sizes, "time_splits", lambda *_: 2)
     launched = []
-    for kernels, name in ((launcher.backward_kernels, "backward_kernel"), (launcher.chunk_kernels, CHUNKS)):
-        monkeypatch.setattr(kernels, name, Recorder(getattr(kernels, name), launched))
+    by_token = ["forward_summary_kernel", "backward_summary_kernel", "backward_kernel"]
+    in_chunks = ["forward_chunk_summary_kernel", "backward_chunk_summary_kernel", CHUNKS]
+    modules = (launcher.kernels, launcher.backward_kernels, launcher.chunk_kernels, launcher.chunk_summary_kernels)
+    for module in modules:
+        for name in {*by_token, *in_chunks} & set(vars(module)):
+            monkeypatch.setattr(module, name, Recorder(getattr(module, name), launched))
     for states, dtype in ((32, torch.bfloat16), (32, torch.float32), (31, torch.bfloat16)):
-        inputs = {name: t.requires_grad_() for name, t in scan_inputs(1, 2, 2, states, dtype, False).items()}
+        inputs = {name: t.requires_grad_() for name, t in scan_inputs(1, 9, 2, states, dtype, False).items()}
         longhorn_scan(**inputs, backend="triton")[0].sum().backward()
-    assert [kernel.fn.__name__ for kernel in launched] == [CHUNKS, "backward_kernel", "backward_kernel"]
+    assert [kernel.fn.__name__ for kernel in launched] == in_chunks + by_token + by_token
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)

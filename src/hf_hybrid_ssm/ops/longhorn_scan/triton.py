@@ -19,6 +19,7 @@ from hf_hybrid_ssm.ops.core.triton_helpers import (
 )
 from hf_hybrid_ssm.ops.longhorn_scan import triton_backward_kernels as backward_kernels
 from hf_hybrid_ssm.ops.longhorn_scan import triton_chunk_kernels as chunk_kernels
+from hf_hybrid_ssm.ops.longhorn_scan import triton_chunk_summary_kernels as chunk_summary_kernels
 from hf_hybrid_ssm.ops.longhorn_scan import triton_kernels as kernels
 from hf_hybrid_ssm.ops.longhorn_scan import triton_sizes
 from hf_hybrid_ssm.ops.longhorn_scan.heads import over_heads
@@ -72,11 +73,9 @@ class _Launch:
         self.block = self.sizes["BLOCK"]
         self.blocks = triton.cdiv(self.length, self.block)
         self.tiles = triton.cdiv(self.channels, self.sizes["BD"])
-        lanes = self.batch * self.tiles * 32 * (self.chunks or self.sizes)["num_warps"]
+        lanes = self.batch * self.tiles * 32 * ((backward and self.chunks) or self.sizes)["num_warps"]
         self.splits = triton_sizes.time_splits(lanes, self.length, multiprocessors(x.device), backward)
         self.grid = (self.tiles * self.splits * self.batch,)
-        counts = (self.tiles, self.splits, self.blocks, triton.cdiv(self.blocks, self.splits))
-        self.shape = (self.length, self.channels, self.num_states, *counts, 1)
         self.exact: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
         self._prepare(k, q, seq_idx)
 
@@ -97,12 +96,40 @@ class _Launch:
     def shared_grid(self) -> tuple[int]:
         return (triton.cdiv(self.padded, SHARED_TOKENS) * self.batch,)
 
-    def between_splits(self) -> list[Tensor]:
-        """Room for each split's product and end state."""
-        return [torch.empty(self.batch, self.splits, self.channels, self.num_states, **self.exact) for _ in range(2)]
+    def shape(self, tiles: int | None = None) -> tuple[int, ...]:
+        """The numbers that every kernel takes, of the launch's tiles of channels or of others."""
+        counts = (tiles or self.tiles, self.splits, self.blocks, triton.cdiv(self.blocks, self.splits))
+        return (self.length, self.channels, self.num_states, *counts, 1)
 
-    def chain(self, products: Tensor, ends: Tensor, state: Tensor | None, *, reverse: bool) -> Tensor:
-        """The state that enters each split, (B, splits, D, N)."""
+    def between_splits(
+        self,
+        kernel: Any,
+        chunk_kernel: Any,
+        given: tuple,
+        flags: dict[str, bool],
+        state: Tensor | None,
+        *,
+        reverse: bool,
+    ) -> Tensor:
+        """The state that enters each split, (B, splits, D, N): a first pass, token by token or in chunks, and a chain.
+
+        Args:
+            given: what the first pass reads: tensors, the strides of some of them.
+        """
+        tensors, steps = given
+        products, ends = (
+            torch.empty(self.batch, self.splits, self.channels, self.num_states, **self.exact) for _ in range(2)
+        )
+        if self.chunks is None:
+            kernel[self.grid](*tensors, products, ends, *steps, *self.shape(), **flags, **self.sizes)
+        else:
+            tiles = triton.cdiv(self.channels, self.chunks["BD"])
+            grid = (tiles * self.splits * self.batch,)
+            held = torch.empty(*grid, chunk_summary_kernels.held_rows(self.block), self.chunks["BD"], **self.exact)
+            chunk_kernel[grid](*tensors, products, ends, held, *steps, *self.shape(tiles), **flags, **self.chunks)
+        return self._chain(products, ends, state, reverse=reverse)
+
+    def _chain(self, products: Tensor, ends: Tensor, state: Tensor | None, *, reverse: bool) -> Tensor:
         size, entering = self.channels * self.num_states, torch.empty_like(products)
         tiles = triton.cdiv(size, CHAIN_BLOCK)
         kernels.chain_kernel[(tiles * self.batch,)](
@@ -122,8 +149,8 @@ def _attempts(x: Tensor, num_states: int, *, backward: bool) -> list[tuple[dict,
         dtype=str(x.dtype),
         device=_device_name(x),
     )
-    chunks = triton_sizes.chunk_sizes(num_states, str(x.dtype), _device_name(x)) if backward else None
-    return triton_sizes.by_shared_memory(sizes, chunks)
+    chunks = triton_sizes.chunk_sizes(num_states, str(x.dtype), _device_name(x))
+    return triton_sizes.by_shared_memory(sizes, chunks, backward=backward)
 
 
 def _device_name(x: Tensor) -> str:
@@ -168,15 +195,12 @@ def scan(
         launch, entering = _Launch(x, k, q, seq_idx, sizes, backward=False), states
         keys, queries, norms, keeps = launch.shared
         if launch.splits > 1:
-            products, ends = launch.between_splits()
-            kernels.forward_summary_kernel[launch.grid](
-                x, beta_logit, keys, norms, keeps, beta_bias, products, ends,
-                *strides(x, beta_logit), *launch.shape, **flags, **launch.sizes,
-            )  # fmt: skip
-            entering = launch.chain(products, ends, entering, reverse=False)
+            read = (x, beta_logit, keys, norms, keeps, beta_bias), strides(x, beta_logit)
+            passes = kernels.forward_summary_kernel, chunk_summary_kernels.forward_chunk_summary_kernel
+            entering = launch.between_splits(*passes, read, flags, entering, reverse=False)
         kernels.forward_kernel[launch.grid](
             x, beta_logit, z, keys, queries, norms, keeps, beta_bias, D, entering, o, final_state, checkpoints,
-            *strides(x, beta_logit, z), *launch.shape, **flags, **launch.sizes,
+            *strides(x, beta_logit, z), *launch.shape(), **flags, **launch.sizes,
             HAS_SKIP=D is not None, HAS_GATE=z is not None, HAS_STATES=entering is not None, SAVE=save,
             WIDTH=triton_sizes.WIDTH,
         )  # fmt: skip
@@ -245,12 +269,9 @@ def scan_backward(
         launch, leaving = _Launch(x, k, q, seq_idx, sizes, backward=True), grads
         keys, queries, norms, keeps = launch.shared
         if launch.splits > 1:
-            products, ends = launch.between_splits()
-            backward_kernels.backward_summary_kernel[launch.grid](
-                beta_logit, z, grad_o, keys, queries, norms, keeps, beta_bias, products, ends,
-                *strides(beta_logit, z, grad_o), *launch.shape, **flags, **launch.sizes,
-            )  # fmt: skip
-            leaving = launch.chain(products, ends, leaving, reverse=True)
+            read = (beta_logit, z, grad_o, keys, queries, norms, keeps, beta_bias), strides(beta_logit, z, grad_o)
+            passes = backward_kernels.backward_summary_kernel, chunk_summary_kernels.backward_chunk_summary_kernel
+            leaving = launch.between_splits(*passes, read, flags, leaving, reverse=True)
         common, tiles, tokens = launch.sizes, launch.tiles, (batch, launch.padded)
         dq_parts, dk_parts = (torch.empty(tiles, *tokens, launch.width, **exact) for _ in range(2))
         norm_parts = torch.empty(tiles, *tokens, **exact)
@@ -267,7 +288,7 @@ def scan_backward(
         kernel[launch.grid](
             x, beta_logit, z, grad_o, keys, queries, norms, keeps, beta_bias, D, checkpoints, leaving, scratch,
             dx, dlogit, dz, dq_parts, dk_parts, norm_parts, dbias, dskip, dinitial,
-            *strides(x, beta_logit, z, grad_o), *launch.shape, batch,
+            *strides(x, beta_logit, z, grad_o), *launch.shape(), batch,
             **flags, **(common if chunks is None else chunks),
             HAS_SKIP=D is not None, HAS_GRAD_STATES=leaving is not None, WIDTH=triton_sizes.WIDTH,
         )  # fmt: skip

@@ -132,24 +132,48 @@ def places(tile, d, channels, n, num_states, WIDTH: tl.constexpr, N: tl.constexp
 @triton.jit
 def hold_tokens(
     signals, norms, bias, held, row, block, num_blocks, d, channels, L,
-    HAS_GATE: tl.constexpr, BLOCK: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
+    HAS_VALUES: tl.constexpr, HAS_GRADIENTS: tl.constexpr, HAS_GATE: tl.constexpr,
+    BLOCK: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Of each token of a block: Delta and x, scaled with r, and the gradient of what the states give."""
     i, is_channel = tl.arange(0, ROWS)[:, None], (d < channels)[None, :]
     for part in tl.range(0, BLOCK // ROWS, num_stages=STAGES):
         first = block * BLOCK + part * ROWS + row * 0  # 64-bit
         real = (i < L - first) & is_channel
-        x_t, logit = tokens_at(signals[0], row, first, i, d, real), tokens_at(signals[1], row, first, i, d, real)
-        g_t = tokens_at(signals[3], row, first, i, d, real)
-        if HAS_GATE:
-            z_t = tokens_at(signals[2], row, first, i, d, real)
-            g_t = g_t * z_t * reciprocal(1.0 + exponential(-z_t))
-        norm = tl.load(norms + row * num_blocks * BLOCK + first + i)
-        delta, _ = compute_delta(logit + bias, norm)
         at = held + (part * ROWS + i) * (3 * BD)
+        norm = tl.load(norms + row * num_blocks * BLOCK + first + i)
+        if HAS_VALUES:
+            x_t = tokens_at(signals[0], row, first, i, d, real)
+            tl.store(at + BD, x_t * tl.rsqrt(longer(norm)))
+        logit = tokens_at(signals[1], row, first, i, d, real)
+        if HAS_GRADIENTS:
+            g_t = tokens_at(signals[3], row, first, i, d, real)
+            if HAS_GATE:
+                z_t = tokens_at(signals[2], row, first, i, d, real)
+                g_t = g_t * z_t * reciprocal(1.0 + exponential(-z_t))
+            tl.store(at + 2 * BD, g_t)
+        delta, _ = compute_delta(logit + bias, norm)
         tl.store(at, delta * longer(norm))
-        tl.store(at + BD, x_t * tl.rsqrt(longer(norm)))
-        tl.store(at + 2 * BD, g_t)
+
+
+@triton.jit
+def advance(h, keys, norms, keeps, shared, taken, n, HAS_DOCUMENTS: tl.constexpr, N: tl.constexpr, BD: tl.constexpr):
+    """The states after a chunk, from those before it; M, where a state becomes h + M h + ..., and whether any of it
+    reaches the chunk's end."""
+    f = tl.arange(0, SUBSETS)[:, None]
+    deltas, values = load_rows(taken, 3 * BD), load_rows(taken + BD, 3 * BD)
+    k, minus = scaled_keys(keys, norms, shared, n[None, :], N)
+    A = tl.where(f == 0, 0.0, product(f, deltas))
+    F = A * of_first(f, values)
+    P, W = product(f, minus), product(f & (f - 1), minus) * of_first(f, k)
+    reaches = 1.0
+    if HAS_DOCUMENTS:
+        entered, number = document_numbers(keeps, shared)
+        W = tl.where(of_first(f, number) == number[3], W, 0.0)
+        reaches = entered[3]
+        h = h * reaches
+    M = multiply(tl.trans(P), A, tl.zeros([N, BD], tl.float32))
+    return multiply(tl.trans(W), F, h + M * h), M, reaches
 
 
 @triton.jit
@@ -158,21 +182,10 @@ def hold_states(
     HAS_DOCUMENTS: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """The states before each chunk of a block, from those before the block."""
-    f = tl.arange(0, SUBSETS)[:, None]
     for sub in tl.range(0, BLOCK // T, num_stages=1):
         tl.store(own + sub * (N * BD), h)
-        shared, taken = begin + sub * T, held + sub * (T * 3 * BD)
-        deltas, values = load_rows(taken, 3 * BD), load_rows(taken + BD, 3 * BD)
-        k, minus = scaled_keys(keys, norms, shared, n[None, :], N)
-        A = tl.where(f == 0, 0.0, product(f, deltas))
-        F = A * of_first(f, values)
-        P, W = product(f, minus), product(f & (f - 1), minus) * of_first(f, k)
-        if HAS_DOCUMENTS:
-            entered, number = document_numbers(keeps, shared)
-            W = tl.where(of_first(f, number) == number[3], W, 0.0)
-            h = h * entered[3]
-        M = multiply(tl.trans(P), A, tl.zeros([N, BD], tl.float32))
-        h = multiply(tl.trans(W), F, h + M * h)
+        taken = held + sub * (T * 3 * BD)
+        h, _, _ = advance(h, keys, norms, keeps, begin + sub * T, taken, n, HAS_DOCUMENTS, N, BD)
 
 
 @triton.jit
@@ -343,7 +356,9 @@ def chunk_backward_kernel(
     for turn in range(0, last_block - first_block):
         block = last_block - 1 - turn
         begin = (row * num_blocks + block) * BLOCK
-        hold_tokens(signals, norms, bias, held, row, block, num_blocks, d, channels, L, HAS_GATE, BLOCK, BD, STAGES)
+        hold_tokens(
+            signals, norms, bias, held, row, block, num_blocks, d, channels, L, True, True, HAS_GATE, BLOCK, BD, STAGES
+        )
         tl.debug_barrier()  # the lanes that read below may not be those that wrote
         here = checkpoints + (row * num_blocks + block) * tl.cdiv(channels, WIDTH) * num_states * WIDTH
         h = tl.load(here + in_checkpoint, mask=in_tile, other=0.0)

@@ -29,7 +29,7 @@ BACKWARD = {
     64: {"BD": 32, "T": 2, "S": 8, "num_warps": 8, "STAGES": 3},
     math.inf: {"BD": 16, "T": 2, "S": 8, "num_warps": 8, "STAGES": 2},
 }
-# of the backward in chunks, which takes over from so many states on: fewer instructions, by the same reports
+# of what goes in chunks, from so many states on: fewer instructions, by the same reports
 CHUNKS_FROM = 32
 CHUNKS = {
     32: {"BD": 64, "num_warps": 4, "STAGES": 2},
@@ -64,7 +64,8 @@ def block_tokens(num_states: int, dtype: str, device: str = "") -> int:
 
 
 def chunk_sizes(num_states: int, dtype: str, device: str = "") -> dict | None:
-    """Constants of the backward in chunks, or None where the gradients are computed token by token.
+    """Constants of what goes in chunks, the backward and first passes over a row that is cut, or None where all goes
+    token by token.
 
     That is so for few states, which take fewer instructions, and for float32, which would take three products each.
     """
@@ -76,12 +77,15 @@ def chunk_sizes(num_states: int, dtype: str, device: str = "") -> dict | None:
     return {**CHUNKS[largest], "N": states, "BLOCK": block, "enable_fp_fusion": True}
 
 
-def by_shared_memory(sizes: dict, chunks: dict | None) -> list[tuple[dict, dict | None]]:
+def by_shared_memory(sizes: dict, chunks: dict | None, *, backward: bool) -> list[tuple[dict, dict | None]]:
     """Sizes of a direction beside those of its chunks or None, those that share the least memory last: programs of
-    fewer channels, then token by token, then fewer tiles of tokens under way at a time."""
+    fewer channels, then token by token, then fewer tiles of tokens under way at a time.
+
+    Forward only the first pass over a row that is cut goes in chunks, so its tiles are its own.
+    """
     tried: list[tuple[dict, dict | None]] = []
     while chunks is not None and chunks["BD"] >= WIDTH:
-        tried.append((sizes | {"BD": chunks["BD"]}, chunks))  # a first pass over a row that is cut has the same tiles
+        tried.append((sizes | ({"BD": chunks["BD"]} if backward else {}), chunks))
         chunks = chunks | {"BD": chunks["BD"] // 2}
     return tried + [(sizes | {"STAGES": stages}, None) for stages in range(sizes["STAGES"], 0, -1)]
 
