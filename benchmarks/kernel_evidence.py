@@ -42,6 +42,10 @@ SHAPES = {"B=8, L=2048, D=1536": (8, 2048, 1536), "B=1, L=65536, D=1536": (1, 65
 IN_INPUT_DTYPE = {"x", "beta_logit", "z", "k", "q", "u", "grad_o", "o", "dx", "dlogit", "dz", "dk", "dq"}
 IN_INPUT_DTYPE |= {"grad_y", "y", "weight", "columns", "grad_columns", "rows", "drows", "parameters"}
 SCANS = ("forward_kernel", "backward_kernel", "chunk_backward_kernel")
+FILE = ROOT / "reports" / "kernel_evidence.json"
+FIELDS = ("op", "kernel", "class", "sm", "triton", "sizes", "registers", "stack", "shared", "warps", "instructions")
+FIELDS += ("inner loops", "cycles of a warp in inner loops", "skipped in inner loops", "spills in inner loops")
+FIELDS += ("spills", "bytes in inner loops")
 BYTES = ("least", "checkpoints", "keys and queries", "scratch", "parts of dk, dq")
 IN_FLOAT32 = ("linear_scan", "long_conv")  # ops that convert what they are given before the launch
 TYPES = {"seq_idx": "*i64", "lengths": "*i64", "pages": "*i64", "decay": "*fp64"}
@@ -336,7 +340,7 @@ def _scan_shares(record: dict, records: list[dict]) -> dict:
     inner = _of_tile(record, "inner loops", chunks)
     if not backward:  # a checkpoint is written once a block
         inner -= sum(record["skipped in inner loops"]) * (1 - sizes["T"] / sizes["BLOCK"])
-    second = _of_first_pass(record, records) / (inner / sizes["T"] * record["warps"] / sizes["BD"])
+    second = of_first_pass(_first_pass(record, records)) / (inner / sizes["T"] * record["warps"] * 32 / sizes["BD"])
     report = record | {"inner instructions per tile": inner, "summary share": second}
     report["inner cycles per tile"] = _of_tile(record, "cycles of a warp in inner loops", chunks)
     return {
@@ -345,18 +349,23 @@ def _scan_shares(record: dict, records: list[dict]) -> dict:
     }
 
 
-def _of_first_pass(record: dict, records: list[dict]) -> float:
-    """Instructions of a warp for a token and channel of the first pass over a row that is cut, before this kernel: in
-    chunks before the backward in chunks, and before the forward where there is such a pass."""
+def _first_pass(record: dict, records: list[dict]) -> dict:
+    """The first pass over a row that is cut, before this kernel: in chunks before the backward in chunks, and before
+    the forward where there is such a pass."""
     of = {name: record[name] for name in ("op", "sm", "triton", "class")}
     direction = "forward" if record["kernel"] == "forward_kernel" else "backward"
     by_token, in_chunks = (
         [r for r in records if (of | {"kernel": f"{direction}{kind}_summary_kernel"}).items() <= r.items()]
         for kind in ("", "_chunk")
     )
-    first = (in_chunks or by_token)[0] if record["kernel"] != "backward_kernel" else by_token[0]
-    tokens = first["sizes"].get("T", STEP)
-    return _of_tile(first, "inner loops", "T" not in first["sizes"]) / tokens * first["warps"] / first["sizes"]["BD"]
+    return (in_chunks or by_token)[0] if record["kernel"] != "backward_kernel" else by_token[0]
+
+
+def of_first_pass(record: dict) -> float:
+    """Instructions of such a pass for a token and channel."""
+    tokens = record["sizes"].get("T", STEP)
+    count = _of_tile(record, "inner loops", "T" not in record["sizes"])
+    return count / tokens * record["warps"] * 32 / record["sizes"]["BD"]
 
 
 def _of_tile(record: dict, name: str, chunks: bool) -> float:
@@ -391,10 +400,17 @@ states computed twice, 16 for each state and 256. Sizes, and all figures, are in
 """
 
 
+def read_records() -> list[dict]:
+    """What is on record: a line of names, and one of values for each kernel."""
+    if not FILE.is_file():
+        return []
+    fields, *rows = json.loads(FILE.read_text(encoding="utf-8"))
+    return [dict(zip(fields, row)) for row in rows]
+
+
 def merged(records: list[dict]) -> list[dict]:
     """With those of other versions of Triton that are recorded, oldest version first."""
-    file = ROOT / "reports" / "kernel_evidence.json"
-    known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+    known = read_records()
     of = itemgetter("triton", "sm", "op", "kernel", "class")
     new = set(map(of, records))
     kept = [r for r in known if of(r) not in new]
@@ -414,9 +430,8 @@ def write_page(records: list[dict]) -> None:
     kernels = sorted(path.relative_to(ROOT).as_posix() for path in ops.rglob("triton*.py"))
     about = (*kernels, "benchmarks/kernel_evidence.py")
     made = reporting.made_by("python -m tools.triton_versions", about)
-    counted = ({name: value for name, value in record.items() if name != "bandwidth"} for record in records)
-    lines = ",\n".join(json.dumps(record, separators=(",", ":")) for record in counted)
-    (ROOT / "reports" / "kernel_evidence.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    lines = [json.dumps(row, separators=(",", ":")) for row in [FIELDS, *([r[f] for f in FIELDS] for r in records)]]
+    FILE.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
     columns = ("registers", "stack", "shared", "warps", "instructions")
     rows = (
         [f"{r['op']}.{r['kernel']}", r["class"], *(r[c] for c in columns),
@@ -465,15 +480,13 @@ def write_page(records: list[dict]) -> None:
     each: dict[tuple, dict] = {}
     for r in records:
         figures = f"{r['registers']}, {r['spills']} ({r['spills in inner loops']}), "
-        figures += (
-            f"{' + '.join(map(str, r['inner loops'])) or 'no loop'}, {r['bytes']:,} ({r['bytes in inner loops']:,})"
-        )
+        figures += f"{' + '.join(map(str, r['inner loops'])) or 'no loop'}, {r['bytes in inner loops']:,}"
         each.setdefault((f"{r['op']}.{r['kernel']}", r["class"], f"sm_{r['sm']}"), {})[r["triton"]] = figures
     every = ([*key, *(found.get(version, "") for version in versions)] for key, found in each.items())
     parts += (
         "## Every kernel with every version of Triton",
         "Registers; spills (those in inner loops); instructions of each inner loop; bytes that a program's loads and "
-        "stores name if each is done once (those in inner loops), caches and what masks leave out included.",
+        "stores in inner loops name if each is done once, caches and what masks leave out included.",
         reporting.table(["kernel", "class", "card", *(f"Triton {version}" for version in versions)], every),
     )
     reporting.write_page("kernel_evidence.md", "Triton kernels: what the compiler says", made, *parts)

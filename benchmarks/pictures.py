@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
-from _lib.plotting import REFERENCE, panels, style
+from _lib.plotting import REFERENCE, measured_at, panels, style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -13,6 +13,7 @@ from benchmarks.table_text import load
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 CACHE_LENGTH = "65536"
 FAR = 1024
+TRAINED_TO = 8192  # tokens that SmolLM2 read at once in its training
 BYTES_OF_BFLOAT16 = 2
 INTERVAL = {"color": "#000000", "capsize": 2, "linewidth": 1.2}
 Rows = tuple[list[float], list[float], list[float]]
@@ -60,6 +61,20 @@ def kept_layers() -> Figure:
         axes.errorbar(weights, shares, yerr=bars, label=label, capsize=2, **style(number))
     axes.axhline(100, color=REFERENCE, linestyle=":", linewidth=1, label=f"teacher, {_teachers_mib(models):,.0f} MiB")
     axes.set(xlabel=f"MiB of cache at {int(CACHE_LENGTH):,} tokens", ylabel="needles found (%)", ylim=(-3, 106))
+    return figure
+
+
+def loss_by_position() -> Figure:
+    """Loss of a teacher and its students by position, to beyond what the teacher was trained to read."""
+    figures = load("upcycling_positions")
+    figure, (axes,) = panels("How well is a long text predicted?")
+    for number, (name, found) in enumerate(figures["models"].items()):
+        losses = found["loss"]["mean"]
+        ends = [int(part.partition("-")[2]) for part in losses]
+        axes.plot(ends, list(losses.values()), label=name, **style(number))
+    axes.axvline(TRAINED_TO, color=REFERENCE, linestyle=":", linewidth=1, label="the teacher's training")
+    measured_at(axes, ends)
+    axes.set(xlabel="tokens, from the one before", ylabel="loss (nats)")
     return figure
 
 

@@ -118,6 +118,7 @@ FIGURES = {
     "streaming": pictures.streaming,
     "upcycling_controls": pictures.upcycling_controls,
     "upcycling_grid_256": pictures.kept_layers,
+    "upcycling_positions": pictures.loss_by_position,
     "upcycling_report": pictures.students,
 }
 

@@ -157,6 +157,16 @@ def kept_layers(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
     return finding, f"{name}, windows of {window} in its other layers, untrained; bars: 95 %"
 
 
+def loss_by_position(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
+    found = {name: model["loss"]["mean"] for name, model in figures["models"].items()}
+    part = list(found["teacher"])[-1]
+    begin, end = (f"{int(edge):,}" for edge in part.split("-"))
+    finding = f"Between {begin} and {end} tokens the teacher's loss is {found['teacher'][part]:.2f}, "
+    finding += f"with windows of 256 in all layers it is {found['windows of 256'][part]:.2f}"
+    texts = len(figures["models"]["teacher"]["loss"]["by_text"])
+    return finding, f"{figures['settings']['teacher'].partition('.')[0]}, {texts} books, nothing trained"
+
+
 def training(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:
     times, shape = figures["training_step"]["longhorn_native_times_as_fast"], figures["shape"]
     finding = f"At width {shape['hidden_size']} Longhorn trains {times['llama']:.1f} times as fast as Llama"
@@ -204,6 +214,7 @@ SENTENCES: dict[str, Callable[[dict, Callable[[str], dict]], tuple[str, str]]] =
     "scaling_law_5m": scaling_law,
     "upcycling_controls": upcycling_controls,
     "upcycling_grid_256": kept_layers,
+    "upcycling_positions": loss_by_position,
     "upcycling_report": students,
 }
 SOURCES = {"training": "longhorn_training"}  # of the others the name

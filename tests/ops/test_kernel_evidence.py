@@ -1,18 +1,17 @@
 """What the compilers said of the kernels, as the page records it, and how kernels are launched. Needs no Triton."""
 
 import ast
-import json
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from benchmarks.kernel_evidence import add_shares, implicit_bytes, lane_bytes, scan_bytes
+from benchmarks.kernel_evidence import add_shares, implicit_bytes, lane_bytes, of_first_pass, read_records, scan_bytes
 from tools.triton_versions import VERSIONS
 
 ROOT = Path(__file__).parents[2]
-RECORDS = json.loads((ROOT / "reports" / "kernel_evidence.json").read_text(encoding="utf-8"))
+RECORDS = read_records()
 add_shares(RECORDS)
 SCANS = [r for r in RECORDS if r["op"] == "longhorn_scan" and "bandwidth" in r]
 # instructions for a token and channel; the layout that Triton 3.6 once chose took thirty times as many
@@ -66,6 +65,18 @@ def test_chunks_are_taken_where_they_take_fewer_instructions():
     assert {key[1] for key, _ in both} == {"N=32", "N=64"}
     for by_token, chunks in both:
         assert fewest[chunks] < fewest[by_token] / 2
+
+
+@pytest.mark.parametrize("direction, share", [("forward", 0.7), ("backward", 0.45)])
+def test_first_passes_in_chunks_take_fewer_instructions(direction, share):
+    """Of every version, card and class that has both."""
+    by_token, in_chunks = (
+        {(r["class"], r["triton"], r["sm"]): of_first_pass(r) for r in RECORDS if r["kernel"] == name}
+        for name in (f"{direction}_summary_kernel", f"{direction}_chunk_summary_kernel")
+    )
+    assert {key[0] for key in in_chunks} == {"N=32", "N=64"}
+    for key, count in in_chunks.items():
+        assert count < share * by_token[key], key
 
 
 def _instructions(record):

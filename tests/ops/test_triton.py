@@ -190,9 +190,8 @@ def test_the_scan_stays_in_registers(capability, tmp_path, monkeypatch):
 
 def test_the_page_of_evidence_is_of_these_kernels():
     """A kernel that was added or renamed, or tile sizes that changed, ask for a new page."""
-    file = Path(__file__).parents[2] / "reports" / "kernel_evidence.json"
-    records = json.loads(file.read_text(encoding="utf-8"))
-    reported = {(r["op"], r["kernel"], r["class"]): r for r in records if r.get("triton") == triton.__version__}
+    records = [r for r in kernel_evidence.read_records() if r["triton"] == triton.__version__]
+    reported = {(r["op"], r["kernel"], r["class"]): r for r in records}
     if not reported:
         pytest.skip(f"the page has nothing of Triton {triton.__version__}: `tests.reporting triton` counts")
     for op, shape_class, kernel, constants in kernel_evidence.cases():

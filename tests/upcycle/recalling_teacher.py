@@ -29,7 +29,7 @@ def recalling_teacher(**fields) -> LlamaForCausalLM:
     angles = model.model.rotary_emb.inv_freq  # a token: with q turned back by it, q · k is largest one token back
     strength = 20.0
     before.k_proj.bias[:HALF] = strength
-    before.q_proj.bias[:HALF], before.q_proj.bias[HALF:] = strength * angles.cos(), -strength * angles.sin()
+    before.q_proj.bias[:HALF], before.q_proj.bias[HALF : 2 * HALF] = strength * angles.cos(), -strength * angles.sin()
     before.v_proj.weight[:VOCAB, :VOCAB] = one_hot
     before.o_proj.weight[VOCAB : 2 * VOCAB, :VOCAB] = one_hot
     slow = torch.cat([torch.arange(HALF // 2, HALF), HALF + torch.arange(HALF // 2, HALF)])

@@ -10,6 +10,7 @@ from hf_hybrid_ssm.upcycle import (
     NoRecallError,
     choice,
     choose_layers,
+    rank_groups_by_recall,
     rank_layers_by_kl,
     rank_layers_by_recall,
     recall,
@@ -137,6 +138,34 @@ def test_layers_go_one_after_the_other():
         assert ranking.scores[least] == pytest.approx(lost[least], abs=1e-5)
         gone.append(least)
     assert ranking.layers == gone[::-1]
+
+
+def test_groups_go_one_after_the_other():
+    """As layers do; `recall_of` puts windows on groups."""
+    teacher = recalling_teacher(num_attention_heads=2, num_key_value_heads=2)
+    torch.manual_seed(1)
+    for parameter in teacher.parameters():
+        parameter.data += 0.013 * torch.randn_like(parameter)
+    prompts = [replace(prompt, question=1) for prompt in recall_prompts(None, VOCAB, WINDOW, count=2)]
+    ranking = rank_groups_by_recall(teacher, window=WINDOW, prompts=prompts)
+    assert ranking[0] == (RECALLS, 0) and len(ranking) == 2 * LAYERS
+
+    def recalled(windowed):
+        groups = {layer: {group for other, group in windowed if other == layer} for layer, _ in windowed}
+        return recall_of(teacher, prompts, WINDOW, groups).log_probability
+
+    gone = []
+    while left := [part for part in sorted(ranking) if part not in gone]:
+        lost = {part: recalled(gone) - recalled([*gone, part]) for part in left}
+        gone.append(min(left, key=lost.get))
+    assert ranking == gone[::-1]
+
+
+def test_groups_after_a_text_in_windows_are_those_of_whole_layers():
+    """All groups of a layer windowed are the layer windowed, where the start of the prompt is read in windows too."""
+    teacher = recalling_teacher(num_attention_heads=2, num_key_value_heads=2)
+    assert rank_groups_by_recall(teacher, window=WINDOW)[0] == (RECALLS, 0)
+    assert rank_layers_by_recall(teacher, window=WINDOW).layers[0] == RECALLS
 
 
 def test_many_layers_go_by_thirds(monkeypatch):

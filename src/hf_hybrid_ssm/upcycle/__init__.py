@@ -33,6 +33,7 @@ __getattr__, __dir__, __all__ = attach(
         "load_teacher_model": f"{__name__}.loading",
         "memory_window": f"{__name__}.objectives",
         "new_modules": f"{__name__}.student",
+        "rank_groups_by_recall": f"{__name__}.recall",
         "rank_layers_by_kl": f"{__name__}.divergence",
         "rank_layers_by_recall": f"{__name__}.recall",
         "recall_of": f"{__name__}.recall",

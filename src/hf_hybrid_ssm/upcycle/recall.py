@@ -9,7 +9,7 @@ layers: so they are read once, and only the end of a prompt again for each set o
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,6 +25,9 @@ ONE_BY_ONE = 10
 ENOUGH = 0.5
 """Share of the tokens that a teacher must recall before its layers are ranked by it."""
 Progress = Callable[[Sequence[Any]], Any]
+LayerOrGroup = int | tuple[int, int]
+"""A layer, or (layer, key/value group)."""
+Part = TypeVar("Part", bound=LayerOrGroup)
 
 
 class NoRecallError(ValueError):
@@ -67,20 +70,48 @@ def rank_layers_by_recall(
             f"the teacher recalls {own} of the probe; layers are ranked by recall from {ENOUGH:.0%} on, since below "
             'the ranking is noise. Give keep_by="kl", keep_by="even" or a list of layers.'
         )
+    layers = range(len(teacher.model.layers))
+    order, scores = _ranked(teacher, prompts, window, layers, progress)
+    return LayerRanking("recall", order, [scores[layer] for layer in layers], window, own)
+
+
+@torch.inference_mode()
+def rank_groups_by_recall(
+    teacher: Any,
+    tokenizer: Any | None = None,
+    window: int = PROBE_WINDOW,
+    prompts: Sequence[RecallPrompt] | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> list[tuple[int, int]]:
+    """As `rank_layers_by_recall`, of single key/value groups: (layer, group), those that recall needs most first.
+
+    A layer of a student keeps all of its groups or none: this says what could be kept with less. It takes as many
+    times longer as a layer has groups.
+    """
+    check_model_type(teacher.config)
+    groups = range(teacher.config.num_key_value_heads)
+    parts = [(layer, group) for layer in range(len(teacher.model.layers)) for group in groups]
+    return _ranked(teacher, _prompts(teacher, tokenizer, window, prompts, seed), window, parts, progress)[0]
+
+
+def _ranked(
+    teacher: Any, prompts: Sequence[RecallPrompt], window: int, parts: Sequence[Part], progress: Progress | None
+) -> tuple[list[Part], dict[Part, float]]:
+    """Layers, or groups of layers, most needed first; and what is lost with each when its turn comes."""
+    order: list[Part] = []
+    scores: dict[Part, float] = {}
     with maskable(teacher):
         endings = [_Ending(teacher, prompt, window) for prompt in (progress or list)(prompts)]
-        left = list(range(len(teacher.model.layers)))
-        order: list[int] = []
-        scores = [0.0] * len(left)
+        left = list(parts)
         while left:
             lost = _lost(endings, left, order)
             leave = max(1, len(left) // 3) if len(left) > ONE_BY_ONE else 1
-            least = sorted(left, key=lambda layer: (lost[layer], -layer))[:leave]
-            for layer in least:
-                scores[layer] = lost[layer]
+            least = sorted(left, key=lambda part: (lost[part], -parts.index(part)))[:leave]
+            scores |= {part: lost[part] for part in least}
             order += least
-            left = [layer for layer in left if layer not in least]
-    return LayerRanking("recall", order[::-1], scores, window, own)
+            left = [part for part in left if part not in least]
+    return order[::-1], scores
 
 
 class _Ending:
@@ -91,28 +122,46 @@ class _Ending:
         self._mask = window_mask(length, window, device=teacher.device, first=first)
         self._replay = LayerReplay(teacher, ids[:, first:], past=ReadText.in_windows(teacher, ids[:, :first], window))
         self._teacher = teacher
+        self._windowed: Sequence[LayerOrGroup] = ()
+        self._of_groups: dict[frozenset[int], torch.Tensor] = {}
         self._answers = prompt.positions.to(teacher.device) - 1 - first, _recalled(prompt).to(teacher.device)
 
-    def compare_with(self, windowed: Sequence[int]) -> torch.Tensor:
-        """Log-probabilities (N,) of the answers with these layers windowed, and the start of what follows."""
-        self._windowed = dict.fromkeys(windowed, self._mask)
-        self._replay.compare_with(self._windowed)
+    def compare_with(self, windowed: Sequence[LayerOrGroup]) -> torch.Tensor:
+        """Log-probabilities (N,) of the answers with these parts windowed, and the start of what follows."""
+        self._windowed = windowed
+        self._replay.compare_with(self._masks(windowed))
         return _log_probabilities(self._teacher, self._replay.base, self._answers)[0]
 
-    def without(self, layer: int) -> torch.Tensor:
-        """The same with one more layer windowed."""
-        states = self._replay.hidden_states(self._windowed | {layer: self._mask})
+    def without(self, part: LayerOrGroup) -> torch.Tensor:
+        """The same with one more part windowed."""
+        states = self._replay.hidden_states(self._masks([*self._windowed, part]))
         return _log_probabilities(self._teacher, states, self._answers)[0]
 
+    def _masks(self, parts: Sequence[LayerOrGroup]) -> dict[int, torch.Tensor]:
+        """By layer; the same ones for the same groups, as a replay tells masks apart by what they are."""
+        groups: dict[int, set[int]] = {}
+        for part in parts:
+            if isinstance(part, tuple):
+                groups.setdefault(part[0], set()).add(part[1])
+        masks = {part: self._mask for part in parts if isinstance(part, int)}
+        return masks | {layer: self._windowed_groups(frozenset(of_layer)) for layer, of_layer in groups.items()}
 
-def _lost(endings: Sequence[_Ending], layers: Sequence[int], windowed: Sequence[int]) -> dict[int, float]:
-    """What the mean log-probability loses when a layer gets a window as others have already, by layer."""
-    lost: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
+    def _windowed_groups(self, groups: frozenset[int]) -> torch.Tensor:
+        config = self._teacher.config
+        if groups not in self._of_groups:
+            heads = config.num_attention_heads, config.num_key_value_heads
+            self._of_groups[groups] = windowed_groups(self._mask, groups, *heads)
+        return self._of_groups[groups]
+
+
+def _lost(endings: Sequence[_Ending], parts: Sequence[Part], windowed: Sequence[Part]) -> dict[Part, float]:
+    """What the mean log-probability loses when a part gets a window as others have already."""
+    lost: dict[Part, list[torch.Tensor]] = {part: [] for part in parts}
     for ending in endings:
         whole = ending.compare_with(windowed)
-        for layer in layers:
-            lost[layer].append(whole - ending.without(layer))
-    return {layer: float(torch.cat(parts).double().mean()) for layer, parts in lost.items()}
+        for part in parts:
+            lost[part].append(whole - ending.without(part))
+    return {part: float(torch.cat(found).double().mean()) for part, found in lost.items()}
 
 
 @torch.inference_mode()

@@ -27,9 +27,10 @@ def window_mask(length: int, window: int, sinks: int = 1, device: Any = None, fi
 
 
 def windowed_groups(mask: torch.Tensor, groups: Collection[int], heads: int, kv_heads: int) -> torch.Tensor:
-    """The mask (L, L) for the query heads of some key/value groups, all of the past for the others: bool (H, L, L)."""
+    """The mask (T, L) of the last T queries for the heads of some key/value groups, all of the past for the others:
+    bool (H, T, L)."""
     is_windowed = torch.tensor([head // (heads // kv_heads) in groups for head in range(heads)], device=mask.device)
-    causal = torch.ones_like(mask).tril()
+    causal = torch.ones_like(mask).tril(mask.shape[1] - mask.shape[0])
     return torch.where(is_windowed[:, None, None], mask, causal)
 
 
