@@ -104,9 +104,9 @@ def block_class(num_states: int, dtype: str) -> str:
 def time_splits(lanes: int, length: int, multiprocessors: int, backward: bool = False) -> int:
     """In how many programs to cut a row, where a row's programs need `lanes` threads.
 
-    A second pass costs most of a first one forward, so there a row is cut only where less than half of the schedulers
-    would have a warp. Backward it costs a quarter, and a row is cut where any would have none. Then it is cut so often
-    that each has two, of which one runs while the other waits. A split has at least four blocks.
+    A second pass over few states costs most of a first one forward, so there a row is cut only where less than half of
+    the schedulers would have a warp. Backward it costs a quarter, and a row is cut where any would have none. Then it
+    is cut so often that each has two, of which one runs while the other waits. A split has at least four blocks.
     """
     warps, schedulers = lanes / 32, multiprocessors * SCHEDULERS
     if warps >= (schedulers if backward else schedulers / 2):
