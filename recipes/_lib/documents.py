@@ -10,7 +10,8 @@ from typing import Any
 from _lib.checks import check_columns, check_texts
 from _lib.standard_text import standard_documents
 
-from datasets import Dataset, IterableDataset, load_dataset
+from datasets import Dataset, IterableDataset, concatenate_datasets, load_dataset
+from datasets.exceptions import DatasetGenerationError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -90,7 +91,10 @@ def load_documents(data: DataArguments) -> tuple[Dataset | IterableDataset, Data
 
 
 def documents_of_files(patterns: Iterable[str], *, streaming: bool = False) -> Dataset | IterableDataset:
-    """The documents of local files of one kind: a text file is one document, other files have one per row."""
+    """The documents of local files of one kind: a text file is one document, other files have one per row.
+
+    Files may have columns of their own: what a file lacks is None.
+    """
     paths = paths_of(patterns)
     kinds = {LOADERS.get(Path(path).suffix) for path in paths}
     if len(kinds) != 1 or None in kinds:
@@ -103,6 +107,10 @@ def documents_of_files(patterns: Iterable[str], *, streaming: bool = False) -> D
         return load_dataset(kind, data_files=paths, split="train", streaming=streaming, **options)
     except ValueError as error:  # what `datasets` says of a file without rows names no file
         raise ValueError(f"{paths}: {error}") from error
+    except DatasetGenerationError as error:  # it reads files as one table
+        if len(paths) == 1:
+            raise ValueError(f"{paths}: {error.__cause__ or error}") from error
+        return concatenate_datasets([documents_of_files([path]) for path in paths])
 
 
 def paths_of(patterns: Iterable[str]) -> list[str]:

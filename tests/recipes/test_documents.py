@@ -119,6 +119,17 @@ def test_files_of_every_kind(tmp_path):
         documents_of_files([f"{tmp_path}/nothing here*"])
 
 
+def test_files_may_have_columns_of_their_own(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"title": "A", "text": "one"}\n', encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text('{"text": "two", "year": 1900}\n{"text": "three", "year": 1901}\n', "utf-8")
+    documents = documents_of_files([f"{tmp_path}/*.jsonl"])
+    assert list(documents["text"]) == ["one", "two", "three"] and list(documents["year"]) == [None, 1900, 1901]
+    (tmp_path / "c.jsonl").write_text('{"text": "four"}\n{"text": 4\n', encoding="utf-8")
+    for files in (["c"], ["a", "c"]):
+        with pytest.raises(ValueError, match="c.jsonl"):
+            documents_of_files([f"{tmp_path}/{name}.jsonl" for name in files])
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_from_a_file_to_rows(tmp_path, streaming):
     path = tmp_path / "texts.jsonl"
