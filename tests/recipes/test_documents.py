@@ -126,7 +126,7 @@ def test_files_may_have_columns_of_their_own(tmp_path):
     assert list(documents["text"]) == ["one", "two", "three"] and list(documents["year"]) == [None, 1900, 1901]
     (tmp_path / "c.jsonl").write_text('{"text": "four"}\n{"text": 4\n', encoding="utf-8")
     for files in (["c"], ["a", "c"]):
-        with pytest.raises(ValueError, match="c.jsonl"):
+        with pytest.raises(ValueError, match=r"c\.jsonl"):
             documents_of_files([f"{tmp_path}/{name}.jsonl" for name in files])
 
 
