@@ -303,19 +303,22 @@ def _paired(runs: list[dict], others: list[dict]) -> str:
 
 
 def lm_eval(figures: dict) -> str:
-    """Accuracy (of answers normalised by length where the paper's is) beside that of guessing; then perplexities."""
+    """Accuracy (of answers normalised by length where the paper's is) beside that of guessing; then perplexities, of
+    the tasks that were run."""
     models = figures["models"]
     tasks = next(iter(models.values()))["tasks"]
+    multiple_choice = [task for task in GUESSES if task in tasks]
     rows = []
-    for task, guess in GUESSES.items():
+    for task in multiple_choice:
         measure = "acc_norm" if task in NORMALISED else "acc"
         shares = (100 * found["tasks"][task][measure] for found in models.values())
-        rows.append([f"{task}, {measure}", f"{guess:.1f}", *(f"{share:.1f}" for share in shares)])
-    for task, measure in (
+        rows.append([f"{task}, {measure}", f"{GUESSES[task]:.1f}", *(f"{share:.1f}" for share in shares)])
+    perplexities = (
         ("lambada_openai", "perplexity"),
         ("wikitext", "word_perplexity"),
         ("wikitext", "bits_per_byte"),
-    ):
+    )
+    for task, measure in (each for each in perplexities if each[0] in tasks):
         values = (found["tasks"][task][measure] for found in models.values())
         rows.append(
             [f"{task}, {measure}", "", *(f"{value:,.0f}" if value > 100 else f"{value:.3f}" for value in values)]
@@ -323,7 +326,7 @@ def lm_eval(figures: dict) -> str:
     errors = [
         found["tasks"][task][f"{'acc_norm' if task in NORMALISED else 'acc'}_stderr"]
         for found in models.values()
-        for task in GUESSES
+        for task in multiple_choice
     ]
     documents = tasks["piqa"]["documents"]
     half = 100 * NORMAL * max(errors)
@@ -442,17 +445,23 @@ def upcycling_grid(figures: dict) -> str:
 
 
 def upcycling_losses(figures: dict) -> str:
-    """Loss by position of a teacher, and what students lose of it, with intervals over texts."""
+    """Loss by position of a teacher, and what students lose of it, with intervals over texts; and needles, if asked."""
     models = figures["models"]
     teacher = models["teacher"]["loss"]
-    rows = [["teacher", *(f"{loss:.3f}" for loss in teacher["mean"].values())]]
+    rows = []
     for name, found in models.items():
-        if name != "teacher":
+        if name == "teacher":
+            cells = [f"{loss:.3f}" for loss in teacher["mean"].values()]
+        else:
             pairs = list(zip(found["loss"]["by_text"], teacher["by_text"]))
             lost = [[own[part] - whole[part] for own, whole in pairs] for part in teacher["mean"]]
-            rows.append([name, *(f"{statistics.mean(each):+.3f} ± {half_width(each):.3f}" for each in lost)])
+            cells = [f"{statistics.mean(each):+.3f} ± {half_width(each):.3f}" for each in lost]
+        needles = found["recall"].get("recall_needle", {}).values()
+        rows.append([name, *cells, *(f"{each['right']} of {each['count']}" for each in needles)])
     head = [f"loss, and what is lost of it, 95 % over {len(teacher['by_text'])} books"]
     head += [f"tokens {int(begin):,} to {int(end):,}" for begin, end in (part.split("-") for part in teacher["mean"])]
+    multiples = figures["settings"]["multiples"] if figures["settings"]["tasks"] else []
+    head += [f"needles in {multiple * figures['settings']['window']:,} tokens" for multiple in multiples]
     return markdown_table(head, rows)
 
 
