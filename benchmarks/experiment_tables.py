@@ -445,24 +445,46 @@ def upcycling_grid(figures: dict) -> str:
 
 
 def upcycling_losses(figures: dict) -> str:
-    """Loss by position of a teacher, and what students lose of it, with intervals over texts; and needles, if asked."""
-    models = figures["models"]
-    teacher = models["teacher"]["loss"]
-    rows = []
-    for name, found in models.items():
-        if name == "teacher":
-            cells = [f"{loss:.3f}" for loss in teacher["mean"].values()]
-        else:
-            pairs = list(zip(found["loss"]["by_text"], teacher["by_text"]))
-            lost = [[own[part] - whole[part] for own, whole in pairs] for part in teacher["mean"]]
-            cells = [f"{statistics.mean(each):+.3f} ± {half_width(each):.3f}" for each in lost]
-        needles = found["recall"].get("recall_needle", {}).values()
-        rows.append([name, *cells, *(f"{each['right']} of {each['count']}" for each in needles)])
+    """Loss by position of a teacher, and what students lose of it, with intervals over texts."""
+    teacher = figures["models"]["teacher"]["loss"]
+    rows = [["teacher", *(f"{loss:.3f}" for loss in teacher["mean"].values())]]
+    for name, found in figures["models"].items():
+        if name != "teacher":
+            rows.append([name, *(_interval_of(each) for each in _differences(found["loss"], teacher))])
     head = [f"loss, and what is lost of it, 95 % over {len(teacher['by_text'])} books"]
-    head += [f"tokens {int(begin):,} to {int(end):,}" for begin, end in (part.split("-") for part in teacher["mean"])]
-    multiples = figures["settings"]["multiples"] if figures["settings"]["tasks"] else []
-    head += [f"needles in {multiple * figures['settings']['window']:,} tokens" for multiple in multiples]
-    return markdown_table(head, rows)
+    return markdown_table(head + _stretches(teacher["mean"]), rows)
+
+
+def upcycling_memory(figures: dict) -> str:
+    """Loss by position; of trained students minus that of the untrained one, paired over texts; and needles."""
+    _, untrained, *trained = figures["models"]
+    first = figures["models"][untrained]["loss"]
+    rows = []
+    for name, found in figures["models"].items():
+        cells = [f"{loss:.3f}" for loss in found["loss"]["mean"].values()]
+        if name in trained:
+            differences = _differences(found["loss"], first)
+            cells = [f"{cell} ({_interval_of(each)})" for cell, each in zip(cells, differences)]
+        needles = found["recall"]["recall_needle"].values()
+        rows.append([name, *cells, *(f"{each['right']} of {each['count']}" for each in needles)])
+    tokens = (multiple * figures["settings"]["window"] for multiple in figures["settings"]["multiples"])
+    needles = [f"needles in {length:,} tokens" for length in tokens]
+    head = f"loss, and minus that of {untrained}, 95 % over {len(first['by_text'])} books"
+    return markdown_table([head, *_stretches(first["mean"]), *needles], rows)
+
+
+def _differences(ours: dict, theirs: dict) -> list[list[float]]:
+    """Of each stretch of positions, text by text."""
+    pairs = list(zip(ours["by_text"], theirs["by_text"]))
+    return [[own[part] - other[part] for own, other in pairs] for part in theirs["mean"]]
+
+
+def _interval_of(differences: list[float]) -> str:
+    return f"{statistics.mean(differences):+.3f} ± {half_width(differences):.3f}"
+
+
+def _stretches(parts: dict) -> list[str]:
+    return [f"tokens {int(begin):,} to {int(end):,}" for begin, end in (part.split("-") for part in parts)]
 
 
 def _percents(shares: list[float]) -> str:

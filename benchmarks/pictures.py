@@ -74,7 +74,7 @@ def loss_by_position() -> Figure:
         axes.plot(ends, list(losses.values()), label=name, **style(number))
     axes.axvline(TRAINED_TO, color=REFERENCE, linestyle=":", linewidth=1, label="the teacher's training")
     measured_at(axes, ends)
-    axes.set(xlabel="tokens, from the one before", ylabel="loss (nats)")
+    axes.set(xlabel="text up to this token, from the mark before", ylabel="loss (nats)")
     return figure
 
 

@@ -31,6 +31,7 @@ from experiment_tables import (
     upcycling_gaps,
     upcycling_grid,
     upcycling_losses,
+    upcycling_memory,
     upcycling_recall,
     upcycling_report,
 )
@@ -375,7 +376,7 @@ TABLES = {
     "upcycling_grid_128": upcycling_grid,
     "upcycling_grid_256": upcycling_grid,
     "upcycling_grid_512": upcycling_grid,
-    "upcycling_memory": upcycling_losses,
+    "upcycling_memory": upcycling_memory,
     "upcycling_positions": upcycling_losses,
     "bst_books": lengths,
     "bst_16k": lengths,
