@@ -164,7 +164,7 @@ def loss_by_position(figures: dict, load: Callable[[str], dict]) -> tuple[str, s
     finding = f"Between {begin} and {end} tokens the teacher's loss is {found['teacher'][part]:.2f}, "
     finding += f"with windows of 256 in all layers it is {found['windows of 256'][part]:.2f}"
     texts = len(figures["models"]["teacher"]["loss"]["by_text"])
-    return finding, f"{figures['settings']['teacher'].partition('.')[0]}, {texts} books, nothing trained"
+    return finding, f"{figures['settings']['teacher'].partition('.')[0]}, {texts} books; no layers trained"
 
 
 def training(figures: dict, load: Callable[[str], dict]) -> tuple[str, str]:

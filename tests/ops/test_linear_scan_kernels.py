@@ -40,9 +40,12 @@ def decays(form: str, *shape: int) -> torch.Tensor:
     return radius if form == "real" else torch.view_as_real(torch.polar(radius, 3 * draw(*shape, seed=2).double()))
 
 
-def documents(batch: int, length: int) -> torch.Tensor:
-    starts = torch.rand(batch, length, generator=torch.Generator().manual_seed(9)) < 0.07
-    return starts.int().cumsum(1).to(DEVICE)
+def documents(batch: int, length: int, starts: bool | list[int] = True) -> torch.Tensor:
+    """That begin at some tokens, by default at random ones."""
+    begins = torch.rand(batch, length, generator=torch.Generator().manual_seed(9)) < 0.07
+    if isinstance(starts, list):
+        begins = torch.zeros_like(begins).index_fill(1, torch.tensor(starts), 1)
+    return begins.int().cumsum(1).to(DEVICE)
 
 
 def measured(op, inputs: dict) -> dict:
@@ -84,7 +87,7 @@ def test_lti_scan(case):
         inputs["skip"] = draw(filters, channels, seed=6)
         inputs["initial_state"] = draw(batch, filters, channels, size, seed=7)
     lengths = None if case["lengths"] is None else torch.tensor(case["lengths"], device=DEVICE)
-    seq_idx = documents(batch, length) if case["packed"] else None
+    seq_idx = documents(batch, length, case["packed"]) if case["packed"] else None
 
     def scan(backend, u, decay, vector, output, **options):
         system = ChannelSystem(Transition(decay, form), vector, output)
@@ -120,18 +123,25 @@ DIAGONALS = {
     "long": {"shape": (1, 100 if INTERPRETS else 3000, 2)},
     "bare": {"shape": (1, 40, 3), "optional": False},
     "packed": {"shape": (2, 75, 3), "packed": True},
+    "packed, whole splits": {"shape": (2, 90, 3), "packed": [40, 81]},
+    "packed at a split's end": {"shape": (1, 96, 3), "packed": [32, 64]},
     "packed real": {"shape": (2, 40, 3), "packed": True, "form": "real", "optional": False},
 }
 
 
+@pytest.mark.parametrize("splits", [1, 3] if BACKEND == "triton" else [1])
 @pytest.mark.parametrize("case", DIAGONALS.values(), ids=DIAGONALS.keys())
-def test_diagonal_scan(case):
+def test_diagonal_scan(case, splits, monkeypatch):
+    if BACKEND == "triton":
+        from hf_hybrid_ssm.ops.linear_scan import diagonal_splits
+
+        monkeypatch.setattr(diagonal_splits, "diagonal_splits", lambda *_: splits)
     case = {"form": "complex", "packed": False, "optional": True} | case
     (batch, length, channels), pair = case["shape"], (2,) if case["form"] == "complex" else ()
     inputs = {"decay": decays(case["form"], channels), "x": draw(batch, length, channels, *pair, seed=3)}
     if case["optional"]:
         inputs["initial_state"] = draw(batch, channels, *pair, seed=4)
-    seq_idx = documents(batch, length) if case["packed"] else None
+    seq_idx = documents(batch, length, case["packed"]) if case["packed"] else None
 
     def scan(backend, **tensors):
         if pair:

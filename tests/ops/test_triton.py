@@ -300,3 +300,13 @@ def test_rows_are_cut_only_where_a_card_would_idle():
     assert time_splits(48 * 32, 300, 132) == 1  # too short
     assert time_splits(8 * 48 * 32, 2048, 132, backward=True) == 2
     assert time_splits(11 * 48 * 32, 2048, 132, backward=True) == 1  # a warp for each
+
+
+def test_rows_of_few_numbers_are_cut_into_four_or_more():
+    from hf_hybrid_ssm.ops.linear_scan.diagonal_splits import diagonal_splits
+
+    assert diagonal_splits(2, 65536, 132) == 256  # 64 numbers of one row: a split has 256 tokens
+    assert diagonal_splits(32, 65536, 132) == 33  # 1,024 of one: two warps for each scheduler
+    assert diagonal_splits(32, 512, 132) == 1  # too short
+    assert diagonal_splits(8 * 32, 65536, 132) == 4
+    assert diagonal_splits(16 * 32, 65536, 132) == 1  # most schedulers have a warp

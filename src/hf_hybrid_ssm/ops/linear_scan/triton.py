@@ -1,14 +1,16 @@
 """The CUDA backend of both scans for diagonal transitions: launches of the Triton kernels.
 
 Each pass over the tokens is one launch. A program walks through a whole row, so that the time is at least that of a
-row's tokens one after the other.
+row's tokens one after the other; rows of `diagonal_scan` that would leave a card idle are cut
+(`diagonal_splits`).
 """
 
 import torch
 import triton
 from torch import Tensor
 
-from hf_hybrid_ssm.ops.core.triton_helpers import device_guard, supports
+from hf_hybrid_ssm.ops.core.triton_helpers import device_guard, multiprocessors, supports
+from hf_hybrid_ssm.ops.linear_scan import diagonal_splits
 from hf_hybrid_ssm.ops.linear_scan import triton_channel_kernels as kernels
 from hf_hybrid_ssm.ops.linear_scan.custom_ops import channel_op, diagonal_op, diagonal_scan_by, lti_scan_by
 from hf_hybrid_ssm.ops.linear_scan.triton_diagonal_kernel import diagonal_kernel
@@ -122,7 +124,14 @@ def _run_diagonal(
         )  # fmt: skip
 
 
+def _splits(x: Tensor) -> int:
+    warps = triton.cdiv(x.shape[2], DIAGONAL_TILE["BD"]) * x.shape[0]
+    return diagonal_splits.diagonal_splits(warps, x.shape[1], multiprocessors(x.device))
+
+
 def _diagonal_forward(x: Tensor, decay: Tensor, initial_state: Tensor | None, seq_idx: Tensor | None) -> Tensor:
+    if (splits := _splits(x)) > 1:
+        return diagonal_splits.forward(_run_diagonal, x, decay, initial_state, seq_idx, splits)
     h = torch.empty_like(x)
     _run_diagonal(x, None, decay, initial_state, seq_idx, h, None, None)
     return h
@@ -131,8 +140,12 @@ def _diagonal_forward(x: Tensor, decay: Tensor, initial_state: Tensor | None, se
 def _diagonal_backward(
     dh: Tensor, h: Tensor, decay: Tensor, initial_state: Tensor | None, seq_idx: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx, dinitial, parts = torch.empty_like(h), *(h.new_empty(h.shape[0], *h.shape[2:]) for _ in range(2))
-    _run_diagonal(dh, h, decay, initial_state, seq_idx, dx, dinitial, parts)
+    if (splits := _splits(h)) > 1:
+        given = (dh, h, decay, initial_state, seq_idx)
+        dx, dinitial, parts = diagonal_splits.backward(_run_diagonal, *given, splits)
+    else:
+        dx, dinitial, parts = torch.empty_like(h), *(h.new_empty(h.shape[0], *h.shape[2:]) for _ in range(2))
+        _run_diagonal(dh, h, decay, initial_state, seq_idx, dx, dinitial, parts)
     return dx, parts.sum(0).to(decay.dtype), dinitial
 
 
