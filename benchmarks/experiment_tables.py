@@ -455,6 +455,18 @@ def upcycling_losses(figures: dict) -> str:
     return markdown_table(head + _stretches(teacher["mean"]), rows)
 
 
+def kv_groups(figures: dict) -> str:
+    """What a teacher recalls with full attention in so many layers or key/value groups, and the cache."""
+    rows = [
+        [name, str(found["groups"]), f"{found['right']:.1%}", f"{found['log_probability']:.2f}",
+         f"{found['cache_bytes'] / 2**20:,.0f}"]
+        for name, found in figures["models"].items()
+    ]  # fmt: skip
+    tokens = figures["settings"]["tokens"]
+    head = ["full attention in", "groups", f"right of {tokens} tokens", "log-probability", "cache at 65,536, MiB"]
+    return markdown_table(head, rows)
+
+
 def upcycling_memory(figures: dict) -> str:
     """Loss by position; of trained students minus that of the untrained one, paired over texts; and needles."""
     _, untrained, *trained = figures["models"]
