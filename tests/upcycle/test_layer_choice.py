@@ -267,6 +267,8 @@ def test_a_ranking_is_the_same_for_the_same_seed():
 def test_a_teacher_without_recall_is_told_so():
     with pytest.raises(ValueError, match=r'the teacher recalls .*% of the tokens.*keep_by="kl"'):
         rank_layers_by_recall(teacher_of("llama"), window=8)
+    with pytest.raises(NoRecallError, match="ranking is noise"):
+        rank_groups_by_recall(teacher_of("llama"), window=8)
     assert choose_layers(teacher_of("llama"), 2, "even").layers == [1, 3]
 
 

@@ -62,14 +62,7 @@ def rank_layers_by_recall(
             positions end before the prompts.
         ValueError: it cannot be upcycled.
     """
-    check_model_type(teacher.config)
-    prompts = _prompts(teacher, tokenizer, window, prompts, seed)
-    own = recall_of(teacher, prompts, window)
-    if own.right < ENOUGH:
-        raise NoRecallError(
-            f"the teacher recalls {own} of the probe; layers are ranked by recall from {ENOUGH:.0%} on, since below "
-            'the ranking is noise. Give keep_by="kl", keep_by="even" or a list of layers.'
-        )
+    prompts, own = _recalled_prompts(teacher, tokenizer, window, prompts, seed)
     layers = range(len(teacher.model.layers))
     order, scores = _ranked(teacher, prompts, window, layers, progress)
     return LayerRanking("recall", order, [scores[layer] for layer in layers], window, own)
@@ -87,12 +80,27 @@ def rank_groups_by_recall(
     """As `rank_layers_by_recall`, of single key/value groups: (layer, group), those that recall needs most first.
 
     A layer of a student keeps all of its groups or none: this says what could be kept with less. It takes as many
-    times longer as a layer has groups.
+    times longer as a layer has groups. Arguments and errors are the same.
     """
-    check_model_type(teacher.config)
+    prompts, _ = _recalled_prompts(teacher, tokenizer, window, prompts, seed)
     groups = range(teacher.config.num_key_value_heads)
     parts = [(layer, group) for layer in range(len(teacher.model.layers)) for group in groups]
-    return _ranked(teacher, _prompts(teacher, tokenizer, window, prompts, seed), window, parts, progress)[0]
+    return _ranked(teacher, prompts, window, parts, progress)[0]
+
+
+def _recalled_prompts(
+    teacher: Any, tokenizer: Any | None, window: int, prompts: Sequence[RecallPrompt] | None, seed: int
+) -> tuple[Sequence[RecallPrompt], RecallScore]:
+    """The prompts of a ranking, and what the teacher recalls of them: enough, or there is none."""
+    check_model_type(teacher.config)
+    prompts = _prompts(teacher, tokenizer, window, prompts, seed)
+    own = recall_of(teacher, prompts, window)
+    if own.right < ENOUGH:
+        raise NoRecallError(
+            f"the teacher recalls {own} of the probe; layers are ranked by recall from {ENOUGH:.0%} on, since below "
+            'the ranking is noise. Give keep_by="kl", keep_by="even" or a list of layers.'
+        )
+    return prompts, own
 
 
 def _ranked(

@@ -35,14 +35,14 @@ class Splits:
         self.size = -(-self.length // (splits * BLOCK)) * BLOCK
         self.count = -(-self.length // self.size)
         self.shape, self.decay, self.seq_idx = x.shape[2:], decay, None
-        self._enters = self._intact = None
+        self.enters = self.intact = None
         if seq_idx is not None:
             padding = self.count * self.size - self.length
             rows = torch.cat([seq_idx, seq_idx[:, -1:].expand(-1, padding)], 1).unflatten(1, (self.count, self.size))
             self.seq_idx = rows.flatten(0, 1).contiguous()
             enters = rows[:, 1:, 0] == rows[:, :-1, -1]
-            self._enters = torch.cat([torch.ones_like(enters[:, :1]), enters], 1)  # what came before the split
-            self._intact = (rows[..., 1:] == rows[..., :-1]).all(-1)  # no document begins within
+            self.enters = torch.cat([torch.ones_like(enters[:, :1]), enters], 1)  # what came before the split
+            self.intact = (rows[..., 1:] == rows[..., :-1]).all(-1)  # no document begins within
 
     def cut(self, x: Tensor) -> Tensor:
         padding = self.count * self.size - self.length
@@ -55,7 +55,7 @@ class Splits:
     def entering(self, leaving: Tensor, first: Tensor | None) -> Tensor:
         """What enters each split, (B S, ...), of what leaves each, (B, S, ...), and what enters the first."""
         first = leaving.new_zeros(self.batch, *self.shape) if first is None else first
-        return (torch.cat([first[:, None], leaving[:, :-1]], 1) * self._spread(self._enters)).flatten(0, 1)
+        return (torch.cat([first[:, None], leaving[:, :-1]], 1) * self.spread(self.enters)).flatten(0, 1)
 
     def chain(self, run: Run, ends: Tensor, first: Tensor | None, *, backwards: bool) -> Tensor:
         """What leaves each split, (B, S, ...), from what leaves it of nothing: in time, or the gradient's way."""
@@ -64,12 +64,12 @@ class Splits:
         power = power.conj().resolve_conj() if backwards else power
         decay = torch.view_as_real(power).contiguous() if self.decay.dim() == 2 else power
         numbers = None
-        if self._intact is not None and self._enters is not None:
-            keep = self._intact & self._enters  # from one split to the next
+        if self.intact is not None and self.enters is not None:
+            keep = self.intact & self.enters  # from one split to the next
             if first is not None:
-                first = first * self._spread(self._intact)[:, 0]
+                first = first * self.spread(self.intact)[:, 0]
             if backwards:
-                keep = self._intact & torch.cat([self._enters[:, 1:], self._enters[:, :1]], 1)
+                keep = self.intact & torch.cat([self.enters[:, 1:], self.enters[:, :1]], 1)
                 keep = keep.flip(1)
             numbers = (~keep).long().cumsum(1)
         ends = (ends.flip(1) if backwards else ends).contiguous()
@@ -77,7 +77,7 @@ class Splits:
         run(ends, None, decay, first, numbers, leaving, None, None)
         return leaving.flip(1) if backwards else leaving
 
-    def _spread(self, flags: Tensor | None) -> Any:
+    def spread(self, flags: Tensor | None) -> Any:
         """Flags (B, S) for numbers (B, S, ...)."""
         return 1.0 if flags is None else flags.float().reshape(*flags.shape, *(1 for _ in self.shape))
 
@@ -112,7 +112,7 @@ def backward(
     dx, final, parts = torch.empty_like(cut), torch.empty_like(start), torch.empty_like(start)
     run(cut, states, decay, start, rows.seq_idx, dx, final, parts)
     given = final.unflatten(0, (rows.batch, rows.count))  # the gradient of what enters, of the split alone
-    whole = rows.chain(run, given, None, backwards=True) * rows._spread(rows._enters)
+    whole = rows.chain(run, given, None, backwards=True) * rows.spread(rows.enters)
     cut = cut.clone()
     cut[:, -1] += F.pad(whole[:, 1:], (0, 0) * len(rows.shape) + (0, 1)).flatten(0, 1)
     run(cut, states, decay, start, rows.seq_idx, dx, final, parts)
