@@ -5,11 +5,10 @@
 TEACHER is a folder or a GGUF file. Its layers, and its groups one by one, are ranked by what recall loses when they
 see a window (`rank_layers_by_recall`, `rank_groups_by_recall`). Then the teacher answers prompts that neither ranking
 has seen, with full attention in so many layers or groups alone, by its masks. Nothing is trained, and no student is
-made: a student's layer keeps all of its groups or none. Half an hour of one core for a teacher of 30 layers.
+made. Half an hour of one core for a teacher of 30 layers.
 """
 
 import argparse
-from collections.abc import Collection
 
 import torch
 from timing import machine_arguments, write_results
@@ -21,19 +20,11 @@ from hf_hybrid_ssm.upcycle import (
     recall_of,
     recall_prompts,
 )
+from hf_hybrid_ssm.upcycle.recall import groups_of
 
 LENGTH = 65536  # tokens of the cache that is counted
 LAYERS = (2, 4, 6, 8)
 GROUPS = (3, 6, 9, 12, 15, 18, 24)
-Group = tuple[int, int]
-
-
-def others(config, kept: Collection[Group]) -> dict[int, set[int]]:
-    """Of each layer the groups that are not kept."""
-    groups = range(config.num_key_value_heads)
-    return {
-        layer: {group for group in groups if (layer, group) not in kept} for layer in range(config.num_hidden_layers)
-    }
 
 
 def cache_bytes(config, kept: int, window: int) -> int:
@@ -55,14 +46,14 @@ def main() -> None:
     config = teacher.config
     groups = range(config.num_key_value_heads)
     layers = rank_layers_by_recall(teacher, tokenizer, window).layers
-    ranked = rank_groups_by_recall(teacher, tokenizer, window)
+    ranked = rank_groups_by_recall(teacher, tokenizer, window).layers
     prompts = recall_prompts(tokenizer, config.vocab_size, window, count=arguments.prompts, seed=1)
     asked = {"teacher": [(layer, group) for layer in layers for group in groups]}
     asked |= {f"{n} layers": [(layer, group) for layer in layers[:n] for group in groups] for n in LAYERS}
     asked |= {f"{n} groups": ranked[:n] for n in GROUPS}
     models = {}
     for name, kept in asked.items():
-        score = recall_of(teacher, prompts, window, others(config, kept))
+        score = recall_of(teacher, prompts, window, [group for group in groups_of(config) if group not in kept])
         models[name] = {
             "groups": len(kept),
             "right": score.right,

@@ -66,12 +66,16 @@ class UpcycleArguments:
     keep: Any = field(
         default=None,
         metadata={
-            "help": "attention layers that stay in a longhorn: how many (6), which share (0.25), or a list of indices"
+            "help": "attention layers that stay in a longhorn: how many (6), which share (0.25), or a list "
+            "of layers or, as [[layer, group], ...], of key/value groups"
         },
     )
     keep_by: str | None = field(
         default=None,
-        metadata={"help": "with a count or share: recall (even, if the teacher has none), kl, sensitivity or even"},
+        metadata={
+            "help": "with a count or share: recall (even, if the teacher has none), group_recall (of groups), "
+            "kl, sensitivity or even"
+        },
     )
     keep_as: str | None = field(
         default=None, metadata={"help": "full_attention or sliding_attention; as in the teacher by default"}
@@ -321,7 +325,10 @@ def layers_of(config: Any) -> dict[str, Any]:
     if config.model_type == "longhorn":
         with_mixers = ("linear_attention", "hybrid_sliding")
         windows = () if any(kind in with_mixers for _, kind in kinds) else ("sliding_attention",)
-        return {"kept_attention_layers": [index for index, kind in kinds if kind not in (*with_mixers, *windows)]}
+        others = (*with_mixers, *windows, "mixed_attention")
+        kept: dict[str, Any] = {"kept_attention_layers": [index for index, kind in kinds if kind not in others]}
+        groups = [[index, group] for index, _ in kinds for group in config.full_groups(index)]
+        return kept | ({"kept_key_value_groups": groups} if groups else {})
     states = [index for index, kind in kinds if kind != "sliding_attention"]
     return {"sliding_window": config.sliding_window, "layers_with_context_states": states}
 

@@ -39,7 +39,7 @@ from hf_hybrid_ssm.evaluation import (
 from hf_hybrid_ssm.hub.delta_files import is_delta
 from hf_hybrid_ssm.planning import Setup, plan
 from hf_hybrid_ssm.upcycle import TEACHERS, choose_layers, load_teacher, student_config, upcycle, windowed_layers
-from hf_hybrid_ssm.upcycle.layer_ranking import number_of_layers
+from hf_hybrid_ssm.upcycle.layer_ranking import number_kept
 
 TEACHER = "teacher"
 
@@ -90,6 +90,8 @@ class ReportArguments:
         for name, given in self.windowed.items():
             if "keep" not in given or set(given) - {"keep", "keep_by"}:
                 raise ValueError(f"windowed: {name!r} has {sorted(given)}; it must have keep, and may have keep_by.")
+            if given.get("keep_by") == "group_recall":
+                raise ValueError(f"windowed: {name!r} masks whole layers, not key/value groups: make it a student.")
         for name, given in self.students.items():
             if isinstance(given, str):
                 check_checkpoint(given, f"students: {name!r}", AutoModelForCausalLM)
@@ -226,9 +228,9 @@ def _chosen(teacher: Any, tokenizer: Any, given: dict[str, Any], arguments: Repo
     if not isinstance(keep, int | float) or keep == 0 or by == "even":
         return choose()
     found = once(Path(arguments.output_dir) / f"ranking-by-{by or 'default'}.json", choose)
-    if found["ranking"] is None:  # the teacher does not recall
+    if found["ranking"] is None:  # the teacher does not recall, or all is kept
         return choose()
-    layers = sorted(found["ranking"][: number_of_layers(keep, teacher.config.num_hidden_layers)])
+    layers = sorted(found["ranking"][: number_kept(keep, len(found["ranking"]))])
     return {"layers": layers, "text": found["text"] if layers == found["layers"] else f"kept ({by}): {layers}"}
 
 

@@ -38,6 +38,9 @@ HYBRID |= {"sliding_window": 6, "mlp_intermediate_size": 40}
 PARALLEL = {"block_types": ["hybrid_sliding", "linear_attention", "hybrid_sliding"], "num_key_value_heads": 2}
 PARALLEL |= {"sliding_window": 6, "num_heads": 4, "state_size": 12, "head_dim": 12, "use_rope_in_mixer": True}
 PARALLEL |= {"use_qk_proj": True, "use_qk_norm": True}
+MIXED = {"block_types": ["mixed_attention", "linear_attention", "mixed_attention"], "num_attention_heads": 6}
+MIXED |= {"num_key_value_heads": 3, "full_attention_groups": [[1], [], [0, 2]], "sliding_window": 6, "head_dim": 4}
+MIXED |= {"attn_scale": 0.3, "floor_scale": 4}
 ROTARY = {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_parameters": {"rope_theta": 100.0}}
 SINK, SCALAR_SINK = {"attention_sink": "constant"}, {"attention_sink": "scalar", "zero_kv_sink": False}
 ROTARY |= {"gated_mlp": True, "hidden_act": "silu", "attention_bias": True, "use_qk_norm": True, "qk_norm": False}
@@ -49,6 +52,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "longhorn heads": ("longhorn", {**LONGHORN, "num_heads": 4, "conv_kernel": 2}),
     "longhorn + window and full attention": ("longhorn", {**LONGHORN, **HYBRID}),
     "longhorn beside windows, a sink": ("longhorn", {**LONGHORN, **PARALLEL, **SINK}),
+    "longhorn + attention of mixed groups": ("longhorn", {**LONGHORN, **MIXED, **SINK}),
     "bst sh s4d": ("bst", BST),
     "bst mh s4": ("bst", {**BST, "context_variant": "mh", "ssm_type": "s4"}),
     "bst mf unstructured": ("bst", {**BST, "context_variant": "mf", "ssm_type": "unstructured", "filter_length": 16}),
@@ -101,6 +105,7 @@ ROWS = [
     "longhorn",
     "longhorn + window and full attention",
     "longhorn beside windows, a sink",
+    "longhorn + attention of mixed groups",
     "bst sh s4d",
     "bst mh s4",
     "bst mf unstructured",

@@ -132,19 +132,20 @@ def test_the_file_of_an_older_save(tmp_path):
 
 
 def test_layer_types_are_another_name_of_block_types():
-    kinds = ["linear_attention", "sliding_attention", "hybrid_sliding", "full_attention"]
-    config = LonghornConfig(num_hidden_layers=4, layer_types=kinds)
+    kinds = ["linear_attention", "sliding_attention", "hybrid_sliding", "mixed_attention", "full_attention"]
+    own = {"num_hidden_layers": 5, "full_attention_groups": [[], [], [], [0], []]}
+    config = LonghornConfig(layer_types=kinds, **own)
     assert config.block_types == kinds
-    again = LonghornConfig(num_hidden_layers=4, layer_types=config.layer_types)  # as the property gives them
+    again = LonghornConfig(layer_types=config.layer_types, **own)  # as the property gives them
     assert again.to_dict() == config.to_dict()
-    assert LonghornConfig(num_hidden_layers=4, layer_types=kinds, block_types=kinds).block_types == kinds
+    assert LonghornConfig(layer_types=kinds, block_types=kinds, **own).block_types == kinds
     for fields, words in (
-        ({"layer_types": ["mamba"] * 4}, r"layer_types contains \['mamba'\]"),
-        ({"block_types": ["mamba"] * 4}, r"block_types contains \['mamba'\]"),
+        ({"layer_types": ["mamba"] * 5}, r"layer_types contains \['mamba'\]"),
+        ({"block_types": ["mamba"] * 5}, r"block_types contains \['mamba'\]"),
         ({"layer_types": kinds, "block_types": kinds[::-1]}, "layer_types=.* contradicts block_types="),
     ):
         with pytest.raises(ValueError, match=words):
-            LonghornConfig(num_hidden_layers=4, **fields)
+            LonghornConfig(**own, **fields)
 
 
 def test_rotary_positions_are_asked_for_where_there_are_some():
@@ -162,7 +163,10 @@ def test_a_length_is_named_where_rotary_positions_have_no_bound(variant):
     """What generation warns of and evaluation cuts prompts to; windows, states and T5's bias end nowhere."""
     config = config_of(variant)
     rotates = hasattr(config, "rope_parameters")
-    unbounded = rotates and ("full_attention" in config.layer_types or getattr(config, "use_rope_in_mixer", False))
+    unbounded = rotates and (
+        {"full_attention", "hybrid_ssm_mixed_attention"} & set(config.layer_types)
+        or getattr(config, "use_rope_in_mixer", False)
+    )
     assert getattr(config, "max_position_embeddings", None) == (2048 if unbounded else None)
     assert type(config).from_dict(config.to_dict()).to_dict() == config.to_dict()
 

@@ -23,7 +23,7 @@ from tests.memory import in_own_memory
 from tests.models import invariances as inv
 from tests.models.strategies import SETTINGS, cuts, lengths, orders, row_lengths, seeds, sides
 from tests.row_options import longhorn_scan
-from tests.tiny_models import compiles
+from tests.tiny_models import MIXED, compiles
 
 TINY = {
     "vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 3, "state_size": 5, "num_attention_heads": 4,
@@ -457,6 +457,14 @@ def test_compiled_forward_equals_eager():
         ({"layer_types": ["longhorn"] * 3}, "longhorn"),
         ({"layer_types": ["sliding_attention"] * 3, "sliding_window": None}, "sliding_window=None"),
         ({"layer_types": ["hybrid_sliding"] * 3, "sliding_window": None}, 'block_types has "hybrid_sliding" layers'),
+        ({**MIXED, "full_attention_groups": None}, "full_attention_groups=None, but block_types has"),
+        ({**MIXED, "full_attention_groups": [[1]]}, "full_attention_groups has 1 lists, but there are 3 layers"),
+        ({**MIXED, "full_attention_groups": [[1], [0], [0]]}, r'\[1\]=\[0\] is for .* layer 1 is "linear_'),
+        ({**MIXED, "full_attention_groups": [[0, 1, 2], [], [0]]}, r"\[0\]=\[0, 1, 2\] must be some but not all of"),
+        ({**MIXED, "full_attention_groups": [[1], [], []]}, r"full_attention_groups\[2\]=\[\] must be some"),
+        ({**MIXED, "full_attention_groups": [[2, 1], [], [0]]}, r"\[0\]=\[2, 1\] must be some.*ascending"),
+        ({**MIXED, "full_attention_groups": [[3], [], [0]]}, r"\[0\]=\[3\] must be some.*counted from 0"),
+        ({**MIXED, "sliding_window": None}, 'block_types has "mixed_attention" layers: give their window'),
     ],
 )
 def test_bad_configurations(fields, message):

@@ -148,23 +148,24 @@ def test_groups_go_one_after_the_other():
         parameter.data += 0.013 * torch.randn_like(parameter)
     prompts = [replace(prompt, question=1) for prompt in recall_prompts(None, VOCAB, WINDOW, count=2)]
     ranking = rank_groups_by_recall(teacher, window=WINDOW, prompts=prompts)
-    assert ranking[0] == (RECALLS, 0) and len(ranking) == 2 * LAYERS
+    assert ranking.by == "group_recall" and ranking.layers[0] == (RECALLS, 0) and len(ranking.layers) == 2 * LAYERS
 
     def recalled(windowed):
-        groups = {layer: {group for other, group in windowed if other == layer} for layer, _ in windowed}
-        return recall_of(teacher, prompts, WINDOW, groups).log_probability
+        return recall_of(teacher, prompts, WINDOW, windowed).log_probability
 
     gone = []
-    while left := [part for part in sorted(ranking) if part not in gone]:
+    while left := [part for part in sorted(ranking.layers) if part not in gone]:
         lost = {part: recalled(gone) - recalled([*gone, part]) for part in left}
         gone.append(min(left, key=lost.get))
-    assert ranking == gone[::-1]
+        assert ranking.scores[gone[-1]] == pytest.approx(lost[gone[-1]], abs=1e-5)
+    assert ranking.layers == gone[::-1]
+    assert f"group {RECALLS}:0" in str(ranking).splitlines()[2]
 
 
 def test_groups_after_a_text_in_windows_are_those_of_whole_layers():
     """All groups of a layer windowed are the layer windowed, where the start of the prompt is read in windows too."""
     teacher = recalling_teacher(num_attention_heads=2, num_key_value_heads=2)
-    assert rank_groups_by_recall(teacher, window=WINDOW)[0] == (RECALLS, 0)
+    assert rank_groups_by_recall(teacher, window=WINDOW).layers[0] == (RECALLS, 0)
     assert rank_layers_by_recall(teacher, window=WINDOW).layers[0] == RECALLS
 
 
@@ -207,7 +208,7 @@ def test_recall_needs_the_layer_that_was_made_for_it(seed):
     ranking = rank_layers_by_recall(teacher, window=WINDOW, seed=seed)
     assert ranking.layers[0] == RECALLS and ranking.teacher.right > 0.9
     assert ranking.scores[RECALLS] > 1
-    assert max(abs(score) for layer, score in enumerate(ranking.scores) if layer != RECALLS) < 1e-3
+    assert max(abs(score) for layer, score in ranking.scores.items() if layer != RECALLS) < 1e-3
     assert f"layer {RECALLS}" in str(ranking).splitlines()[2]
     prompts = recall_prompts(None, VOCAB, WINDOW, seed=seed + 1)
     others = [layer for layer in range(LAYERS) if layer != RECALLS]
@@ -221,14 +222,14 @@ def test_the_distribution_needs_it_too(seed):
     texts = [prompt.input_ids for prompt in recall_prompts(None, VOCAB, WINDOW, seed=seed)]
     ranking = rank_layers_by_kl(recalling_teacher(), texts, WINDOW)
     assert ranking.layers[0] == RECALLS and ranking.scores[RECALLS] > 0.05
-    assert max(abs(score) for layer, score in enumerate(ranking.scores) if layer != RECALLS) < 1e-3
+    assert max(abs(score) for layer, score in ranking.scores.items() if layer != RECALLS) < 1e-3
 
 
 def test_sensitivity_keeps_the_layers_that_the_teacher_misses_most(monkeypatch):
     monkeypatch.setattr(choice, "attention_sensitivity", lambda teacher, batches: [0.1, 0.4, -0.2, 0.3])
     for keep, wanted in ((1, [1]), (0.5, [1, 3]), (3, [0, 1, 3])):
         found = choose_layers(recalling_teacher(), keep, "sensitivity", texts=[torch.zeros(1, 9, dtype=torch.long)])
-        assert found.layers == wanted and found.ranking.scores == [0.1, 0.4, -0.2, 0.3]
+        assert found.layers == wanted and list(found.ranking.scores.values()) == [0.1, 0.4, -0.2, 0.3]
 
 
 def test_a_default_that_cannot_be_met_is_told_and_evenly_spaced(caplog):
@@ -243,6 +244,46 @@ def test_a_student_keeps_what_was_chosen(keep_by):
     wanted = [1, 3] if keep_by == "even" else [0, RECALLS]
     assert [i for i, kind in enumerate(student.config.block_types) if kind != "linear_attention"] == wanted
     assert report.choice.layers == wanted and str(report).startswith(str(report.choice))
+
+
+@torch.no_grad()
+def test_a_student_keeps_single_groups():
+    """One of eight groups recalls: the student with it, and windows elsewhere, recalls what its teacher does, and with
+    windows alone nothing; its cache grows by that group's keys and values."""
+    teacher = recalling_teacher(num_attention_heads=2, num_key_value_heads=2)
+    student, report = upcycle(teacher, 1, keep_by="group_recall", sliding_window=WINDOW + 1)
+    assert report.choice.layers == [(RECALLS, 0)] and report.choice.by == "group_recall"
+    assert report.choice.kept.right > 0.9 and not report.dropped and not report.translated
+    config = student.config
+    assert config.block_types == ["sliding_attention"] * 2 + ["mixed_attention", "sliding_attention"]
+    assert config.full_attention_groups == [[], [], [0], []]
+    right, count, cached = {}, 0, {}
+    models = {"groups": student, "windows": upcycle(teacher, [], others_as="sliding_attention", sliding_window=17)[0]}
+    for prompt in recall_prompts(None, VOCAB, WINDOW, seed=7):
+        wanted = prompt.input_ids[0, prompt.positions]
+        count += len(wanted)
+        for name, model in models.items():
+            output = model(prompt.input_ids, use_cache=True)
+            right[name] = right.get(name, 0) + int((output.logits[0].argmax(-1)[prompt.positions - 1] == wanted).sum())
+            states = [state for layer in output.cache.layers for state in layer.states.values()]
+            cached[name] = sum(state.numel() for state in states if state.dim() == 4)
+    assert right["groups"] > 0.9 * count and right["windows"] < 0.3 * count
+    length, size = prompt.input_ids.shape[1], config.head_dim
+    assert cached["groups"] - 2 * 8 * size * WINDOW == 2 * size * (length - WINDOW)
+
+
+def test_groups_that_cannot_be_kept_are_named():
+    teacher = teacher_of("llama")
+    for fields, words in (
+        ({"others_as": "hybrid_sliding"}, "others_as='hybrid_sliding': key/value groups that are kept have full"),
+        ({"keep_as": "sliding_attention"}, "keep_as='sliding_attention', others_as=None: key/value groups"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            upcycle(teacher, keep=[(0, 1)], **fields)
+    with pytest.raises(ValueError, match="attention of the teacher has a window: give whole layers"):
+        upcycle(teacher_of("mistral"), keep=[(0, 1)])
+    whole, groups = upcycle(teacher, keep=[1], others_as="sliding_attention"), upcycle(teacher, keep=[(1, 0), (1, 1)])
+    assert groups[0].config.to_dict() == whole[0].config.to_dict()
 
 
 def test_a_block_state_transformer_has_no_choice():
@@ -276,7 +317,7 @@ def test_what_is_kept_is_checked_together():
     teacher = recalling_teacher()
     choice = choose_layers(teacher, 1, window=WINDOW)
     assert choice.layers == [RECALLS] and choice.kept == choice.teacher and choice.teacher.right > 0.9
-    assert "kept (recall): [2]" in str(choice)
+    assert "kept (recall): 2\n" in str(choice)
     texts = [prompt.input_ids for prompt in recall_prompts(None, VOCAB, WINDOW, windows=2)]
     assert choose_layers(teacher, 0.25, "kl", texts=texts, window=WINDOW).layers == [RECALLS]
     assert choose_layers(teacher, 2, "sensitivity", texts=texts).layers == [READS_PREVIOUS, RECALLS]
@@ -286,6 +327,8 @@ def test_what_is_kept_is_checked_together():
     ("keep", "keep_by", "layers"),
     [
         ([3, 0, 3], "recall", [0, 3]),
+        ([(3, 0), [0, 0], (3, 0)], None, [(0, 0), (3, 0)]),
+        (4, "group_recall", [(0, 0), (1, 0), (2, 0), (3, 0)]),
         (2, "even", [1, 3]),
         (0.25, "even", [2]),
         (0, "recall", []),
@@ -303,7 +346,12 @@ def test_counts_shares_and_lists(keep, keep_by, layers):
         ({"keep": -1}, "count between 0 and 4"),
         ({"keep": 1.5}, "share between 0 and 1"),
         ({"keep": [4]}, r"names \[4\]"),
-        ({"keep": 1, "keep_by": "luck"}, "'recall', 'kl', 'sensitivity', 'even'"),
+        ({"keep": [1.5, "a"]}, r"names \[1.5, 'a'\]"),
+        ({"keep": [(1, 0), 2]}, "names layers and key/value groups: give one kind"),
+        ({"keep": [(1, 2), (0, 0, 0)]}, r"names \[\(0, 0, 0\), \(1, 2\)\].*the key/value groups 0 to 0"),
+        ({"keep": 5, "keep_by": "group_recall"}, "count between 0 and 4, the teacher's key/value groups"),
+        ({"keep": 0, "keep_by": "group_recall"}, "keeps none of 4 key/value groups"),
+        ({"keep": 1, "keep_by": "luck"}, "'recall', 'group_recall', 'kl', 'sensitivity', 'even'"),
         ({"keep": 1, "window": 0}, "window=0"),
         ({"keep": 1, "keep_by": "kl", "window": 8, "texts": [torch.zeros(1, 9, dtype=torch.long)]}, "texts have 9"),
         ({"keep": 1, "keep_by": "kl", "texts": []}, "texts is empty"),

@@ -20,6 +20,7 @@ STUDENTS = {
     "longhorn": {"others_as": "sliding_attention", "keep": [], "sliding_window": REACH + 1},
     "longhorn, two kept": {"others_as": "sliding_attention", "keep": [0, 2], "sliding_window": REACH + 1},
     "longhorn beside": {"others_as": "hybrid_sliding", "keep": [], "sliding_window": REACH + 1},
+    "longhorn, groups kept": {"keep": [(0, 1), (2, 0), (2, 1), (3, 0)], "sliding_window": REACH + 1},
 }
 
 
@@ -34,7 +35,8 @@ def first_tokens_states(teacher):
 
 
 def with_windows_and_sinks(teacher, window, kept=()):
-    """The teacher, some layers of which see `window` as of a student: softmax by its equation, a column for the sink.
+    """The teacher, which sees `window` as of a student but in layers, or (layer, group), that are `kept`: softmax by
+    its equation, a column for the sink.
 
     The teacher's queries are already turned by their positions; they are turned back, and by the window."""
     sinks, rotary = first_tokens_states(teacher), teacher.model.rotary_emb
@@ -45,21 +47,22 @@ def with_windows_and_sinks(teacher, window, kept=()):
         key, value = (x.repeat_interleave(shared, 1) for x in (key, value))
         rank = torch.arange(length)
         distance = rank[:, None] - rank
-        is_windowed = module.layer_idx not in kept
-        passed = 0 * rank if is_windowed else (rank + 1) // (window + 1)
-        logits = query * (1 + 0.1 * (1 + passed).log())[:, None] @ key.transpose(2, 3) * scaling
-        seen = (distance >= 0) & (distance <= (reach if is_windowed else length))
+        layer = module.layer_idx
+        heads = [layer in kept or (layer, head // shared) in kept for head in range(query.shape[1])]
+        is_full = torch.tensor(heads)[:, None, None]
+        passed = torch.where(is_full[..., 0], (rank + 1) // (window + 1), 0)
+        logits = query * (1 + 0.1 * (1 + passed).log())[..., None] @ key.transpose(2, 3) * scaling
+        seen = (distance >= 0) & (is_full | (distance <= reach))
         logits = logits.masked_fill(~seen, -torch.inf)
-        if is_windowed:
-            sink, own = (x.repeat_interleave(shared, 0) for x in sinks[module.layer_idx])
-            half = query.shape[3] // 2
-            turn = torch.polar(torch.ones(()).double(), frequencies * (window - rank[:, None]))
-            z = torch.complex(query[..., :half].double(), query[..., half:].double()) * turn
-            turned = torch.cat([z.real, z.imag], -1).to(query.dtype)
-            column = (turned * sink[:, None] * scale).sum(-1, keepdim=True) * scaling
-            column = column.masked_fill((rank <= reach)[:, None], -torch.inf)
-            logits = torch.cat([logits, column], -1)
-            value = torch.cat([value, own[:, None].expand(len(value), -1, 1, -1)], 2)
+        sink, own = (x.repeat_interleave(shared, 0) for x in sinks[module.layer_idx])
+        half = query.shape[3] // 2
+        turn = torch.polar(torch.ones(()).double(), frequencies * (window - rank[:, None]))
+        z = torch.complex(query[..., :half].double(), query[..., half:].double()) * turn
+        turned = torch.cat([z.real, z.imag], -1).to(query.dtype)
+        column = (turned * sink[:, None] * scale).sum(-1, keepdim=True) * scaling
+        column = column.masked_fill(is_full | (rank <= reach)[:, None], -torch.inf)
+        logits = torch.cat([logits, column], -1)
+        value = torch.cat([value, own[:, None].expand(len(value), -1, 1, -1)], 2)
         return (logits.softmax(-1) @ value).transpose(1, 2).contiguous(), None
 
     AttentionInterface.register("windows_and_sinks", attend)
@@ -86,7 +89,9 @@ def test_a_student_is_its_teacher_and_then_its_windowed_self(dtype, student, nam
     model, report = upcycle(teacher, **STUDENTS[student])
     assert model.config.attention_sink == "constant"
     kept = STUDENTS[student].get("keep", [])
-    assert sum(part.endswith("sink.key") for part in report.new) == 4 - len(kept)
+    of_groups = [kind for kind in model.config.layer_types if kind == "hybrid_ssm_mixed_attention"]
+    whole = 1 if of_groups else len(kept)  # both groups of one layer
+    assert sum(part.endswith("sink.key") for part in report.new) == 4 - whole and len(of_groups) == 2 * bool(of_groups)
     windowed = with_windows_and_sinks(teacher, model.config.sliding_window, kept)
     for seed in range(3):
         ids = torch.randint(SIZES["vocab_size"], (2, 30), generator=torch.Generator().manual_seed(seed))
@@ -104,10 +109,11 @@ def test_a_student_is_its_teacher_and_then_its_windowed_self(dtype, student, nam
 
 
 @compiles
-@pytest.mark.parametrize("student", ["bst", "longhorn beside"])
+@pytest.mark.parametrize("student", ["bst", "longhorn beside", "longhorn, groups kept"])
 @torch.no_grad()
 def test_compiled_it_is_the_same(student):
-    model, _ = upcycle(teacher_of("llama", num_hidden_layers=2), **STUDENTS[student])
+    fields = STUDENTS[student] | ({"keep": [(0, 1), (1, 0)]} if student.endswith("groups kept") else {})
+    model, _ = upcycle(teacher_of("llama", num_hidden_layers=2), **fields)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     near(compiled(tokens(), use_cache=False).logits, model(tokens()).logits)
 
@@ -208,6 +214,7 @@ def test_which_windows_have_a_sink():
     assert student_config(of["llama"], keep_as="sliding_attention").attention_sink == "constant"
     assert student_config(of["llama"], family="bst").attention_sink == "constant"
     assert student_config(of["llama"], family="bst", attention_sink=None).attention_sink is None
+    assert student_config(of["llama"], keep=[(1, 0)]).attention_sink == "constant"
     assert student_config(of["llama"]).attention_sink is None  # no window
     assert student_config(of["mistral"], **sliding).attention_sink is None  # the teacher's own windows
     assert student_config(of["mistral"], family="bst").attention_sink is None

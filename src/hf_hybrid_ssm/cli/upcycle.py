@@ -7,19 +7,21 @@ teacher; its card shows what was measured. Settings after --train are those of t
 
 Examples:
     hf-hybrid-ssm upcycle model.gguf OUT --window 256 --keep 6
+    hf-hybrid-ssm upcycle model.gguf OUT --window 256 --keep 9 --keep-by group_recall
     hf-hybrid-ssm upcycle TEACHER OUT --keep 0 --memory --text book.txt
     hf-hybrid-ssm upcycle TEACHER OUT --memory --train train_files="[text.jsonl]" distil.max_steps=500
 """
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from hf_hybrid_ssm.cli.parsing import add_device, check_writable, parser_of, value_of
 
-KEEP_BY = ("recall", "kl", "sensitivity", "even")
+KEEP_BY = ("recall", "group_recall", "kl", "sensitivity", "even")
 FAMILIES = ("longhorn", "bst")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -158,6 +160,9 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
             parser.error("--keep and --keep-by are for a longhorn: all layers of a bst have windows")
     elif args.keep is None:
         args.keep = 0.2
+    of_groups = args.keep_by == "group_recall" or (isinstance(args.keep, list) and isinstance(args.keep[0], tuple))
+    if args.memory and of_groups:
+        parser.error("--memory stands beside windows of whole layers: keep layers, not key/value groups")
     if args.train is not None:
         if args.dtype != "auto":
             parser.error("--dtype is for a student that is not trained")
@@ -166,11 +171,15 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
 
 def _keep(text: str) -> Any:
-    """A count, a share, or layers with commas between them."""
+    """A count, a share, or layers or groups with commas between them."""
+    if re.fullmatch(r"\d+:\d+(,\d+:\d+)*", text):
+        return [tuple(map(int, group.split(":"))) for group in text.split(",")]
     value = value_of(f"[{text}]" if "," in text else text)
     layers = value if isinstance(value, list) else [value]
     if not all(isinstance(each, int | float) and not isinstance(each, bool) for each in layers):
-        raise argparse.ArgumentTypeError(f"{text} is no count (6), share (0.2) or list of layers (7,8,14)")
+        raise argparse.ArgumentTypeError(
+            f"{text} is no count (6), share (0.2), list of layers (7,8,14) or of key/value groups (7:1,14:0)"
+        )
     return value
 
 
@@ -204,12 +213,14 @@ def build_parser() -> argparse.ArgumentParser:
         "--keep",
         type=_keep,
         metavar="N",
-        help="layers with full attention: how many, which share, or which (default: a fifth)",
+        help="layers with full attention: how many, which share, or which, as 7,8,14 (default: a fifth); "
+        "or key/value groups, as 7:1,14:0",
     )
     parser.add_argument(
         "--keep-by",
         choices=KEEP_BY,
-        help="how the layers are chosen (default: recall, or even where the teacher has none)",
+        help="how the layers are chosen (default: recall, or even where the teacher has none); group_recall chooses "
+        "so many key/value groups instead",
     )
     parser.add_argument(
         "--memory",

@@ -27,7 +27,8 @@ from hf_hybrid_ssm.models.family import CardText
 
 ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
 # bookkeeping, and what the table of layers says
-HIDDEN_FIELDS = {"architectures", "layer_types", "block_types", "ssm_layers", "transformers_version"}
+HIDDEN_FIELDS = {"architectures", "layer_types", "block_types", "ssm_layers", "full_attention_groups"}
+HIDDEN_FIELDS |= {"transformers_version"}
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 FULL_ATTENTION = "full attention"
 ATTENTION = {"window attention", "chunk attention", FULL_ATTENTION}

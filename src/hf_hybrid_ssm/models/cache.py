@@ -15,13 +15,23 @@ import torch
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin
 
-from hf_hybrid_ssm.models.configuration import STATE_AND_WINDOW_LAYER_TYPE, STATE_LAYER_TYPE, WINDOW_LAYER_TYPE
+from hf_hybrid_ssm.models.configuration import (
+    MIXED_ATTENTION_LAYER_TYPE,
+    STATE_AND_WINDOW_LAYER_TYPE,
+    STATE_LAYER_TYPE,
+    WINDOW_LAYER_TYPE,
+)
 from hf_hybrid_ssm.models.packing import PackedRows, States, with_zero_rows
 from hf_hybrid_ssm.models.unfinished import check_finished
 from hf_hybrid_ssm.ops.core.checks import can_read_values
 from hf_hybrid_ssm.ops.core.pages import PagedState, ServedKeys
 
-STATE_LAYER_TYPES = (STATE_LAYER_TYPE, WINDOW_LAYER_TYPE, STATE_AND_WINDOW_LAYER_TYPE)
+STATE_LAYER_TYPES = (
+    STATE_LAYER_TYPE,
+    WINDOW_LAYER_TYPE,
+    STATE_AND_WINDOW_LAYER_TYPE,
+    MIXED_ATTENTION_LAYER_TYPE,
+)
 
 Recompute = Callable[[PackedRows], States]
 
@@ -263,6 +273,12 @@ class StateAndWindowLayer(RecurrentStateLayer):
     """`RecurrentStateLayer` for layers of the type `STATE_AND_WINDOW_LAYER_TYPE`."""
 
     _layer_type = STATE_AND_WINDOW_LAYER_TYPE
+
+
+class MixedAttentionLayer(RecurrentStateLayer):
+    """`RecurrentStateLayer` for layers of the type `MIXED_ATTENTION_LAYER_TYPE`."""
+
+    _layer_type = MIXED_ATTENTION_LAYER_TYPE
 
 
 class StaticRecurrentStateLayer(RecurrentStateLayer):

@@ -17,11 +17,13 @@ from hf_hybrid_ssm.models.connections import CONNECTIONS
 from hf_hybrid_ssm.models.removed_fields import without_removed_fields
 from hf_hybrid_ssm.models.saved_configuration import check_saved_configuration
 
-# Cache layers with states of fixed size: of a recurrence, of window attention, of both side by side; a family with
-# several kinds must tell them apart. Here rather than beside the cache, since configurations do without torch.
+# Cache layers with named states: of a recurrence, of window attention, of both side by side, of attention whose heads
+# reach differently; a family with several kinds must tell them apart. Here rather than beside the cache, since
+# configurations do without torch.
 STATE_LAYER_TYPE = "hybrid_ssm_state"
 WINDOW_LAYER_TYPE = "hybrid_ssm_window"
 STATE_AND_WINDOW_LAYER_TYPE = "hybrid_ssm_state_and_window"
+MIXED_ATTENTION_LAYER_TYPE = "hybrid_ssm_mixed_attention"
 
 GPT2_END_OF_TEXT = 50256
 ATTENTION_SINKS = ("constant", "scalar")

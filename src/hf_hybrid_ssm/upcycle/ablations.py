@@ -12,6 +12,7 @@ from transformers import Cache
 
 from hf_hybrid_ssm.models.bst.modeling_bst import BstForCausalLM
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
+from hf_hybrid_ssm.models.longhorn.attention_longhorn import OF_WINDOW
 from hf_hybrid_ssm.ops.local_attention import AttentionState
 from hf_hybrid_ssm.upcycle.student import Student
 
@@ -73,7 +74,8 @@ def zero_memory(cache: Cache) -> None:
         ValueError: it holds no such state.
     """
     layers = [layer for layer in cache.layers if is_recurrent_state_layer(layer)]
-    if not any(layer.states.keys() - set(AttentionState._fields) for layer in layers):
+    attended = {*AttentionState._fields, *(OF_WINDOW + name for name in AttentionState._fields)}
+    if not any(layer.states.keys() - attended for layer in layers):
         raise ValueError("the cache holds no memory: fill it by a forward of a student that has one.")
     for layer in layers:
-        layer.zero_states(keep=AttentionState._fields)
+        layer.zero_states(keep=attended)

@@ -7,8 +7,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from hf_hybrid_ssm.models.bst.configuration_bst import BstConfig
-from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
-from hf_hybrid_ssm.upcycle.layer_ranking import number_of_layers
+from hf_hybrid_ssm.models.longhorn.configuration_longhorn import WINDOW_BLOCK_TYPES, LonghornConfig
+from hf_hybrid_ssm.upcycle.layer_ranking import number_kept
 from hf_hybrid_ssm.upcycle.teachers import attention_types, check_teacher, has_attention_bias, head_dim_of
 
 SHARED_FIELDS = (
@@ -39,9 +39,32 @@ def evenly_spaced(layers: int, count: int) -> list[int]:
     return [(2 * index + 1) * layers // (2 * count) for index in range(count)]
 
 
+def parts_of(keep: Sequence[Any], teacher: PreTrainedConfig) -> list[Any]:
+    """A list of layers, or of key/value groups as (layer, group), in ascending order; each once.
+
+    Raises:
+        ValueError: the teacher has no such layer or group, or the list has both.
+    """
+    layers, groups = teacher.num_hidden_layers, teacher.num_key_value_heads
+    parts = [tuple(part) if isinstance(part, list) else part for part in keep]
+    pairs = [part for part in parts if isinstance(part, tuple)]
+    if pairs and len(pairs) < len(parts):
+        raise ValueError(f"keep={list(keep)} names layers and key/value groups: give one kind.")
+    if pairs:
+        known = {(layer, group) for layer in range(layers) for group in range(groups)}
+        if unknown := sorted(set(pairs) - known, key=str):
+            raise ValueError(
+                f"keep={list(keep)} names {unknown}, but the teacher's layers are 0 to {layers - 1}, each with the "
+                f"key/value groups 0 to {groups - 1}: a group is (layer, group)."
+            )
+    elif unknown := sorted(set(parts) - set(range(layers)), key=str):
+        raise ValueError(f"keep={list(keep)} names {unknown}, but the teacher's layers are 0 to {layers - 1}.")
+    return sorted(set(parts))
+
+
 def student_config(
     teacher: PreTrainedConfig,
-    keep: float | Sequence[int] | None = None,
+    keep: float | Sequence[Any] | None = None,
     keep_as: str | None = None,
     family: str = "longhorn",
     others_as: str | None = None,
@@ -52,7 +75,8 @@ def student_config(
     Args:
         teacher: of a Llama, Mistral, Qwen2 or Qwen3.
         keep: the layers of a Longhorn hybrid that keep their attention: their indices, or how many (int) or which
-            share of all layers (float), evenly spaced; a quarter by default. `choose_layers` chooses better ones.
+            share of all layers (float), evenly spaced; a quarter by default. `choose_layers` chooses better ones. Or
+            single key/value groups with full attention, as (layer, group); the others see a window.
         keep_as: "full_attention" or "sliding_attention" for the layers that keep it; None: as in the teacher.
         family: "longhorn", or "bst": all layers keep their attention as a window.
         others_as: what the other layers of a Longhorn hybrid become: "linear_attention", a mixer in the place of
@@ -91,13 +115,21 @@ def student_config(
             raise ValueError(f"{', '.join(fixed)} of a BST must be its teacher's: the weights fit nothing else.")
         known |= _sink_fields(teacher, ["sliding_attention"], fields)
         return _without_idle_limit(BstConfig(**(known | fields)), fields)
-    known |= _longhorn_fields(teacher, 0.25 if keep is None else keep, keep_as, others_as or "linear_attention")
+    keep = 0.25 if keep is None else keep
+    if isinstance(keep, int | float):
+        layers = teacher.num_hidden_layers
+        keep = evenly_spaced(layers, number_kept(keep, layers))
+    keep = parts_of(keep, teacher)
+    if keep and isinstance(keep[0], tuple):
+        known |= _fields_of_groups(teacher, keep, keep_as, others_as)
+    else:
+        known |= _longhorn_fields(teacher, keep, keep_as, others_as or "linear_attention")
     if other := [name for name in FIXED_FIELDS if name in fields and fields[name] != known[name]]:
         wanted = ", ".join(f"{name}={known[name]!r}" for name in other)
         raise ValueError(f"{', '.join(other)} of a Longhorn must be its teacher's: {wanted}.")
     known |= _sink_fields(teacher, fields.get("block_types", known["block_types"]), fields)
     types = fields.get("block_types", known["block_types"])
-    has_both = known.get("attention_sink") is not None and "full_attention" in types
+    has_both = known.get("attention_sink") is not None and {"full_attention", "mixed_attention"} & set(types)
     if has_both and fields.get("attn_scale", ATTN_SCALE):
         known |= {"attn_scale": ATTN_SCALE, "floor_scale": fields.get("sliding_window", known["sliding_window"]) + 1}
     return _without_idle_limit(LonghornConfig(**(known | fields)), fields)
@@ -110,7 +142,7 @@ def _sink_fields(teacher: Any, block_types: Sequence[str], fields: dict[str, Any
             'attention_sink="scalar" would change what the teacher computes within the window: give "constant", or '
             "None."
         )
-    slides = any("sliding" in kind for kind in block_types) and not fields.get("bidirectional")
+    slides = any(kind in WINDOW_BLOCK_TYPES for kind in block_types) and not fields.get("bidirectional")
     return {"attention_sink": "constant"} if slides and "sliding_attention" not in attention_types(teacher) else {}
 
 
@@ -121,12 +153,29 @@ def _without_idle_limit(config: Any, fields: dict[str, Any]) -> Any:
     return config
 
 
-def _longhorn_fields(teacher: Any, keep: float | Sequence[int], keep_as: str | None, others_as: str) -> dict[str, Any]:
-    layers = teacher.num_hidden_layers
-    if isinstance(keep, int | float):
-        keep = evenly_spaced(layers, number_of_layers(keep, layers))
-    if unknown := sorted(set(keep) - set(range(layers))):
-        raise ValueError(f"keep={list(keep)} names {unknown}, but the teacher's layers are 0 to {layers - 1}.")
+def _fields_of_groups(
+    teacher: Any, keep: list[tuple[int, int]], keep_as: str | None, others_as: str | None
+) -> dict[str, Any]:
+    """Layers some of whose key/value groups see all tokens; windows elsewhere."""
+    if keep_as not in (None, "full_attention") or others_as not in (None, "sliding_attention"):
+        raise ValueError(
+            f"keep_as={keep_as!r}, others_as={others_as!r}: key/value groups that are kept have full attention, and "
+            'the others a window. Give "full_attention" and "sliding_attention", or neither.'
+        )
+    if "sliding_attention" in attention_types(teacher):
+        raise ValueError("keep names key/value groups, but attention of the teacher has a window: give whole layers.")
+    groups: list[list[int]] = [[] for _ in range(teacher.num_hidden_layers)]
+    for layer, group in keep:
+        groups[layer].append(group)
+    whole = [layer for layer, kept in enumerate(groups) if len(kept) == teacher.num_key_value_heads]
+    known = _longhorn_fields(teacher, whole, "full_attention", "sliding_attention")
+    mixed = {layer: kept for layer, kept in enumerate(groups) if kept and layer not in whole}
+    types = ["mixed_attention" if layer in mixed else kind for layer, kind in enumerate(known["block_types"])]
+    by_layer = [mixed.get(layer, []) for layer in range(len(groups))] if mixed else None
+    return known | {"block_types": types, "full_attention_groups": by_layer}
+
+
+def _longhorn_fields(teacher: Any, keep: Sequence[int], keep_as: str | None, others_as: str) -> dict[str, Any]:
     if keep_as not in (None, "full_attention", "sliding_attention"):
         raise ValueError(f'keep_as={keep_as!r} must be "full_attention", "sliding_attention" or None.')
     if others_as not in OTHERS:

@@ -1,7 +1,11 @@
-"""The order in which a teacher's layers are needed, and who says so."""
+"""The order in which a teacher's layers, or their key/value groups, are needed, and who says so."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+LayerOrGroup = int | tuple[int, int]
+"""A layer, or (layer, key/value group)."""
 
 
 @dataclass(frozen=True)
@@ -22,40 +26,46 @@ class RecallScore:
 
 @dataclass(frozen=True)
 class LayerRanking:
-    """Which layers' reach a teacher needs most.
+    """Which layers' reach a teacher needs most, or that of which key/value groups.
 
     Attributes:
-        by: "recall", "kl" or "sensitivity".
-        layers: all of them, most needed first.
-        scores: by layer, in nats: what is lost without its reach when the layers behind it in the order have none
-            either (recall), won with it alone (kl), or lost without its attention alone (sensitivity).
+        by: "recall", "group_recall", "kl" or "sensitivity".
+        layers: all of them, most needed first; by "group_recall" all groups, as (layer, group).
+        scores: of each, in nats: what is lost without its reach when those behind it in the order have none either
+            (recall), won with it alone (kl), or lost without its attention alone (sensitivity).
         window: tokens that a windowed layer sees before its own; None: the ranking has no windows.
         teacher: what the teacher itself recalls; None: the ranking did not ask.
     """
 
     by: str
-    layers: list[int]
-    scores: list[float]
+    layers: list[Any]
+    scores: Mapping[Any, float]
     window: int | None = None
     teacher: RecallScore | None = None
 
     def __str__(self) -> str:
-        lines = [f"layers by {self.by}" + ("" if self.window is None else f", windows of {self.window}")]
+        parts = "groups" if self.by == "group_recall" else "layers"
+        lines = [f"{parts} by {self.by}" + ("" if self.window is None else f", windows of {self.window}")]
         if self.teacher is not None:
             lines.append(f"the teacher recalls {self.teacher}")
-        width = len(str(len(self.layers) - 1))
-        lines += [f"layer {layer:>{width}}  {self.scores[layer]:+.4f} nats" for layer in self.layers]
+        width = max(len(name_of(part)) for part in self.layers)
+        lines += [f"{parts[:-1]} {name_of(part):>{width}}  {self.scores[part]:+.4f} nats" for part in self.layers]
         return "\n".join(lines)
+
+
+def name_of(part: LayerOrGroup) -> str:
+    """As people write it: a layer 7, a group 7:1."""
+    return str(part) if isinstance(part, int) else ":".join(map(str, part))
 
 
 def ranking_of(scores: Sequence[float], by: str, **fields: object) -> LayerRanking:
     """The layers by their scores, the lower index first among equals."""
     order = sorted(range(len(scores)), key=lambda layer: -scores[layer])
-    return LayerRanking(by, order, list(scores), **fields)  # type: ignore[arg-type]
+    return LayerRanking(by, order, dict(enumerate(scores)), **fields)  # type: ignore[arg-type]
 
 
-def number_of_layers(keep: float, layers: int) -> int:
-    """How many of `layers` a count (int) or a share (float) keeps.
+def number_kept(keep: float, count: int, parts: str = "layers") -> int:
+    """How many of the teacher's `count` layers, or key/value groups, a count (int) or a share (float) keeps.
 
     Raises:
         ValueError: there are fewer, or the share is none.
@@ -63,9 +73,9 @@ def number_of_layers(keep: float, layers: int) -> int:
     if isinstance(keep, bool) or not isinstance(keep, int | float):
         raise TypeError(f"keep={keep!r} must be a count (int), a share (float) or a list of layers.")
     if isinstance(keep, int):
-        if not 0 <= keep <= layers:
-            raise ValueError(f"keep={keep} must be a count between 0 and {layers}, the teacher's layers.")
+        if not 0 <= keep <= count:
+            raise ValueError(f"keep={keep} must be a count between 0 and {count}, the teacher's {parts}.")
         return keep
     if not 0 <= keep <= 1:
         raise ValueError(f"keep={keep} must be a share between 0 and 1, a count, or a list of layers.")
-    return round(keep * layers)
+    return round(keep * count)

@@ -8,12 +8,12 @@ What reaches back are the tokens of the question and of the answers. Those befor
 layers: so they are read once, and only the end of a prompt again for each set of layers.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from hf_hybrid_ssm.upcycle.layer_ranking import LayerRanking, RecallScore
+from hf_hybrid_ssm.upcycle.layer_ranking import LayerOrGroup, LayerRanking, RecallScore
 from hf_hybrid_ssm.upcycle.probe_prompts import RecallPrompt, recall_prompts
 from hf_hybrid_ssm.upcycle.teachers import check_model_type
 from hf_hybrid_ssm.upcycle.windowed_teacher import LayerReplay, ReadText, maskable, window_mask, windowed_groups
@@ -25,8 +25,6 @@ ONE_BY_ONE = 10
 ENOUGH = 0.5
 """Share of the tokens that a teacher must recall before its layers are ranked by it."""
 Progress = Callable[[Sequence[Any]], Any]
-LayerOrGroup = int | tuple[int, int]
-"""A layer, or (layer, key/value group)."""
 Part = TypeVar("Part", bound=LayerOrGroup)
 
 
@@ -65,7 +63,7 @@ def rank_layers_by_recall(
     prompts, own = _recalled_prompts(teacher, tokenizer, window, prompts, seed)
     layers = range(len(teacher.model.layers))
     order, scores = _ranked(teacher, prompts, window, layers, progress)
-    return LayerRanking("recall", order, [scores[layer] for layer in layers], window, own)
+    return LayerRanking("recall", order, scores, window, own)
 
 
 @torch.inference_mode()
@@ -76,16 +74,21 @@ def rank_groups_by_recall(
     prompts: Sequence[RecallPrompt] | None = None,
     seed: int = 0,
     progress: Progress | None = None,
-) -> list[tuple[int, int]]:
+) -> LayerRanking:
     """As `rank_layers_by_recall`, of single key/value groups: (layer, group), those that recall needs most first.
 
-    A layer of a student keeps all of its groups or none: this says what could be kept with less. It takes as many
-    times longer as a layer has groups. Arguments and errors are the same.
+    Not all groups of a layer recall, so that fewer of them keep as much. It takes as many times longer as a layer has
+    groups. Arguments and errors are the same.
     """
-    prompts, _ = _recalled_prompts(teacher, tokenizer, window, prompts, seed)
-    groups = range(teacher.config.num_key_value_heads)
-    parts = [(layer, group) for layer in range(len(teacher.model.layers)) for group in groups]
-    return _ranked(teacher, prompts, window, parts, progress)[0]
+    prompts, own = _recalled_prompts(teacher, tokenizer, window, prompts, seed)
+    order, scores = _ranked(teacher, prompts, window, groups_of(teacher.config), progress)
+    return LayerRanking("group_recall", order, scores, window, own)
+
+
+def groups_of(config: Any) -> list[tuple[int, int]]:
+    """All key/value groups of a teacher, (layer, group)."""
+    groups = range(config.num_key_value_heads)
+    return [(layer, group) for layer in range(config.num_hidden_layers) for group in groups]
 
 
 def _recalled_prompts(
@@ -146,20 +149,7 @@ class _Ending:
         return _log_probabilities(self._teacher, states, self._answers)[0]
 
     def _masks(self, parts: Sequence[LayerOrGroup]) -> dict[int, torch.Tensor]:
-        """By layer; the same ones for the same groups, as a replay tells masks apart by what they are."""
-        groups: dict[int, set[int]] = {}
-        for part in parts:
-            if isinstance(part, tuple):
-                groups.setdefault(part[0], set()).add(part[1])
-        masks = {part: self._mask for part in parts if isinstance(part, int)}
-        return masks | {layer: self._windowed_groups(frozenset(of_layer)) for layer, of_layer in groups.items()}
-
-    def _windowed_groups(self, groups: frozenset[int]) -> torch.Tensor:
-        config = self._teacher.config
-        if groups not in self._of_groups:
-            heads = config.num_attention_heads, config.num_key_value_heads
-            self._of_groups[groups] = windowed_groups(self._mask, groups, *heads)
-        return self._of_groups[groups]
+        return _masks(self._mask, parts, self._teacher.config, self._of_groups)
 
 
 def _lost(endings: Sequence[_Ending], parts: Sequence[Part], windowed: Sequence[Part]) -> dict[Part, float]:
@@ -177,12 +167,12 @@ def recall_of(
     teacher: Any,
     prompts: Sequence[RecallPrompt],
     window: int,
-    windowed: Collection[int] | Mapping[int, Collection[int]] = (),
+    windowed: Collection[LayerOrGroup] = (),
 ) -> RecallScore:
     """What a teacher recalls of the prompts with some layers windowed, all at once.
 
     Args:
-        windowed: layers; or layer → the key/value groups of it.
+        windowed: layers, or key/value groups as (layer, group).
     """
     total, right, count = 0.0, 0, 0
     with maskable(teacher):
@@ -197,12 +187,25 @@ def recall_of(
 
 
 def _masks(
-    mask: torch.Tensor, windowed: Collection[int] | Mapping[int, Collection[int]], config: Any
+    mask: torch.Tensor,
+    windowed: Collection[LayerOrGroup],
+    config: Any,
+    made: dict[frozenset[int], torch.Tensor] | None = None,
 ) -> dict[int, torch.Tensor]:
-    if not isinstance(windowed, Mapping):
-        return dict.fromkeys(windowed, mask)
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    return {layer: windowed_groups(mask, groups, heads, kv_heads) for layer, groups in windowed.items()}
+    """By layer; where they are `made` once, the same ones for the same groups, as a replay tells masks apart by what
+    they are."""
+    groups: dict[int, set[int]] = {}
+    for part in windowed:
+        if isinstance(part, tuple):
+            groups.setdefault(part[0], set()).add(part[1])
+    masks = {part: mask for part in windowed if isinstance(part, int)}
+    made = {} if made is None else made
+    for layer, of_layer in groups.items():
+        key = frozenset(of_layer)
+        if key not in made:
+            made[key] = windowed_groups(mask, key, config.num_attention_heads, config.num_key_value_heads)
+        masks[layer] = made[key]
+    return masks
 
 
 def _prompts(

@@ -27,7 +27,8 @@ def init_sinks(student: Any, teacher: Any, tokenizer: Any | None = None, seed: i
         tokenizer: the teacher's. If it, or its chat template, begins every text with one token, that one is taken.
         seed: of the other teachers' tokens, drawn from the vocabulary.
     """
-    sinks = {index: sink for index, layer in enumerate(student.model.layers) if (sink := _sink_of(layer)) is not None}
+    layers = student.model.layers
+    sinks = {index: sink for index, layer in enumerate(layers) if (sink := _sink_of(layer)) is not None}
     if not sinks:
         return
     ids = first_tokens(teacher.config.vocab_size, tokenizer, seed).to(teacher.device)
@@ -40,9 +41,10 @@ def init_sinks(student: Any, teacher: Any, tokenizer: Any | None = None, seed: i
         teacher.train(training)
     with torch.no_grad():
         for index, sink in sinks.items():
+            groups = getattr(_attention_of(layers[index]), "window_groups", slice(None))  # the others need no sink
             for name, target in (("key", sink.key), ("value", sink.value)):
-                of_heads = by_layer[index][name].float().view(len(ids), *target.shape)
-                target.copy_(of_heads.mean(0))
+                of_heads = by_layer[index][name].float().view(len(ids), -1, target.shape[1])
+                target.copy_(of_heads.mean(0)[groups])
 
 
 def constant_sinks(student: Any) -> list[str]:
@@ -71,9 +73,12 @@ def _message(tokenizer: Any, text: str) -> list[int]:
     return tokenizer(conversation, add_special_tokens=False)["input_ids"]
 
 
+def _attention_of(layer: Any) -> Any:
+    return getattr(layer, "self_attn", getattr(layer, "attention", None))
+
+
 def _sink_of(layer: Any) -> Any:
-    attention = getattr(layer, "self_attn", getattr(layer, "attention", None))
-    sink = getattr(attention, "sink", None)
+    sink = getattr(_attention_of(layer), "sink", None)
     return sink if sink is not None and sink.kind == "constant" else None
 
 

@@ -64,7 +64,7 @@ class UpcycleReport:
 @torch.no_grad()
 def upcycle(
     teacher: PreTrainedModel,
-    keep: float | Sequence[int] | None = None,
+    keep: float | Sequence[Any] | None = None,
     keep_as: str | None = None,
     init: str = "projections",
     family: str = "longhorn",
@@ -86,8 +86,8 @@ def upcycle(
     Args:
         teacher: a causal language model of transformers, plain (see `check_weights`); not changed.
         keep, keep_as, family, others_as, fields: as of `student_config`.
-        keep_by: how a count or share of layers is chosen, as of `choose_layers`; None: by recall, evenly spaced with a
-            warning if the teacher does not recall.
+        keep_by: how a count or share of layers is chosen, as of `choose_layers`, or of key/value groups
+            ("group_recall"); None: by recall, evenly spaced with a warning if the teacher does not recall.
         tokenizer: the teacher's, for recall, and for sinks: whether all texts begin with one token.
         init: new mixers start from the "projections" of the attention that they replace (see `init_from_attention`) or
             stand beside (see `init_from_heads`), context states from those of the attention beside them (see

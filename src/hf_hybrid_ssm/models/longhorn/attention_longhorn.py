@@ -20,6 +20,7 @@ from hf_hybrid_ssm.models.longhorn.configuration_longhorn import LonghornConfig
 from hf_hybrid_ssm.models.packing import PackedRows, States
 from hf_hybrid_ssm.models.rotary import rotated
 from hf_hybrid_ssm.ops.core.checks import can_read_values
+from hf_hybrid_ssm.ops.core.pages import ServedKeys
 from hf_hybrid_ssm.ops.core.rows import Rows
 from hf_hybrid_ssm.ops.local_attention import (
     AttentionState,
@@ -31,6 +32,9 @@ from hf_hybrid_ssm.ops.local_attention import (
 
 WINDOW_STATES = AttentionState._fields
 """The names of what window attention keeps in its layer of the cache."""
+OF_WINDOW = "window_"
+"""Before these names where the layer also keeps all keys and values of other groups, under the plain names."""
+ALL_BEFORE = Window.of((None, 0))
 
 
 class LonghornAttention(nn.Module):
@@ -115,8 +119,8 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
         super().__init__(config, layer_idx)
         assert config.sliding_window is not None  # `LonghornConfig` refuses such layers without it
         self.window = Window.of((config.sliding_window - 1, 0))
-        sizes = {"heads": config.num_attention_heads, "groups": config.num_key_value_heads, "head_dim": self.head_dim}
-        kind = config.attention_sink
+        kind, groups = config.attention_sink, config.num_key_value_heads - len(config.full_groups(layer_idx))
+        sizes = {"heads": groups * self.num_key_value_groups, "groups": groups, "head_dim": self.head_dim}
         self.sink = None if kind is None else AttentionSink(kind, **sizes)
 
     def forward(
@@ -147,13 +151,19 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
         rows: Rows,
         sink_rotation: Rotation | None = None,
     ) -> tuple[torch.Tensor, States]:
+        attended, states = self._attend_window(*heads, past=past, rows=rows, sink_rotation=sink_rotation)
+        return self.o_proj(attended), states
+
+    def _attend_window(
+        self, *heads: torch.Tensor, past: States, rows: Rows, sink_rotation: Rotation | None
+    ) -> tuple[torch.Tensor, States]:
+        """`forward_rows` before the output projection, (B, L, heads · head_dim)."""
         queries, keys, values = (x.transpose(1, 2) for x in heads[:3])
         is_one_document = not past and rows.documents is None
         if is_one_document and self.sink is None and is_flash_attention_requested(self.config):
             # a row's only document from its start; padding comes after all tokens that look back
             output, _ = self._attend(queries, keys, values, None, sliding_window=self.config.sliding_window)
-            states = self.states_after(*heads, past=past, rows=rows) if rows.return_final_state else {}
-            return self.o_proj(output), states
+            return output, self._window_after(*heads, past=past, rows=rows) if rows.return_final_state else {}
         sink = {}
         if self.sink is not None:
             ranks = document_ranks(
@@ -171,7 +181,7 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
             rows=rows,
             initial_state=AttentionState(**past) if past else None,
         )
-        return self.o_proj(output.transpose(1, 2).flatten(2)), {} if state is None else state._asdict()
+        return output.transpose(1, 2).flatten(2), {} if state is None else state._asdict()
 
     def _of_sink(self, rotation: Rotation | None) -> dict[str, Any]:
         return {
@@ -183,9 +193,107 @@ class LonghornSlidingAttention(RecurrentMixin, LonghornAttention):
 
     def states_after(self, *heads: torch.Tensor, past: States, rows: Rows, **options: Any) -> States:
         """The last keys and values, without attending."""
+        return self._window_after(*heads, past=past, rows=rows)
+
+    def _window_after(self, *heads: torch.Tensor, past: States, rows: Rows) -> States:
         before = AttentionState(**past) if past else None
         keys, values = (x.transpose(1, 2) for x in heads[1:3])
         return append_to_window(before, keys, values, self.window.left, rows)._asdict()
+
+
+class LonghornMixedAttention(LonghornSlidingAttention):
+    """Attention some of whose key/value groups, `full_attention_groups`, see all tokens, and the others a window.
+
+    What recall needs are single groups: so a layer keeps the keys and values of all tokens for these alone. Its layer
+    of the cache holds both kinds. `heads` are queries, keys and values of the full groups, then those of the others as
+    `LonghornSlidingAttention` has them; the projections are in the order of all groups.
+    """
+
+    def __init__(self, config: LonghornConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.full_groups = config.full_groups(layer_idx)
+        self.window_groups = [group for group in range(config.num_key_value_heads) if group not in self.full_groups]
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        rows: PackedRows,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        sink_rotation: Rotation | None = None,
+        query_scale: torch.Tensor | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, None]:
+        heads = self.heads(hidden_states, position_embeddings, query_scale)
+        return self.forward_with_cache(*heads, rows=rows, cache=cache, sink_rotation=sink_rotation), None
+
+    def heads(  # type: ignore[override]
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        query_scale: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """What `forward_rows` takes; `query_scale` (B or 1, L) is of full attention alone."""
+        parts = super().heads(hidden_states, position_embeddings)
+        queries, keys, values = (self._of_groups(part, self.full_groups) for part in parts[:3])
+        if query_scale is not None:
+            queries = (queries * query_scale[:, :, None, None]).to(values.dtype)
+        return queries, keys, values, *(self._of_groups(part, self.window_groups) for part in parts)
+
+    def _of_groups(self, heads: torch.Tensor, groups: list[int]) -> torch.Tensor:
+        """(B, L, heads, head_dim) → those of some key/value groups, in their order."""
+        by_group = heads.unflatten(2, (self.config.num_key_value_heads, -1)).unbind(2)
+        return torch.cat([by_group[group] for group in groups], 2)
+
+    def forward_rows(  # type: ignore[override]
+        self,
+        *heads: torch.Tensor,
+        past: States,
+        rows: Rows,
+        sink_rotation: Rotation | None = None,
+    ) -> tuple[torch.Tensor, States]:
+        before, window = _full_and_window(past)
+        full, state = self._attend_all(*heads[:3], past=before, rows=rows)
+        windowed, of_window = self._attend_window(*heads[3:], past=window, rows=rows, sink_rotation=sink_rotation)
+        by_group = dict(zip(self.full_groups, full.chunk(len(self.full_groups), 2)))
+        by_group |= dict(zip(self.window_groups, windowed.chunk(len(self.window_groups), 2)))
+        output = self.o_proj(torch.cat([by_group[group] for group in sorted(by_group)], 2))
+        return output, _together(state, of_window)
+
+    def _attend_all(self, *heads: torch.Tensor, past: States, rows: Rows) -> tuple[torch.Tensor, States]:
+        """Queries, keys and values of the full groups → (B, L, heads · head_dim), and the states after them."""
+        queries, keys, values = (x.transpose(1, 2) for x in heads)
+        if isinstance(served := past.get("keys"), ServedKeys):
+            return served.attend(queries, keys, values, scale=self.scaling), {}
+        output, state = local_attention(
+            queries,
+            keys,
+            values,
+            window=ALL_BEFORE,
+            scale=self.scaling,
+            dropout=self.attention_dropout if self.training else 0.0,
+            rows=rows,
+            initial_state=AttentionState(**past) if past else None,
+        )
+        return output.transpose(1, 2).flatten(2), {} if state is None else state._asdict()
+
+    def states_after(self, *heads: torch.Tensor, past: States, rows: Rows, **options: Any) -> States:
+        before, window = _full_and_window(past)
+        keys, values = (x.transpose(1, 2) for x in heads[1:3])
+        state = append_to_window(AttentionState(**before) if before else None, keys, values, rows.capacity, rows)
+        return _together(state._asdict(), self._window_after(*heads[3:], past=window, rows=rows))
+
+
+def _together(full: States, window: States) -> States:
+    """The states of both kinds of groups, for one layer of the cache."""
+    return full | {OF_WINDOW + name: state for name, state in window.items()}
+
+
+def _full_and_window(states: States) -> tuple[States, States]:
+    """The inverse of `_together`."""
+    full = {name: state for name, state in states.items() if not name.startswith(OF_WINDOW)}
+    return full, {name.removeprefix(OF_WINDOW): state for name, state in states.items() if name not in full}
 
 
 def temperature(config: LonghornConfig, position_ids: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from transformers.modeling_rope_utils import RopeParameters
 from hf_hybrid_ssm.models.configuration import (
     DERIVED,
     GPT2_END_OF_TEXT,
+    MIXED_ATTENTION_LAYER_TYPE,
     STATE_AND_WINDOW_LAYER_TYPE,
     STATE_LAYER_TYPE,
     WINDOW_LAYER_TYPE,
@@ -21,13 +22,15 @@ from hf_hybrid_ssm.models.configuration import (
     gpt2_end_of_text,
 )
 
-# The cache layers of blocks with states of fixed size; full attention keeps transformers' own name and cache layer.
+# The cache layers of blocks that keep states; full attention keeps transformers' own name and cache layer.
 CACHE_LAYER_TYPES = {
     "linear_attention": STATE_LAYER_TYPE,
     "sliding_attention": WINDOW_LAYER_TYPE,
     "hybrid_sliding": STATE_AND_WINDOW_LAYER_TYPE,
+    "mixed_attention": MIXED_ATTENTION_LAYER_TYPE,
 }
-BLOCK_TYPES = ("linear_attention", "sliding_attention", "hybrid_sliding", "full_attention")
+BLOCK_TYPES = ("linear_attention", "sliding_attention", "hybrid_sliding", "mixed_attention", "full_attention")
+WINDOW_BLOCK_TYPES = ("sliding_attention", "hybrid_sliding", "mixed_attention")
 
 
 @strict
@@ -63,8 +66,11 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
             in chunks that never hold all logits; `logits` is then `None`.
         block_types (`list[str]`, *optional*): One entry for each layer: `"linear_attention"` (Longhorn),
             `"sliding_attention"`, `"hybrid_sliding"` (both side by side: they read the same normed input, and their
-            outputs are added) or `"full_attention"`. All Longhorn by default. Also accepted under the name
-            `layer_types`.
+            outputs are added), `"full_attention"` or `"mixed_attention"` (full in some key/value groups, sliding in
+            the others). All Longhorn by default. Also accepted under the name `layer_types`.
+        full_attention_groups (`list[list[int]]`, *optional*): One list for each layer: the key/value groups of a
+            `"mixed_attention"` layer that attend to all tokens, some but not all of `num_key_value_heads`; empty for
+            the other layers. None where no layer is of that type.
         sliding_window (`int`, *optional*, defaults to 2048): Tokens that sliding attention sees, including the
             current one.
         attention_sink (`str`, *optional*): A sink of sliding attention: `"constant"` (a learned key and value for each
@@ -165,6 +171,7 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
     use_cache: bool = True
     use_linear_cross_entropy: bool = False
     block_types: Derived[list[str]] = DERIVED
+    full_attention_groups: list[list[int]] | None = None
     sliding_window: int | None = 2048
     attention_sink: str | None = None
     attn_scale: float | int = 0.0
@@ -218,8 +225,16 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
     @property
     def limits_positions(self) -> bool:
         """Whether some layer rotates by distances without bound, or by frequencies scaled to a length."""
-        unbounded = self.use_rope_in_mixer or "full_attention" in self.block_types
-        return unbounded or (self.has_attention and self.scales_rope)
+        return self.use_rope_in_mixer or self.has_full_attention or (self.has_attention and self.scales_rope)
+
+    @property
+    def has_full_attention(self) -> bool:
+        """Whether some layer attends to all tokens, in all key/value groups or in some."""
+        return any(block_type in ("full_attention", "mixed_attention") for block_type in self.block_types)
+
+    def full_groups(self, layer_idx: int) -> list[int]:
+        """The key/value groups of a layer that attend to all tokens while others of it have a window."""
+        return [] if self.full_attention_groups is None else self.full_attention_groups[layer_idx]
 
     @property
     def intermediate_size(self) -> int:
@@ -251,7 +266,7 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
         if not isinstance(self.time_step_rank, int) or self.time_step_rank <= 0:
             raise ValueError(f'time_step_rank={self.time_step_rank!r} must be "auto" or a positive integer.')
         self.check_attention_sink()
-        if self.attention_sink is not None and not any("sliding" in kind for kind in self.block_types):
+        if self.attention_sink is not None and not any(kind in WINDOW_BLOCK_TYPES for kind in self.block_types):
             raise ValueError(
                 f"attention_sink={self.attention_sink!r} needs sliding attention, which no layer has: block_types="
                 f"{self.block_types}."
@@ -259,6 +274,7 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
         self._check_temperature()
         if self.has_attention:
             self._check_attention()
+        self._check_groups()
         if self.use_rope_in_mixer and self.state_size != self.head_dim:
             raise ValueError(
                 f"use_rope_in_mixer=True rotates keys of head_dim={self.head_dim} numbers, but state_size="
@@ -273,7 +289,7 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
             super().validate_rope()
 
     def _check_temperature(self) -> None:
-        if self.attn_scale and "full_attention" not in self.block_types:
+        if self.attn_scale and not self.has_full_attention:
             raise ValueError(
                 f"attn_scale={self.attn_scale} is of full attention, which no layer has: block_types="
                 f"{self.block_types}."
@@ -282,6 +298,36 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
             raise ValueError(
                 f"attn_scale={self.attn_scale} with floor_scale={self.floor_scale}: give both, or neither."
             )
+
+    def _check_groups(self) -> None:
+        """`full_attention_groups` must say which groups of each "mixed_attention" layer are full."""
+        if self.full_attention_groups is None:
+            if "mixed_attention" in self.block_types:
+                raise ValueError(
+                    'full_attention_groups=None, but block_types has "mixed_attention" layers: give for each the '
+                    "key/value groups that attend to all tokens."
+                )
+            return
+        if len(self.full_attention_groups) != len(self.block_types):
+            raise ValueError(
+                f"full_attention_groups has {len(self.full_attention_groups)} lists, but there are "
+                f"{len(self.block_types)} layers: give one for each, empty where a layer is not "
+                '"mixed_attention".'
+            )
+        for index, (kind, groups) in enumerate(zip(self.block_types, self.full_attention_groups)):
+            if kind != "mixed_attention":
+                if groups:
+                    raise ValueError(
+                        f'full_attention_groups[{index}]={groups} is for a "mixed_attention" layer, but layer {index} '
+                        f'is "{kind}".'
+                    )
+                continue
+            known, count = set(range(self.num_key_value_heads)), len(groups)
+            if not set(groups) <= known or groups != sorted(set(groups)) or not 0 < count < len(known):
+                raise ValueError(
+                    f"full_attention_groups[{index}]={groups} must be some but not all of the key/value groups "
+                    f"(num_key_value_heads={self.num_key_value_heads}), counted from 0, in ascending order."
+                )
 
     def _check_attention(self) -> None:
         self.check_positive("sliding_window", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -293,7 +339,7 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
                 f"{self.num_attention_heads}: heads of {size} channels would leave out {rest}. Choose another number, "
                 "or another head_dim."
             )
-        slides = [kind for kind in ("sliding_attention", "hybrid_sliding") if kind in self.block_types]
+        slides = [kind for kind in WINDOW_BLOCK_TYPES if kind in self.block_types]
         if slides and self.sliding_window is None:
             raise ValueError(f'sliding_window=None, but block_types has "{slides[0]}" layers: give their window.')
 

@@ -31,6 +31,7 @@ from hf_hybrid_ssm.models.heads import (
 from hf_hybrid_ssm.models.longhorn.attention_longhorn import (
     WINDOW_STATES,
     LonghornAttention,
+    LonghornMixedAttention,
     LonghornSlidingAttention,
     attention_masks,
     temperature,
@@ -183,6 +184,14 @@ class LonghornMixer(RecurrentMixin, Float32ParametersMixin):
         return (dt, k, q) if self.num_heads > 1 else (dt, k.squeeze(-2), q.squeeze(-2))
 
 
+ATTENTION = {
+    "sliding_attention": LonghornSlidingAttention,
+    "hybrid_sliding": LonghornSlidingAttention,
+    "mixed_attention": LonghornMixedAttention,
+    "full_attention": LonghornAttention,
+}
+
+
 class LonghornBlock(GradientCheckpointingLayer):
     """Pre-norm residual layer around a Longhorn mixer or attention, optionally followed by a SwiGLU."""
 
@@ -198,8 +207,7 @@ class LonghornBlock(GradientCheckpointingLayer):
         if block_type in ("linear_attention", "hybrid_sliding"):
             self.mixer = LonghornMixer(config, layer_idx)
         if block_type != "linear_attention":
-            attention = LonghornAttention if block_type == "full_attention" else LonghornSlidingAttention
-            self.self_attn = attention(config, layer_idx)
+            self.self_attn = ATTENTION[block_type](config, layer_idx)
         if config.mlp_intermediate_size is None:
             self.mlp = None
         else:
@@ -346,9 +354,11 @@ class LonghornPreTrainedModel(HybridPreTrainedModel):
         return None if attending == {"full_attention"} else f"window {super()._why_no_attentions()}"
 
     def init_parallel_plans(self) -> None:
-        """A sink has a logit for every head: the heads of attention are then gathered before it."""
+        """A sink has a logit for every head, and groups are counted over all heads: where there are such, the heads of
+        attention are gathered first."""
         super().init_parallel_plans()
-        if self.config.attention_sink is None or self._tp_plan is None:
+        is_split = self.config.attention_sink is None and "mixed_attention" not in self.config.block_types
+        if is_split or self._tp_plan is None:
             return
         whole = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
         of_attention = (rule for rule in self._tp_plan if ".self_attn." in rule)
