@@ -17,6 +17,7 @@ from benchmarks.process_memory import forget_peak, peak_bytes, resident_bytes
 from benchmarks.rounds import reading, timed, writing
 from hf_hybrid_ssm.models.cache import is_recurrent_state_layer
 from hf_hybrid_ssm.models.cache_names import CACHE
+from hf_hybrid_ssm.models.longhorn.attention_longhorn import OF_WINDOW
 
 FORMS: dict[str, tuple[str, int | None]] = {
     "float32": ("float32", None),
@@ -63,16 +64,22 @@ def filled_cache(model: PreTrainedModel, length: int) -> DynamicCache:
 def _stand_at(layer: CacheLayerMixin, length: int, seen: int) -> None:
     if is_recurrent_state_layer(layer):
         layer.seen_tokens = seen
-        if "seen" in layer.states:
-            layer.states["seen"] = torch.full_like(layer.states["seen"], seen)
+        for name in {"seen", f"{OF_WINDOW}seen"} & layer.states.keys():
+            layer.states[name] = torch.full_like(layer.states[name], seen)
+        if f"{OF_WINDOW}seen" in layer.states:  # the keys beside a window are those of all tokens
+            for name in ("keys", "values"):
+                layer.states[name] = _random_keys(layer.states[name], length)
     elif type(layer) is DynamicSlidingWindowLayer:
         layer.cumulative_length = length
     elif type(layer) is DynamicLayer:
         for name in ("keys", "values"):
-            held = getattr(layer, name)
-            setattr(layer, name, torch.randn(*held.shape[:2], length, held.shape[3]).to(held.dtype))
+            setattr(layer, name, _random_keys(getattr(layer, name), length))
     else:
         raise TypeError(f"{type(layer).__name__} is a layer of the cache that this benchmark cannot fill.")
+
+
+def _random_keys(held: torch.Tensor, length: int) -> torch.Tensor:
+    return torch.randn(*held.shape[:2], length, held.shape[3]).to(held.dtype)
 
 
 def cache_bytes(cache: DynamicCache) -> int:

@@ -53,6 +53,25 @@ def test_an_ordinary_folder_and_what_was_measured(made, tmp_path, capsys):
         assert str(table) in card and str(table) in shown.out
 
 
+def test_single_groups(made, tmp_path, capsys):
+    """The folder is that of `upcycle`, whole or as a delta; the cache grows by one group of each of two layers."""
+    out, delta = tmp_path / "out", tmp_path / "delta"
+    for folder, options in ((out, []), (delta, ["--delta"])):
+        assert run(made, folder, "--keep", "1:1,2:0", "--needles", "1", *options) == 0
+    assert "kept (list): 1:1, 2:0" in capsys.readouterr().out
+    found = AutoModelForCausalLM.from_pretrained(out)
+    assert found.config.full_attention_groups == [[], [1], [0], []]
+    tokenizer = AutoTokenizer.from_pretrained(made / "teacher")
+    wanted, _ = upcycle(
+        load_teacher_model(made / "teacher"), [(1, 1), (2, 0)], tokenizer=tokenizer, sliding_window=WINDOW + 1
+    )
+    for student in (found, AutoModelForCausalLM.from_pretrained(delta, teacher=made / "teacher")):
+        torch.testing.assert_close(student.state_dict(), wanted.state_dict(), rtol=0, atol=0)
+    cache, *_ = tables_of(json.loads((out / "results.json").read_text()))
+    assert [float(row[-1].replace(",", "")) for row in cache.rows] == [32.0, pytest.approx(8.1, abs=0.2)]
+    assert "full attention in some heads" in (out / "README.md").read_text()
+
+
 @pytest.mark.parametrize("source", ["teacher", "teacher.gguf"])
 def test_a_delta(source, made, tmp_path):
     if source.endswith("gguf"):
@@ -114,6 +133,12 @@ def test_nothing_is_replaced_unasked(made, tmp_path, capsys):
     [
         (["--family", "bst", "--keep", "2"], "--keep and --keep-by are for a longhorn"),
         (["--keep", "many"], "many is no count"),
+        (
+            ["--keep", "1:1,2"],
+            "1:1,2 is no count (6), share (0.2), list of layers (7,8,14) or of key/value groups (7:1",
+        ),
+        (["--keep", "1:1", "--memory"], "--memory stands beside windows of whole layers"),
+        (["--keep-by", "group_recall", "--memory"], "--memory stands beside windows of whole layers"),
         (["--needles", "-1"], "--needles -1 must not be negative"),
         (["--train", "quickly"], "--train quickly: key=value was expected"),
         (["--dtype", "bfloat16", "--train", "a=b"], "--dtype is for a student that is not trained"),
@@ -132,6 +157,10 @@ def test_wrong_input_is_one_line(made, tmp_path, capsys):
         (["--text", str(tmp_path / "none.txt")], "is not a file"),
         (["--text", str(tmp_path / "short.txt")], "tokens, and at least 1200 are needed"),
         (["--keep", "9"], "9"),
+        (
+            ["--keep", "1:2"],
+            "names [(1, 2)], but the teacher's layers are 0 to 3, each with the key/value groups 0 to 1",
+        ),
         (["--keep", "1", "--keep-by", "recall"], "recalls"),
     ):
         assert run(made, tmp_path / "out", *options) == 1

@@ -79,7 +79,7 @@ class Variant:
 
 def _longhorn(*block_types: str, **fields) -> Variant:
     blocks = {"linear": "linear_attention", "sliding": "sliding_attention", "full": "full_attention"}
-    blocks["hybrid"] = "hybrid_sliding"
+    blocks |= {"hybrid": "hybrid_sliding", "mixed": "mixed_attention"}
     fields |= {"block_types": [blocks[name] for name in block_types], "num_hidden_layers": len(block_types)}
     return Variant(
         "longhorn",
@@ -122,6 +122,8 @@ VARIANTS: dict[str, Variant] = {
     "longhorn full": _longhorn("linear", "full", num_key_value_heads=1),
     "longhorn full first": _longhorn("full", "linear", attn_scale=0.5, floor_scale=3),
     "longhorn full alone": _longhorn("full", "full"),
+    "longhorn mixed": _longhorn("mixed", "linear", full_attention_groups=[[1], []], attention_sink="constant"),
+    "longhorn mixed alone": _longhorn("mixed", "mixed", full_attention_groups=[[0], [1]]),
     "longhorn all": _longhorn("linear", "sliding", "full", mlp_intermediate_size=16),
     **{
         f"spade {mixer} {attention}": _spade(ssm_type=mixer, attention_type=attention)

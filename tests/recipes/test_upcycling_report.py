@@ -91,6 +91,7 @@ def test_a_stopped_report_goes_on(whole, place, monkeypatch):
         ({"windowed": {"teacher": {"keep": 1}}}, "name more than one"),
         ({"windowed": {"a": {"keep_by": "even"}}}, "must have keep"),
         ({"windowed": {"a": {"keep": 1, "window": 3}}}, "may have keep_by"),
+        ({"windowed": {"a": {"keep": 1, "keep_by": "group_recall"}}}, "masks whole layers"),
     ],
 )
 def test_refusals(options, words, place, tmp_path):

@@ -3,6 +3,7 @@
 from random import Random
 from typing import Any
 
+from hf_hybrid_ssm.models.longhorn.configuration_longhorn import WINDOW_BLOCK_TYPES
 from tests.tiny_models import EVERY, TOKENS
 
 Fields = dict[str, Any]
@@ -57,6 +58,14 @@ FREE["spade_seq2seq"] = FREE["spade"] | {
 # fmt: on
 
 
+def groups_of(block_types: list[str], random: Random) -> Fields:
+    """Full groups for each "mixed_attention" layer, of three."""
+    groups = ([], [0], [2], [0, 1], [0, 2])
+    chosen = [random.choice(groups[1:]) if kind == "mixed_attention" else [] for kind in block_types]
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3}
+    return {"full_attention_groups": chosen if any(chosen) else None, **heads}
+
+
 def legal(model_type: str, random: Random) -> Fields:
     """Fields that fit each other by construction."""
     own = random.choice([own for of, own in EVERY.values() if of == model_type])
@@ -66,13 +75,16 @@ def legal(model_type: str, random: Random) -> Fields:
     fields["num_hidden_layers"] = layers
     if own.get("block_types") is not None:
         fields["block_types"] = random.choices(own["block_types"], k=layers)
+        if own.get("full_attention_groups") is not None:
+            fields |= groups_of(fields["block_types"], random)
     elif model_type == "bst":
         fields["ssm_layers"] = random.sample(range(layers), random.randint("retrieval_k" in own, layers))
     elif model_type.startswith("spade"):
         fields["ssm_layers"] = random.sample(range(layers), random.randint(0, layers))
-    if model_type == "longhorn" and not any("sliding" in kind for kind in fields.get("block_types", ())):
+    kinds = set(fields.get("block_types", ()))
+    if model_type == "longhorn" and not kinds & set(WINDOW_BLOCK_TYPES):
         fields.pop("attention_sink", None)  # it belongs to windows
-    if model_type == "longhorn" and "full_attention" not in fields.get("block_types", ()):
+    if model_type == "longhorn" and not kinds & {"full_attention", "mixed_attention"}:
         for name in ("attn_scale", "floor_scale"):  # they belong to full attention
             fields.pop(name, None)
     if own.get("use_rope_in_mixer"):  # its keys are as long as those of attention

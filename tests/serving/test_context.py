@@ -23,6 +23,7 @@ from tests.tiny_models import VARIANTS, language_model, own_language_model
 
 GROWING = {
     "longhorn + window and full attention": [2],
+    "longhorn + attention of mixed groups": [0, 2],
     "lmu-isa + global attention": [0, 1],
     "spade hyena full": [0, 1],
     "longhorn + full attention": [0],

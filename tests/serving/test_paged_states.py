@@ -16,6 +16,7 @@ FIXED = [variant for variant in VARIANTS if variant not in GROWING] + ["longhorn
 MAX_TOKENS = 24
 # with layers whose keys and values the server keeps
 SERVED = ["longhorn + window and full attention", "longhorn + full attention", "lmu-isa + global attention"]
+SERVED += ["longhorn + attention of mixed groups"]
 KEYS = ("keys", "values", "seen")
 SERVED += ["spade hyena full without a bias"]
 
@@ -218,6 +219,14 @@ def test_what_needs_more_than_a_page_is_refused(variant):
     )
     with pytest.raises(ValueError, match=words):
         PagedModel(language_model(variant), MAX_TOKENS)
+
+
+def test_groups_of_different_number_are_refused():
+    """A server's pages hold the keys of as many groups for every layer."""
+    fields = {"full_attention_groups": [[0], [], [1, 2]]}
+    model = type(language_model("longhorn"))(config_of("longhorn + attention of mixed groups", **fields)).eval()
+    with pytest.raises(ValueError, match=r"different numbers of key/value groups, by layer \{0: 1, 2: 2\}"):
+        PagedModel(model, MAX_TOKENS, Server)
 
 
 def test_a_bias_by_distance_is_refused():

@@ -31,7 +31,8 @@ HIDDEN_FIELDS = {"architectures", "layer_types", "block_types", "ssm_layers", "f
 HIDDEN_FIELDS |= {"transformers_version"}
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 FULL_ATTENTION = "full attention"
-ATTENTION = {"window attention", "chunk attention", FULL_ATTENTION}
+MIXED_ATTENTION = "full attention in some heads, window attention in the others"
+ATTENTION = {"window attention", "chunk attention", MIXED_ATTENTION, FULL_ATTENTION}
 """Kinds of layers, as families name them, that have no state but the keys and values of tokens."""
 TASKS = {
     "MODEL_FOR_CAUSAL_LM": "text-generation",
@@ -168,7 +169,7 @@ def _memory(config: PreTrainedConfig, text: CardText, kinds: list[str]) -> str:
     """What the family says of its memory, where no layer keeps the keys of all tokens."""
     if set(kinds) <= ATTENTION:
         return " This model has no such layers: it is attention alone."
-    grows = any(kind not in STATE_LAYER_TYPES for kind in config.layer_types)
+    grows = MIXED_ATTENTION in kinds or any(kind not in STATE_LAYER_TYPES for kind in config.layer_types)
     return f" {text.memory}" if text.memory and not grows else ""
 
 
@@ -178,6 +179,8 @@ def _forgets(kinds: list[str]) -> str | None:
         return None
     if FULL_ATTENTION in kinds:
         return "Only the layers with full attention see what the others' windows have left."
+    if MIXED_ATTENTION in kinds:
+        return "Only the heads with full attention see what the others' windows have left."
     return "The model forgets what its windows have left."
 
 

@@ -197,8 +197,11 @@ class PagedModel:
         cache, pages = DynamicCache(config=self.model.config), torch.zeros_like(input_ids[:1], dtype=torch.int64)
         for index in self._attending:
             hold_served(cache, index, self._attend(index, Requests([len(input_ids)], [0], pages)), {}, pages)
-        decoder = self.model.get_decoder()
-        return decoder(input_ids.unsqueeze(0), cache=cache, use_cache=True).last_hidden_state[0]
+        decoder, positions = self.model.get_decoder(), None
+        if decoder.uses_positions:  # a layer that asks the server counts a token before
+            positions = torch.arange(len(input_ids), device=input_ids.device).unsqueeze(0)
+        options = {"position_ids": positions, "use_cache": True, "continues_documents": True}
+        return decoder(input_ids.unsqueeze(0), cache=cache, **options).last_hidden_state[0]
 
     def _rectangles(self, requests: Requests) -> Iterator[list[int]]:
         """The requests in groups that are run together: single tokens that go on, then the others by length.
