@@ -248,7 +248,9 @@ def _student(arguments: ReportArguments, teacher: Any, tokenizer: Any, given: An
         dtype = getattr(torch, arguments.dtype)
         yield AutoModelForCausalLM.from_pretrained(given, dtype=dtype, **of_delta).eval()
     else:
-        windows = "others_as" in given or given.get("family") == "bst"
+        keep = given.get("keep")
+        of_groups = isinstance(keep, list) and any(not isinstance(part, int) for part in keep)
+        windows = of_groups or "others_as" in given or given.get("family") == "bst"
         student, _ = upcycle(
             teacher, tokenizer=tokenizer, **({"sliding_window": arguments.window} if windows else {}) | given
         )
