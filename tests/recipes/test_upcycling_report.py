@@ -31,7 +31,7 @@ def place(tmp_path_factory):
 
 def arguments_of(place, output, **options):
     given = {"windowed": {"wide": {"keep": 0}, "all": {"keep": [0, 1, 2]}, "even": {"keep": 1, "keep_by": "even"}}}
-    given |= {"students": {"made": {"keep": 1.0}}, "multiples": [2], "samples": 3, "edges": [8, 64, 200], "texts": 2}
+    given |= {"students": {"made": {"keep": 1.0}, "groups": {"keep": [[1, 0]]}}, "multiples": [2], "samples": 3, "edges": [8, 64, 200], "texts": 2}
     given |= {"files": [str(place / "texts.jsonl")], "written_tokens": 5, "cache_lengths": [64, 128]}
     return ReportArguments(str(place / "teacher"), window=WINDOW, output_dir=str(output), **given | options)
 
@@ -44,7 +44,7 @@ def whole(place, tmp_path_factory):
 
 def test_a_window_that_keeps_every_layer_changes_nothing(whole):
     models = whole[1]["models"]
-    assert set(models) == {"teacher", "wide", "all", "even", "made"}
+    assert set(models) == {"teacher", "wide", "all", "even", "made", "groups"}
     for other in ("all", "made"):
         assert models[other]["recall"] == models["teacher"]["recall"]
         for part, loss in models["teacher"]["loss"]["mean"].items():
@@ -63,6 +63,8 @@ def test_every_judge_is_asked(whole):
     assert len(found["models"]["teacher"]["loss"]["by_text"]) == 2
     # keys and values of 3 layers, 2 heads of 16, in bfloat16
     assert found["models"]["teacher"]["cache_bytes"] == {"64": 64 * 3 * 2 * 32 * 2, "128": 128 * 3 * 2 * 32 * 2}
+    held = found["models"]["groups"]["cache_bytes"]  # one group of six grows, the others have the report's window
+    assert held["128"] - held["64"] == 64 * 2 * 16 * 2 and held["64"] < 2 * 16 * 2 * (64 + 5 * (WINDOW + 1))
     assert found["models"]["made"]["written"] == found["models"]["teacher"]["written"]
     assert found["models"]["made"]["written"]["tokens"] == 10
     assert json.loads((output / "results.json").read_text())["models"]["made"] == found["models"]["made"]

@@ -221,12 +221,17 @@ def test_what_needs_more_than_a_page_is_refused(variant):
         PagedModel(language_model(variant), MAX_TOKENS)
 
 
-def test_groups_of_different_number_are_refused():
-    """A server's pages hold the keys of as many groups for every layer."""
-    fields = {"full_attention_groups": [[0], [], [1, 2]]}
+@pytest.mark.parametrize(("kinds", "groups"), [(["mixed_attention", "full_attention"], 3), (["mixed_attention"] * 2, 2)])
+def test_layers_ask_a_server_for_as_many_groups(kinds, groups):
+    """A server's pages have one size, so that layers with fewer full groups fill them up."""
+    fields = {"block_types": kinds, "num_hidden_layers": 2}
+    fields["full_attention_groups"] = [[0], [1, 2] if kinds[1] == "mixed_attention" else []]
     model = type(language_model("longhorn"))(config_of("longhorn + attention of mixed groups", **fields)).eval()
-    with pytest.raises(ValueError, match=r"different numbers of key/value groups, by layer \{0: 1, 2: 2\}"):
-        PagedModel(model, MAX_TOKENS, Server)
+    asked = state_layout(model).attention
+    assert [(each.num_heads, each.num_key_value_heads) for each in asked] == [(2 * groups, groups)] * 2
+    ids = random_ids(model, 1, 16)
+    hidden = PagedModel(model, 16, Server).forward_without_pages(ids[0])
+    torch.testing.assert_close(model.lm_head(model._pre_head(hidden)), whole(model, ids)[0], **TOLERANCE)
 
 
 def test_a_bias_by_distance_is_refused():

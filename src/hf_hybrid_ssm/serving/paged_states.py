@@ -119,13 +119,6 @@ def check_pageable(model: Any, layout: StateLayout, has_server: bool) -> None:
             f"layers {biased} of this {model_type!r} model add a learned bias by distance to full attention, which a "
             "server's attention does not have: attention within a window or a chunk has it."
         )
-    counts = {attention.layer: attention.num_key_value_heads for attention in layout.attention}
-    if len(set(counts.values())) > 1:
-        raise ValueError(
-            f"layers of this {model_type!r} model attend to all tokens in different numbers of key/value groups, by "
-            f"layer {counts}, and the pages of a server hold one number for all: keep whole layers, or as many groups "
-            "in each."
-        )
 
 
 class PagedModel:

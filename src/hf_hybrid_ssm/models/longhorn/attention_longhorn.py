@@ -265,7 +265,7 @@ class LonghornMixedAttention(LonghornSlidingAttention):
         """Queries, keys and values of the full groups → (B, L, heads · head_dim), and the states after them."""
         queries, keys, values = (x.transpose(1, 2) for x in heads)
         if isinstance(served := past.get("keys"), ServedKeys):
-            return served.attend(queries, keys, values, scale=self.scaling), {}
+            return self._ask(served, queries, keys, values), {}
         output, state = local_attention(
             queries,
             keys,
@@ -277,6 +277,13 @@ class LonghornMixedAttention(LonghornSlidingAttention):
             initial_state=AttentionState(**past) if past else None,
         )
         return output.transpose(1, 2).flatten(2), {} if state is None else state._asdict()
+
+    def _ask(self, served: ServedKeys, *heads: torch.Tensor) -> torch.Tensor:
+        """`served.attend`, of as many groups in every layer, since a server's pages have one size: zeros fill up."""
+        missing = self.config.most_full_groups - len(self.full_groups)
+        counts = missing * self.num_key_value_groups, missing, missing
+        wide = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, more)) for x, more in zip(heads, counts))
+        return served.attend(*wide, scale=self.scaling)[..., : heads[0].shape[1] * self.head_dim]
 
     def states_after(self, *heads: torch.Tensor, past: States, rows: Rows, **options: Any) -> States:
         before, window = _full_and_window(past)

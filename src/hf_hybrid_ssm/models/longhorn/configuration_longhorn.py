@@ -237,6 +237,12 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
         return [] if self.full_attention_groups is None else self.full_attention_groups[layer_idx]
 
     @property
+    def most_full_groups(self) -> int:
+        """The key/value groups that attend to all tokens in the layer that has most of them."""
+        whole = [self.num_key_value_heads] * ("full_attention" in self.block_types)
+        return max([*whole, *map(len, self.full_attention_groups or [])], default=0)
+
+    @property
     def intermediate_size(self) -> int:
         """Channels D inside a Longhorn block."""
         return self.expand * self.hidden_size
