@@ -9,16 +9,18 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from hf_hybrid_ssm.upcycle import load_teacher_model, upcycle
+from hf_hybrid_ssm.upcycle import evenly_spaced, load_teacher_model, upcycle
 
 TEACHER = "teacher"
 FULL_LAYERS = 6  # that keep attention to all tokens
+FULL_GROUPS = 9  # key/value groups that keep it, each in a layer of its own
 STUDENTS: dict[str, dict[str, Any]] = {
     "bst-256": {"family": "bst", "sliding_window": 256},
     "bst-512": {"family": "bst", "sliding_window": 512},
     "longhorn": {"family": "longhorn"},
     "windows": {"family": "longhorn", "others_as": "sliding_attention", "sliding_window": 256},
     "windows-alone": {"family": "longhorn", "others_as": "sliding_attention", "sliding_window": 256, "keep": 0},
+    "groups": {"family": "longhorn", "others_as": "sliding_attention", "sliding_window": 256},
 }
 """Name → arguments of `upcycle`. Which layers a Longhorn keeps costs no time, so that they are evenly spaced."""
 RANDOM = {
@@ -40,9 +42,11 @@ def teacher_of(source: str | None) -> PreTrainedModel:
 
 def student_of(teacher: PreTrainedModel, name: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    options = dict(STUDENTS[name])
-    if options["family"] == "longhorn":
-        options = {"keep": min(FULL_LAYERS, teacher.config.num_hidden_layers), "keep_by": "even"} | options
+    options, layers = dict(STUDENTS[name]), teacher.config.num_hidden_layers
+    if name == "groups":
+        options["keep"] = [(layer, 0) for layer in evenly_spaced(layers, min(FULL_GROUPS, layers))]
+    elif options["family"] == "longhorn":
+        options = {"keep": min(FULL_LAYERS, layers), "keep_by": "even"} | options
     return upcycle(teacher, **options)[0].eval()
 
 

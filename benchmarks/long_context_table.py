@@ -13,6 +13,7 @@ LABELS = {
     "longhorn": "Longhorn, six full layers",
     "windows": "Windows of 256, six full layers",
     "windows-alone": "Windows of 256 alone",
+    "groups": "Windows of 256, nine full groups",
     LLAMA_CPP: "llama.cpp",
 }
 PICTURE = "![milliseconds a token and seconds a prompt, by length](../benchmarks/results/long_context.png)"

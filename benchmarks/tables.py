@@ -373,6 +373,7 @@ TABLES = {
     "upcycling_controls": upcycling_controls,
     "upcycling_recall": upcycling_recall,
     "upcycling_report": upcycling_report,
+    "upcycling_groups": upcycling_report,
     "upcycling_sinks": upcycling_losses,
     "upcycling_grid_128": upcycling_grid,
     "upcycling_grid_256": upcycling_grid,

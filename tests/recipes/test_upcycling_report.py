@@ -31,7 +31,13 @@ def place(tmp_path_factory):
 
 def arguments_of(place, output, **options):
     given = {"windowed": {"wide": {"keep": 0}, "all": {"keep": [0, 1, 2]}, "even": {"keep": 1, "keep_by": "even"}}}
-    given |= {"students": {"made": {"keep": 1.0}, "groups": {"keep": [[1, 0]]}}, "multiples": [2], "samples": 3, "edges": [8, 64, 200], "texts": 2}
+    given |= {
+        "students": {"made": {"keep": 1.0}, "groups": {"keep": [[1, 0]]}},
+        "multiples": [2],
+        "samples": 3,
+        "edges": [8, 64, 200],
+        "texts": 2,
+    }
     given |= {"files": [str(place / "texts.jsonl")], "written_tokens": 5, "cache_lengths": [64, 128]}
     return ReportArguments(str(place / "teacher"), window=WINDOW, output_dir=str(output), **given | options)
 

@@ -221,7 +221,9 @@ def test_what_needs_more_than_a_page_is_refused(variant):
         PagedModel(language_model(variant), MAX_TOKENS)
 
 
-@pytest.mark.parametrize(("kinds", "groups"), [(["mixed_attention", "full_attention"], 3), (["mixed_attention"] * 2, 2)])
+@pytest.mark.parametrize(
+    ("kinds", "groups"), [(["mixed_attention", "full_attention"], 3), (["mixed_attention"] * 2, 2)]
+)
 def test_layers_ask_a_server_for_as_many_groups(kinds, groups):
     """A server's pages have one size, so that layers with fewer full groups fill them up."""
     fields = {"block_types": kinds, "num_hidden_layers": 2}
