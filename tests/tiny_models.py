@@ -236,6 +236,8 @@ WIDE_LMU |= {"lmu_theta": 30.0, "num_attention_heads": 2, "sliding_window": 20}
 WIDE_HYBRID = {**HYBRID, **SINK, "num_hidden_layers": 3, "sliding_window": 20, "num_attention_heads": 4}
 WIDE_HYBRID |= {"num_heads": 2, "use_qk_proj": True}
 WIDE_HYBRID |= {"block_types": ["hybrid_sliding", "sliding_attention", "full_attention"]}
+WIDE_MIXED = {"block_types": ["mixed_attention", "linear_attention"], "full_attention_groups": [[1], []]}
+WIDE_MIXED |= {"sliding_window": 20, "num_attention_heads": 4, "num_key_value_heads": 2}
 WITHOUT_DROPOUT = dict.fromkeys(("dropout", "attention_dropout", "embedding_dropout", "activation_dropout"), 0.0)
 CHUNKS = {"attention_type": "chunk", "chunk_size": 16, "relative_bias_scope": "none"}
 LIKE_LLAMA = {"rope_parameters": {"rope_theta": 100.0}, "gated_mlp": True, "hidden_act": "silu"}
@@ -244,6 +246,7 @@ BRECT = {"ssm_layers": None, "block_types": ["sliding_attention", "block_recurre
 CASES: dict[str, tuple[str, dict]] = {
     "longhorn": ("longhorn", {"state_size": 5}),
     "longhorn hybrid": ("longhorn", {"state_size": 5, **WIDE_HYBRID}),
+    "longhorn mixed groups": ("longhorn", {"state_size": 5, **WIDE_MIXED}),
     "spade": ("spade", WIDE_SPADE),
     "spade chunk": ("spade", {**WIDE_SPADE, **CHUNKS}),
     "spade full, trained s4": ("spade", {**WIDE_SPADE, "attention_type": "full", "ssm_trainable": "all"}),

@@ -9,7 +9,14 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from tests.tiny_models import own_language_model
 
-CASES = ["longhorn + window and full attention", "bst mh s4", "lmu-isa", "spade s4 window", "encoder-decoder"]
+CASES = [
+    "longhorn + window and full attention",
+    "longhorn + attention of mixed groups",
+    "bst mh s4",
+    "lmu-isa",
+    "spade s4 window",
+    "encoder-decoder",
+]
 
 
 def ids_of(length: int, seed: int = 0) -> torch.Tensor:

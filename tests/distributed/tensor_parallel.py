@@ -14,6 +14,7 @@ from tests.tiny_models import built
 TENSOR = [
     "longhorn",
     "longhorn hybrid",
+    "longhorn mixed groups",
     "spade",
     "bst mh",
     "bst mf",
