@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from hf_hybrid_ssm.upcycle import load_teacher, upcycle
+from hf_hybrid_ssm.upcycle import load_teacher, recall_prompts, upcycle
 
 TEACHER, TEXTS = "HF_HYBRID_SSM_SMOLLM2", "HF_HYBRID_SSM_NOVELS"
 """Environment variables: the `.gguf` file, and a file of JSON lines whose "text" are novels."""
@@ -17,6 +17,9 @@ LENGTH, WINDOW = 2048, 512
 AT_MOST = {(0, 512): 1e-4, (512, 1024): 0.035, (1024, 2048): 0.065}
 """Nats that a student with windows of 512 and no kept layer may lose, by position, on the test books of `lm/books`. It
 depends on the text: on `lm/se_novels` it is 0.086 and 0.068."""
+GROUPS = [(18, 2), (7, 2), (23, 0), (8, 0), (21, 2), (22, 1), (17, 1), (20, 1), (3, 2)]
+"""The key/value groups that recall needs most (`benchmarks/kv_groups.py`)."""
+NEEDS_TEACHER = pytest.mark.skipif(TEACHER not in os.environ, reason=f"{TEACHER} names no file of SmolLM2")
 DELTA = Path(__file__).parents[2] / "checkpoints/deltas/smollm2-windows-512"
 given = pytest.mark.skipif(
     TEACHER not in os.environ or TEXTS not in os.environ, reason=f"{TEACHER} and {TEXTS} name no files of SmolLM2"
@@ -71,3 +74,23 @@ def test_trained_sinks_lose_less():
     assert after[0, WINDOW] == pytest.approx(wanted[0, WINDOW], abs=1e-4)
     for place in ((512, 1024), (1024, 2048)):
         assert wanted[place] < after[place] < before[place], (wanted, before, after)
+
+
+@NEEDS_TEACHER
+@torch.no_grad()
+def test_nine_groups_recall_what_windows_do_not():
+    """Facts at up to eight windows' distance, of prompts that the ranking has not seen."""
+    teacher, tokenizer = load_teacher(os.environ[TEACHER])
+    prompts = recall_prompts(tokenizer, teacher.config.vocab_size, 256, count=6, seed=3)
+
+    def recalled(model) -> float:
+        found = []
+        for prompt in prompts:
+            logits = model(prompt.input_ids, use_cache=False).logits[0, prompt.positions - 1]
+            found.append(logits.argmax(-1) == prompt.input_ids[0, prompt.positions])
+        return float(torch.cat(found).double().mean())
+
+    window = {"tokenizer": tokenizer, "sliding_window": 257}
+    groups = recalled(upcycle(teacher, keep=GROUPS, **window)[0])
+    windows = recalled(upcycle(teacher, keep=[], others_as="sliding_attention", **window)[0])
+    assert groups > 0.8 and windows < 0.4, (groups, windows)
