@@ -213,14 +213,14 @@ def build_parser() -> argparse.ArgumentParser:
         "--keep",
         type=_keep,
         metavar="N",
-        help="layers with full attention: how many, which share, or which, as 7,8,14 (default: a fifth); "
-        "or key/value groups, as 7:1,14:0",
+        help="layers with full attention: how many, which share, or which, as 7,8,14, or as 7:1,14:0 key/value groups "
+        "(default: a fifth)",
     )
     parser.add_argument(
         "--keep-by",
         choices=KEEP_BY,
-        help="how the layers are chosen (default: recall, or even where the teacher has none); group_recall chooses "
-        "so many key/value groups instead",
+        help="how the layers are chosen; by group_recall so many key/value groups are chosen instead "
+        "(default: recall, or even where the teacher has none)",
     )
     parser.add_argument(
         "--memory",
