@@ -379,6 +379,7 @@ TABLES = {
     "upcycling_grid_256": upcycling_grid,
     "upcycling_grid_512": upcycling_grid,
     "upcycling_memory": upcycling_memory,
+    "upcycling_memory_mixers": upcycling_memory,
     "upcycling_positions": upcycling_losses,
     "bst_books": lengths,
     "bst_16k": lengths,
