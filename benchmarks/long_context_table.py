@@ -127,6 +127,13 @@ def notes(figures: Figure) -> list[str]:
     return [text, *(f"Not measured: {name}, because {why}" for name, why in figures["skipped"].items())]
 
 
+def long_context_groups(figures: Figure) -> str:
+    """Times of a token alone."""
+    return by_length(
+        figures, "write", "ms a token after so many", lambda cell: f"{cell['milliseconds_per_token']:.1f}"
+    )
+
+
 def long_context(figures: Figure) -> str:
     parts = [PICTURE + "\n"]
     tables = {

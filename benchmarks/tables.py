@@ -38,7 +38,7 @@ from experiment_tables import (
 )
 from table_text import RESULTS, load, markdown_table
 
-from benchmarks.long_context_table import long_context
+from benchmarks.long_context_table import long_context, long_context_groups
 
 ROOT = Path(__file__).parents[1]
 WITH_HEAD = "training_step_of_one_row_of_1024_with_the_head"
@@ -406,6 +406,7 @@ TABLES = {
     "half_prompts": half_prompts,
     "start_up": start_up,
     "long_context": long_context,
+    "long_context_groups": long_context_groups,
     "comparison": same_checks,
 }
 
