@@ -27,6 +27,10 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
         "longhorn + window and full attention",
         {"block_types": ["sliding_attention"], **SINK},
     ),
+    "longhorn, attention of mixed groups with a constant sink": (
+        "longhorn + attention of mixed groups",
+        {"block_types": ["mixed_attention"], "full_attention_groups": [[1]]},
+    ),
     "bst, sliding attention": ("bst sh s4d", {"ssm_layers": None, "block_types": ["sliding_attention"]}),
     "bst, sliding attention with a constant sink": (
         "bst sh s4d",
@@ -58,8 +62,8 @@ def model_of(layer: str, depth: int) -> PreTrainedModel:
     fields = {**TOKENS, **own, **fields, "num_hidden_layers": depth}
     if fields.get("ssm_layers"):
         fields["ssm_layers"] = list(range(depth))
-    if "block_types" in fields:
-        fields["block_types"] = fields["block_types"] * depth
+    for name in {"block_types", "full_attention_groups"} & fields.keys():
+        fields[name] = fields[name] * depth
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields))
 

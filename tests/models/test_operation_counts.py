@@ -16,6 +16,7 @@ DECODE = {
     "longhorn": 9,
     "longhorn, sliding attention": 27,
     "longhorn, sliding attention with a constant sink": 37,
+    "longhorn, attention of mixed groups with a constant sink": 38,
     "bst, sliding attention": 16,
     "bst, sliding attention with a constant sink": 29,
     "bst SH, S4D": 24,
