@@ -184,6 +184,24 @@ def test_many_layers_go_by_thirds(monkeypatch):
     assert ranking.layers == [10, 11, 8, 9, 6, 7, 4, 5, 2, 3, 0, 1]
 
 
+@pytest.mark.parametrize("rank", [rank_layers_by_recall, rank_groups_by_recall])
+def test_progress_is_shown_to_the_end_of_a_ranking(rank):
+    """Two bars: the prompts as they are read, and as they are tried once for each turn; both come to their end."""
+    bars = []
+
+    def progress(sequence):
+        bars.append([len(sequence), 0, False])
+        for item in sequence:
+            bars[-1][1] += 1
+            yield item
+        bars[-1][2] = True
+
+    prompts = recall_prompts(None, VOCAB, WINDOW, count=2)
+    ranking = rank(recalling_teacher(), window=WINDOW, prompts=prompts, progress=progress)
+    assert bars == [[2, 2, True], [2 * LAYERS, 2 * LAYERS, True]]  # one key/value group a layer, one at a time
+    assert ranking == rank(recalling_teacher(), window=WINDOW, prompts=prompts)
+
+
 @pytest.mark.parametrize("name", TEACHERS)
 def test_the_end_of_a_text_is_read_after_windows(name):
     """Against one forward of the whole text: its start in windows in all layers, its end in some."""

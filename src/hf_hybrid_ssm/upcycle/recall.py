@@ -8,7 +8,8 @@ What reaches back are the tokens of the question and of the answers. Those befor
 layers: so they are read once, and only the end of a prompt again for each set of layers.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -53,7 +54,7 @@ def rank_layers_by_recall(
         tokenizer: the teacher's; None: the prompts are random token ids.
         window: of the probe; it need not be the student's.
         prompts: others than `recall_prompts(tokenizer, vocab_size, window, seed=seed)`.
-        progress: wraps the sequence of prompts, as `tqdm` does.
+        progress: wraps two sequences, as `tqdm` does: the prompts as they are read, and as they are tried in turns.
 
     Raises:
         NoRecallError: the teacher recalls less than half of the tokens, so that the ranking would be noise; or its
@@ -114,15 +115,26 @@ def _ranked(
     scores: dict[Part, float] = {}
     with maskable(teacher):
         endings = [_Ending(teacher, prompt, window) for prompt in (progress or list)(prompts)]
+        turns = _turns(len(parts))
+        steps = iter((progress or list)(endings * len(turns)))
         left = list(parts)
-        while left:
-            lost = _lost(endings, left, order)
-            leave = max(1, len(left) // 3) if len(left) > ONE_BY_ONE else 1
+        for leave in turns:
+            lost = _lost(islice(steps, len(endings)), left, order)
             least = sorted(left, key=lambda part: (lost[part], -parts.index(part)))[:leave]
             scores |= {part: lost[part] for part in least}
             order += least
             left = [part for part in left if part not in least]
+        next(steps, None)  # a progress bar closes at the end of its sequence
     return order[::-1], scores
+
+
+def _turns(parts: int) -> list[int]:
+    """How many parts get a window at a time, until all have one."""
+    turns = []
+    while parts:
+        turns.append(max(1, parts // 3) if parts > ONE_BY_ONE else 1)
+        parts -= turns[-1]
+    return turns
 
 
 class _Ending:
@@ -152,7 +164,7 @@ class _Ending:
         return _masks(self._mask, parts, self._teacher.config, self._of_groups)
 
 
-def _lost(endings: Sequence[_Ending], parts: Sequence[Part], windowed: Sequence[Part]) -> dict[Part, float]:
+def _lost(endings: Iterable[_Ending], parts: Sequence[Part], windowed: Sequence[Part]) -> dict[Part, float]:
     """What the mean log-probability loses when a part gets a window as others have already."""
     lost: dict[Part, list[torch.Tensor]] = {part: [] for part in parts}
     for ending in endings:
