@@ -48,6 +48,7 @@ HYBRIDS: dict[str, tuple[str, dict]] = {
         "longhorn + window and full attention",
         {**EVERYTHING, "num_hidden_layers": 4},
     ),
+    "longhorn + attention of mixed groups": ("longhorn + attention of mixed groups", {"head_dim": 32}),
     "lmu-isa + global attention": ("lmu-isa + global attention", WIDE),
     "spade hyena full without a bias": ("spade hyena full", {**WIDE, "relative_bias_scope": "none"}),
 }

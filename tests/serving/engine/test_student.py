@@ -1,4 +1,5 @@
-"""A student of SmolLM2-135M-Instruct with six layers of full attention, where its teacher's GGUF file is given.
+"""Students of SmolLM2-135M-Instruct with full attention in six layers and in twelve key/value groups, where their
+teacher's GGUF file is given.
 
 Thirty-two requests at once in float32, greedily, against `generate`. Two kernels of attention round
 differently; so where a text differs, the two tokens must be equally probable to `NEAR` nats. The report counts such
@@ -17,7 +18,9 @@ from hf_hybrid_ssm.upcycle import load_teacher, upcycle
 from tests.serving.engine.engines import engine_of, generated, model_of, prompts_of, tokens_of
 from tests.upcycle.test_real_teacher import TEACHER
 
-LAYERS = [7, 15, 17, 18, 21, 23]  # that `hf-hybrid-ssm upcycle --keep 6` chooses
+GROUPS = [(18, 2), (7, 2), (23, 0), (8, 0), (21, 2), (22, 1), (17, 1), (20, 1), (3, 2), (15, 2), (17, 0), (5, 2)]
+# the layers that `hf-hybrid-ssm upcycle --keep 6` chooses, and the groups of report_groups_cpu.yaml
+KEPT = {"six layers": [7, 15, 17, 18, 21, 23], "twelve groups": GROUPS}
 REQUESTS, NEAR = 32, 1e-3
 DRAW = random.Random(0)
 LENGTHS = [DRAW.randint(8, 40) for _ in range(26)] + [DRAW.randint(258, 300) for _ in range(6)]
@@ -26,11 +29,12 @@ WANTED = [DRAW.randint(8, 16) for _ in range(REQUESTS)]
 
 @pytest.mark.skipif(TEACHER not in os.environ, reason=f"{TEACHER} names no GGUF file of SmolLM2")
 @torch.no_grad()
-def test_student(tmp_path, record_property):
+@pytest.mark.parametrize("kept", KEPT)
+def test_student(kept, tmp_path, record_property):
     """Prompts of 8 to 300 random tokens, six of them longer than a window of 256; answers of 8 to 16."""
     teacher, tokenizer = load_teacher(os.environ[TEACHER])
-    options = {"keep": LAYERS, "keep_as": "full_attention", "others_as": "sliding_attention", "sliding_window": 257}
-    student, _ = upcycle(teacher, tokenizer=tokenizer, **options)
+    options = {"keep_as": "full_attention", "others_as": "sliding_attention", "sliding_window": 257}
+    student, _ = upcycle(teacher, KEPT[kept], tokenizer=tokenizer, **options)
     student.eval().save_pretrained(tmp_path, export_code=True)
     tokenizer.save_pretrained(tmp_path)
     del teacher, student
