@@ -330,7 +330,10 @@ def lm_eval(figures: dict) -> str:
     ]
     documents = tasks["piqa"]["documents"]
     half = 100 * NORMAL * max(errors)
-    note = f"{documents} documents of a task; half the 95 % interval of a share is at most {half:.1f}."
+    fewer = "".join(
+        f" ({found['documents']} of {task})" for task, found in tasks.items() if found["documents"] < documents
+    )
+    note = f"{documents} documents of a task{fewer}; half the 95 % interval of a share is at most {half:.1f}."
     return f"{markdown_table(['task, measure', 'guessing', *models], rows)}\n{note}\n"
 
 
@@ -411,10 +414,10 @@ def upcycling_recall(figures: dict) -> str:
 
 
 def upcycling_report(figures: dict) -> str:
-    """Needles right with Wilson's intervals, loss by position, and the cache, for a teacher and its students."""
+    """Needles right with Wilson's intervals, loss by position where it was asked for, and the cache."""
     models, multiples = figures["models"], figures["settings"]["multiples"]
     lengths = [multiple * figures["settings"]["window"] for multiple in multiples]
-    samples, parts = figures["settings"]["samples"], list(models["teacher"]["loss"]["mean"])[-2:]
+    samples, parts = figures["settings"]["samples"], list(models["teacher"].get("loss", {"mean": ()})["mean"])[-2:]
     rows = []
     for name, found in models.items():
         needles = (found["recall"]["recall_needle"][f"{multiple}x"] for multiple in multiples)
