@@ -1,9 +1,8 @@
-"""Students of SmolLM2-135M-Instruct with full attention in six layers and in twelve key/value groups, where their
-teacher's GGUF file is given.
+"""Students of SmolLM2-135M-Instruct, where their teacher's GGUF file is given.
 
-Thirty-two requests at once in float32, greedily, against `generate`. Two kernels of attention round
-differently; so where a text differs, the two tokens must be equally probable to `NEAR` nats. The report counts such
-near ties.
+With full attention in six layers, and in twelve key/value groups. Thirty-two requests at once in float32, greedily,
+against `generate`. Two kernels of attention round differently; so where a text differs, the two tokens must be equally
+probable to `NEAR` nats. The report counts such near ties.
 """
 
 import os
