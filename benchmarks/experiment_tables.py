@@ -488,6 +488,27 @@ def upcycling_memory(figures: dict) -> str:
     return markdown_table([head, *_stretches(first["mean"]), *needles], rows)
 
 
+def upcycling_teacher(figures: dict) -> str:
+    """Loss by position of a teacher and a student, as they were and trained on alike; a student's minus that of the
+    teacher in the same state, paired over texts; and needles."""
+    models, (trained, *_) = figures["models"], [name for name in figures["models"] if name.endswith("trained on")]
+    (needles,) = (multiple * figures["settings"]["window"] for multiple in figures["settings"]["multiples"])
+    rows = []
+    for name, found in models.items():
+        cells = [f"{loss:.3f}" for loss in found["loss"]["mean"].values()]
+        if name != "teacher":
+            other = models[trained if name.endswith("trained on") and name != trained else "teacher"]
+            differences = _differences(found["loss"], other["loss"])
+            cells = [f"{cell} ({_interval_of(each)})" for cell, each in zip(cells, differences)]
+        (right,) = found["recall"]["recall_needle"].values()
+        rows.append([name, *cells, f"{right['right']} of {right['count']}"])
+    head = (
+        f"loss, and minus the teacher's before or after, 95 % over {len(models['teacher']['loss']['by_text'])} books"
+    )
+    parts = _stretches(models["teacher"]["loss"]["mean"])
+    return markdown_table([head, *parts, f"needles in {needles:,} tokens"], rows)
+
+
 def _differences(ours: dict, theirs: dict) -> list[list[float]]:
     """Of each stretch of positions, text by text."""
     pairs = list(zip(ours["by_text"], theirs["by_text"]))

@@ -35,6 +35,7 @@ from experiment_tables import (
     upcycling_memory,
     upcycling_recall,
     upcycling_report,
+    upcycling_teacher,
 )
 from table_text import RESULTS, load, markdown_table
 
@@ -376,7 +377,7 @@ TABLES = {
     "upcycling_groups": upcycling_report,
     "upcycling_long": upcycling_report,
     "upcycling_sinks": upcycling_losses,
-    "upcycling_teacher": upcycling_losses,
+    "upcycling_teacher": upcycling_teacher,
     "upcycling_grid_128": upcycling_grid,
     "upcycling_grid_256": upcycling_grid,
     "upcycling_grid_512": upcycling_grid,
