@@ -14,6 +14,7 @@ import gc
 import importlib
 import json
 import os
+import random
 import runpy
 import signal
 import socket
@@ -83,6 +84,16 @@ def run(
     return done
 
 
+def free_port() -> int:
+    """One that nothing listens on, and that no system gives to whoever asks for any before the server has started."""
+    draw = random.SystemRandom()  # processes of tests that share seeds run side by side
+    while True:
+        port = draw.randint(10_000, 32_000)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+
+
 def run_ranks(
     arguments: Sequence[object],
     *,
@@ -92,9 +103,7 @@ def run_ranks(
     timeout: float | None = 600,
 ) -> list[subprocess.CompletedProcess]:
     """Processes that find each other, with the environment that `torchrun` gives them; the first error ends all."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     shared = DEFAULTS | dict(env) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     shared |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
     environments = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]

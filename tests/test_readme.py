@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -118,9 +117,7 @@ def can_serve():
 
 def answer_of_a_server(words, environment, folder):
     """What the server of that command answers to one request of OpenAI's."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = processes.free_port()
     address, log = f"http://127.0.0.1:{port}/v1/completions", folder / "server.txt"
     body = {"model": words[-1], "prompt": "Return a new", "max_tokens": 4}
     request = urllib.request.Request(address, json.dumps(body).encode(), {"content-type": "application/json"})

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_hybrid_ssm.cli import run
 from tests.cli.folders import environment, save_checkpoint
+from tests.processes import free_port
 
 for needed in ("fastapi", "uvicorn", "openai", "starlette", "rich"):  # what `transformers[serving]` installs
     if importlib.util.find_spec(needed) is None:  # not imported: other tests would wait for it
@@ -58,9 +58,7 @@ def expected(folder):
 @pytest.fixture(scope="module")
 def server(folder, tmp_path_factory):
     """Started with --continuous-batching, which must fall back."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     log = tmp_path_factory.mktemp("log") / "server.txt"
     command = [sys.executable, "-m", "hf_hybrid_ssm", "run", "transformers", "serve", str(folder)]
     command += ["--port", str(port), "--host", "127.0.0.1", "--device", "cpu", "--continuous-batching"]

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ import pytest
 from openai import OpenAI
 from transformers import AutoTokenizer
 
+from tests.processes import free_port
 from tests.serving.engine.engines import FAMILIES, NEW, SETTINGS, folder_of, generated, model_of, prompts_of
 
 LENGTHS = (1, 2, 3, 7, 15, 16, 17, 30, 45, 64, 100, 200)
@@ -25,9 +25,7 @@ COMMAND += ("--max-model-len", "512", "--max-num-seqs", "16", "--host", "127.0.0
 @contextlib.contextmanager
 def server_of(folder: Path, log: Path) -> Iterator[OpenAI]:
     """A client of a server of its own process."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with log.open("w") as out:
         command = [*COMMAND, "--model", str(folder), "--port", str(port)]
         process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | SETTINGS)
