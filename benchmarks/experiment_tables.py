@@ -502,11 +502,9 @@ def upcycling_teacher(figures: dict) -> str:
             cells = [f"{cell} ({_interval_of(each)})" for cell, each in zip(cells, differences)]
         (right,) = found["recall"]["recall_needle"].values()
         rows.append([name, *cells, f"{right['right']} of {right['count']}"])
-    head = (
-        f"loss, and minus the teacher's before or after, 95 % over {len(models['teacher']['loss']['by_text'])} books"
-    )
-    parts = _stretches(models["teacher"]["loss"]["mean"])
-    return markdown_table([head, *parts, f"needles in {needles:,} tokens"], rows)
+    first = models["teacher"]["loss"]
+    head = f"loss, and minus that of a teacher, 95 % over {len(first['by_text'])} books"
+    return markdown_table([head, *_stretches(first["mean"]), f"needles in {needles:,} tokens"], rows)
 
 
 def _differences(ours: dict, theirs: dict) -> list[list[float]]:
