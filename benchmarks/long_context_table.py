@@ -134,6 +134,15 @@ def long_context_groups(figures: Figure) -> str:
     )
 
 
+def long_context_longest(figures: Figure) -> str:
+    """Times of a token and memory at 65,536 tokens, and times of a prompt of 16,384, where they were taken."""
+    parts = [long_context_groups(figures)]
+    parts.append(by_length(figures, "write", "resident memory (of it the cache), MiB", memory))
+    if lengths(figures, "read"):
+        parts.append(by_length(figures, "read", "read, seconds (tokens a second)", prompt))
+    return "\n".join(parts)
+
+
 def long_context(figures: Figure) -> str:
     parts = [PICTURE + "\n"]
     tables = {

@@ -39,7 +39,7 @@ from experiment_tables import (
 )
 from table_text import RESULTS, load, markdown_table
 
-from benchmarks.long_context_table import long_context, long_context_groups
+from benchmarks.long_context_table import long_context, long_context_groups, long_context_longest
 
 ROOT = Path(__file__).parents[1]
 WITH_HEAD = "training_step_of_one_row_of_1024_with_the_head"
@@ -410,6 +410,7 @@ TABLES = {
     "start_up": start_up,
     "long_context": long_context,
     "long_context_groups": long_context_groups,
+    "long_context_longest": long_context_longest,
     "comparison": same_checks,
 }
 
