@@ -7,9 +7,10 @@ import subprocess
 import sys
 
 import pytest
+import safetensors.torch
 import torch
 
-from hf_hybrid_ssm.layers import low_bit_linear
+from hf_hybrid_ssm.layers import low_bit_kernels, low_bit_linear
 from hf_hybrid_ssm.layers.int4_layout import known_layout
 from hf_hybrid_ssm.layers.low_bit_linear import LowBitLinear
 
@@ -86,6 +87,160 @@ def test_state_dict_is_unpacked(bits):
     other(inputs)
     other.load_state_dict(saved)
     assert torch.equal(other(inputs), expected)
+
+
+def apart(tensor):
+    """The same numbers one element behind an aligned address, as in a view or a mapped file."""
+    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
+    return memory[1:].copy_(tensor.flatten()).view(tensor.shape)
+
+
+def from_a_file(state, folder):
+    """Tensors that begin where a mapped file has them."""
+    names = {"at": torch.zeros(1, dtype=torch.uint8)} | state  # so that the next ones lie at odd addresses
+    safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in names.items()}, folder / "file")
+    loaded = safetensors.torch.load_file(folder / "file")
+    return {name: loaded[name] for name in state}
+
+
+def in_bits_of_a_mapped_archive(state, folder):
+    torch.save({name: apart(tensor) for name, tensor in state.items()}, folder / "archive")
+    return torch.load(folder / "archive", mmap=True, weights_only=True)
+
+
+def replaced_data(rounded, state, folder):
+    for name, tensor in state.items():
+        if name != "bias" and rounded.get_buffer(name).shape == tensor.shape:
+            rounded.get_buffer(name).data = apart(tensor)
+        else:
+            setattr(rounded, name, torch.nn.Parameter(tensor, False) if name == "bias" else apart(tensor))
+
+
+def packed_data(rounded, state, folder):
+    rounded.load_state_dict(state)
+    rounded.weight_codes.data = apart(rounded.weight_codes)
+
+
+def copied(rounded, state, folder):
+    replaced_data(rounded, state, folder)
+    rounded.__dict__ = copy.deepcopy(rounded).__dict__
+
+
+def shared(rounded, state, folder):
+    replaced_data(rounded, state, folder)
+    rounded.share_memory()
+
+
+def not_contiguous(rounded, state, folder):
+    rounded.load_state_dict(state)
+    rounded.weight_codes = state["weight_codes"].T.contiguous().T
+    rounded.weight_scales = torch.stack([state["weight_scales"], state["weight_scales"]], -1)[..., 0]
+
+
+WAYS = {
+    "load_state_dict": lambda rounded, state, folder: rounded.load_state_dict({n: apart(t) for n, t in state.items()}),
+    "assign": lambda rounded, state, folder: rounded.load_state_dict(
+        {name: apart(tensor) for name, tensor in state.items()}, assign=True
+    ),
+    "safetensors": lambda rounded, state, folder: rounded.load_state_dict(from_a_file(state, folder), assign=True),
+    "mmap": lambda rounded, state, folder: rounded.load_state_dict(
+        in_bits_of_a_mapped_archive(state, folder), assign=True
+    ),
+    "data": replaced_data,
+    "data of packed codes": packed_data,
+    "deepcopy": copied,
+    "share_memory": shared,
+    "not contiguous": not_contiguous,
+}
+
+
+@pytest.fixture
+def handed_over(monkeypatch):
+    """What torch's kernels are given; each call is looked at before they are."""
+    calls = []
+
+    def checked(kernel):
+        def call(inputs, codes, *others):
+            scales = others[-1]
+            for name, tensor in {"inputs": inputs, "codes": codes, "scales": scales}.items():
+                assert tensor.is_contiguous() and tensor.data_ptr() % low_bit_kernels.ALIGNMENT == 0, name
+            assert scales.untyped_storage().nbytes() // scales.element_size() % low_bit_kernels.SCALES_READ == 0
+            calls.append(kernel)
+            return kernel(inputs, codes, *others)
+
+        return call
+
+    for name in ("_INT8", "_INT4"):
+        monkeypatch.setattr(low_bit_kernels, name, checked(getattr(low_bit_kernels, name)))
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_compiled"),
+    [*((dtype, False) for dtype in TOLERANCES), (torch.bfloat16, True)],
+    ids=[*map(str, TOLERANCES), "compiled"],
+)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_kernels_are_handed(way, bits, dtype, is_compiled, handed_over, tmp_path):
+    """Torch's kernels end the process at addresses that do not suit their vectors; weights and inputs come at any."""
+    linear, rounded = (linear_of(in_features=96, out_features=size, dtype=dtype) for size in (37, 37))
+    rounded = LowBitLinear.from_linear(rounded, bits=bits)
+    rounded.weight_scales.fill_(7)
+    rounded.pack()
+    state = LowBitLinear.from_linear(linear, bits=bits).state_dict()
+    expected_weight = LowBitLinear.from_linear(linear, bits=bits).dequantized()
+    WAYS[way](rounded, {name: tensor.clone() for name, tensor in state.items()}, tmp_path)
+    torch.compiler.reset()
+    called = torch.compile(rounded, backend="aot_eager", fullgraph=True) if is_compiled else rounded
+    for inputs in (apart(torch.randn(1, 96).to(dtype)), torch.randn(96, 3).to(dtype).T):
+        with torch.no_grad():
+            outputs = called(inputs).double()
+        expected = inputs.double() @ expected_weight.T + linear.bias.double()
+        torch.testing.assert_close(outputs, expected, rtol=0, atol=TOLERANCES[dtype] * 2)
+    assert len(handed_over) == 2
+    if not is_compiled:  # copied once, not in each call
+        codes = rounded.weight_codes
+        assert codes.data_ptr() % low_bit_kernels.ALIGNMENT == 0
+        assert rounded(inputs) is not None and rounded.weight_codes is codes
+    for name, tensor in rounded.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_weights_that_are_replaced_for_a_call(bits):
+    """`functional_call` puts the saved form in the place of what the kernel reads."""
+    one, other = (LowBitLinear.from_linear(linear_of(48 - 8 * place), bits=bits) for place in (0, 0))
+    other.weight_scales.mul_(2)
+    inputs = torch.randn(2, 128)
+    expected = other(inputs)
+    assert not torch.equal(one(inputs), expected)
+    assert torch.equal(torch.func.functional_call(one, other.state_dict(), inputs), expected)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_weights_of_another_shape(bits):
+    rounded = LowBitLinear.from_linear(linear_of(), bits=bits)
+    rounded.pack()
+    expected = rounded.weight_codes.clone()
+    with pytest.raises(RuntimeError, match=rf"shape torch.Size\(\[{40 if bits == 8 else 48}, "):
+        rounded.load_state_dict(LowBitLinear(64, 40, bits=bits).state_dict())
+    assert torch.equal(rounded.weight_codes, expected)
+    for name in ("weight_codes", "weight_scales"):
+        wrong = copy.deepcopy(rounded)
+        wrong.get_buffer(name).data = rounded.get_buffer(name)[:-1]
+        with pytest.raises(ValueError, match="weight_codes and weight_scales must have shapes"):
+            wrong(torch.ones(1, 128))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_packed_in_inference_mode(bits):
+    rounded = LowBitLinear.from_linear(linear_of(), bits=bits)
+    saved = copy.deepcopy(rounded.state_dict())
+    rounded.weight_codes = apart(rounded.weight_codes)
+    with torch.inference_mode():
+        rounded(torch.ones(1, 128))
+    rounded.load_state_dict(saved)
 
 
 ON_A_PROCESSOR = """

@@ -533,3 +533,26 @@ def test_chunks_of_one_token_keep_the_middle_of_a_two_sided_bias(backend):
     options = {"window": (1, 1), "chunk_size": 1, "bias": bias, "sink_logits": sink}
     y, _ = local_attention(q, k, v, **options, backend=backend)
     torch.testing.assert_close(y, dense(q, k, v, **options))
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference", pytest.param("native", marks=needs_compiler)])
+@pytest.mark.parametrize("length", [5, 40])
+@pytest.mark.parametrize(
+    "options",
+    [{"window": (3, 0)}, {"window": (None, 0)}, {"window": (2, 2)}, {"window": (6, 0), "chunk_size": 4}],
+    ids=["window", "all", "both sides", "chunks"],
+)
+def test_inputs_of_any_strides(options, length, backend):
+    """Torch's kernels read rows of a head from one address on, and look at no stride within them."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, HEADS, length, 16)
+    bias = torch.randn(HEADS, 5, requires_grad=True)
+    expected = None
+    for spread in (lambda x: x, lambda x: x.mT.contiguous().mT, lambda x: x.repeat_interleave(2, -1)[..., ::2]):
+        leaves = [spread(x).detach().requires_grad_() for x in (q, k, v)]
+        assert leaves[0].shape == q.shape
+        y, _ = local_attention(*leaves, bias=bias, backend=backend, **options)
+        found = [y, *torch.autograd.grad(y.cos().sum(), [*leaves, bias])]
+        expected = expected or found
+        for got, wanted in zip(found, expected):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=2e-5)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from hf_hybrid_ssm.layers.float32_linear import has_fast_products
 from hf_hybrid_ssm.layers.int4_layout import known_layout, pack, unpack
+from hf_hybrid_ssm.layers.low_bit_grid import DTYPES, check_grid, fits
+from hf_hybrid_ssm.layers.low_bit_kernels import fitted, low_bit_product
 
-GROUP_SIZES = (32, 64, 128, 256)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS = 16  # the kernel of 4 bits wants multiples of it; outputs in between are padded
 # both kernels are for decoding; more rows are multiplied by a weight that is converted for the call
 FEW_ROWS = {8: 16, 4: 64}
@@ -33,7 +33,7 @@ class LowBitLinear(nn.Module):
     Its buffers are `weight_codes`, int8 `(out_features, in_features)` or uint8, two codes a byte,
     `(out_features rounded up to 16, in_features / 2)`, and `weight_scales`, `(out_features,)` or
     `(in_features / group_size, out_features rounded up to 16, 2)`, scale and zero. Packed for this processor's kernel
-    the codes of 4 bits have the same size; `state_dict` gives and takes them unpacked, for every processor.
+    the codes of 4 bits are as many in one dimension; `state_dict` gives and takes them unpacked, for every processor.
 
     Raises:
         ValueError: bits, a group size or a shape that the kernels do not have.
@@ -58,7 +58,7 @@ class LowBitLinear(nn.Module):
         if not fits(in_features, bits, group_size):
             raise ValueError(f"in_features={in_features} must be a multiple of group_size={group_size} with 4 bits.")
         self.in_features, self.out_features = in_features, out_features
-        self.bits, self.group_size, self.is_packed = bits, group_size, False
+        self.bits, self.group_size = bits, group_size
         padded = -(-out_features // ROWS) * ROWS
         if bits == 8:
             codes = torch.zeros(out_features, in_features, dtype=torch.int8, device=device)
@@ -66,6 +66,7 @@ class LowBitLinear(nn.Module):
         else:
             codes = torch.zeros(padded, in_features // 2, dtype=torch.uint8, device=device)
             scales = torch.ones(in_features // group_size, padded, 2, dtype=dtype, device=device)
+        self._shapes = (codes.shape, scales.shape)
         self.register_buffer("weight_codes", codes)
         self.register_buffer("weight_scales", scales)
         self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device), False) if bias else None
@@ -103,37 +104,60 @@ class LowBitLinear(nn.Module):
         scale, zero = self.weight_scales[:, : self.out_features].float().transpose(0, 1).unbind(-1)
         codes = ((groups - zero[..., None]) / scale[..., None]).round_().add_(8).clamp_(0, 15)
         codes = codes.view_as(weight).to(torch.uint8)
-        self.weight_codes[: self.out_features].copy_(codes[:, ::2] | codes[:, 1::2] << 4)
+        self.weight_codes[: self.out_features].copy_(_in_pairs(codes))
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the codes of 4 bits are in the order of this processor's kernel. The tensor says it, since weights
+        are also replaced where no method of this class is called."""
+        return self.bits == 4 and self.weight_codes.dim() == 1
+
+    def _packed_codes(self) -> Tensor:
+        """Those of 4 bits as the kernel takes them, (rows, in_features / 2)."""
+        if self.is_packed:
+            return self.weight_codes.view(self._shapes[0])
+        return pack(_apart(self.weight_codes))
 
     def _unpacked_codes(self) -> Tensor:
         if not self.is_packed:
             return self.weight_codes
         layout = known_layout()
         if layout is not None:
-            codes = unpack(self.weight_codes, layout).T
-            return codes[:, ::2] | codes[:, 1::2] << 4
+            return _in_pairs(unpack(self._packed_codes(), layout).T)
         # the kernel itself reads any layout: the rows of the identity
-        padded, groups = len(self.weight_codes), self.in_features // self.group_size
+        padded, groups = self._shapes[0][0], self.in_features // self.group_size
         scales = torch.stack([torch.ones(groups, padded), torch.zeros(groups, padded)], -1)
-        identity = torch.eye(self.in_features)
-        codes = torch.ops.aten._weight_int4pack_mm_for_cpu(identity, self.weight_codes, self.group_size, scales)
-        codes = codes.round().add_(8).to(torch.uint8).T
-        return codes[:, ::2] | codes[:, 1::2] << 4
+        codes = low_bit_product(torch.eye(self.in_features), self._packed_codes(), scales, self.group_size)
+        return _in_pairs(codes.round().add_(8).to(torch.uint8).T)
 
     def pack(self) -> None:
-        """Bring the codes of 4 bits into the order that this processor's kernel reads; a second time does nothing."""
-        if self.bits == 8 or self.is_packed:
-            return
-        self.weight_codes = pack(torch.stack([self.weight_codes & 15, self.weight_codes >> 4], -1).flatten(1))
-        self.is_packed = True
+        """Bring the codes to where torch's kernels read them: an aligned address, and with 4 bits this processor's
+        order. Codes that fit stay as they are.
+
+        Raises:
+            ValueError: codes or scales of another shape took the place of this map's.
+        """
+        codes, scales = self.weight_codes, self.weight_scales
+        of_codes, of_scales = self._shapes
+        wanted = (of_codes.numel(),) if self.is_packed else of_codes
+        if codes.shape != wanted or scales.shape != of_scales:
+            raise ValueError(
+                f"weight_codes and weight_scales must have shapes {tuple(wanted)} and {tuple(of_scales)}, "
+                f"got {tuple(codes.shape)} and {tuple(scales.shape)}."
+            )
+        if type(codes) is not Tensor or codes.device.type != "cpu":
+            return  # without memory
+        with torch.inference_mode(False):  # what that mode makes takes no weights later
+            fitting = fitted(codes if self.bits == 8 or self.is_packed else self._packed_codes().flatten())
+        if fitting is not codes:
+            self.weight_codes = fitting
 
     def dequantized(self) -> Tensor:
         """The weight `(out_features, in_features)` that the codes stand for, in float64."""
         scales = self.weight_scales.double()
         if self.bits == 8:
             return self.weight_codes.double() * scales[:, None]
-        codes = self._unpacked_codes()
-        codes = torch.stack([codes & 15, codes >> 4], -1).flatten(1).double()
+        codes = _apart(self._unpacked_codes()).double()
         scale, zero = scales.transpose(0, 1).repeat_interleave(self.group_size, 1).unbind(-1)
         return ((codes - 8) * scale + zero)[: self.out_features]
 
@@ -154,14 +178,15 @@ class LowBitLinear(nn.Module):
                 f"weights of {self.bits} bits give no gradient; train the model before rounding."
             )
         flat = inputs.reshape(-1, self.in_features)
-        self.pack()
+        if not torch.compiler.is_compiling():
+            self.pack()
         if flat.numel() == 0:
             outputs = flat.new_zeros(len(flat), self.out_features)
         elif self._is_for_a_product(len(flat)):
             wide = flat.dtype if has_fast_products(flat.dtype) else torch.float32
             outputs = self._product(flat.to(wide)).to(flat.dtype)
         else:
-            outputs = self._kernel(flat.contiguous())
+            outputs = self._kernel(flat)
         if self.bias is not None:
             outputs = outputs + self.bias.to(outputs.dtype)
         return outputs.reshape(*inputs.shape[:-1], self.out_features)
@@ -178,16 +203,15 @@ class LowBitLinear(nn.Module):
             return nn.functional.linear(flat, self.weight_codes.to(flat.dtype)) * scales
         layout = known_layout()
         assert layout is not None  # `_is_for_a_product`
-        codes = unpack(self.weight_codes, layout).to(flat.dtype).sub_(8).unflatten(0, (-1, self.group_size))
+        codes = unpack(self._packed_codes(), layout).to(flat.dtype).sub_(8).unflatten(0, (-1, self.group_size))
         scale, zero = (part.contiguous().unsqueeze(1) for part in scales.unbind(-1))
         return (flat @ torch.addcmul(zero, codes, scale).flatten(0, 1))[:, : self.out_features]
 
     def _kernel(self, flat: Tensor) -> Tensor:
         scales = self.weight_scales.to(flat.dtype)
         if self.bits == 8:
-            return torch.ops.aten._weight_int8pack_mm(flat, self.weight_codes, scales)
-        kernel = torch.ops.aten._weight_int4pack_mm_for_cpu
-        return kernel(flat, self.weight_codes, self.group_size, scales)[:, : self.out_features]
+            return low_bit_product(flat, self.weight_codes, scales)
+        return low_bit_product(flat, self._packed_codes(), scales, self.group_size)[:, : self.out_features]
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -195,22 +219,19 @@ class LowBitLinear(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
         if prefix + "weight_codes" in state_dict:
-            self.is_packed = False
+            self.weight_codes = self._unpacked_codes()
         super()._load_from_state_dict(state_dict, prefix, *args)
+        self.pack()
 
     def extra_repr(self) -> str:
         group = f", group_size={self.group_size}" if self.bits == 4 else ""
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}{group}"
 
 
-def check_grid(bits: int, group_size: int, name: str = "bits") -> None:
-    """Raises ValueError for bits or a group size that the kernels do not have."""
-    if isinstance(bits, bool) or bits not in (8, 4):
-        raise ValueError(f"{name} must be 8 or 4, got {bits!r}.")
-    if isinstance(group_size, bool) or group_size not in GROUP_SIZES:
-        raise ValueError(f"group_size must be one of {', '.join(map(str, GROUP_SIZES))}, got {group_size!r}.")
+def _in_pairs(codes: Tensor) -> Tensor:
+    """(rows, columns) of codes → (rows, columns / 2), two in a byte."""
+    return codes[:, ::2] | codes[:, 1::2] << 4
 
 
-def fits(in_features: int, bits: int, group_size: int) -> bool:
-    """Whether a map of so many inputs can be rounded; 8 bits always."""
-    return bits == 8 or in_features % group_size == 0
+def _apart(pairs: Tensor) -> Tensor:
+    return torch.stack([pairs & 15, pairs >> 4], -1).flatten(1)

@@ -10,7 +10,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quanti
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hf_hybrid_ssm.layers.low_bit_linear import DTYPES, LowBitLinear, check_grid, fits
+from hf_hybrid_ssm.layers.low_bit_grid import DTYPES, check_grid, fits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel  # whose module imports the quantizers, and these this one
@@ -94,6 +94,8 @@ class LowBitQuantizer(HfQuantizer):
         return {name: found for name, found in with_bits.items() if name not in unfit}
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        from hf_hybrid_ssm.layers.low_bit_linear import LowBitLinear  # with its op, which few models need
+
         if not self.pre_quantized:
             return
         config = self.quantization_config
@@ -110,6 +112,8 @@ class LowBitQuantizer(HfQuantizer):
             model.set_submodule(name, empty)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        from hf_hybrid_ssm.layers.low_bit_linear import LowBitLinear
+
         config = self.quantization_config
         if not self.pre_quantized:
             for name, (linear, bits) in self._chosen(model).items():

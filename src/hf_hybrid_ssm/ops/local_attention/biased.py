@@ -40,6 +40,7 @@ def biased_attention(
     Returns:
         (R, H, Q, E).
     """
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # the kernel does not ask
     return _BiasedAttention.apply(q, k, v, mask, scale)
 
 
