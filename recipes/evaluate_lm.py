@@ -28,6 +28,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
+from hf_hybrid_ssm.hub.whole_models import load_whole
 
 FIGURES, PICTURE = "evaluation.json", "extrapolation.png"
 
@@ -99,7 +100,7 @@ def evaluate(arguments: EvaluationArguments) -> dict[str, Any]:
     check_texts(documents, [arguments.text_column], "text_column")
     check_checkpoint(arguments.model, "model", AutoModelForCausalLM)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    model = AutoModelForCausalLM.from_pretrained(arguments.model).eval()
+    model = load_whole(AutoModelForCausalLM, arguments.model).eval()
     check_vocabulary(model, tokenizer)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     texts = list(documents[arguments.text_column])

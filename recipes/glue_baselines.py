@@ -32,6 +32,7 @@ from sklearn.preprocessing import StandardScaler
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
+from hf_hybrid_ssm.hub.whole_models import load_whole
 
 WORDS = r"(?u)\b\w+\b|[!?]"
 
@@ -86,7 +87,7 @@ def frozen_states(texts: list[str], arguments: BaselineArguments) -> dict[str, n
     """Means over the tokens, (texts, width) each: of the embeddings, and of the last states."""
     assert arguments.encoder is not None
     tokenizer = AutoTokenizer.from_pretrained(arguments.encoder)
-    model = AutoModelForMaskedLM.from_pretrained(arguments.encoder, dtype=torch.float32).eval().base_model
+    model = load_whole(AutoModelForMaskedLM, arguments.encoder, dtype=torch.float32).eval().base_model
     rows = [ids[: arguments.max_length] for ids in token_ids(texts, tokenizer)]
     found: dict[str, np.ndarray] = {}
     order = np.argsort([len(ids) for ids in rows])  # rows of like length in a batch

@@ -38,6 +38,7 @@ from transformers import (
 )
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
+from hf_hybrid_ssm.hub.whole_models import load_whole
 
 
 @dataclass
@@ -123,15 +124,13 @@ def load(checkpoint: str, fields: dict[str, Any]) -> PreTrainedModel:
     """
     known = AutoConfig.from_pretrained(checkpoint)
     if not fields:
-        return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        return load_whole(AutoModelForCausalLM, checkpoint, dtype=torch.float32)
     values = {key: value for key, value in known.to_dict().items() if key not in ("model_type", "architectures")}
     config = AutoConfig.for_model(**{"model_type": known.model_type} | values | fields)
-    model, report = AutoModelForCausalLM.from_pretrained(
-        checkpoint, config=config, dtype=torch.float32, output_loading_info=True
-    )
-    if wrong := {*report["missing_keys"], *report["unexpected_keys"]}:
-        raise ValueError(f"read_as={fields} does not fit the weights of {checkpoint}: {sorted(wrong)}.")
-    return model
+    try:
+        return load_whole(AutoModelForCausalLM, checkpoint, config=config, dtype=torch.float32)
+    except ValueError as error:
+        raise ValueError(f"read_as={fields} does not fit the weights of {checkpoint}: {error}") from error
 
 
 def curve_of(

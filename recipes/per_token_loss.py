@@ -25,6 +25,7 @@ from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_hybrid_ssm  # noqa: F401 - registers the families
+from hf_hybrid_ssm.hub.whole_models import load_whole
 
 FLAT = 0.01  # nats per doubling
 
@@ -113,7 +114,7 @@ def per_token_loss(arguments: PerTokenArguments) -> dict[str, Any]:
         curves = []
         for checkpoint in checkpoints:
             tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-            model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+            model = load_whole(AutoModelForCausalLM, checkpoint).eval()
             check_vocabulary(model, tokenizer)
             rows = rows_of(arguments, tokenizer)
             curves.append(losses_by_position(model, rows, arguments.batch_size))

@@ -38,6 +38,7 @@ from hf_hybrid_ssm.hub import card_of_folder
 from hf_hybrid_ssm.hub.configurations import check_fields
 from hf_hybrid_ssm.hub.delta_files import remove_weights
 from hf_hybrid_ssm.hub.reading import read_json
+from hf_hybrid_ssm.hub.whole_models import load_whole
 from hf_hybrid_ssm.hub.writing import write_whole
 from hf_hybrid_ssm.upcycle import (
     KEEP_BY,
@@ -254,7 +255,7 @@ def upcycle_model(arguments: UpcycleArguments, data: DataArguments, training: Tr
     for stage, settings in stages.items():
         done = Path(settings.output_dir) / "stage.json"
         if done.is_file() and arguments.resume and not arguments.overwrite:
-            student = type(student).from_pretrained(settings.output_dir, dtype=torch.float32)
+            student = load_whole(type(student), settings.output_dir, dtype=torch.float32)
             record = read_json(done)
         else:
             record, student = run_stage(arguments, stage, settings, student, trainer_of)

@@ -42,8 +42,9 @@ from transformers import (
 from upcycle import STAGES, UpcycleArguments, upcycle_model
 
 from hf_hybrid_ssm.hub.reading import read_json
+from hf_hybrid_ssm.hub.whole_models import load_whole
 from hf_hybrid_ssm.planning import Setup, plan
-from hf_hybrid_ssm.upcycle import STUDENT_FAMILIES, student_config
+from hf_hybrid_ssm.upcycle import STUDENT_FAMILIES, load_teacher_model, student_config
 
 STATE_LENGTH = 32_768  # tokens of the decoded sequence whose cache is counted
 
@@ -129,7 +130,7 @@ def run_one(arguments: GapArguments, name: str, seed: int) -> Path:
         config = student_config(config, upcycling.keep, upcycling.keep_as, upcycling.student, **upcycling.config)
         AutoModelForCausalLM.from_config(config).save_pretrained(start)
     elif intermediate_size is not None:
-        teacher = AutoModelForCausalLM.from_pretrained(upcycling.teacher, dtype=torch.float32)
+        teacher = load_teacher_model(upcycling.teacher, torch.float32)
         widened(teacher, intermediate_size).save_pretrained(start)
     else:
         start = Path(upcycling.teacher)
@@ -153,8 +154,9 @@ def held_out_rows(arguments: GapArguments, tokenizer: Any, length: int) -> dict[
 
 def measure(folder: str | Path, rows: dict[str, torch.Tensor], length: int) -> dict[str, Any]:
     """Losses at both lengths, by kind of text and their means, and the bytes of the cache of one long sequence."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    config = model.config if model.config.model_type in STUDENT_FAMILIES else student_config(model.config, keep=1.0)
+    model = load_whole(AutoModelForCausalLM, folder, dtype=torch.float32).eval()
+    is_student = model.config.model_type in STUDENT_FAMILIES
+    config: Any = model.config if is_student else student_config(model.config, keep=1.0)
     short = {kind: loss_at(model, held, length, length) for kind, held in rows.items()}
     long = {kind: loss_at(model, held, held.shape[1], length) for kind, held in rows.items()}
     return {

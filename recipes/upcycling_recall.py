@@ -37,7 +37,7 @@ from transformers import (
 from upcycle import within
 
 from hf_hybrid_ssm.hub.configurations import new_config
-from hf_hybrid_ssm.upcycle import new_modules, student_config, upcycle
+from hf_hybrid_ssm.upcycle import load_teacher_model, new_modules, student_config, upcycle
 
 KINDS = ("pairs", "first_token")
 STAGES = ("align", "finetune")
@@ -154,7 +154,7 @@ def train_student(
     """Align what is new with the teacher's attention, then train all of it on the task."""
     seed = next(iter(stages.values())).seed
     set_seed(seed)
-    teacher = AutoModelForCausalLM.from_pretrained(teacher_folder, dtype=torch.float32).eval().requires_grad_(False)
+    teacher = load_teacher_model(teacher_folder, torch.float32).requires_grad_(False)
     model, _ = upcycle(teacher, **student)
     found: dict[str, Any] = {"parameters": model.num_parameters(), "recall_at_the_start": task.measure(model.eval())}
     new = new_modules(model)

@@ -37,6 +37,7 @@ from hf_hybrid_ssm.evaluation import (
     wilson_interval,
 )
 from hf_hybrid_ssm.hub.delta_files import is_delta
+from hf_hybrid_ssm.hub.whole_models import load_whole
 from hf_hybrid_ssm.planning import Setup, plan
 from hf_hybrid_ssm.upcycle import TEACHERS, choose_layers, load_teacher, student_config, upcycle, windowed_layers
 from hf_hybrid_ssm.upcycle.layer_ranking import number_kept
@@ -246,7 +247,7 @@ def _student(arguments: ReportArguments, teacher: Any, tokenizer: Any, given: An
     if isinstance(given, str):
         of_delta = {"teacher": arguments.teacher} if is_delta(given) else {}
         dtype = getattr(torch, arguments.dtype)
-        yield AutoModelForCausalLM.from_pretrained(given, dtype=dtype, **of_delta).eval()
+        yield load_whole(AutoModelForCausalLM, given, dtype=dtype, **of_delta).eval()
     else:
         keep = given.get("keep")
         of_groups = isinstance(keep, list) and any(not isinstance(part, int) for part in keep)

@@ -1,11 +1,14 @@
 """Embeddings of other models arrive bit for bit, tied outputs with them."""
 
+import shutil
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPT2Config, GPT2LMHeadModel, T5Config
 from transformers import T5ForConditionalGeneration as T5
 
 from hf_hybrid_ssm.training.warm_start import copy_embeddings
+from tests.damaged_weights import damage, lacking
 from tests.tiny_models import BST, LMU, LONGHORN, SPADE
 
 FAMILIES = {"longhorn": LONGHORN, "bst": BST, "lmu_isa": LMU, "spade": SPADE}
@@ -51,3 +54,10 @@ def test_what_does_not_fit_is_refused(gpt2):
         assert torch.equal(model.get_input_embeddings().weight, before)
     with pytest.raises(ValueError, match=r"model \(AdaptiveEmbedding\) has no single table"):
         copy_embeddings(new("spade", vocab_size=64, adaptive_cutoffs=[20, 40], adaptive_factor=2), gpt2[0])
+
+
+def test_a_checkpoint_without_embeddings_is_refused(gpt2, tmp_path):
+    folder = shutil.copytree(gpt2[1], tmp_path / "gpt2")
+    damage(folder, lacking, "transformer.wte.weight")
+    with pytest.raises(ValueError, match=r"gpt2' lacks wte\.weight, its token embeddings"):
+        copy_embeddings(new("longhorn", vocab_size=64), folder)

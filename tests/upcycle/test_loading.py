@@ -1,5 +1,6 @@
 """A teacher is a folder, a name on the Hub or a GGUF file; what is none of them is refused in one line."""
 
+import re
 import shutil
 import sys
 
@@ -8,7 +9,8 @@ import torch
 from gguf import GGUFReader
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_hybrid_ssm.upcycle import load_teacher, loading, upcycle
+from hf_hybrid_ssm.upcycle import load_teacher, load_teacher_model, loading, upcycle
+from tests.damaged_weights import DAMAGES, damage
 from tests.upcycle.teacher_files import TEXT, save_teacher, teacher_and_tokenizer, write_gguf
 
 MESSAGES = [{"role": "user", "content": "one"}]
@@ -123,6 +125,18 @@ def test_what_is_no_teacher_is_refused_in_one_line(kind, tmp_path):
     with pytest.raises(error, match=message) as found:
         load_teacher(source)
     assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+@pytest.mark.parametrize("how", DAMAGES, ids=lambda how: how.__name__)
+def test_a_teacher_that_is_not_whole_is_refused_by_name(how, name, folder, tmp_path):
+    """Nothing of it is made up and nothing left out."""
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    message = damage(copy, how, name)
+    for load in (load_teacher, load_teacher_model):
+        with pytest.raises(ValueError, match=re.escape(message)) as error:
+            load(copy)
+        assert "\n" not in str(error.value)
 
 
 def test_without_the_package_gguf_the_error_says_what_to_type(tmp_path, monkeypatch):

@@ -39,6 +39,7 @@ def load(name: str, device: str | None, dtype: str, teacher: str | None = None) 
     from hf_hybrid_ssm.hub.delta_files import is_delta
     from hf_hybrid_ssm.hub.one_line import in_one_line
     from hf_hybrid_ssm.hub.verify_tensors import check_contents
+    from hf_hybrid_ssm.hub.whole_models import load_whole
     from hf_hybrid_ssm.models.saved_configuration import check_implementation
 
     if Path(name).is_dir():
@@ -67,5 +68,5 @@ def load(name: str, device: str | None, dtype: str, teacher: str | None = None) 
         raise
     except Exception as error:  # whatever a wrong file raises
         raise ValueError(f"{name} holds no tokenizer that can be read: {in_one_line(error)}") from error
-    model = auto.from_pretrained(name, dtype=dtype, trust_remote_code=False, **options).eval()
+    model = load_whole(auto, name, dtype=dtype, trust_remote_code=False, **options).eval()
     return tokenizer, model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))

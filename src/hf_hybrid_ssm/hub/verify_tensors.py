@@ -13,7 +13,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from hf_hybrid_ssm.hub.configurations import config_of_folder, without_memory
 from hf_hybrid_ssm.hub.delta_files import check_carried, is_delta, read_delta
-from hf_hybrid_ssm.hub.one_line import in_one_line
+from hf_hybrid_ssm.hub.one_line import few, in_one_line
 from hf_hybrid_ssm.hub.reading import check_regular, read_any_json, read_json, read_text
 from hf_hybrid_ssm.hub.verify_files import check_folder, tensors_of, weights_name
 from hf_hybrid_ssm.hub.verify_tokenizer import check_tokenizer
@@ -143,9 +143,9 @@ def check_tensors(folder: Path, config: Any) -> None:
         check_carried(folder, delta, {name: shape for name, (shape, _) in saved.items()}, shapes)
         carried = delta.carried
     if missing := sorted(expected.keys() - saved.keys() - _tied(model) - carried.keys()):
-        raise ValueError(f"{folder}: no weight file holds {_few(missing)}, which {architecture} needs.")
+        raise ValueError(f"{folder}: no weight file holds {few(missing)}, which {architecture} needs.")
     if foreign := sorted(name for name in saved.keys() - expected.keys() if not _is_ignored(model, name)):
-        raise ValueError(f"{file_of[foreign[0]]} holds {_few(foreign)}, which {architecture} does not have.")
+        raise ValueError(f"{file_of[foreign[0]]} holds {few(foreign)}, which {architecture} does not have.")
     for name in sorted(expected.keys() & saved.keys()):
         (shape, dtype), wanted = saved[name], expected[name]
         if name not in carried and shape != tuple(wanted.shape):
@@ -163,11 +163,6 @@ def _tied(model: PreTrainedModel) -> set[str]:
 
 def _is_ignored(model: PreTrainedModel, name: str) -> bool:
     return any(re.search(pattern, name) for pattern in model._keys_to_ignore_on_load_unexpected or ())
-
-
-def _few(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 def _check_generation(folder: Path) -> None:

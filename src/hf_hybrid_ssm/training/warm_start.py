@@ -1,6 +1,7 @@
 """Token embeddings of a trained model, such as GPT-2 or T5, as initialisation of a new one with the same tokenizer."""
 
 import os
+from collections.abc import Collection
 
 import torch
 from transformers import AutoModel, PreTrainedModel
@@ -18,14 +19,20 @@ def copy_embeddings(model: PreTrainedModel, source: PreTrainedModel | str | os.P
         How many rows were set.
 
     Raises:
-        ValueError: widths differ, `source` has more rows, or `model` has no single table (an adaptive vocabulary).
+        ValueError: widths differ, `source` has more rows, its checkpoint has no embeddings, or `model` has no single
+            table (an adaptive vocabulary).
     """
+    made_up: Collection[str] = ()
     if not isinstance(source, PreTrainedModel):
-        source = AutoModel.from_pretrained(source)
+        place = source
+        source, report = AutoModel.from_pretrained(place, output_loading_info=True)
+        made_up = report["missing_keys"]
     target, donor = model.get_input_embeddings(), source.get_input_embeddings()
     for name, table in (("model", target), ("source", donor)):
         if not isinstance(getattr(table, "weight", None), torch.Tensor):
             raise ValueError(f"{name} ({type(table).__name__}) has no single table of token embeddings.")
+    if lost := [name for name, value in source.named_parameters() if value is donor.weight and name in made_up]:
+        raise ValueError(f"source={str(place)!r} lacks {lost[0]}, its token embeddings, which would be random.")
     count, width = donor.weight.shape
     if width != target.weight.shape[1] or count > target.weight.shape[0]:
         raise ValueError(

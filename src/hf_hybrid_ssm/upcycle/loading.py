@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from hf_hybrid_ssm.extras import install_command
 from hf_hybrid_ssm.hub.configurations import in_one_line
 from hf_hybrid_ssm.hub.verify_files import check_weights_if_local
+from hf_hybrid_ssm.hub.whole_models import load_whole
 from hf_hybrid_ssm.upcycle.fused_teachers import FUSED, check_fused, unfused
 from hf_hybrid_ssm.upcycle.teacher_weights import check_weights
 from hf_hybrid_ssm.upcycle.teachers import check_teacher
@@ -153,7 +154,9 @@ def _load_model(place: dict[str, Any], dtype: torch.dtype | None, options: dict[
         if unpack := getattr(transformers, "GgufConfig", None):
             options = {"quantization_config": unpack(dequantize=True)} | options
     options = {"config": config, "dtype": wanted, "trust_remote_code": False} | options
-    model = AutoModelForCausalLM.from_pretrained(**place, **options)
+    folder = place["pretrained_model_name_or_path"]
+    named = {name: value for name, value in place.items() if name != "pretrained_model_name_or_path"}
+    model = load_whole(AutoModelForCausalLM, folder, **named, **options)
     if "gguf_file" in place and dtype is not None:
         model.to(dtype)
     if is_fused:

@@ -8,6 +8,7 @@ import transformers
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from hf_hybrid_ssm.hub.one_line import few
 from hf_hybrid_ssm.upcycle.teachers import check_teacher
 
 WRAPPERS = {
@@ -56,9 +57,9 @@ def _shapes(model_class: Any, config: Any) -> dict[str, torch.Size]:
 
 def _check_names(weights: dict[str, Any], wanted: dict[str, torch.Size], model: str) -> None:
     if extra := [name for name in weights if name not in wanted]:
-        raise ValueError(f"the teacher holds {_some(extra)}, which no plain {model} has.")
+        raise ValueError(f"the teacher holds {few(extra)}, which no plain {model} has.")
     if missing := [name for name in wanted if name not in weights]:
-        raise ValueError(f"the teacher lacks {_some(missing)}, which a {model} of its configuration has.")
+        raise ValueError(f"the teacher lacks {few(missing)}, which a {model} of its configuration has.")
     for name, shape in wanted.items():
         if weights[name].shape != shape:
             raise ValueError(
@@ -87,7 +88,3 @@ def _check_ties(teacher: Any) -> None:
             "tie_word_embeddings=True of the teacher, but lm_head.weight is not model.embed_tokens.weight: set "
             "teacher.config.tie_word_embeddings = False to carry both."
         )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
