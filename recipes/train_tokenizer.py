@@ -17,7 +17,6 @@ from _lib.entry import guarded
 from hf_hybrid_ssm.cli.settings import as_flags
 
 SENTINELS = 32  # spans of three tokens at a density of 15 %: enough for inputs of 600 tokens
-MAX_LENGTH = 1_000_000_000_000  # the models have no longest text
 
 
 def main() -> None:
@@ -41,7 +40,6 @@ def main() -> None:
     texts = (document[options.text_column] for document in documents)
     tokenizer = train_tokenizer(texts, options.vocab_size - added)
     tokenizer.add_special_tokens(special)
-    tokenizer.model_max_length = MAX_LENGTH
     tokenizer.save_pretrained(options.folder)
     print(f"{options.folder}: {len(tokenizer)} tokens")
 

@@ -11,6 +11,7 @@ import publish_checkpoint
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from hf_hybrid_ssm.hub import check_folder, export_code
 from hf_hybrid_ssm.hub.sources import PACKAGE
@@ -83,6 +84,15 @@ def test_rows_of_a_batch_go_on_as_if_alone(folder):
         for prompt, row in zip(prompts, together, strict=True):
             alone = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
             assert torch.equal(model.generate(**alone, **options)[0, alone["input_ids"].shape[1] :], row)
+
+
+@named
+def test_tokenizers_leave_the_length_unset(folder):
+    """A number that transformers does not know as unset is one to pad to, however large."""
+    _, tokenizer, _ = loaded(folder)
+    assert tokenizer.model_max_length == VERY_LARGE_INTEGER  # before padding by it
+    rows = tokenizer(["one", "It was late"], padding="max_length", truncation=True)["input_ids"]
+    assert max(map(len, rows)) < 10
 
 
 OTHER_STACK = {"spade-encoder-books": AutoModelForCausalLM, "spade-books": AutoModelForMaskedLM}

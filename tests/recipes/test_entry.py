@@ -18,7 +18,8 @@ from _lib import entry
 from _lib.checks import check_config, check_output
 from _lib.entry import guarded, start
 from _lib.settings import read_settings
-from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from hf_hybrid_ssm.cli.errors import TRACEBACK
 
@@ -244,6 +245,13 @@ def test_tokenizers_trees_and_pictures_stay(texts, tmp_path, monkeypatch):
     (tmp_path / "extrapolation.png").write_text("mine")
     with pytest.raises(FileExistsError, match=r"extrapolation\.png"):
         evaluate_lm.evaluate(evaluate_lm.EvaluationArguments(str(tmp_path), [texts]))
+
+
+def test_a_trained_tokenizer_leaves_the_length_unset(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train_tokenizer.py", str(tmp_path / "new"), texts, "--vocab-size", "320"])
+    train_tokenizer.main()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new")
+    assert tokenizer.model_max_length == VERY_LARGE_INTEGER and len(tokenizer) == 320
 
 
 def test_settings_may_all_be_pairs(texts):
