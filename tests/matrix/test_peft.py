@@ -26,7 +26,7 @@ from hf_hybrid_ssm.models.families import FAMILIES
 from tests import processes
 from tests.matrix.checks import EVERY_FAMILY, GREEDY, assert_near, cells, check_generation, logits_of
 from tests.memory import in_own_memory
-from tests.tiny_models import ROWS, batch_of, build, own_language_model
+from tests.tiny_models import ROWS, batch_of, build, classes_of, inputs_for, own_language_model
 
 # parameters that make the recurrence, by the module that holds them; no adapter of the defaults may sit in one
 RECURRENCE = {"ssm", "memory", "recurrent", "x_proj", "dt_proj"}
@@ -138,6 +138,53 @@ def test_prefix_tuning_is_refused_with_what_works_instead(row):
         tuned(**inputs)
     works = get_peft_model(own_language_model(row), PromptEncoderConfig(num_virtual_tokens=3, task_type=task))
     assert works(**inputs).loss.isfinite()
+
+
+TASKS = {
+    "ForCausalLM": "CAUSAL_LM",
+    "ForConditionalGeneration": "SEQ_2_SEQ_LM",
+    "ForSequenceClassification": "SEQ_CLS",
+    "ForMultipleChoice": "SEQ_CLS",  # PEFT has no task of its own for it
+    "ForTokenClassification": "TOKEN_CLS",
+    "ForQuestionAnswering": "QUESTION_ANS",
+    "ForMaskedLM": None,
+    "Model": "FEATURE_EXTRACTION",
+}
+HEADS = [(row, name) for row in [*EVERY_FAMILY, "bst s5 bidirectional"] for name in classes_of(row)]
+
+
+@pytest.mark.parametrize("targets", ["default", "linear maps of the base"])
+@pytest.mark.parametrize(("row", "name"), HEADS)
+def test_a_saved_adapter_has_the_whole_head(row, name, targets, tmp_path):
+    """What is new beside the base model's weights is trained, so the adapter's folder holds it: elsewhere it starts
+    with other values."""
+    base = build(row, name)
+    of_base = base if name.endswith(("LM", "ConditionalGeneration")) else base.base_model
+    of_base.save_pretrained(tmp_path / "base")
+
+    def loaded(seed):
+        torch.manual_seed(seed)
+        return in_own_memory(classes_of(row)[name].from_pretrained(tmp_path / "base"))
+
+    first, second = loaded(1), loaded(2)
+    new = {key for key, value in first.state_dict().items() if not torch.equal(value, second.state_dict()[key])}
+    assert bool(new) == ("Classification" in name or "Choice" in name or "Answering" in name)
+    task = next(task for ending, task in TASKS.items() if name.endswith(ending))
+    linear = [key for key, module in first.base_model.named_modules() if isinstance(module, torch.nn.Linear)]
+    config = LoraConfig(task_type=task, target_modules=None if targets == "default" else linear, r=2)
+    model = get_peft_model(first, config)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    model.eval().save_pretrained(tmp_path / "adapter")
+    again = in_own_memory(PeftModel.from_pretrained(second, tmp_path / "adapter").eval())
+    inputs = inputs_for(base)
+    with torch.no_grad():
+        for expected, got in zip(model(**inputs).to_tuple(), again(**inputs).to_tuple()):
+            if isinstance(expected, torch.Tensor):
+                assert torch.equal(expected, got)
 
 
 def test_an_adapter_in_the_recurrence_is_found():

@@ -461,7 +461,8 @@ def test_pairs_are_encoded_each_for_itself():
     logits = model(ids, attention_mask=mask, labels=torch.tensor([0, 1])).logits
     first = model.model(ids[:1, 0]).last_hidden_state.mean(1)
     second = model.model(ids[:1, 1, :7]).last_hidden_state.mean(1)
-    want = model.classifier(model.activation(model.dense(torch.cat([second, first], 1))))
+    head = model.classifier
+    want = head.out_proj(head.activation(head.dense(torch.cat([second, first], 1))))
     torch.testing.assert_close(logits[:1], want, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match=r"\(batch, 2, length\)"):
         model(ids[:, 0])

@@ -207,6 +207,21 @@ def classified_stack(config: SpadeConfig) -> SpadePreTrainedModel:
     return SpadeModel(config) if config.causal_classifier else SpadeEncoderModel(config)
 
 
+class SpadeClassificationHead(nn.Module):
+    """A hidden layer and the scores, (B, D) → (B, C); one module, under the name by which PEFT saves a head."""
+
+    def __init__(self, config: SpadeConfig, num_scores: int):
+        super().__init__()
+        width = config.hidden_size * (2 if config.paired_input else 1)
+        self.dense = nn.Linear(width, config.classifier_hidden_size)
+        self.activation = ACT2FN[config.classifier_activation]
+        self.dropout = nn.Dropout(config.classifier_dropout)
+        self.out_proj = nn.Linear(config.classifier_hidden_size, num_scores)
+
+    def forward(self, pooled: torch.Tensor) -> torch.Tensor:
+        return self.out_proj(self.dropout(self.activation(self.dense(self.dropout(pooled)))))
+
+
 @auto_docstring
 class SpadeForSequenceClassification(StackOfCheckpoint, SpadePreTrainedModel):
     """A classifier over the bidirectional encoder, or over the causal stack of a language model."""
@@ -218,11 +233,7 @@ class SpadeForSequenceClassification(StackOfCheckpoint, SpadePreTrainedModel):
         super().__init__(config)
         self.num_labels = config.num_labels
         self.model = classified_stack(config)
-        width = config.hidden_size * (2 if config.paired_input else 1)
-        self.dense = nn.Linear(width, config.classifier_hidden_size)
-        self.activation = ACT2FN[config.classifier_activation]
-        self.dropout = nn.Dropout(config.classifier_dropout)
-        self.classifier = nn.Linear(config.classifier_hidden_size, self._num_scores(config))
+        self.classifier = SpadeClassificationHead(config, self._num_scores(config))
         self.post_init()
 
     def _num_scores(self, config: SpadeConfig) -> int:
@@ -250,7 +261,7 @@ class SpadeForSequenceClassification(StackOfCheckpoint, SpadePreTrainedModel):
         pooled = self._pool(outputs.last_hidden_state, None if mask is None else mask != 0)
         if self.config.paired_input:
             pooled = pooled.unflatten(0, (-1, 2)).flip(1).flatten(1)  # the second text first, as MEGA has it
-        logits = self.classifier(self.dropout(self.activation(self.dense(self.dropout(pooled)))))
+        logits = self.classifier(pooled)
         loss = None
         if labels is not None:
             check_class_labels(labels, logits, self.config.problem_type)
