@@ -4,10 +4,11 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from hf_hybrid_ssm.models.cache import (
     RecurrentStateLayer,
+    StateAndKeysLayer,
     StateAndWindowLayer,
     WindowLayer,
     is_recurrent_state_layer,
@@ -15,7 +16,14 @@ from hf_hybrid_ssm.models.cache import (
 )
 from hf_hybrid_ssm.models.packing import packed_rows
 from hf_hybrid_ssm.ops.core.dispatch import backend
-from tests.tiny_models import VARIANTS, language_model, own_language_model
+from tests.tiny_models import (
+    VARIANTS,
+    compiles,
+    inputs_for,
+    language_model,
+    own_language_model,
+    shallow_language_model,
+)
 
 PROMPT, STEPS = 9, 14
 
@@ -68,6 +76,72 @@ def test_static_cache(model):
     assert {int(layer.get_seq_length()) for layer in cache.layers} == {0}
     other = text(2, 4, seed=1)
     close(steps(model, cache, other), model(other).logits)
+
+
+def grows(model) -> bool:
+    """Whether a cache keeps more of a longer text."""
+    sizes = []
+    for length in (PROMPT, PROMPT + STEPS):
+        cache = DynamicCache(config=model.config)
+        model(text(1, length), past_key_values=cache)
+        held = (layer.states.values() if is_recurrent_state_layer(layer) else [layer.keys] for layer in cache.layers)
+        sizes.append(sum(state.numel() for states in held for state in states))
+    return sizes[1] > sizes[0]
+
+
+@torch.inference_mode()
+def test_a_static_cache_that_is_full(model):
+    """Where the keys of all tokens are needed there is no room for another; states and windows go on. What was read
+    can still be continued, by as many tokens as there is room for."""
+    ids, room, is_refused = text(2), PROMPT + 3, grows(model)
+    right = model(ids).logits
+    for begin in (room, room - 1):  # a token too many, and a piece of two of which one has room
+        cache = StaticCache(config=model.config, max_cache_len=room)
+        model(ids[:, :PROMPT], past_key_values=cache)
+        steps(model, cache, ids[:, PROMPT:begin])
+        if not is_refused:
+            close(model(ids[:, begin : room + 1], past_key_values=cache).logits, right[:, begin : room + 1])
+            close(steps(model, cache, ids[:, room + 1 :]), right[:, room + 1 :])
+            continue
+        with pytest.raises(IndexError, match=rf"room for {room} tokens.* {room + 1 - begin} after {begin} more"):
+            model(ids[:, begin : room + 1], past_key_values=cache)
+        assert {int(layer.get_seq_length()) for layer in cache.layers} == {begin}
+        if begin < room:
+            close(steps(model, cache, ids[:, begin:room]), right[:, begin:room])
+
+
+@torch.inference_mode()
+def test_a_static_cache_of_a_target_that_is_full():
+    model = language_model("encoder-decoder")
+    inputs, config = inputs_for(model), model.config
+    assert inputs["decoder_input_ids"].shape[1] == 5
+    cache = EncoderDecoderCache(*(StaticCache(config=config, max_cache_len=room) for room in (4, 12)))
+    with pytest.raises(IndexError, match=r"room for 4 tokens.* 5 after 0 more"):
+        model(**inputs, past_key_values=cache)
+    decoder_input_ids = inputs.pop("decoder_input_ids")
+    right = model(**inputs, decoder_input_ids=decoder_input_ids).logits
+    for t in range(4):
+        got = model(**inputs, decoder_input_ids=decoder_input_ids[:, t : t + 1], past_key_values=cache).logits
+        close(got[:, 0], right[:, t])
+    with pytest.raises(IndexError, match=r"room for 4 tokens.* 1 after 4 more"):
+        model(**inputs, decoder_input_ids=decoder_input_ids[:, 4:], past_key_values=cache)
+
+
+@compiles
+@pytest.mark.parametrize(
+    "variant", ["longhorn + attention of mixed groups", "lmu-isa + global attention", "spade hyena full"]
+)
+@torch.inference_mode()
+def test_a_static_cache_that_is_full_in_compiled_steps(variant):
+    """The count is a tensor there: the program ends with the same words, as transformers' own ends out of bounds."""
+    model, ids = shallow_language_model(variant), text(2)
+    cache = StaticCache(config=model.config, max_cache_len=PROMPT + 3)
+    model(ids[:, :PROMPT], past_key_values=cache)
+    step = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for t in range(PROMPT, PROMPT + 3):
+        close(step(ids[:, t : t + 1], past_key_values=cache).logits[:, 0], model(ids[:, : t + 1]).logits[:, -1])
+    with pytest.raises(RuntimeError, match=f"room for {PROMPT + 3} tokens"):
+        step(ids[:, PROMPT + 3 : PROMPT + 4], past_key_values=cache)
 
 
 @torch.inference_mode()
@@ -218,7 +292,7 @@ def test_precomputed_constants_follow_the_weights(variant):
     check(model.double())
 
 
-@pytest.mark.parametrize("kind", [RecurrentStateLayer, WindowLayer, StateAndWindowLayer])
+@pytest.mark.parametrize("kind", [RecurrentStateLayer, WindowLayer, StateAndWindowLayer, StateAndKeysLayer])
 def test_states_that_nothing_recomputes_are_undone_as_a_whole(kind):
     """As those that a file, a server's pages or another process gave; and one token, before which nothing is left."""
     layer = kind()

@@ -330,7 +330,7 @@ class HybridModelMixin:
                 )
             use_cache = False
         if use_cache or cache is not None:
-            cache = prepare_cache(cache, self.config, inputs_embeds.shape[0])
+            cache = prepare_cache(cache, self.config, *inputs_embeds.shape[:2])
         if isinstance(attention_mask, dict):  # made ahead of compiled decoding
             masks, state_mask = attention_mask, attention_mask[STATE_LAYER_TYPE]
         else:

@@ -17,6 +17,7 @@ from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin
 
 from hf_hybrid_ssm.models.configuration import (
     MIXED_ATTENTION_LAYER_TYPE,
+    STATE_AND_KEYS_LAYER_TYPE,
     STATE_AND_WINDOW_LAYER_TYPE,
     STATE_LAYER_TYPE,
     WINDOW_LAYER_TYPE,
@@ -31,6 +32,7 @@ STATE_LAYER_TYPES = (
     WINDOW_LAYER_TYPE,
     STATE_AND_WINDOW_LAYER_TYPE,
     MIXED_ATTENTION_LAYER_TYPE,
+    STATE_AND_KEYS_LAYER_TYPE,
 )
 
 Recompute = Callable[[PackedRows], States]
@@ -70,6 +72,7 @@ class RecurrentStateLayer(CacheLayerMixin):
     supports_early_init = False
     is_croppable = True
     max_cache_len: int | None = None  # room for tokens, of a static one
+    keeps_all_tokens = False  # its attention has no window: it needs the keys of every token
 
     def __init__(self, **kwargs):
         super().__init__()
@@ -279,6 +282,14 @@ class MixedAttentionLayer(RecurrentStateLayer):
     """`RecurrentStateLayer` for layers of the type `MIXED_ATTENTION_LAYER_TYPE`."""
 
     _layer_type = MIXED_ATTENTION_LAYER_TYPE
+    keeps_all_tokens = True
+
+
+class StateAndKeysLayer(RecurrentStateLayer):
+    """`RecurrentStateLayer` for layers of the type `STATE_AND_KEYS_LAYER_TYPE`."""
+
+    _layer_type = STATE_AND_KEYS_LAYER_TYPE
+    keeps_all_tokens = True
 
 
 class StaticRecurrentStateLayer(RecurrentStateLayer):
@@ -347,7 +358,16 @@ class StaticRecurrentStateLayer(RecurrentStateLayer):
                 self.states[name] = mapped
 
 
+class StaticStateAndKeysLayer(StaticRecurrentStateLayer):
+    """`StaticRecurrentStateLayer` of a layer that keeps the keys of all tokens: it has no room for more than these."""
+
+    keeps_all_tokens = True
+
+
 STATIC_LAYER_TYPE_MAPPING.update(dict.fromkeys(STATE_LAYER_TYPES, StaticRecurrentStateLayer))
+STATIC_LAYER_TYPE_MAPPING.update(
+    dict.fromkeys((MIXED_ATTENTION_LAYER_TYPE, STATE_AND_KEYS_LAYER_TYPE), StaticStateAndKeysLayer)
+)
 
 
 def is_recurrent_state_layer(layer: object) -> TypeGuard[RecurrentStateLayer]:
@@ -442,8 +462,8 @@ def capacity_of(cache: Cache | None) -> int | None:
     return None
 
 
-def prepare_cache(cache: Cache | None, config: PreTrainedConfig, batch_size: int) -> Cache:
-    """The cache to use in this forward: a new one, or the given one if it fits the model and the batch.
+def prepare_cache(cache: Cache | None, config: PreTrainedConfig, batch_size: int, length: int = 0) -> Cache:
+    """The cache to use in a forward of `length` tokens: a new one, or the given one if it fits the model and the batch.
 
     A `DynamicCache()` that was made without a config gets the layers of `config` while it is still empty; an empty
     layer becomes this family's.
@@ -451,6 +471,8 @@ def prepare_cache(cache: Cache | None, config: PreTrainedConfig, batch_size: int
     Raises:
         TypeError: `cache` is not a `Cache`.
         ValueError: it was made for or filled by another model, holds another batch size, or is half advanced.
+        IndexError: it is static, and has no room for the tokens; where the host cannot read how many it holds, an
+            assertion of the device, or of the compiled code.
     """
     if cache is None:
         cache = DynamicCache(config=config)
@@ -476,7 +498,28 @@ def prepare_cache(cache: Cache | None, config: PreTrainedConfig, batch_size: int
     for index, layer in enumerate(layers):
         _check_content(layer, index, config.model_type, batch_size)
     check_finished(cache)
+    _check_room(cache, length)
     return cache
+
+
+def _check_room(cache: Cache, length: int) -> None:
+    """Attention to all tokens so far needs the keys of each; layers with a state or a window go on past any length."""
+    rooms = [layer.max_cache_len for layer in cache.layers if layer.is_compileable and _keeps_all_tokens(layer)]
+    if not rooms:
+        return
+    past = tokens_and_packing_state(cache)[0]
+    message = (
+        f"cache is static, with room for {rooms[0]} tokens: there is none for {{}} more, and attention to all tokens "
+        "needs their keys. Make it with a larger max_cache_len, or use `DynamicCache(config=model.config)`."
+    )
+    if isinstance(past, torch.Tensor):
+        torch._assert_async(past + length <= rooms[0], message.format(length))
+    elif past + length > rooms[0]:
+        raise IndexError(message.format(f"{length} after {past}"))
+
+
+def _keeps_all_tokens(layer: Any) -> bool:
+    return layer.keeps_all_tokens if is_recurrent_state_layer(layer) else not layer.is_sliding
 
 
 def _check_content(layer: CacheLayerMixin, index: int, model_type: str, batch_size: int) -> None:

@@ -18,12 +18,13 @@ from hf_hybrid_ssm.models.removed_fields import without_removed_fields
 from hf_hybrid_ssm.models.saved_configuration import check_saved_configuration
 
 # Cache layers with named states: of a recurrence, of window attention, of both side by side, of attention whose heads
-# reach differently; a family with several kinds must tell them apart. Here rather than beside the cache, since
-# configurations do without torch.
+# reach differently, of a layer that keeps the keys of all tokens too; a family with several kinds must tell them apart.
+# Here rather than beside the cache, since configurations do without torch.
 STATE_LAYER_TYPE = "hybrid_ssm_state"
 WINDOW_LAYER_TYPE = "hybrid_ssm_window"
 STATE_AND_WINDOW_LAYER_TYPE = "hybrid_ssm_state_and_window"
 MIXED_ATTENTION_LAYER_TYPE = "hybrid_ssm_mixed_attention"
+STATE_AND_KEYS_LAYER_TYPE = "hybrid_ssm_state_and_keys"
 
 GPT2_END_OF_TEXT = 50256
 ATTENTION_SINKS = ("constant", "scalar")

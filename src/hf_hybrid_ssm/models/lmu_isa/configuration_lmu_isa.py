@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from hf_hybrid_ssm.models.configuration import (
     DERIVED,
     GPT2_END_OF_TEXT,
+    STATE_AND_KEYS_LAYER_TYPE,
     STATE_LAYER_TYPE,
     Derived,
     HybridConfigMixin,
@@ -152,7 +153,8 @@ class LmuIsaConfig(HybridConfigMixin, PreTrainedConfig):
     @property
     def layer_types(self) -> list[str]:
         """The kind of cache layer each block needs."""
-        return [STATE_LAYER_TYPE] * self.num_hidden_layers
+        keeps_all = self.first_sublayer == "global_attention"
+        return [STATE_AND_KEYS_LAYER_TYPE if keeps_all else STATE_LAYER_TYPE] * self.num_hidden_layers
 
     def validate_architecture(self):
         """Sizes that fit together; a warning where the precision of the memory was not measured."""

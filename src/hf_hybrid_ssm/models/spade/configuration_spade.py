@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from hf_hybrid_ssm.models.configuration import DERIVED, STATE_LAYER_TYPE, Derived
+from hf_hybrid_ssm.models.configuration import DERIVED, STATE_AND_KEYS_LAYER_TYPE, STATE_LAYER_TYPE, Derived
 from hf_hybrid_ssm.models.ssm_configuration import SsmConfigMixin, default_state_size
 
-ATTENTION_TYPES = ("window", "chunk", "full")
+CACHE_LAYER_TYPES = {"window": STATE_LAYER_TYPE, "chunk": STATE_LAYER_TYPE, "full": STATE_AND_KEYS_LAYER_TYPE}
+ATTENTION_TYPES = tuple(CACHE_LAYER_TYPES)
 
 _LRA = {"num_attention_heads": 4, "hidden_act": "silu", "attention_dropout": 0.0, "ssm_trainable": "all"}
 _LRA |= {"embedding_norm": False, "pooling": "mean", "classifier_activation": "gelu", "layer_norm_epsilon": 1e-5}
@@ -131,7 +132,7 @@ class SpadeStackConfig(SsmConfigMixin):
     @property
     def layer_types(self) -> list[str]:
         """The kind of cache layer each layer needs."""
-        return [STATE_LAYER_TYPE] * self.num_hidden_layers
+        return [CACHE_LAYER_TYPES[self.attention_type]] * self.num_hidden_layers
 
     @property
     def head_dim(self) -> int:
@@ -352,7 +353,7 @@ class SpadeSeq2SeqConfig(SpadeStackConfig, PreTrainedConfig):
     @property
     def layer_types(self) -> list[str]:
         """The kind of cache layer each decoder layer needs."""
-        return [STATE_LAYER_TYPE] * self.num_decoder_layers
+        return [CACHE_LAYER_TYPES[self.decoder_attention_type]] * self.num_decoder_layers
 
     def validate_architecture(self):
         """Sizes that fit together, names that exist."""

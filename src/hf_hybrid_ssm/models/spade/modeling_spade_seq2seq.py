@@ -155,13 +155,16 @@ class SpadeDecoder(SpadeStack, SpadePreTrainedModel):
         return positions
 
 
-def prepare_seq2seq_cache(cache: Cache | None, config: SpadeSeq2SeqConfig, batch_size: int) -> EncoderDecoderCache:
-    """The cache to use in this forward: a new one, or the given one if it fits the model and the batch."""
+def prepare_seq2seq_cache(
+    cache: Cache | None, config: SpadeSeq2SeqConfig, batch_size: int, length: int
+) -> EncoderDecoderCache:
+    """The cache to use in a forward of `length` tokens of the target: a new one, or the given one if it fits the model
+    and the batch."""
     if cache is None:
         return EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
     if not isinstance(cache, EncoderDecoderCache):
         raise TypeError(f"cache must be an EncoderDecoderCache, got {type(cache).__name__}.")
-    prepare_cache(cache.self_attention_cache, config, batch_size)
+    prepare_cache(cache.self_attention_cache, config, batch_size, length)
     cross = cache.cross_attention_cache
     if any(not is_recurrent_state_layer(layer) for layer in cross.layers) or not cross.layers:
         cross.layers = DynamicCache(config=config).layers
@@ -226,7 +229,7 @@ class SpadeSeq2SeqModel(BaseOfCheckpoint, SpadePreTrainedModel):
                 f"of {encoder_states.shape[0]}."
             )
         if use_cache or cache is not None:
-            cache = prepare_seq2seq_cache(cache, self.config, decoder_inputs_embeds.shape[0])
+            cache = prepare_seq2seq_cache(cache, self.config, *decoder_inputs_embeds.shape[:2])
         if isinstance(decoder_attention_mask, dict):
             decoder_attention_mask = decoder_attention_mask[STATE_LAYER_TYPE]
         inputs = (decoder_inputs_embeds, encoder_states, decoder_attention_mask, attention_mask)
