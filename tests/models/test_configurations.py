@@ -28,7 +28,7 @@ CHANGES = [
     (LonghornConfig, {"num_attention_heads": 4}, {"num_key_value_heads": 4, "head_dim": 192}),
     (LonghornConfig, {"block_types": ["full_attention"] * 24}, {"max_position_embeddings": 2048}),
     (LonghornConfig, {"use_rope_in_mixer": True, "state_size": 64}, {"max_position_embeddings": 2048}),
-    (BstConfig, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, {"max_position_embeddings": 4096}),
+    (BstConfig, {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, {"max_position_embeddings": 4096}),
     (LonghornConfig, {"vocab_size": 100}, {"bos_token_id": None, "eos_token_id": None}),
     (LmuIsaConfig, {"vocab_size": 100}, {"bos_token_id": None, "eos_token_id": None}),
     (LmuIsaConfig, {"lmu_order": 100}, {"lmu_reduced_order": 10}),
@@ -176,7 +176,7 @@ def test_lengths_that_were_set_stay():
     hybrid = LonghornConfig(num_hidden_layers=2, block_types=["full_attention", "linear_attention"])
     assert hybrid.max_position_embeddings == 2048
     factors = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-    for kind, more in (("llama3", factors), ("yarn", {}), ("dynamic", {})):  # rules that refer to the length
+    for kind, more in (("llama3", factors), ("yarn", {})):  # rules that refer to the length
         rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 100.0, **more}
         windows = LonghornConfig(num_hidden_layers=1, block_types=["sliding_attention"], rope_parameters=rope)
         assert windows.max_position_embeddings == 2048

@@ -77,6 +77,11 @@ CONTRADICTIONS = [
     (LONGHORN, {"num_key_value_heads": 3}, "num_attention_heads=4 must be a multiple of num_key_value_heads=3"),
     (LONGHORN, {"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}, "rope_theta.*-1.0.*positive"),
     (LONGHORN, {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "rope_type='spiral' is not one of"),
+    (
+        LONGHORN,
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor=0.5 turns some channels of a head, and all of them are",
+    ),
     (LONGHORN, {"attn_implementation": "lightning"}, 'attn_implementation="lightning"` is not supported.*eager'),
     (LONGHORN, {"attention_sink": "zero"}, "attention_sink='zero' must be one of 'constant', 'scalar', or None"),
     ("longhorn", {"attention_sink": "scalar"}, "attention_sink='scalar' needs sliding attention, which no layer has"),

@@ -463,7 +463,7 @@ def capacity_of(cache: Cache | None) -> int | None:
 
 
 def prepare_cache(cache: Cache | None, config: PreTrainedConfig, batch_size: int, length: int = 0) -> Cache:
-    """The cache to use in a forward of `length` tokens: a new one, or the given one if it fits the model and the batch.
+    """The cache of a forward of `length` tokens: a new one, or the given one if it fits the model and the batch.
 
     A `DynamicCache()` that was made without a config gets the layers of `config` while it is still empty; an empty
     layer becomes this family's.

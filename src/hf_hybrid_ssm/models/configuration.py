@@ -18,8 +18,8 @@ from hf_hybrid_ssm.models.removed_fields import without_removed_fields
 from hf_hybrid_ssm.models.saved_configuration import check_saved_configuration
 
 # Cache layers with named states: of a recurrence, of window attention, of both side by side, of attention whose heads
-# reach differently, of a layer that keeps the keys of all tokens too; a family with several kinds must tell them apart.
-# Here rather than beside the cache, since configurations do without torch.
+# reach differently, of a layer that keeps the keys of all tokens too; a family with several kinds must tell them
+# apart. Here rather than beside the cache, since configurations do without torch.
 STATE_LAYER_TYPE = "hybrid_ssm_state"
 WINDOW_LAYER_TYPE = "hybrid_ssm_window"
 STATE_AND_WINDOW_LAYER_TYPE = "hybrid_ssm_state_and_window"
@@ -28,6 +28,9 @@ STATE_AND_KEYS_LAYER_TYPE = "hybrid_ssm_state_and_keys"
 
 GPT2_END_OF_TEXT = 50256
 ATTENTION_SINKS = ("constant", "scalar")
+ROPE_BY_LENGTH = ("dynamic", "longrope")
+"""Rotary positions whose frequencies follow from the longest text of a batch. A cached key keeps those that it was
+turned by: a text that grows past their bound would be read by two rules, and a short row by a long one's."""
 # what a config.json may hold beside the fields of its configuration
 EXTRA_FIELDS = frozenset({"auto_map", "custom_pipelines", "quantization_config"})
 
@@ -234,9 +237,19 @@ class HybridConfigMixin:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs of channels.")  # type: ignore[attr-defined]
         rope = self.rope_parameters or {}  # type: ignore[attr-defined]
         kind, theta = _rope_type(rope), rope.get("rope_theta")
-        known = ("default", *ROPE_INIT_FUNCTIONS)
+        known = ("default", *(name for name in ROPE_INIT_FUNCTIONS if name not in ROPE_BY_LENGTH))
+        if kind in ROPE_BY_LENGTH:
+            raise ValueError(
+                f"rope_type={kind!r} chooses its frequencies by the length of the text, and keys in a cache keep "
+                f"those that they were turned by: use one of {', '.join(map(repr, known))}."
+            )
         if kind not in known:
             raise ValueError(f"rope_type={kind!r} is not one of {', '.join(map(repr, known))}.")
+        if kind != "proportional" and rope.get("partial_rotary_factor", 1.0) != 1:
+            raise ValueError(
+                f"partial_rotary_factor={rope['partial_rotary_factor']} turns some channels of a head, and all of "
+                "them are turned here: leave it out."
+            )
         if isinstance(theta, int | float) and not 0 < theta < math.inf:
             raise ValueError(f"rope_parameters={rope} must have a positive and finite rope_theta.")
 

@@ -21,8 +21,7 @@ def with_sink_rotation(
     """Cosines and sines of tokens (B or 1, L, head_dim), and those (head_dim) that turn a query by `distance` from a
     key that is not turned, as a constant sink's; None for a `distance` of None.
 
-    Both come from one call, since some kinds of rotary positions choose their frequencies by the largest position, and
-    scale queries and keys.
+    Both come from one call, since some kinds of rotary positions scale queries and keys.
     """
     if distance is None:
         return rotary_emb(x, position_ids), None

@@ -97,7 +97,8 @@ class BstConfig(SsmConfigMixin, PreTrainedConfig):
         relative_attention_num_buckets, relative_attention_max_distance (`int`, *optional*, defaults to 32 and 128):
             T5's relative bias.
         rope_parameters (`RopeParameters`, *optional*): Rotary positions of the tokens' queries and keys, in place of
-            T5's bias; none by default, as in the paper.
+            T5's bias; none by default, as in the paper. No `rope_type` that follows from the length of a text
+            (`"dynamic"`, `"longrope"`).
         dropout, attention_dropout, final_dropout (`float`, *optional*, defaults to 0.05): Before attention and after
             the feed-forward layer, on attention weights, before the head.
         layer_norm_epsilon (`float`, *optional*, defaults to 1e-6): Epsilon of the norms.

@@ -85,7 +85,8 @@ class LonghornConfig(HybridConfigMixin, PreTrainedConfig):
             divides `hidden_size`, else one.
         num_key_value_heads (`int`, *optional*): Key/value heads of the attention layers; as many as heads by default.
         head_dim (`int`, *optional*): Size of an attention head; `hidden_size // num_attention_heads` by default.
-        rope_parameters (`RopeParameters`, *optional*): Rotary embedding of the attention layers.
+        rope_parameters (`RopeParameters`, *optional*): Rotary embedding of the attention layers; no
+            `rope_type` that follows from the length of a text (`"dynamic"`, `"longrope"`).
         attention_dropout (`float`, *optional*, defaults to 0.0): Dropout of the attention weights.
         window_dropout (`float`, *optional*, defaults to 0.0): In training, the probability that a row does not get the
             output of a `"hybrid_sliding"` layer's window, so that the mixer beside it learns what the window would
